@@ -199,18 +199,22 @@ class WorkQueueFit:
         self._session.barrier(f"{self._name}: end of epoch {self._epoch}")
         # The chief sums up for all: each report is read once.
         total = f"{self._name}/total/{self._epoch}"
-        if self._session.is_chief:
-            reports = self._session.board("reports", topic=topic).values()
-            self._stops = any(report["stop"] for report in reports)
-            _sum_up(metrics, [json_codec.decode(each["values"]) for each in reports])
-            summed = json_codec.encode([v.value for v in metrics], "the metrics")
-            self._session.board("put", key=total, value={"values": summed})
-        summed = self._session.get(total, topic)["values"]
-        for variable, value in zip(metrics, json_codec.decode(summed), strict=True):
+        summed = self._session.decided(total, topic, lambda: self._summed(topic))
+        for variable, value in zip(
+            metrics, json_codec.decode(summed["values"]), strict=True
+        ):
             variable.assign(value)
         self._home.refresh()
         # Nobody begins the next epoch before all have this one's values.
         self._session.barrier(f"{self._name}: values of epoch {self._epoch}")
+
+    def _summed(self, topic: str) -> JSONObject:
+        """The metrics of all workers together; the chief learns who stops."""
+        metrics = self._model.metrics_variables
+        reports = self._session.board("reports", topic=topic).values()
+        self._stops = any(report["stop"] for report in reports)
+        _sum_up(metrics, [json_codec.decode(each["values"]) for each in reports])
+        return {"values": json_codec.encode([v.value for v in metrics], "the metrics")}
 
     def _waiting(self) -> AbstractContextManager[None]:
         """In it, this worker waits for others, which a report has to know."""
@@ -228,17 +232,17 @@ class WorkQueueFit:
         """The chief says whether training goes on, when its callbacks have run."""
         self._epoch += 1
         self._batches.end(self._length)
-        key = f"{self._name}/goes on/{self._epoch}"
-        if self._session.is_chief:
-            stop = self._stops or bool(self._model.stop_training)
+        is_chief = self._session.is_chief
+        if is_chief:
             self._home.publish()
-            self._session.board("put", key=key, value=not stop)
-            # For workers that are restarted meanwhile.
-            self._session.board(
-                "put", key=f"{self._name} epoch", value=self._epoch, first=False
-            )
-        what = f"epoch {self._epoch} of {self._name}"
-        self._model.stop_training = not self._session.get(key, what)
+        self._model.stop_training = not self._session.decided(
+            f"{self._name}/goes on/{self._epoch}",
+            f"epoch {self._epoch} of {self._name}",
+            lambda: not (self._stops or self._model.stop_training),
+        )
+        if is_chief:  # For workers that are restarted meanwhile.
+            epoch = f"{self._name} epoch"
+            self._session.board("put", key=epoch, value=self._epoch, first=False)
 
     # What workers agree on before an epoch.
 
@@ -247,11 +251,13 @@ class WorkQueueFit:
         return f"{self._name}/epoch/{self._epoch}"
 
     def _begin_epoch(self) -> None:
-        key = f"{self._name}/begin/{self._epoch}"
         mine = _described(self._model)
         if self._session.is_chief:  # Its callbacks have heard that the epoch begins.
             self._home.publish()
-            said = {
+        said = self._session.decided(
+            f"{self._name}/begin/{self._epoch}",
+            f"epoch {self._epoch} of {self._name}",
+            lambda: {
                 "random": json_codec.encode(random_state.capture(), "the random state"),
                 "iteration": self._batches.iteration,
                 "versions": {
@@ -259,9 +265,8 @@ class WorkQueueFit:
                     for x in self._home.remote.groups
                 },
                 "model": mine,
-            }
-            self._session.board("put", key=key, value=said)
-        said = self._session.get(key, f"epoch {self._epoch} of {self._name}")
+            },
+        )
         if mine != said["model"]:
             raise ClusterMismatchError(
                 f"{self._session.name}: the model of {self._name} differs from the "

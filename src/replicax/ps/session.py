@@ -297,6 +297,12 @@ class Session:
 
         return self.wait(poll, what, lambda: chief)
 
+    def decided(self, key: str, what: str, value: Callable[[], JSON]) -> Any:
+        """What the chief puts under a key, `value()` unless it is there; see `get`."""
+        if self.is_chief:
+            return self.board("put", key=key, value=value())
+        return self.get(key, what)
+
     def absent(self) -> str:
         """Names of the other workers that are not alive, or of all the others."""
         workers = self.board("status")["workers"]

@@ -187,10 +187,7 @@ class ParameterServerStrategy(Strategy):
         """All workers draw the chief's initial weights, where nobody sets a seed."""
         assert self.session is not None
         mine = json_codec.encode(random_state.capture(), "the random state")
-        key = "random state"
-        if self.is_chief:
-            self.session.board("put", key=key, value=mine)
-        found = self.session.get(key, "the start")
+        found = self.session.decided("random state", "the start", lambda: mine)
         if found != mine:
             random_state.restore(json_codec.decode(found))
 
