@@ -250,17 +250,13 @@ class ServerHome(ReplicaHome):
         pushes = [group.push(x, version, share) for group, x, version, share in each]
         self._in_flight = step, pushes
         # The next step looks up rows that this one changes.
-        counts = (self._strategy.overlap and not looks_up) or self._finish()
+        counts = (self._strategy.overlap and not looks_up) or self.settle()
         if not self._strategy.sync and rows:
             self.rows.finish(rows)
         return counts
 
-    def settle(self) -> None:
-        """Wait until this worker's last step is applied."""
-        self._finish()
-
-    def _finish(self) -> bool:
-        """Likewise; whether the step counts."""
+    def settle(self) -> bool:
+        """Wait until this worker's last step is applied; whether the step counts."""
         if self._in_flight is None:
             return True
         step, pushes = self._in_flight
