@@ -61,11 +61,8 @@ class DenseGroup(Group):
         return self.group.rule["kind"] != "add"
 
     def status(self) -> JSONObject:
-        """Versions and sizes, and how often each worker has pushed."""
-        with self.condition:
-            pushed_by = {w: sum(h.values()) for w, h in self.staleness.items()}
-            more = {"steps": self.steps, "is_trained": self.is_trained}
-            return super().status() | more | {"pushed_by": pushed_by}
+        """What all groups say, and whether it is trained."""
+        return super().status() | {"is_trained": self.is_trained}
 
     def require_same(self, other: VariableGroup) -> None:
         """Refuse another group of this name."""

@@ -153,13 +153,16 @@ class Group(abc.ABC):
         return self.pushes.lost + self._steps_lost
 
     def status(self) -> JSONObject:
-        """Versions and sizes, as JSON values."""
-        return {
-            "version": self.version,
-            "applied": self.num_applied,
-            "lost": self.num_lost,
-            "bytes": self.num_bytes,
-        }
+        """Versions and sizes, and how often each worker has pushed, as JSON values."""
+        with self.condition:
+            return {
+                "version": self.version,
+                "steps": self.steps,
+                "applied": self.num_applied,
+                "lost": self.num_lost,
+                "bytes": self.num_bytes,
+                "pushed_by": {w: sum(h.values()) for w, h in self.staleness.items()},
+            }
 
     def push(
         self,

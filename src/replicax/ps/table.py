@@ -92,7 +92,9 @@ class RowsPushed(NamedTuple):
 
 
 class Table(Group):
-    """One server's rows of a table, and their optimizer slots. Thread safe.
+    """One server's rows of a table, and their optimizer slots.
+
+    Its methods are thread safe, but for those of a group: `push`, and those of `state`.
 
     Memory: `dim * 4 * (1 + number of slots)` bytes for each row; slots that start from
     zero take theirs when their rows are first pushed.
@@ -240,18 +242,16 @@ class Table(Group):
 
     def state(self) -> tuple[dict[str, np.ndarray | jax.Array], JSONObject]:
         """Copies of the arrays by name, and all else as JSON values."""
-        with self.condition:
-            arrays: dict[str, np.ndarray | jax.Array]
-            arrays = {name: array.copy() for name, array in self._arrays().items()}
-            shared = {} if self._optimizer is None else self._optimizer.shared
-            return arrays, {
-                "spec": self.spec.to_json(),
-                "server": self.server,
-                "num_servers": self._num_servers,
-                "offsets": dict(self.offsets),
-                "optimizer": shared,
-                **self._counts(),
-            }
+        arrays: dict[str, np.ndarray | jax.Array]
+        arrays = {name: array.copy() for name, array in self._arrays().items()}
+        return arrays, {
+            "spec": self.spec.to_json(),
+            "server": self.server,
+            "num_servers": self._num_servers,
+            "offsets": dict(self.offsets),
+            "optimizer": {} if self._optimizer is None else self._optimizer.shared,
+            **self._counts(),
+        }
 
     def _arrays(self) -> dict[str, np.ndarray]:
         slots = {f"slots/{name}": slot for name, slot in self._slots.items()}
@@ -274,13 +274,12 @@ class Table(Group):
                 f"{found}, expected {mine} with {shapes}. Use the same number of "
                 "servers, sizes and optimizer as when it was saved."
             )
-        with self.condition:
-            for name, array in self._arrays().items():
-                array[...] = arrays[name]
-            if self._optimizer is not None:
-                self._optimizer.assign(meta["optimizer"])
-            self.offsets = dict(meta["offsets"])
-            self._load_counts(meta, journal or {})
+        for name, array in self._arrays().items():
+            array[...] = arrays[name]
+        if self._optimizer is not None:
+            self._optimizer.assign(meta["optimizer"])
+        self.offsets = dict(meta["offsets"])
+        self._load_counts(meta, journal or {})
 
     def _required_optimizer(self) -> RowOptimizer:
         if self._optimizer is None:
