@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 
 import keras
 import ml_dtypes
@@ -141,7 +142,7 @@ def test_damaged_ones_are_named_and_skipped(
 
 def test_the_thread_writes_after_so_many_updates(tmp_path) -> None:
     store = filled(1)
-    with Snapshots(tmp_path, 0, every_updates=3) as snapshots:
+    with closing(Snapshots(tmp_path, 0, every_updates=3)) as snapshots:
         snapshots.start(store, lambda: {"board": 1})
         push(store, 2)
         time.sleep(0.3)
@@ -161,7 +162,7 @@ def test_the_thread_writes_after_so_many_updates(tmp_path) -> None:
 
 def test_the_thread_writes_after_some_time_if_there_is_news(tmp_path) -> None:
     store = filled(1)
-    with Snapshots(tmp_path, 0, every_seconds=0.2) as snapshots:
+    with closing(Snapshots(tmp_path, 0, every_seconds=0.2)) as snapshots:
         snapshots.start(store)
         time.sleep(0.5)
         assert not written(snapshots)
@@ -175,7 +176,7 @@ def test_a_failed_write_is_logged_and_tried_again(
 ) -> None:
     monkeypatch.setattr("replicax.ps.snapshots._RETRY_SECONDS", 0.05)
     store = filled(1)
-    with Snapshots(tmp_path, 0, every_updates=1) as snapshots:
+    with closing(Snapshots(tmp_path, 0, every_updates=1)) as snapshots:
         good = snapshots.write(store.state())
         # A file stands where the folder of the next one should be made.
         blocker = snapshots.folder / ".snapshot-000000002.part"
@@ -274,7 +275,7 @@ def test_the_end_of_a_failed_job_is_not_written(tmp_path) -> None:
 
 def test_with_a_snapshot_of_each_update_answers_wait_for_the_disk(tmp_path) -> None:
     store = filled()
-    with Snapshots(tmp_path, 0, every_updates=1) as snapshots:
+    with closing(Snapshots(tmp_path, 0, every_updates=1)) as snapshots:
         snapshots.start(store)
         for number in range(1, 4):
             push(store, number)
@@ -289,7 +290,7 @@ def test_a_full_disk_is_not_waited_for(tmp_path, monkeypatch) -> None:
         raise OSError(28, "No space left on device")
 
     store = filled()
-    with Snapshots(tmp_path, 0, every_updates=1) as snapshots:
+    with closing(Snapshots(tmp_path, 0, every_updates=1)) as snapshots:
         snapshots.start(store)
         monkeypatch.setattr("replicax.ps.snapshots._write_files", full)
         push(store, 1)

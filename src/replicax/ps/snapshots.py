@@ -23,7 +23,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol
 
 import numpy as np
@@ -168,17 +167,6 @@ class Snapshots:
                 self.folder,
             )
         self.journal.clear()
-
-    def __enter__(self) -> "Snapshots":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def write(self, state: JSONObject, board: JSONObject | None = None) -> Path:
         """Write a snapshot of a store and a board, and remove those that are too many.
