@@ -21,11 +21,11 @@ from replicax.ps.limits import (
     Superseded,
     SyncTimeout,
 )
-from replicax.ps.messages import Create
+from replicax.ps.messages import Create, Push
 from replicax.ps.optimizers import optimizer_rule
 from replicax.ps.partition import FixedShardsPartitioner, VariableInfo, place
 from replicax.ps.store import UnknownGroup, VariableStore
-from replicax.ps.wire import WireError
+from replicax.ps.wire import WireError, read
 
 INFO = VariableInfo(path="dense/kernel", shape=(4, 2), dtype="float32")
 ADD = {"kind": "add"}
@@ -221,14 +221,25 @@ def test_parts_that_are_there_or_over_are_not_applied() -> None:
         RefusedRequestError, match=r"part of step 3, but step 1 is not over"
     ):
         push(store, 9, part=part_of(3, 0, 2))
-    with pytest.raises(RefusedRequestError, match=r"part 2 of 2, expected 0 to 1"):
-        push(store, 9, part=part_of(1, 2, 2))
-    with pytest.raises(
-        RefusedRequestError, match=r"num_parts=1000000000, expected at most"
-    ):
-        push(store, 9, part=part_of(1, 0, 10**9))
-    with pytest.raises(RefusedRequestError, match=r"weight=0.0, expected a positive"):
-        push(store, 9, part=part_of(1, 1, 2, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("part", "num_parts", "weight", "message"),
+    [
+        (2, 2, None, r"part 2 of 2, expected 0 to 1"),
+        (-1, 2, None, r"part -1 of 2, expected 0 to 1"),
+        (0, 10**9, None, r"part.num_parts is 1000000000; expected .* <= 65536"),
+        (1, 2, 0.0, r"weight=0.0, expected a positive number"),
+        (1, 2, float("inf"), r"weight=inf, expected a positive number"),
+    ],
+)
+def test_a_part_that_cannot_be_is_no_message(part, num_parts, weight, message):
+    """So it is refused before memory is taken for its gradients."""
+    share = {"step": 0, "part": part, "num_parts": num_parts, "weight": weight}
+    header = {"op": "push", "group": "weights", "worker": "worker:0", "session": "a"}
+    header |= {"sequence": 1, "based_on": 0, "deadline_seconds": 1.0, "part": share}
+    with pytest.raises(WireError, match=message):
+        read(Push, header, WireError)
 
 
 def test_missing_parts_are_named_and_a_retry_waits_again() -> None:

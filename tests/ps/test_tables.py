@@ -389,7 +389,6 @@ def test_parts_of_a_step_make_one_update():
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        (sync(0, 2, 2), "got part 2 of 2, expected 0 to 1"),
         (sync(0, 1, 3), "num_parts=3, weight=None, but its other parts have num_parts"),
         (sync(0, 1, 2, 1.0), "weight=1.0, but its other parts .* no weight"),
     ],

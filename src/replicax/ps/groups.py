@@ -19,6 +19,7 @@ from replicax._util.types import JSONObject
 from replicax.ps.call_log import Journaled, Note, PushCounts, Sessions
 from replicax.ps.limits import (
     IncompleteStep,
+    NumParts,
     RefusedRequestError,
     StaleSequence,
     SyncTimeout,
@@ -27,7 +28,6 @@ from replicax.ps.limits import (
 __all__ = ["NEXT_STEP", "Arrays", "Group", "StepShare"]
 
 _logger = logging.getLogger("replicax")
-_MOST_PARTS = 65_536
 NEXT_STEP = -1
 """In place of a step's number: the group's next one."""
 
@@ -41,13 +41,23 @@ class StepShare:
 
     `weight` is its weight in the mean of the parts; None: parts are summed. In a worker
     that does not know the group yet, `step` counts from the epoch's start, or is
-    `NEXT_STEP`.
+    `NEXT_STEP`. A part that is none of `num_parts`, or a weight that is not positive,
+    raises `ValueError`.
     """
 
     step: int
     part: int
-    num_parts: int
+    num_parts: NumParts
     weight: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.part < self.num_parts:
+            raise ValueError(
+                f"got part {self.part} of {self.num_parts}, expected 0 to "
+                f"{self.num_parts - 1}."
+            )
+        if self.weight is not None and not 0 < self.weight < float("inf"):
+            raise ValueError(f"got weight={self.weight}, expected a positive number.")
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -329,7 +339,11 @@ class Group(abc.ABC):
 
     def _step_of(self, share: StepShare) -> SyncStep | None:
         """The step that a part belongs to; None: it is over."""
-        self._check_share(share)
+        if share.weight is not None and self.unweighted:
+            raise RefusedRequestError(
+                f"{self.what}: there is no weighted mean of {list(self.unweighted)}. "
+                "Push with weight=None."
+            )
         if share.step < self.steps:
             return None
         if share.step > self.steps:
@@ -348,29 +362,6 @@ class Group(abc.ABC):
                 f"{step.num_parts} and {'a' if step.weighted else 'no'} weight."
             )
         return step
-
-    def _check_share(self, share: StepShare) -> None:
-        if share.num_parts > _MOST_PARTS:
-            raise RefusedRequestError(
-                f"{self.what}: got num_parts={share.num_parts}, expected at most "
-                f"{_MOST_PARTS}."
-            )
-        if not 0 <= share.part < share.num_parts:
-            raise RefusedRequestError(
-                f"{self.what}: got part {share.part} of {share.num_parts}, expected 0 "
-                f"to {share.num_parts - 1}."
-            )
-        if share.weight is not None:
-            if self.unweighted:
-                raise RefusedRequestError(
-                    f"{self.what}: there is no weighted mean of "
-                    f"{list(self.unweighted)}. Push with weight=None."
-                )
-            if not 0 < share.weight < float("inf"):
-                raise RefusedRequestError(
-                    f"{self.what}: got weight={share.weight}, expected a positive "
-                    "number."
-                )
 
     def _give_up_steps(self, last_step: int) -> None:
         """Go on after a step of which others saw the end before this server restarted.
