@@ -159,6 +159,7 @@ def test_only_what_xla_cannot_write_is_silent(
     writing = "Error writing persistent compilation cache entry for 'f': OSError: "
     try:
         with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
             assert compilation_cache.turn_on.__wrapped__("cpu") is not None
             warnings.warn(f"{writing}Multiple temp buffer allocations", stacklevel=1)
             warnings.warn(f"{writing}No space left on device", stacklevel=1)
