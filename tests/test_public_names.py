@@ -234,3 +234,13 @@ def test_parameters_are_those_of_tensorflow() -> None:
         "args",
         "kwargs",
     ]
+
+
+def test_no_two_classes_have_one_name() -> None:
+    """A reader who searches for a class finds one; `_Step` and `Step` read alike."""
+    where: dict[str, list[str]] = {}
+    for path in sorted(Path(rx.__file__).parent.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                where.setdefault(node.name.lstrip("_"), []).append(path.name)
+    assert {name: files for name, files in where.items() if len(files) > 1} == {}

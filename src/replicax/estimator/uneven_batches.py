@@ -18,7 +18,7 @@ __all__ = ["UnevenBatches"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Step(Split):
+class _UnevenSplit(Split):
     """The batches of one step; replicas from `num_active` on have copies."""
 
     num_active: int | None = None
@@ -52,7 +52,9 @@ class UnevenBatches(DistributedDatasetFromFunction):
         missing = self._num_local - len(group)
         full = group + group[-1:] * missing
         split = stack_replica_batches(full, self._num_local, Remainder.ERROR)
-        return _Step(batch=split.batch, num_active=len(group) if missing else None)
+        return _UnevenSplit(
+            batch=split.batch, num_active=len(group) if missing else None
+        )
 
     def _place(self, split: Split) -> PyTree:
         return super()._place(split), getattr(split, "num_active", None)

@@ -73,21 +73,21 @@ class SharedEpoch(Generic[_Batch]):
     cancelled: Callable[[], bool] = lambda: False
 
 
-class _Window(TypedDict):
+class _ReadWindow(TypedDict):
     """A worker's message: the sizes and sparse capacities of its next batches."""
 
     sizes: list[int]
     entries: list[list[int]]
 
 
-class _FirstWindow(_Window):
+class _FirstWindow(_ReadWindow):
     """A worker's message about an epoch's first batch."""
 
     leaves: list[LeafChecksum]
     num_batches: int | None
 
 
-_AnyWindow = TypeVar("_AnyWindow", bound=_Window)
+_AnyWindow = TypeVar("_AnyWindow", bound=_ReadWindow)
 
 
 class _Cancelled(Exception):
@@ -130,7 +130,7 @@ def _in_step(
     first = _exchange(epoch, mine)
     _check_first(epoch, first)
     counts = [t["num_batches"] for t in first if t["num_batches"] is not None]
-    told: Sequence[_Window] = first
+    told: Sequence[_ReadWindow] = first
     num_taken = 0
     while True:
         num_common = _num_common([t["sizes"] for t in told])

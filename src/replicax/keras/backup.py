@@ -101,7 +101,7 @@ class BackupAndRestore(LateCallback):
         self.max_to_keep = max_to_keep
         self.delete_checkpoint = delete_checkpoint
         self.on_failed_save = on_failed_save
-        self._run: _Run | None = None
+        self._run: _BackedUpFit | None = None
 
     def after_train_begin(self, callbacks: Sequence[PyTree]) -> None:
         """Restore the newest backup, if there is one.
@@ -120,7 +120,7 @@ class BackupAndRestore(LateCallback):
         if session.work is not None:
             _check_servers(self)
         others = [c for c in callbacks if c is not self]
-        self._run = _Run(self, session, session.epochs, others)
+        self._run = _BackedUpFit(self, session, session.epochs, others)
 
     def on_epoch_begin(self, epoch: int, logs: PyTree = None) -> None:
         """Restore metrics that Keras has just reset, where an epoch is resumed."""
@@ -144,7 +144,7 @@ class BackupAndRestore(LateCallback):
         run, self._run = self._running(), None
         run.end()
 
-    def _running(self) -> "_Run":
+    def _running(self) -> "_BackedUpFit":
         if self._run is None:
             raise RuntimeError(
                 "BackupAndRestore: no fit is running. Pass it to fit(callbacks=[...])."
@@ -152,7 +152,7 @@ class BackupAndRestore(LateCallback):
         return self._run
 
 
-class _Run:
+class _BackedUpFit:
     """The backups of one call of `fit`: counts its steps, saves when one is due."""
 
     def __init__(

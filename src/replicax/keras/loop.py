@@ -94,7 +94,7 @@ def fit(
         callbacks = _callback_list(
             model, callbacks, verbose, data, epochs=epochs, add_history=True
         )
-        run = _Fit(model, session, callbacks, validation)
+        run = _FitLoop(model, session, callbacks, validation)
         try:
             run.train(initial_epoch, epochs)
         except KeyboardInterrupt as error:
@@ -160,7 +160,7 @@ class _Validation:
         return {f"val_{name}": value for name, value in logs.items()}
 
 
-class _Fit:
+class _FitLoop:
     """The epochs of one `fit`."""
 
     def __init__(

@@ -57,11 +57,11 @@ def _newest(store: VariableStore, held: DenseGroup) -> Answer:
     return {"version": version}, store.hand_out(values)
 
 
-class _Message(msgspec.Struct, tag_field="op"):
+class _TaggedMessage(msgspec.Struct, tag_field="op"):
     pass
 
 
-class _OfGroup(_Message):
+class _OfGroup(_TaggedMessage):
     group: str
 
     def expected(self, store: VariableStore) -> Mapping[str, Allowed]:
@@ -69,7 +69,7 @@ class _OfGroup(_Message):
         return {}
 
 
-class Create(_Message, tag="create"):
+class Create(_TaggedMessage, tag="create"):
     """Hold a group, with these values unless it is here."""
 
     group: VariableGroup
@@ -209,7 +209,7 @@ class SetSlots(_OfGroup, tag="set_slots"):
         return {}, {}
 
 
-class CreateTable(_Message, tag="create_table"):
+class CreateTable(_TaggedMessage, tag="create_table"):
     """Hold a table. Its optimizer is said, and checked, when it is known."""
 
     spec: TableSpec
@@ -223,7 +223,7 @@ class CreateTable(_Message, tag="create_table"):
         return {"spec": table.spec.to_json(), "version": table.version}, {}
 
 
-class PullRows(_Message, tag="rows"):
+class PullRows(_TaggedMessage, tag="rows"):
     """Values of a table's rows."""
 
     table: str
@@ -239,7 +239,7 @@ class PullRows(_Message, tag="rows"):
         return {"version": version}, {"rows": table.rows(vectors["ids"]).reshape(-1)}
 
 
-class PushRows(_Message, tag="push_rows"):
+class PushRows(_TaggedMessage, tag="push_rows"):
     """Gradients of a table's rows."""
 
     table: str

@@ -44,7 +44,7 @@ class _Connected(NamedTuple):
     looks_up: bool
 
 
-class _Step(NamedTuple):
+class _TrainingStep(NamedTuple):
     """A training step of this worker, as the servers are told of it.
 
     `shares` says which part of a synchronous step of each group this is, `based_on` the
@@ -90,7 +90,7 @@ class ServerHome(ReplicaHome):
         self._strategy = strategy
         self._connected: WeakKeyDictionary[Program, _Connected] = WeakKeyDictionary()
         self._first_steps: dict[str, int] = {}
-        self._in_flight: tuple[_Step, list[ServerPushes]] | None = None
+        self._in_flight: tuple[_TrainingStep, list[ServerPushes]] | None = None
         self._shares: deque[StepShare] = deque()
         self._num_fits = 0
 
@@ -190,7 +190,7 @@ class ServerHome(ReplicaHome):
 
     def _begin_step(
         self, groups: list[RemoteGroup], stored: dict[int, jax.Array]
-    ) -> _Step:
+    ) -> _TrainingStep:
         """Begin a step: `stored` gets the values that it is computed from.
 
         A worker whose last part others had brought already has not seen that step's
@@ -204,7 +204,7 @@ class ServerHome(ReplicaHome):
                 is_due = self._await(group, own.step)
                 group.hand_out(stored)
         based_on = [dict(group.versions) for group in groups]
-        return _Step(groups, shares, based_on, is_due)
+        return _TrainingStep(groups, shares, based_on, is_due)
 
     def _share_of(
         self, group: RemoteGroup, share: StepShare | None
@@ -230,7 +230,11 @@ class ServerHome(ReplicaHome):
         return not group.has_ended(step)
 
     def _push(
-        self, step: _Step, given: Sequence[Sequence[jax.Array]], *, looks_up: bool
+        self,
+        step: _TrainingStep,
+        given: Sequence[Sequence[jax.Array]],
+        *,
+        looks_up: bool,
     ) -> bool:
         """Push what each group is given; whether the step counts, as far as is known.
 
