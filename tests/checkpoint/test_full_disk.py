@@ -262,7 +262,7 @@ def test_another_way_to_fail_is_refused(tmp_path: Path) -> None:
 def test_a_servers_snapshots_say_it_once(disk: Path, caplog, monkeypatch) -> None:
     monkeypatch.setattr("replicax.ps.snapshots._RETRY_SECONDS", 0.01)
     store = VariableStore(0)
-    with Snapshots(disk, 0, every_updates=1) as snapshots:
+    with contextlib.closing(Snapshots(disk, 0, every_updates=1)) as snapshots:
         snapshots.write(store.state())
         filler = fill(disk)
         for _ in range(10):
