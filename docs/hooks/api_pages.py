@@ -115,7 +115,13 @@ PAGES = {
     "input.md": Page(
         title="Input",
         text="Datasets, and how replicas and workers divide them.",
-        names=("InputContext", "AutoShardPolicy", "FileDataset", "input.*"),
+        names=(
+            "InputContext",
+            "AutoShardPolicy",
+            "FileDataset",
+            "input.*",
+            "input.images.*",
+        ),
     ),
     "gradients.md": Page(
         title="How gradients travel",
@@ -248,7 +254,8 @@ _ELSEWHERE = {
     "planning": ("plan",),
     "layout_maps": ("largest_axis", "matches_nothing", "rule"),
     "input": ("AutoShardPolicy", "FileDataset", "InputContext", "InputShard",
-              "Remainder", "Split", "batches", "prefetch", "split_global_batch"),
+              "Remainder", "Split", "batches", "images", "prefetch",
+              "split_global_batch"),
 }  # fmt: skip
 _MODULES = {
     "experimental.partitioners": "partitioners",

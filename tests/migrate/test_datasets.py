@@ -173,7 +173,8 @@ def test_images_in_maps_are_resized_and_flipped_as_tensorflow_does() -> None:
     [
         ("tf.image.resize(x, [2, 2], method='nearest')", "only bilinear images"),
         ("tf.compat.v1.image.resize(x, [2, 2])", "it has other pixels"),
-        ("tf.image.random_brightness(x, 0.1)", "has no counterpart in NumPy"),
+        ("tf.image.random_jpeg_quality(x, 75, 95)", "has no counterpart in NumPy"),
+        ("tf.random.uniform([], 1, dtype=tf.int32) * x", "'maxval' was not found"),
     ],
 )
 def test_other_functions_of_images_are_left(call: str, reason: str) -> None:
@@ -181,6 +182,53 @@ def test_other_functions_of_images_are_left(call: str, reason: str) -> None:
     text, left = ported(f"import tensorflow as tf\nd = {data}.map(lambda x: {call})")
     assert any(reason in each for each in left)
     assert call in text
+
+
+RANDOM = """
+import numpy as np
+import tensorflow as tf
+images, labels = np.ones((64, 2, 2, 3), "uint8"), np.arange(64)
+def color(x):
+    return tf.image.random_brightness(x, 0.2, seed=3)
+def augment(x, y):
+    x = tf.image.convert_image_dtype(x, tf.float32)
+    if tf.random.uniform([]) > 0.5:
+        x = color(x) + tf.random.normal([2, 2, 3], stddev=0.1)
+    return x, y
+d = tf.data.Dataset.from_tensor_slices((images, labels)).map(augment)
+d = d.map(lambda x, y: (tf.image.random_crop(x, [2, 1, 3]), y))
+"""
+
+
+def test_functions_of_maps_draw_random_numbers_of_each_example() -> None:
+    names = run(RANDOM)
+    examples = list(names["d"])
+    assert [y for _, y in examples] == [*range(64)]
+    assert {(x.shape, x.dtype.name) for x, _ in examples} == {((2, 1, 3), "float32")}
+    changed = {x[0, 0, 0] for x, _ in examples} - {np.float32(1 / 255)}
+    assert 16 < len(changed) < 48
+    again = [x.tolist() for x, _ in names["d"]]
+    assert again == [x.tolist() for x, _ in examples]
+    later = [x.tolist() for x, _ in list(names["d"].repeat(2))[64:]]
+    assert later != again
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ("print(augment(images[0], 0))", "is used outside of `map`, too"),
+        ("f = functools.partial(augment)", "is used outside of `map`, too"),
+        (
+            "def augment(x, y, rate=0.1):\n    return tf.random.normal([]) * x, y\n"
+            "e = tf.data.Dataset.from_tensor_slices((images, labels)).map(augment)",
+            "has arguments that may be left away",
+        ),
+    ],
+)
+def test_functions_that_cannot_get_a_generator_stay(more: str, reason: str) -> None:
+    text, left = ported(f"{RANDOM}{more}")
+    assert any(reason in each for each in left)
+    assert "tf.image.random_brightness(x, 0.2, seed=3)" in text
 
 
 LOOKUP = """

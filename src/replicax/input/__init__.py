@@ -9,6 +9,7 @@ program. The position in a dataset, an iteration and a number of batches, can be
 and resumed.
 """
 
+from replicax.input import images
 from replicax.input.context import InputContext
 from replicax.input.distributed import DistributedDataset
 from replicax.input.from_function import DistributedDatasetFromFunction
@@ -28,6 +29,7 @@ __all__ = [
     "Remainder",
     "Split",
     "batches",
+    "images",
     "numpy_dataset",
     "prefetch",
     "split_global_batch",

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import libcst as cst
 from libcst import Call
 
-from replicax.migrate import host, keras_calls, legacy
+from replicax.migrate import host_calls, keras_calls, legacy
 from replicax.migrate.arguments import (
     argument,
     call_of,
@@ -56,7 +56,7 @@ def arguments_stay(path: str) -> bool:
 def has_rule(script: Script, node: cst.Call, path: str) -> bool:
     """Whether `ported` knows what to do with a call."""
     if _in_pipeline(script, node):
-        return path in host.RULES or path in HOST_OPERATORS
+        return path in host_calls.RULES or path in HOST_OPERATORS
     return path in _RULES or path in DEVICE_OPERATORS
 
 
@@ -67,7 +67,7 @@ def ported(script: Script, node: Call, updated: Call, path: str) -> Expression:
         Unported: If it must stay as it is.
     """
     on_host = _in_pipeline(script, node)
-    rule = (host.RULES if on_host else _RULES).get(path)
+    rule = (host_calls.RULES if on_host else _RULES).get(path)
     if rule is not None:
         result = rule(script, node, updated, path)
     else:
@@ -356,7 +356,7 @@ def _random(script: Script, node: Call, updated: Call, path: str) -> Expression:
 
 
 _RULES: dict[str, Rule] = {
-    "identity": host.identity,
+    "identity": host_calls.identity,
     "function": _function,
     "range": _range,
     "constant": _constant,

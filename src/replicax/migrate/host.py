@@ -1,21 +1,17 @@
-"""Functions that run in an input pipeline, and calls in them: NumPy, for Grain."""
+"""Functions that run in an input pipeline, on NumPy arrays, for Grain.
 
-from collections.abc import Callable, Iterator
+Those that draw random numbers get the generator that Grain's `random_map` has for each
+example, as their last argument.
+"""
+
+from collections.abc import Iterator
 
 import libcst as cst
-from libcst import Call
 
-from replicax.migrate.arguments import (
-    argument,
-    call_of,
-    first,
-    is_named,
-    keyword,
-    remade,
-)
-from replicax.migrate.legacy import is_of_version_1
-from replicax.migrate.names import dotted
-from replicax.migrate.script import Expression, Script, Unported, walk
+from replicax.migrate.arguments import keyword
+from replicax.migrate.host_calls import RANDOM, RULES
+from replicax.migrate.names import dotted, method_of
+from replicax.migrate.script import Script, Unported, walk
 from replicax.migrate.tables import (
     DTYPES,
     EXACT,
@@ -27,12 +23,13 @@ from replicax.migrate.tables import (
 from replicax.migrate.tracing import called_functions
 
 __all__ = [
-    "RULES",
     "example_function",
     "host_functions_of",
-    "identity",
     "plan_in_place",
+    "plan_random",
+    "random_functions",
     "why_not_on_host",
+    "why_not_random",
 ]
 
 _NO_COUNTERPART = "which has no counterpart in NumPy"
@@ -163,14 +160,28 @@ _BINARY: dict[type[cst.BaseAugOp], type[cst.BaseBinaryOp]] = {
 
 
 def example_function(
-    script: Script, node: cst.BaseExpression, updated: cst.BaseExpression
+    script: Script,
+    node: cst.BaseExpression,
+    updated: cst.BaseExpression,
+    generator: str | None = None,
 ) -> cst.BaseExpression | None:
     """The function of `map` as one of a whole example; None if that cannot be seen.
 
     `tf.data` passes the parts of a tuple as arguments, Grain passes the tuple.
+
+    Args:
+        script: The script.
+        node: The original function.
+        updated: The ported one.
+        generator: The name of its last argument, a random generator, if it has one.
     """
+    others = [generator] if generator else []
     if isinstance(updated, cst.Lambda):
-        return _lambda_of_example(updated)
+        made = _lambda_of_example(updated)
+        if made is None:
+            return None
+        name = made.params.params[0].name.value
+        return made.with_changes(params=_parameters(name, *others))
     text = dotted(node)
     functions = script.functions(text.rpartition(".")[2]) if text else []
     if not functions:
@@ -180,8 +191,9 @@ def example_function(
         return updated
     if len(numbers) != 1 or 0 in numbers:
         return None
-    body = cst.Call(updated, [cst.Arg(cst.Name("example"), star="*")])
-    return cst.Lambda(_parameters("example"), body)
+    args = [cst.Arg(cst.Name("example"), star="*")]
+    args += [cst.Arg(cst.Name(name)) for name in others]
+    return cst.Lambda(_parameters("example", *others), cst.Call(updated, args))
 
 
 def _num_parameters(function: cst.FunctionDef, is_method: bool) -> int:
@@ -192,11 +204,11 @@ def _num_parameters(function: cst.FunctionDef, is_method: bool) -> int:
     return len(required) - int(is_method)
 
 
-def _parameters(name: str) -> cst.Parameters:
-    return cst.Parameters([cst.Param(cst.Name(name))])
+def _parameters(*names: str) -> cst.Parameters:
+    return cst.Parameters([cst.Param(cst.Name(name)) for name in names])
 
 
-def _lambda_of_example(function: cst.Lambda) -> cst.BaseExpression | None:
+def _lambda_of_example(function: cst.Lambda) -> cst.Lambda | None:
     params = function.params.params
     if function.params.star_arg is not cst.MaybeSentinel.DEFAULT or any(
         p.default for p in params
@@ -241,72 +253,81 @@ class _Parts(cst.CSTTransformer):
         return cst.Subscript(cst.Name(self._example), [element])
 
 
-def identity(script: Script, node: Call, updated: Call, path: str) -> Expression:
-    """The value itself."""
-    return first(updated, "input", path)
+def random_functions(script: Script, functions: set[cst.CSTNode]) -> set[cst.CSTNode]:
+    """Those of a `map`'s functions that draw random numbers, or call one that does."""
+    found: set[cst.CSTNode] = set()
+    number = -1
+    while number != len(found):
+        number = len(found)
+        for function in functions:
+            is_drawing = any(p in RANDOM for _, p in _references(script, function))
+            if is_drawing or not found.isdisjoint(called_functions(script, function)):
+                found.add(function)
+    return found
 
 
-def _cast(script: Script, node: Call, updated: Call, path: str) -> Expression:
-    value = first(updated, "x", path)
-    dtype = argument(updated.args, 1, "dtype")
-    if dtype is None:
-        raise Unported("tf.cast: its argument 'dtype' was not found")
-    if isinstance(value, (cst.Integer, cst.Float)):
-        return call_of(script.expression("np.array"), value, dtype.value)
-    return _as_type(value, dtype.value)
+def why_not_random(script: Script, functions: set[cst.CSTNode]) -> str | None:
+    """Why the functions of a `map` cannot get a random generator; None if they can."""
+    mapped = set(functions)
+    for call in script.calls:
+        if method_of(call) == "map" and call.args:
+            mapped |= host_functions_of(script, call.args[0].value)
+    for function in random_functions(script, functions):
+        if isinstance(function, cst.FunctionDef):
+            why = _why_no_generator(script, function, mapped)
+            if why is not None:
+                return f"{_name_of(function)} draws random numbers, and {why}"
+    return None
 
 
-def _as_type(value: Expression, dtype: Expression) -> cst.Call:
-    """`value.astype(dtype)`."""
-    if isinstance(value, cst.BinaryOperation | cst.UnaryOperation | cst.Comparison):
-        value = value.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
-    return call_of(cst.Attribute(value=value, attr=cst.Name("astype")), dtype)
+def _why_no_generator(
+    script: Script, function: cst.FunctionDef, mapped: set[cst.CSTNode]
+) -> str | None:
+    params = function.params
+    is_plain = params.star_arg is cst.MaybeSentinel.DEFAULT and not params.star_kwarg
+    if not is_plain or any(p.default for p in params.params):
+        return "has arguments that may be left away"
+    block = script.parent(function)
+    if block is not None and isinstance(script.parent(block), cst.ClassDef):
+        return "is a method"
+    for use in walk(script.module):
+        if not isinstance(use, cst.Name) or use.value != function.name.value:
+            continue
+        call = script.parent(use)
+        is_called = isinstance(call, cst.Call) and call.func is use
+        is_known = is_called and not mapped.isdisjoint(script.parents(use))
+        is_known = is_known or method_of(script.call_with(use)) == "map"
+        if not is_known and use is not function.name:
+            return "is used outside of `map`, too"
+    return None
 
 
-def _constant(script: Script, node: Call, updated: Call, path: str) -> Expression:
-    value = first(updated, "value", path)
-    made = remade(script, updated, HOST_OPERATORS[path], path)
-    kinds = {type(part) for part in walk(value)}
-    if len(made.args) > 1 or not kinds & {cst.Float, cst.Integer}:
-        return made
-    # As TensorFlow has Python's numbers.
-    dtype = script.string("float32" if cst.Float in kinds else "int32")
-    return made.with_changes(args=[cst.Arg(value), cst.Arg(dtype)])
+_OTHER_NUMBERS = (
+    "random numbers come from the seed of random_map, the example's position and the "
+    "epoch: other ones than TF's"
+)
 
 
-def _one_hot(script: Script, node: Call, updated: Call, path: str) -> Expression:
-    depth = argument(updated.args, 1, "depth")
-    if depth is None or len(updated.args) != 2:
-        raise Unported("tf.one_hot with more than indices and depth: port it by hand")
-    table = call_of(script.expression("np.eye"), depth.value)
-    dtype = keyword("dtype", script.string("float32"))
-    table = table.with_changes(args=[*table.args, dtype])
-    index = cst.SubscriptElement(cst.Index(first(updated, "indices", path)))
-    return cst.Subscript(value=table, slice=[index])
-
-
-def _resize(script: Script, node: Call, updated: Call, path: str) -> Expression:
-    """`tf.image.resize` of TensorFlow 2, which gives floats."""
-    size = argument(updated.args, 1, "size")
-    others = [a for a in node.args if is_named(a, "method", "name", "antialias")]
-    methods = [script.code(a.value) for a in others if is_named(a, "method")]
-    is_bilinear = all("bilinear" in method.lower() for method in methods)
-    if size is None or len(updated.args) != 2 + len(others) or not is_bilinear:
-        raise Unported("tf.image.resize stays: only bilinear images have a counterpart")
-    if any(is_named(a, "antialias") for a in others) or is_of_version_1(script, node):
-        raise Unported("tf.image.resize of TensorFlow 1 stays: it has other pixels")
-    image = _as_type(first(updated, "images", path), script.string("float32"))
-    resize = script.expression("keras.ops.image.resize")
-    resized = call_of(resize, image, size.value)
-    return call_of(script.expression("np.asarray"), resized)
-
-
-RULES: dict[str, Callable[[Script, cst.Call, cst.Call, str], cst.BaseExpression]] = {
-    "cast": _cast,
-    "one_hot": _one_hot,
-    "constant": _constant,
-    "convert_to_tensor": _constant,
-    "identity": identity,
-    "image.resize": _resize,
-}
-"""By the path of the function."""
+def plan_random(script: Script, call: cst.Call, functions: set[cst.CSTNode]) -> None:
+    """Plan a random generator as the last argument of the functions of a `map`."""
+    drawing = random_functions(script, functions)
+    if not drawing:
+        return
+    names = {n.value for n in walk(script.module) if isinstance(n, cst.Name)}
+    name = next(n for n in ("rng", "generator", "example_rng") if n not in names)
+    script.generators[call] = name
+    script.note(call, _OTHER_NUMBERS)
+    for function in drawing:
+        if isinstance(function, cst.FunctionDef):
+            script.replacements[function.params] = lambda updated: updated.with_changes(
+                params=[*updated.params, cst.Param(cst.Name(name))]
+            )
+        for node in walk(function):
+            if not isinstance(node, cst.Call):
+                continue
+            if script.called(node) in RANDOM:
+                script.generators[node] = name
+            elif isinstance(node.func, cst.Name) and not drawing.isdisjoint(
+                script.functions(node.func.value)
+            ):
+                script.extra_arguments[node] = keyword(name, cst.Name(name))

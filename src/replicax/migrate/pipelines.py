@@ -11,7 +11,9 @@ from replicax.migrate.host import (
     example_function,
     host_functions_of,
     plan_in_place,
+    plan_random,
     why_not_on_host,
+    why_not_random,
 )
 from replicax.migrate.names import method_of
 from replicax.migrate.script import Expression, Script, Unported
@@ -111,7 +113,7 @@ def _map_problem(script: Script, call: cst.Call) -> str | None:
     for each in sorted(found, key=script.line):
         if why := why_not_on_host(script, each):
             return why
-    return None
+    return why_not_random(script, found)
 
 
 def _plan(script: Script, group: DatasetGroup) -> None:
@@ -135,6 +137,7 @@ def _plan(script: Script, group: DatasetGroup) -> None:
             assert function is not None
             found = host_functions_of(script, function.value)
             script.host_functions |= found
+            plan_random(script, call, found)
             for each in found:
                 plan_in_place(script, each)
                 _note_other_uses(script, each, call)
@@ -194,11 +197,18 @@ def _map(script: Script, call: Call, updated: Call) -> Expression:
     after = argument(updated.args, 0, "map_func")
     assert before is not None
     assert after is not None
-    function = example_function(script, before.value, after.value)
+    generator = script.generators.get(call)
+    function = example_function(script, before.value, after.value, generator)
     if function is None:
         raise Unported("how many arguments the function takes cannot be seen")
-    arg = cst.Arg(function)
-    return updated.with_changes(args=without(updated.args, [arg]))
+    args = [cst.Arg(function)]
+    if generator is None:
+        return updated.with_changes(args=without(updated.args, args))
+    # Each of them draws other numbers than the ones before.
+    drawing = [each for each in script.generators if method_of(each) == "map"]
+    args.append(keyword("seed", cst.Integer(str(drawing.index(call)))))
+    func = cst.Attribute(receiver(updated), cst.Name("random_map"))
+    return updated.with_changes(func=func, args=without(updated.args, args))
 
 
 def _batch(script: Script, call: Call, updated: Call) -> Expression:

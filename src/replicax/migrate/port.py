@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import libcst as cst
 
+from replicax.migrate.host_calls import plan_lookups
 from replicax.migrate.imports import find_retained, ported_imports, uses_tensorflow
 from replicax.migrate.logits import plan_logits
-from replicax.migrate.lookups import plan_lookups
 from replicax.migrate.members import report_functional
 from replicax.migrate.pipelines import plan_pipelines
 from replicax.migrate.rewrite import Rewriter

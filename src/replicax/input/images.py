@@ -1,0 +1,195 @@
+"""Changes of images in input pipelines, as `tf.image` has them: NumPy functions.
+
+Images are `[..., H, W, C]`. Floats lie in 0..1; integers from 0 to the largest one of
+their dtype, and come back as such. Random functions take the generator that Grain's
+`random_map` gives for each example, so that an example's numbers depend on the seed,
+its position and the epoch only.
+"""
+
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+__all__ = [
+    "adjust_brightness",
+    "adjust_contrast",
+    "adjust_hue",
+    "adjust_saturation",
+    "convert_image_dtype",
+    "per_image_standardization",
+    "random_brightness",
+    "random_contrast",
+    "random_crop",
+    "random_flip_left_right",
+    "random_flip_up_down",
+    "random_hue",
+    "random_saturation",
+]
+
+_Image: TypeAlias = "np.ndarray"
+
+_HEIGHT, _WIDTH, _CHANNEL = -3, -2, -1
+
+
+def convert_image_dtype(
+    image: _Image, dtype: DTypeLike, saturate: bool = False
+) -> _Image:
+    """An image of another dtype, with its values scaled to that dtype's range.
+
+    Args:
+        image: An image `[..., H, W, C]`, or any array.
+        dtype: The dtype to convert to.
+        saturate: Whether values out of the range become the nearest one in it. Without
+            it integers overflow.
+
+    Example:
+        >>> convert_image_dtype(np.array([0, 51, 255], "uint8"), "float32")
+        array([0. , 0.2, 1. ], dtype=float32)
+    """
+    image, dtype = np.asarray(image), np.dtype(dtype)
+    if image.dtype == dtype:
+        return image
+    if image.dtype.kind == "f":
+        if dtype.kind == "f":
+            return image.astype(dtype)
+        limits = np.iinfo(dtype)
+        scaled = image * np.asarray(limits.max + 0.5, image.dtype)
+        low, high = (limits.min, limits.max) if saturate else (-np.inf, np.inf)
+        return np.clip(scaled.astype("float64"), low, high).astype(dtype)
+    largest = np.iinfo(image.dtype).max
+    if dtype.kind == "f":
+        return image.astype(dtype) * np.asarray(1 / largest, dtype)
+    limits = np.iinfo(dtype)
+    factor = 1
+    if largest > limits.max:
+        image = image // ((largest + 1) // (limits.max + 1))
+    else:
+        factor = (limits.max + 1) // (largest + 1)
+    if saturate:
+        image = np.clip(image.astype("int64"), limits.min, limits.max)
+    return image.astype(dtype) * np.asarray(factor).astype(dtype)
+
+
+def _as_float(image: _Image) -> _Image:
+    """A copy of float32 in 0..1 where an image has integers."""
+    image = np.asarray(image)
+    return image if image.dtype.kind == "f" else convert_image_dtype(image, "float32")
+
+
+def _as_before(changed: _Image, image: _Image) -> _Image:
+    return convert_image_dtype(changed, np.asarray(image).dtype, saturate=True)
+
+
+def adjust_brightness(image: _Image, delta: float) -> _Image:
+    """An image with `delta`, in -1..1, added to all of its values."""
+    return _as_before(_as_float(image) + np.float32(delta), image)
+
+
+def adjust_contrast(image: _Image, contrast_factor: float) -> _Image:
+    """An image whose distances from the mean of each channel are multiplied."""
+    values = _as_float(image)
+    mean = values.mean(axis=(_HEIGHT, _WIDTH), keepdims=True)
+    return _as_before((values - mean) * np.float32(contrast_factor) + mean, image)
+
+
+def adjust_saturation(image: _Image, saturation_factor: float) -> _Image:
+    """An RGB image whose saturation, as HSV has it, is multiplied."""
+    values = _as_float(image)
+    value = values.max(axis=_CHANNEL, keepdims=True)
+    chroma = value - values.min(axis=_CHANNEL, keepdims=True)
+    # The saturation, chroma / value, is at most 1.
+    most = np.divide(value, chroma, out=np.ones_like(value), where=chroma > 0)
+    factor = np.minimum(np.float32(max(saturation_factor, 0)), most)
+    return _as_before(value - (value - values) * factor, image)
+
+
+def adjust_hue(image: _Image, delta: float) -> _Image:
+    """An RGB image whose hue, as HSV has it, is moved by `delta`, in -1..1."""
+    values = _as_float(image)
+    value = values.max(axis=_CHANNEL, keepdims=True)
+    chroma = value - values.min(axis=_CHANNEL, keepdims=True)
+    scaled = np.divide(values, chroma, out=np.zeros_like(values), where=chroma > 0)
+    red, green, blue = np.split(scaled, 3, axis=_CHANNEL)
+    # In sixths of the circle: 0 is red, 2 green, 4 blue.
+    is_red, is_green = values[..., :1] == value, values[..., 1:2] == value
+    hue = np.where(is_green, blue - red + 2, red - green + 4)
+    hue = np.where(is_red, green - blue, hue) + np.float32(6 * delta)
+    distance = (np.array([5, 3, 1], values.dtype) + hue) % 6
+    weight = np.clip(np.minimum(distance, 4 - distance), 0, 1)
+    return _as_before(value - chroma * weight, image)
+
+
+def per_image_standardization(image: _Image) -> _Image:
+    """An image of float32 with mean 0 and variance 1; one of one colour becomes 0."""
+    values = np.asarray(image).astype("float32")
+    axes = (_HEIGHT, _WIDTH, _CHANNEL)
+    number = np.prod([values.shape[axis] for axis in axes])
+    least = np.float32(1 / np.sqrt(number))
+    deviation = np.maximum(values.std(axis=axes, keepdims=True), least)
+    return (values - values.mean(axis=axes, keepdims=True)) / deviation
+
+
+def random_brightness(
+    image: _Image, max_delta: float, rng: np.random.Generator
+) -> _Image:
+    """`adjust_brightness` by a number from `-max_delta` to `max_delta`."""
+    return adjust_brightness(image, rng.uniform(-max_delta, max_delta))
+
+
+def random_contrast(
+    image: _Image, lower: float, upper: float, rng: np.random.Generator
+) -> _Image:
+    """`adjust_contrast` by a factor from `lower` to `upper`."""
+    return adjust_contrast(image, rng.uniform(lower, upper))
+
+
+def random_hue(image: _Image, max_delta: float, rng: np.random.Generator) -> _Image:
+    """`adjust_hue` by a number from `-max_delta` to `max_delta`, at most 0.5."""
+    return adjust_hue(image, rng.uniform(-max_delta, max_delta))
+
+
+def random_saturation(
+    image: _Image, lower: float, upper: float, rng: np.random.Generator
+) -> _Image:
+    """`adjust_saturation` by a factor from `lower` to `upper`."""
+    return adjust_saturation(image, rng.uniform(lower, upper))
+
+
+def random_flip_left_right(image: _Image, rng: np.random.Generator) -> _Image:
+    """An image that is mirrored with probability 0.5; of several images each one."""
+    return _flipped(image, _WIDTH, rng)
+
+
+def random_flip_up_down(image: _Image, rng: np.random.Generator) -> _Image:
+    """An image that stands upside down with probability 0.5; of several each one."""
+    return _flipped(image, _HEIGHT, rng)
+
+
+def _flipped(image: _Image, axis: int, rng: np.random.Generator) -> _Image:
+    image = np.asarray(image)
+    is_flipped = np.asarray(rng.random(image.shape[:_HEIGHT]) < 0.5)
+    return np.where(is_flipped[..., None, None, None], np.flip(image, axis=axis), image)
+
+
+def random_crop(
+    image: _Image, size: tuple[int, ...], rng: np.random.Generator
+) -> _Image:
+    """A part of `size`, such as `(32, 32, 3)`, at a random place.
+
+    Raises:
+        ValueError: If the image is smaller than `size`.
+    """
+    image = np.asarray(image)
+    shape = tuple(int(n) for n in size)
+    if len(shape) != image.ndim or any(
+        n > m for n, m in zip(shape, image.shape, strict=True)
+    ):
+        raise ValueError(
+            f"size={shape} does not fit into an image of shape {image.shape}: pass one "
+            "number for each axis, at most as large as the image's."
+        )
+    starts = [
+        rng.integers(0, m - n + 1) for n, m in zip(shape, image.shape, strict=True)
+    ]
+    return image[tuple(slice(i, i + n) for i, n in zip(starts, shape, strict=True))]

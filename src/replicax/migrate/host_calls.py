@@ -1,0 +1,259 @@
+"""Rules for calls in input pipelines, which become NumPy's.
+
+A `StringLookup` of a list of words, which Keras makes with TensorFlow, becomes a
+dictionary. Words get the same indices: those of the list count from 1, others get 0.
+"""
+
+from collections.abc import Callable
+
+import libcst as cst
+from libcst import Call
+
+from replicax.migrate.arguments import (
+    argument,
+    bound,
+    call_of,
+    first,
+    is_named,
+    keyword,
+    remade,
+    without,
+)
+from replicax.migrate.legacy import is_of_version_1
+from replicax.migrate.names import dotted, is_name
+from replicax.migrate.script import Expression, Script, Unported, walk
+from replicax.migrate.tables import HOST_OPERATORS
+
+__all__ = ["RANDOM", "RULES", "identity", "plan_lookups"]
+
+
+def identity(script: Script, node: Call, updated: Call, path: str) -> Expression:
+    """The value itself."""
+    return first(updated, "input", path)
+
+
+def _cast(script: Script, node: Call, updated: Call, path: str) -> Expression:
+    value = first(updated, "x", path)
+    dtype = argument(updated.args, 1, "dtype")
+    if dtype is None:
+        raise Unported("tf.cast: its argument 'dtype' was not found")
+    if isinstance(value, (cst.Integer, cst.Float)):
+        return call_of(script.expression("np.array"), value, dtype.value)
+    return _as_type(value, dtype.value)
+
+
+def _as_type(value: Expression, dtype: Expression) -> cst.Call:
+    """`value.astype(dtype)`."""
+    if isinstance(value, cst.BinaryOperation | cst.UnaryOperation | cst.Comparison):
+        value = value.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
+    return call_of(cst.Attribute(value=value, attr=cst.Name("astype")), dtype)
+
+
+def _constant(script: Script, node: Call, updated: Call, path: str) -> Expression:
+    value = first(updated, "value", path)
+    made = remade(script, updated, HOST_OPERATORS[path], path)
+    kinds = {type(part) for part in walk(value)}
+    if len(made.args) > 1 or not kinds & {cst.Float, cst.Integer}:
+        return made
+    # As TensorFlow has Python's numbers.
+    dtype = script.string("float32" if cst.Float in kinds else "int32")
+    return made.with_changes(args=[cst.Arg(value), cst.Arg(dtype)])
+
+
+def _one_hot(script: Script, node: Call, updated: Call, path: str) -> Expression:
+    depth = argument(updated.args, 1, "depth")
+    if depth is None or len(updated.args) != 2:
+        raise Unported("tf.one_hot with more than indices and depth: port it by hand")
+    table = call_of(script.expression("np.eye"), depth.value)
+    dtype = keyword("dtype", script.string("float32"))
+    table = table.with_changes(args=[*table.args, dtype])
+    index = cst.SubscriptElement(cst.Index(first(updated, "indices", path)))
+    return cst.Subscript(value=table, slice=[index])
+
+
+def _resize(script: Script, node: Call, updated: Call, path: str) -> Expression:
+    """`tf.image.resize` of TensorFlow 2, which gives floats."""
+    size = argument(updated.args, 1, "size")
+    others = [a for a in node.args if is_named(a, "method", "name", "antialias")]
+    methods = [script.code(a.value) for a in others if is_named(a, "method")]
+    is_bilinear = all("bilinear" in method.lower() for method in methods)
+    if size is None or len(updated.args) != 2 + len(others) or not is_bilinear:
+        raise Unported("tf.image.resize stays: only bilinear images have a counterpart")
+    if any(is_named(a, "antialias") for a in others) or is_of_version_1(script, node):
+        raise Unported("tf.image.resize of TensorFlow 1 stays: it has other pixels")
+    image = _as_type(first(updated, "images", path), script.string("float32"))
+    resize = script.expression("keras.ops.image.resize")
+    resized = call_of(resize, image, size.value)
+    return call_of(script.expression("np.asarray"), resized)
+
+
+def _random_image(script: Script, node: Call, updated: Call, path: str) -> Expression:
+    made = remade(script, updated, HOST_OPERATORS[path], path)
+    args = [*made.args, _generator(script, node)]
+    return made.with_changes(args=without(made.args, made.args, args[-1:]))
+
+
+def _generator(script: Script, node: cst.Call) -> cst.Arg:
+    return keyword("rng", cst.Name(script.generators.get(node, "rng")))
+
+
+def _uniform(script: Script, node: Call, updated: Call, path: str) -> Expression:
+    names = ("shape", "minval", "maxval", "dtype", "seed", "name")
+    given = _drawn(updated, names, path)
+    dtype = given.get("dtype", script.string("float32"))
+    low = given.get("minval", cst.Integer("0"))
+    method = "uniform"
+    if "int" in script.code(dtype):
+        method = "integers"
+        if "maxval" not in given:
+            raise Unported(
+                f"tf.{path} of integers: its argument 'maxval' was not found"
+            )
+    high = given.get("maxval", cst.Integer("1"))
+    return _numbers(script, node, method, (low, high), given["shape"], dtype)
+
+
+def _normal(script: Script, node: Call, updated: Call, path: str) -> Expression:
+    names = ("shape", "mean", "stddev", "dtype", "seed", "name")
+    given = _drawn(updated, names, path)
+    mean = given.get("mean", cst.Integer("0"))
+    deviation = given.get("stddev", cst.Integer("1"))
+    dtype = given.get("dtype", script.string("float32"))
+    return _numbers(script, node, "normal", (mean, deviation), given["shape"], dtype)
+
+
+def _drawn(
+    updated: cst.Call, names: tuple[str, ...], path: str
+) -> dict[str, cst.BaseExpression]:
+    given = {k: arg.value for k, arg in bound(updated.args, names).items()}
+    if "shape" not in given:
+        raise Unported(f"tf.{path}: its argument 'shape' was not found")
+    return {k: value for k, value in given.items() if not is_name(value, "None")}
+
+
+def _numbers(
+    script: Script,
+    node: cst.Call,
+    method: str,
+    values: tuple[Expression, Expression],
+    shape: Expression,
+    dtype: Expression,
+) -> Expression:
+    """`rng.uniform(low, high, shape).astype(dtype)`."""
+    generator = _generator(script, node).value
+    drawn = call_of(cst.Attribute(generator, cst.Name(method)), *values, shape)
+    return _as_type(drawn, dtype)
+
+
+_RANDOM_IMAGES = tuple(
+    path
+    for path, operator in HOST_OPERATORS.items()
+    if operator.target.startswith("rx.input.images.random_")
+)
+RANDOM = (
+    *_RANDOM_IMAGES,
+    *("random.uniform", "random_uniform", "random.normal", "random_normal"),
+)
+"""Paths of functions that draw random numbers, and get the example's generator."""
+
+
+RULES: dict[str, Callable[[Script, cst.Call, cst.Call, str], cst.BaseExpression]] = {
+    **dict.fromkeys(_RANDOM_IMAGES, _random_image),
+    "random.uniform": _uniform,
+    "random_uniform": _uniform,
+    "random.normal": _normal,
+    "random_normal": _normal,
+    "cast": _cast,
+    "one_hot": _one_hot,
+    "constant": _constant,
+    "convert_to_tensor": _constant,
+    "identity": identity,
+    "image.resize": _resize,
+}
+"""By the path of the function."""
+
+
+_PATHS = (
+    "keras.layers.StringLookup",
+    "keras.layers.experimental.preprocessing.StringLookup",
+)
+_PARAMETERS = ("max_tokens", "num_oov_indices", "mask_token", "oov_token", "vocabulary")
+_USUAL = {"max_tokens": "None", "num_oov_indices": "1", "mask_token": "None"}
+_LISTS = ("list", "sorted")
+
+
+def plan_lookups(script: Script) -> None:
+    """Plan the port of the layers that only functions of pipelines call."""
+    for made in script.calls:
+        if script.called(made) in _PATHS:
+            try:
+                _plan(script, made)
+            except Unported:
+                continue  # The layer's name is reported.
+
+
+def _plan(script: Script, made: cst.Call) -> None:
+    """Plan the port of one layer.
+
+    Raises:
+        Unported: If its words, or what it is used for, are not in sight.
+    """
+    given = bound(made.args, _PARAMETERS)
+    words = given.pop("vocabulary", None)
+    if words is None or not _is_list(script, words.value):
+        raise Unported("its words are not in sight")
+    if any(_USUAL.get(k) != script.code(arg.value) for k, arg in given.items()):
+        raise Unported("it has other indices")
+    assign = script.parent(made)
+    target = assign.targets[0].target if isinstance(assign, cst.Assign) else None
+    definition = script.flow.defined(target) if isinstance(target, cst.Name) else None
+    uses = script.flow.uses(definition) if definition is not None else []
+    calls = [_call(script, use) for use in uses if definition is not None]
+    if not calls or any(script.flow.reaching(u) != {definition} for u in uses):
+        raise Unported("its uses are not in sight")
+    for use, call in zip(uses, calls, strict=True):
+        _plan_call(script, script.code(use), call)
+    script.frozen.add(made.func)
+    script.replacements[made] = lambda updated: _dictionary(script, updated)
+
+
+def _is_list(script: Script, node: cst.BaseExpression) -> bool:
+    """Whether an expression is a list; a text would be a file's name."""
+    value = script.flow.value(node) or node
+    is_made = isinstance(value, cst.Call) and dotted(value.func) in _LISTS
+    return is_made or isinstance(value, cst.List | cst.Tuple | cst.ListComp)
+
+
+def _call(script: Script, use: cst.CSTNode) -> cst.Call:
+    """The call of a layer in a function that runs in a pipeline."""
+    call = script.parent(use)
+    in_pipeline = any(each in script.host_functions for each in script.parents(use))
+    is_named_so = script.code(use) == "word"  # As the argument in the port.
+    if not isinstance(call, cst.Call) or not in_pipeline or is_named_so:
+        raise Unported("it is used outside of a pipeline")
+    if call.func is not use or len(call.args) != 1:
+        raise Unported("it is not called with words alone")
+    return call
+
+
+def _plan_call(script: Script, name: str, call: cst.Call) -> None:
+    """Plan `lookup(x)` as the indices of an array of words."""
+    vectorize = script.code(script.expression("np.vectorize"))
+    array = script.code(script.expression("np.asarray"))
+    kind, text = script.string("int64").value, script.string("str").value
+    function = f"{vectorize}(lambda word: {name}.get(word, 0), otypes=[{kind}])"
+
+    def indices(updated: cst.Call) -> cst.BaseExpression:
+        words = script.code(updated.args[0].value)
+        return cst.parse_expression(f"{function}({array}({words}, {text}))")
+
+    script.replacements[call] = indices
+
+
+def _dictionary(script: Script, updated: cst.Call) -> cst.BaseExpression:
+    """The indices by word."""
+    words = bound(updated.args, _PARAMETERS)["vocabulary"]
+    text = script.code(words.value)
+    return cst.parse_expression(
+        f"{{word: index for index, word in enumerate({text}, 1)}}"
+    )
