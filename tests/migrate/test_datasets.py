@@ -153,6 +153,33 @@ def test_other_generators_are_left(generator: str, reason: str) -> None:
     assert call in text
 
 
+SERIES = """
+import numpy as np
+import tensorflow as tf
+x = np.arange(10, dtype="float32")[:, None]
+d = tf.keras.{}.timeseries_dataset_from_array(x[:-2], x[2:, 0], 2, batch_size=4{})
+"""
+
+
+@pytest.mark.parametrize("module", ["preprocessing", "utils"])
+def test_windows_of_a_series(module: str) -> None:
+    names = run(
+        SERIES.format(module, "") + "d = d.map(lambda x, y: (x + 1, y)).cache()"
+    )
+    batches = list(names["d"])
+    assert [x.shape for x, _ in batches] == [(4, 2, 1), (3, 2, 1)]
+    x, y = (np.concatenate(parts) for parts in zip(*batches, strict=True))
+    assert y.tolist() == [*range(2, 9)]
+    assert x[..., 0].tolist() == [[i + 1, i + 2] for i in range(7)]
+
+
+def test_windows_in_order_that_are_shuffled_later_are_left() -> None:
+    _, left = ported(SERIES.format("utils", "") + "d = d.shuffle(9)")
+    assert all("pass `shuffle=True`" in each for each in left)
+    assert len(left) == 2
+    run(SERIES.format("utils", ", shuffle=True") + "d = d.shuffle(9)")
+
+
 def test_images_in_maps_are_resized_and_flipped_as_tensorflow_does() -> None:
     names = run(
         "import numpy as np\nimport tensorflow as tf\n"

@@ -65,8 +65,8 @@ def test_batches_are_as_many_as_asked_for(
         ("{}(f).skip(1)", "has no `skip`"),
         ("{}(f).shard(2, 0)", "has no `shard`"),
         ("{0}(f).concatenate({0}(g))", "has no `concatenate`"),
-        ("{}(f, shuffle=False).shuffle(9)", "leave `shuffle=False` away"),
-        ("tf.data.Dataset.zip(({0}(f), {0}(g)))", "cannot zip a folder of images"),
+        ("{}(f, shuffle=False).shuffle(9)", "pass `shuffle=True`"),
+        ("tf.data.Dataset.zip(({0}(f), {0}(g)))", "cannot zip a stream of batches"),
     ],
 )
 def test_what_a_stream_cannot_do_is_left(script: str, reason: str) -> None:

@@ -9,6 +9,7 @@ import libcst as cst
 from replicax.migrate.flow import Definition
 from replicax.migrate.names import dotted, method_of
 from replicax.migrate.script import Script, walk
+from replicax.migrate.tables import READERS
 
 __all__ = ["DatasetGroup", "find_datasets"]
 
@@ -26,10 +27,6 @@ _TELLING = frozenset(
     ["batch", "shuffle", "prefetch", "cache", "padded_batch", "unbatch"]
 )
 _SURE = frozenset(["prefetch", "cache", "padded_batch", "with_options"])
-_FOLDERS = (
-    "keras.preprocessing.image_dataset_from_directory",
-    "keras.utils.image_dataset_from_directory",
-)
 _MAKERS = ("make_experimental_numpy_dataset", "experimental_make_numpy_dataset")
 
 
@@ -51,8 +48,8 @@ class DatasetGroup:
 
     @property
     def is_stream(self) -> bool:
-        """Whether a folder of images is among them, which Keras reads as a stream."""
-        return any(path in _FOLDERS for _, path in self.sources)
+        """Whether something is among them that Keras reads as a stream of batches."""
+        return any(path in READERS for _, path in self.sources)
 
 
 def find_datasets(script: Script) -> list[DatasetGroup]:
@@ -135,7 +132,7 @@ class _Datasets:
         path = self._script.called(node)
         is_data = path.startswith(("data.Dataset", "data.experimental.make_"))
         is_reader = path.startswith("data.") and path.endswith("Dataset")
-        return path if is_data or is_reader or path in _FOLDERS else None
+        return path if is_data or is_reader or path in READERS else None
 
     def _is_foreign(self, node: cst.BaseExpression) -> bool:
         if not isinstance(node, cst.Call):

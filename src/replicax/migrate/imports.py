@@ -119,6 +119,7 @@ class _Imports(cst.CSTTransformer):
         self._script = script
         self._used = used
         self._was_used = used_names(script.module)
+        self._reported = {each.reason for each in script.report.findings}
 
     def leave_SimpleStatementLine(
         self,
@@ -226,7 +227,9 @@ class _Imports(cst.CSTTransformer):
                 continue
             if target is None:
                 path = path_in_tensorflow(f"{module}.{name}") or ""
-                self._leave(small, find_reason(path), marks)
+                reason = find_reason(path)
+                if reason not in self._reported:  # Where it is used.
+                    self._leave(small, reason, marks)
                 groups.setdefault(module, []).append(alias)
             else:
                 home = target.rpartition(".")[0]

@@ -17,7 +17,7 @@ from replicax.migrate.legacy import old_defaults, with_old_reset
 from replicax.migrate.names import dotted, method_of
 from replicax.migrate.optimizers import config_problem, ported_arguments
 from replicax.migrate.script import Expression, Script, Unported
-from replicax.migrate.tables import ARGUMENTS, OPTIMIZERS, exists, find_target
+from replicax.migrate.tables import ARGUMENTS, OPTIMIZERS, READERS, exists, find_target
 
 __all__ = [
     "MODELS",
@@ -59,14 +59,14 @@ def _kept_or_target(script: Script, node: cst.Call, path: str) -> cst.BaseExpres
     return script.expression(target)
 
 
-def _image_folder(script: Script, node: Call, updated: Call, path: str) -> Expression:
+def _reader(script: Script, node: Call, updated: Call, path: str) -> Expression:
     if any(is_named(arg, "format") for arg in updated.args):
         return updated.with_changes(func=_kept_or_target(script, node, path))
     extra = [keyword("format", script.string("grain"))]
-    script.note(node, "the images come from Grain: `map` gets one argument, a batch")
+    script.note(node, "the data come from Grain: `map` gets one argument, a batch")
+    func = _kept_or_target(script, node, path)
     return updated.with_changes(
-        func=script.expression("keras.utils.image_dataset_from_directory"),
-        args=without(updated.args, updated.args, extra),
+        func=func, args=without(updated.args, updated.args, extra)
     )
 
 
@@ -252,8 +252,7 @@ def _gru(script: Script, node: Call, updated: Call, path: str) -> Expression:
 
 RULES: dict[str, Callable[[Script, cst.Call, cst.Call, str], cst.BaseExpression]] = {
     **dict.fromkeys(OPTIMIZERS, _optimizer),
-    "keras.preprocessing.image_dataset_from_directory": _image_folder,
-    "keras.utils.image_dataset_from_directory": _image_folder,
+    **dict.fromkeys(READERS, _reader),
     "keras.backend.set_value": _set_value,
     "keras.layers.GRU": _gru,
     "keras.layers.GRUCell": _gru,

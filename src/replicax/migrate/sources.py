@@ -14,7 +14,7 @@ from replicax.migrate.arguments import argument, is_named
 from replicax.migrate.names import dotted, method_of
 from replicax.migrate.origins import classes
 from replicax.migrate.script import Expression, Script, Unported, walk
-from replicax.migrate.tables import DTYPES
+from replicax.migrate.tables import DTYPES, READERS
 from replicax.migrate.tracing import called_functions
 
 __all__ = [
@@ -262,9 +262,7 @@ KNOWN_SOURCES: dict[str, Rule | None] = {
     "data.Dataset.range": _range,
     FROM_GENERATOR: _listed,
     "data.Dataset.zip": _zip,
-    # Ported as other calls of Keras are.
-    "keras.preprocessing.image_dataset_from_directory": None,
-    "keras.utils.image_dataset_from_directory": None,
+    **dict.fromkeys(READERS, None),  # Ported as other calls of Keras are.
 }
 """Paths of what makes datasets that Grain can make too."""
 
@@ -275,8 +273,8 @@ _WITHOUT = {
     "concatenate": "put the images into one folder",
 }
 _SHUFFLED = (
-    "image_dataset_from_directory has shuffled the files already, by `seed=`; batches "
-    "are not shuffled again"
+    "Keras has shuffled the files or windows already, by `seed=`; batches are not "
+    "shuffled again"
 )
 
 
@@ -291,30 +289,30 @@ def stream_problem(
     sources: Sequence[tuple[cst.Call, str]],
     operators: Sequence[cst.Call],
 ) -> tuple[cst.CSTNode, str] | None:
-    """Why datasets made of a folder of images cannot become Grain's, and where."""
+    """Why datasets that Keras reads in batches cannot become Grain's, and where."""
     for node, path in sources:
         if path == "data.Dataset.zip":
-            return node, "Grain cannot zip a folder of images with other datasets"
+            return node, "Grain cannot zip a stream of batches with other datasets"
     in_order = [node for node, _ in sources if _is_in_order(script, node)]
     for call in operators:
         name = method_of(call)
         if name in _WITHOUT:
-            what = f"Grain's stream of images has no `{name}`: {_WITHOUT[name]}"
+            what = f"Grain's stream of batches has no `{name}`: {_WITHOUT[name]}"
             return call, what
         if name == "shuffle" and in_order:
             why = (
-                "Grain's stream of images has no `shuffle`: leave `shuffle=False` away"
+                "Grain's stream of batches has no `shuffle`: pass `shuffle=True` to "
+                "what reads it"
             )
             return in_order[0], why
     return None
 
 
 def _is_in_order(script: Script, source: cst.Call) -> bool:
-    """Whether `shuffle=` is something else than its default, True."""
-    return any(
-        is_named(arg, "shuffle") and script.code(arg.value) != "True"
-        for arg in source.args
-    )
+    """Whether `shuffle=` is not True, which is the default for folders."""
+    given = [script.code(a.value) for a in source.args if is_named(a, "shuffle")]
+    is_folder = script.called(source).endswith("_from_directory")
+    return given != ["True"] if given else not is_folder
 
 
 def _take(script: Script, call: Call, updated: Call) -> Expression:
@@ -352,6 +350,6 @@ STREAM_RULES: dict[str, Rule] = {
     "take": _take,
     "repeat": _repeat,
     "shuffle": dropped(_SHUFFLED),
-    "cache": dropped("the images are read again in each epoch"),
+    "cache": dropped("the data are read again in each epoch"),
 }
 """Methods that Grain's streams have by another name, or not at all."""

@@ -27,6 +27,7 @@ __all__ = [
     "OLD_PREFIXES",
     "OPTIMIZERS",
     "PREFIXES",
+    "READERS",
     "RENAMED_METHODS",
     "Operator",
     "accepted_arguments",
@@ -111,6 +112,12 @@ HOST_OPERATORS = _operators(_DATA["operators"]["host"])
 """What runs in an input pipeline: path under `tensorflow` to a function of NumPy."""
 ARGUMENTS = {name: text.split() for name, text in _texts(_DATA["arguments"]).items()}
 """Arguments of functions of Keras: those of positions, and those that are gone."""
+READERS = [
+    f"{module}.{name}"
+    for module in _DATA["readers"]["modules"].split()
+    for name in _DATA["readers"]["names"].split()
+]
+"""Paths of functions of Keras that read data in batches, from Grain if asked."""
 OPTIMIZERS = [
     f"{module}.{name}"
     for module in _DATA["optimizers"]["modules"].split()
