@@ -153,6 +153,22 @@ def test_other_generators_are_left(generator: str, reason: str) -> None:
     assert call in text
 
 
+@pytest.mark.parametrize(
+    "pipeline",
+    [
+        "d = d.repeat().shuffle(9).batch(2)",
+        "d = d.repeat()\nd = d.map(lambda x: x).prefetch(1)\nd = d.shuffle(9).batch(2)",
+    ],
+)
+def test_endless_data_are_shuffled_epoch_by_epoch(pipeline: str) -> None:
+    made = "import tensorflow as tf\nd = tf.data.Dataset.range(4)\n"
+    names = run(f"{made}{pipeline}")
+    batches = [names["d"][i].tolist() for i in range(8)]
+    epochs = [[*batches[i], *batches[i + 1]] for i in range(0, 8, 2)]
+    assert [sorted(epoch) for epoch in epochs] == [[0, 1, 2, 3]] * 4
+    assert len({str(epoch) for epoch in epochs}) > 1
+
+
 SERIES = """
 import numpy as np
 import tensorflow as tf

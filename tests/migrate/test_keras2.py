@@ -126,7 +126,7 @@ def test_what_is_ported(before: str, after: str) -> None:
         ),
         ("tf.keras.losses.MeanSquaredError(reduction='auto')", "sum_over_batch_size"),
         ("tf.compat.v1.initializers.random_normal()", "stddev is 1 in TensorFlow 1"),
-        ("tf.keras.utils.timeseries_dataset_from_array(x, y, 3)", "makes tf.data"),
+        ("tf.keras.utils.audio_dataset_from_directory(d)", "makes tf.data"),
         ("model.fit_generator(g, samples_per_epoch=9)", "count batches"),
         ("model.train_on_batch(x, y, reset_metrics=False)", "no reset_metrics="),
         ("print(model.metrics_names)", "return_dict=True"),
@@ -163,7 +163,7 @@ def test_what_is_ported(before: str, after: str) -> None:
         ("rate = opt._decayed_lr(tf.float32)", "the rate of this step"),
         ("def f(o): return o._decayed_lr", "the rate of this step"),
         ("print(opt.learning_rate(3))", "not the schedule"),
-        ("g = tf.clip_by_norm(g, 5.0)", "use `clipnorm=` of the optimizer"),
+        ("g = tf.clip_by_norm(g, f(x))", "give its clip_norm a name"),
     ],
 )
 def test_what_is_left(before: str, reason: str) -> None:
@@ -176,7 +176,7 @@ def test_what_is_left(before: str, reason: str) -> None:
 def test_names_of_the_package_keras_are_those_of_keras_2(end: str) -> None:
     source = f"from keras.utils import multi_gpu_model as m\nx = m(n, 2)\n{end}"
     left = port(source.encode()).left
-    assert [finding.line for finding in left] == [1, 2]
+    assert [finding.line for finding in left] == [2]
     assert all("use `rx.MirroredStrategy`" in finding.reason for finding in left)
 
 

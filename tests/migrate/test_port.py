@@ -115,7 +115,9 @@ def test_the_mark_of_a_pipeline_is_not_repeated_on_its_next_line() -> None:
 @pytest.mark.parametrize(
     ("pipeline", "is_left"),
     [
-        ("d = d.repeat().shuffle(9)", True),
+        ("d = d.repeat().shuffle(9)", False),
+        ("d = d.repeat().batch(2).shuffle(9)", True),
+        ("e = d.repeat()\nd = e.shuffle(9)\nprint(next(iter(e)))", True),
         ("d = d.repeat(count=-1)\nd = d.batch(2)\nd = d.shuffle(9)", True),
         ("d = d.repeat(2).shuffle(9)", False),
         ("d = d.shuffle(9).repeat()", False),

@@ -1,5 +1,8 @@
 """Calls whose arguments changed, and what only looks ported: one line in, one out."""
 
+from typing import Any
+
+import numpy as np
 import pytest
 from tests.migrate.porting import ported
 
@@ -40,6 +43,11 @@ def lines(source: str) -> tuple[str, list[str]]:
             "o = tf.train.RMSPropOptimizer(0.1)",
             "o = keras.optimizers.RMSprop(0.1, epsilon=1e-10)",
         ),
+        (
+            "import tensorflow.keras.mixed_precision.experimental as mp\n"
+            "o = mp.LossScaleOptimizer(o, 'dynamic')",
+            "o = keras.mixed_precision.LossScaleOptimizer(o)",
+        ),
         ("g = optimizer.get_unscaled_gradients(h)", "g = h"),
         ('model.save("m.keras", save_format="keras")', 'model.save("m.keras")'),
         ("n = x.get_shape()[1].value", "n = x.shape[1]"),
@@ -68,6 +76,97 @@ def test_what_is_ported(before: str, after: str) -> None:
     text, left = lines(before)
     assert after in text
     assert left == []
+
+
+def test_gradients_are_clipped_as_tensorflow_does() -> None:
+    text, left = lines("def f(g): return [tf.clip_by_norm(x, 1.0) for x in g]")
+    assert left == []
+    names: dict[str, Any] = {}
+    exec(text, names)
+    clipped = names["f"]([np.array([3.0, 4.0]), np.array([0.3, 0.4]), np.zeros(2)])
+    expected = [[0.6, 0.8], [0.3, 0.4], [0.0, 0.0]]  # What TensorFlow 2.21 gives.
+    np.testing.assert_allclose(np.stack(clipped), expected, rtol=1e-6)
+
+
+LAYER = """
+class Noise(tf.keras.layers.Layer):
+{}
+    def call(self, x): return x + tf.random.normal([2])
+x = tf.keras.Input((2,))
+model = tf.keras.Model(x, Noise({})(x))
+model.compile("sgd", "mse")
+"""
+
+
+@pytest.mark.parametrize(
+    ("constructor", "arguments"),
+    [
+        ("", "name='n'"),
+        (
+            "    def __init__(self, n):\n"
+            "        super().__init__()\n        self.n = n",
+            "3",
+        ),
+        (
+            "    def __init__(self, n):\n        super(Noise, self).__init__(name='n')",
+            "3",
+        ),
+    ],
+)
+def test_layers_get_random_state(constructor: str, arguments: str) -> None:
+    text, left = lines(LAYER.format(constructor, arguments))
+    assert left == []
+    names: dict[str, Any] = {}
+    exec(text, names)
+    zeros = np.zeros((4, 2), "float32")
+    first, second = [names["model"].predict(zeros, verbose=0) for _ in range(2)]
+    assert np.abs(first).min() > 0
+    assert np.abs(first - second).min() > 0
+
+
+@pytest.mark.parametrize(
+    "constructor",
+    [
+        "    def __init__(self): self.built = False",
+        "    seed_generator = None",
+    ],
+)
+def test_layers_whose_constructor_is_not_understood_are_left(constructor: str) -> None:
+    _, left = lines(LAYER.format(constructor, ""))
+    assert ["need state" in each for each in left] == [True]
+
+
+STEP_OF_KERAS = """
+import numpy as np
+class Net(tf.keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = tf.keras.layers.Dense(1)
+    def call(self, x): return self.dense(x)
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            y_pred = self(x, training=True)
+            value = self.compiled_loss(y, y_pred)
+        self.optimizer.minimize(value, self.trainable_variables, tape=tape)
+        self.compiled_metrics.update_state(y, y_pred)
+        return {m.name: m.result() for m in self.metrics}
+with tf.distribute.OneDeviceStrategy("cpu:0").scope():
+    model = Net()
+    model.compile(tf.keras.optimizers.SGD(0.0), "mse", ["mae"])
+x = np.ones((8, 3), "float32")
+logs = model.fit(x, x[:, :1] * 2, batch_size=4, verbose=0).history
+"""
+
+
+def test_the_step_of_keras_2_logs_its_loss_and_its_metrics() -> None:
+    text, left = lines(STEP_OF_KERAS)
+    assert left == []
+    names: dict[str, Any] = {}
+    exec(text, names)
+    error = np.abs(names["model"](names["x"]) - 2)
+    np.testing.assert_allclose(names["logs"]["loss"], [np.mean(error**2)], rtol=1e-5)
+    np.testing.assert_allclose(names["logs"]["mae"], [np.mean(error)], rtol=1e-5)
 
 
 def test_methods_that_steps_call_on_objects_get_random_state() -> None:
@@ -113,6 +212,11 @@ def test_methods_that_steps_call_on_objects_get_random_state() -> None:
             "makes a new layer in each call",
         ),
         ("tf.app.run()", "which is not here"),
+        ("g = tf.clip_by_norm(f(x), 1.0)", "use `clipnorm=`"),
+        (
+            "tf.keras.mixed_precision.experimental.LossScaleOptimizer(o, loss_scale=8)",
+            "take loss_scale= out",
+        ),
         ("tf.keras.layers.StringLookup(vocabulary=v)", "is made with TensorFlow"),
         ("x = tf.constant(['a', 'b'])", "of a string stays"),
     ],

@@ -93,7 +93,8 @@ def leave_unknown_arguments(
     if not isinstance(result, cst.Call) or target is None:
         return
     seeds = (arg for arg in result.args if is_named(arg, "seed"))
-    if target.startswith(_SEEDED) and any(not is_name(a.value, "None") for a in seeds):
+    is_seeded = any(not is_name(a.value, "None") for a in seeds)
+    if target.startswith(_SEEDED) and is_seeded and node not in script.generators:
         script.note(node, f"{target} draws other numbers from a seed than TF does")
     accepted = accepted_arguments(target)
     for arg in result.args:
@@ -316,6 +317,20 @@ def _tape(script: Script, node: Call, updated: Call, path: str) -> Expression:
     return updated.with_changes(func=script.expression("rx.GradientTape"))
 
 
+def _clip_by_norm(script: Script, node: Call, updated: Call, path: str) -> Expression:
+    """`x * limit / max(norm(x), limit)`, as TensorFlow has it."""
+    value, limit = first(updated, "t", path), argument(updated.args, 1, "clip_norm")
+    if len(node.args) != 2 or limit is None or not isinstance(value, cst.Name):
+        raise Unported(f"tf.{path} stays: use `clipnorm=` of the optimizer")
+    if not isinstance(limit.value, cst.Name | cst.Float | cst.Integer):
+        raise Unported(f"tf.{path} stays: give its clip_norm a name")
+    norm = call_of(script.expression("keras.ops.norm"), value)
+    most = call_of(script.expression("keras.ops.maximum"), norm, limit.value)
+    left, right = [cst.LeftParen()], [cst.RightParen()]
+    product = cst.BinaryOperation(value, cst.Multiply(), limit.value)
+    return cst.BinaryOperation(product, cst.Divide(), most, lpar=left, rpar=right)
+
+
 def _makedirs(script: Script, node: Call, updated: Call, path: str) -> Expression:
     made = call_of(script.expression("os.makedirs"), first(updated, "path", path))
     return made.with_changes(args=[*made.args, keyword("exist_ok", cst.Name("True"))])
@@ -351,7 +366,7 @@ def _random(script: Script, node: Call, updated: Call, path: str) -> Expression:
             "random numbers in a compiled step need state: make a "
             "keras.random.SeedGenerator in `strategy.scope()`, pass it as seed="
         )
-    extra = [keyword("seed", cst.Name(generator))]
+    extra = [keyword("seed", cst.parse_expression(generator))]
     return made.with_changes(args=without(made.args, made.args, extra))
 
 
@@ -393,6 +408,7 @@ _RULES: dict[str, Rule] = {
     "io.gfile.makedirs": _makedirs,
     "gfile.MakeDirs": _makedirs,
     "device": _device,
+    "clip_by_norm": _clip_by_norm,
     **dict.fromkeys(RANDOM, _random),
     **keras_calls.RULES,
     **legacy.RULES,

@@ -245,6 +245,22 @@ def _lambda_callback(
     return updated.with_changes(func=_kept_or_target(script, node, path), args=args)
 
 
+def _loss_scale(script: Script, node: Call, updated: Call, path: str) -> Expression:
+    """A `LossScaleOptimizer` without `"dynamic"`, which it always is in Keras 3."""
+    scale = argument(updated.args, 1, "loss_scale")
+    func = _kept_or_target(script, node, path)
+    if scale is None:
+        return updated.with_changes(func=func)
+    text = scale.value
+    if not isinstance(text, cst.SimpleString) or text.evaluated_value != "dynamic":
+        raise Unported(
+            "loss scales of Keras 3 are dynamic: take loss_scale= out, and give the "
+            "first one as initial_scale="
+        )
+    kept = [arg for arg in updated.args if arg is not scale]
+    return updated.with_changes(func=func, args=without(updated.args, kept))
+
+
 def _gru(script: Script, node: Call, updated: Call, path: str) -> Expression:
     func = _kept_or_target(script, node, path)
     return with_old_reset(script, node, updated).with_changes(func=func)
@@ -256,6 +272,7 @@ RULES: dict[str, Callable[[Script, cst.Call, cst.Call, str], cst.BaseExpression]
     "keras.backend.set_value": _set_value,
     "keras.layers.GRU": _gru,
     "keras.layers.GRUCell": _gru,
+    "keras.mixed_precision.experimental.LossScaleOptimizer": _loss_scale,
     "keras.callbacks.LambdaCallback": _lambda_callback,
     "keras.callbacks.ModelCheckpoint": _model_checkpoint,
     "keras.callbacks.TensorBoard": _tensorboard,

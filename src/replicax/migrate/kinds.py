@@ -20,6 +20,7 @@ from replicax.migrate.script import Script, walk
 from replicax.migrate.tables import find_target, kind_of_target
 
 __all__ = [
+    "is_class_of",
     "is_kind",
     "is_named_optimizer",
     "kind_of",
@@ -89,6 +90,11 @@ def kind_of(script: Script, node: cst.BaseExpression) -> str | None:
         none, if one of them is unknown, or if they differ.
     """
     return _kind(script, node, frozenset())
+
+
+def is_class_of(script: Script, node: cst.ClassDef, kinds: tuple[str, ...]) -> bool:
+    """Whether a class of the script is of one of some kinds by its bases."""
+    return _of_class(script, node, frozenset()) in kinds
 
 
 def renamed_optimizer(script: Script, node: cst.Call) -> str | None:

@@ -15,7 +15,7 @@ from replicax.migrate.keras_calls import (
 )
 from replicax.migrate.kinds import is_kind
 from replicax.migrate.names import method_of, root_of
-from replicax.migrate.script import Expression, Script, Unported
+from replicax.migrate.script import Expression, Script, Unported, walk
 from replicax.migrate.tables import LEFT_METHODS, RENAMED_METHODS
 from replicax.migrate.tracing import makes_spec
 
@@ -200,6 +200,10 @@ def _comma() -> cst.Comma:
     return cst.Comma(whitespace_after=cst.SimpleWhitespace(""))
 
 
+def _spaced_comma() -> cst.Comma:
+    return cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+
+
 def _dataset_iterator(
     script: Script, node: Call, updated: Call, func: Attribute
 ) -> Expression:
@@ -305,9 +309,8 @@ def _compiled_loss(
     y, y_pred = argument(updated.args, 0, "y_true"), argument(updated.args, 1, "y_pred")
     if y is None or y_pred is None:
         raise Unported("compiled_loss: use self.compute_loss(y=y, y_pred=y_pred)")
-    comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
     args = [
-        keyword("y", y.value).with_changes(comma=comma),
+        keyword("y", y.value).with_changes(comma=_spaced_comma()),
         keyword("y_pred", y_pred.value),
     ]
     return updated.with_changes(
@@ -318,12 +321,36 @@ def _compiled_loss(
 def _update_state(
     script: Script, node: Call, updated: Call, func: Attribute
 ) -> Expression:
-    if script.code(func.value).endswith("compiled_metrics"):
+    """`self.compiled_metrics.update_state(y, y_pred)`, and the loss for its metric."""
+    if not script.code(func.value).endswith("compiled_metrics"):
+        return updated
+    statement = script.statement_of(node)
+    is_alone = isinstance(script.parent(node), cst.Expr)
+    if not isinstance(func.value, cst.Attribute) or not is_alone:
         raise Unported(
             "there is no compiled_metrics: return self.compute_metrics(x, y, y_pred) "
             "from train_step"
         )
-    return updated
+    model = func.value.value
+    if loss := _compiled_loss_name(script, node):
+        quote = script.string("loss").value
+        script.inserted[statement] = [
+            f"for metric in {script.code(model)}.metrics:\n"
+            f"    if metric.name == {quote}:\n"
+            f"        metric.update_state({loss})"
+        ]
+    made = cst.Attribute(model, cst.Name("compute_metrics"))
+    none = cst.Arg(cst.Name("None"), comma=_spaced_comma())
+    return updated.with_changes(func=made, args=[none, *updated.args])
+
+
+def _compiled_loss_name(script: Script, node: cst.Call) -> str | None:
+    """The name of what `self.compiled_loss(...)` gave in the function of a call."""
+    function = script.function_of(node)
+    for each in walk(function) if function else ():
+        if isinstance(each, cst.Assign) and method_of(each.value) == "compiled_loss":
+            return script.code(each.targets[0].target)
+    return None
 
 
 _Rule = Callable[[Script, cst.Call, cst.Call, cst.Attribute], cst.BaseExpression]

@@ -11,7 +11,13 @@ from replicax.migrate.names import is_name
 from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.tables import find_target, kind_of_target
 
-__all__ = ["config_problem", "ported_arguments", "ported_class_call", "with_float_rate"]
+__all__ = [
+    "config_problem",
+    "plan_options",
+    "ported_arguments",
+    "ported_class_call",
+    "with_float_rate",
+]
 
 _DECAY = (
     "the optimizer's decay= stays: use a schedule such as "
@@ -57,6 +63,44 @@ def ported_arguments(script: Script, node: Call, updated: Call) -> list[cst.Arg]
         else:
             args.append(arg)
     return args
+
+
+def plan_options(script: Script) -> None:
+    """Plan `learning_rate` in dicts with `lr` that only optimizers unpack."""
+    for call in script.calls:
+        if not makes_optimizer(script, call.func):
+            continue
+        for arg in call.args:
+            if arg.star == "**" and _is_only_unpacked(script, arg.value):
+                _plan_keys(script, script.flow.value(arg.value) or arg.value)
+
+
+def _plan_keys(script: Script, node: cst.BaseExpression) -> None:
+    if isinstance(node, cst.Dict):
+        for element in node.elements:
+            if not isinstance(element, cst.DictElement):
+                _plan_keys(script, element.value)
+            elif _text(element.key) == "lr":
+                _plan_key(script, element.key)
+    elif isinstance(node, cst.Call) and is_name(node.func, "dict"):
+        for arg in node.args:
+            if is_named(arg, "lr"):
+                script.replacements[arg] = lambda new: renamed(new, "learning_rate")
+
+
+def _plan_key(script: Script, key: cst.BaseExpression) -> None:
+    script.replacements[key] = lambda new: script.string("learning_rate")
+
+
+def _is_only_unpacked(script: Script, node: cst.BaseExpression) -> bool:
+    """Whether a dict is used for arguments of optimizers, and for nothing else."""
+    for use in _uses(script, node):
+        arg = script.parent(use)
+        call = script.call_with(use)
+        is_unpacked = isinstance(arg, cst.Arg) and arg.star == "**"
+        if not is_unpacked or call is None or not makes_optimizer(script, call.func):
+            return False
+    return True
 
 
 def ported_class_call(script: Script, node: Call, updated: Call) -> Call:
@@ -114,16 +158,22 @@ def _old_key(script: Script, node: cst.BaseExpression) -> str | None:
 
 
 def _keys(script: Script, node: cst.BaseExpression) -> list[str] | None:
-    """The keys of a dict; None if not all of them are in sight."""
+    """The keys of a dict as they will be; None if not all of them are in sight."""
     value = script.flow.value(node) or node
     pairs: list[tuple[str | None, cst.BaseExpression]] = []
     if isinstance(value, cst.Dict):
         for element in value.elements:
             is_pair = isinstance(element, cst.DictElement)
-            pairs.append((_text(element.key) if is_pair else None, element.value))
+            is_planned = is_pair and element.key in script.replacements
+            key = "learning_rate" if is_planned else None
+            if is_pair and not is_planned:
+                key = _text(element.key)
+            pairs.append((key, element.value))
     elif isinstance(value, cst.Call) and is_name(value.func, "dict"):
         for arg in value.args:
-            pairs.append((arg.keyword.value if arg.keyword else None, arg.value))
+            key = arg.keyword.value if arg.keyword else None
+            key = "learning_rate" if arg in script.replacements else key
+            pairs.append((key, arg.value))
     else:
         return None
     keys: list[str] = []

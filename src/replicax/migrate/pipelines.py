@@ -79,7 +79,9 @@ def _operator_problem(
         name = method_of(call)
         if name not in MAPPED:
             return call, f"Grain's datasets have no `{name}` like tf.data's"
-        if name == "shuffle" and _repeats_before(script, call, frozenset()):
+        is_endless = name == "shuffle" and _repeats_before(script, call, frozenset())
+        can_swap = not group.is_stream and _repeat_of_examples(script, call)
+        if is_endless and not can_swap:
             return call, "Grain cannot shuffle after an endless `repeat()`: swap them"
         if name == "map" and (why := _map_problem(script, call)):
             return call, why
@@ -100,6 +102,31 @@ def _repeats_before(
         return False
     values = (v for d in script.flow.reaching(node) for v in d.values)
     return any(_repeats_before(script, value, seen | {node}) for value in values)
+
+
+_OF_EXAMPLES = ("map", "cache", "prefetch", "with_options")
+"""Operators that give what they get, example by example."""
+
+
+def _repeat_of_examples(script: Script, shuffle: cst.BaseExpression) -> cst.Call | None:
+    """The endless `repeat` of the same examples that are shuffled, for that alone.
+
+    It may as well stand behind `shuffle`.
+    """
+    node = shuffle
+    while isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
+        if node is not shuffle and method_of(node) == "repeat":
+            return node
+        if node is not shuffle and method_of(node) not in _OF_EXAMPLES:
+            return None
+        node = node.func.value
+        value = script.flow.value(node)
+        if value is not None:
+            (definition,) = script.flow.reaching(node)
+            if len(script.flow.uses(definition)) != 1:
+                return None
+            node = value
+    return None
 
 
 def _map_problem(script: Script, call: cst.Call) -> str | None:
@@ -128,10 +155,20 @@ def _plan(script: Script, group: DatasetGroup) -> None:
                 script.frozen |= {a for a in node.args if not _is_generator(a, node)}
             script.replacements[node] = source(script, node, path)
     rules = {**MAPPED, **STREAM_RULES} if group.is_stream else MAPPED
+    repeated = {
+        call: _repeat_of_examples(script, call)
+        for call in group.operators
+        if method_of(call) == "shuffle" and not group.is_stream
+    }
     for call in group.operators:
         name = method_of(call)
         _freeze_dropped(script, call)
-        script.replacements[call] = _replacement(script, call, rules[name])
+        rule = rules[name]
+        if repeated.get(call) is not None:
+            rule = _shuffle_and_repeat
+        elif call in repeated.values():
+            rule = dropped("it comes after `shuffle`, which shuffles each epoch")
+        script.replacements[call] = _replacement(script, call, rule)
         if name == "map":
             function = argument(call.args, 0, "map_func")
             assert function is not None
@@ -232,6 +269,11 @@ def _shuffle(script: Script, call: Call, updated: Call) -> Expression:
     script.note(call, f"{_SHUFFLED}; {_ONE_ORDER}" if keeps else _SHUFFLED)
     value = seed.value if seed is not None else cst.Integer("0")
     return updated.with_changes(args=[keyword("seed", value)])
+
+
+def _shuffle_and_repeat(script: Script, call: Call, updated: Call) -> Expression:
+    shuffled = _shuffle(script, call, updated)
+    return cst.Call(cst.Attribute(shuffled, cst.Name("repeat")))
 
 
 def _repeat(script: Script, call: Call, updated: Call) -> Expression:

@@ -15,6 +15,7 @@ from replicax.migrate.host_calls import plan_lookups
 from replicax.migrate.imports import find_retained, ported_imports, uses_tensorflow
 from replicax.migrate.logits import plan_logits
 from replicax.migrate.members import report_functional
+from replicax.migrate.optimizers import plan_options
 from replicax.migrate.pipelines import plan_pipelines
 from replicax.migrate.rewrite import Rewriter
 from replicax.migrate.script import MARK, Finding, Script, walk
@@ -83,6 +84,7 @@ def port(source: bytes) -> Ported:
     plan_sessions(script)
     plan_training(script)
     plan_logits(script)
+    plan_options(script)
     _report_backend(script)
     report_branches(script)
     report_functional(script)

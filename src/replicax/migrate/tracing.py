@@ -4,8 +4,9 @@ from collections.abc import Iterator
 
 import libcst as cst
 
+from replicax.migrate.kinds import is_class_of
 from replicax.migrate.names import dotted, method_of, root_of
-from replicax.migrate.script import Script, walk
+from replicax.migrate.script import Replacement, Script, walk
 from replicax.migrate.tables import DEVICE_OPERATORS
 
 __all__ = [
@@ -138,10 +139,15 @@ RANDOM = [
 def plan_randomness(script: Script) -> None:
     """Plan a `SeedGenerator` in a strategy's scope, for steps that need one.
 
-    Steps that cannot see a scope's variables get none, and are reported.
+    Methods of layers and models have one of their own. Steps that cannot see a scope's
+    variables get none, and are reported.
     """
     for node in script.calls:
         if script.called(node) in RANDOM and is_traced(script, node):
+            owner = _layer_around(script, node)
+            if owner is not None and _plan_generator(script, owner):
+                script.generators[node] = f"self.{_GENERATOR}"
+                continue
             visible = {script.module, *script.parents(node)}
             for block in _scopes(script):
                 if (script.function_of(block) or script.module) in visible:
@@ -153,9 +159,74 @@ def plan_randomness(script: Script) -> None:
                     break
 
 
+_GENERATOR = "seed_generator"
+
+
+def _layer_around(script: Script, node: cst.CSTNode) -> cst.ClassDef | None:
+    """The class of layers or models of which a node is in a method."""
+    function = script.function_of(node)
+    owner = _class_of(script, function) if function is not None else None
+    if not isinstance(owner, cst.ClassDef) or function is None:
+        return None
+    has_self = [p.name.value for p in function.params.params[:1]] == ["self"]
+    is_layer = has_self and is_class_of(script, owner, ("layer", "model"))
+    return owner if is_layer else None
+
+
+def _plan_generator(script: Script, owner: cst.ClassDef) -> bool:
+    """Plan `self.seed_generator` in the constructor of a class, if that is in sight."""
+    if owner in script.with_generator:
+        return True
+    if any(isinstance(n, cst.Name) and n.value == _GENERATOR for n in walk(owner)):
+        return False
+    methods = [n for n in owner.body.body if isinstance(n, cst.FunctionDef)]
+    script.needed.add("keras")
+    made = f"{script.alias('keras')}.random.SeedGenerator(seed=0)"
+    code = f"self.{_GENERATOR} = {made}"
+    init = next((m for m in methods if m.name.value == "__init__"), None)
+    place: cst.CSTNode | None = methods[0]
+    if init is not None:
+        place = next(filter(_calls_constructor, init.body.body), None)
+    if place is None or place in script.replacements:
+        return False
+    if init is not None:
+        script.replacements[place] = lambda updated: cst.FlattenSentinel(
+            [updated, cst.parse_statement(code)]
+        )
+    else:
+        is_model = is_class_of(script, owner, ("model",))
+        args = "*args, **kwargs" if is_model else "**kwargs"
+        text = f"def __init__(self, {args}):\n    super().__init__({args})\n    {code}"
+        script.replacements[place] = lambda updated: _below(text, updated)
+    script.with_generator.add(owner)
+    return True
+
+
+def _calls_constructor(node: cst.CSTNode) -> bool:
+    """Whether a line is `super().__init__(...)`."""
+    is_line = isinstance(node, cst.SimpleStatementLine) and len(node.body) == 1
+    only = node.body[0] if is_line else None  # type: ignore[attr-defined]
+    return isinstance(only, cst.Expr) and method_of(only.value) == "__init__"
+
+
+def _below(text: str, updated: cst.FunctionDef) -> Replacement:
+    """A method below another one, with a blank line between them."""
+    above = cst.parse_statement(text)
+    blank = [line for line in updated.leading_lines if not line.comment]
+    lines = updated.leading_lines if blank else [_BLANK, *updated.leading_lines]
+    return cst.FlattenSentinel(
+        [
+            above.with_changes(leading_lines=blank),
+            updated.with_changes(leading_lines=lines),
+        ]
+    )
+
+
+_BLANK = cst.EmptyLine(indent=False)
+
+
 def _free_name(script: Script) -> str:
-    name = "seed_generator"
-    return f"{name}_" if script.names.is_bound(name) else name
+    return f"{_GENERATOR}_" if script.names.is_bound(_GENERATOR) else _GENERATOR
 
 
 def _scopes(script: Script) -> Iterator[cst.CSTNode]:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import libcst as cst
 
-from replicax.migrate.arguments import argument, is_named
+from replicax.migrate.arguments import argument, call_of, is_named
 from replicax.migrate.names import dotted, method_of
 from replicax.migrate.script import Replacement, Script, walk
 from replicax.migrate.tracing import makes_spec
@@ -31,7 +31,9 @@ def plan_training(script: Script) -> None:
         function = script.function_of(node)
         if function is None:
             continue
-        if makes_spec(script, function):
+        if any(is_named(arg, "tape") for arg in node.args):
+            script.replacements[node] = _with_given_tape
+        elif makes_spec(script, function):
             script.replacements[node] = lambda updated: _estimators(script, updated)
         else:
             _plan_tape(script, node, models)
@@ -41,6 +43,23 @@ def _is_minimize(node: cst.CSTNode) -> bool:
     return (
         isinstance(node, cst.Call) and method_of(node) == "minimize" and bool(node.args)
     )
+
+
+def _with_given_tape(updated: cst.Call) -> cst.Call:
+    """`o.apply_gradients(...)` for `o.minimize(loss, variables, tape=tape)`."""
+    assert isinstance(updated.func, cst.Attribute)
+    loss, variables = (
+        argument(updated.args, 0, "loss"),
+        argument(updated.args, 1, "var_list"),
+    )
+    (tape,) = [arg.value for arg in updated.args if is_named(arg, "tape")]
+    if loss is None or variables is None:
+        return updated
+    gradient = cst.Attribute(tape, cst.Name("gradient"))
+    gradients = call_of(gradient, loss.value, variables.value)
+    pairs = call_of(cst.Name("zip"), gradients, variables.value.deep_clone())
+    apply = updated.func.with_changes(attr=cst.Name("apply_gradients"))
+    return call_of(apply, pairs)
 
 
 def _estimators(script: Script, updated: cst.Call) -> cst.Call:
