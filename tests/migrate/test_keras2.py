@@ -144,7 +144,7 @@ def test_what_is_ported(before: str, after: str) -> None:
         (f"{MODEL}m = model\nm.reset_states()", "no reset_states"),
         (f"{CALLBACK}self.model.reset_states()", "no reset_states"),
         (f"{MODEL}model.save('a.keras', signatures=s)", "no signatures="),
-        (f"{MODEL}m = model\nm.save('a')", "ends with .keras"),
+        (f"{MODEL}m = model\nm.save('a')\nprint('a', m)", "ends with .keras"),
         ("tf.keras.models.save_model(m, 'a.keras', signatures=s)", "no signatures="),
         ("print(isinstance(opt.lr, Schedule))", "not the schedule"),
         ("print(callable(opt.learning_rate))", "not the schedule"),

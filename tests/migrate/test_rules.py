@@ -169,6 +169,62 @@ def test_the_step_of_keras_2_logs_its_loss_and_its_metrics() -> None:
     np.testing.assert_allclose(names["logs"]["mae"], [np.mean(error)], rtol=1e-5)
 
 
+def test_a_step_of_keras_without_a_strategy_is_left() -> None:
+    step = STEP_OF_KERAS.replace(
+        'with tf.distribute.OneDeviceStrategy("cpu:0").scope():', "if 1:"
+    )
+    _, left = lines(step)
+    assert ["passes other arguments to train_step" in each for each in left] == [True]
+    assert lines(step.replace("model.fit", "run"))[1] == []
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (
+            "model.save('m/')\nm = tf.keras.models.load_model('m/')",
+            "model.save('m.keras')\nm = keras.models.load_model('m.keras')\n",
+        ),
+        (
+            "model.save_weights('w.h5')\nmodel.load_weights('w.h5')",
+            "model.save_weights('w.weights.h5')\nmodel.load_weights('w.weights.h5')\n",
+        ),
+        (
+            "p = os.path.join(d, 'ckpt')\ntf.keras.callbacks.ModelCheckpoint(p)\n"
+            "model.save(p)\nprint(p)",
+            "p = os.path.join(d, 'ckpt.keras')\n",
+        ),
+        (
+            "p = 'c' if a else 'cp-{epoch}'\nmodel.save_weights(p.format(epoch=0))",
+            "p = 'c.weights.h5' if a else 'cp-{epoch}.weights.h5'\n",
+        ),
+    ],
+)
+def test_files_whose_uses_are_in_sight_get_the_end_that_keras_wants(
+    before: str, after: str
+) -> None:
+    text, left = lines(before)
+    assert after in text
+    assert left == []
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "p = 'm'\nmodel.save(p)\nos.remove(p)",
+        "model.save('m')\nprint(os.path.exists('m'))",
+        "m = tf.keras.models.load_model('m')",
+        "model.save('m')\nmodel.save_weights('m')",
+        "def f(p): model.save(p)\nf('m')\nf('n.keras')",
+    ],
+)
+def test_other_files_are_left_by_their_names(before: str) -> None:
+    text, left = lines(before)
+    assert all("wants a file name that ends with" in each for each in left)
+    assert left
+    assert ".keras')" not in text.replace("f('n.keras')", "")
+
+
 def test_methods_that_steps_call_on_objects_get_random_state() -> None:
     text, left = lines(
         "class Net:\n    def draw(self):\n        return tf.random.normal([2])\n"
@@ -196,7 +252,7 @@ def test_methods_that_steps_call_on_objects_get_random_state() -> None:
         ),
         (
             "p = os.path.join(d, 'ckpt')\n"
-            "tf.keras.callbacks.ModelCheckpoint(p, save_weights_only=True)",
+            "tf.keras.callbacks.ModelCheckpoint(p, save_weights_only=True)\nos.stat(p)",
             "ends with .weights.h5",
         ),
         ("model.load_weights('x.ckpt')", "ends with .weights.h5 or .keras"),

@@ -13,21 +13,17 @@ from replicax.migrate.arguments import (
     with_args,
     without,
 )
+from replicax.migrate.files import MODELS, WEIGHTS, is_weights_only, report_path
 from replicax.migrate.legacy import old_defaults, with_old_reset
-from replicax.migrate.names import dotted, method_of
 from replicax.migrate.optimizers import config_problem, ported_arguments
 from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.tables import ARGUMENTS, OPTIMIZERS, READERS, exists, find_target
 
 __all__ = [
-    "MODELS",
     "RULES",
-    "WEIGHTS",
     "compiled",
     "fitted",
-    "is_latest_checkpoint",
     "problems",
-    "report_path",
     "saved_weights",
     "written",
 ]
@@ -200,13 +196,7 @@ def _load_model(script: Script, node: Call, updated: Call, path: str) -> Express
 def _model_checkpoint(
     script: Script, node: Call, updated: Call, path: str
 ) -> Expression:
-    weights_only = any(
-        is_named(arg, "save_weights_only")
-        and isinstance(arg.value, cst.Name)
-        and arg.value.value == "True"
-        for arg in node.args
-    )
-    report_path(script, node, WEIGHTS if weights_only else MODELS[:2])
+    report_path(script, node, WEIGHTS if is_weights_only(node) else MODELS[:2])
     if any(is_named(arg, "period") for arg in node.args):
         raise Unported("ModelCheckpoint has no period=: use save_freq= in steps")
     return updated.with_changes(func=_kept_or_target(script, node, path))
@@ -280,94 +270,3 @@ RULES: dict[str, Callable[[Script, cst.Call, cst.Call, str], cst.BaseExpression]
     "keras.models.load_model": _load_model,
 }
 """By the path of the function."""
-
-
-MODELS = (".keras", ".h5", ".hdf5")
-"""How names of whole models end."""
-WEIGHTS = (".weights.h5",)
-"""How names of weights alone end."""
-
-
-def report_path(
-    script: Script,
-    node: cst.Call,
-    endings: tuple[str, ...],
-    position: int = 0,
-    is_read: bool = False,
-) -> None:
-    """Report a file name that Keras 3 refuses, and one that cannot be seen.
-
-    Args:
-        script: The script.
-        node: A call with a path.
-        endings: What the path may end with.
-        position: Which argument the path is, if it is not called `filepath`.
-        is_read: Whether the file is read, so that its writer was reported.
-    """
-    path = argument(node.args, position, "filepath")
-    if path is None:
-        return
-    end = _end(script, path.value)
-    wanted = f"Keras 3 wants a file name that ends with {' or '.join(endings[:2])}"
-    if end is None:
-        if not is_read:
-            script.leave(node, f"{wanted}: see that `{script.code(path.value)}` does")
-    elif not end.endswith(endings):
-        script.leave(node, wanted)
-    elif _default_of(script, path.value) is not None:
-        script.note(node, f"{wanted}, also those that the command line gives")
-
-
-def is_latest_checkpoint(script: Script, node: cst.BaseExpression) -> bool:
-    """Whether a value is what `tf.train.latest_checkpoint` has found."""
-    if isinstance(node, cst.Name):
-        value = script.flow.value(node)
-        return value is not None and is_latest_checkpoint(script, value)
-    return script.called(node) == "train.latest_checkpoint"
-
-
-def _end(script: Script, node: cst.BaseExpression) -> str | None:
-    """What a path ends with; None if that cannot be seen."""
-    if isinstance(node, (cst.SimpleString, cst.ConcatenatedString)):
-        return str(node.evaluated_value or "")
-    if isinstance(node, cst.IfExp):
-        ends = [_end(script, node.body), _end(script, node.orelse)]
-        return ends[0] if ends[0] == ends[1] else None
-    if isinstance(node, cst.FormattedString):
-        last = node.parts[-1] if node.parts else None
-        return last.value if isinstance(last, cst.FormattedStringText) else None
-    inner = _last_part(script, node)
-    return _end(script, inner) if inner is not None else None
-
-
-def _last_part(script: Script, node: cst.BaseExpression) -> cst.BaseExpression | None:
-    if isinstance(node, cst.Name):
-        return script.flow.value(node)
-    if isinstance(node, cst.Attribute):
-        return _default_of(script, node)
-    if isinstance(node, cst.BinaryOperation):
-        return node.left if isinstance(node.operator, cst.Modulo) else node.right
-    if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
-        if node.func.attr.value == "format":
-            return node.func.value
-        if dotted(node.func) == "os.path.join" and node.args:
-            return node.args[-1].value
-    return None
-
-
-def _default_of(script: Script, node: cst.BaseExpression) -> cst.BaseExpression | None:
-    """The default of an option of the command line, such as `args.model`."""
-    if not isinstance(node, cst.Attribute):
-        return None
-    if method_of(script.flow.value(node.value)) != "parse_args":
-        return None
-    names = {f'"--{node.attr.value}"', f"'--{node.attr.value}'"}
-    found = [
-        arg.value
-        for call in script.calls
-        if method_of(call) == "add_argument"
-        and names & {script.code(arg.value) for arg in call.args}
-        for arg in call.args
-        if is_named(arg, "default")
-    ]
-    return found[0] if len(found) == 1 else None

@@ -7,7 +7,7 @@ from libcst import Attribute, Call
 
 from replicax.migrate import keras_calls, members
 from replicax.migrate.arguments import argument, is_named, keyword, renamed, with_args
-from replicax.migrate.keras_calls import (
+from replicax.migrate.files import (
     MODELS,
     WEIGHTS,
     is_latest_checkpoint,

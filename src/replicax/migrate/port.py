@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import libcst as cst
 
+from replicax.migrate.files import plan_files
 from replicax.migrate.host_calls import plan_lookups
 from replicax.migrate.imports import find_retained, ported_imports, uses_tensorflow
 from replicax.migrate.logits import plan_logits
@@ -22,7 +23,12 @@ from replicax.migrate.script import MARK, Finding, Script, walk
 from replicax.migrate.sessions import plan_sessions
 from replicax.migrate.statements import plan_servers, plan_settings
 from replicax.migrate.summaries import plan_summaries
-from replicax.migrate.tracing import find_traced, plan_randomness, report_branches
+from replicax.migrate.tracing import (
+    find_traced,
+    plan_randomness,
+    report_branches,
+    report_steps,
+)
 from replicax.migrate.training import plan_training
 
 __all__ = ["Ported", "port"]
@@ -85,8 +91,10 @@ def port(source: bytes) -> Ported:
     plan_training(script)
     plan_logits(script)
     plan_options(script)
+    plan_files(script)
     _report_backend(script)
     report_branches(script)
+    report_steps(script)
     report_functional(script)
     changed = script.module.visit(Rewriter(script))
     changed = ported_imports(script, changed)

@@ -91,6 +91,7 @@ class Script:
         wrapped: Targets, such as `"keras.ops.softmax"`, of which results of original
             calls become the argument.
         generators: Names of what gives random numbers to original calls.
+        files: New names of files, by the literals of the old ones.
         with_generator: Classes whose instances get a random generator.
         inserted: Code of statements that stand above original ones.
         made_names: Names that rules have bound in such statements.
@@ -116,6 +117,7 @@ class Script:
         self.extra_arguments: dict[cst.Call, cst.Arg] = {}
         self.wrapped: dict[cst.CSTNode, str] = {}
         self.generators: dict[cst.CSTNode, str] = {}
+        self.files: dict[cst.SimpleString, str] = {}
         self.with_generator: set[cst.ClassDef] = set()
         self.inserted: dict[cst.CSTNode, list[str]] = {}
         self.made_names: set[str] = set()

@@ -18,6 +18,7 @@ __all__ = [
     "makes_spec",
     "plan_randomness",
     "report_branches",
+    "report_steps",
 ]
 
 _RUN = frozenset(
@@ -236,6 +237,23 @@ def _scopes(script: Script) -> Iterator[cst.CSTNode]:
             continue
         if isinstance(node.body, cst.IndentedBlock):
             yield node.body
+
+
+_NO_STRATEGY = (
+    "Keras 3 passes other arguments to train_step on JAX, but to models of a strategy: "
+    "make the model and call compile in `with rx.get_strategy().scope():`"
+)
+
+
+def report_steps(script: Script) -> None:
+    """Report steps of models that a script trains without a strategy's scope."""
+    methods = {method_of(call) for call in script.calls}
+    if "scope" in methods or not methods & {"fit", "fit_generator"}:
+        return
+    for name in ("train_step", "test_step"):
+        for function in script.functions(name):
+            if isinstance(_class_of(script, function), cst.ClassDef):
+                script.leave(function.name, _NO_STRATEGY)
 
 
 _REASON = (

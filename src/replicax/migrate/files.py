@@ -1,0 +1,237 @@
+"""Names of files of models and weights, which Keras 3 wants to end as it knows them.
+
+Where all uses of a name are in sight, its text gets that end; others are reported.
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import libcst as cst
+
+from replicax.migrate.arguments import argument, is_named
+from replicax.migrate.kinds import is_kind
+from replicax.migrate.names import dotted, is_name, method_of
+from replicax.migrate.script import Script, walk
+
+__all__ = [
+    "MODELS",
+    "WEIGHTS",
+    "is_latest_checkpoint",
+    "is_weights_only",
+    "plan_files",
+    "report_path",
+]
+
+
+MODELS = (".keras", ".h5", ".hdf5")
+"""How names of whole models end."""
+WEIGHTS = (".weights.h5",)
+"""How names of weights alone end."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Site:
+    """A call that writes or reads a file.
+
+    Attributes:
+        path: Its argument, the file's name.
+        endings: What the name may end with, if it is written here; else empty.
+    """
+
+    path: cst.BaseExpression
+    endings: tuple[str, ...]
+
+
+def plan_files(script: Script) -> None:
+    """Plan the ends of names that are for files of models and weights alone."""
+    sites = list(_sites(script))
+    known = {node for site in sites for node in _path_nodes(script, site.path)}
+    groups: dict[str, list[tuple[_Site, cst.SimpleString]]] = {}
+    for site in sites:
+        for literal in _literals(script, site.path):
+            groups.setdefault(str(literal.evaluated_value), []).append((site, literal))
+    strings = [n for n in walk(script.module) if isinstance(n, cst.SimpleString)]
+    for text, group in groups.items():
+        endings = {site.endings[0] for site, _ in group if site.endings}
+        literals = {literal for _, literal in group}
+        is_elsewhere = any(
+            n.evaluated_value == text and n not in literals for n in strings
+        )
+        if len(endings) != 1 or is_elsewhere:
+            continue
+        (end,) = endings
+        is_right = text.endswith(WEIGHTS if end in WEIGHTS else MODELS)
+        paths = [site.path for site, _ in group]
+        if not is_right and all(_is_for_files_alone(script, p, known) for p in paths):
+            for literal in literals:
+                _plan_end(script, literal, end)
+
+
+def _plan_end(script: Script, literal: cst.SimpleString, end: str) -> None:
+    stem = literal.raw_value.rstrip("/")
+    if end in WEIGHTS:
+        stem = stem.removesuffix(".h5").removesuffix(".hdf5")
+    made = f"{literal.prefix}{literal.quote}{stem}{end}{literal.quote}"
+    script.files[literal] = stem + end
+    script.note(literal, f"Keras 3 wants a file name that ends with {end}: {stem}{end}")
+    script.replacements[literal] = lambda updated: cst.SimpleString(made)
+
+
+def _sites(script: Script) -> Iterator[_Site]:
+    """The calls of a script that write or read models and weights."""
+    for call in script.calls:
+        path, method = script.called(call), method_of(call)
+        position, endings = 0, None
+        if path == "keras.callbacks.ModelCheckpoint":
+            endings = WEIGHTS if is_weights_only(call) else MODELS[:2]
+        elif path == "keras.models.save_model":
+            position, endings = 1, MODELS
+        elif path == "keras.models.load_model" or method == "load_weights":
+            endings = ()
+        elif method == "save_weights":
+            endings = WEIGHTS
+        elif method == "save" and not path:
+            assert isinstance(call.func, cst.Attribute)
+            is_model = "model" in script.code(call.func.value).lower()
+            if is_model or is_kind(script, call.func.value, "model"):
+                endings = MODELS
+        given = argument(call.args, position, "filepath")
+        if endings is not None and given is not None:
+            yield _Site(path=given.value, endings=endings)
+
+
+def is_weights_only(call: cst.Call) -> bool:
+    """Whether a `ModelCheckpoint` saves weights alone."""
+    return any(
+        is_named(arg, "save_weights_only") and is_name(arg.value, "True")
+        for arg in call.args
+    )
+
+
+def _literals(script: Script, node: cst.BaseExpression) -> list[cst.SimpleString]:
+    """The texts that a path may end with; none if one of them is not in sight."""
+    if isinstance(node, cst.SimpleString):
+        return [node] if node.evaluated_value else []
+    if isinstance(node, cst.IfExp):
+        both = [_literals(script, each) for each in (node.body, node.orelse)]
+        return [*both[0], *both[1]] if all(both) else []
+    if isinstance(node, cst.Attribute):
+        return []  # An option of the command line.
+    inner = _last_part(script, node)
+    return _literals(script, inner) if inner is not None else []
+
+
+def _path_nodes(script: Script, node: cst.BaseExpression) -> Iterator[cst.CSTNode]:
+    """A path, and the expressions that it ends with."""
+    yield node
+    if isinstance(node, cst.IfExp):
+        yield from _path_nodes(script, node.body)
+        yield from _path_nodes(script, node.orelse)
+    elif (inner := _last_part(script, node)) is not None:
+        yield from _path_nodes(script, inner)
+
+
+def _is_for_files_alone(
+    script: Script, path: cst.BaseExpression, known: set[cst.CSTNode]
+) -> bool:
+    """Whether the variables that a path ends with have no other use."""
+    for node in _path_nodes(script, path):
+        for definition in script.flow.reaching(node):
+            for use in script.flow.uses(definition):
+                call = script.call_with(use)
+                is_shown = call is not None and is_name(call.func, "print")
+                if use not in known and not is_shown:
+                    return False
+    return True
+
+
+def report_path(
+    script: Script,
+    node: cst.Call,
+    endings: tuple[str, ...],
+    position: int = 0,
+    is_read: bool = False,
+) -> None:
+    """Report a file name that Keras 3 refuses, and one that cannot be seen.
+
+    Args:
+        script: The script.
+        node: A call with a path.
+        endings: What the path may end with.
+        position: Which argument the path is, if it is not called `filepath`.
+        is_read: Whether the file is read, so that its writer was reported.
+    """
+    path = argument(node.args, position, "filepath")
+    if path is None:
+        return
+    end = _end(script, path.value)
+    wanted = f"Keras 3 wants a file name that ends with {' or '.join(endings[:2])}"
+    if end is None:
+        if not is_read:
+            script.leave(node, f"{wanted}: see that `{script.code(path.value)}` does")
+    elif not end.endswith(endings):
+        script.leave(node, wanted)
+    elif _default_of(script, path.value) is not None:
+        script.note(node, f"{wanted}, also those that the command line gives")
+
+
+def is_latest_checkpoint(script: Script, node: cst.BaseExpression) -> bool:
+    """Whether a value is what `tf.train.latest_checkpoint` has found."""
+    if isinstance(node, cst.Name):
+        value = script.flow.value(node)
+        return value is not None and is_latest_checkpoint(script, value)
+    return script.called(node) == "train.latest_checkpoint"
+
+
+def _end(script: Script, node: cst.BaseExpression) -> str | None:
+    """What a path ends with; None if that cannot be seen."""
+    if isinstance(node, cst.SimpleString) and node in script.files:
+        return script.files[node]
+    if isinstance(node, cst.SimpleString | cst.ConcatenatedString):
+        return str(node.evaluated_value or "")
+    if isinstance(node, cst.IfExp):
+        one, other = _end(script, node.body), _end(script, node.orelse)
+        if one is None or other is None:
+            return None
+        pairs = zip(reversed(one), reversed(other), strict=False)
+        same = itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
+        return "".join(letter for letter, _ in same)[::-1]
+    if isinstance(node, cst.FormattedString):
+        last = node.parts[-1] if node.parts else None
+        return last.value if isinstance(last, cst.FormattedStringText) else None
+    inner = _last_part(script, node)
+    return _end(script, inner) if inner is not None else None
+
+
+def _last_part(script: Script, node: cst.BaseExpression) -> cst.BaseExpression | None:
+    if isinstance(node, cst.Name):
+        return script.flow.value(node)
+    if isinstance(node, cst.Attribute):
+        return _default_of(script, node)
+    if isinstance(node, cst.BinaryOperation):
+        return node.left if isinstance(node.operator, cst.Modulo) else node.right
+    if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
+        if node.func.attr.value == "format":
+            return node.func.value
+        if dotted(node.func) == "os.path.join" and node.args:
+            return node.args[-1].value
+    return None
+
+
+def _default_of(script: Script, node: cst.BaseExpression) -> cst.BaseExpression | None:
+    """The default of an option of the command line, such as `args.model`."""
+    if not isinstance(node, cst.Attribute):
+        return None
+    if method_of(script.flow.value(node.value)) != "parse_args":
+        return None
+    names = {f'"--{node.attr.value}"', f"'--{node.attr.value}'"}
+    found = [
+        arg.value
+        for call in script.calls
+        if method_of(call) == "add_argument"
+        and names & {script.code(arg.value) for arg in call.args}
+        for arg in call.args
+        if is_named(arg, "default")
+    ]
+    return found[0] if len(found) == 1 else None
