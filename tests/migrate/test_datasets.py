@@ -283,6 +283,29 @@ d = tf.data.Dataset.from_tensor_slices(words).map(lambda x: lookup(x))
 """
 
 
+def test_words_in_sight_are_looked_up_outside_of_pipelines() -> None:
+    names = run(
+        "import tensorflow as tf\n"
+        "lookup = tf.keras.layers.StringLookup(vocabulary=['a', 'b'])\n"
+        "x, y = lookup(tf.constant(['b', 'c'])), lookup([['a']])"
+    )
+    assert (names["x"].tolist(), names["y"].tolist()) == ([2, 0], [[1]])
+
+
+def test_what_a_layer_of_tensorflow_is_given_stays_with_it() -> None:
+    text, left = ported(
+        "import tensorflow as tf\n"
+        "def lower(x): return tf.strings.lower(x)\n"
+        "layer = tf.keras.layers.TextVectorization(standardize=lower)\n"
+        "d = tf.data.Dataset.from_tensor_slices(texts).batch(2)\n"
+        "layer.adapt(d)\n"
+        "d = d.map(lambda x: layer(tf.expand_dims(x, -1)))"
+    )
+    assert "return tf.strings.lower(x)" in text
+    assert "d.map(lambda x: layer(tf.expand_dims(x, -1)))" in text
+    assert ["uses `layer`, which Keras makes" in each for each in left] == [0, 1, 1]
+
+
 def test_words_are_looked_up_as_tensorflow_does() -> None:
     names = run(LOOKUP.format("['a', 'b'], mask_token=None"))
     examples = list(names["d"])

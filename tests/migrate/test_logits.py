@@ -40,6 +40,21 @@ def test_a_compiled_model_gives_logits_and_its_predictions_get_the_activation() 
             "y = layers.Dense(3)(x)\n",
         ),
         (
+            "y = layers.Dense(3)(x)\ny = layers.Activation('softmax')(y)\n"
+            "model = tf.keras.Model(x, y)\n",
+            "y = layers.Dense(3)(x)\nmodel = keras.Model(x, y)\n",
+        ),
+        (
+            "z = layers.Dense(3)(x)\ny = layers.Softmax()(z)\n"
+            "model = tf.keras.Model(x, y)\n",
+            "y = z\nmodel = keras.Model(x, y)\n",
+        ),
+        (
+            "y = layers.Activation('softmax', dtype='float32')(x)\n"
+            "model = tf.keras.Model(x, y)\n",
+            "y = layers.Activation(\"linear\", dtype='float32')(x)\n",
+        ),
+        (
             "def make():\n    return tf.keras.Sequential([\n        layers.Dense(3),\n"
             "        layers.Softmax(),\n    ])\nmodel = make()\n",
             "        layers.Dense(3),\n    ])\n",

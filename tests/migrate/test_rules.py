@@ -261,6 +261,10 @@ def test_methods_that_steps_call_on_objects_get_random_state() -> None:
             "latest = tf.train.latest_checkpoint(d)\nmodel.load_weights(latest)",
             "finds what rx.Checkpoint writes",
         ),
+        (
+            "d = tf.keras.layers.Discretization(num_bins=3)\nd.adapt(x)",
+            "adapts with TensorFlow",
+        ),
         ("model.predict_classes(x)", "use keras.ops.argmax"),
         ("def f(x: 'tf.Tensor'): pass", "write jax.Array"),
         (

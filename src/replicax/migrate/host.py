@@ -9,13 +9,14 @@ from collections.abc import Iterator
 import libcst as cst
 
 from replicax.migrate.arguments import keyword
-from replicax.migrate.host_calls import RANDOM, RULES
+from replicax.migrate.host_calls import LOOKUPS, RANDOM, RULES
 from replicax.migrate.names import dotted, method_of
 from replicax.migrate.script import Script, Unported, walk
 from replicax.migrate.tables import (
     DTYPES,
     EXACT,
     HOST_OPERATORS,
+    NEED_TENSORFLOW,
     exists,
     find_target,
     is_dotted,
@@ -59,9 +60,19 @@ def why_not_on_host(script: Script, function: cst.CSTNode) -> str | None:
         if why := _refused(script, node, path):
             return f"{_name_of(function)} cannot be ported: {why}"
     for node in walk(function):
+        if isinstance(node, cst.Name) and _stays(script, node):
+            return (
+                f"{_name_of(function)} uses `{node.value}`, which Keras makes with it"
+            )
         if isinstance(node, cst.Attribute) and node.attr.value in _GRAPH_METHODS:
             return f"{_name_of(function)} uses .{node.attr.value}, {_NO_COUNTERPART}"
     return None
+
+
+def _stays(script: Script, node: cst.Name) -> bool:
+    """Whether a variable is a layer that needs TensorFlow."""
+    path = script.called(script.flow.value(node))
+    return path in NEED_TENSORFLOW and path not in LOOKUPS
 
 
 def _references(

@@ -24,7 +24,7 @@ from replicax.migrate.names import dotted, is_name
 from replicax.migrate.script import Expression, Script, Unported, walk
 from replicax.migrate.tables import HOST_OPERATORS
 
-__all__ = ["RANDOM", "RULES", "identity", "plan_lookups"]
+__all__ = ["LOOKUPS", "RANDOM", "RULES", "identity", "plan_lookups"]
 
 
 def identity(script: Script, node: Call, updated: Call, path: str) -> Expression:
@@ -173,7 +173,7 @@ RULES: dict[str, Callable[[Script, cst.Call, cst.Call, str], cst.BaseExpression]
 """By the path of the function."""
 
 
-_PATHS = (
+LOOKUPS = (
     "keras.layers.StringLookup",
     "keras.layers.experimental.preprocessing.StringLookup",
 )
@@ -185,7 +185,7 @@ _LISTS = ("list", "sorted")
 def plan_lookups(script: Script) -> None:
     """Plan the port of the layers that only functions of pipelines call."""
     for made in script.calls:
-        if script.called(made) in _PATHS:
+        if script.called(made) in LOOKUPS:
             try:
                 _plan(script, made)
             except Unported:
@@ -225,15 +225,22 @@ def _is_list(script: Script, node: cst.BaseExpression) -> bool:
 
 
 def _call(script: Script, use: cst.CSTNode) -> cst.Call:
-    """The call of a layer in a function that runs in a pipeline."""
+    """The call of a layer in a function of a pipeline, or with words in sight."""
     call = script.parent(use)
+    if not isinstance(call, cst.Call) or call.func is not use or len(call.args) != 1:
+        raise Unported("it is not called with words alone")
     in_pipeline = any(each in script.host_functions for each in script.parents(use))
     is_named_so = script.code(use) == "word"  # As the argument in the port.
-    if not isinstance(call, cst.Call) or not in_pipeline or is_named_so:
+    if is_named_so or not (in_pipeline or _shown_words(script, call.args[0].value)):
         raise Unported("it is used outside of a pipeline")
-    if call.func is not use or len(call.args) != 1:
-        raise Unported("it is not called with words alone")
     return call
+
+
+def _shown_words(script: Script, node: cst.BaseExpression) -> cst.List | None:
+    """The list of words that `["a"]` and `tf.constant(["a"])` are."""
+    if isinstance(node, cst.Call) and script.called(node) == "constant":
+        node = node.args[0].value if len(node.args) == 1 else node
+    return node if isinstance(node, cst.List) else None
 
 
 def _plan_call(script: Script, name: str, call: cst.Call) -> None:
@@ -242,6 +249,9 @@ def _plan_call(script: Script, name: str, call: cst.Call) -> None:
     array = script.code(script.expression("np.asarray"))
     kind, text = script.string("int64").value, script.string("str").value
     function = f"{vectorize}(lambda word: {name}.get(word, 0), otypes=[{kind}])"
+
+    if shown := _shown_words(script, call.args[0].value):
+        script.replacements[call.args[0].value] = lambda updated: shown
 
     def indices(updated: cst.Call) -> cst.BaseExpression:
         words = script.code(updated.args[0].value)

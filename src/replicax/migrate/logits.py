@@ -378,9 +378,16 @@ def _take_activation(script: Script, model: _Model) -> None:
     layer = model.last
     name = _name_in(script, layer.func, "layers")
     if name in {"Activation", "Softmax"}:
-        around = script.parent(script.parent(layer) or layer)
-        if isinstance(around, cst.List | cst.Tuple):
+        parent = script.parent(layer)
+        around = script.parent(parent) if parent is not None else None
+        given = argument(layer.args, 0, "activation")
+        if given is not None and len(layer.args) > 1:  # As it has a dtype, or a name.
+            linear = script.string("linear")
+            script.replacements[given.value] = lambda updated: linear
+        elif isinstance(around, cst.List | cst.Tuple):
             script.replacements[around] = _without_last
+        elif isinstance(parent, cst.Call):  # `Activation("softmax")(x)`.
+            script.replacements[parent] = lambda updated: updated.args[0].value
         else:
             script.take_out(script.statement_of(layer))
         return

@@ -295,6 +295,17 @@ def _add_weight(
     )
 
 
+def _adapt(script: Script, node: Call, updated: Call, func: Attribute) -> Expression:
+    assert isinstance(node.func, cst.Attribute)
+    made = script.flow.value(node.func.value)
+    if script.called(made).endswith(".Discretization"):
+        raise Unported(
+            "Discretization adapts with TensorFlow: give it bin_boundaries=, such as "
+            "np.quantile(x, np.linspace(0, 1, num_bins + 1)[1:-1]).tolist()"
+        )
+    return updated
+
+
 def _unscaled(script: Script, node: Call, updated: Call, func: Attribute) -> Expression:
     gradients = argument(updated.args, 0, "grads")
     if gradients is None:
@@ -387,6 +398,7 @@ _METHODS: dict[str, _Rule] = {
     "load_weights": _load_weights,
     "add_weight": _add_weight,
     "add_variable": _add_weight,
+    "adapt": _adapt,
     "get_unscaled_gradients": _unscaled,
     "compiled_loss": _compiled_loss,
     "update_state": _update_state,

@@ -15,7 +15,7 @@ from replicax.migrate.host import (
     why_not_on_host,
     why_not_random,
 )
-from replicax.migrate.names import method_of
+from replicax.migrate.names import dotted, method_of
 from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.sources import (
     FROM_GENERATOR,
@@ -28,6 +28,7 @@ from replicax.migrate.sources import (
     stream_problem,
     why_not_listed,
 )
+from replicax.migrate.tables import NEED_TENSORFLOW
 from replicax.migrate.tfds import plan_loads, why_not_loaded
 
 __all__ = ["MAPPED", "STAYS", "plan_pipelines"]
@@ -48,6 +49,10 @@ _ONE_ORDER = (
 
 def plan_pipelines(script: Script) -> None:
     """Decide which pipelines become Grain's, and how; the others are frozen."""
+    for call in script.calls:
+        if script.called(call) in NEED_TENSORFLOW:  # Such as `standardize=function`.
+            for arg in call.args:
+                script.frozen |= {*script.functions(dotted(arg.value) or "")}
     for group in find_datasets(script):
         problem = _problem(script, group)
         if problem is None:

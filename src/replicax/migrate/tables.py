@@ -23,6 +23,7 @@ __all__ = [
     "GUARDED_OPERATORS",
     "HOST_OPERATORS",
     "LEFT_METHODS",
+    "NEED_TENSORFLOW",
     "NOTES",
     "OLD_PREFIXES",
     "OPTIMIZERS",
@@ -98,7 +99,7 @@ NOTES = _by_name(_DATA["notes"])
 DROPPED = _by_name(_DATA["dropped"])
 """Calls that stand alone as a statement and are taken out, and why."""
 _STAYING = _by_name(_DATA["need_tensorflow"])
-_NEED_TENSORFLOW = frozenset(_STAYING)
+NEED_TENSORFLOW = frozenset(_STAYING)
 """What Keras has on all backends, and makes with TensorFlow."""
 _REASONS = {**_by_name(_DATA["reasons"]), **_STAYING}
 """Why a name stays, by the longest path that fits, and what to do instead."""
@@ -258,7 +259,7 @@ def find_target(path: str) -> str | None:
         >>> find_target("distribute.MirroredStrategy"), find_target("float32")
         ('rx.MirroredStrategy', '"float32"')
     """
-    if path in _NEED_TENSORFLOW:
+    if path in NEED_TENSORFLOW:
         return None
     if path in EXACT:
         return EXACT[path]
@@ -304,7 +305,7 @@ def find_reason(path: str) -> str:
     for n in range(len(parts), 0, -1):
         prefix = ".".join(parts[:n])
         if prefix in _REASONS:
-            suggestion = "" if path in _NEED_TENSORFLOW else _suggestion(path)
+            suggestion = "" if path in NEED_TENSORFLOW else _suggestion(path)
             return f"tf.{path} {_predicate(_REASONS[prefix])}{suggestion}"
     return f"tf.{path} has no counterpart here"
 
