@@ -7,6 +7,7 @@ from libcst import Attribute, Call
 
 from replicax.migrate.arguments import (
     argument,
+    call_of,
     is_named,
     keyword,
     renamed,
@@ -72,7 +73,7 @@ def _set_value(script: Script, node: Call, updated: Call, path: str) -> Expressi
     if variable is None or value is None:
         raise Unported("keras.backend.set_value: write variable.assign(value)")
     method = cst.Attribute(value=variable.value, attr=cst.Name("assign"))
-    return cst.Call(func=method, args=[cst.Arg(value.value)])
+    return call_of(method, value.value)
 
 
 def compiled(script: Script, node: Call, updated: Call, func: Attribute) -> Call:

@@ -103,8 +103,8 @@ def _loss(script: Script, node: Call, updated: Call, path: str) -> Expression:
 
 def _gpu_available(script: Script, node: Call, updated: Call, path: str) -> Expression:
     func = script.expression("rx.config.list_physical_devices")
-    devices = cst.Call(func, [cst.Arg(script.string("GPU"))])
-    return cst.Call(cst.Name("bool"), [cst.Arg(devices)])
+    devices = call_of(func, script.string("GPU"))
+    return call_of(cst.Name("bool"), devices)
 
 
 def _logical_devices(
@@ -116,7 +116,7 @@ def _logical_devices(
         raise Unported(f"tf.{path} stays: use rx.set_logical_devices(n)")
     script.note(node, "rx.set_logical_devices divides the CPU, for all of the script")
     func = script.expression("rx.set_logical_devices")
-    return cst.Call(func=func, args=[cst.Arg(number)])
+    return call_of(func, number)
 
 
 def _length(node: cst.BaseExpression) -> cst.BaseExpression | None:

@@ -205,8 +205,6 @@ class _Port:
             if self._kind == "sigmoid" and name in {"accuracy", "acc"}:
                 made = self._script.expression("keras.metrics.BinaryAccuracy")
                 args = [keyword("name", node), keyword("threshold", cst.Integer("0"))]
-                comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
-                args[0] = args[0].with_changes(comma=comma)
                 yield node, cst.Call(made, args)
             else:
                 raise Unported("a metric of probabilities")

@@ -6,7 +6,14 @@ import libcst as cst
 from libcst import Attribute, Call
 
 from replicax.migrate import keras_calls, members
-from replicax.migrate.arguments import argument, is_named, keyword, renamed, with_args
+from replicax.migrate.arguments import (
+    argument,
+    call_of,
+    is_named,
+    keyword,
+    renamed,
+    with_args,
+)
 from replicax.migrate.files import (
     MODELS,
     WEIGHTS,
@@ -100,7 +107,7 @@ def _numpy(script: Script, node: Call, updated: Call, func: Attribute) -> Expres
     if any(parent in script.host_functions for parent in script.parents(node)):
         return func.value
     convert = script.expression("keras.ops.convert_to_numpy")
-    return cst.Call(func=convert, args=[cst.Arg(_unparenthesized(func.value))])
+    return call_of(convert, _unparenthesized(func.value))
 
 
 def _unparenthesized(node: cst.BaseExpression) -> cst.BaseExpression:
@@ -123,13 +130,13 @@ def _as_list(script: Script, node: Call, updated: Call, func: Attribute) -> Expr
     )
     if updated.args or not is_shape:
         return updated
-    return cst.Call(func=cst.Name("list"), args=[cst.Arg(func.value)])
+    return call_of(cst.Name("list"), func.value)
 
 
 def _next(script: Script, node: Call, updated: Call, func: Attribute) -> Expression:
     if updated.args:
         return updated
-    return cst.Call(func=cst.Name("next"), args=[cst.Arg(func.value)])
+    return call_of(cst.Name("next"), func.value)
 
 
 def _next_or_none(
@@ -178,7 +185,7 @@ def _saved(script: Script, node: Call, updated: Call, func: Attribute) -> Expres
 
 
 def _iter(script: Script, node: Call, updated: Call, func: Attribute) -> Expression:
-    return cst.Call(func=cst.Name("iter"), args=[cst.Arg(func.value)])
+    return call_of(cst.Name("iter"), func.value)
 
 
 def _experimental_run(
@@ -191,17 +198,13 @@ def _experimental_run(
         raise Unported("experimental_run without a function: use strategy.run")
     args = [cst.Arg(step.value)]
     if iterator is not None:
-        batch = cst.Call(func=cst.Name("next"), args=[cst.Arg(iterator.value)])
+        batch = call_of(cst.Name("next"), iterator.value)
         args.append(keyword("args", cst.Tuple([cst.Element(batch, _comma())])))
     return updated.with_changes(func=func.with_changes(attr=cst.Name("run")), args=args)
 
 
 def _comma() -> cst.Comma:
     return cst.Comma(whitespace_after=cst.SimpleWhitespace(""))
-
-
-def _spaced_comma() -> cst.Comma:
-    return cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
 
 
 def _dataset_iterator(
@@ -212,7 +215,7 @@ def _dataset_iterator(
         "make_input_fn_iterator": "distribute_datasets_from_function",
     }[func.attr.value]
     made = updated.with_changes(func=func.with_changes(attr=cst.Name(name)))
-    return cst.Call(func=cst.Name("iter"), args=[cst.Arg(made)])
+    return call_of(cst.Name("iter"), made)
 
 
 def _apply_gradients(
@@ -321,7 +324,7 @@ def _compiled_loss(
     if y is None or y_pred is None:
         raise Unported("compiled_loss: use self.compute_loss(y=y, y_pred=y_pred)")
     args = [
-        keyword("y", y.value).with_changes(comma=_spaced_comma()),
+        keyword("y", y.value),
         keyword("y_pred", y_pred.value),
     ]
     return updated.with_changes(
@@ -351,7 +354,7 @@ def _update_state(
             f"        metric.update_state({loss})"
         ]
     made = cst.Attribute(model, cst.Name("compute_metrics"))
-    none = cst.Arg(cst.Name("None"), comma=_spaced_comma())
+    none = cst.Arg(cst.Name("None"))
     return updated.with_changes(func=made, args=[none, *updated.args])
 
 

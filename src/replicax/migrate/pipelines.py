@@ -5,7 +5,7 @@ from collections.abc import Callable
 import libcst as cst
 from libcst import Call
 
-from replicax.migrate.arguments import argument, is_named, keyword, without
+from replicax.migrate.arguments import argument, call_of, is_named, keyword, without
 from replicax.migrate.datasets import DatasetGroup, find_datasets
 from replicax.migrate.host import (
     example_function,
@@ -323,7 +323,7 @@ def _concatenate(script: Script, call: Call, updated: Call) -> Expression:
         raise Unported("concatenate: its dataset was not found")
     both = cst.List([cst.Element(receiver(updated)), cst.Element(other.value)])
     func = script.expression("grain.MapDataset.concatenate")
-    return cst.Call(func, [cst.Arg(both)])
+    return call_of(func, both)
 
 
 _DROPPED: dict[str, Rule] = {

@@ -7,7 +7,7 @@ from typing import Any
 import libcst as cst
 
 from replicax.migrate import calls, members, methods, statements
-from replicax.migrate.arguments import without
+from replicax.migrate.arguments import call_of, without
 from replicax.migrate.kinds import renamed_optimizer
 from replicax.migrate.names import root_of
 from replicax.migrate.optimizers import ported_class_call
@@ -232,7 +232,7 @@ class Rewriter(cst.CSTTransformer):
             )
         if original_node in script.wrapped:
             func = script.expression(script.wrapped[original_node])
-            result = cst.Call(func, [cst.Arg(result)])
+            result = call_of(func, result)
         return result
 
     def _with_other_arguments(self, original: cst.Call, updated: cst.Call) -> cst.Call:

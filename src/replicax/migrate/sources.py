@@ -10,7 +10,7 @@ from typing import TypeAlias
 import libcst as cst
 from libcst import Call
 
-from replicax.migrate.arguments import argument, is_named
+from replicax.migrate.arguments import argument, call_of, is_named
 from replicax.migrate.names import dotted, method_of
 from replicax.migrate.origins import classes
 from replicax.migrate.script import Expression, Script, Unported, walk
@@ -61,7 +61,7 @@ def _slices(script: Script, node: Call, updated: Call) -> Expression:
 def _tensors(script: Script, node: Call, updated: Call) -> Expression:
     arrays = _arrays(script, _only(node, "tensors"), _only(updated, "tensors"))
     func = script.expression("grain.MapDataset.source")
-    return cst.Call(func, [cst.Arg(cst.List([cst.Element(arrays)]))])
+    return call_of(func, cst.List([cst.Element(arrays)]))
 
 
 def _range(script: Script, node: Call, updated: Call) -> Expression:
@@ -76,9 +76,9 @@ def _zip(script: Script, node: Call, updated: Call) -> Expression:
         parts = updated.args[0].value
         if not isinstance(parts, (cst.Tuple, cst.List)):
             raise Unported("tf.data.Dataset.zip stays: its datasets were not found")
-        return cst.Call(func, [cst.Arg(parts)])
+        return call_of(func, parts)
     parts = cst.List([cst.Element(arg.value) for arg in updated.args])
-    return cst.Call(func, [cst.Arg(parts)])
+    return call_of(func, parts)
 
 
 def _only(updated: cst.Call, name: str) -> cst.BaseExpression:
@@ -174,7 +174,7 @@ def _listed(script: Script, node: cst.Call, updated: cst.Call) -> Expression:
     text = f"[{one} for {target} in {script.code(made)}]"
     script.note(node, _IN_MEMORY)
     func = script.expression("grain.MapDataset.source")
-    return cst.Call(func, [cst.Arg(cst.parse_expression(text))])
+    return call_of(func, cst.parse_expression(text))
 
 
 def _read(script: Script, node: cst.Call) -> tuple[list[str], bool]:

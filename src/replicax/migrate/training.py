@@ -5,20 +5,12 @@ from collections.abc import Sequence
 import libcst as cst
 
 from replicax.migrate.arguments import argument, call_of, is_named
+from replicax.migrate.kinds import is_kind
 from replicax.migrate.names import dotted, method_of
 from replicax.migrate.script import Replacement, Script, walk
 from replicax.migrate.tracing import makes_spec
 
 __all__ = ["plan_training"]
-
-_MODELS = (
-    "keras.Sequential",
-    "keras.Model",
-    "keras.models.Sequential",
-    "keras.models.Model",
-    "keras.models.clone_model",
-    "keras.models.load_model",
-)
 
 
 def plan_training(script: Script) -> None:
@@ -26,7 +18,6 @@ def plan_training(script: Script) -> None:
 
     Others are left, and reported.
     """
-    models = _model_names(script)
     for node in filter(_is_minimize, script.calls):
         function = script.function_of(node)
         if function is None:
@@ -36,7 +27,7 @@ def plan_training(script: Script) -> None:
         elif makes_spec(script, function):
             script.replacements[node] = lambda updated: _estimators(script, updated)
         else:
-            _plan_tape(script, node, models)
+            _plan_tape(script, node)
 
 
 def _is_minimize(node: cst.CSTNode) -> bool:
@@ -75,32 +66,7 @@ def _estimators(script: Script, updated: cst.Call) -> cst.Call:
     return cst.Call(script.expression("rx.estimator.minimize"), args)
 
 
-def _model_names(script: Script) -> set[str]:
-    """Names that are assigned a Keras model."""
-    classes = {
-        node.name.value
-        for node in walk(script.module)
-        if isinstance(node, cst.ClassDef)
-        and any(_is_model(script, base.value) for base in node.bases)
-    }
-    found = set()
-    for node in walk(script.module):
-        if isinstance(node, cst.Assign) and isinstance(node.value, cst.Call):
-            func = node.value.func
-            is_made = dotted(func) in classes or _is_model(script, func)
-            for target in node.targets:
-                text = dotted(target.target) or ""
-                if is_made or "model" in text.lower():
-                    found.add(text)
-    return found
-
-
-def _is_model(script: Script, node: cst.BaseExpression) -> bool:
-    path = script.names.path(node) or ""
-    return path in _MODELS or path.startswith("keras.applications.")
-
-
-def _plan_tape(script: Script, call: cst.Call, models: set[str]) -> None:
+def _plan_tape(script: Script, call: cst.Call) -> None:
     """Move what computes the loss into a tape, where that is a straight line."""
     line = script.statement_of(call)
     block = script.parent(line)
@@ -115,7 +81,7 @@ def _plan_tape(script: Script, call: cst.Call, models: set[str]) -> None:
     ):
         return
     index = list(block.body).index(line)
-    used = [_called(statement) & models for statement in block.body[:index]]
+    used = [_called_models(script, statement) for statement in block.body[:index]]
     firsts = [i for i, names in enumerate(used) if names]
     variables = argument(call.args, 9, "var_list")
     if not firsts:
@@ -159,11 +125,13 @@ def _is_waiting(script: Script, node: cst.CSTNode) -> bool:
     return script.called(node) == "control_dependencies"
 
 
-def _called(statement: cst.CSTNode) -> set[str]:
+def _called_models(script: Script, statement: cst.CSTNode) -> set[str]:
+    """The names of the models that a statement calls."""
+    calls = (node for node in walk(statement) if isinstance(node, cst.Call))
     return {
-        dotted(node.func) or ""
-        for node in walk(statement)
-        if isinstance(node, cst.Call)
+        name
+        for node in calls
+        if (name := dotted(node.func)) and is_kind(script, node.func, "model")
     }
 
 
