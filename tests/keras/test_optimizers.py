@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from keras import layers, ops
 
+import replicax as rx
+
 # 100 examples: three whole batches of 32, and one of 4, fewer than 8 replicas.
 NUM_EXAMPLES, BATCH_SIZE = 100, 32
 
@@ -98,6 +100,30 @@ def scaled_fit(digits, rows, value=1e6):
         "counter": optimizer.step_counter.numpy(),
         "iterations": optimizer.inner_optimizer.iterations.numpy(),
     }
+
+
+def test_a_step_whose_first_read_of_weights_is_a_layers_updates_what_is_stored():
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+    with precision("mixed_float16"), strategy.scope():
+        inputs = keras.Input((3,))
+        model = keras.Model(inputs, keras.layers.Dense(2)(inputs))
+        optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5))
+
+        def step(x):
+            with rx.GradientTape() as tape:
+                loss = keras.ops.sum(model(x)) / 8
+                scaled = optimizer.scale_loss(loss)
+            weights = model.trainable_variables
+            optimizer.apply_gradients(
+                zip(tape.gradient(scaled, weights), weights, strict=True)
+            )
+
+        before = model.get_weights()
+        strategy.run(step, args=(np.ones((8, 3), "float32"),))  # Each replica has all.
+        kernel, bias = model.get_weights()
+    assert (kernel.dtype, bias.dtype) == ("float32", "float32")
+    np.testing.assert_allclose(kernel, before[0] - 1.0, rtol=1e-3)
+    np.testing.assert_allclose(bias, before[1] - 1.0, rtol=1e-3)
 
 
 @pytest.mark.parametrize("rows", [[0], [31]], ids=["first", "last"])

@@ -202,6 +202,11 @@ def parts_of_layer(layer: Any) -> tuple[list[Any], list[Any]]:
     return own, [*layer._layers, *layer._metrics, *layer._seed_generators]
 
 
+def stored_dtype(variable: Any) -> str:
+    """The dtype of a variable's stored value, also in layers that cast it."""
+    return keras.backend.standardize_dtype(variable._dtype)
+
+
 def layers_of(model: Any) -> list[Any]:
     """A model and all layers in it."""
     return list(model._flatten_layers())

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import keras
 from jax.typing import ArrayLike
 
-from replicax._private.keras import trained_by
+from replicax._private.keras import stored_dtype, trained_by
 from replicax.engine.divergence import declare_mirrored
 from replicax.errors import ContextError
 
@@ -118,7 +118,7 @@ class RecordingScope(WritesScope):
             # in this trace has no array yet.
             value = self._unassigned.get(id(variable))
         if value is None:
-            value = jnp.zeros(variable.shape, variable.dtype)
+            value = jnp.zeros(variable.shape, stored_dtype(variable))
             self._unassigned[id(variable)] = value
         return value
 
@@ -158,7 +158,7 @@ class ValueScope(WritesScope):
     def get_current_value(self, variable: Variable) -> jax.Array | None:
         """Keras calls this for `variable.value`."""
         if id(variable) in self._unused:
-            return jnp.zeros(variable.shape, variable.dtype)
+            return jnp.zeros(variable.shape, stored_dtype(variable))
         self._require_known(variable)
         return super().get_current_value(variable)
 
