@@ -44,8 +44,8 @@ def convert_image_dtype(
             it integers overflow.
 
     Example:
-        >>> convert_image_dtype(np.array([0, 51, 255], "uint8"), "float32")
-        array([0. , 0.2, 1. ], dtype=float32)
+        >>> convert_image_dtype(np.array([0, 51, 255], "uint8"), "uint16")
+        array([    0, 13056, 65280], dtype=uint16)
     """
     image, dtype = np.asarray(image), np.dtype(dtype)
     if image.dtype == dtype:
