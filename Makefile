@@ -25,8 +25,8 @@ demo: $(VENV)/.demo ## train on the digits data with two replicas; draws digits_
 test: lint ## all checks, and the tests that are not slow
 	$(PY) -m pytest $(PROCESSES) -m "not slow"
 
-test-all: lint ## all checks and all tests, compiled as they are for users
-	XLA_FLAGS="$$XLA_FLAGS" $(PY) -m pytest $(PROCESSES)
+test-all: test ## all checks and all tests; the slow ones are compiled as for users
+	XLA_FLAGS="$$XLA_FLAGS" $(PY) -m pytest $(PROCESSES) -m slow
 
 test-next: ## Keras and strategies on other versions: NEXT="keras==3.15.0 path/to/wheel"
 	@test -n '$(NEXT)' || { echo 'Say what to test: make test-next NEXT="keras==3.15.0"' \

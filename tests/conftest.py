@@ -17,7 +17,7 @@ if importlib.util.find_spec("libtpu") and not Path("/dev/nvidia0").exists():
 # and in one piece, which costs less than pieces for several threads.
 # Processes that tests start inherit it; for TPUs the program is the same, and with GPUs
 # nothing is set. XLA_FLAGS of the environment stay, even empty ones: with them `make
-# test-all` compiles as it is done for users.
+# test-all` compiles the slow tests as it is done for users.
 if os.environ.get("JAX_PLATFORMS") == "cpu":
     os.environ.setdefault(
         "XLA_FLAGS",

@@ -337,7 +337,7 @@ model = keras.Sequential(
     [keras.Input((4,)), keras.layers.Dropout(0.5), keras.layers.Dense(1)]
 )
 model.compile("adam", "mse")
-backup = BackupAndRestore(sys.argv[1], int(sys.argv[3]))
+backup = BackupAndRestore(sys.argv[1], int(sys.argv[3]) or False)
 history = model.fit(
     x, x[:, :1], batch_size=8, epochs=4, verbose=0, callbacks=[backup, Slowly()]
 )
@@ -375,7 +375,9 @@ def test_a_process_that_is_told_to_end(tmp_path, stop, save_freq):
         finally:
             child.kill()
 
-    out, _ = finish(start(0))
+    child = start(0)
+    out, errors = finish(child)
+    assert child.returncode == 0, errors
     expected = out.splitlines()[-1]
     assert not (tmp_path / "b").exists()
 
