@@ -125,8 +125,12 @@ class ServerHome(ReplicaHome):
         """Run a program on the newest values, and push what it has computed."""
         values = internals.read_values(program.variables)
         stored = dict(zip(map(id, program.variables), values, strict=True))
+        # Taken first: after an error it must not be left to the next step.
+        share = self._next_share() if program.deferred_updates else None
         connected = self.connect(program, stored)
-        step = self._begin_step(connected.groups, stored) if connected.groups else None
+        step = None
+        if connected.groups:
+            step = self._begin_step(connected.groups, share, stored)
         before = {id(v): stored[id(v)] for v in program.written}
 
         # Nothing is donated, and what the program writes is kept apart until the end:
@@ -189,14 +193,16 @@ class ServerHome(ReplicaHome):
         return _Connected(groups, state, looks_up)
 
     def _begin_step(
-        self, groups: list[RemoteGroup], stored: dict[int, jax.Array]
+        self,
+        groups: list[RemoteGroup],
+        share: StepShare | None,
+        stored: dict[int, jax.Array],
     ) -> _TrainingStep:
         """Begin a step: `stored` gets the values that it is computed from.
 
         A worker whose last part others had brought already has not seen that step's
         end, and waits for it here.
         """
-        share = self._next_share()
         shares = [self._share_of(group, share) for group in groups]
         is_due = True
         for group, own in zip(groups, shares, strict=True):

@@ -167,8 +167,7 @@ class VariableStore:
             known = sorted(held)[:10]
         raise UnknownGroup(
             f"{kind} {name!r:.80} is not on server {self.server}, which has {known}. "
-            "The chief creates it; if this server was restarted without a snapshot, "
-            "its values are lost."
+            "A server that was restarted without a snapshot has lost its values."
         )
 
     def require_room_for(self, new: VariableGroup | TableSpec) -> None:
