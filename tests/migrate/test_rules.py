@@ -169,6 +169,74 @@ def test_the_step_of_keras_2_logs_its_loss_and_its_metrics() -> None:
     np.testing.assert_allclose(names["logs"]["mae"], [np.mean(error)], rtol=1e-5)
 
 
+OTHER_STEPS = """
+    def train_step(self, data):
+        x, y, w = data
+        with tf.GradientTape() as tape:
+            y_pred = self(x, training=True)
+            value = self.compiled_loss(y, y_pred, w) + 0.0 * tf.reduce_sum(y_pred)
+        self.optimizer.minimize(value, self.trainable_variables, tape=tape)
+        return {m.name: m.result() for m in self.metrics}
+    def test_step(self, data):
+        x, y, w = data
+        self.compiled_loss(y, self(x), sample_weight=w, regularization_losses=None)
+        return {m.name: m.result() for m in self.metrics}
+"""
+
+
+def test_steps_log_the_weighted_loss_wherever_they_compute_it() -> None:
+    start, end = STEP_OF_KERAS.split("    def train_step")[0], STEP_OF_KERAS[-300:]
+    end = end[end.index("with tf.distribute") :].replace("verbose=0", "**weights")
+    weights = "weights = dict(sample_weight=np.arange(8.0), verbose=0)\n"
+    text, left = lines(f"{start}{OTHER_STEPS}{weights}{end}")
+    assert left == []
+    names: dict[str, Any] = {}
+    exec(text, names)
+    model, x, weights = names["model"], names["x"], names["weights"]
+    error = np.mean(np.arange(8) * (np.array(model(x))[:, 0] - 2) ** 2)
+    logs = model.evaluate(x, x[:, :1] * 2, return_dict=True, **weights)
+    np.testing.assert_allclose(names["logs"]["loss"], [error], rtol=1e-5)
+    np.testing.assert_allclose(logs["loss"], error, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ("self.compiled_loss(y, y_pred, **w)", "use self.compute_loss"),
+        ("0 if y is None else self.compiled_loss(y, y_pred)", "a line of its own"),
+        ("self.compiled_loss(y, y_pred, None, [r])", "takes no others"),
+        ("self.compiled_loss(y, y_pred) + sum(self.losses)", "do not add them"),
+        ("self.compiled_loss(y, y_pred, regularization_losses=r)", "takes no others"),
+    ],
+)
+def test_losses_that_compute_loss_cannot_give_are_left(value: str, reason: str) -> None:
+    step = STEP_OF_KERAS.replace("self.compiled_loss(y, y_pred)", value)
+    text, left = lines(step)
+    assert [reason in each for each in left] == [True]
+    assert f"value = {value}\n" in text
+    own = "    def compute_loss(self, y): return y\n    def call"
+    left = lines(STEP_OF_KERAS.replace("    def call", own))[1]
+    assert ["super().compute_loss" in each for each in left] == [True]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ("value, v, grad_loss=w, tape=tape", "weighs the loss"),
+        ("value, v, w, tape=tape", "weighs the loss"),
+        ("value, v, tape=None", "no optimizer.minimize"),
+        ("lambda: value, v, tape=tape", "no optimizer.minimize"),
+        ("value, tape=tape", "loss= and var_list="),
+    ],
+)
+def test_minimize_with_what_a_tape_cannot_be_given_is_left(
+    arguments: str, reason: str
+) -> None:
+    text, left = lines(f"def step(o, value, v, w, tape):\n    o.minimize({arguments})")
+    assert [reason in each for each in left] == [True]
+    assert f"o.minimize({arguments})" in text
+
+
 def test_a_step_of_keras_without_a_strategy_is_left() -> None:
     step = STEP_OF_KERAS.replace(
         'with tf.distribute.OneDeviceStrategy("cpu:0").scope():', "if 1:"

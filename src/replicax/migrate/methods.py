@@ -22,7 +22,7 @@ from replicax.migrate.files import (
 )
 from replicax.migrate.kinds import is_kind
 from replicax.migrate.names import method_of, root_of
-from replicax.migrate.script import Expression, Script, Unported, walk
+from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.tables import LEFT_METHODS, RENAMED_METHODS
 from replicax.migrate.tracing import makes_spec
 
@@ -317,54 +317,23 @@ def _unscaled(script: Script, node: Call, updated: Call, func: Attribute) -> Exp
     return gradients.value
 
 
-def _compiled_loss(
-    script: Script, node: Call, updated: Call, func: Attribute
-) -> Expression:
-    y, y_pred = argument(updated.args, 0, "y_true"), argument(updated.args, 1, "y_pred")
-    if y is None or y_pred is None:
-        raise Unported("compiled_loss: use self.compute_loss(y=y, y_pred=y_pred)")
-    args = [
-        keyword("y", y.value),
-        keyword("y_pred", y_pred.value),
-    ]
-    return updated.with_changes(
-        func=func.with_changes(attr=cst.Name("compute_loss")), args=args
-    )
-
-
 def _update_state(
     script: Script, node: Call, updated: Call, func: Attribute
 ) -> Expression:
-    """`self.compiled_metrics.update_state(y, y_pred)`, and the loss for its metric."""
+    """`self.compute_metrics(...)` for `self.compiled_metrics.update_state(...)`."""
     if not script.code(func.value).endswith("compiled_metrics"):
         return updated
-    statement = script.statement_of(node)
     is_alone = isinstance(script.parent(node), cst.Expr)
     if not isinstance(func.value, cst.Attribute) or not is_alone:
         raise Unported(
             "there is no compiled_metrics: return self.compute_metrics(x, y, y_pred) "
             "from train_step"
         )
-    model = func.value.value
-    if loss := _compiled_loss_name(script, node):
-        quote = script.string("loss").value
-        script.inserted[statement] = [
-            f"for metric in {script.code(model)}.metrics:\n"
-            f"    if metric.name == {quote}:\n"
-            f"        metric.update_state({loss})"
-        ]
-    made = cst.Attribute(model, cst.Name("compute_metrics"))
-    none = cst.Arg(cst.Name("None"))
-    return updated.with_changes(func=made, args=[none, *updated.args])
-
-
-def _compiled_loss_name(script: Script, node: cst.Call) -> str | None:
-    """The name of what `self.compiled_loss(...)` gave in the function of a call."""
-    function = script.function_of(node)
-    for each in walk(function) if function else ():
-        if isinstance(each, cst.Assign) and method_of(each.value) == "compiled_loss":
-            return script.code(each.targets[0].target)
-    return None
+    made = cst.Attribute(func.value.value, cst.Name("compute_metrics"))
+    args = [renamed(a, "y") if is_named(a, "y_true") else a for a in updated.args]
+    is_first = args and args[0].keyword is None
+    none = cst.Arg(cst.Name("None")) if is_first else keyword("x", cst.Name("None"))
+    return updated.with_changes(func=made, args=[none, *args])
 
 
 _Rule = Callable[[Script, cst.Call, cst.Call, cst.Attribute], cst.BaseExpression]
@@ -403,7 +372,6 @@ _METHODS: dict[str, _Rule] = {
     "add_variable": _add_weight,
     "adapt": _adapt,
     "get_unscaled_gradients": _unscaled,
-    "compiled_loss": _compiled_loss,
     "update_state": _update_state,
     "reset_states": members.reset,
     "update": members.updated_logs,

@@ -1,13 +1,19 @@
-"""Ports `optimizer.minimize(loss)`, which Keras 3 lacks, to a gradient tape."""
+"""Ports what training steps call and Keras 3 lacks: `minimize` and `compiled_loss`.
 
-from collections.abc import Sequence
+`optimizer.minimize(loss)` becomes a gradient tape; `model.compiled_loss(y, y_pred)` a
+call of `compute_loss`, and the update of the metric `loss` that Keras 2 made in it.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
 
 import libcst as cst
 
-from replicax.migrate.arguments import argument, call_of, is_named
+from replicax.migrate.arguments import argument, call_of, is_named, keyword
 from replicax.migrate.kinds import is_kind
-from replicax.migrate.names import dotted, method_of
-from replicax.migrate.script import Replacement, Script, walk
+from replicax.migrate.names import dotted, is_name, method_of, root_of
+from replicax.migrate.origins import bases, definitions
+from replicax.migrate.script import Replacement, Script, Unported, walk
 from replicax.migrate.tracing import makes_spec
 
 __all__ = ["plan_training"]
@@ -16,24 +22,72 @@ __all__ = ["plan_training"]
 def plan_training(script: Script) -> None:
     """Plan the `minimize` calls of step functions and of estimators' models.
 
-    Others are left, and reported.
+    And the calls of `compiled_loss`. Others are left, and reported.
     """
     for node in filter(_is_minimize, script.calls):
         function = script.function_of(node)
         if function is None:
             continue
-        if any(is_named(arg, "tape") for arg in node.args):
+        if reason := _problem_of_minimize(script, node):
+            script.leave(node, reason)
+            script.replacements[node] = lambda updated: updated
+        elif any(is_named(arg, "tape") for arg in node.args):
             script.replacements[node] = _with_given_tape
         elif makes_spec(script, function):
             script.replacements[node] = lambda updated: _estimators(script, updated)
         else:
             _plan_tape(script, node)
+    for node in script.calls:
+        if _is_compiled_loss(script, node):
+            try:
+                _plan_compiled_loss(script, node)
+            except Unported as why:
+                script.leave(node, why.reason)
 
 
 def _is_minimize(node: cst.CSTNode) -> bool:
     return (
         isinstance(node, cst.Call) and method_of(node) == "minimize" and bool(node.args)
     )
+
+
+def _problem_of_minimize(script: Script, node: cst.Call) -> str | None:
+    """Why a `minimize` call cannot become `tape.gradient` and `apply_gradients`."""
+    tapes = [arg.value for arg in node.args if is_named(arg, "tape")]
+    losses = [arg.value for arg in node.args if is_named(arg, "grad_loss")]
+    losses += [arg.value for arg in node.args[2:3] if tapes and arg.keyword is None]
+    if any(not is_name(value, "None") for value in losses):
+        return (
+            "minimize(grad_loss=) weighs the loss: write tape.gradient(loss * weight, "
+            "variables), and apply_gradients"
+        )
+    if not tapes:
+        return None
+    loss, variables = (
+        argument(node.args, 0, "loss"),
+        argument(node.args, 1, "var_list"),
+    )
+    if loss is None or variables is None:
+        return "minimize(tape=): name its arguments loss= and var_list="
+    if any(_is_none(script, tape) for tape in tapes) or _is_function(script, loss):
+        return (
+            "Keras 3 has no optimizer.minimize: compute the loss in `with "
+            "rx.GradientTape() as tape:`, then tape.gradient and apply_gradients"
+        )
+    return None
+
+
+def _is_none(script: Script, node: cst.BaseExpression) -> bool:
+    """Whether an expression is None, or a variable that may be None."""
+    bound = [value for each in script.flow.reaching(node) for value in each.values]
+    return is_name(node, "None") or any(is_name(value, "None") for value in bound)
+
+
+def _is_function(script: Script, loss: cst.Arg) -> bool:
+    """Whether the loss that `minimize` is given is a function that computes it."""
+    value = script.flow.value(loss.value) or loss.value
+    is_defined = isinstance(value, cst.Name) and bool(script.functions(value.value))
+    return isinstance(value, cst.Lambda) or is_defined
 
 
 def _with_given_tape(updated: cst.Call) -> cst.Call:
@@ -44,8 +98,8 @@ def _with_given_tape(updated: cst.Call) -> cst.Call:
         argument(updated.args, 1, "var_list"),
     )
     (tape,) = [arg.value for arg in updated.args if is_named(arg, "tape")]
-    if loss is None or variables is None:
-        return updated
+    assert loss is not None
+    assert variables is not None
     gradient = cst.Attribute(tape, cst.Name("gradient"))
     gradients = call_of(gradient, loss.value, variables.value)
     pairs = call_of(cst.Name("zip"), gradients, variables.value.deep_clone())
@@ -179,3 +233,167 @@ def _with_tape(
     made = made.with_changes(leading_lines=updated.leading_lines)
     applied = cst.parse_statement(apply)
     return cst.FlattenSentinel([with_tape, made, applied])
+
+
+def _is_compiled_loss(script: Script, node: cst.Call) -> bool:
+    """Whether a call is of a Keras model's `compiled_loss`, not the script's own."""
+    if method_of(node) != "compiled_loss" or script.called(node):
+        return False
+    root = root_of(node.func)
+    is_of_module = root is not None and script.names.imported(root) is not None
+    return not is_of_module and not definitions(script, node.func)
+
+
+_COMPILED_LOSS = "there is no compiled_loss: use self.compute_loss(y=y, y_pred=y_pred)"
+_BY_HAND = (
+    f"{_COMPILED_LOSS}, in a line of its own, and update the metric in self.metrics "
+    "whose name is 'loss' with it"
+)
+
+
+def _plan_compiled_loss(script: Script, node: cst.Call) -> None:
+    """Plan `compute_loss` and the update of the metric `loss`, for one call.
+
+    Raises:
+        Unported: If the call is not sure to run once wherever its line does, or if it
+            is given what `compute_loss` cannot be.
+    """
+    line, function = script.statement_of(node), script.function_of(node)
+    assert isinstance(node.func, cst.Attribute)
+    model = dotted(node.func.value)
+    if (
+        not isinstance(line, cst.SimpleStatementLine)
+        or len(line.body) != 1
+        or line in script.replacements
+        or function is None
+        or model is None
+        or any(isinstance(p, _NOT_ALWAYS) for p in _inside(script, node, line))
+        or sum(method_of(n) == "compiled_loss" for n in walk(line)) > 1
+    ):
+        raise Unported(_BY_HAND)
+    _check_compiled_loss(script, node, model, function)
+    used = {n.value for n in walk(function) if isinstance(n, cst.Name)}
+    metric = _free_name("loss_metric" if "metric" in used else "metric", used)
+    (small,) = line.body
+    is_whole = isinstance(small, cst.Assign) and small.value is node
+    target = small.targets[0].target if isinstance(small, cst.Assign) else None
+    if is_whole and isinstance(target, cst.Name):
+        name = target.value
+        script.replacements[node] = _compute_loss
+    else:
+        name = _free_name("total_loss" if "loss" in used else "loss", used)
+    quote = script.string("loss").value
+    update = cst.parse_statement(
+        f"for {metric} in {model}.metrics:\n"
+        f"    if {metric}.name == {quote}:\n"
+        f"        {metric}.update_state({name})"
+    )
+    if is_whole and isinstance(target, cst.Name):
+        script.replacements[line] = lambda updated: cst.FlattenSentinel(
+            [updated, update]
+        )
+        return
+    is_alone = isinstance(small, cst.Expr) and small.value is node
+    computed: list[cst.Call] = []
+
+    def take_up(updated: cst.Call) -> cst.BaseExpression:
+        computed.append(_compute_loss(updated))
+        return cst.Name(name)
+
+    def put_above(updated: cst.SimpleStatementLine) -> Replacement:
+        assigned = cst.Assign([cst.AssignTarget(cst.Name(name))], computed[0])
+        first = cst.SimpleStatementLine([assigned], updated.leading_lines)
+        rest = [] if is_alone else [updated.with_changes(leading_lines=())]
+        return cst.FlattenSentinel([first, update, *rest])
+
+    script.replacements[node] = take_up
+    script.replacements[line] = put_above
+
+
+_NOT_ALWAYS = (
+    cst.BaseComp,
+    cst.BooleanOperation,
+    cst.Comparison,
+    cst.IfExp,
+    cst.Lambda,
+    cst.NamedExpr,
+)
+"""Expressions whose parts may run never, or more than once, or bind names."""
+
+
+def _inside(
+    script: Script, node: cst.CSTNode, line: cst.CSTNode
+) -> Iterator[cst.CSTNode]:
+    """The nodes around a node up to its line."""
+    return itertools.takewhile(lambda parent: parent is not line, script.parents(node))
+
+
+def _check_compiled_loss(
+    script: Script, node: cst.Call, model: str, function: cst.FunctionDef
+) -> None:
+    """Check that `compute_loss` can be given what a call of `compiled_loss` is.
+
+    Raises:
+        Unported: If it cannot.
+    """
+    has_both = argument(node.args, 0, "y_true") and argument(node.args, 1, "y_pred")
+    if not has_both or any(arg.star for arg in node.args) or len(node.args) > 4:
+        raise Unported(_COMPILED_LOSS)
+    owner = next((p for p in script.parents(node) if isinstance(p, cst.ClassDef)), None)
+    if model == "self" and owner is not None and _has_compute_loss(script, owner):
+        raise Unported(
+            "there is no compiled_loss, and this class has a compute_loss of its own: "
+            "use super().compute_loss(y=y, y_pred=y_pred)"
+        )
+    losses = argument(node.args, 3, "regularization_losses")
+    if losses is not None and not is_name(losses.value, "None"):
+        if script.code(losses.value) != f"{model}.losses":
+            raise Unported(
+                f"compute_loss adds {model}.losses by itself, and takes no others"
+            )
+    elif any(
+        isinstance(n, cst.Attribute) and n.attr.value == "losses"
+        for n in walk(function)
+    ):
+        raise Unported(
+            f"compute_loss adds {model}.losses by itself: use it, and do not add them"
+        )
+    else:
+        script.note(
+            node,
+            f"compute_loss adds {model}.losses, those of regularizers and add_loss",
+        )
+
+
+def _has_compute_loss(script: Script, owner: cst.ClassDef) -> bool:
+    """Whether a class, or a base of it in the script, defines `compute_loss`."""
+    pending, seen = [owner], set[cst.ClassDef]()
+    while pending:
+        each = pending.pop()
+        if each not in seen:
+            seen.add(each)
+            pending += bases(script, each)
+    return any(
+        isinstance(n, cst.FunctionDef) and n.name.value == "compute_loss"
+        for each in seen
+        for n in each.body.body
+    )
+
+
+def _compute_loss(updated: cst.Call) -> cst.Call:
+    """`model.compute_loss(y=..., y_pred=...)` for a call of `compiled_loss`."""
+    assert isinstance(updated.func, cst.Attribute)
+    names = ("y_true", "y"), ("y_pred", "y_pred"), ("sample_weight", "sample_weight")
+    args = []
+    for position, (old, new) in enumerate(names):
+        given = argument(updated.args, position, old)
+        if given is not None and not is_name(given.value, "None"):
+            args.append(keyword(new, given.value))
+    func = updated.func.with_changes(attr=cst.Name("compute_loss"))
+    return updated.with_changes(func=func, args=args)
+
+
+def _free_name(name: str, used: set[str]) -> str:
+    """A name that a function does not use: `name`, or one with a number."""
+    numbered = (f"{name}_{i}" for i in itertools.count(2))
+    return next(n for n in itertools.chain([name], numbered) if n not in used)
