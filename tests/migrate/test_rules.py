@@ -124,6 +124,20 @@ def test_layers_get_random_state(constructor: str, arguments: str) -> None:
     assert np.abs(first - second).min() > 0
 
 
+def test_instances_of_a_layer_draw_different_numbers() -> None:
+    layers = LAYER.split("x = tf.keras.Input")[0].format("")
+    base = "class Base(tf.keras.layers.Layer):\n    def __init__(self, n):\n"
+    base += "        super().__init__()\n        self.n = n\n"
+    sub = layers.replace("Noise(tf.keras.layers.Layer)", "Sub(Base)")
+    text, left = lines(f"{layers}{base}{sub}a, b, c = Noise(), Noise(), Sub(3)")
+    assert left == []
+    names: dict[str, Any] = {}
+    exec(text, names)
+    draws = [np.array(names[name](np.zeros((1, 2), "float32"))) for name in "abc"]
+    assert np.abs(np.diff(draws, axis=0)).min() > 0
+    assert names["c"].n == 3
+
+
 @pytest.mark.parametrize(
     "constructor",
     [
@@ -242,8 +256,15 @@ def test_a_step_of_keras_without_a_strategy_is_left() -> None:
         'with tf.distribute.OneDeviceStrategy("cpu:0").scope():', "if 1:"
     )
     _, left = lines(step)
-    assert ["passes other arguments to train_step" in each for each in left] == [True]
+    assert ["passes train_step other arguments" in each for each in left] == [True]
     assert lines(step.replace("model.fit", "run"))[1] == []
+    _, left = lines(
+        "class Net(tf.keras.Model):\n    def predict_step(self, x): pass\n"
+        "Net().predict(x)"
+    )
+    assert ["passes predict_step other arguments" in each for each in left] == [True]
+    trainer = "class Trainer:\n    def train_step(self, x, y): pass\nscaler.fit(x)"
+    assert lines(trainer)[1] == []
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import libcst as cst
 
 from replicax.migrate.kinds import is_class_of
 from replicax.migrate.names import dotted, method_of, root_of
+from replicax.migrate.origins import bases
 from replicax.migrate.script import Replacement, Script, walk
 from replicax.migrate.tables import DEVICE_OPERATORS
 
@@ -182,7 +183,7 @@ def _plan_generator(script: Script, owner: cst.ClassDef) -> bool:
         return False
     methods = [n for n in owner.body.body if isinstance(n, cst.FunctionDef)]
     script.needed.add("keras")
-    made = f"{script.alias('keras')}.random.SeedGenerator(seed=0)"
+    made = f"{script.alias('keras')}.random.SeedGenerator()"
     code = f"self.{_GENERATOR} = {made}"
     init = next((m for m in methods if m.name.value == "__init__"), None)
     place: cst.CSTNode | None = methods[0]
@@ -195,8 +196,7 @@ def _plan_generator(script: Script, owner: cst.ClassDef) -> bool:
             [updated, cst.parse_statement(code)]
         )
     else:
-        is_model = is_class_of(script, owner, ("model",))
-        args = "*args, **kwargs" if is_model else "**kwargs"
+        args = "*args, **kwargs"
         text = f"def __init__(self, {args}):\n    super().__init__({args})\n    {code}"
         script.replacements[place] = lambda updated: _below(text, updated)
     script.with_generator.add(owner)
@@ -240,7 +240,7 @@ def _scopes(script: Script) -> Iterator[cst.CSTNode]:
 
 
 _NO_STRATEGY = (
-    "Keras 3 passes other arguments to train_step on JAX, but to models of a strategy: "
+    "on JAX, Keras 3 passes {} other arguments; only models of a strategy get (data): "
     "make the model and call compile in `with rx.get_strategy().scope():`"
 )
 
@@ -248,12 +248,40 @@ _NO_STRATEGY = (
 def report_steps(script: Script) -> None:
     """Report steps of models that a script trains without a strategy's scope."""
     methods = {method_of(call) for call in script.calls}
-    if "scope" in methods or not methods & {"fit", "fit_generator"}:
+    if "scope" in methods:
         return
-    for name in ("train_step", "test_step"):
-        for function in script.functions(name):
-            if isinstance(_class_of(script, function), cst.ClassDef):
-                script.leave(function.name, _NO_STRATEGY)
+    for name, callers in _STEPS.items():
+        for function in script.functions(name) if methods & callers else ():
+            owner = _class_of(script, function)
+            if isinstance(owner, cst.ClassDef) and _may_be_model(script, owner):
+                script.leave(function.name, _NO_STRATEGY.format(name))
+
+
+_FITS = frozenset(["fit", "fit_generator"])
+_STEPS = {
+    "train_step": _FITS,
+    "test_step": _FITS | {"evaluate", "evaluate_generator"},
+    "predict_step": frozenset(["predict", "predict_generator"]),
+}
+"""Steps of a model, and the methods that call them."""
+
+
+def _may_be_model(script: Script, owner: cst.ClassDef) -> bool:
+    """Whether a class is one of models, or has a base that is not in sight."""
+    pending, seen = [owner], set[cst.ClassDef]()
+    while pending:
+        each = pending.pop()
+        if each not in seen:
+            seen.add(each)
+            pending += bases(script, each)
+    if is_class_of(script, owner, ("model",)):
+        return True
+    named = {each.name.value for each in seen} | {"object", "ABC", "Protocol"}
+    return any(
+        script.code(base.value) not in named and not script.names.path(base.value)
+        for each in seen
+        for base in each.bases
+    )
 
 
 _REASON = (
