@@ -302,6 +302,10 @@ def test_files_whose_uses_are_in_sight_get_the_end_that_keras_wants(
     [
         "p = 'm'\nmodel.save(p)\nos.remove(p)",
         "model.save('m')\nprint(os.path.exists('m'))",
+        "model.save_weights('m')\nprint(os.path.exists('m.index'))",
+        "model.save('m/')\nprint(os.path.exists('m/saved_model.pb'))",
+        "import gensim\nw2v_model = gensim.W()\nw2v_model.save('m')",
+        "model.save('export/1')",
         "m = tf.keras.models.load_model('m')",
         "model.save('m')\nmodel.save_weights('m')",
         "def f(p): model.save(p)\nf('m')\nf('n.keras')",

@@ -11,7 +11,7 @@ import libcst as cst
 
 from replicax.migrate.arguments import argument, is_named
 from replicax.migrate.kinds import is_kind
-from replicax.migrate.names import dotted, is_name, method_of
+from replicax.migrate.names import dotted, is_name, method_of, root_of
 from replicax.migrate.script import Script, walk
 
 __all__ = [
@@ -52,13 +52,14 @@ def plan_files(script: Script) -> None:
         for literal in _literals(script, site.path):
             groups.setdefault(str(literal.evaluated_value), []).append((site, literal))
     strings = [n for n in walk(script.module) if isinstance(n, cst.SimpleString)]
+    paths_here = {literal for group in groups.values() for _, literal in group}
     for text, group in groups.items():
         endings = {site.endings[0] for site, _ in group if site.endings}
         literals = {literal for _, literal in group}
         is_elsewhere = any(
-            n.evaluated_value == text and n not in literals for n in strings
+            _begins(n.evaluated_value, text) and n not in paths_here for n in strings
         )
-        if len(endings) != 1 or is_elsewhere:
+        if len(endings) != 1 or is_elsewhere or _ends_with_number(text):
             continue
         (end,) = endings
         is_right = text.endswith(WEIGHTS if end in WEIGHTS else MODELS)
@@ -66,6 +67,17 @@ def plan_files(script: Script) -> None:
         if not is_right and all(_is_for_files_alone(script, p, known) for p in paths):
             for literal in literals:
                 _plan_end(script, literal, end)
+
+
+def _begins(value: str | bytes, text: str) -> bool:
+    """Whether a text names a file itself, one beside it or one in it: `cp.index`."""
+    stem = text.rstrip("/")
+    return isinstance(value, str) and bool(stem) and value.startswith(stem)
+
+
+def _ends_with_number(text: str) -> bool:
+    """Whether a name is of a version that a server loads, such as `export/1`."""
+    return text.rstrip("/").rpartition("/")[2].isdigit()
 
 
 def _plan_end(script: Script, literal: cst.SimpleString, end: str) -> None:
@@ -93,12 +105,20 @@ def _sites(script: Script) -> Iterator[_Site]:
             endings = WEIGHTS
         elif method == "save" and not path:
             assert isinstance(call.func, cst.Attribute)
-            is_model = "model" in script.code(call.func.value).lower()
-            if is_model or is_kind(script, call.func.value, "model"):
+            inner = call.func.value
+            if is_kind(script, inner, "model") and not _is_foreign(script, inner):
                 endings = MODELS
         given = argument(call.args, position, "filepath")
         if endings is not None and given is not None:
             yield _Site(path=given.value, endings=endings)
+
+
+def _is_foreign(script: Script, node: cst.BaseExpression) -> bool:
+    """Whether a function of a module other than TensorFlow makes an object."""
+    made = script.flow.value(node)
+    root = root_of(made.func) if isinstance(made, cst.Call) else None
+    is_imported = root is not None and script.names.imported(root) is not None
+    return is_imported and not script.called(made)
 
 
 def is_weights_only(call: cst.Call) -> bool:
