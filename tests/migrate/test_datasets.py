@@ -157,7 +157,8 @@ def test_other_generators_are_left(generator: str, reason: str) -> None:
     "pipeline",
     [
         "d = d.repeat().shuffle(9).batch(2)",
-        "d = d.repeat()\nd = d.map(lambda x: x).prefetch(1)\nd = d.shuffle(9).batch(2)",
+        "n = None\nd = d.repeat(n)\nd = d.map(lambda x: x).cache()\n"
+        "d = d.shuffle(9).batch(2)",
     ],
 )
 def test_endless_data_are_shuffled_epoch_by_epoch(pipeline: str) -> None:
@@ -167,6 +168,14 @@ def test_endless_data_are_shuffled_epoch_by_epoch(pipeline: str) -> None:
     epochs = [[*batches[i], *batches[i + 1]] for i in range(0, 8, 2)]
     assert [sorted(epoch) for epoch in epochs] == [[0, 1, 2, 3]] * 4
     assert len({str(epoch) for epoch in epochs}) > 1
+
+
+@pytest.mark.parametrize("count", ["2", "epochs", "count=1 + 1"])
+def test_data_that_are_repeated_a_few_times_end(count: str) -> None:
+    made = "import tensorflow as tf\nepochs = 2\nd = tf.data.Dataset.range(4)"
+    names = run(f"{made}.repeat({count}).map(lambda x: x).shuffle(9)")
+    assert len(names["d"]) == 8
+    assert sorted(names["d"]) == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 SERIES = """

@@ -1,6 +1,6 @@
 """Ports `tf.data` pipelines to Grain, where all their operators have counterparts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import libcst as cst
 from libcst import Call
@@ -23,6 +23,7 @@ from replicax.migrate.sources import (
     STREAM_RULES,
     Rule,
     dropped,
+    is_endless,
     receiver,
     source,
     stream_problem,
@@ -84,7 +85,7 @@ def _operator_problem(
         name = method_of(call)
         if name not in MAPPED:
             return call, f"Grain's datasets have no `{name}` like tf.data's"
-        is_endless = name == "shuffle" and _repeats_before(script, call, frozenset())
+        is_endless = name == "shuffle" and _repeats_before(script, call)
         can_swap = not group.is_stream and _repeat_of_examples(script, call)
         if is_endless and not can_swap:
             return call, "Grain cannot shuffle after an endless `repeat()`: swap them"
@@ -93,20 +94,24 @@ def _operator_problem(
     return None
 
 
-def _repeats_before(
-    script: Script, node: cst.BaseExpression, seen: frozenset[cst.CSTNode]
-) -> bool:
+def _repeats_before(script: Script, call: cst.Call) -> bool:
     """Whether a dataset is made by an endless `repeat`, in this statement or before."""
+    calls = _calls_before(script, call, frozenset())
+    return any(method_of(c) == "repeat" and is_endless(script, c) for c in calls)
+
+
+def _calls_before(
+    script: Script, node: cst.BaseExpression, seen: frozenset[cst.CSTNode]
+) -> Iterator[cst.Call]:
+    """The calls of methods that a dataset is made by, in all ways that are in sight."""
     while isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
-        count = argument(node.args, 0, "count")
-        is_endless = count is None or script.code(count.value) in {"None", "-1"}
-        if method_of(node) == "repeat" and is_endless:
-            return True
+        yield node
         node = node.func.value
     if node in seen:
-        return False
-    values = (v for d in script.flow.reaching(node) for v in d.values)
-    return any(_repeats_before(script, value, seen | {node}) for value in values)
+        return
+    for definition in script.flow.reaching(node):
+        for value in definition.values:
+            yield from _calls_before(script, value, seen | {node})
 
 
 _OF_EXAMPLES = ("map", "cache", "prefetch", "with_options")
@@ -121,7 +126,7 @@ def _repeat_of_examples(script: Script, shuffle: cst.BaseExpression) -> cst.Call
     node = shuffle
     while isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
         if node is not shuffle and method_of(node) == "repeat":
-            return node
+            return node if is_endless(script, node) else None
         if node is not shuffle and method_of(node) not in _OF_EXAMPLES:
             return None
         node = node.func.value
@@ -283,7 +288,7 @@ def _shuffle_and_repeat(script: Script, call: Call, updated: Call) -> Expression
 
 def _repeat(script: Script, call: Call, updated: Call) -> Expression:
     count = argument(updated.args, 0, "count")
-    if count is None or script.code(count.value) in {"None", "-1"}:
+    if count is None or is_endless(script, call):
         return updated.with_changes(args=[])
     return updated.with_changes(args=[cst.Arg(count.value)])
 

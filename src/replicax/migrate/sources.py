@@ -23,6 +23,7 @@ __all__ = [
     "STREAM_RULES",
     "Rule",
     "dropped",
+    "is_endless",
     "receiver",
     "source",
     "stream_problem",
@@ -322,9 +323,18 @@ def _take(script: Script, call: Call, updated: Call) -> Expression:
     return _wrapped(script, "LimitIterDataset", updated, count.value)
 
 
+def is_endless(script: Script, repeat: Call) -> bool:
+    """Whether a call of `repeat` has no count, or one that says so."""
+    count = argument(repeat.args, 0, "count")
+    if count is None:
+        return True
+    value = script.flow.value(count.value) or count.value
+    return script.code(value) in {"None", "-1"}
+
+
 def _repeat(script: Script, call: Call, updated: Call) -> Expression:
     count = argument(updated.args, 0, "count")
-    if count is None or script.code(count.value) in {"None", "-1"}:
+    if count is None or is_endless(script, call):
         return _wrapped(script, "RepeatIterDataset", updated)
     return _wrapped(script, "RepeatIterDataset", updated, count.value)
 
