@@ -227,6 +227,7 @@ def test_images_in_maps_are_resized_and_flipped_as_tensorflow_does() -> None:
         ("tf.compat.v1.image.resize(x, [2, 2])", "it has other pixels"),
         ("tf.image.random_jpeg_quality(x, 75, 95)", "has no counterpart in NumPy"),
         ("tf.random.uniform([], 1, dtype=tf.int32) * x", "'maxval' was not found"),
+        ("tf.random.uniform([], 0, 9, dtype=x.dtype)", "its dtype is not in sight"),
     ],
 )
 def test_other_functions_of_images_are_left(call: str, reason: str) -> None:
@@ -281,6 +282,22 @@ def test_functions_that_cannot_get_a_generator_stay(more: str, reason: str) -> N
     text, left = ported(f"{RANDOM}{more}")
     assert any(reason in each for each in left)
     assert "tf.image.random_brightness(x, 0.2, seed=3)" in text
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [("point_dtype", "float32"), ("ID", "int32"), ("np.int64", "int64")],
+)
+def test_numbers_are_drawn_as_their_dtype_says(dtype: str, expected: str) -> None:
+    names = run(
+        "import numpy as np\nimport tensorflow as tf\n"
+        "point_dtype, ID = tf.float32, tf.int32\nd = tf.data.Dataset.range(64)\n"
+        f"d = d.map(lambda x: tf.random.uniform([], -3, 3, dtype={dtype}))"
+    )
+    drawn = np.array(list(names["d"]))
+    assert drawn.dtype == expected
+    is_whole = expected.startswith("int")
+    assert (set(drawn.tolist()) == {-3, -2, -1, 0, 1, 2}) == is_whole
 
 
 LOOKUP = """

@@ -22,7 +22,7 @@ from replicax.migrate.arguments import (
 from replicax.migrate.legacy import is_of_version_1
 from replicax.migrate.names import dotted, is_name
 from replicax.migrate.script import Expression, Script, Unported, walk
-from replicax.migrate.tables import HOST_OPERATORS
+from replicax.migrate.tables import DTYPES, HOST_OPERATORS
 
 __all__ = ["LOOKUPS", "RANDOM", "RULES", "identity", "plan_lookups"]
 
@@ -97,13 +97,15 @@ def _generator(script: Script, node: cst.Call) -> cst.Arg:
     return keyword("rng", cst.Name(script.generators.get(node, "rng")))
 
 
+_OF_UNIFORM = ("shape", "minval", "maxval", "dtype", "seed", "name")
+
+
 def _uniform(script: Script, node: Call, updated: Call, path: str) -> Expression:
-    names = ("shape", "minval", "maxval", "dtype", "seed", "name")
-    given = _drawn(updated, names, path)
+    given = _drawn(updated, _OF_UNIFORM, path)
     dtype = given.get("dtype", script.string("float32"))
     low = given.get("minval", cst.Integer("0"))
     method = "uniform"
-    if "int" in script.code(dtype):
+    if _draws_integers(script, node, path):
         method = "integers"
         if "maxval" not in given:
             raise Unported(
@@ -111,6 +113,28 @@ def _uniform(script: Script, node: Call, updated: Call, path: str) -> Expression
             )
     high = given.get("maxval", cst.Integer("1"))
     return _numbers(script, node, method, (low, high), given["shape"], dtype)
+
+
+def _draws_integers(script: Script, node: Call, path: str) -> bool:
+    """Whether `tf.random.uniform` is given a dtype of integers.
+
+    Raises:
+        Unported: If its dtype is not in sight.
+    """
+    given = bound(node.args, _OF_UNIFORM).get("dtype")
+    if given is None or is_name(given.value, "None"):
+        return False
+    value = script.flow.value(given.value) or given.value
+    if isinstance(value, cst.SimpleString):
+        dtype = value.evaluated_value
+    else:  # Such as `tf.int32` and `np.int32`.
+        name = script.names.path(value) or script.names.imported(value) or ""
+        dtype = name.rpartition(".")[2]
+    if dtype not in DTYPES:
+        raise Unported(
+            f"tf.{path}: its dtype is not in sight; pass one such as tf.int32"
+        )
+    return "int" in str(dtype)
 
 
 def _normal(script: Script, node: Call, updated: Call, path: str) -> Expression:
