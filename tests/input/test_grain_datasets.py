@@ -4,7 +4,7 @@ import grain
 import numpy as np
 import pytest
 
-from replicax.input.grain_datasets import numpy_dataset
+from replicax.input.grain_datasets import numpy_dataset, reshuffled
 
 X = np.arange(20, dtype=np.float32).reshape(10, 2)
 Y = np.arange(10)
@@ -41,3 +41,19 @@ def test_source_can_go_to_worker_processes():
 def test_arrays_must_agree():
     with pytest.raises(ValueError, match=r"leaf \[0\]: 10, leaf \[1\]: 4"):
         numpy_dataset((X, Y[:4]))
+
+
+@pytest.mark.parametrize("is_batched", [False, True])
+def test_random_maps_of_streams_draw_anew_in_each_iteration(is_batched: bool) -> None:
+    stream = grain.MapDataset.range(8).to_iter_dataset()
+    stream = stream.random_map(lambda x, rng: x + rng.random(), seed=3)
+    stream = stream.batch(2) if is_batched else stream
+
+    def read(iteration: int) -> list[float]:
+        return np.ravel(list(reshuffled(stream, iteration))).tolist()
+
+    assert read(0) == np.ravel(list(stream)).tolist()
+    assert read(1) == read(1)
+    assert not set(read(0)) & set(read(1))
+    assert not set(read(1)) & set(read(2))
+    assert np.floor(read(2)).tolist() == [*range(8)]

@@ -1,5 +1,6 @@
 """Images in NumPy against the numbers that `tf.image` of TensorFlow 2.21 gives."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -49,6 +50,29 @@ def test_adjusted_images(
     np.testing.assert_allclose(adjust(both, value)[0], floats, atol=1e-4)
 
 
+def test_pixels_without_a_positive_channel_become_grey() -> None:
+    dark = np.array([[[-0.2, -0.1, -0.3]]], "float32")
+    grey = np.full((1, 1, 3), -0.1, "float32")
+    np.testing.assert_array_equal(images.adjust_saturation(dark, 1.0), grey)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "said"),
+    [
+        ("brightness", (-0.1,), "max_delta=-0.1"),
+        ("hue", (0.6,), "max_delta=0.6: pass a number from 0 to 0.5"),
+        ("contrast", (-1, 1), "lower=-1, upper=1"),
+        ("saturation", (1.5, 0.5), "lower=1.5, upper=0.5"),
+    ],
+)
+def test_ranges_that_tensorflow_refuses(
+    name: str, values: tuple[float, ...], said: str
+) -> None:
+    change = getattr(images, f"random_{name}")
+    with pytest.raises(ValueError, match=said):
+        change(FLOATS, *values, np.random.default_rng(0))
+
+
 def test_standardized_images() -> None:
     standard = images.per_image_standardization(INTEGERS)
     expected = [[[-0.9244, 1.0454, -0.0950], [1.6156, -1.0281, -0.6134]]]
@@ -60,6 +84,8 @@ def test_standardized_images() -> None:
     ("image", "dtype", "saturate", "expected"),
     [
         (FLOATS[0, 0], "uint8", False, [25, 204, 76]),
+        (np.array([0, 255], "uint8"), "bfloat16", False, [0, 1]),
+        (np.array([0, 1], jnp.bfloat16), "uint8", True, [0, 255]),
         (INTEGERS[0, 0], "uint16", True, [2560, 51200, 23040]),
         (np.array([-1.0, 2.0], "float32"), "uint8", True, [0, 255]),
         (np.array([300, -5, 70], "int16"), "uint8", True, [2, 0, 0]),

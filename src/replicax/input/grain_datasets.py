@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, TypeGuard, TypeVar
 
 import jax
+import numpy as np
 
 from replicax._util.types import PyTree
 from replicax.engine.composites import described
@@ -40,9 +41,9 @@ _RANDOM = ("Shuffle", "Random")
 
 
 def reshuffled(dataset: object, iteration: int) -> object:
-    """Return a dataset whose shuffled order is that of a later iteration.
+    """Return a dataset whose order and random numbers are those of a later iteration.
 
-    The order depends only on the dataset's seeds and on the iteration, so it is the
+    They depend only on the dataset's seeds and on the iteration, so they are the
     same in all processes, and after a restart. Datasets other than a `grain.MapDataset`
     or an `IterDataset` over one are returned unchanged.
 
@@ -63,10 +64,17 @@ def reshuffled(dataset: object, iteration: int) -> object:
         return _later(dataset, iteration) if _is_random(dataset) else dataset
     parents = tuple(getattr(dataset, "_parents", ()))
     later = tuple(reshuffled(parent, iteration) for parent in parents)
-    if any(a is not b for a, b in zip(later, parents, strict=True)):
+    # Grain numbers a stream's examples from 0 in each iteration, with one seed.
+    is_random_map = type(dataset).__name__ == "RandomMapIterDataset"
+    if is_random_map or any(a is not b for a, b in zip(later, parents, strict=True)):
         dataset = copy.copy(dataset)
         # Grain itself does this to shard a dataset.
         dataset._parents = later  # type: ignore[attr-defined]
+    if is_random_map:
+        # Grain has no public way to the seed.
+        entropy = (dataset._seed, iteration)  # type: ignore[attr-defined]
+        (seed,) = np.random.SeedSequence(entropy).generate_state(1)
+        dataset._seed = int(seed)  # type: ignore[attr-defined]
     return dataset
 
 

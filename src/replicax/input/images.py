@@ -8,6 +8,7 @@ its position and the epoch only.
 
 from typing import TypeAlias
 
+import jax.numpy as jnp
 import numpy as np
 from numpy.typing import DTypeLike
 
@@ -47,18 +48,18 @@ def convert_image_dtype(
         >>> convert_image_dtype(np.array([0, 51, 255], "uint8"), "uint16")
         array([    0, 13056, 65280], dtype=uint16)
     """
-    image, dtype = np.asarray(image), np.dtype(dtype)
+    image, dtype = np.asarray(image), jnp.dtype(dtype)  # It knows bfloat16.
     if image.dtype == dtype:
         return image
-    if image.dtype.kind == "f":
-        if dtype.kind == "f":
+    if _has_floats(image.dtype):
+        if _has_floats(dtype):
             return image.astype(dtype)
         limits = np.iinfo(dtype)
         scaled = image * np.asarray(limits.max + 0.5, image.dtype)
         low, high = (limits.min, limits.max) if saturate else (-np.inf, np.inf)
         return np.clip(scaled.astype("float64"), low, high).astype(dtype)
     largest = np.iinfo(image.dtype).max
-    if dtype.kind == "f":
+    if _has_floats(dtype):
         return image.astype(dtype) * np.asarray(1 / largest, dtype)
     limits = np.iinfo(dtype)
     factor = 1
@@ -71,10 +72,14 @@ def convert_image_dtype(
     return image.astype(dtype) * np.asarray(factor).astype(dtype)
 
 
+def _has_floats(dtype: np.dtype) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.floating))
+
+
 def _as_float(image: _Image) -> _Image:
     """A copy of float32 in 0..1 where an image has integers."""
     image = np.asarray(image)
-    return image if image.dtype.kind == "f" else convert_image_dtype(image, "float32")
+    return image if _has_floats(image.dtype) else convert_image_dtype(image, "float32")
 
 
 def _as_before(changed: _Image, image: _Image) -> _Image:
@@ -98,8 +103,10 @@ def adjust_saturation(image: _Image, saturation_factor: float) -> _Image:
     values = _as_float(image)
     value = values.max(axis=_CHANNEL, keepdims=True)
     chroma = value - values.min(axis=_CHANNEL, keepdims=True)
-    # The saturation, chroma / value, is at most 1.
-    most = np.divide(value, chroma, out=np.ones_like(value), where=chroma > 0)
+    # The saturation, chroma / value, is at most 1; as in TensorFlow it is 0 where no
+    # channel is positive.
+    positive = np.maximum(value, 0)
+    most = np.divide(positive, chroma, out=np.ones_like(value), where=chroma > 0)
     factor = np.minimum(np.float32(max(saturation_factor, 0)), most)
     return _as_before(value - (value - values) * factor, image)
 
@@ -130,10 +137,27 @@ def per_image_standardization(image: _Image) -> _Image:
     return (values - values.mean(axis=axes, keepdims=True)) / deviation
 
 
+def _require_delta(max_delta: float, largest: float) -> None:
+    if not 0 <= max_delta <= largest:
+        raise ValueError(
+            f"max_delta={max_delta}: pass a number from 0 to {largest}, the largest "
+            "change in both directions."
+        )
+
+
+def _require_range(lower: float, upper: float) -> None:
+    if not 0 <= lower < upper:
+        raise ValueError(
+            f"lower={lower}, upper={upper}: pass factors that are not negative, the "
+            "smaller one first."
+        )
+
+
 def random_brightness(
     image: _Image, max_delta: float, rng: np.random.Generator
 ) -> _Image:
     """`adjust_brightness` by a number from `-max_delta` to `max_delta`."""
+    _require_delta(max_delta, np.inf)
     return adjust_brightness(image, rng.uniform(-max_delta, max_delta))
 
 
@@ -141,11 +165,13 @@ def random_contrast(
     image: _Image, lower: float, upper: float, rng: np.random.Generator
 ) -> _Image:
     """`adjust_contrast` by a factor from `lower` to `upper`."""
+    _require_range(lower, upper)
     return adjust_contrast(image, rng.uniform(lower, upper))
 
 
 def random_hue(image: _Image, max_delta: float, rng: np.random.Generator) -> _Image:
     """`adjust_hue` by a number from `-max_delta` to `max_delta`, at most 0.5."""
+    _require_delta(max_delta, 0.5)
     return adjust_hue(image, rng.uniform(-max_delta, max_delta))
 
 
@@ -153,6 +179,7 @@ def random_saturation(
     image: _Image, lower: float, upper: float, rng: np.random.Generator
 ) -> _Image:
     """`adjust_saturation` by a factor from `lower` to `upper`."""
+    _require_range(lower, upper)
     return adjust_saturation(image, rng.uniform(lower, upper))
 
 

@@ -333,6 +333,7 @@ def is_endless(script: Script, repeat: Call) -> bool:
 
 
 def _repeat(script: Script, call: Call, updated: Call) -> Expression:
+    script.note(call, "all repetitions have the order and random numbers of the first")
     count = argument(updated.args, 0, "count")
     if count is None or is_endless(script, call):
         return _wrapped(script, "RepeatIterDataset", updated)
