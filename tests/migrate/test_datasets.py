@@ -300,6 +300,11 @@ def test_numbers_are_drawn_as_their_dtype_says(dtype: str, expected: str) -> Non
     assert (set(drawn.tolist()) == {-3, -2, -1, 0, 1, 2}) == is_whole
 
 
+def test_the_generator_has_a_name_that_is_free() -> None:
+    names = run(f"rng = generator = example_rng = 1{RANDOM}")
+    assert len(list(names["d"])) == 64
+
+
 LOOKUP = """
 import numpy as np
 import tensorflow as tf

@@ -4,6 +4,7 @@ Those that draw random numbers get the generator that Grain's `random_map` has f
 example, as their last argument.
 """
 
+import itertools
 from collections.abc import Iterator
 
 import libcst as cst
@@ -325,7 +326,9 @@ def plan_random(script: Script, call: cst.Call, functions: set[cst.CSTNode]) -> 
     if not drawing:
         return
     names = {n.value for n in walk(script.module) if isinstance(n, cst.Name)}
-    name = next(n for n in ("rng", "generator", "example_rng") if n not in names)
+    numbered = (f"rng_{i}" for i in itertools.count(2))
+    usual = ("rng", "generator", "example_rng")
+    name = next(n for n in itertools.chain(usual, numbered) if n not in names)
     script.generators[call] = name
     script.note(call, _OTHER_NUMBERS)
     for function in drawing:
