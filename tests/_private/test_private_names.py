@@ -103,6 +103,7 @@ def model_checkpoint() -> Any:
 OWNERS: dict[str, list[Callable[[], Any]]] = {
     # Keras' variables, layers, models and optimizers.
     "_value": [variable],
+    "_dtype": [variable],
     "_layout": [variable],
     "_initializer": [variable],
     "_initialize": [variable],
