@@ -82,10 +82,9 @@ if os.environ.get("JAX_PLATFORMS") == "cpu" and jax.__version__.startswith("0.10
 # Tests compile the same programs again and again: pytest-xdist's processes share them.
 # Those that tests start compile their own.
 _PROGRAMS = "REPLICAX_TESTS_PROGRAMS"
-jax.config.update(
-    "jax_compilation_cache_dir",
-    os.environ.setdefault(_PROGRAMS, tempfile.mkdtemp("-programs")),
-)
+if _PROGRAMS not in os.environ:
+    os.environ[_PROGRAMS] = tempfile.mkdtemp("-programs")
+jax.config.update("jax_compilation_cache_dir", os.environ[_PROGRAMS])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 

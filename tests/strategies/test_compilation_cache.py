@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -148,41 +149,36 @@ def test_tpus_and_unknown_platforms_are_left_out() -> None:
     assert compilation_cache._is_safe("gpu")
 
 
-def test_only_what_xla_cannot_write_is_silent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder that the user asks for, and no setting of JAX's cache."""
     for name in JAX_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("REPLICAX_COMPILATION_CACHE", str(tmp_path))
     of_the_tests = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", None)
+    yield tmp_path
+    jax.config.update("jax_compilation_cache_dir", of_the_tests)
+
+
+@pytest.mark.usefixtures("asked")
+def test_only_what_xla_cannot_write_is_silent() -> None:
     writing = "Error writing persistent compilation cache entry for 'f': OSError: "
-    try:
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
-            assert compilation_cache.turn_on.__wrapped__("cpu") is not None
-            warnings.warn(f"{writing}Multiple temp buffer allocations", stacklevel=1)
-            warnings.warn(f"{writing}No space left on device", stacklevel=1)
-    finally:
-        jax.config.update("jax_compilation_cache_dir", of_the_tests)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        assert compilation_cache.turn_on.__wrapped__("cpu") is not None
+        warnings.warn(f"{writing}Multiple temp buffer allocations", stacklevel=1)
+        warnings.warn(f"{writing}No space left on device", stacklevel=1)
     assert [str(x.message) for x in seen] == [f"{writing}No space left on device"]
 
 
 def test_jobs_of_several_processes_are_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    asked: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in JAX_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("REPLICAX_COMPILATION_CACHE", str(tmp_path))
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    of_the_tests = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", None)
-    try:
-        assert compilation_cache.turn_on.__wrapped__("gpu") is None
-        assert jax.config.jax_compilation_cache_dir is None
-    finally:
-        jax.config.update("jax_compilation_cache_dir", of_the_tests)
-    assert not list(tmp_path.iterdir())
+    assert compilation_cache.turn_on.__wrapped__("gpu") is None
+    assert jax.config.jax_compilation_cache_dir is None
+    assert not list(asked.iterdir())
 
 
 def test_folders_follow_the_platform(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ __all__ = [
     "elements",
     "part",
     "returned",
+    "with_bases",
 ]
 
 _COPIES = ("list", "tuple", "reversed", "sorted", "iter", "set")
@@ -43,6 +44,17 @@ def bases(script: Script, node: cst.ClassDef) -> list[cst.ClassDef]:
     ]
 
 
+def with_bases(script: Script, *owners: cst.ClassDef) -> list[cst.ClassDef]:
+    """Classes and all bases of theirs that the script defines, each once."""
+    pending, found = list(owners), dict[cst.ClassDef, None]()
+    while pending:
+        each = pending.pop()
+        if each not in found:
+            found[each] = None
+            pending += bases(script, each)
+    return list(found)
+
+
 def definitions(script: Script, node: cst.BaseExpression) -> frozenset[Definition]:
     """The bindings of a name, of `self.x`, or of `t.x` where `t = Trainer()`."""
     found = script.flow.reaching(node)
@@ -54,14 +66,9 @@ def definitions(script: Script, node: cst.BaseExpression) -> frozenset[Definitio
         made = script.flow.value(node.value)
         name = made.func if isinstance(made, cst.Call) else None
         owners = classes(script, name.value) if isinstance(name, cst.Name) else []
-    seen: set[cst.ClassDef] = set()
     bound: list[Definition] = []
-    while owners:
-        owner = owners.pop()
-        if owner not in seen:
-            seen.add(owner)
-            bound += script.flow.attributes(owner, node.attr.value)
-            owners += bases(script, owner)
+    for owner in with_bases(script, *owners):
+        bound += script.flow.attributes(owner, node.attr.value)
     return frozenset(bound)
 
 

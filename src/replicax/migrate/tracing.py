@@ -6,7 +6,7 @@ import libcst as cst
 
 from replicax.migrate.kinds import is_class_of
 from replicax.migrate.names import dotted, method_of, root_of
-from replicax.migrate.origins import bases
+from replicax.migrate.origins import with_bases
 from replicax.migrate.script import Replacement, Script, walk
 from replicax.migrate.tables import DEVICE_OPERATORS
 
@@ -268,14 +268,9 @@ _STEPS = {
 
 def _may_be_model(script: Script, owner: cst.ClassDef) -> bool:
     """Whether a class is one of models, or has a base that is not in sight."""
-    pending, seen = [owner], set[cst.ClassDef]()
-    while pending:
-        each = pending.pop()
-        if each not in seen:
-            seen.add(each)
-            pending += bases(script, each)
     if is_class_of(script, owner, ("model",)):
         return True
+    seen = with_bases(script, owner)
     named = {each.name.value for each in seen} | {"object", "ABC", "Protocol"}
     return any(
         script.code(base.value) not in named and not script.names.path(base.value)

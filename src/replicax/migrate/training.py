@@ -12,7 +12,7 @@ import libcst as cst
 from replicax.migrate.arguments import argument, call_of, is_named, keyword
 from replicax.migrate.kinds import is_kind
 from replicax.migrate.names import dotted, is_name, method_of, root_of
-from replicax.migrate.origins import bases, definitions
+from replicax.migrate.origins import definitions, with_bases
 from replicax.migrate.script import Replacement, Script, Unported, walk
 from replicax.migrate.tracing import makes_spec
 
@@ -367,15 +367,9 @@ def _check_compiled_loss(
 
 def _has_compute_loss(script: Script, owner: cst.ClassDef) -> bool:
     """Whether a class, or a base of it in the script, defines `compute_loss`."""
-    pending, seen = [owner], set[cst.ClassDef]()
-    while pending:
-        each = pending.pop()
-        if each not in seen:
-            seen.add(each)
-            pending += bases(script, each)
     return any(
         isinstance(n, cst.FunctionDef) and n.name.value == "compute_loss"
-        for each in seen
+        for each in with_bases(script, owner)
         for n in each.body.body
     )
 
