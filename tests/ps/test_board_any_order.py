@@ -7,7 +7,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from tests.ps.test_board import NAMES, STREAM, Client, Clock, ask
+from tests.ps.test_board import NAMES, Client, Clock, ask
 
 from replicax.cluster.timeouts import Timeouts
 from replicax.ps.board import Board
@@ -29,8 +29,18 @@ class AnyOrder(RuleBasedStateMachine):
         self.finished: set[int] = set()
         self.held: dict[int, list[int]] = {0: [], 1: [], 2: []}
         self.saved = json.dumps(self.board.state())
-        self.open = {"stream": STREAM, "limit": 20, "max_staleness": bound}
-        ask(self.board, "open", **self.open)
+        self.steps_before = 0
+        self.given_up = 0  # In the epochs that are over.
+        self.epoch, self.bound = 0, bound
+        self.open()
+
+    @property
+    def stream(self):
+        return f"fit 0/epoch/{self.epoch}"
+
+    def open(self):
+        wanted = {"limit": 3, "max_staleness": self.bound}
+        ask(self.board, "open", stream=self.stream, **wanted)
 
     def make(self):
         self.journal: dict[tuple[str, ...], str] = getattr(self, "journal", {})
@@ -69,20 +79,33 @@ class AnyOrder(RuleBasedStateMachine):
             with pytest.raises(SessionReplacedError):
                 old("beat")
 
+    @rule()
+    def next_epoch(self):
+        stream = ask(self.board, "status")["streams"][self.stream]
+        if stream["next"] < 3 or stream["held"]:
+            return
+        self.given_up += 3 - len(self.finished)
+        self.given.clear()
+        self.steps_before += len(self.finished)
+        self.finished.clear()
+        self.held = {0: [], 1: [], 2: []}
+        self.epoch += 1
+        self.open()
+
     @rule(worker=workers, count=st.integers(1, 3), lost=st.booleans())
     def claim(self, worker, count, lost):
         if worker not in self.clients:
             return
         client = self.clients[worker]
         dead = NAMES[worker] not in ask(self.board, "alive")
-        answer = self.twice_or_once(lost, client, "claim", stream=STREAM, count=count)
+        answer = self.twice_or_once(lost, client, "claim", stream=self.stream, count=count)
         if dead:
             self.held[worker] = []
         if "indices" in answer:
             self.given.update(answer["indices"])
             self.held[worker] += answer["indices"]
         elif "wait" in answer:
-            status = ask(self.board, "status")["streams"][STREAM]
+            status = ask(self.board, "status")["streams"][self.stream]
             assert status["held"] > 0 or status["waiting"][0] != NAMES[worker]
 
     @rule(worker=workers, lost=st.booleans())
@@ -92,7 +115,7 @@ class AnyOrder(RuleBasedStateMachine):
         index = self.held[worker].pop(0)
         dead = NAMES[worker] not in ask(self.board, "alive")
         answer = self.twice_or_once(
-            lost, self.clients[worker], "finish", stream=STREAM, indices=[index]
+            lost, self.clients[worker], "finish", stream=self.stream, indices=[index]
         )
         assert not answer["late"]  # Dead or not, it had the step.
         self.finished.add(index)
@@ -140,13 +163,15 @@ class AnyOrder(RuleBasedStateMachine):
         if not hasattr(self, "board"):
             return
         status = ask(self.board, "status")
-        stream = status["streams"][STREAM]
+        stream = status["streams"][self.stream]
         assert set(self.given.values()) <= {1}
         assert stream["finished"] == len(self.finished)
         assert stream["finished"] + stream["held"] + stream["lost"] == stream["next"]
         assert not set(stream["lost_steps"]) & self.finished
         total = sum(worker["steps"] for worker in status["workers"].values())
-        assert total == len(self.finished)
+        assert total == self.steps_before + len(self.finished)
+        totals = {"given_up": self.given_up + stream["lost"], "twice": 0}
+        assert status["totals"] == totals
 
 
 TestAnyOrder = AnyOrder.TestCase

@@ -1,7 +1,7 @@
 """The work queues of a job by name, and each worker's progress in them."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -60,7 +60,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 class _Entry(msgspec.Struct):
     """What a restarted server has to know of an asynchronous stream, and of a worker.
 
-    It is written down in each call, and so has nothing of the other workers.
+    It is written down in each call, and so has nothing of the other workers. `past` are
+    the totals of all streams that have a newer one in their family: a restarted server
+    forgets these.
     """
 
     name: str
@@ -248,6 +250,14 @@ class Streams(msgspec.Struct):
                 if self.streams[other][1].is_complete:
                     self._forget(other)
 
+    def _superseded(self) -> list[str]:
+        """The streams that have a newer one in their family."""
+        newest: dict[str, tuple[int, str]] = {}
+        for name in self.streams:
+            family, number = family_of(name)
+            newest[family] = max(newest.get(family, (-1, "")), (number or 0, name))
+        return [n for n in self.streams if newest[family_of(n)[0]][1] != n]
+
     def _older(self, stream: str) -> list[str]:
         """The streams of its family with lower numbers."""
         family, number = family_of(stream)
@@ -275,9 +285,12 @@ class Streams(msgspec.Struct):
 
     def totals(self) -> dict[str, int]:
         """Of the whole job: asynchronous steps that were given up, or done twice."""
+        return self._past_and(self.streams)
+
+    def _past_and(self, streams: Iterable[str]) -> dict[str, int]:
         totals = self.past
-        for _, tickets in self.streams.values():
-            totals = _with(totals, tickets)
+        for name in streams:
+            totals = _with(totals, self.streams[name][1])
         return totals
 
     def status(self) -> JSONObject:
@@ -299,7 +312,7 @@ class Streams(msgspec.Struct):
                 settings,
                 msgspec.structs.replace(tickets, held={}, steps={}, waiting=[]),
             ),
-            past=self.past,
+            past=self._past_and(self._superseded()),
             worker=worker,
             held=tickets.held.get(worker, {}),
             steps=tickets.steps.get(worker, 0),
