@@ -91,7 +91,7 @@ def train(name: str, steps: int, folder: Path) -> None:
         "workers": rx.MultiWorkerMirroredStrategy,
         "servers": lambda: rx.ParameterServerStrategy(
             snapshot_dir=str(folder / "snapshots"),
-            snapshot_every_updates=200,
+            snapshot_every_updates=50,  # At least one between two kills.
             timeouts=rx.Timeouts(heartbeat=10),
         ),
     }[name]()

@@ -82,10 +82,10 @@ def test_programs_for_a_gpu_compute_the_same() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "layout"),
-    [("a", "one"), ("a", "logical"), ("b", "logical"), ("e", "logical")],
+    [("a", "one"), ("a", "logical"), ("b", "logical")],
 )
 def test_all_compute_the_same(case, layout) -> None:
-    """`make bench` itself compares the larger models, `c` and `d`."""
+    """`make bench` itself compares the larger models; a small `h` is above."""
     assert disagreeing(measured(case, layout)) == {}
 
 
