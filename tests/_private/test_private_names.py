@@ -72,6 +72,13 @@ def grain_rows() -> Any:
     return importlib.import_module(name).GrainDatasetAdapter(data)
 
 
+def random_map() -> Any:
+    stream = grain.MapDataset.source(ROWS).to_iter_dataset()
+    found = stream.random_map(lambda row, rng: row, seed=1)
+    assert type(found).__name__ == "RandomMapIterDataset"
+    return found
+
+
 def py_dataset_rows() -> Any:
     class Data(keras.utils.PyDataset):
         def __len__(self) -> int:
@@ -136,6 +143,9 @@ OWNERS: dict[str, list[Callable[[], Any]]] = {
     "_backend_factories": [module_of("jax._src.xla_bridge")],
     "_platform_specific_lowerings": [lambda: mlir],
     "_lowerings": [lambda: mlir],
+    # Grain.
+    "_parents": [random_map],
+    "_seed": [random_map],
     # Python.
     "_exit": [lambda: os],
     "_getframe": [lambda: sys],

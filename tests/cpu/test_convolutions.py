@@ -236,6 +236,24 @@ def test_filter_gradients_of_groups_are_served() -> None:
     assert "stablehlo.convolution" not in lowered(f, x, jnp.ones((3, 3, 1, 8)))
 
 
+@pytest.mark.parametrize(
+    ("channels", "outputs", "served"), [(1, 16, True), (1, 8, False), (2, 16, False)]
+)
+def test_filter_gradients_of_few_channels(channels, outputs, served) -> None:
+    """Where the input's elements of all 9 taps are no more than the gradient's."""
+    rng = np.random.default_rng(6)
+    x = whole(rng, (2, 17, 17, channels))
+    w = whole(rng, (3, 3, channels, outputs))
+    f = partial(conv, padding="VALID")
+    dy = whole(rng, (2, 15, 15, outputs))
+
+    def gradient(x, dy):
+        return jax.linear_transpose(partial(f, x), w)(dy)
+
+    assert ("stablehlo.convolution" in lowered(gradient, x, dy)) is not served
+    assert_equal(*both(gradient, x, dy))
+
+
 def test_other_platforms_are_left_alone() -> None:
     x, w = jnp.ones((2, 9, 9, 4)), jnp.ones((3, 3, 1, 4))
     for platform in ("tpu", "cuda"):

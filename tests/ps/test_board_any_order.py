@@ -98,7 +98,9 @@ class AnyOrder(RuleBasedStateMachine):
             return
         client = self.clients[worker]
         dead = NAMES[worker] not in ask(self.board, "alive")
-        answer = self.twice_or_once(lost, client, "claim", stream=self.stream, count=count)
+        answer = self.twice_or_once(
+            lost, client, "claim", stream=self.stream, count=count
+        )
         if dead:
             self.held[worker] = []
         if "indices" in answer:

@@ -15,11 +15,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tests.ps import asking
 
 import replicax as rx
+from replicax._util.arrays import aligned
 from replicax.cluster.timeouts import Timeouts
 from replicax.errors import ClusterMismatchError
 from replicax.ps.board import Board
 from replicax.ps.connection import ServerRefused
 from replicax.ps.credentials import Credentials, new_token
+from replicax.ps.group_vectors import GroupLayout
 from replicax.ps.groups import StepShare
 from replicax.ps.optimizers import optimizer_rule
 from replicax.ps.partition import VariableGroup, VariableInfo, place
@@ -32,7 +34,10 @@ pytest.importorskip("pyarrow")
 
 NUM_SERVERS = 3
 CREDENTIALS = Credentials(token=new_token())
-SHARDING = NamedSharding(Mesh(np.array(jax.devices()[:2]), ("x",)), PartitionSpec())
+SHARDING, ON_ONE = (
+    NamedSharding(Mesh(np.array(jax.devices()[:n]), ("x",)), PartitionSpec())
+    for n in (2, 1)
+)
 DTYPES = ("float32", "bfloat16", "float16", "int32", "uint8")
 PARTITIONERS = [
     None,
@@ -107,8 +112,8 @@ def group_of(variables, partitioner, num_servers=NUM_SERVERS):
     )
 
 
-def on_devices(values):
-    return [jax.device_put(v, SHARDING) for v in values]
+def on_devices(values, sharding=SHARDING):
+    return [jax.device_put(v, sharding) for v in values]
 
 
 def assert_equal(actual, expected):
@@ -125,23 +130,46 @@ def assert_equal(actual, expected):
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
-@given(VARIABLES, st.sampled_from(PARTITIONERS), st.integers(1, NUM_SERVERS))
+@given(
+    VARIABLES,
+    st.sampled_from(PARTITIONERS),
+    st.integers(1, NUM_SERVERS),
+    st.sampled_from([SHARDING, ON_ONE]),
+)
 def test_values_come_back_as_they_were_sent(
-    session, variables, partitioner, num_servers
+    session, variables, partitioner, num_servers, sharding
 ):
     group = group_of(variables, partitioner, num_servers)
     values = [array_of(*v, seed=i) for i, v in enumerate(variables)]
-    remote = RemoteGroup(session, group, SHARDING)
-    remote.create(on_devices(values))
+    remote = RemoteGroup(session, group, sharding)
+    remote.create(on_devices(values, sharding))
     remote.require_created()
     assert remote.pull()
     assert_equal(remote.values, values)
-    assert all(v.sharding == SHARDING for v in remote.values)
+    assert all(v.sharding == sharding for v in remote.values)
     assert not remote.pull()  # There is nothing newer.
-    remote.assign(on_devices([-v for v in values]))
-    other = RemoteGroup(session, group, SHARDING)
+    remote.assign(on_devices([-v for v in values], sharding))
+    other = RemoteGroup(session, group, sharding)
     other.pull()
     assert_equal(other.values, [-v for v in values])
+
+
+def test_a_program_that_donates_values_leaves_what_was_received_alone():
+    """On one CPU device values are views of it, so that nothing is copied."""
+    group = group_of([((64, 16), "float32"), ((16,), "float32")], None, 1)
+    layout = GroupLayout(group, ON_ONE, None)
+    sent = [array_of((64, 16), "float32", 1), array_of((16,), "float32", 2)]
+    (pieces,) = layout.all_vectors(on_devices(sent, ON_ONE))
+    received = aligned(4 * (64 * 16 + 16)).view("float32")
+    received[:] = np.concatenate(pieces["float32"])
+    before = received.copy()
+    values = layout.on_devices({0: {"float32": received}})
+    assert_equal(values, sent)
+    addresses = [v.addressable_data(0).unsafe_buffer_pointer() for v in values]
+    assert min(addresses) == received.ctypes.data
+    doubled = jax.jit(lambda x: [v * 2 for v in x], donate_argnums=0)(values)
+    assert_equal(doubled, [2 * v for v in sent])
+    np.testing.assert_array_equal(received, before)
 
 
 @settings(

@@ -1,1 +1,1 @@
-"""Every use of a private name of Keras or JAX: why, and the versions tested."""
+"""Every use of a private name of Keras, JAX or Grain: why, and the versions tested."""

@@ -43,8 +43,10 @@ __all__ = [
     "attach_masks",
     "build",
     "class_weight_to_sample_weights",
+    "clipped",
     "current_scope",
     "dataset_with_epochs",
+    "decays",
     "described",
     "forget_uninitialized",
     "has_value",
@@ -235,6 +237,16 @@ def learning_rate_of(optimizer: Any) -> Any:
     optimizer = getattr(optimizer, "inner_optimizer", None) or optimizer
     rate = optimizer._learning_rate
     return rate if hasattr(rate, "path") else None
+
+
+def clipped(optimizer: Any, gradients: Sequence[Any]) -> list[Any]:
+    """Gradients as an optimizer clips them; publicly it does so in updates only."""
+    return list(optimizer._clip_gradients(list(gradients)))
+
+
+def decays(optimizer: Any, variable: Any) -> bool:
+    """Whether an optimizer's weight decay takes in a variable: it may exclude some."""
+    return optimizer._use_weight_decay(variable)
 
 
 def shared_seed_generator(*, make: bool) -> Any:

@@ -10,7 +10,9 @@ import numpy as np
 
 from replicax._util.types import Shape
 
-__all__ = ["FlatLayout", "array_of", "bytes_of", "holds_numbers"]
+__all__ = ["FlatLayout", "aligned", "array_of", "bytes_of", "holds_numbers"]
+
+_ALIGNMENT = 64
 
 _Array = TypeVar("_Array", np.ndarray, jax.Array)
 
@@ -18,6 +20,13 @@ _Array = TypeVar("_Array", np.ndarray, jax.Array)
 def holds_numbers(array: np.ndarray | np.generic) -> bool:
     """Whether an array is of numbers or booleans, not of strings, dates or objects."""
     return array.dtype.kind not in "OUSMm"
+
+
+def aligned(num_bytes: int) -> np.ndarray:
+    """New memory, `uint8[n]`, that JAX takes for an array on a CPU without a copy."""
+    memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + num_bytes]
 
 
 def bytes_of(array: np.ndarray) -> np.ndarray:

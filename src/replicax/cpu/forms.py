@@ -270,6 +270,11 @@ def by_outputs(
     space = [w.outputs for w in windows]
     positions = _at_outputs(_pad(x, windows), windows)
     length = weights.shape[0]
+    if groups == 1 and batch * math.prod(space) <= outputs:
+        # All elements together are no larger than the kernel, which is read once.
+        elements = jnp.stack([e.reshape(length, batch) for e in positions])
+        y = jnp.einsum("pkn,ko->pno", elements, weights[:, 0], precision=precision)
+        return y.reshape(*space, batch, outputs)
     if groups == 1 and length * (batch + outputs) <= batch * outputs:
         # Copies of both operands are smaller than the result: write that once.
         elements = jnp.stack([e.reshape(length, batch) for e in positions])

@@ -5,7 +5,6 @@ Grain's `shuffle(seed)` has a different order for each epoch, `seed + epoch`, bu
 iteration `n` here reads epoch `n` of the repeated dataset.
 """
 
-import copy
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, TypeGuard, TypeVar
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, TypeGuard, TypeVar
 import jax
 import numpy as np
 
+from replicax._private import grain as private
 from replicax._util.types import PyTree
 from replicax.engine.composites import described
 from replicax.engine.row_arrays import is_one_array
@@ -62,19 +62,14 @@ def reshuffled(dataset: object, iteration: int) -> object:
         return dataset
     if is_map_dataset(dataset):
         return _later(dataset, iteration) if _is_random(dataset) else dataset
-    parents = tuple(getattr(dataset, "_parents", ()))
+    parents = private.parents_of(dataset)
     later = tuple(reshuffled(parent, iteration) for parent in parents)
-    # Grain numbers a stream's examples from 0 in each iteration, with one seed.
-    is_random_map = type(dataset).__name__ == "RandomMapIterDataset"
-    if is_random_map or any(a is not b for a, b in zip(later, parents, strict=True)):
-        dataset = copy.copy(dataset)
-        # Grain itself does this to shard a dataset.
-        dataset._parents = later  # type: ignore[attr-defined]
-    if is_random_map:
-        # Grain has no public way to the seed.
-        entropy = (dataset._seed, iteration)  # type: ignore[attr-defined]
-        (seed,) = np.random.SeedSequence(entropy).generate_state(1)
-        dataset._seed = int(seed)  # type: ignore[attr-defined]
+    if any(a is not b for a, b in zip(later, parents, strict=True)):
+        dataset = private.made_from(dataset, later)
+    if (first := private.seed_of(dataset)) is not None:
+        # Grain numbers a stream's examples from 0 in each iteration, with one seed.
+        (seed,) = np.random.SeedSequence((first, iteration)).generate_state(1)
+        dataset = private.reseeded(dataset, int(seed))
     return dataset
 
 

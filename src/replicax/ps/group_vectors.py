@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from replicax._util.arrays import aligned
 from replicax._util.types import PyTree
 from replicax.ps.partition import VariableGroup
 from replicax.ps.wire import dtype_named
@@ -50,6 +51,8 @@ class GroupLayout:
         self._pushed_dtypes = list(map(dtype_named, dtypes))
         self._cast = jax.jit(self._in_pushed_dtypes)
         self._unpack = jax.jit(self._unpacked, out_shardings=sharding)
+        (*_, device) = devices = sharding.addressable_devices
+        self._takes_views = len(devices) == 1 and device.platform == "cpu"
 
     def as_pushed(self, gradients: Sequence[jax.Array]) -> list[jax.Array]:
         """One device's copies of the gradients, in the dtypes in which they travel."""
@@ -79,24 +82,36 @@ class GroupLayout:
 
     def on_devices(self, held: Mapping[int, _Vectors]) -> list[jax.Array]:
         """The variables' values, on all devices, of the servers' vectors."""
+        if self._takes_views:  # Of what was received: most are aligned.
+            return jax.device_put(self._unpacked(held), self._sharding)
         return self._unpack(jax.device_put(dict(held), self._sharding))
 
     def _in_pushed_dtypes(self, gradients: list[jax.Array]) -> list[jax.Array]:
         dtypes = zip(gradients, self._pushed_dtypes, strict=True)
         return [gradient.astype(dtype) for gradient, dtype in dtypes]
 
-    def _unpacked(self, held: dict[int, _Vectors]) -> list[jax.Array]:
+    def _unpacked(self, held: Mapping[int, _Vectors]) -> list[PyTree]:
         unpacked = {
             server: iter(self._layouts[server].unpack(vectors))
             for server, vectors in held.items()
         }
-        pieces: dict[int, list[jax.Array]] = {}
+        pieces: dict[int, list[PyTree]] = {}
         for part in self._group.parts:  # Rows of a variable are in order.
             pieces.setdefault(part.variable, []).append(next(unpacked[part.server]))
         return [
-            found[0] if len(found) == 1 else jnp.concatenate(found)
+            found[0] if len(found) == 1 else _joined(found)
             for _, found in sorted(pieces.items())
         ]
+
+
+def _joined(rows: Sequence[PyTree]) -> PyTree:
+    """The rows of a variable from several servers, of NumPy's or traced."""
+    first = rows[0]
+    if not isinstance(first, np.ndarray):
+        return jnp.concatenate(rows)
+    shape = (sum(map(len, rows)), *first.shape[1:])
+    memory = aligned(sum(x.nbytes for x in rows))
+    return np.concatenate(rows, out=memory.view(first.dtype).reshape(shape))
 
 
 class SlotKey(NamedTuple):

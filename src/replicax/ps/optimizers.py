@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from replicax._private.keras import write_values
+from replicax._private.keras import clipped, decays, write_values
 from replicax._util.types import JSON, JSONObject, PyTree
 
 __all__ = [
@@ -141,10 +141,9 @@ def clip_before_push(
         return list(gradients)
     scale = optimizer.loss_scale_factor
     if scale is None:
-        return list(optimizer._clip_gradients(list(gradients)))
+        return clipped(optimizer, gradients)
     unscaled = [None if g is None else g / scale for g in gradients]
-    clipped = optimizer._clip_gradients(unscaled)
-    return [None if g is None else g * scale for g in clipped]
+    return [None if g is None else g * scale for g in clipped(optimizer, unscaled)]
 
 
 def clips_on_worker(optimizer: keras.optimizers.Optimizer) -> bool:
@@ -172,7 +171,7 @@ def _decays(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> 
     inner = getattr(optimizer, "optimizers", None)
     if inner is not None:
         return all(_decays(each, variable) for each in inner)
-    return optimizer._use_weight_decay(variable)
+    return decays(optimizer, variable)
 
 
 def build_recording(

@@ -18,7 +18,7 @@ import ml_dtypes
 import msgspec
 import numpy as np
 
-from replicax._util.arrays import bytes_of
+from replicax._util.arrays import aligned, bytes_of
 from replicax._util.types import JSONObject
 from replicax.ps.limits import Count
 
@@ -50,8 +50,6 @@ CHUNK_BYTES = 4 << 20
 _SMALL_BYTES = 128 << 10
 # A group of 10,000 variables takes 2.2 MB.
 HEADER_BYTES = 4 << 20
-
-_ALIGNMENT = 64
 
 _NAMES = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
@@ -382,19 +380,12 @@ def _receive_vector(
         if len(piece) == size and piece.ctypes.data % dtype.alignment == 0:
             return piece.view(dtype)
         if whole is None:
-            whole = _aligned(size)
+            whole = aligned(size)
         whole[taken : taken + len(piece)] = piece
         taken += len(piece)
     result = (np.empty(0, np.uint8) if whole is None else whole).view(dtype)
     result.flags.writeable = False
     return result
-
-
-def _aligned(size: int) -> np.ndarray:
-    """Memory that JAX takes for an array on a CPU as it is, without a copy."""
-    memory = np.empty(size + _ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % _ALIGNMENT
-    return memory[start : start + size]
 
 
 def _piece(reader: MessageReader, name: str, missing: int) -> np.ndarray:
