@@ -22,7 +22,8 @@ __all__ = ["share_one_heap", "use_huge_pages"]
 _log = logging.getLogger("replicax")
 
 # Constants of malloc.h and mman-common.h, the same on all architectures of Linux.
-_M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8
+_THREADS_HEAP = 2**26  # HEAP_MAX_SIZE of glibc's arena.c on 64 bits.
 _MADV_HUGEPAGE = 14
 _AHEAD = 2**29  # Address space that is reserved in advance; memory only when used.
 _PAGE = 2**21
@@ -90,6 +91,9 @@ def _libc() -> ctypes.CDLL | None:
     libc.madvise.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
     libc.mallopt(_M_MMAP_MAX, 0)
     libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+    # glibc unmaps the last heap of a thread when a step has emptied it, unless the heap
+    # before it has less room than the pad; that a heap can never have.
+    libc.mallopt(_M_TOP_PAD, _THREADS_HEAP)
     return libc
 
 
