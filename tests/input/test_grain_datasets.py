@@ -38,6 +38,19 @@ def test_source_can_go_to_worker_processes():
     np.testing.assert_array_equal(rows[7][0], X[7])
 
 
+@pytest.mark.parametrize("of_columns", [False, True])
+def test_rows_of_pandas_are_found_by_position(of_columns: bool) -> None:
+    """As after `train_test_split`: labels are not positions."""
+    pd = pytest.importorskip("pandas", reason="pandas is not installed")
+    index = np.array([2, 0, 1])
+    frame = pd.DataFrame({"a": [1.0, 2.0, 3.0], "b": [4.0, 5.0, 6.0]}, index=index)
+    x = dict(frame) if of_columns else frame
+    rows = list(numpy_dataset((x, pd.Series([7, 8, 9], index=index))))
+    assert [int(y) for _, y in rows] == [7, 8, 9]
+    found = [list(x.values()) if of_columns else x.tolist() for x, _ in rows]
+    assert found == [[1, 4], [2, 5], [3, 6]]
+
+
 def test_arrays_must_agree():
     with pytest.raises(ValueError, match=r"leaf \[0\]: 10, leaf \[1\]: 4"):
         numpy_dataset((X, Y[:4]))

@@ -227,3 +227,33 @@ def test_variable_of_a_distribution(strategy_of: Any) -> None:
         variable = keras.Variable(0.0, name="early")
     with pytest.raises(rx.ContextError, match=r"run\(.*'early'.*keras\.distribution"):
         strategy_of(2).run(lambda: variable.assign(1.0))
+
+
+def test_data_frames_and_series_are_arrays(strategy_of: Any) -> None:
+    """Rows by position, whatever their labels are, in each call that takes data."""
+    pd = pytest.importorskip("pandas", reason="pandas is not installed")
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(10, 2)), rng.normal(size=10)
+    labels = rng.permutation(10)
+    frame = pd.DataFrame(x, columns=["a", "b"], index=labels)
+    series = pd.Series(y, index=labels)
+    strategy = strategy_of(2)
+
+    def results(x: Any, y: Any) -> list[Any]:
+        keras.utils.set_random_seed(0)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
+            model.compile("sgd", "mse")
+        batches = strategy.experimental_distribute_dataset((x, y), batch_size=4)
+        return [
+            model.fit(x, y, batch_size=4, epochs=2, verbose=0).history["loss"],
+            model.fit(batches, verbose=0).history["loss"],
+            model.evaluate(x, y, batch_size=4, verbose=0),
+            model.predict(x, batch_size=4, verbose=0),
+            model.train_on_batch(x, y),
+            model.test_on_batch(x, y),
+            model.predict_on_batch(x),
+        ]
+
+    for ours, expected in zip(results(frame, series), results(x, y), strict=True):
+        np.testing.assert_array_equal(ours, expected)

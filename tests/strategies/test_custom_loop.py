@@ -316,3 +316,20 @@ def test_losses_that_layers_add_count(with_tape: bool) -> None:
     assert float(loss) == pytest.approx(0.02 * np.mean(sums**2), rel=1e-5)
     expected = 0.02 * np.mean(x * sums[..., None], axis=(0, 1))
     np.testing.assert_allclose(gradient[:, 0], expected, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 4])
+def test_a_sum_of_scalars_adds_one_per_replica(num_replicas: int) -> None:
+    """As in `tf.distribute`: each replica's update counts, a mean's does not change."""
+    strategy = mirrored(num_replicas)
+    with strategy.scope():
+        total, mean = keras.metrics.Sum(), keras.metrics.Mean()
+
+    def step() -> None:
+        total.update_state(2.0)
+        mean.update_state(2.0)
+
+    for _ in range(3):
+        strategy.run(step)
+    assert float(total.result()) == 6.0 * num_replicas
+    assert float(mean.result()) == 2.0

@@ -34,6 +34,7 @@ __all__ = [
     "found_in",
     "gradient_marks",
     "inner_jaxprs",
+    "is_declared_mirrored",
     "line_of",
     "open_jaxpr",
     "varying_marks",
@@ -55,6 +56,11 @@ Atom: TypeAlias = jex_core.Var | jex_core.Literal
 def declare_mirrored(tree: PyTree) -> PyTree:
     """State that arrays are equal on all replicas where the pass cannot see it."""
     return jax.tree.map(lambda x: checkpoint_name(x, _MIRRORED), tree)
+
+
+def is_declared_mirrored(equation: Eqn | TracedEquation) -> bool:
+    """Whether an equation is `declare_mirrored`'s."""
+    return equation.primitive.name == "name" and equation.params["name"] == _MIRRORED
 
 
 def declare_whole(array: jax.Array, number: int) -> jax.Array:
@@ -174,7 +180,7 @@ class _Pass:
         if self._axis_name is None:
             return name == "stop_gradient"
         if name == "name":
-            return eqn.params["name"] == _MIRRORED
+            return is_declared_mirrored(eqn)
         if name in ("psum", "psum_invariant", "pmax", "pmin"):
             axes = eqn.params["axes"]
         elif name in ("all_gather", "all_gather_invariant"):

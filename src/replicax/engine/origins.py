@@ -9,9 +9,14 @@ from collections.abc import Iterator, Sequence
 import jax
 
 from replicax._private.jax import TracedEquation, equation_of
-from replicax.engine.divergence import AnyJaxpr, inner_jaxprs, open_jaxpr
+from replicax.engine.divergence import (
+    AnyJaxpr,
+    inner_jaxprs,
+    is_declared_mirrored,
+    open_jaxpr,
+)
 
-__all__ = ["Origin", "origins_of", "path_to_product"]
+__all__ = ["Origin", "is_combined", "origins_of", "path_to_product"]
 
 _PRODUCTS = ("dot_general", "conv_general_dilated")
 
@@ -109,3 +114,24 @@ def path_to_product(
             if path:
                 return [(equation, number), *path]
     return []
+
+
+def is_combined(value: jax.Array, most: int = 8) -> bool:
+    """Whether a value is an all-reduce's result, or made from one element by element.
+
+    Args:
+        value: Inside a replica function.
+        most: Number of equations to look back.
+    """
+    equation = equation_of(value)
+    if equation is None or most == 0:
+        return False
+    if is_declared_mirrored(equation):
+        return True
+    if equation.primitive.name in _PRODUCTS or equation.primitive.multiple_results:
+        return False
+    alike = [
+        is_combined(x, most - 1) for x in equation.in_tracers if x.size == value.size
+    ]
+    # A scalar's factors are scalars, too: such as a scale that all replicas share.
+    return any(alike) if value.size > 1 else bool(alike) and all(alike)

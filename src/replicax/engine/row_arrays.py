@@ -192,8 +192,15 @@ def is_one_array(value: object) -> bool:
     return is_composite(value) or is_foreign(value)
 
 
+def _is_of_pandas(value: object) -> bool:
+    return not isinstance(value, np.ndarray) and hasattr(value, "iloc")
+
+
 def as_rows(value: PyTree, path: tuple[object, ...] = ()) -> PyTree:
     """A sparse or composite array as a leaf that has rows; another leaf as it is.
+
+    What pandas has becomes a NumPy array, whose rows are found by position: those of a
+    `Series` are found by label.
 
     Args:
         value: A leaf of a batch, or a composite array.
@@ -204,7 +211,7 @@ def as_rows(value: PyTree, path: tuple[object, ...] = ()) -> PyTree:
         ValueError: For one without rows.
     """
     if not is_one_array(value):
-        return value
+        return value.to_numpy() if _is_of_pandas(value) else value
     name = f"leaf {jax.tree_util.keystr(path)}" if path else "the batch"
     if is_foreign(value):
         return sparse_rows(value)

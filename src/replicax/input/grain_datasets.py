@@ -15,7 +15,7 @@ import numpy as np
 from replicax._private import grain as private
 from replicax._util.types import PyTree
 from replicax.engine.composites import described
-from replicax.engine.row_arrays import is_one_array
+from replicax.engine.row_arrays import by_rows, is_one_array
 from replicax.input.split import leading_size
 
 if TYPE_CHECKING:
@@ -114,7 +114,8 @@ def numpy_dataset(arrays: PyTree) -> "grain.MapDataset[PyTree]":
     `numpy_dataset((x, y)).shuffle(seed=0).batch(64)`.
 
     Args:
-        arrays: Pytree of `[N, ...]` NumPy arrays, such as `(x, y)`. Not copied.
+        arrays: Pytree of `[N, ...]` NumPy arrays, such as `(x, y)`, which are not
+            copied; or of data frames and series of pandas.
 
     Returns:
         A `grain.MapDataset` of `N` elements, pytrees of `[...]` arrays.
@@ -132,6 +133,7 @@ def numpy_dataset(arrays: PyTree) -> "grain.MapDataset[PyTree]":
             )
     import grain  # A late import: it takes long.
 
+    arrays = by_rows(arrays)
     return grain.MapDataset.source(_Rows(arrays, leading_size(arrays, "numpy_dataset")))
 
 
