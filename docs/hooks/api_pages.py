@@ -157,6 +157,7 @@ PAGES = {
             "experimental.partitioners.*",
             "layers.Embedding",
             "layers.RowSource",
+            "layers.TableSpec",
         ),
     ),
     "checkpoints.md": Page(

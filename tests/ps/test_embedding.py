@@ -9,7 +9,7 @@ import pytest
 
 import replicax as rx
 from replicax.layers import Embedding, RowSource
-from replicax.ps.table import Table, TableError, TableSpec
+from replicax.ps.table import Table, TableError
 
 NUM_SERVERS = 2
 PIXEL_VALUES = 17  # 0 to 16
@@ -32,15 +32,8 @@ class Servers:
         self.sequence = 0
         self.lock = threading.Lock()
 
-    def create(self, name, num_rows, dim, dtype, initializer_config, seed):
-        spec = TableSpec(
-            name=name,
-            num_rows=num_rows,
-            dim=dim,
-            dtype=dtype,
-            initializer=initializer_config,
-            seed=seed,
-        )
+    def create(self, spec):
+        name = spec.name
         if name in self.tables:
             if not spec.fits(self.tables[name][0].spec):
                 raise ValueError(f"another table {name!r} is there")

@@ -12,7 +12,7 @@ import pytest
 
 from replicax.cluster.timeouts import Timeouts
 from replicax.errors import ClusterError
-from replicax.layers import RowSource
+from replicax.layers import RowSource, TableSpec
 from replicax.ps import rows as rows_module
 from replicax.ps.connection import ConnectionLost, ValuesLostError
 from replicax.ps.credentials import Credentials, new_token
@@ -47,6 +47,12 @@ ADAM_GROUP = group_of("Adam", ADAM)
 SGD_GROUP = group_of(
     "SGD", {"learning_rate": 0.5, "momentum": 0.0, "nesterov": False}, "group 1"
 )
+
+
+def table(name, *, num_rows=NUM_ROWS, dim=DIM, seed=3):
+    return TableSpec(
+        name=name, num_rows=num_rows, dim=dim, initializer=UNIFORM, seed=seed
+    )
 
 
 @dataclasses.dataclass
@@ -125,7 +131,7 @@ def make_rows(servers):
 def rows(make_rows):
     """A source with one table, which is updated with the first group."""
     rows = make_rows()
-    rows.create("words", NUM_ROWS, DIM, "float32", UNIFORM, 3)
+    rows.create(table("words"))
     rows.connect(SGD_GROUP, [Anchor("words")])
     return rows
 
@@ -204,7 +210,7 @@ def test_what_a_program_leaves_that_is_not_pushed_is_forgotten(rows):
 
 
 def test_only_tables_with_an_anchor_are_pushed(rows, servers):
-    rows.create("topics", 10, DIM, "float32", UNIFORM, 0)
+    rows.create(table("topics", num_rows=10))
     assert tables_of([object(), Anchor("topics"), Anchor("topics")]) == ["topics"]
     step(rows, [1])
     assert servers.versions("topics") == [0, 0]
@@ -243,10 +249,7 @@ def test_complete_waits_for_callbacks(rows):
 def test_one_seed_stands_on_all_servers(make_rows):
     first, second = make_rows(), make_rows(1)
     threads = [
-        threading.Thread(
-            target=source.create,
-            args=("words", NUM_ROWS, DIM, "float32", UNIFORM, seed),
-        )
+        threading.Thread(target=source.create, args=(table("words", seed=seed),))
         for seed, source in enumerate((first, second))
     ]
     for thread in threads:
@@ -256,19 +259,19 @@ def test_one_seed_stands_on_all_servers(make_rows):
     np.testing.assert_array_equal(everything(first), everything(second))
     candidates = []
     for seed in range(2):
-        first.create(f"words {seed}", NUM_ROWS, DIM, "float32", UNIFORM, seed)
+        first.create(table(f"words {seed}", seed=seed))
         candidates.append(everything(first, f"words {seed}"))
     assert any((everything(first) == candidate).all() for candidate in candidates)
 
 
 def test_tables_that_do_not_fit_are_errors(rows, make_rows):
     with pytest.raises(ValueError, match="with 101 rows of 4; got 101 rows of 5"):
-        make_rows().create("words", NUM_ROWS, 5, "float32", UNIFORM, 3)
+        make_rows().create(table("words", dim=5))
     with pytest.raises(ValueError, match="may hold 1048576"):
-        rows.create("large", 10**9, DIM, "float32", UNIFORM, 3)
+        rows.create(table("large", num_rows=10**9))
     with pytest.raises(ValueError, match="its optimizer is there"):
         rows.connect(ADAM_GROUP, [Anchor("words")])
-    rows.create("topics", 10, DIM, "float32", UNIFORM, 3)
+    rows.create(table("topics", num_rows=10))
     lamb = group_of("Lamb", {}, "lamb 0")
     with pytest.raises(ValueError, match="rows cannot be updated by 'Lamb'"):
         rows.connect(lamb, [Anchor("topics")])
@@ -286,7 +289,7 @@ def test_an_anchor_that_does_not_decay_keeps_its_rows(make_rows):
     config = {**ADAM, "weight_decay": 0.5}
     changes = []
     for name, excluded in (("decays", []), ("stays", [0])):
-        rows.create(name, NUM_ROWS, DIM, "float32", UNIFORM, 3)
+        rows.create(table(name))
         group = group_of("AdamW", config, name, no_weight_decay=excluded)
         rows.connect(group, [Anchor(name)])
         before = everything(rows, name)
@@ -299,7 +302,7 @@ def test_gradients_may_travel_as_bfloat16(make_rows):
     sizes = []
     for i, compression in enumerate((None, "bfloat16")):
         rows = make_rows(i, compression=compression)
-        rows.create("words", NUM_ROWS, DIM, "float32", UNIFORM, 3)
+        rows.create(table("words"))
         rows.connect(SGD_GROUP, [Anchor("words")])
         before, sent = everything(rows), rows.session.num_bytes
         step(rows, np.arange(100), value=0.3)
@@ -311,7 +314,7 @@ def test_gradients_may_travel_as_bfloat16(make_rows):
 
 def test_parts_of_a_step_make_one_update(rows, make_rows):
     other = make_rows(worker=1)
-    other.create("words", NUM_ROWS, DIM, "float32", UNIFORM, 3)
+    other.create(table("words"))
     other.connect(SGD_GROUP, [Anchor("words")])
     before = everything(rows)
     for number in range(2):
@@ -325,7 +328,7 @@ def test_parts_of_a_step_make_one_update(rows, make_rows):
 def test_a_later_process_of_the_worker_replaces_it(rows, make_rows):
     step(rows, [1])
     again = make_rows()
-    again.create("words", NUM_ROWS, DIM, "float32", UNIFORM, 3)
+    again.create(table("words"))
     again.connect(SGD_GROUP, [Anchor("words")])
     step(again, [1])
     with pytest.raises(ClusterError, match=r"ps:0 refuses to go on.*a later process"):
@@ -387,7 +390,7 @@ def test_a_program_that_lost_a_server_runs_again(rows, servers, monkeypatch, cap
 def test_a_server_that_stays_away_is_named(servers, make_rows, monkeypatch):
     monkeypatch.setattr(rows_module, "_RETRY_SECONDS", 0.3)
     rows = make_rows(timeouts=Timeouts(server=1.0))
-    rows.create("words", NUM_ROWS, DIM, "float32", UNIFORM, 3)
+    rows.create(table("words"))
     servers.lose(1)
 
     def program():

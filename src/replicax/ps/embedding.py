@@ -20,7 +20,7 @@ from jax.experimental import io_callback
 from replicax._util.types import JSONObject, PyTree, Shape
 from replicax.engine.replica import ReplicaContext
 from replicax.engine.scope import current_context, current_strategy
-from replicax.ps.table import check_ids, sum_duplicates
+from replicax.ps.table import TableSpec, check_ids, sum_duplicates
 
 __all__ = ["Embedding", "RowSource"]
 
@@ -41,16 +41,8 @@ class RowSource(Protocol):
     may wait for this one there.
     """
 
-    def create(
-        self,
-        name: str,
-        num_rows: int,
-        dim: int,
-        dtype: str,
-        initializer_config: JSONObject,
-        seed: int,
-    ) -> None:
-        """Make the table, unless it is there with these sizes and whatever seed."""
+    def create(self, spec: TableSpec) -> None:
+        """Make a table, unless it is there with these sizes and whatever seed."""
         ...
 
     def pull(self, name: str, ids: np.ndarray) -> np.ndarray:
@@ -189,12 +181,14 @@ class Embedding(keras.layers.Embedding):
         initializer: Any = self.embeddings_initializer
         config: Any = keras.initializers.serialize(initializer)
         source.create(
-            self._table.name,
-            self.input_dim,
-            self.output_dim,
-            self.variable_dtype,
-            config,
-            _seed_of(initializer),
+            TableSpec(
+                name=self.name,
+                num_rows=self.input_dim,
+                dim=self.output_dim,
+                dtype=self.variable_dtype,
+                initializer=config,
+                seed=_seed_of(initializer),
+            )
         )
         self.built = True
 

@@ -25,7 +25,7 @@ from replicax.ps.groups import StepShare
 from replicax.ps.messages import CreateTable, PullRows, PushRows
 from replicax.ps.partition import VariableGroup
 from replicax.ps.session import Session
-from replicax.ps.table import TableError, TableSpec, sum_duplicates
+from replicax.ps.table import TableSpec, sum_duplicates
 
 __all__ = ["RemoteTables", "RowPush", "tables_of"]
 
@@ -63,27 +63,8 @@ class RemoteTables:
 
     # What layers call.
 
-    def create(
-        self,
-        name: str,
-        num_rows: int,
-        dim: int,
-        dtype: str,
-        initializer_config: JSONObject,
-        seed: int,
-    ) -> None:
+    def create(self, spec: TableSpec) -> None:
         """Make a table, unless it is there with these sizes and whatever seed."""
-        try:
-            spec = TableSpec(
-                name=name,
-                num_rows=num_rows,
-                dim=dim,
-                dtype=dtype,
-                initializer=initializer_config,
-                seed=seed,
-            )
-        except TableError as error:
-            raise ValueError(str(error)) from error
         for server in self._servers:
             # It makes all of its rows before it answers.
             seconds = self._session.timeouts.step
@@ -92,7 +73,7 @@ class RemoteTables:
             # The first server says whose seed stands, where workers have different
             # ones, so that all have the same.
             spec = msgspec.convert(answer["spec"], TableSpec)
-        self._dims[name] = dim
+        self._dims[spec.name] = spec.dim
 
     def pull(self, name: str, ids: np.ndarray) -> np.ndarray:
         """The values `float32[n, dim]` of distinct rows `int64[n]`.

@@ -27,7 +27,7 @@ _BLOCK = 4096  # Rows; part of what a seed means, so it must never change.
 _Block = Callable[[np.random.Generator, tuple[int, int]], np.ndarray]
 
 
-class TableError(RefusedRequestError):
+class TableError(RefusedRequestError, ValueError):
     """A table cannot be made so, or what was asked of it does not fit it."""
 
 
