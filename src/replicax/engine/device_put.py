@@ -1,7 +1,8 @@
 """Places arrays on the replicas' devices, of one process or of several."""
 
 import functools
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterable
 
 import jax
 import jax.core
@@ -15,7 +16,16 @@ from replicax.cluster import workers
 from replicax.cluster.dispatch_log import Operation
 from replicax.engine.composites import is_key
 
-__all__ = ["gathered", "is_spread", "laid_out", "local_value", "rows"]
+__all__ = [
+    "gathered",
+    "is_spread",
+    "laid_out",
+    "local_value",
+    "rows",
+    "warn_of_wide_integers",
+]
+
+_WIDE = (np.dtype("int64"), np.dtype("uint64"))
 
 
 def laid_out(value: PyTree, sharding: NamedSharding) -> jax.Array:
@@ -89,6 +99,7 @@ def rows(tree: PyTree, sharding: NamedSharding) -> PyTree:
     """
     if _is_nowhere(sharding):
         return tree
+    warn_of_wide_integers(jax.tree.leaves(tree))
     if sharding.is_fully_addressable:
         return jax.device_put(tree, sharding)  # All arrays in one call.
 
@@ -98,6 +109,30 @@ def rows(tree: PyTree, sharding: NamedSharding) -> PyTree:
         return jax.make_array_from_process_local_data(sharding, np.asarray(x))
 
     return jax.tree.map(place, tree)
+
+
+def warn_of_wide_integers(arrays: Iterable[PyTree]) -> None:
+    """Warn of 64-bit integers that JAX changes: those that 32 bits do not hold.
+
+    `jax.device_put` and compiled functions drop their upper bits without a word, unless
+    `jax_enable_x64` is set.
+
+    Args:
+        arrays: NumPy's or others, which are left out.
+    """
+    for x in arrays:
+        if not isinstance(x, np.ndarray) or x.dtype not in _WIDE or not x.size:
+            continue
+        limits = np.iinfo(jax.dtypes.canonicalize_dtype(x.dtype))
+        least, most = x.min(), x.max()
+        if least < limits.min or most > limits.max:
+            warnings.warn(
+                f"An array {x.dtype}{list(x.shape)} has values from {least} to {most}. "
+                f"JAX computes with {limits.dtype}, so those beyond it become other "
+                "numbers. Map them to smaller ones, as ids modulo a size, or set "
+                "JAX_ENABLE_X64=1.",
+                stacklevel=2,
+            )
 
 
 def _as_data(place: Callable[[jax.Array], jax.Array], keys: jax.Array) -> jax.Array:

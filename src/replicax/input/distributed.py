@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from replicax._util.arguments import require_count
 from replicax._util.types import PyTree
 from replicax.engine.composites import is_key
+from replicax.engine.device_put import warn_of_wide_integers
 from replicax.engine.row_arrays import PartedRows
 from replicax.input.context import per_replica
 from replicax.input.prefetch import DistributedIterator, Producer, prefetch
@@ -336,5 +337,6 @@ def _unaliased(array: PyTree) -> PyTree:
     """
     if isinstance(array, jax.Array | PartedRows):
         return array
+    warn_of_wide_integers([array])
     dtype = jax.dtypes.canonicalize_dtype(array.dtype)
     return np.array(array, dtype=dtype, order="C")

@@ -345,6 +345,7 @@ class _Placing:
 
     def _transfer(self, flat: list[PyTree], num_steps: int | None) -> list[PyTree]:
         if self._may_stay and all(isinstance(x, np.ndarray) for x in flat):
+            device_put.warn_of_wide_integers(flat)
             return flat
         leading = () if num_steps is None else (None,)
         _refuse_ragged_leaves(flat)

@@ -265,6 +265,7 @@ class ProgramRunner:
         ):
             wanted = self._mirrored
         else:
+            device_put.warn_of_wide_integers([array])
             return array
         if not isinstance(array, jax.Array):
             return device_put.rows(self.group.local_part(array), wanted)
