@@ -1,5 +1,6 @@
 """The site of the documentation: it builds, and is complete by itself."""
 
+import fcntl
 import importlib.util
 import os
 import re
@@ -132,10 +133,26 @@ def hook(name: str) -> ModuleType:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built site. Pages without place, links without end: all are errors."""
+    """The built site. Pages without place, links without end: all are errors.
+
+    Processes of pytest-xdist share it: it takes one of them ten seconds.
+    """
     for package in ("material", "mkdocstrings_handlers.python"):
         pytest.importorskip(package, reason="the docs extra is not installed")
-    folder = tmp_path_factory.mktemp("site")
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent
+    folder = root / "site"
+    with (root / "site.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # It ends with the file.
+        if not folder.exists():
+            _build(root / "site-unfinished")
+            (root / "site-unfinished").rename(folder)
+    return folder
+
+
+def _build(folder: Path) -> None:
+    """Build the site; an error, or a warning, fails who asks for it."""
     process = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder],
         cwd=ROOT,
@@ -146,7 +163,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         check=False,
     )
     assert process.returncode == 0, process.stdout + process.stderr
-    return folder
 
 
 def test_every_page_is_built(site: Path) -> None:
