@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Iterator
+from typing import TypeAlias
 
 import libcst as cst
 
@@ -17,13 +18,15 @@ from replicax.migrate.origins import (
     returned,
 )
 from replicax.migrate.script import Script, walk
-from replicax.migrate.tables import find_target, kind_of_target
+from replicax.migrate.tables import find_target, is_dotted, kind_of_target
 
 __all__ = [
+    "Maker",
     "is_class_of",
     "is_kind",
     "is_named_optimizer",
     "kind_of",
+    "makers",
     "makes_optimizer",
     "renamed_optimizer",
 ]
@@ -39,6 +42,9 @@ _WORDS = ("opt", "optim", "optimizer", "optimiser", "opts", "optimizers")
 
 _Seen = frozenset[cst.CSTNode]
 """What is being looked at, since definitions may go round."""
+Maker: TypeAlias = cst.ClassDef | str | None
+"""A class of the script, a target, a kind where only that is known; None: unknown."""
+_UNKNOWN: frozenset[Maker] = frozenset([None])
 
 
 def is_kind(script: Script, node: cst.BaseExpression, kind: str) -> bool:
@@ -89,7 +95,7 @@ def kind_of(script: Script, node: cst.BaseExpression) -> str | None:
         The one kind of all definitions that reach the original node; None if there are
         none, if one of them is unknown, or if they differ.
     """
-    return _kind(script, node, frozenset())
+    return _one(script, makers(script, node))
 
 
 def is_class_of(script: Script, node: cst.ClassDef, kinds: tuple[str, ...]) -> bool:
@@ -149,56 +155,84 @@ def _values(script: Script, node: cst.BaseExpression) -> Iterator[cst.BaseExpres
             yield from given if definition.index is None and given else [node]
 
 
-def _kind(script: Script, node: cst.BaseExpression, seen: _Seen) -> str | None:
+def makers(script: Script, node: cst.BaseExpression) -> frozenset[Maker]:
+    """What makes the object that an expression is, for all definitions that reach it.
+
+    Returns:
+        Classes of the script, targets such as `"keras.layers.Dense"`, kinds where only
+        those are known, and None for what is not in sight.
+    """
+    return _makers(script, node, frozenset())
+
+
+def _makers(script: Script, node: cst.BaseExpression, seen: _Seen) -> frozenset[Maker]:
     if node in seen:
-        return None
+        return _UNKNOWN
     seen = seen | {node}
     if isinstance(node, cst.Call):
         return _of_call(script, node, seen)
     if isinstance(node, cst.IfExp):
-        return _one(_kind(script, part, seen) for part in (node.body, node.orelse))
+        return _of_all(script, (node.body, node.orelse), seen)
     if isinstance(node, cst.BooleanOperation) and isinstance(node.operator, cst.Or):
-        left = _kind(script, node.left, seen)
-        right = _kind(script, node.right, seen)
-        return right if left in {None, right} else None  # `given or Adam()`
+        left = _makers(script, node.left, seen) - _UNKNOWN
+        return left | _makers(script, node.right, seen)  # `given or Adam()`
     if isinstance(node, cst.Subscript):
         index = node.slice[0].slice
         is_index = isinstance(index, cst.Index)
-        return _of_part(script, node.value, index.value, seen) if is_index else None
+        return _of_part(script, node.value, index.value, seen) if is_index else _UNKNOWN
     if is_name(node, "self"):
-        return _of_class_around(script, node, seen)
+        around = (p for p in script.parents(node) if isinstance(p, cst.ClassDef))
+        return frozenset([next(around, None)])
     if found := definitions(script, node):
-        kinds = [k for d in found for k in _of_definition(script, d, seen)]
-        return _one(kinds)
+        each = (_of_definition(script, d, seen) for d in found)
+        return frozenset[Maker]().union(*each) or _UNKNOWN
     if isinstance(node, cst.Attribute):
-        inner = _kind(script, node.value, seen)
-        return _PARTS.get((inner or "", node.attr.value))
+        inner = _one(script, _makers(script, node.value, seen))
+        return frozenset([_PARTS.get((inner or "", node.attr.value))])
     return _of_comprehension(script, node, seen)
 
 
-def _one(kinds: Iterable[str | None]) -> str | None:
+def _of_all(
+    script: Script, nodes: Iterable[cst.BaseExpression], seen: _Seen
+) -> frozenset[Maker]:
+    each = (_makers(script, node, seen) for node in nodes)
+    return frozenset[Maker]().union(*each) or _UNKNOWN
+
+
+def _one(script: Script, found: frozenset[Maker]) -> str | None:
+    """The one kind of what makers make."""
+    return _single(_kind_of(script, maker) for maker in found)
+
+
+def _kind_of(script: Script, maker: Maker) -> str | None:
+    if isinstance(maker, cst.ClassDef):
+        return _of_class(script, maker, frozenset())
+    return kind_of_target(maker) if maker and is_dotted(maker) else maker
+
+
+def _single(kinds: Iterable[str | None]) -> str | None:
     found = set(kinds)
     return found.pop() if len(found) == 1 else None
 
 
 def _of_definition(
     script: Script, definition: Definition, seen: _Seen
-) -> Iterator[str | None]:
+) -> frozenset[Maker]:
+    """What makes the values of a binding, `None` left away."""
     loop = next(
         (p for p in script.parents(definition.node) if isinstance(p, cst.For)), None
     )
     if loop is not None and definition.node in walk(loop.target):
         found = container(loop.target, definition.node, loop.iter)
-        yield _of_element(script, *found, seen) if found else None
-        return
+        return _of_element(script, *found, seen) if found else _UNKNOWN
     if not definition.values:
-        yield None
-    for value in definition.values:
-        if definition.index is not None:
-            index = cst.Integer(str(definition.index))
-            yield _of_part(script, value, index, seen)
-        elif not is_name(value, "None"):
-            yield _kind(script, value, seen)
+        return _UNKNOWN
+    if definition.index is None:
+        values = [v for v in definition.values if not is_name(v, "None")]
+        return _of_all(script, values, seen) if values else frozenset()
+    index = cst.Integer(str(definition.index))
+    each = (_of_part(script, value, index, seen) for value in definition.values)
+    return frozenset[Maker]().union(*each)
 
 
 def _of_part(
@@ -206,17 +240,17 @@ def _of_part(
     node: cst.BaseExpression,
     index: cst.BaseExpression,
     seen: _Seen,
-) -> str | None:
-    """The kind of `node[index]`."""
+) -> frozenset[Maker]:
+    """What makes `node[index]`."""
     if found := part(script, node, index):
-        return _one(_kind(script, each, seen) for each in found)
+        return _of_all(script, found, seen)
     return _of_element(script, node, True, seen)
 
 
 def _of_element(
     script: Script, node: cst.BaseExpression, is_value: bool, seen: _Seen
-) -> str | None:
-    """The kind of a container's elements, such as of `model.layers` and its slices.
+) -> frozenset[Maker]:
+    """What makes a container's elements, such as of `model.layers` and its slices.
 
     Args:
         script: The script.
@@ -227,51 +261,44 @@ def _of_element(
     if isinstance(node, cst.Subscript) and isinstance(node.slice[0].slice, cst.Slice):
         return _of_element(script, node.value, is_value, seen)
     if isinstance(node, cst.Attribute) and node.attr.value == "layers":
-        inner = _kind(script, node.value, seen)
+        inner = _one(script, _makers(script, node.value, seen))
         is_named = inner is None and script.code(node.value).lower().endswith("model")
         if inner == "model" or is_named:
-            return "layer"
+            return frozenset(["layer"])
     value = script.flow.value(node) or node
     if not is_value and isinstance(value, cst.Dict | cst.DictComp):
-        return None
-    return _one(_kind(script, each, seen) for each in elements(script, node))
+        return _UNKNOWN
+    return _of_all(script, elements(script, node), seen)
 
 
 def _of_comprehension(
     script: Script, node: cst.BaseExpression, seen: _Seen
-) -> str | None:
-    """The kind of a name that a comprehension binds."""
+) -> frozenset[Maker]:
+    """What makes the object of a name that a comprehension binds."""
     for parent in script.parents(node) if isinstance(node, cst.Name) else ():
         loop = parent.for_in if isinstance(parent, cst.BaseComp) else None
         while loop is not None:
             if found := container(loop.target, node, loop.iter):
                 return _of_element(script, *found, seen)
             loop = loop.inner_for_in
-    return None
+    return _UNKNOWN
 
 
-def _of_call(script: Script, node: cst.Call, seen: _Seen) -> str | None:
+def _of_call(script: Script, node: cst.Call, seen: _Seen) -> frozenset[Maker]:
     path = script.names.path(node.func) or renamed_optimizer(script, node)
     if path is not None:
-        target = find_target(path)
-        return kind_of_target(target) if target else None
+        return frozenset([find_target(path)])
     if makes_optimizer(script, node.func):
-        return "optimizer"
+        return frozenset(["optimizer"])
     if isinstance(node.func, cst.Name):
         if found := classes(script, node.func.value):
-            return _one(_of_class(script, each, seen) for each in found)
+            return frozenset(found)
     elif isinstance(node.func, cst.Attribute) and method_of(node) == "get_layer":
-        is_model = _kind(script, node.func.value, seen) == "model"
-        return "layer" if is_model else None
-    values = returned(script, node)
-    return _one(v if v is None else _kind(script, v, seen) for v in values)
-
-
-def _of_class_around(script: Script, node: cst.CSTNode, seen: _Seen) -> str | None:
-    for parent in script.parents(node):
-        if isinstance(parent, cst.ClassDef):
-            return _of_class(script, parent, seen)
-    return None
+        is_model = _one(script, _makers(script, node.func.value, seen)) == "model"
+        return frozenset(["layer"]) if is_model else _UNKNOWN
+    values = list(returned(script, node))
+    known = [value for value in values if value is not None]
+    return _of_all(script, known, seen) | (_UNKNOWN if known != values else set())
 
 
 def _of_class(script: Script, node: cst.ClassDef, seen: _Seen) -> str | None:
@@ -282,7 +309,6 @@ def _of_class(script: Script, node: cst.ClassDef, seen: _Seen) -> str | None:
     for base in node.bases:
         path = script.names.path(base.value)
         if path is not None:
-            target = find_target(path)
-            kinds.add(kind_of_target(target) if target else None)
+            kinds.add(_kind_of(script, find_target(path)))
     kinds |= {_of_class(script, each, seen | {node}) for each in bases(script, node)}
-    return _one(kinds - {None})
+    return _single(kinds - {None})

@@ -256,7 +256,13 @@ def report_functional(script: Script) -> None:
             continue
         if _adds_loss_outside(node):
             script.leave(node, _IN_CALL)
-        given = next((a for a in node.args if is_named(a, "training")), None)
+        names = script.argument_names
+        trained = (
+            a
+            for a in node.args
+            if is_named(a, "training") or names.get(a) == "training"
+        )
+        given = next(trained, None)
         if given is None or is_name(given.value, "None") or not node.args:
             continue
         inputs = argument(node.args, 0, "inputs")

@@ -14,6 +14,7 @@ import libcst as cst
 from replicax.migrate.files import plan_files
 from replicax.migrate.host_calls import plan_lookups
 from replicax.migrate.imports import find_retained, ported_imports, uses_tensorflow
+from replicax.migrate.layer_calls import plan_layer_calls
 from replicax.migrate.logits import plan_logits
 from replicax.migrate.members import report_functional
 from replicax.migrate.optimizers import plan_options
@@ -95,6 +96,7 @@ def port(source: bytes) -> Ported:
     _report_backend(script)
     report_branches(script)
     report_steps(script)
+    plan_layer_calls(script)
     report_functional(script)
     changed = script.module.visit(Rewriter(script))
     changed = ported_imports(script, changed)

@@ -7,7 +7,7 @@ from typing import Any
 import libcst as cst
 
 from replicax.migrate import calls, members, methods, statements
-from replicax.migrate.arguments import call_of, without
+from replicax.migrate.arguments import call_of, renamed, with_args, without
 from replicax.migrate.kinds import renamed_optimizer
 from replicax.migrate.names import root_of
 from replicax.migrate.optimizers import ported_class_call
@@ -239,11 +239,16 @@ class Rewriter(cst.CSTTransformer):
         script = self._script
         extra = script.extra_arguments.get(original)
         pairs = zip(original.args, updated.args, strict=True)
-        kept = [new for old, new in pairs if old not in script.dropped_arguments]
-        if extra is None and len(kept) == len(updated.args):
-            return updated
-        args = without(updated.args, kept, [extra] if extra else [])
-        return updated.with_changes(args=args)
+        kept = [
+            renamed(new, script.argument_names[old])
+            if old in script.argument_names
+            else new
+            for old, new in pairs
+            if old not in script.dropped_arguments
+        ]
+        if extra is None:
+            return with_args(updated, kept)
+        return updated.with_changes(args=without(updated.args, kept, [extra]))
 
     def _try(
         self, original: cst.BaseExpression, rule: Callable[[], cst.BaseExpression]

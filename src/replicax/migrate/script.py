@@ -88,6 +88,7 @@ class Script:
         first_lines: Code that a block begins with, by the original block.
         dropped_arguments: Arguments of original calls that are taken out.
         extra_arguments: Arguments that original calls get, the last ones.
+        argument_names: Names that arguments of original calls by position get.
         wrapped: Targets, such as `"keras.ops.softmax"`, of which results of original
             calls become the argument.
         generators: Names of what gives random numbers to original calls.
@@ -115,6 +116,7 @@ class Script:
         self.first_lines: dict[cst.CSTNode, str] = {}
         self.dropped_arguments: set[cst.Arg] = set()
         self.extra_arguments: dict[cst.Call, cst.Arg] = {}
+        self.argument_names: dict[cst.Arg, str] = {}
         self.wrapped: dict[cst.CSTNode, str] = {}
         self.generators: dict[cst.CSTNode, str] = {}
         self.files: dict[cst.SimpleString, str] = {}

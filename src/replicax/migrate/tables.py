@@ -32,6 +32,7 @@ __all__ = [
     "RENAMED_METHODS",
     "Operator",
     "accepted_arguments",
+    "call_parameters",
     "exists",
     "find_note",
     "find_reason",
@@ -201,6 +202,14 @@ def kind_of_target(target: str) -> str | None:
         return None
     bases = ((kind, _resolved(base)) for kind, base in _KINDS.items())
     return next((kind for kind, base in bases if issubclass(found, base)), None)
+
+
+def call_parameters(target: str) -> tuple[str, ...]:
+    """The parameters of the `call` of a class of layers; none of one that takes any."""
+    call = getattr(_resolved(target), "call", None)
+    parameters = list(inspect.signature(call).parameters.values())[1:] if call else []
+    is_open = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    return () if is_open else tuple(p.name for p in parameters)
 
 
 @functools.cache

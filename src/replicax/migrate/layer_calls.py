@@ -1,0 +1,234 @@
+"""Names the arguments of calls of layers and models that Keras 3 refuses by position.
+
+Keras 3 takes tensors alone by position: `dropout(x, training)` becomes
+`dropout(x, training=training)`. Some of its layers have other arguments in their order.
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import libcst as cst
+
+from replicax.migrate.kinds import Maker, is_class_of, is_kind, makers
+from replicax.migrate.names import is_name, root_of
+from replicax.migrate.origins import bases, definitions, with_bases
+from replicax.migrate.script import Script
+from replicax.migrate.tables import (
+    call_parameters,
+    find_target,
+    is_dotted,
+    kind_of_target,
+)
+
+__all__ = ["plan_layer_calls"]
+
+_FLAGS = ("training", "is_training", "train", "is_train", "trainable", "deterministic")
+"""Names of arguments that say how a layer is called."""
+_PLAIN = ("bool", "dict", "float", "int", "len", "str")
+"""Functions and types of what is no tensor."""
+_SIZES = ("shape", "rank", "size")
+"""Functions of TensorFlow whose results are Python's numbers here."""
+_IN_MODELS = ("inputs", "training", "mask")
+"""What models of Keras are called with."""
+_ORDERS = {
+    "keras.layers.MultiHeadAttention": (
+        *("query", "value", "key", "attention_mask", "return_attention_scores"),
+        *("training", "use_causal_mask"),
+    ),
+}
+"""What TensorFlow's layers are called with, where Keras 3 has another order."""
+_NO_TENSORS = ("training", "return_attention_scores", "use_causal_mask")
+"""Arguments of Keras' own layers that are no tensors."""
+_KINDS = ("layer", "model")
+_REASON = (
+    "Keras 3 takes tensors alone by position, and the `call` of this is not in sight: "
+    "name its arguments, such as training="
+)
+
+
+class _Parameter(NamedTuple):
+    """A parameter of a `call`: whether it is a tensor for sure, or elsewhere here."""
+
+    name: str
+    is_tensor: bool = False
+    is_moved: bool = False
+
+
+def plan_layer_calls(script: Script) -> None:
+    """Plan the names of arguments, or report the calls that need some."""
+    for node in script.calls:
+        if script.called(node) or not node.args:
+            continue
+        if (found := _called_object(script, node)) is not None:
+            callee, owners = found
+            _plan(script, node, callee, owners)
+
+
+def _called_object(
+    script: Script, node: cst.Call
+) -> tuple[cst.BaseExpression, frozenset[Maker]] | None:
+    """The layer or model that a call is of, and what makes it; None if it is of none.
+
+    Methods that are called by their name check nothing; `super().call` of a class of
+    Keras has its order all the same.
+    """
+    func = node.func
+    method = func.attr.value if isinstance(func, cst.Attribute) else ""
+    if isinstance(func, cst.Attribute) and method in {"call", "__call__"}:
+        if isinstance(func.value, cst.Call) and is_name(func.value.func, "super"):
+            around = (p for p in script.parents(node) if isinstance(p, cst.ClassDef))
+            owner = next(around, None)
+            owners = frozenset(_above(script, owner)) if owner else frozenset[Maker]()
+        else:
+            owners = makers(script, func.value)
+        is_direct = any(o not in _ORDERS for o in owners) and method == "call"
+        return None if is_direct else (func.value, owners)
+    return func, makers(script, func)
+
+
+def _above(script: Script, owner: cst.ClassDef) -> Iterator[Maker]:
+    """The bases of a class: those of the script, and targets."""
+    yield from bases(script, owner)
+    paths = (script.names.path(base.value) for base in owner.bases)
+    yield from (find_target(path) for path in paths if path)
+
+
+def _plan(
+    script: Script,
+    node: cst.Call,
+    callee: cst.BaseExpression,
+    owners: frozenset[Maker],
+) -> None:
+    if not _is_layer(script, callee, owners):
+        return
+    orders = {_order(script, owner) for owner in owners}
+    order = orders.pop() if len(orders) == 1 else None
+    first = next(
+        (i for i, arg in enumerate(node.args) if _needs_name(script, arg, i, order)),
+        len(node.args),
+    )
+    for i, arg in enumerate(node.args[first:], first):
+        if arg.keyword is not None:
+            continue
+        if order and i < len(order) and not arg.star:
+            script.argument_names[arg] = order[i].name
+        else:
+            script.leave(node, _REASON)
+            return
+
+
+def _is_layer(
+    script: Script, callee: cst.BaseExpression, owners: frozenset[Maker]
+) -> bool:
+    """Whether what is called can only be a layer or a model."""
+    if owners != {None}:
+        return any(_is_called_by_keras(script, owner) for owner in owners)
+    root = root_of(callee)
+    name = script.code(callee).rpartition(".")[2]
+    if script.functions(name) or (root is not None and script.names.imported(root)):
+        return False
+    made = [v for d in definitions(script, callee) for v in d.values]
+    return is_kind(script, callee, "model") or any(
+        isinstance(each, cst.Call) and _is_imported_class(script, each.func)
+        for each in made
+    )
+
+
+def _is_called_by_keras(script: Script, owner: Maker) -> bool:
+    """Whether an owner's objects are called by `Layer.__call__`."""
+    if not isinstance(owner, cst.ClassDef):
+        return owner in _KINDS or (_of_target(owner) is not None if owner else False)
+    methods = (name for c in with_bases(script, owner) for name in _methods(c))
+    return is_class_of(script, owner, _KINDS) and "__call__" not in methods
+
+
+def _methods(owner: cst.ClassDef) -> dict[str, cst.FunctionDef]:
+    found = (each for each in owner.body.body if isinstance(each, cst.FunctionDef))
+    return {each.name.value: each for each in found}
+
+
+def _is_imported_class(script: Script, node: cst.BaseExpression) -> bool:
+    name = script.names.imported(node) or ""
+    return name.rpartition(".")[2][:1].isupper()
+
+
+def _needs_name(
+    script: Script, arg: cst.Arg, position: int, order: Sequence[_Parameter] | None
+) -> bool:
+    """Whether an argument must have its name, as far as can be seen."""
+    if arg.keyword is not None or position == 0:
+        return False
+    is_tensor = None if arg.star else _is_tensor(script, arg.value, 5)
+    if order is None or position >= len(order):
+        return is_tensor is False
+    parameter = order[position]
+    return parameter.is_moved or not (is_tensor or parameter.is_tensor)
+
+
+@functools.cache
+def _of_target(target: str) -> tuple[_Parameter, ...] | None:
+    """The parameters of the `call` of a class of Keras, with what they may be."""
+    if not is_dotted(target) or kind_of_target(target) not in _KINDS:
+        return None
+    here = call_parameters(target) or _IN_MODELS
+    return tuple(
+        _Parameter(name, name not in _NO_TENSORS, here[i : i + 1] != (name,))
+        for i, name in enumerate(_ORDERS.get(target, here))
+    )
+
+
+def _order(script: Script, owner: Maker) -> tuple[_Parameter, ...] | None:
+    """The parameters of what an owner's objects are called with; None: not in sight."""
+    if not isinstance(owner, cst.ClassDef):
+        return _of_target(owner) if owner else None
+    for each in with_bases(script, owner):
+        if (call := _methods(each).get("call")) is not None:
+            names = (p.name.value for p in call.params.params[1:])
+            return tuple(_Parameter(name) for name in names)
+        targets = [t for t in _above(script, each) if isinstance(t, str)]
+        if found := [o for t in targets if (o := _of_target(t)) is not None]:
+            return found[0]
+    return None
+
+
+def _is_tensor(script: Script, node: cst.BaseExpression, depth: int) -> bool | None:
+    """Whether an expression is a tensor, or None, which Keras 3 takes as well.
+
+    Returns:
+        None if that cannot be seen.
+    """
+    if isinstance(node, cst.Call):
+        is_plain = isinstance(node.func, cst.Name) and node.func.value in _PLAIN
+        return not is_plain and script.called(node) not in _SIZES
+    if isinstance(node, cst.BaseNumber | cst.BaseString | cst.BooleanOperation):
+        return False
+    if isinstance(node, cst.UnaryOperation):
+        is_not = isinstance(node.operator, cst.Not)
+        return False if is_not else _is_tensor(script, node.expression, depth)
+    if isinstance(node, cst.BinaryOperation):
+        sides = {_is_tensor(script, n, depth) for n in (node.left, node.right)}
+        return True if True in sides else None if None in sides else False
+    if isinstance(node, cst.Subscript):
+        is_shape = script.code(node.value).endswith(".shape")
+        return False if is_shape or script.called(node.value) in _SIZES else None
+    if isinstance(node, cst.List | cst.Tuple):
+        parts = [element.value for element in node.elements]
+    else:
+        text = script.code(node).rpartition(".")[2].lstrip("_")
+        if text in {"None", "True", "False", *_FLAGS}:
+            return text == "None"
+        parts = _bound(script, node) if depth else []
+    found = {_is_tensor(script, part, depth - 1) for part in parts}
+    return False if False in found else True if found == {True} else None
+
+
+def _bound(script: Script, node: cst.BaseExpression) -> list[cst.BaseExpression]:
+    """What a name is bound to, defaults of parameters with it."""
+    found: list[cst.BaseExpression] = []
+    for each in definitions(script, node):
+        around = script.parent(each.node)
+        if isinstance(around, cst.Param) and around.default is not None:
+            found.append(around.default)
+        found += each.values
+    return found

@@ -1,0 +1,135 @@
+"""Arguments of layers' calls that Keras 3 refuses by position are named."""
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from tests.migrate.porting import ported
+
+START = """import tensorflow as tf
+from nets import Encoder
+class Block(tf.keras.layers.Layer):
+    def __init__(self, rate=0.5):
+        super().__init__()
+        self.dropout = tf.keras.layers.Dropout(rate)
+        self.norm = tf.keras.layers.BatchNormalization()
+        self.mha = tf.keras.layers.MultiHeadAttention(2, 4)
+        self.gru = tf.keras.layers.GRU(3)
+        self.imported = Encoder(rate)
+        self.step = 3
+    def call(self, x, training, mask=None):
+        return {}
+class Stack(tf.keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.blocks = [Block() for _ in range(2)]
+    def call(self, x, is_training=False):
+        for i, block in enumerate(self.blocks):
+            x = block(x, is_training, None)
+        return self.blocks[0](x, not is_training)
+"""
+
+
+def lines(source: str, inside: str = "x") -> tuple[str, list[str]]:
+    return ported(f"{START.replace('{}', inside)}{source}")
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("self.dropout(x, training)", "self.dropout(x, training=training)"),
+        ("self.dropout(x, True)", "self.dropout(x, training=True)"),
+        ("self.norm(x, training)", "self.norm(x, training=training)"),
+        ("self.mha(x, x, mask)", "self.mha(x, x, mask)"),
+        ("self.mha(x, x, x, mask)", "self.mha(x, x, x, attention_mask=mask)"),
+        (
+            "self.mha(x, x, x, mask, True)",
+            "self.mha(x, x, x, attention_mask=mask, return_attention_scores=True)",
+        ),
+        ("self.gru(x, mask)", "self.gru(x, mask)"),
+        ("self.norm.call(x, training)", "self.norm.call(x, training)"),
+        (
+            "tf.keras.layers.Dropout(.1)(x, training)",
+            "keras.layers.Dropout(.1)(x, training=training)",
+        ),
+    ],
+)
+def test_arguments_of_layers_of_keras_are_named(before: str, after: str) -> None:
+    text, left = lines("", before)
+    assert f"return {after}\n" in text
+    assert left == []
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("b = Block()\nb(x, True)", "b(x, training=True)"),
+        ("b = Block()\nb(x, True, m)", "b(x, training=True, mask=m)"),
+        ("Stack()(x, flag)", "Stack()(x, is_training=flag)"),
+        ("Stack()(x, tf.constant(1))", "Stack()(x, keras.ops.array(1))"),
+        (
+            "class Sub(Block):\n    def f(self, x): return self(x, self.step)",
+            "self(x, training=self.step)",
+        ),
+        (
+            "class Sub(Block):\n"
+            "    def f(self, x): return super().__call__(x, False)\n",
+            "super().__call__(x, training=False)",
+        ),
+        (
+            "class A(tf.keras.layers.MultiHeadAttention):\n"
+            "    def call(self, q, v, k, m): return super().call(q, v, k, m)\n",
+            "super().call(q, v, k, attention_mask=m)",
+        ),
+        ("m = tf.keras.Sequential()\nm(x, True)", "m(x, training=True)"),
+        ("m = tf.keras.Model(a, b)\nm(x, False)", "m(x, training=False)"),
+        (
+            "class L(tf.keras.losses.Loss):\n    def call(self, y, p): return y\n"
+            "loss = L()\nloss(y, True)",
+            "loss(y, True)",
+        ),
+        (
+            "class M(tf.Module):\n    def __call__(self, x, training): return x\n"
+            "m = M()\nm(x, True)",
+            "m(x, True)",
+        ),
+        ("def my_model(x, training): return x\nmy_model(x, True)", "my_model(x, True)"),
+    ],
+)
+def test_arguments_of_classes_of_the_script_are_named(before: str, after: str) -> None:
+    text, left = lines(before)
+    assert after in text
+    assert left == []
+
+
+@pytest.mark.parametrize(
+    "inside",
+    ["self.imported(x, training)", "self.imported(x, True, mask)"],
+)
+def test_what_has_no_call_in_sight_is_left(inside: str) -> None:
+    _, left = lines("", inside)
+    assert ["not in sight" in reason for reason in left] == [True]
+    assert lines("", "self.imported(x, mask)")[1] == []
+
+
+def test_models_of_callers_are_left() -> None:
+    _, left = lines("class T:\n    def f(self, x): return self.model(x, True)")
+    assert ["not in sight" in reason for reason in left] == [True]
+
+
+def test_training_by_position_in_a_functional_model_is_left() -> None:
+    source = "i = tf.keras.Input((2,))\ntf.keras.layers.Dropout(0.5)(i, True)"
+    assert ["passes its own training=" in each for each in lines(source)[1]] == [True]
+
+
+def test_a_port_runs() -> None:
+    source = START.replace("from nets import Encoder", "Encoder = lambda rate: None")
+    source = source.replace("tf.keras.layers.GRU(3)", "None")
+    inside = "self.dropout(self.norm(self.mha(x, x, x, mask), True), training)"
+    text, left = ported(source.replace("{}", inside))
+    assert left == []
+    names: dict[str, Any] = {}
+    exec(text, names)
+    x = np.ones((2, 3, 4), "float32")
+    assert keras.ops.shape(names["Stack"]()(x, is_training=True)) == (2, 3, 4)
