@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from tests.migrate.porting import ported
 
+from replicax.input.grain_datasets import reshuffled
+
 START = "import tensorflow as tf\nimport tensorflow_datasets as tfds\n"
 
 
@@ -359,3 +361,51 @@ def test_other_lookups_are_left(source: str) -> None:
     text, left = ported(source)
     assert any("is made with TensorFlow" in each for each in left)
     assert "lookup = tf.keras.layers.StringLookup(" in text
+
+
+DRAWN = """
+import numpy as np
+import tensorflow as tf
+def draw(x): return x + tf.random.uniform([])
+def made(source):
+    {}
+d = made(tf.data.Dataset.from_tensor_slices(np.zeros(64, "float32"))).batch(4)
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "is_kept"),
+    [
+        ("return source.map(draw).cache()", True),
+        ("return source.map(draw).shuffle(9).cache().repeat(1)", True),
+        ("d = source.map(draw)\n    return d.cache()", True),
+        ("def f(): return source.map(draw)\n    return f().batch(2).cache()", True),
+        ("return source.cache().map(draw)", False),
+        ("return source.map(draw).cache().map(draw)", False),
+        ("return source.map(draw).cache().shuffle(9)", None),
+        ("return source.shuffle(9).cache().map(lambda x: x + 1)", True),
+    ],
+)
+def test_a_cache_keeps_what_was_drawn_before_it(
+    body: str, is_kept: bool | None
+) -> None:
+    data = run(DRAWN.format(body))["d"]
+    first, second = (
+        np.ravel([*map(np.asarray, reshuffled(data, epoch))]) for epoch in range(2)
+    )
+    assert np.array_equal(first, second) == bool(is_kept)
+    if is_kept is None:
+        assert np.array_equal(np.sort(first), np.sort(second))
+
+
+def test_a_cache_of_random_numbers_in_a_stream_is_left() -> None:
+    drawing = "def f(x, y): return x + tf.random.uniform([]), y\nd = d.map(f).cache()"
+    _, left = ported(SERIES.format("utils", "") + drawing)
+    assert "put `cache` before that `map`" in left[0]
+
+
+@pytest.mark.parametrize("made", ["Pool(2)", "ThreadPoolExecutor()"])
+def test_a_map_of_processes_is_none_of_a_dataset(made: str) -> None:
+    drawn = DRAWN.format("return source.map(draw)")
+    _, left = ported(drawn + f"with {made} as p: xs = p.map(draw, [1.0])")
+    assert "outside of `map`" in left[0]

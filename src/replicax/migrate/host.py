@@ -11,7 +11,7 @@ import libcst as cst
 
 from replicax.migrate.arguments import keyword
 from replicax.migrate.host_calls import LOOKUPS, RANDOM, RULES
-from replicax.migrate.names import dotted, method_of
+from replicax.migrate.names import dotted
 from replicax.migrate.script import Script, Unported, walk
 from replicax.migrate.tables import (
     DTYPES,
@@ -281,8 +281,8 @@ def random_functions(script: Script, functions: set[cst.CSTNode]) -> set[cst.CST
 def why_not_random(script: Script, functions: set[cst.CSTNode]) -> str | None:
     """Why the functions of a `map` cannot get a random generator; None if they can."""
     mapped = set(functions)
-    for call in script.calls:
-        if method_of(call) == "map" and call.args:
+    for call in script.maps:
+        if call.args:
             mapped |= host_functions_of(script, call.args[0].value)
     for function in random_functions(script, functions):
         if isinstance(function, cst.FunctionDef):
@@ -308,7 +308,7 @@ def _why_no_generator(
         call = script.parent(use)
         is_called = isinstance(call, cst.Call) and call.func is use
         is_known = is_called and not mapped.isdisjoint(script.parents(use))
-        is_known = is_known or method_of(script.call_with(use)) == "map"
+        is_known = is_known or script.call_with(use) in script.maps
         if not is_known and use is not function.name:
             return "is used outside of `map`, too"
     return None

@@ -12,10 +12,12 @@ from replicax.migrate.host import (
     host_functions_of,
     plan_in_place,
     plan_random,
+    random_functions,
     why_not_on_host,
     why_not_random,
 )
 from replicax.migrate.names import dotted, method_of
+from replicax.migrate.origins import returned
 from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.sources import (
     FROM_GENERATOR,
@@ -42,6 +44,10 @@ _SHUFFLED = (
     "Grain shuffles all examples by the seed and the number of the epoch, not a buffer "
     "of them"
 )
+_DRAWN_ANEW = (
+    "Grain's streams have no cache that keeps the random numbers of `map` before it: "
+    "put `cache` before that `map`"
+)
 _ONE_ORDER = (
     "for one order in all epochs end the pipeline with "
     "`.repeat(1, reseed_each_epoch=False)`"
@@ -54,7 +60,10 @@ def plan_pipelines(script: Script) -> None:
         if script.called(call) in NEED_TENSORFLOW:  # Such as `standardize=function`.
             for arg in call.args:
                 script.frozen |= {*script.functions(dotted(arg.value) or "")}
-    for group in find_datasets(script):
+    groups = find_datasets(script)
+    operators = [call for group in groups for call in group.operators]
+    script.maps |= {call for call in operators if method_of(call) == "map"}
+    for group in groups:
         problem = _problem(script, group)
         if problem is None:
             _plan(script, group)
@@ -73,6 +82,9 @@ def _problem(script: Script, group: DatasetGroup) -> tuple[cst.CSTNode, str] | N
             return node, why
     if group.is_stream:
         calls = sorted(group.operators, key=script.line)
+        for call in calls:
+            if method_of(call) == "cache" and _draws_before(script, call):
+                return call, _DRAWN_ANEW
         if problem := stream_problem(script, group.sources, calls):
             return problem
     return _operator_problem(script, group)
@@ -109,9 +121,20 @@ def _calls_before(
         node = node.func.value
     if node in seen:
         return
-    for definition in script.flow.reaching(node):
-        for value in definition.values:
-            yield from _calls_before(script, value, seen | {node})
+    values = [v for d in script.flow.reaching(node) for v in d.values]
+    if isinstance(node, cst.Call):
+        values = [value for value in returned(script, node) if value is not None]
+    for value in values:
+        yield from _calls_before(script, value, seen | {node})
+
+
+def _draws_before(script: Script, cache: cst.Call) -> bool:
+    """Whether a random `map` is before a `cache`."""
+    return any(
+        random_functions(script, host_functions_of(script, call.args[0].value))
+        for call in _calls_before(script, cache, frozenset())
+        if call in script.maps and call.args
+    )
 
 
 _OF_EXAMPLES = ("map", "cache", "prefetch", "with_options")
@@ -331,6 +354,23 @@ def _concatenate(script: Script, call: Call, updated: Call) -> Expression:
     return call_of(func, both)
 
 
+def _cache(script: Script, call: Call, updated: Call) -> Expression:
+    """What is drawn before a cache is that of the first epoch in all later ones."""
+    assert isinstance(call.func, cst.Attribute)
+    before = _calls_before(script, call.func.value, frozenset())
+    is_shuffled = any(method_of(each) == "shuffle" for each in before)
+    if not (is_shuffled or _draws_before(script, call)):
+        return _DROPPED["cache"](script, call, updated)
+    script.note(call, "`repeat` keeps the draws of the first epoch, as the cache did")
+    method = cst.Attribute(receiver(updated), cst.Name("repeat"))
+    args = [
+        cst.Arg(cst.Integer("1"), comma=cst.Comma(whitespace_after=_BLANK)),
+        keyword("reseed_each_epoch", cst.Name("False")),
+    ]
+    return cst.Call(method, args)
+
+
+_BLANK = cst.SimpleWhitespace(" ")
 _DROPPED: dict[str, Rule] = {
     "cache": dropped("examples are arrays in memory, and maps run as they are read"),
     "prefetch": dropped("strategies read ahead by themselves"),
@@ -345,6 +385,7 @@ MAPPED: dict[str, Rule] = {
     "shuffle": _shuffle,
     "repeat": _repeat,
     **_DROPPED,
+    "cache": _cache,
     "take": _slice(before=True),
     "skip": _slice(before=False),
     "shard": _shard,
@@ -355,9 +396,8 @@ MAPPED: dict[str, Rule] = {
 
 def _freeze_dropped(script: Script, call: cst.Call) -> None:
     """Arguments that are dropped are not reported."""
-    rule = {**STREAM_RULES, **MAPPED}.get(method_of(call))
     for arg in call.args:
         path = script.names.path(arg.value) or ""
         is_autotune = path.startswith("data.") and path.endswith("AUTOTUNE")
-        if is_autotune or rule in _DROPPED.values():
+        if is_autotune or method_of(call) in _DROPPED:
             script.frozen.add(arg)

@@ -81,6 +81,7 @@ class Script:
         retained: Names of `from tensorflow.x import y` that stay, and their targets.
         replacements: What is made of original nodes, for nodes that a plan has; given
             the node with its children ported.
+        maps: Calls of `map` of datasets, not of pools of processes.
         host_functions: Functions and lambdas that run in an input pipeline, on NumPy.
         traced_functions: Functions and lambdas that a strategy compiles.
         outcomes: What became of each original statement so far.
@@ -109,6 +110,7 @@ class Script:
         self.frozen: set[cst.CSTNode] = set()
         self.retained: dict[str, str] = {}
         self.replacements: dict[cst.CSTNode, Callable[[Any], Any]] = {}
+        self.maps: set[cst.CSTNode | None] = set()
         self.host_functions: set[cst.CSTNode] = set()
         self.traced_functions: set[cst.CSTNode] = set()
         self.outcomes: dict[cst.CSTNode, list[Statement]] = {}
