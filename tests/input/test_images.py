@@ -132,3 +132,35 @@ def test_crops() -> None:
     assert {crop[2, 1, 0] - crop[0, 0, 0] for crop in crops} == {9}
     with pytest.raises(ValueError, match=r"\(6, 2, 1\) does not fit .* \(5, 4, 1\)"):
         images.random_crop(image, (6, 2, 1), rng)
+
+
+COUNTED = np.arange(63, dtype="uint8").reshape(7, 3, 3) * 4
+
+
+def test_brightness_of_integers() -> None:
+    assert images.rgb_to_grayscale(INTEGERS).tolist() == [[[130], [80]]]
+    gray = images.rgb_to_grayscale(FLOATS)
+    np.testing.assert_allclose(gray[0, :, 0], [0.53369, 0.43201], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("fraction", "rows", "columns"),
+    [(0.5, (1, 6), (0, 3)), (0.33, (2, 5), (1, 2)), (1.0, (0, 7), (0, 3))],
+)
+def test_the_middle_of_an_image(
+    fraction: float, rows: tuple[int, int], columns: tuple[int, int]
+) -> None:
+    cropped = images.central_crop(COUNTED, fraction)
+    np.testing.assert_array_equal(cropped, COUNTED[slice(*rows), slice(*columns)])
+
+
+def test_a_fraction_out_of_range_is_refused() -> None:
+    with pytest.raises(ValueError, match="fraction=0 must be above 0"):
+        images.central_crop(COUNTED, 0)
+
+
+def test_images_are_cropped_and_padded_around_their_middle() -> None:
+    fitted = images.resize_with_crop_or_pad(COUNTED[None], 4, 6)
+    assert fitted.shape == (1, 4, 6, 3)
+    np.testing.assert_array_equal(fitted[0, :, 1:4], COUNTED[1:5])
+    assert not fitted[0, :, [0, 4, 5]].any()

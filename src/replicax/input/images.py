@@ -17,6 +17,7 @@ __all__ = [
     "adjust_contrast",
     "adjust_hue",
     "adjust_saturation",
+    "central_crop",
     "convert_image_dtype",
     "per_image_standardization",
     "random_brightness",
@@ -26,6 +27,8 @@ __all__ = [
     "random_flip_up_down",
     "random_hue",
     "random_saturation",
+    "resize_with_crop_or_pad",
+    "rgb_to_grayscale",
 ]
 
 _Image: TypeAlias = "np.ndarray"
@@ -135,6 +138,42 @@ def per_image_standardization(image: _Image) -> _Image:
     least = np.float32(1 / np.sqrt(number))
     deviation = np.maximum(values.std(axis=axes, keepdims=True), least)
     return (values - values.mean(axis=axes, keepdims=True)) / deviation
+
+
+def rgb_to_grayscale(image: _Image) -> _Image:
+    """The brightness of an RGB image, as one channel of its dtype."""
+    image = np.asarray(image)
+    weights = np.array([0.2989, 0.5870, 0.1140], "float32")
+    gray = np.tensordot(convert_image_dtype(image, "float32"), weights, (-1, 0))
+    return convert_image_dtype(gray[..., None], image.dtype)
+
+
+def central_crop(image: _Image, fraction: float) -> _Image:
+    """The middle of an image: a fraction of its height and of its width.
+
+    Raises:
+        ValueError: If `fraction` is not in 0..1, or 0.
+    """
+    if not 0 < fraction <= 1:
+        raise ValueError(f"fraction={fraction} must be above 0, and at most 1.")
+    image = np.asarray(image)
+    height, width = (n - 2 * int((n - n * fraction) / 2) for n in image.shape[-3:-1])
+    return resize_with_crop_or_pad(image, height, width)
+
+
+def resize_with_crop_or_pad(image: _Image, height: int, width: int) -> _Image:
+    """The middle of an image, or the image with 0 around it, on each axis."""
+    image = np.asarray(image)
+    for axis, size in ((_HEIGHT, height), (_WIDTH, width)):
+        before = (size - image.shape[axis]) // 2
+        if size < image.shape[axis]:
+            start = (image.shape[axis] - size) // 2
+            image = np.take(image, range(start, start + size), axis=axis)
+        else:
+            margins = [(0, 0)] * image.ndim
+            margins[axis] = (before, size - image.shape[axis] - before)
+            image = np.pad(image, margins)
+    return image
 
 
 def _require_delta(max_delta: float, largest: float) -> None:

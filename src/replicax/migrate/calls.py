@@ -1,5 +1,6 @@
 """Rules for calls of TensorFlow's functions."""
 
+import builtins
 from collections.abc import Callable
 
 import libcst as cst
@@ -16,6 +17,7 @@ from replicax.migrate.arguments import (
     renamed,
     without,
 )
+from replicax.migrate.files import newest_weights
 from replicax.migrate.names import is_name
 from replicax.migrate.optimizers import with_float_rate
 from replicax.migrate.script import Expression, Script, Unported, walk
@@ -96,6 +98,8 @@ def leave_unknown_arguments(
     is_seeded = any(not is_name(a.value, "None") for a in seeds)
     if target.startswith(_SEEDED) and is_seeded and node not in script.generators:
         script.note(node, f"{target} draws other numbers from a seed than TF does")
+    if isinstance(result.func, cst.Name) and hasattr(builtins, result.func.value):
+        return  # A rule has made something else of it.
     accepted = accepted_arguments(target)
     for arg in result.args:
         if arg.keyword and accepted is not None and arg.keyword.value not in accepted:
@@ -232,6 +236,20 @@ def _inner(script: Script, value: Expression, path: str) -> Expression:
     return cst.parse_expression(f"({codes})")
 
 
+def _patches(script: Script, node: Call, updated: Call, path: str) -> Expression:
+    made = remade(script, updated, GUARDED_OPERATORS[path], path)
+    args = []
+    for i, arg in enumerate(made.args):
+        if is_named(arg, "padding"):
+            if not isinstance(arg.value, cst.SimpleString):
+                raise Unported(f"tf.{path} stays: its padding is not a string here")
+            arg = arg.with_changes(value=cst.SimpleString(arg.value.value.lower()))
+        elif i > 0 and not is_named(arg, "images"):
+            arg = arg.with_changes(value=_inner(script, arg.value, path))
+        args.append(arg)
+    return made.with_changes(args=args)
+
+
 def _trace(script: Script, node: Call, updated: Call, path: str) -> Expression:
     kept = [a for a in updated.args if not is_named(a, "_r")]
     func = script.expression("jax.profiler.StepTraceAnnotation")
@@ -336,6 +354,19 @@ def _makedirs(script: Script, node: Call, updated: Call, path: str) -> Expressio
     return made.with_changes(args=[*made.args, keyword("exist_ok", cst.Name("True"))])
 
 
+def _latest(script: Script, node: Call, updated: Call, path: str) -> Expression:
+    """The newest file of weights where `load_weights` reads it."""
+    if not newest_weights(script, node):
+        return updated.with_changes(func=script.expression(f"rx.{path.split('.')[1]}"))
+    folder = script.code(first(updated, "checkpoint_dir", path))
+    find, join, time = (
+        script.code(script.expression(name))
+        for name in ("glob.glob", "os.path.join", "os.path.getmtime")
+    )
+    pattern = f"{join}({folder}, {script.string('*.weights.h5').value})"
+    return cst.parse_expression(f"max({find}({pattern}), key={time}, default=None)")
+
+
 def _device(script: Script, node: Call, updated: Call, path: str) -> Expression:
     value = first(updated, "device_name", path)
     if not isinstance(value, cst.SimpleString):
@@ -372,6 +403,9 @@ def _random(script: Script, node: Call, updated: Call, path: str) -> Expression:
 
 _RULES: dict[str, Rule] = {
     "identity": host_calls.identity,
+    "image.resize": host_calls.resize,
+    "image.extract_patches": _patches,
+    "pad": host_calls.pad,
     "function": _function,
     "range": _range,
     "constant": _constant,
@@ -408,6 +442,7 @@ _RULES: dict[str, Rule] = {
     "io.gfile.makedirs": _makedirs,
     "gfile.MakeDirs": _makedirs,
     "device": _device,
+    "train.latest_checkpoint": _latest,
     "clip_by_norm": _clip_by_norm,
     **dict.fromkeys(RANDOM, _random),
     **keras_calls.RULES,

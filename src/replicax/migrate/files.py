@@ -17,9 +17,11 @@ from replicax.migrate.script import Script, walk
 __all__ = [
     "MODELS",
     "WEIGHTS",
-    "is_latest_checkpoint",
     "is_weights_only",
+    "latest_checkpoint",
+    "newest_weights",
     "plan_files",
+    "plan_folder",
     "report_path",
 ]
 
@@ -160,7 +162,8 @@ def _is_for_files_alone(
         for definition in script.flow.reaching(node):
             for use in script.flow.uses(definition):
                 call = script.call_with(use)
-                is_shown = call is not None and is_name(call.func, "print")
+                name = dotted(call.func) if call is not None else None
+                is_shown = name in {"print", "os.path.basename", "os.path.dirname"}
                 if use not in known and not is_shown:
                     return False
     return True
@@ -196,12 +199,46 @@ def report_path(
         script.note(node, f"{wanted}, also those that the command line gives")
 
 
-def is_latest_checkpoint(script: Script, node: cst.BaseExpression) -> bool:
-    """Whether a value is what `tf.train.latest_checkpoint` has found."""
-    if isinstance(node, cst.Name):
-        value = script.flow.value(node)
-        return value is not None and is_latest_checkpoint(script, value)
-    return script.called(node) == "train.latest_checkpoint"
+def plan_folder(script: Script, node: cst.Call, updated: cst.Call) -> None:
+    """Make the folder of a file, as TensorFlow did for the formats that are gone."""
+    before = argument(node.args, 0, "filepath")
+    path = argument(updated.args, 0, "filepath")
+    if before is None or path is None:
+        return
+    names = [n for n in _literals(script, before.value) if n in script.files]
+    is_joined = any("join" in script.code(n) for n in _path_nodes(script, before.value))
+    if not names or not (is_joined or any("/" in n.value for n in names)):
+        return
+    statement = script.statement_of(node)
+    if not isinstance(statement, cst.SimpleStatementLine):
+        script.leave(node, "Keras 3 does not make the folder of a file: make it before")
+        return
+    make, name = (
+        script.code(script.expression(f"os.{each}"))
+        for each in ("makedirs", "path.dirname")
+    )
+    line = f"{make}({name}({script.code(path.value)}) or '.', exist_ok=True)"
+    script.inserted.setdefault(statement, []).append(line)
+
+
+def latest_checkpoint(script: Script, node: cst.BaseExpression) -> cst.Call | None:
+    """The call of `tf.train.latest_checkpoint` that a value comes from."""
+    value = script.flow.value(node) if isinstance(node, cst.Name) else node
+    if isinstance(value, cst.Name):
+        return latest_checkpoint(script, value)
+    is_latest = script.called(value) == "train.latest_checkpoint"
+    return value if is_latest and isinstance(value, cst.Call) else None
+
+
+def newest_weights(script: Script, node: cst.Call) -> bool:
+    """Whether `tf.train.latest_checkpoint` looks for weights that the script writes."""
+    parent = script.parent(node)
+    uses: list[cst.CSTNode] = [node]
+    if isinstance(parent, cst.Assign):
+        made = script.flow.defined(parent.targets[0].target)
+        uses = script.flow.uses(made) if made is not None else []
+    is_read = any(method_of(script.call_with(use)) == "load_weights" for use in uses)
+    return is_read and any(site.endings == WEIGHTS for site in _sites(script))
 
 
 def _end(script: Script, node: cst.BaseExpression) -> str | None:

@@ -22,9 +22,14 @@ from replicax.migrate.arguments import (
 from replicax.migrate.legacy import is_of_version_1
 from replicax.migrate.names import dotted, is_name
 from replicax.migrate.script import Expression, Script, Unported, walk
-from replicax.migrate.tables import DTYPES, HOST_OPERATORS
+from replicax.migrate.tables import (
+    DTYPES,
+    GUARDED_OPERATORS,
+    HOST_OPERATORS,
+    find_target,
+)
 
-__all__ = ["LOOKUPS", "RANDOM", "RULES", "identity", "plan_lookups"]
+__all__ = ["LOOKUPS", "RANDOM", "RULES", "identity", "pad", "plan_lookups", "resize"]
 
 
 def identity(script: Script, node: Call, updated: Call, path: str) -> Expression:
@@ -71,20 +76,61 @@ def _one_hot(script: Script, node: Call, updated: Call, path: str) -> Expression
     return cst.Subscript(value=table, slice=[index])
 
 
-def _resize(script: Script, node: Call, updated: Call, path: str) -> Expression:
-    """`tf.image.resize` of TensorFlow 2, which gives floats."""
-    size = argument(updated.args, 1, "size")
-    others = [a for a in node.args if is_named(a, "method", "name", "antialias")]
-    methods = [script.code(a.value) for a in others if is_named(a, "method")]
-    is_bilinear = all("bilinear" in method.lower() for method in methods)
-    if size is None or len(updated.args) != 2 + len(others) or not is_bilinear:
-        raise Unported("tf.image.resize stays: only bilinear images have a counterpart")
-    if any(is_named(a, "antialias") for a in others) or is_of_version_1(script, node):
-        raise Unported("tf.image.resize of TensorFlow 1 stays: it has other pixels")
-    image = _as_type(first(updated, "images", path), script.string("float32"))
-    resize = script.expression("keras.ops.image.resize")
-    resized = call_of(resize, image, size.value)
-    return call_of(script.expression("np.asarray"), resized)
+def resize(script: Script, node: Call, updated: Call, path: str) -> Expression:
+    """`tf.image.resize` of TensorFlow 2, which gives floats unless it takes pixels."""
+    made = remade(script, updated, GUARDED_OPERATORS[path], path)
+    method = next((a for a in made.args if is_named(a, "interpolation")), None)
+    value = method.value if method else script.string("bilinear")
+    name = script.names.path(value)  # Where the call is looked at before it is ported.
+    text = str(find_target(name) if name else script.code(value)).strip("\"'")
+    if text not in {"bilinear", "nearest"}:
+        raise Unported(f"tf.{path} stays: only bilinear and nearest have a counterpart")
+    if is_of_version_1(script, node):
+        raise Unported(f"tf.{path} of TensorFlow 1 stays: it has other pixels")
+    on_host = any(parent in script.host_functions for parent in script.parents(node))
+    if text == "bilinear":
+        image, dtype = made.args[0].value, script.string("float32")
+        cast = script.expression("keras.ops.cast")
+        value = _as_type(image, dtype) if on_host else call_of(cast, image, dtype)
+        args = [made.args[0].with_changes(value=value), *made.args[1:]]
+        kept = [
+            new for old, new in zip(made.args, args, strict=True) if old is not method
+        ]
+        made = made.with_changes(args=without(made.args, kept))
+    return call_of(script.expression("np.asarray"), made) if on_host else made
+
+
+def pad(script: Script, node: Call, updated: Call, path: str) -> Expression:
+    """`tf.pad`, whose margins are numbers here, and whose modes are lower case."""
+    on_host = any(parent in script.host_functions for parent in script.parents(node))
+    table = HOST_OPERATORS if on_host else GUARDED_OPERATORS
+    given, margins = argument(node.args, 1, "paddings"), None
+    made = (script.flow.value(given.value) or given.value) if given else None
+    if isinstance(made, cst.Call):
+        margins = made.args[0].value if script.called(made) in _TENSORS else made
+    if margins is not None and not _is_of_numbers(margins):
+        raise Unported(f"tf.{path} stays: its paddings are not numbers in sight")
+    mode = argument(updated.args, 2, "mode")
+    if mode is not None and not isinstance(mode.value, cst.SimpleString):
+        raise Unported(f"tf.{path} stays: its mode is not a string here")
+    args = []
+    for old, arg in zip(node.args, updated.args, strict=True):
+        if old is given and margins is not None:
+            arg = arg.with_changes(value=margins.deep_clone())
+        elif arg is mode and isinstance(arg.value, cst.SimpleString):
+            arg = arg.with_changes(value=cst.SimpleString(arg.value.value.lower()))
+        args.append(arg)
+    return remade(script, updated.with_changes(args=args), table[path], path)
+
+
+_TENSORS = ("constant", "convert_to_tensor")
+
+
+def _is_of_numbers(node: cst.BaseExpression) -> bool:
+    """Whether a display has integers alone, in lists of them."""
+    if isinstance(node, cst.List | cst.Tuple):
+        return all(_is_of_numbers(element.value) for element in node.elements)
+    return isinstance(node, cst.Integer)
 
 
 def _random_image(script: Script, node: Call, updated: Call, path: str) -> Expression:
@@ -192,7 +238,8 @@ RULES: dict[str, Callable[[Script, cst.Call, cst.Call, str], cst.BaseExpression]
     "constant": _constant,
     "convert_to_tensor": _constant,
     "identity": identity,
-    "image.resize": _resize,
+    "image.resize": resize,
+    "pad": pad,
 }
 """By the path of the function."""
 

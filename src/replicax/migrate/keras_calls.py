@@ -14,7 +14,13 @@ from replicax.migrate.arguments import (
     with_args,
     without,
 )
-from replicax.migrate.files import MODELS, WEIGHTS, is_weights_only, report_path
+from replicax.migrate.files import (
+    MODELS,
+    WEIGHTS,
+    is_weights_only,
+    plan_folder,
+    report_path,
+)
 from replicax.migrate.legacy import old_defaults, with_old_reset
 from replicax.migrate.optimizers import config_problem, ported_arguments
 from replicax.migrate.script import Expression, Script, Unported
@@ -131,6 +137,7 @@ def fitted(script: Script, node: Call, updated: Call, func: Attribute) -> Call:
 def saved_weights(script: Script, node: Call, updated: Call, func: Attribute) -> Call:
     """`model.save_weights(...)` without `save_format=`."""
     report_path(script, node, WEIGHTS)
+    plan_folder(script, node, updated)
     kept = [arg for arg in updated.args if not is_named(arg, "save_format")]
     return with_args(updated, kept)
 
@@ -165,6 +172,7 @@ def _makes_lambda(script: Script) -> bool:
 def written(script: Script, node: Call, updated: Call, func: Attribute) -> Call:
     """`model.save(...)` without `save_format=`, which Keras 3 sees from the name."""
     report_path(script, node, MODELS)
+    plan_folder(script, node, updated)
     return _without_formats(script, updated)
 
 

@@ -11,10 +11,13 @@ from replicax.migrate.arguments import (
     call_of,
     is_named,
     keyword,
+    remade,
     without,
 )
+from replicax.migrate.kinds import kind_of
 from replicax.migrate.names import root_of
 from replicax.migrate.script import Expression, Script, Unported, walk
+from replicax.migrate.tables import GUARDED_OPERATORS
 from replicax.migrate.tracing import makes_spec
 
 __all__ = ["RULES", "is_of_version_1", "old_defaults", "with_old_reset"]
@@ -222,7 +225,48 @@ def is_of_version_1(script: Script, node: cst.Call) -> bool:
     return any(name and ".compat.v1." in f"{name}." for name in names)
 
 
+def _initializer(script: Script, node: Call, updated: Call, path: str) -> Expression:
+    """An initializer whose default is that of TensorFlow 2."""
+    name = "maxval" if "uniform" in path else "stddev"
+    is_old = any(script.called(each).startswith("layers.") for each in script.calls)
+    is_old = is_old or is_of_version_1(script, node)
+    if is_old and argument(node.args, 1, name) is None:
+        raise Unported(f"{name} is 1 in TensorFlow 1, 0.05 in Keras 3: write {name}=")
+    return remade(script, updated, GUARDED_OPERATORS[path], path)
+
+
+def _decay(script: Script, node: Call, updated: Call, path: str) -> Expression:
+    """A rate of the global step as a schedule, where it is for optimizers alone."""
+    step_name, position = ("x", 0) if "piecewise" in path else ("global_step", 1)
+    given = argument(node.args, position, step_name)
+    step = script.flow.value(given.value) or given.value if given else None
+    target = script.parent(node)
+    uses: list[cst.CSTNode] = [node]
+    if isinstance(target, cst.Assign):
+        bound_to = script.flow.defined(target.targets[0].target)
+        uses = script.flow.uses(bound_to) if bound_to else []
+    calls = [script.call_with(use) for use in uses]
+    is_alone = all(c and kind_of(script, c) == "optimizer" for c in calls)
+    if script.called(step) not in _STEPS or not (calls and is_alone):
+        raise Unported(
+            f"tf.{path} stays: only a rate of the global step, for optimizers alone, "
+            f"has a counterpart, {GUARDED_OPERATORS[path].target}"
+        )
+    return remade(script, updated, GUARDED_OPERATORS[path], path)
+
+
+_STEPS = ("train.get_global_step", "train.get_or_create_global_step")
+_DECAYS = [
+    path
+    for path, operator in GUARDED_OPERATORS.items()
+    if operator.target.startswith("keras.optimizers.schedules.")
+]
 RULES: dict[str, _Rule] = {
+    **dict.fromkeys(_DECAYS, _decay),
+    **{
+        f"{name}_initializer": _initializer
+        for name in ("random_normal", "random_uniform", "truncated_normal")
+    },
     **{f"layers.{name}": _layer for name in _LAYERS},
     **{f"losses.{name}": _loss for name in _LOSSES},
     **{

@@ -17,7 +17,8 @@ from replicax.migrate.arguments import (
 from replicax.migrate.files import (
     MODELS,
     WEIGHTS,
-    is_latest_checkpoint,
+    latest_checkpoint,
+    newest_weights,
     report_path,
 )
 from replicax.migrate.kinds import is_kind
@@ -265,7 +266,8 @@ def _load_weights(
     script: Script, node: Call, updated: Call, func: Attribute
 ) -> Expression:
     path = argument(node.args, 0, "filepath")
-    if path is not None and is_latest_checkpoint(script, path.value):
+    latest = latest_checkpoint(script, path.value) if path is not None else None
+    if latest is not None and not newest_weights(script, latest):
         script.leave(
             node,
             "rx.latest_checkpoint finds what rx.Checkpoint writes: give load_weights "
