@@ -282,7 +282,7 @@ def why_not_random(script: Script, functions: set[cst.CSTNode]) -> str | None:
     """Why the functions of a `map` cannot get a random generator; None if they can."""
     mapped = set(functions)
     for call in script.maps:
-        if call.args:
+        if call is not None and call.args:
             mapped |= host_functions_of(script, call.args[0].value)
     for function in random_functions(script, functions):
         if isinstance(function, cst.FunctionDef):

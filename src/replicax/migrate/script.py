@@ -110,7 +110,7 @@ class Script:
         self.frozen: set[cst.CSTNode] = set()
         self.retained: dict[str, str] = {}
         self.replacements: dict[cst.CSTNode, Callable[[Any], Any]] = {}
-        self.maps: set[cst.CSTNode | None] = set()
+        self.maps: set[cst.Call | None] = set()
         self.host_functions: set[cst.CSTNode] = set()
         self.traced_functions: set[cst.CSTNode] = set()
         self.outcomes: dict[cst.CSTNode, list[Statement]] = {}
