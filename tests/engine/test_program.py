@@ -364,6 +364,34 @@ def test_jit_inside_a_step_reads_variables(strategy) -> None:
     assert jnp.isfinite(w.value)
 
 
+def _in_branch(v: keras.Variable) -> None:
+    jax.lax.cond(jnp.array(True), lambda: v.assign(1.0), lambda: v.value)
+
+
+def _whatever_the_branch(v: keras.Variable) -> None:
+    new = jnp.array(1.0)  # Of the step: JAX would not notice.
+    jax.lax.cond(jnp.array(False), lambda: v.assign(new), lambda: v.value)
+
+
+def _in_loop(v: keras.Variable) -> None:
+    jax.lax.scan(lambda c, x: (c, v.assign_add(x)), 0.0, jnp.arange(3.0))
+
+
+def _in_gradient(v: keras.Variable) -> None:
+    jax.grad(lambda x: v.assign(x * x))(3.0)
+
+
+@pytest.mark.parametrize(
+    "step", [_in_branch, _whatever_the_branch, _in_loop, _in_gradient]
+)
+def test_variables_are_not_assigned_inside_inner_functions(strategy, step) -> None:
+    with strategy.scope():
+        v = keras.Variable(0.0, trainable=False, name="count")
+    with pytest.raises(rx.ContextError, match=r"variable 'count' is assigned inside.*"):
+        strategy.run(lambda: step(v))
+    assert float(v.value) == 0.0
+
+
 @pytest.mark.parametrize("num_replicas", [1, 2, 3, 5, 7, 8])
 @pytest.mark.parametrize("dtype", ["float32", "int32"])
 def test_shares_of_a_sum_lose_nothing(num_replicas: int, dtype: str) -> None:

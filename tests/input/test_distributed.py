@@ -9,7 +9,9 @@ import keras
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tests.conftest import mirrored
 
+import replicax as rx
 from replicax.engine.values import PerReplica
 from replicax.input.context import InputContext
 from replicax.input.distributed import DistributedDataset
@@ -201,6 +203,21 @@ def test_user_errors_come_at_their_step(prefetch, mesh):
     next(iterator)
     with pytest.raises(OSError, match="the disk is gone"):
         next(iterator)
+
+
+def test_a_dataset_is_distributed_once(mesh):
+    inner = DistributedDataset([np.ones(4)], mesh)
+    for given in (inner, iter(inner), lambda: inner):
+        with pytest.raises(TypeError, match=r"the batch is PerReplica.*already"):
+            next(iter(DistributedDataset(given, mesh)))
+
+
+def test_an_iterator_is_not_for_replica_functions():
+    strategy = mirrored(2)
+    iterator = iter(strategy.experimental_distribute_dataset([np.ones(4)]))
+    with pytest.raises(rx.ContextError, match=r"args=\(next\(iterator\),\)"):
+        strategy.run(lambda: next(iterator).values)
+    assert next(iterator).values[0].shape == (2,)  # Nothing was taken.
 
 
 def test_strings_are_named(mesh):

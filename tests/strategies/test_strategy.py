@@ -1,5 +1,7 @@
 """`run`'s arguments and results, `reduce`, `gather` and values made per replica."""
 
+import copy
+import pickle
 from typing import Any, NamedTuple
 
 import jax
@@ -206,6 +208,23 @@ def test_check_replicas_every_must_be_positive() -> None:
 def test_repr_and_counts(strategy) -> None:
     assert repr(strategy) == "MirroredStrategy(cpu:0, cpu:1, cpu:2, cpu:3)"
     assert strategy.num_replicas_in_sync == 4
+
+
+def test_a_strategy_of_one_process_has_no_resolver(strategy) -> None:
+    assert strategy.cluster_resolver is None
+    assert rx.get_strategy().cluster_resolver is None
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_strategy_is_not_copied(strategy, copied) -> None:
+    with pytest.raises(TypeError, match=r"^MirroredStrategy.*cannot be copied.*Make a"):
+        copied({"strategy": strategy}["strategy"])
+
+
+def test_values_of_all_replicas_are_no_result_of_one(strategy, values) -> None:
+    value = strategy.run(lambda: 1.0)
+    with pytest.raises(TypeError, match=r"returned PerReplica.*args=\(value,\)"):
+        strategy.run(lambda: {"x": value})
 
 
 def test_numpy_dataset_is_distributed(strategy) -> None:

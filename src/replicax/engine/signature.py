@@ -189,10 +189,18 @@ class ResultStructure:
         only_dense: Whether replicas' results are put together, which takes dense ones.
 
     Raises:
-        TypeError: If a composite array is returned where results are put together.
+        TypeError: If a composite array is returned where results are put together, or
+            a `PerReplica`.
     """
 
     def __init__(self, out: PyTree, name: str, *, only_dense: bool = False) -> None:
+        for leaf in jax.tree.leaves(out, is_leaf=is_per_replica):
+            if is_per_replica(leaf):
+                raise TypeError(
+                    f"{name}: returned {leaf!r}, the values of all replicas. Pass it "
+                    "as an argument, strategy.run(fn, args=(value,)), so that each "
+                    "replica has its own."
+                )
         self._name = name
         self._structure = jax.tree.structure(out)
         flat, self._values = jax.tree.flatten(out, is_leaf=is_composite)

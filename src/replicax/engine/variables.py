@@ -10,11 +10,12 @@ summed gradients become results of the replicas' part, and the updates follow it
 import dataclasses
 import functools
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import NoReturn
+from typing import NoReturn, Self
 
 import jax
 import jax.numpy as jnp
 import keras
+from jax.extend.core import find_top_trace
 from jax.typing import ArrayLike
 
 from replicax._private.keras import stored_dtype, trained_by
@@ -76,6 +77,12 @@ class WritesScope(keras.StatelessScope):
         super().__init__(collect_losses=True)  # Else `add_loss` is lost.
         self.written: dict[int, Variable] = {}
         self.deferred = DeferredUpdates()
+        self._trace: object = None
+
+    def __enter__(self) -> Self:
+        self._trace = find_top_trace(())
+        super().__enter__()
+        return self
 
     def get_current_value(self, variable: Variable) -> jax.Array | None:
         """Keras calls this for `variable.value`."""
@@ -86,6 +93,15 @@ class WritesScope(keras.StatelessScope):
         """Keras calls this for `variable.assign`."""
         variable, _ = update
         self.deferred.require_settled(variable)
+        if find_top_trace(()) is not self._trace:
+            # The value could not leave, or would be assigned whatever branch is taken.
+            raise ContextError(
+                f"variable {variable.path!r} is assigned inside a function that JAX "
+                "traces by itself, such as a branch of jax.lax.cond, a body of "
+                "jax.lax.scan, or one under jax.jit, jax.grad or jax.vmap. Return the "
+                "new value from it, and assign that in the step: "
+                "variable.assign(jax.lax.cond(condition, lambda: new, lambda: old))."
+            )
         self.written[id(variable)] = variable
         super().add_update(update)
 

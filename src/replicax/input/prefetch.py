@@ -12,6 +12,8 @@ from typing import ClassVar, Generic, TypeVar
 
 from replicax._util.types import PyTree
 from replicax._util.waiting import Announced
+from replicax.engine.scope import current_context
+from replicax.errors import ContextError
 
 __all__ = [
     "DistributedIterator",
@@ -255,7 +257,17 @@ class DistributedIterator(Iterator[PyTree]):
         self._is_new = True
 
     def __next__(self) -> PyTree:
-        """Return the next batch; block until it is ready."""
+        """Return the next batch; block until it is ready.
+
+        Raises:
+            ContextError: Inside a replica function, which would keep that batch.
+        """
+        if current_context() is not None:
+            raise ContextError(
+                "DistributedIterator: next(iterator) is called inside a replica "
+                "function, whose Python code runs only when it is traced. Pass it the "
+                "batch: strategy.run(fn, args=(next(iterator),))."
+            )
         self._taking()
         if self._is_new:
             with Announced("waiting for the first batch"):

@@ -20,6 +20,7 @@ from jax import tree_util
 from replicax._util.arguments import require_count
 from replicax._util.types import PyTree
 from replicax.engine.row_arrays import RowArray, as_rows, by_rows, is_one_array
+from replicax.engine.values import is_per_replica
 from replicax.input.grain_datasets import ENDLESS, is_map_dataset, reshuffled
 from replicax.input.prefetch import close_iterator
 from replicax.input.split import leading_size, leaf_name, refuse_ragged
@@ -148,7 +149,7 @@ def _arrays_only(
     try:
         for batch in iterator:
             is_empty = False
-            yield tree_util.tree_map_with_path(_as_array, batch, is_leaf=is_one_array)
+            yield tree_util.tree_map_with_path(_as_array, batch, is_leaf=_is_leaf)
     finally:
         close_iterator(iterator)
     if is_empty and iterator is dataset:
@@ -238,10 +239,20 @@ def _tuples(iterator: Iterator[PyTree]) -> Generator[PyTree]:
         close_iterator(iterator)
 
 
+def _is_leaf(node: PyTree) -> bool:
+    return is_per_replica(node) or is_one_array(node)
+
+
 def _as_array(path: tree_util.KeyPath, leaf: PyTree) -> PyTree:
     """Convert a leaf to an array of numbers, without a copy where possible."""
     if isinstance(leaf, jax.Array):
         return _off_mesh(leaf)
+    if is_per_replica(leaf):
+        raise TypeError(
+            f"dataset: {leaf_name(path)} is {leaf!r}, which is distributed already. "
+            "Iterate over the distributed dataset itself, or distribute the one that "
+            "it was made from."
+        )
     leaf = as_rows(leaf, path)
     if isinstance(leaf, RowArray):
         return leaf

@@ -120,7 +120,7 @@ class ModelParallelStrategy(MultiWorkerMirroredStrategy):
         if num_local % num:
             raise DeviceError(
                 f"{name}: model_parallel={num} does not divide the {num_local} devices"
-                f"{' of a worker' if self.cluster_resolver.cluster_spec() else ''}. "
+                f"{' of a worker' if self._resolver.cluster_spec() else ''}. "
                 "Every replica "
                 "needs the same number of them."
             )

@@ -116,7 +116,8 @@ class MultiWorkerMirroredStrategy(Strategy):
             timeouts = dataclasses.replace(timeouts, step=options.timeout_seconds)
         resolver = cluster_resolver or default_resolver()
         # Without a cluster a resolver without tasks, as in TensorFlow.
-        self.cluster_resolver = resolver or TFConfigClusterResolver()
+        self._resolver = resolver or TFConfigClusterResolver()
+        self.cluster_resolver = self._resolver
         dry_run = current_dry_run()
         if dry_run is None:
             before_start()
@@ -204,12 +205,12 @@ class MultiWorkerMirroredStrategy(Strategy):
     @property
     def task_type(self) -> str | None:
         """This process' job, such as `"worker"`; None without a cluster."""
-        return self.cluster_resolver.task_type
+        return self._resolver.task_type
 
     @property
     def task_id(self) -> int | None:
         """This process' index within its job; None without a cluster."""
-        return self.cluster_resolver.task_id
+        return self._resolver.task_id
 
     def _agree_on(
         self, program: Program, values: Sequence[jax.Array], arrays: Sequence[ArrayLike]

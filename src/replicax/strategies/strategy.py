@@ -1,6 +1,7 @@
 """`Strategy`: the base class of strategies, and their API for users."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NoReturn
 
 import jax
 from jax.typing import ArrayLike
@@ -9,6 +10,7 @@ from replicax._private import keras as internals
 from replicax._util.arguments import require_count, require_flag, require_instance
 from replicax._util.dry_run import current_dry_run
 from replicax._util.types import PyTree
+from replicax.cluster.resolvers import ClusterResolver
 from replicax.cluster.workers import Workers
 from replicax.engine import combine
 from replicax.engine.collectives import CrossDeviceOps, NcclAllReduce, ReduceOp
@@ -152,6 +154,18 @@ class Strategy(DatasetMaker):
     def workers(self) -> Workers:
         """The processes that train together; a single one without a cluster."""
         return self._workers
+
+    # For scripts that ask any strategy. Those with a cluster set it.
+    cluster_resolver: ClusterResolver | None = None
+    """The resolver of the cluster; None for a strategy of one process."""
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be copied or pickled: devices and variables have one owner."""
+        raise TypeError(
+            f"{self!r} cannot be copied or pickled: it holds devices, and variables "
+            "belong to it. Make a strategy in each process; in a class that is copied, "
+            "use rx.get_strategy() and keep none."
+        )
 
     @property
     def is_chief(self) -> bool:
