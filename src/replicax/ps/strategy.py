@@ -116,7 +116,7 @@ class ParameterServerStrategy(Strategy):
                 snapshot_every_updates=snapshot_every_updates,
                 snapshot_every_seconds=snapshot_every_seconds,
             )
-        self.cluster_resolver = cluster_resolver or default_resolver()
+        self._cluster_resolver = cluster_resolver or default_resolver()
         self.sync = sync
         self.backup_workers = backup_workers
         self.compression = compression

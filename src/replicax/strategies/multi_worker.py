@@ -117,7 +117,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         resolver = cluster_resolver or default_resolver()
         # Without a cluster a resolver without tasks, as in TensorFlow.
         self._resolver = resolver or TFConfigClusterResolver()
-        self.cluster_resolver = self._resolver
+        self._cluster_resolver = self._resolver
         dry_run = current_dry_run()
         if dry_run is None:
             before_start()

@@ -47,6 +47,8 @@ class Strategy(DatasetMaker):
     _joins_dry_runs = True
     """Whether a dry run receives the programs instead of running them."""
 
+    _cluster_resolver: ClusterResolver | None = None
+
     _num_dry_run_devices: int | None = None
     """Number of a dry run's devices that the strategy uses; None: all."""
 
@@ -155,9 +157,10 @@ class Strategy(DatasetMaker):
         """The processes that train together; a single one without a cluster."""
         return self._workers
 
-    # For scripts that ask any strategy. Those with a cluster set it.
-    cluster_resolver: ClusterResolver | None = None
-    """The resolver of the cluster; None for a strategy of one process."""
+    @property
+    def cluster_resolver(self) -> ClusterResolver | None:
+        """The resolver of the cluster; None for a strategy of one process."""
+        return self._cluster_resolver
 
     def __reduce__(self) -> NoReturn:
         """Refuse to be copied or pickled: devices and variables have one owner."""
