@@ -213,11 +213,14 @@ def plan_folder(script: Script, node: cst.Call, updated: cst.Call) -> None:
     if not isinstance(statement, cst.SimpleStatementLine):
         script.leave(node, "Keras 3 does not make the folder of a file: make it before")
         return
-    make, name = (
-        script.code(script.expression(f"os.{each}"))
-        for each in ("makedirs", "path.dirname")
-    )
-    line = f"{make}({name}({script.code(path.value)}) or '.', exist_ok=True)"
+    make = script.code(script.expression("os.makedirs"))
+    if isinstance(path.value, cst.SimpleString):
+        folder = path.value.raw_value.rpartition("/")[0] or "/"
+        text = script.string(folder).value
+    else:
+        name = script.code(script.expression("os.path.dirname"))
+        text = f"{name}({script.code(path.value)}) or {script.string('.').value}"
+    line = f"{make}({text}, exist_ok=True)"
     script.inserted.setdefault(statement, []).append(line)
 
 
