@@ -12,7 +12,6 @@ from typing import ClassVar, Generic, TypeVar
 
 from replicax._util.types import PyTree
 from replicax._util.waiting import Announced
-from replicax.engine.scope import current_context
 from replicax.errors import ContextError
 
 __all__ = [
@@ -262,6 +261,9 @@ class DistributedIterator(Iterator[PyTree]):
         Raises:
             ContextError: Inside a replica function, which would keep that batch.
         """
+        # A late import, of Keras, which reading data does not need.
+        from replicax.engine.scope import current_context
+
         if current_context() is not None:
             raise ContextError(
                 "DistributedIterator: next(iterator) is called inside a replica "
