@@ -170,6 +170,15 @@ def test_unknown_operation_is_refused(strategy, op) -> None:
         strategy.run(lambda: rx.get_replica_context().all_reduce(op, 1.0))
 
 
+def test_run_is_not_called_in_a_merge_call(strategy, values) -> None:
+    def step(x: Any) -> Any:
+        context = rx.get_replica_context()
+        return context.merge_call(lambda strategy, x: strategy.run(lambda: x), (x,))
+
+    with pytest.raises(rx.ContextError, match=r"Strategy\.run.*merge_call.* itself"):
+        strategy.run(step, (rx.PerReplica(values),))
+
+
 def test_use_outside_a_replica_function_is_refused(strategy) -> None:
     for name in ("all_reduce", "all_gather", "merge_call", "replica_id_in_sync_group"):
         message = rf"get_replica_context\(\)\.{name}: used outside.*strategy\.run"

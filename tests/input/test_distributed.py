@@ -403,3 +403,9 @@ def test_function_that_returns_no_dataset(mesh):
     dataset = DistributedDatasetFromFunction(lambda _: None, mesh, InputContext())
     with pytest.raises(TypeError, match="got NoneType None"):
         list(dataset)
+
+
+def test_function_that_returns_a_function_of_no_dataset(mesh):
+    dataset = DistributedDatasetFromFunction(lambda _: lambda: 3, mesh, InputContext())
+    with pytest.raises(TypeError, match=r"got int 3, expected .*batches"):
+        list(dataset)

@@ -1,5 +1,6 @@
 """What is done in the wrong place is named, and what is ignored is said."""
 
+import jax
 import keras
 import numpy as np
 import pytest
@@ -184,3 +185,60 @@ def test_variables_made_in_a_replica_function(strategy_of):
         strategy.run(lambda: keras.Variable(1.0, name="mine") + 1)
     with pytest.raises(rx.ContextError, match=r"run: a variable.*optimizers outside"):
         strategy.run(lambda: keras.optimizers.Adam().learning_rate + 0)
+
+
+class _Leaky(layers.Layer):
+    """A layer that lets a value out of a function that JAX traces by itself."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self._how = how
+        self._largest = self.add_weight(shape=(), trainable=False, initializer="zeros")
+
+    def call(self, x):
+        if self._how == "assigned":
+            jax.lax.cond(x[0, 0] > 0, lambda: self._largest.assign(1.0), lambda: 0.0)
+            return x
+        kept = []
+        jax.lax.fori_loop(0, 2, lambda i, c: kept.append(c) or c, x)
+        return x + kept[0]
+
+
+@pytest.mark.parametrize("how", ["assigned", "kept"])
+def test_a_value_that_leaves_an_inner_function(data, strategy_of, how):
+    with strategy_of(2).scope():
+        model = classifier(_Leaky(how))
+    with pytest.raises((TypeError, jax.errors.UnexpectedTracerError)) as error:
+        model.fit(*data, verbose=0)
+    (note,) = (x for x in error.value.__notes__ if "fit(Sequential.train_step)" in x)
+    assert "assigned to a variable there, or kept" in note
+    assert "variable.assign(jax.lax.cond(" in note
+
+
+def _distributed(strategy, data):
+    return strategy.experimental_distribute_dataset(data, batch_size=16)
+
+
+def test_an_iterator_over_a_distributed_dataset(data, strategy_of):
+    strategy = strategy_of(2)
+    with strategy.scope():
+        model = classifier()
+    iterator = iter(_distributed(strategy, data))
+    with pytest.raises(TypeError, match=r"fit: x is an iterator.*without iter\(\)"):
+        model.fit(iterator, verbose=0)
+    with pytest.raises(TypeError, match=r"evaluate: x is an iterator"):
+        model.evaluate(iterator, verbose=0)
+
+
+def test_batch_size_of_a_distributed_dataset(data, strategy_of, caplog):
+    strategy = strategy_of(2)
+    with strategy.scope():
+        model = classifier()
+    dataset = _distributed(strategy, data)
+    # The batch size of arrays is not that of data for validation, and no mistake.
+    model.fit(*data, batch_size=8, validation_data=dataset, verbose=0)
+    assert "batch_size" not in caplog.text
+    model.fit(*data, validation_batch_size=8, validation_data=dataset, verbose=0)
+    assert "evaluate: batch_size=8 is ignored" in caplog.text
+    model.fit(dataset, batch_size=8, verbose=0)
+    assert "fit: batch_size=8 is ignored" in caplog.text

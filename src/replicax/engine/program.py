@@ -48,7 +48,7 @@ from replicax.engine.group import ReplicaGroup
 from replicax.engine.scope import current_call
 from replicax.engine.signature import Arguments, ResultStructure
 from replicax.engine.step import Options, Outputs, ReplicaStep
-from replicax.engine.variables import Update, Variable, distinct
+from replicax.engine.variables import Update, Variable, distinct, explained_leaks
 from replicax.engine.xla_options import compiler_options, largest_array
 from replicax.errors import LostValuesError
 
@@ -214,7 +214,7 @@ class Program:
 
     def prepare(self, values: Shapes, leaves: Sequence[PyTree]) -> None:
         """Trace and compile what the first call would, and may be interrupted in."""
-        with Announced(f"compiling {self.name}"):
+        with Announced(f"compiling {self.name}"), explained_leaks(self.name):
             self._check_divergence(values, leaves)
             self._lift_heap_bound(values, leaves)
             traced = self._jitted.trace(*self._split(values), tuple(leaves))

@@ -19,7 +19,15 @@ from replicax.engine.blocks import gathered_here
 from replicax.engine.variables import Variable, WritesScope
 from replicax.errors import ContextError, InternalError
 
-__all__ = ["Perturbation", "Reached", "StepRun", "Watched", "current_run", "rebind"]
+__all__ = [
+    "Perturbation",
+    "Reached",
+    "StepRun",
+    "Watched",
+    "current_run",
+    "is_in_run",
+    "rebind",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,6 +159,11 @@ class Reached(BaseException):
 
 
 _local = threading.local()
+
+
+def is_in_run() -> bool:
+    """Whether this thread traces a step function."""
+    return getattr(_local, "run", None) is not None
 
 
 def current_run(caller: str) -> StepRun:

@@ -7,9 +7,10 @@ Where the variables live elsewhere, or in blocks, `optimizer.apply` is deferred:
 summed gradients become results of the replicas' part, and the updates follow it.
 """
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from typing import NoReturn, Self
 
 import jax
@@ -34,6 +35,7 @@ __all__ = [
     "WritesScope",
     "checked_variables",
     "distinct",
+    "explained_leaks",
     "fold_replica_into_seed",
     "is_seed_state",
     "restore_seed",
@@ -66,6 +68,38 @@ def checked_variables(given: object, caller: str) -> list[Variable]:
     return found
 
 
+_TRACED_APART = (
+    "a function that JAX traces by itself, such as a branch of jax.lax.cond, a body of "
+    "jax.lax.scan, or one under jax.jit, jax.grad or jax.vmap"
+)
+_RETURN_IT = (
+    "Return the new value from that function, and assign it outside: "
+    "variable.assign(jax.lax.cond(condition, lambda: new, lambda: old))."
+)
+
+
+@contextlib.contextmanager
+def explained_leaks(caller: str) -> Generator[None]:
+    """Add advice to JAX's errors of values that left the function which made them.
+
+    The scopes here refuse such an assignment themselves. Where Keras runs a layer in a
+    scope of its own, as in its train steps, JAX alone sees it.
+
+    Args:
+        caller: The public call to name.
+    """
+    try:
+        yield
+    except (jax.errors.UnexpectedTracerError, TypeError) as error:
+        if isinstance(error, TypeError) and "Tracer'>" not in str(error):
+            raise
+        error.add_note(
+            f"{caller}: a value has left {_TRACED_APART}: it was assigned to a "
+            f"variable there, or kept in a Python object. {_RETURN_IT}"
+        )
+        raise
+
+
 class UpdatePendingError(ContextError):
     """A step needs the new value of a variable whose update is made after it."""
 
@@ -96,11 +130,8 @@ class WritesScope(keras.StatelessScope):
         if find_top_trace(()) is not self._trace:
             # The value could not leave, or would be assigned whatever branch is taken.
             raise ContextError(
-                f"variable {variable.path!r} is assigned inside a function that JAX "
-                "traces by itself, such as a branch of jax.lax.cond, a body of "
-                "jax.lax.scan, or one under jax.jit, jax.grad or jax.vmap. Return the "
-                "new value from it, and assign that in the step: "
-                "variable.assign(jax.lax.cond(condition, lambda: new, lambda: old))."
+                f"variable {variable.path!r} is assigned inside {_TRACED_APART}. "
+                f"{_RETURN_IT}"
             )
         self.written[id(variable)] = variable
         super().add_update(update)

@@ -180,7 +180,9 @@ def _open(
     if _comes_from(dataset, "torch") and isinstance(dataset, Iterable):
         return _tuples(iter(dataset))
     if callable(dataset) and not isinstance(dataset, Iterable):
-        return _open(dataset(), batch_size, iteration)
+        made = dataset()
+        check_dataset(made, batch_size)
+        return _open(made, batch_size, iteration)
     return iter(dataset)  # type: ignore[call-overload]  # `check_dataset` has checked.
 
 

@@ -7,6 +7,7 @@ with those of the data.
 
 import contextlib
 import copy
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol
@@ -20,6 +21,7 @@ from replicax._util.waiting import Announced
 from replicax.engine.scope import current_call
 from replicax.input.distributed import DistributedInput
 from replicax.input.grain_datasets import is_grain_dataset, reshuffled
+from replicax.input.prefetch import DistributedIterator
 
 __all__ = [
     "DataAdapterLike",
@@ -30,6 +32,8 @@ __all__ = [
     "set_iteration",
     "uncounted",
 ]
+
+_logger = logging.getLogger("replicax")
 
 # How many iterations `fit` has begun over Grain's datasets.
 _begun: "weakref.WeakKeyDictionary[PyTree, int]" = weakref.WeakKeyDictionary()
@@ -172,10 +176,17 @@ def adapter_of(
 
     Raises:
         ValueError: Without data, and for what a dataset has of its own.
+        TypeError: For an iterator over a distributed dataset.
     """
     if x is None:
         raise ValueError(
             f"{caller or current_call()}: x must be arrays or a dataset; got None."
+        )
+    if isinstance(x, DistributedIterator):
+        raise TypeError(
+            f"{caller or current_call()}: x is an iterator over a distributed dataset. "
+            "Pass the dataset, without iter(): each epoch is a new iteration over it. "
+            "To begin within one, restore its position with rx.BackupAndRestore."
         )
     own = {"y": y, "sample_weight": sample_weight, "class_weight": class_weight}
     given = [name for name, value in own.items() if value is not None]
@@ -185,6 +196,13 @@ def adapter_of(
                 f"{caller or current_call()}: a distributed dataset comes with its "
                 f"targets and weights; got {' and '.join(given)} as well. Make them "
                 "part of the dataset's batches: (x, y, sample_weight)."
+            )
+        if batch_size is not None:
+            _logger.warning(
+                "%s: batch_size=%r is ignored: a distributed dataset is made of "
+                "batches. Batch it before you distribute it.",
+                caller or current_call(),
+                batch_size,
             )
         return DistributedAdapter(x, first_iteration)
     if first_iteration is not None and is_grain_dataset(x) and not given:

@@ -16,6 +16,7 @@ import numpy as np
 from replicax._private import keras as internals
 from replicax._util.types import PyTree
 from replicax.engine.protocols import RecorderLike, StepSource, StrategyLike
+from replicax.input.distributed import DistributedInput
 from replicax.keras import building
 from replicax.keras.adapters import DataAdapterLike, adapter_of
 from replicax.keras.epochs import Epochs
@@ -84,7 +85,8 @@ def fit(
         if validation_data is not None:
             validation = _Validation(
                 *keras.utils.unpack_x_y_sample_weight(validation_data),
-                batch_size=validation_batch_size or batch_size,
+                batch_size=validation_batch_size,
+                default_batch_size=batch_size,
                 steps=validation_steps,
                 freq=validation_freq,
             )
@@ -114,11 +116,14 @@ class _Validation:
         sample_weight: PyTree,
         *,
         batch_size: int | None,
+        default_batch_size: int | None,
         steps: int | None,
         freq: int | Collection[int],
     ) -> None:
         self._data = {"x": x, "y": y, "sample_weight": sample_weight}
         self._batch_size = batch_size
+        if not isinstance(x, DistributedInput):  # Which would warn of `fit`'s.
+            self._batch_size = batch_size or default_batch_size
         self._steps = steps
         self._freq = freq
 

@@ -24,6 +24,7 @@ from replicax.engine.cache import ProgramCache, unwrap_partial
 from replicax.engine.consistency import require_equal
 from replicax.engine.group import ReplicaGroup
 from replicax.engine.program import Program
+from replicax.engine.replay import is_in_run
 from replicax.engine.scope import called_in, current_call, current_context
 from replicax.engine.signature import FlatCall, Kind, flatten_call
 from replicax.engine.step import Options, Outputs
@@ -321,6 +322,11 @@ def _refuse_tracer(array: object) -> None:
 def _refuse_tracing() -> None:
     """Raise if this thread is inside a trace of `jax.jit`."""
     if type(find_top_trace(())) is _kind_of_trace():
+        if is_in_run():
+            raise ContextError(
+                "Strategy.run: called inside a replica function, by what it gave to "
+                "merge_call. The replicas run already: call the function itself."
+            )
         raise _inside_a_transformation()
 
 
