@@ -90,8 +90,9 @@ def explained_leaks(caller: str) -> Generator[None]:
     """
     try:
         yield
-    except (jax.errors.UnexpectedTracerError, TypeError) as error:
-        if isinstance(error, TypeError) and "Tracer'>" not in str(error):
+    except TypeError as error:
+        leaked = isinstance(error, jax.errors.UnexpectedTracerError)
+        if not (leaked or "Tracer'>" in str(error)):
             raise
         error.add_note(
             f"{caller}: a value has left {_TRACED_APART}: it was assigned to a "
