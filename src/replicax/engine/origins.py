@@ -1,12 +1,15 @@
-"""Finds in a trace which products each gradient waits for, and which one makes it.
+"""Finds in a trace what values are made of: gradients, and new values of variables.
 
-`packing` orders the gradients by that, and has some products made later.
+`packing` orders the gradients by the products that they wait for, and has some products
+made later.
 """
 
 import dataclasses
+import warnings
 from collections.abc import Iterator, Sequence
 
 import jax
+import keras
 
 from replicax._private.jax import TracedEquation, equation_of
 from replicax.engine.divergence import (
@@ -16,9 +19,53 @@ from replicax.engine.divergence import (
     open_jaxpr,
 )
 
-__all__ = ["Origin", "is_combined", "origins_of", "path_to_product"]
+__all__ = [
+    "Origin",
+    "is_combined",
+    "origins_of",
+    "path_to_product",
+    "warn_of_no_sum",
+]
 
 _PRODUCTS = ("dot_general", "conv_general_dilated")
+
+_ADDITIVE = (
+    "add",
+    "add_any",
+    "sub",
+    "mul",
+    "div",
+    "neg",
+    "convert_element_type",
+    "copy",
+    "reshape",
+    "squeeze",
+    "broadcast_in_dim",
+    "expand_dims",
+    "jit",
+    "pjit",
+    "scatter-add",
+    "select_n",
+)
+"""Primitives that keep a sum a sum, so a decay does; `jit` is not looked into."""
+
+_NON_ADDITIVE = (
+    "max",
+    "min",
+    "pow",
+    "integer_pow",
+    "sqrt",
+    "exp",
+    "log",
+    "clamp",
+    "gt",
+    "ge",
+    "lt",
+    "le",
+    "and",
+    "or",
+    "not",
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -135,3 +182,64 @@ def is_combined(value: jax.Array, most: int = 8) -> bool:
     ]
     # A scalar's factors are scalars, too: such as a scale that all replicas share.
     return any(alike) if value.size > 1 else bool(alike) and all(alike)
+
+
+def warn_of_no_sum(
+    caller: str, variable: keras.Variable, old: jax.Array, new: jax.Array
+) -> None:
+    """Warn of a variable whose replicas' values are added up, but are no sums.
+
+    Args:
+        caller: The public call to name.
+        variable: Of aggregation `"sum"`.
+        old: Inside a replica function: the variable's value at first.
+        new: Likewise; what was assigned last.
+    """
+    name = _non_additive_use(new, old)
+    if name:
+        warnings.warn(
+            f"{caller}: variable {variable.path!r} of aggregation='sum' is changed by "
+            f"{name!r} of its value, and is no sum over batches, as the replicas' "
+            "values are added up. Make it with aggregation='none', and its new value "
+            "from all replicas', such as ops.max(context.all_gather(x, axis=0)) with "
+            "context = rx.get_replica_context(); or give it aggregation='mean'.",
+            stacklevel=2,
+        )
+
+
+def _non_additive_use(new: jax.Array, old: jax.Array, most: int = 64) -> str:
+    """Name of a primitive for which a new value is no sum of the old one and others.
+
+    Such as `max` where it is the larger one of both. Empty: none was found.
+
+    Args:
+        new: Inside a replica function.
+        old: Likewise; what a variable has at first.
+        most: Number of equations to look back.
+    """
+    for equation in _additive_path(new, old, most):
+        if equation.primitive.name in _NON_ADDITIVE:
+            for x in equation.in_tracers:
+                if x is old or _contains(x, old, most):
+                    return equation.primitive.name
+    return ""
+
+
+def _contains(value: jax.Array, old: jax.Array, most: int) -> bool:
+    return any(x is old for e in _additive_path(value, old, most) for x in e.in_tracers)
+
+
+def _additive_path(
+    value: jax.Array, old: jax.Array, most: int
+) -> Iterator[TracedEquation]:
+    """The equations behind a value up to the first ones that are not additive."""
+    stack, seen = [value], {id(old)}
+    while stack and len(seen) < most:
+        x = stack.pop()
+        equation = equation_of(x)
+        if id(x) in seen or equation is None:
+            continue
+        seen.add(id(x))
+        yield equation
+        if equation.primitive.name in _ADDITIVE:
+            stack += equation.in_tracers

@@ -20,6 +20,7 @@ from replicax.engine.blocks import Block, cut
 from replicax.engine.collectives import ReduceOp
 from replicax.engine.divergence import declare_whole
 from replicax.engine.group import ReplicaGroup
+from replicax.engine.origins import warn_of_no_sum
 from replicax.engine.replay import StepRun
 from replicax.engine.replica import ReplicaContext
 from replicax.engine.scope import entered_context
@@ -361,6 +362,8 @@ class ReplicaStep:
                 for i, v in enumerate(self.written)
                 if id(v) in run.scope.written
             }
+            if context.num_replicas_here > 1:
+                self._warn_of_no_sums(start, changed)
             for i, value in self._combined(context, written, changed).items():
                 new[i] = value
             # A number assigned has a weak type; the next step would compile for it.
@@ -452,6 +455,11 @@ class ReplicaStep:
             for i, x in new.items()
             if i not in added
         }
+
+    def _warn_of_no_sums(self, start: Arrays, new: Mapping[int, jax.Array]) -> None:
+        for i, value in new.items():
+            if self.written[i].aggregation == "sum":
+                warn_of_no_sum(self._name, self.written[i], start[i], value)
 
     def _mirrored(
         self, context: ReplicaContext, number: int, old: jax.Array, new: jax.Array

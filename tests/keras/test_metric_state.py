@@ -1,0 +1,85 @@
+"""State of metrics that is no sum over batches is said, and can be kept right."""
+
+import contextlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+import replicax as rx
+
+X = np.linspace(-1, 2, 7, dtype="float32")[:, None]
+
+
+class State(keras.metrics.Metric):
+    """Keeps a state of one number; `change` makes the new one of old and batch."""
+
+    def __init__(
+        self, change: Callable[[Any, Any], Any], aggregation: str = "sum"
+    ) -> None:
+        super().__init__(name="state")
+        self.change = change
+        self.number = self.add_variable((), "zeros", aggregation=aggregation, name="it")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.number.assign(self.change(ops.convert_to_tensor(self.number), y_pred))
+
+    def result(self) -> Any:
+        return ops.convert_to_tensor(self.number)
+
+
+def evaluated(strategy: rx.Strategy | None, metric: Callable[[], Any]) -> Any:
+    """The metric of a model that predicts its input; the last batch is one row."""
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Identity()])
+        model.compile(loss="mse", metrics=[metric()])
+    return model.evaluate(X, X, batch_size=2, verbose=0, return_dict=True)["state"]
+
+
+NO_SUMS = {
+    "max": lambda old, x: ops.maximum(old, ops.max(x)),
+    "min": lambda old, x: ops.minimum(ops.min(x), old),
+    "sqrt": lambda old, x: 0.5 * ops.sqrt(old) + ops.sum(x),
+    "gt": lambda old, x: ops.where(ops.max(x) > old, ops.max(x), old),
+}
+
+
+@pytest.mark.parametrize("primitive", NO_SUMS)
+def test_a_state_that_is_no_sum_is_a_warning(strategy_of: Any, primitive: str) -> None:
+    match = f"variable 'state/it' of aggregation='sum' is changed by {primitive!r}"
+    with pytest.warns(UserWarning, match=match):
+        evaluated(strategy_of(2), lambda: State(NO_SUMS[primitive]))
+
+
+def test_sums_and_one_replica_are_not_warned_of(strategy_of: Any) -> None:
+    sums = [
+        lambda old, x: old + 0.5 * ops.maximum(ops.sum(x), 0),
+        lambda old, x: ops.where(ops.any(x > 0), old + ops.sum(x), old),
+        lambda old, x: ops.sum(x),
+        lambda old, x: old * 0.9 + ops.sum(x),
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for change in sums:
+            evaluated(strategy_of(2), lambda change=change: State(change))
+        evaluated(strategy_of(1), lambda: State(NO_SUMS["max"]))
+
+
+def test_a_maximum_over_replicas(strategy_of: Any, assert_same: Any) -> None:
+    """As the guide has it, the same lines without a strategy."""
+
+    def largest(old: Any, x: Any) -> Any:
+        top = ops.max(x, keepdims=True)
+        if context := rx.get_replica_context():
+            top = context.all_gather(top, axis=0)
+        return ops.maximum(old, ops.max(top))
+
+    def metric() -> State:
+        return State(largest, aggregation="none")
+
+    assert_same(evaluated(strategy_of(2), metric), evaluated(None, metric))
+    assert evaluated(strategy_of(2), metric) == pytest.approx(2)
