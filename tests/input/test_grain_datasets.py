@@ -4,7 +4,7 @@ import grain
 import numpy as np
 import pytest
 
-from replicax.input.grain_datasets import numpy_dataset, reshuffled
+from replicax.input.grain_datasets import class_weighted, numpy_dataset, reshuffled
 
 X = np.arange(20, dtype=np.float32).reshape(10, 2)
 Y = np.arange(10)
@@ -70,3 +70,22 @@ def test_random_maps_of_streams_draw_anew_in_each_iteration(is_batched: bool) ->
     assert not set(read(0)) & set(read(1))
     assert not set(read(1)) & set(read(2))
     assert np.floor(read(2)).tolist() == [*range(8)]
+
+
+@pytest.mark.parametrize(
+    "labels", [[0, 2, 1, 2], [[0], [2], [1], [2]], np.eye(3)[[0, 2, 1, 2]]]
+)
+def test_class_weights_are_those_of_the_labels(labels: object) -> None:
+    x, y = np.zeros((4, 2)), np.asarray(labels)
+    weights = {0: 0.5, 1: 2.0, 2: 3.0}
+    (batch,) = class_weighted(numpy_dataset((x, y)).batch(4), weights)
+    np.testing.assert_array_equal(batch[1], y)
+    assert batch[2].tolist() == [0.5, 3.0, 2.0, 3.0]
+    (batch,) = class_weighted(numpy_dataset((x, y, np.arange(4))).batch(4), weights)
+    assert batch[2].tolist() == [0.0, 3.0, 4.0, 9.0]
+
+
+def test_a_class_without_a_weight_is_an_error() -> None:
+    dataset = class_weighted(numpy_dataset((X, Y)).batch(4), {0: 1.0, 1: 1.0, 3: 1.0})
+    with pytest.raises(ValueError, match="class 2 has no weight"):
+        list(dataset)

@@ -409,3 +409,23 @@ def test_a_map_of_processes_is_none_of_a_dataset(made: str) -> None:
     drawn = DRAWN.format("return source.map(draw)")
     _, left = ported(drawn + f"with {made} as p: xs = p.map(draw, [1.0])")
     assert "outside of `map`" in left[0]
+
+
+@pytest.mark.parametrize(
+    ("call", "after"),
+    [
+        ("fit(d, class_weight=w, epochs=2)", "class_weighted(d, w), epochs=2)"),
+        ("fit(x=d, class_weight={0: 1, 1: 2})", "class_weighted(d, {0: 1, 1: 2}))"),
+        ("fit(d, class_weight=None)", "fit(d, class_weight=None)"),
+        ("fit(x, y, class_weight=w)", "fit(x, y, class_weight=w)"),
+    ],
+)
+def test_weights_of_classes_go_into_the_pipeline(call: str, after: str) -> None:
+    """Keras refuses them beside a dataset of Grain's."""
+    text, left = ported(
+        "import tensorflow as tf\n"
+        "def made(): return tf.data.Dataset.from_tensor_slices((x, y)).batch(2)\n"
+        f"d = made()\nmodel.{call}"
+    )
+    assert after in text
+    assert left == []

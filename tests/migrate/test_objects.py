@@ -162,3 +162,35 @@ def test_options_are_no_optimizers(before: str, after: str) -> None:
     text, left = ported(f"{START}{before}")
     assert after in text
     assert left == []
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "tf.zeros_like(w)",
+        "tf.ones_like(model.layers[0].kernel)",
+        "[tf.zeros_like(v) for v in model.trainable_variables][0]",
+        "tf.where(True, w, w)",
+        "tf.reduce_any(w > 9) | tf.reduce_all(model.weights[1])",
+        "tf.stack(w)",
+        "tf.nn.moments(w, [0])[0]",
+    ],
+)
+def test_operations_that_take_arrays_get_no_variables(call: str) -> None:
+    """On JAX some of Keras' fail with a variable; TensorFlow's take one."""
+    text, left = ported(
+        "import tensorflow as tf\nimport numpy as np\n"
+        "layers = [tf.keras.Input((2,)), tf.keras.layers.Dense(2)]\n"
+        "model = tf.keras.Sequential(layers)\n"
+        f"w = tf.Variable(tf.ones((2, 2)))\nx = {call}"
+    )
+    assert left == []
+    names: dict[str, object] = {}
+    exec(text, names)
+    assert "Variable" not in type(names["x"]).__name__
+
+
+def test_tensors_are_given_to_operations_as_they_are() -> None:
+    text, left = ported("import tensorflow as tf\ndef f(x): return tf.zeros_like(x)")
+    assert "return keras.ops.zeros_like(x)" in text
+    assert left == []

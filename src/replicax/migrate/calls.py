@@ -15,9 +15,11 @@ from replicax.migrate.arguments import (
     keyword,
     remade,
     renamed,
+    with_args,
     without,
 )
 from replicax.migrate.files import newest_weights
+from replicax.migrate.kinds import is_kind
 from replicax.migrate.names import is_name
 from replicax.migrate.optimizers import with_float_rate
 from replicax.migrate.script import Expression, Script, Unported, walk
@@ -25,6 +27,7 @@ from replicax.migrate.tables import (
     DEVICE_OPERATORS,
     GUARDED_OPERATORS,
     HOST_OPERATORS,
+    NO_VARIABLES,
     accepted_arguments,
     find_note,
     find_target,
@@ -69,6 +72,8 @@ def ported(script: Script, node: Call, updated: Call, path: str) -> Expression:
         Unported: If it must stay as it is.
     """
     on_host = _in_pipeline(script, node)
+    if find_target(path) in NO_VARIABLES and not on_host:
+        updated = _with_arrays(script, node, updated)
     rule = (host_calls.RULES if on_host else _RULES).get(path)
     if rule is not None:
         result = rule(script, node, updated, path)
@@ -79,6 +84,21 @@ def ported(script: Script, node: Call, updated: Call, path: str) -> Expression:
     if (note := find_note(path)) and not on_host:
         script.note(node, f"tf.{path}: {note}")
     return result
+
+
+def _with_arrays(script: Script, node: Call, updated: Call) -> Call:
+    """A call that gets arrays, where the original gets variables."""
+    if len(node.args) != len(updated.args):
+        return updated
+    args = [
+        new.with_changes(
+            value=call_of(script.expression("keras.ops.convert_to_tensor"), new.value)
+        )
+        if is_kind(script, old.value, "variable")
+        else new
+        for old, new in zip(node.args, updated.args, strict=True)
+    ]
+    return with_args(updated, args)
 
 
 def _in_pipeline(script: Script, node: cst.CSTNode) -> bool:

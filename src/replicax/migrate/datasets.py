@@ -6,6 +6,7 @@ from typing import TypeAlias
 
 import libcst as cst
 
+from replicax.migrate.arguments import argument, is_named
 from replicax.migrate.flow import Definition
 from replicax.migrate.names import dotted, method_of
 from replicax.migrate.script import Script, walk
@@ -39,12 +40,14 @@ class DatasetGroup:
         operators: Calls of methods, in the order of the text.
         unknown: Names and calls that are not made here, and are taken for datasets.
         foreign: Calls of packages that need TensorFlow.
+        weighted: What `fit` gets, beside weights of classes.
     """
 
     sources: list[tuple[cst.Call, str]] = field(default_factory=list)
     operators: list[cst.Call] = field(default_factory=list)
     unknown: list[cst.BaseExpression] = field(default_factory=list)
     foreign: list[cst.Call] = field(default_factory=list)
+    weighted: list[cst.Arg] = field(default_factory=list)
 
     @property
     def is_stream(self) -> bool:
@@ -86,7 +89,17 @@ class _Datasets:
         by_root: dict[_Key, DatasetGroup] = {}
         for node, key in self._seen.items():
             self._sort_in(by_root.setdefault(self._root(key), DatasetGroup()), node)
+        for x in self._weighted():
+            root = self._root(self._key_of(x.value))
+            by_root.setdefault(root, DatasetGroup()).weighted.append(x)
         return list(by_root.values())
+
+    def _weighted(self) -> Iterator[cst.Arg]:
+        for call in self._script.calls:
+            x = argument(call.args, 0, "x") if method_of(call) == "fit" else None
+            has_weights = any(is_named(arg, "class_weight") for arg in call.args)
+            if x is not None and has_weights and self._is_dataset(x.value):
+                yield x
 
     def _bound(self) -> Iterator[tuple[_Key, cst.BaseExpression, int | None]]:
         for definition in self._script.flow.definitions:

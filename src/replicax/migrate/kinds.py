@@ -33,6 +33,17 @@ __all__ = [
 
 _PARTS = {("model", "optimizer"): "optimizer", ("callback", "model"): "model"}
 """What attributes of an object of a kind are."""
+_VARIABLES = (
+    *("beta", "bias", "embeddings", "gamma", "iterations", "kernel"),
+    *("moving_mean", "moving_variance", "recurrent_kernel"),
+)
+"""What attributes of layers and optimizers are."""
+_OF_VARIABLES = tuple(
+    f"{kind}{name}"
+    for kind in ("", "trainable_", "non_trainable_")
+    for name in ("variables", "weights")
+)
+"""Attributes that are lists of variables."""
 _MODULES = ("keras.optimizers", "keras.optimizers.legacy")
 """Where the classes of optimizers are."""
 _NAMED = ("model", "optimizer")
@@ -89,7 +100,7 @@ def _is_open(script: Script, node: cst.BaseExpression, depth: int) -> bool:
 
 
 def kind_of(script: Script, node: cst.BaseExpression) -> str | None:
-    """The kind of an object: `"model"`, `"layer"`, `"optimizer"`, `"callback"`.
+    """The kind of an object: `"model"`, `"layer"`, `"optimizer"`, `"variable"`...
 
     Returns:
         The one kind of all definitions that reach the original node; None if there are
@@ -187,6 +198,8 @@ def _makers(script: Script, node: cst.BaseExpression, seen: _Seen) -> frozenset[
         each = (_of_definition(script, d, seen) for d in found)
         return frozenset[Maker]().union(*each) or _UNKNOWN
     if isinstance(node, cst.Attribute):
+        if node.attr.value in _VARIABLES:
+            return frozenset(["variable"])
         inner = _one(script, _makers(script, node.value, seen))
         return frozenset([_PARTS.get((inner or "", node.attr.value))])
     return _of_comprehension(script, node, seen)
@@ -260,6 +273,8 @@ def _of_element(
     """
     if isinstance(node, cst.Subscript) and isinstance(node.slice[0].slice, cst.Slice):
         return _of_element(script, node.value, is_value, seen)
+    if isinstance(node, cst.Attribute) and node.attr.value in _OF_VARIABLES:
+        return frozenset(["variable"])
     if isinstance(node, cst.Attribute) and node.attr.value == "layers":
         inner = _one(script, _makers(script, node.value, seen))
         is_named = inner is None and script.code(node.value).lower().endswith("model")
@@ -293,6 +308,8 @@ def _of_call(script: Script, node: cst.Call, seen: _Seen) -> frozenset[Maker]:
     if isinstance(node.func, cst.Name):
         if found := classes(script, node.func.value):
             return frozenset(found)
+    elif method_of(node) in {"add_weight", "add_variable"}:
+        return frozenset(["variable"])
     elif isinstance(node.func, cst.Attribute) and method_of(node) == "get_layer":
         is_model = _one(script, _makers(script, node.func.value, seen)) == "model"
         return frozenset(["layer"]) if is_model else _UNKNOWN

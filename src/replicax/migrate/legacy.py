@@ -1,5 +1,6 @@
 """Rules for functions and defaults of TensorFlow 1, and for those of `tf.config`."""
 
+import re
 from collections.abc import Callable, Iterator
 
 import libcst as cst
@@ -17,7 +18,7 @@ from replicax.migrate.arguments import (
 from replicax.migrate.kinds import kind_of
 from replicax.migrate.names import root_of
 from replicax.migrate.script import Expression, Script, Unported, walk
-from replicax.migrate.tables import GUARDED_OPERATORS
+from replicax.migrate.tables import GUARDED_OPERATORS, find_target
 from replicax.migrate.tracing import makes_spec
 
 __all__ = ["RULES", "is_of_version_1", "old_defaults", "with_old_reset"]
@@ -35,16 +36,30 @@ _LAYERS = {
     "batch_normalization": "BatchNormalization",
 }
 _LOSSES = {
-    "sparse_softmax_cross_entropy": ("SparseCategoricalCrossentropy", True),
-    "softmax_cross_entropy": ("CategoricalCrossentropy", True),
-    "sigmoid_cross_entropy": ("BinaryCrossentropy", True),
-    "absolute_difference": ("MeanAbsoluteError", False),
+    "absolute_difference": ("MeanAbsoluteError", "labels predictions weights"),
+    "hinge_loss": ("Hinge", "labels logits weights"),
+    "huber_loss": ("Huber", "labels predictions weights delta"),
+    "mean_squared_error": ("MeanSquaredError", "labels predictions weights"),
+    "sigmoid_cross_entropy": (
+        "BinaryCrossentropy",
+        "multi_class_labels logits weights label_smoothing",
+    ),
+    "softmax_cross_entropy": (
+        "CategoricalCrossentropy",
+        "onehot_labels logits weights label_smoothing",
+    ),
+    "sparse_softmax_cross_entropy": (
+        "SparseCategoricalCrossentropy",
+        "labels logits weights",
+    ),
 }
-_LOSS_ARGUMENTS = {
-    "softmax_cross_entropy": ("onehot_labels", "logits", "weights"),
-    "sigmoid_cross_entropy": ("multi_class_labels", "logits", "weights"),
-    "absolute_difference": ("labels", "predictions", "weights"),
-}
+"""The losses of `tf.losses` of TensorFlow 1: the class in Keras, their parameters."""
+_MEANS = ("SUM_BY_NONZERO_WEIGHTS", "SUM_OVER_NONZERO_WEIGHTS", "SUM_OVER_BATCH_SIZE")
+"""Reductions that are the mean where the weight is one number."""
+_OLD = re.compile(
+    r"(layers|estimator)\.|(placeholder|get_variable|Session|app\.run|train\.\w+Optimizer)$"
+)
+"""Functions that only TensorFlow 1 has under these names."""
 
 _OLD_RECURRENT = [
     f"keras.layers.{name}" for name in ("GRU", "GRUCell", "LSTM", "LSTMCell")
@@ -86,22 +101,36 @@ def _layer(script: Script, node: Call, updated: Call, path: str) -> Expression:
 
 def _loss(script: Script, node: Call, updated: Call, path: str) -> Expression:
     """A mean loss of `tf.losses` of TensorFlow 1, as a loss object that is called."""
-    name = path.rpartition(".")[2]
-    target, from_logits = _LOSSES[name]
-    parameters = _LOSS_ARGUMENTS.get(name, ("labels", "logits", "weights"))
+    target, text = _LOSSES[path.rpartition(".")[2]]
+    labels, outputs, *options = parameters = text.split()
+    is_new = any(is_named(arg, "y_true", "y_pred") for arg in node.args)
+    if find_target(path) and (is_new or not _is_old(script, node)):
+        return updated.with_changes(func=script.expression(f"keras.{path}"))
     try:
-        given = bound(updated.args, parameters)
+        every = [*parameters, "scope", "loss_collection", "reduction"]
+        given = bound(updated.args, every)
     except Unported as why:
         raise Unported(f"tf.{path} stays: {why.reason}") from None
-    if len(given) < 2 or parameters[0] not in given or parameters[1] not in given:
+    if labels not in given or outputs not in given:
         raise Unported(f"tf.{path}: its arguments were not found")
-    options = [keyword("from_logits", cst.Name("True"))] if from_logits else []
-    made = cst.Call(func=script.expression(f"keras.losses.{target}"), args=options)
-    values = [given[parameters[0]], given[parameters[1]]]
-    args = [cst.Arg(value.value) for value in values]
-    if parameters[2] in given:
-        args.append(keyword("sample_weight", given[parameters[2]].value))
-    return cst.Call(func=made, args=args)
+    names = bound(node.args, every)
+    reduction = script.code(names["reduction"].value) if "reduction" in given else ""
+    if reduction.rpartition(".")[2] not in ("", *_MEANS):
+        raise Unported(f"tf.{path} stays: use keras.losses.{target}(reduction=...)")
+    args = [cst.Arg(given[name].value) for name in (labels, outputs)]
+    if weights := given.get("weights"):
+        if not isinstance(weights.value, cst.Integer | cst.Float):
+            raise Unported(
+                f"tf.{path} stays: it divides by the number of weights that are not 0; "
+                f"write keras.ops.sum(losses * weights) / keras.ops.count_nonzero("
+                f"weights), with keras.losses.{target}(reduction=None)"
+            )
+        args.append(keyword("sample_weight", weights.value))
+    kept = [keyword(name, given[name].value) for name in options[1:] if name in given]
+    if target.endswith("Crossentropy"):
+        kept.insert(0, keyword("from_logits", cst.Name("True")))
+    made = script.expression(f"keras.losses.{target}")
+    return cst.Call(func=cst.Call(func=made, args=kept), args=args)
 
 
 def _gpu_available(script: Script, node: Call, updated: Call, path: str) -> Expression:
@@ -225,12 +254,18 @@ def is_of_version_1(script: Script, node: cst.Call) -> bool:
     return any(name and ".compat.v1." in f"{name}." for name in names)
 
 
+def _is_old(script: Script, node: cst.Call) -> bool:
+    """Whether a function is TensorFlow 1's, by its name or by what else is called."""
+    return is_of_version_1(script, node) or any(
+        _OLD.match(script.called(each)) and not is_of_version_1(script, each)
+        for each in script.calls
+    )
+
+
 def _initializer(script: Script, node: Call, updated: Call, path: str) -> Expression:
     """An initializer whose default is that of TensorFlow 2."""
     name = "maxval" if "uniform" in path else "stddev"
-    is_old = any(script.called(each).startswith("layers.") for each in script.calls)
-    is_old = is_old or is_of_version_1(script, node)
-    if is_old and argument(node.args, 1, name) is None:
+    if _is_old(script, node) and argument(node.args, 1, name) is None:
         raise Unported(f"{name} is 1 in TensorFlow 1, 0.05 in Keras 3: write {name}=")
     return remade(script, updated, GUARDED_OPERATORS[path], path)
 

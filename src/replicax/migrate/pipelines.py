@@ -16,7 +16,7 @@ from replicax.migrate.host import (
     why_not_on_host,
     why_not_random,
 )
-from replicax.migrate.names import dotted, method_of
+from replicax.migrate.names import dotted, is_name, method_of
 from replicax.migrate.origins import returned
 from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.sources import (
@@ -67,6 +67,8 @@ def plan_pipelines(script: Script) -> None:
         problem = _problem(script, group)
         if problem is None:
             _plan(script, group)
+            for x in group.weighted:
+                _plan_weights(script, x)
         else:
             _freeze(script, group, *problem)
 
@@ -211,6 +213,20 @@ def _plan(script: Script, group: DatasetGroup) -> None:
             for each in found:
                 plan_in_place(script, each)
                 _note_other_uses(script, each, call)
+
+
+def _plan_weights(script: Script, x: cst.Arg) -> None:
+    """Plan `fit(class_weighted(x, w))`: Grain's data come without `class_weight=`."""
+    call = script.parent(x)
+    assert isinstance(call, cst.Call)
+    weights = next(arg for arg in call.args if is_named(arg, "class_weight"))
+    if is_name(weights.value, "None"):
+        return
+    script.dropped_arguments.add(weights)
+    func = script.expression("rx.input.class_weighted")
+    script.replacements[x] = lambda updated: updated.with_changes(
+        value=call_of(func, updated.value, weights.value.deep_clone())
+    )
 
 
 def _is_generator(arg: cst.Arg, node: cst.Call) -> bool:

@@ -25,6 +25,7 @@ __all__ = [
     "LEFT_METHODS",
     "NEED_TENSORFLOW",
     "NOTES",
+    "NO_VARIABLES",
     "OLD_PREFIXES",
     "OPTIMIZERS",
     "PREFIXES",
@@ -88,6 +89,8 @@ ALIASES = _texts(_DATA["aliases"])
 OLD_PREFIXES = _texts(_DATA["old_prefixes"])
 """Where names stood before."""
 DTYPES = frozenset(_DATA["dtypes"].split())
+NO_VARIABLES = frozenset(_DATA["no_variables"].split())
+"""Operations of Keras that take arrays, and fail with a variable on JAX."""
 EXACT = _by_name(_DATA["targets"])
 """Names one by one."""
 PREFIXES = _texts(_DATA["prefixes"])
@@ -144,6 +147,7 @@ _KINDS = {
     "callback": "keras.callbacks.Callback",
 }
 _MAKERS = {
+    "keras.Variable": "variable",
     "keras.models.clone_model": "model",
     "keras.models.load_model": "model",
     "keras.models.model_from_json": "model",
