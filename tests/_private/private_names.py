@@ -13,8 +13,8 @@ ROOT = Path(replicax.__file__).parent
 _MODULE = re.compile(r"(keras\.src|jax\._src|jaxlib)(\.|$)")
 _NAME = re.compile(r"_[A-Za-z]\w*$")
 _BY_NAME = ("getattr", "setattr", "hasattr", "delattr", "operator.attrgetter")
-# Most of what these folders read belongs to Keras or JAX.
-_BINDINGS = ("_private", "keras")
+# Most of what this folder reads belongs to Keras or JAX.
+_BINDINGS = ("_private",)
 
 
 @dataclass(frozen=True)

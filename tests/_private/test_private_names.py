@@ -30,7 +30,7 @@ from tests._private.private_names import (
     sources,
 )
 
-from replicax._private.keras import CALLBACK_STATE
+from replicax._private.trainer import CALLBACK_STATE
 from replicax._private.wraps import WRAPS, Wrap
 from replicax.keras import hooks
 
@@ -264,6 +264,28 @@ def require_attribute_as_used(name: str, uses: list[Use]) -> None:
         )
         if callable(getattr(found, name)):
             require_callable_as_used(name, getattr(found, name), uses)
+
+
+ELSEWHERE = {
+    # A script of its own, in a process without this package.
+    "cluster/coordination_service.py": {"jaxlib._jax.get_distributed_runtime_service"},
+}
+"""Private names that are not met in `_private`, by file."""
+
+OF_PYTHON = {"_exit", "_getframe", "_current_frames", "_register_atexit", "_fields"}
+
+
+def test_private_names_are_met_in_one_folder(
+    used_attributes: dict[str, list[Use]],
+) -> None:
+    found = used(imported_names) | used_attributes
+    elsewhere = defaultdict(set)
+    for name in found.keys() - OF_PYTHON:
+        for use in found[name]:
+            file = use.where.partition(":")[0]
+            if not file.startswith("_private/"):
+                elsewhere[file].add(name)
+    assert elsewhere == ELSEWHERE
 
 
 def test_attributes_are_there_and_take_their_calls(

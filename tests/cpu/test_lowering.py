@@ -29,6 +29,7 @@ from tests.cpu.test_convolutions import (
 from tests.cpu.test_reductions import inputs, residual_stream
 
 import replicax as rx
+from replicax._private.jax import lowering_rule_for_cpus
 from replicax.cpu import lowering
 
 SETTINGS = {
@@ -268,7 +269,7 @@ def test_programs_of_the_user_are_lowered_as_without_replicax() -> None:
             lowered_by_jax(jax.grad(residual_stream), weights, stream),
         ]
 
-    rules = [lowering._rule_of_jax(p) for p in lowering._SERVED]
+    rules = [lowering_rule_for_cpus(p) for p in lowering._SERVED]
     before = texts()
     strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
     users = jax.jit(depthwise)  # The same compiled function in and outside of a step.
@@ -277,7 +278,7 @@ def test_programs_of_the_user_are_lowered_as_without_replicax() -> None:
     strategy.run(lambda: jax.grad(residual_stream)(weights, stream))
     assert_equal(users(x, k), found.values[0])
     assert texts() == before
-    assert rules == [lowering._rule_of_jax(p) for p in lowering._SERVED]
+    assert rules == [lowering_rule_for_cpus(p) for p in lowering._SERVED]
     assert rules == [
         (mlir._platform_specific_lowerings["cpu"].get(p) or mlir._lowerings[p]).rule
         for p in lowering._SERVED

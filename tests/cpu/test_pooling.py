@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from jax import lax
 from tests.cpu.test_convolutions import both, lowered, lowered_by_jax
 
+from replicax._private.jax import lowering_rule_for_cpus
 from replicax.cpu import lowering, pooling
 
 ONCE = settings(deadline=None, derandomize=True, phases=[Phase.generate])
@@ -192,7 +193,7 @@ def test_a_jax_without_rules_for_cpus(monkeypatch, caplog) -> None:
     primitive = lax.select_and_scatter_add_p
     nothing = collections.defaultdict(dict)
     monkeypatch.setattr(lowering.mlir, "_platform_specific_lowerings", nothing)
-    assert lowering._rule_of_jax(primitive) is lowering.mlir._lowerings[primitive].rule
+    assert lowering_rule_for_cpus(primitive) is lowering.mlir._lowerings[primitive].rule
     monkeypatch.setattr(lowering.mlir, "_platform_specific_lowerings", None)
     caplog.set_level("INFO", logger="replicax")
     lowering._overrides.cache_clear()

@@ -23,6 +23,7 @@ __all__ = [
     "has_devices",
     "is_tpu_vm",
     "jaxlib_version",
+    "lowering_rule_for_cpus",
     "replace_gloo",
     "skip_platform",
 ]
@@ -68,6 +69,21 @@ def cluster_kinds() -> list[Any]:
 def is_tpu_vm() -> bool:
     """Whether JAX found TPU chips and libtpu on this machine when it was imported."""
     return importlib.import_module("jax._src.cloud_tpu_init").running_in_cloud_tpu_vm
+
+
+def lowering_rule_for_cpus(primitive: Any) -> Any:
+    """Look up JAX's lowering rule of a primitive for CPUs; None if it is not found.
+
+    JAX has a function to register rules but none to look them up.
+    """
+    mlir: Any = importlib.import_module("jax.interpreters.mlir")
+    table = getattr(mlir, "_platform_specific_lowerings", None)
+    if table is None:
+        return None
+    entry = table["cpu"].get(primitive)
+    if entry is None:
+        entry = (getattr(mlir, "_lowerings", None) or {}).get(primitive)
+    return getattr(entry, "rule", entry)
 
 
 def has_devices() -> bool:

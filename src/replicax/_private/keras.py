@@ -1,7 +1,7 @@
-"""Every private part of Keras that replicax reads or writes.
+"""Private names of Keras' variables, layers, models and optimizers, with their reasons.
 
-Tested with Keras 3.14 to 3.15. Everything that a new Keras may move is in this file, in
-`wraps.py` and in `keras/hooks.py`.
+Tested with Keras 3.14 to 3.15. Those of its trainer are in `trainer.py`, the functions
+that are replaced in `wraps.py`.
 """
 
 import collections
@@ -10,9 +10,9 @@ import functools
 import itertools
 import operator
 import re
-import threading
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+import types
+from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -23,46 +23,31 @@ from keras.src.backend.common.global_state import (
 )
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 from keras.src.backend.common.stateless_scope import get_stateless_scope
-from keras.src.callbacks.callback_list import CallbackList
 from keras.src.random.seed_generator import (
     GLOBAL_SEED_GENERATOR,
     global_seed_generator,
 )
-from keras.src.trainers.data_adapters.array_slicing import train_validation_split
-from keras.src.trainers.data_adapters.data_adapter_utils import (
-    class_weight_to_sample_weights,
-)
+from keras.src.utils import jax_layer
 from keras.src.utils.naming import to_snake_case
-from keras.src.utils.python_utils import is_default, pythonify_logs
 
 __all__ = [
-    "CALLBACK_STATE",
-    "READS_AHEAD",
-    "RESETS_METRICS_OF_BATCHES",
-    "after_build",
+    "PlacedVariable",
     "attach_masks",
-    "build",
-    "class_weight_to_sample_weights",
     "clipped",
     "current_scope",
-    "dataset_with_epochs",
     "decays",
     "described",
     "forget_uninitialized",
     "has_value",
-    "hears",
-    "initial_epoch_of",
+    "inner_of",
     "is_owned",
     "layer_label",
     "layers_of",
     "layout_of",
     "learning_rate_of",
-    "makes_batches_ahead",
     "masks_of",
-    "metrics_in_order",
     "named_by",
     "parts_of_layer",
-    "pythonify_logs",
     "read_values",
     "reference_of",
     "set_current_scope",
@@ -71,21 +56,10 @@ __all__ = [
     "set_reference",
     "set_value",
     "shared_seed_generator",
-    "stop_workers",
-    "train_validation_split",
     "trained_by",
     "when_built",
     "write_values",
 ]
-
-
-_VERSION = tuple(int(part) for part in keras.__version__.split(".")[:2])
-
-READS_AHEAD = _VERSION < (3, 15)
-"""Whether Keras' loop takes a batch from the data before the step that is for it."""
-
-RESETS_METRICS_OF_BATCHES = _VERSION >= (3, 15)
-"""Whether `train_on_batch` and `test_on_batch` begin with new metrics."""
 
 
 def current_scope() -> Any:
@@ -128,6 +102,31 @@ def set_layout(variable: Any, layout: Any) -> None:
     variable._layout = layout
     if variable._value is not None:
         variable._direct_assign(variable._value)
+
+
+if TYPE_CHECKING:
+    _Variable = keras.Variable
+else:
+    _Variable = object
+
+
+class PlacedVariable(_Variable):
+    """Mixin of variables with a say in where Keras puts their values."""
+
+    def _initialize(self, value: Any) -> None:
+        super()._initialize(value)
+        self.initialized()
+
+    def _direct_assign(self, value: Any) -> None:
+        super()._direct_assign(self.placed(value))
+
+    def initialized(self) -> None:
+        """Called when the variable has its first value."""
+        raise NotImplementedError
+
+    def placed(self, value: Any) -> Any:
+        """The value to store for one that is assigned."""
+        raise NotImplementedError
 
 
 def is_owned(variable: Any) -> bool:
@@ -193,6 +192,18 @@ def when_built(owner: Any, then: Callable[[], None]) -> None:
     owner.build = build_then
 
 
+@contextlib.contextmanager
+def names_counted_anew() -> Generator[None]:
+    """Number the names of layers and variables from the start, and go on afterwards."""
+    key = "object_name_uids"
+    counts = get_global_attribute(key)
+    set_global_attribute(key, collections.defaultdict(int))
+    try:
+        yield
+    finally:
+        set_global_attribute(key, counts)
+
+
 def described(variable: Any) -> str:
     """A variable's path, dtype and shape, by which workers compare theirs."""
     return f"{variable.path} {variable.dtype}{list(variable.shape)}"
@@ -214,11 +225,6 @@ def layers_of(model: Any) -> list[Any]:
     return list(model._flatten_layers())
 
 
-def after_build(model: Any) -> None:
-    """Call what Keras calls after it has built a model."""
-    model._post_build()
-
-
 def layer_label(layer: Any) -> str:
     """A layer's name, without the number that Keras appends to default names."""
     base = to_snake_case(type(layer).__name__)
@@ -226,16 +232,47 @@ def layer_label(layer: Any) -> str:
     return base if re.fullmatch(rf"{re.escape(base)}(_\d+)?", name) else name
 
 
+def replace_moments(layer: Any, moments: Callable[..., Any]) -> None:
+    """Replace the method of a `BatchNormalization` that computes mean and variance.
+
+    Keras binds methods to layers in the same way.
+
+    Args:
+        layer: The layer.
+        moments: Takes Keras' own method, the inputs and the mask.
+    """
+    layer._moments = functools.partial(moments, layer._moments)
+
+
+def tensorflow_is_installed() -> bool:
+    """Whether Keras' `JaxLayer` finds TensorFlow."""
+    return jax_layer.tf.available
+
+
+@contextlib.contextmanager
+def without_tensorflow() -> Generator[None]:
+    """Answer for TensorFlow that this is none of its traces; `JaxLayer` asks it."""
+    tensorflow = jax_layer.tf
+    jax_layer.tf = types.SimpleNamespace(inside_function=lambda: False)
+    try:
+        yield
+    finally:
+        jax_layer.tf = tensorflow
+
+
+def inner_of(optimizer: Any) -> Any:
+    """The optimizer itself, or the one that a `LossScaleOptimizer` wraps."""
+    return getattr(optimizer, "inner_optimizer", None) or optimizer
+
+
 def trained_by(optimizer: Any) -> list[Any]:
     """The variables that an optimizer was built for."""
-    inner = getattr(optimizer, "inner_optimizer", None)  # Of a loss-scaling one.
-    return list((inner or optimizer)._trainable_variables)
+    return list(inner_of(optimizer)._trainable_variables)
 
 
 def learning_rate_of(optimizer: Any) -> Any:
     """The variable of an optimizer's learning rate; None where it is a schedule."""
-    optimizer = getattr(optimizer, "inner_optimizer", None) or optimizer
-    rate = optimizer._learning_rate
+    rate = inner_of(optimizer)._learning_rate
     return rate if hasattr(rate, "path") else None
 
 
@@ -273,87 +310,3 @@ def attach_masks(tree: Any, masks: Sequence[Any]) -> None:
     for x, mask in zip(jax.tree.leaves(tree), masks, strict=True):
         if mask is not None:
             set_keras_mask(x, mask)
-
-
-# What a run of `fit` knows of its data.
-
-
-def makes_batches_ahead(adapter: Any) -> bool:
-    """Whether a `PyDataset`'s worker threads prefetch the batches."""
-    return getattr(adapter, "enqueuer", None) is not None
-
-
-def stop_workers(adapter: Any) -> None:
-    """Stop a `PyDataset`'s worker threads; Keras starts them again."""
-    enqueuer = getattr(adapter, "enqueuer", None)
-    if enqueuer is None or not enqueuer.is_running():
-        return
-
-    def stop() -> None:
-        with contextlib.suppress(RuntimeError):  # Interrupted before it was started.
-            enqueuer.stop()
-
-    # In another thread: an interrupt may have left the lock of its queue taken.
-    stopper = threading.Thread(target=stop, daemon=True)
-    stopper.start()
-    stopper.join(timeout=5.0)
-
-
-def dataset_with_epochs(adapter: Any) -> Any:
-    """An adapter's `PyDataset`, if it overrides a method called at epochs; or None."""
-    dataset = getattr(adapter, "py_dataset", None)
-    if dataset is None:
-        return None
-    base = next(c for c in type(dataset).__mro__ if c.__name__ == "PyDataset")
-    hooks = ("on_epoch_begin", "on_epoch_end")
-    if all(getattr(type(dataset), h) is getattr(base, h) for h in hooks):
-        return None
-    return dataset
-
-
-def hears(callbacks: Any, names: tuple[str, ...]) -> bool:
-    """Whether any callback overrides a method that is called for each batch.
-
-    Args:
-        callbacks: Keras' `CallbackList`.
-        names: The methods' names, that of the list itself first.
-    """
-    if getattr(type(callbacks), names[0]) is not getattr(CallbackList, names[0]):
-        return True
-    methods = [getattr(c, name, None) for c in callbacks.callbacks for name in names]
-    return not all(map(is_default, methods))
-
-
-def initial_epoch_of(model: Any) -> int | None:
-    """The first epoch that Keras' own `BackupAndRestore` has set; None: none."""
-    return getattr(model, "_initial_epoch", None)
-
-
-def build(model: Any, data: Any, batch: Any) -> None:
-    """Make the variables of a model, its losses, metrics and optimizer.
-
-    Args:
-        model: The model.
-        data: An iterable as Keras' epoch iterators; its first batch is taken if one is
-            needed.
-        batch: That batch, if there is no `data`.
-    """
-    model._symbolic_build(iterator=data, data_batch=batch)
-
-
-def metrics_in_order(model: Any, logs: Any) -> Any:
-    """Results as `evaluate` returns them: one, or a list in the metrics' order."""
-    return model._flatten_metrics_in_order(logs)
-
-
-CALLBACK_STATE = {
-    "History": ("history", "epoch"),
-    "EarlyStopping": ("wait", "stopped_epoch", "best", "best_epoch"),
-    "ReduceLROnPlateau": ("wait", "best", "cooldown_counter"),
-    "ModelCheckpoint": (
-        "best",
-        "_batches_seen_since_last_saving",
-        "_last_batch_seen",
-    ),
-}
-"""The attributes that are the state of Keras' callbacks, by class."""

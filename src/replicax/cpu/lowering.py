@@ -16,6 +16,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, mlir
 
+from replicax._private.jax import lowering_rule_for_cpus
 from replicax.cpu import pooling, reductions
 from replicax.cpu.choice import Form, choose, spatial_windows
 from replicax.cpu.forms import (
@@ -98,7 +99,7 @@ mlir.register_lowering(_served_call_p, _lower_call, cacheable=False)
 @functools.cache
 def _overrides() -> tuple[tuple[Any, Callable[..., Any]], ...]:
     """Make the overriding rules by primitive, in JAX's form."""
-    rules_of_jax = {p: _rule_of_jax(p) for p in _SERVED}
+    rules_of_jax = {p: lowering_rule_for_cpus(p) for p in _SERVED}
     unknown = [_SERVED[p][0] for p, rule in rules_of_jax.items() if rule is None]
     if unknown:
         _log.info(
@@ -117,22 +118,6 @@ def _overrides() -> tuple[tuple[Any, Callable[..., Any]], ...]:
     return tuple(
         (p, functools.partial(_lower, rule, _SERVED[p][1])) for p, rule in known.items()
     )
-
-
-def _rule_of_jax(primitive: Any) -> Any:
-    """Look up JAX's lowering rule of a primitive for CPUs; None if it is not found.
-
-    It uses private names, the only ones here: JAX has a function to register rules but
-    none to look them up. `jax.interpreters.mlir` has these tables since 0.3; tested
-    with 0.10.2.
-    """
-    table = getattr(mlir, "_platform_specific_lowerings", None)
-    if table is None:
-        return None
-    entry = table["cpu"].get(primitive)
-    if entry is None:
-        entry = (getattr(mlir, "_lowerings", None) or {}).get(primitive)
-    return getattr(entry, "rule", entry)
 
 
 def _lower(

@@ -19,7 +19,7 @@ import keras
 from jax.extend.core import find_top_trace
 from jax.typing import ArrayLike
 
-from replicax._private.keras import stored_dtype, trained_by
+from replicax._private.keras import inner_of, stored_dtype, trained_by
 from replicax.engine.divergence import declare_mirrored
 from replicax.errors import ContextError
 
@@ -299,8 +299,9 @@ class Update:
     def changed(self) -> list[Variable]:
         """All variables that the update writes: the trained ones and the slots."""
         found = [*self.variables, *self.optimizer.variables]
-        inner = getattr(self.optimizer, "inner_optimizer", self.optimizer)
-        if inner.use_ema:  # Of all that it trains, also where no gradient is.
+        if inner_of(
+            self.optimizer
+        ).use_ema:  # Of all that it trains, also where no gradient is.
             found += trained_by(self.optimizer)
         return distinct(found)
 

@@ -6,16 +6,17 @@ with those of the data.
 """
 
 import contextlib
-import copy
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol
 
-from keras.src.trainers.data_adapters import get_data_adapter
-from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
-from keras.src.trainers.data_adapters.grain_dataset_adapter import GrainDatasetAdapter
-
+from replicax._private.trainer import (
+    ArrayDataAdapter,
+    GrainDatasetAdapter,
+    get_data_adapter,
+    with_dataset,
+)
 from replicax._util.types import PyTree
 from replicax._util.waiting import Announced
 from replicax.engine.scope import current_call
@@ -72,14 +73,14 @@ class _GrainAdapter(GrainDatasetAdapter):
 
     def __init__(self, dataset: PyTree, first_iteration: int) -> None:
         super().__init__(dataset)
+        self._source = dataset
         self.iteration = max(first_iteration, _begun.get(dataset, 0))
 
     def get_jax_iterator(self) -> Iterable[PyTree]:
         """Begin an iteration over the dataset; returns its batches."""
-        dataset, iteration = self._dataset, self.iteration
+        dataset, iteration = self._source, self.iteration
         _begun[dataset] = self.iteration = iteration + 1
-        of_iteration = copy.copy(self)
-        of_iteration._dataset = reshuffled(dataset, iteration)
+        of_iteration = with_dataset(self, reshuffled(dataset, iteration))
         return GrainDatasetAdapter.get_jax_iterator(of_iteration)
 
 

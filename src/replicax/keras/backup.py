@@ -13,6 +13,7 @@ import keras
 import numpy as np
 
 from replicax._private import keras as internals
+from replicax._private import trainer
 from replicax._util import json_codec, random_state
 from replicax._util.arguments import require_count, require_flag, require_path
 from replicax._util.interrupts import take_up_postponed
@@ -426,9 +427,9 @@ def _state_of(callback: PyTree) -> dict[str, PyTree]:
     """A callback's state: Keras' attributes of its class, and its own `get_state`."""
     names = next(
         (
-            internals.CALLBACK_STATE[kind.__name__]
+            trainer.CALLBACK_STATE[kind.__name__]
             for kind in type(callback).__mro__
-            if kind.__name__ in internals.CALLBACK_STATE
+            if kind.__name__ in trainer.CALLBACK_STATE
             and kind.__module__.startswith("keras.")
         ),
         (),

@@ -8,6 +8,7 @@ import jax
 import keras
 
 from replicax._private import keras as internals
+from replicax._private import trainer
 from replicax._util.types import PyTree
 from replicax._util.waiting import Announced
 from replicax.engine.protocols import StrategyLike
@@ -62,7 +63,7 @@ def build(
             if kind == "predict":
                 _build_by_call(model, data, batch)
             elif has_call(model):
-                internals.build(model, data, batch)
+                trainer.build(model, data, batch)
             else:
                 _build_by_step(model, strategy, kind, data, batch)
         except StopIteration:
@@ -94,7 +95,7 @@ def _build_by_step(
         elif optimizer is not None and not optimizer.built:
             optimizer.build(model.trainable_variables)
     note_built(model)
-    internals.after_build(model)
+    trainer.after_build(model)
 
 
 def _first_batch(data: Epochs | None, batch: PyTree) -> PyTree:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 
 import keras
 
-from replicax._private import keras as internals
+from replicax._private import trainer
 from replicax._util import random_state
 from replicax._util.random_state import RandomState
 from replicax._util.types import PyTree
@@ -92,7 +92,7 @@ class Epochs:
     def close(self) -> None:
         """Close the data, and stop the threads that read them."""
         self._end_iteration()
-        internals.stop_workers(self.adapter)
+        trainer.stop_workers(self.adapter)
 
     def _end_iteration(self) -> None:
         """Close the iterators, with what they have prefetched."""
@@ -200,7 +200,7 @@ class Epochs:
                 num_batches=fixed_number_of_batches(adapter),
                 size_of=functools.partial(leading_size, caller=current_call()),
             )
-        if internals.READS_AHEAD:
+        if trainer.READS_AHEAD:
             source = _one_ahead(source)
         in_memory = is_array_adapter(adapter)
         if not in_memory:
@@ -220,7 +220,7 @@ class Epochs:
     def began(self) -> RandomState:
         """The random state in which the iteration that begins now decides its order."""
         # Threads that make batches ahead shuffle before the epoch's first step.
-        ahead = internals.makes_batches_ahead(self.adapter)
+        ahead = trainer.makes_batches_ahead(self.adapter)
         return self._epoch_began if ahead else random_state.capture()
 
     def steps_in_epoch(self) -> int | None:
@@ -273,7 +273,7 @@ class Epochs:
             )
         random_state.restore(initial)
         # Threads that make batches ahead begin anew in each epoch.
-        ahead = internals.makes_batches_ahead(self.adapter)
+        ahead = trainer.makes_batches_ahead(self.adapter)
         self.end_epochs(position.ends if ahead else position.ends_before)
         self.length = position.num_batches
         random_state.restore(position.now)
@@ -284,7 +284,7 @@ class Epochs:
 
     def end_epochs(self, number: int) -> None:
         """Announce past epochs to the data, which may change their order."""
-        dataset = internals.dataset_with_epochs(self.adapter)
+        dataset = trainer.dataset_with_epochs(self.adapter)
         while self.ends < number:
             if dataset is not None:
                 dataset.on_epoch_begin()

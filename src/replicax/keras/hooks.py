@@ -7,20 +7,22 @@ import functools
 import inspect
 import os
 import threading
-import types
 from collections.abc import Callable, Mapping
 
 import jax
 import jax.core
 import keras
 from keras import ops
-from keras.src.utils import jax_layer
 
 from replicax._private import wraps
 from replicax._private.keras import (
     attach_masks,
     masks_of,
+    replace_moments,
+    tensorflow_is_installed,
+    without_tensorflow,
 )
+from replicax._private.trainer import IN_FIT
 from replicax._private.wraps import Original
 from replicax._util.interrupts import heeding_interrupts, shortened
 from replicax._util.types import PyTree
@@ -115,7 +117,7 @@ def _run(
         building.note_built(model)
     method = getattr(loop if name in _WITH_DATA else on_batch, name)
     # Validation is a part of `fit`.
-    called = current_call() if kwargs.get("_use_cached_eval_dataset") else name
+    called = current_call() if kwargs.get(IN_FIT) else name
 
     def call() -> PyTree:
         return method(model, strategy, *args, **kwargs)
@@ -261,9 +263,7 @@ def _init_batch_normalization(
     original(layer, *args, **kwargs)
     layer.synchronized = synchronized
     if synchronized:
-        # Keras binds methods to layers in the same way.
-        own = layer._moments
-        layer._moments = functools.partial(_synchronized_moments, layer, own)
+        replace_moments(layer, functools.partial(_synchronized_moments, layer))
 
 
 def _synchronized_moments(
@@ -292,16 +292,11 @@ def _num_unmasked(layer: keras.Layer, inputs: PyTree, mask: PyTree) -> PyTree:
 def _initialize_foreign(
     original: Original, layer: keras.Layer, input_shape: PyTree
 ) -> None:
-    # Keras asks TensorFlow whether this is one of its traces, and fails without it.
-    tensorflow = jax_layer.tf
-    if current_strategy() is None or tensorflow.available:
+    if current_strategy() is None or tensorflow_is_installed():
         original(layer, input_shape)
         return
-    jax_layer.tf = types.SimpleNamespace(inside_function=lambda: False)
-    try:
+    with without_tensorflow():
         original(layer, input_shape)
-    finally:
-        jax_layer.tf = tensorflow
 
 
 def _sparse_batch(original: Original, array: PyTree) -> PyTree:

@@ -7,6 +7,7 @@ import jax
 import keras
 import numpy as np
 
+from replicax._private.trainer import replace_iterator
 from replicax._util.types import PyTree
 from replicax.engine.row_arrays import RowArray, as_rows
 from replicax.engine.sparse_rows import is_sparse
@@ -57,9 +58,12 @@ def make_lazy(adapter: PyTree) -> None:
 
     The order of the rows stays. Nothing happens to other adapters.
     """
-    if not is_array_adapter(adapter) or "_get_iterator" in vars(adapter):
-        return
-    draw = adapter._get_iterator
+    if is_array_adapter(adapter):
+        replace_iterator(adapter, _lazily)
+
+
+def _lazily(draw: Callable[..., PyTree]) -> Callable[..., Iterator[LazyBatch]]:
+    """Make Keras' iterator of batches one of `LazyBatch`; it still draws the order."""
 
     def make_rows(
         slice_and_convert: Callable[..., PyTree], inputs: PyTree
@@ -76,13 +80,12 @@ def make_lazy(adapter: PyTree) -> None:
             ]
             return jax.tree.unflatten(structure, rows)
 
-        # Keras' own iterator draws the order, which differs from version to version. Of
-        # its work for each batch, that on a tree of arrays is left out: it takes longer
-        # than all else that a batch of a tiny model needs here.
+        # Of its work for each batch, that on a tree of arrays is left out: it takes
+        # longer than all else that a batch of a tiny model needs here.
         for indices in draw(lambda _, indices: indices, 0):
             yield LazyBatch(cut, indices)
 
-    adapter._get_iterator = make_rows
+    return make_rows
 
 
 def _rows_of(sliceable: PyTree) -> PyTree:

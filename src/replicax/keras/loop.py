@@ -13,7 +13,7 @@ import jax
 import keras
 import numpy as np
 
-from replicax._private import keras as internals
+from replicax._private import trainer
 from replicax._util.types import PyTree
 from replicax.engine.protocols import RecorderLike, StepSource, StrategyLike
 from replicax.input.distributed import DistributedInput
@@ -55,7 +55,7 @@ def fit(
         warnings.warn(f"Limiting epochs to {most}", stacklevel=2)
         epochs = most
     if validation_split and validation_data is None:
-        split: PyTree = internals.train_validation_split(
+        split: PyTree = trainer.train_validation_split(
             (x, y, sample_weight), validation_split
         )
         (x, y, sample_weight), validation_data = split
@@ -160,7 +160,7 @@ class _Validation:
             steps=self._steps,
             callbacks=callbacks,
             return_dict=True,
-            _use_cached_eval_dataset=True,
+            **{trainer.IN_FIT: True},
         )
         return {f"val_{name}": value for name, value in logs.items()}
 
@@ -191,7 +191,7 @@ class _FitLoop:
             callback.after_train_begin(callbacks.callbacks)
         begin = session.initial_epoch
         if begin is None:
-            begin = internals.initial_epoch_of(model) or first
+            begin = trainer.initial_epoch_of(model) or first
         if session.work is not None:
             begin = session.work.begin(begin)
         try:
@@ -261,7 +261,7 @@ def evaluate(
     building.require_compiled(model, "evaluate")
     session = session_of(model)
     data = None
-    if kwargs.pop("_use_cached_eval_dataset", False) and session is not None:
+    if kwargs.pop(trainer.IN_FIT, False) and session is not None:
         data = session.validation
     if kwargs:
         raise ValueError(f"Arguments not recognized: {kwargs}")
@@ -281,12 +281,12 @@ def evaluate(
         last: PyTree = {}
         for results in _executions(model, data, run, callbacks, "test"):
             last = results
-        logs = internals.pythonify_logs(_results(model, last))
+        logs = trainer.pythonify_logs(_results(model, last))
         callbacks.on_test_end(logs)
     finally:
         if not is_part_of_fit:
             data.close()
-    return logs if return_dict else internals.metrics_in_order(model, logs)
+    return logs if return_dict else trainer.metrics_in_order(model, logs)
 
 
 def predict(
@@ -360,7 +360,7 @@ def _heard(callbacks: PyTree, kind: str, when: str) -> Callable[..., None] | Non
     of the time that a step of a tiny model takes.
     """
     names = f"on_{kind}_batch_{when}", f"on_batch_{when}"
-    return getattr(callbacks, names[0]) if internals.hears(callbacks, names) else None
+    return getattr(callbacks, names[0]) if trainer.hears(callbacks, names) else None
 
 
 def _epochs(

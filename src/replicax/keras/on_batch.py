@@ -6,7 +6,7 @@ import jax
 import keras
 import numpy as np
 
-from replicax._private import keras as internals
+from replicax._private import trainer
 from replicax._util.types import PyTree
 from replicax.engine.protocols import StrategyLike
 from replicax.engine.row_arrays import whole
@@ -35,7 +35,7 @@ def train_on_batch(
                 f"got sample_weight={sample_weight!r}, class_weight={class_weight!r}. "
                 "Multiply the weights yourself and pass sample_weight."
             )
-        sample_weight = internals.class_weight_to_sample_weights(y, class_weight)
+        sample_weight = trainer.class_weight_to_sample_weights(y, class_weight)
     logs = _on_batch(model, strategy, "train", (x, y, sample_weight))
     return _batch_logs(model, logs, return_dict)
 
@@ -66,7 +66,7 @@ def _on_batch(
 ) -> PyTree:
     data = jax.tree.map(lambda a: a if hasattr(a, "dtype") else np.asarray(a), data)
     building.build(model, strategy, kind, None, jax.tree.map(whole, data))
-    if internals.RESETS_METRICS_OF_BATCHES:
+    if trainer.RESETS_METRICS_OF_BATCHES:
         model.reset_metrics()
     batch = place(data, group_of(model, strategy))
     if kind == "train":
@@ -75,5 +75,5 @@ def _on_batch(
 
 
 def _batch_logs(model: keras.Model, logs: PyTree, return_dict: bool) -> PyTree:
-    logs = internals.pythonify_logs(logs)
-    return logs if return_dict else internals.metrics_in_order(model, logs)
+    logs = trainer.pythonify_logs(logs)
+    return logs if return_dict else trainer.metrics_in_order(model, logs)

@@ -8,7 +8,6 @@ import inspect
 import threading
 
 import keras
-from keras.src.backend.common.name_scope import name_scope
 
 from replicax._private.keras import current_scope, set_reference, trained_by
 from replicax._private.wraps import Original
@@ -48,7 +47,7 @@ def apply(
     if context.defers_updates:
         _defer(context, optimizer, grads, trainable_variables)
         return None
-    trained = list(trainable_variables or optimizer._trainable_variables)
+    trained = list(trainable_variables or trained_by(optimizer))
     _refuse_overwriting_gradients(trained)
 
     def update(grads: PyTree, weights: PyTree) -> PyTree:
@@ -76,7 +75,7 @@ def _defer(
                 "optimizer.apply: got gradients without their variables, and the "
                 "optimizer is not built. Pass the variables as well."
             )
-        with name_scope(optimizer.name, caller=optimizer):
+        with keras.name_scope(optimizer.name, caller=optimizer):
             optimizer.build(list(variables))
     trained = trained_by(optimizer) if variables is None else list(variables)
     if len(grads) != len(trained):
@@ -104,7 +103,7 @@ def apply_with_loss_scale(
     # Keras assigns to variables inside a `cond`, where JAX loses them. Assign after it.
     if not optimizer.built:
         optimizer.build(list(trainable_variables or ()))
-    trained = list(trainable_variables or optimizer._trainable_variables)
+    trained = list(trainable_variables or trained_by(optimizer))
     state = optimizer.variables
     new_trained, new_state = optimizer.stateless_apply(
         [v.value for v in state], list(grads), [v.value for v in trained]

@@ -6,7 +6,6 @@ names and seeds each time. The estimator is the user: a `model_fn` makes its lay
 `hooks` installs the hooks, as `_private.wraps` says. Tested with Keras 3.14 to 3.15.
 """
 
-import collections
 import contextlib
 import random
 import threading
@@ -18,8 +17,8 @@ import jax.core
 import keras
 import numpy as np
 from jax.typing import DTypeLike
-from keras.src.backend.common import global_state
 
+from replicax._private.keras import names_counted_anew
 from replicax._private.wraps import Original
 from replicax._util.types import PyTree
 from replicax.engine.variables import Variable
@@ -32,8 +31,6 @@ __all__ = [
     "made_alike",
     "reusing",
 ]
-
-_NAMES = "object_name_uids"
 
 
 class VariableReuse(Protocol):
@@ -75,14 +72,12 @@ def made_alike(seed: int) -> Generator[None]:
     Keras numbers names in the order in which a process makes objects, and draws seeds
     that nobody gave from Python's random numbers.
     """
-    names, draws = global_state.get_global_attribute(_NAMES), _local.draws
-    global_state.set_global_attribute(_NAMES, collections.defaultdict(int))
-    _local.draws = random.Random(seed)
+    draws, _local.draws = _local.draws, random.Random(seed)
     try:
-        yield
+        with names_counted_anew():
+            yield
     finally:
         _local.draws = draws
-        global_state.set_global_attribute(_NAMES, names)
 
 
 def default_seed(original: Original) -> int:

@@ -3,22 +3,21 @@
 Installed by `hooks`, as `_private.wraps` says. Tested with Keras 3.14 to 3.15.
 """
 
-from typing import TYPE_CHECKING
-
 import jax
 import jax.core
 import jax.numpy as jnp
 import keras
 import numpy as np
 from jax.typing import DTypeLike
-from keras.src.layers import BatchNormalization
-from keras.src.utils.jax_layer import JaxLayer
 
 from replicax._private.keras import (
+    PlacedVariable,
     current_scope,
     forget_uninitialized,
+    has_value,
     layout_of,
     named_by,
+    read_values,
 )
 from replicax._private.wraps import Original
 from replicax._util.types import PyTree
@@ -29,25 +28,21 @@ from replicax.keras.variable_reuse import constant_in_trace, current_reuse
 
 __all__ = ["StrategyVariable", "adopt", "init_variable"]
 
-if TYPE_CHECKING:
-    _Base = keras.Variable
-else:
-    _Base = object
 
-
-class _StrategyPart(_Base):
+class _StrategyPart(PlacedVariable):
     """A variable that lies where its strategy says, with a value of exactly that place.
 
     Variables become of it when they are made; to Keras they are what they were.
     """
 
-    def _initialize(self, value: PyTree) -> None:
-        super()._initialize(value)  # Of a variable that was made in a trace.
+    def initialized(self) -> None:
+        """Place a variable that was made in a trace."""
         strategy = current_strategy()
         if strategy is not None and layout_of(self) is None:
             strategy.home.own(self)
 
-    def _direct_assign(self, value: PyTree) -> None:
+    def placed(self, value: PyTree) -> PyTree:
+        """The value in the variable's sharding."""
         # Keras leaves a value where it is if the sharding is another name for the same
         # place, as on a mesh of one device, and keeps the weak type of a Python number.
         # To JAX the type differs, and programs would be compiled again.
@@ -58,13 +53,13 @@ class _StrategyPart(_Base):
             and not isinstance(value, jax.core.Tracer)
             and (value.sharding != layout or value.weak_type)
         ):
-            value = device_put.laid_out(jnp.asarray(value, value.dtype), layout)
-        super()._direct_assign(value)
+            return device_put.laid_out(jnp.asarray(value, value.dtype), layout)
+        return value
 
     def __array__(
         self, dtype: DTypeLike | None = None, copy: bool | None = None
     ) -> PyTree:
-        value = self._value
+        (value,) = read_values([self])
         if device_put.is_spread(value):
             # Other workers have parts of it, and do the same now.
             return np.array(device_put.gathered(value), dtype)
@@ -116,7 +111,7 @@ def init_variable(
     if strategy is not None:
         adopt(variable)  # Before it has a value, which Keras would place by itself.
     original(variable, initializer, shape, dtype, *args, **kwargs)
-    if reuse is not None and variable._value is None and not reuse.note(variable):
+    if reuse is not None and not has_value(variable) and not reuse.note(variable):
         forget_uninitialized(variable)  # It stands for another one.
 
 
@@ -134,4 +129,6 @@ def _is_state_of_replicas(dtype: DTypeLike | None, kwargs: PyTree) -> bool:
     if kwargs.get("trainable", True) or kwargs.get("aggregation") not in (None, "none"):
         return False
     is_float = dtype is None or jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
-    return is_float and isinstance(named_by(), BatchNormalization | JaxLayer)
+    return is_float and isinstance(
+        named_by(), keras.layers.BatchNormalization | keras.layers.JaxLayer
+    )

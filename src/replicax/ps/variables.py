@@ -276,8 +276,7 @@ def _count_and_rate(
 
     With gradient accumulation `optimizer.iterations` is another number.
     """
-    rate = getattr(optimizer, "_learning_rate", None)
-    return optimizer.variables[0], rate if isinstance(rate, keras.Variable) else None
+    return optimizer.variables[0], internals.learning_rate_of(optimizer)
 
 
 def _info(variable: keras.Variable) -> VariableInfo:

@@ -8,11 +8,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import keras
 
+from replicax._private.keras import inner_of
 from replicax._util.types import JSON
 from replicax._version import __version__
 from replicax.engine.devices import Device
@@ -74,7 +75,7 @@ def local_devices(strategy: Strategy | None) -> list[Device]:
 def _optimizer(optimizer: keras.optimizers.Optimizer | None) -> dict[str, object]:
     if optimizer is None:
         return {}
-    inner: Any = getattr(optimizer, "inner_optimizer", optimizer)
+    inner = inner_of(optimizer)
     rate = inner.get_config().get("learning_rate")
     if isinstance(rate, Mapping):  # A schedule.
         rate = rate.get("class_name")

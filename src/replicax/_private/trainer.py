@@ -1,0 +1,163 @@
+"""Private names of Keras' trainer: building, data adapters, callbacks and logs.
+
+Tested with Keras 3.14 to 3.15. The loop of `keras/` does what Keras' own does, on these
+parts of it that have no public name.
+"""
+
+import contextlib
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import keras
+from keras.src.callbacks.callback_list import CallbackList
+from keras.src.trainers.data_adapters import get_data_adapter
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+from keras.src.trainers.data_adapters.array_slicing import train_validation_split
+from keras.src.trainers.data_adapters.data_adapter_utils import (
+    class_weight_to_sample_weights,
+)
+from keras.src.trainers.data_adapters.grain_dataset_adapter import GrainDatasetAdapter
+from keras.src.utils.python_utils import is_default, pythonify_logs
+
+__all__ = [
+    "CALLBACK_STATE",
+    "IN_FIT",
+    "READS_AHEAD",
+    "RESETS_METRICS_OF_BATCHES",
+    "ArrayDataAdapter",
+    "GrainDatasetAdapter",
+    "after_build",
+    "build",
+    "class_weight_to_sample_weights",
+    "dataset_with_epochs",
+    "get_data_adapter",
+    "hears",
+    "initial_epoch_of",
+    "makes_batches_ahead",
+    "metrics_in_order",
+    "pythonify_logs",
+    "replace_iterator",
+    "stop_workers",
+    "train_validation_split",
+    "with_dataset",
+]
+
+
+_VERSION = tuple(int(part) for part in keras.__version__.split(".")[:2])
+
+IN_FIT = "_use_cached_eval_dataset"
+"""The argument by which `fit` tells the model's `evaluate` that it is a validation."""
+
+READS_AHEAD = _VERSION < (3, 15)
+"""Whether Keras' loop takes a batch from the data before the step that is for it."""
+
+RESETS_METRICS_OF_BATCHES = _VERSION >= (3, 15)
+"""Whether `train_on_batch` and `test_on_batch` begin with new metrics."""
+
+
+def build(model: Any, data: Any, batch: Any) -> None:
+    """Make the variables of a model, its losses, metrics and optimizer.
+
+    Args:
+        model: The model.
+        data: An iterable as Keras' epoch iterators; its first batch is taken if one is
+            needed.
+        batch: That batch, if there is no `data`.
+    """
+    model._symbolic_build(iterator=data, data_batch=batch)
+
+
+def after_build(model: Any) -> None:
+    """Call what Keras calls after it has built a model."""
+    model._post_build()
+
+
+def with_dataset(adapter: Any, dataset: Any) -> Any:
+    """A copy of an adapter of a Grain dataset, that reads another dataset.
+
+    A new adapter would read the first batches once more.
+    """
+    made = copy.copy(adapter)
+    made._dataset = dataset
+    return made
+
+
+def replace_iterator(adapter: Any, replace: Callable[[Any], Any]) -> None:
+    """Replace, once, the function by which an adapter of arrays makes its batches.
+
+    Keras' own draws the order of the rows, which differs between its versions, and cuts
+    each batch out of all arrays at once. `replace` is given it.
+    """
+    if "_get_iterator" not in vars(adapter):
+        adapter._get_iterator = replace(adapter._get_iterator)
+
+
+def makes_batches_ahead(adapter: Any) -> bool:
+    """Whether a `PyDataset`'s worker threads prefetch the batches."""
+    return getattr(adapter, "enqueuer", None) is not None
+
+
+def stop_workers(adapter: Any) -> None:
+    """Stop a `PyDataset`'s worker threads; Keras starts them again."""
+    enqueuer = getattr(adapter, "enqueuer", None)
+    if enqueuer is None or not enqueuer.is_running():
+        return
+
+    def stop() -> None:
+        with contextlib.suppress(RuntimeError):  # Interrupted before it was started.
+            enqueuer.stop()
+
+    # In another thread: an interrupt may have left the lock of its queue taken.
+    stopper = threading.Thread(target=stop, daemon=True)
+    stopper.start()
+    stopper.join(timeout=5.0)
+
+
+def dataset_with_epochs(adapter: Any) -> Any:
+    """An adapter's `PyDataset`, if it overrides a method called at epochs; or None."""
+    dataset = getattr(adapter, "py_dataset", None)
+    if dataset is None:
+        return None
+    base = next(c for c in type(dataset).__mro__ if c.__name__ == "PyDataset")
+    hooks = ("on_epoch_begin", "on_epoch_end")
+    if all(getattr(type(dataset), h) is getattr(base, h) for h in hooks):
+        return None
+    return dataset
+
+
+def hears(callbacks: Any, names: tuple[str, ...]) -> bool:
+    """Whether any callback overrides a method that is called for each batch.
+
+    Args:
+        callbacks: Keras' `CallbackList`.
+        names: The methods' names, that of the list itself first.
+    """
+    if getattr(type(callbacks), names[0]) is not getattr(CallbackList, names[0]):
+        return True
+    methods = [getattr(c, name, None) for c in callbacks.callbacks for name in names]
+    return not all(map(is_default, methods))
+
+
+def initial_epoch_of(model: Any) -> int | None:
+    """The first epoch that Keras' own `BackupAndRestore` has set; None: none."""
+    return getattr(model, "_initial_epoch", None)
+
+
+def metrics_in_order(model: Any, logs: Any) -> Any:
+    """Results as `evaluate` returns them: one, or a list in the metrics' order."""
+    return model._flatten_metrics_in_order(logs)
+
+
+CALLBACK_STATE = {
+    "History": ("history", "epoch"),
+    "EarlyStopping": ("wait", "stopped_epoch", "best", "best_epoch"),
+    "ReduceLROnPlateau": ("wait", "best", "cooldown_counter"),
+    "ModelCheckpoint": (
+        "best",
+        "_batches_seen_since_last_saving",
+        "_last_batch_seen",
+    ),
+}
+"""The attributes that are the state of Keras' callbacks, by class."""
