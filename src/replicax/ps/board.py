@@ -48,9 +48,9 @@ _Answer = TypeVar("_Answer")
 
 
 class _Told(msgspec.Struct):
-    """What a session of a worker was told: by method, the last call's number, and that.
+    """The replay cache of a session: by method, the last call's number and its answer.
 
-    It makes repeated calls safe: the same call gets the same answer again.
+    It makes calls idempotent: a call that is sent again gets the same answer.
     """
 
     worker: str
@@ -62,7 +62,7 @@ _Answers = dict[str, _Told]
 
 
 class _State(msgspec.Struct):
-    """All of a board."""
+    """The state of a board, as snapshots store it."""
 
     version: int
     workers: dict[str, Worker]
@@ -75,7 +75,7 @@ class _State(msgspec.Struct):
 def _action(
     transition: Callable[Concatenate["Board", _Arguments], _Answer],
 ) -> Callable[Concatenate["Board", _Arguments], _Answer]:
-    """Lets clients call a method: its arguments are checked, and it has a turn.
+    """Decorator of methods that clients may call: validates arguments, takes the lock.
 
     Types and limits are those of the annotations. A `session` is a sign of life, and a
     `call` is carried out once.
@@ -97,7 +97,7 @@ def _action(
 def _action_of(
     part: str, method: Callable[..., _Answer], *, once: bool = False
 ) -> Callable[..., _Answer]:
-    """Lets clients call a method of a part of the board, as it stands there.
+    """Make a method of one of the board's parts a method that clients may call.
 
     Who calls as a `worker` says its `session` too, and the number of the `call` where
     it is carried out `once`.
@@ -118,7 +118,7 @@ def _action_of(
 
 
 class Board:
-    """Who is alive, who does which step, and what workers tell each other.
+    """The job's shared state: membership, leases on steps, barriers, keys, closures.
 
     Clients call its methods over the network, by name and with keyword arguments; all
     arguments and results are JSON values, and none must be changed afterwards. No
@@ -182,7 +182,7 @@ class Board:
     def _once(
         self, transition: Callable[..., _Answer], arguments: JSONObject
     ) -> _Answer:
-        """What the transition answers, or has answered to this call before."""
+        """Run a transition once per call number; repeats get the recorded answer."""
         method, worker = transition.__name__, str(arguments["worker"])
         session, call = arguments["session"], arguments["call"]
         told = self._answers.setdefault(session, _Told(worker, {})).answers
@@ -198,7 +198,7 @@ class Board:
         return cast(_Answer, answer)
 
     def _begin_turn(self) -> None:
-        """Notices who died, and whether the job has failed."""
+        """Detect workers that died, and whether the job has failed."""
         self._now = self._clock()
         for worker in self._presence.newly_dead(self._now):
             self._release(worker, died=True)
@@ -206,7 +206,7 @@ class Board:
         self._failure = self._failure or self._presence.failure(self._now)
 
     def _release(self, worker: str, *, died: bool) -> None:
-        """Takes away what a worker holds, and what a repeated call would give it."""
+        """Revoke a worker's leases, and drop its entries in the replay cache."""
         for told in self._answers.values():
             if told.worker == worker:
                 told.answers.pop("claim", None)
@@ -218,7 +218,7 @@ class Board:
         self._closures.release(worker, died=died)
 
     def _write_down(self, stream: str, worker: str) -> None:
-        """Writes into the journal what a restarted server must not forget."""
+        """Append to the write-ahead log what a restarted server needs."""
         entry = self._streams.entry(stream, worker)
         if entry is None:
             return
@@ -261,7 +261,7 @@ class Board:
     def beat(
         self, worker: Name, session: Name, info: JSONObject | None = None
     ) -> JSONObject:
-        """Says that the worker lives, and learns how the job is."""
+        """Record a heartbeat; return the state of the job."""
         if info is not None:
             check_size(info, f"{worker}: info", most=_MAX_INFO)
             self._presence.workers[worker].info = info
@@ -271,7 +271,7 @@ class Board:
     def leave(
         self, worker: Name, session: Name, ok: bool, error: str | None = None
     ) -> None:
-        """Says that the worker goes, with success or why not. May be repeated."""
+        """Record that a worker leaves, with success or an error. Idempotent."""
         if self._presence.leave(worker, session, ok, error, self._now):
             self._release(worker, died=not ok)
             self._closures.disown(worker)
@@ -299,7 +299,7 @@ class Board:
 
     @_action
     def arrive(self, barrier: Name, worker: Name, session: Name) -> JSONObject:
-        """Says that a worker is at a barrier, and whether all that are alive are.
+        """Record a worker's arrival at a barrier; whether all live ones have arrived.
 
         Who dies is not waited for. Ask again until it is complete; one that is complete
         stays so, so use a name once.
@@ -336,7 +336,7 @@ class Board:
 
     @_action
     def status(self) -> JSONObject:
-        """All that a table of the running job shows."""
+        """The values of the live job table."""
         workers = self._presence.status(self._now)
         for name, worker in workers.items():
             worker["steps"] = self._streams.steps.get(name, 0)
@@ -353,14 +353,14 @@ class Board:
     """What clients may call; the rest is for the server."""
 
     def refuse(self, task: str, reason: str) -> None:
-        """Notes that a task cannot take part; without some a job cannot begin."""
+        """Record that a task cannot take part; a job cannot start without some."""
         with self._lock:
             self._begin_turn()
             if self._presence.refuse(task, reason, self._now):
                 self._failure = self._failure or reason
 
     def state(self) -> JSONObject:
-        """All of it as JSON values, for a snapshot."""
+        """The state as JSON values, for a snapshot."""
         with self._lock:
             self._begin_turn()
             state = _State(
@@ -380,7 +380,7 @@ class Board:
         release: bool = False,
         journal: Journaled | None = None,
     ) -> None:
-        """Goes on from a snapshot, in a server that was restarted.
+        """Restore the state from a snapshot, in a restarted server.
 
         The same sessions go on with the tickets and closures they had. Heartbeats start
         anew, so nobody is dead because the server was away. `release` takes closures

@@ -1,4 +1,4 @@
-"""What a restarted server must know of calls: which pushes it has, and from whom.
+"""Exactly-once pushes: a write-ahead log, sessions, and sequence numbers of pushes.
 
 A server keeps a write-ahead log of what its snapshot lacks, and counts pushes.
 """
@@ -66,7 +66,7 @@ class WriteAheadLog:
         self.newest: dict[tuple[str, ...], Any] = _read_lines(path)
 
     def note(self, key: Sequence[str], value: JSON) -> None:
-        """Write down a key's newest value; what a full disk refuses, with the next."""
+        """Append a key's newest value; after a full disk, with the next append."""
         with self._lock:
             self.newest.pop(tuple(key), None)  # The latest is the last.
             self.newest[tuple(key)] = value
@@ -80,7 +80,7 @@ class WriteAheadLog:
                 self._drop(error)
 
     def clear(self) -> None:
-        """Forget all, in a new job."""
+        """Delete all entries, at the start of a new job."""
         with self._lock:
             self.newest.clear()
             self._close()
@@ -98,7 +98,7 @@ class WriteAheadLog:
         self._size += len(data)
 
     def _rewrite(self) -> None:
-        """Write the newest values only, and go on in that file."""
+        """Compact the file: write the newest values only, and continue in it."""
         self._close()
         self._path.parent.mkdir(parents=True, exist_ok=True)
         lines = (_line(k, v) for k, v in self.newest.items())
@@ -165,12 +165,12 @@ class Sessions:
                 )
 
     def state(self) -> dict[str, list[str]]:
-        """All of it, as JSON values."""
+        """The state as JSON values."""
         with self._lock:
             return {worker: list(each) for worker, each in self._known.items()}
 
     def load_state(self, state: dict[str, list[str]]) -> None:
-        """Take over what `state` returned."""
+        """Restore the state that `state` returned."""
         with self._lock:
             self._known = {worker: list(each) for worker, each in state.items()}
 
@@ -207,7 +207,7 @@ class PushCounts:
 
     @property
     def lost(self) -> int:
-        """How many were made and are not in the values."""
+        """Number of pushes that were made and are not in the values."""
         return sum(self._made.values()) - self.applied
 
     def add(self, worker: str, session: str, number: int) -> None:
@@ -223,7 +223,7 @@ class PushCounts:
         self.applied += 1
 
     def tell_rest(self) -> None:
-        """At the end, log what was lost of workers that did not push again."""
+        """At the end, log the lost pushes of workers that did not push again."""
         for process in list(self._untold or ()):
             self._tell(process, self._made[process])
 
@@ -242,12 +242,12 @@ class PushCounts:
             )
 
     def state(self) -> JSONObject:
-        """All of it, as JSON values."""
+        """The state as JSON values."""
         made = [[*process, number] for process, number in self._made.items()]
         return {"applied": self.applied, "made": made}
 
     def load_state(self, state: JSONObject, journal: Journaled) -> None:
-        """Go on from a snapshot, and from what was written down since then."""
+        """Restore the state from a snapshot and the log's later entries."""
         self.applied = state["applied"]
         self._untold = {(w, s): number for w, s, number in state["made"]}
         self._made = dict(self._untold)

@@ -73,7 +73,7 @@ class RemoteValue:
         return self._fetch(self)
 
     def tell(self, said: JSONObject, failed: dict[str, str] | None) -> None:
-        """Take over what the board says, when the closure is finished.
+        """Set the result from the board's answer, when the closure is finished.
 
         `failed` is the last error of any closure, for one that was cancelled.
         """
@@ -105,13 +105,13 @@ class ClosureOwner:
 
     @property
     def knows_all(self) -> bool:
-        """Whether it knows what became of all closures."""
+        """Whether the outcomes of all closures are known."""
         return not self._unknown
 
     def pack(
         self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
     ) -> tuple[JSON, list[RemoteValue]]:
-        """Arguments as JSON values, and the results among them that are not known."""
+        """Serialize arguments as JSON values; list the pending results among them."""
         needs: list[RemoteValue] = []
 
         def mark(value: PyTree) -> JSONObject | None:
@@ -134,19 +134,19 @@ class ClosureOwner:
         return call, needs
 
     def new_id(self) -> str:
-        """Of the next closure."""
+        """Return the id of the next closure."""
         self._number += 1
         return f"{self._session.id} {self._number}"
 
     def add(self, outcome: RemoteValue, needs: list[RemoteValue]) -> None:
-        """A closure is scheduled."""
+        """Track a closure that was scheduled."""
         assert outcome.id is not None
         self._unknown[outcome.id] = weakref.ref(outcome), needs
         for need in needs:
             need.num_users += 1
 
     def collect(self) -> list[JSON]:
-        """Ask the board for outcomes; how those that are done have changed metrics."""
+        """Poll the board for outcomes; return the finished closures' metric deltas."""
         ids = list(islice(self._unknown, _AT_ONCE))
         if not ids and not self._to_forget:
             return []
@@ -212,11 +212,11 @@ class ClosureWorker:
 
     @property
     def is_running(self) -> bool:
-        """Whether this is inside a closure."""
+        """Whether this thread runs a closure."""
         return self._depth > 0
 
     def run_one(self) -> bool:
-        """Run a closure, if there is one for this worker; whether there was."""
+        """Run one queued closure, if any; whether there was one."""
         closure = self._held or self._session.once(
             "take", functions=self._functions.names
         )
@@ -260,7 +260,7 @@ class ClosureWorker:
         self._session.once("result", id=closure["id"], **answer)
 
     def _told(self, error: BaseException, name: str) -> dict[str, str]:
-        """What the chief is told of an error.
+        """Describe an error for the chief.
 
         A generator that has raised an error is at its end: so an iterator's end names
         what was raised with it before.
@@ -306,7 +306,7 @@ class ClosureWorker:
         raise ValueError(f"no argument of a closure: {repr(marked)[:80]}")
 
     def _result_of(self, id: str) -> PyTree:
-        """The result of a closure that this one depends on."""
+        """Fetch the result of a closure that this one depends on."""
 
         def poll() -> JSONObject | None:
             outcome = self._session.board("fetch", ids=[id])[id]
@@ -347,14 +347,14 @@ _Result = TypeVar("_Result")
 
 
 class Again:
-    """What a poll returns when there was progress: the deadline begins anew."""
+    """The sentinel that a poll returns on progress: the deadline restarts."""
 
 
 AGAIN = Again()
 
 
 class ScriptSync:
-    """The meetings of a script, in their order, and the progress of closures meanwhile.
+    """Synchronization points of a script, in order, and progress of closures meanwhile.
 
     `passed` says how many meetings this task's script has passed.
     """
@@ -370,7 +370,7 @@ class ScriptSync:
             self._say()
 
     def end(self, record: JSONObject) -> None:
-        """The chief: the next meeting ends like this."""
+        """On the chief: publish the outcome of the next synchronization point."""
         if record:
             key = self._key(self._session.starts)
             self._put(key, record)
@@ -381,7 +381,7 @@ class ScriptSync:
         self._say()
 
     def ended(self) -> JSONObject | None:
-        """The others: how the next meeting ended; None: the chief is not there yet."""
+        """On the others: the next point's outcome; None: it is not reached yet."""
         if self._known is None or self._known["meetings"] <= self.passed:
             self._known = self._session.board("get", key=_NOW)
         if self._known is None or self._known["meetings"] <= self.passed:
@@ -406,17 +406,17 @@ class ScriptSync:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing was queued or running."""
+        """Whether no closure was queued or running."""
         return not self._pending["queued"] and not self._pending["running"]
 
     def look(self) -> bool:
-        """Ask the board; whether anything is different."""
+        """Poll the board; whether its counts have changed."""
         before = self._pending
         self._pending = self._session.board("pending")
         return self._pending != before
 
     def require_workers(self) -> None:
-        """Raise if no worker will ever run what waits: their scripts have ended."""
+        """Raise if closures are queued and all workers' scripts have ended."""
         if self.is_over or not self.is_time():
             return
         session = self._session
@@ -431,7 +431,7 @@ class ScriptSync:
             )
 
     def is_time(self) -> bool:
-        """Whether to ask something that need not be asked always; once a second."""
+        """Whether a second has passed since the last rare check."""
         now = time.monotonic()
         is_due = now - self._looked >= _LOOK_SECONDS
         if is_due:
@@ -439,7 +439,7 @@ class ScriptSync:
         return is_due
 
     def until(self, poll: Callable[[], _Result | Again | None], what: str) -> _Result:
-        """Poll until there is a result; it begins anew when `poll` returns `AGAIN`.
+        """Poll until there is a result; `AGAIN` restarts the deadline.
 
         A `ClusterError` says that nothing has happened for the step deadline.
         """

@@ -51,7 +51,7 @@ class _Closure(msgspec.Struct, kw_only=True):
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing more will become of it."""
+        """Whether the closure has reached a final state."""
         return self.status not in ("queued", "running")
 
 
@@ -143,7 +143,7 @@ class Closures(msgspec.Struct, kw_only=True):
         value: JSON = None,
         error: dict[str, str] | None = None,
     ) -> JSONObject:
-        """Says what became of a closure: its value, or the error it raised.
+        """Record a closure's outcome: its value, or the error it raised.
 
         An error has `type`, `message` and `traceback`; the first cancels all that is
         queued. `late` in the answer: the worker does not have the closure any more, and
@@ -196,7 +196,7 @@ class Closures(msgspec.Struct, kw_only=True):
         self.num_bytes -= self.known.pop(id).size
 
     def release(self, worker: str, *, died: bool) -> None:
-        """Gives what the worker was running to others; `died`: it counts as a try."""
+        """Requeue what a worker was running; `died`: it counts as an attempt."""
         mine = [id for id, holder in self.running.items() if holder == worker]
         # From the last one: each goes to the front, so they keep their order.
         for id in reversed(mine):
@@ -220,7 +220,7 @@ class Closures(msgspec.Struct, kw_only=True):
                 self.queue.insert(0, id)
 
     def restart(self) -> None:
-        """Goes on in another server: queues what ran when the snapshot was written.
+        """Resume in a restarted server: requeue closures that ran at the snapshot.
 
         A worker may have said its result to the server that is gone, and would not say
         it again. One that still runs its closure may, until another worker takes it.
@@ -232,7 +232,7 @@ class Closures(msgspec.Struct, kw_only=True):
         self.running = {}
 
     def disown(self, owner: str) -> None:
-        """Drops what a process scheduled that is gone for good; running ones too."""
+        """Drop the closures of a process that has ended for good, running ones too."""
         self.queue = [i for i in self.queue if self.known[i].owner != owner]
         for id in [i for i, c in self.known.items() if c.owner == owner]:
             self.running.pop(id, None)
@@ -241,7 +241,7 @@ class Closures(msgspec.Struct, kw_only=True):
             self.error = None
 
     def raise_if_failed(self) -> dict[str, str] | None:
-        """The error that nobody was told of yet; None the next time."""
+        """Return an error that was not reported yet, once; otherwise None."""
         error, self.error = self.error, None
         return error
 
@@ -250,7 +250,7 @@ class Closures(msgspec.Struct, kw_only=True):
         ids: Names256,
         forget: Names4096 = (),  # type: ignore[assignment]
     ) -> dict[str, JSONObject]:
-        """What became of closures by id, as TF's `ClusterCoordinator.fetch`.
+        """Outcomes of closures by id, as TF's `ClusterCoordinator.fetch`.
 
         `status` is `queued`, `running`, `done`, `error`, `cancelled` or `unknown`, with
         `value` or `error`. At most 16 MiB are answered: ask again for the rest. Nobody
@@ -283,7 +283,7 @@ class Closures(msgspec.Struct, kw_only=True):
         return outcome
 
     def pending(self) -> JSONObject:
-        """How many closures are `queued` and `finished`; those `running`, with workers.
+        """Numbers of `queued` and `finished` closures; the `running` ones, by worker.
 
         `failed`: an error waits to be told.
         """

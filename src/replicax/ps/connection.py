@@ -120,7 +120,7 @@ class Connection:
             )
 
     def submit(self, use: Callable[["Connection"], _Answer]) -> Future[_Answer]:
-        """Use the connection in its own thread, after what was submitted before.
+        """Queue a call for the connection's thread, which runs calls in order.
 
         A `ClusterError` in place of `ServerRefused` says that the server has lost its
         values, or that another process of this worker has taken over.
@@ -151,7 +151,7 @@ class Connection:
         return self._until_answered(name, lambda: self._act(name, body, timeout))
 
     def close(self) -> None:
-        """End the connection. What is under way in another thread fails."""
+        """Close the connection. Calls in progress in other threads fail."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._closed.set()
         self._watchdog.fire()
@@ -224,7 +224,7 @@ class Connection:
         )
 
     def _connected(self) -> wire.FlightClient:
-        """A client that has said hello, on a channel that is not known to be lost."""
+        """Return a client after the handshake, on a channel not known to be lost."""
         with self._client_lock:
             if self._client is None:
                 client = wire.flight().FlightClient(
@@ -256,7 +256,7 @@ class Connection:
             self._on_connect(answer["incarnation"])
 
     def _drop_client(self, client: wire.FlightClient | None) -> None:
-        """Make a new channel next time: an old one tries again too seldom."""
+        """Discard the channel: its reconnect back-off is too long."""
         with self._client_lock:
             if client is self._client:
                 self._client = None
@@ -329,7 +329,7 @@ class _FlightStream:
         wire.begin(self.writer)
 
     def cancel(self) -> None:
-        """Make what is under way fail; from any thread."""
+        """Cancel calls in progress; from any thread."""
         self.reader.cancel()
 
     def close(self) -> None:
@@ -360,7 +360,7 @@ def _lost_errors() -> tuple[type[Exception], ...]:
 
 
 def _refusal_in(error: Exception) -> ServerRefused | None:
-    """What the server refused, if this is a refusal rather than a lost connection."""
+    """The server's refusal in an error; None: the connection was lost."""
     if isinstance(error, wire.flight().FlightUnauthenticatedError):
         return ServerRefused(_short(error), "Unauthenticated")
     try:
@@ -373,7 +373,7 @@ def _refusal_in(error: Exception) -> ServerRefused | None:
 
 
 def _short(error: Exception) -> str:
-    """The part of a Flight error that a reader needs."""
+    """A Flight error's message, shortened."""
     text = str(error) or type(error).__name__
     for mark in (". gRPC client debug context", ". Detail:", ". Client context"):
         text = text.partition(mark)[0]

@@ -98,7 +98,7 @@ class ClusterCoordinator:
         args: Sequence[PyTree] | None = None,
         kwargs: Mapping[str, PyTree] | None = None,
     ) -> RemoteValue:
-        """Have a function run on a free worker; does not wait for it.
+        """Queue a function for the next free worker, without waiting.
 
         A function whose worker dies is run again on another one. What it did before
         stays done: a step whose update was made may be made twice.
@@ -258,7 +258,7 @@ class ClusterCoordinator:
     # The chief.
 
     def _tend(self) -> bool:
-        """What the chief does while it waits; whether closures got on."""
+        """The chief's work in each poll; whether closures made progress."""
         self._requests.adopt(self.strategy.servers.remote)
         self._metric_deltas.add(self._owner.collect())
         if len(self._session.workers) == 1:
@@ -270,14 +270,14 @@ class ClusterCoordinator:
         return moved
 
     def _all_over(self) -> bool | Again | None:
-        """True: all closures are over; `AGAIN`: some are; None: no news."""
+        """True: all closures are finished; `AGAIN`: some are; None: no progress."""
         moved = self._tend()
         if self._script_sync.is_over and self._owner.knows_all:
             return True
         return AGAIN if moved else None
 
     def _end_round(self, at: str) -> None:
-        """All closures are over: tell the others, or raise the error of one."""
+        """After all closures: publish the outcome, or raise the error of one."""
         error = self._session.once("raise_if_failed")
         self._refresh()
         record = {"at": at, "sums": self._metric_deltas.values(), "error": error}
@@ -310,7 +310,7 @@ class ClusterCoordinator:
     # The other workers.
 
     def _follow(self, at: str) -> JSONObject:
-        """Run closures until the chief has passed this meeting; how it ended."""
+        """Run closures until the chief has passed this point; return its outcome."""
 
         def poll() -> JSONObject | Again | None:
             record = self._script_sync.ended()
@@ -350,7 +350,7 @@ class ClusterCoordinator:
         return AGAIN if self._script_sync.look() else None
 
     def _serve_to_the_end(self) -> NoReturn:
-        """Run closures only: the script cannot go on as the chief's went."""
+        """Run closures until the job ends: this script cannot follow the chief's."""
         _logger.warning(
             "%s is so far behind the chief that what it fetched is not kept any more. "
             "From here on it only runs closures.",
@@ -362,7 +362,7 @@ class ClusterCoordinator:
     # Both.
 
     def _refresh(self) -> None:
-        """Variables get the newest values."""
+        """Pull the newest values into the variables."""
         self._requests.adopt(self.strategy.servers.remote)
         self.strategy.servers.refresh()
 

@@ -1,4 +1,4 @@
-"""Who may call a parameter server: a shared token, and TLS files.
+"""Authentication of parameter servers: a shared token, and TLS files.
 
 Every task of a cluster has the same token. Whoever has it can read and change the
 model, so it stands in no log and no message, and a file with it is its owner's only.
@@ -92,7 +92,7 @@ class Credentials:
         return self.tls_certificate is not None or self.tls_root is not None
 
     def accepts(self, token: str) -> bool:
-        """Whether a caller's token is this one; the time taken tells nothing of it."""
+        """Compare a caller's token in constant time."""
         return hmac.compare_digest(
             self.token.encode(), token.encode("utf-8", "replace")
         )

@@ -19,7 +19,7 @@ __all__ = ["DenseGroup", "DifferentGroup"]
 
 
 class DifferentGroup(RefusedRequestError):
-    """A group of that name is here, and it is another one."""
+    """A different group of that name exists."""
 
 
 class DenseGroup(Group):
@@ -52,7 +52,7 @@ class DenseGroup(Group):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its vectors; slots are the optimizer's business."""
+        """Bytes of its vectors, without the optimizer's slots."""
         return sum(vector.nbytes for vector in self.vectors.values())
 
     @property
@@ -61,11 +61,11 @@ class DenseGroup(Group):
         return self.group.rule["kind"] != "add"
 
     def status(self) -> JSONObject:
-        """What all groups say, and whether it is trained."""
+        """The status of every group, and whether it is trained."""
         return super().status() | {"is_trained": self.is_trained}
 
     def require_same(self, other: VariableGroup) -> None:
-        """Refuse another group of this name."""
+        """Raise if a group of this name differs."""
         if self.group.digest != other.digest:
             raise DifferentGroup(
                 f"{self.what} is here already, and differs from the new one in "
@@ -131,7 +131,7 @@ class DenseGroup(Group):
         return self._optimizer.squared_norms(gradients)
 
     def state(self) -> tuple[dict[str, np.ndarray | jax.Array], JSONObject]:
-        """Arrays by name, and all else as JSON values."""
+        """The state: arrays by name, the rest as JSON values."""
         arrays: dict[str, np.ndarray | jax.Array]
         arrays = {f"values/{dtype}": vector for dtype, vector in self.vectors.items()}
         arrays |= {f"slots/{i}": slot for i, slot in enumerate(_copies(self._slots))}
@@ -140,7 +140,7 @@ class DenseGroup(Group):
     def load_state(
         self, arrays: Arrays, meta: JSONObject, journal: Journaled | None = None
     ) -> None:
-        """Go on from what `state` returned; the group was made with its values."""
+        """Restore the state that `state` returned, in a group made with its values."""
         slots = [arrays[f"slots/{i}"] for i in range(len(arrays) - len(self.vectors))]
         shapes, expected = (
             [(x.shape, str(x.dtype)) for x in each] for each in (slots, self._slots)
@@ -172,7 +172,7 @@ def _copies(state: list[jax.Array]) -> list[jax.Array]:
 
 
 def _difference(one: VariableGroup, other: VariableGroup) -> str:
-    """What differs first between two groups, in words."""
+    """Describe the first difference between two groups."""
     if one.rule != other.rule:
         keys = sorted(one.rule.keys() | other.rule.keys())
         key = next(k for k in keys if one.rule.get(k) != other.rule.get(k))

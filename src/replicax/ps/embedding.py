@@ -162,7 +162,7 @@ class Embedding(keras.layers.Embedding):
         )
 
     def build(self, input_shape: Shape | None = None) -> None:
-        """Create the table: here, or on the servers of the strategy in scope."""
+        """Create the table, here or on the servers of the current strategy."""
         source = _row_source()
         if self.built or source is None:
             super().build(input_shape)
@@ -304,7 +304,7 @@ class Embedding(keras.layers.Embedding):
 
 
 def _row_source() -> RowSource | None:
-    """Of the strategy whose scope or replica function this code is in."""
+    """The row source of the current strategy."""
     context = current_context()
     strategy = current_strategy() if context is None else context.strategy
     return getattr(strategy, "row_source", None)

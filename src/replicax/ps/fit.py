@@ -41,7 +41,7 @@ _SHOWN = 500
 
 
 class WorkQueueFit:
-    """One worker's part in a run of `fit`, the `number`-th of the script."""
+    """A worker's steps of the script's `number`-th `fit`, from a shared work queue."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class WorkQueueFit:
         self._home.keeps_values = True
 
     def begin(self, first: int) -> int:
-        """Meet the others; the epoch to begin with, which the chief has said.
+        """Wait for the other workers; return the first epoch, which the chief decides.
 
         A worker that was restarted goes on with the epoch that the others are in.
         """
@@ -96,7 +96,7 @@ class WorkQueueFit:
     # The loop over an epoch.
 
     def steps(self) -> Iterator[tuple[int, int]]:
-        """The steps of the next epoch that this worker does, one by one."""
+        """Yield this worker's steps of the next epoch."""
         with self._waiting():
             self._begin_epoch()
         self._is_open = True
@@ -126,14 +126,14 @@ class WorkQueueFit:
         self._data.adapter.on_epoch_end()
 
     def next_execution(self) -> list[PlacedBatch]:
-        """The batch of the step that `steps` has begun."""
+        """Return the batch of the current step of `steps`."""
         return self._ready
 
     def end_early(self) -> None:
-        """Never: `steps` ends with the data."""
+        """Do nothing: `steps` ends with the data."""
 
     def _adopt_values(self) -> None:
-        """After an epoch that others have done: take what they have trained.
+        """After an epoch without steps of this worker: pull the trained values.
 
         This worker may not have met the model's variables yet.
         """
@@ -150,7 +150,7 @@ class WorkQueueFit:
         )
 
     def end_epoch(self) -> bool:
-        """Meet the others when the epoch's updates are made: metrics and values.
+        """Wait until all updates of the epoch are applied; sum metrics, pull values.
 
         Returns:
             False if it is an evaluation that ends.
@@ -172,7 +172,7 @@ class WorkQueueFit:
         return True
 
     def _make_begun_step(self) -> None:
-        """After a stop: bring the part for which others wait, if they went on."""
+        """After a stop: compute the share that others wait for, if they go on."""
         assert self._source is not None
         try:
             batches = self._source.next_execution()
@@ -209,7 +209,7 @@ class WorkQueueFit:
         self._session.barrier(f"{self._name}: values of epoch {self._epoch}")
 
     def _summed(self, topic: str) -> JSONObject:
-        """The metrics of all workers together; the chief learns who stops."""
+        """Sum the metrics of all workers; tell the chief who stops."""
         metrics = self._model.metrics_variables
         reports = self._session.board("reports", topic=topic).values()
         self._stops = any(report["stop"] for report in reports)
@@ -217,19 +217,19 @@ class WorkQueueFit:
         return {"values": json_codec.encode([v.value for v in metrics], "the metrics")}
 
     def _waiting(self) -> AbstractContextManager[None]:
-        """In it, this worker waits for others, which a report has to know."""
+        """Context of a wait for other workers, which the report records."""
         recorder = self._fit.recorder
         return nullcontext() if recorder is None else recorder.waiting()
 
     def close(self) -> None:
-        """The end of `fit`, in any way."""
+        """End this worker's part, also after an error."""
         self._home.keeps_values = False
         error = sys.exc_info()[1]
         if isinstance(error, SystemExit):  # Python does not say so at its end.
             self._session.note_exit(error.code)
 
     def after_epoch(self) -> None:
-        """The chief says whether training goes on, when its callbacks have run."""
+        """After the chief's callbacks: all workers learn whether training continues."""
         self._epoch += 1
         self._batches.end(self._length)
         is_chief = self._session.is_chief
@@ -287,7 +287,7 @@ class WorkQueueFit:
         self._batches.begin(said["iteration"])
 
     def _open_stream(self) -> JSONObject:
-        """Have the epoch's work queue; says how long it is, where that is known."""
+        """Open the epoch's work queue, with its length if known."""
         data, strategy = self._data, self._strategy
         return self._session.board(
             "open",
@@ -301,7 +301,7 @@ class WorkQueueFit:
     # Tickets.
 
     def _claimed(self) -> Iterator[PyTree]:
-        """The batches of this epoch that this worker has claimed, one by one."""
+        """Yield the batches of this epoch that this worker has claimed."""
         while True:
             ticket = self._claim()
             if ticket is None:
@@ -327,7 +327,7 @@ class WorkQueueFit:
             yield batch
 
     def _own(self) -> Iterator[PyTree]:
-        """This worker's own batches, for as long as the epoch has steps."""
+        """Yield batches of this worker's own data while the epoch has steps."""
         sync = self._strategy.sync
         for step in itertools.count():
             batch = self._of_all(step) if sync else self._of_this_worker()
@@ -340,7 +340,7 @@ class WorkQueueFit:
             yield batch
 
     def _of_this_worker(self) -> PyTree:
-        """The next batch, where workers need not keep pace; None at the end."""
+        """The next batch of an asynchronous epoch; None at the end."""
         if self._claim() is None:
             return None
         batch = self._batches.next()
@@ -350,7 +350,7 @@ class WorkQueueFit:
         return batch
 
     def _of_all(self, step: int) -> PyTree:
-        """This worker's batch of a synchronous step; None: not all workers make it.
+        """This worker's batch of a synchronous step; None: not all workers take part.
 
         Who has no batch for the step after it says so before its part is sent, when
         no other worker can have begun that step.
@@ -373,12 +373,12 @@ class WorkQueueFit:
         return batch
 
     def _is_made(self, step: int, wanted: bool) -> bool:
-        """Whether all make a step of own data: the first worker to ask decides."""
+        """Whether all workers make a step of own data; the first to ask decides."""
         key = f"{self._name}/own steps {self._epoch}/{step}"
         return self._session.board("put", key=key, value=wanted)
 
     def _batch(self, index: int) -> PyTree:
-        """The epoch's batch of that index; None: the data have ended."""
+        """The epoch's batch at an index; None: the data have ended."""
         try:
             return self._batches.at(index)
         except StopIteration:
@@ -395,7 +395,7 @@ class WorkQueueFit:
         return self._pending[-1]
 
     def _claim_ahead(self, pulls_first: bool) -> bool:
-        """Have tickets for the next steps; False at the epoch's end."""
+        """Prefetch tickets for the next steps; False at the epoch's end."""
         finished = self._take_finished()
         count = self._num_ahead()
         if pulls_first:
@@ -428,7 +428,7 @@ class WorkQueueFit:
         return True
 
     def _num_ahead(self) -> int:
-        """How many tickets to ask for."""
+        """Number of tickets to prefetch."""
         if self._strategy.sync or self._strategy.max_staleness is not None:
             return 1  # Others wait for each of them.
         now, before = (time.monotonic(), self._home.steps_applied), self._claimed_at
@@ -440,7 +440,7 @@ class WorkQueueFit:
         return tickets_at_once(len(self._session.workers), step_seconds, left)
 
     def _let_chief_begin(self) -> None:
-        """Where workers wait for each other, the first step is the chief's.
+        """In synchronous training, wait until the chief has begun the first step.
 
         It brings the initial values, for which another one would wait with its ticket.
         """
@@ -450,7 +450,7 @@ class WorkQueueFit:
             self._has_begun = True
 
     def _take_finished(self) -> list[Ticket]:
-        """Tickets whose updates have been made since this was asked last."""
+        """Return, once, the tickets whose updates are applied."""
         number = self._home.steps_applied - self._applied
         self._applied += number
         if self._is_own and self._strategy.sync:
@@ -458,7 +458,7 @@ class WorkQueueFit:
         return [self._pending.popleft() for _ in range(number)]
 
     def _drain(self) -> list[Ticket]:
-        """Wait for the update that is under way."""
+        """Wait for the push in flight."""
         self._home.settle()
         return self._take_finished()
 
@@ -475,7 +475,7 @@ class WorkQueueFit:
 def _sum_up(
     metrics: Sequence[keras.Variable], reported: Sequence[Sequence[np.ndarray]]
 ) -> None:
-    """Give the metrics the values of all workers together."""
+    """Set the metrics to the sums over all workers."""
     for variable, *values in zip(metrics, *reported, strict=True):
         total = np.sum(values, axis=0, dtype=values[0].dtype)
         if variable.aggregation != "sum":
@@ -484,7 +484,7 @@ def _sum_up(
 
 
 def _described(model: keras.Model) -> dict[str, str]:
-    """A model's variables, to be compared."""
+    """Describe a model's variables, to compare them between workers."""
     found = [internals.described(v) for v in model.variables]
     text = json.dumps(found)
     summary = digest(text)

@@ -32,7 +32,7 @@ _Vectors = dict[str, PyTree]
 
 
 class GroupLayout:
-    """Where the values of a group's variables lie in each server's flat vectors.
+    """The layout of a group's variables in each server's flat vectors.
 
     float32 gradients travel in the dtype `compression`.
     """
@@ -64,7 +64,7 @@ class GroupLayout:
         return given
 
     def vectors(self, values: Sequence[jax.Array], server: int) -> _Vectors:
-        """A server's vectors in pieces, where they lie: XLA joins them slowly on CPUs.
+        """A server's vectors as unjoined pieces: XLA concatenates slowly on CPUs.
 
         For the MLP of benchmarks/parameter_servers.py that took as long as the step.
         """
@@ -138,13 +138,13 @@ Announced = Sequence[tuple[str, int | None, Sequence[int]]]
 
 
 def slots_to_message(slots: Slots) -> tuple[Announced, dict[str, np.ndarray]]:
-    """Slots as a message has them: what its header says, and its vectors."""
+    """Encode slots as a message's header and vectors."""
     header = [(key.name, key.part, list(x.shape)) for key, x in slots.items()]
     return header, {str(i): np.ravel(x) for i, x in enumerate(slots.values())}
 
 
 def slots_from_message(header: Announced, vectors: Mapping[str, np.ndarray]) -> Slots:
-    """The slots of a message."""
+    """Decode the slots of a message."""
     return {
         SlotKey(name, part): vectors[str(i)].reshape(shape)
         for i, (name, part, shape) in enumerate(header)
@@ -154,7 +154,7 @@ def slots_from_message(header: Announced, vectors: Mapping[str, np.ndarray]) -> 
 def join_slots(
     group: VariableGroup, on_servers: Mapping[int, Slots]
 ) -> dict[VariableSlot, np.ndarray]:
-    """Each slot whole, from its slices on the servers.
+    """Concatenate each slot from its slices on the servers.
 
     What belongs to no variable each server has for itself; the first one's counts.
     """
@@ -179,7 +179,7 @@ def _rows(pieces: list[tuple[int, np.ndarray]], key: VariableSlot) -> np.ndarray
 def cut_slots(
     group: VariableGroup, slots: Mapping[VariableSlot, np.ndarray], server: int
 ) -> Slots:
-    """What one server has of each slot."""
+    """Slice each slot for one server."""
     cut: Slots = {}
     for (name, variable), array in slots.items():
         if variable is None:

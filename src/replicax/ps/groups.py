@@ -1,4 +1,4 @@
-"""A group of values on one server: each push once, synchronous steps, versions.
+"""Groups of values on one server: exactly-once pushes, synchronous steps, versions.
 
 A group is the variables that one `optimizer.apply` updates (`dense_group`), or the rows
 of an embedding table (`table`). Both kinds take pushes in the same way.
@@ -73,7 +73,7 @@ class LastPush:
 
 @dataclasses.dataclass(slots=True)
 class SyncStep:
-    """The parts of one synchronous step, added up in their order as far as they go.
+    """A synchronous step: its shares are summed in order, as far as they have come.
 
     The order makes the sum the same in every run, to the last bit. `pushers` has by
     part its worker, and the version it is of.
@@ -91,7 +91,7 @@ class SyncStep:
 
     @property
     def missing(self) -> list[int]:
-        """The parts that are not there yet."""
+        """The shares that have not arrived."""
         return [i for i in range(self.num_parts) if i not in self.pushers]
 
 
@@ -142,28 +142,28 @@ class Group(abc.ABC):
 
     @abc.abstractmethod
     def _divide(self, total: dict[str, np.ndarray], weights: float) -> None:
-        """Make a mean of a weighted sum, in place."""
+        """Divide a weighted sum by its weight, in place."""
 
     @abc.abstractmethod
     def _apply(self, gradients: Arrays, squared_norms: dict[str, float] | None) -> None:
         """Update the values."""
 
     def _squared_norms(self, gradients: Arrays) -> dict[str, float] | None:
-        """This server's share of the norms, where `norms` says that one is needed."""
+        """This server's summand of the squared norms, if a norm is needed."""
         return None
 
     @property
     def num_applied(self) -> int:
-        """Updates that are in the values."""
+        """Number of updates in the values."""
         return self.pushes.applied + self._steps_made
 
     @property
     def num_lost(self) -> int:
-        """Updates that were made, and that a restart has taken back."""
+        """Updates that a restart has rolled back."""
         return self.pushes.lost + self._steps_lost
 
     def status(self) -> JSONObject:
-        """Versions and sizes, and how often each worker has pushed, as JSON values."""
+        """Versions, sizes and pushes by worker, as JSON values."""
         with self.condition:
             return {
                 "version": self.version,
@@ -184,7 +184,7 @@ class Group(abc.ABC):
         based_on: int | None = None,
         share: StepShare | None = None,
     ) -> LastPush:
-        """Apply gradients, or add them to those of their step; only the first time.
+        """Apply gradients exactly once, or add them to their synchronous step.
 
         A new session of a worker ends the one before; its sequence numbers grow with
         each push to this group. Gradients must not be changed afterwards. They are of
@@ -260,7 +260,7 @@ class Group(abc.ABC):
             self.condition.notify_all()
 
     def commit(self, number: int, squared_norms: Mapping[str, float]) -> None:
-        """Apply a step with the norm of the whole gradient; the first call counts."""
+        """Apply a step with the norm of the whole gradient. Idempotent."""
         if number < self.steps:
             return
         step = self.step
@@ -280,7 +280,7 @@ class Group(abc.ABC):
         self._finish(step, step.total or {}, chosen)
 
     def squared_norms_of(self, number: int | None) -> dict[str, float] | None:
-        """This server's share of the norms of a step whose parts are all there.
+        """This server's summand of the squared norms of a complete step.
 
         Also of one that is over here: its worker may have died before other servers
         heard of it, and the next one tells them the same.
@@ -294,7 +294,7 @@ class Group(abc.ABC):
     def _finish(
         self, step: SyncStep, total: Arrays, squared_norms: dict[str, float] | None
     ) -> None:
-        """Apply a synchronous step, all of whose parts are there."""
+        """Apply a complete synchronous step."""
         for worker, based_on in step.pushers.values():
             self._record(worker, based_on)
         self._apply(total, squared_norms)
@@ -310,7 +310,7 @@ class Group(abc.ABC):
         self.condition.notify_all()
 
     def wait(self, step: int, deadline: float) -> None:
-        """Wait until a step is over, or complete and in want of its norm."""
+        """Wait until a step is applied, or complete and needs a norm."""
         while self.steps <= step:
             if self.closed:
                 raise RefusedRequestError(
@@ -330,7 +330,7 @@ class Group(abc.ABC):
             self.condition.wait(remaining)
 
     def _record(self, worker: str, based_on: int | None) -> int:
-        """Count a push that is about to be applied; its staleness."""
+        """Record a push before it is applied; return its staleness."""
         self._is_restored = False
         staleness = 0 if based_on is None else max(0, self.version - based_on)
         histogram = self.staleness.setdefault(worker, {})
@@ -338,7 +338,7 @@ class Group(abc.ABC):
         return staleness
 
     def _step_of(self, share: StepShare) -> SyncStep | None:
-        """The step that a part belongs to; None: it is over."""
+        """The step of a share; None: it is already applied."""
         if share.weight is not None and self.unweighted:
             raise RefusedRequestError(
                 f"{self.what}: there is no weighted mean of {list(self.unweighted)}. "
@@ -364,7 +364,7 @@ class Group(abc.ABC):
         return step
 
     def _give_up_steps(self, last_step: int) -> None:
-        """Go on after a step of which others saw the end before this server restarted.
+        """Skip steps that other servers applied before this one restarted.
 
         Those workers will not push its parts again; the steps after it are whole.
         """
@@ -391,13 +391,13 @@ class Group(abc.ABC):
 
     @abc.abstractmethod
     def state(self) -> tuple[dict[str, np.ndarray | jax.Array], JSONObject]:
-        """Arrays by name that later updates leave alone, and all else as JSON values.
+        """The state: copies of arrays by name, the rest as JSON values.
 
         Parts of an unfinished step are not in it: workers push them again.
         """
 
     def _counts(self) -> JSONObject:
-        """What all groups have in common of their state."""
+        """The counters of a group, as JSON values."""
         done = {
             worker: dataclasses.asdict(last)
             for worker, last in self.last.items()

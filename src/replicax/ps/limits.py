@@ -1,4 +1,4 @@
-"""Limits of what clients store and how often they call, and how servers refuse calls.
+"""Quotas and rate limits of clients, and the errors of refused calls.
 
 Clients are authenticated, yet a broken one must not fill the server's memory: whatever
 they can store has a bound, and each of these errors says which.
@@ -122,7 +122,7 @@ class LimitError(BoardError):
 def check_count(
     value: object, what: str, *, least: int = 0, most: int = 2**53 - 1
 ) -> int:
-    """The value, if it is an integer within these bounds."""
+    """Return the value if it is an integer within these bounds, else raise."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise BoardError(f"{what} must be an integer; got {repr(value)[:80]}.")
     if not least <= value <= most:
@@ -131,7 +131,7 @@ def check_count(
 
 
 def check_size(value: Any, what: str, *, most: int) -> int:
-    """Bytes of the value as JSON, if they are not more than `most`."""
+    """Return the size of a value's JSON; raise if it is more than `most` bytes."""
     try:
         size = len(json.dumps(value))
     except (TypeError, ValueError) as error:
@@ -142,7 +142,7 @@ def check_size(value: Any, what: str, *, most: int) -> int:
 
 
 def message_of(function: Callable[..., object]) -> type[msgspec.Struct]:
-    """The type of a method's arguments by name, from its annotations."""
+    """Make the message type of a method's arguments from its annotations."""
     fields: list[tuple[str, Any] | tuple[str, Any, Any]] = []
     for p in list(inspect.signature(function).parameters.values())[1:]:
         # JSON is a type that refers to itself, by a text.
@@ -153,7 +153,7 @@ def message_of(function: Callable[..., object]) -> type[msgspec.Struct]:
 
 
 def family_of(name: str) -> tuple[str, int | None]:
-    """What a name belongs to, and its number there, if it has one.
+    """Split a numbered name into its family and its number, if any.
 
     Names of what comes again and again end in a number that increases all through the
     job. Only the newest of a family are kept.
@@ -172,7 +172,7 @@ def family_of(name: str) -> tuple[str, int | None]:
 def remember(
     recent: dict[_Key, _Value], name: _Key, value: _Value, *, most: int
 ) -> list[_Key]:
-    """Puts an entry last and drops the first ones over `most`; returns their names."""
+    """Move an entry to the end; evict the oldest over `most`, return their names."""
     recent.pop(name, None)
     recent[name] = value
     dropped = list(recent)[: max(len(recent) - most, 0)]
@@ -182,7 +182,7 @@ def remember(
 
 
 def beat_seconds(num_workers: int, heartbeat_seconds: float) -> float:
-    """The time between two heartbeats of a worker.
+    """The heartbeat interval of a worker.
 
     >>> beat_seconds(4, 30.0), beat_seconds(1000, 30.0)
     (1.0, 5.0)
@@ -192,7 +192,7 @@ def beat_seconds(num_workers: int, heartbeat_seconds: float) -> float:
 
 
 def watch_seconds(num_servers: int) -> float:
-    """The time between two looks of a server at whether the job is over.
+    """The interval at which a server polls whether the job has ended.
 
     >>> watch_seconds(4), watch_seconds(64)
     (0.2, 1.28)
@@ -201,7 +201,7 @@ def watch_seconds(num_servers: int) -> float:
 
 
 def longest_pause(num_callers: int) -> float:
-    """The longest pause, in seconds, between two calls of one that waits.
+    """The longest back-off between two polls of a waiting client, in seconds.
 
     >>> longest_pause(4), longest_pause(1000)
     (0.1, 2.0)
@@ -212,7 +212,7 @@ def longest_pause(num_callers: int) -> float:
 def tickets_at_once(
     num_workers: int, step_seconds: float, steps_left: int | None
 ) -> int:
-    """How many tickets of an asynchronous stream a worker takes in one call.
+    """Number of tickets of an asynchronous stream that a worker prefetches.
 
     One in a small job, and near the end: nobody should hold steps for which others are
     free, or which are lost if it dies.

@@ -1,4 +1,4 @@
-"""Messages of the tensor streams: their types and limits, and what a server does.
+"""Messages of the tensor streams: types, limits, and their execution on a server.
 
 A message's header says in `"op"` which of these it is; its vectors come behind it. What
 is not of this form is refused before memory is taken for the vectors.
@@ -33,19 +33,19 @@ class Message(Protocol):
     """A message of some type. Several threads handle messages at the same time."""
 
     def expected(self, store: VariableStore) -> Mapping[str, Allowed]:
-        """The vectors that it must have, asked before any memory is taken for them.
+        """The vectors that the message must have, checked before memory is allocated.
 
         Raises if the message is wrong; the sender gets the reason.
         """
         ...
 
     def handle(self, store: VariableStore, vectors: Vectors) -> Answer:
-        """Does what it asks; the header and the vectors of the answer."""
+        """Execute the message; return the header and the vectors of the answer."""
         ...
 
 
 def _progress(held: DenseGroup, step: int | None) -> JSONObject:
-    """Whether a step is over, and this server's share of the norms that it needs."""
+    """Whether a step is applied; this server's summand of the norms it needs."""
     is_over = step is None or step < held.steps
     return {"squared_norms": held.squared_norms_of(step), "is_over": is_over}
 
@@ -70,7 +70,7 @@ class _OfGroup(_TaggedMessage):
 
 
 class Create(_TaggedMessage, tag="create"):
-    """Hold a group, with these values unless it is here."""
+    """Create a group with these values, unless it exists."""
 
     group: VariableGroup
 
@@ -85,7 +85,7 @@ class Create(_TaggedMessage, tag="create"):
 
 
 class Pull(_OfGroup, tag="pull"):
-    """A group's values, unless its version is `have`; how far a `step` is."""
+    """Read a group's values if its version is not `have`; the progress of a `step`."""
 
     have: int | None = None
     step: int | None = None
@@ -102,7 +102,7 @@ class Pull(_OfGroup, tag="pull"):
 
 
 class Push(_OfGroup, tag="push"):
-    """Gradients of a group; `pull`: answer with the new values.
+    """Push gradients of a group; `pull`: answer with the new values.
 
     A part of a step waits for the others; after `SyncTimeout` it may be pushed again.
     `squared_norms` in the answer is this server's share of the norms that a step must
@@ -146,7 +146,7 @@ class Push(_OfGroup, tag="push"):
 
 
 class Commit(_OfGroup, tag="commit"):
-    """Squared norms of a whole gradient, with which a step is applied."""
+    """Apply a step with the squared norms of the whole gradient."""
 
     step: int
     squared_norms: dict[str, float]
@@ -160,7 +160,7 @@ class Commit(_OfGroup, tag="commit"):
 
 
 class Replace(_OfGroup, tag="replace"):
-    """Other values for a group, as when a user assigns to its variables."""
+    """Replace a group's values, as when a user assigns to its variables."""
 
     def expected(self, store: VariableStore) -> Mapping[str, Allowed]:
         return exactly(store.group(self.group).lengths)
@@ -173,7 +173,7 @@ class Replace(_OfGroup, tag="replace"):
 
 
 class GetSlots(_OfGroup, tag="slots"):
-    """The variables of a group's optimizer: those of a name, or all."""
+    """Read the slots of a group's optimizer: those of a name, or all."""
 
     name: str | None = None
 
@@ -188,7 +188,7 @@ class GetSlots(_OfGroup, tag="slots"):
 
 
 class SetSlots(_OfGroup, tag="set_slots"):
-    """Other values for variables of a group's optimizer: each one's key and shape."""
+    """Replace slots of a group's optimizer, given by key and shape."""
 
     slots: list[tuple[str, Count | None, tuple[Count, ...]]]
 
@@ -210,7 +210,7 @@ class SetSlots(_OfGroup, tag="set_slots"):
 
 
 class CreateTable(_TaggedMessage, tag="create_table"):
-    """Hold a table. Its optimizer is said, and checked, when it is known."""
+    """Create a table. Its optimizer is sent, and validated, once it is known."""
 
     spec: TableSpec
 
@@ -224,7 +224,7 @@ class CreateTable(_TaggedMessage, tag="create_table"):
 
 
 class PullRows(_TaggedMessage, tag="rows"):
-    """Values of a table's rows."""
+    """Read rows of a table."""
 
     table: str
 
@@ -240,7 +240,7 @@ class PullRows(_TaggedMessage, tag="rows"):
 
 
 class PushRows(_TaggedMessage, tag="push_rows"):
-    """Gradients of a table's rows."""
+    """Push gradients of a table's rows."""
 
     table: str
     group: str

@@ -80,7 +80,7 @@ def optimizer_rule(
     *,
     clipped_by_worker: bool = False,
 ) -> JSONObject:
-    """A group's rule, in JSON values: the optimizer as it is now, without its slots.
+    """Serialize an optimizer, without its slots, as a group's rule in JSON values.
 
     The learning rate and the iterations are the current ones, and variables that
     `exclude_from_weight_decay` named stay excluded. `variables` are in the group's
@@ -130,7 +130,7 @@ def optimizer_rule(
 def clip_before_push(
     optimizer: keras.optimizers.Optimizer, gradients: Sequence[PyTree]
 ) -> list[PyTree]:
-    """Gradients as the optimizer would clip them, still times its `loss_scale_factor`.
+    """Clip gradients like the optimizer; they keep its `loss_scale_factor`.
 
     For rules with `clipped_by_worker`; all of its variables', in order, None where
     there is none. May be traced. Where it is not the pushed gradient that is clipped,
@@ -147,13 +147,13 @@ def clip_before_push(
 
 
 def clips_on_worker(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Whether `clip_before_push` can do what the optimizer would do."""
+    """Whether workers can clip with `clip_before_push`, rather than servers."""
     is_multiple = hasattr(optimizer, "optimizers")
     return not is_multiple and not optimizer.gradient_accumulation_steps
 
 
 def deserialize(config: JSONObject) -> keras.optimizers.Optimizer:
-    """An optimizer from its config, which Keras would change."""
+    """Build an optimizer from a copy of its config, since Keras changes it."""
     optimizer = keras.saving.deserialize_keras_object(
         copy.deepcopy(config), safe_mode=True
     )
@@ -214,7 +214,7 @@ def build_recording(
 
 
 def _distinct(names: Sequence[str], paths: Sequence[str]) -> list[str]:
-    """Names; paths where names are not unique; with numbers where paths are not."""
+    """Unique names: names, else paths, else numbered paths."""
     wanted = [
         name if names.count(name) == 1 else path
         for name, path in zip(names, paths, strict=True)
@@ -264,7 +264,7 @@ class RowOptimizer:
 
     @property
     def shared(self) -> dict[str, float | int]:
-        """Values of the variables that belong to no row."""
+        """The optimizer's variables without rows, such as its step count."""
         values = (np.asarray(value).item() for value in self._shared)
         return dict(zip(self._names, values, strict=True))
 
@@ -342,7 +342,7 @@ class RowOptimizer:
 def differing_options(
     one: JSONObject, other: JSONObject
 ) -> dict[str, tuple[object, object]]:
-    """What makes two rules' optimizers update rows differently, by option.
+    """The options in which two rules' optimizers differ.
 
     Their names and learning rates, where those are numbers, do not count.
     """

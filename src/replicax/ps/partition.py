@@ -1,4 +1,4 @@
-"""Partitions variables over servers: which rows of which variable lie where.
+"""Partitions variables over servers, by rows, balanced by bytes.
 
 A group is what one `optimizer.apply` updates. Each of its variables is one slice, or
 several that split its first dimension, and each slice lies on one server. On the wire
@@ -89,7 +89,7 @@ class VariableGroup:
 
     @property
     def servers(self) -> list[int]:
-        """The servers that have some of it, in order."""
+        """The servers that hold slices of the group, in order."""
         return sorted({part.server for part in self.parts})
 
     def slices_on(self, server: int) -> tuple[VariableSlice, ...]:
@@ -115,7 +115,7 @@ class VariableGroup:
 
     @property
     def digest(self) -> str:
-        """A short text that is the same for equal groups.
+        """A hash of the group.
 
         The learning rate and the iterations, which training changes, do not count: one
         task may be ahead of another, or have restored a checkpoint.
@@ -126,7 +126,7 @@ class VariableGroup:
 
 
 def _without_progress(rule: JSON) -> JSON:
-    """A rule without the numbers that training changes."""
+    """A rule without the step count and rate that training changes."""
     if isinstance(rule, list):
         return [_without_progress(x) for x in rule]
     if not isinstance(rule, dict):
@@ -139,7 +139,7 @@ def _without_progress(rule: JSON) -> JSON:
 
 
 class Partitioner(Protocol):
-    """Says into how many shards a variable is cut.
+    """Base class of partitioners, which decide a variable's number of shards.
 
     Any function of this signature will do.
     (TensorFlow: `tf.distribute.experimental.partitioners.Partitioner`.)
@@ -249,7 +249,7 @@ class MaxSizePartitioner:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class VariableInfo:
-    """What placement needs to know of a variable; `constraint` is its config."""
+    """A variable's path, shape, dtype and constraint config, for placement."""
 
     path: str
     shape: tuple[int, ...]
@@ -316,7 +316,7 @@ def place(
 
 
 def _cuts(variable: VariableInfo, partitioner: Partitioner | None) -> list[_Rows]:
-    """The rows of a variable's parts, as its partitioner wants them."""
+    """The row boundaries of a variable's slices, by its partitioner."""
     if partitioner is None or not variable.shape:
         return [None]
     shards = partitioner(shape=variable.shape, dtype=variable.dtype)
@@ -347,7 +347,7 @@ def _kept_whole(
     cuts: list[list[_Rows]],
     can_split: bool,
 ) -> list[list[_Rows]]:
-    """The cuts, without those of variables that must stay whole; says which and why."""
+    """Drop the cuts of variables that must stay whole, with a warning."""
     whole, constrained = [], []
     for i, variable in enumerate(variables):
         if len(cuts[i]) > 1 and (not can_split or variable.constraint is not None):

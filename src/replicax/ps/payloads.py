@@ -1,4 +1,4 @@
-"""What closures send as JSON: names of functions, arguments, results and errors.
+"""Serializes closures: names of functions, arguments, results and errors as JSON.
 
 Code is never sent. An argument may stand for something of which each worker has its own
 (`PerWorkerValues`); a result tells by how much a closure has changed its worker's
@@ -67,7 +67,7 @@ def encode(
     what: str,
     mark: Callable[[PyTree], JSONObject | None] = lambda value: None,
 ) -> JSON:
-    """A value as JSON values: what `json_codec` takes, variables, `PerReplica`s.
+    """Encode a value as JSON: the types of `json_codec`, variables, `PerReplica`.
 
     `what` names it in messages; `mark` replaces values of other types, and returns None
     for one that it does not know. `TypeError` names where anything else stands.
@@ -96,7 +96,7 @@ def encode(
 
 
 def decode(sent: Any, resolve: Callable[[JSONObject], PyTree] | None = None) -> PyTree:
-    """The value that `encode` wrote; `resolve` gives what `mark` replaced."""
+    """Decode a value of `encode`; `resolve` gives the values that `mark` replaced."""
 
     def extend(sent: JSONObject) -> PyTree:
         if sent[MARK] == "mark" and resolve is not None:
@@ -190,7 +190,7 @@ def _described(fn: Callable[..., PyTree]) -> str:
 
 
 class PerWorkerValues:
-    """Something of which each worker makes its own, such as a dataset.
+    """A value that each worker makes for itself, such as a dataset.
 
     `ClusterCoordinator.create_per_worker_dataset` returns one. As an argument of
     `schedule` it becomes the own value of the worker that runs the closure. `iter` of a
@@ -217,7 +217,7 @@ class PerWorkerValues:
         )
 
     def own(self) -> PyTree:
-        """This worker's value; it is made when it is needed first."""
+        """This worker's value, made on first use."""
         if not self._made:
             self._made.append(self._make())
         return self._made[0]
@@ -248,7 +248,7 @@ class PerWorkerSources:
         )
 
     def add(self, value: PerWorkerValues) -> int:
-        """Number a new one."""
+        """Add a value; return its number."""
         number = self._number
         self._number += 1
         self._newest.append(value)
@@ -272,7 +272,7 @@ class PerWorkerSources:
 def dataset_maker(
     dataset_or_fn: PyTree, context: Callable[[], InputContext]
 ) -> Callable[[], PyTree]:
-    """What makes a worker's dataset, of a dataset or a function that returns one."""
+    """Make a factory of a worker's dataset from a dataset or a function."""
     if not callable(dataset_or_fn):
         return lambda: dataset_or_fn
     if positional_count(dataset_or_fn, 0) == 1:
@@ -281,7 +281,7 @@ def dataset_maker(
 
 
 class MetricDeltas:
-    """The variables of aggregation `"sum"`, as those of metrics are.
+    """Deltas of the variables with aggregation `"sum"`, such as those of metrics.
 
     They are in each process. A worker tells by how much a closure has changed its own,
     and the chief adds that to its own, once for each closure that counts.
@@ -295,11 +295,11 @@ class MetricDeltas:
         self._touched: set[Label] = set()
 
     def begin(self) -> None:
-        """A closure begins."""
+        """Record the metrics' values at the begin of a closure."""
         self._before = self._read()
 
     def changes(self) -> list[Any]:
-        """What has changed since `begin`, as JSON values."""
+        """The differences since `begin`, as JSON values."""
         changes = []
         for label, now in self._read().items():
             before = self._before.get(label)
@@ -311,7 +311,7 @@ class MetricDeltas:
         return changes
 
     def add(self, changes: list[Any]) -> None:
-        """Add what closures have changed, one list after another."""
+        """Add the closures' deltas to the totals."""
         totals: dict[Label, np.ndarray] = {}
         for path, number, change in changes:
             label = (path, number)
@@ -341,7 +341,7 @@ class MetricDeltas:
         ]
 
     def assign(self, values: list[Any]) -> None:
-        """Take over the chief's totals."""
+        """Assign the chief's totals to the variables."""
         for path, number, value in values:
             variable = self._labels.find((path, number))
             if variable is not None:
@@ -375,7 +375,7 @@ class ClosureCancelledError(ClosureError):
 def error_to_json(
     error: BaseException, function: str, worker: str, caller: str
 ) -> dict[str, str]:
-    """What a worker tells of an error: its type, message and traceback.
+    """Encode an error: its type, message and traceback.
 
     The first frames, of the file `caller` that called the closure, say nothing.
     """
@@ -390,7 +390,7 @@ def error_to_json(
 
 
 def error_from_json(error: dict[str, str]) -> Exception:
-    """The error to raise: of the original type, if that is builtin or of replicax.
+    """Decode an error, to its original type if that is builtin or of replicax.
 
     Example:
         >>> error_from_json({"type": "KeyError", "message": "7", "traceback": "At 1."})
@@ -422,14 +422,14 @@ def _error(error: dict[str, str]) -> Exception:
 
 
 def cancelled(message: str) -> dict[str, str]:
-    """The error of a closure that is not run."""
+    """Make the error of a closure that was cancelled."""
     return {"type": _CANCELLED, "message": message, "traceback": ""}
 
 
 def because_of(
     error: dict[str, str], message: str, cause: dict[str, str]
 ) -> dict[str, str]:
-    """An error that is only what comes of another one, which its message names."""
+    """Make an error that another one caused; its message names the cause."""
     return error | {
         "message": f"{message}: {cause['type']}: {cause['message']}",
         "traceback": f"{error['traceback']}\n{cause['traceback']}".lstrip(),

@@ -1,4 +1,4 @@
-"""Who is alive, and where workers meet: heartbeats, keys, barriers and reports.
+"""Membership and rendezvous: heartbeats, keys, barriers and reports.
 
 No clock and no I/O: times come in as arguments, in seconds.
 """
@@ -53,7 +53,7 @@ class Worker(msgspec.Struct):
 
 
 class Presence:
-    """Which workers are alive.
+    """The membership of the job, from heartbeats.
 
     A worker is dead when nothing was heard of it for `heartbeat` seconds. It may have
     been stopped only: a later sign of the same session makes it alive again.
@@ -96,7 +96,7 @@ class Presence:
             )
 
     def join(self, worker: str, session: str, info: JSONObject, now: float) -> bool:
-        """Makes the worker alive; whether it replaced another session of its name."""
+        """Add a worker; whether it replaced another session of its name."""
         known = self._worker(worker)
         self._refuse_replaced(worker, known, session)
         replaces = known.session is not None and known.session != session
@@ -110,7 +110,7 @@ class Presence:
         return replaces
 
     def sign(self, worker: str, session: str, now: float) -> None:
-        """Notes a sign of life; refuses one of a session that has not joined."""
+        """Record a heartbeat; refuse one of a session that has not joined."""
         known = self._worker(worker)
         if known.session != session:
             self._refuse_replaced(worker, known, session)
@@ -125,7 +125,7 @@ class Presence:
     def leave(
         self, worker: str, session: str, ok: bool, error: str | None, now: float
     ) -> bool:
-        """Notes that it goes; False if it had left before (the call was repeated)."""
+        """Record that a worker leaves; False if it has left before."""
         known = self._worker(worker)
         if known.session == session and known.state == "left":
             return False
@@ -136,7 +136,7 @@ class Presence:
         return True
 
     def newly_dead(self, now: float) -> list[str]:
-        """Marks as dead who was silent for too long, and returns their names."""
+        """Mark workers dead that missed the heartbeat deadline; return their names."""
         if now <= self._next_due:
             return []  # Asked in every call: signs of life only put deaths off.
         dead = []
@@ -160,7 +160,7 @@ class Presence:
         return [n for n, known in self.workers.items() if known.state == "alive"]
 
     def refuse(self, task: str, reason: str, now: float) -> bool:
-        """Notes that a task cannot take part; whether the job cannot begin so.
+        """Record that a task cannot take part; whether the job cannot start.
 
         A job needs its chief and its servers to begin, and can do without other
         workers. One that has begun goes on.
@@ -219,11 +219,11 @@ class Presence:
         return None
 
     def missing(self, arrived: Container[str]) -> list[str]:
-        """Who is alive and not among the arrived."""
+        """The live workers that have not arrived."""
         return [name for name in self.alive() if name not in arrived]
 
     def starts(self, worker: str) -> int:
-        """How often the worker was started."""
+        """Number of starts of a worker."""
         return self._worker(worker).starts
 
     def status(self, now: float) -> dict[str, JSONObject]:
@@ -243,7 +243,7 @@ class Presence:
         }
 
     def restart(self, workers: Mapping[str, Worker], now: float) -> None:
-        """Goes on with a snapshot's workers; heartbeats and grace times start anew."""
+        """Restore a snapshot's workers; heartbeat deadlines start anew."""
         if list(workers) != list(self.workers):
             raise ValueError(
                 f"Board.load_state: the snapshot is of the workers {listed(workers)}; "
@@ -257,7 +257,7 @@ class Presence:
 
 
 class Rendezvous(msgspec.Struct):
-    """Keys, barriers and reports.
+    """The key-value store, the barriers, and the reports of workers.
 
     Keys that end in a number, such as `"fit 0/verdict/12"`, are kept for the newest 64
     of their family; other keys for the whole job. Of reports the newest 4 topics are
@@ -273,7 +273,7 @@ class Rendezvous(msgspec.Struct):
     topics: dict[str, dict[str, Any]] = {}
 
     def put(self, key: Name, value: JSON, first: bool = True) -> JSON:
-        """Stores a JSON value and returns the one that stands.
+        """Store a value, or with `first` keep the one there; return the stored one.
 
         Keys that end in `/` and a number are kept for the newest 64 of their family
         (what precedes the number), others for the whole job. With `first` a value that
@@ -297,7 +297,7 @@ class Rendezvous(msgspec.Struct):
         return value
 
     def _make_room(self, key: str) -> None:
-        """Drops what is old of a numbered key's family; bounds the other keys."""
+        """Evict old keys of a numbered key's family; enforce the other keys' quota."""
         family, number = family_of(key)
         if number is None:
             lasting = len(self.values) - sum(map(len, self.families.values()))
@@ -316,13 +316,13 @@ class Rendezvous(msgspec.Struct):
             self.num_bytes -= self.values.pop(old)[1]
 
     def get(self, key: Name) -> JSON:
-        """The value of a key; None: it has none, or no longer."""
+        """The value of a key; None: it has none, or was evicted."""
         return self.values.get(key, (None, 0))[0]
 
     def arrive(
         self, barrier: str, worker: str, missing: Callable[[Container[str]], list[str]]
     ) -> JSONObject:
-        """Notes that a worker is there: see `Board.arrive`.
+        """Record an arrival at a barrier: see `Board.arrive`.
 
         `missing` gives the workers that are alive and not among those here.
         """
@@ -343,7 +343,7 @@ class Rendezvous(msgspec.Struct):
         return {"complete": True, "missing": []}
 
     def report(self, topic: Name, worker: Name, values: JSON) -> None:
-        """Keeps a worker's values, such as its metrics; the newest topics are kept.
+        """Store a worker's values under a topic; old topics are evicted.
 
         `values` are of at most 1 MiB, and replace those it reported before.
         """

@@ -43,7 +43,7 @@ _Answer = tuple[JSONObject, _Vectors]
 
 
 class PushResult(NamedTuple):
-    """What became of a push.
+    """The result of a push.
 
     `counts`: it is in the values; a synchronous part that another worker had brought
     already is not. `staleness`: most updates that any server applied between the pull
@@ -55,7 +55,7 @@ class PushResult(NamedTuple):
 
 
 class ServerPushes(NamedTuple):
-    """The pushes of one step to all servers; `sends` make each of them once more."""
+    """The pushes of one step to all servers; `sends` repeat them."""
 
     futures: list[Future[_Answer]]
     sends: list[Callable[[Connection], _Answer]]
@@ -63,7 +63,7 @@ class ServerPushes(NamedTuple):
 
 
 class RemoteGroup:
-    """Variables that servers update together, as this worker has seen them last.
+    """A worker's client of one group, with a cache of its newest values.
 
     `values` are the newest known here, `versions` theirs by server; `num_assigned`
     versions were assigned, as the chief counts. A value that was handed out, and is no
@@ -108,7 +108,7 @@ class RemoteGroup:
 
     @property
     def version(self) -> int:
-        """The newest of `versions`: how many updates and assignments there were."""
+        """The newest of `versions`: the number of updates and assignments."""
         return max(self.versions.values())
 
     # The beginning.
@@ -118,7 +118,7 @@ class RemoteGroup:
         values: Sequence[jax.Array],
         restored: Mapping[VariableSlot, np.ndarray] | None = None,
     ) -> None:
-        """Bring the initial values to the servers; they keep those that they have.
+        """Create the group on the servers; a server keeps values that it has.
 
         `restored` are the optimizer's variables from a checkpoint.
         """
@@ -131,7 +131,7 @@ class RemoteGroup:
         self._session.board("put", key=key_of(self.name), value=created)
 
     def require_created(self) -> None:
-        """Wait for the chief to create the group; refuse another one than this."""
+        """Wait until the chief has created the group; raise if it differs."""
         created = self._session.get(key_of(self.name), f"{self.name!r}: initial values")
         if created["digest"] != self.group.digest:
             raise ClusterMismatchError(
@@ -145,25 +145,25 @@ class RemoteGroup:
     # Variables.
 
     def hand_out(self, stored: dict[int, jax.Array]) -> None:
-        """Put the values in `stored`, by the ids of their variables."""
+        """Add the cached values to `stored`, by ids of variables."""
         stored |= zip(map(id, self.variables), self.values, strict=True)
         self._handed = self.values
 
     def write(self) -> None:
-        """Put the values in the variables."""
+        """Write the cached values into the variables."""
         internals.write_values(self.variables, self.values)
         self._handed = self.values
 
     def is_handed(self, given: Sequence[jax.Array]) -> bool:
-        """Whether these are the very values that were handed out."""
+        """Whether these are the very arrays of the last `hand_out` or `write`."""
         return all(map(_is_same, given, self._handed))
 
     def is_assigned(self, given: Sequence[jax.Array]) -> bool:
-        """Whether the user has changed some of these since they were handed out."""
+        """Whether the user has assigned to variables since `hand_out` or `write`."""
         return not self.is_handed(given) and not _are_equal(given, self._handed)
 
     def follow(self, given: Sequence[jax.Array]) -> None:
-        """Values that the user has assigned go to the servers, from the chief."""
+        """On the chief: send values that the user has assigned to the servers."""
         if not self.is_assigned(given):
             return
         if self._session.is_chief:
@@ -185,7 +185,7 @@ class RemoteGroup:
     def assigned_rate(
         self, stored: Mapping[int, jax.Array] | None = None
     ) -> float | None:
-        """The learning rate, if it is another one than when this was asked last.
+        """The learning rate if it has changed since the last call, else None.
 
         `stored` has values by id that are not in their variables now.
         """
@@ -201,7 +201,7 @@ class RemoteGroup:
         return None if before in (None, rate) else rate
 
     def num_steps(self) -> jax.Array:
-        """What `count` is by now."""
+        """The optimizer's number of steps."""
         assert self.count is not None
         made = self.version - self.num_assigned + self._first_count
         return device_put.laid_out(np.asarray(made, self.count.dtype), self._sharding)
@@ -209,7 +209,7 @@ class RemoteGroup:
     # Values.
 
     def pull(self) -> bool:
-        """Get what has changed since this worker looked last; whether anything has."""
+        """Fetch values of newer versions; whether there were any."""
         pulls = [
             self._submit(server, functools.partial(self._pull_from, server))
             for server in self._servers
@@ -217,7 +217,7 @@ class RemoteGroup:
         return self._take([self._session.result(pull) for pull in pulls])
 
     def has_begun(self, step: int) -> bool:
-        """Whether the values are those that a synchronous step begins with, or later.
+        """Whether the cached values are at least those of a synchronous step's begin.
 
         A restarted server may have none of these; the step's gradients bring it there.
         """
@@ -227,7 +227,7 @@ class RemoteGroup:
         )
 
     def has_ended(self, step: int) -> bool:
-        """Whether a synchronous step is over: at any server, as it soon is at the rest.
+        """Whether any server has applied a synchronous step; then all soon have.
 
         After a restart one may have given up a step which others still wait for.
         """
@@ -235,12 +235,12 @@ class RemoteGroup:
         return decisive(self.versions.values()) > step
 
     def assign_rate(self, rate: float) -> None:
-        """Give the servers' optimizers another learning rate."""
+        """Set the learning rate of the servers' optimizers."""
         assert self._rate is not None
         self.assign_slots({("learning_rate", None): np.asarray(rate, self._rate.dtype)})
 
     def slots(self, name: str | None = None) -> dict[VariableSlot, np.ndarray]:
-        """The optimizer's variables, those of a name or all, each of them whole."""
+        """Read slots of the optimizer, those of a name or all; slices are joined."""
         answers = self._ask_all(GetSlots(self.name, name))
         on_servers = {
             server: slots_from_message(header["slots"], vectors)
@@ -249,13 +249,13 @@ class RemoteGroup:
         return join_slots(self.group, on_servers)
 
     def assign_slots(self, values: Mapping[VariableSlot, np.ndarray]) -> None:
-        """Give the servers other values for some of their optimizers' variables."""
+        """Set slots of the servers' optimizers."""
         cut = [cut_slots(self.group, values, server) for server in self._servers]
         headers, vectors = zip(*map(slots_to_message, cut), strict=True)
         self._ask_all([SetSlots(self.name, x) for x in headers], vectors)
 
     def restore(self, values: Mapping[VariableSlot, np.ndarray]) -> None:
-        """Give the servers' optimizers all variables that a checkpoint has."""
+        """Restore all slots of the servers' optimizers from a checkpoint."""
         try:
             self.assign_slots(values)
         except ServerRefused as refused:
@@ -290,7 +290,7 @@ class RemoteGroup:
         based_on: Mapping[int, int],
         part: StepShare | None = None,
     ) -> ServerPushes:
-        """Send gradients, and bring the newest values; `finish` waits for it.
+        """Start a push, which is answered with new values; `finish` waits for it.
 
         Gradients are equal on all of this worker's replicas, and of the `based_on`
         versions. Without a `part` of a synchronous step they are applied at once.
@@ -314,7 +314,7 @@ class RemoteGroup:
         return ServerPushes(futures, sends, part)
 
     def finish(self, push: ServerPushes, *, may_leave: bool = False) -> PushResult:
-        """Wait for a push, and take over the values it brought.
+        """Wait for a push, and cache the values of its answer.
 
         A synchronous step is over then, unless another worker had brought its part and
         this one `may_leave`: parts of workers that died may be waiting for it.
@@ -331,7 +331,7 @@ class RemoteGroup:
         )
 
     def _await_end(self, push: ServerPushes, step: int, answers: list[_Answer]) -> None:
-        """Wait until a synchronous step is over; `answers` get what servers say then.
+        """Poll until a synchronous step is applied; `answers` get the last replies.
 
         Servers need a second round for a step that is clipped by its norm: a commit,
         of whichever worker has the norms of all. Where the step is over on some server,
@@ -361,7 +361,7 @@ class RemoteGroup:
     def _end_of(
         self, push: ServerPushes, i: int, asked: Future[_Answer], before: _Answer
     ) -> _Answer:
-        """What the `i`-th server says now of a step."""
+        """Ask the `i`-th server for the progress of a step."""
         try:
             newer, vectors = self._session.result(asked)
         except ServerRefused as refused:
@@ -373,7 +373,7 @@ class RemoteGroup:
         return before[0] | newer, vectors or before[1]
 
     def _take(self, answers: Sequence[_Answer]) -> bool:
-        """Take over the values that servers sent; whether there were any."""
+        """Cache the values in servers' answers; whether there were any."""
         changed = False
         for server, (header, vectors) in zip(self._servers, answers, strict=True):
             before = self.versions.get(server, 0)
@@ -468,7 +468,7 @@ class RemoteGroup:
 
 
 def key_of(name: str) -> str:
-    """Where the board has the digest of a group that the chief has created."""
+    """The board's key of the digest of a group that the chief has created."""
     return f"group {name}"
 
 

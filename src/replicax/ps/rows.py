@@ -40,7 +40,7 @@ _RETRY_SECONDS = 18.0
 
 
 class RemoteTables:
-    """The tables on the servers, as this worker uses them.
+    """A worker's client of the tables on the servers.
 
     Layers call `create`, `pull`, `collect` and `fail`; the strategy calls the others,
     for each program: `connect`, `complete`, `push`. May be used by several threads.
@@ -64,7 +64,7 @@ class RemoteTables:
     # What layers call.
 
     def create(self, spec: TableSpec) -> None:
-        """Make a table, unless it is there with these sizes and whatever seed."""
+        """Create a table, unless one of these sizes exists, with any seed."""
         for server in self._servers:
             # It makes all of its rows before it answers.
             seconds = self._session.timeouts.step
@@ -113,7 +113,7 @@ class RemoteTables:
     def connect(
         self, group: VariableGroup, variables: Sequence[keras.Variable]
     ) -> None:
-        """Tell the servers that rows are updated as the group of their anchors."""
+        """Set the tables' optimizers to those of their anchors' groups."""
         for i, variable in enumerate(variables):
             for name in tables_of([variable]):
                 if (name, group.name) not in self._said:
@@ -125,7 +125,7 @@ class RemoteTables:
     def assign_rate(
         self, group: VariableGroup, variables: Sequence[keras.Variable], rate: float
     ) -> None:
-        """Give the tables of a connected group's variables another learning rate."""
+        """Set the learning rate of the tables of a group's anchors."""
         for name in tables_of(variables):
             if (name, group.name) in self._said:
                 self._call_all(
@@ -135,7 +135,7 @@ class RemoteTables:
                 )
 
     def complete(self, run: Callable[[], _Result]) -> _Result:
-        """Run a program that looks up rows, and wait until it is over.
+        """Run a program that looks up rows, to its end; raise a callback's error.
 
         If a server is lost meanwhile, `run` starts the program again when it is back.
         What a callback has raised is raised here.
@@ -167,7 +167,7 @@ class RemoteTables:
         variables: Sequence[keras.Variable],
         part: StepShare | None,
     ) -> list[RowPush]:
-        """Send the rows' gradients that the program has left; `finish` waits for it.
+        """Start the push of the program's row gradients; `finish` waits for it.
 
         Every table gets a push on every server, with no rows where there are none: each
         counts as an update, so that schedules and Adam's correction go in step.
@@ -194,7 +194,7 @@ class RemoteTables:
         return pushes
 
     def finish(self, pushes: Sequence[RowPush]) -> None:
-        """Wait for what `push` began."""
+        """Wait for the push in flight."""
         for push in pushes:
             push.result()
 
@@ -224,7 +224,7 @@ class RemoteTables:
         in_program: bool = False,
         reply_seconds: float | None = None,
     ) -> RowPush:
-        """Exchange a message; within a program, before XLA gives up on it."""
+        """Exchange a message; within a program, before XLA's timeout of callbacks."""
         return self._submit(
             server,
             lambda connection: connection.exchange(
@@ -234,7 +234,7 @@ class RemoteTables:
         )
 
     def _call_all(self, call: Callable[[Connection], object]) -> None:
-        """Have all servers called, outside of programs."""
+        """Call all servers in parallel, outside of programs."""
         seconds = self._session.timeouts.server
         for called in [self._submit(i, call, seconds) for i in self._servers]:
             called.result()
@@ -242,7 +242,7 @@ class RemoteTables:
     def _submit(
         self, server: int, exchange: Callable[[Connection], _Result], seconds: float
     ) -> Future[_Result]:
-        """Use a server's stream of rows, which has that long to come back."""
+        """Queue a call on a server's row stream; it may reconnect for `seconds`."""
         end = time.monotonic() + seconds
         connection = self._session.row_connection(server)
         return connection.submit(functools.partial(_in_time, exchange, end))
@@ -250,7 +250,7 @@ class RemoteTables:
     def _summed(
         self, name: str, collected: list[tuple[np.ndarray, np.ndarray]]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The step's gradient of each row, as it travels."""
+        """Sum the step's gradients by row, in the dtype in which they are sent."""
         if collected:
             ids, gradients = sum_duplicates(
                 np.concatenate([ids for ids, _ in collected]),
@@ -290,7 +290,7 @@ def tables_of(variables: Iterable[object]) -> list[str]:
 
 
 def _rule_of_rows(group: VariableGroup, anchor: int) -> JSONObject:
-    """How the rows of an anchor, a variable of the group, are updated."""
+    """The rule that updates an anchor's rows: that of its group."""
     config = group.rule["config"]
     if anchor in group.rule.get("no_weight_decay", ()):
         config = {**config, "config": {**config["config"], "weight_decay": None}}

@@ -1,4 +1,4 @@
-"""The life of a parameter-server process, from its start to the end of the job."""
+"""The main function of a parameter server's process."""
 
 import json
 import logging
@@ -99,7 +99,7 @@ def serve(
 
 
 def _tell_losses(store: VariableStore) -> None:
-    """At the end, log all that was lost, and how much is left."""
+    """At the end, log the updates that were lost, and the number that was applied."""
     store.tell_losses()
     status = store.status()
     if status["lost"]:
@@ -114,7 +114,7 @@ def _tell_losses(store: VariableStore) -> None:
 
 
 def _report(store: VariableStore, board: Board | None) -> None:
-    """Leave the last counts for the launcher, whose table is of the end."""
+    """Write the last counts for the launcher's table."""
     folder = os.environ.get(REPORT_DIR)
     if folder:
         status = {"server": store.status(), "board": board and board.status()}
@@ -140,7 +140,7 @@ def _restore(snapshots: Snapshots, store: VariableStore, board: Board | None) ->
 def _until_over(
     board: Board, num_servers: int, linger_after_failure: float
 ) -> str | None:
-    """Wait for the end of the job; why it failed, or None."""
+    """Wait until the job ends; return the failure, or None."""
     failure = None
     while failure is None and not board.is_done():
         failure = board.failed()
@@ -169,7 +169,7 @@ def _watch_first(
     credentials: Credentials,
     timeouts: Timeouts,
 ) -> str | None:
-    """Ask the first server for the end of the job; why it failed, or None."""
+    """Poll the first server until the job ends; return the failure, or None."""
     with Connection(
         first,
         credentials,

@@ -1,4 +1,4 @@
-"""What a worker does with variables that live on servers: pull, compute, push."""
+"""The home of variables on servers: each step pulls, computes and pushes."""
 
 import dataclasses
 import sys
@@ -34,7 +34,7 @@ __all__ = ["ServerHome"]
 
 
 class _Connected(NamedTuple):
-    """What servers have of a program.
+    """The groups of a program's variables on servers.
 
     `groups` has the group of each update, then that of the moving statistics `state`.
     """
@@ -95,7 +95,7 @@ class ServerHome(ReplicaHome):
         self._num_fits = 0
 
     def expect(self, part: int, num_rows: int, step: int = NEXT_STEP) -> None:
-        """Say which part of a synchronous step the next training program computes.
+        """Set the share of a synchronous step that the next training program computes.
 
         The part has `num_rows` examples; `step` counts from the epoch's start.
         """
@@ -106,12 +106,12 @@ class ServerHome(ReplicaHome):
         return StepShare(step=step, part=part, num_parts=num_parts, weight=weight)
 
     def refresh(self) -> None:
-        """Fetch what the servers have into the variables."""
+        """Pull the newest values into the variables."""
         self.settle()
         self.remote.refresh()
 
     def refresh_values(self) -> None:
-        """Fetch what the servers have for the next step; variables stay as they are."""
+        """Pull the newest values for the next step, without writing variables."""
         self.settle()
         self.remote.pull()
 
@@ -122,7 +122,7 @@ class ServerHome(ReplicaHome):
             _, group.num_assigned = versions.get(group.name, (0, 0))
 
     def execute(self, program: Program, arrays: Sequence[ArrayLike]) -> PyTree:
-        """Run a program on the newest values, and push what it has computed."""
+        """Run a program on the newest values, and push its gradients."""
         values = internals.read_values(program.variables)
         stored = dict(zip(map(id, program.variables), values, strict=True))
         # Taken first: after an error it must not be left to the next step.
@@ -162,7 +162,7 @@ class ServerHome(ReplicaHome):
         return result.results
 
     def connect(self, program: Program, stored: dict[int, jax.Array]) -> _Connected:
-        """What servers have of a program; `stored` gets their values of its variables.
+        """Return a program's groups; add the values of its variables to `stored`.
 
         They get what was assigned here: values and learning rates.
         """
@@ -198,7 +198,7 @@ class ServerHome(ReplicaHome):
         share: StepShare | None,
         stored: dict[int, jax.Array],
     ) -> _TrainingStep:
-        """Begin a step: `stored` gets the values that it is computed from.
+        """Begin a step: add the values that it is computed from to `stored`.
 
         A worker whose last part others had brought already has not seen that step's
         end, and waits for it here.
@@ -223,7 +223,7 @@ class ServerHome(ReplicaHome):
         return dataclasses.replace(share, step=step)
 
     def _await(self, group: RemoteGroup, step: int) -> bool:
-        """Wait for the values that a step begins with; whether it is not over yet."""
+        """Wait for the values of a step's begin; whether the step is still open."""
 
         def has_begun() -> bool | None:
             if group.has_begun(step):
@@ -242,7 +242,7 @@ class ServerHome(ReplicaHome):
         *,
         looks_up: bool,
     ) -> bool:
-        """Push what each group is given; whether the step counts, as far as is known.
+        """Push each group's gradients; whether the step counts, as far as is known.
 
         At most one push is in flight: the last step's, while this one is computed.
         """
@@ -302,7 +302,7 @@ class ServerHome(ReplicaHome):
             self.remote.publish()
 
     def finalize(self, optimizer: keras.optimizers.Optimizer) -> None:
-        """The end of training: an optimizer's moving averages become the values."""
+        """At the end of training: overwrite values with the optimizer's averages."""
         # Keras does this after an error too; a server that is lost is not asked again.
         is_lost = isinstance(sys.exc_info()[1], ClusterError)
         if not is_lost:
@@ -312,23 +312,23 @@ class ServerHome(ReplicaHome):
     def prepared_gradients(
         self, optimizer: keras.Optimizer, grads: list[jax.Array | None]
     ) -> list[jax.Array | None]:
-        """Clipped here where a push is the whole gradient of its step."""
+        """Gradients, clipped here if a push is the whole gradient of its step."""
         return self.remote.prepared(optimizer, grads)
 
     def claimed_steps(self, model: keras.Model, fit: object) -> WorkQueueFit:
-        """How `fit` shares an epoch's steps with the other workers."""
+        """The work queue by which `fit` shares an epoch's steps with other workers."""
         assert isinstance(fit, FitSession)
         self._num_fits += 1
         return WorkQueueFit(self._strategy, model, fit, self._num_fits)
 
     def expect_rows(self, num_rows: int) -> None:
-        """Have a synchronous step on this worker's own batch count its examples."""
+        """Weight this worker's share of a synchronous step by its own batch's rows."""
         strategy = self._strategy
         if strategy.sync and not strategy.backup_workers:
             self.expect(self.session.index, num_rows)
 
     def read_slots(self, optimizer: keras.Optimizer) -> dict[str, np.ndarray]:
-        """The variables of an optimizer that servers have, by names for a checkpoint.
+        """Read an optimizer's slots from the servers, by names for a checkpoint.
 
         They are those of an optimizer whose variables are in this process, so that
         either one's checkpoint serves the other.
@@ -342,7 +342,7 @@ class ServerHome(ReplicaHome):
     def write_slots(
         self, optimizer: keras.Optimizer, arrays: dict[str, np.ndarray]
     ) -> None:
-        """Set the variables of an optimizer on the servers; only the chief's count."""
+        """Set an optimizer's slots on the servers; only the chief does."""
         if not self.session.is_chief:
             return
         self.settle()

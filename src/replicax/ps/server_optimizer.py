@@ -1,4 +1,4 @@
-"""Steps the user's Keras optimizer for the variables that a server has of a group.
+"""Steps the user's Keras optimizer on a server's slices of a group.
 
 The optimizer is built anew from its config, for variables of the slices' names and
 shapes, and stepped by one compiled function of flat vectors. Its own variables (slots)
@@ -45,7 +45,7 @@ _Vectors = dict[str, jax.Array]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class FusedSpan:
-    """One part, or several that follow each other in a vector, by their places.
+    """The indices of one slice, or of several adjacent ones in a vector.
 
     `shape` is the part's; flat for several.
     """
@@ -57,7 +57,7 @@ class FusedSpan:
 
 
 class ServerOptimizer:
-    """Updates a server's `parts` of one group, whose values it is given each time.
+    """Updates a server's slices of one group: a pure function of values and slots.
 
     `norms` is what must be known of the *whole* gradient before it can be applied:
     None, `"global_clipnorm"`, or `"clipnorm"` where variables are split. Raises
@@ -97,7 +97,7 @@ class ServerOptimizer:
     def start(
         self, vectors: Mapping[str, np.ndarray]
     ) -> tuple[_Vectors, list[jax.Array]]:
-        """The vectors on the CPU, and the optimizer's variables before any step."""
+        """Put the vectors on the CPU, and initialize the optimizer's variables."""
         # JAX takes aligned host arrays as they are, and callers may change theirs.
         placed = {
             dtype: jax.device_put(np.array(vector), self._cpu)
@@ -125,7 +125,7 @@ class ServerOptimizer:
         gradients: Mapping[str, np.ndarray],
         squared_norms: Mapping[str, float] | None = None,
     ) -> tuple[_Vectors, list[jax.Array]]:
-        """One step. Returns at once; `state` is used up, `vectors` stays valid.
+        """Dispatch one step, without waiting; donates `state`, not `vectors`.
 
         `gradients` may be of another float dtype, and must not change before the result
         is there. For rules with `norms`, `squared_norms` are the sums over all servers
@@ -145,7 +145,7 @@ class ServerOptimizer:
         return vectors, state
 
     def squared_norms(self, gradients: Mapping[str, np.ndarray]) -> dict[str, float]:
-        """This server's share of the squared norms that `apply` needs; {} if none."""
+        """This server's summands of the squared norms that `apply` needs."""
         if self.norms is None or not gradients:
             return {}
         norms = self._compiled_norms(
@@ -167,7 +167,7 @@ class ServerOptimizer:
         return slots
 
     def with_slots(self, state: list[jax.Array], given: Slots) -> list[jax.Array]:
-        """The state with other values for some of the optimizer's variables."""
+        """Return the state with other values of some slots."""
         slots = self.slots(state)
         self.check_slots(state, {key: np.shape(value) for key, value in given.items()})
         changed = []
@@ -185,7 +185,7 @@ class ServerOptimizer:
     def check_slots(
         self, state: Sequence[jax.Array], shapes: Mapping[SlotKey, tuple[int, ...]]
     ) -> dict[SlotKey, str]:
-        """Dtypes of the variables of those names and shapes; refuses any others."""
+        """Dtypes of slots by key; raise for unknown keys or other shapes."""
         slots = self.slots(state)
         for key, shape in shapes.items():
             if key not in slots:
@@ -238,7 +238,7 @@ class ServerOptimizer:
     def _blocks_for(
         self, optimizer: keras.optimizers.Optimizer, excluded: set[int]
     ) -> list[FusedSpan]:
-        """What the optimizer takes for its variables: parts, or several as one."""
+        """The optimizer's variables: single slices, or fused spans of several."""
         is_one_by_one = can_split(optimizer) and not hasattr(optimizer, "optimizers")
         if not is_one_by_one or optimizer.clipnorm or self.norms is not None:
             return fused_spans(self.parts, lambda part: None)
@@ -250,7 +250,7 @@ class ServerOptimizer:
         return fused_spans(self.parts, kind_of)
 
     def _take_over_clipping(self, optimizer: keras.optimizers.Optimizer) -> None:
-        """Settle who clips: optimizer, worker, or this rule with given norms."""
+        """Decide who clips gradients: optimizer, worker, or this by given norms."""
         group = self.group
         steppers = [optimizer, *getattr(optimizer, "optimizers", ())]
         if group.rule.get("clipped_by_worker") and clips_on_worker(optimizer):
@@ -312,7 +312,7 @@ class ServerOptimizer:
     def _clipped(
         self, gradients: list[jax.Array], squared_norms: dict[str, jax.Array]
     ) -> list[jax.Array]:
-        """What Keras' optimizer does, with norms that are given."""
+        """Clip by given norms, like Keras' optimizer."""
         clipped = []
         for part, gradient in zip(self.parts, gradients, strict=True):
             gradient = gradient / self._scale
@@ -328,7 +328,7 @@ class ServerOptimizer:
 
 
 def _variable(part: VariableSlice, value: jax.Array) -> keras.Variable:
-    """A variable as the worker's, by whose path and name optimizers choose."""
+    """Make a variable with the worker's path and name, which optimizers may read."""
     *scope, name = part.path.split("/")
     within = contextlib.nullcontext()
     if scope:  # An absolute path, whatever scope the calling thread is in.
@@ -350,7 +350,7 @@ def _variable(part: VariableSlice, value: jax.Array) -> keras.Variable:
 def fused_spans(
     parts: Sequence[VariableSlice], kind_of: Callable[[VariableSlice], Hashable | None]
 ) -> list[FusedSpan]:
-    """The blocks of a server's parts, in order of their first parts.
+    """Fuse a server's slices into spans, in order of their first slices.
 
     Neighbours of equal kind go together; one of kind None stays alone.
 
@@ -388,7 +388,7 @@ def fused_spans(
 def split(
     blocks: Sequence[FusedSpan], vectors: Mapping[str, jax.Array]
 ) -> list[jax.Array]:
-    """The blocks' values out of the vectors."""
+    """Slice the vectors into the spans' values."""
     return _layout(blocks).unpack(vectors)
 
 
@@ -397,7 +397,7 @@ def join(
     values: Sequence[jax.Array],
     like: Mapping[str, jax.Array],
 ) -> dict[str, jax.Array]:
-    """The vectors of the blocks' values; the reverse of `split`."""
+    """Concatenate the spans' values to vectors; the reverse of `split`."""
     joined: dict[str, jax.Array] = {}
     for (dtype, start, _), value in zip(_layout(blocks).spans, values, strict=True):
         whole = like[dtype]
@@ -418,7 +418,7 @@ def _layout(blocks: Sequence[FusedSpan]) -> FlatLayout:
 def split_slices(
     block: FusedSpan, parts: Sequence[VariableSlice], value: np.ndarray
 ) -> list[np.ndarray]:
-    """A slot's values for each of a block's parts. Of any shape, if it has one part."""
+    """Split a slot by a span's slices; of any shape if there is one slice."""
     if len(block.parts) == 1:
         return [value]
     layout = FlatLayout([(block.dtype, parts[i].shape) for i in block.parts])

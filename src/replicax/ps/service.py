@@ -43,7 +43,7 @@ _logger = logging.getLogger("replicax")
 
 
 class Refused(Exception):
-    """A call is not there, or its arguments do not fit."""
+    """A call is unknown, or its arguments are invalid."""
 
 
 class VersionMismatch(RuntimeError):
@@ -93,7 +93,7 @@ class Service:
         self._idle = threading.Condition()
 
     def serve_in_thread(self) -> None:
-        """Begin to serve, in threads of gRPC's own, and return."""
+        """Start to serve in gRPC's threads, and return."""
         _check_free(self.address, self._bound)
         host = f"[{self._bound.host}]" if ":" in self._bound.host else self._bound.host
         scheme = "grpc+tls" if self._credentials.tls else "grpc+tcp"
@@ -110,7 +110,7 @@ class Service:
         self._connections.start()
 
     def close(self, deadline: float = 10.0) -> None:
-        """Finish what is being answered, end all connections, free the port.
+        """Finish calls in progress, close all connections, free the port.
 
         Half of the `deadline` is for answers that are under way; then connections are
         cut. A `ClusterError` says that something still holds the port at its end.
@@ -155,7 +155,7 @@ class Service:
     # What the Flight server calls.
 
     def check(self, method: str, headers: Mapping[str, list[str]]) -> None:
-        """Refuse a call that has not the token, before anything of it is read."""
+        """Refuse a call without the token, before reading it."""
         given = headers.get("authorization") or [""]
         token = given[0].removeprefix("Bearer ") if isinstance(given[0], str) else ""
         if self._credentials.accepts(token):
@@ -210,7 +210,7 @@ class Service:
                 self._idle.notify_all()
 
     def act(self, peer: str, name: str, body: bytes) -> bytes:
-        """Carry out an action: its arguments, and `"value"` of the answer, are JSON."""
+        """Execute an action; its arguments and `"value"` of the answer are JSON."""
         self._connections.accept(peer)
         try:
             value = self._called(name, body)
@@ -236,7 +236,7 @@ class Service:
         return function(**arguments)
 
     def refuse(self, peer: str, method: str) -> Exception:
-        """What is raised in a call that this service does not have."""
+        """Make the error of a call that this service does not have."""
         self._connections.accept(peer)
         error = Refused(f"there is no {method} here")
         return self._refusal(peer_of(peer), error)
@@ -253,7 +253,7 @@ class Service:
         )
 
     def _error(self, peer: str, what: str, error: Exception) -> JSONObject:
-        """An exception for the caller; what nobody foresaw is logged whole."""
+        """Convert an exception for the caller; log the unexpected with a traceback."""
         foreseen = (ValueError, LookupError, RuntimeError, TimeoutError)
         if isinstance(error, foreseen):
             self._log.warn(

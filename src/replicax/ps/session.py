@@ -104,7 +104,7 @@ class Session:
         return self.index == 0
 
     def join(self) -> None:
-        """Reach all servers by the start-up deadline; begin to give signs of life."""
+        """Connect to all servers by the start-up deadline; start the heartbeats."""
         _report_exceptions(self)
         joined = self._say("join", info=self._info())
         self.starts = joined["starts"]
@@ -150,7 +150,7 @@ class Session:
         ]
 
     def row_connection(self, server: int) -> Connection:
-        """A server's stream of rows, which is made when first used.
+        """A server's row stream, opened on first use.
 
         Callbacks inside a running program fetch rows. Behind a push of dense gradients,
         which may be waiting for this very step, they would wait for ever.
@@ -164,7 +164,7 @@ class Session:
         return self._row_connections[server]
 
     def result(self, future: "Future[_Result]") -> _Result:
-        """Wait for what `Connection.submit` gave, while the job goes on."""
+        """Wait for the future of `Connection.submit`, while the job runs."""
         while True:
             try:
                 return future.result(timeout=_LOOK_SECONDS)
@@ -187,7 +187,7 @@ class Session:
         return self._call_board(method, arguments)
 
     def _call_board(self, method: str, arguments: JSONObject) -> Any:
-        """The same; a board that was restarted is told first what it has forgotten."""
+        """Call a method; replay the log first if the board was restarted."""
         self._replay_log.note(method, arguments)
         try:
             answer = self.connections[0].call(f"board.{method}", **arguments)
@@ -223,11 +223,11 @@ class Session:
             self._told_to = incarnation
 
     def as_worker(self, method: str, **arguments: Any) -> Any:
-        """Call a method of the board that wants to know who calls."""
+        """Call a method of the board with this worker and session."""
         return self.board(method, worker=self.name, session=self.id, **arguments)
 
     def once(self, method: str, **arguments: Any) -> Any:
-        """Call a method of the board that is carried out once, even if sent again."""
+        """Call a method of the board exactly once, by a call number."""
         with self._board_lock:  # In the order of their numbers.
             return self.as_worker(method, call=next(self._calls), **arguments)
 
@@ -262,7 +262,7 @@ class Session:
         )
 
     def barrier(self, name: str) -> None:
-        """Wait until all workers that are alive are here."""
+        """Wait until all live workers arrive."""
         missing: list[str] = []
 
         def arrived() -> bool | None:
@@ -273,7 +273,7 @@ class Session:
         self.wait(arrived, name, lambda: listed(missing))
 
     def get(self, key: str, what: str) -> Any:
-        """What the chief has put under a key; waits for it while the chief is there."""
+        """Wait for the chief's value of a key, while the chief is alive."""
         chief = f"{self.workers[0]} (the chief)"
         looked = time.monotonic()
 
@@ -298,7 +298,7 @@ class Session:
         return self.wait(poll, what, lambda: chief)
 
     def decided(self, key: str, what: str, value: Callable[[], JSON]) -> Any:
-        """What the chief puts under a key, `value()` unless it is there; see `get`."""
+        """The chief's value of a key, which the chief sets to `value()`; see `get`."""
         if self.is_chief:
             return self.board("put", key=key, value=value())
         return self.get(key, what)
@@ -318,12 +318,12 @@ class Session:
             raise ClusterError(f"{self.name}: the job has failed: {self._failure}")
 
     def note_exit(self, code: object) -> None:
-        """The script ends by `SystemExit` of that code; unless it says success."""
+        """Record that the script ends by `SystemExit` with a code of failure."""
         if code not in (None, int(ExitCode.DONE), int(ExitCode.RETRY)):
             self._script_exit = f"SystemExit: {code}"
 
     def leave(self, error: str | None = None) -> None:
-        """Say that this worker is done, or why it fails. May be called again."""
+        """Tell the board that this worker leaves, or fails. Idempotent."""
         if self._left or not self._joined:
             return
         self._left = True
@@ -344,7 +344,7 @@ class Session:
         self.close()
 
     def close(self) -> None:
-        """End all streams. May be called again."""
+        """Close all streams. Idempotent."""
         for connection in (*self.connections, *self._row_connections):
             connection.close()
 
@@ -357,7 +357,7 @@ class Session:
         }
 
     def _say(self, method: str, **arguments: JSON) -> JSONObject:
-        """Call the board as this worker, whether or not the job goes on."""
+        """Call the board as this worker, even if the job has failed."""
         about: dict[str, Any] = {"worker": self.name, "session": self.id, **arguments}
         return self.connections[0].call(f"board.{method}", **about)
 
@@ -424,7 +424,7 @@ _NAMED_BY = {
 
 
 class ReplayLog:
-    """The last calls that the board must not forget, in their order.
+    """The last calls that a restarted board needs again, in order.
 
     Example:
         >>> told = ReplayLog()
@@ -440,7 +440,7 @@ class ReplayLog:
         self._lock = threading.Lock()
 
     def note(self, method: str, arguments: JSONObject) -> None:
-        """Keep a call, if it has to be repeated."""
+        """Record a call, if it is to be replayed."""
         if method not in _NAMED_BY:
             return
         name = str(arguments[_NAMED_BY[method]])
@@ -454,6 +454,6 @@ class ReplayLog:
                 del self._calls[next(iter(self._calls))]
 
     def again(self) -> list[tuple[str, JSONObject]]:
-        """The calls to repeat, as method and arguments."""
+        """The calls to replay, as method and arguments."""
         with self._lock:
             return [(method, dict(a)) for (method, _), a in self._calls.items()]

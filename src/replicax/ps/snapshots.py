@@ -69,7 +69,7 @@ class _SnapshotSource(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Snapshot:
-    """What was read back: a folder, `VariableStore.state`, and the board's if given."""
+    """A restored snapshot: its folder, the state of the store and of the board."""
 
     path: Path
     state: JSONObject
@@ -77,7 +77,7 @@ class Snapshot:
 
 
 class Snapshots:
-    """Writes a server's state to disk now and then, and reads it back.
+    """Writes a server's state to disk periodically, and restores it.
 
     After `start` a thread writes a snapshot when `every_updates` were applied or
     `every_seconds` have passed since the first update that is not on disk; with neither
@@ -127,7 +127,7 @@ class Snapshots:
         store: _SnapshotSource,
         board_state: Callable[[], JSONObject] | None = None,
     ) -> None:
-        """Write snapshots from now on, in a thread; what is there now is on disk."""
+        """Start the thread that writes snapshots; the present state is on disk."""
         if self._source is not None:
             raise RuntimeError(f"Snapshots of {self.folder}: they are written already.")
         self._source, self._board_state = store, board_state
@@ -141,7 +141,7 @@ class Snapshots:
         self._thread.start()
 
     def close(self, *, write: bool = True) -> None:
-        """End the thread; `write` what was not yet written."""
+        """End the thread; with `write`, take a last snapshot of changed values."""
         self._stop.set()
         self._woken.set()
         if self._thread is not None:
@@ -153,7 +153,7 @@ class Snapshots:
         self._source = None
 
     def finish(self) -> None:
-        """Say that the job is done: the next one begins anew, in the same folder."""
+        """Mark the job as finished: the next one in this folder starts from scratch."""
         numbers = self._numbers()
         try:
             if numbers:
@@ -169,7 +169,7 @@ class Snapshots:
         self.journal.clear()
 
     def write(self, state: JSONObject, board: JSONObject | None = None) -> Path:
-        """Write a snapshot of a store and a board, and remove those that are too many.
+        """Write a snapshot of a store and a board; delete the oldest ones.
 
         If it cannot be written, those before it are untouched.
         """
@@ -184,7 +184,7 @@ class Snapshots:
         return path
 
     def restore(self) -> Snapshot | None:
-        """The newest snapshot that is whole; None if there is none.
+        """Read the newest complete snapshot; None if there is none.
 
         Damaged ones are named in the log and skipped, and so are those of a job that
         is done.
@@ -209,7 +209,7 @@ class Snapshots:
         return None
 
     def flush(self) -> None:
-        """With `every_updates=1`, wait until all that was changed by now is on disk.
+        """With `every_updates=1`, wait until all present changes are on disk.
 
         A disk that is full is not waited for.
         """
@@ -275,7 +275,7 @@ class Snapshots:
         return True
 
     def _numbers(self) -> list[int]:
-        """Of the snapshots that are there, in order."""
+        """The numbers of the snapshots on disk, in order."""
         found = [_NAME.fullmatch(each.name) for each in self.folder.glob("*")]
         return sorted(int(match[1]) for match in found if match)
 

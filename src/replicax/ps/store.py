@@ -32,7 +32,7 @@ _Group = TypeVar("_Group", bound=Group)
 
 
 class UnknownGroup(RefusedRequestError):
-    """No group or table of that name was created here."""
+    """No group or table has that name."""
 
 
 class VariableStore:
@@ -69,7 +69,7 @@ class VariableStore:
     # Groups of variables.
 
     def create(self, group: VariableGroup, vectors: Arrays) -> DenseGroup:
-        """Hold a group from now on. If an equal one is here its values are kept."""
+        """Create a group. An equal one that exists keeps its values."""
         held = self._made(
             self._groups, group.name, lambda: self._new_group(group, vectors)
         )
@@ -87,7 +87,7 @@ class VariableStore:
     # Tables.
 
     def create_table(self, spec: TableSpec) -> Table:
-        """Make a table, unless one of its name and sizes is here; that one stands."""
+        """Create a table, unless one of its name and sizes exists."""
 
         def make() -> Table:
             self.require_room_for(spec)
@@ -112,7 +112,7 @@ class VariableStore:
         return spec.num_rows_on(self.server, self._num_servers)
 
     def set_rule(self, table: str, rule: JSONObject, group: str) -> None:
-        """Say how a table's rows are updated with a group of variables.
+        """Set the rule by which a table's rows are updated with a group.
 
         The first worker that speaks of the group settles the learning rate.
         """
@@ -135,7 +135,7 @@ class VariableStore:
                 held.set_learning_rate(rate)
 
     def set_learning_rate(self, table: str, learning_rate: float) -> None:
-        """Use another learning rate for a table's rows."""
+        """Set the learning rate of a table."""
         self.table(table).set_learning_rate(learning_rate)
 
     def _new_table(self, spec: TableSpec) -> Table:
@@ -152,7 +152,7 @@ class VariableStore:
     def _made(
         self, held: dict[str, _Group], name: str, make: Callable[[], _Group]
     ) -> _Group:
-        """The one of that name, which is made if it is not here yet."""
+        """Return the entry of a name, made on first use."""
         with self._creating:
             if name not in held:
                 made = make()
@@ -171,7 +171,7 @@ class VariableStore:
         )
 
     def require_room_for(self, new: VariableGroup | TableSpec) -> None:
-        """Refuse a new group or table for which there is no room."""
+        """Raise if a new group or table would exceed the memory limit."""
         held = self._groups if isinstance(new, VariableGroup) else self._tables
         if new.name in held:
             return
@@ -197,7 +197,7 @@ class VariableStore:
             )
 
     def close(self) -> None:
-        """End all waiting for other workers' parts."""
+        """Cancel all waits for other workers' shares."""
         for held in self._all_groups():
             with held.condition:
                 held.closed = True
@@ -205,7 +205,7 @@ class VariableStore:
 
     @property
     def num_changes(self) -> int:
-        """Grows with whatever `state` has of groups and tables."""
+        """A counter of all changes of groups and tables."""
         return sum(1 + held.version + held.assignments for held in self._all_groups())
 
     @property
@@ -218,7 +218,7 @@ class VariableStore:
         )
 
     def staleness(self) -> dict[str, dict[int, int]]:
-        """For each worker, how many pushes to trained groups had which staleness."""
+        """By worker, a histogram of the staleness of its pushes to trained groups."""
         total: dict[str, Counter[int]] = {}
         for held in self._all(self._groups):
             if held.is_trained:
@@ -255,7 +255,7 @@ class VariableStore:
         }
 
     def state(self) -> JSONObject:
-        """All of it: `{"meta": JSON values, "arrays": host arrays by name}`.
+        """The state: `{"meta": JSON values, "arrays": host arrays by name}`.
 
         Arrays are snapshots; pushes go on meanwhile. Parts of an unfinished synchronous
         step are not in it: workers push them again.
@@ -273,7 +273,7 @@ class VariableStore:
         return {"meta": meta, "arrays": arrays}
 
     def load_state(self, state: JSONObject, journal: Journaled | None = None) -> None:
-        """Go on from what `state()` returned. For a store without groups."""
+        """Restore the state that `state()` returned, in a store without groups."""
         if held := self._all_groups():
             raise RefusedRequestError(
                 "Store.load_state: there are groups already: "
@@ -300,7 +300,7 @@ class VariableStore:
                 self._groups[group.name] = held
 
     def tell_losses(self) -> None:
-        """At the end, log the updates that are lost and were not logged yet."""
+        """At the end, log lost updates that were not logged yet."""
         for held in self._all_groups():
             with held.condition:
                 held.pushes.tell_rest()
@@ -315,7 +315,7 @@ class VariableStore:
     # For messages.
 
     def hand_out(self, vectors: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
-        """Values for a worker: views of the arrays' own memory, on CPU; read-only."""
+        """Read-only views of arrays on the CPU, to send without a copy."""
         handed = {dtype: np.asarray(vector) for dtype, vector in vectors.items()}
         self.count(bytes_out=handed)
         return handed
@@ -323,7 +323,7 @@ class VariableStore:
     def count(
         self, *, bytes_in: Arrays | None = None, bytes_out: Arrays | None = None
     ) -> None:
-        """Count what came from workers, and what goes to them."""
+        """Count bytes received from workers and sent to them."""
         with self._lock:
             self._bytes_in += sum(v.nbytes for v in (bytes_in or {}).values())
             self._bytes_out += sum(v.nbytes for v in (bytes_out or {}).values())

@@ -31,7 +31,7 @@ _MAX_FAMILIES = 1024
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a stream was opened with; the same for all workers."""
+    """The settings of a stream, equal on all workers."""
 
     limit: int | None = None
     max_staleness: int | None = None
@@ -39,7 +39,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     backups: int = 0
 
     def tickets(self) -> Tickets:
-        """A new stream of this kind; refuses settings that contradict each other."""
+        """Make the tickets of a stream; raise for contradictory settings."""
         if self.num_parts is None:
             if self.backups:
                 raise BoardError(
@@ -58,7 +58,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Entry(msgspec.Struct):
-    """What a restarted server has to know of an asynchronous stream, and of a worker.
+    """The write-ahead log's entry of an asynchronous stream and one worker.
 
     It is written down in each call, and so has nothing of the other workers. `past` are
     the totals of all streams that have a newer one in their family: a restarted server
@@ -103,7 +103,7 @@ class Streams(msgspec.Struct):
         num_parts: NumParts | None = None,
         backups: Backups = 0,
     ) -> JSONObject:
-        """Opens a stream of step tickets; all workers must do so alike.
+        """Open a stream of step tickets, with equal settings on all workers.
 
         `limit` is the number of steps; None: until somebody finds the end. At most
         `max_staleness` other steps may be finished between the moment when a step is
@@ -139,7 +139,7 @@ class Streams(msgspec.Struct):
         count: Few = 1,
         finished: Tickets256 = (),  # type: ignore[assignment]
     ) -> JSONObject:
-        """Takes up to `count` tickets for the next steps; first `finish` others.
+        """Lease up to `count` tickets for the next steps, after finishing others.
 
         `{"indices": [...]}` are steps, or `[step, part]` in a synchronous stream. Or
         `{"wait": reason}`: ask again soon. Or `{"over": length, "lost": n, "complete":
@@ -166,7 +166,7 @@ class Streams(msgspec.Struct):
         indices: Tickets256,
         given_up: Tickets256 = (),  # type: ignore[assignment]
     ) -> JSONObject:
-        """Says that the updates of those steps, which `claim` gave, are applied.
+        """Record that the updates of leased steps are applied.
 
         `given_up` are others of an asynchronous stream, which the worker will not do.
         `late`: the worker did not hold some of them (it was dead for a while, or a
@@ -205,7 +205,7 @@ class Streams(msgspec.Struct):
         return {"late": bool(late), "late_indices": late}
 
     def end(self, stream: Name, length: Count | None = None) -> JSONObject:
-        """Shortens a stream: its input has only `length` steps, or it is to stop.
+        """Truncate a stream: its input has only `length` steps, or it is to stop.
 
         Tickets from there on are void. None: no further steps than those given already.
         The answer's `length` is the one that holds, the least that anybody gave.
@@ -218,7 +218,7 @@ class Streams(msgspec.Struct):
         return {"length": tickets.length}
 
     def release(self, worker: str) -> int:
-        """Takes all tickets away from a worker; returns how many are given up by it."""
+        """Revoke all leases of a worker; return the number of steps that are lost."""
         given_up = 0
         for stream, (_, tickets) in list(self.streams.items()):
             if stream in self.streams:  # Else it is forgotten by now.
@@ -233,7 +233,7 @@ class Streams(msgspec.Struct):
         return stream not in self.streams and newest >= (number or 0)
 
     def _tickets(self, stream: str) -> Tickets | None:
-        """The stream; None if it was complete and is forgotten."""
+        """The stream; None if it was complete and evicted."""
         if stream in self.streams:
             return self.streams[stream][1]
         if self._is_forgotten(stream):
@@ -244,7 +244,7 @@ class Streams(msgspec.Struct):
         )
 
     def _forget_before(self, stream: str) -> None:
-        """Forgets what is complete and older than this stream, if it is complete."""
+        """Evict streams that are complete and older than this complete one."""
         if self.streams[stream][1].is_complete:
             for other in self._older(stream):
                 if self.streams[other][1].is_complete:
@@ -284,7 +284,7 @@ class Streams(msgspec.Struct):
         self._forget(complete[0])
 
     def totals(self) -> dict[str, int]:
-        """Of the whole job: asynchronous steps that were given up, or done twice."""
+        """The job's numbers of asynchronous steps that were lost, or done twice."""
         return self._past_and(self.streams)
 
     def _past_and(self, streams: Iterable[str]) -> dict[str, int]:
@@ -298,7 +298,7 @@ class Streams(msgspec.Struct):
         return {name: tickets.status() for name, (_, tickets) in self.streams.items()}
 
     def entry(self, stream: str, worker: str) -> JSONObject | None:
-        """What a restarted server has to know of an asynchronous stream and a worker.
+        """The write-ahead log's entry of an asynchronous stream and a worker.
 
         A synchronous one needs none: workers pass over the steps that are done, and the
         servers know which these are.
@@ -321,7 +321,7 @@ class Streams(msgspec.Struct):
         return msgspec.to_builtins(entry, str_keys=True)
 
     def restart(self, saved: Sequence[JSONObject]) -> None:
-        """Goes on in another server, where nobody waits yet.
+        """Resume in a restarted server, where no worker waits yet.
 
         Takes over entries, in their order, which are later than the state.
         """

@@ -28,11 +28,11 @@ _Block = Callable[[np.random.Generator, tuple[int, int]], np.ndarray]
 
 
 class TableError(RefusedRequestError, ValueError):
-    """A table cannot be made so, or what was asked of it does not fit it."""
+    """A table's specification, or a request to it, is invalid."""
 
 
 class TableSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a table is, the same on all servers.
+    """The specification of a table, equal on all servers.
 
     `initializer` is what `keras.initializers.serialize` returns, `rule` says how rows
     are updated (see `RowOptimizer`); None: not known yet. Sizes below 1, another dtype
@@ -65,7 +65,7 @@ class TableSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             raise TableError(f"Table {self.name!r}: {error}") from error
 
     def fits(self, other: "TableSpec") -> bool:
-        """Whether the other one, already there, can serve for this one.
+        """Whether an existing table has the sizes of this specification.
 
         First values and the optimizer are those of the first, as every process that
         starts without a seed draws its own.
@@ -85,7 +85,7 @@ class TableSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class RowsPushed(NamedTuple):
-    """What became of a push; `applied`: it is in the table, or in its step's sum."""
+    """The result of a push; `applied`: it is in the table, or in its step's sum."""
 
     version: int
     applied: bool
@@ -146,14 +146,14 @@ class Table(Group):
         return super().status() | sizes
 
     def optimizer(self, rule: JSONObject) -> RowOptimizer:
-        """What would update the rows by this rule."""
+        """Build the rows' optimizer from a rule."""
         try:
             return RowOptimizer(rule, self.spec.dim, whole_table=self._num_servers == 1)
         except ValueError as error:
             raise TableError(f"Table {self.spec.name!r}: {error}") from error
 
     def set_rule(self, rule: JSONObject) -> None:
-        """Say how rows are updated, for a table that was made without a rule.
+        """Set the update rule of a table that was created without one.
 
         The first rule stands. The same optimizer again does nothing, whatever its name
         and its learning rate; another one is refused.
@@ -174,7 +174,7 @@ class Table(Group):
                 )
 
     def rows(self, ids: np.ndarray) -> np.ndarray:
-        """The present values `float32[n, dim]` of rows `int64[n]`, a copy."""
+        """Copy the values `float32[n, dim]` of rows `int64[n]`."""
         places = self._places(ids)
         with self.condition:
             return self._values[places]
@@ -213,7 +213,7 @@ class Table(Group):
             return RowsPushed(self.version, last.applied)
 
     def share_of(self, group: str, part: StepShare | None) -> StepShare | None:
-        """The table's step for a group's: each group counts its own from 0."""
+        """Convert a group's step to the table's: each group counts its own from 0."""
         with self.condition:
             if group not in self.offsets:
                 raise TableError(
@@ -228,7 +228,7 @@ class Table(Group):
             return dataclasses.replace(part, step=part.step + offset)
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """Use another learning rate from the next update on, if it is a number."""
+        """Set the learning rate of later updates, if it is a number."""
         optimizer = self._required_optimizer()
         rate = (self.spec.rule or {})["config"]["config"]["learning_rate"]
         if not isinstance(rate, int | float) or not np.isfinite(learning_rate):
@@ -241,7 +241,7 @@ class Table(Group):
             optimizer.assign({"learning_rate": learning_rate})
 
     def state(self) -> tuple[dict[str, np.ndarray | jax.Array], JSONObject]:
-        """Copies of the arrays by name, and all else as JSON values."""
+        """The state: copies of arrays by name, the rest as JSON values."""
         arrays: dict[str, np.ndarray | jax.Array]
         arrays = {name: array.copy() for name, array in self._arrays().items()}
         return arrays, {
@@ -260,7 +260,7 @@ class Table(Group):
     def load_state(
         self, arrays: Arrays, meta: JSONObject, journal: Journaled | None = None
     ) -> None:
-        """Go on from what `state` returned, and what was written down since then."""
+        """Restore the state of `state`, and the log's later entries."""
         if self.spec.rule is None and meta["spec"]["rule"] is not None:
             self.set_rule(meta["spec"]["rule"])
         mine = {"server": self.server, "num_servers": self._num_servers}
@@ -301,7 +301,7 @@ class Table(Group):
         }
 
     def _places(self, ids: np.ndarray) -> np.ndarray:
-        """Where the rows lie on this server."""
+        """The positions of rows in this server's arrays."""
         try:
             ids = check_ids(ids, self.spec.num_rows, f"Table {self.spec.name!r}")
         except ValueError as error:
@@ -345,7 +345,7 @@ def fill_rows(
     first_row: int = 0,
     stride: int = 1,
 ) -> None:
-    """Write first values into rows `first_row`, `first_row + stride`, … of a table.
+    """Initialize rows `first_row`, `first_row + stride`, … of a table.
 
     The seed is that of the whole table; `first_row` is less than `stride`.
 
@@ -442,7 +442,7 @@ def _truncated(generator: np.random.Generator, shape: tuple[int, int]) -> np.nda
 
 
 def check_ids(ids: np.ndarray, num_rows: int, owner: str) -> np.ndarray:
-    """`ids` as `int64[n]`, if they are rows of the table, which is the errors' `owner`.
+    """Validate ids of rows; return `int64[n]`. Errors name the table, `owner`.
 
     Example:
         >>> import numpy as np

@@ -1,4 +1,4 @@
-"""Leases on the steps of a work queue: who may do which step, what became of it.
+"""Leases on the steps of a work queue: who holds which step, and its state.
 
 A stream is the steps 0, 1, 2, ... of an epoch, which all workers take from. The two
 kinds of streams have the same methods; `streams` keeps them by name. A holder is the
@@ -30,7 +30,7 @@ def _count(counts: dict[str, int], worker: str) -> None:
 
 
 class StepTickets(msgspec.Struct, kw_only=True, tag="steps"):
-    """Steps of an asynchronous stream: each is given once, in order.
+    """Leases on the steps of an asynchronous stream: each step once, in order.
 
     The input moves forward only, so the steps that a dead worker held are lost; unless
     it was only silent, and says later that they are done.
@@ -56,7 +56,7 @@ class StepTickets(msgspec.Struct, kw_only=True, tag="steps"):
 
     @property
     def num_held(self) -> int:
-        """Steps that were given and are not finished."""
+        """Number of leased steps that are not finished."""
         return sum(map(len, self.held.values()))
 
     @property
@@ -70,7 +70,7 @@ class StepTickets(msgspec.Struct, kw_only=True, tag="steps"):
         return self.is_over and not self.held
 
     def claim(self, worker: str, count: int) -> list[int] | str:
-        """The next steps, as many as may be given; or why there is none now."""
+        """Lease the next steps, as many as allowed; or the reason to wait."""
         held = len(self.held.get(worker, ()))
         if held + count > _MAX_HELD:
             raise LimitError(
@@ -92,7 +92,7 @@ class StepTickets(msgspec.Struct, kw_only=True, tag="steps"):
         return given or self._overtaken() or "the stream is over"
 
     def _not_yet(self, worker: str) -> str | None:
-        """Why this worker has to wait, where staleness is bounded."""
+        """The reason for this worker to wait, with bounded staleness, or None."""
         if self.is_over:
             return None
         why = self._overtaken()
@@ -101,7 +101,7 @@ class StepTickets(msgspec.Struct, kw_only=True, tag="steps"):
         return why
 
     def _overtaken(self) -> str | None:
-        """Why one more ticket could make another too stale; None: it could not."""
+        """The reason why one more lease could exceed the staleness; None: it cannot."""
         if self.max_staleness is None or not self.held:
             return None
         # Of those held, the first one given has seen the most steps finish since, and
@@ -116,7 +116,7 @@ class StepTickets(msgspec.Struct, kw_only=True, tag="steps"):
         )
 
     def finish(self, worker: str, tickets: Sequence[Ticket]) -> list[int]:
-        """Notes the steps as done; returns those that the worker does not hold."""
+        """Finish steps; return those that the worker does not hold."""
         late = []
         for step in [check_count(step, "a step") for step in tickets]:
             if step in self.held.get(worker, ()):
@@ -141,13 +141,13 @@ class StepTickets(msgspec.Struct, kw_only=True, tag="steps"):
         return self.length is not None and step >= self.length
 
     def release(self, worker: str) -> int:
-        """The steps it holds are lost."""
+        """Give up all steps that a worker holds."""
         if worker in self.waiting:
             self.waiting.remove(worker)
         return self.give_up(worker, list(self.held.get(worker, ())))
 
     def give_up(self, worker: str, tickets: Sequence[Ticket]) -> int:
-        """Those of the steps that it holds are lost; returns how many."""
+        """Give up steps that a worker holds; return their number."""
         steps = [check_count(step, "a step") for step in tickets]
         lost = [step for step in steps if step in self.held.get(worker, ())]
         for step in lost:
@@ -157,7 +157,7 @@ class StepTickets(msgspec.Struct, kw_only=True, tag="steps"):
         return len(lost)
 
     def end(self, length: int | None) -> None:
-        """No step from `length` on exists; None: none but those given already."""
+        """Truncate the stream to `length` steps; None: to those that are leased."""
         given = self.next if length is None else length
         self.length = end = given if self.length is None else min(given, self.length)
         for worker, own in list(self.held.items()):
@@ -169,7 +169,7 @@ class StepTickets(msgspec.Struct, kw_only=True, tag="steps"):
         self.lost -= len(never)
 
     def load_worker(self, worker: str, held: dict[int, int], steps: int) -> None:
-        """Adds what a worker holds and has done; what is beyond the end is void."""
+        """Restore a worker's held and finished steps, up to the stream's end."""
         held = {step: seen for step, seen in held.items() if not self._is_void(step)}
         if held:
             self.held[worker] = held
@@ -192,7 +192,7 @@ class StepTickets(msgspec.Struct, kw_only=True, tag="steps"):
 
 
 class PartTickets(msgspec.Struct, kw_only=True, tag="parts"):
-    """Steps of a synchronous stream: each has parts, and all are needed.
+    """Leases on the steps of a synchronous stream: each has shares, all needed.
 
     A ticket is `[step, part]`. The next step's parts are given when all parts of the
     one before are finished. A part that its worker lost is given again at once.
@@ -227,11 +227,11 @@ class PartTickets(msgspec.Struct, kw_only=True, tag="parts"):
 
     @property
     def is_complete(self) -> bool:
-        """The same: a step that is finished has no holders."""
+        """Whether all steps are finished: a finished step has no holders."""
         return self.is_over
 
     def claim(self, worker: str, count: int) -> list[list[int]] | str:
-        """Parts of the current step that nobody has, or else a backup, or why not."""
+        """Lease free shares of the current step, else a backup; or a reason to wait."""
         given = self.given_back[:count]
         del self.given_back[:count]
         first = self.num_given
@@ -257,7 +257,7 @@ class PartTickets(msgspec.Struct, kw_only=True, tag="parts"):
         )
 
     def finish(self, worker: str, tickets: Sequence[Ticket]) -> list[list[int]]:
-        """Notes parts as done; returns those that the worker need not have done."""
+        """Finish shares; return those that the worker did in vain."""
         parts = [self._checked(ticket) for ticket in tickets]
         late = []
         for step, part in parts:
@@ -281,7 +281,7 @@ class PartTickets(msgspec.Struct, kw_only=True, tag="parts"):
         return step, check_count(ticket[1], "a part", most=self.num_parts - 1)
 
     def release(self, worker: str) -> int:
-        """Its parts are free again, but for those that somebody else has too."""
+        """Free a worker's shares, except those that another worker holds too."""
         mine = [part for part, who in self.holders.items() if worker in who]
         for part in mine:
             self.holders[part].remove(worker)
@@ -294,7 +294,7 @@ class PartTickets(msgspec.Struct, kw_only=True, tag="parts"):
         return len(mine)
 
     def end(self, length: int | None) -> None:
-        """No step from `length` on exists; None: none after the one in progress."""
+        """Truncate the stream to `length` steps; None: to the one in progress."""
         begun = bool(self.holders or self.finished)
         length = self.next + begun if length is None else length
         self.length = length if self.length is None else min(self.length, length)

@@ -1,4 +1,4 @@
-"""Connections without the token: closed after a while, and logged within limits.
+"""Closes connections without the token after a timeout; rate-limits their log.
 
 gRPC takes the whole body of a call into memory before the token can be checked, and
 keeps connections that never call. Flight has no limit to set for either. So the
@@ -46,7 +46,7 @@ Peer = tuple[str, int]
 
 
 def peer_of(text: str) -> str:
-    """A peer as gRPC writes it, as `host:port`.
+    """Convert gRPC's name of a peer to `host:port`.
 
     Example:
         >>> peer_of("ipv4:192.0.2.7:50062"), peer_of("ipv6:%5B::1%5D:50062")
@@ -72,7 +72,7 @@ def _parse(text: str) -> Peer:
 
 
 def _plain(host: str) -> str:
-    """One spelling for each address: IPv4 inside IPv6 as IPv4, without a zone."""
+    """Normalize an address: IPv4 inside IPv6 as IPv4, without a zone."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -87,7 +87,7 @@ def _shown(peer: Peer) -> str:
 
 
 class LimitedLog:
-    """Warnings of the `replicax` logger, of which a flood cannot fill a disk.
+    """A rate limit of warnings, so that a flood cannot fill a disk.
 
     Each kind of warning may be written `per_minute` times, and from one address a
     quarter of that: a flood of one kind, or from one address, hides no other. What is
@@ -113,7 +113,7 @@ class LimitedLog:
 
     @property
     def unwritten(self) -> int:
-        """How many warnings of this minute were left out."""
+        """Number of warnings of this minute that were suppressed."""
         return self._left_out.total()
 
     def warn(self, kind: str, address: str, message: str) -> None:
@@ -132,7 +132,7 @@ class LimitedLog:
             _logger.warning("%s", message)
 
     def tick(self) -> None:
-        """Begin a new minute, if it is time; to be called now and then."""
+        """Begin a new minute, if it is time; call it periodically."""
         with self._lock:
             late = self._now() - self._minute_began >= _MINUTE
             if late:
@@ -142,7 +142,7 @@ class LimitedLog:
             self.flush()
 
     def flush(self) -> None:
-        """Write how many warnings were only counted, by kind and address."""
+        """Log the number of suppressed warnings, by kind and address."""
         with self._lock:
             counts, self._left_out = self._left_out, Counter()
         if not counts:
@@ -190,16 +190,16 @@ class UnauthenticatedConnections:
         )
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start the watching thread."""
         self._thread.start()
 
     def accept(self, peer: str) -> None:
-        """A call with the right token came over this connection."""
+        """Mark a peer's connection as authenticated."""
         with self._lock:
             self._accepted.add(_parse(peer))
 
     def report(self, what: str) -> None:
-        """Say that a call without the right token was refused, and whose it was.
+        """Log that a call without the token was refused, with its peer.
 
         Flight does not tell whose. It is one of the connections not accepted so far.
         """
@@ -216,7 +216,7 @@ class UnauthenticatedConnections:
         )
 
     def disconnect(self) -> None:
-        """End all connections to the port, whatever goes on in them."""
+        """Shut down all connections to the port, also in the middle of a call."""
         for _, sock in self._connections(_descriptors()):
             _end(sock)
 
@@ -273,7 +273,7 @@ class UnauthenticatedConnections:
     def _connections(
         self, descriptors: Iterable[int]
     ) -> Iterator[tuple[Peer, socket.socket]]:
-        """Those of the descriptors that are connections to the port.
+        """The connections to the port among the descriptors.
 
         Each socket is a copy, which is no longer there in the next turn of the loop.
         """
@@ -323,7 +323,7 @@ def _may_be_socket(descriptor: int) -> bool:
 
 
 def _peer_at(sock: socket.socket, port: int) -> Peer | None:
-    """Who is at the other end of a connection to the port; None: it is no such one."""
+    """The peer of a connection to the port; None: it is no such connection."""
     try:
         is_internet = sock.family in (socket.AF_INET, socket.AF_INET6)
         if is_internet and sock.getsockname()[1] == port:

@@ -1,4 +1,4 @@
-"""Places a program's variables on servers: groups, assigned values, slots."""
+"""The groups of a program's variables on servers, their assignments and slots."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,7 +29,7 @@ _Slots = Mapping[VariableSlot, np.ndarray]
 
 
 class RemoteVariables:
-    """The variables of a worker that lie on servers.
+    """A worker's variables that are stored on servers.
 
     Those that one optimizer trains are a group. Moving statistics, to which workers add
     what changed, are in groups of their own. `groups` are in the order in which this
@@ -63,7 +63,7 @@ class RemoteVariables:
     def prepared(
         self, optimizer: keras.optimizers.Optimizer, grads: list[jax.Array | None]
     ) -> list[jax.Array | None]:
-        """Gradients as servers expect them."""
+        """Clip gradients for an asynchronous push, if the optimizer clips."""
         if self._sync or not _clips(optimizer):
             return grads
         return clip_before_push(optimizer, grads)
@@ -74,7 +74,7 @@ class RemoteVariables:
         state: Sequence[keras.Variable],
         stored: dict[int, jax.Array],
     ) -> list[RemoteGroup]:
-        """The groups of a program's updates, then that of its moving statistics.
+        """Return the groups of a program's updates, then that of its moving statistics.
 
         Servers have them from now on; `stored` gets their values.
         """
@@ -90,12 +90,12 @@ class RemoteVariables:
     # What others have done, and users.
 
     def pull(self) -> None:
-        """Fetch what has changed, for the next step."""
+        """Pull newer values for the next step."""
         for group in self.groups:
             group.pull()
 
     def publish(self) -> None:
-        """Send values and learning rates that the user has assigned; the chief does."""
+        """On the chief: send values and learning rates that the user has assigned."""
         for group in self.groups:
             if (rate := group.assigned_rate()) is not None:
                 self.assign_rate(group, rate)
@@ -106,7 +106,7 @@ class RemoteVariables:
                     group.write()
 
     def refresh(self) -> None:
-        """Fetch what has changed, into the variables that nobody has assigned to."""
+        """Pull newer values into variables without a user's assignment."""
         # Under a coordinator only the chief assigns; the others' scripts do too.
         follows = self.requests is not None and not self._session.is_chief
         for group in self.groups:
@@ -125,7 +125,7 @@ class RemoteVariables:
             internals.write_values(group.variables, averages)
 
     def slots(self, optimizer: keras.optimizers.Optimizer) -> _Slots:
-        """The variables of an optimizer: on the servers, or restored for them."""
+        """Read an optimizer's slots: from the servers, or those to be restored."""
         group = self._known.get((id(optimizer),))
         if group is None:
             return self._restored.get(id(optimizer), (optimizer, {}))[1]
@@ -134,7 +134,7 @@ class RemoteVariables:
     def restore_slots(
         self, optimizer: keras.optimizers.Optimizer, slots: _Slots
     ) -> None:
-        """Set the variables of an optimizer, at once or when the servers have it."""
+        """Restore an optimizer's slots, now or when its groups are created."""
         group = self._known.get((id(optimizer),))
         if group is None:
             self._restored[id(optimizer)] = optimizer, slots
@@ -142,7 +142,7 @@ class RemoteVariables:
         group.restore(slots)
 
     def assign_rate(self, group: RemoteGroup, rate: float) -> None:
-        """A learning rate that was assigned goes to the servers, from the chief."""
+        """On the chief: send an assigned learning rate to the servers."""
         if self._session.is_chief:
             group.assign_rate(rate)
             self._rows.assign_rate(group.group, group.variables, rate)
@@ -196,7 +196,7 @@ class RemoteVariables:
         stored: dict[int, jax.Array],
         optimizer: keras.optimizers.Optimizer | None = None,
     ) -> RemoteGroup:
-        """The group of variables that a program of this worker updates together."""
+        """Add the group of variables that a program updates together."""
         requests = self.requests
         count, rate = (None, None) if optimizer is None else _count_and_rate(optimizer)
         if requests is None:
@@ -228,7 +228,7 @@ class RemoteVariables:
         return next((group for group in self.groups if group.name == name), None)
 
     def _name(self, label: str, variables: Sequence[keras.Variable]) -> str:
-        """The same on all workers, also on one that had no step of an earlier group."""
+        """Name a group equally on all workers, also on one that skipped groups."""
         paths = "\n".join(v.path for v in variables)
         name = f"{label} {digest(paths, 4)}"
         again = sum(group.name.startswith(name) for group in self.groups)
@@ -237,7 +237,7 @@ class RemoteVariables:
     def adopt(
         self, placed: VariableGroup, variables: Sequence[keras.Variable]
     ) -> RemoteGroup | None:
-        """Take over another worker's group; None: the chief has not created it yet."""
+        """Adopt another worker's group; None: the chief has not created it yet."""
         group = self._named(placed.name)
         if group is not None:
             return group
@@ -254,7 +254,7 @@ class RemoteVariables:
         values: Sequence[jax.Array],
         slots: _Slots | None = None,
     ) -> RemoteGroup:
-        """Have the group on the servers, where the chief creates it."""
+        """Create the group on the servers (the chief), or wait for it (others)."""
         trains = placed.rule["kind"] == "optimizer"
         compression = self._compression if trains else None
         group = RemoteGroup(
@@ -310,7 +310,7 @@ class _GroupRequest(msgspec.Struct):
 
 
 class GroupRequests:
-    """What workers ask for, in the order of the asking."""
+    """The queue of workers' requests for groups, which the chief serves."""
 
     def __init__(self, session: Session, labels: Labels) -> None:
         self._session = session
@@ -323,7 +323,7 @@ class GroupRequests:
         variables: Sequence[keras.Variable],
         count: keras.Variable | None,
     ) -> str:
-        """A group's name, which is the same whoever needs which group first."""
+        """Name a group by its contents, in whichever order groups are needed."""
         named = variables if count is None else [*variables, count]
         return f"{label} {digest(repr([self._labels.of(v) for v in named]), 4)}"
 
@@ -334,7 +334,7 @@ class GroupRequests:
         count: keras.Variable | None,
         rate: keras.Variable | None,
     ) -> None:
-        """Have the chief create a group, unless it has or somebody has asked.
+        """Request a group from the chief, once.
 
         `count` is the number of steps of the optimizer that trains it, `rate` its
         learning rate, where these are variables.
@@ -356,7 +356,7 @@ class GroupRequests:
             number += 1
 
     def adopt(self, remote: "RemoteVariables") -> None:
-        """Take over what was asked for; the chief creates it first."""
+        """Adopt requested groups; the chief creates them first."""
         while found := self._session.board("get", key=_request_key(self._next)):
             want = msgspec.convert(found, _GroupRequest)
             variables: list[keras.Variable] = []

@@ -63,12 +63,12 @@ Vectors = Mapping[str, np.ndarray | Sequence[np.ndarray]]
 
 
 class WireError(ValueError):
-    """A message is malformed, or is not what was to be expected here."""
+    """A message is malformed, or unexpected in its place."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Allowed:
-    """What a vector of a message may be: names of dtypes, and numbers of elements."""
+    """The limits of a message's vector: dtypes, and numbers of elements."""
 
     dtypes: tuple[str, ...]
     least: int
@@ -112,14 +112,14 @@ class MessageReader(Protocol):
         """The next record batch, as `data`, or text about it, as `app_metadata`."""
 
     def cancel(self) -> None:
-        """End the stream, whatever is under way."""
+        """Cancel the stream and its calls in progress."""
 
 
 class MessageWriter(Protocol):
     """A Flight stream's writer."""
 
     def begin(self, schema: object, *, options: object) -> None:
-        """Say what record batches look like."""
+        """Send the schema of record batches."""
 
     def write_metadata(self, text: bytes) -> None:
         """Send a text."""
@@ -157,7 +157,7 @@ def _schema() -> "pa.Schema":
 
 @functools.cache
 def write_options() -> "pa.ipc.IpcWriteOptions":
-    """How record batches are written: as they are, by the thread that sends."""
+    """Options of record batches: uncompressed, written by the sending thread."""
     import pyarrow as pa
 
     return pa.ipc.IpcWriteOptions(compression=None, use_threads=False)
@@ -165,7 +165,7 @@ def write_options() -> "pa.ipc.IpcWriteOptions":
 
 @functools.cache
 def dtype_named(name: str) -> np.dtype:
-    """The NumPy dtype of a name that may stand on the wire.
+    """Look up the NumPy dtype of a name that messages may have.
 
     Raises:
         WireError: If there is none of this name.
@@ -190,7 +190,7 @@ def send(
     vectors: Vectors,
     progress: Callable[[], None] = lambda: None,
 ) -> int:
-    """Send a message; the vectors' bytes go out from where they lie.
+    """Send a message; large vectors are sent without a copy.
 
     Vectors must not change before the reply. `progress` is called after each chunk.
 
@@ -277,7 +277,7 @@ def read_json(data: bytes) -> JSONObject:
 
 
 def read(kind: type[_Message], sent: object, refused: type[Exception]) -> _Message:
-    """A message of a type from JSON values; its limits are at its fields.
+    """Validate JSON values as a message of a type, whose fields have the limits.
 
     Raises:
         Exception: Of the type `refused`: it is none. The message names the field and

@@ -1,4 +1,4 @@
-"""A worker's input: batches of `fit` by their index, its rows in a custom loop."""
+"""A worker's input: batches of `fit` by index, its shard in a custom loop."""
 
 import itertools
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ __all__ = ["ElasticInputShard", "EpochBatches", "own_rows"]
 
 
 class EpochBatches:
-    """The batches of each epoch by their index, never less than the last one.
+    """Forward-only access to each epoch's batches by index.
 
     As in Keras: `steps_per_epoch` goes on in the data, and begins anew after it. An
     epoch in which the data end is a short one. `iteration` over shuffled data is None
@@ -39,13 +39,13 @@ class EpochBatches:
         self._is_new = True
 
     def begin(self, iteration: int | None) -> None:
-        """An epoch begins; where its data do, too, all workers take that iteration."""
+        """Begin an epoch, and where its data begin too, an iteration common to all."""
         if self._is_new:
             self._count(iteration)
             self._is_new = False
 
     def end(self, length: int | None) -> None:
-        """An epoch ends, after that many steps if that is known."""
+        """End an epoch, after that many steps if that is known."""
         is_short = self._steps and length is not None and length < self._steps
         number = self._adapter.num_batches
         self._first += self._steps or 0
@@ -60,7 +60,7 @@ class EpochBatches:
             set_iteration(self._adapter, iteration)
 
     def at(self, index: int) -> PyTree:
-        """The epoch's batch of that index; `StopIteration` if the data have ended."""
+        """Read forward to the epoch's batch at an index."""
         index += self._first
         if index == self._last[0]:
             return self._last[1]  # Another part of the same step.
@@ -74,11 +74,11 @@ class EpochBatches:
                 return self._last[1]
 
     def any(self) -> PyTree:
-        """Some batch; None: there is none left."""
+        """Return any batch that is available; None: there is none left."""
         return self.next() if self._last[1] is None else self._last[1]
 
     def has_passed(self, index: int) -> bool:
-        """Whether that batch came by already, and is not the last one that did."""
+        """Whether that batch was read before the last one, and is gone."""
         return self._first + index < self._next and self._first + index != self._last[0]
 
     def next(self) -> PyTree:
@@ -90,7 +90,7 @@ class EpochBatches:
 
 
 class ElasticInputShard(InputShard):
-    """Batches of a dataset that all workers read: some for each, or some rows of each.
+    """A shard of a dataset that all workers read: some batches, or rows of each.
 
     Nothing is agreed on: a worker may come late, or go. With `num_parts` of a
     synchronous step each takes its rows of every batch; else workers take turns at
@@ -115,7 +115,7 @@ class ElasticInputShard(InputShard):
 
     @property
     def num_pieces(self) -> int:
-        """In how many steps a worker takes a global batch of its own data."""
+        """Number of steps in which a worker takes a global batch of its own data."""
         return self._num_parts or 1
 
     def num_steps(self, num_batches: int) -> int:
@@ -127,7 +127,7 @@ class ElasticInputShard(InputShard):
     def in_step(
         self, batches: Iterator[PyTree], *, same_data: bool = True, **_: object
     ) -> Iterator[PyTree]:
-        """This worker's part of batches that all read, or of its own data all of it."""
+        """This worker's share of batches that all read; all of its own data."""
         if not same_data:
             return iter(batches)
         if self._num_parts is None:
@@ -136,7 +136,7 @@ class ElasticInputShard(InputShard):
 
 
 def own_rows(batch: PyTree, part: int, num_parts: int) -> PyTree:
-    """The rows of one part of a batch, as equal in number as can be."""
+    """The row range of one share of a batch; shares differ by at most one row."""
     size = leading_size(batch, "a batch")
     if size < num_parts:
         raise ValueError(
