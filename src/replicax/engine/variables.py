@@ -299,9 +299,8 @@ class Update:
     def changed(self) -> list[Variable]:
         """All variables that the update writes: the trained ones and the slots."""
         found = [*self.variables, *self.optimizer.variables]
-        if inner_of(
-            self.optimizer
-        ).use_ema:  # Of all that it trains, also where no gradient is.
+        # An average is kept of all that it trains, also where no gradient is.
+        if inner_of(self.optimizer).use_ema:
             found += trained_by(self.optimizer)
         return distinct(found)
 
