@@ -22,6 +22,7 @@ import keras
 import numpy as np
 
 from replicax._util.arrays import FlatLayout
+from replicax.cpu import memory
 from replicax.ps.group_vectors import SlotKey, Slots
 from replicax.ps.optimizers import (
     build_recording,
@@ -90,6 +91,7 @@ class ServerOptimizer:
         self._blocks = fused_spans(self.parts, lambda part: None)
         self._owners: list[tuple[int | None, str]] = []
         self._clip = self._scale = 1.0
+        self._has_begun = False
         # Vectors are not donated: they were handed out.
         self._compiled = jax.jit(self._update, donate_argnums=1)
         self._compiled_norms = jax.jit(self._squared_norms)
@@ -142,6 +144,9 @@ class ServerOptimizer:
             for dtype in vectors
         }
         state, vectors = self._compiled(vectors, state, placed, given)
+        if not self._has_begun:  # Now that it is compiled.
+            self._has_begun = True
+            memory.use_huge_pages()
         return vectors, state
 
     def squared_norms(self, gradients: Mapping[str, np.ndarray]) -> dict[str, float]:
