@@ -2,6 +2,10 @@
 
 `run` does it in one call; with `Cluster` a test can read the output while it runs, and
 kill or freeze tasks.
+
+`calls` serializes the function or script, `cluster` starts the tasks with the processes
+of `launch`, `runner` is the script of each task, and `results` has what they return. A
+satellite: it uses `launch`, and no other folder imports it.
 """
 
 from replicax.testing.cluster import Cluster, run
