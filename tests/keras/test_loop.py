@@ -38,15 +38,27 @@ class Calls(keras.callbacks.Callback):
 
 
 class StopAt(keras.callbacks.Callback):
-    """Stops training in one of its methods."""
+    """Stops training, or a validation, in one of its methods."""
 
-    def __init__(self, method: str, number: int) -> None:
+    def __init__(
+        self, method: str, number: int = 0, flag: str = "stop_training"
+    ) -> None:
         super().__init__()
         self._at = method, number
+        self._flag = flag
 
-    def _stop(self, method: str, number: int) -> None:
+    def _stop(self, method: str, number: int = 0) -> None:
         if self._at == (method, number):
-            self.model.stop_training = True
+            setattr(self.model, self._flag, True)
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._stop("train_begin")
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        self._stop("test_begin")
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._stop("test_batch_end", batch)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self._stop("epoch_begin", epoch)
@@ -140,6 +152,26 @@ CASES = {
     "validation_freq as a list": fit(
         ARRAYS, **VALIDATION, validation_freq=[1, 3], epochs=3
     ),
+    "validation_split of weights": fit(
+        ARRAYS, validation_split=0.25, sample_weight=WEIGHTS
+    ),
+    "validation_split beside validation_data": fit(
+        ARRAYS, **VALIDATION, validation_split=0.25
+    ),
+    "validation_steps beyond": fit(ARRAYS, **VALIDATION, validation_steps=9),
+    "validation in executions": fit(
+        ARRAYS,
+        **VALIDATION,
+        validation_batch_size=3,
+        compiled={"steps_per_execution": 2},
+    ),
+    "class_weight of a PyDataset": fit(
+        lambda: (Rows(),), class_weight={0: 0.5, 1: 3.0}, shuffle=False
+    ),
+    "weighted_metrics": fit(
+        ARRAYS, compiled={"weighted_metrics": ["accuracy"]}, sample_weight=WEIGHTS
+    ),
+    "loss_weights": fit(ARRAYS, compiled={"loss_weights": [0.5]}),
     "class_weight": fit(ARRAYS, class_weight={0: 0.5, 1: 3.0}),
     "sample_weight": fit(ARRAYS, sample_weight=WEIGHTS),
     "initial_epoch": fit(ARRAYS, initial_epoch=1, epochs=3),
@@ -147,6 +179,13 @@ CASES = {
     "no epochs": fit(ARRAYS, epochs=0),
     "steps_per_epoch below": fit(ARRAYS, steps_per_epoch=2, epochs=4),
     "steps_per_epoch of the data": fit(ARRAYS, steps_per_epoch=6),
+    "steps_per_epoch beyond": fit(ARRAYS, steps_per_epoch=10, epochs=3),
+    "steps_per_epoch beyond a PyDataset": fit(
+        lambda: (Rows(),), steps_per_epoch=7, shuffle=False, epochs=3
+    ),
+    "steps_per_epoch beyond in executions": fit(
+        ARRAYS, compiled={"steps_per_execution": 4}, steps_per_epoch=10
+    ),
     "steps_per_execution": fit(ARRAYS, compiled={"steps_per_execution": 4}),
     "steps_per_execution and steps_per_epoch": fit(
         ARRAYS, compiled={"steps_per_execution": 2}, steps_per_epoch=4, epochs=3
@@ -172,12 +211,21 @@ CASES = {
             epochs=3,
         )
         for method, number in [
+            ("train_begin", 0),
+            ("test_begin", 0),
+            ("test_batch_end", 0),
             ("epoch_begin", 1),
             ("batch_begin", 2),
             ("batch_end", 2),
             ("epoch_end", 0),
         ]
     },
+    "a validation that is stopped": fit(
+        ARRAYS,
+        callbacks=lambda: [StopAt("test_batch_end", 1, "stop_evaluating")],
+        **VALIDATION,
+        validation_batch_size=3,
+    ),
 }
 
 
@@ -207,6 +255,7 @@ def run(case: Any, strategy: Any) -> tuple[Any, Any, Any, list[np.ndarray]]:
         "initial_epoch at the end",
         "no epochs",
         "steps_per_epoch below",
+        "steps_per_epoch beyond",
         "steps_per_execution and steps_per_epoch",
         "a shuffled PyDataset",
         "a generator with steps_per_epoch",
