@@ -253,7 +253,6 @@ def public_names(module: str) -> list[str]:
 _ELSEWHERE = {
     "estimator": ("experimental",),
     "planning": ("plan",),
-    "layout_maps": ("largest_axis", "matches_nothing", "rule"),
     "input": ("AutoShardPolicy", "FileDataset", "InputContext", "InputShard",
               "Remainder", "Split", "batches", "images", "prefetch",
               "split_global_batch"),
