@@ -6,6 +6,7 @@ import inspect
 import pickle
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -244,3 +245,37 @@ def test_no_two_classes_have_one_name() -> None:
             if isinstance(node, ast.ClassDef):
                 where.setdefault(node.name.lstrip("_"), []).append(path.name)
     assert {name: files for name, files in where.items() if len(files) > 1} == {}
+
+
+WITHOUT_EXAMPLE = {
+    # The examples are those of `Estimator`, and of the guide.
+    "estimator.get_global_step",
+    "estimator.read_eval_metrics",
+    "estimator.train_and_evaluate",
+    "estimator.experimental.read_eval_metrics",
+    # They need a machine with TPUs.
+    "tpu.experimental.initialize_tpu_system",
+    "tpu.experimental.shutdown_tpu_system",
+}
+"""Public functions whose docstring shows no call."""
+
+
+def public_functions() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+
+    def look(path: str, value: Any) -> None:
+        if inspect.isfunction(value):
+            found[path.removeprefix("rx.")] = value
+        if isinstance(value, ModuleType) and value.__name__.startswith("repl"):
+            for name in value.__all__:
+                look(f"{path}.{name}", getattr(value, name))
+
+    look("rx", rx)
+    return found
+
+
+def test_functions_show_a_call() -> None:
+    functions = public_functions()
+    assert len(functions) > 60
+    silent = {n for n, f in functions.items() if ">>>" not in (f.__doc__ or "")}
+    assert silent <= WITHOUT_EXAMPLE

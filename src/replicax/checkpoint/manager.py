@@ -304,6 +304,18 @@ def latest_checkpoint(
     Args:
         directory: The folder.
         checkpoint_name: Prefix of the checkpoints' names.
+
+    Returns:
+        The path of the checkpoint.
+
+    Example:
+        >>> import keras, tempfile, replicax as rx
+        >>> folder = tempfile.mkdtemp()
+        >>> checkpoint = rx.Checkpoint(weight=keras.Variable(1.0))
+        >>> with rx.CheckpointManager(checkpoint, folder, max_to_keep=2) as manager:
+        ...     path = manager.save()
+        >>> rx.latest_checkpoint(folder) == path
+        True
     """
     found = numbered_checkpoints(Path(directory), checkpoint_name)
     return os.fspath(found[-1]) if found else None

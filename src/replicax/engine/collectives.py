@@ -35,6 +35,13 @@ class ReduceOp(enum.StrEnum):
     """How values of the replicas are combined.
 
     (TF: `tf.distribute.ReduceOp`.)
+
+    Example:
+        >>> import replicax as rx
+        >>> strategy = rx.OneDeviceStrategy("cpu:0")
+        >>> result = strategy.run(lambda: 2.0)
+        >>> float(strategy.reduce(ReduceOp.MEAN, result, axis=None))
+        2.0
     """
 
     SUM = "SUM"
@@ -42,7 +49,15 @@ class ReduceOp(enum.StrEnum):
 
     @classmethod
     def of(cls, op: object, caller: str) -> "ReduceOp":
-        """`op` as a `ReduceOp`; strings such as `"sum"` are understood."""
+        """`op` as a `ReduceOp`; strings such as `"sum"` are understood.
+
+        Args:
+            op: The operation.
+            caller: The public call to name in errors.
+
+        Raises:
+            ValueError: If there is no such operation.
+        """
         if isinstance(op, str) and op.upper() in cls.__members__:
             return cls[op.upper()]
         raise ValueError(
@@ -288,6 +303,10 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
         num_packs: See `CrossDeviceOps`.
         group_size: Number of neighbouring replicas in one group; must divide the number
             of replicas. Defaults to the replicas of one host.
+
+    Raises:
+        ValueError: If a number is not positive; in a step, if `group_size` does not
+            divide the number of replicas.
     """
 
     def __init__(self, num_packs: int = 1, *, group_size: int | None = None) -> None:
@@ -351,6 +370,9 @@ class ReductionToOneDevice(CrossDeviceOps):
             `"gpu:1"`. Defaults to the first replica's device.
         accumulation_fn: Adds up a list of two arrays of one shape and dtype; traced.
             Defaults to addition. (TF's gets the list of all replicas' values.)
+
+    Raises:
+        TypeError: If `accumulation_fn` is not callable.
     """
 
     def __init__(

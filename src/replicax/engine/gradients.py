@@ -111,6 +111,9 @@ class GradientTape:
         persistent: Whether `gradient` may be called more than once.
         watch_accessed_variables: Must be True; variables need no `watch`.
 
+    Raises:
+        ValueError: If `watch_accessed_variables` is False.
+
     Example:
         >>> import keras, replicax as rx
         >>> w = keras.Variable(3.0)

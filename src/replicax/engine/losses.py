@@ -42,6 +42,10 @@ def compute_average_loss(
         ValueError: If the losses are a scalar, if the weights' shape does not fit, or
             if a number is not positive.
         TypeError: If `global_batch_size` is not an integer.
+
+    Example:
+        >>> compute_average_loss([1.0, 3.0], global_batch_size=4).item()
+        1.0
     """
     caller = "compute_average_loss"
     loss = jnp.asarray(per_example_loss)
@@ -85,6 +89,10 @@ def scale_regularization_loss(
 
     Raises:
         ValueError: If `num_replicas` is not positive.
+
+    Example:
+        >>> scale_regularization_loss([1.0, 3.0], num_replicas=2).item()
+        2.0
     """
     total = jnp.sum(jnp.asarray(regularization_loss))
     return (

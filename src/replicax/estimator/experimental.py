@@ -66,6 +66,12 @@ def make_early_stopping_hook(
     Raises:
         TypeError: If `should_stop_fn` is not callable.
         ValueError: For a negative interval, for none, or for two.
+
+    Example:
+        >>> import replicax as rx
+        >>> column = rx.feature_column.numeric_column("x")
+        >>> estimator = rx.estimator.LinearRegressor([column])
+        >>> hook = make_early_stopping_hook(estimator, lambda: True, run_every_steps=10)
     """
     if not callable(should_stop_fn):
         raise TypeError(
@@ -101,6 +107,12 @@ def stop_if_no_decrease_hook(
 
     Raises:
         ValueError: In training: if an evaluation has no such metric.
+
+    Example:
+        >>> import replicax as rx
+        >>> column = rx.feature_column.numeric_column("x")
+        >>> estimator = rx.estimator.LinearRegressor([column])
+        >>> hook = stop_if_no_decrease_hook(estimator, "loss", 100)
     """
     says_stop = _without_progress(operator.lt, max_steps_without_decrease, min_steps)
     where = estimator, metric_name, eval_dir, run_every_secs, run_every_steps
@@ -116,7 +128,26 @@ def stop_if_no_increase_hook(
     run_every_secs: float | None = 60.0,
     run_every_steps: int | None = None,
 ) -> SessionRunHook:
-    """As `stop_if_no_decrease_hook`, for metrics that are better when higher."""
+    """A hook that stops training when a metric has stopped increasing.
+
+    Args:
+        estimator: The estimator that trains.
+        metric_name: A key of the result of `evaluate`, such as `"accuracy"`.
+        max_steps_without_increase: Training steps without a new maximum to stop after.
+        eval_dir: Folder of the evaluations; defaults to `estimator.eval_dir()`.
+        min_steps: The first global step whose evaluation may stop training.
+        run_every_secs: Seconds between two reads of the evaluations.
+        run_every_steps: Steps between two reads, in place of seconds.
+
+    Raises:
+        ValueError: In training: if an evaluation has no such metric.
+
+    Example:
+        >>> import replicax as rx
+        >>> column = rx.feature_column.numeric_column("x")
+        >>> estimator = rx.estimator.LinearRegressor([column])
+        >>> hook = stop_if_no_increase_hook(estimator, "label/mean", 100)
+    """
     says_stop = _without_progress(operator.gt, max_steps_without_increase, min_steps)
     where = estimator, metric_name, eval_dir, run_every_secs, run_every_steps
     return _stopping("stop_if_no_increase_hook", says_stop, *where)
@@ -133,7 +164,23 @@ def stop_if_higher_hook(
 ) -> SessionRunHook:
     """A hook that stops training when an evaluation's metric is above a threshold.
 
-    Arguments as for `stop_if_no_decrease_hook`.
+    Args:
+        estimator: The estimator that trains.
+        metric_name: A key of the result of `evaluate`, such as `"loss"`.
+        threshold: The value; one that is equal does not stop training.
+        eval_dir: Folder of the evaluations; defaults to `estimator.eval_dir()`.
+        min_steps: The first global step whose evaluation may stop training.
+        run_every_secs: Seconds between two reads of the evaluations.
+        run_every_steps: Steps between two reads, in place of seconds.
+
+    Raises:
+        ValueError: In training: if an evaluation has no such metric.
+
+    Example:
+        >>> import replicax as rx
+        >>> column = rx.feature_column.numeric_column("x")
+        >>> estimator = rx.estimator.LinearRegressor([column])
+        >>> hook = stop_if_higher_hook(estimator, "loss", 1e3)
     """
     says_stop = _beyond(operator.gt, threshold, min_steps)
     where = estimator, metric_name, eval_dir, run_every_secs, run_every_steps
@@ -151,7 +198,23 @@ def stop_if_lower_hook(
 ) -> SessionRunHook:
     """A hook that stops training when an evaluation's metric is below a threshold.
 
-    Arguments as for `stop_if_no_decrease_hook`.
+    Args:
+        estimator: The estimator that trains.
+        metric_name: A key of the result of `evaluate`, such as `"loss"`.
+        threshold: The value; one that is equal does not stop training.
+        eval_dir: Folder of the evaluations; defaults to `estimator.eval_dir()`.
+        min_steps: The first global step whose evaluation may stop training.
+        run_every_secs: Seconds between two reads of the evaluations.
+        run_every_steps: Steps between two reads, in place of seconds.
+
+    Raises:
+        ValueError: In training: if an evaluation has no such metric.
+
+    Example:
+        >>> import replicax as rx
+        >>> column = rx.feature_column.numeric_column("x")
+        >>> estimator = rx.estimator.LinearRegressor([column])
+        >>> hook = stop_if_lower_hook(estimator, "loss", 1e-3)
     """
     says_stop = _beyond(operator.lt, threshold, min_steps)
     where = estimator, metric_name, eval_dir, run_every_secs, run_every_steps

@@ -64,6 +64,10 @@ def minimize(
 
     Raises:
         TypeError: If `optimizer` is no Keras optimizer.
+
+    Example:
+        >>> minimize(keras.optimizers.SGD(0.1), loss=0.5).optimizer.name
+        'sgd'
     """
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise TypeError(

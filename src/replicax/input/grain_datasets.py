@@ -123,6 +123,12 @@ def numpy_dataset(arrays: PyTree) -> "grain.MapDataset[PyTree]":
 
     Raises:
         ValueError: If the arrays differ in dimension 0, or if there is none.
+        TypeError: For sparse and other composite arrays.
+
+    Example:
+        >>> rows = numpy_dataset((np.arange(4), np.arange(4) ** 2))
+        >>> len(rows), [int(part) for part in rows[3]]
+        (4, [3, 9])
     """
     for leaf in jax.tree.leaves(arrays, is_leaf=is_one_array):
         if is_one_array(leaf):

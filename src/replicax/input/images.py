@@ -90,19 +90,48 @@ def _as_before(changed: _Image, image: _Image) -> _Image:
 
 
 def adjust_brightness(image: _Image, delta: float) -> _Image:
-    """An image with `delta`, in -1..1, added to all of its values."""
+    """An image with `delta` added to all of its values.
+
+    Args:
+        image: An image `[..., H, W, C]`.
+        delta: What to add, in -1..1.
+
+    Example:
+        >>> adjust_brightness(np.full((1, 1, 1), 100, "uint8"), 0.2).item()
+        151
+    """
     return _as_before(_as_float(image) + np.float32(delta), image)
 
 
 def adjust_contrast(image: _Image, contrast_factor: float) -> _Image:
-    """An image whose distances from the mean of each channel are multiplied."""
+    """An image whose distances from the mean of each channel are multiplied.
+
+    Args:
+        image: An image `[..., H, W, C]`.
+        contrast_factor: What to multiply with.
+
+    Example:
+        >>> row = np.array([[[0.25], [0.75]]], "float32")
+        >>> adjust_contrast(row, 2.0).ravel().tolist()
+        [0.0, 1.0]
+    """
     values = _as_float(image)
     mean = values.mean(axis=(_HEIGHT, _WIDTH), keepdims=True)
     return _as_before((values - mean) * np.float32(contrast_factor) + mean, image)
 
 
 def adjust_saturation(image: _Image, saturation_factor: float) -> _Image:
-    """An RGB image whose saturation, as HSV has it, is multiplied."""
+    """An RGB image whose saturation, as HSV has it, is multiplied.
+
+    Args:
+        image: An image `[..., H, W, 3]`.
+        saturation_factor: What to multiply with; 0 makes it gray.
+
+    Example:
+        >>> pixel = np.array([[[1.0, 0.5, 0.0]]], "float32")
+        >>> adjust_saturation(pixel, 0.5).ravel().tolist()
+        [1.0, 0.75, 0.5]
+    """
     values = _as_float(image)
     value = values.max(axis=_CHANNEL, keepdims=True)
     chroma = value - values.min(axis=_CHANNEL, keepdims=True)
@@ -115,7 +144,17 @@ def adjust_saturation(image: _Image, saturation_factor: float) -> _Image:
 
 
 def adjust_hue(image: _Image, delta: float) -> _Image:
-    """An RGB image whose hue, as HSV has it, is moved by `delta`, in -1..1."""
+    """An RGB image whose hue, as HSV has it, is moved.
+
+    Args:
+        image: An image `[..., H, W, 3]`.
+        delta: By how much of the circle, in -1..1.
+
+    Example:
+        >>> red = np.array([[[255, 0, 0]]], "uint8")
+        >>> adjust_hue(red, 1 / 3).ravel().tolist()
+        [0, 255, 0]
+    """
     values = _as_float(image)
     value = values.max(axis=_CHANNEL, keepdims=True)
     chroma = value - values.min(axis=_CHANNEL, keepdims=True)
@@ -131,7 +170,15 @@ def adjust_hue(image: _Image, delta: float) -> _Image:
 
 
 def per_image_standardization(image: _Image) -> _Image:
-    """An image of float32 with mean 0 and variance 1; one of one colour becomes 0."""
+    """An image of float32 with mean 0 and variance 1; one of one colour becomes 0.
+
+    Args:
+        image: An image `[..., H, W, C]`; of several, each by itself.
+
+    Example:
+        >>> per_image_standardization(np.array([[[0], [2]]])).ravel().tolist()
+        [-1.0, 1.0]
+    """
     values = np.asarray(image).astype("float32")
     axes = (_HEIGHT, _WIDTH, _CHANNEL)
     number = np.prod([values.shape[axis] for axis in axes])
@@ -141,7 +188,15 @@ def per_image_standardization(image: _Image) -> _Image:
 
 
 def rgb_to_grayscale(image: _Image) -> _Image:
-    """The brightness of an RGB image, as one channel of its dtype."""
+    """The brightness of an RGB image, as one channel of its dtype.
+
+    Args:
+        image: An image `[..., H, W, 3]`.
+
+    Example:
+        >>> rgb_to_grayscale(np.full((2, 2, 3), 200, "uint8")).shape
+        (2, 2, 1)
+    """
     image = np.asarray(image)
     weights = np.array([0.2989, 0.5870, 0.1140], "float32")
     gray = np.tensordot(convert_image_dtype(image, "float32"), weights, (-1, 0))
@@ -151,8 +206,16 @@ def rgb_to_grayscale(image: _Image) -> _Image:
 def central_crop(image: _Image, fraction: float) -> _Image:
     """The middle of an image: a fraction of its height and of its width.
 
+    Args:
+        image: An image `[..., H, W, C]`.
+        fraction: What is kept, above 0 and at most 1.
+
     Raises:
-        ValueError: If `fraction` is not in 0..1, or 0.
+        ValueError: For another fraction.
+
+    Example:
+        >>> central_crop(np.zeros((8, 6, 3)), 0.5).shape
+        (4, 4, 3)
     """
     if not 0 < fraction <= 1:
         raise ValueError(f"fraction={fraction} must be above 0, and at most 1.")
@@ -162,7 +225,19 @@ def central_crop(image: _Image, fraction: float) -> _Image:
 
 
 def resize_with_crop_or_pad(image: _Image, height: int, width: int) -> _Image:
-    """The middle of an image, or the image with 0 around it, on each axis."""
+    """The middle of an image, or the image with 0 around it, on each axis.
+
+    Args:
+        image: An image `[..., H, W, C]`.
+        height: The new height.
+        width: The new width.
+
+    Example:
+        >>> resize_with_crop_or_pad(np.ones((1, 4, 1)), 3, 2)[..., 0]
+        array([[0., 0.],
+               [1., 1.],
+               [0., 0.]])
+    """
     image = np.asarray(image)
     for axis, size in ((_HEIGHT, height), (_WIDTH, width)):
         before = (size - image.shape[axis]) // 2
@@ -195,7 +270,21 @@ def _require_range(lower: float, upper: float) -> None:
 def random_brightness(
     image: _Image, max_delta: float, rng: np.random.Generator
 ) -> _Image:
-    """`adjust_brightness` by a number from `-max_delta` to `max_delta`."""
+    """`adjust_brightness` by a number from `-max_delta` to `max_delta`.
+
+    Args:
+        image: An image `[..., H, W, C]`.
+        max_delta: The largest change.
+        rng: A generator, such as `random_map` gives for each example.
+
+    Raises:
+        ValueError: If `max_delta` is negative.
+
+    Example:
+        >>> rng = np.random.default_rng(0)
+        >>> random_brightness(np.zeros((2, 2, 3), "uint8"), 0.1, rng).shape
+        (2, 2, 3)
+    """
     _require_delta(max_delta, np.inf)
     return adjust_brightness(image, rng.uniform(-max_delta, max_delta))
 
@@ -203,13 +292,42 @@ def random_brightness(
 def random_contrast(
     image: _Image, lower: float, upper: float, rng: np.random.Generator
 ) -> _Image:
-    """`adjust_contrast` by a factor from `lower` to `upper`."""
+    """`adjust_contrast` by a factor from `lower` to `upper`.
+
+    Args:
+        image: An image `[..., H, W, C]`.
+        lower: The smallest factor.
+        upper: The largest factor.
+        rng: A generator, such as `random_map` gives for each example.
+
+    Raises:
+        ValueError: If `lower` is negative, or not below `upper`.
+
+    Example:
+        >>> rng = np.random.default_rng(0)
+        >>> random_contrast(np.zeros((2, 2, 3), "uint8"), 0.8, 1.2, rng).shape
+        (2, 2, 3)
+    """
     _require_range(lower, upper)
     return adjust_contrast(image, rng.uniform(lower, upper))
 
 
 def random_hue(image: _Image, max_delta: float, rng: np.random.Generator) -> _Image:
-    """`adjust_hue` by a number from `-max_delta` to `max_delta`, at most 0.5."""
+    """`adjust_hue` by a number from `-max_delta` to `max_delta`.
+
+    Args:
+        image: An image `[..., H, W, 3]`.
+        max_delta: The largest change, at most 0.5.
+        rng: A generator, such as `random_map` gives for each example.
+
+    Raises:
+        ValueError: If `max_delta` is not in 0..0.5.
+
+    Example:
+        >>> rng = np.random.default_rng(0)
+        >>> random_hue(np.zeros((2, 2, 3), "uint8"), 0.1, rng).shape
+        (2, 2, 3)
+    """
     _require_delta(max_delta, 0.5)
     return adjust_hue(image, rng.uniform(-max_delta, max_delta))
 
@@ -217,18 +335,53 @@ def random_hue(image: _Image, max_delta: float, rng: np.random.Generator) -> _Im
 def random_saturation(
     image: _Image, lower: float, upper: float, rng: np.random.Generator
 ) -> _Image:
-    """`adjust_saturation` by a factor from `lower` to `upper`."""
+    """`adjust_saturation` by a factor from `lower` to `upper`.
+
+    Args:
+        image: An image `[..., H, W, 3]`.
+        lower: The smallest factor.
+        upper: The largest factor.
+        rng: A generator, such as `random_map` gives for each example.
+
+    Raises:
+        ValueError: If `lower` is negative, or not below `upper`.
+
+    Example:
+        >>> rng = np.random.default_rng(0)
+        >>> random_saturation(np.zeros((2, 2, 3), "uint8"), 0.5, 1.5, rng).shape
+        (2, 2, 3)
+    """
     _require_range(lower, upper)
     return adjust_saturation(image, rng.uniform(lower, upper))
 
 
 def random_flip_left_right(image: _Image, rng: np.random.Generator) -> _Image:
-    """An image that is mirrored with probability 0.5; of several images each one."""
+    """An image that is mirrored with probability 0.5; of several images each one.
+
+    Args:
+        image: An image `[..., H, W, C]`.
+        rng: A generator, such as `random_map` gives for each example.
+
+    Example:
+        >>> row, rng = np.array([[[1], [2]]]), np.random.default_rng(0)
+        >>> [random_flip_left_right(row, rng).ravel().tolist() for _ in range(2)]
+        [[1, 2], [2, 1]]
+    """
     return _flipped(image, _WIDTH, rng)
 
 
 def random_flip_up_down(image: _Image, rng: np.random.Generator) -> _Image:
-    """An image that stands upside down with probability 0.5; of several each one."""
+    """An image that stands upside down with probability 0.5; of several each one.
+
+    Args:
+        image: An image `[..., H, W, C]`.
+        rng: A generator, such as `random_map` gives for each example.
+
+    Example:
+        >>> column, rng = np.array([[[1]], [[2]]]), np.random.default_rng(0)
+        >>> [random_flip_up_down(column, rng).ravel().tolist() for _ in range(2)]
+        [[1, 2], [2, 1]]
+    """
     return _flipped(image, _HEIGHT, rng)
 
 
@@ -241,10 +394,19 @@ def _flipped(image: _Image, axis: int, rng: np.random.Generator) -> _Image:
 def random_crop(
     image: _Image, size: tuple[int, ...], rng: np.random.Generator
 ) -> _Image:
-    """A part of `size`, such as `(32, 32, 3)`, at a random place.
+    """A part of an image at a random place.
+
+    Args:
+        image: An image, or any array.
+        size: The shape of the part, such as `(32, 32, 3)`.
+        rng: A generator, such as `random_map` gives for each example.
 
     Raises:
         ValueError: If the image is smaller than `size`.
+
+    Example:
+        >>> random_crop(np.zeros((8, 8, 3)), (6, 6, 3), np.random.default_rng(0)).shape
+        (6, 6, 3)
     """
     image = np.asarray(image)
     shape = tuple(int(n) for n in size)

@@ -186,6 +186,11 @@ def prefetch(
 
     Raises:
         ValueError: If `depth` is negative.
+
+    Example:
+        >>> items = prefetch(lambda: (n * n for n in range(4)))
+        >>> list(items)
+        [0, 1, 4, 9]
     """
     if depth < 0:
         raise ValueError(

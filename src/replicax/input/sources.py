@@ -71,6 +71,10 @@ def batches(
         ValueError: If `batch_size` is missing or superfluous, or if arrays differ in
             dimension 0.
         RuntimeError: While iterating, if a generator object is exhausted.
+
+    Example:
+        >>> [batch.tolist() for batch in batches(np.arange(5), batch_size=2)]
+        [[0, 1], [2, 3], [4]]
     """
     check_dataset(dataset, batch_size)
     return _arrays_only(dataset, batch_size, iteration)

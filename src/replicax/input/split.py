@@ -128,6 +128,11 @@ def split_global_batch(
     Raises:
         ValueError: If arrays disagree in `B` or are scalars; if the policy is unknown;
             under `"error"` if `R` does not divide `B`; unless padded, if `B < R`.
+
+    Example:
+        >>> split = split_global_batch(np.arange(5), 2, "pad")
+        >>> split.batch.tolist(), split.mask.tolist()
+        ([[0, 1, 2], [3, 4, 4]], [[True, True, True], [True, True, False]])
     """
     caller = "distributed dataset"
     policy = Remainder.of(remainder, caller)

@@ -28,6 +28,11 @@ class LinearScalingWarmup(LearningRateSchedule):
     Raises:
         ValueError: If a number is out of range.
         TypeError: If `after` is no schedule.
+
+    Example:
+        >>> rate = LinearScalingWarmup(0.1, num_replicas=2, warmup_steps=4)
+        >>> [round(float(rate(step)), 3) for step in range(6)]
+        [0.1, 0.125, 0.15, 0.175, 0.2, 0.2]
     """
 
     def __init__(

@@ -40,6 +40,17 @@ def get_strategy() -> Strategy:
     """Return the strategy in scope, or the default one of a single replica.
 
     (TF: `tf.distribute.get_strategy`.)
+
+    Returns:
+        The strategy; also in a replica function that it runs.
+
+    Example:
+        >>> import replicax as rx
+        >>> strategy = rx.OneDeviceStrategy("cpu:0")
+        >>> with strategy.scope():
+        ...     inside = rx.get_strategy()
+        >>> inside is strategy, rx.get_strategy().num_replicas_in_sync
+        (True, 1)
     """
     context = current_context()
     found = current_strategy() if context is None else context.strategy
@@ -50,12 +61,34 @@ def get_strategy() -> Strategy:
 
 
 def has_strategy() -> bool:
-    """Whether a strategy's scope is open in this thread."""
+    """Whether a strategy's scope is open in this thread.
+
+    (TF: `tf.distribute.has_strategy`.)
+
+    Example:
+        >>> import replicax as rx
+        >>> with rx.OneDeviceStrategy("cpu:0").scope():
+        ...     inside = rx.has_strategy()
+        >>> inside, rx.has_strategy()
+        (True, False)
+    """
     return current_strategy() is not None
 
 
 def in_cross_replica_context() -> bool:
-    """Whether this code is inside a scope but not in a replica function."""
+    """Whether this code is inside a scope but not in a replica function.
+
+    (TF: `tf.distribute.in_cross_replica_context`.)
+
+    Example:
+        >>> import replicax as rx
+        >>> strategy = rx.OneDeviceStrategy("cpu:0")
+        >>> with strategy.scope():
+        ...     outside = rx.in_cross_replica_context()
+        ...     inside = strategy.run(lambda: rx.in_cross_replica_context())
+        >>> outside, bool(inside.values[0])
+        (True, False)
+    """
     return has_strategy() and current_context() is None
 
 
@@ -86,5 +119,13 @@ def get_replica_context() -> ReplicaContext:
     Returns:
         The context. Outside a replica function, an object that is false and whose use
         raises `ContextError`.
+
+    Example:
+        >>> import replicax as rx
+        >>> def step(x):
+        ...     return rx.get_replica_context().all_reduce("sum", x)
+        >>> strategy = rx.OneDeviceStrategy("cpu:0")
+        >>> strategy.run(step, args=(2.0,)).values[0].item()
+        2.0
     """
     return current_context() or _no_context
