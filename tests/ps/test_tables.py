@@ -11,14 +11,8 @@ from hypothesis import strategies as st
 
 from replicax.ps.groups import StepShare
 from replicax.ps.limits import RefusedRequestError, StaleSequence, Superseded
-from replicax.ps.table import (
-    Table,
-    TableError,
-    TableSpec,
-    check_ids,
-    fill_rows,
-    sum_duplicates,
-)
+from replicax.ps.row_initializers import fill_rows
+from replicax.ps.table import Table, TableError, TableSpec, check_ids, sum_duplicates
 
 DIM = 3
 UNIFORM = keras.initializers.serialize(keras.initializers.get("uniform"))

@@ -26,7 +26,8 @@ by that of `optimizers`. The answer brings the new values.
 
 One closure. `coordinator` has `closure_calls` pack its arguments as `payloads`; a
 `session` calls the `board`, where `closures` queues it. A worker's `closure_calls`
-takes it, runs it, and sends what came of it the same way.
+takes it, runs it, and sends its outcome the same way. `script_sync` keeps the scripts
+of all tasks in step.
 
 The board. Server 0 keeps heartbeats, the work queue, barriers and closures: a state
 machine without clock or threads. Each of its actions is a method where its state is

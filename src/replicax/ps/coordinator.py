@@ -11,14 +11,7 @@ from replicax._util.types import JSONObject, PyTree
 from replicax._util.waiting import wait_for
 from replicax.errors import ClusterMismatchError, ContextError
 from replicax.input import InputContext
-from replicax.ps.closure_calls import (
-    AGAIN,
-    Again,
-    ClosureOwner,
-    ClosureWorker,
-    RemoteValue,
-    ScriptSync,
-)
+from replicax.ps.closure_calls import ClosureOwner, ClosureWorker, RemoteValue
 from replicax.ps.payloads import (
     FunctionNames,
     MetricDeltas,
@@ -29,6 +22,7 @@ from replicax.ps.payloads import (
     error_from_json,
     require_size,
 )
+from replicax.ps.script_sync import AGAIN, Again, ScriptSync
 from replicax.ps.session import Session
 from replicax.ps.strategy import ParameterServerStrategy
 from replicax.ps.variables import GroupRequests

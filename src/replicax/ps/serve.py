@@ -8,6 +8,7 @@ import uuid
 from pathlib import Path
 from typing import Any, NoReturn
 
+from replicax._util.files import write_whole
 from replicax._util.waiting import wait_for
 from replicax.cluster.config import TaskConfig
 from replicax.cluster.failure import REPORT_DIR, STATUS_FILE, ExitCode
@@ -118,7 +119,7 @@ def _report(store: VariableStore, board: Board | None) -> None:
     folder = os.environ.get(REPORT_DIR)
     if folder:
         status = {"server": store.status(), "board": board and board.status()}
-        (Path(folder) / STATUS_FILE).write_text(json.dumps(status))
+        write_whole(Path(folder) / STATUS_FILE, json.dumps(status))
 
 
 def _restore(snapshots: Snapshots, store: VariableStore, board: Board | None) -> None:

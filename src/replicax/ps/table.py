@@ -1,14 +1,11 @@
 """An embedding table on a server: rows that are pulled and updated a few at a time.
 
 Row `r` lies on server `r % num_servers`, at place `r // num_servers` there. Its first
-value comes from the seed and the row alone, by a counter-based generator, block by
-block of rows. So a row starts with the same value on any number of servers, and no
-process makes the whole table.
+value is that of `row_initializers`.
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import msgspec
@@ -19,12 +16,9 @@ from replicax.ps.call_log import Journaled, Note, Sessions, note_nothing
 from replicax.ps.groups import Arrays, Group, StepShare
 from replicax.ps.limits import RefusedRequestError
 from replicax.ps.optimizers import RowOptimizer, differing_options
+from replicax.ps.row_initializers import check_initializer, fill_rows
 
 __all__ = ["Table", "TableError", "TableSpec", "check_ids", "sum_duplicates"]
-
-
-_BLOCK = 4096  # Rows; part of what a seed means, so it must never change.
-_Block = Callable[[np.random.Generator, tuple[int, int]], np.ndarray]
 
 
 class TableError(RefusedRequestError, ValueError):
@@ -59,8 +53,7 @@ class TableSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 "on the servers. Give the layer dtype='float32' or a mixed policy."
             )
         try:
-            if _constant(self.initializer) is None:
-                _random(self.initializer)
+            check_initializer(self.initializer)
         except ValueError as error:
             raise TableError(f"Table {self.name!r}: {error}") from error
 
@@ -336,109 +329,6 @@ class Table(Group):
         self._required_optimizer().apply(
             self._values, self._slots, gradients["ids"], gradients["gradients"]
         )
-
-
-def fill_rows(
-    values: np.ndarray,
-    initializer: JSONObject,
-    seed: int,
-    first_row: int = 0,
-    stride: int = 1,
-) -> None:
-    """Initialize rows `first_row`, `first_row + stride`, … of a table.
-
-    The seed is that of the whole table; `first_row` is less than `stride`.
-
-    Example:
-        >>> import numpy as np
-        >>> config = {"class_name": "RandomNormal", "config": {"stddev": 0.1}}
-        >>> whole, odd = np.empty((10, 2), "f4"), np.empty((5, 2), "f4")
-        >>> fill_rows(whole, config, seed=3)
-        >>> fill_rows(odd, config, seed=3, first_row=1, stride=2)
-        >>> bool((whole[1::2] == odd).all())
-        True
-    """
-    constant = _constant(initializer)
-    if constant is not None:
-        values[...] = constant
-        return
-    make = _random(initializer)
-    shape = (_BLOCK, values.shape[1])
-    filled, block = 0, 0
-    while filled < len(values):
-        # Row numbers of a server in this block go on where those of the last ended.
-        offset = first_row + filled * stride - block * _BLOCK
-        count = min(len(range(offset, _BLOCK, stride)), len(values) - filled)
-        if count:
-            key = np.array([seed % 2**64, block], np.uint64)
-            rows = make(np.random.Generator(np.random.Philox(key=key)), shape)
-            values[filled : filled + count] = rows[offset::stride][:count]
-        filled += count
-        block += 1
-
-
-def _name(config: JSONObject) -> Any:
-    """The initializer's class, with its module unless that is Keras'."""
-    module, name = config.get("module"), config.get("class_name")
-    return name if module in (None, "keras.initializers") else f"{module}.{name}"
-
-
-def _constant(config: JSONObject) -> float | None:
-    """The one value of all elements, None if they are random."""
-    name = _name(config)
-    if name != "Constant":
-        return {"Zeros": 0.0, "Ones": 1.0}.get(name)
-    value = config.get("config", {}).get("value", 0.0)
-    if not isinstance(value, int | float):
-        raise ValueError(
-            "embeddings_initializer: Constant of a table on parameter servers takes "
-            f"one number; got value={value!r}."
-        )
-    return float(value)
-
-
-def _random(config: JSONObject) -> _Block:
-    """Makes a block of random rows."""
-    name, options = _name(config), config.get("config", {})
-    draws = {
-        "RandomUniform": lambda generator, shape: generator.random(shape, np.float32),
-        "RandomNormal": _normal,
-        "TruncatedNormal": _truncated,
-    }
-    if name not in draws:
-        raise ValueError(
-            f"embeddings_initializer: got {name!r}, which looks at the whole table; "
-            "the rows of a table on parameter servers are made one by one. Use "
-            "RandomUniform, RandomNormal, TruncatedNormal, Zeros, Ones or Constant of "
-            "keras.initializers."
-        )
-    if name == "RandomUniform":
-        low, high = options.get("minval", -0.05), options.get("maxval", 0.05)
-        scale, offset = high - low, low
-    else:
-        scale, offset = options.get("stddev", 0.05), options.get("mean", 0.0)
-
-    def make(generator: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
-        block = draws[name](generator, shape)
-        block *= scale
-        block += offset
-        return block
-
-    return make
-
-
-def _normal(generator: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
-    return generator.standard_normal(shape, np.float32)
-
-
-def _truncated(generator: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
-    """Normal numbers within two standard deviations: others are drawn again."""
-    block = _normal(generator, shape)
-    outside = np.flatnonzero(np.abs(block) > 2)
-    while outside.size:
-        block.flat[outside] = generator.standard_normal(outside.size, np.float32)
-        outside = outside[np.abs(block.flat[outside]) > 2]
-    return block
 
 
 def check_ids(ids: np.ndarray, num_rows: int, owner: str) -> np.ndarray:
