@@ -2,6 +2,7 @@
 
 import fcntl
 import importlib.util
+import operator
 import os
 import re
 import shutil
@@ -361,6 +362,16 @@ def test_replicax_is_imported_before_keras(page: Path) -> None:
         if keras is not None:
             later = code[keras.end() :]
             assert not re.search(r"^import replicax", later, re.MULTILINE), code
+
+
+def test_members_on_the_api_pages_exist() -> None:
+    missing = [
+        f"{name}.{member}"
+        for name, members in hook("api_pages").MEMBERS.items()
+        for member in members
+        if not hasattr(operator.attrgetter(name)(rx), member)
+    ]
+    assert missing == []
 
 
 def test_api_page_for_a_name_that_is_not_public(

@@ -33,14 +33,12 @@ MEMBERS = {
         "num_workers",
         "task_type",
         "task_id",
-        "synchronize_random_state",
     ),
     "CentralStorageStrategy": (),
     "ParameterServerStrategy": (
         "num_replicas_in_sync",
         "is_chief",
         "staleness",
-        "num_updates",
     ),
     "TPUStrategy": ("task_id",),
     "ReplicaContext": (

@@ -33,7 +33,7 @@ _EXACT_FLOATS = 2**24
 
 @runtime_checkable
 class RowSource(Protocol):
-    """Where rows lie that are not in this process: `strategy.row_source` of a worker.
+    """The client of tables in other processes: `strategy.row_source` of a worker.
 
     `pull`, `collect` and `fail` are called from callbacks inside a running program, on
     XLA's threads and by several replicas at once. They must not call JAX, and must
@@ -42,7 +42,7 @@ class RowSource(Protocol):
     """
 
     def create(self, spec: TableSpec) -> None:
-        """Make a table, unless it is there with these sizes and whatever seed."""
+        """Create a table, unless one of these sizes exists, with any seed."""
         ...
 
     def pull(self, name: str, ids: np.ndarray) -> np.ndarray:

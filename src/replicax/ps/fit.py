@@ -294,7 +294,7 @@ class WorkQueueFit:
             stream=self._stream,
             limit=data.steps_per_epoch or fixed_number_of_batches(data.adapter),
             max_staleness=strategy.max_staleness,
-            num_parts=strategy.num_parts if strategy.sync else None,
+            num_parts=self._home.num_parts if strategy.sync else None,
             backups=strategy.backup_workers,
         )
 
@@ -322,7 +322,7 @@ class WorkQueueFit:
                 continue
             self._last_index = index
             if isinstance(ticket, list):
-                batch = own_rows(batch, ticket[1], self._strategy.num_parts)
+                batch = own_rows(batch, ticket[1], self._home.num_parts)
                 self._home.expect(ticket[1], leading_size(batch, "fit"), index)
             yield batch
 

@@ -61,9 +61,10 @@ class _TrainingStep(NamedTuple):
 class ServerHome(ReplicaHome):
     """Variables live on servers, which make the updates; devices have copies.
 
-    `remote` has this worker's variables that lie on servers, `rows` its tables.
-    `steps_applied` counts this worker's steps. In `fit`, which `keeps_values`, nothing
-    else fetches them.
+    `remote` has this worker's variables that lie on servers, `rows` its tables. A
+    synchronous step has `num_parts` shares, an asynchronous one 1. `steps_applied`
+    counts this worker's steps. In `fit`, which `keeps_values`, nothing else fetches
+    them.
     """
 
     keeps_slots = False
@@ -73,6 +74,7 @@ class ServerHome(ReplicaHome):
         strategy: "ParameterServerStrategy",
         session: Session,
         partitioner: Partitioner | None,
+        num_parts: int,
     ) -> None:
         super().__init__(strategy.group)
         self.session = session
@@ -85,6 +87,7 @@ class ServerHome(ReplicaHome):
             sync=strategy.sync,
             rows=self.rows,
         )
+        self.num_parts = num_parts
         self.steps_applied = 0
         self.keeps_values = False
         self._strategy = strategy
@@ -102,8 +105,7 @@ class ServerHome(ReplicaHome):
         self._shares.append(self._share(part, step, float(num_rows)))
 
     def _share(self, part: int, step: int, weight: float | None) -> StepShare:
-        num_parts = self._strategy.num_parts
-        return StepShare(step=step, part=part, num_parts=num_parts, weight=weight)
+        return StepShare(step=step, part=part, num_parts=self.num_parts, weight=weight)
 
     def refresh(self) -> None:
         """Pull the newest values into the variables."""

@@ -145,7 +145,9 @@ class ParameterServerStrategy(Strategy):
         self.input_shard = ElasticInputShard(
             index, len(workers), self._num_parts if sync else None
         )
-        self.home = self.servers = ServerHome(self, self.session, variable_partitioner)
+        self.home = self.servers = ServerHome(
+            self, self.session, variable_partitioner, self._num_parts
+        )
         self.session.join()
         self._agree_on_random_state()
 
@@ -164,23 +166,18 @@ class ParameterServerStrategy(Strategy):
         return self.group.num_replicas * self._num_parts
 
     @property
-    def num_parts(self) -> int:
-        """Parts of a synchronous step; 1 where workers train asynchronously."""
-        return self._num_parts
-
-    @property
     def is_chief(self) -> bool:
         """Whether this worker does what is done once for all, such as exporting."""
         return self.session is None or self.session.is_chief
 
     @property
     def steps_applied(self) -> int:
-        """Steps of this worker whose updates are made."""
+        """Number of this worker's steps whose updates are applied."""
         return 0 if self.session is None else self.servers.steps_applied
 
     @property
     def row_source(self) -> RemoteTables | None:
-        """Where `rx.layers.Embedding` has its rows; None: in the layer."""
+        """The client of the servers' tables, for `rx.layers.Embedding`; None without."""
         return None if self.session is None else self.servers.rows
 
     def _agree_on_random_state(self) -> None:
