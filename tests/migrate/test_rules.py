@@ -22,6 +22,30 @@ def lines(source: str) -> tuple[str, list[str]]:
             "print(f\"{keras.ops.cast(x, 'float32')}\")",
         ),
         ("x = tf.add_n(model.losses)", "x = sum(model.losses)"),
+        ("x = 1 - tf.linalg.band_part(m, -1, 0)", "x = 1 - keras.ops.tril(m)"),
+        ("x = tf.linalg.band_part(m, 0, -1)", "x = keras.ops.triu(m)"),
+        (
+            "x = tf.linalg.band_part(m, 2, 1)",
+            "x = keras.ops.tril(keras.ops.triu(m, k=-2), k=1)",
+        ),
+        (
+            "SIZE = (3, 4)\nx = tf.reshape(tf.maximum(*SIZE), s)",
+            "keras.ops.maximum(SIZE[0], SIZE[1])",
+        ),
+        ("def f(x, a=tf.identity): pass", "a=keras.activations.linear"),
+        (
+            "class M(tf.keras.Model):\n    def __init__(self):\n"
+            "        super().__init__(self)",
+            "        super().__init__()",
+        ),
+        (
+            "rnn = tf.keras.layers.GRU(3)\ns = rnn.get_initial_state(x)",
+            "rnn.get_initial_state(batch_size=keras.ops.shape(x)[0])",
+        ),
+        (
+            "class MyModel(tf.keras.Model):\n    pass\nm = MyModel(vocabulary, 2)",
+            "m = MyModel(vocabulary, 2)",
+        ),
         (
             "log = tf.get_logger()\nlog.info('a')",
             'log = logging.getLogger(name="replicax")',
@@ -251,11 +275,14 @@ def test_minimize_with_what_a_tape_cannot_be_given_is_left(
     assert f"o.minimize({arguments})" in text
 
 
-def test_a_step_of_keras_without_a_strategy_is_left() -> None:
+def test_a_step_of_keras_without_a_strategy_gets_the_default_or_is_left() -> None:
     step = STEP_OF_KERAS.replace(
         'with tf.distribute.OneDeviceStrategy("cpu:0").scope():', "if 1:"
     )
-    _, left = lines(step)
+    text, left = lines(step)
+    assert left == []
+    exec(text, {})
+    _, left = lines(step.replace("model.compile", "for _ in x: model.compile"))
     assert ["passes train_step other arguments" in each for each in left] == [True]
     assert lines(step.replace("model.fit", "run"))[1] == []
     _, left = lines(

@@ -79,11 +79,27 @@ def ported(script: Script, node: Call, updated: Call, path: str) -> Expression:
         result = rule(script, node, updated, path)
     else:
         table = HOST_OPERATORS if on_host else DEVICE_OPERATORS
+        updated = _without_stars(script, node, updated)
         result = remade(script, updated, table[path], path)
     result = with_float_rate(script, node, result, path)
     if (note := find_note(path)) and not on_host:
         script.note(node, f"tf.{path}: {note}")
     return result
+
+
+def _without_stars(script: Script, node: Call, updated: Call) -> Call:
+    """A call with `*SIZE` written out as `SIZE[0], SIZE[1]`, where it is in sight."""
+    args: list[cst.Arg] = []
+    for old, new in zip(node.args, updated.args, strict=False):
+        shown = script.flow.value(old.value) if old.star == "*" else None
+        if isinstance(shown, cst.Tuple | cst.List):
+            name, number = script.code(new.value), len(shown.elements)
+            texts = (f"{name}[{i}]" for i in range(number))
+            args += [cst.Arg(cst.parse_expression(text)) for text in texts]
+        else:
+            args.append(new)
+    has_all = len(node.args) == len(updated.args)
+    return with_args(updated, args) if has_all else updated
 
 
 def _with_arrays(script: Script, node: Call, updated: Call) -> Call:
@@ -192,6 +208,24 @@ def _matmul(script: Script, node: Call, updated: Call, path: str) -> Expression:
         args.append(renamed(arg, old) if arg.keyword else arg)
     func = script.expression("keras.ops.matmul")
     return updated.with_changes(func=func, args=without(updated.args, args))
+
+
+def _band(script: Script, node: Call, updated: Call, path: str) -> Expression:
+    """`tf.linalg.band_part(x, -1, 0)` as `keras.ops.tril(x)`; -1 is all of a side."""
+    made = first(updated, "input", path)
+    for i, (name, target) in enumerate((("lower", "triu"), ("upper", "tril")), 1):
+        arg = argument(updated.args, i, f"num_{name}")
+        text = script.code(arg.value) if arg else ""
+        if not text.removeprefix("-").isdigit():
+            raise Unported(f"tf.{path} stays: its num_{name} is no number in sight")
+        if text != "-1":
+            made = call_of(script.expression(f"keras.ops.{target}"), made)
+            k = f"-{text}" if name == "lower" else text
+            if text != "0":
+                made = made.with_changes(
+                    args=[*made.args, keyword("k", cst.parse_expression(k))]
+                )
+    return made
 
 
 def _squared_difference(
@@ -433,6 +467,7 @@ _RULES: dict[str, Rule] = {
     "Variable": _variable,
     "matmul": _matmul,
     "linalg.matmul": _matmul,
+    "linalg.band_part": _band,
     "squared_difference": _squared_difference,
     "math.squared_difference": _squared_difference,
     **dict.fromkeys(

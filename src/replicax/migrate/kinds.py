@@ -66,7 +66,8 @@ def is_kind(script: Script, node: cst.BaseExpression, kind: str) -> bool:
     """
     found = kind_of(script, node)
     if found is None and kind in _NAMED and isinstance(node, cst.Name | cst.Attribute):
-        return script.code(node).lower().endswith(kind)
+        name = script.code(node)
+        return name.lower().endswith(kind) and not classes(script, name)
     return found == kind
 
 

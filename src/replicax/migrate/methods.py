@@ -22,7 +22,7 @@ from replicax.migrate.files import (
     report_path,
 )
 from replicax.migrate.kinds import is_kind
-from replicax.migrate.names import method_of, root_of
+from replicax.migrate.names import is_name, method_of, root_of
 from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.tables import LEFT_METHODS, RENAMED_METHODS
 from replicax.migrate.tracing import makes_spec
@@ -319,6 +319,29 @@ def _unscaled(script: Script, node: Call, updated: Call, func: Attribute) -> Exp
     return gradients.value
 
 
+def _initial_state(
+    script: Script, node: Call, updated: Call, func: Attribute
+) -> Expression:
+    """`rnn.get_initial_state(x)`, which takes the number of examples in Keras 3."""
+    inputs = argument(updated.args, 0, "inputs")
+    if inputs is None or len(updated.args) > 1 or script.functions(func.attr.value):
+        return updated
+    shape = call_of(script.expression("keras.ops.shape"), inputs.value)
+    index = cst.SubscriptElement(cst.Index(cst.Integer("0")))
+    return updated.with_changes(
+        args=[keyword("batch_size", cst.Subscript(shape, [index]))]
+    )
+
+
+def _constructor(
+    script: Script, node: Call, updated: Call, func: Attribute
+) -> Expression:
+    """`super().__init__()` for `super().__init__(self)`, which Keras 3 refuses."""
+    is_super = isinstance(func.value, cst.Call) and is_name(func.value.func, "super")
+    has_self = len(updated.args) == 1 and is_name(updated.args[0].value, "self")
+    return updated.with_changes(args=[]) if is_super and has_self else updated
+
+
 def _update_state(
     script: Script, node: Call, updated: Call, func: Attribute
 ) -> Expression:
@@ -373,7 +396,9 @@ _METHODS: dict[str, _Rule] = {
     "add_weight": _add_weight,
     "add_variable": _add_weight,
     "adapt": _adapt,
+    "get_initial_state": _initial_state,
     "get_unscaled_gradients": _unscaled,
+    "__init__": _constructor,
     "update_state": _update_state,
     "reset_states": members.reset,
     "update": members.updated_logs,

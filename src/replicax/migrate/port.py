@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import libcst as cst
 
+from replicax.migrate.eager import plan_eager_steps, plan_models
 from replicax.migrate.files import plan_files
 from replicax.migrate.host_calls import plan_lookups
 from replicax.migrate.imports import find_retained, ported_imports, uses_tensorflow
@@ -28,7 +29,6 @@ from replicax.migrate.tracing import (
     find_traced,
     plan_randomness,
     report_branches,
-    report_steps,
 )
 from replicax.migrate.training import plan_training
 
@@ -82,6 +82,7 @@ def port(source: bytes) -> Ported:
     script = Script(cst.parse_module(_mark_alignment(module.code), aligned))
     find_retained(script)
     find_traced(script)
+    plan_eager_steps(script)
     plan_servers(script)
     plan_pipelines(script)
     plan_lookups(script)
@@ -95,7 +96,7 @@ def port(source: bytes) -> Ported:
     plan_files(script)
     _report_backend(script)
     report_branches(script)
-    report_steps(script)
+    plan_models(script)
     plan_layer_calls(script)
     report_functional(script)
     changed = script.module.visit(Rewriter(script))

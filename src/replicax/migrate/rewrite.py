@@ -72,7 +72,9 @@ class Rewriter(cst.CSTTransformer):
             if lines:
                 first, *others = [cst.parse_statement(line) for line in lines]
                 first = first.with_changes(leading_lines=nodes[0].leading_lines)
-                nodes[0] = nodes[0].with_changes(leading_lines=())
+                blank = [n for n in nodes[0].leading_lines if not n.comment]
+                is_code = isinstance(nodes[0], cst.SimpleStatementLine)
+                nodes[0] = nodes[0].with_changes(leading_lines=() if is_code else blank)
                 nodes[:0] = [first, *others]
             lost = lost_comments(original, nodes)
             lines = [*nodes[0].leading_lines, *lost]

@@ -1,25 +1,26 @@
 """Compiled steps: which functions a strategy traces, and what it refuses in them."""
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
 
 import libcst as cst
 
 from replicax.migrate.kinds import is_class_of
 from replicax.migrate.names import dotted, method_of, root_of
-from replicax.migrate.origins import with_bases
 from replicax.migrate.script import Replacement, Script, walk
 from replicax.migrate.tables import DEVICE_OPERATORS
 
 __all__ = [
     "RANDOM",
     "called_functions",
+    "class_of",
     "find_traced",
     "is_graph_decorator",
     "is_traced",
     "makes_spec",
     "plan_randomness",
     "report_branches",
-    "report_steps",
+    "trace",
 ]
 
 _RUN = frozenset(
@@ -60,7 +61,12 @@ def find_traced(script: Script) -> None:
     Also methods of models and layers that `fit` compiles, and model functions of
     estimators.
     """
-    pending = [*_run_by_strategies(script), *_compiled_methods(script)]
+    trace(script, [*_run_by_strategies(script), *_compiled_methods(script)])
+
+
+def trace(script: Script, functions: Iterable[cst.CSTNode]) -> None:
+    """Note that functions are compiled, and those that they call."""
+    pending = [*functions]
     while pending:
         function = pending.pop()
         if function not in script.traced_functions:
@@ -76,7 +82,7 @@ def called_functions(script: Script, function: cst.CSTNode) -> Iterator[cst.CSTN
                 yield from script.functions(node.func.value)
             elif isinstance(node.func, cst.Attribute):
                 for found in script.functions(node.func.attr.value):
-                    if isinstance(_class_of(script, found), cst.ClassDef):
+                    if isinstance(class_of(script, found), cst.ClassDef):
                         yield found
 
 
@@ -107,13 +113,14 @@ def _functions_of(script: Script, node: cst.BaseExpression) -> Iterator[cst.CSTN
 def _compiled_methods(script: Script) -> Iterator[cst.CSTNode]:
     for node in walk(script.module):
         if isinstance(node, cst.FunctionDef):
-            in_class = isinstance(_class_of(script, node), cst.ClassDef)
+            in_class = isinstance(class_of(script, node), cst.ClassDef)
             is_step = in_class and node.name.value in _METHODS
             if is_step or makes_spec(script, node):
                 yield node
 
 
-def _class_of(script: Script, node: cst.FunctionDef) -> cst.CSTNode | None:
+def class_of(script: Script, node: cst.FunctionDef) -> cst.CSTNode | None:
+    """What a function is directly in, a class if it is a method."""
     block = script.parent(node)
     return script.parent(block) if block else None
 
@@ -151,7 +158,10 @@ def plan_randomness(script: Script) -> None:
                 script.generators[node] = f"self.{_GENERATOR}"
                 continue
             visible = {script.module, *script.parents(node)}
-            for block in _scopes(script):
+            scopes = list(_scopes(script))
+            if not scopes and (function := script.function_of(node)) is not None:
+                _insert_generator(script, node, function)
+            for block in scopes:
                 if (script.function_of(block) or script.module) in visible:
                     name = _free_name(script)
                     script.generators[node] = name
@@ -167,7 +177,7 @@ _GENERATOR = "seed_generator"
 def _layer_around(script: Script, node: cst.CSTNode) -> cst.ClassDef | None:
     """The class of layers or models of which a node is in a method."""
     function = script.function_of(node)
-    owner = _class_of(script, function) if function is not None else None
+    owner = class_of(script, function) if function is not None else None
     if not isinstance(owner, cst.ClassDef) or function is None:
         return None
     has_self = [p.name.value for p in function.params.params[:1]] == ["self"]
@@ -226,6 +236,19 @@ def _below(text: str, updated: cst.FunctionDef) -> Replacement:
 _BLANK = cst.EmptyLine(indent=False)
 
 
+def _insert_generator(
+    script: Script, node: cst.Call, function: cst.FunctionDef
+) -> None:
+    """Plan a generator above a function, for steps of the default strategy."""
+    around = [n for n in script.parents(node) if isinstance(n, cst.FunctionDef)]
+    name = _free_name(script)
+    made = f"{name} = {script.code(script.expression('keras.random.SeedGenerator'))}"
+    if len(around) == 1 and script.parent(function) is script.module:
+        script.generators[node] = name
+        if f"{made}(seed=0)" not in itertools.chain(*script.inserted.values()):
+            script.inserted[function] = [f"{made}(seed=0)"]
+
+
 def _free_name(script: Script) -> str:
     return f"{_GENERATOR}_" if script.names.is_bound(_GENERATOR) else _GENERATOR
 
@@ -237,46 +260,6 @@ def _scopes(script: Script) -> Iterator[cst.CSTNode]:
             continue
         if isinstance(node.body, cst.IndentedBlock):
             yield node.body
-
-
-_NO_STRATEGY = (
-    "on JAX, Keras 3 passes {} other arguments; only models of a strategy get (data): "
-    "make the model and call compile in `with rx.get_strategy().scope():`"
-)
-
-
-def report_steps(script: Script) -> None:
-    """Report steps of models that a script trains without a strategy's scope."""
-    methods = {method_of(call) for call in script.calls}
-    if "scope" in methods:
-        return
-    for name, callers in _STEPS.items():
-        for function in script.functions(name) if methods & callers else ():
-            owner = _class_of(script, function)
-            if isinstance(owner, cst.ClassDef) and _may_be_model(script, owner):
-                script.leave(function.name, _NO_STRATEGY.format(name))
-
-
-_FITS = frozenset(["fit", "fit_generator"])
-_STEPS = {
-    "train_step": _FITS,
-    "test_step": _FITS | {"evaluate", "evaluate_generator"},
-    "predict_step": frozenset(["predict", "predict_generator"]),
-}
-"""Steps of a model, and the methods that call them."""
-
-
-def _may_be_model(script: Script, owner: cst.ClassDef) -> bool:
-    """Whether a class is one of models, or has a base that is not in sight."""
-    if is_class_of(script, owner, ("model",)):
-        return True
-    seen = with_bases(script, owner)
-    named = {each.name.value for each in seen} | {"object", "ABC", "Protocol"}
-    return any(
-        script.code(base.value) not in named and not script.names.path(base.value)
-        for each in seen
-        for base in each.bases
-    )
 
 
 _REASON = (

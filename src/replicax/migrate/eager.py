@@ -1,0 +1,177 @@
+"""Steps that no strategy runs in the original: those of the default strategy here.
+
+Calls of a `@tf.function` with a tape become `rx.get_strategy().run(f, args=...)`, and a
+model with a step of its own is made and compiled in the default strategy's scope.
+"""
+
+from collections.abc import Callable, Sequence
+
+import libcst as cst
+
+from replicax.migrate.kinds import is_class_of, kind_of
+from replicax.migrate.names import is_name, method_of
+from replicax.migrate.origins import with_bases
+from replicax.migrate.script import Expression, Replacement, Script, Statement, walk
+from replicax.migrate.tracing import class_of, is_graph_decorator, is_traced, trace
+
+__all__ = ["plan_eager_steps", "plan_models"]
+
+_OBJECTS = ("model", "layer", "optimizer", "callback")
+"""Kinds of arguments that `run` does not take: they are no arrays."""
+_NO_STRATEGY = (
+    "on JAX, Keras 3 passes {} other arguments; only models of a strategy get (data): "
+    "make the model and call compile in `with rx.get_strategy().scope():`"
+)
+_FITS = frozenset(["fit", "fit_generator"])
+_STEPS = {
+    "train_step": _FITS,
+    "test_step": _FITS | {"evaluate", "evaluate_generator"},
+    "predict_step": frozenset(["predict", "predict_generator"]),
+}
+"""Steps of a model, and the methods that call them."""
+
+
+def plan_eager_steps(script: Script) -> None:
+    """Plan the calls of functions with a tape that `tf.function` compiles."""
+    if _has_scope(script):
+        return
+    for function in [n for n in walk(script.module) if isinstance(n, cst.FunctionDef)]:
+        decorated = any(is_graph_decorator(script, d) for d in function.decorators)
+        tapes = [n for n in walk(function) if script.called(n) == "GradientTape"]
+        calls = _calls_of(script, function) if decorated and tapes else None
+        if calls and not is_traced(script, tapes[0]):
+            trace(script, [function])
+            for call in calls:
+                script.replacements[call] = _run(script, call)
+
+
+def _has_scope(script: Script) -> bool:
+    return any(method_of(call) == "scope" for call in script.calls)
+
+
+def _calls_of(script: Script, function: cst.FunctionDef) -> list[cst.Call] | None:
+    """The calls of a function; None if it has other uses, or gets no arrays."""
+    name = function.name.value
+    owner = class_of(script, function)
+    if isinstance(owner, cst.ClassDef) and is_class_of(script, owner, _OBJECTS):
+        return None
+    uses = [
+        n for n in walk(script.module) if is_name(n, name) and n is not function.name
+    ]
+    if isinstance(owner, cst.ClassDef):
+        parents = [script.parent(use) for use in uses]
+        uses = [p for p in parents if isinstance(p, cst.Attribute)]
+    calls = [script.parent(use) for use in uses]
+    found = [
+        call
+        for use, call in zip(uses, calls, strict=True)
+        if isinstance(call, cst.Call) and call.func is use and _takes(script, call)
+    ]
+    is_single = len(script.functions(name)) == 1 and len(found) == len(calls)
+    return found if is_single else None
+
+
+def _takes(script: Script, call: cst.Call) -> bool:
+    """Whether `run` takes the arguments of a call."""
+    return not is_traced(script, call) and not any(
+        arg.star
+        or isinstance(arg.value, cst.BaseString | cst.Lambda)
+        or kind_of(script, arg.value) in _OBJECTS
+        for arg in call.args
+    )
+
+
+def _run(script: Script, call: cst.Call) -> Callable[[cst.Call], Expression]:
+    """A call in the default strategy; what it gives is one replica's."""
+    is_alone = isinstance(script.parent(call), cst.Expr)
+
+    def replacement(updated: cst.Call) -> Expression:
+        strategy = script.code(script.expression("rx.get_strategy"))
+        given = [script.code(a.value) for a in updated.args if not a.keyword]
+        args = f", args=({', '.join(given)}{',' * (len(given) == 1)})" if given else ""
+        pairs = [
+            f"{script.string(a.keyword.value).value}: {script.code(a.value)}"
+            for a in updated.args
+            if a.keyword
+        ]
+        args += f", kwargs={{{', '.join(pairs)}}}" if pairs else ""
+        text = f"{strategy}().run({script.code(updated.func)}{args})"
+        if not is_alone:
+            total = script.string("sum").value
+            text = f"{strategy}().reduce({total}, {text}, axis=None)"
+        return cst.parse_expression(text)
+
+    return replacement
+
+
+def plan_models(script: Script) -> None:
+    """Put models with a step of their own, and `compile`, into a scope; else report."""
+    methods = {method_of(call) for call in script.calls}
+    if _has_scope(script):
+        return
+    for name, callers in _STEPS.items():
+        for function in script.functions(name) if methods & callers else ():
+            owner = class_of(script, function)
+            if not isinstance(owner, cst.ClassDef) or not _may_be_model(script, owner):
+                continue
+            lines = _compiled_lines(script, owner)
+            if lines is None:
+                script.leave(function.name, _NO_STRATEGY.format(name))
+            elif lines[0] not in script.replacements:
+                _wrap(script, lines)
+
+
+def _may_be_model(script: Script, owner: cst.ClassDef) -> bool:
+    """Whether a class is one of models, or has a base that is not in sight."""
+    if is_class_of(script, owner, ("model",)):
+        return True
+    seen = with_bases(script, owner)
+    named = {each.name.value for each in seen} | {"object", "ABC", "Protocol"}
+    return any(
+        script.code(base.value) not in named and not script.names.path(base.value)
+        for each in seen
+        for base in each.bases
+    )
+
+
+def _compiled_lines(
+    script: Script, owner: cst.ClassDef
+) -> Sequence[cst.CSTNode] | None:
+    """The lines from the one that makes a class's only model to `compile`."""
+    made = [c for c in script.calls if is_name(c.func, owner.name.value)]
+    compiled = [c for c in script.calls if method_of(c) == "compile"]
+    bound = script.parent(made[0]) if len(made) == 1 else None
+    if not isinstance(bound, cst.Assign) or len(bound.targets) != 1:
+        return None
+    name = script.code(bound.targets[0].target)
+    compiled = [c for c in compiled if script.code(c.func) == f"{name}.compile"]
+    first = script.statement_of(bound)
+    block = script.parent(first)
+    lines = block.body if isinstance(block, cst.IndentedBlock | cst.Module) else ()
+    last = script.statement_of(compiled[0]) if len(compiled) == 1 else None
+    if last not in lines or first not in lines:
+        return None
+    found = lines[lines.index(first) : lines.index(last) + 1]
+    is_plain = all(isinstance(line, cst.SimpleStatementLine) for line in found)
+    return found if found and is_plain else None
+
+
+def _wrap(script: Script, lines: Sequence[cst.CSTNode]) -> None:
+    """Plan that lines stand in the scope of the default strategy."""
+    *others, last = lines
+    for line in others:
+        script.move(line)
+
+    def replacement(updated: Statement) -> Replacement:
+        body = [script.moved[line] for line in others]
+        first, *rest = [*body, updated]
+        scope = script.code(script.expression("rx.get_strategy"))
+        item = cst.parse_expression(f"{scope}().scope()")
+        inside = [first.with_changes(leading_lines=()), *rest]
+        return cst.With(
+            items=[cst.WithItem(item)],
+            body=cst.IndentedBlock(inside),
+            leading_lines=first.leading_lines,
+        )
+
+    script.replacements[last] = replacement

@@ -1,0 +1,91 @@
+"""Steps that TensorFlow compiles without a strategy: the default one runs them."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.migrate.porting import ported
+
+STEP = """\
+import tensorflow as tf
+model = tf.keras.Sequential([tf.keras.Input((2,)), tf.keras.layers.Dense(1)])
+opt = tf.keras.optimizers.SGD(0.1)
+@tf.function
+def train_step(x, y, scale=1.0):
+    with tf.GradientTape() as tape:
+        predicted = model(x)
+        loss = tf.reduce_mean((predicted - y) ** 2) * scale
+    grads = tape.gradient(loss, model.trainable_variables)
+    opt.apply_gradients(zip(grads, model.trainable_variables))
+    return loss, predicted
+"""
+RUN = "rx.get_strategy().run(train_step, args=(x, y)"
+
+
+def test_a_compiled_step_is_run_and_gives_arrays() -> None:
+    text, left = ported(
+        f"{STEP}loss, p = train_step(x, y)\ntrain_step(x, y, scale=2.0)"
+    )
+    assert left == []
+    assert f'= rx.get_strategy().reduce("sum", {RUN}), axis=None)' in text
+    assert f'\n{RUN}, kwargs={{"scale": 2.0}})' in text
+    names: dict[str, Any] = {"x": np.ones((4, 2)), "y": np.ones((4, 1))}
+    exec(text, names)
+    assert names["p"].shape == (4, 1)
+    assert float(names["loss"]) == pytest.approx(float(np.mean((names["p"] - 1) ** 2)))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "train_step(model, y)",  # No array.
+        "train_step(*batch)",
+        "step = train_step\nstep(x, y)",
+        "strategy = tf.distribute.MirroredStrategy()\n"
+        "with strategy.scope(): pass\ntrain_step(x, y)",
+    ],
+)
+def test_a_step_with_other_uses_is_left(use: str) -> None:
+    _, left = ported(f"{STEP}{use}")
+    assert any("works in a function that a strategy runs" in why for why in left)
+
+
+def test_a_step_without_a_scope_draws_numbers_of_a_generator_above_it() -> None:
+    step = STEP.replace("model(x)", "model(x + tf.random.normal([2]))")
+    text, left = ported(f"{step}train_step(x, y)")
+    assert left == []
+    generator = "seed_generator = keras.random.SeedGenerator(seed=0)\n"
+    assert f"{generator}def train_step(" in text
+    assert "keras.random.normal([2], seed=seed_generator)" in text
+
+
+MODEL = """\
+import tensorflow as tf
+class M(tf.keras.Model):
+    def train_step(self, data):
+        x, y = data
+        return {"loss": tf.reduce_sum(x)}
+"""
+
+
+def test_a_model_with_a_step_is_made_and_compiled_in_a_scope() -> None:
+    text, left = ported(
+        f"{MODEL}# The model.\nm = M()\nn = 2\nm.compile('adam')\nm.fit(x, y, epochs=n)"
+    )
+    assert left == []
+    assert (
+        "# The model.\nwith rx.get_strategy().scope():\n"
+        "    m = M()\n    n = 2\n    m.compile('adam')\nm.fit(x, y, epochs=n)" in text
+    )
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "m = M()\nfor i in range(2):\n    m.compile('adam')\nm.fit(x, y)",
+        "m = M()\nm.compile('adam')\nn = M()\nn.compile('adam')\nm.fit(x, y)",
+    ],
+)
+def test_a_model_whose_lines_are_not_in_sight_is_left(lines: str) -> None:
+    _, (reason,) = ported(f"{MODEL}{lines}")
+    assert "only models of a strategy get (data)" in reason
