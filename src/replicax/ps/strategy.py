@@ -177,7 +177,7 @@ class ParameterServerStrategy(Strategy):
 
     @property
     def row_source(self) -> RemoteTables | None:
-        """The client of the servers' tables, for `rx.layers.Embedding`; None without."""
+        """Client of the servers' tables, for `rx.layers.Embedding`; None without."""
         return None if self.session is None else self.servers.rows
 
     def _agree_on_random_state(self) -> None:
