@@ -181,6 +181,12 @@ def class_weighted(
 
     Raises:
         ValueError: While it is read, if a class has no weight.
+
+    Example:
+        >>> batches = numpy_dataset((np.zeros((3, 2)), np.array([0, 1, 1]))).batch(3)
+        >>> x, y, weights = class_weighted(batches, {0: 1.0, 1: 3.0})[0]
+        >>> weights.tolist()
+        [1.0, 3.0, 3.0]
     """
 
     def weighted(batch: PyTree) -> PyTree:
