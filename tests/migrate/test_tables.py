@@ -108,10 +108,7 @@ def test_targets(path: str, target: str | None) -> None:
     assert target is None or not is_dotted(target) or exists(target)
 
 
-def test_reasons_suggest_what_was_meant() -> None:
-    assert "; there is keras.layers.GlobalAveragePooling2D" in find_reason(
-        "keras.layers.GlobalAveragingPooling2D"
-    )
+def test_reasons_say_what_to_use_instead() -> None:
     assert "keras.layers.RandomFlip" in find_reason("image.flip_left_right")
     assert find_reason("no.such") == "tf.no.such has no counterpart here"
 

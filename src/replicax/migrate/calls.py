@@ -28,8 +28,8 @@ from replicax.migrate.tables import (
     GUARDED_OPERATORS,
     HOST_OPERATORS,
     NO_VARIABLES,
+    NOTES,
     accepted_arguments,
-    find_note,
     find_target,
 )
 from replicax.migrate.tracing import RANDOM, is_traced
@@ -82,7 +82,7 @@ def ported(script: Script, node: Call, updated: Call, path: str) -> Expression:
         updated = _without_stars(script, node, updated)
         result = remade(script, updated, table[path], path)
     result = with_float_rate(script, node, result, path)
-    if (note := find_note(path)) and not on_host:
+    if (note := NOTES.get(path)) and not on_host:
         script.note(node, f"tf.{path}: {note}")
     return result
 

@@ -143,7 +143,7 @@ def plan_in_place(script: Script, function: cst.CSTNode) -> None:
 
 
 def _as_assignment(node: cst.AugAssign) -> cst.Assign:
-    operator = _BINARY[type(node.operator)]()
+    operator = getattr(cst, type(node.operator).__name__.removesuffix("Assign"))()
     value = node.value
     if not isinstance(value, (cst.Name, cst.Attribute, cst.Call, cst.BaseNumber)):
         value = value.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
@@ -152,23 +152,6 @@ def _as_assignment(node: cst.AugAssign) -> cst.Assign:
         value=cst.BinaryOperation(node.target.deep_clone(), operator, value),
         semicolon=node.semicolon,
     )
-
-
-_BINARY: dict[type[cst.BaseAugOp], type[cst.BaseBinaryOp]] = {
-    cst.AddAssign: cst.Add,
-    cst.SubtractAssign: cst.Subtract,
-    cst.MultiplyAssign: cst.Multiply,
-    cst.DivideAssign: cst.Divide,
-    cst.FloorDivideAssign: cst.FloorDivide,
-    cst.ModuloAssign: cst.Modulo,
-    cst.PowerAssign: cst.Power,
-    cst.MatrixMultiplyAssign: cst.MatrixMultiply,
-    cst.BitAndAssign: cst.BitAnd,
-    cst.BitOrAssign: cst.BitOr,
-    cst.BitXorAssign: cst.BitXor,
-    cst.LeftShiftAssign: cst.LeftShift,
-    cst.RightShiftAssign: cst.RightShift,
-}
 
 
 def example_function(

@@ -22,7 +22,7 @@ from replicax.migrate.files import (
     report_path,
 )
 from replicax.migrate.legacy import old_defaults, with_old_reset
-from replicax.migrate.optimizers import config_problem, ported_arguments
+from replicax.migrate.optimizers import ported_arguments
 from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.tables import ARGUMENTS, OPTIMIZERS, READERS, exists, find_target
 
@@ -158,8 +158,6 @@ def problems(script: Script, node: cst.Call, path: str) -> Iterator[str]:
     ):
         yield 'Keras 3 has no reduction="auto": write "sum_over_batch_size"'
     yield from old_defaults(script, node, path)
-    if problem := config_problem(script, node, path):
-        yield problem
     needed = _NEED_VALUES.get(path)
     if needed and not any(is_named(arg, needed) for arg in node.args):
         yield f"{needed} is 1 in TensorFlow 1, 0.05 in Keras 3: write {needed}="

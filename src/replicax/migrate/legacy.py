@@ -162,19 +162,6 @@ def _length(node: cst.BaseExpression) -> cst.BaseExpression | None:
     return None
 
 
-def _mirrored(script: Script, node: Call, updated: Call, path: str) -> Expression:
-    for arg in updated.args:
-        name = arg.keyword.value if arg.keyword else None
-        if name in {"num_gpus", "num_gpus_per_worker", "prefetch_on_device"}:
-            raise Unported(
-                f"{name}= of tf.contrib.distribute stays: pass "
-                'devices=["gpu:0", "gpu:1"] to rx.MirroredStrategy'
-            )
-        if name == "auto_shard_dataset":
-            raise Unported("auto_shard_dataset= stays: see rx.AutoShardPolicy")
-    return updated.with_changes(func=script.expression("rx.MirroredStrategy"))
-
-
 def _summed_metric(name: str) -> _Rule:
     """A rule for `tf.metrics.accuracy` and its like in a model function.
 
@@ -319,6 +306,5 @@ RULES: dict[str, _Rule] = {
     "config.set_logical_device_configuration": _logical_devices,
     "config.experimental.set_virtual_device_configuration": _logical_devices,
     "test.is_gpu_available": _gpu_available,
-    "distribute.MirroredStrategy": _mirrored,
 }
 """By the path of the function."""

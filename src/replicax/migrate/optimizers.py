@@ -1,7 +1,5 @@
 """Ports calls of optimizers' classes, whatever the script calls those."""
 
-from collections.abc import Iterator
-
 import libcst as cst
 from libcst import Call
 
@@ -12,8 +10,6 @@ from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.tables import find_target, kind_of_target
 
 __all__ = [
-    "config_problem",
-    "plan_options",
     "ported_arguments",
     "ported_class_call",
     "with_float_rate",
@@ -24,8 +20,6 @@ _DECAY = (
     "keras.optimizers.schedules.InverseTimeDecay for learning_rate"
 )
 _OLD = ("lr", "decay")
-_CHANGING = ("update", "setdefault", "__setitem__")
-"""Methods that add to a dict."""
 
 
 def ported_arguments(script: Script, node: Call, updated: Call) -> list[cst.Arg]:
@@ -38,12 +32,13 @@ def ported_arguments(script: Script, node: Call, updated: Call) -> list[cst.Arg]
         if arg.star != "**":
             continue
         text = script.code(arg.value)
-        if key := _old_key(script, arg.value):
+        keys = _keys(script, arg.value)
+        if old := sorted({*_OLD} & (keys or set())):
             raise Unported(
-                f"Keras 3 has no argument {key!r} of optimizers, which stands in "
+                f"Keras 3 has no argument {old[0]!r} of optimizers, which stands in "
                 f"`{text}`: write learning_rate, a number or a schedule"
             )
-        if _keys(script, arg.value) is None:
+        if keys is None:
             script.leave(
                 node,
                 "Keras 3 has no lr and no decay of optimizers: see that "
@@ -63,44 +58,6 @@ def ported_arguments(script: Script, node: Call, updated: Call) -> list[cst.Arg]
         else:
             args.append(arg)
     return args
-
-
-def plan_options(script: Script) -> None:
-    """Plan `learning_rate` in dicts with `lr` that only optimizers unpack."""
-    for call in script.calls:
-        if not makes_optimizer(script, call.func):
-            continue
-        for arg in call.args:
-            if arg.star == "**" and _is_only_unpacked(script, arg.value):
-                _plan_keys(script, script.flow.value(arg.value) or arg.value)
-
-
-def _plan_keys(script: Script, node: cst.BaseExpression) -> None:
-    if isinstance(node, cst.Dict):
-        for element in node.elements:
-            if not isinstance(element, cst.DictElement):
-                _plan_keys(script, element.value)
-            elif _text(element.key) == "lr":
-                _plan_key(script, element.key)
-    elif isinstance(node, cst.Call) and is_name(node.func, "dict"):
-        for arg in node.args:
-            if is_named(arg, "lr"):
-                script.replacements[arg] = lambda new: renamed(new, "learning_rate")
-
-
-def _plan_key(script: Script, key: cst.BaseExpression) -> None:
-    script.replacements[key] = lambda new: script.string("learning_rate")
-
-
-def _is_only_unpacked(script: Script, node: cst.BaseExpression) -> bool:
-    """Whether a dict is used for arguments of optimizers, and for nothing else."""
-    for use in _uses(script, node):
-        arg = script.parent(use)
-        call = script.call_with(use)
-        is_unpacked = isinstance(arg, cst.Arg) and arg.star == "**"
-        if not is_unpacked or call is None or not makes_optimizer(script, call.func):
-            return False
-    return True
 
 
 def ported_class_call(script: Script, node: Call, updated: Call) -> Call:
@@ -134,78 +91,24 @@ def _is_named_class(script: Script, node: cst.BaseExpression) -> bool:
     return is_open and is_parameter and "opt" in script.code(node).lower()
 
 
-def config_problem(script: Script, node: Call, path: str) -> str | None:
-    """Why Keras 3 refuses the dict that an optimizer is made from, if it does."""
-    if path not in {"keras.optimizers.get", "keras.optimizers.deserialize"}:
-        return None
-    given = node.args[0].value if node.args else None
-    value = script.flow.value(given) or given if given is not None else None
-    pairs = value.elements if isinstance(value, cst.Dict) else ()
-    for pair in pairs:
-        is_config = isinstance(pair, cst.DictElement) and (
-            script.code(pair.key)[1:-1] == "config"
-        )
-        key = _old_key(script, pair.value) if is_config else None
-        if key is not None:
-            return f"Keras 3 has no {key!r} in the config of an optimizer"
-    return None
-
-
-def _old_key(script: Script, node: cst.BaseExpression) -> str | None:
-    """The old name of an argument in a dict that `**` unpacks, if one is in sight."""
-    keys = _keys(script, node) or ()
-    return next((name for name in _OLD if name in keys), None)
-
-
-def _keys(script: Script, node: cst.BaseExpression) -> list[str] | None:
-    """The keys of a dict as they will be; None if not all of them are in sight."""
+def _keys(script: Script, node: cst.BaseExpression) -> set[str] | None:
+    """The keys of a dict that is unpacked alone; None if not all are in sight."""
+    uses = [u for d in script.flow.reaching(node) for u in script.flow.uses(d)]
+    args = [script.parent(use) for use in uses]
     value = script.flow.value(node) or node
-    pairs: list[tuple[str | None, cst.BaseExpression]] = []
-    if isinstance(value, cst.Dict):
-        for element in value.elements:
-            is_pair = isinstance(element, cst.DictElement)
-            is_planned = is_pair and element.key in script.replacements
-            key = "learning_rate" if is_planned else None
-            if is_pair and not is_planned:
-                key = _text(element.key)
-            pairs.append((key, element.value))
-    elif isinstance(value, cst.Call) and is_name(value.func, "dict"):
-        for arg in value.args:
-            key = arg.keyword.value if arg.keyword else None
-            key = "learning_rate" if arg in script.replacements else key
-            pairs.append((key, arg.value))
-    else:
-        return None
-    keys: list[str] = []
-    for key, inner in pairs:
-        found = [key] if key is not None else _keys(script, inner)
-        if found is None:
-            return None
-        keys += found
-    added = [key for use in _uses(script, node) for key in _added(script, use)]
-    return None if None in added else [*keys, *filter(None, added)]
+    keys: list[str | None] = [None]
+    if isinstance(value, cst.Call) and is_name(value.func, "dict"):
+        keys = [arg.keyword.value if arg.keyword else None for arg in value.args]
+    elif isinstance(value, cst.Dict):
+        pairs = [e.key if isinstance(e, cst.DictElement) else e for e in value.elements]
+        keys = [script.code(key)[1:-1] if _is_text(key) else None for key in pairs]
+    found = {key for key in keys if key is not None}
+    is_alone = all(isinstance(arg, cst.Arg) and arg.star == "**" for arg in args)
+    return found if is_alone and None not in keys else None
 
 
-def _text(node: cst.BaseExpression) -> str | None:
-    is_plain = isinstance(node, cst.SimpleString)
-    return str(node.evaluated_value) if is_plain else None
-
-
-def _uses(script: Script, node: cst.BaseExpression) -> Iterator[cst.CSTNode]:
-    for definition in script.flow.reaching(node):
-        yield from script.flow.uses(definition)
-
-
-def _added(script: Script, use: cst.CSTNode) -> Iterator[str | None]:
-    """The keys that a use of a dict adds to it; None for those that cannot be seen."""
-    parent = script.parent(use)
-    if isinstance(parent, cst.Subscript) and isinstance(
-        script.parent(parent), cst.AssignTarget
-    ):
-        index = parent.slice[0].slice
-        yield _text(index.value) if isinstance(index, cst.Index) else None
-    elif isinstance(parent, cst.Attribute) and parent.attr.value in _CHANGING:
-        yield None
+def _is_text(node: cst.CSTNode) -> bool:
+    return isinstance(node, cst.SimpleString)
 
 
 def with_float_rate(

@@ -18,7 +18,6 @@ from replicax.migrate.imports import find_retained, ported_imports, uses_tensorf
 from replicax.migrate.layer_calls import plan_layer_calls
 from replicax.migrate.logits import plan_logits
 from replicax.migrate.members import report_functional
-from replicax.migrate.optimizers import plan_options
 from replicax.migrate.pipelines import plan_pipelines
 from replicax.migrate.rewrite import Rewriter
 from replicax.migrate.script import MARK, Finding, Script, walk
@@ -92,7 +91,6 @@ def port(source: bytes) -> Ported:
     plan_sessions(script)
     plan_training(script)
     plan_logits(script)
-    plan_options(script)
     plan_files(script)
     _report_backend(script)
     report_branches(script)

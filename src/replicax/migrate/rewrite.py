@@ -23,7 +23,7 @@ from replicax.migrate.script import (
     with_marks,
 )
 from replicax.migrate.statements import lost_comments, remaining_comments
-from replicax.migrate.tables import find_note, find_reason, find_target
+from replicax.migrate.tables import NOTES, find_reason, find_target
 from replicax.migrate.tracing import is_graph_decorator
 
 __all__ = ["Rewriter"]
@@ -150,7 +150,7 @@ class Rewriter(cst.CSTTransformer):
         if f"{path}.".startswith(_VERSIONS) and self._is_compared(node):
             script.leave(node, "compares a version of TensorFlow: remove it")
             return node
-        if note := find_note(path):
+        if note := NOTES.get(path):
             script.note(node, f"tf.{path}: {note}")
         kept = script.retained.get(local)
         if local in script.names.aliases:

@@ -1,6 +1,5 @@
 """Reads the tables of names in `tables.toml`: what `tf.X` is here, or why it stays."""
 
-import difflib
 import functools
 import importlib
 import inspect
@@ -35,7 +34,6 @@ __all__ = [
     "accepted_arguments",
     "call_parameters",
     "exists",
-    "find_note",
     "find_reason",
     "find_target",
     "is_dotted",
@@ -307,34 +305,15 @@ def _by_prefix(path: str) -> str | None:
     return None
 
 
-def find_note(path: str) -> str | None:
-    """What behaves differently in a target, if anything."""
-    return NOTES.get(path)
-
-
 def find_reason(path: str) -> str:
     """Why a path stays as it is, and what to do."""
     parts = path.split(".")
     for n in range(len(parts), 0, -1):
         prefix = ".".join(parts[:n])
         if prefix in _REASONS:
-            suggestion = "" if path in NEED_TENSORFLOW else _suggestion(path)
-            return f"tf.{path} {_predicate(_REASONS[prefix])}{suggestion}"
+            return f"tf.{path} {_predicate(_REASONS[prefix])}"
     return f"tf.{path} has no counterpart here"
 
 
 def _predicate(reason: str) -> str:
     return reason if reason.split()[0] in {"is", "has", "stays"} else f"stays: {reason}"
-
-
-def _suggestion(path: str) -> str:
-    """A name much like the last part of `path`, for those that are misspelt."""
-    prefix, _, name = path.rpartition(".")
-    target = PREFIXES.get(prefix) or (prefix if prefix.startswith("keras") else None)
-    if target is None or not target.startswith("keras") or not exists(target):
-        return ""
-    module = importlib.import_module(ALIASES[target.partition(".")[0]])
-    for part in target.split(".")[1:]:
-        module = getattr(module, part)
-    close = difflib.get_close_matches(name, dir(module), n=1, cutoff=0.9)
-    return f"; there is {target}.{close[0]}" if close else ""
