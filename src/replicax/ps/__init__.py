@@ -34,9 +34,10 @@ machine without clock or threads. Each of its actions is a method where its stat
 (`presence`, `streams`, `closures`), whose annotations are also the limits of a call.
 Who waits asks again, so every wait has its deadline where it waits.
 
-`fit`. All workers go through the data in the same order and train on the batches that
-they hold a ticket for, so each batch is trained on once by whoever was free. At the end
-of an epoch all meet: metrics are summed, and the chief says whether to go on.
+`fit`. All workers go through the data in the same order, and train on the batches that
+they have a ticket for (`leases`). Each batch is trained on once, by whichever worker
+was free. At the end of an epoch all meet: metrics are summed, and the chief says
+whether to go on.
 
 Large embeddings. The rows of `rx.layers.Embedding` come into the program, and their
 gradients out of it, through callbacks, and travel beside the dense groups.

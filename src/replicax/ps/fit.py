@@ -8,8 +8,6 @@ epoch ends for all when its batches are used up.
 import itertools
 import json
 import sys
-import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
@@ -28,7 +26,7 @@ from replicax.keras.adapters import DistributedAdapter, fixed_number_of_batches
 from replicax.keras.batches import BatchIterator, PlacedBatch, place
 from replicax.keras.session import FitSession
 from replicax.keras.steps import steps_of
-from replicax.ps.limits import Ticket, tickets_at_once
+from replicax.ps.leases import StepLeases
 from replicax.ps.worker_input import EpochBatches, own_rows
 
 if TYPE_CHECKING:
@@ -61,19 +59,18 @@ class WorkQueueFit:
         self._name = f"fit {number}"
         self._epoch = 0  # Counted from the first one of this `fit`.
         self._batches = EpochBatches(self._data.adapter, self._data.steps_per_epoch)
-        self._length: int | None = None  # Of an epoch that is over.
         self._stops = False  # Whether anybody stopped in the middle of the epoch.
-        self._ahead: deque[Ticket] = deque()  # Tickets of steps that have not begun.
-        self._pending: deque[Ticket] = deque()  # Those of updates that are under way.
-        self._claimed_at: tuple[float, int] | None = None  # When, and after which step.
-        self._applied = 0
-        self._last_index = 0
         self._is_open = False
-        self._has_begun = False
         self._ready: list[PlacedBatch] = []
         self._source: BatchIterator | None = None  # Of this epoch.
         # A distributed dataset: its batches are this worker's own already.
         self._is_own = isinstance(self._data.adapter, DistributedAdapter)
+        self._leases = StepLeases(
+            strategy,
+            self._name,
+            self._waiting,
+            has_tickets=not (self._is_own and strategy.sync),
+        )
         # Validation is with those of the end of the epoch.
         self._home.keeps_values = True
 
@@ -120,7 +117,7 @@ class WorkQueueFit:
             except StopIteration:
                 break
             did_any = True
-            yield self._last_index, self._last_index
+            yield self._leases.last_index, self._leases.last_index
         if not did_any:
             self._adopt_values()
         self._data.adapter.on_epoch_end()
@@ -163,10 +160,7 @@ class WorkQueueFit:
             if self._is_own and self._strategy.sync:
                 self._make_begun_step()
             # Before this worker's part is finished: no step begins that misses it.
-            self._session.board("end", stream=self._stream)
-            if self._ahead:
-                self._finish([], given_up=list(self._ahead))
-                self._ahead.clear()
+            self._leases.stop()
         with self._waiting():
             self._meet_others()
         return True
@@ -182,7 +176,7 @@ class WorkQueueFit:
         self._home.settle()
 
     def _meet_others(self) -> None:
-        self._finish(self._take_finished())
+        self._leases.finish_applied()
         metrics = self._model.metrics_variables
         size = sum(int(np.prod(v.shape)) for v in metrics)
         if size > _MOST_REPORTED:
@@ -231,7 +225,7 @@ class WorkQueueFit:
     def after_epoch(self) -> None:
         """After the chief's callbacks: all workers learn whether training continues."""
         self._epoch += 1
-        self._batches.end(self._length)
+        self._batches.end(self._leases.length)
         is_chief = self._session.is_chief
         if is_chief:
             self._home.publish()
@@ -279,11 +273,9 @@ class WorkQueueFit:
         if not self._session.is_chief:
             self._home.refresh_values()  # It may have assigned some.
         self._home.begin_epoch(said["versions"])
-        self._applied = self._home.steps_applied
-        self._claimed_at = None
         self._stops = False
         self._data.adapter.on_epoch_begin()
-        self._length = self._open_stream()["length"]
+        self._leases.begin(self._stream, self._open_stream()["length"])
         self._batches.begin(said["iteration"])
 
     def _open_stream(self) -> JSONObject:
@@ -298,12 +290,12 @@ class WorkQueueFit:
             backups=strategy.backup_workers,
         )
 
-    # Tickets.
+    # Batches.
 
     def _claimed(self) -> Iterator[PyTree]:
         """Yield the batches of this epoch that this worker has claimed."""
         while True:
-            ticket = self._claim()
+            ticket = self._leases.claim()
             if ticket is None:
                 return
             index = ticket[0] if isinstance(ticket, list) else ticket
@@ -311,16 +303,14 @@ class WorkQueueFit:
                 # A restarted server gives out again what it has forgotten; data only
                 # goes on. A synchronous step is one that all have made: who has not
                 # cannot have passed it.
-                self._finish([self._pending.pop()])
+                self._leases.finish_last()
                 continue
             try:
                 batch = self._batches.at(index)
             except StopIteration:
-                self._session.board("end", stream=self._stream, length=index)
-                self._pending.pop()
-                self._ahead.clear()  # They are void.
+                self._leases.truncate(index)
                 continue
-            self._last_index = index
+            self._leases.last_index = index
             if isinstance(ticket, list):
                 batch = own_rows(batch, ticket[1], self._home.num_parts)
                 self._home.expect(ticket[1], leading_size(batch, "fit"), index)
@@ -333,7 +323,7 @@ class WorkQueueFit:
             batch = self._of_all(step) if sync else self._of_this_worker()
             if batch is None:
                 return
-            self._last_index = step
+            self._leases.last_index = step
             if sync:
                 size = leading_size(batch, "fit")
                 self._home.expect(self._session.index, size, step)
@@ -341,12 +331,11 @@ class WorkQueueFit:
 
     def _of_this_worker(self) -> PyTree:
         """The next batch of an asynchronous epoch; None at the end."""
-        if self._claim() is None:
+        if self._leases.claim() is None:
             return None
         batch = self._batches.next()
         if batch is None:  # Nobody else has the batches of these tickets.
-            self._finish([self._pending.pop(), *self._ahead])
-            self._ahead.clear()
+            self._leases.finish_unused()
         return batch
 
     def _of_all(self, step: int) -> PyTree:
@@ -356,10 +345,11 @@ class WorkQueueFit:
         no other worker can have begun that step.
         """
         stops = bool(self._model.stop_training)
-        if self._length is not None and step >= self._length:
+        leases = self._leases
+        if leases.length is not None and step >= leases.length:
             return None
         if step and not self._is_made(step, not stops):
-            self._length = step
+            leases.length = step
             return None
         batch = self._batch(step)
         if batch is None:
@@ -368,7 +358,7 @@ class WorkQueueFit:
                 f"{self._epoch}. With sync=True all workers make each step together: "
                 "give each of them data."
             )
-        if stops or (step + 1 != self._length and self._batch(step + 1) is None):
+        if stops or (step + 1 != leases.length and self._batch(step + 1) is None):
             self._is_made(step + 1, False)
         return batch
 
@@ -383,93 +373,6 @@ class WorkQueueFit:
             return self._batches.at(index)
         except StopIteration:
             return None
-
-    def _claim(self) -> Ticket | None:
-        """The next ticket; None at the epoch's end."""
-        pulls_first = self._strategy.max_staleness is not None
-        if not self._ahead and not self._claim_ahead(pulls_first):
-            return None
-        if pulls_first:  # Staleness counts from here.
-            self._home.refresh_values()
-        self._pending.append(self._ahead.popleft())
-        return self._pending[-1]
-
-    def _claim_ahead(self, pulls_first: bool) -> bool:
-        """Prefetch tickets for the next steps; False at the epoch's end."""
-        finished = self._take_finished()
-        count = self._num_ahead()
-        if pulls_first:
-            finished += self._drain()
-
-        def ask() -> JSONObject | None:
-            answer = self._session.once(
-                "claim", stream=self._stream, finished=list(finished), count=count
-            )
-            finished.clear()
-            if "wait" in answer:
-                finished.extend(self._take_finished() or self._drain())
-                return None
-            return answer
-
-        with self._waiting():
-            self._let_chief_begin()
-            answer = self._session.wait(
-                ask,
-                f"a step of {self._stream}",
-                lambda: "workers with unfinished steps",
-            )
-        if self._session.is_chief and not self._has_begun:
-            self._session.board("put", key=f"{self._name} begun", value=True)
-            self._has_begun = True
-        if "over" in answer:
-            self._length = answer["over"]
-            return False
-        self._ahead.extend(answer["indices"])
-        return True
-
-    def _num_ahead(self) -> int:
-        """Number of tickets to prefetch."""
-        if self._strategy.sync or self._strategy.max_staleness is not None:
-            return 1  # Others wait for each of them.
-        now, before = (time.monotonic(), self._home.steps_applied), self._claimed_at
-        self._claimed_at = now
-        if before is None or now[1] == before[1]:
-            return 1
-        left = None if self._length is None else self._length - self._last_index
-        step_seconds = (now[0] - before[0]) / (now[1] - before[1])
-        return tickets_at_once(len(self._session.workers), step_seconds, left)
-
-    def _let_chief_begin(self) -> None:
-        """In synchronous training, wait until the chief has begun the first step.
-
-        It brings the initial values, for which another one would wait with its ticket.
-        """
-        bounded = self._strategy.sync or self._strategy.max_staleness is not None
-        if bounded and not self._session.is_chief and not self._has_begun:
-            self._session.get(f"{self._name} begun", f"the first step of {self._name}")
-            self._has_begun = True
-
-    def _take_finished(self) -> list[Ticket]:
-        """Return, once, the tickets whose updates are applied."""
-        number = self._home.steps_applied - self._applied
-        self._applied += number
-        if self._is_own and self._strategy.sync:
-            return []  # Those steps have no tickets.
-        return [self._pending.popleft() for _ in range(number)]
-
-    def _drain(self) -> list[Ticket]:
-        """Wait for the push in flight."""
-        self._home.settle()
-        return self._take_finished()
-
-    def _finish(self, tickets: list[Ticket], given_up: Sequence[Ticket] = ()) -> None:
-        if tickets or given_up:
-            self._session.once(
-                "finish",
-                stream=self._stream,
-                indices=tickets,
-                given_up=list(given_up),
-            )
 
 
 def _sum_up(

@@ -177,7 +177,7 @@ class ParameterServerStrategy(Strategy):
 
     @property
     def row_source(self) -> RemoteTables | None:
-        """Client of the servers' tables, for `rx.layers.Embedding`; None without."""
+        """The client of tables on the servers, for `rx.layers.Embedding`; or None."""
         return None if self.session is None else self.servers.rows
 
     def _agree_on_random_state(self) -> None:
