@@ -16,10 +16,11 @@ from replicax._util.types import PyTree
 from replicax.checkpoint import latest_checkpoint
 from replicax.checkpoint.evaluation import append_evaluation
 from replicax.engine.consistency import synchronize_random_state
-from replicax.estimator.evaluating import EvalResults, Evaluation, predictions
+from replicax.estimator.evaluating import EvalResults, Evaluation
 from replicax.estimator.exporting import export_model, warn_of_preprocess
 from replicax.estimator.hooks import CheckpointSaverListener, SessionRunHook
 from replicax.estimator.model import EstimatorModel
+from replicax.estimator.predicting import chosen, examples_of, predictions
 from replicax.estimator.receivers import ServingInputReceiver, checked_receiver_fn
 from replicax.estimator.run_config import RunConfig, one_device
 from replicax.estimator.saving import (
@@ -308,10 +309,8 @@ class Estimator:
         self._models.pop(key, None)
         try:
             for batch in predictions(model, source, find_path, every):
-                yield from _yielded(
-                    _chosen(self._postprocess(batch), predict_keys),
-                    yield_single_examples,
-                )
+                found = chosen(self._postprocess(batch), predict_keys)
+                yield from examples_of(found) if yield_single_examples else [found]
         finally:
             self._models[key] = model
         for hook in every:
@@ -462,39 +461,3 @@ def _check_steps(method: str, *numbers: int | None) -> None:
         if number is not None:
             what = f"Estimator.{method}: the number of steps"
             require_count(number, what, 1)
-
-
-def _chosen(batch: PyTree, keys: Sequence[str] | None) -> PyTree:
-    if keys is None:
-        return batch
-    if not isinstance(batch, Mapping):
-        raise ValueError(
-            f"Estimator.predict: predict_keys={list(keys)!r} were given, but the "
-            "predictions are one array and not a dict."
-        )
-    unknown = [key for key in keys if key not in batch]
-    if unknown:
-        raise ValueError(
-            f"Estimator.predict: predict_keys has {unknown}; the predictions are "
-            f"{sorted(batch)}."
-        )
-    return {key: batch[key] for key in keys}
-
-
-def _yielded(batch: PyTree, one_by_one: bool) -> Generator[PyTree]:
-    if not one_by_one:
-        yield batch
-        return
-    arrays = batch.values() if isinstance(batch, Mapping) else [batch]
-    sizes = {x.shape[:1] for x in arrays}
-    if len(sizes) != 1 or sizes == {()}:
-        raise ValueError(
-            "Estimator.predict: predictions differ in their first dimension, the "
-            f"number of examples; got the shapes {[x.shape for x in arrays]}. Give "
-            "yield_single_examples=False for whole batches."
-        )
-    for i in range(next(iter(sizes))[0]):
-        if isinstance(batch, Mapping):
-            yield {name: x[i] for name, x in batch.items()}
-        else:
-            yield batch[i]

@@ -1,8 +1,8 @@
-"""Evaluates an estimator's checkpoint, and predicts with it."""
+"""Evaluates an estimator's checkpoint, and reads earlier evaluations."""
 
 import itertools
 import json
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeAlias
 
@@ -10,14 +10,11 @@ import numpy as np
 
 from replicax._util.types import PyTree
 from replicax.checkpoint.evaluation import METRICS_FILE
-from replicax.estimator.hooks import SessionRunHook
-from replicax.estimator.model import EstimatorModel
 from replicax.estimator.saving import restore_found
 from replicax.estimator.training import Loop
-from replicax.estimator.user_functions import InputPipeline
 from replicax.input.prefetch import DistributedIterator
 
-__all__ = ["EvalResults", "Evaluation", "predictions", "read_eval_metrics"]
+__all__ = ["EvalResults", "Evaluation", "read_eval_metrics"]
 
 EvalResults: TypeAlias = dict[str, PyTree]
 """Results of `evaluate` by metric: Python numbers or NumPy arrays."""
@@ -84,29 +81,3 @@ def read_eval_metrics(eval_dir: str | Path) -> dict[int, EvalResults]:
         del line["checkpoint"], line["time"]
         found[line.pop("global_step")] = line
     return dict(sorted(found.items()))
-
-
-def predictions(
-    model: EstimatorModel,
-    source: InputPipeline,
-    find_path: Callable[[], str],
-    hooks: list[SessionRunHook],
-) -> Generator[PyTree]:
-    """Yield predictions batch by batch, as arrays `[b, ...]` on the host.
-
-    It appends the spec's hooks to `hooks` after their `begin`.
-    """
-    steps = source.steps(model.strategy)
-    try:
-        is_restored = False
-        for (features, labels), _ in steps:
-            if not is_restored:
-                model.build(features, labels)
-                restore_found(model, find_path)
-                for hook in model.spec.hooks():
-                    hook.begin()
-                    hooks.append(hook)
-                is_restored = True
-            yield model.predict(features)
-    finally:
-        steps.close()

@@ -66,8 +66,9 @@ def minimize(
         TypeError: If `optimizer` is no Keras optimizer.
 
     Example:
-        >>> minimize(keras.optimizers.SGD(0.1), loss=0.5).optimizer.name
-        'sgd'
+        >>> op = minimize(keras.optimizers.SGD(0.1), loss=0.5)
+        >>> type(op.optimizer).__name__, op.loss
+        ('SGD', 0.5)
     """
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise TypeError(
