@@ -414,5 +414,9 @@ def test_no_data_at_all_is_an_error() -> None:
         unbuilt = keras.Sequential([keras.layers.Dense(1)])
     with pytest.raises(ValueError, match="no batches"):
         model.fit(Empty(), verbose=0)
+    with pytest.raises(ValueError, match=r"fit: the validation data .* no batches"):
+        model.fit(X, Y, validation_data=Empty(), verbose=0)
+    with pytest.raises(ValueError, match=r"evaluate: the data .* no batches"):
+        model.evaluate(Empty(), verbose=0)
     with pytest.raises(ValueError, match=r"predict: .* no batches"):
         unbuilt.predict(Empty(), verbose=0)

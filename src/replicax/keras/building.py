@@ -119,9 +119,9 @@ def require_compiled(model: keras.Model, name: str) -> None:
         )
 
 
-def without_data(model: keras.Model) -> ValueError:
+def without_data(model: keras.Model, what: str = "data") -> ValueError:
     """Make the error for data without a batch."""
     return ValueError(
-        f"{current_call()}: the data for model {model.name!r} have no batches. Give at "
-        "least one."
+        f"{current_call()}: the {what} for model {model.name!r} have no batches. Give "
+        "at least one."
     )

@@ -278,10 +278,13 @@ def evaluate(
         model.stop_evaluating = False
         callbacks.on_test_begin()
         model.reset_metrics()
-        last: PyTree = {}
-        for results in _executions(model, data, run, callbacks, "test"):
-            last = results
-        logs = trainer.pythonify_logs(_results(model, last))
+        results: list[PyTree] = []
+        for last in _executions(model, data, run, callbacks, "test"):
+            results = [last]
+        if not results:
+            what = "validation data" if is_part_of_fit else "data"
+            raise building.without_data(model, what)
+        logs = trainer.pythonify_logs(_results(model, results[0]))
         callbacks.on_test_end(logs)
     finally:
         if not is_part_of_fit:
