@@ -17,11 +17,10 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from replicax._util.files import caches_folder
+from replicax._util.files import caches_folder, part_of, publish, temporary_folder
 
 __all__ = ["LIBRARY_PATH", "find", "how_to_install", "install", "require_cuda"]
 
@@ -56,18 +55,17 @@ def install(environ: Mapping[str, str] = os.environ) -> Path:
             f"{platform.system()} on {platform.machine()}. Plan on such a machine."
         )
     folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as part:
-        why = _run([*_installer(), part, requirement()], environ)
-        if why is None and not (Path(part) / "libtpu" / "libtpu.so").is_file():
+    own = folder.with_name(f"{folder.name}-{os.getpid()}")
+    with temporary_folder(part_of(own)) as part:
+        why = _run([*_installer(), str(part), requirement()], environ)
+        if why is None and not (part / "libtpu" / "libtpu.so").is_file():
             why = f"{requirement()} holds no libtpu/libtpu.so"
         if why is not None:
             raise ImportError(
                 f"The TPU compiler could not be installed: {why}\n{how_to_install()}"
             )
         if not file.is_file():  # Another process may have been faster.
-            shutil.rmtree(folder, ignore_errors=True)
-            Path(part).rename(folder)
-            Path(part).mkdir()  # For the context, which removes it.
+            publish(part, folder, replace=True)
     return file
 
 
