@@ -70,10 +70,6 @@ def lines(source: str) -> tuple[str, list[str]]:
         ("r = 1\no = tf.keras.optimizers.AdamW(r)", "keras.optimizers.AdamW(float(r))"),
         ("o = tf.train.GradientDescentOptimizer(1)", "keras.optimizers.SGD(1.0)"),
         ("x = tf.keras.layers.GRU(3)", "x = keras.layers.GRU(3)"),
-        (
-            "x = tf.compat.v1.keras.layers.GRU(3, recurrent_activation='sigmoid')",
-            "GRU(3, recurrent_activation='sigmoid', reset_after=False)",
-        ),
         (f"{MODEL}for layer in model.layers:\n    layer.output_shape", "output.shape"),
         (f"{MODEL}print(model.input_shape)", "print(model.input_shape)"),
         (
@@ -132,7 +128,11 @@ def test_what_is_ported(before: str, after: str) -> None:
         ("print(model.metrics_names)", "return_dict=True"),
         ("opt.apply_gradients(g, global_step=s)", "counts optimizer.iterations"),
         ("assert tf.__version__.startswith('2')", "compares a version"),
-        ("x = tf.compat.v1.keras.layers.GRU(3)", "hard_sigmoid in TensorFlow 1"),
+        ("x = tf.compat.v1.keras.layers.LSTM(3)", "hard_sigmoid in TensorFlow 1"),
+        (
+            "x = tf.compat.v1.keras.layers.GRU(3, recurrent_activation='sigmoid')",
+            "reset_after is False",
+        ),
         (
             "k = tf.compat.v1.keras\nx = k.layers.LSTM(3)",
             "hard_sigmoid in TensorFlow 1",

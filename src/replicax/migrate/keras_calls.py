@@ -21,7 +21,7 @@ from replicax.migrate.files import (
     plan_folder,
     report_path,
 )
-from replicax.migrate.legacy import old_defaults, with_old_reset
+from replicax.migrate.legacy import old_defaults
 from replicax.migrate.optimizers import ported_arguments
 from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.tables import ARGUMENTS, OPTIMIZERS, READERS, exists, find_target
@@ -258,17 +258,10 @@ def _loss_scale(script: Script, node: Call, updated: Call, path: str) -> Express
     return updated.with_changes(func=func, args=without(updated.args, kept))
 
 
-def _gru(script: Script, node: Call, updated: Call, path: str) -> Expression:
-    func = _kept_or_target(script, node, path)
-    return with_old_reset(script, node, updated).with_changes(func=func)
-
-
 RULES: dict[str, Callable[[Script, cst.Call, cst.Call, str], cst.BaseExpression]] = {
     **dict.fromkeys(OPTIMIZERS, _optimizer),
     **dict.fromkeys(READERS, _reader),
     "keras.backend.set_value": _set_value,
-    "keras.layers.GRU": _gru,
-    "keras.layers.GRUCell": _gru,
     "keras.mixed_precision.experimental.LossScaleOptimizer": _loss_scale,
     "keras.callbacks.LambdaCallback": _lambda_callback,
     "keras.callbacks.ModelCheckpoint": _model_checkpoint,

@@ -21,7 +21,7 @@ from replicax.migrate.script import Expression, Script, Unported, walk
 from replicax.migrate.tables import GUARDED_OPERATORS, find_target
 from replicax.migrate.tracing import makes_spec
 
-__all__ = ["RULES", "is_of_version_1", "old_defaults", "with_old_reset"]
+__all__ = ["RULES", "is_of_version_1", "old_defaults"]
 
 _Rule = Callable[[Script, cst.Call, cst.Call, str], cst.BaseExpression]
 
@@ -205,15 +205,6 @@ def _summed_metric(name: str) -> _Rule:
     return rule
 
 
-def with_old_reset(script: Script, node: Call, updated: Call) -> Call:
-    """A GRU of TensorFlow 1 as it was: it resets the state before it multiplies it."""
-    is_said = any(is_named(arg, "reset_after") for arg in updated.args)
-    if is_said or not is_of_version_1(script, node):
-        return updated
-    extra = [keyword("reset_after", cst.Name("False"))]
-    return updated.with_changes(args=without(updated.args, updated.args, extra))
-
-
 def old_defaults(script: Script, node: cst.Call, path: str) -> Iterator[str]:
     """Why a layer of TensorFlow 1 or tf.keras would compute something else here."""
     for arg in node.args:
@@ -225,12 +216,13 @@ def old_defaults(script: Script, node: cst.Call, path: str) -> Iterator[str]:
     if path in _HARD_SIGMOID:
         yield _OTHER_SLOPE
     if path in _OLD_RECURRENT and is_of_version_1(script, node):
-        given = argument(node.args, 2, "recurrent_activation")
-        if given is None and not any(arg.star for arg in node.args):
+        if argument(node.args, 2, "recurrent_activation") is None:
             yield (
                 "recurrent_activation is hard_sigmoid in TensorFlow 1, sigmoid in "
                 "Keras 3: write recurrent_activation="
             )
+        if "GRU" in path and not any(is_named(arg, "reset_after") for arg in node.args):
+            yield "reset_after is False in TensorFlow 1: write reset_after="
 
 
 def is_of_version_1(script: Script, node: cst.Call) -> bool:

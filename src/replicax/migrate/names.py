@@ -129,10 +129,6 @@ class Names:
             return (id(assignment.scope), name.value)
         return (0, name.value)
 
-    def global_path(self, text: str) -> str | None:
-        """Where a dotted name in a string is in TensorFlow, at the top level."""
-        return self._imported(self._globals, text) if self._globals else None
-
     def is_bound(self, name: str) -> bool:
         """Whether any scope of the module binds `name`."""
         return any(name in scope for scope in self._all_scopes())

@@ -64,31 +64,14 @@ def ported_class_call(script: Script, node: Call, updated: Call) -> Call:
     """A call of a class that a variable holds: `optimizer_class(lr=0.1)`.
 
     Raises:
-        Unported: If an argument has no counterpart, or if only the name of what is
-            called says that it makes an optimizer.
+        Unported: If an argument has no counterpart.
     """
     is_partial = script.code(node.func) in {"partial", "functools.partial"}
     made = node.args[0].value if is_partial and node.args else node.func
     if makes_optimizer(script, made):
         args = ported_arguments(script, node, updated)
         return with_args(updated, args)
-    old = [a.keyword.value for a in node.args if a.keyword and is_named(a, *_OLD)]
-    if old and _is_named_class(script, node.func):
-        raise Unported(
-            f"{script.code(node.func)} is called with {old[0]}=: if it is a class of "
-            "Keras, write learning_rate=, a number or a schedule"
-        )
     return updated
-
-
-def _is_named_class(script: Script, node: cst.BaseExpression) -> bool:
-    """Whether a parameter's name says that it makes an optimizer: `opt_cls`."""
-    definitions = script.flow.reaching(node)
-    is_open = bool(definitions) and not any(d.values for d in definitions)
-    is_parameter = any(
-        isinstance(script.parent(each.node), cst.Param) for each in definitions
-    )
-    return is_open and is_parameter and "opt" in script.code(node).lower()
 
 
 def _keys(script: Script, node: cst.BaseExpression) -> set[str] | None:

@@ -1,6 +1,6 @@
 """Ports `tf.data` pipelines to Grain, where all their operators have counterparts."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import libcst as cst
 from libcst import Call
@@ -27,7 +27,7 @@ from replicax.migrate.sources import (
     dropped,
     is_endless,
     receiver,
-    source,
+    replacement,
     stream_problem,
     why_not_listed,
 )
@@ -184,11 +184,11 @@ def _plan(script: Script, group: DatasetGroup) -> None:
         script.note(node, f"`{text}` is not made here: taken for a Grain dataset")
     plan_loads(script, group.foreign)
     for node, path in group.sources:
-        if path in KNOWN_SOURCES and KNOWN_SOURCES[path] is not None:
+        if (made_by := KNOWN_SOURCES.get(path)) is not None:
             script.frozen.add(node.func)
             if path == FROM_GENERATOR:  # The others describe what is yielded.
                 script.frozen |= {a for a in node.args if not _is_generator(a, node)}
-            script.replacements[node] = source(script, node, path)
+            script.replacements[node] = replacement(script, node, made_by)
     rules = {**MAPPED, **STREAM_RULES} if group.is_stream else MAPPED
     repeated = {
         call: _repeat_of_examples(script, call)
@@ -203,7 +203,7 @@ def _plan(script: Script, group: DatasetGroup) -> None:
             rule = _shuffle_and_repeat
         elif call in repeated.values():
             rule = dropped("it comes after `shuffle`, which shuffles each epoch")
-        script.replacements[call] = _replacement(script, call, rule)
+        script.replacements[call] = replacement(script, call, rule)
         if name == "map":
             function = argument(call.args, 0, "map_func")
             assert function is not None
@@ -240,19 +240,6 @@ def _note_other_uses(script: Script, function: cst.CSTNode, call: cst.Call) -> N
             f"{script.code(call.args[0].value)} is used in a compiled step too: it is "
             "ported to NumPy, for the pipeline; write another one for the step",
         )
-
-
-def _replacement(
-    script: Script, call: cst.Call, rule: Rule
-) -> Callable[[cst.Call], cst.BaseExpression]:
-    def replacement(updated: cst.Call) -> cst.BaseExpression:
-        try:
-            return rule(script, call, updated)
-        except Unported as why:
-            script.leave(call, why.reason)
-            return updated
-
-    return replacement
 
 
 def _freeze(script: Script, group: DatasetGroup, where: cst.CSTNode, why: str) -> None:

@@ -1,6 +1,5 @@
 """Rewrites a script's syntax tree by the tables and rules of the other modules."""
 
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -323,20 +322,6 @@ class Rewriter(cst.CSTTransformer):
             and len(small.targets) == 1
             and small.targets[0].target.deep_equals(small.value)
         )
-
-    def leave_Annotation(
-        self, original_node: cst.Annotation, updated_node: cst.Annotation
-    ) -> cst.Annotation:
-        """Report names of TensorFlow in the string of an annotation."""
-        text = original_node.annotation
-        if isinstance(text, cst.SimpleString):
-            for name in re.findall(r"[A-Za-z_][\w.]*", str(text.evaluated_value)):
-                if path := self._script.names.global_path(name):
-                    target = find_target(path)
-                    what = f"write {target}" if target else find_reason(path)
-                    reason = f"an annotation in a string names {name}: {what}"
-                    self._script.leave(text, reason)
-        return updated_node
 
     def leave_For(self, original_node: cst.For, updated_node: cst.For) -> Replacement:
         """Take out a loop of which nothing is left."""

@@ -25,7 +25,7 @@ __all__ = [
     "dropped",
     "is_endless",
     "receiver",
-    "source",
+    "replacement",
     "stream_problem",
     "why_not_listed",
 ]
@@ -36,21 +36,19 @@ Rule: TypeAlias = Callable[[Script, cst.Call, cst.Call], cst.BaseExpression]
 _LISTS = ("list", "sorted")
 
 
-def source(
-    script: Script, node: cst.Call, path: str
+def replacement(
+    script: Script, call: cst.Call, rule: "Rule"
 ) -> Callable[[cst.Call], cst.BaseExpression]:
-    """What is made of a call that makes a dataset, once its arguments are ported."""
-    rule = KNOWN_SOURCES[path]
-    assert rule is not None
+    """What is made of a dataset's call by a rule, once its arguments are ported."""
 
-    def replacement(updated: cst.Call) -> cst.BaseExpression:
+    def made(updated: cst.Call) -> cst.BaseExpression:
         try:
-            return rule(script, node, updated)
+            return rule(script, call, updated)
         except Unported as why:
-            script.leave(node, why.reason)
+            script.leave(call, why.reason)
             return updated
 
-    return replacement
+    return made
 
 
 def _slices(script: Script, node: Call, updated: Call) -> Expression:

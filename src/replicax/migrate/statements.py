@@ -78,8 +78,8 @@ def unwrapped(script: Script, node: cst.With, updated: cst.With) -> Replacement:
     return body_in_place(updated)
 
 
-def body_in_place(updated: cst.With) -> Replacement:
-    """The statements of a `with`, without it; comments above it stay above them."""
+def body_in_place(updated: cst.With | cst.Else) -> Replacement:
+    """The statements of a block, without its head; comments above it stay there."""
     body: list[Any] = list(updated.body.body)
     if not isinstance(updated.body, cst.IndentedBlock):
         body = [cst.SimpleStatementLine(body=body)]
@@ -250,12 +250,7 @@ def _without_first_branch(updated: cst.If) -> Replacement:
         return cst.RemoveFromParent()
     if isinstance(rest, cst.If):
         return rest.with_changes(leading_lines=updated.leading_lines)
-    body: list[Any] = list(rest.body.body)
-    if not isinstance(rest.body, cst.IndentedBlock):
-        body = [cst.SimpleStatementLine(body=body)]
-    lines = [*updated.leading_lines, *body[0].leading_lines]
-    body[0] = body[0].with_changes(leading_lines=lines)
-    return cst.FlattenSentinel(body)
+    return body_in_place(rest.with_changes(leading_lines=updated.leading_lines))
 
 
 def plan_settings(script: Script) -> None:

@@ -5,7 +5,7 @@ call of `compute_loss`, and the update of the metric `loss` that Keras 2 made in
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import libcst as cst
 
@@ -255,77 +255,42 @@ def _plan_compiled_loss(script: Script, node: cst.Call) -> None:
     """Plan `compute_loss` and the update of the metric `loss`, for one call.
 
     Raises:
-        Unported: If the call is not sure to run once wherever its line does, or if it
+        Unported: If the call is not a line of its own, or the value of one, or if it
             is given what `compute_loss` cannot be.
     """
     line, function = script.statement_of(node), script.function_of(node)
     assert isinstance(node.func, cst.Attribute)
     model = dotted(node.func.value)
-    if (
-        not isinstance(line, cst.SimpleStatementLine)
-        or len(line.body) != 1
-        or line in script.replacements
-        or function is None
-        or model is None
-        or any(isinstance(p, _NOT_ALWAYS) for p in _inside(script, node, line))
-        or sum(method_of(n) == "compiled_loss" for n in walk(line)) > 1
-    ):
+    small = line.body[0] if isinstance(line, cst.SimpleStatementLine) else None
+    target = small.targets[0].target if isinstance(small, cst.Assign) else None
+    is_whole = isinstance(small, cst.Assign | cst.Expr) and small.value is node
+    is_bound = target is None or isinstance(target, cst.Name)
+    if not (is_whole and is_bound) or line in script.replacements:
+        raise Unported(_BY_HAND)
+    if function is None or model is None:
         raise Unported(_BY_HAND)
     _check_compiled_loss(script, node, model, function)
     used = {n.value for n in walk(function) if isinstance(n, cst.Name)}
     metric = _free_name("loss_metric" if "metric" in used else "metric", used)
-    (small,) = line.body
-    is_whole = isinstance(small, cst.Assign) and small.value is node
-    target = small.targets[0].target if isinstance(small, cst.Assign) else None
-    if is_whole and isinstance(target, cst.Name):
+    name = _free_name("total_loss" if "loss" in used else "loss", used)
+    if isinstance(target, cst.Name):
         name = target.value
-        script.replacements[node] = _compute_loss
-    else:
-        name = _free_name("total_loss" if "loss" in used else "loss", used)
     quote = script.string("loss").value
     update = cst.parse_statement(
         f"for {metric} in {model}.metrics:\n"
         f"    if {metric}.name == {quote}:\n"
         f"        {metric}.update_state({name})"
     )
-    if is_whole and isinstance(target, cst.Name):
-        script.replacements[line] = lambda updated: cst.FlattenSentinel(
-            [updated, update]
-        )
-        return
-    is_alone = isinstance(small, cst.Expr) and small.value is node
-    computed: list[cst.Call] = []
 
-    def take_up(updated: cst.Call) -> cst.BaseExpression:
-        computed.append(_compute_loss(updated))
-        return cst.Name(name)
+    def with_update(updated: cst.SimpleStatementLine) -> Replacement:
+        (now,) = updated.body
+        if isinstance(now, cst.Expr):
+            assigned = cst.Assign([cst.AssignTarget(cst.Name(name))], now.value)
+            updated = updated.with_changes(body=[assigned])
+        return cst.FlattenSentinel([updated, update])
 
-    def put_above(updated: cst.SimpleStatementLine) -> Replacement:
-        assigned = cst.Assign([cst.AssignTarget(cst.Name(name))], computed[0])
-        first = cst.SimpleStatementLine([assigned], updated.leading_lines)
-        rest = [] if is_alone else [updated.with_changes(leading_lines=())]
-        return cst.FlattenSentinel([first, update, *rest])
-
-    script.replacements[node] = take_up
-    script.replacements[line] = put_above
-
-
-_NOT_ALWAYS = (
-    cst.BaseComp,
-    cst.BooleanOperation,
-    cst.Comparison,
-    cst.IfExp,
-    cst.Lambda,
-    cst.NamedExpr,
-)
-"""Expressions whose parts may run never, or more than once, or bind names."""
-
-
-def _inside(
-    script: Script, node: cst.CSTNode, line: cst.CSTNode
-) -> Iterator[cst.CSTNode]:
-    """The nodes around a node up to its line."""
-    return itertools.takewhile(lambda parent: parent is not line, script.parents(node))
+    script.replacements[node] = _compute_loss
+    script.replacements[line] = with_update
 
 
 def _check_compiled_loss(
