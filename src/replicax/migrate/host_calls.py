@@ -144,21 +144,26 @@ def _generator(script: Script, node: cst.Call) -> cst.Arg:
 
 
 _OF_UNIFORM = ("shape", "minval", "maxval", "dtype", "seed", "name")
+_OF_NORMAL = ("shape", "mean", "stddev", "dtype", "seed", "name")
 
 
-def _uniform(script: Script, node: Call, updated: Call, path: str) -> Expression:
-    given = _drawn(updated, _OF_UNIFORM, path)
-    dtype = given.get("dtype", script.string("float32"))
-    low = given.get("minval", cst.Integer("0"))
-    method = "uniform"
-    if _draws_integers(script, node, path):
+def _drawn(script: Script, node: Call, updated: Call, path: str) -> Expression:
+    """`rng.uniform(low, high, shape).astype(dtype)`, or of `normal` and `integers`."""
+    is_uniform = "uniform" in path
+    names = _OF_UNIFORM if is_uniform else _OF_NORMAL
+    given = {k: arg.value for k, arg in bound(updated.args, names).items()}
+    given = {k: value for k, value in given.items() if not is_name(value, "None")}
+    method = "uniform" if is_uniform else "normal"
+    if is_uniform and _draws_integers(script, node, path):
         method = "integers"
-        if "maxval" not in given:
-            raise Unported(
-                f"tf.{path} of integers: its argument 'maxval' was not found"
-            )
-    high = given.get("maxval", cst.Integer("1"))
-    return _numbers(script, node, method, (low, high), given["shape"], dtype)
+    required = ("shape", "maxval") if method == "integers" else ("shape",)
+    for name in required:
+        if name not in given:
+            raise Unported(f"tf.{path}: its argument {name!r} was not found")
+    values = [given.get(names[i + 1], cst.Integer(str(i))) for i in range(2)]
+    drawn = cst.Attribute(_generator(script, node).value, cst.Name(method))
+    dtype = given.get("dtype", script.string("float32"))
+    return _as_type(call_of(drawn, *values, given["shape"]), dtype)
 
 
 def _draws_integers(script: Script, node: Call, path: str) -> bool:
@@ -183,56 +188,19 @@ def _draws_integers(script: Script, node: Call, path: str) -> bool:
     return "int" in str(dtype)
 
 
-def _normal(script: Script, node: Call, updated: Call, path: str) -> Expression:
-    names = ("shape", "mean", "stddev", "dtype", "seed", "name")
-    given = _drawn(updated, names, path)
-    mean = given.get("mean", cst.Integer("0"))
-    deviation = given.get("stddev", cst.Integer("1"))
-    dtype = given.get("dtype", script.string("float32"))
-    return _numbers(script, node, "normal", (mean, deviation), given["shape"], dtype)
-
-
-def _drawn(
-    updated: cst.Call, names: tuple[str, ...], path: str
-) -> dict[str, cst.BaseExpression]:
-    given = {k: arg.value for k, arg in bound(updated.args, names).items()}
-    if "shape" not in given:
-        raise Unported(f"tf.{path}: its argument 'shape' was not found")
-    return {k: value for k, value in given.items() if not is_name(value, "None")}
-
-
-def _numbers(
-    script: Script,
-    node: cst.Call,
-    method: str,
-    values: tuple[Expression, Expression],
-    shape: Expression,
-    dtype: Expression,
-) -> Expression:
-    """`rng.uniform(low, high, shape).astype(dtype)`."""
-    generator = _generator(script, node).value
-    drawn = call_of(cst.Attribute(generator, cst.Name(method)), *values, shape)
-    return _as_type(drawn, dtype)
-
-
 _RANDOM_IMAGES = tuple(
     path
     for path, operator in HOST_OPERATORS.items()
     if operator.target.startswith("rx.input.images.random_")
 )
-RANDOM = (
-    *_RANDOM_IMAGES,
-    *("random.uniform", "random_uniform", "random.normal", "random_normal"),
-)
+_NUMBERS = ("random.uniform", "random_uniform", "random.normal", "random_normal")
+RANDOM = (*_RANDOM_IMAGES, *_NUMBERS)
 """Paths of functions that draw random numbers, and get the example's generator."""
 
 
 RULES: dict[str, Callable[[Script, cst.Call, cst.Call, str], cst.BaseExpression]] = {
     **dict.fromkeys(_RANDOM_IMAGES, _random_image),
-    "random.uniform": _uniform,
-    "random_uniform": _uniform,
-    "random.normal": _normal,
-    "random_normal": _normal,
+    **dict.fromkeys(_NUMBERS, _drawn),
     "cast": _cast,
     "one_hot": _one_hot,
     "constant": _constant,

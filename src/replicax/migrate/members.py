@@ -4,6 +4,7 @@ A functional model of Keras 3 calls its layers with the `training` that it was c
 with itself, so that `base(x, training=False)` is lost in `fit`.
 """
 
+import itertools
 import re
 
 import libcst as cst
@@ -172,37 +173,33 @@ def is_logged_rate(script: Script, node: cst.SimpleString) -> bool:
 
     Or it is the name of the attribute in `hasattr(optimizer, "lr")`.
     """
-    if node.evaluated_value != "lr":
-        return False
-    parent = script.parent(node)
-    if isinstance(parent, cst.Index):
-        element = script.parent(parent)
-        whole = script.parent(element) if element else None
-        return isinstance(whole, cst.Subscript) and _is_logs(script, whole.value)
-    if isinstance(parent, cst.Comparison):
-        is_first = parent.left is node
-        return is_first and _is_logs(script, parent.comparisons[0].comparator)
-    call = script.parent(parent) if parent else None
-    names = {"get", "pop", "setdefault"}
-    if isinstance(parent, cst.DictElement):
-        if parent.key is not node:
-            return False
-        arg = script.parent(call) if call else None
-        parent, call = arg, script.parent(arg) if arg else None
-        names = {"update"}
-    if isinstance(call, cst.Call) and isinstance(call.func, cst.Name):
+    around = script.parents(node) if node.evaluated_value == "lr" else ()
+    for parent in itertools.islice(around, 4):
+        if isinstance(parent, cst.Subscript):
+            return node not in walk(parent.value) and _is_logs(script, parent.value)
+        if isinstance(parent, cst.Comparison):
+            is_first = parent.left is node
+            return is_first and _is_logs(script, parent.comparisons[0].comparator)
+        if isinstance(parent, cst.Call):
+            return _names_rate(script, parent, node)
+    return False
+
+
+def _names_rate(script: Script, call: cst.Call, node: cst.SimpleString) -> bool:
+    """Whether a call asks logs for a key, or an optimizer for an attribute."""
+    values = [arg.value for arg in call.args]
+    if isinstance(call.func, cst.Name):
         is_access = call.func.value in {"hasattr", "getattr", "setattr"}
-        is_second = len(call.args) > 1 and call.args[1] is parent
-        return (
-            is_access and is_second and is_kind(script, call.args[0].value, "optimizer")
-        )
-    return (
-        isinstance(call, cst.Call)
-        and call.args[0] is parent
-        and isinstance(call.func, cst.Attribute)
-        and call.func.attr.value in names
-        and _is_logs(script, call.func.value)
-    )
+        is_second = is_access and node in values[1:2]
+        return is_second and is_kind(script, values[0], "optimizer")
+    keys: list[cst.BaseExpression] = values[:1]
+    if values and isinstance(values[0], cst.Dict) and method_of(call) == "update":
+        pairs = values[0].elements
+        keys = [pair.key for pair in pairs if isinstance(pair, cst.DictElement)]
+    elif method_of(call) not in {"get", "pop", "setdefault"}:
+        return False
+    assert isinstance(call.func, cst.Attribute)
+    return node in keys and _is_logs(script, call.func.value)
 
 
 def _is_logs(script: Script, node: cst.BaseExpression) -> bool:

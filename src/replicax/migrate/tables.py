@@ -152,11 +152,6 @@ _MAKERS = {
     "keras.optimizers.deserialize": "optimizer",
     "keras.optimizers.get": "optimizer",
 }
-_ACTIVATION_NAMES = """
-elu gelu leaky_relu relu relu6 selu sigmoid silu softmax softplus softsign swish
-tanh
-"""
-_ACTIVATIONS = frozenset(_ACTIVATION_NAMES.split())
 
 
 def is_dotted(target: str) -> bool:
@@ -277,17 +272,10 @@ def find_target(path: str) -> str | None:
     if path.removeprefix("dtypes.") in DTYPES:
         return f'"{path.removeprefix("dtypes.")}"'
     if path in DEVICE_OPERATORS:
-        return _function(path)
+        return DEVICE_OPERATORS[path].target
     if path.startswith(("flags.FLAGS.", "app.flags.FLAGS.")):
         return f"absl.flags.{path[path.index('FLAGS') :]}"  # A flag of the script.
     return _by_prefix(path)
-
-
-def _function(path: str) -> str:
-    module, _, name = path.rpartition(".")
-    if module == "nn" and name in _ACTIVATIONS:
-        return f"keras.activations.{name}"
-    return DEVICE_OPERATORS[path].target
 
 
 def _by_prefix(path: str) -> str | None:

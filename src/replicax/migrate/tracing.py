@@ -131,16 +131,9 @@ def makes_spec(script: Script, node: cst.CSTNode) -> bool:
 
 
 RANDOM = [
-    "random.normal",
-    "random_normal",
-    "random.uniform",
-    "random_uniform",
-    "random.truncated_normal",
-    "truncated_normal",
-    "random.categorical",
-    "random.shuffle",
-    "keras.backend.random_normal",
-    "keras.backend.random_uniform",
+    path
+    for path, operator in DEVICE_OPERATORS.items()
+    if operator.target.startswith("keras.random.")
 ]
 """Paths of functions that draw random numbers."""
 
