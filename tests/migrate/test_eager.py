@@ -35,6 +35,22 @@ def test_a_compiled_step_is_run_and_gives_arrays() -> None:
     assert float(names["loss"]) == pytest.approx(float(np.mean((names["p"] - 1) ** 2)))
 
 
+def test_a_step_of_a_class_of_the_script_is_run_as_well() -> None:
+    """It has the name of one that Keras compiles, and is none of Keras'."""
+    step = STEP.partition("@tf.function\n")[2].replace("(x, y,", "(self, x, y,")
+    method = "".join(f"    {line}\n" for line in step.splitlines())
+    text, left = ported(
+        f"{STEP.partition('@')[0]}class Trainer(object):\n"
+        f"    @tf.function\n{method}"
+        "    def fit(self, x, y): return self.train_step(x, y)[0]\n"
+        "loss = Trainer().fit(x, y)"
+    )
+    assert left == []
+    names: dict[str, Any] = {"x": np.ones((4, 2)), "y": np.ones((4, 1))}
+    exec(text, names)
+    assert names["loss"].shape == ()
+
+
 @pytest.mark.parametrize(
     "use",
     [

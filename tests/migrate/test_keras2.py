@@ -48,6 +48,12 @@ def lines(source: str) -> tuple[str, list[str]]:
         ("model.evaluate_generator(g, 3)", "model.evaluate(g, steps=3)"),
         ("model.fit(x, y, nb_epoch=3)", "model.fit(x, y, epochs=3)"),
         ("opt.apply_gradients(g, name='a')", "opt.apply_gradients(g)"),
+        (
+            "class C(tf.keras.callbacks.Callback):\n"
+            "    def __init__(self): self.history = {'lr': []}\n"
+            "c = C()\nprint(c.history['lr'])",
+            "print(c.history['lr'])",
+        ),
         ("print(h.history['lr'])", "print(h.history['learning_rate'])"),
         ("def f(logs): return logs.get('lr', 0)", "logs.get('learning_rate', 0)"),
         ("def f(logs): return 'lr' in logs", "return 'learning_rate' in logs"),

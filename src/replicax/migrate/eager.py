@@ -10,9 +10,14 @@ import libcst as cst
 
 from replicax.migrate.kinds import is_class_of, kind_of
 from replicax.migrate.names import is_name, method_of
-from replicax.migrate.origins import with_bases
 from replicax.migrate.script import Expression, Replacement, Script, Statement, walk
-from replicax.migrate.tracing import class_of, is_graph_decorator, is_traced, trace
+from replicax.migrate.tracing import (
+    class_of,
+    foreign_bases,
+    is_graph_decorator,
+    is_traced,
+    trace,
+)
 
 __all__ = ["plan_eager_steps", "plan_models"]
 
@@ -123,15 +128,8 @@ def plan_models(script: Script) -> None:
 
 def _may_be_model(script: Script, owner: cst.ClassDef) -> bool:
     """Whether a class is one of models, or has a base that is not in sight."""
-    if is_class_of(script, owner, ("model",)):
-        return True
-    seen = with_bases(script, owner)
-    named = {each.name.value for each in seen} | {"object", "ABC", "Protocol"}
-    return any(
-        script.code(base.value) not in named and not script.names.path(base.value)
-        for each in seen
-        for base in each.bases
-    )
+    others = (b for b in foreign_bases(script, owner) if not script.names.path(b))
+    return is_class_of(script, owner, ("model",)) or next(others, None) is not None
 
 
 def _compiled_lines(

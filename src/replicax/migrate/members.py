@@ -209,8 +209,10 @@ def _is_logs(script: Script, node: cst.BaseExpression) -> bool:
     if isinstance(value, cst.Call) and isinstance(value.func, cst.Attribute):
         is_config = value.func.attr.value == "get_config"
         return is_config and is_kind(script, value.func.value, "optimizer")
+    is_own = isinstance(node, cst.Attribute) and bool(definitions(script, node))
     text = script.code(node)
-    return re.fullmatch(r"(?!self\.history$)(.*\.history|logs)", text) is not None
+    is_named = re.fullmatch(r"(?!self\.history$)(.*\.history|logs)", text) is not None
+    return is_named and not is_own
 
 
 def updated_logs(

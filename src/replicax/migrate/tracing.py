@@ -7,6 +7,7 @@ import libcst as cst
 
 from replicax.migrate.kinds import is_class_of
 from replicax.migrate.names import dotted, method_of, root_of
+from replicax.migrate.origins import with_bases
 from replicax.migrate.script import Replacement, Script, walk
 from replicax.migrate.tables import DEVICE_OPERATORS
 
@@ -15,6 +16,7 @@ __all__ = [
     "called_functions",
     "class_of",
     "find_traced",
+    "foreign_bases",
     "is_graph_decorator",
     "is_traced",
     "makes_spec",
@@ -113,10 +115,20 @@ def _functions_of(script: Script, node: cst.BaseExpression) -> Iterator[cst.CSTN
 def _compiled_methods(script: Script) -> Iterator[cst.CSTNode]:
     for node in walk(script.module):
         if isinstance(node, cst.FunctionDef):
-            in_class = isinstance(class_of(script, node), cst.ClassDef)
-            is_step = in_class and node.name.value in _METHODS
-            if is_step or makes_spec(script, node):
+            owner = class_of(script, node)
+            is_keras = isinstance(owner, cst.ClassDef) and bool(
+                node.name.value in _METHODS and foreign_bases(script, owner)
+            )
+            if is_keras or makes_spec(script, node):
                 yield node
+
+
+def foreign_bases(script: Script, owner: cst.ClassDef) -> list[cst.BaseExpression]:
+    """The bases of a class, and of its bases, that the script does not define."""
+    seen = with_bases(script, owner)
+    named = {each.name.value for each in seen} | {"object", "ABC", "Protocol"}
+    found = [base.value for each in seen for base in each.bases]
+    return [base for base in found if script.code(base) not in named]
 
 
 def class_of(script: Script, node: cst.FunctionDef) -> cst.CSTNode | None:
