@@ -4,6 +4,7 @@ import builtins
 import importlib
 import inspect
 import itertools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from replicax.migrate.tables import (
     HOST_OPERATORS,
     NOTES,
     PREFIXES,
+    WRITTEN,
     Operator,
     exists,
     find_reason,
@@ -75,6 +77,14 @@ def test_operators_exist_with_their_parameters(path: str, operator: Operator) ->
     targets = list(operator.parameters.values())
     positional = list(itertools.takewhile(lambda t: t[0] not in "-!*", targets))
     assert positional == signature[: len(positional)]
+
+
+@pytest.mark.parametrize("path", sorted(WRITTEN))
+def test_written_calls_name_what_exists(path: str) -> None:
+    parameters, text = WRITTEN[path]
+    assert set(re.findall(r"{(\w+)}", text)) <= {*parameters}
+    for target in re.findall(r"\b(?:keras|os)(?:\.\w+)+", text):
+        assert found(target) is not None
 
 
 def test_notes_are_about_what_is_ported() -> None:

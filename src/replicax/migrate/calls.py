@@ -1,6 +1,7 @@
 """Rules for calls of TensorFlow's functions."""
 
 import builtins
+import re
 from collections.abc import Callable
 
 import libcst as cst
@@ -9,6 +10,7 @@ from libcst import Call
 from replicax.migrate import host_calls, keras_calls, legacy
 from replicax.migrate.arguments import (
     argument,
+    bound,
     call_of,
     first,
     is_named,
@@ -29,6 +31,7 @@ from replicax.migrate.tables import (
     HOST_OPERATORS,
     NO_VARIABLES,
     NOTES,
+    WRITTEN,
     accepted_arguments,
     find_target,
 )
@@ -228,14 +231,22 @@ def _band(script: Script, node: Call, updated: Call, path: str) -> Expression:
     return made
 
 
-def _squared_difference(
-    script: Script, node: Call, updated: Call, path: str
-) -> Expression:
-    x, y = first(updated, "x", path), argument(updated.args, 1, "y")
-    if y is None:
-        raise Unported(f"tf.{path}: its argument 'y' was not found")
-    difference = call_of(script.expression("keras.ops.subtract"), x, y.value)
-    return call_of(script.expression("keras.ops.square"), difference)
+def _written(script: Script, node: Call, updated: Call, path: str) -> Expression:
+    """A call by its text in the table."""
+    parameters, text = WRITTEN[path]
+    try:
+        given = bound(updated.args, parameters)
+    except Unported as why:
+        raise Unported(f"tf.{path} stays: {why.reason}") from None
+    values = {name: script.code(arg.value) for name, arg in given.items()}
+    if missing := [x for x in re.findall(r"{(\w+)}", text) if x not in values]:
+        raise Unported(f"tf.{path}: its argument {missing[0]!r} was not found")
+    here = re.sub(
+        r"\b(?:keras|os)(?:\.\w+)+",
+        lambda found: script.code(script.expression(found.group())),
+        text,
+    )
+    return cst.parse_expression(here.format(**values))
 
 
 def _windowed(target: str, *names: str) -> Rule:
@@ -322,26 +333,6 @@ def _renaming(target: str) -> Rule:
     return rule
 
 
-def _l2_loss(script: Script, node: Call, updated: Call, path: str) -> Expression:
-    square = call_of(script.expression("keras.ops.square"), first(updated, "t", path))
-    total = call_of(script.expression("keras.ops.sum"), square)
-    half = cst.BinaryOperation(total, cst.Divide(), cst.Integer("2"))
-    parenthesized = not isinstance(
-        script.parent(node), (cst.Assign, cst.Return, cst.Arg, cst.Expr)
-    )
-    if not parenthesized:
-        return half
-    return half.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
-
-
-def _map_fn(script: Script, node: Call, updated: Call, path: str) -> Expression:
-    return remade(script, updated, GUARDED_OPERATORS[path], path)
-
-
-def _add_n(script: Script, node: Call, updated: Call, path: str) -> Expression:
-    return call_of(cst.Name("sum"), first(updated, "inputs", path))
-
-
 def _app_run(script: Script, node: Call, updated: Call, path: str) -> Expression:
     run = script.expression("absl.app.run")
     if updated.args:
@@ -401,11 +392,6 @@ def _clip_by_norm(script: Script, node: Call, updated: Call, path: str) -> Expre
     left, right = [cst.LeftParen()], [cst.RightParen()]
     product = cst.BinaryOperation(value, cst.Multiply(), limit.value)
     return cst.BinaryOperation(product, cst.Divide(), most, lpar=left, rpar=right)
-
-
-def _makedirs(script: Script, node: Call, updated: Call, path: str) -> Expression:
-    made = call_of(script.expression("os.makedirs"), first(updated, "path", path))
-    return made.with_changes(args=[*made.args, keyword("exist_ok", cst.Name("True"))])
 
 
 def _latest(script: Script, node: Call, updated: Call, path: str) -> Expression:
@@ -468,8 +454,6 @@ _RULES: dict[str, Rule] = {
     "matmul": _matmul,
     "linalg.matmul": _matmul,
     "linalg.band_part": _band,
-    "squared_difference": _squared_difference,
-    "math.squared_difference": _squared_difference,
     **dict.fromkeys(
         ("nn.conv2d", "nn.conv1d"),
         _windowed("keras.ops.conv", "input", "filters", "strides"),
@@ -487,15 +471,13 @@ _RULES: dict[str, Rule] = {
     "einsum": _renaming("keras.ops.einsum"),
     "linalg.einsum": _renaming("keras.ops.einsum"),
     "meshgrid": _renaming("keras.ops.meshgrid"),
-    "nn.l2_loss": _l2_loss,
-    "map_fn": _map_fn,
-    "add_n": _add_n,
-    "math.add_n": _add_n,
+    **dict.fromkeys(WRITTEN, _written),
+    "map_fn": lambda script, node, updated, path: remade(
+        script, updated, GUARDED_OPERATORS[path], path
+    ),
     "app.run": _app_run,
     "print": _print,
     "GradientTape": _tape,
-    "io.gfile.makedirs": _makedirs,
-    "gfile.MakeDirs": _makedirs,
     "device": _device,
     "train.latest_checkpoint": _latest,
     "clip_by_norm": _clip_by_norm,

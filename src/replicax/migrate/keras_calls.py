@@ -7,7 +7,6 @@ from libcst import Attribute, Call
 
 from replicax.migrate.arguments import (
     argument,
-    call_of,
     is_named,
     keyword,
     renamed,
@@ -36,11 +35,6 @@ __all__ = [
 ]
 
 _INSTEAD_OF_SAVE = "take it out; `model.export`, which needs TensorFlow, serves models"
-_NEED_VALUES = {
-    "initializers.random_normal": "stddev",
-    "initializers.truncated_normal": "stddev",
-    "initializers.random_uniform": "maxval",
-}
 
 
 def _optimizer(script: Script, node: Call, updated: Call, path: str) -> Expression:
@@ -71,15 +65,6 @@ def _reader(script: Script, node: Call, updated: Call, path: str) -> Expression:
     return updated.with_changes(
         func=func, args=without(updated.args, updated.args, extra)
     )
-
-
-def _set_value(script: Script, node: Call, updated: Call, path: str) -> Expression:
-    variable = argument(updated.args, 0, "x")
-    value = argument(updated.args, 1, "value")
-    if variable is None or value is None:
-        raise Unported("keras.backend.set_value: write variable.assign(value)")
-    method = cst.Attribute(value=variable.value, attr=cst.Name("assign"))
-    return call_of(method, value.value)
 
 
 def compiled(script: Script, node: Call, updated: Call, func: Attribute) -> Call:
@@ -158,9 +143,6 @@ def problems(script: Script, node: cst.Call, path: str) -> Iterator[str]:
     ):
         yield 'Keras 3 has no reduction="auto": write "sum_over_batch_size"'
     yield from old_defaults(script, node, path)
-    needed = _NEED_VALUES.get(path)
-    if needed and not any(is_named(arg, needed) for arg in node.args):
-        yield f"{needed} is 1 in TensorFlow 1, 0.05 in Keras 3: write {needed}="
 
 
 def _makes_lambda(script: Script) -> bool:
@@ -261,7 +243,6 @@ def _loss_scale(script: Script, node: Call, updated: Call, path: str) -> Express
 RULES: dict[str, Callable[[Script, cst.Call, cst.Call, str], cst.BaseExpression]] = {
     **dict.fromkeys(OPTIMIZERS, _optimizer),
     **dict.fromkeys(READERS, _reader),
-    "keras.backend.set_value": _set_value,
     "keras.mixed_precision.experimental.LossScaleOptimizer": _loss_scale,
     "keras.callbacks.LambdaCallback": _lambda_callback,
     "keras.callbacks.ModelCheckpoint": _model_checkpoint,

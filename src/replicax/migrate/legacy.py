@@ -278,8 +278,9 @@ _DECAYS = [
 RULES: dict[str, _Rule] = {
     **dict.fromkeys(_DECAYS, _decay),
     **{
-        f"{name}_initializer": _initializer
+        path: _initializer
         for name in ("random_normal", "random_uniform", "truncated_normal")
+        for path in (f"{name}_initializer", f"initializers.{name}")
     },
     **{f"layers.{name}": _layer for name in _LAYERS},
     **{f"losses.{name}": _loss for name in _LOSSES},

@@ -29,18 +29,15 @@ _NOTE = (
 _LAYERS = {"Activation": 0, "Dense": 1, "Conv2D": None, "Conv1D": None}
 _MODELS = ("keras.Sequential", "keras.Model", "keras.models.Sequential")
 _MODELS = (*_MODELS, "keras.models.Model")
-_LOSSES = {
-    "SparseCategoricalCrossentropy": "softmax",
-    "CategoricalCrossentropy": "softmax",
-    "BinaryCrossentropy": "sigmoid",
-    "sparse_categorical_crossentropy": "softmax",
-    "categorical_crossentropy": "softmax",
-    "binary_crossentropy": "sigmoid",
-}
 _CLASSES = {
     "sparse_categorical_crossentropy": "SparseCategoricalCrossentropy",
     "categorical_crossentropy": "CategoricalCrossentropy",
     "binary_crossentropy": "BinaryCrossentropy",
+}
+_LOSSES = {
+    name: "sigmoid" if "binary" in name.lower() else "softmax"
+    for pair in _CLASSES.items()
+    for name in pair
 }
 _RANKS = (
     "accuracy",

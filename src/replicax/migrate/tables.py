@@ -30,6 +30,7 @@ __all__ = [
     "PREFIXES",
     "READERS",
     "RENAMED_METHODS",
+    "WRITTEN",
     "Operator",
     "accepted_arguments",
     "call_parameters",
@@ -113,6 +114,14 @@ GUARDED_OPERATORS = _operators(_DATA["operators"]["guarded"])
 """What runs on devices, where a rule has looked at the call; other names of it stay."""
 HOST_OPERATORS = _operators(_DATA["operators"]["host"])
 """What runs in an input pipeline: path under `tensorflow` to a function of NumPy."""
+WRITTEN = {
+    name: (parameters.split(), text.strip())
+    for names, parameters, text in (
+        row.split("|") for row in _DATA["operators"]["written"]
+    )
+    for name in names.split()
+}
+"""Calls by their text here: TF's parameters, and the text with `{x}` for them."""
 ARGUMENTS = {name: text.split() for name, text in _texts(_DATA["arguments"]).items()}
 """Arguments of functions of Keras: those of positions, and those that are gone."""
 READERS = [
