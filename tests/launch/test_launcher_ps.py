@@ -558,13 +558,8 @@ def test_a_killed_server_goes_on_from_its_snapshot(tmp_path: Path, server: str) 
     assert error_of(output) < 0.1
     # The table, once and at the end: its servers have what its workers made.
     rows = [line.split() for line in output.splitlines()]
-    counts = {
-        words[0]: int(words[2].replace(",", ""))
-        for words in rows
-        if words[1:2] == ["done"]
-    }
-    # The table has a column for what is lost where something is: a server that was
-    # killed right after a snapshot has lost nothing.
+    counts = {w[0]: int(w[2].replace(",", "")) for w in rows if w[1:2] == ["done"]}
+    # It has a column for what is lost where something is.
     heads = next(words for words in rows if words[:2] == ["task", "state"])
     row = next(words for words in rows if words[:2] == [server, "done"])
     lost = int(row[-1]) if heads[-1] == "lost" else 0
