@@ -149,6 +149,49 @@ def test_frozen_layers(data, same_as_one_device):
     same_as_one_device(work, 4)
 
 
+DEFERRING = {
+    "central storage": lambda: rx.CentralStorageStrategy(["cpu:0", "cpu:1"], "cpu:2"),
+    "fully sharded": lambda: rx.FullyShardedStrategy(["cpu:0", "cpu:1"]),
+    "divided updates": lambda: rx.MirroredStrategy(
+        ["cpu:0", "cpu:1"], shard_update=True
+    ),
+}
+
+
+class Taped(keras.Sequential):
+    def train_step(self, data):
+        x, y = data
+        with rx.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        grads = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(grads, self.trainable_variables)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize(
+    ("kind", "scaled"),
+    [(keras.Sequential, False), (keras.Sequential, True), (Taped, True)],
+)
+@pytest.mark.parametrize("name", DEFERRING)
+def test_models_with_nothing_to_train(name, kind, scaled, data, outcome, assert_same):
+    def work():
+        keras.utils.set_random_seed(1)
+        model = kind([keras.Input((64,)), layers.Dense(10)])
+        model.layers[0].trainable = False
+        optimizer = keras.optimizers.SGD(0.1)
+        if scaled:
+            optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(optimizer, loss)
+        history = model.fit(*data, 14, epochs=2, shuffle=False, verbose=0)
+        state = [v.numpy() for v in model.optimizer.variables]
+        return history.history, model.get_weights(), state
+
+    expected = outcome(work, 1)  # A tape needs a strategy.
+    with DEFERRING[name]().scope():
+        assert_same(work(), expected)
+
+
 def test_scores_before_training(data, same_as_one_device):
     def work():
         model = classifier()

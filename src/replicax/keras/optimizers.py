@@ -95,7 +95,8 @@ def apply_with_loss_scale(
 ) -> PyTree:
     """`LossScaleOptimizer.apply`, which checks the gradients before it applies them."""
     context = current_context()
-    if context is not None and context.defers_updates:
+    grads = list(grads)
+    if context is not None and context.defers_updates and grads:
         _defer(context, optimizer, grads, trainable_variables)
         return None
     if context is None and not isinstance(current_scope(), ValueScope):
@@ -132,6 +133,8 @@ def stateless_apply(
             [*trainable_variables, *optimizer_variables],
         )
         update = _defer(context, optimizer, grads, None)
+        if update is None:  # Nothing is trained; a loss scale counts the step.
+            return original(optimizer, optimizer_variables, grads, trainable_variables)
         return (
             [PendingValue(v, update) for v in trained_by(optimizer)],
             [PendingValue(v, update) for v in optimizer.variables],
