@@ -245,3 +245,22 @@ def test_a_metric_that_a_call_updates(
     expected = 0.0 if is_dropped else X[:4].mean()
     np.testing.assert_allclose(logs["watched"], expected, rtol=1e-5)
     assert ("metric 'watched' is updated in the call" in caplog.text) == is_dropped
+
+
+def test_metrics_that_leave_out_the_loss_warn_nobody(
+    strategy_of: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Listing(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mean = keras.metrics.Mean(name="mean")
+
+        @property
+        def metrics(self) -> list[Any]:
+            return [self.mean]
+
+    with strategy_of(2).scope():
+        model = Listing()
+        model.compile("sgd", "sparse_categorical_crossentropy")
+    model.train_on_batch(X[:4], Y[:4])
+    assert caplog.text == ""

@@ -40,6 +40,7 @@ __all__ = [
     "pythonify_logs",
     "replace_iterator",
     "stop_workers",
+    "tracks_loss",
     "train_validation_split",
     "with_dataset",
 ]
@@ -148,6 +149,11 @@ def initial_epoch_of(model: Any) -> int | None:
 def metrics_in_order(model: Any, logs: Any) -> Any:
     """Results as `evaluate` returns them: one, or a list in the metrics' order."""
     return model._flatten_metrics_in_order(logs)
+
+
+def tracks_loss(model: Any, metric: Any) -> bool:
+    """Whether a metric is the one in which Keras' steps of a model keep its loss."""
+    return metric is getattr(model, "_loss_tracker", None)
 
 
 CALLBACK_STATE = {

@@ -19,6 +19,7 @@ __all__ = [
     "called_in",
     "current_call",
     "current_context",
+    "current_model",
     "current_strategy",
     "entered_context",
     "outside_scopes",
@@ -65,6 +66,11 @@ def current_strategy() -> StrategyLike | None:
 def current_call() -> str:
     """The method that the user called and messages name, such as `"evaluate"`."""
     return _state.call[0]
+
+
+def current_model() -> keras.Model | None:
+    """The model whose method the user called, or None."""
+    return _state.call[1]
 
 
 @contextlib.contextmanager

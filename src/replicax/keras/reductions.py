@@ -16,10 +16,11 @@ import keras
 from keras import ops
 
 from replicax._private.keras import current_scope
+from replicax._private.trainer import tracks_loss
 from replicax._private.wraps import Original
 from replicax._util.types import PyTree
 from replicax.engine.replica import ReplicaContext
-from replicax.engine.scope import current_call
+from replicax.engine.scope import current_call, current_model
 
 __all__ = ["apply_mask", "reduce_values", "synchronized_moments", "update_mean"]
 
@@ -115,8 +116,11 @@ def _note_dropped(metric: PyTree) -> None:
     """Say that Keras drops what a metric is updated with, where it does.
 
     Steps of `(state, data)` call the model with the values of its variables, without
-    those of metrics, and keep the updates of these variables only.
+    those of metrics, and keep the updates of these variables only. Keras' own tracker
+    of the loss is dropped on purpose where `metrics` of a model leaves it out.
     """
+    if tracks_loss(current_model(), metric):
+        return
     scope = current_scope()
     is_call = type(scope) is keras.StatelessScope and scope.state_mapping
     if is_call and id(metric.total) not in scope.state_mapping:
