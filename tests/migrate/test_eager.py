@@ -75,6 +75,27 @@ def test_a_step_without_a_scope_draws_numbers_of_a_generator_above_it() -> None:
     assert "keras.random.normal([2], seed=seed_generator)" in text
 
 
+def test_build_of_a_subclassed_model_is_a_call_that_builds_it() -> None:
+    """Keras 3 marks it as built, and lists none of its variables."""
+    net = (
+        "import tensorflow as tf\nclass Net(tf.keras.Model):\n"
+        "    def __init__(self):\n        super().__init__()\n"
+        "        self.d = tf.keras.layers.Dense(2)\n"
+        "    def call(self, x): return self.d(x)\n"
+        "n = Net()\nn.build({})\nv = len(n.trainable_variables)"
+    )
+    for shape in ("(None, 3)", "input_shape=[4, 3]"):
+        text, left = ported(net.format(shape))
+        assert left == []
+        names: dict[str, Any] = {}
+        exec(text, names)
+        assert names["v"] == 2
+    _, (reason,) = ported(net.format("(None, None, 3)"))
+    assert "builds nothing in Keras 3" in reason
+    own = net.replace("    def call", "    def build(self, s): pass\n    def call")
+    assert "n.build((None, 3))" in ported(own.format("(None, 3)"))[0]
+
+
 MODEL = """\
 import tensorflow as tf
 class M(tf.keras.Model):

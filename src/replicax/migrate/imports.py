@@ -9,7 +9,6 @@ from replicax.migrate.names import (
     import_alias,
     import_names,
     is_name,
-    local_name,
     module_of,
     path_in_tensorflow,
     used_names,
@@ -240,7 +239,13 @@ class _Imports(cst.CSTTransformer):
         self, small: cst.ImportFrom, home: str, names: list[cst.ImportAlias]
     ) -> cst.BaseSmallStatement:
         if not home:  # `from tensorflow import keras`.
-            return cst.Import([import_alias("keras", local_name(names[0]))])
+            return cst.Import(
+                [
+                    import_alias(
+                        "keras", names[0].evaluated_alias or names[0].evaluated_name
+                    )
+                ]
+            )
         assert not isinstance(small.names, cst.ImportStar)
         last = small.names[-1]
         names = [*names[:-1], names[-1].with_changes(comma=last.comma)]

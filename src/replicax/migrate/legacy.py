@@ -162,6 +162,9 @@ def _length(node: cst.BaseExpression) -> cst.BaseExpression | None:
     return None
 
 
+_COLLECTIONS = ("metrics_collections", "updates_collections", "name")
+
+
 def _summed_metric(name: str) -> _Rule:
     """A rule for `tf.metrics.accuracy` and its like in a model function.
 
@@ -174,18 +177,10 @@ def _summed_metric(name: str) -> _Rule:
             raise Unported(
                 f"tf.{path} stays: make keras.metrics.{name}() and update it in a step"
             )
-        values = {}
         parameters = ["labels", "predictions", "weights"]
-        for i, parameter in enumerate(
-            ["values", "weights"] if name == "Mean" else parameters
-        ):
-            arg = argument(updated.args, i, parameter)
-            if arg is not None:
-                values[parameter] = arg.value
-        if len(updated.args) > len(values) + any(
-            is_named(a, "name") for a in updated.args
-        ):
-            raise Unported(f"tf.{path} stays: use keras.metrics.{name}")
+        parameters = ["values", "weights"] if name == "Mean" else parameters
+        given = bound(updated.args, [*parameters, *_COLLECTIONS])
+        values = {k: arg.value for k, arg in given.items() if k in parameters}
         used = {n.value for n in walk(function) if isinstance(n, cst.Name)}
         local = path.rpartition(".")[2]
         while local in used or local in script.made_names:

@@ -21,11 +21,12 @@ from replicax.migrate.files import (
     newest_weights,
     report_path,
 )
-from replicax.migrate.kinds import is_kind
+from replicax.migrate.kinds import is_kind, makers
 from replicax.migrate.names import is_name, method_of, root_of
+from replicax.migrate.origins import with_bases
 from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.tables import LEFT_METHODS, RENAMED_METHODS
-from replicax.migrate.tracing import makes_spec
+from replicax.migrate.tracing import class_of, makes_spec
 
 __all__ = ["attribute", "call"]
 
@@ -117,12 +118,13 @@ def _unparenthesized(node: cst.BaseExpression) -> cst.BaseExpression:
     return node.with_changes(lpar=[], rpar=[])
 
 
-def _shape(script: Script, node: Call, updated: Call, func: Attribute) -> Expression:
-    return updated if updated.args else func.with_changes(attr=cst.Name("shape"))
+def _attribute(name: str) -> "_Rule":
+    """A rule for a method without arguments that is an attribute here."""
 
+    def rule(script: Script, node: Call, updated: Call, func: Attribute) -> Expression:
+        return updated if updated.args else func.with_changes(attr=cst.Name(name))
 
-def _value(script: Script, node: Call, updated: Call, func: Attribute) -> Expression:
-    return updated if updated.args else func.with_changes(attr=cst.Name("value"))
+    return rule
 
 
 def _as_list(script: Script, node: Call, updated: Call, func: Attribute) -> Expression:
@@ -200,12 +202,8 @@ def _experimental_run(
     args = [cst.Arg(step.value)]
     if iterator is not None:
         batch = call_of(cst.Name("next"), iterator.value)
-        args.append(keyword("args", cst.Tuple([cst.Element(batch, _comma())])))
+        args.append(keyword("args", cst.parse_expression(f"({script.code(batch)},)")))
     return updated.with_changes(func=func.with_changes(attr=cst.Name("run")), args=args)
-
-
-def _comma() -> cst.Comma:
-    return cst.Comma(whitespace_after=cst.SimpleWhitespace(""))
 
 
 def _dataset_iterator(
@@ -319,6 +317,31 @@ def _unscaled(script: Script, node: Call, updated: Call, func: Attribute) -> Exp
     return gradients.value
 
 
+def _build(script: Script, node: Call, updated: Call, func: Attribute) -> Expression:
+    """A call with zeros: `build` of a subclassed model builds nothing in Keras 3."""
+    assert isinstance(node.func, cst.Attribute)
+    made = makers(script, node.func.value)
+    owners = with_bases(script, *(m for m in made if isinstance(m, cst.ClassDef)))
+    is_own = any(class_of(script, f) in owners for f in script.functions("build"))
+    if not owners or is_own or not is_kind(script, node.func.value, "model"):
+        return updated
+    given = argument(node.args, 0, "input_shape")
+    shape = (script.flow.value(given.value) or given.value) if given else None
+    parts = shape.elements if isinstance(shape, cst.Tuple | cst.List) else ()
+    first, *sizes = [script.code(part.value) for part in parts] or ["", "None"]
+    if "None" in sizes:
+        raise Unported(
+            "build of a subclassed model builds nothing in Keras 3: call the model "
+            "with an array, such as keras.ops.zeros((1, 8))"
+        )
+    numbers = ", ".join(["1" if first == "None" else first, *sizes])
+    numbers += "" if sizes else ","
+    zeros = call_of(
+        script.expression("keras.ops.zeros"), cst.parse_expression(f"({numbers})")
+    )
+    return call_of(func.value, zeros)
+
+
 def _initial_state(
     script: Script, node: Call, updated: Call, func: Attribute
 ) -> Expression:
@@ -364,8 +387,8 @@ def _update_state(
 _Rule = Callable[[Script, cst.Call, cst.Call, cst.Attribute], cst.BaseExpression]
 _METHODS: dict[str, _Rule] = {
     "numpy": _numpy,
-    "get_shape": _shape,
-    "read_value": _value,
+    "get_shape": _attribute("shape"),
+    "read_value": _attribute("value"),
     "as_list": _as_list,
     "get_next": _next,
     "get_next_as_optional": _next_or_none,
@@ -399,6 +422,7 @@ _METHODS: dict[str, _Rule] = {
     "get_initial_state": _initial_state,
     "get_unscaled_gradients": _unscaled,
     "__init__": _constructor,
+    "build": _build,
     "update_state": _update_state,
     "reset_states": members.reset,
     "update": members.updated_logs,

@@ -20,7 +20,6 @@ __all__ = [
     "import_alias",
     "import_names",
     "is_name",
-    "local_name",
     "method_of",
     "module_of",
     "path_in_tensorflow",
@@ -210,12 +209,8 @@ def import_names(node: cst.Import | cst.ImportFrom) -> Iterable[tuple[str, str]]
             yield ("*", module)
         else:
             for alias in node.names:
-                yield (local_name(alias), f"{module}.{alias.evaluated_name}")
-
-
-def local_name(alias: cst.ImportAlias) -> str:
-    """What `from x import y as z` binds: `z`."""
-    return alias.evaluated_alias or alias.evaluated_name
+                local = alias.evaluated_alias or alias.evaluated_name
+                yield (local, f"{module}.{alias.evaluated_name}")
 
 
 def module_of(node: cst.ImportFrom) -> str:

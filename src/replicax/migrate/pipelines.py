@@ -187,7 +187,7 @@ def _plan(script: Script, group: DatasetGroup) -> None:
         if (made_by := KNOWN_SOURCES.get(path)) is not None:
             script.frozen.add(node.func)
             if path == FROM_GENERATOR:  # The others describe what is yielded.
-                script.frozen |= {a for a in node.args if not _is_generator(a, node)}
+                script.frozen |= {*node.args} - {argument(node.args, 0, "generator")}
             script.replacements[node] = replacement(script, node, made_by)
     rules = {**MAPPED, **STREAM_RULES} if group.is_stream else MAPPED
     repeated = {
@@ -227,10 +227,6 @@ def _plan_weights(script: Script, x: cst.Arg) -> None:
     script.replacements[x] = lambda updated: updated.with_changes(
         value=call_of(func, updated.value, weights.value.deep_clone())
     )
-
-
-def _is_generator(arg: cst.Arg, node: cst.Call) -> bool:
-    return arg is argument(node.args, 0, "generator")
 
 
 def _note_other_uses(script: Script, function: cst.CSTNode, call: cst.Call) -> None:

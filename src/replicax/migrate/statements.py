@@ -7,7 +7,7 @@ from typing import Any
 import libcst as cst
 
 from replicax.migrate.flow import Definition
-from replicax.migrate.names import dotted
+from replicax.migrate.names import dotted, is_name
 from replicax.migrate.script import Replacement, Script, Statement, walk
 from replicax.migrate.tables import DROPPED
 
@@ -175,7 +175,9 @@ def plan_servers(script: Script) -> None:
             script.note(function.name, _CLUSTER)
             script.take_out(function)
             for node in walk(script.module):
-                if isinstance(node, cst.Call) and _is_called(function, node):
+                if isinstance(node, cst.Call) and is_name(
+                    node.func, function.name.value
+                ):
                     script.frozen |= {node.func, *node.args}
                     script.replacements[node] = lambda updated: cst.Call(
                         script.expression("rx.cluster_resolver.TFConfigClusterResolver")
@@ -202,10 +204,6 @@ def _starts_cluster(script: Script, function: cst.FunctionDef) -> bool:
 def _is_resolver(script: Script, node: cst.BaseExpression) -> bool:
     made = script.flow.value(node) if isinstance(node, cst.Name) else node
     return script.called(made).startswith("distribute.cluster_resolver.")
-
-
-def _is_called(function: cst.FunctionDef, node: cst.Call) -> bool:
-    return isinstance(node.func, cst.Name) and node.func.value == function.name.value
 
 
 def _only_serves(script: Script, block: cst.BaseSuite) -> bool:
