@@ -239,13 +239,8 @@ class _Imports(cst.CSTTransformer):
         self, small: cst.ImportFrom, home: str, names: list[cst.ImportAlias]
     ) -> cst.BaseSmallStatement:
         if not home:  # `from tensorflow import keras`.
-            return cst.Import(
-                [
-                    import_alias(
-                        "keras", names[0].evaluated_alias or names[0].evaluated_name
-                    )
-                ]
-            )
+            local = names[0].evaluated_alias or names[0].evaluated_name
+            return cst.Import([import_alias("keras", local)])
         assert not isinstance(small.names, cst.ImportStar)
         last = small.names[-1]
         names = [*names[:-1], names[-1].with_changes(comma=last.comma)]

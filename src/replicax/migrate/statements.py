@@ -174,10 +174,8 @@ def plan_servers(script: Script) -> None:
         if _starts_cluster(script, function):
             script.note(function.name, _CLUSTER)
             script.take_out(function)
-            for node in walk(script.module):
-                if isinstance(node, cst.Call) and is_name(
-                    node.func, function.name.value
-                ):
+            for node in script.calls:
+                if is_name(node.func, function.name.value):
                     script.frozen |= {node.func, *node.args}
                     script.replacements[node] = lambda updated: cst.Call(
                         script.expression("rx.cluster_resolver.TFConfigClusterResolver")
