@@ -72,6 +72,16 @@ def test_arguments_of_layers_of_keras_are_named(before: str, after: str) -> None
             "class Sub(Block):\n    def f(self, x): return self(x, self.step)",
             "self(x, training=self.step)",
         ),
+        (
+            "class Sub(Block):\n"
+            "    def f(self, x): return super().__call__(x, False)\n",
+            "super().__call__(x, training=False)",
+        ),
+        (
+            "class A(tf.keras.layers.MultiHeadAttention):\n"
+            "    def call(self, q, v, k, m): return super().call(q, v, k, m)\n",
+            "super().call(q, v, k, attention_mask=m)",
+        ),
         ("m = tf.keras.Sequential()\nm(x, True)", "m(x, training=True)"),
         ("m = tf.keras.Model(a, b)\nm(x, False)", "m(x, training=False)"),
         (

@@ -100,6 +100,12 @@ def test_classes_of_optimizers_are_known_where_they_come_from(
     ("before", "reason"),
     [
         (f"def f(c): return c(0.1, decay=0.1)\nf({SGD})", "decay= stays"),
+        ("def f(opt_cls): return opt_cls(lr=0.1)", "if it is a class of Keras"),
+        (
+            "c = {'class_name': 'SGD', 'config': {'decay': 0.1}}\n"
+            "o = tf.keras.optimizers.get(c)",
+            "no 'decay' in the config",
+        ),
         (f"k = {{'lr': 0.1}}\no = {SGD}(**k)", "no argument 'lr'"),
         (f"k = dict(lr=0.1)\no = {SGD}(**k)", "no argument 'lr'"),
         (f"k = {{'lr': 0.1}}\no = {SGD}(**k)\nprint(k)", "see that `k` has"),

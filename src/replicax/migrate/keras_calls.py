@@ -21,7 +21,7 @@ from replicax.migrate.files import (
     report_path,
 )
 from replicax.migrate.legacy import old_defaults
-from replicax.migrate.optimizers import ported_arguments
+from replicax.migrate.optimizers import config_problem, ported_arguments
 from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.tables import ARGUMENTS, OPTIMIZERS, READERS, exists, find_target
 
@@ -142,6 +142,10 @@ def problems(script: Script, node: cst.Call, path: str) -> Iterator[str]:
         for arg in node.args
     ):
         yield 'Keras 3 has no reduction="auto": write "sum_over_batch_size"'
+    if name in {"optimizers.get", "optimizers.deserialize"} and (
+        problem := config_problem(script, node)
+    ):
+        yield problem
     yield from old_defaults(script, node, path)
 
 

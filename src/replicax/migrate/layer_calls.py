@@ -11,7 +11,7 @@ from typing import NamedTuple
 import libcst as cst
 
 from replicax.migrate.kinds import Maker, is_class_of, is_kind, makers
-from replicax.migrate.names import method_of, root_of
+from replicax.migrate.names import is_name, root_of
 from replicax.migrate.origins import bases, definitions, with_bases
 from replicax.migrate.script import Script
 from replicax.migrate.tables import (
@@ -70,12 +70,21 @@ def _called_object(
 ) -> tuple[cst.BaseExpression, frozenset[Maker]] | None:
     """The layer or model that a call is of, and what makes it; None if it is of none.
 
-    `layer.call(...)` checks nothing.
+    Methods that are called by their name check nothing; `super().call` of a class of
+    Keras has its order all the same.
     """
     func = node.func
-    if isinstance(func, cst.Attribute) and func.attr.value == "__call__":
-        func = func.value
-    return None if method_of(node) == "call" else (func, makers(script, func))
+    method = func.attr.value if isinstance(func, cst.Attribute) else ""
+    if isinstance(func, cst.Attribute) and method in {"call", "__call__"}:
+        if isinstance(func.value, cst.Call) and is_name(func.value.func, "super"):
+            around = (p for p in script.parents(node) if isinstance(p, cst.ClassDef))
+            owner = next(around, None)
+            owners = frozenset(_above(script, owner)) if owner else frozenset[Maker]()
+        else:
+            owners = makers(script, func.value)
+        is_direct = any(o not in _ORDERS for o in owners) and method == "call"
+        return None if is_direct else (func.value, owners)
+    return func, makers(script, func)
 
 
 def _above(script: Script, owner: cst.ClassDef) -> Iterator[Maker]:

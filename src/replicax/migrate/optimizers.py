@@ -6,10 +6,11 @@ from libcst import Call
 from replicax.migrate.arguments import argument, is_named, renamed, with_args
 from replicax.migrate.kinds import makes_optimizer
 from replicax.migrate.names import is_name
-from replicax.migrate.script import Expression, Script, Unported
+from replicax.migrate.script import Expression, Script, Unported, walk
 from replicax.migrate.tables import find_target, kind_of_target
 
 __all__ = [
+    "config_problem",
     "ported_arguments",
     "ported_class_call",
     "with_float_rate",
@@ -64,14 +65,43 @@ def ported_class_call(script: Script, node: Call, updated: Call) -> Call:
     """A call of a class that a variable holds: `optimizer_class(lr=0.1)`.
 
     Raises:
-        Unported: If an argument has no counterpart.
+        Unported: If an argument has no counterpart, or if only the name of what is
+            called says that it makes an optimizer.
     """
     is_partial = script.code(node.func) in {"partial", "functools.partial"}
     made = node.args[0].value if is_partial and node.args else node.func
     if makes_optimizer(script, made):
         args = ported_arguments(script, node, updated)
         return with_args(updated, args)
+    old = [a.keyword.value for a in node.args if a.keyword and is_named(a, *_OLD)]
+    if old and _is_named_class(script, node.func):
+        raise Unported(
+            f"{script.code(node.func)} is called with {old[0]}=: if it is a class of "
+            "Keras, write learning_rate=, a number or a schedule"
+        )
     return updated
+
+
+def _is_named_class(script: Script, node: cst.BaseExpression) -> bool:
+    """Whether a parameter's name says that it makes an optimizer: `opt_cls`."""
+    definitions = script.flow.reaching(node)
+    is_open = bool(definitions) and not any(d.values for d in definitions)
+    is_parameter = any(
+        isinstance(script.parent(each.node), cst.Param) for each in definitions
+    )
+    return is_open and is_parameter and "opt" in script.code(node).lower()
+
+
+def config_problem(script: Script, node: Call) -> str | None:
+    """Why Keras 3 refuses the dict that an optimizer is made from, if it does."""
+    given = argument(node.args, 0, "identifier")
+    value = given and (script.flow.value(given.value) or given.value)
+    if not isinstance(value, cst.Dict):
+        return None
+    found = {script.code(n)[1:-1] for n in walk(value) if _is_text(n)}
+    if old := sorted({*_OLD} & found):
+        return f"Keras 3 has no {old[0]!r} in the config of an optimizer"
+    return None
 
 
 def _keys(script: Script, node: cst.BaseExpression) -> set[str] | None:
