@@ -128,6 +128,7 @@ OWNERS: dict[str, list[Callable[[], Any]]] = {
     "_use_weight_decay": [optimizer],
     # Its trainer, and the data of one call.
     "_initial_epoch": [model],
+    "_loss_tracker": [model],
     "_symbolic_build": [model],
     "_flatten_metrics_in_order": [model],
     "_get_iterator": [rows],
