@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import pytest
 from keras import layers
+from tests.strategies.test_central_storage_fit import TapeStep
 
 import replicax as rx
 
@@ -158,19 +159,9 @@ DEFERRING = {
 }
 
 
-class Taped(keras.Sequential):
-    def train_step(self, data):
-        x, y = data
-        with rx.GradientTape() as tape:
-            loss = self.compute_loss(x, y, self(x, training=True))
-        grads = tape.gradient(loss, self.trainable_variables)
-        self.optimizer.apply(grads, self.trainable_variables)
-        return {"loss": loss}
-
-
 @pytest.mark.parametrize(
     ("kind", "scaled"),
-    [(keras.Sequential, False), (keras.Sequential, True), (Taped, True)],
+    [(keras.Sequential, False), (keras.Sequential, True), (TapeStep, True)],
 )
 @pytest.mark.parametrize("name", DEFERRING)
 def test_models_with_nothing_to_train(name, kind, scaled, data, outcome, assert_same):

@@ -7,6 +7,7 @@ callback or after an interrupt, finds that of the last step that was made.
 
 import os
 import warnings
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 
 import jax
@@ -278,13 +279,11 @@ def evaluate(
         model.stop_evaluating = False
         callbacks.on_test_begin()
         model.reset_metrics()
-        results: list[PyTree] = []
-        for last in _executions(model, data, run, callbacks, "test"):
-            results = [last]
-        if not results:
+        last = deque(_executions(model, data, run, callbacks, "test"), maxlen=1)
+        if not last:
             what = "validation data" if is_part_of_fit else "data"
             raise building.without_data(model, what)
-        logs = trainer.pythonify_logs(_results(model, results[0]))
+        logs = trainer.pythonify_logs(_results(model, last[0]))
         callbacks.on_test_end(logs)
     finally:
         if not is_part_of_fit:
