@@ -9,6 +9,7 @@ import contextlib
 import functools
 import itertools
 import operator
+import random
 import re
 import types
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -23,6 +24,7 @@ from keras.src.backend.common.global_state import (
 )
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 from keras.src.backend.common.stateless_scope import get_stateless_scope
+from keras.src.random import seed_generator
 from keras.src.random.seed_generator import (
     GLOBAL_SEED_GENERATOR,
     global_seed_generator,
@@ -50,6 +52,7 @@ __all__ = [
     "parts_of_layer",
     "read_values",
     "reference_of",
+    "seeds_drawn_from",
     "set_current_scope",
     "set_layout",
     "set_owned",
@@ -202,6 +205,20 @@ def names_counted_anew() -> Generator[None]:
         yield
     finally:
         set_global_attribute(key, counts)
+
+
+@contextlib.contextmanager
+def seeds_drawn_from(numbers: random.Random) -> Generator[None]:
+    """Draw the seeds that nobody gives from random numbers that are not Python's own.
+
+    Input that other threads prepare may draw from those meanwhile.
+    """
+    own = seed_generator.python_random
+    seed_generator.python_random = numbers
+    try:
+        yield
+    finally:
+        seed_generator.python_random = own
 
 
 def described(variable: Any) -> str:

@@ -62,8 +62,6 @@ WRAPS = (
         "those of a scope get a class of replicax, which gives them their place; a "
         "function that makes its variables anew on each trace gets the first ones",
     ),
-    Wrap("random.seed_generator", ("make_default_seed",), "likewise, of seeds"),
-    Wrap("backend.jax.random", ("make_default_seed",), "likewise, of seeds"),
     Wrap(
         # Not of `keras.Model`: a layer may be trained with this class beside it.
         _TRAINER,

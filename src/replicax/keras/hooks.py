@@ -47,7 +47,6 @@ from replicax.keras import (
     on_batch,
     optimizers,
     reductions,
-    variable_reuse,
     variables,
 )
 from replicax.keras.session import LateCallback, session_of
@@ -318,8 +317,6 @@ def _to_backend_device(original: Original, device_name: PyTree) -> PyTree:
 
 _HOOKS: Mapping[str, Callable[..., PyTree]] = {
     "KerasVariable.__init__": variables.init_variable,
-    "seed_generator.make_default_seed": variable_reuse.default_seed,
-    "random.make_default_seed": variable_reuse.default_seed,
     "JAXTrainer.__init__": _init_trainer,
     "JAXTrainer.fit": _run,
     "JAXTrainer.evaluate": _run,

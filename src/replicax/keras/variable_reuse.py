@@ -3,7 +3,7 @@
 Variables that such a function makes are reported to a `VariableReuse`, and get the same
 names and seeds each time. The estimator is the user: a `model_fn` makes its layers.
 
-`hooks` installs the hooks, as `_private.wraps` says. Tested with Keras 3.14 to 3.15.
+Tested with Keras 3.14 to 3.15.
 """
 
 import contextlib
@@ -18,8 +18,7 @@ import keras
 import numpy as np
 from jax.typing import DTypeLike
 
-from replicax._private.keras import names_counted_anew
-from replicax._private.wraps import Original
+from replicax._private.keras import names_counted_anew, seeds_drawn_from
 from replicax._util.types import PyTree
 from replicax.engine.variables import Variable
 
@@ -27,7 +26,6 @@ __all__ = [
     "VariableReuse",
     "constant_in_trace",
     "current_reuse",
-    "default_seed",
     "made_alike",
     "reusing",
 ]
@@ -41,13 +39,11 @@ class VariableReuse(Protocol):
         ...
 
 
-class _TraceState(threading.local):
-    def __init__(self) -> None:
-        self.draws: random.Random | None = None  # Where seeds come from.
-        self.reuse: VariableReuse | None = None
+class _Open(threading.local):
+    reuse: VariableReuse | None = None
 
 
-_local = _TraceState()
+_local = _Open()
 
 
 def current_reuse() -> VariableReuse | None:
@@ -72,17 +68,8 @@ def made_alike(seed: int) -> Generator[None]:
     Keras numbers names in the order in which a process makes objects, and draws seeds
     that nobody gave from Python's random numbers.
     """
-    draws, _local.draws = _local.draws, random.Random(seed)
-    try:
-        with names_counted_anew():
-            yield
-    finally:
-        _local.draws = draws
-
-
-def default_seed(original: Original) -> int:
-    """`make_default_seed`: not from Python's own numbers, which input may draw from."""
-    return original() if _local.draws is None else _local.draws.randint(1, 10**9)
+    with names_counted_anew(), seeds_drawn_from(random.Random(seed)):
+        yield
 
 
 def constant_in_trace(variable: keras.Variable, initial: PyTree) -> PyTree:
