@@ -113,10 +113,8 @@ SLOW_NUM_STEPS = {
     "dropout_masks": 22,
     "a_slow_worker_does_less": 83,
 }
-# As in Keras, whose threads give some batches of an earlier start again; and epochs
-# of some of the data.
+# Epochs of some of the data.
 NOT_ALL = {
-    "py_dataset_with_threads": [138, 138],
     "part_of_a_py_dataset_in_each_epoch": [128, 128, 74, 128],
     "arrays_in_epochs_of_some_steps": [128, 128, 74, 128],
     "generator_in_epochs": [160, 160, 138, 160],
@@ -128,7 +126,7 @@ def assert_every_batch_once(workers, name, num_steps):
     history = found["history"]
     expected = NOT_ALL.get(name, [NUM] * len(history["once"]))
     assert history["once"] == expected
-    assert name == "py_dataset_with_threads" or not any(history["more"])
+    assert not any(history["more"])
     assert found["iterations"] == num_steps
     assert all(np.isfinite(loss) for loss in history["loss"])
 

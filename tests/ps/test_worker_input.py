@@ -1,11 +1,15 @@
 """A worker's part of the input in custom loops on parameter servers."""
 
+import random
+
+import keras
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicax.ps.worker_input import ElasticInputShard, own_rows
+from replicax.keras.adapters import adapter_of
+from replicax.ps.worker_input import ElasticInputShard, EpochBatches, own_rows
 
 
 @given(st.integers(1, 9), st.integers(0, 40))
@@ -47,3 +51,53 @@ def test_files_are_divided_between_all_workers():
     assert (shard.index, shard.count) == (0, 1)
     assert shard.num_pieces == 2
     assert ElasticInputShard(1, 3, None).num_pieces == 1
+
+
+class Numbers(keras.utils.PyDataset):
+    """Eleven batches of two numbers."""
+
+    def __len__(self):
+        return 11
+
+    def __getitem__(self, index):
+        return np.full((2, 1), index)
+
+
+def numbers_by_epoch(read, *, steps_per_epoch=None):
+    """The batches that a worker finds at the indices it reads, epoch by epoch.
+
+    As in `fit`, a model was built before, with the first batch of an iteration.
+    """
+    random.seed(4)
+    adapter = adapter_of(Numbers(workers=2, max_queue_size=3), shuffle=True)
+    adapter.on_epoch_begin()
+    next(iter(adapter.get_jax_iterator()))
+    adapter.on_epoch_end()
+    batches = EpochBatches(adapter, steps_per_epoch)
+    found = []
+    for epoch in range(2):
+        random.seed(epoch)
+        batches.begin(None)
+        found.append({i: int(batches.at(i)[0][0, 0]) for i in read})
+        batches.finish()
+        batches.end(steps_per_epoch or 11)
+    adapter.on_epoch_end()
+    return found
+
+
+def test_threads_of_a_py_dataset_give_each_batch_once_an_epoch():
+    for epoch in numbers_by_epoch(range(11)):
+        assert sorted(epoch.values()) == list(range(11))
+
+
+@pytest.mark.parametrize("steps_per_epoch", [None, 5])
+def test_threads_are_ahead_differently_and_indices_mean_the_same(steps_per_epoch):
+    size = steps_per_epoch or 11
+    every = numbers_by_epoch(range(size), steps_per_epoch=steps_per_epoch)
+    # Some of them only, as who reads a batch at the end is another one each time.
+    for read in ([0, 3], [1], [size - 1]):
+        some = numbers_by_epoch(read, steps_per_epoch=steps_per_epoch)
+        assert some == [{i: epoch[i] for i in read} for epoch in every]
+    if steps_per_epoch:  # Data go on in the second epoch.
+        both = [*every[0].values(), *every[1].values()]
+        assert len(set(both)) == 10

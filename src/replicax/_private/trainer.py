@@ -32,6 +32,8 @@ __all__ = [
     "build",
     "class_weight_to_sample_weights",
     "dataset_with_epochs",
+    "discard_ahead",
+    "end_epoch",
     "get_data_adapter",
     "hears",
     "initial_epoch_of",
@@ -114,6 +116,31 @@ def stop_workers(adapter: Any) -> None:
     stopper = threading.Thread(target=stop, daemon=True)
     stopper.start()
     stopper.join(timeout=5.0)
+
+
+def discard_ahead(adapter: Any) -> None:
+    """Discard what a `PyDataset`'s threads have made of an iteration that is over.
+
+    Keras gives it again in the next iteration: as many batches as the threads were
+    ahead. An endless dataset goes on with them, so it keeps them.
+    """
+    if makes_batches_ahead(adapter) and adapter.num_batches is not None:
+        adapter.enqueuer.stop()
+        made = adapter.enqueuer.ready_queue
+        while not made.empty():
+            made.get_nowait()
+
+
+def end_epoch(adapter: Any, *, goes_on: bool) -> None:
+    """Tell an adapter that an epoch ends; if its data go on, its threads do too."""
+    enqueuer = getattr(adapter, "enqueuer", None) if goes_on else None
+    if enqueuer is not None:
+        adapter.enqueuer = None  # Else Keras stops it, and it begins anew.
+    try:
+        adapter.on_epoch_end()
+    finally:
+        if enqueuer is not None:
+            adapter.enqueuer = enqueuer
 
 
 def dataset_with_epochs(adapter: Any) -> Any:

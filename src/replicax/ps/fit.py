@@ -120,7 +120,7 @@ class WorkQueueFit:
             yield self._leases.last_index, self._leases.last_index
         if not did_any:
             self._adopt_values()
-        self._data.adapter.on_epoch_end()
+        self._batches.finish()
 
     def next_execution(self) -> list[PlacedBatch]:
         """Return the batch of the current step of `steps`."""
@@ -274,9 +274,8 @@ class WorkQueueFit:
             self._home.refresh_values()  # It may have assigned some.
         self._home.begin_epoch(said["versions"])
         self._stops = False
-        self._data.adapter.on_epoch_begin()
-        self._leases.begin(self._stream, self._open_stream()["length"])
         self._batches.begin(said["iteration"])
+        self._leases.begin(self._stream, self._open_stream()["length"])
 
     def _open_stream(self) -> JSONObject:
         """Open the epoch's work queue, with its length if known."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from replicax._private import trainer
 from replicax._util.types import PyTree
 from replicax.engine.row_arrays import by_rows
 from replicax.input import InputShard
@@ -21,7 +22,8 @@ class EpochBatches:
 
     As in Keras: `steps_per_epoch` goes on in the data, and begins anew after it. An
     epoch in which the data end is a short one. `iteration` over shuffled data is None
-    where nobody counts.
+    where nobody counts. An index means the same batch on all workers, however far the
+    threads of a `PyDataset` are ahead of each.
     """
 
     def __init__(self, adapter: Any, steps_per_epoch: int | None) -> None:
@@ -32,6 +34,7 @@ class EpochBatches:
         self._begin_anew()
 
     def _begin_anew(self) -> None:
+        trainer.discard_ahead(self._adapter)
         self._first = 0  # The epoch's first batch.
         self._next = 0
         self._last: tuple[int, PyTree] = (-1, None)
@@ -40,12 +43,17 @@ class EpochBatches:
 
     def begin(self, iteration: int | None) -> None:
         """Begin an epoch, and where its data begin too, an iteration common to all."""
+        self._adapter.on_epoch_begin()
         if self._is_new:
             self._count(iteration)
             self._is_new = False
 
+    def finish(self) -> None:
+        """Tell the data that all steps of the epoch have begun."""
+        trainer.end_epoch(self._adapter, goes_on=self._steps is not None)
+
     def end(self, length: int | None) -> None:
-        """End an epoch, after that many steps if that is known."""
+        """Go to the next epoch, after that many steps if that is known."""
         is_short = self._steps and length is not None and length < self._steps
         number = self._adapter.num_batches
         self._first += self._steps or 0
