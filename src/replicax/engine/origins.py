@@ -184,25 +184,40 @@ def is_combined(value: jax.Array, most: int = 8) -> bool:
     return any(alike) if value.size > 1 else bool(alike) and all(alike)
 
 
+_REMEDY = (
+    "replicas' values are added up. Make it with aggregation='none', and its new value "
+    "from all replicas', such as ops.max(context.all_gather(x, axis=0)) with context = "
+    "rx.get_replica_context(); or give it aggregation='mean'."
+)
+_REMEDY_OF_WORKERS = (
+    "workers' values are added up when they meet. Compute it in evaluate, where each "
+    "worker goes through all of the data; or give it aggregation='mean'."
+)
+
+
 def warn_of_no_sum(
-    caller: str, variable: keras.Variable, old: jax.Array, new: jax.Array
+    caller: str,
+    variable: keras.Variable,
+    old: jax.Array,
+    new: jax.Array,
+    *,
+    among_replicas: bool = True,
 ) -> None:
-    """Warn of a variable whose replicas' values are added up, but are no sums.
+    """Warn of a variable whose values are added up over replicas, but are no sums.
 
     Args:
         caller: The public call to name.
         variable: Of aggregation `"sum"`.
         old: Inside a replica function: the variable's value at first.
         new: Likewise; what was assigned last.
+        among_replicas: False if only those of workers on parameter servers are.
     """
     name = _non_additive_use(new, old)
     if name:
         warnings.warn(
             f"{caller}: variable {variable.path!r} of aggregation='sum' is changed by "
-            f"{name!r} of its value, and is no sum over batches, as the replicas' "
-            "values are added up. Make it with aggregation='none', and its new value "
-            "from all replicas', such as ops.max(context.all_gather(x, axis=0)) with "
-            "context = rx.get_replica_context(); or give it aggregation='mean'.",
+            f"{name!r} of its value, and is no sum over batches, as the "
+            + (_REMEDY if among_replicas else _REMEDY_OF_WORKERS),
             stacklevel=2,
         )
 

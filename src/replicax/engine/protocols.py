@@ -147,6 +147,10 @@ class Home(Protocol):
         """Convert summed gradients for the maker of a deferred update."""
         ...
 
+    def adds_up(self, *, trains: bool) -> bool:
+        """Whether state that a program sums is added to that of other processes."""
+        return False
+
     def claimed_steps(self, model: keras.Model, fit: object) -> StepQueue | None:
         """The work queue of an epoch's steps for `fit`; None: all steps are its own."""
         return None

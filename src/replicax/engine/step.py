@@ -362,8 +362,10 @@ class ReplicaStep:
                 for i, v in enumerate(self.written)
                 if id(v) in run.scope.written
             }
-            if context.num_replicas_here > 1:
-                self._warn_of_no_sums(start, changed)
+            here = context.num_replicas_here > 1
+            home = self._group.strategy.home
+            if here or home.adds_up(trains=context.has_trained):
+                self._warn_of_no_sums(start, changed, among_replicas=here)
             for i, value in self._combined(context, written, changed).items():
                 new[i] = value
             # A number assigned has a weak type; the next step would compile for it.
@@ -456,10 +458,18 @@ class ReplicaStep:
             if i not in added
         }
 
-    def _warn_of_no_sums(self, start: Arrays, new: Mapping[int, jax.Array]) -> None:
+    def _warn_of_no_sums(
+        self, start: Arrays, new: Mapping[int, jax.Array], *, among_replicas: bool
+    ) -> None:
         for i, value in new.items():
             if self.written[i].aggregation == "sum":
-                warn_of_no_sum(self._name, self.written[i], start[i], value)
+                warn_of_no_sum(
+                    self._name,
+                    self.written[i],
+                    start[i],
+                    value,
+                    among_replicas=among_replicas,
+                )
 
     def _mirrored(
         self, context: ReplicaContext, number: int, old: jax.Array, new: jax.Array

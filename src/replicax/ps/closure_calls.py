@@ -215,11 +215,13 @@ class ClosureWorker:
             self._held = closure
             return False
         self._depth += 1
+        self._home.in_closure = True
         outer, self._own_used = self._own_used, []
         try:
             self._run(closure)
         finally:
             self._depth -= 1
+            self._home.in_closure = self._depth > 0
             self._own_used = outer
         return True
 

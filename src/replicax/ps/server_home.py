@@ -64,7 +64,7 @@ class ServerHome(ReplicaHome):
     `remote` has this worker's variables that lie on servers, `rows` its tables. A
     synchronous step has `num_parts` shares, an asynchronous one 1. `steps_applied`
     counts this worker's steps. In `fit`, which `keeps_values`, nothing else fetches
-    them.
+    them. `in_closure` says whether this worker runs a coordinator's closure.
     """
 
     keeps_slots = False
@@ -90,6 +90,7 @@ class ServerHome(ReplicaHome):
         self.num_parts = num_parts
         self.steps_applied = 0
         self.keeps_values = False
+        self.in_closure = False
         self._strategy = strategy
         self._connected: WeakKeyDictionary[Program, _Connected] = WeakKeyDictionary()
         self._first_steps: dict[str, int] = {}
@@ -316,6 +317,11 @@ class ServerHome(ReplicaHome):
     ) -> list[jax.Array | None]:
         """Gradients, clipped here if a push is the whole gradient of its step."""
         return self.remote.prepared(optimizer, grads)
+
+    def adds_up(self, *, trains: bool) -> bool:
+        """Whether workers' sums are added up: at an epoch's end, after a closure."""
+        is_shared = self.in_closure or (self.keeps_values and trains)
+        return is_shared and len(self.session.workers) > 1
 
     def claimed_steps(self, model: keras.Model, fit: object) -> WorkQueueFit:
         """The work queue by which `fit` shares an epoch's steps with other workers."""
