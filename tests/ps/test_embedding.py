@@ -88,16 +88,16 @@ class ServedStrategy(rx.MirroredStrategy):
 
     def __init__(self, num_replicas, optimizer=None):
         super().__init__([f"cpu:{i}" for i in range(num_replicas)])
-        self.row_source = Servers(optimizer or keras.optimizers.SGD(0.5))
+        self.home.rows = Servers(optimizer or keras.optimizers.SGD(0.5))
         self._call = self.runner.call
         self.runner.call = self._served
 
     def _served(self, program, arrays):
         result = jax.block_until_ready(self._call(program, arrays))
-        error, self.row_source.error = self.row_source.error, None
+        error, self.home.rows.error = self.home.rows.error, None
         if error is not None:
             raise error
-        self.row_source.push()
+        self.home.rows.push()
         return result
 
 
@@ -146,7 +146,7 @@ def test_fit_equals_keras_on_digits(pixels, num_replicas):
     with strategy.scope():
         layer = Embedding(NUM_ROWS, DIM, name="words")
         model = digit_model(layer)
-    source = strategy.row_source
+    source = strategy.home.rows
     twin = plain_twin(model, source.whole(model.layers[0]))
     history = model.fit(x, y, batch_size=64, epochs=2, shuffle=False, verbose=0)
     expected = twin.fit(x, y, batch_size=64, epochs=2, shuffle=False, verbose=0)
@@ -179,9 +179,9 @@ def test_steps_of_one_execution_see_the_rows_from_before_it(pixels):
     with strategy.scope():
         layer = Embedding(NUM_ROWS, DIM, name="words")
         model = digit_model(layer, steps_per_execution=3)
-    before = strategy.row_source.whole(layer)
+    before = strategy.home.rows.whole(layer)
     model.fit(x, y, batch_size=64, shuffle=False, verbose=0)
-    after = strategy.row_source.whole(layer)
+    after = strategy.home.rows.whole(layer)
     assert (
         np.flatnonzero((after != before).any(axis=1)).tolist() == np.unique(x).tolist()
     )
@@ -218,7 +218,7 @@ def test_custom_loop_equals_keras(pixels, make_step, num_replicas):
     with strategy.scope():
         model = digit_model(Embedding(NUM_ROWS, DIM, name="words"))
         optimizer = keras.optimizers.SGD(0.5)
-    source = strategy.row_source
+    source = strategy.home.rows
     twin = plain_twin(model, source.whole(model.layers[0]))
     loss_fn = keras.losses.SparseCategoricalCrossentropy(
         from_logits=True, reduction=None
@@ -246,7 +246,7 @@ def test_each_row_is_pulled_and_pushed_once_per_lookup():
     with strategy.scope():
         layer = Embedding(100, 4, embeddings_initializer="ones", name="words")
         layer.build()
-    source = strategy.row_source
+    source = strategy.home.rows
     ids = np.array([[3, 3, 9], [3, 5, 5]], "int32")
 
     def step(ids):
@@ -268,7 +268,7 @@ def test_gradients_are_collected_only_when_asked_for(pixels):
     strategy = ServedStrategy(2)
     with strategy.scope():
         model = digit_model(Embedding(NUM_ROWS, DIM, name="words"))
-    before = strategy.row_source.whole(model.layers[0])
+    before = strategy.home.rows.whole(model.layers[0])
     dense = model.layers[-1].trainable_variables
 
     def step(x):
@@ -278,7 +278,7 @@ def test_gradients_are_collected_only_when_asked_for(pixels):
 
     (batch,) = strategy.experimental_distribute_dataset([pixels[0][:8]])
     strategy.run(step, (batch,))
-    after = strategy.row_source.whole(model.layers[0])
+    after = strategy.home.rows.whole(model.layers[0])
     np.testing.assert_array_equal(after, before)
 
 
@@ -287,9 +287,9 @@ def test_frozen_rows_stay(pixels):
     with strategy.scope():
         layer = Embedding(NUM_ROWS, DIM, name="words", trainable=False)
         model = digit_model(layer)
-    before = strategy.row_source.whole(layer)
+    before = strategy.home.rows.whole(layer)
     model.fit(pixels[0][:64], pixels[1][:64], verbose=0)
-    np.testing.assert_array_equal(strategy.row_source.whole(layer), before)
+    np.testing.assert_array_equal(strategy.home.rows.whole(layer), before)
 
 
 def test_mask_zero_and_two_tables():
@@ -315,7 +315,7 @@ def test_mask_zero_and_two_tables():
     strategy = ServedStrategy(2)
     with strategy.scope():
         model = make(Embedding)
-    source = strategy.row_source
+    source = strategy.home.rows
     twin = make(keras.layers.Embedding)
     for name in ("words", "topics"):
         twin.get_layer(name).set_weights([source.whole(model.get_layer(name))])
@@ -376,7 +376,7 @@ def test_many_lookups_at_once_do_not_block_each_other():
         for batch in strategy.experimental_distribute_dataset(batches)
     ]
     assert losses[-1] < losses[0]
-    assert all(t.version == 5 for n in strategy.row_source.tables.values() for t in n)
+    assert all(t.version == 5 for n in strategy.home.rows.tables.values() for t in n)
 
 
 @pytest.mark.parametrize("num_replicas", [0, 2])
@@ -424,7 +424,7 @@ def test_the_seed_settles_first_values():
         with strategy.scope():
             layer = Embedding(20, 4, "normal", seed=seed, name="words")
             layer.build()
-        return strategy.row_source.whole(layer)
+        return strategy.home.rows.whole(layer)
 
     np.testing.assert_array_equal(on_servers(5), on_servers(5))
     assert (on_servers(5) != on_servers(6)).any()
@@ -496,7 +496,7 @@ def test_a_layer_that_the_step_builds(pixels):
     losses = [float(strategy.reduce("mean", strategy.run(step, (x,)))) for x in data]
     assert losses[-1] < losses[0]
     assert layer.compute_dtype == "bfloat16"
-    assert strategy.row_source.tables["words"][0].version == 4
+    assert strategy.home.rows.tables["words"][0].version == 4
     assert not layer.anchor.numpy().any()
 
 
@@ -505,7 +505,7 @@ def test_outside_a_step_rows_can_be_looked_up():
     with strategy.scope():
         layer = Embedding(10, 2, name="words")
         rows = layer(np.array([[1, 2], [1, 9]]))
-    expected = strategy.row_source.whole(layer)[[1, 2, 1, 9]].reshape(2, 2, 2)
+    expected = strategy.home.rows.whole(layer)[[1, 2, 1, 9]].reshape(2, 2, 2)
     np.testing.assert_array_equal(np.asarray(rows), expected)
     with pytest.raises(ValueError, match="id 10 at position 0"):
         layer(np.array([10]))

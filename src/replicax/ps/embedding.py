@@ -33,7 +33,7 @@ _EXACT_FLOATS = 2**24
 
 @runtime_checkable
 class RowSource(Protocol):
-    """The client of tables in other processes: `strategy.row_source` of a worker.
+    """The client of tables in other processes: `strategy.home.rows` of a worker.
 
     `pull`, `collect` and `fail` are called from callbacks inside a running program, on
     XLA's threads and by several replicas at once. They must not call JAX, and must
@@ -304,10 +304,11 @@ class Embedding(keras.layers.Embedding):
 
 
 def _row_source() -> RowSource | None:
-    """The row source of the current strategy."""
+    """The row source of the current strategy's home; None if it has none."""
     context = current_context()
     strategy = current_strategy() if context is None else context.strategy
-    return getattr(strategy, "row_source", None)
+    home = None if strategy is None else strategy.home
+    return getattr(home, "rows", None)  # Of servers only.
 
 
 def _has_long_ids() -> bool:

@@ -17,7 +17,6 @@ from replicax.engine.devices import default_devices
 from replicax.errors import ClusterConfigError
 from replicax.ps.credentials import Credentials
 from replicax.ps.partition import Partitioner
-from replicax.ps.rows import RemoteTables
 from replicax.ps.serve import serve
 from replicax.ps.server_home import ServerHome
 from replicax.ps.session import Session
@@ -174,11 +173,6 @@ class ParameterServerStrategy(Strategy):
     def steps_applied(self) -> int:
         """Number of this worker's steps whose updates are applied."""
         return 0 if self.session is None else self.servers.steps_applied
-
-    @property
-    def row_source(self) -> RemoteTables | None:
-        """The client of tables on the servers, for `rx.layers.Embedding`; or None."""
-        return None if self.session is None else self.servers.rows
 
     def _agree_on_random_state(self) -> None:
         """All workers draw the chief's initial weights, where nobody sets a seed."""
