@@ -99,7 +99,7 @@ def test_generator_object_has_one_epoch(mesh):
 
 
 def test_dropped_examples_are_reported_once_per_count(mesh, caplog):
-    dataset = DistributedDataset((X, Y), mesh, batch_size=7)
+    dataset = DistributedDataset((X, Y), mesh, batch_size=7, remainder="drop")
     assert [batch[0].array.shape[:2] for batch in dataset] == [(4, 1)] * 3
     (message,) = dropped(caplog)
     assert "8 examples" in message  # 3 of 7, 3 of 7, 2 of 6.
@@ -107,25 +107,38 @@ def test_dropped_examples_are_reported_once_per_count(mesh, caplog):
     assert "4 replicas" in message
     list(dataset)
     assert len(dropped(caplog)) == 1
-    list(DistributedDataset((X, Y), mesh, batch_size=7))
+    list(DistributedDataset((X, Y), mesh, batch_size=7, remainder="drop"))
     assert len(dropped(caplog)) == 2
 
 
 def test_short_last_batch_is_dropped_whole(mesh, caplog):
-    dataset = DistributedDataset((X[:18], Y[:18]), mesh, batch_size=8)
+    dataset = DistributedDataset((X[:18], Y[:18]), mesh, batch_size=8, remainder="drop")
     assert len(dataset) == len(list(dataset)) == 2
     assert "2 examples" in dropped(caplog)[0]
 
 
 def test_other_sources_drop_a_short_batch_too(mesh, caplog):
     batches = numpy_dataset((X[:18], Y[:18])).batch(8)
-    assert len(list(DistributedDataset(batches, mesh))) == 2
+    assert len(list(DistributedDataset(batches, mesh, remainder="drop"))) == 2
     assert "2 examples" in dropped(caplog)[0]
 
 
 def test_epoch_left_early_reports_nothing(mesh, caplog):
-    for _ in DistributedDataset((X, Y), mesh, batch_size=7, prefetch=0):
+    dataset = DistributedDataset(
+        (X, Y), mesh, batch_size=7, prefetch=0, remainder="drop"
+    )
+    for _ in dataset:
         break
+    assert dropped(caplog) == []
+
+
+@pytest.mark.parametrize(("num_examples", "batch_size"), [(20, 8), (18, 7), (3, 8)])
+def test_all_is_kept_by_default(num_examples, batch_size, mesh, caplog):
+    x = X[:num_examples]
+    dataset = DistributedDataset(x, mesh, batch_size=batch_size)
+    assert len(dataset) == len(list(dataset)) == -(-num_examples // batch_size)
+    rows = [np.concatenate(batch.values) for batch in dataset]
+    np.testing.assert_array_equal(np.concatenate(rows), x)
     assert dropped(caplog) == []
 
 
@@ -167,7 +180,7 @@ def test_error_policy(mesh):
 
 
 def test_mistakes_are_found_before_the_first_batch(mesh):
-    with pytest.raises(ValueError, match=r"'truncate'.*'drop'.*'pad'.*'error'"):
+    with pytest.raises(ValueError, match=r"'truncate'.*'keep'.*'drop'.*'pad'.*'error'"):
         DistributedDataset(X, mesh, batch_size=4, remainder="truncate")
     with pytest.raises(ValueError, match=r"prefetch must be at least 0.*got -1"):
         DistributedDataset(X, mesh, batch_size=4, prefetch=-1)

@@ -26,9 +26,9 @@ def test_drop_keeps_the_largest_multiple_in_order(size, num_replicas):
     batch = {"x": rows(size, 2, 3), "y": np.arange(size)}
     if size < num_replicas:
         with pytest.raises(ValueError, match=f"{size} examples .* {num_replicas} rep"):
-            split_global_batch(batch, num_replicas)
+            split_global_batch(batch, num_replicas, "drop")
         return
-    split = split_global_batch(batch, num_replicas)
+    split = split_global_batch(batch, num_replicas, "drop")
     kept = size // num_replicas * num_replicas
     assert split.num_dropped == size - kept
     assert split.mask is None
@@ -39,6 +39,22 @@ def test_drop_keeps_the_largest_multiple_in_order(size, num_replicas):
             split.batch[name].reshape(kept, *array.shape[1:]), array[:kept]
         )
         assert np.shares_memory(split.batch[name], array)
+
+
+@settings(deadline=None)
+@given(size=SIZES, num_replicas=REPLICAS)
+def test_keep_gives_all_to_the_most_replicas_that_share_it(size, num_replicas):
+    x = rows(size, 2)
+    split = split_global_batch(x, num_replicas)
+    active = split.num_active or num_replicas
+    assert (split.num_active is None) == (size % num_replicas == 0)
+    assert split.mask is None
+    assert split.num_dropped == 0
+    assert split.batch.shape == (num_replicas, size // active, 2)
+    np.testing.assert_array_equal(split.batch[:active].reshape(size, 2), x)
+    assert all(size % k for k in range(active + 1, num_replicas + 1))
+    copies = {tuple(row) for row in split.batch[active:].reshape(-1, 2)}
+    assert copies <= {tuple(row) for row in x}
 
 
 @settings(deadline=None)
@@ -94,8 +110,8 @@ def test_jax_arrays_and_none_in_a_batch():
     assert split.batch[1] is None
 
 
-def test_unknown_policy_lists_all_three():
-    with pytest.raises(ValueError, match=r"'truncate'.*'drop'.*'pad'.*'error'"):
+def test_unknown_policy_lists_all():
+    with pytest.raises(ValueError, match=r"'truncate'.*'keep'.*'drop'.*'pad'.*'error'"):
         split_global_batch(np.arange(4), 2, "truncate")
 
 

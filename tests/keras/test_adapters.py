@@ -120,7 +120,7 @@ def padded(strategy):
 
 
 def again(strategy):
-    """A last batch that the replicas cannot share is dropped in every `fit`."""
+    """A last batch that the replicas cannot share is a step of every `fit`."""
     dataset = strategy.experimental_distribute_dataset((X[:14], Y[:14]), batch_size=8)
     return [fit_anything(strategy, dataset) for _ in range(2)]
 

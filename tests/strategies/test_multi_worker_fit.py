@@ -115,6 +115,32 @@ def validation_split_and_single_batches():
     }
 
 
+def uneven_batches_of_a_distributed_dataset():
+    """Batches of 9 on 4 replicas, and a last one of 4; by a loop of one's own, too."""
+    strategy = rx.get_strategy()
+    data = strategy.experimental_distribute_dataset((X, Y), batch_size=9)
+    model = classifier(keras.optimizers.SGD(0.1, momentum=0.9))
+    history = model.fit(data, epochs=2, verbose=0)
+    found = {"evaluate": model.evaluate(data, verbose=0)}
+    example_loss = keras.losses.SparseCategoricalCrossentropy(
+        from_logits=True, reduction=None
+    )
+
+    def step(x, y):
+        with rx.GradientTape() as tape:
+            losses = example_loss(y, model(x, training=True))
+            loss = rx.compute_average_loss(losses)
+        grads = tape.gradient(loss, model.trainable_variables)
+        model.optimizer.apply(grads, model.trainable_variables)
+        return loss, losses
+
+    for number, batch in enumerate(data):
+        loss, losses = strategy.run(step, args=batch)
+        found[f"loss {number}"] = strategy.reduce("sum", loss)
+        found[f"losses {number}"] = strategy.gather(losses, axis=0)
+    return outcome(model, history) | found
+
+
 class Batches(keras.utils.PyDataset):
     """Four batches of 12 rows."""
 
@@ -248,6 +274,7 @@ AS_ONE_DEVICE = [
     momentum_with_several_steps_per_execution,
     synchronized_batch_normalization,
     validation_split_and_single_batches,
+    uneven_batches_of_a_distributed_dataset,
 ]
 # Plain Keras has the same order in each epoch.
 AS_FOUR_REPLICAS = [dropout_and_replica_statistics]

@@ -13,6 +13,7 @@ from replicax.engine.composites import (
     concatenated_sparse,
     is_composite,
     is_key,
+    one_of,
     reduced_sparse,
     require_sparse,
     stacked,
@@ -37,7 +38,8 @@ def reduce(op: ReduceOp, value: PyTree, axis: int | None, num_replicas: int) -> 
                 "be added up. Use strategy.gather, or value.values[i]."
             )
         dim = None if axis is None else _checked_axis(leaf, axis, "reduce")
-        return _reducer(op, dim, _whole(leaf.array))(leaf.array)
+        reducer = _reducer(op, dim, _whole(leaf.array), leaf.num_active)
+        return reducer(leaf.array)
 
     return _map_values(reduce_leaf, value)
 
@@ -51,7 +53,7 @@ def gather(value: PyTree, axis: int, num_replicas: int) -> PyTree:
         require_all_replicas(leaf, num_replicas, "gather")
         require_sparse(leaf.array, "Strategy.gather")
         dim = _checked_axis(leaf, axis, "gather")
-        return _gatherer(dim, _whole(leaf.array))(leaf.array)
+        return _gatherer(dim, _whole(leaf.array), leaf.num_active)(leaf.array)
 
     return _map_values(gather_leaf, value)
 
@@ -110,11 +112,15 @@ def _map_values(fn: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
 
 @functools.lru_cache(maxsize=64)
 def _reducer(
-    op: ReduceOp, axis: int | None, sharding: NamedSharding | None
+    op: ReduceOp,
+    axis: int | None,
+    sharding: NamedSharding | None,
+    num_active: int | None,
 ) -> Callable[[PyTree], jax.Array]:
     dims = 0 if axis is None else (0, axis + 1)
 
     def reduced(array: PyTree) -> PyTree:
+        array = _of_examples(array, num_active)
         if is_composite(array):
             return reduced_sparse(array, dims, is_mean=op is ReduceOp.MEAN)
         return array.sum(dims) if op is ReduceOp.SUM else array.mean(dims)
@@ -124,14 +130,23 @@ def _reducer(
 
 @functools.lru_cache(maxsize=64)
 def _gatherer(
-    axis: int, sharding: NamedSharding | None
+    axis: int, sharding: NamedSharding | None, num_active: int | None
 ) -> Callable[[PyTree], jax.Array]:
     def gathered(array: PyTree) -> PyTree:
+        array = _of_examples(array, num_active)
         if is_composite(array):
             return concatenated_sparse(array, axis)
         return jnp.concatenate([array[i] for i in range(array.shape[0])], axis)
 
     return jax.jit(gathered, out_shardings=sharding)
+
+
+def _of_examples(array: PyTree, num_active: int | None) -> PyTree:
+    """The values `[num_active, ...]` of replicas with examples; None: all."""
+    if num_active is None or not is_composite(array):
+        return array[:num_active] if num_active else array
+    one = one_of(array, [x[:num_active] for x in jax.tree.leaves(array)])
+    return stacked(jax.tree.structure(one), jax.tree.leaves(one))
 
 
 def _whole(array: PyTree) -> NamedSharding | None:

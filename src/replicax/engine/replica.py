@@ -197,7 +197,7 @@ class ReplicaContext:
                 f"{type(args).__name__}. For one argument x write args=(x,)."
             )
         merged_args, merged_kwargs = jax.tree.map(
-            lambda x: PerReplica(self._stacked(x)),
+            lambda x: PerReplica(self._stacked(x), self._num_active),
             (tuple(args), dict(kwargs or {})),
             is_leaf=is_composite,
         )

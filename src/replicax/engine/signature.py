@@ -17,7 +17,13 @@ from replicax.engine.cache import static_key
 from replicax.engine.composites import described, is_composite, stacked
 from replicax.engine.row_arrays import whole
 from replicax.engine.sparse_rows import is_foreign
-from replicax.engine.values import ARRAY_TYPES, PerReplica, is_per_replica, spread
+from replicax.engine.values import (
+    ARRAY_TYPES,
+    PerReplica,
+    is_per_replica,
+    num_active_in,
+    spread,
+)
 
 __all__ = ["Arguments", "FlatCall", "Kind", "ResultStructure", "flatten_call"]
 
@@ -108,11 +114,13 @@ class FlatCall:
         key: Equal for calls that may share a program.
         arrays: The arrays.
         make_arguments: Makes the `Arguments`.
+        num_active: Number of replicas with examples of their own; None: all.
     """
 
     key: Hashable
     arrays: list[PyTree]
     make_arguments: Callable[[], Arguments]
+    num_active: int | None
 
 
 _PYTHON_NUMBERS = (int, float, complex)
@@ -136,13 +144,16 @@ def flatten_call(
 
     Raises:
         TypeError: For arrays of strings, dates or objects.
+        ValueError: For batches that different numbers of replicas hold examples of.
     """
     flat, structure = jax.tree.flatten(
         (tuple(args), dict(kwargs)), is_leaf=is_per_replica
     )
     arrays, kinds, statics, key = [], [], [], []
+    is_uneven = False
     for leaf in flat:
         if isinstance(leaf, PerReplica):
+            is_uneven = is_uneven or leaf.num_active is not None
             kind, leaf = Kind.PER_REPLICA, leaf.array
             if type(leaf) not in ARRAY_TYPES and is_composite(leaf):
                 args, kwargs = spread((args, kwargs))
@@ -177,6 +188,7 @@ def flatten_call(
         key=(structure, tuple(key)),
         arrays=arrays,
         make_arguments=lambda: Arguments(structure, kinds, statics),
+        num_active=num_active_in(flat, "Strategy.run") if is_uneven else None,
     )
 
 
@@ -227,10 +239,19 @@ class ResultStructure:
         """The results, of their arrays."""
         return jax.tree.unflatten(self._structure, arrays)
 
-    def per_replica(self, out: PyTree) -> PyTree:
-        """Results of arrays `[R, ...]` as values of replicas."""
+    def per_replica(self, out: PyTree, num_active: int | None) -> PyTree:
+        """Results of arrays `[R, ...]` as values of replicas.
+
+        Args:
+            out: The arrays.
+            num_active: Number of replicas that held examples; None: all.
+        """
+
+        def of_replicas(array: PyTree) -> PerReplica:
+            return PerReplica(array, num_active)
+
         if not self._has_composites:
-            return jax.tree.map(PerReplica, out)
+            return jax.tree.map(of_replicas, out)
         parts = iter(jax.tree.leaves(out))
         values = [
             next(parts)
@@ -238,7 +259,7 @@ class ResultStructure:
             else stacked(structure, [next(parts) for _ in range(structure.num_leaves)])
             for structure in self._composites
         ]
-        return jax.tree.unflatten(self._values, map(PerReplica, values))
+        return jax.tree.unflatten(self._values, map(of_replicas, values))
 
     def _as_array(self, x: object) -> jax.Array:
         if isinstance(x, keras.Variable):

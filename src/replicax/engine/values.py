@@ -3,7 +3,8 @@
 Legend: `R` replicas, `b` examples in a replica's batch, `B = R * b` in the global one.
 """
 
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
 from typing import NoReturn
 
 import jax
@@ -16,7 +17,7 @@ from replicax._private.jax import ArrayImpl
 from replicax._util.types import PyTree
 from replicax.engine.composites import described, is_array, is_composite, is_key, one_of
 
-__all__ = ["ARRAY_TYPES", "PerReplica", "is_per_replica", "spread"]
+__all__ = ["ARRAY_TYPES", "PerReplica", "is_per_replica", "num_active_in", "spread"]
 
 ARRAY_TYPES = frozenset({ArrayImpl, np.ndarray})
 """The types of nearly all arrays, which are found faster than by `isinstance`."""
@@ -43,6 +44,12 @@ class PerReplica:
         array: `[R, ...]`, entry `i` belongs to replica `i`. Sharded over the devices of
             the replicas along its first dimension. A sparse array has a batch dimension
             of replicas.
+        num_active: Only the first `num_active` replicas hold examples, where a batch
+            does not divide by the replicas; the others compute on copies, which count
+            for nothing: `values`, `strategy.reduce` and `strategy.gather` leave them
+            out. None: all hold examples.
+        is_batch: Whether it is a part of a distributed dataset's batch, by which
+            `strategy.run` knows who holds examples.
 
     Example:
         >>> import numpy as np, replicax as rx
@@ -50,20 +57,25 @@ class PerReplica:
         (np.float64(1.0), np.float64(2.0))
     """
 
-    __slots__ = ("array",)
+    __slots__ = ("array", "is_batch", "num_active")
 
-    def __init__(self, array: PyTree) -> None:
+    def __init__(
+        self, array: PyTree, num_active: int | None = None, *, is_batch: bool = False
+    ) -> None:
         self.array = array
+        self.num_active = num_active
+        self.is_batch = is_batch
 
     @property
     def values(self) -> tuple[PyTree, ...]:
         """This process' values, in the order of its replicas, each on its device.
 
-        Like a number, each may be used with arrays on any device: JAX copies it there.
+        Those of replicas without examples are left out. Like a number, each may be used
+        with arrays on any device: JAX copies it there.
         """
         array = self.array
         if not is_array(array) and is_composite(array):
-            parts = [PerReplica(x).values for x in jax.tree.leaves(array)]
+            parts = [self.with_array(x).values for x in jax.tree.leaves(array)]
             return tuple(one_of(array, row) for row in zip(*parts, strict=True))
         if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
             sharding = array.sharding
@@ -71,9 +83,16 @@ class PerReplica:
                 # Devices that work on the same replica have the same rows.
                 rows = {s.index[0].start or 0: s.data for s in array.addressable_shards}
                 return tuple(
-                    _uncommitted(row) for start in sorted(rows) for row in rows[start]
+                    _uncommitted(row)
+                    for start in sorted(rows)
+                    for number, row in enumerate(rows[start], start)
+                    if self.num_active is None or number < self.num_active
                 )
-        return tuple(array[i] for i in range(array.shape[0]))
+        return tuple(array[i] for i in range(self.num_active or array.shape[0]))
+
+    def with_array(self, array: PyTree) -> "PerReplica":
+        """Another array `[R, ...]` of the same replicas' values."""
+        return PerReplica(array, self.num_active, is_batch=self.is_batch)
 
     def __array__(
         self, dtype: DTypeLike | None = None, copy: bool | None = None
@@ -91,7 +110,7 @@ class PerReplica:
                 "Combine them with strategy.reduce or strategy.gather, or take this "
                 "worker's with strategy.experimental_local_results."
             )
-        return np.array(self.array, dtype=dtype, copy=copy)
+        return np.array(self.array[: self.num_active], dtype=dtype, copy=copy)
 
     # What asks for an array gets an error: each replica has one, and which is meant is
     # not known. In silence it would be the stacked one, or the object.
@@ -169,6 +188,8 @@ class PerReplica:
             and not isinstance(array, jax.core.Tracer)
             and getattr(array, "is_fully_addressable", True)
         )
+        if self.num_active is not None:
+            text += f", num_active={self.num_active}"
         if is_here and array.size <= 16 and not is_key(array):
             text += f", values={np.asarray(array).tolist()}"
         return f"PerReplica({text})"
@@ -238,16 +259,57 @@ def _uncommitted(array: PyTree) -> PyTree:
     )
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Origin:
+    """What a tree's structure says of a `PerReplica`.
+
+    A batch and a result may be mapped together.
+    """
+
+    num_active: int | None
+    is_batch: bool = dataclasses.field(compare=False)
+
+
 tree_util.register_pytree_node(
     PerReplica,
-    lambda value: ((value.array,), None),
-    lambda _, children: PerReplica(*children),
+    lambda value: ((value.array,), _Origin(value.num_active, value.is_batch)),
+    lambda origin, children: PerReplica(
+        children[0], origin.num_active, is_batch=origin.is_batch
+    ),
 )
 
 
 def is_per_replica(value: object) -> bool:
     """Whether it is a `PerReplica`: a leaf, where trees are mapped value by value."""
     return isinstance(value, PerReplica)
+
+
+def num_active_in(leaves: Iterable[object], name: str) -> int | None:
+    """The number of replicas that hold examples of a call's arguments; None: all.
+
+    Batches say so. Without any, results of an earlier call do; beside a batch, results
+    may be state, such as weights, that outlives the batch they were made of.
+
+    Args:
+        leaves: The arguments' leaves.
+        name: What is called, for messages.
+
+    Raises:
+        ValueError: If they differ.
+    """
+    values = [x for x in leaves if isinstance(x, PerReplica)]
+    batches = [x for x in values if x.is_batch]
+    found = {x.num_active for x in batches or values}
+    if not batches:
+        found.discard(None)
+    if len(found) > 1:
+        listed = ", ".join(map(repr, batches or values))
+        raise ValueError(
+            f"{name}: got values of batches that different numbers of replicas hold "
+            f"examples of: {listed}. Combine the earlier ones with strategy.reduce or "
+            "strategy.gather, or make batches of a size that the replicas divide."
+        )
+    return found.pop() if found else None
 
 
 def spread(tree: PyTree) -> PyTree:
@@ -259,7 +321,7 @@ def spread(tree: PyTree) -> PyTree:
         if not is_composite(value.array):
             return value
         return one_of(
-            value.array, [PerReplica(x) for x in jax.tree.leaves(value.array)]
+            value.array, [value.with_array(x) for x in jax.tree.leaves(value.array)]
         )
 
     return jax.tree.map(one, tree, is_leaf=is_per_replica)

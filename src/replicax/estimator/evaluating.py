@@ -37,8 +37,8 @@ class Evaluation(Loop):
             for metric in (*model.metrics.values(), model.loss):
                 metric.reset_state()
             every = itertools.islice(itertools.chain([first], steps), num_steps)
-            for (features, labels), active in every:
-                self.run_step(features, labels, active)
+            for features, labels in every:
+                self.run_step(features, labels)
                 if self.stops and model.strategy.workers.count == 1:
                     break
             self.is_over = True

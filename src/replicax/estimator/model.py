@@ -30,6 +30,9 @@ __all__ = ["EstimatorModel", "first_replica"]
 
 _Tensors: TypeAlias = dict[str, jax.Array]
 
+_AVERAGED = Options(gradient_op=ReduceOp.MEAN)
+"""The options of an estimator's steps: a loss is a mean over a replica's batch."""
+
 
 def first_replica(values: PyTree) -> PyTree:
     """Copy the values of this process' first replica from `PerReplica`s to the host."""
@@ -168,19 +171,14 @@ class EstimatorModel:
     # The steps. Results are one entry per replica.
 
     def step(
-        self,
-        features: PyTree,
-        labels: PyTree,
-        num_active: int | None,
-        *,
-        watched: bool,
+        self, features: PyTree, labels: PyTree, *, watched: bool
     ) -> dict[str, PerReplica]:
         """Train on one batch per replica, or in EVAL mode update the metrics.
 
         Returns the loss and, if `watched`, what hooks may ask for.
         """
         step = self._train_step if self.mode == ModeKeys.TRAIN else self._eval_step
-        return self._run(step, (features, labels, watched), num_active)
+        return self._run(step, (features, labels, watched))
 
     def results(self) -> dict[str, PyTree]:
         """The metrics' results and the mean `loss`, on the host."""
@@ -189,13 +187,10 @@ class EstimatorModel:
 
     def predict(self, features: PyTree) -> PyTree:
         """The first replica's predictions for its batch, on the host."""
-        return first_replica(self._run(self._predict_step, (features,), None))
+        return first_replica(self._run(self._predict_step, (features,)))
 
-    def _run(
-        self, step: Callable[..., PyTree], args: Sequence[PyTree], active: int | None
-    ) -> PyTree:
-        options = Options(gradient_op=ReduceOp.MEAN, num_active=active)
-        return self.strategy.runner.run(step, args, options=options)
+    def _run(self, step: Callable[..., PyTree], args: Sequence[PyTree]) -> PyTree:
+        return self.strategy.runner.run(step, args, options=_AVERAGED)
 
     def _train_step(self, features: PyTree, labels: PyTree, watched: bool) -> _Tensors:
         def loss_fn() -> tuple[jax.Array, tuple[jax.Array, _Tensors]]:

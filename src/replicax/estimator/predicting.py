@@ -24,7 +24,7 @@ def predictions(
     steps = source.steps(model.strategy)
     try:
         is_restored = False
-        for (features, labels), _ in steps:
+        for features, labels in steps:
             if not is_restored:
                 model.build(features, labels)
                 restore_found(model, find_path)

@@ -85,7 +85,7 @@ class Loop:
                 f"Estimator.{method}: the input_fn gives no batch, or too few for one "
                 f"step of {self.model.strategy.num_replicas_in_sync} replicas."
             )
-        self.model.build(*first[0])
+        self.model.build(*first)
         return first
 
     def start_hooks(self) -> None:
@@ -97,15 +97,13 @@ class Loop:
         for hook in self.hooks:
             hook.after_create_session(self, None)
 
-    def run_step(
-        self, features: PyTree, labels: PyTree, active: int | None
-    ) -> dict[str, PerReplica]:
+    def run_step(self, features: PyTree, labels: PyTree) -> dict[str, PerReplica]:
         """Run a step between its hooks' calls; return the step's results."""
         if not self.hooks:
-            return self._step(features, labels, active)
+            return self._step(features, labels)
         context = SessionRunContext(self)
         wanted = [hook.before_run(context) for hook in self.hooks]
-        results = self._step(features, labels, active)
+        results = self._step(features, labels)
         tensors: dict[str, Callable[[], np.ndarray]] = {
             name: functools.partial(first_replica, value)
             for name, value in results.items()
@@ -121,10 +119,8 @@ class Loop:
             self.request_stop()
         return results
 
-    def _step(
-        self, features: PyTree, labels: PyTree, active: int | None
-    ) -> dict[str, PerReplica]:
-        return self.model.step(features, labels, active, watched=bool(self.hooks))
+    def _step(self, features: PyTree, labels: PyTree) -> dict[str, PerReplica]:
+        return self.model.step(features, labels, watched=bool(self.hooks))
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -208,8 +204,7 @@ class Training(Loop):
         log = _Log(self.config.log_step_count_steps)
         losses: collections.deque[PerReplica] = collections.deque()
         while item is not None:
-            (features, labels), active = item
-            losses.append(self.run_step(features, labels, active)["loss"])
+            losses.append(self.run_step(*item)["loss"])
             if len(losses) > _AHEAD:
                 jax.block_until_ready(losses.popleft())
             log.after_step(self.global_step, losses[-1])
@@ -220,12 +215,10 @@ class Training(Loop):
         if losses:
             require_finite(first_replica(losses[-1]), self.global_step)
 
-    def _step(
-        self, features: PyTree, labels: PyTree, active: int | None
-    ) -> dict[str, PerReplica]:
+    def _step(self, features: PyTree, labels: PyTree) -> dict[str, PerReplica]:
         model = self.model
-        model.strategy.home.expect_rows(_num_rows(features, active))
-        tensors = super()._step(features, labels, active)
+        model.strategy.home.expect_rows(_num_rows(features))
+        tensors = super()._step(features, labels)
         self._position.num_steps += 1
         if model.strategy.home.keeps_slots:
             self.global_step += 1
@@ -282,8 +275,8 @@ class _Log:
             _logger.info("loss = %.8g, step = %d, %.4g steps/s", value, step, speed)
 
 
-def _num_rows(features: PyTree, active: int | None) -> int:
+def _num_rows(features: PyTree) -> int:
     """Count this process' examples in a step, from features `[R, b, ...]`."""
     first = jax.tree.leaves(features, is_leaf=is_per_replica)[0]
     replicas, rows = first.array.shape[:2]
-    return (active or replicas) * rows
+    return (first.num_active or replicas) * rows

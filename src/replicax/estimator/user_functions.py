@@ -122,7 +122,7 @@ class InputPipeline:
         self._accepted = wanted_arguments(input_fn, "input_fn", names)
 
     def steps(self, strategy: Strategy) -> DistributedIterator:
-        """Iterate over `((features, labels), num_active)`, with `PerReplica` leaves.
+        """Iterate over `(features, labels)`, with `PerReplica` leaves.
 
         The iterator's `get_state()` counts the steps.
         """

@@ -102,12 +102,23 @@ def stacked_values(
     return jax.tree.map(_stack, *rows)
 
 
-def per_replica(stacked: PyTree, sharding: NamedSharding) -> PyTree:
-    """Place this process' host arrays and `PartedRows` `[R, ...]` as `PerReplica`s."""
+def per_replica(
+    stacked: PyTree,
+    sharding: NamedSharding,
+    num_active: int | None = None,
+    *,
+    is_batch: bool = False,
+) -> PyTree:
+    """Place this process' host arrays and `PartedRows` `[R, ...]` as `PerReplica`s.
+
+    For `num_active` and `is_batch` see `PerReplica`.
+    """
     flat, structure = jax.tree.flatten(stacked)
     arrays = [x.stacked() if isinstance(x, PartedRows) else x for x in flat]
     placed = device_put.rows(arrays, sharding)
-    return structure.unflatten(map(PerReplica, placed))
+    return structure.unflatten(
+        PerReplica(x, num_active, is_batch=is_batch) for x in placed
+    )
 
 
 def _stack(*values: PyTree) -> np.ndarray | PartedRows:

@@ -54,7 +54,7 @@ class DatasetMaker(ABC):
         self,
         dataset: Dataset,
         *,
-        remainder: str = "drop",
+        remainder: str = "keep",
         batch_size: int | None = None,
         prefetch: int = 2,
         auto_shard_policy: AutoShardPolicy = AutoShardPolicy.AUTO,
@@ -67,8 +67,10 @@ class DatasetMaker(ABC):
                 or any iterable. An array, or a tuple or dict of arrays, is cut into
                 batches of `batch_size`.
             remainder: The policy for a batch whose size the replicas do not divide:
-                `"drop"` its last examples (logged), `"pad"` it and yield
-                `(batch, mask)` for every batch, or raise an `"error"`.
+                `"keep"` all of it, on the largest number of replicas that share it
+                equally; `"drop"` its last examples (logged), as workers do who have
+                data of their own; `"pad"` it and yield `(batch, mask)` for every batch;
+                or raise an `"error"`.
             batch_size: Global batch size for arrays.
             prefetch: Number of batches placed on the devices ahead of the step.
             auto_shard_policy: How several workers shard the dataset. By default all
@@ -93,7 +95,7 @@ class DatasetMaker(ABC):
         self,
         dataset_fn: Callable[[InputContext], Dataset],
         *,
-        remainder: str = "drop",
+        remainder: str = "keep",
         prefetch: int = 2,
     ) -> DistributedDatasetFromFunction:
         """Make a distributed dataset from a function of per-replica batches.

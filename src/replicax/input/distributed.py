@@ -73,24 +73,29 @@ class DistributedInput(ABC):
         self._reported: set[int] = set()
         self._previous: Producer[PyTree] | None = None
 
+    @property
+    @abstractmethod
+    def is_local(self) -> bool:
+        """Whether each of several workers has batches of its own."""
+
     @abstractmethod
     def _splits(self, iteration: int, epoch: Epoch) -> Generator[Split]:
-        """Yield one epoch's batches for this worker's replicas, on the host."""
+        """Yield one epoch's batches on the host: this worker's if local, else all."""
 
     def host_batches(self, iteration: int = 0) -> Generator[PyTree]:
-        """Yield one epoch's batches for this worker, `[rows, ...]`, on the host.
+        """Yield one epoch's batches `[rows, ...]` on the host: this worker's if local.
 
         A shuffled dataset has a different order in each iteration.
         """
         if self._remainder is Remainder.PAD:
             raise ValueError(
                 f"{type(self).__name__}: remainder='pad' makes (batch, mask) pairs, "
-                "which fit cannot take. Use remainder='drop'."
+                "which fit cannot take. Use remainder='keep'."
             )
         with closing(self._splits(iteration, self._begin(lambda: False))) as splits:
             for split in splits:
                 if split.batch is not None:
-                    yield jax.tree.map(_joined, split.batch)
+                    yield jax.tree.map(_joined, _of_examples(split))
 
     def _begin(self, cancelled: Callable[[], bool]) -> Epoch:
         self._num_epochs += 1
@@ -150,17 +155,16 @@ class DistributedInput(ABC):
                 if num_skipped:  # Read, but not placed on the devices.
                     num_skipped -= 1
                     continue
-                yield self._place(split)
+                yield self._place(self._own_replicas(split))
         if num_dropped and num_dropped not in self._reported:
             self._reported.add(num_dropped)
             logging.getLogger("replicax").warning(
                 "%s: %d examples of the epoch were left out, because the %d replicas "
-                "could not share them equally (remainder=%r). Choose a batch size that "
-                "divides, or pass remainder='pad'.",
+                "could not share them equally (remainder='drop'). Choose a batch size "
+                "that divides, or pass remainder='pad'.",
                 type(self).__name__,
                 num_dropped,
                 self._num_replicas,
-                self._remainder.value,
             )
 
     def _place(self, split: Split) -> PyTree:
@@ -168,7 +172,34 @@ class DistributedInput(ABC):
         value = split.batch if split.mask is None else (split.batch, split.mask)
         if self._element_spec is None:
             self._element_spec = jax.tree.map(_spec, value)
-        return per_replica(jax.tree.map(_unaliased, value), self._sharding)
+        return per_replica(
+            jax.tree.map(_unaliased, value),
+            self._sharding,
+            split.num_active,
+            is_batch=True,
+        )
+
+    def _own_replicas(self, split: Split) -> Split:
+        """Select this worker's replicas from a batch for all replicas."""
+        if self.is_local or self._shard.count == 1:
+            return split
+        start = self._shard.index * self._num_local
+        own = slice(start, start + self._num_local)
+        return dataclasses.replace(
+            split,
+            batch=jax.tree.map(lambda x: x[own], split.batch),
+            mask=None if split.mask is None else split.mask[own],
+        )
+
+    @property
+    def _policy(self) -> Remainder:
+        """What happens to rows that are left over.
+
+        How many replicas have examples is one number for all workers: where each has
+        other data, none can keep a part of a step.
+        """
+        is_dropped = self._remainder is Remainder.KEEP and self.is_local
+        return Remainder.DROP if is_dropped else self._remainder
 
 
 class DistributedDataset(DistributedInput):
@@ -192,7 +223,7 @@ class DistributedDataset(DistributedInput):
         dataset: Dataset,
         mesh: Mesh,
         *,
-        remainder: Remainder | str = Remainder.DROP,
+        remainder: Remainder | str = Remainder.KEEP,
         batch_size: int | None = None,
         prefetch: int = 2,
         auto_shard_policy: AutoShardPolicy = AutoShardPolicy.AUTO,
@@ -206,7 +237,8 @@ class DistributedDataset(DistributedInput):
             mesh: Mesh with an axis `"replica"`.
             remainder: The policy for rows by which a batch exceeds a multiple of `R`.
                 Under `"drop"`, a batch of fewer than `R` rows is dropped too, except
-                the first one of an epoch, which is an error.
+                the first one of an epoch, which is an error. `"keep"` drops what
+                workers have of data of their own.
             batch_size: `B`, if `dataset` is arrays.
             prefetch: Number of batches to prefetch; 0 uses no thread.
             auto_shard_policy: How workers shard the dataset.
@@ -246,6 +278,11 @@ class DistributedDataset(DistributedInput):
             number -= 0 < num_last < self._num_replicas and number > 1
         return self._shard.num_steps(number)
 
+    @property
+    def is_local(self) -> bool:
+        """Whether each of several workers reads data of its own."""
+        return self._is_own and self._shard.count > 1
+
     def _start(self, iteration: int, num_skipped: int) -> Iterator[PyTree]:
         if self._started and is_one_shot(self._dataset):
             raise RuntimeError(
@@ -269,30 +306,17 @@ class DistributedDataset(DistributedInput):
             together = self._shard.in_step(
                 source, **epoch, num_batches=number if is_known else None, size_of=_size
             )
-            for split in self._divided(together, self._num_replicas):
-                yield self._own_replicas(split)
+            yield from self._divided(together, self._num_replicas)
 
     def _divided(self, source: Iterable[PyTree], num_replicas: int) -> Generator[Split]:
+        policy = self._policy
         for index, batch in enumerate(source):
             size = _size(batch)
-            dropping = self._remainder is Remainder.DROP
-            if dropping and index and size < num_replicas:
+            if policy is Remainder.DROP and index and size < num_replicas:
                 # After the first batch: the end of the data, not a small batch size.
                 yield Split(batch=None, num_dropped=size)
             else:
-                yield split_global_batch(batch, num_replicas, self._remainder)
-
-    def _own_replicas(self, split: Split) -> Split:
-        """Select this worker's replicas from a batch for all replicas."""
-        if split.batch is None or self._shard.count == 1:
-            return split
-        start = self._shard.index * self._num_local
-        own = slice(start, start + self._num_local)
-        return dataclasses.replace(
-            split,
-            batch=jax.tree.map(lambda x: x[own], split.batch),
-            mask=None if split.mask is None else split.mask[own],
-        )
+                yield split_global_batch(batch, num_replicas, policy)
 
     def _pieces(self, source: Iterable[PyTree]) -> Generator[PyTree]:
         """Cut global batches of a worker's own data into its parts of a step."""
@@ -301,6 +325,13 @@ class DistributedDataset(DistributedInput):
             for start in range(0, _size(batch), size):
                 rows = slice(start, start + size)
                 yield jax.tree.map(lambda x, rows=rows: x[rows], batch)
+
+
+def _of_examples(split: Split) -> PyTree:
+    """The batch without copies, `[num_active, b, ...]`."""
+    if split.num_active is None:
+        return split.batch
+    return jax.tree.map(lambda x: x[: split.num_active], split.batch)
 
 
 def _joined(leaf: PyTree) -> PyTree:

@@ -38,7 +38,7 @@ class DistributedDatasetFromFunction(DistributedInput):
         mesh: Mesh,
         context: InputContext,
         *,
-        remainder: Remainder | str = Remainder.DROP,
+        remainder: Remainder | str = Remainder.KEEP,
         prefetch: int = 2,
         input_shard: InputShard | None = None,
         num_replicas: int | None = None,
@@ -51,8 +51,8 @@ class DistributedDatasetFromFunction(DistributedInput):
             mesh: Mesh with an axis `"replica"`.
             context: The argument of `fn`.
             remainder: The policy at the end of an epoch for fewer than `R` batches, or
-                for a shorter last batch: drop all of them, pad with masked copies, or
-                raise.
+                for a shorter last batch: give them to fewer replicas (several workers
+                drop them), drop all of them, pad with masked copies, or raise.
             prefetch: Number of steps to prefetch; 0 uses no thread.
             input_shard: This worker's shard; None: there is one worker.
             num_replicas: `R`; None: one on each device along the axis.
@@ -67,6 +67,11 @@ class DistributedDatasetFromFunction(DistributedInput):
         self._fn = fn
         self._context = context
 
+    @property
+    def is_local(self) -> bool:
+        """Whether there are several workers: each calls the function by itself."""
+        return self._shard.count > 1
+
     def _splits(self, iteration: int, epoch: Epoch) -> Generator[Split]:
         yield from self._shard.in_step(
             self._groups(iteration), **epoch, same_data=False, size_of=num_examples
@@ -80,7 +85,7 @@ class DistributedDatasetFromFunction(DistributedInput):
                 group = own_copies(source, num_replicas)
                 if not group:
                     return
-                split = stack_replica_batches(group, num_replicas, self._remainder)
+                split = stack_replica_batches(group, num_replicas, self._policy)
                 if split.batch is None and index == 0:
                     raise ValueError(
                         f"distribute_datasets_from_function: {len(group)} batches were "

@@ -22,6 +22,8 @@ __all__ = [
     "leading_size",
     "leaf_name",
     "refuse_ragged",
+    "replicas_for",
+    "rows_with_copies",
     "split_global_batch",
     "stack_replica_batches",
 ]
@@ -30,9 +32,11 @@ __all__ = [
 class Remainder(enum.StrEnum):
     """The policy for examples that do not divide equally between the replicas.
 
-    `DROP` drops them, `PAD` adds copies and masks them, `ERROR` raises.
+    `KEEP` gives the batch to fewer replicas, which share it equally, `DROP` drops the
+    examples that are left over, `PAD` adds copies and masks them, `ERROR` raises.
     """
 
+    KEEP = "keep"
     DROP = "drop"
     PAD = "pad"
     ERROR = "error"
@@ -42,14 +46,15 @@ class Remainder(enum.StrEnum):
         """Convert `policy` to a `Remainder`.
 
         Raises:
-            ValueError: If it is none of the three.
+            ValueError: If it is none of the four.
         """
         try:
             return cls(policy)
         except ValueError:
             raise ValueError(
-                f"{caller}: unknown remainder={policy!r}. Use 'drop' (leave the last "
-                "examples out), 'pad' (add copies and yield a mask) or 'error'."
+                f"{caller}: unknown remainder={policy!r}. Use 'keep' (give the batch "
+                "to fewer replicas), 'drop' (leave the last examples out), 'pad' (add "
+                "copies and yield a mask) or 'error'."
             ) from None
 
 
@@ -61,11 +66,14 @@ class Split:
         batch: Pytree of `[R, b, ...]` arrays, or None if the whole batch was dropped.
         mask: `bool[R, b]`, True for real examples; None unless padding is allowed.
         num_dropped: Number of dropped examples.
+        num_active: Only the first `num_active` replicas have examples of their own, the
+            others copies; None: all have.
     """
 
     batch: PyTree
     mask: np.ndarray | None = None
     num_dropped: int = 0
+    num_active: int | None = None
 
 
 def leading_size(tree: PyTree, caller: str) -> int:
@@ -107,13 +115,41 @@ def leading_size(tree: PyTree, caller: str) -> int:
     return size
 
 
+def replicas_for(num_rows: int, num_replicas: int) -> int | None:
+    """The number of replicas that share so many rows equally; None: all.
+
+    A batch that does not divide by the replicas goes to the largest number of them that
+    divides it. The others compute along on copies that count for nothing, which keeps
+    the step exact, batch normalization included.
+
+    Example:
+        >>> replicas_for(6, 3), replicas_for(6, 4), replicas_for(5, 4)
+        (None, 3, 1)
+    """
+    if num_rows % num_replicas == 0:
+        return None
+    return max(k for k in range(1, num_replicas) if num_rows % k == 0)
+
+
+def rows_with_copies(num_rows: int, num_active: int, num_replicas: int) -> np.ndarray:
+    """The numbers of the rows of all replicas: those behind the active ones get copies.
+
+    Example:
+        >>> rows_with_copies(4, 2, 3).tolist()
+        [0, 1, 2, 3, 0, 1]
+    """
+    copies = np.tile(np.arange(num_rows // num_active), num_replicas - num_active)
+    return np.concatenate([np.arange(num_rows), copies])
+
+
 def split_global_batch(
-    batch: PyTree, num_replicas: int, remainder: Remainder | str = Remainder.DROP
+    batch: PyTree, num_replicas: int, remainder: Remainder | str = Remainder.KEEP
 ) -> Split:
     """Divide a global batch between replicas, in order.
 
-    With 2 replicas, `x[5, d]` becomes `[2, 2, d]` and one example is dropped
-    (`"drop"`), or `[2, 3, d]` with the last row twice and a mask
+    With 2 replicas, `x[5, d]` becomes `[2, 5, d]`, of which only the first replica's
+    rows count (`"keep"`); or `[2, 2, d]`, and one example is dropped (`"drop"`); or
+    `[2, 3, d]` with the last row twice and a mask
     `[[True, True, True], [True, True, False]]` (`"pad"`).
 
     Args:
@@ -122,12 +158,13 @@ def split_global_batch(
         remainder: The policy if `R` does not divide `B`.
 
     Returns:
-        A `Split`: `[R, b, ...]` views of the arrays (copies where rows were padded),
-        and the mask under `"pad"`.
+        A `Split`: `[R, b, ...]` views of the arrays (copies where rows were added), and
+        the mask under `"pad"`.
 
     Raises:
         ValueError: If arrays disagree in `B` or are scalars; if the policy is unknown;
-            under `"error"` if `R` does not divide `B`; unless padded, if `B < R`.
+            under `"error"` if `R` does not divide `B`; under that and `"drop"`, if
+            `B < R`.
 
     Example:
         >>> split = split_global_batch(np.arange(5), 2, "pad")
@@ -140,16 +177,25 @@ def split_global_batch(
         raise ValueError(f"{caller}: got num_replicas={num_replicas!r}, expected >= 1.")
     size = leading_size(batch, caller)
     extra = size % num_replicas
+    if policy is Remainder.KEEP and extra:
+        num_active = replicas_for(size, num_replicas)
+        assert num_active is not None
+        rows = rows_with_copies(size, num_active, num_replicas)
+        return Split(
+            batch=jax.tree.map(lambda x: _rows(x[rows], num_replicas), batch),
+            num_active=num_active,
+        )
     if size < num_replicas and policy is not Remainder.PAD:
         raise ValueError(
             f"{caller}: a batch of {size} examples cannot be shared by {num_replicas} "
-            "replicas, each needs one. Make batches larger, or pass remainder='pad'."
+            "replicas, each needs one. Make batches larger, or pass remainder='keep' "
+            "or 'pad'."
         )
     if extra and policy is Remainder.ERROR:
         raise ValueError(
             f"{caller}: {size} examples do not divide between {num_replicas} replicas "
             f"({extra} are left over). Choose a batch size that is a multiple of "
-            f"{num_replicas}, or pass remainder='drop' or 'pad'."
+            f"{num_replicas}, or pass remainder='keep', 'drop' or 'pad'."
         )
     if policy is Remainder.PAD:
         num_padded = -size % num_replicas
@@ -170,13 +216,14 @@ def split_global_batch(
 def stack_replica_batches(
     batches: Sequence[PyTree],
     num_replicas: int,
-    remainder: Remainder | str = Remainder.DROP,
+    remainder: Remainder | str = Remainder.KEEP,
 ) -> Split:
     """Stack per-replica batches, the first for replica 0.
 
     The last group of an epoch may be incomplete: fewer batches than replicas, or a last
-    batch with fewer rows. The whole group is dropped, or padded with copies that the
-    mask marks.
+    batch with fewer rows. Its batches go to as many replicas, those of unequal size as
+    one batch that is divided anew; or the whole group is dropped, or padded with copies
+    that the mask marks.
 
     Raises:
         ValueError: If the batches differ in structure or shape, or if the group is
@@ -189,24 +236,32 @@ def stack_replica_batches(
     short = len(set(sizes)) > 1
     if short and (len(set(sizes[:-1])) > 1 or sizes[-1] > sizes[0]):
         policy = Remainder.ERROR
-    if (short or len(sizes) < num_replicas) and policy is not Remainder.PAD:
+    if short and policy is Remainder.KEEP:
+        return split_global_batch(
+            jax.tree.map(lambda *xs: _joined(xs), *batches), num_replicas
+        )
+    is_whole = not short and len(sizes) == num_replicas
+    if not is_whole and policy not in (Remainder.PAD, Remainder.KEEP):
         if policy is Remainder.DROP:
             return Split(batch=None, num_dropped=sum(sizes))
         raise ValueError(
             f"{caller}: one step needs {num_replicas} batches of equal size, one per "
             f"replica; got {len(sizes)} with sizes {sizes}. Drop the dataset's short "
-            "batches (drop_remainder=True), repeat it, or pass remainder='pad'."
+            "batches (drop_remainder=True), repeat it, or pass remainder='keep' or "
+            "'pad'."
         )
     padded = [
         jax.tree.map(lambda x, n=sizes[0] - size: _pad(x, n), batch)
         for batch, size in zip(batches, sizes, strict=True)
     ]
     padded += padded[-1:] * (num_replicas - len(padded))
-    mask = None
+    mask = num_active = None
+    if policy is Remainder.KEEP and not is_whole:
+        num_active = len(sizes)
     if policy is Remainder.PAD:
         real = np.array(sizes + [0] * (num_replicas - len(sizes)))
         mask = np.arange(sizes[0]) < real[:, None]
-    return Split(batch=jax.tree.map(_stack, *padded), mask=mask)
+    return Split(batch=jax.tree.map(_stack, *padded), mask=mask, num_active=num_active)
 
 
 def refuse_ragged(leaf: object, name: str, caller: str) -> None:
@@ -276,6 +331,14 @@ def _pad(array: PyTree, num_rows: int) -> PyTree:
         return array[np.concatenate([every, rows])]
     numpy = jnp if isinstance(array, jax.Array) else np
     return numpy.concatenate([array, array[rows]])
+
+
+def _joined(parts: Sequence[PyTree]) -> PyTree:
+    """The rows of all parts, one part after another."""
+    if isinstance(parts[0], RowArray):
+        return type(parts[0]).joined(parts)
+    numpy = jnp if any(isinstance(x, jax.Array) for x in parts) else np
+    return numpy.concatenate(parts)
 
 
 def _stack(*arrays: PyTree) -> PyTree:

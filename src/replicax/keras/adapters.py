@@ -85,17 +85,19 @@ class _GrainAdapter(GrainDatasetAdapter):
 
 
 class DistributedAdapter:
-    """A reader of a distributed dataset: this worker's rows of each batch.
+    """A reader of a distributed dataset.
 
     Attributes:
         iteration: The number of the next one that begins; None: all have the order of
             the first.
+        is_local: Whether batches are rows of this worker's own.
     """
 
     def __init__(
         self, dataset: DistributedInput, first_iteration: int | None = None
     ) -> None:
         self._dataset = dataset
+        self.is_local = dataset.is_local
         self.iteration = first_iteration
         if first_iteration is not None:
             self.iteration = max(first_iteration, dataset.iteration)

@@ -18,7 +18,7 @@ from replicax.engine.row_arrays import RowArray, as_rows, by_rows, parted, whole
 from replicax.engine.scope import current_call
 from replicax.engine.signature import Arguments, FlatCall, Kind
 from replicax.input.prefetch import close_iterator
-from replicax.input.split import refuse_ragged
+from replicax.input.split import refuse_ragged, replicas_for, rows_with_copies
 from replicax.keras.lazy_batches import LazyBatch, batch_of
 
 __all__ = [
@@ -42,12 +42,10 @@ class PlacedBatch(FlatCall):
 
     Attributes:
         num_rows: Examples in one batch, without copies.
-        num_active: Number of replicas with examples of their own; None: all.
         num_steps: Number of batches; None: one, without the leading dimension.
     """
 
     num_rows: int
-    num_active: int | None
     num_steps: int | None
 
 
@@ -255,7 +253,7 @@ class _Placing:
         in_parts = not _ROW_ARRAYS.isdisjoint(map(type, flat))
         flat = flat if stacked is None else stacked
         if active is not None:
-            rows = _rows_with_copies(num_rows, active, self._num_replicas)
+            rows = rows_with_copies(num_rows, active, self._num_replicas)
             flat = [_taken(x, rows) for x in flat]
         if self._local:
             num_rows *= self._num_replicas // self._group.num_local
@@ -329,7 +327,7 @@ class _Placing:
 
     def _num_active(self, num_rows: int) -> int | None:
         if not self._local:
-            return _num_active(num_rows, self._num_replicas)
+            return replicas_for(num_rows, self._num_replicas)
         if num_rows % self._group.num_local:
             raise ValueError(
                 f"{self._caller}: a worker's own batch of {num_rows} examples does not "
@@ -362,23 +360,6 @@ def _refuse_ragged_leaves(flat: Iterable[PyTree]) -> None:
     """Raise for arrays whose rows differ in length."""
     for number, x in enumerate(flat):
         refuse_ragged(x, f"array {number} of the batch", current_call())
-
-
-def _num_active(num_rows: int, size: int) -> int | None:
-    """The number of `size` replicas that share `num_rows` equally; None: all.
-
-    A batch that does not divide by the replicas goes to the largest number of them that
-    divides it. The others compute along on copies that count for nothing, which keeps
-    the step exact, batch normalization included.
-    """
-    if num_rows % size == 0:
-        return None
-    return max(k for k in range(1, size) if num_rows % k == 0)
-
-
-def _rows_with_copies(num_rows: int, active: int, size: int) -> np.ndarray:
-    copies = np.tile(np.arange(num_rows // active), size - active)
-    return np.concatenate([np.arange(num_rows), copies])
 
 
 def _num_rows(batch: PyTree, flat: list[PyTree], caller: str) -> int:

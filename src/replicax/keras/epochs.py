@@ -189,10 +189,10 @@ class Epochs:
 
     def _placed(self, source: PyTree) -> BatchIterator:
         strategy, adapter = self._strategy, self.adapter
-        local = isinstance(adapter, DistributedAdapter)
+        is_distributed = isinstance(adapter, DistributedAdapter)
         if self._only_inputs:
             source = map(inputs_of, source)
-        if not local and strategy.input_shard.count > 1:
+        if not is_distributed and strategy.input_shard.count > 1:
             # A distributed dataset's workers are in step already, and those of
             # parameter servers evaluate and predict each by itself.
             source = strategy.input_shard.in_step(
@@ -210,7 +210,7 @@ class Epochs:
             source,
             self._group,
             self.steps_per_execution,
-            local=local,
+            local=is_distributed and adapter.is_local,
             reused=not in_memory,  # It cuts each batch out anew.
             recorder=self.recorder,
         )

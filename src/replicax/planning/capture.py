@@ -235,7 +235,7 @@ def _as_arrays(tree: PyTree, num_replicas: int) -> PyTree:
         if not isinstance(x, PerReplica):
             return array(x)
         if x.array.shape[:1] == (num_replicas,):
-            return PerReplica(jax.tree.map(array, x.array))
+            return x.with_array(jax.tree.map(array, x.array))
         # Of a smaller strategy: every replica gets an entry like those.
         shape = (num_replicas, *x.array.shape[1:])
         return PerReplica(array(jax.ShapeDtypeStruct(shape, x.array.dtype)))

@@ -80,7 +80,8 @@ def encode(
         if isinstance(value, keras.Variable):
             return json_codec.encode(value.value, what)
         if isinstance(value, PerReplica):
-            return {MARK: "replicas", "v": json_codec.encode(value.array, what)}
+            array = json_codec.encode(value.array, what)
+            return {MARK: "replicas", "v": array, "n": value.num_active}
         if isinstance(value, np.ndarray | np.generic) and not is_number(value.dtype):
             raise TypeError(f"{what} is an array of dtype {value.dtype}")
         return None
@@ -102,7 +103,7 @@ def decode(sent: Any, resolve: Callable[[JSONObject], PyTree] | None = None) -> 
         if sent[MARK] == "mark" and resolve is not None:
             return resolve(sent)
         if sent[MARK] == "replicas":
-            return PerReplica(json_codec.decode(sent["v"]))
+            return PerReplica(json_codec.decode(sent["v"]), sent["n"])
         raise ValueError(f"no value of a closure: {repr(sent)[:80]}")
 
     return json_codec.decode(sent, extend)

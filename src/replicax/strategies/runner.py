@@ -1,6 +1,7 @@
 """Runs replica functions: places arguments, finds the program, dispatches it."""
 
 import contextlib
+import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -134,6 +135,8 @@ class ProgramRunner:
         fn, args, kwargs = unwrap_partial(fn, tuple(args), dict(kwargs or {}))
         call = flatten_call(args, kwargs, self._place)
         options = options or _PLAIN
+        if call.num_active is not None:
+            options = dataclasses.replace(options, num_active=call.num_active)
         return called_in(
             self._strategy,
             lambda: self.run_placed(fn, call, options, self.programs),
@@ -163,7 +166,7 @@ class ProgramRunner:
         if is_new:
             programs.keep(fn, (call.key, options), program)
         if options.outputs is Outputs.PER_REPLICA:
-            return program.results.per_replica(out)
+            return program.results.per_replica(out, options.num_active)
         return out
 
     def program_of(
