@@ -267,6 +267,18 @@ class NcclAllReduce(CrossDeviceOps):
 
     Args:
         num_packs: See `CrossDeviceOps`.
+
+    Raises:
+        ValueError: If `num_packs` is negative, or no integer.
+
+    Example:
+        >>> import replicax as rx
+        >>> ops = rx.NcclAllReduce(num_packs=2)
+        >>> strategy = rx.MirroredStrategy(cross_device_ops=ops)
+        >>> def count():
+        ...     return rx.get_replica_context().all_reduce("sum", 1)
+        >>> int(strategy.run(count).values[0]) == strategy.num_replicas_in_sync
+        True
     """
 
     def __init__(self, num_packs: int = 1) -> None:
@@ -305,8 +317,19 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
             of replicas. Defaults to the replicas of one host.
 
     Raises:
-        ValueError: If a number is not positive; in a step, if `group_size` does not
-            divide the number of replicas.
+        ValueError: If `num_packs` is negative or `group_size` is not positive; in a
+            step, if `group_size` does not divide the number of replicas.
+
+    Example:
+        Two neighbours are a group:
+
+        >>> import replicax as rx
+        >>> ops = rx.HierarchicalCopyAllReduce(group_size=2)
+        >>> strategy = rx.MirroredStrategy(cross_device_ops=ops)
+        >>> def count():
+        ...     return rx.get_replica_context().all_reduce("sum", 1)
+        >>> int(strategy.run(count).values[0]) == strategy.num_replicas_in_sync
+        True
     """
 
     def __init__(self, num_packs: int = 1, *, group_size: int | None = None) -> None:
@@ -372,7 +395,22 @@ class ReductionToOneDevice(CrossDeviceOps):
             Defaults to addition. (TF's gets the list of all replicas' values.)
 
     Raises:
-        TypeError: If `accumulation_fn` is not callable.
+        TypeError: If `accumulation_fn` is not callable; in a step, if it returns no
+            array.
+        ValueError: In a step, if no replica is on `reduce_to_device`, or if
+            `accumulation_fn` returns another shape or dtype.
+
+    Example:
+        >>> import jax, replicax as rx
+        >>> def largest(values):
+        ...     return jax.numpy.maximum(*values)
+        >>> ops = rx.ReductionToOneDevice("cpu:0", accumulation_fn=largest)
+        >>> strategy = rx.MirroredStrategy(cross_device_ops=ops)
+        >>> def last():
+        ...     context = rx.get_replica_context()
+        ...     return context.all_reduce("sum", context.replica_id_in_sync_group)
+        >>> int(strategy.run(last).values[0]) == strategy.num_replicas_in_sync - 1
+        True
     """
 
     def __init__(

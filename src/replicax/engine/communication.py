@@ -52,6 +52,15 @@ class CollectiveCommunication(enum.Enum):
         AUTO: What XLA has for the devices: NCCL for GPUs, ICI for TPUs, Gloo for CPUs.
         RING: The same as AUTO; on CPUs that is Gloo's ring.
         NCCL: NCCL, or an error where there are no GPUs.
+
+    Example:
+        >>> import replicax as rx
+        >>> options = rx.CommunicationOptions(
+        ...     implementation=rx.CollectiveCommunication.RING
+        ... )
+        >>> strategy = rx.MultiWorkerMirroredStrategy(communication_options=options)
+        >>> strategy.num_workers
+        1
     """
 
     AUTO = "AUTO"

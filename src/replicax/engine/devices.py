@@ -255,11 +255,19 @@ def _visible() -> str:
 
 
 class PhysicalDevice(NamedTuple):
-    """A device of this machine.
+    """A device of this machine. `list_physical_devices` returns them.
+
+    (TF: `tf.config.PhysicalDevice`.)
 
     Attributes:
         name: Such as `"gpu:0"`.
         device_type: `"CPU"`, `"GPU"` or `"TPU"`.
+
+    Example:
+        >>> import replicax as rx
+        >>> device, *accelerators = rx.config.list_physical_devices()
+        >>> device.name, device.device_type
+        ('cpu:0', 'CPU')
     """
 
     name: str
@@ -267,11 +275,21 @@ class PhysicalDevice(NamedTuple):
 
 
 class LogicalDevice(NamedTuple):
-    """A device as strategies take it; `name` is what `devices=` takes.
+    """A device as strategies take it. `list_logical_devices` returns them.
+
+    (TF: `tf.config.LogicalDevice`.)
 
     Attributes:
-        name: Such as `"cpu:1"`.
+        name: What `devices=` takes, such as `"cpu:1"`.
         device_type: `"CPU"`, `"GPU"` or `"TPU"`.
+
+    Example:
+        >>> import replicax as rx
+        >>> device, *others = rx.config.list_logical_devices("CPU")
+        >>> device
+        LogicalDevice(name='cpu:0', device_type='CPU')
+        >>> rx.MirroredStrategy(devices=[device.name])
+        MirroredStrategy(cpu:0)
     """
 
     name: str

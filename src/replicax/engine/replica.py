@@ -46,6 +46,17 @@ class ReplicaContext:
     Attributes:
         strategy: The strategy that runs the function.
         num_replicas_in_sync: Number of replicas.
+
+    Example:
+        >>> import numpy as np, replicax as rx
+        >>> strategy = rx.MirroredStrategy(["cpu:0"], replicas_per_device=2)
+        >>> def centered(x):
+        ...     return x - rx.get_replica_context().all_reduce("mean", x)
+        >>> x = strategy.experimental_distribute_values_from_function(
+        ...     lambda context: np.float32(context.replica_id_in_sync_group)
+        ... )
+        >>> strategy.run(centered, args=(x,))
+        PerReplica(num_replicas=2, shape=(), dtype=float32, values=[-0.5, 0.5])
     """
 
     def __init__(
