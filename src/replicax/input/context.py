@@ -29,6 +29,23 @@ class InputContext:
         num_input_pipelines: Number of pipelines, one per worker.
         input_pipeline_id: This pipeline's index, from 0.
         num_replicas_in_sync: Number of replicas of all workers.
+
+    Raises:
+        ValueError: If a number is less than 1, or `input_pipeline_id` is none of the
+            pipelines' indices.
+
+    Example:
+        The second of 2 workers with 4 replicas each gets:
+
+        >>> import replicax as rx
+        >>> context = rx.InputContext(
+        ...     num_input_pipelines=2, input_pipeline_id=1, num_replicas_in_sync=8
+        ... )
+        >>> context.get_per_replica_batch_size(64)
+        8
+        >>> files = ["a.npz", "b.npz", "c.npz", "d.npz"]
+        >>> files[context.input_pipeline_id :: context.num_input_pipelines]
+        ['b.npz', 'd.npz']
     """
 
     num_input_pipelines: int = 1

@@ -216,6 +216,17 @@ class DistributedDataset(DistributedInput):
         ValueError: For bad options; while iterating, for batches that cannot be split.
         TypeError: If `dataset` is no dataset; while iterating, for leaves that are no
             arrays of numbers.
+
+    Example:
+        >>> import numpy as np, replicax as rx
+        >>> strategy = rx.MirroredStrategy(["cpu:0"], replicas_per_device=2)
+        >>> x, y = np.ones((20, 3), "float32"), np.arange(20, dtype="int32")
+        >>> dataset = strategy.experimental_distribute_dataset((x, y), batch_size=8)
+        >>> for features, labels in dataset:
+        ...     print(features.values[0].shape, labels.values[1].tolist())
+        (4, 3) [4, 5, 6, 7]
+        (4, 3) [12, 13, 14, 15]
+        (2, 3) [18, 19]
     """
 
     def __init__(

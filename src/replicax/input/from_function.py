@@ -29,7 +29,19 @@ class DistributedDatasetFromFunction(DistributedInput):
     Raises:
         ValueError: For bad options; while iterating, if batches of one step differ in
             shape, or if the epoch has fewer batches than replicas.
-        TypeError: While iterating, for leaves that are no arrays of numbers.
+        TypeError: If `fn` is no function; while iterating, for leaves that are no
+            arrays of numbers.
+
+    Example:
+        >>> import numpy as np, replicax as rx
+        >>> strategy = rx.MirroredStrategy(["cpu:0"], replicas_per_device=2)
+        >>> def dataset_fn(context):
+        ...     rows = context.get_per_replica_batch_size(8)
+        ...     return (np.full(rows, i, "float32") for i in range(4))
+        >>> for batch in strategy.distribute_datasets_from_function(dataset_fn):
+        ...     print([values.tolist() for values in batch.values])
+        [[0.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]]
+        [[2.0, 2.0, 2.0, 2.0], [3.0, 3.0, 3.0, 3.0]]
     """
 
     def __init__(

@@ -32,6 +32,16 @@ class AutoShardPolicy(enum.Enum):
             rows of every batch.
         OFF: No sharding: each worker reads a dataset of its own. Its batches still have
             the global size: a worker cuts one into as many steps as there are workers.
+
+    Example:
+        >>> import numpy as np, replicax as rx
+        >>> x = np.arange(64, dtype="float32")
+        >>> strategy = rx.MirroredStrategy()
+        >>> batches = strategy.experimental_distribute_dataset(
+        ...     x, batch_size=16, auto_shard_policy=rx.AutoShardPolicy.DATA
+        ... )
+        >>> len(batches)
+        4
     """
 
     AUTO = "auto"
@@ -139,6 +149,16 @@ class InputShard:
     Args:
         workers: The workers that shard the input; defaults to a single one.
         check_input: Whether to compare first batches where all read the same data.
+
+    Example:
+        A strategy has its worker's:
+
+        >>> import replicax as rx
+        >>> shard = rx.OneDeviceStrategy("cpu:0").input_shard
+        >>> shard.index, shard.count
+        (0, 1)
+        >>> list(shard.in_step(iter([[1, 2], [3]])))
+        [[1, 2], [3]]
     """
 
     def __init__(

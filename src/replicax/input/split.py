@@ -32,8 +32,21 @@ __all__ = [
 class Remainder(enum.StrEnum):
     """The policy for examples that do not divide equally between the replicas.
 
-    `KEEP` gives the batch to fewer replicas, which share it equally, `DROP` drops the
-    examples that are left over, `PAD` adds copies and masks them, `ERROR` raises.
+    Members compare equal to their strings: `"keep"`, `"drop"`, `"pad"`, `"error"`.
+
+    Attributes:
+        KEEP: The largest number of replicas that divides the batch shares it.
+        DROP: They are dropped.
+        PAD: Copies of the last examples fill up; a mask is False for them.
+        ERROR: They are a `ValueError`.
+
+    Example:
+        >>> import numpy as np, replicax as rx
+        >>> batch = np.arange(5)
+        >>> rx.input.split_global_batch(batch, 2, rx.input.Remainder.KEEP).num_active
+        1
+        >>> rx.input.split_global_batch(batch, 2, rx.input.Remainder.DROP).num_dropped
+        1
     """
 
     KEEP = "keep"
@@ -60,7 +73,9 @@ class Remainder(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Split:
-    """A batch that was divided between replicas.
+    """A batch that was divided between replicas. `split_global_batch` returns it.
+
+    Legend: `R` replicas, `b` examples in one replica's batch.
 
     Attributes:
         batch: Pytree of `[R, b, ...]` arrays, or None if the whole batch was dropped.
@@ -68,6 +83,13 @@ class Split:
         num_dropped: Number of dropped examples.
         num_active: Only the first `num_active` replicas have examples of their own, the
             others copies; None: all have.
+
+    Example:
+        >>> import numpy as np, replicax as rx
+        >>> x = np.arange(6, dtype="float32")
+        >>> split = rx.input.split_global_batch({"x": x}, 2)
+        >>> split.batch["x"].tolist(), split.num_active
+        ([[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]], None)
     """
 
     batch: PyTree
