@@ -31,15 +31,10 @@ from replicax.estimator.exporters import (
 from replicax.estimator.from_keras import model_to_estimator
 from replicax.estimator.hooks import (
     CheckpointSaverListener,
-    LoggingTensorHook,
-    NanLossDuringTrainingError,
-    NanTensorHook,
     SessionRunArgs,
     SessionRunContext,
     SessionRunHook,
     SessionRunValues,
-    StepCounterHook,
-    StopAtStepHook,
 )
 from replicax.estimator.inputs import numpy_input_fn, pandas_input_fn
 from replicax.estimator.linear import (
@@ -59,6 +54,13 @@ from replicax.estimator.spec import (
     ModeKeys,
     get_global_step,
     minimize,
+)
+from replicax.estimator.standard_hooks import (
+    LoggingTensorHook,
+    NanLossDuringTrainingError,
+    NanTensorHook,
+    StepCounterHook,
+    StopAtStepHook,
 )
 from replicax.estimator.train_and_evaluate import (
     EvalSpec,

@@ -19,7 +19,24 @@ _logger = logging.getLogger("replicax")
 
 
 class Exporter(abc.ABC):
-    """Base class of exporters, which `train_and_evaluate` calls after evaluations."""
+    """Base class of exporters, which `train_and_evaluate` calls after evaluations.
+
+    A subclass must define `name` and `export`, which is called by keyword. (TF:
+    `tf.estimator.Exporter`.)
+
+    Example:
+        >>> import shutil, replicax as rx
+        >>> class CheckpointExporter(rx.estimator.Exporter):
+        ...     name = "checkpoint"
+        ...     def export(self, export_path, checkpoint_path, **others):
+        ...         shutil.rmtree(export_path, ignore_errors=True)
+        ...         return shutil.copytree(checkpoint_path, export_path)
+        >>> def input_fn():
+        ...     return {"x": [1.0, 2.0]}, [2.0, 4.0]
+        >>> spec = rx.estimator.EvalSpec(input_fn, exporters=CheckpointExporter())
+        >>> [exporter.name for exporter in spec.exporters]
+        ['checkpoint']
+    """
 
     @property
     @abc.abstractmethod

@@ -1,13 +1,10 @@
 """Hooks: callbacks around the steps of an estimator's training and evaluation."""
 
 import dataclasses
-import logging
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeAlias
 
-import jax
 import numpy as np
 
 from replicax._util.types import PyTree
@@ -17,18 +14,12 @@ __all__ = [
     "HookSession",
     "Interval",
     "IntervalHook",
-    "LoggingTensorHook",
-    "NanLossDuringTrainingError",
-    "NanTensorHook",
     "SessionRunArgs",
     "SessionRunContext",
     "SessionRunHook",
     "SessionRunValues",
-    "StepCounterHook",
-    "StopAtStepHook",
+    "fetched",
 ]
-
-_logger = logging.getLogger("replicax")
 
 Fetches: TypeAlias = "str | Sequence[Fetches] | Mapping[str, Fetches]"
 
@@ -92,13 +83,6 @@ class Interval:
         return None if before is None else (now[0] - before[0], now[1] - before[1])
 
 
-class NanLossDuringTrainingError(RuntimeError):
-    """The loss has become NaN or infinite.
-
-    (TF: `tf.estimator.NanLossDuringTrainingError`.)
-    """
-
-
 @dataclasses.dataclass(frozen=True)
 class SessionRunArgs:
     """The values that a hook fetches from a step, by name.
@@ -108,6 +92,14 @@ class SessionRunArgs:
     Args:
         fetches: A name, or a list or dict of names: `"loss"`, `"global_step"`, a key of
             the spec's predictions, or a name in a `LoggingTensorHook` of the spec.
+
+    Example:
+        >>> import replicax as rx
+        >>> class Progress(rx.estimator.SessionRunHook):
+        ...     def before_run(self, run_context):
+        ...         return rx.estimator.SessionRunArgs(["global_step", "loss"])
+        >>> Progress().before_run(None).fetches
+        ['global_step', 'loss']
     """
 
     fetches: Fetches
@@ -122,6 +114,18 @@ class SessionRunValues:
     Attributes:
         results: As `SessionRunArgs.fetches`, with a NumPy array for each name: scalars
             that are equal on all replicas, else this process' first replica's.
+
+    Example:
+        >>> import numpy as np, replicax as rx
+        >>> class Progress(rx.estimator.SessionRunHook):
+        ...     def before_run(self, run_context):
+        ...         return rx.estimator.SessionRunArgs(["global_step", "loss"])
+        ...     def after_run(self, run_context, run_values):
+        ...         step, loss = run_values.results
+        ...         print(f"step {step}: loss {loss:.1f}")
+        >>> fetched = [np.array(1), np.array(0.5, "float32")]
+        >>> Progress().after_run(None, rx.estimator.SessionRunValues(fetched))
+        step 1: loss 0.5
     """
 
     results: PyTree
@@ -134,6 +138,20 @@ class SessionRunContext:
 
     Attributes:
         session: The step's training or evaluation loop, with `global_step`, an int.
+
+    Example:
+        >>> import numpy as np, replicax as rx
+        >>> class StopsAfterThree(rx.estimator.SessionRunHook):
+        ...     def after_run(self, run_context, run_values):
+        ...         if run_context.session.global_step == 3:
+        ...             run_context.request_stop()
+        >>> x = np.linspace(-1, 1, 32, dtype="float32")
+        >>> columns = [rx.feature_column.numeric_column("x")]
+        >>> estimator = rx.estimator.LinearRegressor(columns)
+        >>> hooks = [StopsAfterThree()]
+        >>> estimator = estimator.train(lambda: ({"x": x}, 2 * x), hooks=hooks)
+        >>> int(estimator.get_variable_value("global_step"))
+        3
     """
 
     def __init__(self, session: HookSession) -> None:
@@ -155,6 +173,23 @@ class SessionRunHook:
 
     The order of calls is `begin`, `after_create_session`, then for each step
     `before_run` and `after_run`, and last `end`, unless an error was raised.
+    (TF: `tf.estimator.SessionRunHook`.)
+
+    Example:
+        >>> import numpy as np, replicax as rx
+        >>> class Losses(rx.estimator.SessionRunHook):
+        ...     def begin(self):
+        ...         self.losses = []
+        ...     def before_run(self, run_context):
+        ...         return rx.estimator.SessionRunArgs("loss")
+        ...     def after_run(self, run_context, run_values):
+        ...         self.losses.append(float(run_values.results))
+        >>> x, hook = np.linspace(-1, 1, 32, dtype="float32"), Losses()
+        >>> columns = [rx.feature_column.numeric_column("x")]
+        >>> estimator = rx.estimator.LinearRegressor(columns)
+        >>> _ = estimator.train(lambda: ({"x": x}, 2 * x), hooks=[hook], steps=5)
+        >>> len(hook.losses), hook.losses[-1] < hook.losses[0]
+        (5, True)
     """
 
     def begin(self) -> None:
@@ -175,8 +210,35 @@ class SessionRunHook:
         """Called after the last step."""
 
 
+class IntervalHook(SessionRunHook):
+    """Base class of hooks that act at an interval."""
+
+    _every: Interval
+
+    def begin(self) -> None:
+        """Reset the timer: it is due at once."""
+        self._every.last = None
+
+
 class CheckpointSaverListener:
-    """Base class of listeners that are called before and after each save."""
+    """Base class of listeners that are called before and after each save.
+
+    Its methods do nothing unless overridden. (TF:
+    `tf.estimator.CheckpointSaverListener`.)
+
+    Example:
+        >>> import numpy as np, replicax as rx
+        >>> class Saves(rx.estimator.CheckpointSaverListener):
+        ...     def after_save(self, session, global_step_value):
+        ...         print(f"saved step {global_step_value}")
+        >>> x = np.linspace(-1, 1, 32, dtype="float32")
+        >>> columns = [rx.feature_column.numeric_column("x")]
+        >>> estimator = rx.estimator.LinearRegressor(columns)
+        >>> _ = estimator.train(
+        ...     lambda: ({"x": x}, 2 * x), steps=5, saving_listeners=[Saves()]
+        ... )
+        saved step 5
+    """
 
     def begin(self) -> None:
         """Called once, before the model is built."""
@@ -189,216 +251,6 @@ class CheckpointSaverListener:
 
     def end(self, session: HookSession | None, global_step_value: int) -> None:
         """Called after the last step."""
-
-
-class StopAtStepHook(SessionRunHook):
-    """A hook that stops training at a step.
-
-    Args:
-        num_steps: Number of steps of this training.
-        last_step: The global step to end at.
-
-    Raises:
-        ValueError: Unless exactly one of them is given.
-    """
-
-    def __init__(
-        self, num_steps: int | None = None, last_step: int | None = None
-    ) -> None:
-        if (num_steps is None) == (last_step is None):
-            raise ValueError(
-                f"StopAtStepHook: got num_steps={num_steps!r} and "
-                f"last_step={last_step!r}; give exactly one of them."
-            )
-        self._num_steps = num_steps
-        self._last_step = last_step
-
-    def after_create_session(self, session: HookSession, coord: None) -> None:
-        """Set the last step where `num_steps` was given."""
-        if self._num_steps is not None:
-            self._last_step = session.global_step + self._num_steps
-
-    def after_run(
-        self, run_context: SessionRunContext, run_values: SessionRunValues
-    ) -> None:
-        """Stop at the step."""
-        if run_context.session.global_step >= (self._last_step or 0):
-            run_context.request_stop()
-
-
-class IntervalHook(SessionRunHook):
-    """Base class of hooks that act at an interval."""
-
-    _every: Interval
-
-    def begin(self) -> None:
-        """Reset the timer: it is due at once."""
-        self._every.last = None
-
-
-class StepCounterHook(IntervalHook):
-    """A hook that logs steps per second.
-
-    Args:
-        every_n_steps: Interval in steps.
-        every_n_secs: Interval in seconds, in place of steps.
-
-    Attributes:
-        steps_per_second: What was logged last; None before.
-    """
-
-    def __init__(
-        self, every_n_steps: int | None = 100, every_n_secs: float | None = None
-    ) -> None:
-        steps = None if every_n_secs is not None else every_n_steps
-        self._every = Interval(steps, every_n_secs, "StepCounterHook")
-        self.steps_per_second: float | None = None
-
-    def after_run(
-        self, run_context: SessionRunContext, run_values: SessionRunValues
-    ) -> None:
-        """Log the speed when the interval has passed."""
-        step = run_context.session.global_step
-        if not self._every.is_due(step):
-            return
-        passed = self._every.restart(step)
-        if passed is not None and passed[1] > 0:
-            self.steps_per_second = passed[0] / passed[1]
-            _logger.info("global_step/sec: %.6g", self.steps_per_second)
-
-
-class LoggingTensorHook(SessionRunHook):
-    """A hook that logs values of a step.
-
-    A hook that a `model_fn` makes and returns in its spec can log any array of the
-    model. Any other hook logs values by name.
-
-    Args:
-        tensors: Names, as in `SessionRunArgs`; or a dict of labels with names or, in a
-            `model_fn`, arrays.
-        every_n_iter: Interval in steps.
-        every_n_secs: Interval in seconds, in place of steps.
-        at_end: Log at the end; without an interval, only then.
-        formatter: Formats a dict of arrays by label as text.
-
-    Raises:
-        ValueError: Without an interval, or with two.
-    """
-
-    def __init__(
-        self,
-        tensors: Mapping[str, str | jax.Array] | Sequence[str],
-        every_n_iter: int | None = None,
-        every_n_secs: float | None = None,
-        at_end: bool = False,
-        formatter: Callable[[dict[str, np.ndarray]], str] | None = None,
-    ) -> None:
-        named = tensors if isinstance(tensors, Mapping) else {n: n for n in tensors}
-        self.tensors: dict[str, str | jax.Array] = dict(named)
-        self._every = (
-            None
-            if at_end and every_n_iter is None and every_n_secs is None
-            else Interval(every_n_iter, every_n_secs, "LoggingTensorHook")
-        )
-        self._at_end = at_end
-        self._format = formatter or _as_text
-        self._values: dict[str, np.ndarray] = {}
-        self._is_due = False
-        self._step = 0
-
-    def begin(self) -> None:
-        """Reset the timer: the first step is logged."""
-        self._values = {}
-        if self._every is not None:
-            self._every.last = None
-
-    def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
-        """Fetch the values when the interval has passed, and always for the end."""
-        self._step = run_context.session.global_step
-        self._is_due = self._every is not None and self._every.is_due(self._step)
-        if not (self._is_due or self._at_end):
-            return None
-        return SessionRunArgs(
-            {
-                label: value if isinstance(value, str) else label
-                for label, value in self.tensors.items()
-            }
-        )
-
-    def after_run(
-        self, run_context: SessionRunContext, run_values: SessionRunValues
-    ) -> None:
-        """Log the values when the interval has passed."""
-        self._values = run_values.results or self._values
-        if self._is_due and self._every is not None:
-            passed = self._every.restart(self._step)
-            seconds = "" if passed is None else f" ({passed[1]:.3f} sec)"
-            _logger.info("%s%s", self._format(self._values), seconds)
-
-    def end(self, session: HookSession | None) -> None:
-        """Log the last values, with `at_end`."""
-        if self._at_end and self._values:
-            _logger.info("%s", self._format(self._values))
-
-
-def _as_text(values: Mapping[str, np.ndarray]) -> str:
-    return ", ".join(f"{name} = {value}" for name, value in values.items())
-
-
-class NanTensorHook(IntervalHook):
-    """A hook that stops training when a value is NaN or infinite.
-
-    Args:
-        loss_tensor: The value's name.
-        fail_on_nan_loss: Whether to raise; if False, stop only. Training itself raises
-            at its end if the loss is NaN.
-        every_n_iter: Steps between two checks. Each one blocks until the device is
-            done.
-    """
-
-    def __init__(
-        self,
-        loss_tensor: str = "loss",
-        fail_on_nan_loss: bool = True,
-        *,
-        every_n_iter: int = 1,
-    ) -> None:
-        self._name = loss_tensor
-        self._fails = fail_on_nan_loss
-        self._every = Interval(every_n_iter, None, "NanTensorHook")
-
-    def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
-        """Fetch the value when the interval has passed."""
-        step = run_context.session.global_step
-        return SessionRunArgs(self._name) if self._every.is_due(step) else None
-
-    def after_run(
-        self, run_context: SessionRunContext, run_values: SessionRunValues
-    ) -> None:
-        """Check the value."""
-        if run_values.results is None:
-            return
-        step = run_context.session.global_step
-        self._every.restart(step)
-        try:
-            require_finite(run_values.results, step, self._name)
-        except NanLossDuringTrainingError as error:
-            if self._fails:
-                raise
-            _logger.error("%s Training stops.", error)
-            run_context.request_stop()
-
-
-def require_finite(value: np.ndarray, step: int, name: str = "loss") -> None:
-    """Raise NanLossDuringTrainingError if a value is NaN or infinite."""
-    if not np.isfinite(np.asarray(value, dtype=np.float64)).all():
-        shown = float(value) if np.ndim(value) == 0 else value
-        shown = "NaN" if isinstance(shown, float) and math.isnan(shown) else shown
-        raise NanLossDuringTrainingError(
-            f"The {name} of global step {step} is {shown}: training has diverged. Use "
-            "a smaller learning rate, clip gradients (clipnorm=...), or scale the "
-            "features."
-        )
 
 
 def fetched(

@@ -20,13 +20,31 @@ __all__ = ["SavedModel", "load_saved_model"]
 class SavedModel:
     """A loaded saved model, which is callable; `load_saved_model` returns it.
 
-    Variables are on JAX's default device. JAX compiles a program once for each number
-    of rows.
+    It takes and returns arrays `[b, ...]` by name; `inputs` and `outputs` tell their
+    shapes and dtypes. Variables are on JAX's default device. JAX compiles a program
+    once for each number of rows. (TF: the result of `tf.saved_model.load`.)
 
     Attributes:
         path: The folder of the saved model.
         signatures: Names of its signatures.
         global_step: Number of training steps of its checkpoint.
+
+    Example:
+        >>> import jax, numpy as np, replicax as rx
+        >>> x = np.linspace(-1, 1, 32, dtype="float32")
+        >>> columns = [rx.feature_column.numeric_column("x")]
+        >>> estimator = rx.estimator.LinearRegressor(columns)
+        >>> estimator = estimator.train(lambda: ({"x": x}, 2 * x), steps=5)
+        >>> receiver_fn = rx.estimator.build_raw_serving_input_receiver_fn(
+        ...     {"x": jax.ShapeDtypeStruct((None,), "float32")}
+        ... )
+        >>> folder = estimator.model_dir + "/export"
+        >>> path = estimator.export_saved_model(folder, receiver_fn, platforms=["cpu"])
+        >>> saved = rx.estimator.load_saved_model(path)
+        >>> print(saved.global_step, saved.inputs()["x"])
+        5 float32[b]
+        >>> {name: y.shape for name, y in saved({"x": [0.5, 1.0]}).items()}
+        {'predictions': (2, 1)}
     """
 
     def __init__(self, path: Path) -> None:

@@ -28,6 +28,19 @@ class ModeKeys(enum.StrEnum):
     """The mode in which a `model_fn` is called.
 
     Members compare equal to their strings: `"train"`, `"eval"`, `"infer"`.
+    (TF: `tf.estimator.ModeKeys`.)
+
+    Attributes:
+        TRAIN: The call is for `Estimator.train`.
+        EVAL: For `Estimator.evaluate`.
+        PREDICT: For `Estimator.predict` and `export_saved_model`, without labels.
+
+    Example:
+        >>> import replicax as rx
+        >>> def dropout_rate(mode):
+        ...     return 0.5 if mode == rx.estimator.ModeKeys.TRAIN else 0.0
+        >>> dropout_rate("train"), dropout_rate(rx.estimator.ModeKeys.PREDICT)
+        (0.5, 0.0)
     """
 
     TRAIN = "train"

@@ -34,6 +34,8 @@ _logger = logging.getLogger("replicax")
 class TrainSpec:
     """The training's arguments of `train_and_evaluate`.
 
+    (TF: `tf.estimator.TrainSpec`.)
+
     Args:
         input_fn: As for `Estimator.train`.
         max_steps: The global step to end at; None: until the input ends.
@@ -43,6 +45,13 @@ class TrainSpec:
     Raises:
         TypeError: If `input_fn` is not callable.
         ValueError: If `max_steps` is less than 1.
+
+    Example:
+        >>> import numpy as np, replicax as rx
+        >>> x = np.linspace(-1, 1, 32, dtype="float32")
+        >>> spec = rx.estimator.TrainSpec(lambda: ({"x": x}, 2 * x), max_steps=1000)
+        >>> spec.max_steps, spec.hooks
+        (1000, ())
     """
 
     input_fn: InputFunction
@@ -59,6 +68,8 @@ class TrainSpec:
 class EvalSpec:
     """The evaluations' arguments of `train_and_evaluate`.
 
+    (TF: `tf.estimator.EvalSpec`.)
+
     Args:
         input_fn: As for `Estimator.evaluate`.
         steps: Number of steps; None: until the input ends.
@@ -74,6 +85,21 @@ class EvalSpec:
         TypeError: If `input_fn` is not callable, or `timeouts` of another type.
         ValueError: For numbers that are negative, `steps` less than 1, or exporters of
             the same name.
+
+    Example:
+        >>> import numpy as np, replicax as rx
+        >>> x = np.linspace(-1, 1, 32, dtype="float32")
+        >>> def input_fn():
+        ...     return {"x": x}, 2 * x
+        >>> columns = [rx.feature_column.numeric_column("x")]
+        >>> estimator = rx.estimator.LinearRegressor(columns)
+        >>> results, exports = rx.estimator.train_and_evaluate(
+        ...     estimator,
+        ...     rx.estimator.TrainSpec(input_fn, max_steps=5),
+        ...     rx.estimator.EvalSpec(input_fn, steps=1, throttle_secs=0),
+        ... )
+        >>> results["global_step"]
+        5
     """
 
     input_fn: InputFunction

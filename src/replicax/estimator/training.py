@@ -20,11 +20,11 @@ from replicax.estimator.hooks import (
     SessionRunHook,
     SessionRunValues,
     fetched,
-    require_finite,
 )
 from replicax.estimator.model import EstimatorModel, first_replica
 from replicax.estimator.run_config import RunConfig
 from replicax.estimator.saving import InputPosition, Saver
+from replicax.estimator.standard_hooks import require_finite
 from replicax.estimator.user_functions import InputPipeline
 from replicax.input.prefetch import DistributedIterator
 
