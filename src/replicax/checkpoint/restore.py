@@ -17,6 +17,19 @@ class RestoreStatus:
 
     (TF: the result of `tf.train.Checkpoint.restore`.) Its destructor logs unused values
     of the checkpoint, unless one of its methods was called.
+
+    Attributes:
+        missing: Names of the objects that are not in the checkpoint.
+
+    Example:
+        >>> import tempfile
+        >>> import numpy as np, replicax as rx
+        >>> checkpoint = rx.Checkpoint(step=3, weights={"w": np.ones(2)})
+        >>> path = checkpoint.write(f"{tempfile.mkdtemp()}/mine")
+        >>> status = rx.Checkpoint(step=0).restore(path).expect_partial()
+        >>> status.assert_existing_objects_matched()
+        >>> rx.Checkpoint(step=0, epoch=0).restore(path).expect_partial().missing
+        ['epoch']
     """
 
     def __init__(

@@ -43,6 +43,19 @@ class SidecarEvaluator:
     Raises:
         TypeError: If an argument has the wrong type.
         ValueError: If `max_evaluations` is less than 1.
+
+    Example:
+        >>> import tempfile
+        >>> import keras, numpy as np, replicax as rx
+        >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        >>> model.compile(loss="mse")
+        >>> folder = tempfile.mkdtemp() + "/checkpoints"
+        >>> with rx.CheckpointManager(rx.Checkpoint(model=model), folder) as manager:
+        ...     path = manager.save()  # Usually in the process that trains.
+        >>> data = (np.zeros((8, 1)), np.ones((8, 1)))
+        >>> rx.SidecarEvaluator(model, data, folder, max_evaluations=1).start()
+        ... # doctest: +ELLIPSIS
+        /...checkpoints/ckpt-1: loss 1
     """
 
     def __init__(

@@ -28,6 +28,16 @@ class ClusterResolver(ABC):
         task_id: The index of this process within its job, from zero, or None.
         rpc_layer: Prefix of the addresses that `master` returns, such as `"grpc"`.
         environment: Name of the environment of the program; empty unless given.
+
+    Example:
+        >>> import replicax as rx
+        >>> class TwoHosts(rx.cluster_resolver.ClusterResolver):
+        ...     task_type = "worker"
+        ...     task_id = 1  # Such as from a variable of a scheduler.
+        ...     def cluster_spec(self):
+        ...         return rx.ClusterSpec({"worker": ["a:2222", "b:2222"]})
+        >>> TwoHosts().master()
+        'b:2222'
     """
 
     task_type: str | None = None

@@ -46,6 +46,22 @@ class Topology:
         num_slices: Number of slices.
         mesh_shape: Chips in the three dimensions of one slice's interconnect, and
             devices on a chip.
+
+    Example:
+        `rx.tpu.experimental.initialize_tpu_system` returns one, such as this of two
+        hosts with 4 chips each:
+
+        >>> import replicax as rx
+        >>> topology = rx.tpu.experimental.Topology(
+        ...     device_kind="TPU v5 lite",
+        ...     num_chips=8,
+        ...     num_devices=8,
+        ...     num_hosts=2,
+        ...     num_slices=1,
+        ...     mesh_shape=(2, 4, 1, 1),
+        ... )
+        >>> topology.num_tasks, topology.num_tpus_per_task
+        (2, 4)
     """
 
     device_kind: str

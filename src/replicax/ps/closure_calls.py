@@ -37,6 +37,14 @@ class RemoteValue:
 
     As an argument of another `schedule` it becomes the result itself. (TF:
     `tf.distribute.experimental.coordinator.RemoteValue`.)
+
+    Example:
+        >>> import replicax as rx
+        >>> strategy = rx.ParameterServerStrategy()  # doctest: +SKIP
+        >>> coordinator = rx.ClusterCoordinator(strategy)  # doctest: +SKIP
+        >>> three = coordinator.schedule(sum, ([1, 2],))  # doctest: +SKIP
+        >>> coordinator.schedule(pow, (three, 2)).fetch()  # doctest: +SKIP
+        9
     """
 
     def __init__(
@@ -50,7 +58,12 @@ class RemoteValue:
         self._fetch = fetch
 
     def fetch(self) -> PyTree:
-        """Wait for the result and return it, like `coordinator.fetch(self)`."""
+        """Wait for the result and return it, like `coordinator.fetch(self)`.
+
+        Raises:
+            Exception: That of the function, if it has raised one.
+            ClosureCancelledError: If another function's error has cancelled it.
+        """
         return self._fetch(self)
 
     def get(self) -> PyTree:

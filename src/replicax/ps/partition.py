@@ -143,10 +143,24 @@ class Partitioner(Protocol):
 
     Any function of this signature will do.
     (TensorFlow: `tf.distribute.experimental.partitioners.Partitioner`.)
+
+    Example:
+        >>> def halves(shape, dtype, axis=0):
+        ...     return [2 if i == axis else 1 for i in range(len(shape))]
+        >>> halves([10, 3], "float32")
+        [2, 1]
+        >>> import replicax as rx
+        >>> rx.ParameterServerStrategy(variable_partitioner=halves)  # doctest: +SKIP
     """
 
     def __call__(self, shape: Sequence[int], dtype: str, axis: int = 0) -> list[int]:
-        """The number of shards along each dimension: 1 except along `axis`."""
+        """The number of shards along each dimension: 1 except along `axis`.
+
+        Args:
+            shape: The variable's shape.
+            dtype: Its dtype, such as `"float32"`.
+            axis: The dimension to cut.
+        """
         ...
 
 

@@ -197,6 +197,20 @@ class PerWorkerValues:
     `schedule` it becomes the own value of the worker that runs the closure. `iter` of a
     dataset is again such a value: each worker's iterator. (TF:
     `tf.distribute.experimental.coordinator.PerWorkerValues`.)
+
+    Raises:
+        TypeError: For `next` of an iterator, which is the workers' own.
+
+    Example:
+        >>> import replicax as rx
+        >>> strategy = rx.ParameterServerStrategy()  # doctest: +SKIP
+        >>> coordinator = rx.ClusterCoordinator(strategy)  # doctest: +SKIP
+        >>> def dataset_fn(context):
+        ...     first, step = context.input_pipeline_id, context.num_input_pipelines
+        ...     return range(first, 1000, step)
+        >>> create = coordinator.create_per_worker_dataset  # doctest: +SKIP
+        >>> iterator = iter(create(dataset_fn))  # doctest: +SKIP
+        >>> value = coordinator.schedule(next, (iterator,))  # doctest: +SKIP
     """
 
     def __init__(

@@ -28,9 +28,27 @@ class TableError(RefusedRequestError, ValueError):
 class TableSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The specification of a table, equal on all servers.
 
-    `initializer` is what `keras.initializers.serialize` returns, `rule` says how rows
-    are updated (see `RowOptimizer`); None: not known yet. Sizes below 1, another dtype
-    than float32, or an initializer that looks at the whole table raise `TableError`.
+    Args:
+        name: The table's name, of 1 to 256 characters.
+        num_rows: Number of rows, `n`.
+        dim: Length of a row, `d`: the table is `float32[n, d]`.
+        initializer: What `keras.initializers.serialize` returns.
+        seed: Seed of the rows' first values.
+        dtype: `"float32"`.
+        rule: How rows are updated (see `RowOptimizer`); None: not known yet.
+
+    Raises:
+        TableError: For sizes below 1, another dtype than float32, or an initializer
+            that looks at the whole table.
+
+    Example:
+        >>> import keras, replicax as rx
+        >>> initializer = keras.initializers.serialize(keras.initializers.Zeros())
+        >>> spec = rx.layers.TableSpec(
+        ...     name="words", num_rows=1000, dim=8, initializer=initializer, seed=0
+        ... )
+        >>> [spec.num_rows_on(server, num_servers=3) for server in range(3)]
+        [334, 333, 333]
     """
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]

@@ -265,6 +265,20 @@ class ExperimentalMultiWorkerMirroredStrategy(MultiWorkerMirroredStrategy):
         communication: The implementation of collectives.
         cluster_resolver: Describes the cluster. Defaults to `TF_CONFIG`.
         **options: The other keywords of `rx.MultiWorkerMirroredStrategy`.
+
+    Raises:
+        ClusterConfigError: As `rx.MultiWorkerMirroredStrategy`, and so the others.
+        ClusterError: If a worker is absent at the start-up deadline.
+        DeviceError: For NCCL without GPUs; if workers differ in their devices.
+        RuntimeError: If JAX has started its devices already.
+
+    Example:
+        >>> import replicax as rx
+        >>> strategy = rx.experimental.MultiWorkerMirroredStrategy(
+        ...     communication=rx.experimental.CollectiveCommunication.RING
+        ... )
+        >>> strategy.num_workers  # Without TF_CONFIG: alone.
+        1
     """
 
     def __init__(

@@ -42,6 +42,18 @@ class Strategy(DatasetMaker):
     """Runs the same function as several synchronous replicas.
 
     The base class of all strategies; make one of those. (TF: `tf.distribute.Strategy`.)
+
+    Example:
+        >>> import numpy as np, replicax as rx
+        >>> strategy = rx.MirroredStrategy(["cpu:0"], replicas_per_device=2)
+        >>> isinstance(strategy, rx.Strategy), strategy.num_replicas_in_sync
+        (True, 2)
+        >>> x = np.arange(8, dtype="float32")
+        >>> for batch in strategy.experimental_distribute_dataset(x, batch_size=4):
+        ...     sums = strategy.run(lambda values: values.sum(), args=(batch,))
+        ...     print(strategy.reduce("sum", sums, axis=None))
+        6.0
+        22.0
     """
 
     _joins_dry_runs = True

@@ -35,6 +35,13 @@ class TaskResult:
         report: The task's failure report, if it wrote one.
         dismissed: Whether the task is a parameter server that was terminated because
             all other tasks had ended.
+
+    Example:
+        >>> import posixpath
+        >>> import replicax as rx
+        >>> results = rx.testing.run(posixpath.basename, num_workers=1, args=("a/b",))
+        >>> results["worker:0"].exit_code, results["worker:0"].value
+        (0, 'b')
     """
 
     exit_code: int
@@ -45,7 +52,17 @@ class TaskResult:
 
 
 class Results(dict[str, TaskResult]):
-    """The tasks' results by their names, such as `"worker:1"`."""
+    """The tasks' results by their names, such as `"worker:1"`.
+
+    `rx.testing.run` and `Cluster.wait` return it.
+
+    Example:
+        >>> import posixpath
+        >>> import replicax as rx
+        >>> results = rx.testing.run(posixpath.basename, num_workers=2, args=("a/b",))
+        >>> results.check().returned
+        {'worker:0': 'b', 'worker:1': 'b'}
+    """
 
     def __repr__(self) -> str:
         codes = {name: result.exit_code for name, result in self.items()}

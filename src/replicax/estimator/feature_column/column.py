@@ -60,6 +60,15 @@ class Column(abc.ABC):
     """Base class of feature columns, which are frozen, hashable values.
 
     A column whose `host` is another column uses the outputs of that one.
+
+    Example:
+        >>> import numpy as np, replicax as rx
+        >>> age = rx.feature_column.numeric_column("age")
+        >>> isinstance(age, rx.feature_column.Column), age.name, age.keys
+        (True, 'age', ('age',))
+        >>> arrays = age.transform({"age": np.array([31, 47])})
+        >>> [x.tolist() for x in arrays.values()]
+        [[[31.0], [47.0]]]
     """
 
     @property
@@ -139,7 +148,15 @@ class SingleFeature:
 
 
 class DenseColumn(Column):
-    """Base class of columns that can be input of a dense layer."""
+    """Base class of columns that can be input of a dense layer.
+
+    Example:
+        >>> import replicax as rx
+        >>> words = rx.feature_column.categorical_column_with_identity("word", 1000)
+        >>> column = rx.feature_column.embedding_column(words, dimension=8)
+        >>> isinstance(column, rx.feature_column.DenseColumn), column.variable_shape
+        (True, (8,))
+    """
 
     @property
     @abc.abstractmethod
@@ -157,7 +174,16 @@ class DenseColumn(Column):
 
 
 class CategoricalColumn(Column):
-    """Base class of columns of ids from 0 to `num_buckets - 1`; -1 is missing."""
+    """Base class of columns of ids from 0 to `num_buckets - 1`; -1 is missing.
+
+    Example:
+        >>> import numpy as np, replicax as rx
+        >>> column = rx.feature_column.categorical_column_with_identity("word", 1000)
+        >>> isinstance(column, rx.feature_column.CategoricalColumn), column.num_buckets
+        (True, 1000)
+        >>> column.host_ids({"word": np.array([[3, 7]])}).tolist()
+        [[3, 7]]
+    """
 
     @property
     @abc.abstractmethod
