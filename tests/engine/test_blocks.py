@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from replicax.engine.blocks import Block, BlockedValues, cut
-from replicax.engine.collectives import ReplicaAxis
+from replicax.engine.replica_axis import ReplicaAxis
 
 
 def axis_of(num: int) -> ReplicaAxis:

@@ -14,7 +14,7 @@ from jax import lax
 from tests.conftest import mirrored
 
 import replicax as rx
-from replicax.engine.collectives import ReplicaAxis
+from replicax.engine.replica_axis import ReplicaAxis
 
 
 def with_ops(num_replicas: int, ops: rx.CrossDeviceOps | None) -> rx.Strategy:

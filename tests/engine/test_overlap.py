@@ -15,10 +15,10 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import replicax as rx
-from replicax.engine.collectives import ReplicaAxis
 from replicax.engine.communication import sum_gradients
 from replicax.engine.origins import Origin, origins_of
 from replicax.engine.packing import made_meanwhile, overlapping_packs
+from replicax.engine.replica_axis import ReplicaAxis
 
 MIB = 2**20
 VOCABULARY, WIDTH, NUM_CLASSES = 1500, 256, 40

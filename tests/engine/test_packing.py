@@ -16,9 +16,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import replicax as rx
-from replicax.engine.collectives import ReplicaAxis
 from replicax.engine.communication import sum_gradients
 from replicax.engine.packing import plan_packs
+from replicax.engine.replica_axis import ReplicaAxis
 from replicax.planning import compiler
 
 DTYPES = ["float32", "bfloat16", "int32", "float16"]

@@ -29,7 +29,7 @@ from tests.strategies.parity import (
 )
 
 import replicax as rx
-from replicax.engine.collectives import ReplicaAxis
+from replicax.engine.replica_axis import ReplicaAxis
 
 
 def fully_sharded(num: int = 2, **options: Any) -> rx.FullyShardedStrategy:

@@ -22,8 +22,8 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal, Primitive, jaxpr_as_fun
 
 from replicax._util.types import PyTree
-from replicax.engine.collectives import ReplicaAxis
 from replicax.engine.divergence import Atom
+from replicax.engine.replica_axis import ReplicaAxis
 from replicax.engine.scope import current_context, required_context
 
 __all__ = [

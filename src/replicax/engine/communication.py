@@ -16,7 +16,6 @@ from replicax.engine.collectives import (
     HierarchicalCopyAllReduce,
     NcclAllReduce,
     ReduceOp,
-    ReplicaAxis,
     check_like,
 )
 from replicax.engine.origins import origins_of
@@ -26,6 +25,7 @@ from replicax.engine.packing import (
     packed_sums,
     plan_packs,
 )
+from replicax.engine.replica_axis import ReplicaAxis
 
 __all__ = [
     "CollectiveCommunication",

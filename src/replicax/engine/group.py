@@ -15,11 +15,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from replicax._util.types import PyTree
-from replicax.engine.collectives import CrossDeviceOps, ReplicaAxis, joined_sum
+from replicax.engine.collectives import CrossDeviceOps
 from replicax.engine.communication import CommunicationOptions
 from replicax.engine.devices import Device, device_name
 from replicax.engine.layouts import Layouts, ModelSplit
 from replicax.engine.protocols import StrategyLike
+from replicax.engine.replica_axis import ReplicaAxis, joined_sum
 from replicax.engine.variables import Variable
 
 __all__ = ["ReplicaAxes", "ReplicaGroup", "mesh_of"]

@@ -14,8 +14,8 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from replicax._util.types import PyTree
-from replicax.engine.collectives import ReplicaAxis, join, part
 from replicax.engine.origins import Origin, path_to_product
+from replicax.engine.replica_axis import ReplicaAxis, join, part
 
 __all__ = [
     "bytes_of_pack",
