@@ -2,11 +2,12 @@
 
 import ast
 import copy
+import doctest
 import inspect
 import pickle
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 
@@ -259,23 +260,77 @@ WITHOUT_EXAMPLE = {
 }
 """Public functions whose docstring shows no call."""
 
+WITHOUT_EXAMPLE_THAT_RUNS = {
+    # They need servers in other processes.
+    "ClusterCoordinator",
+    "ParameterServerStrategy",
+    "RemoteValue",
+    # They need a machine with TPUs.
+    "TPUStrategy",
+    # It must come before everything else.
+    "set_logical_devices",
+    # pandas is no dependency.
+    "estimator.pandas_input_fn",
+}
+"""Public functions and classes whose example does nothing when it runs as a test."""
 
-def public_functions() -> dict[str, Any]:
+
+def public_names() -> dict[str, Any]:
+    """All public names by the modules that have them in `__all__`."""
     found: dict[str, Any] = {}
 
     def look(path: str, value: Any) -> None:
-        if inspect.isfunction(value):
-            found[path.removeprefix("rx.")] = value
+        found[path] = value
         if isinstance(value, ModuleType) and value.__name__.startswith("repl"):
             for name in value.__all__:
-                look(f"{path}.{name}", getattr(value, name))
+                look(f"{path}.{name}" if path else name, getattr(value, name))
 
-    look("rx", rx)
+    look("", rx)
     return found
+
+
+def public_functions() -> dict[str, Any]:
+    return {n: x for n, x in public_names().items() if inspect.isfunction(x)}
+
+
+def public_classes() -> dict[str, type]:
+    """Those that a user makes, is given or derives from: no errors, no protocols."""
+    return {
+        name: value
+        for name, value in public_names().items()
+        if inspect.isclass(value)
+        and not issubclass(value, BaseException)
+        and Protocol not in value.__bases__
+    }
+
+
+def examples(value: Any) -> list[doctest.Example]:
+    # A class without a docstring would get its base's from `inspect.getdoc`.
+    return doctest.DocTestParser().get_examples(value.__doc__ or "")
+
+
+def does_something(example: doctest.Example) -> bool:
+    is_import = example.source.startswith(("import ", "from "))
+    return not is_import and not example.options.get(doctest.SKIP)
 
 
 def test_functions_show_a_call() -> None:
     functions = public_functions()
     assert len(functions) > 60
-    silent = {n for n, f in functions.items() if ">>>" not in (f.__doc__ or "")}
-    assert silent <= WITHOUT_EXAMPLE
+    assert {n for n, f in functions.items() if not examples(f)} <= WITHOUT_EXAMPLE
+
+
+def test_classes_show_their_use() -> None:
+    classes = public_classes()
+    assert len(classes) > 90
+    assert [name for name, cls in classes.items() if not examples(cls)] == []
+
+
+def test_examples_do_something() -> None:
+    """Imports, and lines that are skipped, would pass whatever they show."""
+    shown = {n: examples(x) for n, x in (public_functions() | public_classes()).items()}
+    idle = {n for n, all in shown.items() if all and not any(map(does_something, all))}
+    # An old name of the same object, under `experimental`, is no name of its own.
+    names = public_names()
+    known = {id(names[name]) for name in WITHOUT_EXAMPLE_THAT_RUNS}
+    assert {name for name in idle if id(names[name]) not in known} == set()

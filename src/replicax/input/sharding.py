@@ -155,7 +155,7 @@ class InputShard:
 
         >>> import replicax as rx
         >>> shard = rx.OneDeviceStrategy("cpu:0").input_shard
-        >>> shard.index, shard.count
+        >>> shard.worker, shard.num_workers
         (0, 1)
         >>> list(shard.in_step(iter([[1, 2], [3]])))
         [[1, 2], [3]]
