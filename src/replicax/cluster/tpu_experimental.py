@@ -59,5 +59,9 @@ def shutdown_tpu_system(cluster_resolver: TPUClusterResolver | None = None) -> N
 
     Args:
         cluster_resolver: Not used.
+
+    Example:
+        >>> import replicax as rx
+        >>> rx.tpu.experimental.shutdown_tpu_system()
     """
     del cluster_resolver

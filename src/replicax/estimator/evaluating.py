@@ -69,6 +69,18 @@ def read_eval_metrics(eval_dir: str | Path) -> dict[int, EvalResults]:
 
     Returns:
         The metrics by name for each global step; empty without evaluations.
+
+    Example:
+        >>> import numpy as np, replicax as rx
+        >>> def input_fn():
+        ...     x = np.linspace(-1, 1, 32, dtype="float32")
+        ...     return {"x": x}, 2 * x
+        >>> columns = [rx.feature_column.numeric_column("x")]
+        >>> estimator = rx.estimator.LinearRegressor(columns).train(input_fn, steps=5)
+        >>> results = estimator.evaluate(input_fn, steps=1)
+        >>> metrics = rx.estimator.read_eval_metrics(estimator.eval_dir())
+        >>> list(metrics), metrics[5]["loss"] == results["loss"]
+        ([5], True)
     """
     file = Path(eval_dir) / METRICS_FILE
     if not file.exists():

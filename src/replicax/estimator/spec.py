@@ -243,6 +243,19 @@ def get_global_step() -> jax.Array:
 
     Raises:
         ContextError: Outside a `model_fn`.
+
+    Example:
+        >>> import keras, numpy as np, replicax as rx
+        >>> def model_fn(features, labels, mode):
+        ...     prediction = keras.layers.Dense(1)(features)
+        ...     warm_up = keras.ops.minimum(rx.estimator.get_global_step() / 100, 1.0)
+        ...     loss = warm_up * keras.ops.mean((prediction - labels) ** 2)
+        ...     optimizer = keras.optimizers.SGD(0.1)
+        ...     return rx.estimator.EstimatorSpec(mode, loss=loss, optimizer=optimizer)
+        >>> x = np.ones((4, 1), "float32")
+        >>> estimator = rx.estimator.Estimator(model_fn).train(lambda: (x, x), steps=2)
+        >>> int(estimator.get_variable_value("global_step"))
+        2
     """
     if _local.global_step is None:
         raise ContextError(

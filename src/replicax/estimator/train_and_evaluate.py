@@ -89,17 +89,11 @@ class EvalSpec:
     Example:
         >>> import numpy as np, replicax as rx
         >>> x = np.linspace(-1, 1, 32, dtype="float32")
-        >>> def input_fn():
-        ...     return {"x": x}, 2 * x
-        >>> columns = [rx.feature_column.numeric_column("x")]
-        >>> estimator = rx.estimator.LinearRegressor(columns)
-        >>> results, exports = rx.estimator.train_and_evaluate(
-        ...     estimator,
-        ...     rx.estimator.TrainSpec(input_fn, max_steps=5),
-        ...     rx.estimator.EvalSpec(input_fn, steps=1, throttle_secs=0),
+        >>> spec = rx.estimator.EvalSpec(
+        ...     lambda: ({"x": x}, 2 * x), steps=1, throttle_secs=60, name="held_out"
         ... )
-        >>> results["global_step"]
-        5
+        >>> spec.throttle_secs, spec.timeouts.checkpoint
+        (60, 3600.0)
     """
 
     input_fn: InputFunction
@@ -154,6 +148,20 @@ def train_and_evaluate(
         TypeError: If an argument is of the wrong kind.
         ValueError: If the strategy or the model_dir does not fit the cluster.
         CheckpointError: In an evaluator, if no new checkpoint comes in time.
+
+    Example:
+        >>> import numpy as np, replicax as rx
+        >>> def input_fn():
+        ...     x = np.linspace(-1, 1, 32, dtype="float32")
+        ...     return {"x": x}, 2 * x
+        >>> columns = [rx.feature_column.numeric_column("x")]
+        >>> results, exports = rx.estimator.train_and_evaluate(
+        ...     rx.estimator.LinearRegressor(columns),
+        ...     rx.estimator.TrainSpec(input_fn, max_steps=5),
+        ...     rx.estimator.EvalSpec(input_fn, steps=1),
+        ... )
+        >>> results["global_step"], exports
+        (5, [])
     """
     for value, kind in (
         (estimator, Estimator),
