@@ -28,7 +28,7 @@ class TableError(RefusedRequestError, ValueError):
 class TableSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The specification of a table, equal on all servers.
 
-    Args:
+    Attributes:
         name: The table's name, of 1 to 256 characters.
         num_rows: Number of rows, `n`.
         dim: Length of a row, `d`: the table is `float32[n, d]`.
