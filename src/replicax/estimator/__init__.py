@@ -62,7 +62,7 @@ from replicax.estimator.standard_hooks import (
     StepCounterHook,
     StopAtStepHook,
 )
-from replicax.estimator.train_and_evaluate import (
+from replicax.estimator.training_and_evaluation import (
     EvalSpec,
     TrainSpec,
     train_and_evaluate,

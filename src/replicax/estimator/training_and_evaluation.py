@@ -155,7 +155,7 @@ def train_and_evaluate(
         ...     x = np.linspace(-1, 1, 32, dtype="float32")
         ...     return {"x": x}, 2 * x
         >>> columns = [rx.feature_column.numeric_column("x")]
-        >>> results, exports = train_and_evaluate(
+        >>> results, exports = rx.estimator.train_and_evaluate(
         ...     rx.estimator.LinearRegressor(columns),
         ...     rx.estimator.TrainSpec(input_fn, max_steps=5),
         ...     rx.estimator.EvalSpec(input_fn, steps=1),
