@@ -50,6 +50,8 @@ MEMBERS = {
     ),
     "input.DistributedDataset": ("element_spec",),
     "input.DistributedDatasetFromFunction": ("element_spec",),
+    "input.InputShard": ("worker", "num_workers", "num_steps", "in_step"),
+    "input.Remainder": (),
     "layers.Embedding": (),
     "callbacks.Report": (),
     "callbacks.TensorBoard": (),
@@ -247,14 +249,12 @@ def public_names(module: str) -> list[str]:
     raise ValueError(f"api_pages: {file} has no __all__; expected a list of names.")
 
 
-# These are packages' parts, shown under their own names, or no names to call.
+# These are shown under their own names, or are packages' parts that a page lists.
 _ELSEWHERE = {
     "estimator": ("experimental",),
     "planning": ("plan",),
-    "input": ("AutoShardPolicy", "FileDataset", "InputContext", "InputShard",
-              "Remainder", "Split", "batches", "images", "prefetch",
-              "split_global_batch"),
-}  # fmt: skip
+    "input": ("AutoShardPolicy", "FileDataset", "InputContext", "images"),
+}
 _MODULES = {
     "experimental.partitioners": "partitioners",
     "feature_column": "estimator.feature_column",

@@ -180,8 +180,8 @@ def split_global_batch(
         remainder: The policy if `R` does not divide `B`.
 
     Returns:
-        A `Split`: `[R, b, ...]` views of the arrays (copies where rows were added), and
-        the mask under `"pad"`.
+        A `Split` of `[R, b, ...]` views of the arrays (copies where rows were added),
+        with the mask under `"pad"`.
 
     Raises:
         ValueError: If arrays disagree in `B` or are scalars; if the policy is unknown;
