@@ -4,7 +4,10 @@ import copy
 import hashlib
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
+import jax
 import keras
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ from keras import layers
 from tests.strategies.test_central_storage_fit import TapeStep
 
 import replicax as rx
+from replicax._private.keras import write_values
 
 
 def classifier():
@@ -101,7 +105,7 @@ def test_variables_that_share_an_array(data, strategy_of, replicas):
     with strategy.scope():
         model = classifier()
     first, second = model.layers[0].bias, model.layers[3].bias
-    first.assign(second.value)
+    write_values([first], [second.value])
     assert first.value is second.value
     model.fit(*data, batch_size=16, verbose=0)
     assert not np.array_equal(first.numpy(), second.numpy())
@@ -113,6 +117,73 @@ def test_variables_that_share_an_array(data, strategy_of, replicas):
     )
     model.fit(*data, batch_size=16, verbose=0)
     np.testing.assert_array_equal(shared, 0)
+
+
+ASSIGNED: dict[str, Callable[[Any, Any], None]] = {
+    "variable": lambda to, source: to.assign(source),
+    "array": lambda to, source: to.assign(source.value),
+    "initial": lambda to, source: None,
+}
+
+
+@pytest.mark.parametrize("how", ASSIGNED)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_what_was_assigned_stays(data, strategy_of, replicas, how):
+    """A step donates the arrays of what it trains: others must not have these."""
+    with strategy_of(replicas).scope():
+        online = classifier()
+        kernel = online.layers[0].kernel
+        target = keras.Variable(kernel.value, name="target")
+        ASSIGNED[how](target, kernel)
+    given = jax.numpy.ones(16)
+    online.layers[0].bias.assign(given)
+    before = kernel.numpy()
+    online.fit(*data, batch_size=16, verbose=0)
+    assert not np.array_equal(kernel.numpy(), before)
+    np.testing.assert_array_equal(target.numpy(), before)
+    np.testing.assert_array_equal(given, 1)
+
+
+def test_variables_without_names(outcome):
+    """Weight decay is turned off by names, and files have them."""
+
+    def work():
+        keras.backend.clear_session()  # Names are numbered.
+        layer = Unnamed(name="unnamed")
+        layer.build(None)
+        optimizer = keras.optimizers.SGD(momentum=0.9, name="sgd")
+        optimizer.build(layer.trainable_variables)
+        return [v.path for v in [*layer.variables, *optimizer.variables]]
+
+    assert outcome(work, 2) == outcome(work, 0)
+
+
+class Unnamed(layers.Layer):
+    def build(self, input_shape):
+        self.added = self.add_weight(shape=(3,))
+        self.made = keras.Variable(np.ones(3))
+
+
+def test_averaged_weights_between_fits(data, same_as_one_device):
+    """Keras assigns the averages at the end of `fit`; `evaluate` donates weights."""
+
+    def work():
+        model = keras.Sequential([keras.Input((64,)), layers.Dense(10)])
+        model.compile(
+            keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        )
+        results = []
+        for _ in range(2):
+            model.fit(*data, 16, shuffle=False, verbose=0)
+            results.append(model.get_weights())
+            if not rx.has_strategy():  # Keras would donate shared arrays twice.
+                model.set_weights(model.get_weights())
+            results.append(model.evaluate(*data, verbose=0))
+            results.append(model.predict(data[0], verbose=0))
+        return results
+
+    same_as_one_device(work, 1, 2)
 
 
 def test_learning_rate_between_fits(data, same_as_one_device):

@@ -41,6 +41,10 @@ class _StrategyPart(PlacedVariable):
         if strategy is not None and layout_of(self) is None:
             strategy.home.own(self)
 
+    def assign(self, value: PyTree) -> PyTree:
+        """Assign a value; a copy of an array, which whoever gave it may go on using."""
+        return super().assign(_copied(value))
+
     def placed(self, value: PyTree) -> PyTree:
         """The value in the variable's sharding."""
         # Keras leaves a value where it is if the sharding is another name for the same
@@ -67,9 +71,22 @@ class _StrategyPart(PlacedVariable):
         return np.array(array) if copy else array
 
 
+def _copied(value: PyTree) -> PyTree:
+    """A copy of an array, or of a variable's: steps donate what variables hold."""
+    if current_scope() is not None:
+        return value
+    if isinstance(value, keras.Variable):
+        value = value.value
+    is_array = isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
+    return jnp.copy(value) if is_array else value
+
+
 class StrategyVariable(_StrategyPart, keras.Variable):
     """The class of a `keras.Variable` created in a scope."""
 
+
+# Keras makes the names of variables without one of it.
+StrategyVariable.__name__ = keras.Variable.__name__
 
 _in_scope: dict[type, type] = {keras.Variable: StrategyVariable}
 
@@ -109,6 +126,7 @@ def init_variable(
     if strategy is not None and _is_state_of_replicas(dtype, kwargs):
         kwargs["aggregation"] = "mean"
     if strategy is not None:
+        initializer = _copied(initializer)
         adopt(variable)  # Before it has a value, which Keras would place by itself.
     original(variable, initializer, shape, dtype, *args, **kwargs)
     if reuse is not None and not has_value(variable) and not reuse.note(variable):
