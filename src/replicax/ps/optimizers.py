@@ -28,6 +28,7 @@ __all__ = [
     "build_recording",
     "can_split",
     "clip_before_push",
+    "clips",
     "clips_on_worker",
     "deserialize",
     "differing_options",
@@ -144,6 +145,14 @@ def clip_before_push(
         return clipped(optimizer, gradients)
     unscaled = [None if g is None else g / scale for g in gradients]
     return [None if g is None else g * scale for g in clipped(optimizer, unscaled)]
+
+
+def clips(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Whether an optimizer clips its gradients."""
+    return any(
+        getattr(optimizer, name, None) is not None
+        for name in ("clipnorm", "clipvalue", "global_clipnorm")
+    )
 
 
 def clips_on_worker(optimizer: keras.optimizers.Optimizer) -> bool:

@@ -20,6 +20,7 @@ from replicax.errors import ClusterError
 from replicax.keras.session import FitSession
 from replicax.ps.fit import WorkQueueFit
 from replicax.ps.groups import NEXT_STEP, StepShare
+from replicax.ps.optimizers import clip_before_push, clips
 from replicax.ps.partition import Partitioner
 from replicax.ps.remote import RemoteGroup, ServerPushes
 from replicax.ps.rows import RemoteTables, RowPush, tables_of
@@ -109,14 +110,24 @@ class ServerHome(ReplicaHome):
         return StepShare(step=step, part=part, num_parts=self.num_parts, weight=weight)
 
     def refresh(self) -> None:
-        """Pull the newest values into the variables."""
+        """Pull the newest values into the variables without a user's assignment."""
         self.settle()
-        self.remote.refresh()
+        # Under a coordinator only the chief assigns; the others' scripts do too.
+        follows = self.remote.requests is not None and not self.session.is_chief
+        for group in self.remote.groups:
+            group.pull()
+            if all(map(internals.has_value, group.variables)) and (
+                follows or group.is_handed(internals.read_values(group.variables))
+            ):
+                group.write()
+            if group.count is not None and internals.has_value(group.count):
+                internals.write_values([group.count], [group.num_steps()])
 
     def refresh_values(self) -> None:
         """Pull the newest values for the next step, without writing variables."""
         self.settle()
-        self.remote.pull()
+        for group in self.remote.groups:
+            group.pull()
 
     def begin_epoch(self, versions: Mapping[str, Sequence[int]]) -> None:
         """Count an epoch's steps from each group's version; some were assignments."""
@@ -174,7 +185,7 @@ class ServerHome(ReplicaHome):
             connected = self._connected[program] = self._connect_new(program, stored)
         for group in connected.groups:
             if (rate := group.assigned_rate(stored)) is not None:
-                self.remote.assign_rate(group, rate)
+                self._assign_rate(group, rate)
             group.follow([stored[id(v)] for v in group.variables])
             group.hand_out(stored)
         return connected
@@ -300,23 +311,38 @@ class ServerHome(ReplicaHome):
         return self._share(self.session.index, NEXT_STEP, None)
 
     def publish(self) -> None:
-        """Send values and learning rates that were assigned on the chief."""
+        """On the chief: send values and learning rates that the user has assigned."""
+        for group in self.remote.groups if self.session.is_chief else ():
+            if (rate := group.assigned_rate()) is not None:
+                self._assign_rate(group, rate)
+            if all(map(internals.has_value, group.variables)):
+                given = internals.read_values(group.variables)
+                if group.is_assigned(given):
+                    group.assign(given)
+                    group.write()
+
+    def _assign_rate(self, group: RemoteGroup, rate: float) -> None:
         if self.session.is_chief:
-            self.remote.publish()
+            group.assign_rate(rate)
+            self.rows.assign_rate(group.group, group.variables, rate)
 
     def finalize(self, optimizer: keras.optimizers.Optimizer) -> None:
         """At the end of training: overwrite values with the optimizer's averages."""
         # Keras does this after an error too; a server that is lost is not asked again.
-        is_lost = isinstance(sys.exc_info()[1], ClusterError)
-        if not is_lost:
-            self.settle()
-            self.remote.write_averages(optimizer)
+        if isinstance(sys.exc_info()[1], ClusterError):
+            return
+        self.settle()
+        group = self.remote.trained_by(optimizer)
+        if group is not None and (averages := group.averages()):
+            internals.write_values(group.variables, averages)
 
     def prepared_gradients(
         self, optimizer: keras.Optimizer, grads: list[jax.Array | None]
     ) -> list[jax.Array | None]:
         """Gradients, clipped here if a push is the whole gradient of its step."""
-        return self.remote.prepared(optimizer, grads)
+        if self._strategy.sync or not clips(optimizer):
+            return grads
+        return clip_before_push(optimizer, grads)
 
     def adds_up(self, *, trains: bool) -> bool:
         """Whether workers' sums are added up: at an epoch's end, after a closure."""

@@ -17,7 +17,7 @@ from replicax.engine.scope import outside_scopes
 from replicax.engine.variables import Update
 from replicax.errors import ClusterMismatchError
 from replicax.ps.group_vectors import VariableSlot
-from replicax.ps.optimizers import can_split, clip_before_push, optimizer_rule
+from replicax.ps.optimizers import can_split, clips, optimizer_rule
 from replicax.ps.partition import Partitioner, VariableGroup, VariableInfo, place
 from replicax.ps.remote import RemoteGroup, key_of
 from replicax.ps.rows import RemoteTables
@@ -60,14 +60,6 @@ class RemoteVariables:
         self._restored: dict[int, tuple[keras.optimizers.Optimizer, _Slots]] = {}
         self.requests: GroupRequests | None = None
 
-    def prepared(
-        self, optimizer: keras.optimizers.Optimizer, grads: list[jax.Array | None]
-    ) -> list[jax.Array | None]:
-        """Clip gradients for an asynchronous push, if the optimizer clips."""
-        if self._sync or not _clips(optimizer):
-            return grads
-        return clip_before_push(optimizer, grads)
-
     def connect(
         self,
         updates: Sequence[Update],
@@ -87,46 +79,13 @@ class RemoteVariables:
             groups.append(self._known[key])
         return groups
 
-    # What others have done, and users.
-
-    def pull(self) -> None:
-        """Pull newer values for the next step."""
-        for group in self.groups:
-            group.pull()
-
-    def publish(self) -> None:
-        """On the chief: send values and learning rates that the user has assigned."""
-        for group in self.groups:
-            if (rate := group.assigned_rate()) is not None:
-                self.assign_rate(group, rate)
-            if all(map(internals.has_value, group.variables)):
-                given = internals.read_values(group.variables)
-                if group.is_assigned(given):
-                    group.assign(given)
-                    group.write()
-
-    def refresh(self) -> None:
-        """Pull newer values into variables without a user's assignment."""
-        # Under a coordinator only the chief assigns; the others' scripts do too.
-        follows = self.requests is not None and not self._session.is_chief
-        for group in self.groups:
-            group.pull()
-            if all(map(internals.has_value, group.variables)) and (
-                follows or group.is_handed(internals.read_values(group.variables))
-            ):
-                group.write()
-            if group.count is not None and internals.has_value(group.count):
-                internals.write_values([group.count], [group.num_steps()])
-
-    def write_averages(self, optimizer: keras.optimizers.Optimizer) -> None:
-        """Store the optimizer's moving averages in the variables that it trains."""
-        group = self._known.get((id(optimizer),))
-        if group is not None and (averages := group.averages()):
-            internals.write_values(group.variables, averages)
+    def trained_by(self, optimizer: keras.optimizers.Optimizer) -> RemoteGroup | None:
+        """The group that an optimizer trains, if it has met it."""
+        return self._known.get((id(optimizer),))
 
     def slots(self, optimizer: keras.optimizers.Optimizer) -> _Slots:
         """Read an optimizer's slots: from the servers, or those to be restored."""
-        group = self._known.get((id(optimizer),))
+        group = self.trained_by(optimizer)
         if group is None:
             return self._restored.get(id(optimizer), (optimizer, {}))[1]
         return group.slots()
@@ -135,17 +94,11 @@ class RemoteVariables:
         self, optimizer: keras.optimizers.Optimizer, slots: _Slots
     ) -> None:
         """Restore an optimizer's slots, now or when its groups are created."""
-        group = self._known.get((id(optimizer),))
+        group = self.trained_by(optimizer)
         if group is None:
             self._restored[id(optimizer)] = optimizer, slots
-            return
-        group.restore(slots)
-
-    def assign_rate(self, group: RemoteGroup, rate: float) -> None:
-        """On the chief: send an assigned learning rate to the servers."""
-        if self._session.is_chief:
-            group.assign_rate(rate)
-            self._rows.assign_rate(group.group, group.variables, rate)
+        else:
+            group.restore(slots)
 
     # New groups.
 
@@ -154,7 +107,7 @@ class RemoteVariables:
     ) -> RemoteGroup:
         optimizer = update.optimizer
         variables = list(update.variables)
-        group = self._known.get((id(optimizer),))
+        group = self.trained_by(optimizer)
         if group is None:
             rule = self._rule(optimizer, variables, stored)
             group = self._add(optimizer.name, rule, variables, stored, optimizer)
@@ -183,7 +136,7 @@ class RemoteVariables:
                 return optimizer_rule(
                     optimizer,
                     variables,
-                    clipped_by_worker=not self._sync and _clips(optimizer),
+                    clipped_by_worker=not self._sync and clips(optimizer),
                 )
         finally:
             internals.write_values(own, before)
@@ -289,13 +242,6 @@ def _info(variable: keras.Variable) -> VariableInfo:
         shape=tuple(variable.shape),
         dtype=str(variable.dtype),
         constraint=config,
-    )
-
-
-def _clips(optimizer: keras.optimizers.Optimizer) -> bool:
-    return any(
-        getattr(optimizer, name, None) is not None
-        for name in ("clipnorm", "clipvalue", "global_clipnorm")
     )
 
 
