@@ -4,7 +4,7 @@ What decides is the code of `replicax.ps`, under a simulated clock: the board wi
 tickets, heartbeats and barriers, the groups that number, count and order pushes, and
 how often workers call. What takes time is simulated: cores, network cards, and the
 interpreter's lock of a server. `Times` says how much, and `ps_service_times.py`
-measures it. A worker goes on as `ps/leases.py` and `ps/strategy.py` have it go on.
+measures it. A worker goes on as `ps/worker_input.py` and `ps/strategy.py` have it.
 """
 
 import dataclasses

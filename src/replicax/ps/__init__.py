@@ -35,8 +35,8 @@ machine without clock or threads. Each of its actions is a method where its stat
 Who waits asks again, so every wait has its deadline where it waits.
 
 `fit`. All workers go through the data in the same order, and train on the batches that
-they have a ticket for (`leases`). Each batch is trained on once, by whichever worker
-was free. At the end of an epoch all meet: metrics are summed, and the chief says
+they have a ticket for (`worker_input`). Each batch is trained on once, by whichever
+worker was free. At the end of an epoch all meet: metrics are summed, and the chief says
 whether to go on.
 
 Large embeddings. The rows of `rx.layers.Embedding` come into the program, and their

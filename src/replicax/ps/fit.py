@@ -26,8 +26,7 @@ from replicax.keras.adapters import DistributedAdapter, fixed_number_of_batches
 from replicax.keras.batches import BatchIterator, PlacedBatch, place
 from replicax.keras.session import FitSession
 from replicax.keras.steps import steps_of
-from replicax.ps.leases import StepLeases
-from replicax.ps.worker_input import EpochBatches, own_rows
+from replicax.ps.worker_input import EpochBatches, StepLeases, own_rows
 
 if TYPE_CHECKING:
     from replicax.ps.strategy import ParameterServerStrategy
