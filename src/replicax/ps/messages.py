@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from typing import Protocol
 
+import jax
 import msgspec
 import numpy as np
 
@@ -27,6 +28,7 @@ __all__ = ["MESSAGES", "Message"]
 Vectors = dict[str, np.ndarray]
 Answer = tuple[JSONObject, Vectors]
 """The header and the vectors of what a server answers."""
+_Applied = tuple[JSONObject, Mapping[str, jax.Array | np.ndarray]]
 
 
 class Message(Protocol):
@@ -50,23 +52,34 @@ def _progress(held: DenseGroup, step: int | None) -> JSONObject:
     return {"squared_norms": held.squared_norms_of(step), "is_over": is_over}
 
 
-def _newest(store: VariableStore, held: DenseGroup) -> Answer:
-    """A group's version and its values."""
-    with held.condition:
-        version, values = held.version, held.vectors
-    return {"version": version}, store.hand_out(values)
-
-
 class _TaggedMessage(msgspec.Struct, tag_field="op"):
     pass
 
 
 class _OfGroup(_TaggedMessage):
+    """A message to a group, which is applied under the group's lock.
+
+    The answer's vectors never change, so they are sent when the lock is free again.
+    """
+
     group: str
 
     def expected(self, store: VariableStore) -> Mapping[str, Allowed]:
-        store.group(self.group)
+        return self.expected_by(store.group(self.group))
+
+    def handle(self, store: VariableStore, vectors: Vectors) -> Answer:
+        held = store.group(self.group)
+        if vectors:
+            store.count(bytes_in=vectors)
+        with held.condition:
+            header, results = self.apply(held, vectors)
+        return header, store.hand_out(results)
+
+    def expected_by(self, held: DenseGroup) -> Mapping[str, Allowed]:
         return {}
+
+    def apply(self, held: DenseGroup, vectors: Vectors) -> _Applied:
+        raise NotImplementedError
 
 
 class Create(_TaggedMessage, tag="create"):
@@ -90,15 +103,12 @@ class Pull(_OfGroup, tag="pull"):
     have: int | None = None
     step: int | None = None
 
-    def handle(self, store: VariableStore, vectors: Vectors) -> Answer:
-        held = store.group(self.group)
-        with held.condition:
-            version, values = held.version, held.vectors
-            is_known = version == self.have
-            header: JSONObject = {"version": version, "unchanged": is_known}
-            if self.step is not None:
-                header |= _progress(held, self.step)
-        return header, {} if is_known else store.hand_out(values)
+    def apply(self, held: DenseGroup, vectors: Vectors) -> _Applied:
+        is_known = held.version == self.have
+        header: JSONObject = {"version": held.version, "unchanged": is_known}
+        if self.step is not None:
+            header |= _progress(held, self.step)
+        return header, {} if is_known else held.vectors
 
 
 class Push(_OfGroup, tag="push"):
@@ -117,32 +127,28 @@ class Push(_OfGroup, tag="push"):
     part: StepShare | None = None
     pull: bool | None = True
 
-    def expected(self, store: VariableStore) -> Mapping[str, Allowed]:
-        return exactly(store.group(self.group).lengths, "bfloat16")
+    def expected_by(self, held: DenseGroup) -> Mapping[str, Allowed]:
+        return exactly(held.lengths, "bfloat16")
 
-    def handle(self, store: VariableStore, vectors: Vectors) -> Answer:
-        held = store.group(self.group)
-        store.count(bytes_in=vectors)
+    def apply(self, held: DenseGroup, vectors: Vectors) -> _Applied:
         deadline = time.monotonic() + self.deadline_seconds
-        with held.condition:
-            last = held.push(
-                self.worker,
-                self.session,
-                self.sequence,
-                vectors,
-                based_on=self.based_on,
-                share=self.part,
-            )
-            if last.step is not None and last.applied:
-                held.wait(last.step, deadline)
-            answer = {
-                "version": held.version,
-                "staleness": last.staleness,
-                "applied": last.applied,
-                **_progress(held, last.step),
-            }
-            values = held.vectors
-        return answer, {} if self.pull is False else store.hand_out(values)
+        last = held.push(
+            self.worker,
+            self.session,
+            self.sequence,
+            vectors,
+            based_on=self.based_on,
+            share=self.part,
+        )
+        if last.step is not None and last.applied:
+            held.wait(last.step, deadline)
+        header = {
+            "version": held.version,
+            "staleness": last.staleness,
+            "applied": last.applied,
+            **_progress(held, last.step),
+        }
+        return header, {} if self.pull is False else held.vectors
 
 
 class Commit(_OfGroup, tag="commit"):
@@ -151,25 +157,20 @@ class Commit(_OfGroup, tag="commit"):
     step: int
     squared_norms: dict[str, float]
 
-    def handle(self, store: VariableStore, vectors: Vectors) -> Answer:
-        held = store.group(self.group)
-        with held.condition:
-            held.commit(self.step, self.squared_norms)
-        header, values = _newest(store, held)
-        return header | {"is_over": True}, values
+    def apply(self, held: DenseGroup, vectors: Vectors) -> _Applied:
+        held.commit(self.step, self.squared_norms)
+        return {"version": held.version, "is_over": True}, held.vectors
 
 
 class Replace(_OfGroup, tag="replace"):
     """Replace a group's values, as when a user assigns to its variables."""
 
-    def expected(self, store: VariableStore) -> Mapping[str, Allowed]:
-        return exactly(store.group(self.group).lengths)
+    def expected_by(self, held: DenseGroup) -> Mapping[str, Allowed]:
+        return exactly(held.lengths)
 
-    def handle(self, store: VariableStore, vectors: Vectors) -> Answer:
-        held = store.group(self.group)
-        with held.condition:
-            held.replace(vectors)
-        return _newest(store, held)
+    def apply(self, held: DenseGroup, vectors: Vectors) -> _Applied:
+        held.replace(vectors)
+        return {"version": held.version}, held.vectors
 
 
 class GetSlots(_OfGroup, tag="slots"):
@@ -177,13 +178,10 @@ class GetSlots(_OfGroup, tag="slots"):
 
     name: str | None = None
 
-    def handle(self, store: VariableStore, vectors: Vectors) -> Answer:
-        held = store.group(self.group)
-        with held.condition:
-            found = held.slots()
-        header, arrays = slots_to_message(
-            {key: x for key, x in found.items() if self.name in (None, key.name)}
-        )
+    def apply(self, held: DenseGroup, vectors: Vectors) -> _Applied:
+        found = held.slots()
+        wanted = {key: x for key, x in found.items() if self.name in (None, key.name)}
+        header, arrays = slots_to_message(wanted)
         return {"slots": header}, arrays
 
 
@@ -192,8 +190,7 @@ class SetSlots(_OfGroup, tag="set_slots"):
 
     slots: list[tuple[str, Count | None, tuple[Count, ...]]]
 
-    def expected(self, store: VariableStore) -> Mapping[str, Allowed]:
-        held = store.group(self.group)
+    def expected_by(self, held: DenseGroup) -> Mapping[str, Allowed]:
         shapes = {SlotKey(name, part): shape for name, part, shape in self.slots}
         with held.condition:
             dtypes = held.check_slots(shapes)
@@ -202,10 +199,8 @@ class SetSlots(_OfGroup, tag="set_slots"):
             for i, (key, shape) in enumerate(shapes.items())
         }
 
-    def handle(self, store: VariableStore, vectors: Vectors) -> Answer:
-        held = store.group(self.group)
-        with held.condition:
-            held.assign_slots(slots_from_message(self.slots, vectors))
+    def apply(self, held: DenseGroup, vectors: Vectors) -> _Applied:
+        held.assign_slots(slots_from_message(self.slots, vectors))
         return {}, {}
 
 

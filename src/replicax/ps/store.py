@@ -314,7 +314,9 @@ class VariableStore:
 
     # For messages.
 
-    def hand_out(self, vectors: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
+    def hand_out(
+        self, vectors: Mapping[str, jax.Array | np.ndarray]
+    ) -> dict[str, np.ndarray]:
         """Read-only views of arrays on the CPU, to send without a copy."""
         handed = {dtype: np.asarray(vector) for dtype, vector in vectors.items()}
         self.count(bytes_out=handed)
