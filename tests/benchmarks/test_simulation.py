@@ -30,7 +30,7 @@ def test_every_step_is_given_once_and_every_push_is_applied_once(one_machine):
     assert stream["steps"] == made
     assert sum(made.values()) == 203
     for server in cluster.servers:
-        assert server.group.version == server.group.num_applied == 203
+        assert server.group.version == server.group.status()["applied"] == 203
         applied = {w: sum(n.values()) for w, n in server.group.staleness.items()}
         assert applied == made
 

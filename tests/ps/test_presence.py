@@ -41,9 +41,9 @@ def test_a_new_session_replaces_the_old_one_for_good():
     presence = present()
     assert presence.join(OTHER, "old", {}, 0.0) is False
     assert presence.join(OTHER, "old", {}, 1.0) is False  # A repeated call.
-    assert presence.starts(OTHER) == 1
+    assert presence.workers[OTHER].starts == 1
     assert presence.join(OTHER, "new", {}, 2.0) is True
-    assert presence.starts(OTHER) == 2
+    assert presence.workers[OTHER].starts == 2
     for call in (presence.sign, lambda w, s, t: presence.join(w, s, {}, t)):
         with pytest.raises(SessionReplacedError, match="old was replaced by new"):
             call(OTHER, "old", 3.0)

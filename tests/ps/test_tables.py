@@ -406,7 +406,8 @@ def test_steps_go_on_after_a_restart():
     assert not lost.applied
     for i, worker in enumerate(["worker:0", "worker:1"]):
         push(restarted, [1], np.ones((1, DIM)), 5, worker, part=sync(4, i, 2))
-    assert (restarted.num_applied, restarted.num_lost) == (2, 3)
+    status = restarted.status()
+    assert (status["applied"], status["lost"]) == (2, 3)
     assert restarted.version == 5
 
 

@@ -252,7 +252,7 @@ class Board:
             if told.worker == worker and earlier != session:
                 del self._answers[earlier]
         return {
-            "starts": presence.starts(worker),
+            "starts": presence.workers[worker].starts,
             "heartbeat_seconds": presence.timeouts.heartbeat,
             "failed": self._failure,
         }
@@ -304,7 +304,7 @@ class Board:
         Who dies is not waited for. Ask again until it is complete; one that is complete
         stays so, so use a name once.
         """
-        return self._rendezvous.arrive(barrier, worker, self._presence.missing)
+        return self._rendezvous.arrive(barrier, worker, self._presence.alive())
 
     report = _action_of("_rendezvous", Rendezvous.report)
     reports = _action_of("_rendezvous", Rendezvous.reports)

@@ -241,22 +241,19 @@ class ClosureWorker:
     def _run(self, closure: JSONObject) -> None:
         name = closure["function"]
         answer: JSONObject
-
-        def told_of(error: BaseException) -> dict[str, str]:
-            return self._told(error, name)
-
         try:
             answer = {"value": self._value_of(name, closure["payload"]["call"])}
         except ClusterError:
             raise  # Of the cluster, not of the closure: another worker shall try.
         except SystemExit as error:
             if error.code != ExitCode.RETRY:  # Another worker would end, too.
-                self._session.once("result", id=closure["id"], error=told_of(error))
+                told = self._told(error, name)
+                self._session.once("result", id=closure["id"], error=told)
             raise
         except Exception as error:  # noqa: BLE001  It is the chief's to raise.
             self._home.settle()
             self._trained_last = None
-            answer = {"error": told_of(error)}
+            answer = {"error": self._told(error, name)}
         self._session.once("result", id=closure["id"], **answer)
 
     def _told(self, error: BaseException, name: str) -> dict[str, str]:

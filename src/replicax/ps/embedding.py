@@ -289,7 +289,8 @@ class Embedding(keras.layers.Embedding):
                 "on parameter servers are float32. Give the layer dtype='float32' or "
                 "'mixed_bfloat16'."
             )
-        if self.input_dim > np.iinfo(np.int32).max and not _has_long_ids():
+        ids = jax.dtypes.canonicalize_dtype(np.int64)
+        if self.input_dim > np.iinfo(np.int32).max and ids != np.int64:
             raise ValueError(
                 f"Embedding {self.name!r}: input_dim={self.input_dim} is more than "
                 "ids of 32 bits can count. Set jax_enable_x64."
@@ -309,10 +310,6 @@ def _row_source() -> RowSource | None:
     strategy = current_strategy() if context is None else context.strategy
     home = None if strategy is None else strategy.home
     return getattr(home, "rows", None)  # Of servers only.
-
-
-def _has_long_ids() -> bool:
-    return jax.dtypes.canonicalize_dtype(np.int64) == np.int64
 
 
 def _seed_of(initializer: object) -> int:

@@ -152,24 +152,18 @@ class Group(abc.ABC):
         """This server's summand of the squared norms, if a norm is needed."""
         return None
 
-    @property
-    def num_applied(self) -> int:
-        """Number of updates in the values."""
-        return self.pushes.applied + self._steps_made
-
-    @property
-    def num_lost(self) -> int:
-        """Updates that a restart has rolled back."""
-        return self.pushes.lost + self._steps_lost
-
     def status(self) -> JSONObject:
-        """Versions, sizes and pushes by worker, as JSON values."""
+        """Versions, sizes and pushes by worker, as JSON values.
+
+        `applied` counts the updates in the values, `lost` those that a restart has
+        rolled back.
+        """
         with self.condition:
             return {
                 "version": self.version,
                 "steps": self.steps,
-                "applied": self.num_applied,
-                "lost": self.num_lost,
+                "applied": self.pushes.applied + self._steps_made,
+                "lost": self.pushes.lost + self._steps_lost,
                 "bytes": self.num_bytes,
                 "pushed_by": {w: sum(h.values()) for w, h in self.staleness.items()},
             }

@@ -3,7 +3,7 @@
 No clock and no I/O: times come in as arguments, in seconds.
 """
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -218,14 +218,6 @@ class Presence:
             return f"no worker has been alive for {self.timeouts.chief:g} s"
         return None
 
-    def missing(self, arrived: Container[str]) -> list[str]:
-        """The live workers that have not arrived."""
-        return [name for name in self.alive() if name not in arrived]
-
-    def starts(self, worker: str) -> int:
-        """Number of starts of a worker."""
-        return self._worker(worker).starts
-
     def status(self, now: float) -> dict[str, JSONObject]:
         """Every worker's state, for people."""
         return {
@@ -319,13 +311,8 @@ class Rendezvous(msgspec.Struct):
         """The value of a key; None: it has none, or was evicted."""
         return self.values.get(key, (None, 0))[0]
 
-    def arrive(
-        self, barrier: str, worker: str, missing: Callable[[Container[str]], list[str]]
-    ) -> JSONObject:
-        """Record an arrival at a barrier: see `Board.arrive`.
-
-        `missing` gives the workers that are alive and not among those here.
-        """
+    def arrive(self, barrier: str, worker: str, alive: Sequence[str]) -> JSONObject:
+        """Record an arrival at a barrier: see `Board.arrive`; all `alive` meet."""
         if barrier in self.complete:
             return {"complete": True, "missing": []}
         if barrier not in self.barriers and len(self.barriers) >= _MAX_BARRIERS:
@@ -335,7 +322,7 @@ class Rendezvous(msgspec.Struct):
             )
         arrived = self.barriers.setdefault(barrier, set())
         arrived.add(worker)
-        absent = missing(arrived)
+        absent = [name for name in alive if name not in arrived]
         if absent:
             return {"complete": False, "missing": absent}
         del self.barriers[barrier]

@@ -23,7 +23,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -42,6 +41,7 @@ from replicax._util.manifest import FolderFormat
 from replicax._util.types import JSONObject
 from replicax.errors import CheckpointError
 from replicax.ps.call_log import WriteAheadLog
+from replicax.ps.store import VariableStore
 
 __all__ = ["Snapshot", "Snapshots"]
 
@@ -55,16 +55,6 @@ _NAME = re.compile(r"snapshot-(\d{9})")
 _FORMAT = FolderFormat("snapshot", "replicax-snapshot", 1, "It is skipped.")
 _POLL_SECONDS = 0.05
 _RETRY_SECONDS = 5.0
-
-
-class _SnapshotSource(Protocol):
-    @property
-    def num_updates(self) -> int: ...
-
-    @property
-    def num_changes(self) -> int: ...
-
-    def state(self) -> JSONObject: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,12 +109,12 @@ class Snapshots:
         self._thread: threading.Thread | None = None
         self._written = 0  # Updates that the newest snapshot has.
         self._failed = FailedWrites()
-        self._source: _SnapshotSource | None = None
+        self._source: VariableStore | None = None
         self._board_state: Callable[[], JSONObject] | None = None
 
     def start(
         self,
-        store: _SnapshotSource,
+        store: VariableStore,
         board_state: Callable[[], JSONObject] | None = None,
     ) -> None:
         """Start the thread that writes snapshots; the present state is on disk."""
@@ -249,11 +239,11 @@ class Snapshots:
                 self._write_or_wait(self._source)
                 written_at = self._now()
 
-    def _write_or_wait(self, store: _SnapshotSource) -> None:
+    def _write_or_wait(self, store: VariableStore) -> None:
         if not self._try_to_write(store):
             self._stop.wait(_RETRY_SECONDS)
 
-    def _try_to_write(self, store: _SnapshotSource) -> bool:
+    def _try_to_write(self, store: VariableStore) -> bool:
         number, changes = store.num_updates, store.num_changes
         board = None if self._board_state is None else self._board_state()
         state = store.state()

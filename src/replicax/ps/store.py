@@ -217,22 +217,19 @@ class VariableStore:
             sum(table.version for table in self._all(self._tables)),
         )
 
-    def staleness(self) -> dict[str, dict[int, int]]:
-        """By worker, a histogram of the staleness of its pushes to trained groups."""
-        total: dict[str, Counter[int]] = {}
-        for held in self._all(self._groups):
-            if held.is_trained:
-                with held.condition:
-                    for worker, histogram in held.staleness.items():
-                        total.setdefault(worker, Counter()).update(histogram)
-        return {worker: dict(counts) for worker, counts in total.items()}
-
     def status(self) -> JSONObject:
         """Versions, staleness and traffic, in JSON values.
 
         `applied` and `lost` count the updates in the values, and those that a restart
-        has taken back: of what an optimizer updates; else of what is here.
+        has taken back: of what an optimizer updates; else of what is here. `staleness`
+        has by worker a histogram of its pushes to what an optimizer updates.
         """
+        staleness: dict[str, Counter[int]] = {}
+        for held in self._all(self._groups):
+            if held.is_trained:
+                with held.condition:
+                    for worker, histogram in held.staleness.items():
+                        staleness.setdefault(worker, Counter()).update(histogram)
         groups = {held.group.name: held.status() for held in self._all(self._groups)}
         tables = {held.spec.name: held.status() for held in self._all(self._tables)}
         trained = [group for group in groups.values() if group["is_trained"]]
@@ -248,7 +245,7 @@ class VariableStore:
             "tables": tables,
             "staleness": {
                 worker: {str(k): n for k, n in sorted(histogram.items())}
-                for worker, histogram in self.staleness().items()
+                for worker, histogram in staleness.items()
             },
             "bytes_in": bytes_in,
             "bytes_out": bytes_out,

@@ -177,18 +177,9 @@ class StepTickets(msgspec.Struct, kw_only=True, tag="steps"):
             self.steps[worker] = steps
 
     def status(self) -> JSONObject:
-        """Counts, and the latest lost steps."""
-        return {
-            "length": self.length,
-            "next": self.next,
-            "finished": self.finished,
-            "held": self.num_held,
-            "lost": self.lost,
-            "lost_steps": list(self.lost_steps),
-            "twice": self.twice,
-            "waiting": list(self.waiting),
-            "steps": dict(self.steps),
-        }
+        """The state, with numbers of held steps only."""
+        state = msgspec.to_builtins(self, str_keys=True)
+        return state | {"held": self.num_held, "lost_steps": list(self.lost_steps)}
 
 
 class PartTickets(msgspec.Struct, kw_only=True, tag="parts"):
@@ -302,16 +293,8 @@ class PartTickets(msgspec.Struct, kw_only=True, tag="parts"):
             self._start(self.next)
 
     def status(self) -> JSONObject:
-        """Counts, and who holds which part of the current step."""
-        return {
-            "length": self.length,
-            "next": self.next,
-            "num_parts": self.num_parts,
-            "finished_parts": sorted(self.finished),
-            "holders": {str(p): list(who) for p, who in sorted(self.holders.items())},
-            "lost": self.lost,
-            "steps": dict(self.steps),
-        }
+        """The state: also who holds which part of the current step."""
+        return msgspec.to_builtins(self, str_keys=True)
 
 
 Tickets = StepTickets | PartTickets
