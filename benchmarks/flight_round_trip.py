@@ -134,7 +134,7 @@ def update_round_trip(port: int, values: np.ndarray) -> Callable[[], object]:
             "sequence": next(numbers),
             "based_on": based_on,
             "deadline_seconds": 60.0,
-            "part": None,
+            "share": None,
         }
         answer, _ = connection.exchange(header, {"float32": values})
         based_on = answer["version"]

@@ -22,8 +22,10 @@ def push(store, group, *, vectors, deadline_seconds=600.0, **fields) -> SimpleNa
     return ask(store, message, vectors)
 
 
-def push_rows(store, table, group, part, *, ids, gradients, **fields):
-    message = PushRows(table=table, group=group, part=part, num_rows=len(ids), **fields)
+def push_rows(store, table, group, share, *, ids, gradients, **fields):
+    message = PushRows(
+        table=table, group=group, share=share, num_rows=len(ids), **fields
+    )
     return ask(store, message, {"ids": ids, "gradients": gradients.reshape(-1)})
 
 

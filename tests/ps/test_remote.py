@@ -311,7 +311,7 @@ class Clipped:
             sequence=1,
             based_on=0,
             vectors={"float32": np.full(2, gradient, "float32")},
-            part=StepShare(step=0, part=part, num_parts=2, weight=1.0),
+            share=StepShare(step=0, part=part, num_parts=2, weight=1.0),
         )
 
 

@@ -140,7 +140,7 @@ def everything(rows, name="words"):
     return rows.pull(name, np.arange(NUM_ROWS))
 
 
-def step(rows, ids, value=1.0, group=SGD_GROUP, part=None, name="words"):
+def step(rows, ids, value=1.0, group=SGD_GROUP, share=None, name="words"):
     """What a program and the strategy do with one replica's rows."""
     ids = np.asarray(ids)
 
@@ -149,7 +149,7 @@ def step(rows, ids, value=1.0, group=SGD_GROUP, part=None, name="words"):
         rows.collect(name, ids, np.full((len(ids), DIM), value, np.float32))
 
     rows.complete(program)
-    rows.finish(rows.push(group, [Anchor(name)], part))
+    rows.finish(rows.push(group, [Anchor(name)], share))
 
 
 def test_it_is_a_row_source(rows):
@@ -319,8 +319,8 @@ def test_parts_of_a_step_make_one_update(rows, make_rows):
     before = everything(rows)
     for number in range(2):
         for i, source in enumerate((rows, other)):
-            part = StepShare(step=number, part=i, num_parts=2, weight=1.0 + 2 * i)
-            step(source, [1 + i, 9], value=4.0, part=part)
+            share = StepShare(step=number, part=i, num_parts=2, weight=1.0 + 2 * i)
+            step(source, [1 + i, 9], value=4.0, share=share)
     change = before - everything(rows)
     np.testing.assert_allclose(change[[1, 2, 9]][:, 0], [1.0, 3.0, 4.0], rtol=1e-5)
 

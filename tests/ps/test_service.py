@@ -162,17 +162,17 @@ def test_a_replayed_push_is_not_applied_again(created):
 
 
 def test_a_synchronous_step_waits_for_its_parts(service, created):
-    part = {"step": 0, "num_parts": 2, "weight": None}
+    share = {"step": 0, "num_parts": 2, "weight": None}
     answers = []
 
     def second():
         with Connection(service.address, CREDENTIALS) as other:
-            message = push(1, worker="worker:1", part=part | {"part": 1})
+            message = push(1, worker="worker:1", share=share | {"part": 1})
             answers.append(other.exchange(message, values(2)))
 
     thread = threading.Thread(target=second)
     thread.start()
-    header, vectors = created.exchange(push(1, part=part | {"part": 0}), values(1))
+    header, vectors = created.exchange(push(1, share=share | {"part": 0}), values(1))
     thread.join(20)
     assert header["version"] == answers[0][0]["version"] == 1
     np.testing.assert_array_equal(vectors["float32"], values(4)["float32"])

@@ -181,7 +181,7 @@ def in_threads(*calls):
         return [f.result(timeout=60) for f in [pool.submit(call) for call in calls]]
 
 
-def part_of(step, part, num_parts, weight=None) -> StepShare:
+def share_of(step, part, num_parts, weight=None) -> StepShare:
     return StepShare(step=step, part=part, num_parts=num_parts, weight=weight)
 
 
@@ -190,7 +190,7 @@ def test_a_synchronous_step_is_one_update_with_the_weighted_mean() -> None:
     results = in_threads(
         *(
             lambda i=i: push(
-                store, 1, float(i), worker=f"worker:{i}", part=part_of(0, i, 3, i + 1)
+                store, 1, float(i), worker=f"worker:{i}", share=share_of(0, i, 3, i + 1)
             )
             for i in range(3)
         )
@@ -206,23 +206,23 @@ def test_a_synchronous_step_is_one_update_with_the_weighted_mean() -> None:
 def test_parts_that_are_there_or_over_are_not_applied() -> None:
     _, [store] = held(ADD)
     first = threading.Thread(
-        target=push, args=(store, 1), kwargs={"part": part_of(0, 0, 2)}
+        target=push, args=(store, 1), kwargs={"share": share_of(0, 0, 2)}
     )
     first.start()
     while not store._groups["weights"].step:
         time.sleep(0.01)
-    backup = push(store, 1, 5.0, worker="worker:1", part=part_of(0, 0, 2))
+    backup = push(store, 1, 5.0, worker="worker:1", share=share_of(0, 0, 2))
     assert (backup.version, backup.applied) == (0, False)
-    push(store, 2, 2.0, worker="worker:1", part=part_of(0, 1, 2))
+    push(store, 2, 2.0, worker="worker:1", share=share_of(0, 1, 2))
     first.join(timeout=30)
-    late = push(store, 1, 9.0, worker="worker:2", part=part_of(0, 1, 2))
+    late = push(store, 1, 9.0, worker="worker:2", share=share_of(0, 1, 2))
     assert (late.version, late.applied) == (1, False)
-    assert not push(store, 1, 9.0, worker="worker:2", part=part_of(0, 1, 2)).applied
+    assert not push(store, 1, 9.0, worker="worker:2", share=share_of(0, 1, 2)).applied
     assert values(store) == [3.0] * 8
     with pytest.raises(
         RefusedRequestError, match=r"part of step 3, but step 1 is not over"
     ):
-        push(store, 9, part=part_of(3, 0, 2))
+        push(store, 9, share=share_of(3, 0, 2))
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_parts_that_are_there_or_over_are_not_applied() -> None:
     [
         (2, 2, None, r"part 2 of 2, expected 0 to 1"),
         (-1, 2, None, r"part -1 of 2, expected 0 to 1"),
-        (0, 10**9, None, r"part.num_parts is 1000000000; expected .* <= 65536"),
+        (0, 10**9, None, r"share.num_parts is 1000000000; expected .* <= 65536"),
         (1, 2, 0.0, r"weight=0.0, expected a positive number"),
         (1, 2, float("inf"), r"weight=inf, expected a positive number"),
     ],
@@ -239,7 +239,7 @@ def test_a_part_that_cannot_be_is_no_message(part, num_parts, weight, message):
     """So it is refused before memory is taken for its gradients."""
     share = {"step": 0, "part": part, "num_parts": num_parts, "weight": weight}
     header = {"op": "push", "group": "weights", "worker": "worker:0", "session": "a"}
-    header |= {"sequence": 1, "based_on": 0, "deadline_seconds": 1.0, "part": share}
+    header |= {"sequence": 1, "based_on": 0, "deadline_seconds": 1.0, "share": share}
     with pytest.raises(WireError, match=message):
         read(Push, header, WireError)
 
@@ -249,15 +249,15 @@ def test_missing_parts_are_named_and_a_retry_waits_again() -> None:
     message = r"step 0: parts \[0, 2\] of 3 did not come.*\{1: 'worker:0'\}"
     for _ in range(2):
         with pytest.raises(SyncTimeout, match=message):
-            push(store, 1, part=part_of(0, 1, 3), deadline_seconds=0.05)
+            push(store, 1, share=share_of(0, 1, 3), deadline_seconds=0.05)
     with pytest.raises(
         RefusedRequestError, match=r"got num_parts=2.*its other parts have num"
     ):
-        push(store, 1, worker="worker:1", part=part_of(0, 0, 2))
+        push(store, 1, worker="worker:1", share=share_of(0, 0, 2))
     in_threads(
-        lambda: push(store, 1, part=part_of(0, 1, 3)),
-        lambda: push(store, 1, worker="worker:1", part=part_of(0, 0, 3)),
-        lambda: push(store, 1, worker="worker:2", part=part_of(0, 2, 3)),
+        lambda: push(store, 1, share=share_of(0, 1, 3)),
+        lambda: push(store, 1, worker="worker:1", share=share_of(0, 0, 3)),
+        lambda: push(store, 1, worker="worker:2", share=share_of(0, 2, 3)),
     )
     assert values(store) == [3.0] * 8
 
@@ -269,9 +269,9 @@ def test_synchronous_clipping_by_a_norm_over_servers(clip) -> None:
     assert {part.server for part in group.parts} == {0, 1}
 
     def work(worker: int) -> None:
-        part = part_of(0, worker, 2, 1.0)
+        share = share_of(0, worker, 2, 1.0)
         shares = [
-            push(s, 1, 4.0 * worker, worker=f"worker:{worker}", part=part)
+            push(s, 1, 4.0 * worker, worker=f"worker:{worker}", share=share)
             for s in stores
         ]
         total: dict[str, float] = {}
@@ -390,22 +390,22 @@ def test_lost_updates_are_counted_in_the_log(caplog) -> None:
 
 def test_synchronous_steps_go_on_after_a_restart(caplog) -> None:
     _, [store] = held(ADD)
-    push(store, 1, part=part_of(0, 0, 1))
+    push(store, 1, share=share_of(0, 0, 1))
     other = VariableStore(0)
     other.load_state(store.state())
     waits = ThreadPoolExecutor(1)
-    stuck = waits.submit(push, other, 1, worker="worker:9", part=part_of(1, 0, 2))
+    stuck = waits.submit(push, other, 1, worker="worker:9", share=share_of(1, 0, 2))
     while not other._groups["weights"].step:
         time.sleep(0.01)
-    assert not push(other, 5, part=part_of(4, 1, 2)).applied
+    assert not push(other, 5, share=share_of(4, 1, 2)).applied
     assert not stuck.result(timeout=30).applied
     assert "4 updates (steps 1 to 4) were lost" in caplog.text
     # Workers find the next step by it.
     assert asking.pull(other, "weights").version == 5
-    assert not push(other, 1, worker="worker:1", part=part_of(4, 0, 2)).applied
+    assert not push(other, 1, worker="worker:1", share=share_of(4, 0, 2)).applied
     in_threads(
-        lambda: push(other, 6, part=part_of(5, 1, 2)),
-        lambda: push(other, 2, worker="worker:1", part=part_of(5, 0, 2)),
+        lambda: push(other, 6, share=share_of(5, 1, 2)),
+        lambda: push(other, 2, worker="worker:1", share=share_of(5, 0, 2)),
     )
     assert values(other) == [3.0] * 8
     waits.shutdown()
@@ -499,7 +499,7 @@ def test_any_order_of_synchronous_parts_is_one_step(data) -> None:
                     step + 1,
                     float(amounts[p]),
                     worker=f"worker:{w}",
-                    part=part_of(step, p, num_parts, 2.0 if weighted else None),
+                    share=share_of(step, p, num_parts, 2.0 if weighted else None),
                 )
                 for w, p in order
             ]

@@ -98,7 +98,7 @@ def push(connection, ids, value=1.0, sequence=1, dtype=np.float32, **changes):
         "worker": "worker:0",
         "session": "a",
         "sequence": sequence,
-        "part": None,
+        "share": None,
     } | changes
     vectors = {
         "ids": np.array(ids, np.int64),
@@ -178,7 +178,7 @@ def test_ids_of_other_rows_are_refused(words, bad):
             "has 9 elements; expected 8",
         ),
         (
-            {"op": "push_rows", "part": {"step": 0}},
+            {"op": "push_rows", "share": {"step": 0}},
             {"ids": ("<i8", 0), "gradients": ("<f4", 0)},
             "missing required field part",
         ),
@@ -195,7 +195,7 @@ def test_other_messages_are_refused_before_their_bytes_are_read(
         "worker": "worker:0",
         "session": "a",
         "sequence": 1,
-        "part": None,
+        "share": None,
     } | header
     complete["vectors"] = [
         [name, np.dtype(dtype).name, length]

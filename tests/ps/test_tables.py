@@ -34,14 +34,14 @@ def whole(table):
     return table.rows(np.arange(table.spec.num_rows))
 
 
-def push(table, ids, gradients, sequence, worker="worker:0", session="a", part=None):
+def push(table, ids, gradients, sequence, worker="worker:0", session="a", share=None):
     return table.push_rows(
         np.asarray(ids),
         np.asarray(gradients, np.float32),
         worker=worker,
         session=session,
         sequence=sequence,
-        part=part,
+        share=share,
     )
 
 
@@ -363,21 +363,23 @@ def test_parts_of_a_step_make_one_update():
     spec = spec_of(keras.optimizers.Adam(0.1))
     apart = Table(spec)
     a, b = np.full((2, DIM), 1.0), np.full((2, DIM), 3.0)
-    first = push(apart, [2, 3], b, 0, worker="worker:1", part=sync(0, 1, 2, 3.0))
+    first = push(apart, [2, 3], b, 0, worker="worker:1", share=sync(0, 1, 2, 3.0))
     assert (first.version, first.applied) == (0, True)
-    backup = push(apart, [2, 3], b, 0, worker="worker:2", part=sync(0, 1, 2, 3.0))
+    backup = push(apart, [2, 3], b, 0, worker="worker:2", share=sync(0, 1, 2, 3.0))
     assert (backup.version, backup.applied) == (0, False)
-    last = push(apart, [1, 2], a, 0, part=sync(0, 0, 2, 1.0))
+    last = push(apart, [1, 2], a, 0, share=sync(0, 0, 2, 1.0))
     assert (last.version, last.applied) == (1, True)
     expected = Table(spec)
     push(expected, [1, 2, 3], [[0.25] * DIM, [2.5] * DIM, [2.25] * DIM], 0)
     np.testing.assert_allclose(whole(apart), whole(expected), rtol=1e-6)
-    late = push(apart, [1], np.ones((1, DIM)), 1, worker="worker:2", part=sync(0, 0, 2))
+    late = push(
+        apart, [1], np.ones((1, DIM)), 1, worker="worker:2", share=sync(0, 0, 2)
+    )
     assert (late.version, late.applied) == (1, False)
-    again = push(apart, [1, 2], a, 0, part=sync(0, 0, 2, 1.0))
+    again = push(apart, [1, 2], a, 0, share=sync(0, 0, 2, 1.0))
     assert (again.version, again.applied) == (1, True)
     with pytest.raises(RefusedRequestError, match="part of step 2, but step 1 is"):
-        push(apart, [1], np.ones((1, DIM)), 2, part=sync(2, 0, 2))
+        push(apart, [1], np.ones((1, DIM)), 2, share=sync(2, 0, 2))
 
 
 @pytest.mark.parametrize(
@@ -389,23 +391,23 @@ def test_parts_of_a_step_make_one_update():
 )
 def test_parts_must_go_together(bad, message):
     table = Table(spec_of())
-    push(table, [1], np.ones((1, DIM)), 0, part=sync(0, 0, 2))
+    push(table, [1], np.ones((1, DIM)), 0, share=sync(0, 0, 2))
     with pytest.raises(RefusedRequestError, match=message):
-        push(table, [1], np.ones((1, DIM)), 0, worker="worker:1", part=bad)
+        push(table, [1], np.ones((1, DIM)), 0, worker="worker:1", share=bad)
 
 
 def test_steps_go_on_after_a_restart():
     table = Table(spec_of())
-    push(table, [1], np.ones((1, DIM)), 0, part=sync(0, 0, 1))
+    push(table, [1], np.ones((1, DIM)), 0, share=sync(0, 0, 1))
     restarted = Table(spec_of())
-    push(table, [1], np.ones((1, DIM)), 1, part=sync(1, 0, 2))
+    push(table, [1], np.ones((1, DIM)), 1, share=sync(1, 0, 2))
     restarted.load_state(*table.state())  # Half of step 1 is lost.
-    late = push(table, [1], np.ones((1, DIM)), 0, "worker:1", part=sync(0, 2, 7))
+    late = push(table, [1], np.ones((1, DIM)), 0, "worker:1", share=sync(0, 2, 7))
     assert not late.applied  # Whatever its parts were.
-    lost = push(restarted, [1], np.ones((1, DIM)), 0, "worker:1", part=sync(3, 1, 2))
+    lost = push(restarted, [1], np.ones((1, DIM)), 0, "worker:1", share=sync(3, 1, 2))
     assert not lost.applied
     for i, worker in enumerate(["worker:0", "worker:1"]):
-        push(restarted, [1], np.ones((1, DIM)), 5, worker, part=sync(4, i, 2))
+        push(restarted, [1], np.ones((1, DIM)), 5, worker, share=sync(4, i, 2))
     status = restarted.status()
     assert (status["applied"], status["lost"]) == (2, 3)
     assert restarted.version == 5

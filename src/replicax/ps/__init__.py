@@ -24,6 +24,10 @@ server. A `connection` sends each server a message of `messages`, in the form of
 alone or with the rest of its step: a `dense_group` by its `server_optimizer`, a `table`
 by that of `optimizers`. The answer brings the new values.
 
+One pull. `RemoteGroup.pull` asks each server by a `Pull` with the version that it has.
+A server answers with its vectors, if they are newer; `group_vectors` makes the
+variables' values of them.
+
 One closure. `coordinator` has `closure_calls` pack its arguments as `payloads`; a
 `session` calls the `board`, where `closures` queues it. A worker's `closure_calls`
 takes it, runs it, and sends its outcome the same way. `script_sync` keeps the scripts

@@ -124,7 +124,7 @@ class Push(_OfGroup, tag="push"):
     sequence: int
     based_on: int
     deadline_seconds: float
-    part: StepShare | None = None
+    share: StepShare | None = None
     pull: bool | None = True
 
     def expected_by(self, held: DenseGroup) -> Mapping[str, Allowed]:
@@ -138,7 +138,7 @@ class Push(_OfGroup, tag="push"):
             self.sequence,
             vectors,
             based_on=self.based_on,
-            share=self.part,
+            share=self.share,
         )
         if last.step is not None and last.applied:
             held.wait(last.step, deadline)
@@ -243,7 +243,7 @@ class PushRows(_TaggedMessage, tag="push_rows"):
     worker: str
     session: str
     sequence: int
-    part: StepShare | None
+    share: StepShare | None
 
     def expected(self, store: VariableStore) -> Mapping[str, Allowed]:
         spec, count = store.table(self.table).spec, self.num_rows
@@ -266,7 +266,7 @@ class PushRows(_TaggedMessage, tag="push_rows"):
             worker=self.worker,
             session=self.session,
             sequence=self.sequence,
-            part=table.share_of(self.group, self.part),
+            share=table.share_of(self.group, self.share),
         )
         return {"version": pushed.version, "applied": pushed.applied}, {}
 

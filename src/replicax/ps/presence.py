@@ -185,37 +185,25 @@ class Presence:
 
     def failure(self, now: float) -> str | None:
         """Why the job as a whole has failed; None: it has not."""
-        chief = self.workers[self.chief]
-        if chief.state == "left":
-            if not chief.ok:
-                return f"{self.chief} (the chief) failed: {chief.error}"
+        chief, name = self.workers[self.chief], f"{self.chief} (the chief)"
+        if chief.state == "left" and not chief.ok:
+            return f"{name} failed: {chief.error}"
+        if chief.state in ("left", "alive"):
             return None
+        startup, patience = self.timeouts.startup, self.timeouts.chief
+        has_started = now - self._started > startup
         if all(known.state == "absent" for known in self.workers.values()):
-            if now - self._started > self.timeouts.startup:
-                return (
-                    f"no worker has joined for {self.timeouts.startup:g} s; expected "
-                    f"{listed(self.workers)}"
-                )
-            return None
-        if chief.state == "alive":
-            return None
-        return self._failure_without_chief(chief, now)
-
-    def _failure_without_chief(self, chief: Worker, now: float) -> str | None:
-        if chief.state == "absent":
-            if now - self._started > self.timeouts.startup:
-                return (
-                    f"{self.chief} (the chief) has not joined for "
-                    f"{self.timeouts.startup:g} s"
-                )
-        elif now - chief.gone_at > self.timeouts.chief:
-            return (
-                f"{self.chief} (the chief) died and did not return for "
-                f"{self.timeouts.chief:g} s"
-            )
+            if not has_started:
+                return None
+            expected = listed(self.workers)
+            return f"no worker has joined for {startup:g} s; expected {expected}"
+        if chief.state == "absent" and has_started:
+            return f"{name} has not joined for {startup:g} s"
+        if chief.state == "dead" and now - chief.gone_at > patience:
+            return f"{name} died and did not return for {patience:g} s"
         last = max(known.gone_at for known in self.workers.values())
-        if not self.alive() and now - last > self.timeouts.chief:
-            return f"no worker has been alive for {self.timeouts.chief:g} s"
+        if not self.alive() and now - last > patience:
+            return f"no worker has been alive for {patience:g} s"
         return None
 
     def status(self, now: float) -> dict[str, JSONObject]:

@@ -59,7 +59,7 @@ class ServerPushes(NamedTuple):
 
     futures: list[Future[_Answer]]
     sends: list[Callable[[Connection], _Answer]]
-    part: StepShare | None
+    share: StepShare | None
 
 
 class RemoteGroup:
@@ -288,12 +288,12 @@ class RemoteGroup:
         self,
         gradients: Sequence[jax.Array],
         based_on: Mapping[int, int],
-        part: StepShare | None = None,
+        share: StepShare | None = None,
     ) -> ServerPushes:
         """Start a push, which is answered with new values; `finish` waits for it.
 
         Gradients are equal on all of this worker's replicas, and of the `based_on`
-        versions. Without a `part` of a synchronous step they are applied at once.
+        versions. Without a `share` of a synchronous step they are applied at once.
         """
         given = self._layout.as_pushed(gradients)
         self._sequence += 1
@@ -306,12 +306,12 @@ class RemoteGroup:
                 self._sequence,
                 based_on[server],
                 self._session.timeouts.step,
-                part,
+                share,
             )
             send = functools.partial(self._push_to, server, message, given)
             sends.append(send)
         futures = list(map(self._submit, self._servers, sends))
-        return ServerPushes(futures, sends, part)
+        return ServerPushes(futures, sends, share)
 
     def finish(self, push: ServerPushes, *, may_leave: bool = False) -> PushResult:
         """Wait for a push, and cache the values of its answer.
@@ -321,8 +321,8 @@ class RemoteGroup:
         """
         answers = [self._session.result(future) for future in push.futures]
         is_in = any(header["applied"] for header, _ in answers)
-        if push.part is not None and (is_in or not may_leave):
-            self._await_end(push, push.part.step, answers)
+        if push.share is not None and (is_in or not may_leave):
+            self._await_end(push, push.share.step, answers)
         self._take(answers)
         return PushResult(
             # Servers may have got it from different workers; the first one decides.
@@ -459,7 +459,7 @@ class RemoteGroup:
                 raise
             raise ClusterError(
                 f"{self._session.name}: {self._session.absent()} did not bring a part "
-                f"of step {message.part and message.part.step} "
+                f"of step {message.share and message.share.step} "
                 f"within {step:.0f} s. See what it "
                 "prints, or give it more time (rx.Timeouts(step=...))."
             ) from refused

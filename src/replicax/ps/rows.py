@@ -165,7 +165,7 @@ class RemoteTables:
         self,
         group: VariableGroup,
         variables: Sequence[keras.Variable],
-        part: StepShare | None,
+        share: StepShare | None,
     ) -> list[RowPush]:
         """Start the push of the program's row gradients; `finish` waits for it.
 
@@ -188,7 +188,7 @@ class RemoteTables:
                     self._session.name,
                     self._session.id,
                     self._sequences[name],
-                    part,
+                    share,
                 )
                 pushes.append(self._exchange(server, message, vectors))
         return pushes

@@ -198,7 +198,7 @@ class Table(Group):
         worker: str,
         session: str,
         sequence: int,
-        part: StepShare | None = None,
+        share: StepShare | None = None,
     ) -> RowsPushed:
         """Update rows with their gradients, exactly once; see `Group.push`.
 
@@ -220,10 +220,10 @@ class Table(Group):
         places, gradients = sum_duplicates(places, gradients.astype(np.float32))
         summed = {"ids": places, "gradients": gradients}
         with self.condition:
-            last = self.push(worker, session, sequence, summed, share=part)
+            last = self.push(worker, session, sequence, summed, share=share)
             return RowsPushed(self.version, last.applied)
 
-    def share_of(self, group: str, part: StepShare | None) -> StepShare | None:
+    def share_of(self, group: str, share: StepShare | None) -> StepShare | None:
         """Convert a group's step to the table's: each group counts its own from 0."""
         with self.condition:
             if group not in self.offsets:
@@ -231,12 +231,12 @@ class Table(Group):
                     f"Table {self.spec.name!r}: nobody has said how it is updated with "
                     f"group {group!r}. Set its rule before rows are pushed."
                 )
-            if part is None:
+            if share is None:
                 return None
             offset = self.offsets[group]
             if offset is None:
-                offset = self.offsets[group] = self.steps - part.step
-            return dataclasses.replace(part, step=part.step + offset)
+                offset = self.offsets[group] = self.steps - share.step
+            return dataclasses.replace(share, step=share.step + offset)
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Set the learning rate of later updates, if it is a number."""
