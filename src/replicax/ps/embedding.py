@@ -70,26 +70,24 @@ class RowSource(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _RemoteTable:
-    """A layer's table of that name and size on the servers."""
+    """A layer's table on the servers."""
 
     source: RowSource
-    name: str
-    num_rows: int
-    dim: int
+    spec: TableSpec
 
     def pull(self, ids: np.ndarray) -> np.ndarray:
         """Rows for ids of any shape, each row fetched once."""
-        flat = check_ids(ids.ravel(), self.num_rows, f"Embedding {self.name!r}")
+        spec = self.spec
+        flat = check_ids(ids.ravel(), spec.num_rows, f"Embedding {spec.name!r}")
         distinct, place = np.unique(flat, return_inverse=True)
-        rows = self.source.pull(self.name, distinct)
-        return rows[place].reshape(*ids.shape, self.dim)
+        rows = self.source.pull(spec.name, distinct)
+        return rows[place].reshape(*ids.shape, spec.dim)
 
     def collect(self, ids: np.ndarray, gradients: np.ndarray) -> None:
         """Hand over gradients for ids of any shape, those of equal ids summed."""
         flat = ids.ravel().astype(np.int64)
-        self.source.collect(
-            self.name, *sum_duplicates(flat, gradients.reshape(len(flat), self.dim))
-        )
+        rows = sum_duplicates(flat, gradients.reshape(len(flat), self.spec.dim))
+        self.source.collect(self.spec.name, *rows)
 
 
 @keras.saving.register_keras_serializable(package="replicax")
@@ -172,37 +170,31 @@ class Embedding(keras.layers.Embedding):
             shape=(1,), initializer="zeros", name="anchor", trainable=True
         )
         self.anchor.table_name = self.name  # Says whose rows are updated with it.
-        self._table = _RemoteTable(
-            source=source,
+        initializer: Any = self.embeddings_initializer
+        config: Any = keras.initializers.serialize(initializer)
+        spec = TableSpec(
             name=self.name,
             num_rows=self.input_dim,
             dim=self.output_dim,
+            dtype=self.variable_dtype,
+            initializer=config,
+            seed=_seed_of(initializer),
         )
-        initializer: Any = self.embeddings_initializer
-        config: Any = keras.initializers.serialize(initializer)
-        source.create(
-            TableSpec(
-                name=self.name,
-                num_rows=self.input_dim,
-                dim=self.output_dim,
-                dtype=self.variable_dtype,
-                initializer=config,
-                seed=_seed_of(initializer),
-            )
-        )
+        self._table = _RemoteTable(source=source, spec=spec)
+        source.create(spec)
         self.built = True
 
     @property
     def table_name(self) -> str | None:
         """The table's name on the servers, None if it is a variable here."""
-        return None if self._table is None else self._table.name
+        return None if self._table is None else self._table.spec.name
 
     @property
     def embeddings(self) -> PyTree:
         """The whole table `[input_dim, output_dim]`, where it is a variable."""
         if self._table is not None:
             raise AttributeError(
-                f"Embedding.embeddings: the rows of {self._table.name!r} are on the "
+                f"Embedding.embeddings: the rows of {self.table_name!r} are on the "
                 "parameter servers, and no worker holds them all. Call the layer with "
                 "the ids whose rows you need."
             )
@@ -299,7 +291,7 @@ class Embedding(keras.layers.Embedding):
     def _require_own_table(self, method: str) -> None:
         if self._table is not None:
             raise ValueError(
-                f"Embedding.{method}: the rows of {self._table.name!r} are on the "
+                f"Embedding.{method}: the rows of {self.table_name!r} are on the "
                 "parameter servers; this needs them in the layer."
             )
 
@@ -338,7 +330,7 @@ def _lookup(
             return table.pull(np.asarray(ids))
         except Exception as error:  # noqa: BLE001 - the strategy raises it
             failed(error)
-            return np.full((*ids.shape, table.dim), np.nan, np.float32)
+            return np.full((*ids.shape, table.spec.dim), np.nan, np.float32)
 
     def collect(
         ids: np.ndarray, gradients: np.ndarray, counts: np.ndarray
@@ -352,7 +344,7 @@ def _lookup(
 
     def rows_of(anchor: jax.Array, ids: jax.Array) -> jax.Array:
         # The anchor goes in so that the rows are seen to depend on it.
-        shape = jax.ShapeDtypeStruct((*ids.shape, table.dim), jnp.float32)
+        shape = jax.ShapeDtypeStruct((*ids.shape, table.spec.dim), jnp.float32)
         return jax.pure_callback(pull, shape, anchor, ids, vmap_method="broadcast_all")
 
     def backward(ids: jax.Array, gradients: jax.Array) -> tuple[jax.Array, None]:
