@@ -239,7 +239,7 @@ class Board:
     def join(
         self, worker: Name, session: Name, info: JSONObject | None = None
     ) -> JSONObject:
-        """Makes a worker alive; a new session replaces the one before.
+        """Make a worker alive; a new session replaces the one before.
 
         `starts` in the answer says how often the worker was started, 1 the first time.
         """

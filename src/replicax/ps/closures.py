@@ -77,7 +77,7 @@ class Closures(msgspec.Struct, kw_only=True):
     def schedule(
         self, id: Name, payload: JSON, function: Name, worker: Name
     ) -> JSONObject:
-        """Queues a closure, as TF's `ClusterCoordinator.schedule`.
+        """Queue a closure, as TF's `ClusterCoordinator.schedule`.
 
         If the worker who schedules it is replaced or leaves, it is dropped. Only
         workers that have registered the `function` get it. `{"full": True,
@@ -114,7 +114,7 @@ class Closures(msgspec.Struct, kw_only=True):
         worker: Name,
         functions: Names1024 = (),  # type: ignore[assignment]
     ) -> JSONObject | None:
-        """Gives a free worker a closure: `id`, `function`, `payload`; or None.
+        """Give a free worker a closure: `id`, `function`, `payload`; or None.
 
         `functions` are all that the worker has registered.
         """
@@ -172,7 +172,7 @@ class Closures(msgspec.Struct, kw_only=True):
         size: int = 0,
         error: dict[str, str] | None = None,
     ) -> None:
-        """Notes how a closure ended, or forgets it if nobody will ask for it."""
+        """Note how a closure ended, or forget it if nobody will ask for it."""
         self.running.pop(closure.id, None)
         self.num_bytes += size - closure.size
         closure.payload, closure.size = None, size
@@ -182,7 +182,7 @@ class Closures(msgspec.Struct, kw_only=True):
             self._forget(closure.id)
 
     def _fail(self, closure: _Closure, error: dict[str, str]) -> None:
-        """Keeps the error; the first one of a generation cancels what is queued."""
+        """Keep an error; the first one of a generation cancels what is queued."""
         self._finish(closure, "error", error=error)
         if closure.generation < self.generation:
             return

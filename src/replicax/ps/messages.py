@@ -7,7 +7,6 @@ is not of this form is refused before memory is taken for the vectors.
 import math
 import time
 from collections.abc import Mapping
-from typing import Protocol
 
 import jax
 import msgspec
@@ -31,7 +30,7 @@ Answer = tuple[JSONObject, Vectors]
 _Applied = tuple[JSONObject, Mapping[str, jax.Array | np.ndarray]]
 
 
-class Message(Protocol):
+class Message(msgspec.Struct, tag_field="op"):
     """A message of some type. Several threads handle messages at the same time."""
 
     def expected(self, store: VariableStore) -> Mapping[str, Allowed]:
@@ -39,11 +38,11 @@ class Message(Protocol):
 
         Raises if the message is wrong; the sender gets the reason.
         """
-        ...
+        return {}
 
     def handle(self, store: VariableStore, vectors: Vectors) -> Answer:
         """Execute the message; return the header and the vectors of the answer."""
-        ...
+        raise NotImplementedError
 
 
 def _progress(held: DenseGroup, step: int | None) -> JSONObject:
@@ -52,11 +51,7 @@ def _progress(held: DenseGroup, step: int | None) -> JSONObject:
     return {"squared_norms": held.squared_norms_of(step), "is_over": is_over}
 
 
-class _TaggedMessage(msgspec.Struct, tag_field="op"):
-    pass
-
-
-class _OfGroup(_TaggedMessage):
+class _OfGroup(Message):
     """A message to a group, which is applied under the group's lock.
 
     The answer's vectors never change, so they are sent when the lock is free again.
@@ -82,7 +77,7 @@ class _OfGroup(_TaggedMessage):
         raise NotImplementedError
 
 
-class Create(_TaggedMessage, tag="create"):
+class Create(Message, tag="create"):
     """Create a group with these values, unless it exists."""
 
     group: VariableGroup
@@ -204,7 +199,7 @@ class SetSlots(_OfGroup, tag="set_slots"):
         return {}, {}
 
 
-class CreateTable(_TaggedMessage, tag="create_table"):
+class CreateTable(Message, tag="create_table"):
     """Create a table. Its optimizer is sent, and validated, once it is known."""
 
     spec: TableSpec
@@ -218,7 +213,7 @@ class CreateTable(_TaggedMessage, tag="create_table"):
         return {"spec": table.spec.to_json(), "version": table.version}, {}
 
 
-class PullRows(_TaggedMessage, tag="rows"):
+class PullRows(Message, tag="rows"):
     """Read rows of a table."""
 
     table: str
@@ -234,7 +229,7 @@ class PullRows(_TaggedMessage, tag="rows"):
         return {"version": version}, {"rows": table.rows(vectors["ids"]).reshape(-1)}
 
 
-class PushRows(_TaggedMessage, tag="push_rows"):
+class PushRows(Message, tag="push_rows"):
     """Push gradients of a table's rows."""
 
     table: str
