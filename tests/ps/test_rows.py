@@ -149,7 +149,7 @@ def step(rows, ids, value=1.0, group=SGD_GROUP, share=None, name="words"):
         rows.collect(name, ids, np.full((len(ids), DIM), value, np.float32))
 
     rows.complete(program)
-    rows.finish(rows.push(group, [Anchor(name)], share))
+    rows.finish(rows.push(group.name, [name], share))
 
 
 def test_it_is_a_row_source(rows):
@@ -175,7 +175,7 @@ def test_all_replicas_gradients_make_one_update_of_each_server(rows, servers):
         rows.collect("words", np.array([4, 8]), np.ones((2, DIM), np.float32))
 
     rows.complete(program)
-    rows.finish(rows.push(SGD_GROUP, [Anchor("words")], None))
+    rows.finish(rows.push(SGD_GROUP.name, ["words"], None))
     change = np.zeros((NUM_ROWS, DIM), np.float32)
     change[[2, 4, 8]] = [[0.5], [1.0], [0.5]]
     np.testing.assert_allclose(before - everything(rows), change, atol=1e-7)
@@ -205,7 +205,7 @@ def test_what_a_program_leaves_that_is_not_pushed_is_forgotten(rows):
         lambda: rows.collect("words", np.array([1]), np.ones((1, DIM), np.float32))
     )
     rows.complete(lambda: None)
-    rows.finish(rows.push(SGD_GROUP, [Anchor("words")], None))
+    rows.finish(rows.push(SGD_GROUP.name, ["words"], None))
     np.testing.assert_array_equal(everything(rows), before)
 
 
@@ -279,7 +279,7 @@ def test_tables_that_do_not_fit_are_errors(rows, make_rows):
 
 def test_assigned_learning_rates_reach_the_rows(rows):
     before = everything(rows)
-    rows.assign_rate(SGD_GROUP, [Anchor("words")], 0.25)
+    rows.assign_rate(SGD_GROUP.name, ["words"], 0.25)
     step(rows, [1, 2])
     np.testing.assert_allclose(before[1:3] - everything(rows)[1:3], 0.25, atol=1e-7)
 
@@ -382,7 +382,7 @@ def test_a_program_that_lost_a_server_runs_again(rows, servers, monkeypatch, cap
     assert len(runs) > 1
     np.testing.assert_array_equal(found, expected)
     assert "the step is computed again when it is back" in caplog.text
-    rows.finish(rows.push(SGD_GROUP, [Anchor("words")], None))
+    rows.finish(rows.push(SGD_GROUP.name, ["words"], None))
     # The gradients of the run that failed do not count.
     np.testing.assert_allclose(expected - everything(rows)[1:3], 0.5, atol=1e-6)
 

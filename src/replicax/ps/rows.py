@@ -122,12 +122,10 @@ class RemoteTables:
                     self._call_all(lambda x, r=rule: x.call("tables.set_rule", **r))
                     self._said.add((name, group.name))
 
-    def assign_rate(
-        self, group: VariableGroup, variables: Sequence[keras.Variable], rate: float
-    ) -> None:
-        """Set the learning rate of the tables of a group's anchors."""
-        for name in tables_of(variables):
-            if (name, group.name) in self._said:
+    def assign_rate(self, group: str, tables: Sequence[str], rate: float) -> None:
+        """Set the learning rate of tables that are updated with a group."""
+        for name in tables:
+            if (name, group) in self._said:
                 self._call_all(
                     lambda x, name=name: x.call(
                         "tables.set_learning_rate", table=name, learning_rate=rate
@@ -162,10 +160,7 @@ class RemoteTables:
             self._call_all(lambda x: x.call("hello"))
 
     def push(
-        self,
-        group: VariableGroup,
-        variables: Sequence[keras.Variable],
-        share: StepShare | None,
+        self, group: str, tables: Sequence[str], share: StepShare | None
     ) -> list[RowPush]:
         """Start the push of the program's row gradients; `finish` waits for it.
 
@@ -173,7 +168,7 @@ class RemoteTables:
         counts as an update, so that schedules and Adam's correction go in step.
         """
         pushes = []
-        for name in tables_of(variables):
+        for name in tables:
             with self._lock:
                 collected = self._collected.pop(name, [])
             self._sequences[name] += 1
@@ -183,7 +178,7 @@ class RemoteTables:
                 vectors = {"ids": ids[here], "gradients": gradients[here].reshape(-1)}
                 message = PushRows(
                     name,
-                    group.name,
+                    group,
                     len(vectors["ids"]),
                     self._session.name,
                     self._session.id,

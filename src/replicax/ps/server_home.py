@@ -267,7 +267,7 @@ class ServerHome(ReplicaHome):
         rows: list[RowPush] = []
         for group, share in zip(step.groups, step.shares, strict=True):
             if group.tables:
-                rows += self.rows.push(group.group, group.variables, share)
+                rows += self.rows.push(group.name, group.tables, share)
         if self._strategy.sync and rows:  # When a step is over, so are its rows.
             self.rows.finish(rows)
         each = zip(step.groups, given, step.based_on, step.shares, strict=True)
@@ -324,7 +324,7 @@ class ServerHome(ReplicaHome):
     def _assign_rate(self, group: RemoteGroup, rate: float) -> None:
         if self.session.is_chief:
             group.assign_rate(rate)
-            self.rows.assign_rate(group.group, group.variables, rate)
+            self.rows.assign_rate(group.name, group.tables, rate)
 
     def finalize(self, optimizer: keras.optimizers.Optimizer) -> None:
         """At the end of training: overwrite values with the optimizer's averages."""
