@@ -74,6 +74,15 @@ def test_model_and_optimizer_come_back(tmp_path):
     assert checkpoint.save_counter == 1
 
 
+def test_variables_of_64_bits_come_back(tmp_path):
+    """JAX keeps them in 32 bits."""
+    step = keras.Variable(7, dtype="int64", trainable=False)
+    path = Checkpoint(step=step).save(tmp_path / "ckpt")
+    step.assign(0)
+    Checkpoint(step=step).restore(path).assert_consumed()
+    assert int(step.value) == 7
+
+
 def test_a_compiled_model_brings_its_optimizer(tmp_path):
     model = trained()
     path = Checkpoint(model=model).write(tmp_path / "c")

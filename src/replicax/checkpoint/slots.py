@@ -245,7 +245,8 @@ def _variable_slot(name: str, variable: keras.Variable) -> ArraySlot:
         name=name,
         label=variable.path,
         shape=tuple(variable.shape),
-        dtype=str(variable.dtype),
+        # JAX keeps 64-bit variables in 32 bits unless `jax_enable_x64` is on.
+        dtype=str(jax.dtypes.canonicalize_dtype(variable.dtype)),
         read=read,
         write=lambda x: internals.set_value(variable, x),
     )
