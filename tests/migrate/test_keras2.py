@@ -1,5 +1,8 @@
 """What tf.keras and Keras 2 had and Keras 3 has not, or has otherwise."""
 
+from typing import Any
+
+import numpy as np
 import pytest
 from tests.migrate.porting import ported
 
@@ -189,3 +192,89 @@ def test_names_of_the_package_keras_are_those_of_keras_2(end: str) -> None:
 def test_a_script_for_keras_3_stays_byte_for_byte() -> None:
     source = b"import keras\nfrom keras import ops\nprint(ops.ones(3), keras.Model)\n"
     assert port(source).source == source
+
+
+@pytest.mark.parametrize(
+    ("before", "why"),
+    [
+        ("model.fit(x, y, threads=2)", "keras.Sequential.fit has no argument"),
+        (
+            "model.trainable_variables[0].assign(x, read_value=False)",
+            "keras.Variable.assign has no argument 'read_value'",
+        ),
+        ("opt.apply_gradients(g, clip=2)", "Adam.apply_gradients has no argument"),
+        (
+            "class D(tf.keras.layers.Layer):\n"
+            "    def build(self, shape):\n"
+            "        self.w = self.add_weight(name='w', use_resource=True)",
+            "keras.layers.Layer.add_weight has no argument 'use_resource'",
+        ),
+    ],
+)
+def test_keywords_that_methods_of_keras_3_lack_are_reported(
+    before: str, why: str
+) -> None:
+    _, left = lines(f"{MODEL}{before}")
+    assert len(left) == 1
+    assert why in left[0]
+
+
+def test_add_loss_has_no_inputs() -> None:
+    text, left = lines(
+        "class KL(tf.keras.layers.Layer):\n"
+        "    def call(self, x):\n"
+        "        self.add_loss(tf.reduce_mean(x), inputs=x)\n"
+        "        return x"
+    )
+    assert "self.add_loss(keras.ops.mean(x))\n" in text
+    assert left == []
+
+
+METRICS = """
+def near(y_true, y_pred):
+    "The share that is near."
+    return tf.reduce_mean(tf.cast(tf.abs(y_true - y_pred) < 0.5, tf.float32))
+def limited(limit):
+    def within(y, p):
+        return tf.reduce_mean(tf.cast(tf.abs(y - p) < limit, tf.float32))
+    return within
+class Near(tf.keras.metrics.Metric):
+    def __init__(self):
+        super().__init__(name="share")
+        self.mean = tf.keras.metrics.Mean()
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.mean.update_state(near(y_true, y_pred))
+    def result(self):
+        return self.mean.result()
+    def reset_state(self):
+        self.mean.reset_state()
+"""
+
+
+@pytest.mark.parametrize("metric", ["near", "limited(0.5)", "Near()", "{'d': [near]}"])
+def test_metrics_of_the_script_get_labels_of_the_predictions_rank(metric: str) -> None:
+    """Labels `[n]` and predictions `[n, 1]` would be broadcast to `[n, n]`."""
+    given = metric if metric.startswith("{") else f"[{metric}]"
+    text, left = lines(
+        f"{METRICS}"
+        "model = tf.keras.Sequential([tf.keras.Input((1,)), "
+        "tf.keras.layers.Dense(1, 'linear', False, 'ones', name='d')])\n"
+        f"model.compile('sgd', 'mse', metrics={given})\n"
+    )
+    assert left == []
+    names: dict[str, Any] = {}
+    exec(text, names)
+    x = np.arange(8.0, dtype="float32")
+    y = x + np.where(x < 6, 0, 1)
+    *_, share = names["model"].evaluate(x[:, None], y, verbose=0)
+    assert share == pytest.approx(0.75)
+
+
+def test_metrics_that_flatten_or_ask_keras_stay() -> None:
+    text, _ = lines(
+        "def a(y_true, y_pred): return K.sum(K.flatten(y_true) * K.flatten(y_pred))\n"
+        "def b(y_true, y_pred):\n"
+        "    return tf.keras.metrics.binary_accuracy(y_true, y_pred)\n"
+        "made = tf.keras.Sequential()\nmade.compile('sgd', 'mse', metrics=[a, b])"
+    )
+    assert "ndim" not in text

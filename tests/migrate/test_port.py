@@ -2,6 +2,7 @@
 
 import libcst
 import pytest
+from tests.migrate.porting import ported
 
 from replicax.migrate import port
 
@@ -191,3 +192,29 @@ print(tf.constant(1).shape.rank)
     assert [f.line for f in ported.left] == [2]
     assert b"# replicax: replicax needs Keras on its 'jax' backend" in ported.source
     assert b"print(keras.ops.array(1).ndim)" in ported.source
+
+
+def test_names_that_a_star_imports_are_ported() -> None:
+    text, left = ported(
+        "from tensorflow.keras.models import *\n"
+        "from tensorflow.keras.layers import *\n"
+        "from tensorflow.keras.optimizers import *\n"
+        "def made(x): return len(x), Dense(3)(x)\n"
+        "Add = 1\n"
+        "print(Adam(lr=1), Add, __file__)\n"
+        "print(CuDNNLSTM(4), load_model('x'))"
+    )
+    assert "from keras.optimizers import *\n" in text
+    assert "return len(x), Dense(3)(x)\n" in text
+    assert "print(Adam(learning_rate=1.0), Add, __file__)\n" in text
+    assert any("CuDNNLSTM" in reason for reason in left)
+    assert any("file name" in reason for reason in left)
+
+
+def test_names_that_another_star_may_import_stay() -> None:
+    text, left = ported(
+        "from tensorflow.keras.layers import *\nfrom pylab import *\n"
+        "plot(Dense(1), Elu(2))"
+    )
+    assert "plot(Dense(1), Elu(2))" in text
+    assert left == []

@@ -21,7 +21,7 @@ from replicax.migrate.arguments import (
     without,
 )
 from replicax.migrate.files import newest_weights
-from replicax.migrate.kinds import is_kind
+from replicax.migrate.kinds import may_be_variable
 from replicax.migrate.names import is_name
 from replicax.migrate.optimizers import with_float_rate
 from replicax.migrate.script import Expression, Script, Unported, walk
@@ -106,14 +106,14 @@ def _without_stars(script: Script, node: Call, updated: Call) -> Call:
 
 
 def _with_arrays(script: Script, node: Call, updated: Call) -> Call:
-    """A call that gets arrays, where the original gets variables."""
+    """Convert the arguments of a call that may be variables to arrays."""
     if len(node.args) != len(updated.args):
         return updated
     args = [
         new.with_changes(
             value=call_of(script.expression("keras.ops.convert_to_tensor"), new.value)
         )
-        if is_kind(script, old.value, "variable")
+        if may_be_variable(script, old.value)
         else new
         for old, new in zip(node.args, updated.args, strict=True)
     ]

@@ -83,8 +83,19 @@ def find_retained(script: Script) -> None:
                     script.retained[alias.evaluated_alias or ""] = target
         elif isinstance(node, cst.ImportFrom):
             for local, name in import_names(node):
-                if target := _name_target(name):
+                if local == "*":
+                    _retain_starred(script, name)
+                elif target := _name_target(name):
                     script.retained[local] = target
+
+
+def _retain_starred(script: Script, module: str) -> None:
+    """Note the names that a star import binds here and in Keras."""
+    home = _module_target(module)
+    for name in used_names(script.module) if home else ():
+        path = script.names.starred(name) if not script.names.is_bound(name) else None
+        if path and find_target(path) == f"{home}.{name}":
+            script.retained[name] = f"{home}.{name}"
 
 
 def _module_target(name: str) -> str | None:

@@ -20,15 +20,19 @@ from replicax.migrate.files import (
     plan_folder,
     report_path,
 )
+from replicax.migrate.kinds import makers
 from replicax.migrate.legacy import old_defaults
+from replicax.migrate.names import is_name, method_of
 from replicax.migrate.optimizers import config_problem, ported_arguments
-from replicax.migrate.script import Expression, Script, Unported
+from replicax.migrate.origins import elements, returned, with_bases
+from replicax.migrate.script import Expression, Script, Unported, walk
 from replicax.migrate.tables import ARGUMENTS, OPTIMIZERS, READERS, exists, find_target
 
 __all__ = [
     "RULES",
     "compiled",
     "fitted",
+    "plan_metrics",
     "problems",
     "saved_weights",
     "written",
@@ -88,6 +92,59 @@ def compiled(script: Script, node: Call, updated: Call, func: Attribute) -> Call
         else:
             kept.append(arg)
     return with_args(updated, kept)
+
+
+def plan_metrics(script: Script) -> None:
+    """Give metrics of the script labels `[n, 1]` for predictions `[n, 1]`, as TF does.
+
+    Keras 3 passes labels as they are, `[n]`, from which broadcasting makes `[n, n]`.
+    """
+    for call in script.calls:
+        given = (
+            argument(call.args, 2, "metrics") if method_of(call) == "compile" else None
+        )
+        for each in _parts(script, given.value) if given else ():
+            for function in _metric_functions(script, each):
+                names = [p.name.value for p in function.params.params]
+                labels, *rest = names[1:] if names[:1] == ["self"] else names
+                if rest and _is_used_plainly(script, function, labels):
+                    wide = f"{labels}[:, None] if {labels}.ndim < {rest[0]}.ndim == 2"
+                    line = f"{labels} = {wide} else {labels}"
+                    script.first_lines[function.body] = line
+
+
+def _parts(script: Script, node: cst.BaseExpression) -> list[cst.BaseExpression]:
+    """The metrics in what `compile` gets: lists and dicts of them, in one another."""
+    inner = elements(script, node)
+    return [part for each in inner for part in _parts(script, each)] or [node]
+
+
+def _metric_functions(
+    script: Script, node: cst.BaseExpression
+) -> Iterator[cst.FunctionDef]:
+    """The functions of the script that get labels and predictions of a metric."""
+    if isinstance(node, cst.Call):
+        made = [m for m in makers(script, node) if isinstance(m, cst.ClassDef)]
+        for each in with_bases(script, *made):
+            yield from (
+                f for f in script.functions("update_state") if f in walk(each.body)
+            )
+        for value in returned(script, node):
+            if isinstance(value, cst.Name):
+                yield from _metric_functions(script, value)
+    elif isinstance(node, cst.Name):
+        found = script.functions(node.value)
+        yield from (f for f in found if len(f.params.params) == 2)
+
+
+_OF_ANY_SHAPE = ("keras.backend.flatten", "keras.losses.", "keras.metrics.")
+
+
+def _is_used_plainly(script: Script, function: cst.FunctionDef, name: str) -> bool:
+    """Whether a function does more with labels than flatten them or ask Keras."""
+    used = [n for n in walk(function.body) if is_name(n, name)]
+    called = (script.called(script.call_with(n)) for n in used)
+    return not all(path.startswith(_OF_ANY_SHAPE) for path in called)
 
 
 def fitted(script: Script, node: Call, updated: Call, func: Attribute) -> Call:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Iterator
-from typing import TypeAlias
+from typing import TypeAlias, TypeGuard
 
 import libcst as cst
 
@@ -28,6 +28,7 @@ __all__ = [
     "kind_of",
     "makers",
     "makes_optimizer",
+    "may_be_variable",
     "renamed_optimizer",
 ]
 
@@ -47,6 +48,12 @@ _OF_VARIABLES = tuple(
 _MODULES = ("keras.optimizers", "keras.optimizers.legacy")
 """Where the classes of optimizers are."""
 _NAMED = ("model", "optimizer")
+_TENSORS = (
+    *("x", "y", "z", "batch", "image", "images", "inputs", "labels", "logits", "mask"),
+    *("outputs", "predictions", "targets"),
+)
+"""Names that parameters have for tensors, and variables have not."""
+_CALLED_BY_KERAS = ("call", "train_step", "test_step", "predict_step", "update_state")
 
 _WORDS = ("opt", "optim", "optimizer", "optimiser", "opts", "optimizers")
 """Words in names of optimizers."""
@@ -69,6 +76,69 @@ def is_kind(script: Script, node: cst.BaseExpression, kind: str) -> bool:
         name = script.code(node)
         return name.lower().endswith(kind) and not classes(script, name)
     return found == kind
+
+
+def may_be_variable(script: Script, node: cst.BaseExpression) -> bool:
+    """Whether an expression is a variable, or a parameter that may be given one."""
+    kind = kind_of(script, node)
+    return kind == "variable" or (kind is None and _is_given(script, node, 8))
+
+
+def _is_given(script: Script, node: cst.BaseExpression, depth: int) -> bool:
+    """Whether a caller passes a value, or the container that it is an element of.
+
+    What Keras calls gets tensors: `call` of a layer, functions of `y_true, y_pred`.
+    """
+    if isinstance(node, cst.Subscript):
+        return _is_given(script, node.value, depth)
+    if isinstance(node, cst.Attribute) and node.attr.value in _OF_VARIABLES:
+        return True
+    if not isinstance(node, cst.Name | cst.Attribute) or not depth:
+        return False
+    found = definitions(script, node)
+    if any(_is_bound_to_given(script, each, depth) for each in found):
+        return True
+    around = script.parents(node) if isinstance(node, cst.Name) and not found else ()
+    loops = (p.for_in for p in around if isinstance(p, cst.BaseComp))
+    return any(_is_element_given(script, loop, node, depth) for loop in loops)
+
+
+def _is_bound_to_given(script: Script, definition: Definition, depth: int) -> bool:
+    """Whether a binding is a parameter, or of something that a caller passes."""
+    if definition.values:
+        return any(_is_given(script, value, depth - 1) for value in definition.values)
+    bound = definition.node
+    param = script.parent(bound)
+    if isinstance(param, cst.Param):
+        return not _takes_tensors(script, param)
+    loops = (p for p in script.parents(bound) if _is_loop(p, bound))
+    return any(_is_element_given(script, loop, bound, depth) for loop in loops)
+
+
+def _is_loop(node: cst.CSTNode, target: cst.CSTNode) -> TypeGuard[cst.For]:
+    return isinstance(node, cst.For) and target in walk(node.target)
+
+
+def _is_element_given(
+    script: Script, loop: cst.For | cst.CompFor, node: cst.CSTNode, depth: int
+) -> bool:
+    """Whether a caller passes what a loop binds a name to the elements of."""
+    if found := container(loop.target, node, loop.iter):
+        return _is_given(script, found[0], depth - 1)
+    inner = loop.inner_for_in if isinstance(loop, cst.CompFor) else None
+    return inner is not None and _is_element_given(script, inner, node, depth)
+
+
+def _takes_tensors(script: Script, param: cst.Param) -> bool:
+    """Whether a parameter gets tensors: by its name, or since Keras passes it."""
+    if param.name.value in _TENSORS:
+        return True
+    function = script.parent(script.parent(param) or param)
+    if not isinstance(function, cst.FunctionDef):
+        return False
+    names = [p.name.value for p in function.params.params]
+    is_loss = any(name.endswith(("_true", "_pred")) for name in names)
+    return function.name.value in _CALLED_BY_KERAS or is_loss
 
 
 def is_named_optimizer(script: Script, node: cst.BaseExpression) -> bool:

@@ -11,17 +11,30 @@ import libcst as cst
 from libcst import Call
 
 from replicax.migrate.arguments import argument, is_named, renamed
-from replicax.migrate.kinds import is_kind, is_named_optimizer, kind_of
+from replicax.migrate.kinds import (
+    is_class_of,
+    is_kind,
+    is_named_optimizer,
+    kind_of,
+    makers,
+)
 from replicax.migrate.names import is_name, method_of
 from replicax.migrate.origins import definitions
 from replicax.migrate.script import Expression, Script, Unported, walk
-from replicax.migrate.tables import ATTRIBUTES
+from replicax.migrate.tables import (
+    ATTRIBUTES,
+    KINDS,
+    accepted_arguments,
+    exists,
+    is_dotted,
+)
 
 __all__ = [
     "attribute",
     "is_logged_rate",
     "rate",
     "report_functional",
+    "report_unknown",
     "reset",
     "updated_logs",
     "variables",
@@ -155,6 +168,32 @@ def _is_foreign(script: Script, node: cst.Attribute, kind: str) -> bool:
     if any(isinstance(n, cst.Attribute) and n.attr.value == name for n in own):
         return False
     return not script.functions(name) and is_kind(script, node.value, kind)
+
+
+_CLASSES = {**KINDS, "variable": "keras.Variable"}
+
+
+def report_unknown(script: Script, node: Call, result: Expression) -> None:
+    """Report keywords that a method of a Keras object does not have in Keras 3."""
+    if not isinstance(result, cst.Call) or not isinstance(node.func, cst.Attribute):
+        return
+    name = result.func.attr.value if isinstance(result.func, cst.Attribute) else ""
+    if not name or script.functions(name):
+        return
+    for maker in makers(script, node.func.value):
+        if isinstance(maker, cst.ClassDef):
+            kinds = (k for k in KINDS if is_class_of(script, maker, (k,)))
+            target = KINDS.get(next(kinds, ""), "")
+        else:
+            target = _CLASSES.get(maker or "", maker or "")
+        if not is_dotted(target) or not exists(f"{target}.{name}"):
+            continue
+        accepted = accepted_arguments(f"{target}.{name}")
+        for arg in result.args:
+            given = arg.keyword.value if arg.keyword else ""
+            if given and accepted is not None and given not in accepted:
+                what = f"{target}.{name} has no argument {given!r}"
+                script.leave(node, f"{what} in Keras 3")
 
 
 def rate(script: Script, node: Call, updated: Call) -> Expression:

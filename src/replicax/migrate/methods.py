@@ -298,6 +298,12 @@ def _add_weight(
     )
 
 
+def _add_loss(script: Script, node: Call, updated: Call, func: Attribute) -> Expression:
+    """Take `inputs=` out, which said when graphs of Keras 2 computed the loss."""
+    kept = [arg for arg in updated.args if not is_named(arg, "inputs")]
+    return with_args(updated, kept)
+
+
 def _adapt(script: Script, node: Call, updated: Call, func: Attribute) -> Expression:
     assert isinstance(node.func, cst.Attribute)
     made = script.flow.value(node.func.value)
@@ -416,6 +422,7 @@ _METHODS: dict[str, _Rule] = {
     "train_on_batch": _on_batch,
     "test_on_batch": _on_batch,
     "load_weights": _load_weights,
+    "add_loss": _add_loss,
     "add_weight": _add_weight,
     "add_variable": _add_weight,
     "adapt": _adapt,

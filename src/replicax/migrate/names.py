@@ -12,7 +12,7 @@ from libcst.metadata import (
     ScopeProvider,
 )
 
-from replicax.migrate.tables import OLD_PREFIXES
+from replicax.migrate.tables import NEED_TENSORFLOW, OLD_PREFIXES, find_target
 
 __all__ = [
     "Names",
@@ -87,6 +87,7 @@ class Names:
         self._scopes = wrapper.resolve(ScopeProvider)
         self.module = wrapper.module
         self.is_assumed = False
+        self._stars = _star_modules(self.module)
         self._globals = self._global_scope()
         self.aliases: dict[str, str] = {}
         self.aliases = self._find_aliases()
@@ -111,7 +112,25 @@ class Names:
         if root.value == "tf" and not scope[root.value]:
             self.is_assumed = True
             return path_in_tensorflow("tensorflow" + text[2:])
+        if self._stars and not scope[root.value]:
+            path = self.starred(root.value)
+            return path + text[len(root.value) :] if path else None
         return self._imported(scope, text)
+
+    def starred(self, name: str) -> str | None:
+        """The path of a name that `from tensorflow.keras.layers import *` may bind.
+
+        Where no module has it, the last one counts, unless another package's names are
+        imported with `*`, too.
+        """
+        paths = [path_in_tensorflow(module) for module in self._stars]
+        ours = [p for p in paths if p is not None and p.startswith("keras.")]
+        for path in reversed(ours):
+            if find_target(f"{path}.{name}") or f"{path}.{name}" in NEED_TENSORFLOW:
+                return f"{path}.{name}"
+        is_ours = bool(ours) and len(ours) == len(paths)
+        is_special = name.startswith("__") or self.is_bound(name)
+        return f"{ours[-1]}.{name}" if is_ours and not is_special else None
 
     def imported(self, node: cst.CSTNode) -> str | None:
         """The full name of what `node` is, if its root was imported."""
@@ -177,6 +196,20 @@ def _assignments(
                 target = small.targets[0].target
                 if isinstance(target, cst.Name):
                     found.append((target.value, small.value))
+    return found
+
+
+def _star_modules(module: cst.Module) -> list[str]:
+    """The modules whose names a script imports with `*`, in the order of the text."""
+    found: list[str] = []
+    pending: list[cst.CSTNode] = [module]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, cst.ImportFrom):
+            is_star = isinstance(node.names, cst.ImportStar)
+            found += [f"{'.' * len(node.relative)}{module_of(node)}"] if is_star else []
+        elif not isinstance(node, cst.BaseExpression):
+            pending += reversed(node.children)
     return found
 
 

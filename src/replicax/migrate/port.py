@@ -15,6 +15,7 @@ from replicax.migrate.eager import plan_eager_steps, plan_models
 from replicax.migrate.files import plan_files
 from replicax.migrate.host_calls import plan_lookups
 from replicax.migrate.imports import find_retained, ported_imports, uses_tensorflow
+from replicax.migrate.keras_calls import plan_metrics
 from replicax.migrate.layer_calls import plan_layer_calls
 from replicax.migrate.logits import plan_logits
 from replicax.migrate.members import report_functional
@@ -92,6 +93,7 @@ def port(source: bytes) -> Ported:
     plan_training(script)
     plan_logits(script)
     plan_files(script)
+    plan_metrics(script)
     _report_backend(script)
     report_branches(script)
     plan_models(script)

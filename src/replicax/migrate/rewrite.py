@@ -1,7 +1,7 @@
 """Rewrites a script's syntax tree by the tables and rules of the other modules."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import libcst as cst
 
@@ -231,6 +231,8 @@ class Rewriter(cst.CSTTransformer):
                 original_node,
                 lambda: ported_class_call(script, original_node, updated_node),
             )
+        if result is not original_node:
+            members.report_unknown(script, original_node, result)
         if original_node in script.wrapped:
             func = script.expression(script.wrapped[original_node])
             result = call_of(func, result)
@@ -359,9 +361,11 @@ class Rewriter(cst.CSTTransformer):
         pending: list[cst.EmptyLine] = []
         gap: list[cst.EmptyLine] = []
         shown: set[str] = set()
-        if block in self._script.first_lines:
-            body.append(cst.parse_statement(self._script.first_lines[block]))
+        line = self._script.first_lines.get(block)
         for statement in block.body:
+            if line and not _is_docstring(statement):
+                body.append(cst.parse_statement(line))
+                line = None
             nodes: list[Any] = [*self._script.outcomes.get(statement, [statement])]
             if not nodes:
                 if statement not in self._script.moved:
@@ -409,6 +413,16 @@ def _without_repeated(
     reasons = {mark for mark in marks if mark.startswith(STAYS)}
     kept = [x for x in lines if not (is_mark(x) and mark_text(x) in shown)]
     return kept, reasons
+
+
+def _is_docstring(statement: cst.CSTNode) -> bool:
+    """Whether a statement is a string alone."""
+    small = statement.body[0] if _is_line(statement) else None
+    return isinstance(small, cst.Expr) and isinstance(small.value, cst.SimpleString)
+
+
+def _is_line(statement: cst.CSTNode) -> TypeGuard[cst.SimpleStatementLine]:
+    return isinstance(statement, cst.SimpleStatementLine) and bool(statement.body)
 
 
 def _gap(statement: Any) -> list[cst.EmptyLine]:

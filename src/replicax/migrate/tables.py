@@ -21,6 +21,7 @@ __all__ = [
     "FOREIGN",
     "GUARDED_OPERATORS",
     "HOST_OPERATORS",
+    "KINDS",
     "LEFT_METHODS",
     "NEED_TENSORFLOW",
     "NOTES",
@@ -147,12 +148,13 @@ LEFT_METHODS = _texts(_DATA["methods"]["left"])
 
 
 _NOTHING = object()
-_KINDS = {
+KINDS = {
     "model": "keras.Model",  # Which is a layer, too.
     "layer": "keras.layers.Layer",
     "optimizer": "keras.optimizers.Optimizer",
     "callback": "keras.callbacks.Callback",
 }
+"""Classes of Keras' objects, by their kind."""
 _MAKERS = {
     "keras.Variable": "variable",
     "keras.models.clone_model": "model",
@@ -206,7 +208,7 @@ def kind_of_target(target: str) -> str | None:
     found = _resolved(target) if target.startswith("keras.") else _NOTHING
     if not inspect.isclass(found):
         return None
-    bases = ((kind, _resolved(base)) for kind, base in _KINDS.items())
+    bases = ((kind, _resolved(base)) for kind, base in KINDS.items())
     return next((kind for kind, base in bases if issubclass(found, base)), None)
 
 
