@@ -399,7 +399,9 @@ def test_function_with_a_last_step_that_is_incomplete(
 
 
 def test_function_with_too_little_data_for_one_step(mesh):
-    dataset = DistributedDatasetFromFunction(lambda _: [X, X], mesh, InputContext())
+    dataset = DistributedDatasetFromFunction(
+        lambda _: [X, X], mesh, InputContext(), remainder="drop"
+    )
     with pytest.raises(ValueError, match="2 batches were made"):
         list(dataset)
 

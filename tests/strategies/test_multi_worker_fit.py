@@ -274,10 +274,12 @@ AS_ONE_DEVICE = [
     momentum_with_several_steps_per_execution,
     synchronized_batch_normalization,
     validation_split_and_single_batches,
-    uneven_batches_of_a_distributed_dataset,
 ]
 # Plain Keras has the same order in each epoch.
-AS_FOUR_REPLICAS = [dropout_and_replica_statistics]
+AS_FOUR_REPLICAS = [
+    dropout_and_replica_statistics,
+    uneven_batches_of_a_distributed_dataset,
+]
 SLOW_AS_ONE_DEVICE = [
     a_shuffled_py_dataset,
     generators,

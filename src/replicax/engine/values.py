@@ -260,7 +260,7 @@ def _uncommitted(array: PyTree) -> PyTree:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Origin:
+class _PerReplicaData:
     """What a tree's structure says of a `PerReplica`.
 
     A batch and a result may be mapped together.
@@ -272,9 +272,9 @@ class _Origin:
 
 tree_util.register_pytree_node(
     PerReplica,
-    lambda value: ((value.array,), _Origin(value.num_active, value.is_batch)),
-    lambda origin, children: PerReplica(
-        children[0], origin.num_active, is_batch=origin.is_batch
+    lambda value: ((value.array,), _PerReplicaData(value.num_active, value.is_batch)),
+    lambda data, children: PerReplica(
+        children[0], data.num_active, is_batch=data.is_batch
     ),
 )
 
