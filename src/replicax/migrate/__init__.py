@@ -1,24 +1,24 @@
-"""Porting of `tf.distribute` scripts: `replicax migrate`.
+"""Ports `tf.distribute` scripts by rewriting their syntax trees: `replicax migrate`.
 
-One script. `port` parses the text to a `Script` (`script`): a syntax tree of LibCST
-with the names in it (`names`), the definitions that reach each use (`flow`, `origins`),
-and the findings so far. Plans come first: each looks at the whole script and decides
-what is ported together or not at all, such as a pipeline (`pipelines`), sessions
-(`sessions`), losses of probabilities (`logits`) or training steps (`training`). Then
-`rewrite` visits the tree once, and ports each node as planned, or by a rule, or by the
-tables. `imports` comes last.
+One script. `port` parses the text into a `Script` (`script`): the syntax tree of
+LibCST with resolved names (`names`), reaching definitions (`flow`, `origins`) and the
+findings. Planners run first. Each looks at the whole script and plans what is ported
+together or not at all, such as a pipeline (`pipelines`), sessions (`sessions`), losses
+of probabilities (`logits`) or training steps (`training`). Then `rewrite` visits the
+tree once, and replaces each node by its plan, by a rewrite rule or by the tables.
+`imports` comes last.
 
-Tables and rules. `tables.toml` maps names whose arguments are alike; a rule is a
-function of a call that takes more than that (`calls`, `keras_calls`, `layer_calls`,
-`host_calls`, `legacy`, `methods`, `members`). A rule raises `Unported` where it is not
-sure: the expression stays as it is, and the statement gets a mark with the reason.
+Tables and rules. `tables.toml` maps names whose parameters correspond one by one. A
+rewrite rule is a function for calls or attributes that need more than a row (`calls`,
+`keras_calls`, `layer_calls`, `host_calls`, `legacy`, `methods`, `members`). A rule
+raises `Unported` where it is not sure: the expression stays unchanged, and a comment
+above the statement gives the reason.
 
 The check. `check` runs the ported script in a process of its own up to its first
 training step, under the dry run of `replicax plan`.
 
-This folder reads texts and writes texts. It imports nothing of the library but the
-tables' targets, to see whether they exist, and needs LibCST:
-`pip install 'replicax[migrate]'`.
+This folder maps source text to source text. Of the library it imports only the tables'
+targets, to check that they exist. It needs LibCST: `pip install 'replicax[migrate]'`.
 """
 
 from replicax.migrate.port import Ported, port

@@ -48,10 +48,10 @@ def call_of(func: cst.BaseExpression, *values: cst.BaseExpression) -> cst.Call:
 
 
 def bound(args: Sequence[cst.Arg], parameters: Sequence[str]) -> dict[str, cst.Arg]:
-    """Which of TF's parameters each argument is for.
+    """Bind arguments to TensorFlow's parameters; a dictionary by parameter name.
 
     Raises:
-        Unported: If that cannot be seen, or if there is no such parameter.
+        Unported: If an argument is unpacked by a star, or fits no parameter.
     """
     found: dict[str, cst.Arg] = {}
     for i, arg in enumerate(args):
@@ -84,7 +84,7 @@ def is_named(arg: cst.Arg, *names: str) -> bool:
 
 
 def argument(args: Sequence[cst.Arg], position: int, name: str) -> cst.Arg | None:
-    """The argument at a position or of a name."""
+    """The argument at `position` or with the keyword `name`; None if there is none."""
     for i, arg in enumerate(args):
         if arg.star:
             return None
@@ -106,7 +106,7 @@ def first(call: cst.Call, name: str, path: str) -> cst.BaseExpression:
 
 
 def remade(script: Script, call: cst.Call, operator: Operator, path: str) -> cst.Call:
-    """A call of an operator's target, with the arguments of `call`.
+    """Port `call` to a call of an operator's target, with its arguments mapped.
 
     Raises:
         Unported: If the target has no such argument.
@@ -151,7 +151,7 @@ def renamed(arg: cst.Arg, name: str) -> cst.Arg:
 def without(
     args: Sequence[cst.Arg], kept: Sequence[cst.Arg], extra: Sequence[cst.Arg] = ()
 ) -> list[cst.Arg]:
-    """`kept` and `extra`, ending as `args` do: with a comma or a line of their own."""
+    """Join `kept` and `extra`, with the trailing comma and line break of `args`."""
     new = [*kept, *extra]
     if not new or not args:
         return new
@@ -173,7 +173,7 @@ def without(
 
 
 def with_args(call: cst.Call, args: Sequence[cst.Arg]) -> cst.Call:
-    """`call` with other arguments; the call itself where they are the same ones."""
+    """`call` with the arguments `args`; `call` itself if these are its own nodes."""
     pairs = zip(args, call.args, strict=False)
     if len(args) == len(call.args) and all(new is old for new, old in pairs):
         return call

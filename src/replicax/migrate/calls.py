@@ -1,4 +1,4 @@
-"""Rules for calls of TensorFlow's functions."""
+"""Rewrite rules for calls of TensorFlow's functions."""
 
 import builtins
 import re
@@ -53,23 +53,27 @@ _UNTOUCHED_ARGUMENTS = (
 _SEEDED = ("keras.initializers.", "keras.layers.", "keras.random.")
 
 Rule = Callable[[Script, cst.Call, cst.Call, str], cst.BaseExpression]
-"""Gets the script, the original call, the call with ported arguments, and its path."""
+"""A rewrite rule for calls of a function of TensorFlow; returns the replacement.
+
+Its arguments are the script, the original call, that call with ported arguments, and
+the path of the function.
+"""
 
 
 def arguments_stay(path: str) -> bool:
-    """Whether a rule looks at the arguments as they were."""
+    """Whether the rule for a path needs the original arguments, not the ported ones."""
     return path in _UNTOUCHED_ARGUMENTS
 
 
 def has_rule(script: Script, node: cst.Call, path: str) -> bool:
-    """Whether `ported` knows what to do with a call."""
+    """Whether a rule or a row of the tables ports a call where it stands."""
     if _in_pipeline(script, node):
         return path in host_calls.RULES or path in HOST_OPERATORS
     return path in _RULES or path in DEVICE_OPERATORS
 
 
 def ported(script: Script, node: Call, updated: Call, path: str) -> Expression:
-    """What a call of `tf.<path>` becomes.
+    """Port a call of `tf.<path>` by its rule or its row of the tables.
 
     Raises:
         Unported: If it must stay as it is.
@@ -91,7 +95,7 @@ def ported(script: Script, node: Call, updated: Call, path: str) -> Expression:
 
 
 def _without_stars(script: Script, node: Call, updated: Call) -> Call:
-    """A call with `*SIZE` written out as `SIZE[0], SIZE[1]`, where it is in sight."""
+    """Expand `*SIZE` in a call to `SIZE[0], SIZE[1]`, if its length is in sight."""
     args: list[cst.Arg] = []
     for old, new in zip(node.args, updated.args, strict=False):
         shown = script.flow.value(old.value) if old.star == "*" else None
@@ -127,7 +131,7 @@ def _in_pipeline(script: Script, node: cst.CSTNode) -> bool:
 def leave_unknown_arguments(
     script: Script, node: cst.Call, result: cst.BaseExpression, path: str
 ) -> None:
-    """Report keywords that a target does not have, and other values that it wants."""
+    """Report arguments that a target in Keras 3 refuses or understands otherwise."""
     for reason in keras_calls.problems(script, node, path):
         script.leave(node, reason)
     target = find_target(path)
@@ -138,7 +142,7 @@ def leave_unknown_arguments(
     if target.startswith(_SEEDED) and is_seeded and node not in script.generators:
         script.note(node, f"{target} draws other numbers from a seed than TF does")
     if isinstance(result.func, cst.Name) and hasattr(builtins, result.func.value):
-        return  # A rule has made something else of it.
+        return  # A rule has replaced the call by one of a builtin.
     accepted = accepted_arguments(target)
     for arg in result.args:
         if arg.keyword and accepted is not None and arg.keyword.value not in accepted:
@@ -214,7 +218,7 @@ def _matmul(script: Script, node: Call, updated: Call, path: str) -> Expression:
 
 
 def _band(script: Script, node: Call, updated: Call, path: str) -> Expression:
-    """`tf.linalg.band_part(x, -1, 0)` as `keras.ops.tril(x)`; -1 is all of a side."""
+    """Port `tf.linalg.band_part(x, -1, 0)` to `keras.ops.tril(x)`; -1 keeps a side."""
     made = first(updated, "input", path)
     for i, (name, target) in enumerate((("lower", "triu"), ("upper", "tril")), 1):
         arg = argument(updated.args, i, f"num_{name}")
@@ -232,7 +236,7 @@ def _band(script: Script, node: Call, updated: Call, path: str) -> Expression:
 
 
 def _written(script: Script, node: Call, updated: Call, path: str) -> Expression:
-    """A call by its text in the table."""
+    """Port a call by the template text of its row in `WRITTEN`."""
     parameters, text = WRITTEN[path]
     try:
         given = bound(updated.args, parameters)
@@ -250,7 +254,7 @@ def _written(script: Script, node: Call, updated: Call, path: str) -> Expression
 
 
 def _windowed(target: str, *names: str) -> Rule:
-    """A rule for convolutions and pooling, whose steps TF has for all four axes.
+    """Make the rule for a convolution or pooling, whose strides TF has for all axes.
 
     Args:
         target: The operation of Keras; it takes `names` in this order.
@@ -287,7 +291,7 @@ def _windowed(target: str, *names: str) -> Rule:
 
 
 def _inner(script: Script, value: Expression, path: str) -> Expression:
-    """The two middle ones of `[1, height, width, 1]`; a number is both."""
+    """Port a window `[1, height, width, 1]` to `(height, width)`; an integer stays."""
     if not isinstance(value, cst.List | cst.Tuple):
         if isinstance(value, cst.Integer):
             return value
@@ -322,7 +326,7 @@ def _trace(script: Script, node: Call, updated: Call, path: str) -> Expression:
 
 
 def _renaming(target: str) -> Rule:
-    """A rule for functions of any number of arguments."""
+    """Make a rule that changes the function's name, for any number of arguments."""
 
     def rule(script: Script, node: Call, updated: Call, path: str) -> Expression:
         kept = [a for a in updated.args if not is_named(a, "name")]
@@ -381,7 +385,7 @@ def _tape(script: Script, node: Call, updated: Call, path: str) -> Expression:
 
 
 def _clip_by_norm(script: Script, node: Call, updated: Call, path: str) -> Expression:
-    """`x * limit / max(norm(x), limit)`, as TensorFlow has it."""
+    """Port `clip_by_norm` to TensorFlow's formula `x * limit / max(norm(x), limit)`."""
     value, limit = first(updated, "t", path), argument(updated.args, 1, "clip_norm")
     if len(node.args) != 2 or limit is None or not isinstance(value, cst.Name):
         raise Unported(f"tf.{path} stays: use `clipnorm=` of the optimizer")
@@ -395,7 +399,7 @@ def _clip_by_norm(script: Script, node: Call, updated: Call, path: str) -> Expre
 
 
 def _latest(script: Script, node: Call, updated: Call, path: str) -> Expression:
-    """The newest file of weights where `load_weights` reads it."""
+    """Port `latest_checkpoint`; to the newest weights if `load_weights` reads them."""
     if not newest_weights(script, node):
         return updated.with_changes(func=script.expression(f"rx.{path.split('.')[1]}"))
     folder = script.code(first(updated, "checkpoint_dir", path))

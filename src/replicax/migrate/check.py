@@ -39,9 +39,9 @@ def check(
         limit_seconds: A script that takes longer is ended, and reported.
 
     Returns:
-        The error that ended it, by line of the original, or that it ended without a
-        training step, unless it is a module that one of the others imports; None if it
-        reached a training step.
+        The error that ended the script, by line of the original, or the fact that it
+        ended without a training step. None if it reached a training step, or if it is
+        a module that another of the ported scripts imports.
     """
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / path.name
@@ -121,7 +121,7 @@ def _failure(output: str, script: str) -> tuple[int, str]:
 
 
 def _original_line(original: str, ported: str, line: int) -> int:
-    """The line of the original that a line of the ported script was made of."""
+    """Map a line number of the ported script to one of the original, by their diff."""
     before, after = original.splitlines(), ported.splitlines()
     matcher = difflib.SequenceMatcher(a=before, b=after, autojunk=False)
     for _, a_start, a_end, b_start, b_end in matcher.get_opcodes():

@@ -1,4 +1,7 @@
-"""Finds the `tf.data` datasets of a script, in groups that are made of one another."""
+"""Finds the `tf.data` datasets of a script, and groups those derived from each other.
+
+The groups come from a union-find over definitions, functions' results and expressions.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,7 +18,10 @@ from replicax.migrate.tables import READERS
 __all__ = ["DatasetGroup", "find_datasets"]
 
 _Key: TypeAlias = Definition | tuple[str, int | None] | int
-"""A binding, what a function returns or a part of it, or the id of an expression."""
+"""A key of the union-find.
+
+It is a definition, a function's result (or one element of it), or an expression's id.
+"""
 
 _OPERATOR_NAMES = """
 map batch shuffle repeat cache prefetch take skip with_options shard filter
@@ -27,20 +33,22 @@ _OPERATORS = frozenset(_OPERATOR_NAMES.split())
 _TELLING = frozenset(
     ["batch", "shuffle", "prefetch", "cache", "padded_batch", "unbatch"]
 )
+"""Methods that identify a dataset where another operator is in the same chain."""
 _SURE = frozenset(["prefetch", "cache", "padded_batch", "with_options"])
+"""Methods that identify a dataset by themselves."""
 _MAKERS = ("make_experimental_numpy_dataset", "experimental_make_numpy_dataset")
 
 
 @dataclass(eq=False)
 class DatasetGroup:
-    """Datasets that are made of one another, and are ported together or not at all.
+    """Datasets derived from each other, which are ported together or not at all.
 
     Attributes:
         sources: Calls of `tf.data` that make datasets, with their paths.
         operators: Calls of methods, in the order of the text.
-        unknown: Names and calls that are not made here, and are taken for datasets.
+        unknown: Expressions of unknown origin that are taken for datasets.
         foreign: Calls of packages that need TensorFlow.
-        weighted: What `fit` gets, beside weights of classes.
+        weighted: The `x` of calls of `fit` that have `class_weight=` too.
     """
 
     sources: list[tuple[cst.Call, str]] = field(default_factory=list)
@@ -51,17 +59,17 @@ class DatasetGroup:
 
     @property
     def is_stream(self) -> bool:
-        """Whether something is among them that Keras reads as a stream of batches."""
+        """Whether a source is a reader of Keras, which yields a stream of batches."""
         return any(path in READERS for _, path in self.sources)
 
 
 def find_datasets(script: Script) -> list[DatasetGroup]:
-    """The datasets of a script, in groups that are made of one another."""
+    """Find the datasets of a script, in groups of those derived from each other."""
     return _Datasets(script).groups()
 
 
 class _Datasets:
-    """What is a dataset in a script, and what it is made of."""
+    """Finds the expressions that are datasets, and joins those of one origin."""
 
     def __init__(self, script: Script) -> None:
         self._script = script
@@ -71,7 +79,7 @@ class _Datasets:
         self._seen: dict[cst.BaseExpression, _Key] = {}
 
     def groups(self) -> list[DatasetGroup]:
-        """Find the datasets, from the bindings to what is made of them."""
+        """Find datasets by iterating over the bindings to a fixed point; group them."""
         bound = list(self._bound())
         number = -1
         while number != len(self._known):
@@ -109,7 +117,7 @@ class _Datasets:
             for value in values:
                 yield key, value, None
 
-    # What is a dataset.
+    # Which expressions are datasets.
 
     def _is_dataset(self, node: cst.BaseExpression, index: int | None = None) -> bool:
         if self._source_path(node) or self._is_foreign(node) or self._is_maker(node):
@@ -126,7 +134,7 @@ class _Datasets:
         return not self._known.isdisjoint(self._script.flow.reaching(node))
 
     def _looks_like_one(self, call: cst.Call) -> bool:
-        """Whether a chain of methods of something unknown can only be a dataset's."""
+        """Whether a method chain on an unknown object can only be a dataset's."""
         used = []
         node: cst.BaseExpression = call
         while name := self._operator(node):
@@ -157,16 +165,16 @@ class _Datasets:
         return method_of(node) in _MAKERS
 
     def _function_keys(self, call: cst.Call, index: int | None) -> list[_Key]:
-        """What a call of a function of the script gives, or one part of that."""
+        """The keys of what a called function returns, or of one element of it."""
         name = (dotted(call.func) or "").removeprefix("self.")
         if (name, index) in self._returned:
             return [(name, index)]
         return [key for key in self._returned if key[0] == name]
 
-    # How they hang together.
+    # Union-find.
 
     def _collect(self, node: cst.BaseExpression) -> None:
-        """Note all calls of a chain under one key."""
+        """Record all calls of a method chain under one key."""
         key = self._key_of(node)
         while True:
             self._seen[node] = key
@@ -178,7 +186,7 @@ class _Datasets:
             node = node.func.value  # type: ignore[attr-defined]
 
     def _arguments(self, node: cst.BaseExpression) -> Iterator[cst.BaseExpression]:
-        """What `zip` and `concatenate` are given, and expressions that choose."""
+        """The operands of `zip`, `concatenate`, `x if a else y` and `x or y`."""
         is_zip = isinstance(node, cst.Call) and bool(self._source_path(node))
         if isinstance(node, cst.IfExp | cst.BooleanOperation):
             yield from _choices(node)
@@ -190,7 +198,7 @@ class _Datasets:
                         yield part
 
     def _key_of(self, node: cst.BaseExpression, index: int | None = None) -> _Key:
-        """One key for what an expression is made of, whose keys are all joined."""
+        """The key of an expression's origin; several origins are joined to one."""
         while self._operator(node):
             node = node.func.value  # type: ignore[attr-defined]
         keys: list[_Key] = []
@@ -240,7 +248,7 @@ class _Datasets:
 def _choices(
     node: cst.IfExp | cst.BooleanOperation,
 ) -> tuple[cst.BaseExpression, cst.BaseExpression]:
-    """The two values of which an expression is one."""
+    """The two operands that `x if a else y` or `x or y` chooses between."""
     if isinstance(node, cst.IfExp):
         return node.body, node.orelse
     return node.left, node.right
@@ -249,7 +257,7 @@ def _choices(
 def _returned_parts(
     script: Script,
 ) -> Iterator[tuple[tuple[str, int | None], list[cst.BaseExpression]]]:
-    """What each function returns, and each part of it where all returns are tuples."""
+    """The expressions that each function returns, by element if all are tuples."""
     returned: dict[str, list[cst.BaseExpression]] = {}
     for node in walk(script.module):
         if isinstance(node, cst.Return) and node.value is not None:

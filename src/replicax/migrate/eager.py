@@ -1,6 +1,6 @@
-"""Steps that no strategy runs in the original: those of the default strategy here.
+"""Ports training steps that run outside of any strategy to the default strategy.
 
-Calls of a `@tf.function` with a tape become `rx.get_strategy().run(f, args=...)`, and a
+Calls of a `@tf.function` with a tape become `rx.get_strategy().run(f, args=...)`. A
 model with a step of its own is made and compiled in the default strategy's scope.
 """
 
@@ -22,7 +22,7 @@ from replicax.migrate.tracing import (
 __all__ = ["plan_eager_steps", "plan_models"]
 
 _OBJECTS = ("model", "layer", "optimizer", "callback")
-"""Kinds of arguments that `run` does not take: they are no arrays."""
+"""Kinds of objects that `run` does not take as arguments: they are no arrays."""
 _NO_STRATEGY = (
     "on JAX, Keras 3 passes {} other arguments; only models of a strategy get (data): "
     "make the model and call compile in `with rx.get_strategy().scope():`"
@@ -37,7 +37,7 @@ _STEPS = {
 
 
 def plan_eager_steps(script: Script) -> None:
-    """Plan the calls of functions with a tape that `tf.function` compiles."""
+    """Plan `rx.get_strategy().run` for calls of a `@tf.function` with a tape."""
     if _has_scope(script):
         return
     for function in [n for n in walk(script.module) if isinstance(n, cst.FunctionDef)]:
@@ -55,7 +55,7 @@ def _has_scope(script: Script) -> bool:
 
 
 def _calls_of(script: Script, function: cst.FunctionDef) -> list[cst.Call] | None:
-    """The calls of a function; None if it has other uses, or gets no arrays."""
+    """The call sites of a function; None unless `run` can make all of its uses."""
     name = function.name.value
     owner = class_of(script, function)
     if isinstance(owner, cst.ClassDef) and is_class_of(script, owner, _OBJECTS):
@@ -77,7 +77,7 @@ def _calls_of(script: Script, function: cst.FunctionDef) -> list[cst.Call] | Non
 
 
 def _takes(script: Script, call: cst.Call) -> bool:
-    """Whether `run` takes the arguments of a call."""
+    """Whether `run` can make a call: it is not traced already, and passes arrays."""
     return not is_traced(script, call) and not any(
         arg.star
         or isinstance(arg.value, cst.BaseString | cst.Lambda)
@@ -87,7 +87,7 @@ def _takes(script: Script, call: cst.Call) -> bool:
 
 
 def _run(script: Script, call: cst.Call) -> Callable[[cst.Call], Expression]:
-    """A call in the default strategy; what it gives is one replica's."""
+    """Replace a call by `run` in the default strategy; a used result is reduced."""
     is_alone = isinstance(script.parent(call), cst.Expr)
 
     def replacement(updated: cst.Call) -> Expression:
@@ -110,7 +110,7 @@ def _run(script: Script, call: cst.Call) -> Callable[[cst.Call], Expression]:
 
 
 def plan_models(script: Script) -> None:
-    """Put models with a step of their own, and `compile`, into a scope; else report."""
+    """Plan a scope around models with a step of their own and `compile`, or report."""
     methods = {method_of(call) for call in script.calls}
     if _has_scope(script):
         return
@@ -127,7 +127,7 @@ def plan_models(script: Script) -> None:
 
 
 def _may_be_model(script: Script, owner: cst.ClassDef) -> bool:
-    """Whether a class is one of models, or has a base that is not in sight."""
+    """Whether a class derives from a model of Keras, or from a base not in sight."""
     others = (b for b in foreign_bases(script, owner) if not script.names.path(b))
     return is_class_of(script, owner, ("model",)) or next(others, None) is not None
 
@@ -135,7 +135,7 @@ def _may_be_model(script: Script, owner: cst.ClassDef) -> bool:
 def _compiled_lines(
     script: Script, owner: cst.ClassDef
 ) -> Sequence[cst.CSTNode] | None:
-    """The lines from the one that makes a class's only model to `compile`."""
+    """The lines from a class's only instantiation to `compile`; None if unclear."""
     made = [c for c in script.calls if is_name(c.func, owner.name.value)]
     compiled = [c for c in script.calls if method_of(c) == "compile"]
     bound = script.parent(made[0]) if len(made) == 1 else None
@@ -155,7 +155,7 @@ def _compiled_lines(
 
 
 def _wrap(script: Script, lines: Sequence[cst.CSTNode]) -> None:
-    """Plan that lines stand in the scope of the default strategy."""
+    """Plan to move lines into `with rx.get_strategy().scope():`."""
     *others, last = lines
     for line in others:
         script.move(line)

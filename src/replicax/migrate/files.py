@@ -1,6 +1,6 @@
-"""Names of files of models and weights, which Keras 3 wants to end as it knows them.
+"""Ports file names of models and weights to the suffixes that Keras 3 requires.
 
-Where all uses of a name are in sight, its text gets that end; others are reported.
+A name gets the suffix where all its uses are in sight; other names are reported.
 """
 
 import itertools
@@ -27,9 +27,9 @@ __all__ = [
 
 
 MODELS = (".keras", ".h5", ".hdf5")
-"""How names of whole models end."""
+"""Suffixes of files of whole models."""
 WEIGHTS = (".weights.h5",)
-"""How names of weights alone end."""
+"""Suffixes of files of weights alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,8 +37,8 @@ class _Site:
     """A call that writes or reads a file.
 
     Attributes:
-        path: Its argument, the file's name.
-        endings: What the name may end with, if it is written here; else empty.
+        path: The argument with the file's name.
+        endings: The suffixes to choose from, if the call writes the file; else empty.
     """
 
     path: cst.BaseExpression
@@ -46,7 +46,7 @@ class _Site:
 
 
 def plan_files(script: Script) -> None:
-    """Plan the ends of names that are for files of models and weights alone."""
+    """Plan suffixes for literals that name only files of models and weights."""
     sites = list(_sites(script))
     known = {node for site in sites for node in _path_nodes(script, site.path)}
     groups: dict[str, list[tuple[_Site, cst.SimpleString]]] = {}
@@ -72,13 +72,13 @@ def plan_files(script: Script) -> None:
 
 
 def _begins(value: str | bytes, text: str) -> bool:
-    """Whether a text names a file itself, one beside it or one in it: `cp.index`."""
+    """Whether a literal begins with the file name `text`, such as `cp.index`."""
     stem = text.rstrip("/")
     return isinstance(value, str) and bool(stem) and value.startswith(stem)
 
 
 def _ends_with_number(text: str) -> bool:
-    """Whether a name is of a version that a server loads, such as `export/1`."""
+    """Whether a path ends with a version number for a model server: `export/1`."""
     return text.rstrip("/").rpartition("/")[2].isdigit()
 
 
@@ -116,7 +116,7 @@ def _sites(script: Script) -> Iterator[_Site]:
 
 
 def _is_foreign(script: Script, node: cst.BaseExpression) -> bool:
-    """Whether a function of a module other than TensorFlow makes an object."""
+    """Whether an object comes from a function of a package other than TensorFlow."""
     made = script.flow.value(node)
     root = root_of(made.func) if isinstance(made, cst.Call) else None
     is_imported = root is not None and script.names.imported(root) is not None
@@ -132,7 +132,7 @@ def is_weights_only(call: cst.Call) -> bool:
 
 
 def _literals(script: Script, node: cst.BaseExpression) -> list[cst.SimpleString]:
-    """The texts that a path may end with; none if one of them is not in sight."""
+    """The literals that a path may end with; empty if one of them is not in sight."""
     if isinstance(node, cst.SimpleString):
         return [node] if node.evaluated_value else []
     if isinstance(node, cst.IfExp):
@@ -145,7 +145,7 @@ def _literals(script: Script, node: cst.BaseExpression) -> list[cst.SimpleString
 
 
 def _path_nodes(script: Script, node: cst.BaseExpression) -> Iterator[cst.CSTNode]:
-    """A path, and the expressions that it ends with."""
+    """A path, and the expressions that its last part resolves to."""
     yield node
     if isinstance(node, cst.IfExp):
         yield from _path_nodes(script, node.body)
@@ -157,7 +157,7 @@ def _path_nodes(script: Script, node: cst.BaseExpression) -> Iterator[cst.CSTNod
 def _is_for_files_alone(
     script: Script, path: cst.BaseExpression, known: set[cst.CSTNode]
 ) -> bool:
-    """Whether the variables that a path ends with have no other use."""
+    """Whether the variables that a path ends with are used for known paths alone."""
     for node in _path_nodes(script, path):
         for definition in script.flow.reaching(node):
             for use in script.flow.uses(definition):
@@ -176,7 +176,7 @@ def report_path(
     position: int = 0,
     is_read: bool = False,
 ) -> None:
-    """Report a file name that Keras 3 refuses, and one that cannot be seen.
+    """Report a file name whose suffix Keras 3 refuses, or that is not in sight.
 
     Args:
         script: The script.
@@ -200,7 +200,7 @@ def report_path(
 
 
 def plan_folder(script: Script, node: cst.Call, updated: cst.Call) -> None:
-    """Make the folder of a file, as TensorFlow did for the formats that are gone."""
+    """Plan `os.makedirs` for a file's folder, which TensorFlow's formats created."""
     before = argument(node.args, 0, "filepath")
     path = argument(updated.args, 0, "filepath")
     if before is None or path is None:
@@ -225,7 +225,7 @@ def plan_folder(script: Script, node: cst.Call, updated: cst.Call) -> None:
 
 
 def latest_checkpoint(script: Script, node: cst.BaseExpression) -> cst.Call | None:
-    """The call of `tf.train.latest_checkpoint` that a value comes from."""
+    """The call of `tf.train.latest_checkpoint` that a value comes from, if it does."""
     value = script.flow.value(node) if isinstance(node, cst.Name) else node
     if isinstance(value, cst.Name):
         return latest_checkpoint(script, value)
@@ -234,7 +234,7 @@ def latest_checkpoint(script: Script, node: cst.BaseExpression) -> cst.Call | No
 
 
 def newest_weights(script: Script, node: cst.Call) -> bool:
-    """Whether `tf.train.latest_checkpoint` looks for weights that the script writes."""
+    """Whether a `tf.train.latest_checkpoint` finds weights that the script writes."""
     parent = script.parent(node)
     uses: list[cst.CSTNode] = [node]
     if isinstance(parent, cst.Assign):
@@ -245,7 +245,7 @@ def newest_weights(script: Script, node: cst.Call) -> bool:
 
 
 def _end(script: Script, node: cst.BaseExpression) -> str | None:
-    """What a path ends with; None if that cannot be seen."""
+    """The text that a path ends with; None if it is not in sight."""
     if isinstance(node, cst.SimpleString) and node in script.files:
         return script.files[node]
     if isinstance(node, cst.SimpleString | cst.ConcatenatedString):
@@ -265,6 +265,7 @@ def _end(script: Script, node: cst.BaseExpression) -> str | None:
 
 
 def _last_part(script: Script, node: cst.BaseExpression) -> cst.BaseExpression | None:
+    """The expression that the text of a path ends with; None if it is unknown."""
     if isinstance(node, cst.Name):
         return script.flow.value(node)
     if isinstance(node, cst.Attribute):

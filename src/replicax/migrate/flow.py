@@ -1,4 +1,4 @@
-"""Reaching definitions: which bindings of a variable each use of it may see."""
+"""Reaching definitions: the bindings of a variable that each use of it may see."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,9 +25,9 @@ class Definition:
     """One binding of a variable.
 
     Attributes:
-        node: The name, or `self.x`, that is bound; an import's or a function's node.
-        values: What is bound to it, as far as the script has expressions for that.
-        index: The part of the value that it is, where `a, b = f()` unpacks one.
+        node: The name or `self.x` that is bound; of a function or class, its name.
+        values: The expressions that may be bound, as far as the script has them.
+        index: The position in the value, where `a, b = f()` unpacks one; else None.
     """
 
     node: cst.CSTNode
@@ -42,7 +42,7 @@ class Flow:
     every binding of the variables around it, and an attribute of `self` every one.
 
     Attributes:
-        definitions: All of them, in the order of the text.
+        definitions: All definitions, in the order in which they were found.
     """
 
     def __init__(
@@ -66,37 +66,38 @@ class Flow:
         self._pass_arguments()
 
     def reaching(self, use: cst.CSTNode) -> frozenset[Definition]:
-        """The bindings that a name, or an attribute of `self`, may have where it is."""
+        """The definitions that reach a use of a name or of an attribute of `self`."""
         if use in self._outer_uses:
             return frozenset(self._by_key[self._outer_uses[use]])
         return self._reaching.get(use, frozenset())
 
     def defined(self, node: cst.CSTNode) -> Definition | None:
-        """The binding that a target of an assignment is."""
+        """The definition that an assignment's target makes; None if it makes none."""
         return self._by_node.get(node)
 
     def attributes(self, owner: cst.ClassDef, name: str) -> list[Definition]:
-        """The bindings of `self.<name>` in the methods of a class."""
+        """The definitions of `self.<name>` in the methods of a class."""
         return self._by_key.get((id(owner), f"self.{name}"), [])
 
     def uses(self, definition: Definition) -> list[cst.CSTNode]:
-        """Where a binding may be read, in the order of the text."""
+        """The uses that a definition reaches."""
         nodes = [*self._reaching, *self._outer_uses]
         return [node for node in nodes if definition in self.reaching(node)]
 
     def value(self, node: cst.BaseExpression) -> cst.BaseExpression | None:
-        """The only expression that a variable may stand for, if there is one."""
+        """The one expression that a variable stands for; None if there may be more."""
         found = [v for d in self.reaching(node) for v in d.values if d.index is None]
         is_one = len(found) == 1 and len(self.reaching(node)) == 1
         return found[0] if is_one else None
 
-    # Statements: each takes what reaches it, and gives what leaves it (None: nothing).
+    # Statements: each maps the environment before it to the one after it, which is None
+    # where control does not go on.
 
     def _block(
         self, body: Sequence[cst.CSTNode], env: _Environment | None
     ) -> _Environment | None:
         for statement in body:
-            if env is None:  # What follows a `return` is read all the same.
+            if env is None:  # Unreachable statements are read, too.
                 env = {}
             env = self._statement(statement, env)
         return env
@@ -262,7 +263,7 @@ class Flow:
         return (self._class, f"self.{node.attr.value}") if is_own else None
 
     def _read(self, node: cst.CSTNode, env: _Environment) -> None:
-        """Note the uses in an expression, from left to right."""
+        """Record the uses in an expression, from left to right."""
         if isinstance(node, cst.Name):
             self._use(node, env)
         elif isinstance(node, cst.Lambda):
@@ -310,7 +311,7 @@ class Flow:
         self._loops = outer
 
     def _pass_arguments(self) -> None:
-        """Bind what calls of the script's functions pass to their parameters."""
+        """Add the arguments at each call site to the definitions of the parameters."""
         for call in dict.fromkeys(self._calls):
             if isinstance(call.func, cst.Name):
                 for function in self._functions.get(call.func.value, ()):
@@ -320,7 +321,7 @@ class Flow:
 
 
 def _read_parts(node: cst.CSTNode) -> Sequence[cst.CSTNode]:
-    """The parts of a node that are read: no keywords, and of parameters the default."""
+    """The children that evaluation reads: no keywords; of parameters, the default."""
     if isinstance(node, cst.Arg):
         return [node.value]
     if isinstance(node, cst.Param):
@@ -343,7 +344,7 @@ def _arguments(
 
 
 def _merged(environments: Iterable[_Environment | None]) -> _Environment | None:
-    """What reaches a point where several branches meet; None if none does."""
+    """The union of the environments of several branches; None if none goes on."""
     alive = [env for env in environments if env is not None]
     if not alive:
         return None

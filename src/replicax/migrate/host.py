@@ -1,7 +1,7 @@
-"""Functions that run in an input pipeline, on NumPy arrays, for Grain.
+"""Ports functions that an input pipeline maps: to NumPy arrays, for Grain.
 
-Those that draw random numbers get the generator that Grain's `random_map` has for each
-example, as their last argument.
+Functions that draw random numbers get the generator that Grain's `random_map` has for
+each example, as their last argument.
 """
 
 import itertools
@@ -40,7 +40,7 @@ _HOST_MODULES = ("keras.utils.", "keras.datasets.", "keras.applications.")
 
 
 def host_functions_of(script: Script, node: cst.BaseExpression) -> set[cst.CSTNode]:
-    """The functions that `map(node)` runs, as far as the script defines them."""
+    """The functions of the script that `map(node)` runs, with those that they call."""
     first: list[cst.CSTNode] = [node] if isinstance(node, cst.Lambda) else []
     if text := dotted(node):
         first += script.functions(text.rpartition(".")[2])
@@ -54,7 +54,7 @@ def host_functions_of(script: Script, node: cst.BaseExpression) -> set[cst.CSTNo
 
 
 def why_not_on_host(script: Script, function: cst.CSTNode) -> str | None:
-    """What in a function NumPy cannot do; None if it can."""
+    """Why a function cannot run on NumPy arrays; None if it can."""
     for node, path in _references(script, function):
         if not _runs_on_host(script, node, path):
             return f"{_name_of(function)} uses tf.{path}, {_NO_COUNTERPART}"
@@ -79,7 +79,7 @@ def _stays(script: Script, node: cst.Name) -> bool:
 def _references(
     script: Script, function: cst.CSTNode
 ) -> Iterator[tuple[cst.CSTNode, str]]:
-    """The names of TensorFlow in a function, whole, with their paths."""
+    """The longest dotted names of TensorFlow in a function, with their paths."""
     pending = list(function.children)
     if isinstance(function, cst.FunctionDef):
         pending = [function.params, function.body]
@@ -110,7 +110,7 @@ def _runs_on_host(script: Script, node: cst.CSTNode, path: str) -> bool:
 
 
 def _refused(script: Script, node: cst.CSTNode, path: str) -> str | None:
-    """Why a rule leaves a call as it is, so that the whole pipeline stays."""
+    """Why the rule for a call refuses it, and so the pipeline; None if it does not."""
     call = script.parent(node)
     rule = RULES.get(path)
     if rule is None or not isinstance(call, cst.Call) or call.func is not node:
@@ -129,7 +129,7 @@ def _name_of(function: cst.CSTNode) -> str:
 
 
 def plan_in_place(script: Script, function: cst.CSTNode) -> None:
-    """Do not let `image /= 255` change the array that the example is a view of."""
+    """Plan `image = image / 255` for `image /= 255`, which would change the dataset."""
     if not isinstance(function, cst.FunctionDef):
         return
     parameters = {p.name.value for p in function.params.params}
@@ -160,7 +160,7 @@ def example_function(
     updated: cst.BaseExpression,
     generator: str | None = None,
 ) -> cst.BaseExpression | None:
-    """The function of `map` as one of a whole example; None if that cannot be seen.
+    """Port the function of `map` to one of a whole example; None if it is not in sight.
 
     `tf.data` passes the parts of a tuple as arguments, Grain passes the tuple.
 
@@ -168,7 +168,7 @@ def example_function(
         script: The script.
         node: The original function.
         updated: The ported one.
-        generator: The name of its last argument, a random generator, if it has one.
+        generator: The name of the last argument, a random generator, if it has one.
     """
     others = [generator] if generator else []
     if isinstance(updated, cst.Lambda):
@@ -220,7 +220,7 @@ def _lambda_of_example(function: cst.Lambda) -> cst.Lambda | None:
 
 
 class _Parts(cst.CSTTransformer):
-    """Replaces parameters by parts of the example."""
+    """Replaces a lambda's parameters by elements of the example."""
 
     def __init__(self, names: list[str], example: str) -> None:
         super().__init__()
@@ -249,7 +249,7 @@ class _Parts(cst.CSTTransformer):
 
 
 def random_functions(script: Script, functions: set[cst.CSTNode]) -> set[cst.CSTNode]:
-    """Those of a `map`'s functions that draw random numbers, or call one that does."""
+    """The functions among a `map`'s that draw random numbers, or call one that does."""
     found: set[cst.CSTNode] = set()
     number = -1
     while number != len(found):

@@ -1,4 +1,4 @@
-"""Rules for calls in input pipelines, which become NumPy's.
+"""Rewrite rules for calls in input pipelines, which become calls of NumPy.
 
 A `StringLookup` of a list of words, which Keras makes with TensorFlow, becomes a
 dictionary. Words get the same indices: those of the list count from 1, others get 0.
@@ -33,7 +33,7 @@ __all__ = ["LOOKUPS", "RANDOM", "RULES", "identity", "pad", "plan_lookups", "res
 
 
 def identity(script: Script, node: Call, updated: Call, path: str) -> Expression:
-    """The value itself."""
+    """Port `tf.identity(x)` to `x`."""
     return first(updated, "input", path)
 
 
@@ -60,7 +60,7 @@ def _constant(script: Script, node: Call, updated: Call, path: str) -> Expressio
     kinds = {type(part) for part in walk(value)}
     if len(made.args) > 1 or not kinds & {cst.Float, cst.Integer}:
         return made
-    # As TensorFlow has Python's numbers.
+    # TensorFlow's dtypes of Python's numbers.
     dtype = script.string("float32" if cst.Float in kinds else "int32")
     return made.with_changes(args=[cst.Arg(value), cst.Arg(dtype)])
 
@@ -77,11 +77,11 @@ def _one_hot(script: Script, node: Call, updated: Call, path: str) -> Expression
 
 
 def resize(script: Script, node: Call, updated: Call, path: str) -> Expression:
-    """`tf.image.resize` of TensorFlow 2, which gives floats unless it takes pixels."""
+    """Port `tf.image.resize` of TensorFlow 2; bilinear results are float32 as there."""
     made = remade(script, updated, GUARDED_OPERATORS[path], path)
     method = next((a for a in made.args if is_named(a, "interpolation")), None)
     value = method.value if method else script.string("bilinear")
-    name = script.names.path(value)  # Where the call is looked at before it is ported.
+    name = script.names.path(value)  # None if the argument is ported already.
     text = str(find_target(name) if name else script.code(value)).strip("\"'")
     if text not in {"bilinear", "nearest"}:
         raise Unported(f"tf.{path} stays: only bilinear and nearest have a counterpart")
@@ -101,7 +101,7 @@ def resize(script: Script, node: Call, updated: Call, path: str) -> Expression:
 
 
 def pad(script: Script, node: Call, updated: Call, path: str) -> Expression:
-    """`tf.pad`, whose margins are numbers here, and whose modes are lower case."""
+    """Port `tf.pad`: paddings must be numbers in sight, modes become lower case."""
     on_host = any(parent in script.host_functions for parent in script.parents(node))
     table = HOST_OPERATORS if on_host else GUARDED_OPERATORS
     given, margins = argument(node.args, 1, "paddings"), None
@@ -127,7 +127,7 @@ _TENSORS = ("constant", "convert_to_tensor")
 
 
 def _is_of_numbers(node: cst.BaseExpression) -> bool:
-    """Whether a display has integers alone, in lists of them."""
+    """Whether an expression is an integer, or nested lists of integers alone."""
     if isinstance(node, cst.List | cst.Tuple):
         return all(_is_of_numbers(element.value) for element in node.elements)
     return isinstance(node, cst.Integer)
@@ -148,7 +148,7 @@ _OF_NORMAL = ("shape", "mean", "stddev", "dtype", "seed", "name")
 
 
 def _drawn(script: Script, node: Call, updated: Call, path: str) -> Expression:
-    """`rng.uniform(low, high, shape).astype(dtype)`, or of `normal` and `integers`."""
+    """Port a draw to `rng.uniform(low, high, shape)`, `rng.normal`, `rng.integers`."""
     is_uniform = "uniform" in path
     names = _OF_UNIFORM if is_uniform else _OF_NORMAL
     given = {k: arg.value for k, arg in bound(updated.args, names).items()}
@@ -209,7 +209,7 @@ RULES: dict[str, Callable[[Script, cst.Call, cst.Call, str], cst.BaseExpression]
     "image.resize": resize,
     "pad": pad,
 }
-"""By the path of the function."""
+"""Rewrite rules by the path of the function."""
 
 
 LOOKUPS = (
@@ -222,7 +222,7 @@ _LISTS = ("list", "sorted")
 
 
 def plan_lookups(script: Script) -> None:
-    """Plan the port of the layers that only functions of pipelines call."""
+    """Plan the port of `StringLookup` layers that only functions of pipelines call."""
     for made in script.calls:
         if script.called(made) in LOOKUPS:
             try:
@@ -232,10 +232,10 @@ def plan_lookups(script: Script) -> None:
 
 
 def _plan(script: Script, made: cst.Call) -> None:
-    """Plan the port of one layer.
+    """Plan the port of one layer to a dictionary.
 
     Raises:
-        Unported: If its words, or what it is used for, are not in sight.
+        Unported: If its words or its uses are not in sight.
     """
     given = bound(made.args, _PARAMETERS)
     words = given.pop("vocabulary", None)
@@ -257,14 +257,18 @@ def _plan(script: Script, made: cst.Call) -> None:
 
 
 def _is_list(script: Script, node: cst.BaseExpression) -> bool:
-    """Whether an expression is a list; a text would be a file's name."""
+    """Whether an expression is a list; a string would name a file."""
     value = script.flow.value(node) or node
     is_made = isinstance(value, cst.Call) and dotted(value.func) in _LISTS
     return is_made or isinstance(value, cst.List | cst.Tuple | cst.ListComp)
 
 
 def _call(script: Script, use: cst.CSTNode) -> cst.Call:
-    """The call of a layer in a function of a pipeline, or with words in sight."""
+    """The call of a layer at a use: in a pipeline's function, or of words in sight.
+
+    Raises:
+        Unported: If the use is another one.
+    """
     call = script.parent(use)
     if not isinstance(call, cst.Call) or call.func is not use or len(call.args) != 1:
         raise Unported("it is not called with words alone")
@@ -276,14 +280,14 @@ def _call(script: Script, use: cst.CSTNode) -> cst.Call:
 
 
 def _shown_words(script: Script, node: cst.BaseExpression) -> cst.List | None:
-    """The list of words that `["a"]` and `tf.constant(["a"])` are."""
+    """The list in `["a"]` and `tf.constant(["a"])`; None for other expressions."""
     if isinstance(node, cst.Call) and script.called(node) == "constant":
         node = node.args[0].value if len(node.args) == 1 else node
     return node if isinstance(node, cst.List) else None
 
 
 def _plan_call(script: Script, name: str, call: cst.Call) -> None:
-    """Plan `lookup(x)` as the indices of an array of words."""
+    """Plan to port `lookup(x)` to the look-up of each word of an array."""
     vectorize = script.code(script.expression("np.vectorize"))
     array = script.code(script.expression("np.asarray"))
     kind, text = script.string("int64").value, script.string("str").value
@@ -300,7 +304,7 @@ def _plan_call(script: Script, name: str, call: cst.Call) -> None:
 
 
 def _dictionary(script: Script, updated: cst.Call) -> cst.BaseExpression:
-    """The indices by word."""
+    """The code of a dictionary from words to indices."""
     words = bound(updated.args, _PARAMETERS)["vocabulary"]
     text = script.code(words.value)
     return cst.parse_expression(

@@ -1,4 +1,4 @@
-"""Ports imports: those of TensorFlow go, those of the targets come where they were."""
+"""Ports imports: replaces those of TensorFlow by those that the ported code needs."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -56,7 +56,7 @@ def uses_tensorflow(module: cst.Module) -> bool:
 
 
 def _is_old(name: str) -> bool:
-    """Whether an imported name is TensorFlow's, or Keras 2's alone."""
+    """Whether an imported name is TensorFlow's, or one of Keras that Keras 3 lacks."""
     path = path_in_tensorflow(name)
     if path is None or name.partition(".")[0] != "keras":
         return path is not None
@@ -74,7 +74,7 @@ def _imports_name(module: cst.Module, name: str) -> bool:
 
 
 def find_retained(script: Script) -> None:
-    """Note the imported names that stay, because Keras has them by the same name."""
+    """Record the imported names that stay, because Keras has them by the same name."""
     for node in walk(script.module):
         if isinstance(node, cst.Import):
             for alias in node.names:
@@ -90,7 +90,7 @@ def find_retained(script: Script) -> None:
 
 
 def _retain_starred(script: Script, module: str) -> None:
-    """Note the names that a star import binds here and in Keras."""
+    """Record the used names that a star import binds to the same names of Keras."""
     home = _module_target(module)
     for name in used_names(script.module) if home else ():
         path = script.names.starred(name) if not script.names.is_bound(name) else None
@@ -105,7 +105,7 @@ def _module_target(name: str) -> str | None:
 
 
 def _name_target(name: str) -> str | None:
-    """What an imported name stays as: a name of Keras with the same last part."""
+    """The target of an imported name in Keras, if both have the same last part."""
     path = path_in_tensorflow(name)
     target = _module_target(name)
     if path is None or target is None or path in DEVICE_OPERATORS:
@@ -115,14 +115,14 @@ def _name_target(name: str) -> str | None:
 
 
 def ported_imports(script: Script, module: cst.Module) -> cst.Module:
-    """`module`, whose other code is ported, with the imports that it needs now."""
+    """Port the imports of a module whose other code is ported."""
     used = used_names(module)
     module = module.visit(_Imports(script, used))
     return _with_new_imports(script, module, used)
 
 
 class _Imports(cst.CSTTransformer):
-    """Takes TensorFlow's imports out, and turns those of `tensorflow.keras`."""
+    """Removes imports of TensorFlow; turns those of `tensorflow.keras` to Keras."""
 
     def __init__(self, script: Script, used: set[str]) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class _Imports(cst.CSTTransformer):
         return _as_lines(original_node, body, marks)
 
     def _is_own_alias(self, small: cst.BaseSmallStatement) -> bool:
-        """Whether a statement says `keras = keras`, once `keras = tf.keras`."""
+        """Whether a ported alias is idle: `keras = keras`, from `keras = tf.keras`."""
         if not isinstance(small, cst.Assign) or len(small.targets) != 1:
             return False
         target = small.targets[0].target
@@ -192,7 +192,7 @@ class _Imports(cst.CSTTransformer):
             local = alias.evaluated_alias or alias.evaluated_name.partition(".")[0]
             if path_in_tensorflow(alias.evaluated_name) is None:
                 if local in self._used or local not in self._was_used:
-                    kept.append(alias)  # Others served only what was taken out.
+                    kept.append(alias)  # The port removed all uses of the others.
                 continue
             target = self._script.retained.get(local)
             if local in self._used and target is None:
@@ -238,7 +238,7 @@ class _Imports(cst.CSTTransformer):
             if target is None:
                 path = path_in_tensorflow(f"{module}.{name}") or ""
                 reason = find_reason(path)
-                if reason not in self._reported:  # Where it is used.
+                if reason not in self._reported:  # Else its use was reported.
                     self._leave(small, reason, marks)
                 groups.setdefault(module, []).append(alias)
             else:
@@ -264,7 +264,7 @@ def _as_lines(
     body: Sequence[cst.BaseSmallStatement],
     marks: list[str],
 ) -> Replacement:
-    """A line with other statements; imports that were split get lines of their own."""
+    """Replace the statements of a line; imports that were split get their own lines."""
     if list(body) == list(line.body) and not marks:
         return line
     if not body:  # A place for new imports, taken out later.
@@ -281,7 +281,7 @@ def _as_lines(
 
 # LibCST removes lines without statements by itself, with their comments.
 _NOTHING = cst.Expr(cst.Name("__nothing__"))
-"""Stands where an import was, until new ones are there."""
+"""The placeholder of a removed import, until the new ones are inserted."""
 
 _WHY_FIRST = "# Before keras: it settles the backend."
 
@@ -296,7 +296,7 @@ def _is_nothing(statement: cst.CSTNode) -> bool:
 
 
 def _with_new_imports(script: Script, module: cst.Module, used: set[str]) -> cst.Module:
-    """`module` with the imports of what was written into it, where TF's were.
+    """Insert the imports that the ported code needs where TensorFlow's were.
 
     Args:
         script: The script that was ported.
@@ -316,7 +316,7 @@ def _with_new_imports(script: Script, module: cst.Module, used: set[str]) -> cst
 
 
 class _WithoutNothing(cst.CSTTransformer):
-    """Takes lines without statements out; their comments go to the next statement."""
+    """Removes placeholders; their comments move to the next statement."""
 
     def leave_Module(
         self, original_node: cst.Module, updated_node: cst.Module
@@ -418,7 +418,7 @@ def _has_attribute(module: cst.Module, root: str, attr: str) -> bool:
 
 
 def _place(script: Script, module: cst.Module) -> int:
-    """Where new imports stand: at the first import of Keras or of what was TF."""
+    """The index for new imports: that of the first import of Keras or TensorFlow."""
     originals = [
         statement
         for statement in script.module.body

@@ -1,4 +1,4 @@
-"""Rules for calls of Keras that changed between tf.keras and Keras 3."""
+"""Rewrite rules for calls of Keras that changed between tf.keras and Keras 3."""
 
 from collections.abc import Callable, Iterator
 
@@ -48,7 +48,7 @@ def _optimizer(script: Script, node: Call, updated: Call, path: str) -> Expressi
 
 
 def _kept_or_target(script: Script, node: cst.Call, path: str) -> cst.BaseExpression:
-    """The function's name: as it is if its import stays, else the target's."""
+    """The function of a ported call: the original name if its import stays."""
     target = find_target(path)
     if target is None or not exists(target):
         raise Unported(f"tf.{path} is not in Keras 3")
@@ -72,7 +72,7 @@ def _reader(script: Script, node: Call, updated: Call, path: str) -> Expression:
 
 
 def compiled(script: Script, node: Call, updated: Call, func: Attribute) -> Call:
-    """`model.compile(...)` without arguments that are gone."""
+    """Port `model.compile(...)`: drop or rename arguments that Keras 3 lacks."""
     kept = []
     for i, arg in enumerate(updated.args):
         is_positional = arg.keyword is None and not arg.star
@@ -95,9 +95,9 @@ def compiled(script: Script, node: Call, updated: Call, func: Attribute) -> Call
 
 
 def plan_metrics(script: Script) -> None:
-    """Give metrics of the script labels `[n, 1]` for predictions `[n, 1]`, as TF does.
+    """Plan to widen labels `[n]` to `[n, 1]` in metrics of the script, as TF does.
 
-    Keras 3 passes labels as they are, `[n]`, from which broadcasting makes `[n, n]`.
+    Keras 3 passes `[n]`, which broadcasts with predictions `[n, 1]` to `[n, n]`.
     """
     for call in script.calls:
         given = (
@@ -114,7 +114,7 @@ def plan_metrics(script: Script) -> None:
 
 
 def _parts(script: Script, node: cst.BaseExpression) -> list[cst.BaseExpression]:
-    """The metrics in what `compile` gets: lists and dicts of them, in one another."""
+    """The metrics in nested lists and dicts, as `compile` takes them."""
     inner = elements(script, node)
     return [part for each in inner for part in _parts(script, each)] or [node]
 
@@ -122,7 +122,7 @@ def _parts(script: Script, node: cst.BaseExpression) -> list[cst.BaseExpression]
 def _metric_functions(
     script: Script, node: cst.BaseExpression
 ) -> Iterator[cst.FunctionDef]:
-    """The functions of the script that get labels and predictions of a metric."""
+    """The functions of the script that compute a metric of labels and predictions."""
     if isinstance(node, cst.Call):
         made = [m for m in makers(script, node) if isinstance(m, cst.ClassDef)]
         for each in with_bases(script, *made):
@@ -141,14 +141,14 @@ _OF_ANY_SHAPE = ("keras.backend.flatten", "keras.losses.", "keras.metrics.")
 
 
 def _is_used_plainly(script: Script, function: cst.FunctionDef, name: str) -> bool:
-    """Whether a function does more with labels than flatten them or ask Keras."""
+    """Whether a function uses labels in other ways than to flatten them by Keras."""
     used = [n for n in walk(function.body) if is_name(n, name)]
     called = (script.called(script.call_with(n)) for n in used)
     return not all(path.startswith(_OF_ANY_SHAPE) for path in called)
 
 
 def fitted(script: Script, node: Call, updated: Call, func: Attribute) -> Call:
-    """`model.fit(...)` or `fit_generator`, without arguments that are gone."""
+    """Port `fit`, `evaluate`, `predict` and their `_generator` forms to Keras 3."""
     name = func.attr.value.removesuffix("_generator")
     parameters = ARGUMENTS.get(func.attr.value, ())
     kept = []
@@ -177,7 +177,7 @@ def fitted(script: Script, node: Call, updated: Call, func: Attribute) -> Call:
 
 
 def saved_weights(script: Script, node: Call, updated: Call, func: Attribute) -> Call:
-    """`model.save_weights(...)` without `save_format=`."""
+    """Port `model.save_weights(...)`: drop `save_format=`."""
     report_path(script, node, WEIGHTS)
     plan_folder(script, node, updated)
     kept = [arg for arg in updated.args if not is_named(arg, "save_format")]
@@ -185,7 +185,7 @@ def saved_weights(script: Script, node: Call, updated: Call, func: Attribute) ->
 
 
 def problems(script: Script, node: cst.Call, path: str) -> Iterator[str]:
-    """Why a ported call would fail, or give other numbers, without a word."""
+    """The reasons why a ported call would fail, or silently compute something else."""
     name = path.removeprefix("keras.")
     is_safe = not any(is_named(arg, "safe_mode") for arg in node.args)
     if name == "models.load_model" and is_safe and _makes_lambda(script):
@@ -211,14 +211,14 @@ def _makes_lambda(script: Script) -> bool:
 
 
 def written(script: Script, node: Call, updated: Call, func: Attribute) -> Call:
-    """`model.save(...)` without `save_format=`, which Keras 3 sees from the name."""
+    """Port `model.save(...)`: drop `save_format=`, which the file's suffix decides."""
     report_path(script, node, MODELS)
     plan_folder(script, node, updated)
     return _without_formats(script, updated)
 
 
 def _without_formats(script: Script, updated: cst.Call) -> cst.Call:
-    """A call that saves a model, without arguments of TensorFlow's own format."""
+    """Drop the arguments of TensorFlow's own format from a call that saves a model."""
     kept = []
     for arg in updated.args:
         if (
@@ -286,7 +286,7 @@ def _lambda_callback(
 
 
 def _loss_scale(script: Script, node: Call, updated: Call, path: str) -> Expression:
-    """A `LossScaleOptimizer` without `"dynamic"`, which it always is in Keras 3."""
+    """Port `LossScaleOptimizer`: drop `"dynamic"`, the only mode of Keras 3."""
     scale = argument(updated.args, 1, "loss_scale")
     func = _kept_or_target(script, node, path)
     if scale is None:
@@ -311,4 +311,4 @@ RULES: dict[str, Callable[[Script, cst.Call, cst.Call, str], cst.BaseExpression]
     "keras.models.save_model": _save_model,
     "keras.models.load_model": _load_model,
 }
-"""By the path of the function."""
+"""Rewrite rules by the path of the function."""

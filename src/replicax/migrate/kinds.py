@@ -1,4 +1,4 @@
-"""Which kind of Keras object an expression is: a model, an optimizer or another."""
+"""Infers the kind of Keras object that an expression is, such as a model or layer."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -33,12 +33,12 @@ __all__ = [
 ]
 
 _PARTS = {("model", "optimizer"): "optimizer", ("callback", "model"): "model"}
-"""What attributes of an object of a kind are."""
+"""Kinds of attributes, by the kind of their owner and their name."""
 _VARIABLES = (
     *("beta", "bias", "embeddings", "gamma", "iterations", "kernel"),
     *("moving_mean", "moving_variance", "recurrent_kernel"),
 )
-"""What attributes of layers and optimizers are."""
+"""Attributes of layers and optimizers that are variables."""
 _OF_VARIABLES = tuple(
     f"{kind}{name}"
     for kind in ("", "trainable_", "non_trainable_")
@@ -46,22 +46,22 @@ _OF_VARIABLES = tuple(
 )
 """Attributes that are lists of variables."""
 _MODULES = ("keras.optimizers", "keras.optimizers.legacy")
-"""Where the classes of optimizers are."""
+"""Modules that have the classes of optimizers."""
 _NAMED = ("model", "optimizer")
 _TENSORS = (
     *("x", "y", "z", "batch", "image", "images", "inputs", "labels", "logits", "mask"),
     *("outputs", "predictions", "targets"),
 )
-"""Names that parameters have for tensors, and variables have not."""
+"""Names of parameters that are taken for tensors, not for variables."""
 _CALLED_BY_KERAS = ("call", "train_step", "test_step", "predict_step", "update_state")
 
 _WORDS = ("opt", "optim", "optimizer", "optimiser", "opts", "optimizers")
 """Words in names of optimizers."""
 
 _Seen = frozenset[cst.CSTNode]
-"""What is being looked at, since definitions may go round."""
+"""The expressions that a recursion is in; one of them again ends it: a cycle."""
 Maker: TypeAlias = cst.ClassDef | str | None
-"""A class of the script, a target, a kind where only that is known; None: unknown."""
+"""The maker of an object: a class of the script, a target or a kind; None: unknown."""
 _UNKNOWN: frozenset[Maker] = frozenset([None])
 
 
@@ -85,9 +85,10 @@ def may_be_variable(script: Script, node: cst.BaseExpression) -> bool:
 
 
 def _is_given(script: Script, node: cst.BaseExpression, depth: int) -> bool:
-    """Whether a caller passes a value, or the container that it is an element of.
+    """Whether a value comes from a parameter that may hold a variable, or a container.
 
-    What Keras calls gets tensors: `call` of a layer, functions of `y_true, y_pred`.
+    Parameters of what Keras calls hold tensors: of the `call` of a layer, of functions
+    of `y_true, y_pred`.
     """
     if isinstance(node, cst.Subscript):
         return _is_given(script, node.value, depth)
@@ -104,7 +105,7 @@ def _is_given(script: Script, node: cst.BaseExpression, depth: int) -> bool:
 
 
 def _is_bound_to_given(script: Script, definition: Definition, depth: int) -> bool:
-    """Whether a binding is a parameter, or of something that a caller passes."""
+    """Whether a definition is such a parameter, or has a value that comes from one."""
     if definition.values:
         return any(_is_given(script, value, depth - 1) for value in definition.values)
     bound = definition.node
@@ -122,7 +123,7 @@ def _is_loop(node: cst.CSTNode, target: cst.CSTNode) -> TypeGuard[cst.For]:
 def _is_element_given(
     script: Script, loop: cst.For | cst.CompFor, node: cst.CSTNode, depth: int
 ) -> bool:
-    """Whether a caller passes what a loop binds a name to the elements of."""
+    """Whether a loop binds a name to elements of a container that a caller passes."""
     if found := container(loop.target, node, loop.iter):
         return _is_given(script, found[0], depth - 1)
     inner = loop.inner_for_in if isinstance(loop, cst.CompFor) else None
@@ -142,7 +143,7 @@ def _takes_tensors(script: Script, param: cst.Param) -> bool:
 
 
 def is_named_optimizer(script: Script, node: cst.BaseExpression) -> bool:
-    """Whether an object that nothing in sight makes has an optimizer's name: `d_opt`.
+    """Whether an object of unknown origin has an optimizer's name, such as `d_opt`.
 
     The name may as well be one of options.
     """
@@ -157,7 +158,7 @@ def is_named_optimizer(script: Script, node: cst.BaseExpression) -> bool:
 
 
 def _is_open(script: Script, node: cst.BaseExpression, depth: int) -> bool:
-    """Whether an expression comes from a parameter whose calls are not in sight."""
+    """Whether an expression comes only from parameters without call sites in sight."""
     found = definitions(script, node)
     if not found or not depth:
         return False
@@ -181,14 +182,14 @@ def kind_of(script: Script, node: cst.BaseExpression) -> str | None:
 
 
 def is_class_of(script: Script, node: cst.ClassDef, kinds: tuple[str, ...]) -> bool:
-    """Whether a class of the script is of one of some kinds by its bases."""
+    """Whether a class of the script derives from a class of one of `kinds`."""
     return _of_class(script, node, frozenset()) in kinds
 
 
 def renamed_optimizer(script: Script, node: cst.Call) -> str | None:
-    """The path of an optimizer's class that a call has under a name of the script.
+    """Resolve an alias of an optimizer class, which a call is of, to the class' path.
 
-    As in `cls = tf.keras.optimizers.SGD`, where each use of `cls` can be no other.
+    An alias such as `cls = tf.keras.optimizers.SGD` counts where it can be no other.
     """
     value = script.flow.value(node.func) if isinstance(node.func, cst.Name) else None
     bound = (script.parent(d.node) for d in script.flow.reaching(node.func))
@@ -218,7 +219,7 @@ def makes_optimizer(script: Script, node: cst.BaseExpression, depth: int = 6) ->
 
 
 def _values(script: Script, node: cst.BaseExpression) -> Iterator[cst.BaseExpression]:
-    """What an expression may be, defaults of parameters with it; none if unknown."""
+    """The expressions that one may stand for, such as defaults; none if unknown."""
     if isinstance(node, cst.IfExp):
         yield from (node.body, node.orelse)
     elif isinstance(node, cst.Subscript):
@@ -238,7 +239,7 @@ def _values(script: Script, node: cst.BaseExpression) -> Iterator[cst.BaseExpres
 
 
 def makers(script: Script, node: cst.BaseExpression) -> frozenset[Maker]:
-    """What makes the object that an expression is, for all definitions that reach it.
+    """The makers of the object that an expression is, over all reaching definitions.
 
     Returns:
         Classes of the script, targets such as `"keras.layers.Dense"`, kinds where only
@@ -284,7 +285,7 @@ def _of_all(
 
 
 def _one(script: Script, found: frozenset[Maker]) -> str | None:
-    """The one kind of what makers make."""
+    """The kind of object that all of some makers make; None if they differ."""
     return _single(_kind_of(script, maker) for maker in found)
 
 
@@ -302,7 +303,7 @@ def _single(kinds: Iterable[str | None]) -> str | None:
 def _of_definition(
     script: Script, definition: Definition, seen: _Seen
 ) -> frozenset[Maker]:
-    """What makes the values of a binding, `None` left away."""
+    """The makers of a definition's values; a value `None` is left out."""
     loop = next(
         (p for p in script.parents(definition.node) if isinstance(p, cst.For)), None
     )
@@ -325,7 +326,7 @@ def _of_part(
     index: cst.BaseExpression,
     seen: _Seen,
 ) -> frozenset[Maker]:
-    """What makes `node[index]`."""
+    """The makers of `node[index]`."""
     if found := part(script, node, index):
         return _of_all(script, found, seen)
     return _of_element(script, node, True, seen)
@@ -334,13 +335,13 @@ def _of_part(
 def _of_element(
     script: Script, node: cst.BaseExpression, is_value: bool, seen: _Seen
 ) -> frozenset[Maker]:
-    """What makes a container's elements, such as of `model.layers` and its slices.
+    """The makers of a container's elements, such as of `model.layers` and its slices.
 
     Args:
         script: The script.
         node: The container.
         is_value: Whether the values of a dict are meant, not its keys.
-        seen: What is being looked at.
+        seen: The expressions that the recursion is in.
     """
     if isinstance(node, cst.Subscript) and isinstance(node.slice[0].slice, cst.Slice):
         return _of_element(script, node.value, is_value, seen)
@@ -360,7 +361,7 @@ def _of_element(
 def _of_comprehension(
     script: Script, node: cst.BaseExpression, seen: _Seen
 ) -> frozenset[Maker]:
-    """What makes the object of a name that a comprehension binds."""
+    """The makers of the object that a comprehension binds to a name."""
     for parent in script.parents(node) if isinstance(node, cst.Name) else ():
         loop = parent.for_in if isinstance(parent, cst.BaseComp) else None
         while loop is not None:

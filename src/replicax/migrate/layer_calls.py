@@ -24,20 +24,20 @@ from replicax.migrate.tables import (
 __all__ = ["plan_layer_calls"]
 
 _FLAGS = ("training", "is_training", "train", "is_train", "trainable", "deterministic")
-"""Names of arguments that say how a layer is called."""
+"""Names of flags, which are no tensors."""
 _PLAIN = ("bool", "dict", "float", "int", "len", "str")
-"""Functions and types of what is no tensor."""
+"""Builtins whose results are no tensors."""
 _SIZES = ("shape", "rank", "size")
 """Functions of TensorFlow whose results are Python's numbers here."""
 _IN_MODELS = ("inputs", "training", "mask")
-"""What models of Keras are called with."""
+"""Parameters of the `call` of Keras' models."""
 _ORDERS = {
     "keras.layers.MultiHeadAttention": (
         *("query", "value", "key", "attention_mask", "return_attention_scores"),
         *("training", "use_causal_mask"),
     ),
 }
-"""What TensorFlow's layers are called with, where Keras 3 has another order."""
+"""Parameters of the `call` of tf.keras' layers that have another order in Keras 3."""
 _NO_TENSORS = ("training", "return_attention_scores", "use_causal_mask")
 """Arguments of Keras' own layers that are no tensors."""
 _KINDS = ("layer", "model")
@@ -48,7 +48,7 @@ _REASON = (
 
 
 class _Parameter(NamedTuple):
-    """A parameter of a `call`: whether it is a tensor for sure, or elsewhere here."""
+    """A parameter of a `call`: whether it is a tensor, and has moved in Keras 3."""
 
     name: str
     is_tensor: bool = False
@@ -56,7 +56,7 @@ class _Parameter(NamedTuple):
 
 
 def plan_layer_calls(script: Script) -> None:
-    """Plan the names of arguments, or report the calls that need some."""
+    """Plan keywords for positional arguments that Keras 3 refuses, or report them."""
     for node in script.calls:
         if script.called(node) or not node.args:
             continue
@@ -68,10 +68,10 @@ def plan_layer_calls(script: Script) -> None:
 def _called_object(
     script: Script, node: cst.Call
 ) -> tuple[cst.BaseExpression, frozenset[Maker]] | None:
-    """The layer or model that a call is of, and what makes it; None if it is of none.
+    """The callee of a call, with its makers; None if Keras checks no arguments of it.
 
-    Methods that are called by their name check nothing; `super().call` of a class of
-    Keras has its order all the same.
+    `x.call(...)` skips the check of `__call__`. A layer whose parameters have another
+    order in Keras 3 counts all the same, as in `super().call(...)`.
     """
     func = node.func
     method = func.attr.value if isinstance(func, cst.Attribute) else ""
@@ -88,7 +88,7 @@ def _called_object(
 
 
 def _above(script: Script, owner: cst.ClassDef) -> Iterator[Maker]:
-    """The bases of a class: those of the script, and targets."""
+    """The bases of a class: classes of the script, and targets."""
     yield from bases(script, owner)
     paths = (script.names.path(base.value) for base in owner.bases)
     yield from (find_target(path) for path in paths if path)
@@ -121,7 +121,7 @@ def _plan(
 def _is_layer(
     script: Script, callee: cst.BaseExpression, owners: frozenset[Maker]
 ) -> bool:
-    """Whether what is called can only be a layer or a model."""
+    """Whether a callee is a layer or a model."""
     if owners != {None}:
         return any(_is_called_by_keras(script, owner) for owner in owners)
     root = root_of(callee)
@@ -136,7 +136,7 @@ def _is_layer(
 
 
 def _is_called_by_keras(script: Script, owner: Maker) -> bool:
-    """Whether an owner's objects are called by `Layer.__call__`."""
+    """Whether calls of a maker's objects go through `Layer.__call__`."""
     if not isinstance(owner, cst.ClassDef):
         return owner in _KINDS or (_of_target(owner) is not None if owner else False)
     methods = (name for c in with_bases(script, owner) for name in _methods(c))
@@ -156,7 +156,7 @@ def _is_imported_class(script: Script, node: cst.BaseExpression) -> bool:
 def _needs_name(
     script: Script, arg: cst.Arg, position: int, order: Sequence[_Parameter] | None
 ) -> bool:
-    """Whether an argument must have its name, as far as can be seen."""
+    """Whether a positional argument needs a keyword, as far as can be seen."""
     if arg.keyword is not None or position == 0:
         return False
     is_tensor = None if arg.star else _is_tensor(script, arg.value, 5)
@@ -168,7 +168,7 @@ def _needs_name(
 
 @functools.cache
 def _of_target(target: str) -> tuple[_Parameter, ...] | None:
-    """The parameters of the `call` of a class of Keras, with what they may be."""
+    """The parameters of the `call` of a layer or model of Keras; None for others."""
     if not is_dotted(target) or kind_of_target(target) not in _KINDS:
         return None
     here = call_parameters(target) or _IN_MODELS
@@ -179,7 +179,7 @@ def _of_target(target: str) -> tuple[_Parameter, ...] | None:
 
 
 def _order(script: Script, owner: Maker) -> tuple[_Parameter, ...] | None:
-    """The parameters of what an owner's objects are called with; None: not in sight."""
+    """The parameters of the `call` of a maker's objects; None if not in sight."""
     if not isinstance(owner, cst.ClassDef):
         return _of_target(owner) if owner else None
     for each in with_bases(script, owner):
@@ -224,7 +224,7 @@ def _is_tensor(script: Script, node: cst.BaseExpression, depth: int) -> bool | N
 
 
 def _bound(script: Script, node: cst.BaseExpression) -> list[cst.BaseExpression]:
-    """What a name is bound to, defaults of parameters with it."""
+    """The expressions that a name may be bound to, defaults of parameters included."""
     found: list[cst.BaseExpression] = []
     for each in definitions(script, node):
         around = script.parent(each.node)
