@@ -1,4 +1,4 @@
-"""Rules for functions and defaults of TensorFlow 1, and for those of `tf.config`."""
+"""Rewrite rules for functions and defaults of TensorFlow 1, and for `tf.config`."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -72,7 +72,7 @@ _OTHER_SLOPE = (
 
 
 def _layer(script: Script, node: Call, updated: Call, path: str) -> Expression:
-    """`tf.layers.dense(x, 10)` as `keras.layers.Dense(10)(x)`."""
+    """Port `tf.layers.dense(x, 10)` to `keras.layers.Dense(10)(x)`."""
     inputs = argument(updated.args, 0, "inputs")
     if inputs is None or any(arg.star for arg in updated.args):
         raise Unported(f"tf.{path}: its inputs were not found")
@@ -100,7 +100,7 @@ def _layer(script: Script, node: Call, updated: Call, path: str) -> Expression:
 
 
 def _loss(script: Script, node: Call, updated: Call, path: str) -> Expression:
-    """A mean loss of `tf.losses` of TensorFlow 1, as a loss object that is called."""
+    """Port a mean loss of TensorFlow 1's `tf.losses` to a call of a loss object."""
     target, text = _LOSSES[path.rpartition(".")[2]]
     labels, outputs, *options = parameters = text.split()
     is_new = any(is_named(arg, "y_true", "y_pred") for arg in node.args)
@@ -166,9 +166,9 @@ _COLLECTIONS = ("metrics_collections", "updates_collections", "name")
 
 
 def _summed_metric(name: str) -> _Rule:
-    """A rule for `tf.metrics.accuracy` and its like in a model function.
+    """Make the rule for a metric of a model function, such as `tf.metrics.accuracy`.
 
-    The metric is made and updated above the statement, which gets the metric.
+    The rule makes and updates a metric above the statement, which gets the metric.
     """
 
     def rule(script: Script, node: Call, updated: Call, path: str) -> Expression:
@@ -201,7 +201,7 @@ def _summed_metric(name: str) -> _Rule:
 
 
 def old_defaults(script: Script, node: cst.Call, path: str) -> Iterator[str]:
-    """Why a layer of TensorFlow 1 or tf.keras would compute something else here."""
+    """The reasons why a layer with TensorFlow's defaults differs in Keras 3."""
     for arg in node.args:
         value = arg.value
         is_text = isinstance(value, cst.SimpleString)
@@ -221,7 +221,7 @@ def old_defaults(script: Script, node: cst.Call, path: str) -> Iterator[str]:
 
 
 def is_of_version_1(script: Script, node: cst.Call) -> bool:
-    """Whether a function is one of `tf.compat.v1`."""
+    """Whether a call is of a function of `tf.compat.v1`."""
     root = root_of(node.func)
     meant = script.flow.value(root) if root else None  # `keras = tf.compat.v1.keras`
     names = [script.names.imported(each) for each in (node.func, meant) if each]
@@ -229,7 +229,7 @@ def is_of_version_1(script: Script, node: cst.Call) -> bool:
 
 
 def _is_old(script: Script, node: cst.Call) -> bool:
-    """Whether a function is TensorFlow 1's, by its name or by what else is called."""
+    """Whether a call is of TensorFlow 1, by its name or the script's other calls."""
     return is_of_version_1(script, node) or any(
         _OLD.match(script.called(each)) and not is_of_version_1(script, each)
         for each in script.calls
@@ -237,7 +237,7 @@ def _is_old(script: Script, node: cst.Call) -> bool:
 
 
 def _initializer(script: Script, node: Call, updated: Call, path: str) -> Expression:
-    """An initializer whose default is that of TensorFlow 2."""
+    """Port a random initializer; one with the default scale of TensorFlow 1 stays."""
     name = "maxval" if "uniform" in path else "stddev"
     if _is_old(script, node) and argument(node.args, 1, name) is None:
         raise Unported(f"{name} is 1 in TensorFlow 1, 0.05 in Keras 3: write {name}=")
@@ -245,7 +245,7 @@ def _initializer(script: Script, node: Call, updated: Call, path: str) -> Expres
 
 
 def _decay(script: Script, node: Call, updated: Call, path: str) -> Expression:
-    """A rate of the global step as a schedule, where it is for optimizers alone."""
+    """Port a decay by the global step to a schedule, where only optimizers use it."""
     step_name, position = ("x", 0) if "piecewise" in path else ("global_step", 1)
     given = argument(node.args, position, step_name)
     step = script.flow.value(given.value) or given.value if given else None
@@ -295,4 +295,4 @@ RULES: dict[str, _Rule] = {
     "config.experimental.set_virtual_device_configuration": _logical_devices,
     "test.is_gpu_available": _gpu_available,
 }
-"""By the path of the function."""
+"""Rewrite rules by the path of the function."""

@@ -1,4 +1,4 @@
-"""Ports losses of probabilities to losses of logits, which TensorFlow recovers.
+"""Ports cross-entropies of probabilities to those of logits, which TensorFlow recovers.
 
 TensorFlow's cross-entropies see that probabilities come from a softmax or a sigmoid,
 and take what went into it. Keras on JAX clips the probabilities, whose gradients vanish
@@ -27,6 +27,7 @@ _NOTE = (
     "leave the last activation out, pass from_logits=True"
 )
 _LAYERS = {"Activation": 0, "Dense": 1, "Conv2D": None, "Conv1D": None}
+"""Layers with `activation=`, and its position; None if it is always named."""
 _MODELS = ("keras.Sequential", "keras.Model", "keras.models.Sequential")
 _MODELS = (*_MODELS, "keras.models.Model")
 _CLASSES = {
@@ -49,8 +50,10 @@ _RANKS = (
     "sparse_categorical_accuracy",
     "categorical_accuracy",
 )
+"""Metrics that are equal for logits and their softmax, which keeps the order."""
 _PREDICTING = ("predict", "predict_on_batch")
 _UNCLEAR = ("output", "outputs", "layers", "pop", "get_layer", "add", "predict_step")
+"""Attributes of a model whose use keeps it from being ported."""
 _FROM_LOGITS = {  # The position of `from_logits`.
     **dict.fromkeys(_CLASSES.values(), 0),
     **dict.fromkeys(_CLASSES, 2),
@@ -132,7 +135,7 @@ def _name_in(script: Script, node: cst.CSTNode, module: str) -> str:
 
 
 class _Port:
-    """The port of one kind of losses, with the models that they are for."""
+    """Plans the port of all losses of one kind, and of the models that they are for."""
 
     def __init__(self, script: Script, kind: str, losses: list[_Loss]) -> None:
         self._script = script
@@ -141,10 +144,10 @@ class _Port:
         self._models = [m for m in _models(script) if m.kind == kind]
 
     def plan(self) -> None:
-        """Plan it.
+        """Plan the port of the models, of their metrics and losses, and of predictions.
 
         Raises:
-            Unported: If not all that has to change is in sight; nothing is planned.
+            Unported: If a change is needed that is not in sight; nothing is planned.
         """
         if not self._models:
             raise Unported("no model in sight")
@@ -186,7 +189,7 @@ class _Port:
     def _metrics(
         self, call: cst.Call
     ) -> Iterator[tuple[cst.CSTNode, cst.BaseExpression | None]]:
-        """What becomes of the metrics that `compile` gets."""
+        """The metrics of a `compile` call that change, each with its replacement."""
         given = argument(call.args, 3, "metrics") or argument(call.args, 9, "metrics")
         if given is None:
             return
@@ -207,7 +210,7 @@ class _Port:
                 raise Unported("a metric of probabilities")
 
     def _called(self, call: cst.Call) -> list[cst.Call]:
-        """The call if its result is predictions; none where losses and ranks get it."""
+        """The model call if its result is predictions; empty if losses get it."""
         script = self._script
         assign = script.parent(call)
         targets = assign.targets if isinstance(assign, cst.Assign) else ()
@@ -222,7 +225,7 @@ class _Port:
         return [call]
 
     def _leaves(self, node: cst.CSTNode) -> bool:
-        """Whether a value goes to another function of the script."""
+        """Whether a value is returned, assigned, or passed to another function."""
         parent, call = self._script.parent(node), self._script.call_with(node)
         name = (dotted(call.func) or "") if call is not None else ""
         is_ours = bool(self._script.functions(name.removeprefix("self.")))
@@ -265,7 +268,7 @@ class _Port:
         return is_checkpoint or bool(self._script.functions(name))
 
     def _require_own(self, compiled: set[cst.CSTNode]) -> None:
-        """Raise unless all losses are of these models."""
+        """Raise `Unported` unless all losses are of these models."""
         script = self._script
         own = {model.made for model in self._models}
         others = [n for n in script.calls if _is_model(script, n) and n not in own]
@@ -335,7 +338,7 @@ def _elements(node: cst.BaseExpression) -> list[cst.BaseElement]:
 
 
 def _last_added(script: Script, made: cst.Call) -> cst.Call | None:
-    """What the last `model.add(...)` in the text adds."""
+    """The layer that the last `model.add(...)` in the text adds."""
     assign = script.parent(made)
     if not isinstance(assign, cst.Assign):
         return None
@@ -415,7 +418,7 @@ def _with_logits(script: Script, loss: _Loss) -> None:
 def _origins(
     script: Script, node: cst.BaseExpression, seen: set[cst.CSTNode]
 ) -> set[cst.BaseExpression]:
-    """The calls and other expressions that a variable's value may come from."""
+    """The expressions that a variable may stand for, followed through functions."""
     found: set[cst.BaseExpression] = set()
     for definition in script.flow.reaching(node):
         for value in definition.values:

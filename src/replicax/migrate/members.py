@@ -1,7 +1,7 @@
-"""Rules for attributes, methods and calls of Keras' objects, and for what `fit` logs.
+"""Rewrite rules for attributes and methods of Keras' objects, and for keys of logs.
 
-A functional model of Keras 3 calls its layers with the `training` that it was called
-with itself, so that `base(x, training=False)` is lost in `fit`.
+A functional model of Keras 3 calls its layers with its own `training`, so that
+`training=False` of `base(x, training=False)` is lost in `fit`.
 """
 
 import itertools
@@ -42,9 +42,9 @@ __all__ = [
 
 _OF_OPTIMIZERS = ATTRIBUTES["optimizer"]
 _ONLY_OF_OPTIMIZERS = ("lr", "get_weights", "set_weights", "get_slot")
-"""What says enough of an object with an optimizer's name, and of no model."""
+"""Attributes that are reported on an object that only has an optimizer's name."""
 _NUMBERS = ("beta_1", "beta_2", "epsilon", "momentum", "rho", "decay")
-"""Variables of optimizers in tf.keras that are Python's numbers in Keras 3."""
+"""Hyperparameters that are variables in tf.keras, and Python's numbers in Keras 3."""
 _OF_SCHEDULES = (
     "boundaries",
     "decay_rate",
@@ -63,7 +63,7 @@ _NO_SCHEDULE = (
 def attribute(
     script: Script, node: cst.Attribute, updated: cst.Attribute
 ) -> cst.BaseExpression:
-    """What an attribute of an optimizer or a layer becomes; else `updated`."""
+    """Port an attribute of an optimizer, a layer or a model; `updated` for others."""
     name = node.attr.value
     if name == "_decayed_lr" or (
         name in _OF_OPTIMIZERS and _is_foreign(script, node, "optimizer")
@@ -90,7 +90,7 @@ def attribute(
 
 
 def _refuse_optimizers(script: Script, node: cst.Attribute) -> None:
-    """Report what an optimizer's attribute was in tf.keras: a variable, a schedule."""
+    """Raise `Unported` where an attribute was an optimizer's variable or schedule."""
     name = node.attr.value
     if name in _ONLY_OF_OPTIMIZERS and is_named_optimizer(script, node.value):
         reason = _OF_OPTIMIZERS[name] or "it is learning_rate in Keras 3"
@@ -111,7 +111,7 @@ def _refuse_optimizers(script: Script, node: cst.Attribute) -> None:
 
 
 def _is_assigned(script: Script, node: cst.Attribute) -> bool:
-    """Whether an optimizer's attribute gets another value, or is read as a variable."""
+    """Whether an optimizer's attribute is assigned, or read as a variable."""
     if not is_kind(script, node.value, "optimizer"):
         return False
     parent = script.parent(node)
@@ -132,7 +132,7 @@ def _is_rate(script: Script, node: cst.BaseExpression) -> bool:
 
 
 def _is_tested(script: Script, node: cst.Attribute) -> bool:
-    """Whether it matters what a value is: `isinstance(optimizer.lr, Schedule)`."""
+    """Whether a value's type is tested, as in `isinstance(optimizer.lr, Schedule)`."""
     call = script.call_with(node)
     func = call.func if call is not None else None
     return isinstance(func, cst.Name) and func.value in {"isinstance", "callable"}
@@ -141,7 +141,7 @@ def _is_tested(script: Script, node: cst.Attribute) -> bool:
 def variables(
     script: Script, node: Call, updated: Call, func: cst.Attribute
 ) -> Expression:
-    """`optimizer.variables()`, which is no method in Keras 3."""
+    """Refuse `optimizer.variables()`, which is a list in Keras 3."""
     assert isinstance(node.func, cst.Attribute)
     if is_kind(script, node.func.value, "optimizer"):
         raise Unported("variables of an optimizer is a list, in another order")
@@ -149,7 +149,7 @@ def variables(
 
 
 def reset(script: Script, node: Call, updated: Call, func: cst.Attribute) -> Expression:
-    """`reset_states` of a metric or a recurrent layer; models have it no more."""
+    """Port `reset_states` of a metric or recurrent layer; that of a model stays."""
     assert isinstance(node.func, cst.Attribute)
     if is_kind(script, node.func.value, "model"):
         raise Unported(
@@ -162,7 +162,7 @@ def reset(script: Script, node: Call, updated: Call, func: cst.Attribute) -> Exp
 
 
 def _is_foreign(script: Script, node: cst.Attribute, kind: str) -> bool:
-    """Whether an attribute is one of a kind that the script did not set itself."""
+    """Whether an attribute is of an object of a kind, and none that the script sets."""
     name = node.attr.value
     own = (definition.node for definition in script.flow.definitions)
     if any(isinstance(n, cst.Attribute) and n.attr.value == name for n in own):
@@ -197,7 +197,7 @@ def report_unknown(script: Script, node: Call, result: Expression) -> None:
 
 
 def rate(script: Script, node: Call, updated: Call) -> Expression:
-    """A schedule that is called by `optimizer.learning_rate(optimizer.iterations)`."""
+    """Port a call of a schedule, `optimizer.learning_rate(optimizer.iterations)`."""
     assert isinstance(node.func, cst.Attribute)
     if not is_kind(script, node.func.value, "optimizer"):
         return updated
@@ -210,7 +210,7 @@ def rate(script: Script, node: Call, updated: Call) -> Expression:
 def is_logged_rate(script: Script, node: cst.SimpleString) -> bool:
     """Whether a string is the key `"lr"` of a callback's logs or of a history.
 
-    Or it is the name of the attribute in `hasattr(optimizer, "lr")`.
+    The name of the attribute in `hasattr(optimizer, "lr")` counts, too.
     """
     around = script.parents(node) if node.evaluated_value == "lr" else ()
     for parent in itertools.islice(around, 4):
@@ -225,7 +225,7 @@ def is_logged_rate(script: Script, node: cst.SimpleString) -> bool:
 
 
 def _names_rate(script: Script, call: cst.Call, node: cst.SimpleString) -> bool:
-    """Whether a call asks logs for a key, or an optimizer for an attribute."""
+    """Whether a string is the key in a call of logs, or an optimizer's attribute."""
     values = [arg.value for arg in call.args]
     if isinstance(call.func, cst.Name):
         is_access = call.func.value in {"hasattr", "getattr", "setattr"}
@@ -257,7 +257,7 @@ def _is_logs(script: Script, node: cst.BaseExpression) -> bool:
 def updated_logs(
     script: Script, node: Call, updated: Call, func: cst.Attribute
 ) -> Expression:
-    """`logs.update(lr=rate)` with the name of Keras 3."""
+    """Port `logs.update(lr=rate)` to the key of Keras 3, `learning_rate`."""
     assert isinstance(node.func, cst.Attribute)
     if not _is_logs(script, node.func.value):
         return updated
@@ -276,7 +276,7 @@ _WITHOUT_DROPOUT = (
     "VGG",
     "Xception",
 )
-"""Models of `keras.applications` that, without their top, train as they predict."""
+"""Models of `keras.applications` that have no dropout without their top."""
 _OVERRULED = (
     "a functional model of Keras 3 passes its own training= to its layers, and this "
     "one is lost: call it in the `call` of a layer"
@@ -344,9 +344,9 @@ def _is_symbolic(
 
 
 def _is_frozen(script: Script, node: cst.Call, value: cst.BaseExpression) -> bool:
-    """Whether `training=False` is what a model without trainable variables does.
+    """Whether `training=False` changes nothing, because the model is frozen.
 
-    Batch normalization that is frozen predicts, and there is no dropout.
+    Frozen batch normalization uses its moving statistics, and there is no dropout.
     """
     made = script.flow.value(node.func)
     path = script.called(made)

@@ -1,4 +1,4 @@
-"""Rules for methods and attributes of strategies, tensors, iterators and models."""
+"""Rewrite rules for methods and attributes of strategies, tensors and models."""
 
 from collections.abc import Callable
 
@@ -34,7 +34,7 @@ __all__ = ["attribute", "call"]
 def attribute(
     script: Script, node: cst.Attribute, updated: cst.Attribute
 ) -> cst.BaseExpression:
-    """What an attribute of an object becomes."""
+    """Port an attribute of an object; `updated` where no rule is for it."""
     name = node.attr.value
     member = members.attribute(script, node, updated)
     if member is not updated:
@@ -61,7 +61,7 @@ def attribute(
 
 
 def _is_dimension(node: cst.BaseExpression) -> bool:
-    """Whether a node is `x.shape[i]`, which had a value in TensorFlow 1."""
+    """Whether a node is `x.shape[i]`, whose number was its `value` in TensorFlow 1."""
     return (
         isinstance(node, cst.Subscript)
         and isinstance(node.value, cst.Attribute)
@@ -77,7 +77,7 @@ def _is_replica_call(script: Script, node: cst.Attribute) -> bool:
 
 
 def call(script: Script, node: Call, updated: Call, path: str | None) -> Expression:
-    """What a call of a method becomes."""
+    """Port a call of a method; `updated` where no rule is for it."""
     func = updated.func
     if path is not None or not isinstance(func, cst.Attribute):
         return updated
@@ -97,7 +97,7 @@ def call(script: Script, node: Call, updated: Call, path: str | None) -> Express
 
 
 def _is_of_module(script: Script, node: cst.Call) -> bool:
-    """Whether a function of an imported module is called: `inspect.unwrap(f)`."""
+    """Whether a call is of a function of an imported module: `inspect.unwrap(f)`."""
     root = root_of(node.func)
     name = script.names.imported(root) if root else None
     return name is not None and "." not in name
@@ -119,7 +119,7 @@ def _unparenthesized(node: cst.BaseExpression) -> cst.BaseExpression:
 
 
 def _attribute(name: str) -> "_Rule":
-    """A rule for a method without arguments that is an attribute here."""
+    """Make the rule for a method without arguments that becomes an attribute."""
 
     def rule(script: Script, node: Call, updated: Call, func: Attribute) -> Expression:
         return updated if updated.args else func.with_changes(attr=cst.Name(name))
@@ -168,7 +168,7 @@ def _get_value(
 
 
 def _is_optional(script: Script, node: cst.Call) -> bool:
-    """Whether a method of what `get_next_as_optional` gave is called."""
+    """Whether a method is called on a result of `get_next_as_optional`."""
     assert isinstance(node.func, cst.Attribute)
     value = node.func.value
     made = script.flow.value(value) if isinstance(value, cst.Name) else value
@@ -176,7 +176,7 @@ def _is_optional(script: Script, node: cst.Call) -> bool:
 
 
 def _saved(script: Script, node: Call, updated: Call, func: Attribute) -> Expression:
-    """`checkpoint.save(file_prefix=p)`, and `save` and `load` of other objects."""
+    """Port methods of checkpoints, such as `checkpoint.save(file_prefix=p)`."""
     names = {"file_prefix": "path", "save_path": "path"}
     args = [
         renamed(arg, names[arg.keyword.value])
@@ -194,7 +194,7 @@ def _iter(script: Script, node: Call, updated: Call, func: Attribute) -> Express
 def _experimental_run(
     script: Script, node: Call, updated: Call, func: Attribute
 ) -> Expression:
-    """The oldest spelling: `strategy.experimental_run(step, iterator)`."""
+    """Port `strategy.experimental_run(step, iterator)`, the oldest form of `run`."""
     step = argument(updated.args, 0, "fn")
     iterator = argument(updated.args, 1, "input_iterator")
     if step is None:
@@ -278,7 +278,7 @@ def _load_weights(
 def _add_weight(
     script: Script, node: Call, updated: Call, func: Attribute
 ) -> Expression:
-    """In Keras 3 the shape comes first, not the name."""
+    """Name the arguments of `add_weight`, where the shape comes first in Keras 3."""
     names = ["name", "shape", "dtype", "initializer"]
     given = [a for a in updated.args if a.keyword is None]
     has_shape = any(is_named(a, "shape") for a in updated.args)
@@ -299,7 +299,7 @@ def _add_weight(
 
 
 def _add_loss(script: Script, node: Call, updated: Call, func: Attribute) -> Expression:
-    """Take `inputs=` out, which said when graphs of Keras 2 computed the loss."""
+    """Drop `inputs=` of `add_loss`, which only the graphs of Keras 2 needed."""
     kept = [arg for arg in updated.args if not is_named(arg, "inputs")]
     return with_args(updated, kept)
 
@@ -324,7 +324,7 @@ def _unscaled(script: Script, node: Call, updated: Call, func: Attribute) -> Exp
 
 
 def _build(script: Script, node: Call, updated: Call, func: Attribute) -> Expression:
-    """A call with zeros: `build` of a subclassed model builds nothing in Keras 3."""
+    """Port `build` of a subclassed model, a no-op in Keras 3, to a call with zeros."""
     assert isinstance(node.func, cst.Attribute)
     made = makers(script, node.func.value)
     owners = with_bases(script, *(m for m in made if isinstance(m, cst.ClassDef)))
@@ -351,7 +351,7 @@ def _build(script: Script, node: Call, updated: Call, func: Attribute) -> Expres
 def _initial_state(
     script: Script, node: Call, updated: Call, func: Attribute
 ) -> Expression:
-    """`rnn.get_initial_state(x)`, which takes the number of examples in Keras 3."""
+    """Port `rnn.get_initial_state(x)`, which takes `batch_size=` in Keras 3."""
     inputs = argument(updated.args, 0, "inputs")
     if inputs is None or len(updated.args) > 1 or script.functions(func.attr.value):
         return updated
@@ -365,7 +365,7 @@ def _initial_state(
 def _constructor(
     script: Script, node: Call, updated: Call, func: Attribute
 ) -> Expression:
-    """`super().__init__()` for `super().__init__(self)`, which Keras 3 refuses."""
+    """Port `super().__init__(self)`, which Keras 3 refuses, to `super().__init__()`."""
     is_super = isinstance(func.value, cst.Call) and is_name(func.value.func, "super")
     has_self = len(updated.args) == 1 and is_name(updated.args[0].value, "self")
     return updated.with_changes(args=[]) if is_super and has_self else updated
@@ -374,7 +374,7 @@ def _constructor(
 def _update_state(
     script: Script, node: Call, updated: Call, func: Attribute
 ) -> Expression:
-    """`self.compute_metrics(...)` for `self.compiled_metrics.update_state(...)`."""
+    """Port `self.compiled_metrics.update_state(...)` to `self.compute_metrics(...)`."""
     if not script.code(func.value).endswith("compiled_metrics"):
         return updated
     is_alone = isinstance(script.parent(node), cst.Expr)

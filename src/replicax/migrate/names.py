@@ -31,7 +31,7 @@ _ROOTS = ("tensorflow", "tensorflow_core", "tf_keras", "keras")
 
 
 def dotted(node: cst.CSTNode | None) -> str | None:
-    """The text of a name or of attributes of a name, such as `a.b.c`; else None."""
+    """The text of a dotted name such as `a.b.c`; None for other expressions."""
     parts: list[str] = []
     while isinstance(node, cst.Attribute):
         parts.append(node.attr.value)
@@ -48,14 +48,14 @@ def method_of(node: cst.CSTNode | None) -> str:
 
 
 def root_of(node: cst.CSTNode) -> cst.Name | None:
-    """The name that `a.b.c` begins with."""
+    """The name that a dotted name such as `a.b.c` begins with."""
     while isinstance(node, cst.Attribute):
         node = node.value
     return node if isinstance(node, cst.Name) else None
 
 
 def path_in_tensorflow(name: str) -> str | None:
-    """`name` without `tensorflow`, in today's spelling; None for another module's.
+    """The path of a full name under `tensorflow`, in TF 2's spelling; None for others.
 
     Example:
         >>> path_in_tensorflow("tensorflow.compat.v1.train.Saver")
@@ -77,10 +77,11 @@ def path_in_tensorflow(name: str) -> str | None:
 
 
 class Names:
-    """Resolves expressions of one module.
+    """Resolves names of one module by its scopes, imports and aliases.
 
     Attributes:
         is_assumed: Whether `tf` is used and nowhere bound, and taken for TensorFlow.
+        aliases: Paths by the names that stand for them: `layers = tf.keras.layers`.
     """
 
     def __init__(self, wrapper: MetadataWrapper) -> None:
@@ -93,7 +94,7 @@ class Names:
         self.aliases = self._find_aliases()
 
     def path(self, node: cst.CSTNode | None) -> str | None:
-        """Where `node`, a name or attributes of one, is in TensorFlow.
+        """Resolve a dotted name to its path in TensorFlow.
 
         Returns:
             Its path, such as `"keras.layers.Dense"` (`""` for the package itself), or
@@ -120,8 +121,8 @@ class Names:
     def starred(self, name: str) -> str | None:
         """The path of a name that `from tensorflow.keras.layers import *` may bind.
 
-        Where no module has it, the last one counts, unless another package's names are
-        imported with `*`, too.
+        Where none of the starred modules has the name, it counts for the last one,
+        unless names of another package are imported with `*`, too.
         """
         paths = [path_in_tensorflow(module) for module in self._stars]
         ours = [p for p in paths if p is not None and p.startswith("keras.")]
@@ -133,13 +134,13 @@ class Names:
         return f"{ours[-1]}.{name}" if is_ours and not is_special else None
 
     def imported(self, node: cst.CSTNode) -> str | None:
-        """The full name of what `node` is, if its root was imported."""
+        """The full name that a dotted name stands for, if its root was imported."""
         text, root = dotted(node), root_of(node)
         scope = self._scopes.get(root) if root else None
         return self._module_name(scope, text) if scope and text else None
 
     def key(self, name: cst.Name) -> tuple[int, str] | None:
-        """What tells a variable from those of other scopes with the same name."""
+        """The key of a variable: the id of the scope that binds it, and its name."""
         scope = self._scopes.get(name)
         if scope is None:
             return None
@@ -173,7 +174,7 @@ class Names:
         return scopes[0] if scopes else None
 
     def _find_aliases(self) -> dict[str, str]:
-        """Names given to parts of TensorFlow, as in `layers = tf.keras.layers`."""
+        """Find the aliases at the top level, such as `layers = tf.keras.layers`."""
         aliases = {}
         for target, value in _assignments(self.module.body):
             assigned = self._globals[target] if self._globals else ()
@@ -231,7 +232,7 @@ def used_names(module: cst.CSTNode) -> set[str]:
 
 
 def import_names(node: cst.Import | cst.ImportFrom) -> Iterable[tuple[str, str]]:
-    """What an import binds: name here, full name; of a star, the module."""
+    """Pairs of local name and full name that an import binds; of a star, the module."""
     if isinstance(node, cst.Import):
         for alias in node.names:
             name = alias.evaluated_name

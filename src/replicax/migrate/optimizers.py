@@ -1,4 +1,4 @@
-"""Ports calls of optimizers' classes, whatever the script calls those."""
+"""Ports calls of optimizer classes, also through aliases, variables and `**kwargs`."""
 
 import libcst as cst
 from libcst import Call
@@ -24,7 +24,7 @@ _OLD = ("lr", "decay")
 
 
 def ported_arguments(script: Script, node: Call, updated: Call) -> list[cst.Arg]:
-    """The arguments of an optimizer's class, as Keras 3 has them.
+    """Port the arguments of a call of an optimizer class to Keras 3.
 
     Raises:
         Unported: If one of them has no counterpart, or stands in a dict.
@@ -62,11 +62,11 @@ def ported_arguments(script: Script, node: Call, updated: Call) -> list[cst.Arg]
 
 
 def ported_class_call(script: Script, node: Call, updated: Call) -> Call:
-    """A call of a class that a variable holds: `optimizer_class(lr=0.1)`.
+    """Port a call of an optimizer class that a variable holds: `cls(lr=0.1)`.
 
     Raises:
-        Unported: If an argument has no counterpart, or if only the name of what is
-            called says that it makes an optimizer.
+        Unported: If an argument has no counterpart, or if only the variable's name
+            says that it is an optimizer class.
     """
     is_partial = script.code(node.func) in {"partial", "functools.partial"}
     made = node.args[0].value if is_partial and node.args else node.func
@@ -93,7 +93,7 @@ def _is_named_class(script: Script, node: cst.BaseExpression) -> bool:
 
 
 def config_problem(script: Script, node: Call) -> str | None:
-    """Why Keras 3 refuses the dict that an optimizer is made from, if it does."""
+    """Why Keras 3 refuses the config of an optimizer, a dict; None if it does not."""
     given = argument(node.args, 0, "identifier")
     value = given and (script.flow.value(given.value) or given.value)
     if not isinstance(value, cst.Dict):
@@ -105,7 +105,7 @@ def config_problem(script: Script, node: Call) -> str | None:
 
 
 def _keys(script: Script, node: cst.BaseExpression) -> set[str] | None:
-    """The keys of a dict that is unpacked alone; None if not all are in sight."""
+    """The keys of a dict that is only unpacked; None if not all are in sight."""
     uses = [u for d in script.flow.reaching(node) for u in script.flow.uses(d)]
     args = [script.parent(use) for use in uses]
     value = script.flow.value(node) or node
@@ -127,7 +127,7 @@ def _is_text(node: cst.CSTNode) -> bool:
 def with_float_rate(
     script: Script, node: Call, result: Expression, path: str
 ) -> Expression:
-    """An optimizer whose learning rate is a float where the script has an integer.
+    """Convert an integer learning rate of an optimizer to a float.
 
     Keras 3 refuses integers.
     """

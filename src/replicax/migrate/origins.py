@@ -1,4 +1,4 @@
-"""Where values come from: attributes of instances, and elements of containers."""
+"""Resolves values through attributes of instances, containers and functions."""
 
 from collections.abc import Iterator
 from typing import TypeGuard
@@ -25,7 +25,7 @@ _Seen = frozenset[cst.CSTNode]
 
 
 def classes(script: Script, name: str) -> list[cst.ClassDef]:
-    """The classes of a name that the script defines."""
+    """The classes of the script that have a name."""
     return [
         node
         for node in walk(script.module)
@@ -34,7 +34,7 @@ def classes(script: Script, name: str) -> list[cst.ClassDef]:
 
 
 def bases(script: Script, node: cst.ClassDef) -> list[cst.ClassDef]:
-    """The bases of a class that the script defines."""
+    """The direct bases of a class that the script defines."""
     names = [base.value for base in node.bases]
     return [
         each
@@ -56,7 +56,7 @@ def with_bases(script: Script, *owners: cst.ClassDef) -> list[cst.ClassDef]:
 
 
 def definitions(script: Script, node: cst.BaseExpression) -> frozenset[Definition]:
-    """The bindings of a name, of `self.x`, or of `t.x` where `t = Trainer()`."""
+    """The definitions of a name, of `self.x`, or of `t.x` where `t = Trainer()`."""
     found = script.flow.reaching(node)
     if found or not isinstance(node, cst.Attribute):
         return found
@@ -75,7 +75,7 @@ def definitions(script: Script, node: cst.BaseExpression) -> frozenset[Definitio
 def elements(
     script: Script, node: cst.BaseExpression, seen: _Seen = frozenset()
 ) -> list[cst.BaseExpression]:
-    """The expressions of a container's elements, the values of a dict.
+    """The expressions of a container's elements; of a dict, those of its values.
 
     Returns:
         Those of all containers that the node may be; none if one is unknown.
@@ -104,7 +104,7 @@ def elements(
 
 
 def _displayed(node: cst.BaseExpression) -> list[cst.BaseExpression] | None:
-    """The elements of a list, a dict or a comprehension; None of something else."""
+    """The elements of a list, dict or comprehension; None for other expressions."""
     if isinstance(node, cst.List | cst.Tuple | cst.Set):
         found = [e.value for e in node.elements if isinstance(e, cst.Element)]
         return found if len(found) == len(node.elements) else []
@@ -126,7 +126,7 @@ def _is_empty(node: cst.BaseExpression) -> bool:
 def part(
     script: Script, node: cst.BaseExpression, index: cst.BaseExpression
 ) -> list[cst.BaseExpression]:
-    """The expressions that `node[index]` may be: of one key, or of all elements."""
+    """The expressions that `node[index]` may be: all elements if `index` is unknown."""
     found: list[cst.BaseExpression] = []
     literals = list(_literals(script, node))
     for literal in literals:
@@ -148,7 +148,7 @@ def part(
 def container(
     target: cst.CSTNode, node: cst.CSTNode, iterated: cst.BaseExpression
 ) -> tuple[cst.BaseExpression, bool] | None:
-    """The container of which a loop binds an element to a name in its target.
+    """The container whose elements a loop binds to a name of its target.
 
     Args:
         target: What the loop binds, such as `i, (x, y)`.
@@ -156,7 +156,7 @@ def container(
         iterated: What the loop goes through, such as `enumerate(zip(a, b))`.
 
     Returns:
-        The container, and whether its keys are not meant: `for k, v in d.items()`.
+        The container, and whether they are values of a dict: `for k, v in d.items()`.
     """
     if target.deep_equals(node):
         return iterated, False
@@ -197,7 +197,11 @@ def _of_call(script: Script, node: cst.Call, seen: _Seen) -> list[cst.BaseExpres
 
 
 def returned(script: Script, node: cst.Call) -> Iterator[cst.BaseExpression | None]:
-    """What a function of the script, or a method of `self`, returns; None: nothing."""
+    """The values that a called function or method of the script returns.
+
+    Yields:
+        The expression of each `return`; None if it has none.
+    """
     func = node.func
     if isinstance(func, cst.Attribute) and is_name(func.value, "self"):
         func = func.attr
@@ -210,7 +214,7 @@ def returned(script: Script, node: cst.Call) -> Iterator[cst.BaseExpression | No
 def _literals(
     script: Script, node: cst.BaseExpression, depth: int = 5
 ) -> Iterator[cst.BaseExpression]:
-    """The displays of lists, tuples and dicts that an expression may be."""
+    """The literal lists, tuples and dicts that an expression may stand for."""
     values: list[cst.BaseExpression] = []
     if depth == 0 or isinstance(node, cst.List | cst.Tuple | cst.Dict):
         yield node
@@ -223,7 +227,7 @@ def _literals(
 
 
 def _added(script: Script, definition: Definition) -> Iterator[cst.BaseExpression]:
-    """What is appended to a container, or assigned to its elements."""
+    """The expressions that are appended to a container, or assigned to its elements."""
     for use in script.flow.uses(definition):
         parent = script.parent(use)
         around = script.parent(parent) if parent else None

@@ -37,7 +37,7 @@ from replicax.migrate.tfds import plan_loads, why_not_loaded
 __all__ = ["MAPPED", "STAYS", "plan_pipelines"]
 
 STAYS = "stays a tf.data pipeline, which needs TensorFlow"
-"""How the reason begins that each line of a pipeline is left for."""
+"""The prefix of the reason in each mark of a pipeline that stays."""
 
 
 _SHUFFLED = (
@@ -55,7 +55,7 @@ _ONE_ORDER = (
 
 
 def plan_pipelines(script: Script) -> None:
-    """Decide which pipelines become Grain's, and how; the others are frozen."""
+    """Plan the port of each pipeline to Grain, or freeze and report it as a whole."""
     for call in script.calls:
         if script.called(call) in NEED_TENSORFLOW:  # Such as `standardize=function`.
             for arg in call.args:
@@ -74,7 +74,7 @@ def plan_pipelines(script: Script) -> None:
 
 
 def _problem(script: Script, group: DatasetGroup) -> tuple[cst.CSTNode, str] | None:
-    """Why a pipeline stays as it is, and where."""
+    """The node and the reason that keep a pipeline from being ported, if any do."""
     if problem := why_not_loaded(script, group.foreign):
         return problem
     for node, path in group.sources:
@@ -109,7 +109,7 @@ def _operator_problem(
 
 
 def _repeats_before(script: Script, call: cst.Call) -> bool:
-    """Whether a dataset is made by an endless `repeat`, in this statement or before."""
+    """Whether an endless `repeat` is before a call, here or in earlier statements."""
     calls = _calls_before(script, call, frozenset())
     return any(method_of(c) == "repeat" and is_endless(script, c) for c in calls)
 
@@ -117,7 +117,7 @@ def _repeats_before(script: Script, call: cst.Call) -> bool:
 def _calls_before(
     script: Script, node: cst.BaseExpression, seen: frozenset[cst.CSTNode]
 ) -> Iterator[cst.Call]:
-    """The calls of methods that a dataset is made by, in all ways that are in sight."""
+    """The method calls that derive a dataset, through variables and functions."""
     while isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
         yield node
         node = node.func.value
@@ -131,7 +131,7 @@ def _calls_before(
 
 
 def _draws_before(script: Script, cache: cst.Call) -> bool:
-    """Whether a random `map` is before a `cache`."""
+    """Whether a `map` that draws random numbers is before a `cache`."""
     return any(
         random_functions(script, host_functions_of(script, call.args[0].value))
         for call in _calls_before(script, cache, frozenset())
@@ -140,13 +140,13 @@ def _draws_before(script: Script, cache: cst.Call) -> bool:
 
 
 _OF_EXAMPLES = ("map", "cache", "prefetch", "with_options")
-"""Operators that give what they get, example by example."""
+"""Operators that yield one example for each one, in the same order."""
 
 
 def _repeat_of_examples(script: Script, shuffle: cst.BaseExpression) -> cst.Call | None:
-    """The endless `repeat` of the same examples that are shuffled, for that alone.
+    """The endless `repeat` before a `shuffle`, if the two can be swapped; else None.
 
-    It may as well stand behind `shuffle`.
+    They can where only operators of `_OF_EXAMPLES` without other uses are between them.
     """
     node = shuffle
     while isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
@@ -258,7 +258,7 @@ def _freeze(script: Script, group: DatasetGroup, where: cst.CSTNode, why: str) -
         script.frozen.add(call)
 
 
-# The operators: each gets the script, the original call and the ported one.
+# The rules for operators.
 
 
 def _map(script: Script, call: Call, updated: Call) -> Expression:
@@ -273,7 +273,7 @@ def _map(script: Script, call: Call, updated: Call) -> Expression:
     args = [cst.Arg(function)]
     if generator is None:
         return updated.with_changes(args=without(updated.args, args))
-    # Each of them draws other numbers than the ones before.
+    # A seed of its own, so that each `random_map` draws other numbers.
     drawing = [each for each in script.generators if method_of(each) == "map"]
     args.append(keyword("seed", cst.Integer(str(drawing.index(call)))))
     func = cst.Attribute(receiver(updated), cst.Name("random_map"))
@@ -354,7 +354,7 @@ def _concatenate(script: Script, call: Call, updated: Call) -> Expression:
 
 
 def _cache(script: Script, call: Call, updated: Call) -> Expression:
-    """What is drawn before a cache is that of the first epoch in all later ones."""
+    """Drop `cache`, or keep the first epoch's draws before it by a `repeat` of once."""
     assert isinstance(call.func, cst.Attribute)
     before = _calls_before(script, call.func.value, frozenset())
     is_shuffled = any(method_of(each) == "shuffle" for each in before)
@@ -390,11 +390,11 @@ MAPPED: dict[str, Rule] = {
     "shard": _shard,
     "concatenate": _concatenate,
 }
-"""Methods of tf.data's datasets that Grain has, or that are not needed there."""
+"""Rules for methods of tf.data's datasets that Grain has or does not need."""
 
 
 def _freeze_dropped(script: Script, call: cst.Call) -> None:
-    """Arguments that are dropped are not reported."""
+    """Freeze arguments that the port drops, so that they are not reported."""
     for arg in call.args:
         path = script.names.path(arg.value) or ""
         is_autotune = path.startswith("data.") and path.endswith("AUTOTUNE")

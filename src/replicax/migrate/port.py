@@ -1,7 +1,8 @@
 """Ports one script: its text in, the ported text and a report out.
 
-Lines that are aligned with a bracket stay aligned where it moves: form feeds, which are
-blanks to Python, mark them in the original, and they get their blanks back in the port.
+Lines that are aligned with a bracket stay aligned where it moves. Form feeds, which are
+blanks to Python, replace their indentation before the port; blanks up to the bracket's
+new column replace the form feeds after it.
 """
 
 import io
@@ -53,14 +54,14 @@ class Ported:
 def port(source: bytes) -> Ported:
     r"""Port a `tf.distribute` script to replicax, Keras 3 and Grain.
 
-    Nothing is run or imported of the script. What is left over is marked in the text
-    with comments `# replicax: <reason>`. A ported script comes back as it is.
+    The script is neither run nor imported. Comments `# replicax: <reason>` in the text
+    mark what is left to do. A script that was ported before comes back unchanged.
 
     Args:
         source: The text of a Python module, in its encoding.
 
     Returns:
-        The ported text, and what there is to know about it.
+        The ported text and the findings.
 
     Raises:
         libcst.ParserSyntaxError: If the text is not Python.
@@ -134,7 +135,7 @@ def _ported(script: Script, source: bytes, marked: list[Finding]) -> Ported:
 
 
 def _marked_lines(source: bytes, encoding: str) -> list[Finding]:
-    """What an earlier run has marked, and nobody has done yet."""
+    """The findings that an earlier run has marked in the text."""
     lines = source.decode(encoding).splitlines()
     found = []
     for i, line in enumerate(lines, 1):
@@ -151,11 +152,11 @@ _LAYOUT = (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
 
 
 def _mark_alignment(text: str) -> str:
-    """`text` with a mark in place of the blanks of lines that follow a bracket.
+    """Replace the indentation of lines that are aligned with a bracket by form feeds.
 
-    One mark stands for the column behind the bracket; two stand for the column of the
-    line that opens it, if that line is itself marked, and have the blanks from there
-    behind them.
+    One form feed stands for the column behind the bracket. Two stand for the
+    indentation of the line with the bracket, where that line is marked itself; further
+    blanks follow.
     """
     if _FORM_FEED in text:
         return text
@@ -172,14 +173,14 @@ def _mark_alignment(text: str) -> str:
             elif opened in marks and column >= start:
                 marks[row] = 2 * _FORM_FEED + " " * (column - start)
     except (tokenize.TokenError, SyntaxError):
-        return text  # The parser says it better.
+        return text  # The parser reports the error.
     for row, mark in marks.items():
         lines[row] = mark + lines[row].lstrip(" ")
     return "".join(lines)
 
 
 def _realigned(text: str) -> str:
-    """`text` with blanks in place of the marks."""
+    """Replace the form feeds by blanks up to the bracket's new column."""
     if _FORM_FEED not in text:
         return text
     lines = list(io.StringIO(text, newline=""))
@@ -198,11 +199,11 @@ def _realigned(text: str) -> str:
 
 
 def _continued(lines: list[str]) -> Iterator[tuple[int, int, tuple[int, int]]]:
-    """The lines that begin in brackets.
+    """The continuation lines, which begin inside brackets.
 
     Yields:
-        The row of a line, the column of its first token, and of the innermost bracket
-        around that the row and the column behind it.
+        The row of a line, the column of its first token, and the position behind the
+        innermost open bracket: its row and column.
     """
     stack: list[tuple[int, int]] = []
     last = -1

@@ -32,20 +32,20 @@ _STATEMENTS = (cst.SimpleStatementLine, cst.BaseCompoundStatement)
 
 
 class Rewriter(cst.CSTTransformer):
-    """Ports expressions and statements; imports are left for later."""
+    """Ports expressions and statements; `imports` ports the imports afterwards."""
 
     def __init__(self, script: Script) -> None:
         super().__init__()
         self._script = script
 
     def on_visit(self, node: cst.CSTNode) -> bool:
-        """Go into a node unless it stays as it is."""
+        """Visit the children of a node unless it is frozen."""
         if node in self._script.frozen:
             return False
         return super().on_visit(node)
 
     def on_leave(self, original_node: Any, updated_node: Any) -> Any:
-        """Port a node whose children are ported."""
+        """Port a node whose children are ported: by its plan, or by `leave_<type>`."""
         script = self._script
         result = updated_node
         if original_node in script.replacements:
@@ -59,7 +59,7 @@ class Rewriter(cst.CSTTransformer):
         return result
 
     def _finish(self, original: Statement, result: Replacement) -> Replacement:
-        """Mark a statement, save its comments, and remember what became of it."""
+        """Mark a ported statement, save its comments, and record it in `outcomes`."""
         if result is cst.RemovalSentinel.REMOVE:
             nodes: list[Any] = []
         elif isinstance(result, cst.FlattenSentinel):
@@ -89,17 +89,17 @@ class Rewriter(cst.CSTTransformer):
     # Nodes that end the visit.
 
     def visit_Import(self, node: cst.Import) -> bool:
-        """Imports are not ported here."""
+        """Skip imports, which are ported later."""
         return False
 
     def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
-        """Imports are not ported here."""
+        """Skip imports, which are ported later."""
         return False
 
     # Names.
 
     def visit_Attribute(self, node: cst.Attribute) -> bool:
-        """Names of TensorFlow are ported as a whole."""
+        """Skip the parts of a dotted name of TensorFlow, which is ported as a whole."""
         if self._script.names.path(node) is not None:
             return False
         self._script.frozen.add(node.attr)
@@ -159,7 +159,7 @@ class Rewriter(cst.CSTTransformer):
         return script.expression(target)
 
     def _is_compared(self, node: cst.CSTNode) -> bool:
-        """Whether something is decided by a value."""
+        """Whether a value is in a condition: a comparison, an assertion or an `if`."""
         return any(
             isinstance(parent, cst.Assert | cst.Comparison)
             or (isinstance(parent, cst.If) and node not in walk(parent.body))
@@ -179,7 +179,7 @@ class Rewriter(cst.CSTTransformer):
         original_node: cst.FormattedString,
         updated_node: cst.FormattedString,
     ) -> cst.BaseExpression:
-        """Before Python 3.12 an f-string cannot hold its own kind of quote."""
+        """Change the quotes in an f-string: Python 3.11 forbids its own kind there."""
         quote = original_node.quote
         if '"' in quote or "'" in quote:
             other = "'" if '"' in quote else '"'
@@ -189,7 +189,7 @@ class Rewriter(cst.CSTTransformer):
     # Calls.
 
     def visit_Call(self, node: cst.Call) -> bool:
-        """What has no port stays with its arguments, all of it TensorFlow's."""
+        """Freeze a call without a counterpart; of one with a rule, freeze the name."""
         script = self._script
         path = script.names.path(node.func)
         if path is None or node in script.replacements:
@@ -207,7 +207,7 @@ class Rewriter(cst.CSTTransformer):
     def leave_Call(
         self, original_node: cst.Call, updated_node: cst.Call
     ) -> cst.BaseExpression:
-        """Port a call by its rule."""
+        """Port a call of a function, a method or an optimizer class by its rule."""
         script = self._script
         path = script.names.path(original_node.func)
         path = path or renamed_optimizer(script, original_node)
@@ -256,6 +256,7 @@ class Rewriter(cst.CSTTransformer):
     def _try(
         self, original: cst.BaseExpression, rule: Callable[[], cst.BaseExpression]
     ) -> cst.BaseExpression:
+        """Apply a rule; where it refuses, report that and keep the original."""
         try:
             return rule()
         except Unported as why:
@@ -265,7 +266,7 @@ class Rewriter(cst.CSTTransformer):
     # Statements.
 
     def visit_ClassDef(self, node: cst.ClassDef) -> bool:
-        """Report subclasses of a callback that has other methods here."""
+        """Report subclasses of `TensorBoard`, which has other methods in replicax."""
         for base in node.bases:
             if self._script.names.path(base.value) == "keras.callbacks.TensorBoard":
                 self._script.leave(node.name, _OTHER_METHODS)
@@ -274,28 +275,28 @@ class Rewriter(cst.CSTTransformer):
     def leave_Decorator(
         self, original_node: cst.Decorator, updated_node: cst.Decorator
     ) -> cst.Decorator | cst.RemovalSentinel:
-        """Take `@tf.function` away."""
+        """Remove `@tf.function`."""
         if is_graph_decorator(self._script, original_node):
             return cst.RemoveFromParent()
         return updated_node
 
     def visit_Decorator(self, node: cst.Decorator) -> bool:
-        """What `@tf.function` is given goes with it."""
+        """Skip the arguments of `@tf.function`, which are removed with it."""
         return not is_graph_decorator(self._script, node)
 
     def visit_With(self, node: cst.With) -> bool:
-        """What those contexts are given goes with them."""
+        """Freeze the contexts that only graphs needed, which are removed."""
         self._script.frozen |= set(statements.transparent_items(self._script, node))
         return True
 
     def leave_With(
         self, original_node: cst.With, updated_node: cst.With
     ) -> Replacement:
-        """Unwrap contexts that graphs needed."""
+        """Remove the contexts that only graphs needed."""
         return statements.unwrapped(self._script, original_node, updated_node)
 
     def visit_SimpleStatementLine(self, node: cst.SimpleStatementLine) -> bool:
-        """Statements that only TensorFlow needs are not gone into."""
+        """Skip a statement that only TensorFlow needs, which is removed."""
         return not statements.is_dropped(self._script, node)
 
     def leave_SimpleStatementLine(
@@ -303,7 +304,7 @@ class Rewriter(cst.CSTTransformer):
         original_node: cst.SimpleStatementLine,
         updated_node: cst.SimpleStatementLine,
     ) -> Replacement:
-        """Take those statements out."""
+        """Remove a statement that only TensorFlow needs, or that the port made idle."""
         if statements.is_dropped(self._script, original_node):
             statements.note_dropped(self._script, original_node)
             return cst.RemoveFromParent()
@@ -314,7 +315,7 @@ class Rewriter(cst.CSTTransformer):
     def _is_idle(
         self, original: cst.SimpleStatementLine, updated: cst.SimpleStatementLine
     ) -> bool:
-        """Whether a line says `d = d`, once `d = d.prefetch(1)`."""
+        """Whether the port made a line idle: `d = d`, from `d = d.prefetch(1)`."""
         small, was = updated.body[0], original.body[0]
         return (
             len(updated.body) == 1
@@ -326,11 +327,11 @@ class Rewriter(cst.CSTTransformer):
         )
 
     def leave_For(self, original_node: cst.For, updated_node: cst.For) -> Replacement:
-        """Take out a loop of which nothing is left."""
+        """Remove a loop whose body the port has emptied."""
         return statements.unless_empty(original_node, updated_node)
 
     def leave_If(self, original_node: cst.If, updated_node: cst.If) -> Replacement:
-        """Take out a branch of which nothing is left."""
+        """Remove an `if` whose body the port has emptied."""
         if isinstance(self._script.parent(original_node), cst.If):
             return updated_node  # An `elif`.
         return statements.unless_empty(original_node, updated_node)
@@ -338,7 +339,7 @@ class Rewriter(cst.CSTTransformer):
     def leave_IndentedBlock(
         self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock
     ) -> cst.IndentedBlock:
-        """Put a block together from what became of its statements."""
+        """Assemble a block from the ports of its statements."""
         body, rest = self._assembled(original_node)
         return updated_node.with_changes(
             body=body, footer=[*rest, *updated_node.footer]
@@ -347,7 +348,7 @@ class Rewriter(cst.CSTTransformer):
     def leave_Module(
         self, original_node: cst.Module, updated_node: cst.Module
     ) -> cst.Module:
-        """Put the module together from what became of its statements."""
+        """Assemble the module from the ports of its statements."""
         body, rest = self._assembled(original_node)
         return updated_node.with_changes(
             body=body, footer=[*rest, *updated_node.footer]
@@ -356,7 +357,10 @@ class Rewriter(cst.CSTTransformer):
     def _assembled(
         self, block: cst.IndentedBlock | cst.Module
     ) -> tuple[list[Any], list[cst.EmptyLine]]:
-        """The statements; comments that outlive one stand above the next one."""
+        """The ported statements of a block, and the comments that remain at its end.
+
+        Comments that outlive a removed statement move above the next one.
+        """
         body: list[Any] = []
         pending: list[cst.EmptyLine] = []
         gap: list[cst.EmptyLine] = []
@@ -384,7 +388,7 @@ class Rewriter(cst.CSTTransformer):
 
 
 class _Quotes(cst.CSTTransformer):
-    """Writes the strings in an f-string that were made for it with other quotes."""
+    """Changes the quotes of literals in an f-string from `quote` to `other`."""
 
     def __init__(self, quote: str, other: str) -> None:
         super().__init__()
@@ -402,9 +406,9 @@ class _Quotes(cst.CSTTransformer):
 def _without_repeated(
     lines: Sequence[cst.EmptyLine], shown: set[str]
 ) -> tuple[list[cst.EmptyLine], set[str]]:
-    """The lines above a statement without a pipeline's mark that is above it already.
+    """Drop marks of pipelines in `shown`, which the statement before has already.
 
-    Marks of other things are repeated: each is to be done by itself.
+    Other marks are repeated, because each of them is a task of its own.
 
     Returns:
         The lines, and the reasons of pipelines' marks among them.
@@ -445,7 +449,7 @@ _MODULE_AS_VALUE = "the module `tensorflow` is used as a value: port it by hand"
 def _with_parentheses_of(
     original: cst.BaseExpression, result: Replacement
 ) -> Replacement:
-    """`result` in the parentheses that an expression had, on several lines perhaps."""
+    """`result` in the parentheses of the original, which may span several lines."""
     if not original.lpar or not isinstance(result, cst.BaseExpression) or result.lpar:
         return result
     return result.with_changes(lpar=original.lpar, rpar=original.rpar)

@@ -42,7 +42,7 @@ _COMPOUND = (
 
 
 Expression: TypeAlias = cst.BaseExpression
-"""What a rule makes of a call or an attribute."""
+"""The result of a rewrite rule for a call or an attribute."""
 
 Statement: TypeAlias = cst.SimpleStatementLine | cst.BaseCompoundStatement
 """A statement with lines of its own, which may have comments above it."""
@@ -50,15 +50,15 @@ Statement: TypeAlias = cst.SimpleStatementLine | cst.BaseCompoundStatement
 Replacement: TypeAlias = (
     Statement | cst.FlattenSentinel[cst.BaseStatement] | cst.RemovalSentinel
 )
-"""What a statement becomes: another one, several, or none."""
+"""The port of a statement: another one, several, or none."""
 
 
 class Unported(Exception):
-    """Something that a rule leaves as it is.
+    """Raised by a rule that does not port a node, which stays as it is.
 
     Args:
-        reason: Why, and what to do about it.
-        node: What to point at; by default the node that the rule was for.
+        reason: Why the node stays, and what to do by hand.
+        node: The node to report; by default the one that the rule was for.
     """
 
     def __init__(self, reason: str, node: cst.CSTNode | None = None) -> None:
@@ -68,35 +68,35 @@ class Unported(Exception):
 
 
 class Script:
-    """A module with what the rules need to know, and where they say what they did.
+    """The state of a port: the original tree, facts about it, plans and findings.
 
     Attributes:
         module: The tree of the original, whose nodes are the keys everywhere.
         calls: The calls of the original, in the order of the text.
-        names: What names stand for.
-        flow: What variables stand for where they are used.
+        names: Resolves names through scopes, imports and aliases.
+        flow: The definitions that reach each use of a variable.
         report: Findings so far.
         needed: First names of targets that were written, such as `"keras"`.
         frozen: Nodes that stay as they are, with all that is in them.
         retained: Names of `from tensorflow.x import y` that stay, and their targets.
-        replacements: What is made of original nodes, for nodes that a plan has; given
-            the node with its children ported.
+        replacements: Plans by original node: functions from the node with ported
+            children to its replacement.
         maps: Calls of `map` of datasets, not of pools of processes.
         host_functions: Functions and lambdas that run in an input pipeline, on NumPy.
         traced_functions: Functions and lambdas that a strategy compiles.
-        outcomes: What became of each original statement so far.
+        outcomes: The ports of the original statements so far.
         moved: Ported statements that stand elsewhere now, by the original.
         first_lines: Code that a block begins with, by the original block.
-        dropped_arguments: Arguments of original calls that are taken out.
-        extra_arguments: Arguments that original calls get, the last ones.
-        argument_names: Names that arguments of original calls by position get.
-        wrapped: Targets, such as `"keras.ops.softmax"`, of which results of original
-            calls become the argument.
-        generators: Names of what gives random numbers to original calls.
+        dropped_arguments: Arguments of original calls that are removed.
+        extra_arguments: Arguments that are appended to original calls.
+        argument_names: Keywords for positional arguments of original calls.
+        wrapped: Functions, such as `"keras.ops.softmax"`, that are applied to the
+            results of original calls.
+        generators: Names of the random generators that original calls use.
         files: New names of files, by the literals of the old ones.
         with_generator: Classes whose instances get a random generator.
-        inserted: Code of statements that stand above original ones.
-        made_names: Names that rules have bound in such statements.
+        inserted: Code that is inserted above original statements.
+        made_names: Names that rules have bound in such code.
     """
 
     def __init__(self, module: cst.Module) -> None:
@@ -160,7 +160,7 @@ class Script:
         return None
 
     def functions(self, name: str) -> list[cst.FunctionDef]:
-        """The functions and methods of a name that the script defines."""
+        """The functions and methods of the script that have a name."""
         return self._functions.get(name, [])
 
     def line(self, node: cst.CSTNode) -> int:
@@ -173,13 +173,13 @@ class Script:
         return path or ""
 
     def call_with(self, node: cst.CSTNode) -> cst.Call | None:
-        """The call of which an original node is the value of an argument."""
+        """The call that an original node is an argument of; None if it is of none."""
         arg = self.parent(node)
         call = self.parent(arg) if isinstance(arg, cst.Arg) else None
         return call if isinstance(call, cst.Call) else None
 
     def statement_of(self, node: cst.CSTNode) -> cst.CSTNode:
-        """The innermost statement of its own line that an original node is in."""
+        """The innermost statement with lines of its own that an original node is in."""
         statement = node
         for candidate in [node, *self.parents(node)]:
             if isinstance(candidate, (cst.SimpleStatementLine, *_COMPOUND)):
@@ -191,12 +191,12 @@ class Script:
         return statement
 
     def take_out(self, statement: cst.CSTNode) -> None:
-        """Plan that a statement goes, and is not gone into."""
+        """Plan to remove a statement, without visiting it."""
         self.frozen.add(statement)
         self.replacements[statement] = lambda updated: cst.RemoveFromParent()
 
     def move(self, statement: cst.CSTNode) -> None:
-        """Plan that a statement, once ported, is in `moved` and not in its place."""
+        """Plan to take a statement, once ported, from its place into `moved`."""
 
         def keep(updated: Statement) -> Replacement:
             marks = self.report.marks_of(statement)
@@ -230,7 +230,7 @@ class Script:
         return cst.SimpleString(f"{self._quote}{text}{self._quote}")
 
     def alias(self, root: str) -> str:
-        """What a target's first name, such as `"np"`, is called in this script."""
+        """The name of a target's module, such as `"np"`, in this script."""
         if root not in self._aliases:
             self._aliases[root] = self._find_alias(root)
         return self._aliases[root]
@@ -254,7 +254,7 @@ class Script:
 
 
 def _with_first_marks(module: cst.Module) -> cst.Module:
-    """The marks above the first statement at it: LibCST has them at the module."""
+    """Move marks from the module's header, where LibCST has them, to its first line."""
     header = list(module.header)
     while header and is_mark(header[-1]):
         header.pop()
@@ -267,7 +267,7 @@ def _with_first_marks(module: cst.Module) -> cst.Module:
 
 
 def imported_modules(module: cst.Module) -> list[tuple[str, str]]:
-    """The modules that a script imports at its top level: name here, full name."""
+    """Pairs of local name and full name that a script imports at its top level."""
     found = []
     for line in module.body:
         for small in line.body if isinstance(line, cst.SimpleStatementLine) else ():
@@ -309,12 +309,12 @@ def _usual_quote(module: cst.Module) -> str:
 
 
 MARK = "# replicax: "
-"""How a comment begins that says what could not be ported."""
+"""The prefix of comments that say what could not be ported."""
 
 
 @dataclass(frozen=True, order=True, slots=True)
 class Finding:
-    """Something to know about a line of the original script.
+    """What could not be ported in a line of the original script, or what differs now.
 
     Attributes:
         line: Its number in the original, from 1.
@@ -340,14 +340,14 @@ class PortReport:
         self._marks: dict[cst.CSTNode, list[str]] = {}
 
     def leave(self, statement: cst.CSTNode, line: int, source: str, why: str) -> None:
-        """Say that something in `statement` could not be ported."""
+        """Add a finding about what could not be ported, and mark `statement`."""
         self.findings.add(Finding(line, _short(source), why))
         marks = self._marks.setdefault(statement, [])
         if why not in marks:
             marks.append(why)
 
     def note(self, line: int, source: str, what: str) -> None:
-        """Say that something was ported, and differs."""
+        """Add a finding about a port that behaves differently."""
         self.findings.add(Finding(line, _short(source), what, is_left=False))
 
     def marks_of(self, statement: cst.CSTNode) -> list[str]:

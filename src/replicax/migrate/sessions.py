@@ -22,12 +22,13 @@ _SESSIONS = ("Session", "InteractiveSession")
 
 @dataclass
 class _Graph:
-    """What a script builds before its session runs it.
+    """The graph that a script builds before its session runs it.
 
     Attributes:
         initializers: Names of initializers, each with the iterator it is of, if any.
         values: Names of values made anew by each run, with the lines that make them.
         iterators: Names of iterators, with the lines that make them.
+        removed: Lines that make initializers, which the port does not need.
     """
 
     initializers: dict[str, str | None] = field(default_factory=dict)
@@ -37,10 +38,10 @@ class _Graph:
 
 
 def plan_sessions(script: Script) -> None:
-    """Plan the unwrapping of sessions whose runs are understood.
+    """Plan to unwrap each `with tf.Session()`, or report it.
 
-    A value that a session runs is computed where it is run: the statements that lead
-    from the iterator to it move there. Other sessions stay, and are reported.
+    The statements that lead from the iterator to a value move to where a session runs
+    the value. A session with other uses stays.
     """
     for node in walk(script.module):
         if isinstance(node, cst.With) and (name := _session_name(script, node)):
@@ -251,7 +252,7 @@ def _plan_initialization(
     call: cst.Call,
     statement: cst.SimpleStatementLine,
 ) -> None:
-    """Nothing, or the iterator made anew in a loop that begins it again."""
+    """Plan to remove an initializer's run; in a loop, to make its iterator anew."""
     iterator = _initializers(script, graph, call.args[0].value)
     around = list(script.parents(statement))
     in_loop = any(
@@ -277,7 +278,7 @@ def _after(
     last: Statement | None,
     replaced: Statement,
 ) -> Replacement:
-    """Copies of moved lines, and what runs after them."""
+    """Copies of the moved lines that a run needs, and the statement `last` behind."""
     lines = [script.moved[line].deep_clone() for line in needed]
     nodes = [*lines, *([last] if last is not None else [])]
     own = [line for line in nodes[0].leading_lines if line.comment]

@@ -1,4 +1,4 @@
-"""Sources of datasets: arrays, generators and folders of images, as Grain has them.
+"""Rewrite rules for sources of datasets: arrays, generators and readers of Keras.
 
 Where a generator is a function of the script that ends, and draws no random numbers,
 each epoch of TensorFlow's dataset has the same examples; Grain takes them as a list.
@@ -31,7 +31,10 @@ __all__ = [
 ]
 
 Rule: TypeAlias = Callable[[Script, cst.Call, cst.Call], cst.BaseExpression]
-"""What is made of a call of a dataset's method: the original call, and the ported."""
+"""A rewrite rule for a call of a source of datasets, or of a dataset's method.
+
+Its arguments are the script, the original call, and that call with ported arguments.
+"""
 
 _LISTS = ("list", "sorted")
 
@@ -39,7 +42,7 @@ _LISTS = ("list", "sorted")
 def replacement(
     script: Script, call: cst.Call, rule: "Rule"
 ) -> Callable[[cst.Call], cst.BaseExpression]:
-    """What is made of a dataset's call by a rule, once its arguments are ported."""
+    """Bind a rule to an original call, for `Script.replacements`; reports a refusal."""
 
     def made(updated: cst.Call) -> cst.BaseExpression:
         try:
@@ -88,14 +91,14 @@ def _only(updated: cst.Call, name: str) -> cst.BaseExpression:
 
 
 def _in_place(updated: cst.Call, value: cst.BaseExpression) -> cst.Arg:
-    """The first argument with another value, without its keyword."""
+    """The first argument of a call, with another value and without its keyword."""
     return updated.args[0].with_changes(
         value=value, keyword=None, equal=cst.MaybeSentinel.DEFAULT
     )
 
 
 def _arrays(script: Script, before: Expression, after: Expression) -> Expression:
-    """A structure of tensors with its lists, which TF makes tensors of, as arrays."""
+    """Convert the lists in a structure of tensors to arrays, as TF does to tensors."""
     if isinstance(before, cst.Tuple | cst.Dict):
         assert isinstance(after, cst.Tuple | cst.Dict)
         elements = [
@@ -111,7 +114,7 @@ def _arrays(script: Script, before: Expression, after: Expression) -> Expression
 def _array(script: Script, node: cst.BaseExpression) -> cst.BaseExpression:
     args = [cst.Arg(node)]
     kinds = {type(part) for part in walk(node)}
-    # As TensorFlow has Python's numbers.
+    # TensorFlow's dtypes of Python's numbers.
     if cst.Float in kinds:
         args.append(cst.Arg(script.string("float32")))
     elif isinstance(node, cst.List) and cst.Integer in kinds:
@@ -214,7 +217,7 @@ def _dtype(script: Script, node: cst.BaseExpression) -> str:
 
 
 def _functions(script: Script, node: cst.BaseExpression) -> Iterator[cst.FunctionDef]:
-    """The functions that run when a generator is called, as the script has them."""
+    """The functions of the script that run when a generator is called."""
     first: list[cst.CSTNode] = []
     if isinstance(node, cst.Lambda) and isinstance(node.body, cst.Call):
         if not node.params.params:
@@ -236,7 +239,7 @@ def _functions(script: Script, node: cst.BaseExpression) -> Iterator[cst.Functio
 
 
 def _require_same(function: cst.CSTNode) -> None:
-    """Raise unless a function ends, and yields the same each time."""
+    """Raise `Unported` unless a function ends, and yields the same each time."""
     for node in walk(function):
         name = node.value if isinstance(node, cst.Name) else ""
         if isinstance(node, cst.While) or name in _ENDLESS:
@@ -263,7 +266,7 @@ KNOWN_SOURCES: dict[str, Rule | None] = {
     "data.Dataset.zip": _zip,
     **dict.fromkeys(READERS, None),  # Ported as other calls of Keras are.
 }
-"""Paths of what makes datasets that Grain can make too."""
+"""Rules for sources of datasets that Grain has too, by path."""
 
 
 _WITHOUT = {
@@ -288,7 +291,7 @@ def stream_problem(
     sources: Sequence[tuple[cst.Call, str]],
     operators: Sequence[cst.Call],
 ) -> tuple[cst.CSTNode, str] | None:
-    """Why datasets that Keras reads in batches cannot become Grain's, and where."""
+    """The node and the reason that keep a stream of batches from Grain, if any do."""
     for node, path in sources:
         if path == "data.Dataset.zip":
             return node, "Grain cannot zip a stream of batches with other datasets"
@@ -322,7 +325,7 @@ def _take(script: Script, call: Call, updated: Call) -> Expression:
 
 
 def is_endless(script: Script, repeat: Call) -> bool:
-    """Whether a call of `repeat` has no count, or one that says so."""
+    """Whether a call of `repeat` has no count, or one of None or -1."""
     count = argument(repeat.args, 0, "count")
     if count is None:
         return True
@@ -346,7 +349,7 @@ def _wrapped(
 
 
 def dropped(why: str) -> Rule:
-    """The rule of a call that is taken out, with a note that says why."""
+    """Make the rule that removes a method call, with a note that says why."""
 
     def rule(script: Script, call: Call, updated: Call) -> Expression:
         script.note(call, f".{method_of(call)} is taken out: {why}")
@@ -361,4 +364,4 @@ STREAM_RULES: dict[str, Rule] = {
     "shuffle": dropped(_SHUFFLED),
     "cache": dropped("the data are read again in each epoch"),
 }
-"""Methods that Grain's streams have by another name, or not at all."""
+"""Rules for methods that Grain's streams have by another name, or not at all."""

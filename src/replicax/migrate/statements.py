@@ -29,12 +29,12 @@ _TRANSPARENT = ("control_dependencies", "Graph.as_default", "init_scope")
 
 
 def is_dropped(script: Script, line: cst.SimpleStatementLine) -> bool:
-    """Whether a line is one call of those that only TensorFlow needs."""
+    """Whether a line is a single call that only TensorFlow needs."""
     return _dropped_path(script, line) is not None
 
 
 def note_dropped(script: Script, line: cst.SimpleStatementLine) -> None:
-    """Say that a line is gone, and why."""
+    """Report that a line is removed, and why."""
     path = _dropped_path(script, line)
     if path is not None:
         script.note(line, f"tf.{path} is taken out: {DROPPED[path]}")
@@ -56,7 +56,7 @@ def _dropped_path(script: Script, line: cst.SimpleStatementLine) -> str | None:
 
 
 def transparent_items(script: Script, node: cst.With) -> list[cst.WithItem]:
-    """The contexts of a `with` that only graphs needed."""
+    """The items of a `with` that are contexts which only graphs needed."""
     gone = []
     for item in node.items:
         func = item.item.func if isinstance(item.item, cst.Call) else item.item
@@ -66,7 +66,7 @@ def transparent_items(script: Script, node: cst.With) -> list[cst.WithItem]:
 
 
 def unwrapped(script: Script, node: cst.With, updated: cst.With) -> Replacement:
-    """The body of `with tf.control_dependencies(...)`, or the statement itself."""
+    """Remove contexts that only graphs needed; unwrap a `with` that has no others."""
     gone = transparent_items(script, node)
     pairs = zip(node.items, updated.items, strict=True)
     kept = [new for item, new in pairs if item not in gone]
@@ -79,7 +79,7 @@ def unwrapped(script: Script, node: cst.With, updated: cst.With) -> Replacement:
 
 
 def body_in_place(updated: cst.With | cst.Else) -> Replacement:
-    """The statements of a block, without its head; comments above it stay there."""
+    """Replace a block by its statements; comments above the block stay above them."""
     body: list[Any] = list(updated.body.body)
     if not isinstance(updated.body, cst.IndentedBlock):
         body = [cst.SimpleStatementLine(body=body)]
@@ -91,7 +91,7 @@ def body_in_place(updated: cst.With | cst.Else) -> Replacement:
 
 
 def unless_empty(node: cst.For | cst.If, updated: cst.For | cst.If) -> Replacement:
-    """The statement, or nothing if all that was in it is taken out."""
+    """Remove a loop or an `if` whose body the port has emptied; else keep it."""
     was, now = node.body, updated.body
     if (
         isinstance(was, cst.IndentedBlock)
@@ -112,8 +112,8 @@ def comment_lines(statement: cst.CSTNode) -> list[cst.EmptyLine]:
 def remaining_comments(statement: cst.CSTNode) -> list[cst.EmptyLine]:
     """The comments that outlive a statement that is taken out.
 
-    Those directly above it or a statement in it, and on their lines, are about what is
-    gone. Others, such as the heading of a section that a blank line follows, stay.
+    Comments directly above a removed statement or on its line are removed with it.
+    Others, such as the heading of a section that a blank line follows, stay.
     """
     gone: list[cst.CSTNode] = []
     for node in walk(statement):
@@ -136,9 +136,9 @@ def remaining_comments(statement: cst.CSTNode) -> list[cst.EmptyLine]:
 def lost_comments(
     original: Statement, nodes: Sequence[Statement]
 ) -> list[cst.EmptyLine]:
-    """Comments inside a simple statement that are not in what was made of it.
+    """The comments inside a simple statement that its port `nodes` does not have.
 
-    Those in compound statements are in the statements of which these consist.
+    Compound statements lose none: their inner statements keep them.
     """
     if not isinstance(original, cst.SimpleStatementLine):
         return []
@@ -169,7 +169,7 @@ _CLUSTER = (
 
 
 def plan_servers(script: Script) -> None:
-    """Plan to take out `if task is a server:`, and functions that start clusters."""
+    """Plan to remove `if task is a server:`, and functions that start clusters."""
     for function in [n for n in walk(script.module) if isinstance(n, cst.FunctionDef)]:
         if _starts_cluster(script, function):
             script.note(function.name, _CLUSTER)
@@ -191,7 +191,7 @@ def plan_servers(script: Script) -> None:
 
 
 def _starts_cluster(script: Script, function: cst.FunctionDef) -> bool:
-    """Whether a function makes servers, and gives the resolver of their cluster."""
+    """Whether a function makes servers, and returns the resolver of their cluster."""
     nodes = list(walk(function.body))
     returned = [n.value for n in nodes if isinstance(n, cst.Return) and n.value]
     has_server = any(_is_server(script, node) for node in nodes)
@@ -240,7 +240,7 @@ def _belongs_to_server(
 
 
 def _without_first_branch(updated: cst.If) -> Replacement:
-    """What is left of an `if` without its first branch."""
+    """Remove the first branch of an `if`."""
     rest = updated.orelse
     if rest is None:
         return cst.RemoveFromParent()
@@ -250,9 +250,10 @@ def _without_first_branch(updated: cst.If) -> Replacement:
 
 
 def plan_settings(script: Script) -> None:
-    """Take `tf.data.Options()`, `ConfigProto()` and `AUTOTUNE` out, once bound.
+    """Plan to remove variables of `tf.data.Options()`, `ConfigProto()` and `AUTOTUNE`.
 
-    Those that a use needs which is not ported stay, with all that sets them.
+    A variable with a use that is not ported stays, with the assignments to its
+    attributes.
     """
     _drop_arguments(script)
     settings = {d for d in script.flow.definitions if _is_setting(script, d)}
@@ -322,7 +323,7 @@ def _is_in_ported_call(script: Script, use: cst.CSTNode) -> bool:
 
 
 def _set_there(script: Script, use: cst.CSTNode) -> cst.Assign | None:
-    """The assignment to an attribute of what is used: `options.a.b = c`."""
+    """The assignment to an attribute of a variable, at its use: `options.a.b = c`."""
     node: cst.CSTNode | None = use
     while isinstance(parent := script.parent(node) if node else None, cst.Attribute):
         node = parent

@@ -20,7 +20,7 @@ _METHODS = ("flush", "close")
 
 
 def plan_summaries(script: Script) -> None:
-    """Plan the port of all writers and of what is written, if each can be ported."""
+    """Plan the port of all writers and written values, if each can be ported."""
     calls = {
         node: path
         for node in script.calls
@@ -146,7 +146,7 @@ def _written(
 
 
 def _value(call: cst.Call, method: cst.Attribute) -> cst.Call:
-    """`writer.scalar(name, value, step=step)`."""
+    """Port `tf.summary.scalar(...)` to `writer.scalar(name, value, step=step)`."""
     args = list(call.args)
     order = ["name", "value", "step", "buckets"]
     made = []

@@ -1,4 +1,4 @@
-"""Reads the tables of names in `tables.toml`: what `tf.X` is here, or why it stays."""
+"""Reads `tables.toml`: the target of each name of TensorFlow, or why it has none."""
 
 import functools
 import importlib
@@ -45,11 +45,13 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Operator:
-    """What a function of TensorFlow is called elsewhere.
+    """A row of the tables: the target of a function of TensorFlow, and its parameters.
 
     Attributes:
         target: Its dotted name, such as `"keras.ops.sum"`.
-        parameters: TF's parameters in their order, each with the target's, or `-`/`!`.
+        parameters: TF's parameters in their order, each with the target's name. `-`
+            drops an argument; `!` refuses values other than None and False; `*` before
+            a name passes the argument by keyword.
         defaults: Defaults of TF's that the target does not have, as source text.
     """
 
@@ -59,18 +61,18 @@ class Operator:
 
 
 def _texts(table: object) -> dict[str, str]:
-    """A table whose values are texts."""
+    """Check and convert a table whose values are strings."""
     assert isinstance(table, Mapping)
     return {str(key): str(value) for key, value in table.items()}
 
 
 def _by_name(table: object) -> dict[str, str]:
-    """A table of names by what they have in common, as one by name."""
+    """Invert a table of rows `value = names` to one entry for each name."""
     return {name: key for key, names in _texts(table).items() for name in names.split()}
 
 
 def _operators(rows: Iterable[str]) -> dict[str, Operator]:
-    """Operators by the names in rows `names | parameters | target | its parameters`."""
+    """Parse rows `names | parameters | target | its parameters`; operators by name."""
     table: dict[str, Operator] = {}
     for row in rows:
         names, parameters, target, targets, *defaults = map(str.strip, row.split("|"))
@@ -85,36 +87,36 @@ _FILE = resources.files("replicax.migrate").joinpath("tables.toml")
 _DATA = tomllib.loads(_FILE.read_text("utf-8"))
 
 ALIASES = _texts(_DATA["aliases"])
-"""The name under which a target begins, and the module that has it."""
+"""Modules by the first names of targets, such as `np`."""
 OLD_PREFIXES = _texts(_DATA["old_prefixes"])
-"""Where names stood before."""
+"""Today's prefixes of paths, by their former ones."""
 DTYPES = frozenset(_DATA["dtypes"].split())
 NO_VARIABLES = frozenset(_DATA["no_variables"].split())
 """Operations of Keras that take arrays, and fail with a variable on JAX."""
 EXACT = _by_name(_DATA["targets"])
-"""Names one by one."""
+"""Targets of single names, by path."""
 PREFIXES = _texts(_DATA["prefixes"])
-"""Modules whose names all keep their last part; ported where the target has the name.
+"""Target modules by prefix of the path; names keep their last part.
 
-The longest that fits counts.
+The longest prefix counts, and only where the target exists.
 """
 NOTES = _by_name(_DATA["notes"])
-"""What is ported and behaves differently."""
+"""How ported names behave differently, by path."""
 DROPPED = _by_name(_DATA["dropped"])
-"""Calls that stand alone as a statement and are taken out, and why."""
+"""Why calls that are statements by themselves are removed, by path."""
 _STAYING = _by_name(_DATA["need_tensorflow"])
 NEED_TENSORFLOW = frozenset(_STAYING)
-"""What Keras has on all backends, and makes with TensorFlow."""
+"""Paths of what Keras 3 makes with TensorFlow on all backends."""
 _REASONS = {**_by_name(_DATA["reasons"]), **_STAYING}
-"""Why a name stays, by the longest path that fits, and what to do instead."""
+"""Why names stay and what to do instead, by prefix of the path; the longest counts."""
 FOREIGN = _texts(_DATA["foreign"])
-"""Packages that stay, and why."""
+"""Why packages stay, by name."""
 DEVICE_OPERATORS = _operators(_DATA["operators"]["device"])
-"""What runs on devices: path under `tensorflow` to an operation of Keras."""
+"""Operators that run on devices: operations of Keras by path."""
 GUARDED_OPERATORS = _operators(_DATA["operators"]["guarded"])
-"""What runs on devices, where a rule has looked at the call; other names of it stay."""
+"""Operators that run on devices, for calls that a rule has checked first."""
 HOST_OPERATORS = _operators(_DATA["operators"]["host"])
-"""What runs in an input pipeline: path under `tensorflow` to a function of NumPy."""
+"""Operators that run in an input pipeline: functions of NumPy by path."""
 WRITTEN = {
     name: (parameters.split(), text.strip())
     for names, parameters, text in (
@@ -122,15 +124,15 @@ WRITTEN = {
     )
     for name in names.split()
 }
-"""Calls by their text here: TF's parameters, and the text with `{x}` for them."""
+"""Templates of calls by path: TF's parameters, and the text with `{x}` for them."""
 ARGUMENTS = {name: text.split() for name, text in _texts(_DATA["arguments"]).items()}
-"""Arguments of functions of Keras: those of positions, and those that are gone."""
+"""Names of arguments of Keras' functions: those by position, and those removed."""
 READERS = [
     f"{module}.{name}"
     for module in _DATA["readers"]["modules"].split()
     for name in _DATA["readers"]["names"].split()
 ]
-"""Paths of functions of Keras that read data in batches, from Grain if asked."""
+"""Paths of functions of Keras that read data in batches; `format="grain"` for Grain."""
 OPTIMIZERS = [
     f"{module}.{name}"
     for module in _DATA["optimizers"]["modules"].split()
@@ -138,13 +140,13 @@ OPTIMIZERS = [
 ]
 """Paths of the classes of optimizers."""
 ATTRIBUTES = {kind: _texts(table) for kind, table in _DATA["attributes"].items()}
-"""Attributes of objects that stay, by kind and name, and what to do instead.
+"""Why attributes of objects stay and what to do instead, by kind and name.
 
-An optimizer's without a reason are other names of `learning_rate`.
+An empty reason of an optimizer's attribute means another name of `learning_rate`.
 """
 RENAMED_METHODS = _texts(_DATA["methods"]["renamed"])
 LEFT_METHODS = _texts(_DATA["methods"]["left"])
-"""Methods that stay, and what to do instead."""
+"""Why methods stay and what to do instead, by name."""
 
 
 _NOTHING = object()
@@ -177,7 +179,7 @@ def exists(target: str) -> bool:
 
 
 def _resolved(target: str) -> Any:
-    """What a public target is; a field that instances of a class have is None."""
+    """Import a public target; `_NOTHING` if absent, None for a field of instances."""
     root, *parts = target.split(".")
     found: Any = importlib.import_module(ALIASES[root])
     for i, part in enumerate(parts):
@@ -193,7 +195,7 @@ def _resolved(target: str) -> Any:
 
 
 def _is_field(found: object, parts: list[str]) -> bool:
-    """Whether `parts` is one attribute that instances of a class have."""
+    """Whether `parts` is one attribute that a class annotates for its instances."""
     return len(parts) == 1 and parts[0] in getattr(found, "__annotations__", ())
 
 
@@ -213,7 +215,7 @@ def kind_of_target(target: str) -> str | None:
 
 
 def call_parameters(target: str) -> tuple[str, ...]:
-    """The parameters of the `call` of a class of layers; none of one that takes any."""
+    """The parameters of the `call` of a class of layers; empty if it takes `*args`."""
     call = getattr(_resolved(target), "call", None)
     parameters = list(inspect.signature(call).parameters.values())[1:] if call else []
     is_open = any(p.kind is p.VAR_POSITIONAL for p in parameters)
@@ -222,7 +224,7 @@ def call_parameters(target: str) -> tuple[str, ...]:
 
 @functools.cache
 def accepted_arguments(target: str) -> frozenset[str] | None:
-    """The keywords that a target can be called with; None if any might do."""
+    """The keywords that a target accepts; None if it may accept any."""
     if target.partition(".")[0] not in {"keras", "rx"}:
         return None
     found = _resolved(target)
@@ -247,7 +249,7 @@ def accepted_arguments(target: str) -> frozenset[str] | None:
 
 
 def _keywords(function: Callable[..., object]) -> tuple[frozenset[str], bool]:
-    """A function's keywords, `*` for any number of values; whether others may come.
+    """A function's keywords (`*` for `*args`), and whether it takes `**kwargs` too.
 
     Keras takes some old arguments out of `**kwargs` by their names.
     """
@@ -270,7 +272,7 @@ def _keywords(function: Callable[..., object]) -> tuple[frozenset[str], bool]:
 
 @functools.cache
 def find_target(path: str) -> str | None:
-    """What a path under `tensorflow` is here: a dotted name or a literal, or None.
+    """The target of a path under `tensorflow`: a dotted name, a literal, or None.
 
     Example:
         >>> find_target("distribute.MirroredStrategy"), find_target("float32")
@@ -305,7 +307,7 @@ def _by_prefix(path: str) -> str | None:
 
 
 def find_reason(path: str) -> str:
-    """Why a path stays as it is, and what to do."""
+    """Why a path has no target, and what to do instead."""
     parts = path.split(".")
     for n in range(len(parts), 0, -1):
         prefix = ".".join(parts[:n])

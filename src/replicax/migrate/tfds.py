@@ -28,7 +28,7 @@ _ORDER = "keras.datasets has the examples of TensorFlow Datasets in another orde
 
 @dataclass(kw_only=True)
 class _Load:
-    """A call of `tfds.load` with what it asks for.
+    """The resolved arguments of a call of `tfds.load`.
 
     Attributes:
         name: The data set, as `keras.datasets` has it.
@@ -37,7 +37,7 @@ class _Load:
         is_all: Whether it names none, and gets a dictionary of all.
         is_supervised: Whether examples are pairs, and no dictionaries.
         info: The target that the `info` object is bound to, if there is one.
-        uses: Expressions of that object, and what each is here.
+        uses: Expressions of that object, with the code that replaces each.
     """
 
     name: str
@@ -52,7 +52,7 @@ class _Load:
 def why_not_loaded(
     script: Script, calls: list[cst.Call]
 ) -> tuple[cst.Call, str] | None:
-    """Which call of the package has no counterpart in `keras.datasets`, and why."""
+    """The first call without a counterpart in `keras.datasets`, and why; else None."""
     for call in calls:
         try:
             _read(script, call)
@@ -62,7 +62,7 @@ def why_not_loaded(
 
 
 def plan_loads(script: Script, calls: list[cst.Call]) -> None:
-    """Plan the port of calls that `why_not_loaded` found nothing about."""
+    """Plan the port of calls that `why_not_loaded` has accepted."""
     for call in calls:
         _plan(script, call, _read(script, call))
     for node in script.calls:
@@ -73,10 +73,10 @@ def plan_loads(script: Script, calls: list[cst.Call]) -> None:
 
 
 def _read(script: Script, call: cst.Call) -> _Load:
-    """What a call asks for.
+    """Resolve the arguments of a call.
 
     Raises:
-        Unported: If that is not in sight, or if Keras does not have it.
+        Unported: If they are not in sight, or if Keras does not have the data.
     """
     if script.names.imported(call.func) != f"{_PACKAGE}.load":
         raise Unported("")
@@ -113,14 +113,14 @@ def _read(script: Script, call: cst.Call) -> _Load:
 
 
 def _value(script: Script, node: cst.BaseExpression) -> cst.BaseExpression:
-    """What a variable stands for; a parameter may stand for more than is in sight."""
+    """The expression that a variable stands for; a parameter stays, as it may vary."""
     bound = [script.parent(each.node) for each in script.flow.reaching(node)]
     is_parameter = any(isinstance(parent, cst.Param) for parent in bound)
     return node if is_parameter else script.flow.value(node) or node
 
 
 def _text(script: Script, node: cst.BaseExpression | None) -> str | None:
-    """A name of a data set or of a split, if it is in sight."""
+    """The name of a data set or a split; None if it is not in sight."""
     if node is None:
         return None
     value = _value(script, node)
@@ -152,7 +152,7 @@ def _splits(script: Script, arg: cst.Arg | None) -> tuple[bool, list[str]]:
 
 
 def _info(script: Script, call: cst.Call) -> cst.Name:
-    """The name that the second part of what is loaded gets."""
+    """The name that the `info` object, the second result of a call, is bound to."""
     assign = script.parent(call)
     target = assign.targets[0].target if isinstance(assign, cst.Assign) else None
     if isinstance(target, cst.Tuple) and len(target.elements) == 2:
@@ -165,7 +165,7 @@ def _info(script: Script, call: cst.Call) -> cst.Name:
 def _uses(
     script: Script, info: cst.Name, name: str
 ) -> Iterator[tuple[cst.CSTNode, str]]:
-    """What the script asks the `info` object for, and what that is here."""
+    """The uses of the `info` object, with the code that replaces each."""
     definition = script.flow.defined(info)
     known = {
         "features['label'].num_classes": str(_CLASSES[name]),
@@ -232,7 +232,7 @@ def _free(script: Script, name: str) -> str:
 def _dataset(
     script: Script, load: _Load, split: str, names: dict[str, tuple[str, str]]
 ) -> str:
-    """The text of a dataset of one split, such as `"train[:80%]"`."""
+    """The code of a dataset of one split, such as `"train[:80%]"`."""
     match = _SPLIT.fullmatch(split)
     assert match is not None
     images, labels = names[match[1]]
@@ -250,7 +250,7 @@ def _dataset(
 
 
 def _index(text: str | None, labels: str) -> str:
-    """An end of a slice: a number of examples, or a percentage of them."""
+    """The code of a slice's bound: a number of examples, or a percentage of them."""
     if text is None or text in {"0", "0%", "100%"}:
         return ""
     percent = text.removesuffix("%")

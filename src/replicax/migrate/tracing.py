@@ -1,4 +1,4 @@
-"""Compiled steps: which functions a strategy traces, and what it refuses in them."""
+"""Finds the functions that strategies trace, and what tracing changes in them."""
 
 import itertools
 from collections.abc import Iterable, Iterator
@@ -60,14 +60,14 @@ def is_traced(script: Script, node: cst.CSTNode) -> bool:
 def find_traced(script: Script) -> None:
     """Find the functions that strategies run, and those that these call.
 
-    Also methods of models and layers that `fit` compiles, and model functions of
+    Methods of models and layers that `fit` compiles count, and so do model functions of
     estimators.
     """
     trace(script, [*_run_by_strategies(script), *_compiled_methods(script)])
 
 
 def trace(script: Script, functions: Iterable[cst.CSTNode]) -> None:
-    """Note that functions are compiled, and those that they call."""
+    """Record functions as traced, with those that they call."""
     pending = [*functions]
     while pending:
         function = pending.pop()
@@ -77,7 +77,7 @@ def trace(script: Script, functions: Iterable[cst.CSTNode]) -> None:
 
 
 def called_functions(script: Script, function: cst.CSTNode) -> Iterator[cst.CSTNode]:
-    """The script's functions that another one calls, and its methods of that name."""
+    """The functions of the script that one may call; methods count by their name."""
     for node in walk(function):
         if isinstance(node, cst.Call):
             if isinstance(node.func, cst.Name):
@@ -132,7 +132,7 @@ def foreign_bases(script: Script, owner: cst.ClassDef) -> list[cst.BaseExpressio
 
 
 def class_of(script: Script, node: cst.FunctionDef) -> cst.CSTNode | None:
-    """What a function is directly in, a class if it is a method."""
+    """The node whose block a function is directly in; a class if it is a method."""
     block = script.parent(node)
     return script.parent(block) if block else None
 
@@ -180,7 +180,7 @@ _GENERATOR = "seed_generator"
 
 
 def _layer_around(script: Script, node: cst.CSTNode) -> cst.ClassDef | None:
-    """The class of layers or models of which a node is in a method."""
+    """The class of layers or models that a node is in a method of; None outside."""
     function = script.function_of(node)
     owner = class_of(script, function) if function is not None else None
     if not isinstance(owner, cst.ClassDef) or function is None:
@@ -191,7 +191,7 @@ def _layer_around(script: Script, node: cst.CSTNode) -> cst.ClassDef | None:
 
 
 def _plan_generator(script: Script, owner: cst.ClassDef) -> bool:
-    """Plan `self.seed_generator` in the constructor of a class, if that is in sight."""
+    """Plan `self.seed_generator` in the constructor of a class; False if it cannot."""
     if owner in script.with_generator:
         return True
     if any(isinstance(n, cst.Name) and n.value == _GENERATOR for n in walk(owner)):
@@ -226,7 +226,7 @@ def _calls_constructor(node: cst.CSTNode) -> bool:
 
 
 def _below(text: str, updated: cst.FunctionDef) -> Replacement:
-    """A method below another one, with a blank line between them."""
+    """Insert the method `text` above another one, with a blank line between them."""
     above = cst.parse_statement(text)
     blank = [line for line in updated.leading_lines if not line.comment]
     lines = updated.leading_lines if blank else [_BLANK, *updated.leading_lines]
@@ -276,7 +276,7 @@ _IDENTITY = (cst.Is, cst.IsNot)
 
 
 def report_branches(script: Script) -> None:
-    """Report conditions that a step computes, as far as that can be seen."""
+    """Report conditions on tensors in traced functions, as far as they can be seen."""
     for node in walk(script.module):
         if isinstance(node, (cst.If, cst.While, cst.IfExp, cst.Assert)) and is_traced(
             script, node
@@ -288,7 +288,7 @@ def report_branches(script: Script) -> None:
 
 
 def _tensors(script: Script, function: cst.FunctionDef) -> set[str]:
-    """Names that a function assigns nothing but tensors."""
+    """The names to which a function assigns nothing but tensors."""
     tensors: set[str] = set()
     others: set[str] = set()
     for node in walk(function.body):
@@ -316,7 +316,7 @@ def _is_tensor(script: Script, node: cst.BaseExpression, names: set[str]) -> boo
 
 
 def _operands(node: cst.BaseExpression) -> list[cst.BaseExpression]:
-    """What an expression computes with; nothing where it asks for identity."""
+    """The operands of an expression; none of `is` and `is not`."""
     if isinstance(node, (cst.BinaryOperation, cst.BooleanOperation)):
         return [node.left, node.right]
     if isinstance(node, cst.UnaryOperation):

@@ -1,7 +1,7 @@
-"""Ports what training steps call and Keras 3 lacks: `minimize` and `compiled_loss`.
+"""Ports calls of training steps that Keras 3 lacks: `minimize` and `compiled_loss`.
 
-`optimizer.minimize(loss)` becomes a gradient tape; `model.compiled_loss(y, y_pred)` a
-call of `compute_loss`, and the update of the metric `loss` that Keras 2 made in it.
+`optimizer.minimize(loss)` becomes a gradient tape. `model.compiled_loss(y, y_pred)`
+becomes a call of `compute_loss` and an update of the metric `loss`, which Keras 2 made.
 """
 
 import itertools
@@ -20,10 +20,7 @@ __all__ = ["plan_training"]
 
 
 def plan_training(script: Script) -> None:
-    """Plan the `minimize` calls of step functions and of estimators' models.
-
-    And the calls of `compiled_loss`. Others are left, and reported.
-    """
+    """Plan the port of calls of `minimize` and `compiled_loss`, or report them."""
     for node in filter(_is_minimize, script.calls):
         function = script.function_of(node)
         if function is None:
@@ -84,14 +81,14 @@ def _is_none(script: Script, node: cst.BaseExpression) -> bool:
 
 
 def _is_function(script: Script, loss: cst.Arg) -> bool:
-    """Whether the loss that `minimize` is given is a function that computes it."""
+    """Whether the argument `loss` of `minimize` is a function that computes it."""
     value = script.flow.value(loss.value) or loss.value
     is_defined = isinstance(value, cst.Name) and bool(script.functions(value.value))
     return isinstance(value, cst.Lambda) or is_defined
 
 
 def _with_given_tape(updated: cst.Call) -> cst.Call:
-    """`o.apply_gradients(...)` for `o.minimize(loss, variables, tape=tape)`."""
+    """Port `o.minimize(loss, variables, tape=tape)` to `o.apply_gradients(...)`."""
     assert isinstance(updated.func, cst.Attribute)
     loss, variables = (
         argument(updated.args, 0, "loss"),
@@ -108,7 +105,7 @@ def _with_given_tape(updated: cst.Call) -> cst.Call:
 
 
 def _estimators(script: Script, updated: cst.Call) -> cst.Call:
-    """`rx.estimator.minimize(optimizer, loss)`; the step is counted anyway."""
+    """Port `minimize` to `rx.estimator.minimize`, which counts the step by itself."""
     assert isinstance(updated.func, cst.Attribute)
     args = [cst.Arg(updated.func.value)]
     loss = argument(updated.args, 0, "loss")
@@ -121,7 +118,7 @@ def _estimators(script: Script, updated: cst.Call) -> cst.Call:
 
 
 def _plan_tape(script: Script, call: cst.Call) -> None:
-    """Move what computes the loss into a tape, where that is a straight line."""
+    """Plan to move the straight-line code that computes the loss into a tape."""
     line = script.statement_of(call)
     block = script.parent(line)
     loss = argument(call.args, 0, "loss")
@@ -158,7 +155,7 @@ def _plan_tape(script: Script, call: cst.Call) -> None:
 def _is_unused(
     script: Script, line: cst.SimpleStatementLine, block: cst.IndentedBlock
 ) -> bool:
-    """Whether what `minimize` returns is only waited for."""
+    """Whether the result of `minimize` is unused, or only a control dependency."""
     small = line.body[0]
     if isinstance(small, cst.Expr):
         return True
@@ -296,7 +293,7 @@ def _plan_compiled_loss(script: Script, node: cst.Call) -> None:
 def _check_compiled_loss(
     script: Script, node: cst.Call, model: str, function: cst.FunctionDef
 ) -> None:
-    """Check that `compute_loss` can be given what a call of `compiled_loss` is.
+    """Check that `compute_loss` can take the arguments of a call of `compiled_loss`.
 
     Raises:
         Unported: If it cannot.
@@ -340,7 +337,7 @@ def _has_compute_loss(script: Script, owner: cst.ClassDef) -> bool:
 
 
 def _compute_loss(updated: cst.Call) -> cst.Call:
-    """`model.compute_loss(y=..., y_pred=...)` for a call of `compiled_loss`."""
+    """Port a call of `compiled_loss` to `model.compute_loss(y=..., y_pred=...)`."""
     assert isinstance(updated.func, cst.Attribute)
     names = ("y_true", "y"), ("y_pred", "y_pred"), ("sample_weight", "sample_weight")
     args = []
