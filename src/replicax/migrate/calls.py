@@ -2,7 +2,6 @@
 
 import builtins
 import re
-from collections.abc import Callable
 
 import libcst as cst
 from libcst import Call
@@ -24,7 +23,7 @@ from replicax.migrate.files import newest_weights
 from replicax.migrate.kinds import may_be_variable
 from replicax.migrate.names import is_name
 from replicax.migrate.optimizers import with_float_rate
-from replicax.migrate.script import Expression, Script, Unported, walk
+from replicax.migrate.script import CallRule, Expression, Script, Unported, walk
 from replicax.migrate.tables import (
     DEVICE_OPERATORS,
     GUARDED_OPERATORS,
@@ -38,7 +37,6 @@ from replicax.migrate.tables import (
 from replicax.migrate.tracing import RANDOM, is_traced
 
 __all__ = [
-    "Rule",
     "arguments_stay",
     "has_rule",
     "leave_unknown_arguments",
@@ -51,13 +49,6 @@ _UNTOUCHED_ARGUMENTS = (
 )
 
 _SEEDED = ("keras.initializers.", "keras.layers.", "keras.random.")
-
-Rule = Callable[[Script, cst.Call, cst.Call, str], cst.BaseExpression]
-"""A rewrite rule for calls of a function of TensorFlow; returns the replacement.
-
-Its arguments are the script, the original call, that call with ported arguments, and
-the path of the function.
-"""
 
 
 def arguments_stay(path: str) -> bool:
@@ -253,7 +244,7 @@ def _written(script: Script, node: Call, updated: Call, path: str) -> Expression
     return cst.parse_expression(here.format(**values))
 
 
-def _windowed(target: str, *names: str) -> Rule:
+def _windowed(target: str, *names: str) -> CallRule:
     """Make the rule for a convolution or pooling, whose strides TF has for all axes.
 
     Args:
@@ -325,7 +316,7 @@ def _trace(script: Script, node: Call, updated: Call, path: str) -> Expression:
     return updated.with_changes(func=func, args=without(updated.args, kept))
 
 
-def _renaming(target: str) -> Rule:
+def _renaming(target: str) -> CallRule:
     """Make a rule that changes the function's name, for any number of arguments."""
 
     def rule(script: Script, node: Call, updated: Call, path: str) -> Expression:
@@ -445,7 +436,7 @@ def _random(script: Script, node: Call, updated: Call, path: str) -> Expression:
     return made.with_changes(args=without(made.args, made.args, extra))
 
 
-_RULES: dict[str, Rule] = {
+_RULES: dict[str, CallRule] = {
     "identity": host_calls.identity,
     "image.resize": host_calls.resize,
     "image.extract_patches": _patches,

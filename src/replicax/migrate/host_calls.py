@@ -4,8 +4,6 @@ A `StringLookup` of a list of words, which Keras makes with TensorFlow, becomes 
 dictionary. Words get the same indices: those of the list count from 1, others get 0.
 """
 
-from collections.abc import Callable
-
 import libcst as cst
 from libcst import Call
 
@@ -21,7 +19,7 @@ from replicax.migrate.arguments import (
 )
 from replicax.migrate.legacy import is_of_version_1
 from replicax.migrate.names import dotted, is_name
-from replicax.migrate.script import Expression, Script, Unported, walk
+from replicax.migrate.script import CallRule, Expression, Script, Unported, walk
 from replicax.migrate.tables import (
     DTYPES,
     GUARDED_OPERATORS,
@@ -198,7 +196,7 @@ RANDOM = (*_RANDOM_IMAGES, *_NUMBERS)
 """Paths of functions that draw random numbers, and get the example's generator."""
 
 
-RULES: dict[str, Callable[[Script, cst.Call, cst.Call, str], cst.BaseExpression]] = {
+RULES: dict[str, CallRule] = {
     **dict.fromkeys(_RANDOM_IMAGES, _random_image),
     **dict.fromkeys(_NUMBERS, _drawn),
     "cast": _cast,

@@ -1,6 +1,6 @@
 """Rewrite rules for calls of Keras that changed between tf.keras and Keras 3."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import libcst as cst
 from libcst import Attribute, Call
@@ -25,7 +25,7 @@ from replicax.migrate.legacy import old_defaults
 from replicax.migrate.names import is_name, method_of
 from replicax.migrate.optimizers import config_problem, ported_arguments
 from replicax.migrate.origins import elements, returned, with_bases
-from replicax.migrate.script import Expression, Script, Unported, walk
+from replicax.migrate.script import CallRule, Expression, Script, Unported, walk
 from replicax.migrate.tables import ARGUMENTS, OPTIMIZERS, READERS, exists, find_target
 
 __all__ = [
@@ -301,7 +301,7 @@ def _loss_scale(script: Script, node: Call, updated: Call, path: str) -> Express
     return updated.with_changes(func=func, args=without(updated.args, kept))
 
 
-RULES: dict[str, Callable[[Script, cst.Call, cst.Call, str], cst.BaseExpression]] = {
+RULES: dict[str, CallRule] = {
     **dict.fromkeys(OPTIMIZERS, _optimizer),
     **dict.fromkeys(READERS, _reader),
     "keras.mixed_precision.experimental.LossScaleOptimizer": _loss_scale,

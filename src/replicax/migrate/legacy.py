@@ -1,7 +1,7 @@
 """Rewrite rules for functions and defaults of TensorFlow 1, and for `tf.config`."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import libcst as cst
 from libcst import Call
@@ -17,13 +17,11 @@ from replicax.migrate.arguments import (
 )
 from replicax.migrate.kinds import kind_of
 from replicax.migrate.names import root_of
-from replicax.migrate.script import Expression, Script, Unported, walk
+from replicax.migrate.script import CallRule, Expression, Script, Unported, walk
 from replicax.migrate.tables import GUARDED_OPERATORS, find_target
 from replicax.migrate.tracing import makes_spec
 
 __all__ = ["RULES", "is_of_version_1", "old_defaults"]
-
-_Rule = Callable[[Script, cst.Call, cst.Call, str], cst.BaseExpression]
 
 _LAYERS = {
     "dense": "Dense",
@@ -165,7 +163,7 @@ def _length(node: cst.BaseExpression) -> cst.BaseExpression | None:
 _COLLECTIONS = ("metrics_collections", "updates_collections", "name")
 
 
-def _summed_metric(name: str) -> _Rule:
+def _summed_metric(name: str) -> CallRule:
     """Make the rule for a metric of a model function, such as `tf.metrics.accuracy`.
 
     The rule makes and updates a metric above the statement, which gets the metric.
@@ -270,7 +268,7 @@ _DECAYS = [
     for path, operator in GUARDED_OPERATORS.items()
     if operator.target.startswith("keras.optimizers.schedules.")
 ]
-RULES: dict[str, _Rule] = {
+RULES: dict[str, CallRule] = {
     **dict.fromkeys(_DECAYS, _decay),
     **{
         path: _initializer

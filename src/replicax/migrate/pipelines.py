@@ -23,7 +23,7 @@ from replicax.migrate.sources import (
     FROM_GENERATOR,
     KNOWN_SOURCES,
     STREAM_RULES,
-    Rule,
+    DatasetRule,
     dropped,
     is_endless,
     receiver,
@@ -315,7 +315,7 @@ def _repeat(script: Script, call: Call, updated: Call) -> Expression:
     return updated.with_changes(args=[cst.Arg(count.value)])
 
 
-def _slice(before: bool) -> Rule:
+def _slice(before: bool) -> DatasetRule:
     def rule(script: Script, call: Call, updated: Call) -> Expression:
         count = argument(updated.args, 0, "count")
         if count is None:
@@ -370,7 +370,7 @@ def _cache(script: Script, call: Call, updated: Call) -> Expression:
 
 
 _BLANK = cst.SimpleWhitespace(" ")
-_DROPPED: dict[str, Rule] = {
+_DROPPED: dict[str, DatasetRule] = {
     "cache": dropped("examples are arrays in memory, and maps run as they are read"),
     "prefetch": dropped("strategies read ahead by themselves"),
     "with_options": dropped(
@@ -378,7 +378,7 @@ _DROPPED: dict[str, Rule] = {
     ),
     "as_numpy_iterator": dropped("Grain's examples are NumPy's"),
 }
-MAPPED: dict[str, Rule] = {
+MAPPED: dict[str, DatasetRule] = {
     "map": _map,
     "batch": _batch,
     "shuffle": _shuffle,

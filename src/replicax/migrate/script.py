@@ -14,6 +14,7 @@ from replicax.migrate.tables import ALIASES, is_dotted
 
 __all__ = [
     "MARK",
+    "CallRule",
     "Expression",
     "Finding",
     "PortReport",
@@ -251,6 +252,14 @@ class Script:
     def _will_be_free(self, name: str) -> bool:
         path = self.names.aliases.get(name)
         return name == "keras" and path == "keras"
+
+
+CallRule: TypeAlias = Callable[[Script, cst.Call, cst.Call, str], Expression]
+"""A rewrite rule for calls of a function of TensorFlow; returns the replacement.
+
+Its arguments are the script, the original call, that call with ported arguments, and
+the path of the function.
+"""
 
 
 def _with_first_marks(module: cst.Module) -> cst.Module:

@@ -21,7 +21,7 @@ __all__ = [
     "FROM_GENERATOR",
     "KNOWN_SOURCES",
     "STREAM_RULES",
-    "Rule",
+    "DatasetRule",
     "dropped",
     "is_endless",
     "receiver",
@@ -30,7 +30,7 @@ __all__ = [
     "why_not_listed",
 ]
 
-Rule: TypeAlias = Callable[[Script, cst.Call, cst.Call], cst.BaseExpression]
+DatasetRule: TypeAlias = Callable[[Script, cst.Call, cst.Call], Expression]
 """A rewrite rule for a call of a source of datasets, or of a dataset's method.
 
 Its arguments are the script, the original call, and that call with ported arguments.
@@ -40,7 +40,7 @@ _LISTS = ("list", "sorted")
 
 
 def replacement(
-    script: Script, call: cst.Call, rule: "Rule"
+    script: Script, call: cst.Call, rule: DatasetRule
 ) -> Callable[[cst.Call], cst.BaseExpression]:
     """Bind a rule to an original call, for `Script.replacements`; reports a refusal."""
 
@@ -258,7 +258,7 @@ def _require_same(function: cst.CSTNode) -> None:
             raise Unported("from_generator of what changes with each epoch")
 
 
-KNOWN_SOURCES: dict[str, Rule | None] = {
+KNOWN_SOURCES: dict[str, DatasetRule | None] = {
     "data.Dataset.from_tensor_slices": _slices,
     "data.Dataset.from_tensors": _tensors,
     "data.Dataset.range": _range,
@@ -348,7 +348,7 @@ def _wrapped(
     return cst.Call(func, [cst.Arg(value) for value in (receiver(updated), *values)])
 
 
-def dropped(why: str) -> Rule:
+def dropped(why: str) -> DatasetRule:
     """Make the rule that removes a method call, with a note that says why."""
 
     def rule(script: Script, call: Call, updated: Call) -> Expression:
@@ -358,7 +358,7 @@ def dropped(why: str) -> Rule:
     return rule
 
 
-STREAM_RULES: dict[str, Rule] = {
+STREAM_RULES: dict[str, DatasetRule] = {
     "take": _take,
     "repeat": _repeat,
     "shuffle": dropped(_SHUFFLED),
