@@ -58,7 +58,7 @@ def arguments_stay(path: str) -> bool:
 
 def has_rule(script: Script, node: cst.Call, path: str) -> bool:
     """Whether a rule or a row of the tables ports a call where it stands."""
-    if _in_pipeline(script, node):
+    if script.runs_on_host(node):
         return path in host_calls.RULES or path in HOST_OPERATORS
     return path in _RULES or path in DEVICE_OPERATORS
 
@@ -69,7 +69,7 @@ def ported(script: Script, node: Call, updated: Call, path: str) -> Expression:
     Raises:
         Unported: If it must stay as it is.
     """
-    on_host = _in_pipeline(script, node)
+    on_host = script.runs_on_host(node)
     if find_target(path) in NO_VARIABLES and not on_host:
         updated = _with_arrays(script, node, updated)
     rule = (host_calls.RULES if on_host else _RULES).get(path)
@@ -113,10 +113,6 @@ def _with_arrays(script: Script, node: Call, updated: Call) -> Call:
         for old, new in zip(node.args, updated.args, strict=True)
     ]
     return with_args(updated, args)
-
-
-def _in_pipeline(script: Script, node: cst.CSTNode) -> bool:
-    return any(parent in script.host_functions for parent in script.parents(node))
 
 
 def leave_unknown_arguments(

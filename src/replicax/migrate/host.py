@@ -4,7 +4,6 @@ Functions that draw random numbers get the generator that Grain's `random_map` h
 each example, as their last argument.
 """
 
-import itertools
 from collections.abc import Iterator
 
 import libcst as cst
@@ -12,7 +11,7 @@ import libcst as cst
 from replicax.migrate.arguments import keyword
 from replicax.migrate.host_calls import LOOKUPS, RANDOM, RULES
 from replicax.migrate.names import dotted
-from replicax.migrate.script import Script, Unported, walk
+from replicax.migrate.script import Script, Unported, free_name, names_in, walk
 from replicax.migrate.tables import (
     DTYPES,
     EXACT,
@@ -212,8 +211,7 @@ def _lambda_of_example(function: cst.Lambda) -> cst.Lambda | None:
     if len(params) == 1:
         return function
     names = [p.name.value for p in params]
-    used = {n.value for n in walk(function.body) if isinstance(n, cst.Name)}
-    name = "example" if "example" not in used else "example_"
+    name = free_name(names_in(function.body), "example", "example_")
     body = function.body.visit(_Parts(names, name))
     assert isinstance(body, cst.BaseExpression)
     return function.with_changes(params=_parameters(name), body=body)
@@ -308,10 +306,7 @@ def plan_random(script: Script, call: cst.Call, functions: set[cst.CSTNode]) -> 
     drawing = random_functions(script, functions)
     if not drawing:
         return
-    names = {n.value for n in walk(script.module) if isinstance(n, cst.Name)}
-    numbered = (f"rng_{i}" for i in itertools.count(2))
-    usual = ("rng", "generator", "example_rng")
-    name = next(n for n in itertools.chain(usual, numbered) if n not in names)
+    name = free_name(names_in(script.module), "rng", "generator", "example_rng")
     script.generators[call] = name
     script.note(call, _OTHER_NUMBERS)
     for function in drawing:

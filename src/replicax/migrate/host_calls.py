@@ -85,7 +85,7 @@ def resize(script: Script, node: Call, updated: Call, path: str) -> Expression:
         raise Unported(f"tf.{path} stays: only bilinear and nearest have a counterpart")
     if is_of_version_1(script, node):
         raise Unported(f"tf.{path} of TensorFlow 1 stays: it has other pixels")
-    on_host = any(parent in script.host_functions for parent in script.parents(node))
+    on_host = script.runs_on_host(node)
     if text == "bilinear":
         image, dtype = made.args[0].value, script.string("float32")
         cast = script.expression("keras.ops.cast")
@@ -100,7 +100,7 @@ def resize(script: Script, node: Call, updated: Call, path: str) -> Expression:
 
 def pad(script: Script, node: Call, updated: Call, path: str) -> Expression:
     """Port `tf.pad`: paddings must be numbers in sight, modes become lower case."""
-    on_host = any(parent in script.host_functions for parent in script.parents(node))
+    on_host = script.runs_on_host(node)
     table = HOST_OPERATORS if on_host else GUARDED_OPERATORS
     given, margins = argument(node.args, 1, "paddings"), None
     made = (script.flow.value(given.value) or given.value) if given else None
@@ -270,9 +270,10 @@ def _call(script: Script, use: cst.CSTNode) -> cst.Call:
     call = script.parent(use)
     if not isinstance(call, cst.Call) or call.func is not use or len(call.args) != 1:
         raise Unported("it is not called with words alone")
-    in_pipeline = any(each in script.host_functions for each in script.parents(use))
     is_named_so = script.code(use) == "word"  # As the argument in the port.
-    if is_named_so or not (in_pipeline or _shown_words(script, call.args[0].value)):
+    if is_named_so or not (
+        script.runs_on_host(use) or _shown_words(script, call.args[0].value)
+    ):
         raise Unported("it is used outside of a pipeline")
     return call
 

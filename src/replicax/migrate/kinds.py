@@ -264,8 +264,7 @@ def _makers(script: Script, node: cst.BaseExpression, seen: _Seen) -> frozenset[
         is_index = isinstance(index, cst.Index)
         return _of_part(script, node.value, index.value, seen) if is_index else _UNKNOWN
     if is_name(node, "self"):
-        around = (p for p in script.parents(node) if isinstance(p, cst.ClassDef))
-        return frozenset([next(around, None)])
+        return frozenset([script.class_of(node)])
     if found := definitions(script, node):
         each = (_of_definition(script, d, seen) for d in found)
         return frozenset[Maker]().union(*each) or _UNKNOWN

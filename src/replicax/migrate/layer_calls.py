@@ -77,8 +77,7 @@ def _called_object(
     method = func.attr.value if isinstance(func, cst.Attribute) else ""
     if isinstance(func, cst.Attribute) and method in {"call", "__call__"}:
         if isinstance(func.value, cst.Call) and is_name(func.value.func, "super"):
-            around = (p for p in script.parents(node) if isinstance(p, cst.ClassDef))
-            owner = next(around, None)
+            owner = script.class_of(node)
             owners = frozenset(_above(script, owner)) if owner else frozenset[Maker]()
         else:
             owners = makers(script, func.value)

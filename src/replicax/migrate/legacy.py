@@ -17,7 +17,7 @@ from replicax.migrate.arguments import (
 )
 from replicax.migrate.kinds import kind_of
 from replicax.migrate.names import root_of
-from replicax.migrate.script import CallRule, Expression, Script, Unported, walk
+from replicax.migrate.script import CallRule, Expression, Script, Unported, names_in
 from replicax.migrate.tables import GUARDED_OPERATORS, find_target
 from replicax.migrate.tracing import makes_spec
 
@@ -179,7 +179,7 @@ def _summed_metric(name: str) -> CallRule:
         parameters = ["values", "weights"] if name == "Mean" else parameters
         given = bound(updated.args, [*parameters, *_COLLECTIONS])
         values = {k: arg.value for k, arg in given.items() if k in parameters}
-        used = {n.value for n in walk(function) if isinstance(n, cst.Name)}
+        used = names_in(function)
         local = path.rpartition(".")[2]
         while local in used or local in script.made_names:
             local += "_metric"

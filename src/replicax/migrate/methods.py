@@ -106,7 +106,7 @@ def _is_of_module(script: Script, node: cst.Call) -> bool:
 def _numpy(script: Script, node: Call, updated: Call, func: Attribute) -> Expression:
     if updated.args:
         return updated
-    if any(parent in script.host_functions for parent in script.parents(node)):
+    if script.runs_on_host(node):
         return func.value
     convert = script.expression("keras.ops.convert_to_numpy")
     return call_of(convert, _unparenthesized(func.value))

@@ -61,7 +61,8 @@ def definitions(script: Script, node: cst.BaseExpression) -> frozenset[Definitio
     if found or not isinstance(node, cst.Attribute):
         return found
     if is_name(node.value, "self"):  # A base of the class sets it.
-        owners = [p for p in script.parents(node) if isinstance(p, cst.ClassDef)][:1]
+        owner = script.class_of(node)
+        owners = [owner] if owner is not None else []
     else:
         made = script.flow.value(node.value)
         name = made.func if isinstance(made, cst.Call) else None

@@ -1,7 +1,8 @@
 """A script being ported: its syntax tree, its names and the findings so far."""
 
+import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -22,9 +23,11 @@ __all__ = [
     "Script",
     "Statement",
     "Unported",
+    "free_name",
     "imported_modules",
     "is_mark",
     "mark_text",
+    "names_in",
     "walk",
     "with_marks",
 ]
@@ -159,6 +162,15 @@ class Script:
             if isinstance(parent, cst.FunctionDef):
                 return parent
         return None
+
+    def class_of(self, node: cst.CSTNode) -> cst.ClassDef | None:
+        """The innermost class that an original node is in."""
+        found = (p for p in self.parents(node) if isinstance(p, cst.ClassDef))
+        return next(found, None)
+
+    def runs_on_host(self, node: cst.CSTNode) -> bool:
+        """Whether an original node is in a function that runs in an input pipeline."""
+        return any(parent in self.host_functions for parent in self.parents(node))
 
     def functions(self, name: str) -> list[cst.FunctionDef]:
         """The functions and methods of the script that have a name."""
@@ -306,6 +318,17 @@ def walk(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
     yield node
     for child in node.children:
         yield from walk(child)
+
+
+def names_in(node: cst.CSTNode) -> set[str]:
+    """The names in a node, bound ones and those of attributes and keywords included."""
+    return {each.value for each in walk(node) if isinstance(each, cst.Name)}
+
+
+def free_name(used: Container[str], *wanted: str) -> str:
+    """The first of `wanted` that is not used, or the first one with a number."""
+    numbered = (f"{wanted[0]}_{i}" for i in itertools.count(2))
+    return next(n for n in itertools.chain(wanted, numbered) if n not in used)
 
 
 def _usual_quote(module: cst.Module) -> str:

@@ -6,7 +6,14 @@ from dataclasses import dataclass, field
 import libcst as cst
 
 from replicax.migrate.names import dotted, method_of
-from replicax.migrate.script import Replacement, Script, Statement, Unported, walk
+from replicax.migrate.script import (
+    Replacement,
+    Script,
+    Statement,
+    Unported,
+    names_in,
+    walk,
+)
 from replicax.migrate.statements import body_in_place
 
 __all__ = ["plan_sessions"]
@@ -113,7 +120,7 @@ def _read_line(script: Script, graph: _Graph, line: cst.SimpleStatementLine) -> 
         for target in targets:
             graph.initializers[target] = initialized
         graph.removed.append(line)
-    elif _has_get_next(value) or _read_names(value) & graph.values.keys():
+    elif _has_get_next(value) or names_in(value) & graph.values.keys():
         for target in targets:
             graph.values[target] = line
 
@@ -134,10 +141,6 @@ def _has_get_next(value: cst.BaseExpression) -> bool:
         isinstance(node, cst.Attribute) and node.attr.value == "get_next"
         for node in walk(value)
     )
-
-
-def _read_names(value: cst.CSTNode) -> set[str]:
-    return {node.value for node in walk(value) if isinstance(node, cst.Name)}
 
 
 def _initializers(
@@ -216,7 +219,7 @@ def _needed(graph: _Graph, values: list[str] | None) -> list[cst.SimpleStatement
             found.append(line)
             assign = line.body[0]
             assert isinstance(assign, cst.Assign)
-            pending += sorted(_read_names(assign.value) & graph.values.keys())
+            pending += sorted(names_in(assign.value) & graph.values.keys())
     order = list(graph.values.values())
     return sorted(found, key=order.index)
 

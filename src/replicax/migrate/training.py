@@ -4,7 +4,6 @@
 becomes a call of `compute_loss` and an update of the metric `loss`, which Keras 2 made.
 """
 
-import itertools
 from collections.abc import Sequence
 
 import libcst as cst
@@ -13,7 +12,14 @@ from replicax.migrate.arguments import argument, call_of, is_named, keyword
 from replicax.migrate.kinds import is_kind
 from replicax.migrate.names import dotted, is_name, method_of, root_of
 from replicax.migrate.origins import definitions, with_bases
-from replicax.migrate.script import Replacement, Script, Unported, walk
+from replicax.migrate.script import (
+    Replacement,
+    Script,
+    Unported,
+    free_name,
+    names_in,
+    walk,
+)
 from replicax.migrate.tracing import makes_spec
 
 __all__ = ["plan_training"]
@@ -204,11 +210,9 @@ def _with_tape(
     updated: cst.SimpleStatementLine,
 ) -> Replacement:
     function = script.function_of(line)
-    used = (
-        {n.value for n in walk(function) if isinstance(n, cst.Name)} if function else ()
-    )
-    tape = "tape" if "tape" not in used else "gradient_tape"
-    gradients = "gradients" if "gradients" not in used else "loss_gradients"
+    used = names_in(function) if function else ()
+    tape = free_name(used, "tape", "gradient_tape")
+    gradients = free_name(used, "gradients", "loss_gradients")
     call = next(n for n in walk(updated) if _is_minimize(n))
     assert isinstance(call, cst.Call)
     assert isinstance(call.func, cst.Attribute)
@@ -267,9 +271,9 @@ def _plan_compiled_loss(script: Script, node: cst.Call) -> None:
     if function is None or model is None:
         raise Unported(_BY_HAND)
     _check_compiled_loss(script, node, model, function)
-    used = {n.value for n in walk(function) if isinstance(n, cst.Name)}
-    metric = _free_name("loss_metric" if "metric" in used else "metric", used)
-    name = _free_name("total_loss" if "loss" in used else "loss", used)
+    used = names_in(function)
+    metric = free_name(used, "metric", "loss_metric")
+    name = free_name(used, "loss", "total_loss")
     if isinstance(target, cst.Name):
         name = target.value
     quote = script.string("loss").value
@@ -301,7 +305,7 @@ def _check_compiled_loss(
     has_both = argument(node.args, 0, "y_true") and argument(node.args, 1, "y_pred")
     if not has_both or any(arg.star for arg in node.args) or len(node.args) > 4:
         raise Unported(_COMPILED_LOSS)
-    owner = next((p for p in script.parents(node) if isinstance(p, cst.ClassDef)), None)
+    owner = script.class_of(node)
     if model == "self" and owner is not None and _has_compute_loss(script, owner):
         raise Unported(
             "there is no compiled_loss, and this class has a compute_loss of its own: "
@@ -347,9 +351,3 @@ def _compute_loss(updated: cst.Call) -> cst.Call:
             args.append(keyword(new, given.value))
     func = updated.func.with_changes(attr=cst.Name("compute_loss"))
     return updated.with_changes(func=func, args=args)
-
-
-def _free_name(name: str, used: set[str]) -> str:
-    """A name that a function does not use: `name`, or one with a number."""
-    numbered = (f"{name}_{i}" for i in itertools.count(2))
-    return next(n for n in itertools.chain([name], numbered) if n not in used)
