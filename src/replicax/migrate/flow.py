@@ -90,6 +90,10 @@ class Flow:
         is_one = len(found) == 1 and len(self.reaching(node)) == 1
         return found[0] if is_one else None
 
+    def resolved(self, node: cst.BaseExpression) -> cst.BaseExpression:
+        """The one expression that a variable stands for; others as they are."""
+        return self.value(node) or node
+
     # Statements: each maps the environment before it to the one after it, which is None
     # where control does not go on.
 

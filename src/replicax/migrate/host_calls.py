@@ -103,7 +103,7 @@ def pad(script: Script, node: Call, updated: Call, path: str) -> Expression:
     on_host = script.runs_on_host(node)
     table = HOST_OPERATORS if on_host else GUARDED_OPERATORS
     given, margins = argument(node.args, 1, "paddings"), None
-    made = (script.flow.value(given.value) or given.value) if given else None
+    made = script.flow.resolved(given.value) if given else None
     if isinstance(made, cst.Call):
         margins = made.args[0].value if script.called(made) in _TENSORS else made
     if margins is not None and not _is_of_numbers(margins):
@@ -173,7 +173,7 @@ def _draws_integers(script: Script, node: Call, path: str) -> bool:
     given = bound(node.args, _OF_UNIFORM).get("dtype")
     if given is None or is_name(given.value, "None"):
         return False
-    value = script.flow.value(given.value) or given.value
+    value = script.flow.resolved(given.value)
     if isinstance(value, cst.SimpleString):
         dtype = value.evaluated_value
     else:  # Such as `tf.int32` and `np.int32`.
@@ -256,7 +256,7 @@ def _plan(script: Script, made: cst.Call) -> None:
 
 def _is_list(script: Script, node: cst.BaseExpression) -> bool:
     """Whether an expression is a list; a string would name a file."""
-    value = script.flow.value(node) or node
+    value = script.flow.resolved(node)
     is_made = isinstance(value, cst.Call) and dotted(value.func) in _LISTS
     return is_made or isinstance(value, cst.List | cst.Tuple | cst.ListComp)
 

@@ -351,7 +351,7 @@ def _of_element(
         is_named = inner is None and script.code(node.value).lower().endswith("model")
         if inner == "model" or is_named:
             return frozenset(["layer"])
-    value = script.flow.value(node) or node
+    value = script.flow.resolved(node)
     if not is_value and isinstance(value, cst.Dict | cst.DictComp):
         return _UNKNOWN
     return _of_all(script, elements(script, node), seen)

@@ -246,7 +246,7 @@ def _decay(script: Script, node: Call, updated: Call, path: str) -> Expression:
     """Port a decay by the global step to a schedule, where only optimizers use it."""
     step_name, position = ("x", 0) if "piecewise" in path else ("global_step", 1)
     given = argument(node.args, position, step_name)
-    step = script.flow.value(given.value) or given.value if given else None
+    step = script.flow.resolved(given.value) if given else None
     target = script.parent(node)
     uses: list[cst.CSTNode] = [node]
     if isinstance(target, cst.Assign):

@@ -244,7 +244,7 @@ def _names_rate(script: Script, call: cst.Call, node: cst.SimpleString) -> bool:
 def _is_logs(script: Script, node: cst.BaseExpression) -> bool:
     if isinstance(node, cst.BooleanOperation):  # `(logs or {})`
         return _is_logs(script, node.left)
-    value = script.flow.value(node) or node
+    value = script.flow.resolved(node)
     if isinstance(value, cst.Call) and isinstance(value.func, cst.Attribute):
         is_config = value.func.attr.value == "get_config"
         return is_config and is_kind(script, value.func.value, "optimizer")

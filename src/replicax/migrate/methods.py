@@ -332,7 +332,7 @@ def _build(script: Script, node: Call, updated: Call, func: Attribute) -> Expres
     if not owners or is_own or not is_kind(script, node.func.value, "model"):
         return updated
     given = argument(node.args, 0, "input_shape")
-    shape = (script.flow.value(given.value) or given.value) if given else None
+    shape = script.flow.resolved(given.value) if given else None
     parts = shape.elements if isinstance(shape, cst.Tuple | cst.List) else ()
     first, *sizes = [script.code(part.value) for part in parts] or ["", "None"]
     if "None" in sizes:

@@ -95,7 +95,7 @@ def _is_named_class(script: Script, node: cst.BaseExpression) -> bool:
 def config_problem(script: Script, node: Call) -> str | None:
     """Why Keras 3 refuses the config of an optimizer, a dict; None if it does not."""
     given = argument(node.args, 0, "identifier")
-    value = given and (script.flow.value(given.value) or given.value)
+    value = given and script.flow.resolved(given.value)
     if not isinstance(value, cst.Dict):
         return None
     found = {script.code(n)[1:-1] for n in walk(value) if _is_text(n)}
@@ -108,7 +108,7 @@ def _keys(script: Script, node: cst.BaseExpression) -> set[str] | None:
     """The keys of a dict that is only unpacked; None if not all are in sight."""
     uses = [u for d in script.flow.reaching(node) for u in script.flow.uses(d)]
     args = [script.parent(use) for use in uses]
-    value = script.flow.value(node) or node
+    value = script.flow.resolved(node)
     keys: list[str | None] = [None]
     if isinstance(value, cst.Call) and is_name(value.func, "dict"):
         keys = [arg.keyword.value if arg.keyword else None for arg in value.args]

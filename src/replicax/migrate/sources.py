@@ -329,7 +329,7 @@ def is_endless(script: Script, repeat: Call) -> bool:
     count = argument(repeat.args, 0, "count")
     if count is None:
         return True
-    value = script.flow.value(count.value) or count.value
+    value = script.flow.resolved(count.value)
     return script.code(value) in {"None", "-1"}
 
 

@@ -116,7 +116,7 @@ def _value(script: Script, node: cst.BaseExpression) -> cst.BaseExpression:
     """The expression that a variable stands for; a parameter stays, as it may vary."""
     bound = [script.parent(each.node) for each in script.flow.reaching(node)]
     is_parameter = any(isinstance(parent, cst.Param) for parent in bound)
-    return node if is_parameter else script.flow.value(node) or node
+    return node if is_parameter else script.flow.resolved(node)
 
 
 def _text(script: Script, node: cst.BaseExpression | None) -> str | None:

@@ -88,7 +88,7 @@ def _is_none(script: Script, node: cst.BaseExpression) -> bool:
 
 def _is_function(script: Script, loss: cst.Arg) -> bool:
     """Whether the argument `loss` of `minimize` is a function that computes it."""
-    value = script.flow.value(loss.value) or loss.value
+    value = script.flow.resolved(loss.value)
     is_defined = isinstance(value, cst.Name) and bool(script.functions(value.value))
     return isinstance(value, cst.Lambda) or is_defined
 
