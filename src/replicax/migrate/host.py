@@ -21,7 +21,7 @@ from replicax.migrate.tables import (
     find_target,
     is_dotted,
 )
-from replicax.migrate.tracing import called_functions
+from replicax.migrate.tracing import called_functions, with_called
 
 __all__ = [
     "example_function",
@@ -43,13 +43,7 @@ def host_functions_of(script: Script, node: cst.BaseExpression) -> set[cst.CSTNo
     first: list[cst.CSTNode] = [node] if isinstance(node, cst.Lambda) else []
     if text := dotted(node):
         first += script.functions(text.rpartition(".")[2])
-    found: set[cst.CSTNode] = set()
-    while first:
-        function = first.pop()
-        if function not in found:
-            found.add(function)
-            first += called_functions(script, function)
-    return found
+    return with_called(script, first)
 
 
 def why_not_on_host(script: Script, function: cst.CSTNode) -> str | None:

@@ -4,7 +4,7 @@ Where a generator is a function of the script that ends, and draws no random num
 each epoch of TensorFlow's dataset has the same examples; Grain takes them as a list.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import libcst as cst
@@ -15,7 +15,7 @@ from replicax.migrate.names import dotted, method_of
 from replicax.migrate.origins import classes
 from replicax.migrate.script import Expression, Script, Unported, walk
 from replicax.migrate.tables import DTYPES, READERS
-from replicax.migrate.tracing import called_functions
+from replicax.migrate.tracing import with_called
 
 __all__ = [
     "FROM_GENERATOR",
@@ -188,10 +188,10 @@ def _read(script: Script, node: cst.Call) -> tuple[list[str], bool]:
     given = argument(node.args, 0, "generator")
     if given is None or any(is_named(arg, "args") for arg in node.args):
         raise Unported("from_generator with args=: pass a function without arguments")
-    found = list(_functions(script, given.value))
+    found = _functions(script, given.value)
     if not found:
         raise Unported(f"the generator `{script.code(given.value)}` is not in sight")
-    for function in found:
+    for function in sorted(found, key=script.line):
         _require_same(function)
     signature = next((a for a in node.args if is_named(a, "output_signature")), None)
     types = signature or argument(node.args, 1, "output_types")
@@ -216,26 +216,20 @@ def _dtype(script: Script, node: cst.BaseExpression) -> str:
     return dtype
 
 
-def _functions(script: Script, node: cst.BaseExpression) -> Iterator[cst.FunctionDef]:
+def _functions(script: Script, node: cst.BaseExpression) -> set[cst.CSTNode]:
     """The functions of the script that run when a generator is called."""
-    first: list[cst.CSTNode] = []
+    first: list[cst.FunctionDef] = []
     if isinstance(node, cst.Lambda) and isinstance(node.body, cst.Call):
         if not node.params.params:
-            first = [*script.functions(dotted(node.body.func) or "")]
+            first = script.functions(dotted(node.body.func) or "")
     elif isinstance(node, cst.Call):  # An instance that can be called.
         for each in classes(script, dotted(node.func) or ""):
             first += [f for f in script.functions("__call__") if f in walk(each)]
     else:
         text = dotted(node) or ""
         is_own = "." not in text or text.startswith("self.")
-        first = [*script.functions(text.removeprefix("self."))] if is_own else []
-    seen: set[cst.CSTNode] = set()
-    while first:
-        function = first.pop()
-        if isinstance(function, cst.FunctionDef) and function not in seen:
-            seen.add(function)
-            yield function
-            first += called_functions(script, function)
+        first = script.functions(text.removeprefix("self.")) if is_own else []
+    return with_called(script, first)
 
 
 def _require_same(function: cst.CSTNode) -> None:

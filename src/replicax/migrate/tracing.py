@@ -23,6 +23,7 @@ __all__ = [
     "plan_randomness",
     "report_branches",
     "trace",
+    "with_called",
 ]
 
 _RUN = frozenset(
@@ -68,12 +69,18 @@ def find_traced(script: Script) -> None:
 
 def trace(script: Script, functions: Iterable[cst.CSTNode]) -> None:
     """Record functions as traced, with those that they call."""
-    pending = [*functions]
+    script.traced_functions |= with_called(script, functions)
+
+
+def with_called(script: Script, functions: Iterable[cst.CSTNode]) -> set[cst.CSTNode]:
+    """Functions and all functions of the script that they call, through others too."""
+    pending, found = [*functions], set[cst.CSTNode]()
     while pending:
         function = pending.pop()
-        if function not in script.traced_functions:
-            script.traced_functions.add(function)
+        if function not in found:
+            found.add(function)
             pending += called_functions(script, function)
+    return found
 
 
 def called_functions(script: Script, function: cst.CSTNode) -> Iterator[cst.CSTNode]:
@@ -104,7 +111,6 @@ def _run_by_strategies(script: Script) -> Iterator[cst.CSTNode]:
 def _functions_of(script: Script, node: cst.BaseExpression) -> Iterator[cst.CSTNode]:
     if isinstance(node, cst.Lambda):
         yield node
-        yield from called_functions(script, node)
     elif isinstance(node, cst.Call) and script.called(node) == "function":
         if node.args:
             yield from _functions_of(script, node.args[0].value)
