@@ -10,10 +10,12 @@ from replicax.migrate.flow import Definition
 from replicax.migrate.names import is_name, method_of
 from replicax.migrate.origins import (
     bases,
+    bound_values,
     classes,
     container,
     definitions,
     elements,
+    is_parameter,
     part,
     returned,
 )
@@ -163,8 +165,7 @@ def _is_open(script: Script, node: cst.BaseExpression, depth: int) -> bool:
     if not found or not depth:
         return False
     for each in found:
-        is_parameter = isinstance(script.parent(each.node), cst.Param)
-        if not each.values and not is_parameter:
+        if not (each.values or isinstance(script.parent(each.node), cst.Param)):
             return False
         if not all(_is_open(script, value, depth - 1) for value in each.values):
             return False
@@ -192,8 +193,7 @@ def renamed_optimizer(script: Script, node: cst.Call) -> str | None:
     An alias such as `cls = tf.keras.optimizers.SGD` counts where it can be no other.
     """
     value = script.flow.value(node.func) if isinstance(node.func, cst.Name) else None
-    bound = (script.parent(d.node) for d in script.flow.reaching(node.func))
-    if any(isinstance(parent, cst.Param) for parent in bound):
+    if is_parameter(script, node.func):
         return None  # Its default, and other scripts' calls, are other values.
     path = script.names.path(value) if value is not None else None
     target = find_target(path) if path else None
@@ -232,9 +232,7 @@ def _values(script: Script, node: cst.BaseExpression) -> Iterator[cst.BaseExpres
             yield from (arg.value for arg in node.args[1:])
     else:
         for definition in definitions(script, node):
-            bound = script.parent(definition.node)
-            default = bound.default if isinstance(bound, cst.Param) else None
-            given = [*definition.values, *([default] if default else [])]
+            given = bound_values(script, definition)
             yield from given if definition.index is None and given else [node]
 
 

@@ -12,7 +12,7 @@ import libcst as cst
 
 from replicax.migrate.kinds import Maker, is_class_of, is_kind, makers
 from replicax.migrate.names import is_name, root_of
-from replicax.migrate.origins import bases, definitions, with_bases
+from replicax.migrate.origins import bases, bound_values, definitions, with_bases
 from replicax.migrate.script import Script
 from replicax.migrate.tables import (
     call_parameters,
@@ -217,17 +217,7 @@ def _is_tensor(script: Script, node: cst.BaseExpression, depth: int) -> bool | N
         text = script.code(node).rpartition(".")[2].lstrip("_")
         if text in {"None", "True", "False", *_FLAGS}:
             return text == "None"
-        parts = _bound(script, node) if depth else []
-    found = {_is_tensor(script, part, depth - 1) for part in parts}
-    return False if False in found else True if found == {True} else None
-
-
-def _bound(script: Script, node: cst.BaseExpression) -> list[cst.BaseExpression]:
-    """The expressions that a name may be bound to, defaults of parameters included."""
-    found: list[cst.BaseExpression] = []
-    for each in definitions(script, node):
-        around = script.parent(each.node)
-        if isinstance(around, cst.Param) and around.default is not None:
-            found.append(around.default)
-        found += each.values
-    return found
+        found = definitions(script, node) if depth else ()
+        parts = [value for each in found for value in bound_values(script, each)]
+    kinds = {_is_tensor(script, part, depth - 1) for part in parts}
+    return False if False in kinds else True if kinds == {True} else None

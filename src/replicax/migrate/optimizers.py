@@ -6,6 +6,7 @@ from libcst import Call
 from replicax.migrate.arguments import argument, is_named, renamed, with_args
 from replicax.migrate.kinds import makes_optimizer
 from replicax.migrate.names import is_name
+from replicax.migrate.origins import is_parameter
 from replicax.migrate.script import Expression, Script, Unported, walk
 from replicax.migrate.tables import find_target, kind_of_target
 
@@ -84,12 +85,9 @@ def ported_class_call(script: Script, node: Call, updated: Call) -> Call:
 
 def _is_named_class(script: Script, node: cst.BaseExpression) -> bool:
     """Whether a parameter's name says that it makes an optimizer: `opt_cls`."""
-    definitions = script.flow.reaching(node)
-    is_open = bool(definitions) and not any(d.values for d in definitions)
-    is_parameter = any(
-        isinstance(script.parent(each.node), cst.Param) for each in definitions
-    )
-    return is_open and is_parameter and "opt" in script.code(node).lower()
+    is_open = not any(each.values for each in script.flow.reaching(node))
+    is_named = "opt" in script.code(node).lower()
+    return is_open and is_named and is_parameter(script, node)
 
 
 def config_problem(script: Script, node: Call) -> str | None:

@@ -11,10 +11,12 @@ from replicax.migrate.script import Script, walk
 
 __all__ = [
     "bases",
+    "bound_values",
     "classes",
     "container",
     "definitions",
     "elements",
+    "is_parameter",
     "part",
     "returned",
     "with_bases",
@@ -71,6 +73,19 @@ def definitions(script: Script, node: cst.BaseExpression) -> frozenset[Definitio
     for owner in with_bases(script, *owners):
         bound += script.flow.attributes(owner, node.attr.value)
     return frozenset(bound)
+
+
+def bound_values(script: Script, definition: Definition) -> list[cst.BaseExpression]:
+    """The values of a definition, with the default where it is a parameter's."""
+    bound = script.parent(definition.node)
+    default = bound.default if isinstance(bound, cst.Param) else None
+    return [*definition.values, *([default] if default is not None else [])]
+
+
+def is_parameter(script: Script, node: cst.BaseExpression) -> bool:
+    """Whether a variable may be a parameter, whose callers may be out of sight."""
+    found = script.flow.reaching(node)
+    return any(isinstance(script.parent(each.node), cst.Param) for each in found)
 
 
 def elements(

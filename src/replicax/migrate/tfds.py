@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import libcst as cst
 
 from replicax.migrate.arguments import bound
+from replicax.migrate.origins import is_parameter
 from replicax.migrate.script import Script, Unported
 
 __all__ = ["plan_loads", "why_not_loaded"]
@@ -114,9 +115,7 @@ def _read(script: Script, call: cst.Call) -> _Load:
 
 def _value(script: Script, node: cst.BaseExpression) -> cst.BaseExpression:
     """The expression that a variable stands for; a parameter stays, as it may vary."""
-    bound = [script.parent(each.node) for each in script.flow.reaching(node)]
-    is_parameter = any(isinstance(parent, cst.Param) for parent in bound)
-    return node if is_parameter else script.flow.resolved(node)
+    return node if is_parameter(script, node) else script.flow.resolved(node)
 
 
 def _text(script: Script, node: cst.BaseExpression | None) -> str | None:
