@@ -1,7 +1,7 @@
 """Rewrites a script's syntax tree by the tables and rules of the other modules."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 import libcst as cst
 
@@ -29,6 +29,7 @@ __all__ = ["Rewriter"]
 
 _VERSIONS = ("__version__.", "VERSION.", "version.VERSION.")
 _STATEMENTS = (cst.SimpleStatementLine, cst.BaseCompoundStatement)
+_Block = TypeVar("_Block", cst.IndentedBlock, cst.Module)
 
 
 class Rewriter(cst.CSTTransformer):
@@ -340,24 +341,16 @@ class Rewriter(cst.CSTTransformer):
         self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock
     ) -> cst.IndentedBlock:
         """Assemble a block from the ports of its statements."""
-        body, rest = self._assembled(original_node)
-        return updated_node.with_changes(
-            body=body, footer=[*rest, *updated_node.footer]
-        )
+        return self._assembled(original_node, updated_node)
 
     def leave_Module(
         self, original_node: cst.Module, updated_node: cst.Module
     ) -> cst.Module:
         """Assemble the module from the ports of its statements."""
-        body, rest = self._assembled(original_node)
-        return updated_node.with_changes(
-            body=body, footer=[*rest, *updated_node.footer]
-        )
+        return self._assembled(original_node, updated_node)
 
-    def _assembled(
-        self, block: cst.IndentedBlock | cst.Module
-    ) -> tuple[list[Any], list[cst.EmptyLine]]:
-        """The ported statements of a block, and the comments that remain at its end.
+    def _assembled(self, block: _Block, updated: _Block) -> _Block:
+        """A block with the ports of its statements as its body.
 
         Comments that outlive a removed statement move above the next one.
         """
@@ -384,7 +377,7 @@ class Rewriter(cst.CSTTransformer):
             first = first.with_changes(leading_lines=lines)
             pending, gap = [], []
             body += [first, *others]
-        return body, pending
+        return updated.with_changes(body=body, footer=[*pending, *updated.footer])
 
 
 class _Quotes(cst.CSTTransformer):
