@@ -10,7 +10,7 @@ import libcst as cst
 from libcst.metadata import MetadataWrapper, ParentNodeProvider, PositionProvider
 
 from replicax.migrate.flow import Flow
-from replicax.migrate.names import Names, path_in_tensorflow
+from replicax.migrate.names import Names, import_names, path_in_tensorflow
 from replicax.migrate.tables import ALIASES, is_dotted
 
 __all__ = [
@@ -293,24 +293,11 @@ def imported_modules(module: cst.Module) -> list[tuple[str, str]]:
     for line in module.body:
         for small in line.body if isinstance(line, cst.SimpleStatementLine) else ():
             if isinstance(small, cst.Import):
-                found += [_import_as(alias) for alias in small.names]
+                names = [(a.evaluated_alias, a.evaluated_name) for a in small.names]
+                found += [(alias or name, name) for alias, name in names]
             elif isinstance(small, cst.ImportFrom):
-                found += list(_from_import_as(small))
+                found += [pair for pair in import_names(small) if pair[0] != "*"]
     return found
-
-
-def _import_as(alias: cst.ImportAlias) -> tuple[str, str]:
-    name = alias.evaluated_name
-    return (alias.evaluated_alias or name, name)
-
-
-def _from_import_as(small: cst.ImportFrom) -> Iterator[tuple[str, str]]:
-    if isinstance(small.names, cst.ImportStar) or small.module is None:
-        return
-    module = cst.Module([]).code_for_node(small.module)
-    for alias in small.names:
-        name = alias.evaluated_name
-        yield (alias.evaluated_alias or name, f"{module}.{name}")
 
 
 def walk(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
