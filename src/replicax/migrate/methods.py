@@ -27,6 +27,7 @@ from replicax.migrate.origins import with_bases
 from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.tables import LEFT_METHODS, RENAMED_METHODS
 from replicax.migrate.tracing import class_of, makes_spec
+from replicax.migrate.training import NO_MINIMIZE
 
 __all__ = ["attribute", "call"]
 
@@ -238,10 +239,7 @@ def _minimize(script: Script, node: Call, updated: Call, func: Attribute) -> Exp
         func.value
     ):
         return updated
-    raise Unported(
-        "Keras 3 has no optimizer.minimize: compute the loss in `with "
-        "rx.GradientTape() as tape:`, then tape.gradient and apply_gradients"
-    )
+    raise Unported(NO_MINIMIZE)
 
 
 def _save(script: Script, node: Call, updated: Call, func: Attribute) -> Expression:

@@ -22,7 +22,13 @@ from replicax.migrate.script import (
 )
 from replicax.migrate.tracing import makes_spec
 
-__all__ = ["plan_training"]
+__all__ = ["NO_MINIMIZE", "plan_training"]
+
+NO_MINIMIZE = (
+    "Keras 3 has no optimizer.minimize: compute the loss in `with rx.GradientTape() as "
+    "tape:`, then tape.gradient and apply_gradients"
+)
+"""Why a call of `minimize` stays that no rule ports."""
 
 
 def plan_training(script: Script) -> None:
@@ -73,10 +79,7 @@ def _problem_of_minimize(script: Script, node: cst.Call) -> str | None:
     if loss is None or variables is None:
         return "minimize(tape=): name its arguments loss= and var_list="
     if any(_is_none(script, tape) for tape in tapes) or _is_function(script, loss):
-        return (
-            "Keras 3 has no optimizer.minimize: compute the loss in `with "
-            "rx.GradientTape() as tape:`, then tape.gradient and apply_gradients"
-        )
+        return NO_MINIMIZE
     return None
 
 
