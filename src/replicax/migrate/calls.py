@@ -306,17 +306,11 @@ def _patches(script: Script, node: Call, updated: Call, path: str) -> Expression
     return made.with_changes(args=args)
 
 
-def _trace(script: Script, node: Call, updated: Call, path: str) -> Expression:
-    kept = [a for a in updated.args if not is_named(a, "_r")]
-    func = script.expression("jax.profiler.StepTraceAnnotation")
-    return updated.with_changes(func=func, args=without(updated.args, kept))
-
-
-def _renaming(target: str) -> CallRule:
+def _renaming(target: str, dropped: str = "name") -> CallRule:
     """Make a rule that changes the function's name, for any number of arguments."""
 
     def rule(script: Script, node: Call, updated: Call, path: str) -> Expression:
-        kept = [a for a in updated.args if not is_named(a, "name")]
+        kept = [a for a in updated.args if not is_named(a, dropped)]
         return updated.with_changes(
             func=script.expression(target), args=without(updated.args, kept)
         )
@@ -456,7 +450,7 @@ _RULES: dict[str, CallRule] = {
         for kind, target in (("max", "max_pool"), ("avg", "average_pool"))
         for suffix in ("", "2d")
     },
-    "profiler.experimental.Trace": _trace,
+    "profiler.experimental.Trace": _renaming("jax.profiler.StepTraceAnnotation", "_r"),
     "where": _where,
     "split": _split,
     "einsum": _renaming("keras.ops.einsum"),

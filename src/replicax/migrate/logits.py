@@ -28,8 +28,10 @@ _NOTE = (
 )
 _LAYERS = {"Activation": 0, "Dense": 1, "Conv2D": None, "Conv1D": None}
 """Layers with `activation=`, and its position; None if it is always named."""
-_MODELS = ("keras.Sequential", "keras.Model", "keras.models.Sequential")
-_MODELS = (*_MODELS, "keras.models.Model")
+_MODELS = (
+    *("keras.Sequential", "keras.Model"),
+    *("keras.models.Sequential", "keras.models.Model"),
+)
 _CLASSES = {
     "sparse_categorical_crossentropy": "SparseCategoricalCrossentropy",
     "categorical_crossentropy": "CategoricalCrossentropy",

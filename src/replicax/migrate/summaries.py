@@ -6,7 +6,7 @@ a script is ported or none: one writer that stays needs TensorFlow all the same.
 
 import libcst as cst
 
-from replicax.migrate.arguments import argument, keyword
+from replicax.migrate.arguments import argument, is_named, renamed
 from replicax.migrate.script import Script, Unported
 from replicax.migrate.statements import body_in_place
 from replicax.migrate.tables import DROPPED
@@ -147,14 +147,10 @@ def _written(
 
 def _value(call: cst.Call, method: cst.Attribute) -> cst.Call:
     """Port `tf.summary.scalar(...)` to `writer.scalar(name, value, step=step)`."""
-    args = list(call.args)
-    order = ["name", "value", "step", "buckets"]
-    made = []
-    for i, arg in enumerate(args):
-        if arg.keyword is None and i < 2:
-            made.append(arg)
-            continue
-        name = arg.keyword.value if arg.keyword else order[i]
-        named = keyword("value" if name == "data" else name, arg.value)
-        made.append(arg.with_changes(keyword=named.keyword, equal=named.equal))
-    return call.with_changes(func=method, args=made)
+    order = ("name", "value", "step", "buckets")
+    args = []
+    for i, arg in enumerate(call.args):
+        if arg.keyword is None and i >= 2:
+            arg = renamed(arg, order[i])
+        args.append(renamed(arg, "value") if is_named(arg, "data") else arg)
+    return call.with_changes(func=method, args=args)
