@@ -232,8 +232,8 @@ def _written(script: Script, node: Call, updated: Call, path: str) -> Expression
     values = {name: script.code(arg.value) for name, arg in given.items()}
     if missing := [x for x in re.findall(r"{(\w+)}", text) if x not in values]:
         raise Unported(f"tf.{path}: its argument {missing[0]!r} was not found")
-    here = re.sub(
-        r"\b(?:keras|os)(?:\.\w+)+",
+    here = re.sub(  # Targets by their names here, strings in the script's quotes.
+        r'\b(?:keras|os|rx)(?:\.\w+)+|"\w+"',
         lambda found: script.code(script.expression(found.group())),
         text,
     )

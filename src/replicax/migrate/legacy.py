@@ -131,12 +131,6 @@ def _loss(script: Script, node: Call, updated: Call, path: str) -> Expression:
     return cst.Call(func=cst.Call(func=made, args=kept), args=args)
 
 
-def _gpu_available(script: Script, node: Call, updated: Call, path: str) -> Expression:
-    func = script.expression("rx.config.list_physical_devices")
-    devices = call_of(func, script.string("GPU"))
-    return call_of(cst.Name("bool"), devices)
-
-
 def _logical_devices(
     script: Script, node: Call, updated: Call, path: str
 ) -> Expression:
@@ -291,6 +285,5 @@ RULES: dict[str, CallRule] = {
     },
     "config.set_logical_device_configuration": _logical_devices,
     "config.experimental.set_virtual_device_configuration": _logical_devices,
-    "test.is_gpu_available": _gpu_available,
 }
 """Rewrite rules by the path of the function."""
