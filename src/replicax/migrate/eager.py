@@ -58,12 +58,12 @@ def _calls_of(script: Script, function: cst.FunctionDef) -> list[cst.Call] | Non
     """The call sites of a function; None unless `run` can make all of its uses."""
     name = function.name.value
     owner = class_of(script, function)
-    if isinstance(owner, cst.ClassDef) and is_class_of(script, owner, _OBJECTS):
+    if owner is not None and is_class_of(script, owner, _OBJECTS):
         return None
     uses = [
         n for n in walk(script.module) if is_name(n, name) and n is not function.name
     ]
-    if isinstance(owner, cst.ClassDef):
+    if owner is not None:
         parents = [script.parent(use) for use in uses]
         uses = [p for p in parents if isinstance(p, cst.Attribute)]
     calls = [script.parent(use) for use in uses]
@@ -117,7 +117,7 @@ def plan_models(script: Script) -> None:
     for name, callers in _STEPS.items():
         for function in script.functions(name) if methods & callers else ():
             owner = class_of(script, function)
-            if not isinstance(owner, cst.ClassDef) or not _may_be_model(script, owner):
+            if owner is None or not _may_be_model(script, owner):
                 continue
             lines = _compiled_lines(script, owner)
             if lines is None:

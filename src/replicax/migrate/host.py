@@ -21,7 +21,7 @@ from replicax.migrate.tables import (
     find_target,
     is_dotted,
 )
-from replicax.migrate.tracing import called_functions, with_called
+from replicax.migrate.tracing import called_functions, class_of, with_called
 
 __all__ = [
     "example_function",
@@ -220,7 +220,7 @@ class _Parts(cst.CSTTransformer):
         self._example = example
 
     def visit_Attribute_attr(self, node: cst.Attribute) -> None:
-        """Names after a dot are no parameters."""
+        """Skip names after a dot, which are no parameters."""
 
     def leave_Attribute(
         self, original_node: cst.Attribute, updated_node: cst.Attribute
@@ -274,8 +274,7 @@ def _why_no_generator(
     is_plain = params.star_arg is cst.MaybeSentinel.DEFAULT and not params.star_kwarg
     if not is_plain or any(p.default for p in params.params):
         return "has arguments that may be left away"
-    block = script.parent(function)
-    if block is not None and isinstance(script.parent(block), cst.ClassDef):
+    if class_of(script, function) is not None:
         return "is a method"
     for use in walk(script.module):
         if not isinstance(use, cst.Name) or use.value != function.name.value:

@@ -46,7 +46,7 @@ def _cast(script: Script, node: Call, updated: Call, path: str) -> Expression:
 
 
 def _as_type(value: Expression, dtype: Expression) -> cst.Call:
-    """`value.astype(dtype)`."""
+    """The call `value.astype(dtype)`."""
     if isinstance(value, cst.BinaryOperation | cst.UnaryOperation | cst.Comparison):
         value = value.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
     return call_of(cst.Attribute(value=value, attr=cst.Name("astype")), dtype)

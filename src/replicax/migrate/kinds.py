@@ -87,7 +87,7 @@ def may_be_variable(script: Script, node: cst.BaseExpression) -> bool:
 
 
 def _is_given(script: Script, node: cst.BaseExpression, depth: int) -> bool:
-    """Whether a value comes from a parameter that may hold a variable, or a container.
+    """Whether a value comes from a parameter that may hold or contain variables.
 
     Parameters of what Keras calls hold tensors: of the `call` of a layer, of functions
     of `y_true, y_pred`.
@@ -188,7 +188,7 @@ def is_class_of(script: Script, node: cst.ClassDef, kinds: tuple[str, ...]) -> b
 
 
 def renamed_optimizer(script: Script, node: cst.Call) -> str | None:
-    """Resolve an alias of an optimizer class, which a call is of, to the class' path.
+    """The path of the optimizer class that a call is of through an alias, if it is.
 
     An alias such as `cls = tf.keras.optimizers.SGD` counts where it can be no other.
     """
@@ -262,7 +262,7 @@ def _makers(script: Script, node: cst.BaseExpression, seen: _Seen) -> frozenset[
         is_index = isinstance(index, cst.Index)
         return _of_part(script, node.value, index.value, seen) if is_index else _UNKNOWN
     if is_name(node, "self"):
-        return frozenset([script.class_of(node)])
+        return frozenset([script.class_around(node)])
     if found := definitions(script, node):
         each = (_of_definition(script, d, seen) for d in found)
         return frozenset[Maker]().union(*each) or _UNKNOWN

@@ -77,7 +77,7 @@ def _called_object(
     method = func.attr.value if isinstance(func, cst.Attribute) else ""
     if isinstance(func, cst.Attribute) and method in {"call", "__call__"}:
         if isinstance(func.value, cst.Call) and is_name(func.value.func, "super"):
-            owner = script.class_of(node)
+            owner = script.class_around(node)
             owners = frozenset(_above(script, owner)) if owner else frozenset[Maker]()
         else:
             owners = makers(script, func.value)

@@ -63,7 +63,7 @@ def definitions(script: Script, node: cst.BaseExpression) -> frozenset[Definitio
     if found or not isinstance(node, cst.Attribute):
         return found
     if is_name(node.value, "self"):  # A base of the class sets it.
-        owner = script.class_of(node)
+        owner = script.class_around(node)
         owners = [owner] if owner is not None else []
     else:
         made = script.flow.value(node.value)

@@ -354,7 +354,7 @@ def _concatenate(script: Script, call: Call, updated: Call) -> Expression:
 
 
 def _cache(script: Script, call: Call, updated: Call) -> Expression:
-    """Drop `cache`, or keep the first epoch's draws before it by a `repeat` of once."""
+    """Drop `cache`; where it keeps order or random numbers, port it to `repeat`."""
     assert isinstance(call.func, cst.Attribute)
     before = _calls_before(script, call.func.value, frozenset())
     is_shuffled = any(method_of(each) == "shuffle" for each in before)

@@ -170,7 +170,7 @@ class Rewriter(cst.CSTTransformer):
     def leave_SimpleString(
         self, original_node: cst.SimpleString, updated_node: cst.SimpleString
     ) -> cst.BaseExpression:
-        """Name the learning rate in what `fit` logs as Keras 3 does."""
+        """Rename the key `"lr"` of logs to Keras 3's `"learning_rate"`."""
         if members.is_logged_rate(self._script, original_node):
             return self._script.string("learning_rate")
         return updated_node
@@ -180,7 +180,7 @@ class Rewriter(cst.CSTTransformer):
         original_node: cst.FormattedString,
         updated_node: cst.FormattedString,
     ) -> cst.BaseExpression:
-        """Change the quotes in an f-string: Python 3.11 forbids its own kind there."""
+        """Change quotes in an f-string, whose own kind Python 3.11 forbids in it."""
         quote = original_node.quote
         if '"' in quote or "'" in quote:
             other = "'" if '"' in quote else '"'

@@ -163,7 +163,7 @@ class Script:
                 return parent
         return None
 
-    def class_of(self, node: cst.CSTNode) -> cst.ClassDef | None:
+    def class_around(self, node: cst.CSTNode) -> cst.ClassDef | None:
         """The innermost class that an original node is in."""
         found = (p for p in self.parents(node) if isinstance(p, cst.ClassDef))
         return next(found, None)
@@ -333,7 +333,7 @@ MARK = "# replicax: "
 
 @dataclass(frozen=True, order=True, slots=True)
 class Finding:
-    """What could not be ported in a line of the original script, or what differs now.
+    """A message about a line of the original: not ported, or ported with a difference.
 
     Attributes:
         line: Its number in the original, from 1.

@@ -159,7 +159,7 @@ def why_not_listed(script: Script, node: cst.Call) -> str | None:
 
 
 def _listed(script: Script, node: cst.Call, updated: cst.Call) -> Expression:
-    """`grain.MapDataset.source([... for x, y in generator()])`."""
+    """Port to `grain.MapDataset.source([... for x, y in generator()])`."""
     dtypes, is_tuple = _read(script, node)
     given = argument(updated.args, 0, "generator")
     assert given is not None
@@ -305,7 +305,7 @@ def stream_problem(
 
 
 def _is_in_order(script: Script, source: cst.Call) -> bool:
-    """Whether `shuffle=` is not True, which is the default for folders."""
+    """Whether a source does not shuffle; for folders `shuffle=True` is the default."""
     given = [script.code(a.value) for a in source.args if is_named(a, "shuffle")]
     is_folder = script.called(source).endswith("_from_directory")
     return given != ["True"] if given else not is_folder

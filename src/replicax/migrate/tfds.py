@@ -138,7 +138,7 @@ def _is_true(script: Script, arg: cst.Arg | None) -> bool:
 
 
 def _splits(script: Script, arg: cst.Arg | None) -> tuple[bool, list[str]]:
-    """Whether the splits are a list, and their names; none where all are meant."""
+    """Whether the splits are a list, and their names; no names mean all splits."""
     if arg is None:
         return False, []
     value = _value(script, arg.value)

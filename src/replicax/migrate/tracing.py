@@ -91,7 +91,7 @@ def called_functions(script: Script, function: cst.CSTNode) -> Iterator[cst.CSTN
                 yield from script.functions(node.func.value)
             elif isinstance(node.func, cst.Attribute):
                 for found in script.functions(node.func.attr.value):
-                    if isinstance(class_of(script, found), cst.ClassDef):
+                    if class_of(script, found) is not None:
                         yield found
 
 
@@ -122,9 +122,8 @@ def _compiled_methods(script: Script) -> Iterator[cst.CSTNode]:
     for node in walk(script.module):
         if isinstance(node, cst.FunctionDef):
             owner = class_of(script, node)
-            is_keras = isinstance(owner, cst.ClassDef) and bool(
-                node.name.value in _METHODS and foreign_bases(script, owner)
-            )
+            bases = foreign_bases(script, owner) if owner is not None else []
+            is_keras = node.name.value in _METHODS and bool(bases)
             if is_keras or makes_spec(script, node):
                 yield node
 
@@ -137,10 +136,11 @@ def foreign_bases(script: Script, owner: cst.ClassDef) -> list[cst.BaseExpressio
     return [base for base in found if script.code(base) not in named]
 
 
-def class_of(script: Script, node: cst.FunctionDef) -> cst.CSTNode | None:
-    """The node whose block a function is directly in; a class if it is a method."""
-    block = script.parent(node)
-    return script.parent(block) if block else None
+def class_of(script: Script, function: cst.FunctionDef) -> cst.ClassDef | None:
+    """The class that a function is a method of; None if it is no method."""
+    block = script.parent(function)
+    owner = script.parent(block) if block else None
+    return owner if isinstance(owner, cst.ClassDef) else None
 
 
 def makes_spec(script: Script, node: cst.CSTNode) -> bool:
@@ -189,7 +189,7 @@ def _layer_around(script: Script, node: cst.CSTNode) -> cst.ClassDef | None:
     """The class of layers or models that a node is in a method of; None outside."""
     function = script.function_of(node)
     owner = class_of(script, function) if function is not None else None
-    if not isinstance(owner, cst.ClassDef) or function is None:
+    if owner is None or function is None:
         return None
     has_self = [p.name.value for p in function.params.params[:1]] == ["self"]
     is_layer = has_self and is_class_of(script, owner, ("layer", "model"))

@@ -308,7 +308,7 @@ def _check_compiled_loss(
     has_both = argument(node.args, 0, "y_true") and argument(node.args, 1, "y_pred")
     if not has_both or any(arg.star for arg in node.args) or len(node.args) > 4:
         raise Unported(_COMPILED_LOSS)
-    owner = script.class_of(node)
+    owner = script.class_around(node)
     if model == "self" and owner is not None and _has_compute_loss(script, owner):
         raise Unported(
             "there is no compiled_loss, and this class has a compute_loss of its own: "
