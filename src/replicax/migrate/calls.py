@@ -164,7 +164,7 @@ def _variable(script: Script, node: Call, updated: Call, path: str) -> Expressio
     made = remade(script, updated, DEVICE_OPERATORS[path], path)
     has_dtype = any(is_named(a, "dtype") for a in made.args)
     if not has_dtype and made.args and isinstance(made.args[0].value, cst.Integer):
-        dtype = keyword("dtype", script.string("int32"))  # Keras' would be a float.
+        dtype = keyword("dtype", script.string("int32"))  # Keras' default is a float.
         made = made.with_changes(args=without(made.args, made.args, [dtype]))
     return made
 

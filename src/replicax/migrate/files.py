@@ -139,7 +139,7 @@ def _literals(script: Script, node: cst.BaseExpression) -> list[cst.SimpleString
         both = [_literals(script, each) for each in (node.body, node.orelse)]
         return [*both[0], *both[1]] if all(both) else []
     if isinstance(node, cst.Attribute):
-        return []  # An option of the command line.
+        return []  # The default of an option is not rewritten.
     inner = _last_part(script, node)
     return _literals(script, inner) if inner is not None else []
 

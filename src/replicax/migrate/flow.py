@@ -109,7 +109,7 @@ class Flow:
     def _statement(self, node: cst.CSTNode, env: _Environment) -> _Environment | None:
         if isinstance(node, _BLOCKS):
             body = node.body
-            if isinstance(body, cst.BaseSuite):  # Of `else` and `finally`.
+            if isinstance(body, cst.BaseSuite):  # The body of `else` or `finally`.
                 return self._statement(body, env)
             return self._block(body, env)
         if isinstance(node, cst.FunctionDef | cst.ClassDef):
@@ -184,7 +184,7 @@ class Flow:
     def _loop(self, node: cst.For | cst.While, env: _Environment) -> _Environment:
         self._read(node.iter if isinstance(node, cst.For) else node.test, env)
         around = env
-        for _ in range(2):  # What the end of a round binds reaches the next one.
+        for _ in range(2):  # Bindings of one iteration reach the next one.
             inside = dict(around)
             if isinstance(node, cst.For):
                 self._bind(node.target, None, inside)

@@ -187,7 +187,7 @@ def example_function(
 def _num_parameters(function: cst.FunctionDef, is_method: bool) -> int:
     params = function.params.params
     if function.params.star_arg is not cst.MaybeSentinel.DEFAULT and not params:
-        return 2  # `*example` takes the parts one by one.
+        return 2  # `*example` takes a tuple's elements one by one.
     required = [p for p in params if p.default is None]
     return len(required) - int(is_method)
 

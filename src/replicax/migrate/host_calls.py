@@ -270,7 +270,7 @@ def _call(script: Script, use: cst.CSTNode) -> cst.Call:
     call = script.parent(use)
     if not isinstance(call, cst.Call) or call.func is not use or len(call.args) != 1:
         raise Unported("it is not called with words alone")
-    is_named_so = script.code(use) == "word"  # As the argument in the port.
+    is_named_so = script.code(use) == "word"  # The port's lambda has this parameter.
     if is_named_so or not (
         script.runs_on_host(use) or _shown_words(script, call.args[0].value)
     ):

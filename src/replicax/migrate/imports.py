@@ -279,7 +279,7 @@ def _as_lines(
     return cst.FlattenSentinel([with_marks(first, marks), *others])
 
 
-# LibCST removes lines without statements by itself, with their comments.
+# LibCST would remove a line without statements together with its comments.
 _NOTHING = cst.Expr(cst.Name("__nothing__"))
 """The placeholder of a removed import, until the new ones are inserted."""
 

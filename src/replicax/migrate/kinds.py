@@ -194,7 +194,7 @@ def renamed_optimizer(script: Script, node: cst.Call) -> str | None:
     """
     value = script.flow.value(node.func) if isinstance(node.func, cst.Name) else None
     if is_parameter(script, node.func):
-        return None  # Its default, and other scripts' calls, are other values.
+        return None  # Callers may pass another class.
     path = script.names.path(value) if value is not None else None
     target = find_target(path) if path else None
     is_class = target is not None and kind_of_target(target) == "optimizer"
@@ -227,7 +227,7 @@ def _values(script: Script, node: cst.BaseExpression) -> Iterator[cst.BaseExpres
         if isinstance(index, cst.Index):
             yield from part(script, node.value, index.value)
     elif isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
-        if node.func.attr.value == "get":  # Of a dict: the default is one, too.
+        if node.func.attr.value == "get":  # `dict.get(key, default)`.
             yield from elements(script, node.func.value)
             yield from (arg.value for arg in node.args[1:])
     else:

@@ -28,7 +28,7 @@ _FLAGS = ("training", "is_training", "train", "is_train", "trainable", "determin
 _PLAIN = ("bool", "dict", "float", "int", "len", "str")
 """Builtins whose results are no tensors."""
 _SIZES = ("shape", "rank", "size")
-"""Functions of TensorFlow whose results are Python's numbers here."""
+"""Functions of TensorFlow whose ports give Python's numbers."""
 _IN_MODELS = ("inputs", "training", "mask")
 """Parameters of the `call` of Keras' models."""
 _ORDERS = {

@@ -381,7 +381,7 @@ def _take_activation(script: Script, model: _Model) -> None:
         parent = script.parent(layer)
         around = script.parent(parent) if parent is not None else None
         given = argument(layer.args, 0, "activation")
-        if given is not None and len(layer.args) > 1:  # As it has a dtype, or a name.
+        if given is not None and len(layer.args) > 1:  # A dtype or a name.
             linear = script.string("linear")
             script.replacements[given.value] = lambda updated: linear
         elif isinstance(around, cst.List | cst.Tuple):

@@ -62,7 +62,7 @@ def definitions(script: Script, node: cst.BaseExpression) -> frozenset[Definitio
     found = script.flow.reaching(node)
     if found or not isinstance(node, cst.Attribute):
         return found
-    if is_name(node.value, "self"):  # A base of the class sets it.
+    if is_name(node.value, "self"):  # Perhaps a base of the class sets it.
         owner = script.class_around(node)
         owners = [owner] if owner is not None else []
     else:

@@ -186,7 +186,7 @@ def _plan(script: Script, group: DatasetGroup) -> None:
     for node, path in group.sources:
         if (made_by := KNOWN_SOURCES.get(path)) is not None:
             script.frozen.add(node.func)
-            if path == FROM_GENERATOR:  # The others describe what is yielded.
+            if path == FROM_GENERATOR:  # The other arguments give dtypes and shapes.
                 script.frozen |= {*node.args} - {argument(node.args, 0, "generator")}
             script.replacements[node] = replacement(script, node, made_by)
     rules = {**MAPPED, **STREAM_RULES} if group.is_stream else MAPPED

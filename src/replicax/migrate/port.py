@@ -167,7 +167,7 @@ def _mark_alignment(text: str) -> str:
             opening = lines[opened]
             start = len(opening) - len(opening.lstrip(" "))
             if lines[row][:column].strip(" "):
-                continue  # Tabs.
+                continue  # Tabs are not counted as blanks.
             if column == behind:
                 marks[row] = _FORM_FEED
             elif opened in marks and column >= start:

@@ -222,7 +222,7 @@ def _functions(script: Script, node: cst.BaseExpression) -> set[cst.CSTNode]:
     if isinstance(node, cst.Lambda) and isinstance(node.body, cst.Call):
         if not node.params.params:
             first = script.functions(dotted(node.body.func) or "")
-    elif isinstance(node, cst.Call):  # An instance that can be called.
+    elif isinstance(node, cst.Call):  # An instance with `__call__`.
         for each in classes(script, dotted(node.func) or ""):
             first += [f for f in script.functions("__call__") if f in walk(each)]
     else:

@@ -304,7 +304,7 @@ def _drop_arguments(script: Script) -> None:
 
 def _is_setting(script: Script, definition: Definition) -> bool:
     if not script.frozen.isdisjoint(script.parents(definition.node)):
-        return False  # In a function that goes or stays as a whole.
+        return False  # In a function that is removed or stays as a whole.
     if len(definition.values) != 1 or not isinstance(definition.node, cst.Name):
         return False
     value = definition.values[0]

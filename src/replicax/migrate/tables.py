@@ -151,7 +151,7 @@ LEFT_METHODS = _texts(_DATA["methods"]["left"])
 
 _NOTHING = object()
 KINDS = {
-    "model": "keras.Model",  # Which is a layer, too.
+    "model": "keras.Model",  # Before "layer", since models are layers.
     "layer": "keras.layers.Layer",
     "optimizer": "keras.optimizers.Optimizer",
     "callback": "keras.callbacks.Callback",
@@ -186,7 +186,7 @@ def _resolved(target: str) -> Any:
         if part not in getattr(found, "__all__", [part]):
             return _NOTHING
         if not hasattr(found, part):
-            try:  # A module that nobody has imported yet.
+            try:  # A submodule that is not imported yet.
                 importlib.import_module(f"{found.__name__}.{part}")
             except (AttributeError, ImportError):
                 return None if i > 0 and _is_field(found, parts[i:]) else _NOTHING
