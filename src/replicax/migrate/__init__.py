@@ -10,9 +10,9 @@ tree once, and replaces each node by its plan, by a rewrite rule or by the table
 
 Tables and rules. `tables.toml` maps names whose parameters correspond one by one. A
 rewrite rule is a function for calls or attributes that need more than a row (`calls`,
-`array_calls`, `keras_calls`, `layer_calls`, `host_calls`, `legacy`, `methods`,
-`members`). A rule raises `Unported` where it is not sure: the expression stays
-unchanged, and a comment above the statement gives the reason.
+`array_calls`, `keras_calls`, `keras_methods`, `layer_calls`, `host_calls`, `legacy`,
+`methods`, `members`). A rule raises `Unported` where it is not sure: the expression
+stays unchanged, and a comment above the statement gives the reason.
 
 The check. `check` runs the ported script in a process of its own up to its first
 training step, under the dry run of `replicax plan`.

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 import libcst as cst
-from libcst import Attribute, Call
+from libcst import Call
 
 from replicax.migrate.arguments import (
     argument,
@@ -13,13 +13,7 @@ from replicax.migrate.arguments import (
     with_args,
     without,
 )
-from replicax.migrate.files import (
-    MODELS,
-    WEIGHTS,
-    is_weights_only,
-    plan_folder,
-    report_path,
-)
+from replicax.migrate.files import MODELS, WEIGHTS, is_weights_only, report_path
 from replicax.migrate.kinds import makers
 from replicax.migrate.legacy import old_defaults
 from replicax.migrate.names import is_name, method_of
@@ -28,15 +22,7 @@ from replicax.migrate.origins import elements, returned, with_bases
 from replicax.migrate.script import CallRule, Expression, Script, Unported, walk
 from replicax.migrate.tables import ARGUMENTS, OPTIMIZERS, READERS, exists, find_target
 
-__all__ = [
-    "RULES",
-    "compiled",
-    "fitted",
-    "plan_metrics",
-    "problems",
-    "saved_weights",
-    "written",
-]
+__all__ = ["RULES", "plan_metrics", "problems", "without_formats"]
 
 _INSTEAD_OF_SAVE = "take it out; `model.export`, which needs TensorFlow, serves models"
 
@@ -69,29 +55,6 @@ def _reader(script: Script, node: Call, updated: Call, path: str) -> Expression:
     return updated.with_changes(
         func=func, args=without(updated.args, updated.args, extra)
     )
-
-
-def compiled(script: Script, node: Call, updated: Call, func: Attribute) -> Call:
-    """Port `model.compile(...)`: drop or rename arguments that Keras 3 lacks."""
-    kept = []
-    for i, arg in enumerate(updated.args):
-        is_positional = arg.keyword is None and not arg.star
-        if is_positional and i >= len(ARGUMENTS["compile"]):
-            raise Unported("compile: name its arguments, Keras 3 has another order")
-        if is_positional and i >= 2:  # Keras 3 has the weights of losses third.
-            kept.append(renamed(arg, ARGUMENTS["compile"][i]))
-        elif is_named(arg, "target_tensors"):
-            if script.code(arg.value) != "None":
-                raise Unported("compile has no target_tensors=: pass targets to fit")
-        elif is_named(
-            arg, "experimental_run_tf_function", "distribute", "sample_weight_mode"
-        ):
-            script.note(node, f"{arg.keyword.value}= is taken out of compile")  # type: ignore[union-attr]
-        elif is_named(arg, "experimental_steps_per_execution"):
-            kept.append(renamed(arg, "steps_per_execution"))
-        else:
-            kept.append(arg)
-    return with_args(updated, kept)
 
 
 def plan_metrics(script: Script) -> None:
@@ -147,43 +110,6 @@ def _is_used_plainly(script: Script, function: cst.FunctionDef, name: str) -> bo
     return not all(path.startswith(_OF_ANY_SHAPE) for path in called)
 
 
-def fitted(script: Script, node: Call, updated: Call, func: Attribute) -> Call:
-    """Port `fit`, `evaluate`, `predict` and their `_generator` forms to Keras 3."""
-    name = func.attr.value.removesuffix("_generator")
-    parameters = ARGUMENTS.get(func.attr.value, ())
-    kept = []
-    for i, arg in enumerate(updated.args):
-        if is_named(arg, *ARGUMENTS["not_in_fit"]):
-            assert arg.keyword is not None
-            what = arg.keyword.value
-            raise Unported(f"{name} has no {what}=: count batches, steps_per_epoch=")
-        if is_named(arg, "nb_epoch"):
-            kept.append(renamed(arg, "epochs"))
-        elif parameters and arg.keyword is None and i > 0:
-            if arg.star or i >= len(parameters):
-                raise Unported(f"{func.attr.value}: name its arguments")
-            kept.append(renamed(arg, parameters[i]))
-        elif is_named(arg, *ARGUMENTS["gone_from_fit"]):
-            script.note(
-                node, "threads are those of a keras.utils.PyDataset, not arguments"
-            )
-        elif is_named(arg, "generator"):
-            kept.append(renamed(arg, "x"))
-        else:
-            kept.append(arg)
-    if name != func.attr.value:
-        updated = updated.with_changes(func=func.with_changes(attr=cst.Name(name)))
-    return with_args(updated, kept)
-
-
-def saved_weights(script: Script, node: Call, updated: Call, func: Attribute) -> Call:
-    """Port `model.save_weights(...)`: drop `save_format=`."""
-    report_path(script, node, WEIGHTS)
-    plan_folder(script, node, updated)
-    kept = [arg for arg in updated.args if not is_named(arg, "save_format")]
-    return with_args(updated, kept)
-
-
 def problems(script: Script, node: cst.Call, path: str) -> Iterator[str]:
     """The reasons why a ported call would fail, or silently compute something else."""
     name = path.removeprefix("keras.")
@@ -210,14 +136,7 @@ def _makes_lambda(script: Script) -> bool:
     return any(script.called(each) == "keras.layers.Lambda" for each in script.calls)
 
 
-def written(script: Script, node: Call, updated: Call, func: Attribute) -> Call:
-    """Port `model.save(...)`: drop `save_format=`, which the file's suffix decides."""
-    report_path(script, node, MODELS)
-    plan_folder(script, node, updated)
-    return _without_formats(script, updated)
-
-
-def _without_formats(script: Script, updated: cst.Call) -> cst.Call:
+def without_formats(script: Script, updated: cst.Call) -> cst.Call:
     """Drop the arguments of TensorFlow's own format from a call that saves a model."""
     kept = []
     for arg in updated.args:
@@ -235,7 +154,7 @@ def _without_formats(script: Script, updated: cst.Call) -> cst.Call:
 def _save_model(script: Script, node: Call, updated: Call, path: str) -> Expression:
     report_path(script, node, MODELS, position=1)
     func = _kept_or_target(script, node, path)
-    return _without_formats(script, updated).with_changes(func=func)
+    return without_formats(script, updated).with_changes(func=func)
 
 
 def _load_model(script: Script, node: Call, updated: Call, path: str) -> Expression:

@@ -18,6 +18,7 @@ __all__ = [
     "CallRule",
     "Expression",
     "Finding",
+    "MethodRule",
     "PortReport",
     "Replacement",
     "Script",
@@ -271,6 +272,15 @@ CallRule: TypeAlias = Callable[[Script, cst.Call, cst.Call, str], Expression]
 
 Its arguments are the script, the original call, that call with ported arguments, and
 the path of the function.
+"""
+
+MethodRule: TypeAlias = Callable[
+    [Script, cst.Call, cst.Call, cst.Attribute], Expression
+]
+"""A rewrite rule for calls of a method; returns the replacement.
+
+Its arguments are the script, the original call, that call with ported arguments, and
+the ported method, an attribute.
 """
 
 
