@@ -17,7 +17,14 @@ from replicax.migrate.arguments import (
 )
 from replicax.migrate.kinds import kind_of
 from replicax.migrate.names import root_of
-from replicax.migrate.script import CallRule, Expression, Script, Unported, names_in
+from replicax.migrate.script import (
+    CallRule,
+    Expression,
+    Script,
+    Unported,
+    free_name,
+    names_in,
+)
 from replicax.migrate.tables import GUARDED_OPERATORS, find_target
 from replicax.migrate.tracing import makes_spec
 
@@ -173,10 +180,9 @@ def _summed_metric(name: str) -> CallRule:
         parameters = ["values", "weights"] if name == "Mean" else parameters
         given = bound(updated.args, [*parameters, *_COLLECTIONS])
         values = {k: arg.value for k, arg in given.items() if k in parameters}
-        used = names_in(function)
-        local = path.rpartition(".")[2]
-        while local in used or local in script.made_names:
-            local += "_metric"
+        usual = path.rpartition(".")[2]
+        used = names_in(function) | script.made_names
+        local = free_name(used, usual, f"{usual}_metric")
         script.made_names.add(local)
         made = script.code(call_of(script.expression(f"keras.metrics.{name}")))
         weights = values.pop("weights", None)
