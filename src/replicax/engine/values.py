@@ -110,7 +110,8 @@ class PerReplica:
                 "Combine them with strategy.reduce or strategy.gather, or take this "
                 "worker's with strategy.experimental_local_results."
             )
-        return np.array(self.array[: self.num_active], dtype=dtype, copy=copy)
+        values = np.array(self.array, dtype=dtype, copy=copy)
+        return values[: self.num_active]
 
     # What asks for an array gets an error: each replica has one, and which is meant is
     # not known. In silence it would be the stacked one, or the object.
