@@ -74,6 +74,7 @@ def test_model_and_optimizer_come_back(tmp_path):
     assert checkpoint.save_counter == 1
 
 
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype")
 def test_variables_of_64_bits_come_back(tmp_path):
     """JAX keeps them in 32 bits."""
     step = keras.Variable(7, dtype="int64", trainable=False)
