@@ -159,8 +159,15 @@ OWNERS: dict[str, list[Callable[[], Any]]] = {
 ARGUMENTS = {"_use_cached_eval_dataset": keras.Model.fit}
 """Keywords that look private, and what passes them on."""
 
+
+def entered_scope() -> Any:
+    with keras.StatelessScope() as scope:
+        return scope
+
+
 PUBLIC_LOOKING: dict[Callable[[], Any], tuple[str, ...]] = {
     module_of("keras.src.random.seed_generator"): ("python_random",),
+    entered_scope: ("original_scope",),
     iterator: ("data_adapter", "steps_per_epoch", "steps_per_execution"),
     rows: ("get_jax_iterator", "num_batches"),
     py_dataset_rows: ("enqueuer", "py_dataset"),

@@ -119,7 +119,7 @@ def script() -> dict[str, Any]:
     return {
         "history": history.history,
         "statistics": statistics,
-        "steps": strategy.steps_applied,
+        "steps": strategy.home.steps_applied,
     }
 
 

@@ -52,6 +52,7 @@ __all__ = [
     "parts_of_layer",
     "read_values",
     "reference_of",
+    "scope_around",
     "seeds_drawn_from",
     "set_current_scope",
     "set_layout",
@@ -68,6 +69,11 @@ __all__ = [
 def current_scope() -> Any:
     """The `keras.StatelessScope` that this thread is in, or None."""
     return get_stateless_scope()
+
+
+def scope_around(scope: Any) -> Any:
+    """The `keras.StatelessScope` that was there when one was entered, or None."""
+    return scope.original_scope
 
 
 def set_current_scope(scope: Any) -> None:

@@ -92,22 +92,19 @@ WRAPS = (
         ("compile",),
         "runs in the scope of the model's strategy",
     ),
-    Wrap(_OPTIMIZER, ("apply", "stateless_apply"), "sums gradients over the replicas"),
+    Wrap(_OPTIMIZER, ("apply",), "sums gradients over the replicas"),
     Wrap(
         _OPTIMIZER,
         ("add_variable", "add_variable_from_reference"),
         "says where slots lie, and makes none where servers keep them",
     ),
     Wrap(
-        _OPTIMIZER, ("finalize_variable_values",), "leaves averages to servers' weights"
-    ),
-    Wrap(
-        # It overrides those.
+        # It overrides the first, and in the second it does not call it.
         "optimizers.loss_scale_optimizer.LossScaleOptimizer",
         ("apply", "stateless_apply"),
         "sums gradients before it looks whether they are finite",
     ),
-    Wrap("losses.loss", ("reduce_values", "apply_mask"), "global means of losses"),
+    Wrap("losses.loss", ("reduce_weighted_values",), "global means of losses"),
     Wrap(
         "metrics.reduction_metrics.Mean",
         ("update_state",),
@@ -126,7 +123,7 @@ WRAPS = (
     ),
     Wrap(
         "trainers.data_adapters.data_adapter_utils",
-        ("scipy_sparse_to_jax_sparse", "tf_sparse_to_jax_sparse"),
+        ("scipy_sparse_to_jax_sparse",),
         "sparse batches stay on hosts",
     ),
 )

@@ -9,10 +9,16 @@ import threading
 
 import keras
 
-from replicax._private.keras import current_scope, set_reference, trained_by
+from replicax._private.keras import (
+    current_scope,
+    scope_around,
+    set_reference,
+    trained_by,
+)
 from replicax._private.wraps import Original
 from replicax._util.types import PyTree
 from replicax.checkpoint.slots import HOME
+from replicax.engine.protocols import Home
 from replicax.engine.replica import ReplicaContext
 from replicax.engine.scope import current_context, current_strategy
 from replicax.engine.variables import (
@@ -27,8 +33,7 @@ __all__ = [
     "add_variable",
     "apply",
     "apply_with_loss_scale",
-    "finalize",
-    "stateless_apply",
+    "stateless_apply_with_loss_scale",
 ]
 
 
@@ -67,7 +72,7 @@ def _defer(
     optimizer: keras.Optimizer,
     grads: PyTree,
     variables: PyTree,
-) -> PyTree:
+) -> None:
     grads = list(grads)
     if not optimizer.built:
         if variables is None:
@@ -84,7 +89,16 @@ def _defer(
             "variables. Pass one for each, None where there is none."
         )
     _refuse_overwriting_gradients(trained)
-    return context.defer_update(optimizer, trained, grads) if grads else None
+    if not grads:
+        return
+    scope = current_scope()
+    is_stateless = type(scope) is keras.StatelessScope
+    if is_stateless:
+        _require_current([*trained, *optimizer.variables], scope)
+    update = context.defer_update(optimizer, trained, grads)
+    if is_stateless:
+        for variable in [*trained, *optimizer.variables]:
+            scope.state_mapping[id(variable)] = PendingValue(variable, update)
 
 
 def apply_with_loss_scale(
@@ -116,28 +130,22 @@ def apply_with_loss_scale(
     return None
 
 
-def stateless_apply(
+def stateless_apply_with_loss_scale(
     original: Original,
     optimizer: keras.Optimizer,
     optimizer_variables: PyTree,
     grads: PyTree,
     trainable_variables: PyTree,
 ) -> PyTree:
-    """`optimizer.stateless_apply` inside a replica function: the seam."""
+    """`LossScaleOptimizer.stateless_apply`, which checks the gradients, too."""
     context = current_context()
-    if context is None:
+    grads = list(grads)
+    if context is None or (context.defers_updates and not grads):
         return original(optimizer, optimizer_variables, grads, trainable_variables)
     if context.defers_updates:
-        _require_current(
-            [*trained_by(optimizer), *optimizer.variables],
-            [*trainable_variables, *optimizer_variables],
-        )
-        update = _defer(context, optimizer, grads, None)
-        if update is None:  # Nothing is trained; a loss scale counts the step.
-            return original(optimizer, optimizer_variables, grads, trainable_variables)
-        return (
-            [PendingValue(v, update) for v in trained_by(optimizer)],
-            [PendingValue(v, update) for v in optimizer.variables],
+        # As other optimizers do it: by `apply`, in a scope of these values.
+        return keras.Optimizer.stateless_apply(
+            optimizer, optimizer_variables, grads, trainable_variables
         )
     return context.apply_gradients(
         lambda grads, weights: original(optimizer, optimizer_variables, grads, weights),
@@ -146,13 +154,14 @@ def stateless_apply(
     )
 
 
-def _require_current(variables: PyTree, values: PyTree) -> None:
+def _require_current(variables: PyTree, scope: keras.StatelessScope) -> None:
     """Refuse values of one's own: the update will be made on the stored ones."""
-    scope = current_scope()
-    if not isinstance(scope, RecordingScope | ValueScope):
+    outer = scope_around(scope)
+    if not isinstance(outer, RecordingScope | ValueScope):
         return
-    for variable, value in zip(variables, values, strict=False):
-        if not scope.is_value_of(variable, value):
+    for variable in variables:
+        value = scope.get_current_value(variable)
+        if value is not None and not outer.is_value_of(variable, value):
             raise UpdatePendingError(
                 f"optimizer.stateless_apply: the value given for {variable.path!r} is "
                 "not the variable's own, but under this strategy the update is made on "
@@ -182,13 +191,20 @@ def add_slot(
     if strategy is None:
         return original(optimizer, reference_variable, *args, **kwargs)
     if not strategy.home.keeps_slots:
-        optimizer.__dict__[HOME] = strategy.home  # For checkpoints.
+        _note_home(optimizer, strategy.home)
         return None
     _reference.path = getattr(reference_variable, "path", "")
     try:
         return original(optimizer, reference_variable, *args, **kwargs)
     finally:
         _reference.path = ""
+
+
+def _note_home(optimizer: keras.Optimizer, home: Home) -> None:
+    """Note who has the slots, for checkpoints, and has the averages of weights."""
+    attributes = optimizer.__dict__  # Unlike `vars`, its type says one may write.
+    attributes[HOME] = home
+    attributes["finalize_variable_values"] = lambda _: home.finalize(optimizer)
 
 
 def add_variable(
@@ -211,15 +227,6 @@ def add_variable(
     set_reference(variable, _reference.path)
     strategy.home.own(variable)
     return variable
-
-
-def finalize(original: Original, optimizer: keras.Optimizer, var_list: PyTree) -> None:
-    """`optimizer.finalize_variable_values`, which servers do by themselves."""
-    strategy = current_strategy()
-    if strategy is not None and not strategy.home.keeps_slots:
-        strategy.home.finalize(optimizer)
-        return
-    original(optimizer, var_list)
 
 
 def _refuse_overwriting_gradients(variables: PyTree) -> None:

@@ -13,6 +13,8 @@ import functools
 import logging
 
 import keras
+import numpy as np
+from jax.typing import DTypeLike
 from keras import ops
 
 from replicax._private.keras import current_scope
@@ -22,56 +24,47 @@ from replicax._util.types import PyTree
 from replicax.engine.replica import ReplicaContext
 from replicax.engine.scope import current_call, current_model
 
-__all__ = ["apply_mask", "reduce_values", "synchronized_moments", "update_mean"]
+__all__ = ["reduce_weighted_values", "synchronized_moments", "update_mean"]
 
 _logger = logging.getLogger("replicax")
 
 
-def reduce_values(
+def reduce_weighted_values(
     context: ReplicaContext,
     original: Original,
     values: PyTree,
     sample_weight: PyTree = None,
+    mask: PyTree = None,
     reduction: str | None = "sum_over_batch_size",
+    dtype: DTypeLike | None = None,
 ) -> PyTree:
-    """Keras' reduction of weighted per-example losses, with a global divisor.
+    """Keras' reduction of per-example losses, with a divisor of the global batch.
 
-    (Keras: `keras.src.losses.loss.reduce_values`, whose scaling for `tf.distribute`
-    this corresponds to.)
+    (Keras: `keras.src.losses.loss.reduce_weighted_values`, whose scaling for
+    `tf.distribute` this corresponds to.)
     """
-    if reduction in (None, "none") or tuple(values.shape) in ((), (0,)):
-        return original(values, sample_weight, reduction)
-    total: PyTree = ops.sum(values)
-    total = total * context.loss_scale
+    loss = original(values, sample_weight, mask, reduction, dtype)
+    if reduction in (None, "none") or np.shape(values) in ((), (0,)):
+        return loss
     if reduction == "sum":
-        return total
-    if reduction == "mean_with_sample_weight" and sample_weight is not None:
-        _note_part_of_count(context, "the sum of its sample weights")
-        count = ops.cast(ops.sum(sample_weight), total.dtype)
-        return ops.divide_no_nan(total, context.sum(count))
-    # All replicas have the same shapes.
-    return total / (values.size * context.num_counted)
+        return loss * context.loss_scale
+    is_weighted = sample_weight is not None or mask is not None
+    if reduction == "mean_with_sample_weight" and is_weighted:
+        ones = ops.ones_like(values, dtype=loss.dtype)
+        count = original(ones, sample_weight, mask, "sum", dtype)
+        share = _share_of(context, count, "the sum of its sample weights")
+    elif mask is not None and reduction != "mean_with_sample_weight":
+        count = ops.sum(ops.cast(mask, loss.dtype))
+        share = _share_of(context, count, "the number of its unmasked values")
+    else:  # All replicas have the same shapes.
+        share = 1 / context.num_counted
+    return loss * (context.loss_scale * share)
 
 
-def apply_mask(
-    context: ReplicaContext,
-    original: Original,
-    sample_weight: PyTree,
-    mask: PyTree,
-    dtype: object,
-    reduction: str | None,
-) -> PyTree:
-    """Keras' weights for masked values, with the global share of unmasked ones."""
-    if mask is None or reduction not in ("mean", "sum_over_batch_size"):
-        return original(sample_weight, mask, dtype, reduction)
-    _note_part_of_count(context, "the number of its unmasked values")
-    # Keras gives unmasked values the weight total / valid, counted on this replica.
-    valid = ops.sum(ops.cast(mask, dtype))
-    total: PyTree = ops.cast(mask.size, dtype)
-    weights = original(sample_weight, mask, dtype, reduction)
-    local = ops.divide_no_nan(total, valid)
-    globally = ops.divide_no_nan(total * context.num_counted, context.sum(valid))
-    return weights * ops.divide_no_nan(globally, local)
+def _share_of(context: ReplicaContext, count: PyTree, what: str) -> PyTree:
+    """A replica's part of a count over all replicas, by which losses are divided."""
+    _note_part_of_count(context, what)
+    return ops.divide_no_nan(count, context.sum(count))
 
 
 def _note_part_of_count(context: ReplicaContext, what: str) -> None:

@@ -169,11 +169,6 @@ class ParameterServerStrategy(Strategy):
         """Whether this worker does what is done once for all, such as exporting."""
         return self.session is None or self.session.is_chief
 
-    @property
-    def steps_applied(self) -> int:
-        """Number of this worker's steps whose updates are applied."""
-        return 0 if self.session is None else self.servers.steps_applied
-
     def _agree_on_random_state(self) -> None:
         """All workers draw the chief's initial weights, where nobody sets a seed."""
         assert self.session is not None
