@@ -278,3 +278,38 @@ def test_metrics_that_flatten_or_ask_keras_stay() -> None:
         "made = tf.keras.Sequential()\nmade.compile('sgd', 'mse', metrics=[a, b])"
     )
     assert "ndim" not in text
+
+
+def test_a_metric_that_resets_itself_has_the_name_that_keras_calls() -> None:
+    text, left = ported(
+        "import tensorflow as tf\n"
+        "class Best(tf.keras.metrics.Mean):\n"
+        "    def reset_states(self):\n"
+        "        super().reset_states()\n"
+        "        self.total.assign(7.0)\n"
+        "best = Best()\n"
+        "best.update_state(1.0)\n"
+        "best.reset_states()"
+    )
+    assert left == []
+    names: dict[str, Any] = {}
+    exec(text, names)
+    assert float(names["best"].total) == 7.0
+
+
+@pytest.mark.parametrize(
+    "methods",
+    [
+        "reset_states(self): self.reset = True",  # No class of Keras.
+        "go(self): self.reset_states()\n    def reset_states(self): self.reset = True",
+    ],
+)
+def test_reset_states_of_other_classes_stays(methods: str) -> None:
+    text, left = ported(
+        "import tensorflow as tf\nx = tf.abs(-1)\n"
+        f"class Env:\n    def {methods}\nenv = Env()\nenv.reset_states()"
+    )
+    assert left == []
+    names: dict[str, Any] = {}
+    exec(text, names)
+    assert names["env"].reset

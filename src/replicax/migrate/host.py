@@ -12,6 +12,7 @@ from replicax.migrate.arguments import keyword
 from replicax.migrate.host_calls import LOOKUPS, RANDOM, RULES
 from replicax.migrate.names import dotted
 from replicax.migrate.script import Script, Unported, free_name, names_in, walk
+from replicax.migrate.statements import is_static_shape
 from replicax.migrate.tables import (
     DTYPES,
     EXACT,
@@ -59,6 +60,8 @@ def why_not_on_host(script: Script, function: cst.CSTNode) -> str | None:
                 f"{_name_of(function)} uses `{node.value}`, which Keras makes with it"
             )
         if isinstance(node, cst.Attribute) and node.attr.value in _GRAPH_METHODS:
+            if is_static_shape(script, script.parent(node) or node):
+                continue
             return f"{_name_of(function)} uses .{node.attr.value}, {_NO_COUNTERPART}"
     return None
 

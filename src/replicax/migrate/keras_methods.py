@@ -25,10 +25,32 @@ from replicax.migrate.names import is_name
 from replicax.migrate.origins import with_bases
 from replicax.migrate.script import Expression, MethodRule, Script, Unported
 from replicax.migrate.tables import ARGUMENTS
-from replicax.migrate.tracing import class_of, makes_spec
+from replicax.migrate.tracing import class_of, foreign_bases, makes_spec
 from replicax.migrate.training import NO_MINIMIZE
 
-__all__ = ["RULES"]
+__all__ = ["RULES", "plan_resets"]
+
+
+_WITH_RESET = ("keras.metrics.", "metrics.", "keras.layers.")
+
+
+def plan_resets(script: Script) -> None:
+    """Plan `reset_state` for `reset_states` of metrics and layers of the script.
+
+    Keras 3 calls no other; calls of it in the script are renamed, too.
+    """
+    for function in script.functions("reset_states"):
+        owner = class_of(script, function)
+        if owner is None or any(
+            class_of(script, other) is owner
+            for other in script.functions("reset_state")
+        ):
+            continue
+        paths = [script.names.path(base) for base in foreign_bases(script, owner)]
+        if any(path and path.startswith(_WITH_RESET) for path in paths):
+            script.replacements[function.name] = lambda updated: updated.with_changes(
+                value="reset_state"
+            )
 
 
 def _compiled(script: Script, node: Call, updated: Call, func: Attribute) -> Call:

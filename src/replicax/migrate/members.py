@@ -19,7 +19,7 @@ from replicax.migrate.kinds import (
     makers,
 )
 from replicax.migrate.names import is_name, method_of
-from replicax.migrate.origins import definitions
+from replicax.migrate.origins import definitions, with_bases
 from replicax.migrate.script import Expression, Script, Unported, walk
 from replicax.migrate.tables import (
     ATTRIBUTES,
@@ -28,6 +28,7 @@ from replicax.migrate.tables import (
     exists,
     is_dotted,
 )
+from replicax.migrate.tracing import class_of, foreign_bases
 
 __all__ = [
     "attribute",
@@ -149,8 +150,14 @@ def variables(
 
 
 def reset(script: Script, node: Call, updated: Call, func: cst.Attribute) -> Expression:
-    """Port `reset_states` of a metric or recurrent layer; that of a model stays."""
+    """Port `reset_states` of a metric or recurrent layer; that of a model stays.
+
+    So does that of a class of the script's own, which is none of Keras.
+    """
     assert isinstance(node.func, cst.Attribute)
+    made = makers(script, node.func.value)
+    if any(isinstance(each, cst.ClassDef) and _has_own(script, each) for each in made):
+        return updated
     if is_kind(script, node.func.value, "model"):
         raise Unported(
             "models of Keras 3 have no reset_states: call reset_state() of each "
@@ -159,6 +166,13 @@ def reset(script: Script, node: Call, updated: Call, func: cst.Attribute) -> Exp
     if updated.args:
         raise Unported("reset_state of Keras 3 takes no values: assign to each state")
     return updated.with_changes(func=func.with_changes(attr=cst.Name("reset_state")))
+
+
+def _has_own(script: Script, owner: cst.ClassDef) -> bool:
+    """Whether a class defines `reset_states`, and is no class of Keras."""
+    methods = (class_of(script, f) for f in script.functions("reset_states"))
+    is_own = not set(methods).isdisjoint(with_bases(script, owner))
+    return is_own and not any(map(script.names.path, foreign_bases(script, owner)))
 
 
 def _is_foreign(script: Script, node: cst.Attribute, kind: str) -> bool:

@@ -164,6 +164,15 @@ def _iter(script: Script, node: Call, updated: Call, func: Attribute) -> Express
     return call_of(cst.Name("iter"), func.value)
 
 
+def _set_shape(
+    script: Script, node: Call, updated: Call, func: Attribute
+) -> Expression:
+    """Refuse what is no statement of its own; such statements are taken out."""
+    if script.functions("set_shape"):
+        return updated
+    raise Unported(".set_shape: arrays have their shapes: remove it")
+
+
 def _experimental_run(
     script: Script, node: Call, updated: Call, func: Attribute
 ) -> Expression:
@@ -206,6 +215,7 @@ _METHODS: dict[str, MethodRule] = {
     "make_input_fn_iterator": _dataset_iterator,
     **keras_methods.RULES,
     "reset_states": members.reset,
+    "set_shape": _set_shape,
     "update": members.updated_logs,
     "variables": members.variables,
 }

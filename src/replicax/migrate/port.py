@@ -17,11 +17,13 @@ from replicax.migrate.files import plan_files
 from replicax.migrate.host_calls import plan_lookups
 from replicax.migrate.imports import find_retained, ported_imports, uses_tensorflow
 from replicax.migrate.keras_calls import plan_metrics
+from replicax.migrate.keras_methods import plan_resets
 from replicax.migrate.layer_calls import plan_layer_calls
 from replicax.migrate.logits import plan_logits
 from replicax.migrate.members import report_functional
 from replicax.migrate.pipelines import plan_pipelines
 from replicax.migrate.rewrite import Rewriter
+from replicax.migrate.scoping import plan_scopes
 from replicax.migrate.script import MARK, Finding, Script, walk
 from replicax.migrate.sessions import plan_sessions
 from replicax.migrate.statements import plan_servers, plan_settings
@@ -98,6 +100,8 @@ def port(source: bytes) -> Ported:
     _report_backend(script)
     report_branches(script)
     plan_models(script)
+    plan_scopes(script)
+    plan_resets(script)
     plan_layer_calls(script)
     report_functional(script)
     changed = script.module.visit(Rewriter(script))

@@ -6,8 +6,9 @@ from typing import Any
 
 import libcst as cst
 
+from replicax.migrate.arguments import is_named
 from replicax.migrate.flow import Definition
-from replicax.migrate.names import dotted, is_name
+from replicax.migrate.names import dotted, is_name, method_of
 from replicax.migrate.script import Replacement, Script, Statement, walk
 from replicax.migrate.tables import DROPPED
 
@@ -15,6 +16,7 @@ __all__ = [
     "body_in_place",
     "comment_lines",
     "is_dropped",
+    "is_static_shape",
     "lost_comments",
     "note_dropped",
     "plan_servers",
@@ -30,22 +32,43 @@ _TRANSPARENT = ("control_dependencies", "Graph.as_default", "init_scope")
 
 def is_dropped(script: Script, line: cst.SimpleStatementLine) -> bool:
     """Whether a line is a single call that only TensorFlow needs."""
-    return _dropped_path(script, line) is not None
+    call = _called_alone(line)
+    return call is not None and (
+        _dropped_path(script, call) is not None or is_static_shape(script, call)
+    )
 
 
 def note_dropped(script: Script, line: cst.SimpleStatementLine) -> None:
     """Report that a line is removed, and why."""
-    path = _dropped_path(script, line)
+    call = _called_alone(line)
+    path = _dropped_path(script, call) if call is not None else None
     if path is not None:
         script.note(line, f"tf.{path} is taken out: {DROPPED[path]}")
 
 
-def _dropped_path(script: Script, line: cst.SimpleStatementLine) -> str | None:
+def is_static_shape(script: Script, node: cst.CSTNode) -> bool:
+    """Whether a node is the statement `x.set_shape(...)` of a tensor.
+
+    Arrays have their shapes. A method of that name in the script is another one.
+    """
+    return (
+        isinstance(node, cst.Call)
+        and method_of(node) == "set_shape"
+        and script.names.path(node.func) is None
+        and not script.functions("set_shape")
+        and isinstance(script.parent(node), cst.Expr)
+    )
+
+
+def _called_alone(line: cst.SimpleStatementLine) -> cst.Call | None:
+    """The call that is all of a line."""
     if len(line.body) != 1 or not isinstance(line.body[0], cst.Expr):
         return None
     call = line.body[0].value
-    if not isinstance(call, cst.Call):
-        return None
+    return call if isinstance(call, cst.Call) else None
+
+
+def _dropped_path(script: Script, call: cst.Call) -> str | None:
     path = script.names.path(call.func)
     if path is None and isinstance(call.func, cst.Attribute):
         inner = call.func.value
@@ -252,6 +275,8 @@ def _without_first_branch(updated: cst.If) -> Replacement:
 def plan_settings(script: Script) -> None:
     """Plan to remove variables of `tf.data.Options()`, `ConfigProto()` and `AUTOTUNE`.
 
+    So are lists of `tf.TensorSpec` that are signatures of a `tf.function`.
+
     A variable with a use that is not ported stays, with the assignments to its
     attributes.
     """
@@ -310,6 +335,10 @@ def _is_setting(script: Script, definition: Definition) -> bool:
     value = definition.values[0]
     if isinstance(value, cst.Call):
         return script.called(value) in _SETTINGS
+    if isinstance(value, cst.List | cst.Tuple):
+        return bool(value.elements) and all(
+            script.called(element.value) == "TensorSpec" for element in value.elements
+        )
     path = script.names.path(value) or ""
     return path.startswith("data.") and path.endswith("AUTOTUNE")
 
@@ -317,9 +346,18 @@ def _is_setting(script: Script, definition: Definition) -> bool:
 def _is_in_ported_call(script: Script, use: cst.CSTNode) -> bool:
     arg = script.parent(use)
     call = script.parent(arg) if arg is not None else None
-    if arg in script.dropped_arguments:
+    if arg in script.dropped_arguments or _is_signature(script, arg):
         return True
     return isinstance(arg, cst.Arg) and call in script.replacements
+
+
+def _is_signature(script: Script, arg: cst.CSTNode | None) -> bool:
+    """Whether an argument is the `input_signature` of a `tf.function`."""
+    return (
+        isinstance(arg, cst.Arg)
+        and is_named(arg, "input_signature")
+        and script.called(script.parent(arg)) == "function"
+    )
 
 
 def _set_there(script: Script, use: cst.CSTNode) -> cst.Assign | None:

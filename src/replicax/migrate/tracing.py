@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 
 import libcst as cst
 
-from replicax.migrate.kinds import is_class_of
+from replicax.migrate.kinds import is_class_of, kind_of
 from replicax.migrate.names import dotted, method_of, root_of
 from replicax.migrate.origins import with_bases
 from replicax.migrate.script import Replacement, Script, walk
@@ -281,8 +281,22 @@ _STATIC = ("keras.ops.shape", "keras.ops.size", "keras.ops.ndim", "keras.ops.is_
 _IDENTITY = (cst.Is, cst.IsNot)
 
 
+_BRANCHING = ("cond", "case", "switch_case", "while_loop")
+_EFFECTS = frozenset(
+    ["assign", "assign_add", "assign_sub", "apply_gradients", "update_state"]
+)
+_EFFECT = (
+    "{} in a branch or a loop's body: JAX traces it by itself, so return the new value "
+    "from it and assign it outside; optimizers have gradient_accumulation_steps="
+)
+
+
 def report_branches(script: Script) -> None:
-    """Report conditions on tensors in traced functions, as far as they can be seen."""
+    """Report branches that JAX cannot make, as far as they can be seen.
+
+    Those are conditions on tensors in traced functions, and functions of `tf.cond` and
+    its like that change variables.
+    """
     for node in walk(script.module):
         if isinstance(node, (cst.If, cst.While, cst.IfExp, cst.Assert)) and is_traced(
             script, node
@@ -291,6 +305,30 @@ def report_branches(script: Script) -> None:
             names = _tensors(script, function) if function else set()
             if _is_tensor(script, node.test, names):
                 script.leave(node.test, f"`{script.code(node.test)}` {_REASON}")
+    for call in script.calls:
+        if script.called(call) in _BRANCHING:
+            branches = [f for arg in call.args for f in _passed(script, arg.value)]
+            if method := _effect(script, branches):
+                script.leave(call, _EFFECT.format(method))
+
+
+def _passed(script: Script, node: cst.BaseExpression) -> list[cst.CSTNode]:
+    """The functions of the script that an argument is."""
+    if isinstance(node, cst.Lambda):
+        return [node]
+    name = node.attr if isinstance(node, cst.Attribute) else node
+    return [*script.functions(name.value)] if isinstance(name, cst.Name) else []
+
+
+def _effect(script: Script, functions: Iterable[cst.CSTNode]) -> str | None:
+    """The first method that some functions, or what they call, change variables by."""
+    found = (
+        method_of(node)
+        for function in sorted(with_called(script, functions), key=script.line)
+        for node in walk(function)
+        if isinstance(node, cst.Call)
+    )
+    return next((name for name in found if name in _EFFECTS), None)
 
 
 def _tensors(script: Script, function: cst.FunctionDef) -> set[str]:
@@ -310,8 +348,10 @@ def _tensors(script: Script, function: cst.FunctionDef) -> set[str]:
 
 
 def _is_tensor(script: Script, node: cst.BaseExpression, names: set[str]) -> bool:
-    if isinstance(node, cst.Name):
-        return node.value in names
+    if isinstance(node, cst.Name) and node.value in names:
+        return True
+    if isinstance(node, cst.Name | cst.Attribute):
+        return kind_of(script, node) == "variable"
     if isinstance(node, cst.Call):
         operator = DEVICE_OPERATORS.get(script.called(node))
         return operator is not None and (

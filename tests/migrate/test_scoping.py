@@ -1,0 +1,77 @@
+"""Optimizers that are made outside the scope of a strategy, which TensorFlow takes."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.migrate.porting import ported
+
+MODEL = """\
+import tensorflow as tf
+strategy = tf.distribute.MirroredStrategy()
+with strategy.scope():
+    base = tf.keras.layers.Dense(3)
+    model = tf.keras.Sequential(
+        [tf.keras.Input((2,)), base, tf.keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+"""
+RECOMPILED = """\
+model.fit(x, y, verbose=0)
+base.trainable = False
+# Slower now.
+model.compile(tf.keras.optimizers.RMSprop(1e-3), loss="mse")
+model.fit(x, y, verbose=0)
+steps = int(model.optimizer.iterations)
+"""
+LOOP = """\
+optimizer = tf.keras.optimizers.SGD(0.1)
+
+def step(x, y):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean((model(x) - y) ** 2)
+    grads = tape.gradient(loss, model.trainable_variables)
+    optimizer.apply_gradients(zip(grads, model.trainable_variables))
+
+strategy.run(step, args=(x, y))
+steps = int(optimizer.iterations)
+"""
+
+
+@pytest.mark.parametrize("script", [RECOMPILED, LOOP])
+def test_an_optimizer_made_after_the_scope_trains(script: str) -> None:
+    text, left = ported(f"{MODEL}{script}")
+    assert left == []
+    assert text.count("with strategy.scope():\n") == 2
+    names: dict[str, Any] = {"x": np.ones((8, 2)), "y": np.ones((8, 1))}
+    exec(text, names)
+    assert names["steps"] == 1
+
+
+def test_the_comment_of_a_line_stays_above_its_scope() -> None:
+    text, _ = ported(f"{MODEL}{RECOMPILED}")
+    assert "# Slower now.\nwith strategy.scope():\n    model.compile(keras." in text
+
+
+def test_an_optimizer_made_before_the_strategy_is_reported() -> None:
+    imports, _, rest = MODEL.partition("\n")
+    text, left = ported(
+        f"{imports}\noptimizer = tf.keras.optimizers.Adam()\n"
+        + rest.replace('"sgd"', "optimizer")
+    )
+    assert len(left) == 1
+    assert "outside the strategy's scope" in left[0]
+    assert "\noptimizer = keras.optimizers.Adam()\n" in text
+
+
+def test_an_optimizer_of_another_model_stays_outside() -> None:
+    other = "other = tf.keras.Sequential()\nopt = tf.keras.optimizers.SGD(0.1)\n"
+    text, left = ported(f"{MODEL}{other}other.compile(opt)")
+    assert left == []
+    assert "\nopt = keras.optimizers.SGD(0.1)\nother.compile(opt)" in text
+
+
+def test_functions_that_scopes_call_keep_their_optimizers() -> None:
+    made = "def make():\n    opt = tf.keras.optimizers.Adam()\n    return opt\n"
+    text, left = ported(f"{MODEL}{made}with strategy.scope():\n    opt = make()")
+    assert left == []
+    assert text.count("with strategy.scope():\n") == 2
