@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from replicax._util.types import JSON, JSONObject, PyTree
 from replicax.cluster.failure import ExitCode
 from replicax.errors import ClusterError
+from replicax.ps.assigned import AssignedVariables
 from replicax.ps.payloads import (
     FunctionNames,
     MetricDeltas,
@@ -199,6 +200,9 @@ class ClosureWorker:
         self._home = strategy.servers
         self._functions = functions
         self._metric_deltas = deltas
+        self._assigned = AssignedVariables(
+            strategy.servers.remote, strategy.home.labels
+        )
         self._script_sync = script_sync
         self._sources = sources
         self._refresh = refresh
@@ -274,14 +278,18 @@ class ClosureWorker:
         args, kwargs = decode(call, self._resolve)
         if name != self._trained_last:
             self._refresh()
+        is_own = self._session.is_chief  # What it assigns is there already.
+        if not is_own:
+            self._assigned.begin()
         steps = self._home.steps_applied
         self._metric_deltas.begin()
         value = self._functions[name](*args, **kwargs)
-        # Its update has to be there when the chief hears that it is done.
+        # Its updates have to be there when the chief hears that it is done.
         self._home.settle()
+        if not is_own:
+            self._assigned.push()
         # A training step brings the newest values with it.
         self._trained_last = name if self._home.steps_applied > steps else None
-        is_own = self._session.is_chief  # Its metrics are there already.
         answer = {
             "value": encode(value, f"the result of {name}"),
             "sums": [] if is_own else self._metric_deltas.changes(),

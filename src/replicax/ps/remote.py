@@ -107,6 +107,11 @@ class RemoteGroup:
         return self.group.name
 
     @property
+    def trains(self) -> bool:
+        """Whether an optimizer makes the updates; else workers add what changed."""
+        return self.group.rule["kind"] == "optimizer"
+
+    @property
     def version(self) -> int:
         """The newest of `versions`: the number of updates and assignments."""
         return max(self.versions.values())

@@ -79,6 +79,27 @@ class RemoteVariables:
             groups.append(self._known[key])
         return groups
 
+    def connect_assigned(
+        self, variable: keras.Variable, value: jax.Array
+    ) -> RemoteGroup:
+        """Return the group of one variable that closures assign; `value` is its first.
+
+        Servers have it from now on.
+        """
+        key = (id(variable),)
+        if key not in self._known:
+            stored = {id(variable): value}
+            self._known[key] = self._add(
+                "assigned", {"kind": "add"}, [variable], stored
+            )
+        return self._known[key]
+
+    def variables_of_steps(self) -> set[int]:
+        """The ids of trained variables and of their optimizers' own."""
+        trained = (v for group in self.groups if group.trains for v in group.variables)
+        own = (v for optimizer in self._optimizers for v in optimizer.variables)
+        return {id(v) for v in (*trained, *own)}
+
     def trained_by(self, optimizer: keras.optimizers.Optimizer) -> RemoteGroup | None:
         """The group that an optimizer trains, if it has met it."""
         return self._known.get((id(optimizer),))
@@ -310,7 +331,7 @@ class GroupRequests:
                 variable = self._labels.find(label)
                 if variable is None and self._session.is_chief:
                     raise ClusterMismatchError(
-                        f"ClusterCoordinator: a closure on {want.by} trains "
+                        f"ClusterCoordinator: a closure on {want.by} changes "
                         f"{label[0]!r}, which the chief does not have. Create models "
                         "under strategy.scope() and build them (a keras.Input, or "
                         "model.build) before the first coordinator.schedule, in every "
