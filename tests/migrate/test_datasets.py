@@ -429,3 +429,60 @@ def test_weights_of_classes_go_into_the_pipeline(call: str, after: str) -> None:
     )
     assert after in text
     assert left == []
+
+
+def test_datasets_that_methods_and_properties_return_are_ported() -> None:
+    text, left = ported(
+        "import numpy as np\nimport tensorflow as tf\n"
+        "class Window:\n"
+        "    def make(self, data):\n"
+        "        return tf.data.Dataset.from_tensor_slices(data).batch(2)\n"
+        "    @property\n"
+        "    def train(self):\n"
+        "        return self.make(np.arange(6))\n"
+        "window = Window()\n"
+        "one = [b.tolist() for b in window.train.take(1)]\n"
+        "two = [b.tolist() for b in window.make(np.arange(8)).skip(2)]"
+    )
+    assert left == []
+    names: dict[str, Any] = {}
+    exec(text, names)
+    assert names["one"] == [[0, 1]]
+    assert names["two"] == [[4, 5], [6, 7]]
+
+
+def test_methods_of_other_objects_with_a_name_of_a_dataset_stay() -> None:
+    text, left = ported(
+        "import tensorflow as tf\n"
+        "class Stock:\n"
+        "    @property\n"
+        "    def shelf(self):\n"
+        "        return self\n"
+        "    def take(self, n):\n"
+        "        return n\n"
+        "x = tf.abs(Stock().shelf.take(1))"
+    )
+    assert left == []
+    assert ".shelf.take(1)" in text
+
+
+@pytest.mark.parametrize(
+    ("use", "expected"),
+    [
+        ("next(d.as_numpy_iterator())", [0, 1]),
+        ("[list(b) for b in d.as_numpy_iterator()][1]", [2, 3]),
+        ("list(d.as_numpy_iterator())[1]", [2, 3]),
+        ("next(x for x in d.as_numpy_iterator())", [0, 1]),
+    ],
+)
+def test_iterators_of_numpy_arrays(use: str, expected: list[int]) -> None:
+    text, left = ported(
+        "import tensorflow as tf\n"
+        f"d = tf.data.Dataset.range(4).batch(2)\nfound = list({use})\n"
+        "it = d.as_numpy_iterator()\nsecond = [list(next(it)) for _ in range(2)][1]"
+    )
+    assert left == []
+    names: dict[str, Any] = {}
+    exec(text, names)
+    assert names["found"] == expected
+    assert names["second"] == [2, 3]

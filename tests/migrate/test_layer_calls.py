@@ -133,3 +133,54 @@ def test_a_port_runs() -> None:
     exec(text, names)
     x = np.ones((2, 3, 4), "float32")
     assert keras.ops.shape(names["Stack"]()(x, is_training=True)) == (2, 3, 4)
+
+
+VARIABLES = """\
+import tensorflow as tf
+class Counted(tf.keras.layers.Layer):
+    def build(self, shape):
+        self.w = self.add_weight(name="w", shape=(shape[-1], 2))
+        self.seen = tf.Variable({})
+    def call(self, x):
+        return tf.matmul(x, self.w)
+class Model(tf.keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.layer = Counted()
+    def call(self, x):
+        return self.layer(x)
+model = Model()
+model(tf.ones((1, 3)))
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("2.5, trainable=False", (2.5, "float32")),
+        ("-3", (-3, "int32")),
+        ("initial_value=7, dtype=tf.float32", (7.0, "float32")),
+        ("tf.zeros([shape[-1]], tf.int32), name='n'", ([0, 0, 0], "int32")),
+        ("initial_value=tf.ones(shape=(2,))", ([1.0, 1.0], "float32")),
+    ],
+)
+def test_variables_that_build_makes_are_made_once(
+    given: str, expected: tuple[Any, str]
+) -> None:
+    """Keras 3 builds a layer again where it makes a variable of a value."""
+    text, left = ported(VARIABLES.format(given))
+    assert left == []
+    names: dict[str, Any] = {}
+    exec(text, names)
+    model = names["model"]
+    assert len(model.variables) == 2
+    value, dtype = expected
+    assert np.asarray(model.layer.seen).tolist() == value
+    assert model.layer.seen.dtype == dtype
+
+
+def test_other_variables_that_build_makes_are_left() -> None:
+    text, left = ported(VARIABLES.format("tf.random.normal([2])"))
+    assert "self.seen = tf.Variable(tf.random.normal([2]))" in text
+    assert len(left) == 1
+    assert "add_weight" in left[0]

@@ -17,9 +17,10 @@ from replicax.migrate.arguments import (
     renamed,
     without,
 )
+from replicax.migrate.kinds import is_class_of
 from replicax.migrate.script import CallRule, Expression, Script, Unported, walk
 from replicax.migrate.tables import DEVICE_OPERATORS, GUARDED_OPERATORS
-from replicax.migrate.tracing import RANDOM, is_traced
+from replicax.migrate.tracing import RANDOM, class_of, is_traced
 
 __all__ = ["RULES"]
 
@@ -37,10 +38,65 @@ def _constant(script: Script, node: Call, updated: Call, path: str) -> Expressio
 def _variable(script: Script, node: Call, updated: Call, path: str) -> Expression:
     made = remade(script, updated, DEVICE_OPERATORS[path], path)
     has_dtype = any(is_named(a, "dtype") for a in made.args)
-    if not has_dtype and made.args and isinstance(made.args[0].value, cst.Integer):
+    if not has_dtype and made.args and _is_number(made.args[0].value, cst.Integer):
         dtype = keyword("dtype", script.string("int32"))  # Keras' default is a float.
         made = made.with_changes(args=without(made.args, made.args, [dtype]))
-    return made
+    return _initialized(script, node, made) if _in_build(script, node) else made
+
+
+def _in_build(script: Script, node: cst.CSTNode) -> bool:
+    """Whether Keras traces a node: it is in `build` or `call` of a layer or model."""
+    function = script.function_of(node)
+    if function is None or function.name.value not in {"build", "call"}:
+        return False
+    owner = class_of(script, function)
+    return owner is not None and is_class_of(script, owner, ("layer", "model"))
+
+
+_INITIALIZERS = {"zeros": "keras.initializers.Zeros", "ones": "keras.initializers.Ones"}
+_TRACED_VALUE = (
+    "tf.Variable of a value in `build` or `call`, which Keras 3 traces: use "
+    "self.add_weight with an initializer, or make it in __init__"
+)
+
+
+def _initialized(script: Script, node: Call, made: Call) -> Expression:
+    """Give a variable an initializer for its value.
+
+    Where Keras 3 traces `build`, it refuses variables of values, and then builds the
+    layer again without a word, so that it has some weights twice.
+    """
+    value = argument(node.args, 0, "initial_value")
+    if value is None or not made.args:
+        raise Unported(_TRACED_VALUE)
+    first_arg, *rest = made.args
+    given = first_arg.value
+    maker = _INITIALIZERS.get(script.called(value.value), "")
+    if maker and isinstance(given, cst.Call):
+        initializer = call_of(script.expression(maker))
+        found = {"shape": argument(given.args, 0, "shape")}
+        found["dtype"] = argument(given.args, 1, "dtype")
+        has_dtype = any(is_named(arg, "dtype") for arg in rest)
+        extra = [
+            keyword(name, arg.value)
+            for name, arg in found.items()
+            if arg is not None and not (name == "dtype" and has_dtype)
+        ]
+    elif _is_number(given):
+        maker = "keras.initializers.Constant"
+        initializer = call_of(script.expression(maker), given)
+        extra = [keyword("shape", cst.Tuple([]))]
+    else:
+        raise Unported(_TRACED_VALUE)
+    first_arg = first_arg.with_changes(value=initializer)
+    return made.with_changes(args=without(made.args, [first_arg, *rest], extra))
+
+
+def _is_number(
+    node: cst.BaseExpression, kind: type[cst.BaseNumber] = cst.BaseNumber
+) -> bool:
+    inner = node.expression if isinstance(node, cst.UnaryOperation) else node
+    return isinstance(inner, kind)
 
 
 def _where(script: Script, node: Call, updated: Call, path: str) -> Expression:

@@ -11,9 +11,10 @@ import libcst as cst
 
 from replicax.migrate.arguments import argument, is_named
 from replicax.migrate.flow import Definition
-from replicax.migrate.names import dotted, method_of
+from replicax.migrate.names import dotted, is_name, method_of
 from replicax.migrate.script import Script, walk
 from replicax.migrate.tables import READERS
+from replicax.migrate.tracing import class_of
 
 __all__ = ["DatasetGroup", "find_datasets"]
 
@@ -131,6 +132,8 @@ class _Datasets:
             return self._is_dataset(node.value)
         if isinstance(node, cst.IfExp | cst.BooleanOperation):
             return any(self._is_dataset(each) for each in _choices(node))
+        if self._property_key(node) is not None:
+            return True
         return not self._known.isdisjoint(self._script.flow.reaching(node))
 
     def _looks_like_one(self, call: cst.Call) -> bool:
@@ -167,9 +170,24 @@ class _Datasets:
     def _function_keys(self, call: cst.Call, index: int | None) -> list[_Key]:
         """The keys of what a called function returns, or of one element of it."""
         name = (dotted(call.func) or "").removeprefix("self.")
+        if "." in name and self._script.names.imported(call.func) is None:
+            method = name.rpartition(".")[2]
+            functions = self._script.functions(method)
+            is_own = any(class_of(self._script, each) for each in functions)
+            name = method if is_own else name
         if (name, index) in self._returned:
             return [(name, index)]
         return [key for key in self._returned if key[0] == name]
+
+    def _property_key(self, node: cst.BaseExpression) -> _Key | None:
+        """The key of what a property of a class of the script returns."""
+        if not isinstance(node, cst.Attribute):
+            return None
+        key = (node.attr.value, None)
+        functions = self._script.functions(node.attr.value)
+        decorators = [d.decorator for f in functions for d in f.decorators]
+        is_property = any(is_name(each, "property") for each in decorators)
+        return key if is_property and key in self._known else None
 
     # Union-find.
 
@@ -208,6 +226,8 @@ class _Datasets:
             return self._key_of(node.value)
         elif isinstance(node, cst.IfExp | cst.BooleanOperation):
             keys = [self._key_of(e) for e in _choices(node) if self._is_dataset(e)]
+        elif (made := self._property_key(node)) is not None:
+            keys = [made]
         else:
             keys = [*self._script.flow.reaching(node)]
         for key in keys[1:]:

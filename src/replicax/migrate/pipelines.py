@@ -369,6 +369,21 @@ def _cache(script: Script, call: Call, updated: Call) -> Expression:
     return cst.Call(method, args)
 
 
+_THROUGH = frozenset(["enumerate", "iter", "list", "tuple", "zip"])
+"""Functions that go through a dataset from its first example on."""
+
+
+def _as_numpy_iterator(script: Script, call: Call, updated: Call) -> Expression:
+    """Drop `as_numpy_iterator` of what a loop goes through; else port it to `iter`."""
+    made = _DROPPED_ITERATOR(script, call, updated)
+    parent, used = script.parent(call), script.call_with(call)
+    is_looped = isinstance(parent, cst.For | cst.CompFor)
+    if is_looped or (used and script.code(used.func) in _THROUGH):
+        return made
+    return call_of(cst.Name("iter"), made)
+
+
+_DROPPED_ITERATOR = dropped("Grain's examples are NumPy's")
 _BLANK = cst.SimpleWhitespace(" ")
 _DROPPED: dict[str, DatasetRule] = {
     "cache": dropped("examples are arrays in memory, and maps run as they are read"),
@@ -376,7 +391,7 @@ _DROPPED: dict[str, DatasetRule] = {
     "with_options": dropped(
         "see `auto_shard_policy=` of strategy.experimental_distribute_dataset"
     ),
-    "as_numpy_iterator": dropped("Grain's examples are NumPy's"),
+    "as_numpy_iterator": _as_numpy_iterator,
 }
 MAPPED: dict[str, DatasetRule] = {
     "map": _map,

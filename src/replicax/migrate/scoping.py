@@ -102,9 +102,9 @@ def _is_for(script: Script, line: cst.SimpleStatementLine) -> bool:
 
 def _compiled(call: cst.CSTNode) -> cst.BaseExpression | None:
     """The model of a call of `compile`."""
-    is_compile = isinstance(call, cst.Call) and method_of(call) == "compile"
-    is_method = is_compile and isinstance(call.func, cst.Attribute)
-    return call.func.value if is_method else None
+    if not isinstance(call, cst.Call) or not isinstance(call.func, cst.Attribute):
+        return None
+    return call.func.value if method_of(call) == "compile" else None
 
 
 def _is_made_inside(script: Script, model: cst.BaseExpression) -> bool:
