@@ -75,3 +75,32 @@ def test_functions_that_scopes_call_keep_their_optimizers() -> None:
     text, left = ported(f"{MODEL}{made}with strategy.scope():\n    opt = make()")
     assert left == []
     assert text.count("with strategy.scope():\n") == 2
+
+
+TUNE = """\
+def tune(net):
+    net.compile(tf.keras.optimizers.RMSprop(1e-3), loss="mse")
+    net.fit(x, y, verbose=0)
+"""
+
+
+def test_a_function_compiles_again_in_the_scope_of_the_script() -> None:
+    text, left = ported(f"{MODEL}{TUNE}tune(model)\nsteps = model.optimizer.iterations")
+    assert left == []
+    names: dict[str, Any] = {"x": np.ones((8, 2)), "y": np.ones((8, 1))}
+    exec(text, names)
+    assert int(names["steps"]) == 1
+
+
+def test_a_function_that_the_scope_calls_compiles_as_it_is() -> None:
+    text, left = ported(f"{TUNE}{MODEL}    tune(model)")
+    assert left == []
+    assert text.count("scope():") == 1
+
+
+def test_a_strategy_out_of_sight_is_reported() -> None:
+    imports, _, rest = MODEL.partition("\n")
+    main = "".join(f"    {line}\n" for line in rest.splitlines())
+    _, left = ported(f"{imports}\n{TUNE}def main():\n{main}    tune(model)")
+    assert len(left) == 1
+    assert "outside the strategy's scope" in left[0]

@@ -38,12 +38,16 @@ def _plan(
     made = next(_optimizers(script, line), None)
     if made is None or line in script.replacements or _is_inside(script, line):
         return
-    here = [s for s in scopes if _function_of(script, s) is _function_of(script, line)]
-    if not here or not _is_for(script, line):
+    function = _function_of(script, line)
+    here = [s for s in scopes if _function_of(script, s) is function]
+    models = _models(script, line)
+    if not all(_is_made_inside(script, model) for model in models):
         return
-    scope = _scope(script, here[0])
-    assert scope is not None
-    if not _is_made_before(script, scope, line):
+    if not here and (not models or _is_called_inside(script, function)):
+        return
+    outer = [s for s in scopes if _function_of(script, s) is None]
+    scope = _scope(script, next(iter([*here, *outer]), line))
+    if scope is None or (here and not _is_made_before(script, scope, line)):
         script.leave(made, _NO_SCOPE)
         return
 
@@ -82,10 +86,10 @@ def _function_of(script: Script, node: cst.CSTNode) -> cst.CSTNode | None:
     return next((p for p in script.parents(node) if isinstance(p, kinds)), None)
 
 
-def _is_for(script: Script, line: cst.SimpleStatementLine) -> bool:
-    """Whether the optimizers of a line are for models that were made in the scope.
+def _models(script: Script, line: cst.CSTNode) -> list[cst.BaseExpression]:
+    """The models that `compile` gives a line's optimizers to.
 
-    Those that `compile` gets are for its model; others, such as of loops, are for all.
+    There are none of an optimizer in a loop of the script.
     """
     models = [_compiled(call) for call in walk(line)]
     for target in walk(line):
@@ -96,8 +100,16 @@ def _is_for(script: Script, line: cst.SimpleStatementLine) -> bool:
                 for arg in call.args
                 if is_name(arg.value, target.target.value)
             ]
-    found = [model for model in models if model is not None]
-    return all(_is_made_inside(script, model) for model in found)
+    return [model for model in models if model is not None]
+
+
+def _is_called_inside(script: Script, function: cst.CSTNode | None) -> bool:
+    """Whether all calls of a function are in a scope."""
+    if not isinstance(function, cst.FunctionDef):
+        return False
+    name = function.name.value
+    calls = [c for c in script.calls if name in (method_of(c), script.code(c.func))]
+    return all(_is_inside(script, call) for call in calls)
 
 
 def _compiled(call: cst.CSTNode) -> cst.BaseExpression | None:
@@ -107,9 +119,18 @@ def _compiled(call: cst.CSTNode) -> cst.BaseExpression | None:
     return call.func.value if method_of(call) == "compile" else None
 
 
-def _is_made_inside(script: Script, model: cst.BaseExpression) -> bool:
+def _is_made_inside(script: Script, model: cst.BaseExpression, depth: int = 4) -> bool:
+    """Whether a model was made in a scope, here or where a caller passes it."""
     found = definitions(script, model)
-    return bool(found) and all(_is_inside(script, d.node) for d in found)
+    return bool(found) and all(
+        _is_inside(script, each.node)
+        or (
+            depth > 0
+            and bool(each.values)
+            and all(_is_made_inside(script, v, depth - 1) for v in each.values)
+        )
+        for each in found
+    )
 
 
 def _is_made_before(script: Script, scope: cst.Call, line: cst.CSTNode) -> bool:
