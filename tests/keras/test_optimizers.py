@@ -2,6 +2,7 @@
 
 import contextlib
 
+import grain
 import keras
 import numpy as np
 import pytest
@@ -207,3 +208,62 @@ def test_added_sums_are_averaged(digits, outcome, assert_same):
     assert_same(outcome(lambda: work(2.0), 4), expected)
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
         assert_same(outcome(lambda: work(0.5), 4), expected)
+
+
+def trained_by_steps(digits, strategy, make_optimizer):
+    """Weights after two steps of a loop, whose first one builds the optimizer."""
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = classifier(layers.Dense(12, activation="tanh"))
+        optimizer = make_optimizer()
+    x, y = (a[:32] for a in digits)
+    x = x + 0.1  # Where all gradients are 0, Keras' Adafactor makes NaN.
+    loss_fn = keras.losses.SparseCategoricalCrossentropy(
+        from_logits=True, reduction="none"
+    )
+
+    def step(batch):
+        x, y = batch
+        with rx.GradientTape() as tape:
+            losses = loss_fn(y, model(x))
+            loss = rx.compute_average_loss(losses, global_batch_size=32)
+            scaled = optimizer.scale_loss(loss)
+        gradients = tape.gradient(scaled, model.trainable_variables)
+        optimizer.apply_gradients(
+            zip(gradients, model.trainable_variables, strict=True)
+        )
+
+    dataset = grain.MapDataset.source([(x, y)] * 2)
+    for batch in strategy.experimental_distribute_dataset(dataset):
+        strategy.run(step, args=(batch,))
+    return [v.numpy() for v in (*model.weights, *optimizer.variables)]
+
+
+@pytest.mark.parametrize(
+    "make_strategy",
+    [
+        rx.MirroredStrategy,
+        rx.CentralStorageStrategy,
+        pytest.param(rx.FullyShardedStrategy, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize(
+    "make_optimizer",
+    [
+        lambda: keras.optimizers.Adafactor(0.01),  # Makes slots from numbers.
+        lambda: keras.optimizers.LossScaleOptimizer(
+            keras.optimizers.SGD(0.1), initial_scale=4.0, dynamic_growth_steps=1
+        ),
+    ],
+    ids=["adafactor", "loss_scale"],
+)
+def test_a_step_may_build_an_optimizer_of_any_kind(
+    digits, make_strategy, make_optimizer
+):
+    expected = trained_by_steps(digits, rx.OneDeviceStrategy("cpu:0"), make_optimizer)
+    strategy = make_strategy(["cpu:0", "cpu:1"])
+    found = trained_by_steps(digits, strategy, make_optimizer)
+    assert len(found) == len(expected) > 5
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+        assert np.isfinite(one).all()

@@ -82,6 +82,9 @@ def _defer(
             )
         with keras.name_scope(optimizer.name, caller=optimizer):
             optimizer.build(list(variables))
+        for variable in optimizer.variables:
+            # The next trace finds them, and may use some before, such as a loss scale.
+            variable.value  # noqa: B018
     trained = trained_by(optimizer) if variables is None else list(variables)
     if len(grads) != len(trained):
         raise ValueError(

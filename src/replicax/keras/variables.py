@@ -112,7 +112,8 @@ def init_variable(
     """`KerasVariable.__init__`."""
     reuse, strategy = current_reuse(), current_strategy()
     given = not (callable(initializer) or isinstance(initializer, str))
-    if reuse is None and given and _in_replica_function():
+    is_slot = given and _is_slot(initializer)
+    if reuse is None and given and not is_slot and _in_replica_function():
         name = f" {kwargs['name']!r}" if kwargs.get("name") else ""
         raise ContextError(
             f"{current_call()}: a variable{name} is made inside "
@@ -120,7 +121,7 @@ def init_variable(
             "variables, layers, metrics and optimizers outside of it, once, under "
             "`with strategy.scope():`."
         )
-    if reuse is not None and given:
+    if given and (reuse is not None or (is_slot and _in_replica_function())):
         initializer, shape, own = constant_in_trace(variable, initializer)
         dtype = own.name if dtype is None else dtype
     if strategy is not None and _is_state_of_replicas(dtype, kwargs):
@@ -131,6 +132,20 @@ def init_variable(
     original(variable, initializer, shape, dtype, *args, **kwargs)
     if reuse is not None and not has_value(variable) and not reuse.note(variable):
         forget_uninitialized(variable)  # It stands for another one.
+
+
+def _is_slot(value: PyTree) -> bool:
+    """Whether an optimizer that is being built makes a variable from a known value.
+
+    Adafactor has such placeholders for vectors. `build` is called once, in whichever
+    trace, so that they last.
+    """
+    owner = named_by()
+    return (
+        isinstance(owner, keras.Optimizer)
+        and owner.built
+        and not isinstance(value, jax.core.Tracer | keras.Variable)
+    )
 
 
 def _in_replica_function() -> bool:
