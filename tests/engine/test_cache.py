@@ -282,6 +282,51 @@ def test_changed_global_of_a_cell_is_seen_when_the_closure_is_rebound(strategy) 
     assert strategy.run(fn, (1.0,)).values[0] == 3.0
 
 
+CELL = """
+import jax.numpy as jnp
+import keras
+import replicax as rx
+
+with strategy.scope():
+    counter = keras.Variable(0.0, aggregation="mean", trainable=False)
+
+def increment():
+    return rate
+
+def step():
+    counter.assign_add(increment())
+
+for _ in range(2):
+    strategy.run(step)
+"""
+
+
+def test_a_cell_of_a_notebook_that_runs_again_has_its_own_variables(strategy) -> None:
+    # The code and the module are the same, and the names stand for other objects.
+    namespace = {"strategy": strategy, "rate": 1.0}
+    code = compile(CELL, "<cell>", "exec")
+    exec(code, namespace)
+    first = namespace["counter"]
+    exec(code, namespace)
+    second = namespace["counter"]
+    assert (float(first.value), float(second.value)) == (2.0, 2.0)
+    namespace["rate"] = 10.0  # A global of a function that the step calls.
+    strategy.run(namespace["step"])
+    assert (float(first.value), float(second.value)) == (2.0, 12.0)
+
+
+def test_what_functions_call_each_other_with_ends() -> None:
+    namespace: dict[str, Any] = {}
+    exec("def f(): return g()\ndef g(): return f() + [x for x in y]", namespace)
+    key = function_key(namespace["f"])
+    assert key == function_key(namespace["f"])
+    namespace["y"] = 1
+    assert key != function_key(namespace["f"])
+    bare = function_key(namespace["f"], with_globals=False)
+    namespace["y"] = 2
+    assert bare == function_key(namespace["f"], with_globals=False)
+
+
 def test_equal_but_different_plain_values_are_told_apart(strategy) -> None:
     seen = []
 

@@ -1,5 +1,6 @@
 """Which calls share a program: keys of functions and the bounded program cache."""
 
+import dis
 import functools
 import logging
 import threading
@@ -44,41 +45,79 @@ def static_key(value: object) -> Hashable:
 
 
 def function_key(
-    fn: Callable[..., PyTree], outer: tuple[Callable[..., PyTree], ...] = ()
+    fn: Callable[..., PyTree],
+    seen: list[Callable[..., PyTree]] | None = None,
+    *,
+    with_globals: bool = True,
 ) -> Hashable:
     """A key that is equal for functions that would trace to the same program.
 
     A lambda or inner function made anew in a loop has a new identity each time; it is
-    the same to us when its code is and everything it closes over.
+    the same to us when its code is, everything it closes over, and the globals that it
+    names: a cell of a notebook that runs again makes a new model of the same name.
 
     Args:
         fn: A function, or any other callable.
-        outer: The functions that close over `fn`, to end where one closes over itself.
+        seen: The functions that are in the key already, and are named by number.
+        with_globals: Whether the values of globals are part of the key.
     """
     if isinstance(fn, types.MethodType):
-        return (Identity(fn.__self__), function_key(fn.__func__, outer))
+        key = function_key(fn.__func__, seen, with_globals=with_globals)
+        return (Identity(fn.__self__), key)
     if isinstance(fn, types.FunctionType):
-        if fn in outer:
-            return outer.index(fn)
-        outer = (*outer, fn)
-        closed_over = tuple(_cell_key(cell, outer) for cell in fn.__closure__ or ())
+        seen = [] if seen is None else seen
+        if fn in seen:
+            return seen.index(fn)
+        seen.append(fn)
+        closed_over = tuple(
+            _cell_key(cell, seen, with_globals) for cell in fn.__closure__ or ()
+        )
         defaults = tuple(map(static_key, fn.__defaults__ or ()))
         named = tuple((k, static_key(v)) for k, v in (fn.__kwdefaults__ or {}).items())
-        return (fn.__code__, Identity(fn.__globals__), closed_over, defaults, named)
+        known = fn.__globals__
+        used = tuple(
+            _global_key(known[name], known, seen)
+            for name in (_global_names(fn.__code__) if with_globals else ())
+            if name in known
+        )
+        return (fn.__code__, Identity(known), closed_over, defaults, named, used)
     # Most objects compare by identity, and in C.
     return fn if type(fn).__eq__ is object.__eq__ else Identity(fn)
 
 
 def _cell_key(
-    cell: types.CellType, outer: tuple[Callable[..., PyTree], ...]
+    cell: types.CellType, seen: list[Callable[..., PyTree]], with_globals: bool
 ) -> Hashable:
     try:
         content = cell.cell_contents
     except ValueError:  # A name of the enclosing function that is not bound yet.
         return None
     if isinstance(content, types.FunctionType | types.MethodType):
-        return function_key(content, outer)
+        return function_key(content, seen, with_globals=with_globals)
     return static_key(content)
+
+
+def _global_key(
+    value: object, known: dict[str, object], seen: list[Callable[..., PyTree]]
+) -> Hashable:
+    """A key of a global; of functions of the same module also what they use."""
+    if isinstance(value, types.FunctionType) and value.__globals__ is known:
+        return function_key(value, seen)
+    return static_key(value)
+
+
+@functools.lru_cache(maxsize=4096)
+def _global_names(code: types.CodeType) -> tuple[str, ...]:
+    """The names that a function and those inside it look up in its module."""
+    names = {
+        instruction.argval
+        for instruction in dis.get_instructions(code)
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+    }
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names.update(_global_names(constant))
+    return tuple(sorted(names))
 
 
 def unwrap_partial(
@@ -179,9 +218,13 @@ class ProgramCache(Generic[T]):
 
 
 def _contents(fn: types.FunctionType) -> dict[str, Hashable]:
-    """The closed-over values and defaults of a function, as keys by name."""
+    """What a function closes over, its globals and defaults, as keys by name."""
     cells = dict(zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True))
-    contents = {name: _cell_key(cell, (fn,)) for name, cell in cells.items()}
+    contents = {name: _cell_key(cell, [fn], True) for name, cell in cells.items()}
+    known = fn.__globals__
+    for name in _global_names(fn.__code__):
+        if name in known:
+            contents[name] = _global_key(known[name], known, [fn])
     for i, value in enumerate(fn.__defaults__ or ()):
         contents[f"default {i}"] = static_key(value)
     for name, value in (fn.__kwdefaults__ or {}).items():

@@ -180,7 +180,8 @@ def _key(fn: Callable[..., PyTree]) -> Hashable:
     if isinstance(fn, functools.partial):
         bound = (*fn.args, *fn.keywords.values())
         return (_key(fn.func), tuple(fn.keywords), tuple(map(static_key, bound)))
-    return function_key(fn)
+    # Globals are looked up when it runs; tasks may have other values of them.
+    return function_key(fn, with_globals=False)
 
 
 def _described(fn: Callable[..., PyTree]) -> str:
