@@ -267,3 +267,60 @@ def test_a_step_may_build_an_optimizer_of_any_kind(
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
         assert np.isfinite(one).all()
+
+
+class Scale(layers.Layer):
+    """Multiplies features by weights of the given aggregation."""
+
+    def __init__(self, aggregation):
+        super().__init__()
+        self.scale = self.add_weight(
+            shape=(4,), initializer="ones", aggregation=aggregation
+        )
+
+    def call(self, inputs):
+        return inputs * self.scale
+
+
+def trained_scale(strategy, aggregation):
+    """A weight and losses: of two steps of a loop, then of two epochs of `fit`."""
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), Scale(aggregation)])
+        model.compile(keras.optimizers.Adam(0.1), "mse")
+        optimizer = keras.optimizers.SGD(0.1)
+    x, y = np.ones((8, 4), "float32"), np.zeros((8, 4), "float32")
+
+    def step(batch):
+        x, y = batch
+        with rx.GradientTape() as tape:
+            loss = ops.sum(ops.square(model(x) - y)) / 32
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(
+            zip(gradients, model.trainable_variables, strict=True)
+        )
+        return loss
+
+    dataset = grain.MapDataset.source([(x, y)] * 2)
+    losses = [
+        float(strategy.reduce("sum", strategy.run(step, args=(batch,))))
+        for batch in strategy.experimental_distribute_dataset(dataset)
+    ]
+    history = model.fit(x, y, batch_size=8, epochs=2, verbose=0).history["loss"]
+    return [*losses, *history, model.get_weights()[0][0]]
+
+
+@pytest.mark.parametrize("aggregation", ["sum", "mean", "only_first_replica"])
+@pytest.mark.parametrize(
+    "make_strategy",
+    [
+        rx.MirroredStrategy,
+        lambda devices: rx.MirroredStrategy(devices, shard_update=True),
+        pytest.param(rx.CentralStorageStrategy, marks=pytest.mark.slow),
+    ],
+    ids=["mirrored", "sharded", "central"],
+)
+def test_an_optimizer_updates_a_weight_of_any_aggregation(make_strategy, aggregation):
+    expected = trained_scale(rx.OneDeviceStrategy("cpu:0"), aggregation)
+    found = trained_scale(make_strategy(["cpu:0", "cpu:1"]), aggregation)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    assert found[0] == 1

@@ -103,6 +103,9 @@ def _global_key(
     """A key of a global; of functions of the same module also what they use."""
     if isinstance(value, types.FunctionType) and value.__globals__ is known:
         return function_key(value, seen)
+    kind = type(value)
+    if kind.__eq__ is object.__eq__ and kind.__hash__ is object.__hash__:
+        return value  # Modules, models: compared by identity, and in C.
     return static_key(value)
 
 

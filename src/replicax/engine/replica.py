@@ -82,6 +82,8 @@ class ReplicaContext:
         self.defers_updates = group.defers_updates or divides_updates
         self.blocked = BlockedValues(group.axis)
         self.has_trained = False
+        # Ids of variables that an optimizer updates though their aggregation is "sum".
+        self.trained_sums: set[int] = set()
         # Whether one batch is split over the replicas, as in `fit`; else each has its
         # own batches, as in estimators.
         self.shares_batch = False
@@ -381,6 +383,10 @@ class ReplicaContext:
             return apply(declare_mirrored(combined), weights)
         finally:
             self._applying = False
+
+    def note_trained(self, variables: Sequence[Variable]) -> None:
+        """Record what an optimizer updates: it is equal on all replicas, and no sum."""
+        self.trained_sums |= {id(v) for v in variables if v.aggregation == "sum"}
 
     @property
     def gathers_weights(self) -> bool:

@@ -125,6 +125,7 @@ class ReplicaStep:
         self.unused: set[int] = set()
         self.from_first: set[int] = set()
         self.trains = False
+        self._trained_sums: set[int] = set()
         self.results = ResultStructure(None, name)
         # Predictions, which are rows, need no update.
         self.divides_updates = group.divides_updates and (
@@ -356,6 +357,10 @@ class ReplicaStep:
                 lambda: self._scope_of(start),
             )
             out = run.execute()
+            if context.trained_sums - self._trained_sums:
+                # Replicas started from summands of weights: again, from the weights.
+                self._trained_sums |= context.trained_sums
+                return self._replica_step(written, read, leaves)
             new = list(written)  # Not what the replica started from.
             changed = {
                 i: run.scope.state_mapping[id(v)]
@@ -414,7 +419,7 @@ class ReplicaStep:
         def of(variable: Variable, value: jax.Array, is_written: bool) -> jax.Array:
             if is_seed_state(variable):
                 return fold_replica_into_seed(value, context.replica_id_in_sync_group)
-            if is_written and variable.aggregation == "sum":
+            if is_written and self._aggregation(variable) == "sum":
                 return context.summand(value)
             return value
 
@@ -423,6 +428,10 @@ class ReplicaStep:
             of(v, x, i < len(written))
             for i, (v, x) in enumerate(zip(self.inputs, values, strict=True))
         ]
+
+    def _aggregation(self, variable: Variable) -> str:
+        """How replicas' values are combined; an optimizer's are equal on all."""
+        return "none" if id(variable) in self._trained_sums else variable.aggregation
 
     def _wholes(self, context: ReplicaContext, values: Arrays) -> Arrays:
         """The inputs' values, whole where replicas hold blocks."""
@@ -446,7 +455,7 @@ class ReplicaStep:
             return {
                 i: x
                 for i, x in new.items()
-                if self.written[i].aggregation == aggregation
+                if self._aggregation(self.written[i]) == aggregation
                 and not is_seed_state(self.written[i])
             }
 
@@ -462,7 +471,7 @@ class ReplicaStep:
         self, start: Arrays, new: Mapping[int, jax.Array], *, among_replicas: bool
     ) -> None:
         for i, value in new.items():
-            if self.written[i].aggregation == "sum":
+            if self._aggregation(self.written[i]) == "sum":
                 warn_of_no_sum(
                     self._name,
                     self.written[i],

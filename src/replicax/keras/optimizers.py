@@ -54,6 +54,7 @@ def apply(
         return None
     trained = list(trainable_variables or trained_by(optimizer))
     _refuse_overwriting_gradients(trained)
+    context.note_trained(trained)
 
     def update(grads: PyTree, weights: PyTree) -> PyTree:
         scope = current_scope()
@@ -92,6 +93,7 @@ def _defer(
             "variables. Pass one for each, None where there is none."
         )
     _refuse_overwriting_gradients(trained)
+    context.note_trained(trained)
     if not grads:
         return
     scope = current_scope()
