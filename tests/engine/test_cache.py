@@ -3,6 +3,7 @@
 import functools
 import gc
 import logging
+import pickle
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -325,6 +326,22 @@ def test_what_functions_call_each_other_with_ends() -> None:
     bare = function_key(namespace["f"], with_globals=False)
     namespace["y"] = 2
     assert bare == function_key(namespace["f"], with_globals=False)
+
+
+def test_functions_that_have_run_can_be_wrapped_and_pickled(strategy) -> None:
+    def fn(x: Any) -> Any:
+        return x + one
+
+    one = 1.0
+    assert strategy.run(fn, (1.0,)).values[0] == 2.0
+    state = pickle.loads(pickle.dumps(vars(fn)))  # As cloudpickle does.
+    assert list(state.values()) == [None]
+
+    @functools.wraps(fn)
+    def other(x: Any) -> Any:
+        return 10.0 * fn(x)
+
+    assert strategy.run(other, (1.0,)).values[0] == 20.0
 
 
 def test_equal_but_different_plain_values_are_told_apart(strategy) -> None:

@@ -5,6 +5,7 @@ import functools
 import logging
 import threading
 import types
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
@@ -44,12 +45,44 @@ def static_key(value: object) -> Hashable:
     return (type(value), value) if isinstance(value, _PLAIN) else Identity(value)
 
 
-def function_key(
-    fn: Callable[..., PyTree],
-    seen: list[Callable[..., PyTree]] | None = None,
-    *,
-    with_globals: bool = True,
-) -> Hashable:
+class _Read:
+    """What a function's key was made of, to see at once that it still holds.
+
+    Attributes:
+        key: The key.
+        functions: Those that are in the key, which has a number where one comes again;
+            none when it is made.
+        cells: What functions close over, with the contents.
+        names: Globals and defaults, as a dictionary, a name in it and its value.
+    """
+
+    def __init__(self, fn: types.FunctionType, *, with_globals: bool) -> None:
+        self.key: Hashable = None
+        self._fn = weakref.ref(fn)
+        self.with_globals = with_globals
+        self.functions: list[types.FunctionType] = []
+        self.cells: list[tuple[types.CellType, object]] = []
+        self.names: list[tuple[dict[str, object], str, object]] = []
+
+    def is_current(self, fn: types.FunctionType) -> bool:
+        """Whether it is this function's, and everything the same object as it was."""
+        return (
+            self._fn() is fn  # `functools.wraps` copies attributes to other functions.
+            and all(values.get(name) is value for values, name, value in self.names)
+            and all(_content(cell) is content for cell, content in self.cells)
+        )
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """Pickle as None, with a function that has this as an attribute."""
+        return (type(None), ())
+
+
+# Making a key takes longer than all else that `run` does on the host, so that functions
+# remember theirs, as an attribute: what a dictionary had would keep models alive.
+_KEY = "_replicax_key"
+
+
+def function_key(fn: Callable[..., PyTree], *, with_globals: bool = True) -> Hashable:
     """A key that is equal for functions that would trace to the same program.
 
     A lambda or inner function made anew in a loop has a new identity each time; it is
@@ -58,51 +91,74 @@ def function_key(
 
     Args:
         fn: A function, or any other callable.
-        seen: The functions that are in the key already, and are named by number.
         with_globals: Whether the values of globals are part of the key.
     """
     if isinstance(fn, types.MethodType):
-        key = function_key(fn.__func__, seen, with_globals=with_globals)
+        key = function_key(fn.__func__, with_globals=with_globals)
         return (Identity(fn.__self__), key)
-    if isinstance(fn, types.FunctionType):
-        seen = [] if seen is None else seen
-        if fn in seen:
-            return seen.index(fn)
-        seen.append(fn)
-        closed_over = tuple(
-            _cell_key(cell, seen, with_globals) for cell in fn.__closure__ or ()
-        )
-        defaults = tuple(map(static_key, fn.__defaults__ or ()))
-        named = tuple((k, static_key(v)) for k, v in (fn.__kwdefaults__ or {}).items())
-        known = fn.__globals__
-        used = tuple(
-            _global_key(known[name], known, seen)
-            for name in (_global_names(fn.__code__) if with_globals else ())
-            if name in known
-        )
-        return (fn.__code__, Identity(known), closed_over, defaults, named, used)
-    # Most objects compare by identity, and in C.
-    return fn if type(fn).__eq__ is object.__eq__ else Identity(fn)
+    if not isinstance(fn, types.FunctionType):
+        # Most objects compare by identity, and in C.
+        return fn if type(fn).__eq__ is object.__eq__ else Identity(fn)
+    made: _Read | None = fn.__dict__.get(_KEY) if with_globals else None
+    if made is not None and made.is_current(fn):
+        return made.key
+    read = _Read(fn, with_globals=with_globals)
+    read.key = _key(fn, read)
+    is_recursive = any(x is fn for *_, x in [*read.cells, *read.names])
+    read.functions.clear()
+    if with_globals and not is_recursive:  # Else it would refer to itself.
+        fn.__dict__[_KEY] = read
+    return read.key
 
 
-def _cell_key(
-    cell: types.CellType, seen: list[Callable[..., PyTree]], with_globals: bool
-) -> Hashable:
+def _key(fn: types.FunctionType, read: _Read) -> Hashable:
+    if fn in read.functions:
+        return read.functions.index(fn)
+    read.functions.append(fn)
+    closed_over = tuple(_cell_key(cell, read) for cell in fn.__closure__ or ())
+    defaults = tuple(map(static_key, fn.__defaults__ or ()))
+    keywords = fn.__kwdefaults__ or {}
+    named = tuple((k, static_key(_value_of(keywords, k, read))) for k in keywords)
+    known = fn.__globals__
+    used = tuple(
+        _global_key(value, known, read)
+        for name in (_global_names(fn.__code__) if read.with_globals else ())
+        if (value := _value_of(known, name, read)) is not None
+    )
+    return (fn.__code__, Identity(known), closed_over, defaults, named, used)
+
+
+def _value_of(values: dict[str, object], name: str, read: _Read) -> object:
+    value = values.get(name)
+    read.names.append((values, name, value))
+    return value
+
+
+def _content(cell: types.CellType) -> object:
+    """What a cell has; None for a name of the outer function that is not bound yet."""
     try:
-        content = cell.cell_contents
-    except ValueError:  # A name of the enclosing function that is not bound yet.
+        return cell.cell_contents
+    except ValueError:
         return None
-    if isinstance(content, types.FunctionType | types.MethodType):
-        return function_key(content, seen, with_globals=with_globals)
-    return static_key(content)
 
 
-def _global_key(
-    value: object, known: dict[str, object], seen: list[Callable[..., PyTree]]
-) -> Hashable:
+def _cell_key(cell: types.CellType, read: _Read) -> Hashable:
+    content = _content(cell)
+    read.cells.append((cell, content))
+    if isinstance(content, types.MethodType):
+        return (Identity(content.__self__), _cell_function_key(content.__func__, read))
+    return _cell_function_key(content, read)
+
+
+def _cell_function_key(content: object, read: _Read) -> Hashable:
+    is_function = isinstance(content, types.FunctionType)
+    return _key(content, read) if is_function else static_key(content)
+
+
+def _global_key(value: object, known: dict[str, object], read: _Read) -> Hashable:
     """A key of a global; of functions of the same module also what they use."""
     if isinstance(value, types.FunctionType) and value.__globals__ is known:
-        return function_key(value, seen)
+        return _key(value, read)
     kind = type(value)
     if kind.__eq__ is object.__eq__ and kind.__hash__ is object.__hash__:
         return value  # Modules, models: compared by identity, and in C.
@@ -223,11 +279,13 @@ class ProgramCache(Generic[T]):
 def _contents(fn: types.FunctionType) -> dict[str, Hashable]:
     """What a function closes over, its globals and defaults, as keys by name."""
     cells = dict(zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True))
-    contents = {name: _cell_key(cell, [fn], True) for name, cell in cells.items()}
+    read = _Read(fn, with_globals=True)
+    read.functions.append(fn)
+    contents = {name: _cell_key(cell, read) for name, cell in cells.items()}
     known = fn.__globals__
     for name in _global_names(fn.__code__):
         if name in known:
-            contents[name] = _global_key(known[name], known, [fn])
+            contents[name] = _global_key(known[name], known, read)
     for i, value in enumerate(fn.__defaults__ or ()):
         contents[f"default {i}"] = static_key(value)
     for name, value in (fn.__kwdefaults__ or {}).items():
