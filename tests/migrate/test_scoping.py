@@ -104,3 +104,18 @@ def test_a_strategy_out_of_sight_is_reported() -> None:
     _, left = ported(f"{imports}\n{TUNE}def main():\n{main}    tune(model)")
     assert len(left) == 1
     assert "outside the strategy's scope" in left[0]
+
+
+def test_a_method_compiles_again_in_the_scope_of_its_strategy() -> None:
+    text, left = ported(
+        "import tensorflow as tf\n"
+        "class Trainer:\n"
+        "    def __init__(self):\n"
+        "        self.strategy = tf.distribute.MirroredStrategy()\n"
+        "        with self.strategy.scope():\n"
+        "            self.model = tf.keras.Sequential()\n"
+        "    def tune(self):\n"
+        "        self.model.compile(tf.keras.optimizers.Adam(1e-5), 'mse')\n"
+    )
+    assert left == []
+    assert "        with self.strategy.scope():\n            self.model.com" in text

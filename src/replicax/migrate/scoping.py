@@ -45,7 +45,7 @@ def _plan(
         return
     if not here and (not models or _is_called_inside(script, function)):
         return
-    outer = [s for s in scopes if _function_of(script, s) is None]
+    outer = [s for s in scopes if _is_visible(script, s, line)]
     scope = _scope(script, next(iter([*here, *outer]), line))
     if scope is None or (here and not _is_made_before(script, scope, line)):
         script.leave(made, _NO_SCOPE)
@@ -86,6 +86,19 @@ def _function_of(script: Script, node: cst.CSTNode) -> cst.CSTNode | None:
     return next((p for p in script.parents(node) if isinstance(p, kinds)), None)
 
 
+def _is_visible(script: Script, scope: cst.CSTNode, line: cst.CSTNode) -> bool:
+    """Whether the strategy of a scope in another function is there in a line.
+
+    It is one of the module, or an attribute of the same object.
+    """
+    if _function_of(script, scope) is None:
+        return True
+    call = _scope(script, scope)
+    root = root_of(call.func) if call is not None else None
+    is_own = root is not None and is_name(root, "self")
+    return is_own and script.class_around(scope) is script.class_around(line)
+
+
 def _models(script: Script, line: cst.CSTNode) -> list[cst.BaseExpression]:
     """The models that `compile` gives a line's optimizers to.
 
@@ -109,7 +122,7 @@ def _is_called_inside(script: Script, function: cst.CSTNode | None) -> bool:
         return False
     name = function.name.value
     calls = [c for c in script.calls if name in (method_of(c), script.code(c.func))]
-    return all(_is_inside(script, call) for call in calls)
+    return bool(calls) and all(_is_inside(script, call) for call in calls)
 
 
 def _compiled(call: cst.CSTNode) -> cst.BaseExpression | None:
