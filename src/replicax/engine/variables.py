@@ -28,6 +28,7 @@ __all__ = [
     "DeferredUpdates",
     "PendingValue",
     "RecordingScope",
+    "UndeclaredVariableError",
     "Update",
     "UpdatePendingError",
     "ValueScope",
@@ -99,6 +100,10 @@ def explained_leaks(caller: str) -> Generator[None]:
             f"variable there, or kept in a Python object. {_RETURN_IT}"
         )
         raise
+
+
+class UndeclaredVariableError(ContextError):
+    """A program uses a variable that it does not take as an input."""
 
 
 class UpdatePendingError(ContextError):
@@ -221,7 +226,7 @@ class ValueScope(WritesScope):
 
     def _require_known(self, variable: Variable) -> None:
         if id(variable) not in self._known:
-            raise ContextError(
+            raise UndeclaredVariableError(
                 f"{self._caller}: variable {variable.path!r} {variable.shape} was not "
                 "there when the function was traced first and is now. Functions are "
                 "traced more than once: create layers, metrics and optimizers outside "

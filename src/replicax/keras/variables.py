@@ -18,6 +18,8 @@ from replicax._private.keras import (
     layout_of,
     named_by,
     read_values,
+    scope_around,
+    set_current_scope,
 )
 from replicax._private.wraps import Original
 from replicax._util.types import PyTree
@@ -44,6 +46,26 @@ class _StrategyPart(PlacedVariable):
     def assign(self, value: PyTree) -> PyTree:
         """Assign a value; a copy of an array, which whoever gave it may go on using."""
         return super().assign(_copied(value))
+
+    @property
+    def value(self) -> PyTree:
+        """The variable's value; in a trace that of the program.
+
+        In steps Keras computes losses in a scope of the model's own variables. Another,
+        such as a weight of a loss that a callback changes, would be a constant there.
+        """
+        scope = inner = current_scope()
+        while type(scope) is keras.StatelessScope:
+            if scope.get_current_value(self) is not None:
+                break
+            scope = scope_around(scope)
+        if scope is None or scope is inner or not has_value(self):
+            return super().value
+        set_current_scope(scope)
+        try:
+            return super().value
+        finally:
+            set_current_scope(inner)
 
     def placed(self, value: PyTree) -> PyTree:
         """The value in the variable's sharding."""

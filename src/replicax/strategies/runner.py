@@ -30,7 +30,7 @@ from replicax.engine.scope import called_in, current_call, current_context
 from replicax.engine.signature import FlatCall, Kind, flatten_call
 from replicax.engine.step import Options, Outputs
 from replicax.engine.values import PerReplica, is_per_replica
-from replicax.engine.variables import Variable
+from replicax.engine.variables import UndeclaredVariableError, Variable
 from replicax.errors import ContextError
 
 __all__ = [
@@ -162,7 +162,15 @@ class ProgramRunner:
         """
         program = self.program_of(fn, call, options, programs)
         is_new = program.is_new
-        out = self.call(program, call.arrays)
+        try:
+            out = self.call(program, call.arrays)
+        except UndeclaredVariableError:
+            if options.variables is None or not is_new:
+                raise
+            # Of a loss that reads another variable than the model's, for example.
+            options = dataclasses.replace(options, variables=None)
+            program = self._made(fn, call, options)
+            out = self.call(program, call.arrays)
         if is_new:
             programs.keep(fn, (call.key, options), program)
         if options.outputs is Outputs.PER_REPLICA:
@@ -177,17 +185,20 @@ class ProgramRunner:
         programs: ProgramCache[Program],
     ) -> Program:
         """Return the program of `run_placed`, from the cache or newly traced."""
+        return programs.get(
+            fn, (call.key, options), lambda: self._made(fn, call, options)
+        )
 
-        def make() -> Program:
-            _refuse_tracer(jnp.zeros(()))
-            with Announced(f"tracing {current_call()}({describe(fn)})"):
-                program = Program(
-                    fn, self.group, call.make_arguments(), call.arrays, options
-                )
-            self._strategy.home.require_owned(program.variables, program.name)
-            return program
-
-        return programs.get(fn, (call.key, options), make)
+    def _made(
+        self, fn: Callable[..., PyTree], call: FlatCall, options: Options
+    ) -> Program:
+        _refuse_tracer(jnp.zeros(()))
+        with Announced(f"tracing {current_call()}({describe(fn)})"):
+            program = Program(
+                fn, self.group, call.make_arguments(), call.arrays, options
+            )
+        self._strategy.home.require_owned(program.variables, program.name)
+        return program
 
     def variables_of(
         self, fn: Callable[..., PyTree], args: Sequence[PyTree]
