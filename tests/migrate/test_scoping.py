@@ -59,7 +59,7 @@ def test_an_optimizer_made_before_the_strategy_is_reported() -> None:
         + rest.replace('"sgd"', "optimizer")
     )
     assert len(left) == 1
-    assert "outside the strategy's scope" in left[0]
+    assert "in whose scope they are made" in left[0]
     assert "\noptimizer = keras.optimizers.Adam()\n" in text
 
 
@@ -103,7 +103,7 @@ def test_a_strategy_out_of_sight_is_reported() -> None:
     main = "".join(f"    {line}\n" for line in rest.splitlines())
     _, left = ported(f"{imports}\n{TUNE}def main():\n{main}    tune(model)")
     assert len(left) == 1
-    assert "outside the strategy's scope" in left[0]
+    assert "in whose scope they are made" in left[0]
 
 
 def test_a_method_compiles_again_in_the_scope_of_its_strategy() -> None:

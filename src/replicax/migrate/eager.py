@@ -19,7 +19,7 @@ from replicax.migrate.tracing import (
     trace,
 )
 
-__all__ = ["plan_eager_steps", "plan_models"]
+__all__ = ["has_scope", "plan_eager_steps", "plan_models", "wrap_in_scope"]
 
 _OBJECTS = ("model", "layer", "optimizer", "callback")
 """Kinds of objects that `run` does not take as arguments: they are no arrays."""
@@ -38,7 +38,7 @@ _STEPS = {
 
 def plan_eager_steps(script: Script) -> None:
     """Plan `rx.get_strategy().run` for calls of a `@tf.function` with a tape."""
-    if _has_scope(script):
+    if has_scope(script):
         return
     for function in [n for n in walk(script.module) if isinstance(n, cst.FunctionDef)]:
         decorated = any(is_graph_decorator(script, d) for d in function.decorators)
@@ -50,7 +50,8 @@ def plan_eager_steps(script: Script) -> None:
                 script.replacements[call] = _run(script, call)
 
 
-def _has_scope(script: Script) -> bool:
+def has_scope(script: Script) -> bool:
+    """Whether a script enters the scope of a strategy."""
     return any(method_of(call) == "scope" for call in script.calls)
 
 
@@ -112,7 +113,7 @@ def _run(script: Script, call: cst.Call) -> Callable[[cst.Call], Expression]:
 def plan_models(script: Script) -> None:
     """Plan a scope around models with a step of their own and `compile`, or report."""
     methods = {method_of(call) for call in script.calls}
-    if _has_scope(script):
+    if has_scope(script):
         return
     for name, callers in _STEPS.items():
         for function in script.functions(name) if methods & callers else ():
@@ -123,7 +124,7 @@ def plan_models(script: Script) -> None:
             if lines is None:
                 script.leave(function.name, _NO_STRATEGY.format(name))
             elif lines[0] not in script.replacements:
-                _wrap(script, lines)
+                wrap_in_scope(script, lines)
 
 
 def _may_be_model(script: Script, owner: cst.ClassDef) -> bool:
@@ -154,8 +155,10 @@ def _compiled_lines(
     return found if found and is_plain else None
 
 
-def _wrap(script: Script, lines: Sequence[cst.CSTNode]) -> None:
-    """Plan to move lines into `with rx.get_strategy().scope():`."""
+def wrap_in_scope(
+    script: Script, lines: Sequence[cst.CSTNode], strategy: str | None = None
+) -> None:
+    """Plan to move lines into `with strategy.scope():`; None: the default strategy."""
     *others, last = lines
     for line in others:
         script.move(line)
@@ -163,8 +166,8 @@ def _wrap(script: Script, lines: Sequence[cst.CSTNode]) -> None:
     def replacement(updated: Statement) -> Replacement:
         body = [script.moved[line] for line in others]
         first, *rest = [*body, updated]
-        scope = script.code(script.expression("rx.get_strategy"))
-        item = cst.parse_expression(f"{scope}().scope()")
+        default = script.code(script.expression("rx.get_strategy"))
+        item = cst.parse_expression(f"{strategy or default + '()'}.scope()")
         inside = [first.with_changes(leading_lines=()), *rest]
         return cst.With(
             items=[cst.WithItem(item)],

@@ -23,7 +23,7 @@ from replicax.migrate.logits import plan_logits
 from replicax.migrate.members import report_functional
 from replicax.migrate.pipelines import plan_pipelines
 from replicax.migrate.rewrite import Rewriter
-from replicax.migrate.scoping import plan_scopes
+from replicax.migrate.scopes import plan_scopes
 from replicax.migrate.script import MARK, Finding, Script, walk
 from replicax.migrate.sessions import plan_sessions
 from replicax.migrate.statements import plan_servers, plan_settings

@@ -22,6 +22,7 @@ __all__ = [
     "makes_spec",
     "plan_randomness",
     "report_branches",
+    "scopes",
     "trace",
     "with_called",
 ]
@@ -169,10 +170,10 @@ def plan_randomness(script: Script) -> None:
                 script.generators[node] = f"self.{_GENERATOR}"
                 continue
             visible = {script.module, *script.parents(node)}
-            scopes = list(_scopes(script))
-            if not scopes and (function := script.function_of(node)) is not None:
+            blocks = list(scopes(script))
+            if not blocks and (function := script.function_of(node)) is not None:
                 _insert_generator(script, node, function)
-            for block in scopes:
+            for block in blocks:
                 if (script.function_of(block) or script.module) in visible:
                     name = _free_name(script)
                     script.generators[node] = name
@@ -264,7 +265,7 @@ def _free_name(script: Script) -> str:
     return f"{_GENERATOR}_" if script.names.is_bound(_GENERATOR) else _GENERATOR
 
 
-def _scopes(script: Script) -> Iterator[cst.CSTNode]:
+def scopes(script: Script) -> Iterator[cst.CSTNode]:
     """The blocks under `with strategy.scope():`."""
     for node in walk(script.module):
         if not isinstance(node, cst.With) or method_of(node.items[0].item) != "scope":
