@@ -28,6 +28,8 @@ __all__ = [
 
 MODELS = (".keras", ".h5", ".hdf5")
 """Suffixes of files of whole models."""
+_CHECKPOINTS = MODELS[:2]
+"""Suffixes of files of whole models that `ModelCheckpoint` takes."""
 WEIGHTS = (".weights.h5",)
 """Suffixes of files of weights alone."""
 
@@ -64,7 +66,10 @@ def plan_files(script: Script) -> None:
         if len(endings) != 1 or is_elsewhere or _ends_with_number(text):
             continue
         (end,) = endings
-        is_right = text.endswith(WEIGHTS if end in WEIGHTS else MODELS)
+        right = WEIGHTS if end in WEIGHTS else MODELS
+        if any(site.endings == _CHECKPOINTS for site, _ in group):
+            right = _CHECKPOINTS
+        is_right = text.endswith(right)
         paths = [site.path for site, _ in group]
         if not is_right and all(_is_for_files_alone(script, p, known) for p in paths):
             for literal in literals:
@@ -86,6 +91,8 @@ def _plan_end(script: Script, literal: cst.SimpleString, end: str) -> None:
     stem = literal.raw_value.rstrip("/")
     if end in WEIGHTS:
         stem = stem.removesuffix(".h5").removesuffix(".hdf5")
+    elif stem.endswith(".hdf5"):  # The same format, by the suffix that Keras 3 takes.
+        stem, end = stem.removesuffix(".hdf5"), ".h5"
     made = f"{literal.prefix}{literal.quote}{stem}{end}{literal.quote}"
     script.files[literal] = stem + end
     script.note(literal, f"Keras 3 wants a file name that ends with {end}: {stem}{end}")
@@ -98,7 +105,7 @@ def _sites(script: Script) -> Iterator[_Site]:
         path, method = script.called(call), method_of(call)
         position, endings = 0, None
         if path == "keras.callbacks.ModelCheckpoint":
-            endings = WEIGHTS if is_weights_only(call) else MODELS[:2]
+            endings = WEIGHTS if is_weights_only(call) else _CHECKPOINTS
         elif path == "keras.models.save_model":
             position, endings = 1, MODELS
         elif path == "keras.models.load_model" or method == "load_weights":
@@ -286,7 +293,8 @@ def _default_of(script: Script, node: cst.BaseExpression) -> cst.BaseExpression 
         return None
     if method_of(script.flow.value(node.value)) != "parse_args":
         return None
-    names = {f'"--{node.attr.value}"', f"'--{node.attr.value}'"}
+    options = {f"--{node.attr.value}", f"--{node.attr.value.replace('_', '-')}"}
+    names = {f"{quote}{option}{quote}" for option in options for quote in "'\""}
     found = [
         arg.value
         for call in script.calls

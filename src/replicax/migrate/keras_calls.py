@@ -166,9 +166,12 @@ def _model_checkpoint(
     script: Script, node: Call, updated: Call, path: str
 ) -> Expression:
     report_path(script, node, WEIGHTS if is_weights_only(node) else MODELS[:2])
-    if any(is_named(arg, "period") for arg in node.args):
-        raise Unported("ModelCheckpoint has no period=: use save_freq= in steps")
-    return updated.with_changes(func=_kept_or_target(script, node, path))
+    for arg in node.args:
+        if is_named(arg, "period") and script.code(arg.value) != "1":
+            raise Unported("ModelCheckpoint has no period=: use save_freq= in steps")
+    kept = [arg for arg in updated.args if not is_named(arg, "period")]
+    func = _kept_or_target(script, node, path)
+    return updated.with_changes(func=func, args=without(updated.args, kept))
 
 
 def _tensorboard(script: Script, node: Call, updated: Call, path: str) -> Expression:

@@ -15,6 +15,7 @@ import libcst as cst
 from replicax.migrate.eager import plan_eager_steps, plan_models
 from replicax.migrate.files import plan_files
 from replicax.migrate.host_calls import plan_lookups
+from replicax.migrate.identifiers import plan_identifiers
 from replicax.migrate.imports import find_retained, ported_imports, uses_tensorflow
 from replicax.migrate.keras_calls import plan_metrics
 from replicax.migrate.keras_methods import plan_resets
@@ -96,6 +97,7 @@ def port(source: bytes) -> Ported:
     plan_training(script)
     plan_logits(script)
     plan_files(script)
+    plan_identifiers(script)
     plan_metrics(script)
     _report_backend(script)
     report_branches(script)
