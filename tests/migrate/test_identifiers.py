@@ -89,3 +89,14 @@ def test_the_default_of_an_option_with_a_dash_counts() -> None:
         "c = tf.keras.callbacks.ModelCheckpoint(args.checkpoint_format)"
     )
     assert left == []
+
+
+def test_the_epsilon_of_a_plateau_is_its_min_delta() -> None:
+    text, left = ported(
+        "import tensorflow as tf\n"
+        "plateau = tf.keras.callbacks.ReduceLROnPlateau(epsilon=0.25)"
+    )
+    assert left == []
+    names: dict[str, Any] = {}
+    exec(text, names)
+    assert names["plateau"].min_delta == 0.25

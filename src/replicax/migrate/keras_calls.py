@@ -207,6 +207,15 @@ def _lambda_callback(
     return updated.with_changes(func=_kept_or_target(script, node, path), args=args)
 
 
+def _plateau(script: Script, node: Call, updated: Call, path: str) -> Expression:
+    """Port `ReduceLROnPlateau(epsilon=)`, which became `min_delta=`."""
+    args = [
+        renamed(arg, "min_delta") if is_named(arg, "epsilon") else arg
+        for arg in updated.args
+    ]
+    return updated.with_changes(func=_kept_or_target(script, node, path), args=args)
+
+
 def _loss_scale(script: Script, node: Call, updated: Call, path: str) -> Expression:
     """Port `LossScaleOptimizer`: drop `"dynamic"`, the only mode of Keras 3."""
     scale = argument(updated.args, 1, "loss_scale")
@@ -229,6 +238,7 @@ RULES: dict[str, CallRule] = {
     "keras.mixed_precision.experimental.LossScaleOptimizer": _loss_scale,
     "keras.callbacks.LambdaCallback": _lambda_callback,
     "keras.callbacks.ModelCheckpoint": _model_checkpoint,
+    "keras.callbacks.ReduceLROnPlateau": _plateau,
     "keras.callbacks.TensorBoard": _tensorboard,
     "keras.models.save_model": _save_model,
     "keras.models.load_model": _load_model,
