@@ -74,6 +74,13 @@ def test_an_optimizer_above_its_strategy_is_reported() -> None:
         "def build():\n    opt = tf.keras.optimizers.SGD(0.1)\n"
         "    m = tf.keras.Sequential()\n    m.compile(opt)\n    return m\n"
         "with strategy.scope():\n    model = build()\n",
+        # The layer is made in the scope, and its variable with it.
+        "class Scale(tf.keras.layers.Layer):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.scale = tf.Variable(1.0)\n"
+        "    def call(self, x): return x * self.scale\n"
+        f"{MODEL}    model.add(Scale())\n",
         # The other model is in no scope at all.
         f"{MODEL}other = tf.keras.Sequential()\nother.compile('sgd', 'mse')\n",
     ],

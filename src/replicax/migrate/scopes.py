@@ -106,6 +106,8 @@ def _is_made_outside(
     if definition is None or is_traced(script, call):
         return False
     is_optimizer = kind_of(script, call) == "optimizer"
+    if not is_optimizer and isinstance(bound.targets[0].target, cst.Attribute):
+        return False  # Its object, such as a layer, is made in the scope.
     return not _may_be_inside(script, call, inside) and any(
         is_traced(script, use) or (is_optimizer and _is_inside(script, use, inside))
         for use in script.flow.uses(definition)
