@@ -159,6 +159,7 @@ def test_what_is_ported(before: str, after: str) -> None:
         ("print(callable(opt.learning_rate))", "not the schedule"),
         ("w = opt.variables()", "is a list"),
         ("w = opt.get_slot(v, 'm')", "has no slots"),
+        ("w = float(opt.loss_scale)", "the variable `dynamic_scale`"),
         ("s = x.get_input_shape_at(0)", "use `input.shape`"),
         (f"{MODEL}model.get_updates_for(x)", "no get_updates_for of a model"),
         ("x = tf.keras.layers.Dense(2)\nx.batch_input_shape", "no batch_input_shape"),
