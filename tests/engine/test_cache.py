@@ -316,6 +316,20 @@ def test_a_cell_of_a_notebook_that_runs_again_has_its_own_variables(strategy) ->
     assert (float(first.value), float(second.value)) == (2.0, 12.0)
 
 
+def test_a_global_that_is_not_there_at_first_is_named(strategy, caplog) -> None:
+    namespace: dict[str, Any] = {}
+    text = "def f(x): return x * (later if 'later' in globals() else 1.0)"
+    with caplog.at_level(logging.WARNING, "replicax"):
+        for value in (None, 2.0, 3.0):
+            if value is not None:
+                namespace["later"] = value
+            exec(text, namespace)
+            out = strategy.run(namespace["f"], (1.0,))
+            assert out.values[0] == (value or 1.0)
+    (record,) = caplog.records
+    assert "(later)" in record.getMessage()
+
+
 def test_what_functions_call_each_other_with_ends() -> None:
     namespace: dict[str, Any] = {}
     exec("def f(): return g()\ndef g(): return f() + [x for x in y]", namespace)

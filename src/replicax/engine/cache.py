@@ -115,17 +115,26 @@ def _key(fn: types.FunctionType, read: _Read) -> Hashable:
     if fn in read.functions:
         return read.functions.index(fn)
     read.functions.append(fn)
-    closed_over = tuple(_cell_key(cell, read) for cell in fn.__closure__ or ())
-    defaults = tuple(map(static_key, fn.__defaults__ or ()))
-    keywords = fn.__kwdefaults__ or {}
-    named = tuple((k, static_key(_value_of(keywords, k, read))) for k in keywords)
+    parts = tuple(part for _, part in _parts(fn, read))
+    return (fn.__code__, Identity(fn.__globals__), parts)
+
+
+def _parts(fn: types.FunctionType, read: _Read) -> list[tuple[str, Hashable]]:
+    """The keys of what a function closes over, its defaults and globals, with names.
+
+    Functions of the same code have as many.
+    """
+    cells = zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
+    parts = [(name, _cell_key(cell, read)) for name, cell in cells]
+    for i, value in enumerate(fn.__defaults__ or ()):
+        parts.append((f"default {i}", static_key(value)))
+    defaults = fn.__kwdefaults__ or {}
+    for name in defaults:
+        parts.append((f"default {name}", static_key(_value_of(defaults, name, read))))
     known = fn.__globals__
-    used = tuple(
-        _global_key(value, known, read)
-        for name in (_global_names(fn.__code__) if read.with_globals else ())
-        if (value := _value_of(known, name, read)) is not None
-    )
-    return (fn.__code__, Identity(known), closed_over, defaults, named, used)
+    for name in _global_names(fn.__code__) if read.with_globals else ():
+        parts.append((name, _global_key(_value_of(known, name, read), known, read)))
+    return parts
 
 
 def _value_of(values: dict[str, object], name: str, read: _Read) -> object:
@@ -252,9 +261,11 @@ class ProgramCache(Generic[T]):
         fn = getattr(fn, "__func__", fn)
         if not isinstance(fn, types.FunctionType) or fn.__code__ in self._warned:
             return
-        contents = _contents(fn)
+        read = _Read(fn, with_globals=True)
+        read.functions.append(fn)
+        parts = _parts(fn, read)
         # Hashes, which unlike the keys keep nothing alive.
-        version = [hash(key) for key in contents.values()]
+        version = [hash(part) for _, part in parts]
         versions = self._versions.setdefault(fn.__code__, [])
         if version not in versions:
             versions.append(version)
@@ -263,7 +274,9 @@ class ProgramCache(Generic[T]):
         self._warned.add(fn.__code__)
         changed = [
             name
-            for name, hashes in zip(contents, zip(*versions, strict=True), strict=True)
+            for (name, _), hashes in zip(
+                parts, zip(*versions, strict=True), strict=True
+            )
             if len(set(hashes)) > 1
         ]
         _logger.warning(
@@ -274,20 +287,3 @@ class ProgramCache(Generic[T]):
             len(versions),
             ", ".join(changed),
         )
-
-
-def _contents(fn: types.FunctionType) -> dict[str, Hashable]:
-    """What a function closes over, its globals and defaults, as keys by name."""
-    cells = dict(zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True))
-    read = _Read(fn, with_globals=True)
-    read.functions.append(fn)
-    contents = {name: _cell_key(cell, read) for name, cell in cells.items()}
-    known = fn.__globals__
-    for name in _global_names(fn.__code__):
-        if name in known:
-            contents[name] = _global_key(known[name], known, read)
-    for i, value in enumerate(fn.__defaults__ or ()):
-        contents[f"default {i}"] = static_key(value)
-    for name, value in (fn.__kwdefaults__ or {}).items():
-        contents[f"default {name}"] = static_key(value)
-    return contents
