@@ -45,9 +45,10 @@ from replicax.engine.divergence import (
     open_jaxpr,
 )
 from replicax.engine.group import ReplicaGroup
+from replicax.engine.options import Options, Outputs
 from replicax.engine.scope import current_call
 from replicax.engine.signature import Arguments, ResultStructure
-from replicax.engine.step import Options, Outputs, ReplicaStep
+from replicax.engine.step import ReplicaStep
 from replicax.engine.variables import Update, Variable, distinct, explained_leaks
 from replicax.engine.xla_options import compiler_options, largest_array
 from replicax.errors import LostValuesError
