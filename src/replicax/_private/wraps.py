@@ -99,7 +99,7 @@ WRAPS = (
         "says where slots lie, and makes none where servers keep them",
     ),
     Wrap(
-        # It overrides the first, and in the second it does not call it.
+        # It overrides `apply`, which its `stateless_apply` does not call.
         "optimizers.loss_scale_optimizer.LossScaleOptimizer",
         ("apply", "stateless_apply"),
         "sums gradients before it looks whether they are finite",

@@ -96,14 +96,13 @@ def _defer(
     context.note_trained(trained)
     if not grads:
         return
-    scope = current_scope()
+    scope, changed = current_scope(), [*trained, *optimizer.variables]
     is_stateless = type(scope) is keras.StatelessScope
     if is_stateless:
-        _require_current([*trained, *optimizer.variables], scope)
+        _require_current(changed, scope)
     update = context.defer_update(optimizer, trained, grads)
     if is_stateless:
-        for variable in [*trained, *optimizer.variables]:
-            scope.state_mapping[id(variable)] = PendingValue(variable, update)
+        scope.state_mapping |= {id(v): PendingValue(v, update) for v in changed}
 
 
 def apply_with_loss_scale(

@@ -134,8 +134,8 @@ def init_variable(
     """`KerasVariable.__init__`."""
     reuse, strategy = current_reuse(), current_strategy()
     given = not (callable(initializer) or isinstance(initializer, str))
-    is_slot = given and _is_slot(initializer)
-    if reuse is None and given and not is_slot and _in_replica_function():
+    is_traced = given and (reuse is not None or _in_replica_function())
+    if is_traced and reuse is None and not _is_slot(initializer):
         name = f" {kwargs['name']!r}" if kwargs.get("name") else ""
         raise ContextError(
             f"{current_call()}: a variable{name} is made inside "
@@ -143,7 +143,7 @@ def init_variable(
             "variables, layers, metrics and optimizers outside of it, once, under "
             "`with strategy.scope():`."
         )
-    if given and (reuse is not None or (is_slot and _in_replica_function())):
+    if is_traced:
         initializer, shape, own = constant_in_trace(variable, initializer)
         dtype = own.name if dtype is None else dtype
     if strategy is not None and _is_state_of_replicas(dtype, kwargs):
