@@ -40,27 +40,30 @@ _OWNERS = ("layer", "model")
 def plan_scopes(script: Script) -> None:
     """Plan scopes around optimizers and variables that are made outside, or report."""
     made = [c for c in script.calls if kind_of(script, c) in {"optimizer", "variable"}]
+    blocks = list(scopes(script))
     if has_scope(script):
-        compiled = [c for c in script.calls if _compiles_outside(script, c)]
-        inside = [*scopes(script), *compiled]
+        compiled = [c for c in script.calls if _compiles_outside(script, c, blocks)]
+        inside = [*blocks, *compiled]
         outside = [c for c in made if _is_made_outside(script, c, inside)]
         for call in [*outside, *compiled]:
-            _plan_scope(script, call)
+            _plan_scope(script, call, blocks)
     variables = {c for c in made if kind_of(script, c) == "variable"}
     if variables and any(method_of(call) == "fit" for call in script.calls):
         for call in _constants(script, variables):
             if not has_scope(script):
                 script.leave(call, _CONSTANT)
-            elif not _may_be_inside(script, call, list(scopes(script))):
-                _plan_scope(script, call)
+            elif not _may_be_inside(script, call, blocks):
+                _plan_scope(script, call, blocks)
 
 
-def _compiles_outside(script: Script, call: cst.Call) -> bool:
+def _compiles_outside(
+    script: Script, call: cst.Call, blocks: Sequence[cst.CSTNode]
+) -> bool:
     """Whether a call compiles, outside of all scopes, a model that is made in one.
 
     The `compile` of TensorFlow enters the model's scope by itself.
     """
-    func, blocks = call.func, list(scopes(script))
+    func = call.func
     if not isinstance(func, cst.Attribute) or func.attr.value != "compile":
         return False
     return (
@@ -132,10 +135,10 @@ def _is_inside(
     return any(each in around for each in inside)
 
 
-def _plan_scope(script: Script, call: cst.Call) -> None:
+def _plan_scope(script: Script, call: cst.Call, blocks: Sequence[cst.CSTNode]) -> None:
     """Plan a scope of the script's strategy around a statement, or report it."""
     statement = script.statement_of(call)
-    strategy = _strategy_before(script, statement)
+    strategy = _strategy_before(script, statement, blocks)
     is_plain = isinstance(statement, cst.SimpleStatementLine)
     if strategy is None or not is_plain or len(statement.body) > 1:
         script.leave(call, _OUTSIDE)
@@ -143,10 +146,12 @@ def _plan_scope(script: Script, call: cst.Call) -> None:
         wrap_in_scope(script, [statement], strategy)
 
 
-def _strategy_before(script: Script, statement: cst.CSTNode) -> str | None:
+def _strategy_before(
+    script: Script, statement: cst.CSTNode, blocks: Sequence[cst.CSTNode]
+) -> str | None:
     """The script's strategy, if it has one that is there in a statement."""
     names = set()
-    for block in scopes(script):
+    for block in blocks:
         around = script.parent(block)
         assert isinstance(around, cst.With)
         call = around.items[0].item

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 import libcst as cst
 
 from replicax.migrate.kinds import is_class_of, kind_of
-from replicax.migrate.names import dotted, method_of, root_of
+from replicax.migrate.names import method_of, root_of
 from replicax.migrate.origins import with_bases
 from replicax.migrate.script import Replacement, Script, walk
 from replicax.migrate.tables import DEVICE_OPERATORS
@@ -115,8 +115,10 @@ def _functions_of(script: Script, node: cst.BaseExpression) -> Iterator[cst.CSTN
     elif isinstance(node, cst.Call) and script.called(node) == "function":
         if node.args:
             yield from _functions_of(script, node.args[0].value)
-    elif text := dotted(node):
-        yield from script.functions(text.rpartition(".")[2])
+    else:
+        name = node.attr if isinstance(node, cst.Attribute) else node
+        if isinstance(name, cst.Name):
+            yield from script.functions(name.value)
 
 
 def _compiled_methods(script: Script) -> Iterator[cst.CSTNode]:
@@ -308,17 +310,11 @@ def report_branches(script: Script) -> None:
                 script.leave(node.test, f"`{script.code(node.test)}` {_REASON}")
     for call in script.calls:
         if script.called(call) in _BRANCHING:
-            branches = [f for arg in call.args for f in _passed(script, arg.value)]
+            branches = [
+                f for arg in call.args for f in _functions_of(script, arg.value)
+            ]
             if method := _effect(script, branches):
                 script.leave(call, _EFFECT.format(method))
-
-
-def _passed(script: Script, node: cst.BaseExpression) -> list[cst.CSTNode]:
-    """The functions of the script that an argument is."""
-    if isinstance(node, cst.Lambda):
-        return [node]
-    name = node.attr if isinstance(node, cst.Attribute) else node
-    return [*script.functions(name.value)] if isinstance(name, cst.Name) else []
 
 
 def _effect(script: Script, functions: Iterable[cst.CSTNode]) -> str | None:
