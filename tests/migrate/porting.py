@@ -1,4 +1,6 @@
-"""Ports a text as every script must be ported."""
+"""Ports a text as every script must be ported, and runs it."""
+
+from typing import Any
 
 from replicax.migrate import port
 
@@ -9,3 +11,10 @@ def ported(source: str) -> tuple[str, list[str]]:
     compile(result.source, "ported", "exec")
     assert port(result.source).source == result.source
     return result.source.decode(), [finding.reason for finding in result.left]
+
+
+def executed(text: str, names: dict[str, Any] | None = None) -> dict[str, Any]:
+    """All names of a text that was run; `names` are there before."""
+    names = {} if names is None else names
+    exec(text, names)
+    return names

@@ -5,7 +5,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from tests.migrate.porting import ported
+from tests.migrate.porting import executed, ported
 
 from replicax.input.grain_datasets import reshuffled
 
@@ -445,8 +445,7 @@ def test_datasets_that_methods_and_properties_return_are_ported() -> None:
         "two = [b.tolist() for b in window.make(np.arange(8)).skip(2)]"
     )
     assert left == []
-    names: dict[str, Any] = {}
-    exec(text, names)
+    names = executed(text)
     assert names["one"] == [[0, 1]]
     assert names["two"] == [[4, 5], [6, 7]]
 
@@ -482,7 +481,6 @@ def test_iterators_of_numpy_arrays(use: str, expected: list[int]) -> None:
         "it = d.as_numpy_iterator()\nsecond = [list(next(it)) for _ in range(2)][1]"
     )
     assert left == []
-    names: dict[str, Any] = {}
-    exec(text, names)
+    names = executed(text)
     assert names["found"] == expected
     assert names["second"] == [2, 3]

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.migrate.porting import ported
+from tests.migrate.porting import executed, ported
 
 STEP = """\
 import tensorflow as tf
@@ -29,8 +29,7 @@ def test_a_compiled_step_is_run_and_gives_arrays() -> None:
     assert left == []
     assert f'= rx.get_strategy().reduce("sum", {RUN}), axis=None)' in text
     assert f'\n{RUN}, kwargs={{"scale": 2.0}})' in text
-    names: dict[str, Any] = {"x": np.ones((4, 2)), "y": np.ones((4, 1))}
-    exec(text, names)
+    names = executed(text, {"x": np.ones((4, 2)), "y": np.ones((4, 1))})
     assert names["p"].shape == (4, 1)
     assert float(names["loss"]) == pytest.approx(float(np.mean((names["p"] - 1) ** 2)))
 
@@ -46,8 +45,7 @@ def test_a_step_of_a_class_of_the_script_is_run_as_well() -> None:
         "loss = Trainer().fit(x, y)"
     )
     assert left == []
-    names: dict[str, Any] = {"x": np.ones((4, 2)), "y": np.ones((4, 1))}
-    exec(text, names)
+    names = executed(text, {"x": np.ones((4, 2)), "y": np.ones((4, 1))})
     assert names["loss"].shape == ()
 
 

@@ -1,10 +1,8 @@
 """What only graphs of TensorFlow need: signatures, static shapes, branches."""
 
-from typing import Any
-
 import numpy as np
 import pytest
-from tests.migrate.porting import ported
+from tests.migrate.porting import executed, ported
 
 from replicax.migrate import port
 
@@ -44,8 +42,7 @@ def test_static_shapes_are_taken_out() -> None:
         "    return y"
     )
     assert left == []
-    names: dict[str, Any] = {}
-    exec(text, names)
+    names = executed(text)
     assert names["f"](np.array([[-1.0, 2.0]])).tolist() == [[1.0, 2.0]]
 
 
@@ -58,8 +55,7 @@ def test_static_shapes_in_a_pipeline_are_taken_out() -> None:
         "d = tf.data.Dataset.from_tensor_slices(x).map(split).batch(2)"
     )
     assert left == []
-    names: dict[str, Any] = {"x": np.ones((3, 4, 2))}
-    exec(text, names)
+    names = executed(text, {"x": np.ones((3, 4, 2))})
     assert [part.shape for part in names["d"][0]] == [(2, 4, 1)] * 2
 
 
@@ -108,8 +104,7 @@ def test_branches_that_change_variables_are_left(branch: str, call: str) -> None
 def test_branches_without_effects_are_ported() -> None:
     text, left = ported(f"{COND}y = tf.cond(p, lambda: total + 1, lambda: total * 1)")
     assert left == []
-    names: dict[str, Any] = {"p": False}
-    exec(text, names)
+    names = executed(text, {"p": False})
     assert float(names["y"]) == 0.0
 
 

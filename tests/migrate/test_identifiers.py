@@ -1,11 +1,10 @@
 """Names of losses and of parts of layers, and files of checkpoints, by Keras 3."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from tests.migrate.porting import ported
+from tests.migrate.porting import executed, ported
 
 MODEL = (
     "import tensorflow as tf\n"
@@ -23,8 +22,7 @@ def test_losses_have_the_names_of_keras_3(loss: str) -> None:
         f"model = tf.keras.Model(inputs, outputs)\nmodel.compile('sgd', loss={loss})"
     )
     assert left == []
-    names: dict[str, Any] = {}
-    exec(text, names)
+    names = executed(text)
     model = names["model"]
     assert np.isfinite(model.evaluate(np.ones((4, 2)), np.ones((4, 1)), verbose=0))
 
@@ -50,8 +48,7 @@ def test_parts_of_layers_have_the_names_of_keras_3(argument: str) -> None:
         f"import tensorflow as tf\nlayer = tf.keras.layers.Dense(1, {argument})"
     )
     assert left == []
-    names: dict[str, Any] = {"np": np}
-    exec(f"{text}\nlayer(np.ones((1, 2)))", names)
+    executed(f"{text}\nlayer(np.ones((1, 2)))", {"np": np})
 
 
 def test_a_checkpoint_as_hdf5_is_written_and_loaded_by_the_suffix_h5(
@@ -69,8 +66,7 @@ def test_a_checkpoint_as_hdf5_is_written_and_loaded_by_the_suffix_h5(
     )
     assert left == []
     assert text.count("'best.h5'") == 2
-    names: dict[str, Any] = {"x": np.ones((4, 2)), "y": np.ones((4, 1))}
-    exec(text, names)
+    names = executed(text, {"x": np.ones((4, 2)), "y": np.ones((4, 1))})
     assert names["again"] == pytest.approx(names["loss"])
 
 
@@ -97,6 +93,5 @@ def test_the_epsilon_of_a_plateau_is_its_min_delta() -> None:
         "plateau = tf.keras.callbacks.ReduceLROnPlateau(epsilon=0.25)"
     )
     assert left == []
-    names: dict[str, Any] = {}
-    exec(text, names)
+    names = executed(text)
     assert names["plateau"].min_delta == 0.25

@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from tests.migrate.porting import ported
+from tests.migrate.porting import executed, ported
 
 START = "import tensorflow as tf\nimport numpy as np\n"
 IMAGE = np.random.default_rng(0).random((6, 7, 3)).astype("float32")
@@ -23,8 +23,7 @@ def results(call: str) -> list[Any]:
         )
     )
     assert left == []
-    names: dict[str, Any] = {}
-    exec(text, names)
+    names = executed(text)
     return [np.asarray(names["f"](IMAGE)), np.asarray(names["made"](IMAGE))[0]]
 
 
@@ -60,8 +59,7 @@ def test_patches_are_cut_as_tensorflow_does() -> None:
         "sizes=[1, n, 2, 1], strides=[1, n, 2, 1], rates=[1, 1, 1, 1], padding='VALID')"
     )
     assert left == []
-    names: dict[str, Any] = {}
-    exec(text, names)
+    names = executed(text)
     patches = np.asarray(names["f"](IMAGE[None, :, :6], 3))
     assert patches.shape == (1, 2, 3, 18)
     np.testing.assert_array_equal(patches[0, 1, 2], IMAGE[3:6, 4:6].ravel())
@@ -132,8 +130,7 @@ def test_the_newest_weights_are_loaded(tmp_path: Path) -> None:
         "other.load_weights(latest)\n"
     )
     assert left == []
-    names: dict[str, Any] = {"base": str(tmp_path)}
-    exec(text, names)
+    names = executed(text, {"base": str(tmp_path)})
     assert names["latest"].endswith("cp-01.ckpt.weights.h5")
     for one, other in zip(
         names["model"].get_weights(), names["other"].get_weights(), strict=True

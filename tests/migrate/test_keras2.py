@@ -1,10 +1,8 @@
 """What tf.keras and Keras 2 had and Keras 3 has not, or has otherwise."""
 
-from typing import Any
-
 import numpy as np
 import pytest
-from tests.migrate.porting import ported
+from tests.migrate.porting import executed, ported
 
 from replicax.migrate import port
 
@@ -263,8 +261,7 @@ def test_metrics_of_the_script_get_labels_of_the_predictions_rank(metric: str) -
         f"model.compile('sgd', 'mse', metrics={given})\n"
     )
     assert left == []
-    names: dict[str, Any] = {}
-    exec(text, names)
+    names = executed(text)
     x = np.arange(8.0, dtype="float32")
     y = x + np.where(x < 6, 0, 1)
     *_, share = names["model"].evaluate(x[:, None], y, verbose=0)
@@ -293,8 +290,7 @@ def test_a_metric_that_resets_itself_has_the_name_that_keras_calls() -> None:
         "best.reset_states()"
     )
     assert left == []
-    names: dict[str, Any] = {}
-    exec(text, names)
+    names = executed(text)
     assert float(names["best"].total) == 7.0
 
 
@@ -311,6 +307,5 @@ def test_reset_states_of_other_classes_stays(methods: str) -> None:
         f"class Env:\n    def {methods}\nenv = Env()\nenv.reset_states()"
     )
     assert left == []
-    names: dict[str, Any] = {}
-    exec(text, names)
+    names = executed(text)
     assert names["env"].reset

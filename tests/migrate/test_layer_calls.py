@@ -5,7 +5,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from tests.migrate.porting import ported
+from tests.migrate.porting import executed, ported
 
 START = """import tensorflow as tf
 from nets import Encoder
@@ -129,8 +129,7 @@ def test_a_port_runs() -> None:
     inside = "self.dropout(self.norm(self.mha(x, x, x, mask), True), training)"
     text, left = ported(source.replace("{}", inside))
     assert left == []
-    names: dict[str, Any] = {}
-    exec(text, names)
+    names = executed(text)
     x = np.ones((2, 3, 4), "float32")
     assert keras.ops.shape(names["Stack"]()(x, is_training=True)) == (2, 3, 4)
 
@@ -170,8 +169,7 @@ def test_variables_that_build_makes_are_made_once(
     """Keras 3 builds a layer again where it makes a variable of a value."""
     text, left = ported(VARIABLES.format(given))
     assert left == []
-    names: dict[str, Any] = {}
-    exec(text, names)
+    names = executed(text)
     model = names["model"]
     assert len(model.variables) == 2
     value, dtype = expected

@@ -1,7 +1,7 @@
 """What an expression is where it comes from a container, an instance or a class."""
 
 import pytest
-from tests.migrate.porting import ported
+from tests.migrate.porting import executed, ported
 
 START = (
     "import tensorflow as tf\n"
@@ -185,8 +185,7 @@ def test_operations_that_take_arrays_get_no_variables(call: str) -> None:
         f"w = tf.Variable(tf.ones((2, 2)))\nx = {call}"
     )
     assert left == []
-    names: dict[str, object] = {}
-    exec(text, names)
+    names = executed(text)
     assert "Variable" not in type(names["x"]).__name__
 
 
@@ -219,6 +218,5 @@ def test_parameters_may_be_variables(body: str) -> None:
         f"w = tf.Variable(tf.ones((2, 2)))\n{body}"
     )
     assert left == []
-    names: dict[str, object] = {}
-    exec(text, names)
+    names = executed(text)
     assert "Variable" not in type(names["x"]).__name__

@@ -1,10 +1,8 @@
 """Calls whose arguments changed, and what only looks ported: one line in, one out."""
 
-from typing import Any
-
 import numpy as np
 import pytest
-from tests.migrate.porting import ported
+from tests.migrate.porting import executed, ported
 
 from replicax.migrate import port
 
@@ -105,8 +103,7 @@ def test_what_is_ported(before: str, after: str) -> None:
 def test_gradients_are_clipped_as_tensorflow_does() -> None:
     text, left = lines("def f(g): return [tf.clip_by_norm(x, 1.0) for x in g]")
     assert left == []
-    names: dict[str, Any] = {}
-    exec(text, names)
+    names = executed(text)
     clipped = names["f"]([np.array([3.0, 4.0]), np.array([0.3, 0.4]), np.zeros(2)])
     expected = [[0.6, 0.8], [0.3, 0.4], [0.0, 0.0]]  # What TensorFlow 2.21 gives.
     np.testing.assert_allclose(np.stack(clipped), expected, rtol=1e-6)
@@ -140,8 +137,7 @@ model.compile("sgd", "mse")
 def test_layers_get_random_state(constructor: str, arguments: str) -> None:
     text, left = lines(LAYER.format(constructor, arguments))
     assert left == []
-    names: dict[str, Any] = {}
-    exec(text, names)
+    names = executed(text)
     zeros = np.zeros((4, 2), "float32")
     first, second = [names["model"].predict(zeros, verbose=0) for _ in range(2)]
     assert np.abs(first).min() > 0
@@ -155,8 +151,7 @@ def test_instances_of_a_layer_draw_different_numbers() -> None:
     sub = layers.replace("Noise(tf.keras.layers.Layer)", "Sub(Base)")
     text, left = lines(f"{layers}{base}{sub}a, b, c = Noise(), Noise(), Sub(3)")
     assert left == []
-    names: dict[str, Any] = {}
-    exec(text, names)
+    names = executed(text)
     draws = [np.array(names[name](np.zeros((1, 2), "float32"))) for name in "abc"]
     assert np.abs(np.diff(draws, axis=0)).min() > 0
     assert names["c"].n == 3
@@ -200,8 +195,7 @@ logs = model.fit(x, x[:, :1] * 2, batch_size=4, verbose=0).history
 def test_the_step_of_keras_2_logs_its_loss_and_its_metrics() -> None:
     text, left = lines(STEP_OF_KERAS)
     assert left == []
-    names: dict[str, Any] = {}
-    exec(text, names)
+    names = executed(text)
     error = np.abs(names["model"](names["x"]) - 2)
     np.testing.assert_allclose(names["logs"]["loss"], [np.mean(error**2)], rtol=1e-5)
     np.testing.assert_allclose(names["logs"]["mae"], [np.mean(error)], rtol=1e-5)
@@ -229,8 +223,7 @@ def test_steps_log_the_weighted_loss_wherever_they_compute_it() -> None:
     weights = "weights = dict(sample_weight=np.arange(8.0), verbose=0)\n"
     text, left = lines(f"{start}{OTHER_STEPS}{weights}{end}")
     assert left == []
-    names: dict[str, Any] = {}
-    exec(text, names)
+    names = executed(text)
     model, x, weights = names["model"], names["x"], names["weights"]
     error = np.mean(np.arange(8) * (np.array(model(x))[:, 0] - 2) ** 2)
     logs = model.evaluate(x, x[:, :1] * 2, return_dict=True, **weights)

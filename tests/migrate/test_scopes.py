@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.migrate.porting import ported
+from tests.migrate.porting import executed, ported
 
 STRATEGY = "import tensorflow as tf\nstrategy = tf.distribute.MirroredStrategy()\n"
 MODEL = (
@@ -16,10 +16,7 @@ MODEL = (
 FIT = "history = model.fit(x, y, epochs=2, batch_size=4, verbose=0).history\n"
 
 
-def _run(text: str) -> dict[str, Any]:
-    names: dict[str, Any] = {"x": np.ones((8, 2)), "y": np.ones((8, 1))}
-    exec(text, names)
-    return names
+DATA: dict[str, Any] = {"x": np.ones((8, 2)), "y": np.ones((8, 1))}
 
 
 def test_an_optimizer_and_compile_outside_of_the_scope_are_moved_in() -> None:
@@ -32,7 +29,7 @@ def test_an_optimizer_and_compile_outside_of_the_scope_are_moved_in() -> None:
         "# Of the paper.\nwith strategy.scope():\n    opt = keras.optimizers.SGD(0.1)\n"
     ) in text
     assert "with strategy.scope():\n    model.compile(opt,\n" in text
-    first, second = _run(text)["history"]["loss"]
+    first, second = executed(text, {**DATA})["history"]["loss"]
     assert second < first
 
 
@@ -53,7 +50,7 @@ def test_a_variable_that_a_step_reads_is_made_in_the_scope() -> None:
         "out = strategy.run(step)\nscale.assign(5.0)\nagain = strategy.run(step)"
     )
     assert left == []
-    names = _run(text)
+    names = executed(text, {**DATA})
     values = (names["out"].values[0], names["again"].values[0])
     assert tuple(map(float, values)) == (4.0, 10.0)
 
@@ -118,7 +115,7 @@ def test_a_variable_that_a_loss_reads_and_a_callback_sets_is_made_in_the_scope(
     source = f"{STRATEGY}{LOSS}kl = {made}\n{MODEL}{COMPILE}{ANNEALED}"
     text, left = ported(source)
     assert left == []
-    losses = _run(text)["history"]["loss"]
+    losses = executed(text, {**DATA})["history"]["loss"]
     assert losses == pytest.approx([0.0, 1.0])
 
 
@@ -154,3 +151,118 @@ def test_a_variable_that_a_callback_sets_is_reported_without_a_strategy(
 def test_other_variables_are_not_reported(source: str) -> None:
     _, left = ported(STRATEGY + source)
     assert left == []
+
+
+COMPILED = """\
+import tensorflow as tf
+strategy = tf.distribute.MirroredStrategy()
+with strategy.scope():
+    base = tf.keras.layers.Dense(3)
+    model = tf.keras.Sequential(
+        [tf.keras.Input((2,)), base, tf.keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+"""
+RECOMPILED = """\
+model.fit(x, y, verbose=0)
+base.trainable = False
+# Slower now.
+model.compile(tf.keras.optimizers.RMSprop(1e-3), loss="mse")
+model.fit(x, y, verbose=0)
+steps = int(model.optimizer.iterations)
+"""
+LOOP = """\
+optimizer = tf.keras.optimizers.SGD(0.1)
+
+def step(x, y):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean((model(x) - y) ** 2)
+    grads = tape.gradient(loss, model.trainable_variables)
+    optimizer.apply_gradients(zip(grads, model.trainable_variables))
+
+strategy.run(step, args=(x, y))
+steps = int(optimizer.iterations)
+"""
+
+
+@pytest.mark.parametrize("script", [RECOMPILED, LOOP])
+def test_an_optimizer_made_after_the_scope_trains(script: str) -> None:
+    text, left = ported(f"{COMPILED}{script}")
+    assert left == []
+    assert text.count("with strategy.scope():\n") == 2
+    names = executed(text, {**DATA})
+    assert names["steps"] == 1
+
+
+def test_the_comment_of_a_line_stays_above_its_scope() -> None:
+    text, _ = ported(f"{COMPILED}{RECOMPILED}")
+    assert "# Slower now.\nwith strategy.scope():\n    model.compile(keras." in text
+
+
+def test_an_optimizer_made_before_the_strategy_is_reported() -> None:
+    imports, _, rest = COMPILED.partition("\n")
+    text, left = ported(
+        f"{imports}\noptimizer = tf.keras.optimizers.Adam()\n"
+        + rest.replace('"sgd"', "optimizer")
+    )
+    assert len(left) == 1
+    assert "in whose scope they are made" in left[0]
+    assert "\noptimizer = keras.optimizers.Adam()\n" in text
+
+
+def test_an_optimizer_of_another_model_stays_outside() -> None:
+    other = "other = tf.keras.Sequential()\nopt = tf.keras.optimizers.SGD(0.1)\n"
+    text, left = ported(f"{COMPILED}{other}other.compile(opt)")
+    assert left == []
+    assert "\nopt = keras.optimizers.SGD(0.1)\nother.compile(opt)" in text
+
+
+def test_functions_that_scopes_call_keep_their_optimizers() -> None:
+    made = "def make():\n    opt = tf.keras.optimizers.Adam()\n    return opt\n"
+    text, left = ported(f"{COMPILED}{made}with strategy.scope():\n    opt = make()")
+    assert left == []
+    assert text.count("with strategy.scope():\n") == 2
+
+
+TUNE = """\
+def tune(net):
+    net.compile(tf.keras.optimizers.RMSprop(1e-3), loss="mse")
+    net.fit(x, y, verbose=0)
+"""
+
+
+def test_a_function_compiles_again_in_the_scope_of_the_script() -> None:
+    text, left = ported(
+        f"{COMPILED}{TUNE}tune(model)\nsteps = model.optimizer.iterations"
+    )
+    assert left == []
+    names = executed(text, {**DATA})
+    assert int(names["steps"]) == 1
+
+
+def test_a_function_that_the_scope_calls_compiles_as_it_is() -> None:
+    text, left = ported(f"{TUNE}{COMPILED}    tune(model)")
+    assert left == []
+    assert text.count("scope():") == 1
+
+
+def test_a_strategy_out_of_sight_is_reported() -> None:
+    imports, _, rest = COMPILED.partition("\n")
+    main = "".join(f"    {line}\n" for line in rest.splitlines())
+    _, left = ported(f"{imports}\n{TUNE}def main():\n{main}    tune(model)")
+    assert len(left) == 1
+    assert "in whose scope they are made" in left[0]
+
+
+def test_a_method_compiles_again_in_the_scope_of_its_strategy() -> None:
+    text, left = ported(
+        "import tensorflow as tf\n"
+        "class Trainer:\n"
+        "    def __init__(self):\n"
+        "        self.strategy = tf.distribute.MirroredStrategy()\n"
+        "        with self.strategy.scope():\n"
+        "            self.model = tf.keras.Sequential()\n"
+        "    def tune(self):\n"
+        "        self.model.compile(tf.keras.optimizers.Adam(1e-5), 'mse')\n"
+    )
+    assert left == []
+    assert "        with self.strategy.scope():\n            self.model.com" in text
