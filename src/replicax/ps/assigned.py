@@ -29,9 +29,13 @@ class AssignedVariables:
         self._groups: dict[Label, RemoteGroup] = {}
         self._before: dict[Label, jax.Array] = {}
 
-    def begin(self) -> None:
-        """Fetch the newest values, and record all values at the begin of a closure."""
-        for group in self._groups.values():
+    def begin(self, *, is_fresh: bool) -> None:
+        """Record all values at the begin of a closure.
+
+        Args:
+            is_fresh: Whether they are the newest; else those are fetched before.
+        """
+        for group in () if is_fresh else self._groups.values():
             group.pull()
             group.write()
         self._before = {

@@ -276,11 +276,12 @@ class ClosureWorker:
 
     def _value_of(self, name: str, call: JSON) -> JSONObject:
         args, kwargs = decode(call, self._resolve)
-        if name != self._trained_last:
+        is_new = name != self._trained_last
+        if is_new:
             self._refresh()
         is_own = self._session.is_chief  # What it assigns is there already.
         if not is_own:
-            self._assigned.begin()
+            self._assigned.begin(is_fresh=is_new)
         steps = self._home.steps_applied
         self._metric_deltas.begin()
         value = self._functions[name](*args, **kwargs)
