@@ -109,6 +109,9 @@ class SimulatedGroup(Group):
     def _divide(self, total: Any, weights: float) -> None:
         pass
 
+    def _keep_begin(self, step: int, gradients: Any) -> None:
+        pass
+
     def _apply(self, gradients: Any, squared_norms: Any) -> None:
         pass
 

@@ -42,6 +42,8 @@ def step(batches: "tf.data.Iterator") -> tuple[tf.Tensor, tf.Tensor]:
 
     def replica_step(x: tf.Tensor, y: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         before = tf.identity(optimizer.iterations)
+        with tf.control_dependencies([before]):  # Else it is read when it suits.
+            x = tf.identity(x)
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean(example_loss(y, model(x, training=True)))
         grads = tape.gradient(loss, model.trainable_variables)

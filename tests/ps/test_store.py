@@ -21,7 +21,7 @@ from replicax.ps.limits import (
     Superseded,
     SyncTimeout,
 )
-from replicax.ps.messages import Create, Push
+from replicax.ps.messages import Create, Pull, Push
 from replicax.ps.optimizers import optimizer_rule
 from replicax.ps.partition import FixedShardsPartitioner, VariableInfo, place
 from replicax.ps.store import UnknownGroup, VariableStore
@@ -183,6 +183,22 @@ def in_threads(*calls):
 
 def share_of(step, part, num_parts, weight=None) -> StepShare:
     return StepShare(step=step, part=part, num_parts=num_parts, weight=weight)
+
+
+def test_values_of_the_last_steps_begin_are_kept() -> None:
+    """For a worker that computes a part again which another server has not got."""
+    _, [store] = held(sgd(learning_rate=0.5))
+
+    def begin_of(step):
+        pulled = asking.ask(store, Pull("weights", begin_of=step))
+        return [vector.tolist() for vector in pulled.vectors.values()]
+
+    assert begin_of(0) == [[0.0] * 8]
+    for step in range(2):
+        push(store, step + 1, share=share_of(step, 0, 1))
+        assert begin_of(step) == [[-0.5 * step] * 8]
+        assert begin_of(step + 1) == [[-0.5 * (step + 1)] * 8]
+    assert begin_of(0) == begin_of(3) == []
 
 
 def test_a_synchronous_step_is_one_update_with_the_weighted_mean() -> None:

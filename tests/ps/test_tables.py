@@ -413,6 +413,23 @@ def test_steps_go_on_after_a_restart():
     assert restarted.version == 5
 
 
+def test_rows_of_the_last_steps_begin_are_kept():
+    """For a worker that computes a part again which another server has not got."""
+    table = Table(spec_of())
+    everything = np.arange(table.spec.num_rows)
+    begins = []
+    for step, ids in enumerate([[1, 3], [3], []]):
+        begins.append(whole(table))
+        ones = np.ones((len(ids), DIM))
+        push(table, np.array(ids, int), ones, step, share=sync(step, 0, 1))
+        now, before = whole(table), begins[-1]
+        np.testing.assert_array_equal(table.rows(everything, begin_of=step), before)
+        # Those of the next step, or of one that is not the last, are the newest.
+        for other in (step + 1, step - 1, None):
+            np.testing.assert_array_equal(table.rows(everything, begin_of=other), now)
+    assert (begins[1] != begins[0]).any()
+
+
 def test_the_learning_rate_can_be_set():
     zeros = {"class_name": "Zeros"}
     table, other = Table(spec_of(initializer=zeros)), Table(spec_of(initializer=zeros))

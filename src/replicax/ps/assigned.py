@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from replicax._private import keras as internals
 from replicax.engine.consistency import Label, Labels
 from replicax.engine.variables import Variable, is_seed_state
-from replicax.ps.remote import RemoteGroup
 from replicax.ps.variables import RemoteVariables
 
 __all__ = ["AssignedVariables"]
@@ -19,14 +18,13 @@ class AssignedVariables:
 
     A worker adds to a variable on its server by how much a closure has changed it, and
     fetches the newest value before its next closure. So the additions of all workers
-    count, each once, and the chief and later closures see them. Trained variables,
-    moving statistics and metrics travel in other ways.
+    count, each once, and the chief and later closures see them. Metrics, and what steps
+    change, such as trained variables, travel in other ways.
     """
 
     def __init__(self, remote: RemoteVariables, labels: Labels) -> None:
         self._remote = remote
         self._labels = labels
-        self._groups: dict[Label, RemoteGroup] = {}
         self._before: dict[Label, jax.Array] = {}
 
     def begin(self, *, is_fresh: bool) -> None:
@@ -35,7 +33,7 @@ class AssignedVariables:
         Args:
             is_fresh: Whether they are the newest; else those are fetched before.
         """
-        for group in () if is_fresh else self._groups.values():
+        for group in () if is_fresh else self._remote.assigned:
             group.pull()
             group.write()
         self._before = {
@@ -50,10 +48,7 @@ class AssignedVariables:
             (now,) = internals.read_values([variable])
             if before is None or now is before or bool(jnp.array_equal(now, before)):
                 continue
-            group = self._groups.get(label)
-            if group is None:
-                group = self._remote.connect_assigned(variable, before)
-                self._groups[label] = group
+            group = self._remote.connect_assigned(variable, before)
             group.finish(group.push([now - before], dict(group.versions), None))
             group.write()
 
@@ -62,7 +57,7 @@ class AssignedVariables:
         known = self._remote.variables_of_steps()
         for label, variable in self._labels:
             if (
-                variable.aggregation in ("none", "only_first_replica")
+                variable.aggregation != "sum"  # Those are metrics.
                 and variable.dtype != "bool"
                 and internals.has_value(variable)
                 and id(variable) not in known

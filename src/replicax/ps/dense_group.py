@@ -43,6 +43,8 @@ class DenseGroup(Group):
         with _refusing():
             self._optimizer = ServerOptimizer(group, server)
             self.vectors, self._slots = self._optimizer.start(vectors)
+        # The last synchronous step, and the vectors before it.
+        self._begin: tuple[int, Mapping[str, jax.Array]] = -1, {}
         self.norms = self._optimizer.norms
         self.unweighted = [
             dtype
@@ -80,6 +82,16 @@ class DenseGroup(Group):
         self.steps += 1
         self.step = None
         self.condition.notify_all()
+
+    def begin_of(self, step: int) -> Mapping[str, jax.Array]:
+        """The vectors from which a synchronous step is computed.
+
+        None are there if this server is behind, or further by more than one step.
+        """
+        if step == self.steps:
+            return self.vectors
+        begun, vectors = self._begin
+        return vectors if step == begun else {}
 
     def slots(self) -> Slots:
         """The optimizer's variables, copied."""
@@ -121,6 +133,9 @@ class DenseGroup(Group):
         for vector in total.values():
             with np.errstate(all="ignore"):
                 vector /= vector.dtype.type(weights)
+
+    def _keep_begin(self, step: int, gradients: Arrays) -> None:
+        self._begin = step, self.vectors
 
     def _apply(self, gradients: Arrays, squared_norms: dict[str, float] | None) -> None:
         self.vectors, self._slots = self._optimizer.apply(

@@ -148,6 +148,14 @@ class Group(abc.ABC):
     def _apply(self, gradients: Arrays, squared_norms: dict[str, float] | None) -> None:
         """Update the values."""
 
+    @abc.abstractmethod
+    def _keep_begin(self, step: int, gradients: Arrays) -> None:
+        """Keep the values that a synchronous step changes, until the next one.
+
+        A worker may have died after this server had its part and before another one
+        had: who computes the part again needs the values from which the step began.
+        """
+
     def _squared_norms(self, gradients: Arrays) -> dict[str, float] | None:
         """This server's summand of the squared norms, if a norm is needed."""
         return None
@@ -291,6 +299,7 @@ class Group(abc.ABC):
         """Apply a complete synchronous step."""
         for worker, based_on in step.pushers.values():
             self._record(worker, based_on)
+        self._keep_begin(step.step, total)
         self._apply(total, squared_norms)
         self._steps_made += 1
         self._end_steps(step.step)

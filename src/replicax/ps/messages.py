@@ -93,12 +93,19 @@ class Create(Message, tag="create"):
 
 
 class Pull(_OfGroup, tag="pull"):
-    """Read a group's values if its version is not `have`; the progress of a `step`."""
+    """Read a group's values if its version is not `have`; the progress of a `step`.
+
+    With `begin_of` the values from which that synchronous step is computed, if it is
+    the present one or the last.
+    """
 
     have: int | None = None
     step: int | None = None
+    begin_of: int | None = None
 
     def apply(self, held: DenseGroup, vectors: Vectors) -> _Applied:
+        if self.begin_of is not None:
+            return {"version": held.version}, held.begin_of(self.begin_of)
         is_known = held.version == self.have
         header: JSONObject = {"version": held.version, "unchanged": is_known}
         if self.step is not None:
@@ -214,9 +221,11 @@ class CreateTable(Message, tag="create_table"):
 
 
 class PullRows(Message, tag="rows"):
-    """Read rows of a table."""
+    """Read rows of a table, as they are where step `begin_of` of a `group` begins."""
 
     table: str
+    group: str = ""
+    begin_of: int | None = None
 
     def expected(self, store: VariableStore) -> Mapping[str, Allowed]:
         # Each row once: so the answer is no larger than the table.
@@ -225,8 +234,11 @@ class PullRows(Message, tag="rows"):
 
     def handle(self, store: VariableStore, vectors: Vectors) -> Answer:
         table = store.table(self.table)
-        version = table.version
-        return {"version": version}, {"rows": table.rows(vectors["ids"]).reshape(-1)}
+        version, step = table.version, self.begin_of
+        if step is not None:
+            step = table.step_of(self.group, step)
+        rows = table.rows(vectors["ids"], begin_of=step)
+        return {"version": version}, {"rows": rows.reshape(-1)}
 
 
 class PushRows(Message, tag="push_rows"):

@@ -97,7 +97,6 @@ class RemoteGroup:
         self._layout = GroupLayout(group, sharding, compression)
         self._incarnations: dict[int, str] = {}  # Of the servers, with `versions`.
         self._behind: dict[int, int] = {}  # Version before a server went back, by it.
-        self._was_restarted = False
         self._held: dict[int, _Vectors] = {}
         self._sequence = 0
 
@@ -232,12 +231,37 @@ class RemoteGroup:
         )
 
     def has_ended(self, step: int) -> bool:
-        """Whether any server has applied a synchronous step; then all soon have.
+        """Whether all servers have applied a synchronous step."""
+        return min(self.versions.values()) > step
 
-        After a restart one may have given up a step which others still wait for.
+    def is_ahead_of(self, step: int) -> bool:
+        """Whether any server has applied a synchronous step."""
+        return max(self.versions.values()) > step
+
+    def pull_begin(self, step: int) -> None:
+        """Cache the values from which a synchronous step is computed.
+
+        Servers that have applied it are asked again. One that was restarted since does
+        not have them any more: its newest values stand, which is logged.
         """
-        decisive = min if self._was_restarted else max
-        return decisive(self.versions.values()) > step
+        ahead = [i for i, x in enumerate(self._servers) if self.versions[x] > step]
+        asked = [self._ask(i, Pull(self.name, begin_of=step)) for i in ahead]
+        for i, future in zip(ahead, asked, strict=True):
+            _, vectors = self._session.result(future)
+            server = self._servers[i]
+            if vectors:
+                self._held[server], self.versions[server] = vectors, step
+                continue
+            _logger.warning(
+                "%s: ps:%d has no values of the begin of step %d of %s, which is not "
+                "over on all servers: a part of it is computed from newer ones.",
+                self._session.name,
+                server,
+                step,
+                self.name,
+            )
+        if ahead:
+            self.values = self._layout.on_devices(self._held)
 
     def assign_rate(self, rate: float) -> None:
         """Set the learning rate of the servers' optimizers."""
@@ -399,7 +423,6 @@ class RemoteGroup:
         now = self._session.incarnations[server]
         if self._incarnations.setdefault(server, now) != now:
             self._incarnations[server] = now
-            self._was_restarted = True
             _logger.warning(
                 "ps:%d was restarted from a snapshot; its log says how many updates "
                 "of %s are lost.",

@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -30,6 +30,8 @@ from replicax.ps.table import TableSpec, sum_duplicates
 __all__ = ["RemoteTables", "RowPush", "tables_of"]
 
 RowPush = Future[tuple[JSONObject, dict[str, np.ndarray]]]
+Begins = Mapping[str, tuple[str, int]]
+"""By table a group and its synchronous step, from whose begin rows are wanted."""
 
 _logger = logging.getLogger("replicax")
 _Result = TypeVar("_Result")
@@ -60,6 +62,7 @@ class RemoteTables:
         self._collected: dict[str, list[tuple[np.ndarray, np.ndarray]]]
         self._collected = defaultdict(list)
         self._error: Exception | None = None
+        self._begins: Begins = {}
 
     # What layers call.
 
@@ -132,22 +135,25 @@ class RemoteTables:
                     )
                 )
 
-    def complete(self, run: Callable[[], _Result]) -> _Result:
+    def complete(
+        self, run: Callable[[], _Result], begins: Begins | None = None
+    ) -> _Result:
         """Run a program that looks up rows, to its end; raise a callback's error.
 
-        If a server is lost meanwhile, `run` starts the program again when it is back.
+        Tables in `begins` have the rows of these begins for it. If a server is lost
+        meanwhile, `run` starts the program again when it is back.
         What a callback has raised is raised here.
         """
         end: float | None = None
         while True:
             with self._lock:
-                self._memo, self._error = {}, None
+                self._memo, self._error, self._begins = {}, None, begins or {}
                 self._collected.clear()
             try:
                 result = jax.block_until_ready(run())
             finally:
                 with self._lock:
-                    self._memo = None
+                    self._memo, self._begins = None, {}
                     error, self._error = self._error, None
             if error is None:
                 return result
@@ -195,15 +201,14 @@ class RemoteTables:
 
     def _fetch(self, name: str, ids: np.ndarray, *, in_program: bool) -> np.ndarray:
         rows = np.empty((len(ids), self._dims[name]), np.float32)
+        message = PullRows(name, *self._begins.get(name, ("", None)))
         server_of = ids % len(self._servers)
         pulls = []
         for server in self._servers:
             here = np.flatnonzero(server_of == server)
             if len(here):
                 vectors = {"ids": ids[here]}
-                pull = self._exchange(
-                    server, PullRows(name), vectors, in_program=in_program
-                )
+                pull = self._exchange(server, message, vectors, in_program=in_program)
                 pulls.append((here, pull))
         for here, pull in pulls:
             _, vectors = pull.result()

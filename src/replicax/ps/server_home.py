@@ -14,6 +14,7 @@ from jax.typing import ArrayLike
 
 from replicax._private import keras as internals
 from replicax._util.types import PyTree
+from replicax._util.waiting import wait_for
 from replicax.engine.program import Kept, Program, StepResult
 from replicax.engine.variables import is_seed_state
 from replicax.errors import ClusterError
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from replicax.ps.strategy import ParameterServerStrategy
 
 __all__ = ["ServerHome"]
+
+_SOON_SECONDS = 1.0
 
 
 class _Connected(NamedTuple):
@@ -57,6 +60,17 @@ class _TrainingStep(NamedTuple):
     shares: list[StepShare | None]
     based_on: list[dict[int, int]]
     is_due: bool
+
+    @property
+    def begins_of_tables(self) -> dict[str, tuple[str, int]]:
+        """By table, the group and its synchronous step with which rows are updated."""
+        pairs = zip(self.groups, self.shares, strict=True)
+        return {
+            table: (group.name, share.step)
+            for group, share in pairs
+            if share is not None
+            for table in group.tables
+        }
 
 
 class ServerHome(ReplicaHome):
@@ -156,7 +170,11 @@ class ServerHome(ReplicaHome):
             inputs = [stored[id(v)] for v in program.inputs]
             return program(inputs, arrays, kept), internals.read_values(kept)
 
-        result, written = self.rows.complete(run) if connected.looks_up else run()
+        if connected.looks_up:
+            begins = {} if step is None else step.begins_of_tables
+            result, written = self.rows.complete(run, begins)
+        else:
+            result, written = run()
         stored |= zip(map(id, program.written), written, strict=True)
         if step is not None:
             deltas = [
@@ -218,11 +236,18 @@ class ServerHome(ReplicaHome):
         end, and waits for it here.
         """
         shares = [self._share_of(group, share) for group in groups]
-        is_due = True
-        for group, own in zip(groups, shares, strict=True):
-            if own is not None and is_due:
-                is_due = self._await(group, own.step)
-                group.hand_out(stored)
+        steps = [
+            (group, own.step)
+            for group, own in zip(groups, shares, strict=True)
+            if own is not None
+        ]
+        for group, number in steps:
+            self._await_begin(group, number)
+        is_due = not steps or not self._has_ended(steps)
+        for group, number in steps:
+            if is_due:
+                group.pull_begin(number)
+            group.hand_out(stored)
         based_on = [dict(group.versions) for group in groups]
         return _TrainingStep(groups, shares, based_on, is_due)
 
@@ -236,8 +261,8 @@ class ServerHome(ReplicaHome):
             step = self._first_steps.get(group.name, 0) + share.step
         return dataclasses.replace(share, step=step)
 
-    def _await(self, group: RemoteGroup, step: int) -> bool:
-        """Wait for the values of a step's begin; whether the step is still open."""
+    def _await_begin(self, group: RemoteGroup, step: int) -> None:
+        """Wait for the values of a step's begin."""
 
         def has_begun() -> bool | None:
             if group.has_begun(step):
@@ -247,7 +272,24 @@ class ServerHome(ReplicaHome):
 
         what = f"step {step} of {group.name!r}"
         self.session.wait(has_begun, what, lambda: "another worker")
-        return not group.has_ended(step)
+
+    def _has_ended(self, steps: Sequence[tuple[RemoteGroup, int]]) -> bool:
+        """Whether a step is over in all groups, so that no part of it is due.
+
+        Over on one server only, it soon is on all, where they have all parts. They do
+        not if a worker has died between two of its pushes: then its part is due.
+        """
+
+        def poll() -> bool | None:
+            if all(group.has_ended(step) for group, step in steps):
+                return True
+            if not any(group.is_ahead_of(step) for group, step in steps):
+                return False
+            for group, _ in steps:
+                group.pull()
+            return None
+
+        return wait_for(poll, _SOON_SECONDS, late=lambda: False)
 
     def _push(
         self,

@@ -143,6 +143,8 @@ class Table(Group):
         self._optimizer = None if spec.rule is None else self.optimizer(spec.rule)
         shape = (spec.num_rows_on(server, num_servers), spec.dim)
         self._values = np.empty(shape, np.float32)
+        # The last synchronous step, the places of its rows, and these before it.
+        self._begin = -1, np.empty(0, np.int64), self._values[:0]
         fill_rows(self._values, spec.initializer, spec.seed, server, num_servers)
         self._slots = self._new_slots()
 
@@ -184,11 +186,20 @@ class Table(Group):
                     "another name."
                 )
 
-    def rows(self, ids: np.ndarray) -> np.ndarray:
-        """Copy the values `float32[n, dim]` of rows `int64[n]`."""
+    def rows(self, ids: np.ndarray, *, begin_of: int | None = None) -> np.ndarray:
+        """Copy the values `float32[n, dim]` of rows `int64[n]`.
+
+        Those of now, or if the synchronous step `begin_of` was the last one, those from
+        which it is computed.
+        """
         places = self._places(ids)
         with self.condition:
-            return self._values[places]
+            values = self._values[places]
+            step, changed, before = self._begin
+            if step == begin_of and len(changed):
+                at = np.searchsorted(changed, places).clip(max=len(changed) - 1)
+                values = np.where((changed[at] == places)[:, None], before[at], values)
+            return values
 
     def push_rows(
         self,
@@ -237,6 +248,12 @@ class Table(Group):
             if offset is None:
                 offset = self.offsets[group] = self.steps - share.step
             return dataclasses.replace(share, step=share.step + offset)
+
+    def step_of(self, group: str, step: int) -> int | None:
+        """Convert the number of a group's step; None: the group has made none."""
+        with self.condition:
+            offset = self.offsets.get(group)
+        return None if offset is None else step + offset
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Set the learning rate of later updates, if it is a number."""
@@ -342,6 +359,9 @@ class Table(Group):
 
     def _divide(self, total: dict[str, np.ndarray], weights: float) -> None:
         total["gradients"] /= np.float32(weights)
+
+    def _keep_begin(self, step: int, gradients: Arrays) -> None:
+        self._begin = step, gradients["ids"], self._values[gradients["ids"]]
 
     def _apply(self, gradients: Arrays, squared_norms: dict[str, float] | None) -> None:
         self._required_optimizer().apply(

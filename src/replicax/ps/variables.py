@@ -26,6 +26,8 @@ from replicax.ps.session import Session
 __all__ = ["GroupRequests", "RemoteVariables"]
 
 _Slots = Mapping[VariableSlot, np.ndarray]
+_MOVING: JSONObject = {"kind": "add"}
+_ASSIGNED: JSONObject = {"kind": "add", "by": "closures"}
 
 
 class RemoteVariables:
@@ -74,10 +76,14 @@ class RemoteVariables:
         if state:
             key = tuple(map(id, state))
             if key not in self._known:
-                rule = {"kind": "add"}
-                self._known[key] = self._add("state", rule, state, stored)
+                self._known[key] = self._add("state", _MOVING, state, stored)
             groups.append(self._known[key])
         return groups
+
+    @property
+    def assigned(self) -> list[RemoteGroup]:
+        """The groups, each of a variable that closures assign and no step changes."""
+        return [group for group in self.groups if group.group.rule == _ASSIGNED]
 
     def connect_assigned(
         self, variable: keras.Variable, value: jax.Array
@@ -86,19 +92,17 @@ class RemoteVariables:
 
         Servers have it from now on.
         """
-        key = (id(variable),)
-        if key not in self._known:
-            stored = {id(variable): value}
-            self._known[key] = self._add(
-                "assigned", {"kind": "add"}, [variable], stored
-            )
-        return self._known[key]
+        for group in self.assigned:
+            if group.variables[0] is variable:
+                return group
+        return self._add("assigned", _ASSIGNED, [variable], {id(variable): value})
 
     def variables_of_steps(self) -> set[int]:
-        """The ids of trained variables and of their optimizers' own."""
-        trained = (v for group in self.groups if group.trains for v in group.variables)
+        """The ids of variables that steps change: an optimizer's, moving statistics."""
+        groups = [group for group in self.groups if group.group.rule != _ASSIGNED]
+        changed = (v for group in groups for v in group.variables)
         own = (v for optimizer in self._optimizers for v in optimizer.variables)
-        return {id(v) for v in (*trained, *own)}
+        return {id(v) for v in (*changed, *own)}
 
     def trained_by(self, optimizer: keras.optimizers.Optimizer) -> RemoteGroup | None:
         """The group that an optimizer trains, if it has met it."""
@@ -228,18 +232,31 @@ class RemoteVariables:
         values: Sequence[jax.Array],
         slots: _Slots | None = None,
     ) -> RemoteGroup:
-        """Create the group on the servers (the chief), or wait for it (others)."""
+        """Create the group on the servers (the chief), or wait for it (others).
+
+        What closures assigned before is its begin; from then on steps change it.
+        """
         trains = placed.rule["kind"] == "optimizer"
         compression = self._compression if trains else None
         group = RemoteGroup(
             self._session, placed, self._sharding, compression, variables
         )
+        ids = set(map(id, variables))
+        before = [each for each in self.assigned if id(each.variables[0]) in ids]
         if self._session.is_chief:
-            group.create(values, slots)
+            for each in before:
+                each.pull()
+            newest = {id(each.variables[0]): each.values[0] for each in before}
+            given = zip(variables, values, strict=True)
+            group.create([newest.get(id(v), value) for v, value in given], slots)
         else:
             group.require_created()
         group.pull()
-        self.groups.append(group)
+        is_late = placed.rule == _ASSIGNED and (
+            id(variables[0]) in self.variables_of_steps()
+        )
+        self.groups = [each for each in self.groups if each not in before]
+        self.groups += [] if is_late else [group]
         return group
 
 

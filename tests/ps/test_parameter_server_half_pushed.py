@@ -1,0 +1,109 @@
+"""A worker is killed when one server has its part of a step, and the other has not."""
+
+import itertools
+import os
+import signal
+import time
+
+import keras
+import numpy as np
+import pytest
+from tests.ps.test_parameter_server_faults import (
+    BATCH_SIZE,
+    LABELS,
+    POINTS,
+    Job,
+    Watched,
+    all_done,
+    make,
+    network,
+)
+
+import replicax as rx
+from replicax.ps import wire
+
+pytest.importorskip("pyarrow")
+pytestmark = [
+    pytest.mark.multiprocess,
+    pytest.mark.slow,
+    pytest.mark.timeout(200),
+]
+
+EPOCHS = 2
+STEPS = EPOCHS * len(LABELS) // BATCH_SIZE
+WORDS = (np.abs(POINTS) * 20).astype("int32") % 50
+
+
+def words_network():
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential(
+        [
+            keras.Input((8,), dtype="int32"),
+            rx.layers.Embedding(50, 4, seed=1),
+            keras.layers.Flatten(),
+            keras.layers.Dense(4),
+        ]
+    )
+    model.compile(
+        keras.optimizers.SGD(0.2),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    )
+    return model
+
+
+def die_between(kind):
+    """Have this process killed between two messages of its 6th push of a kind."""
+    send, sent = wire.send, itertools.count()
+
+    def send_or_die(writer, header, *others):
+        is_due = header.get("op") == kind and header["sequence"] == 6
+        if is_due and next(sent) == 1:
+            time.sleep(1)  # Meanwhile the other server takes its message.
+            print("dies now", flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return send(writer, header, *others)
+
+    wire.send = send_or_die
+
+
+def in_step(options, kind=None, words=False):
+    """Train in step with the others; the outputs, and what servers have counted."""
+    strategy = make(options | {"sync": True})
+    session = strategy.session
+    with strategy.scope():
+        model = words_network() if words else network()
+    if kind is not None and session.index == 1 and session.starts == 1:
+        die_between(kind)
+    model.fit(
+        WORDS if words else POINTS,
+        LABELS,
+        batch_size=BATCH_SIZE,
+        epochs=EPOCHS,
+        shuffle=False,
+        verbose=0,
+        callbacks=[Watched(strategy)],
+    )
+    session.barrier("all have trained")
+    return {
+        "outputs": model.predict(WORDS if words else POINTS, verbose=0),
+        "servers": [c.call("store.status") for c in session.connections],
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"), [("push", False), ("push", True), ("push_rows", True)]
+)
+def test_its_part_is_computed_again_from_the_values_of_its_step(tmp_path, kind, words):
+    with Job(tmp_path / "1", in_step, options={}, words=words) as cluster:
+        undisturbed = all_done(cluster.ended(60))
+    with Job(tmp_path / "2", in_step, options={}, kind=kind, words=words) as cluster:
+        cluster.task("worker:1").wait_for("dies now")
+        assert cluster.task("worker:1").wait(timeout_seconds=10) == -signal.SIGKILL
+        cluster.restart("worker:1")
+        results = cluster.ended(60)
+    found = all_done(results)
+    for server in found["servers"]:
+        assert (server["applied"], server["lost"]) == (STEPS, 0)
+    # The sum of two parts is the same in any order.
+    np.testing.assert_array_equal(found["outputs"], undisturbed["outputs"])
+    assert "computed from newer ones" not in results["worker:1"].output
