@@ -89,6 +89,48 @@ def test_stops_after_so_many(tmp_path):
         SidecarEvaluator(model_of(), Data(), tmp_path, max_evaluations=0)
 
 
+class Subclassed(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1, kernel_initializer="ones")
+
+    def call(self, x):
+        return self.dense(x)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: keras.Sequential([keras.layers.Dense(1)]), Subclassed],
+    ids=["sequential", "subclassed"],
+)
+def test_a_model_that_is_not_built_has_the_values_of_the_checkpoint(tmp_path, make):
+    def unbuilt():
+        model = make()
+        model.compile("adam", "mse")
+        return model
+
+    trained = unbuilt()
+    trained(_X)
+    trained.layers[0].kernel.assign([[1.0], [1.0]])
+    manager = CheckpointManager(Checkpoint(model=trained), tmp_path / "run")
+    for bias in (3.0, 4.0):
+        trained.layers[0].bias.assign([bias])
+        manager.save()
+        evaluator = SidecarEvaluator(unbuilt(), Data(), tmp_path / "run", None, 1)
+        manager.wait()
+        evaluator.start()
+    assert [line["loss"] for line in lines(tmp_path / "eval")] == [5**2, 6**2]
+
+
+def test_a_model_that_is_not_built_and_not_in_the_checkpoint_is_an_error(tmp_path):
+    with CheckpointManager(Checkpoint(net=model_of()), tmp_path / "run") as manager:
+        manager.save()
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+    with pytest.raises(CheckpointError, match="not in the checkpoint: model/dense"):
+        SidecarEvaluator(model, Data(), tmp_path / "run", None, 1).start()
+
+
 def test_waits_no_longer_than_told(tmp_path):
     evaluator = SidecarEvaluator(
         model_of(), Data(), tmp_path, timeouts=rx.Timeouts(checkpoint=0.1)

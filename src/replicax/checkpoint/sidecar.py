@@ -27,7 +27,8 @@ class SidecarEvaluator:
     has read them, and always evaluates the last one of a run that says it has ended.
 
     Args:
-        model: A compiled and built model like the one that is trained.
+        model: A compiled model like the one that is trained. One that is not built yet
+            is built from the first batch of the data.
         data: What `model.evaluate` takes as `x`, or a tuple `(x, y)` or
             `(x, y, sample_weight)`.
         checkpoint_dir: The folder of the checkpoints.
@@ -106,6 +107,8 @@ class SidecarEvaluator:
             if found is None:
                 return
             path, contents = found
+            if not self._model.built:  # Else there are no variables to restore.
+                self._run(steps=1)
             # It has more than the model: the optimizer for one.
             slots = bind("model", self._model).slots
             write_existing(slots, contents, os.fspath(path))
@@ -113,18 +116,24 @@ class SidecarEvaluator:
             number += 1
 
     def _evaluate(self, path: str) -> None:
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(self._data)
-        evaluate: Callable[..., dict[str, PyTree]] = self._model.evaluate
-        results = evaluate(
-            x,
-            y,
-            sample_weight=sample_weight,
-            steps=self._steps,
-            callbacks=self._callbacks or None,
-            verbose=0,
-            return_dict=True,
-        )
+        results = self._run(self._steps, self._callbacks or None)
         results = {name: float(value) for name, value in results.items()}
         append_evaluation(self._log_dir, path, results)
         numbers = ", ".join(f"{name} {value:.4g}" for name, value in results.items())
         print(f"{path}: {numbers}", flush=True)
+
+    def _run(
+        self, steps: int | None, callbacks: Sequence[PyTree] | None = None
+    ) -> dict[str, PyTree]:
+        """The model's `evaluate` on the data."""
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(self._data)
+        evaluate: Callable[..., dict[str, PyTree]] = self._model.evaluate
+        return evaluate(
+            x,
+            y,
+            sample_weight=sample_weight,
+            steps=steps,
+            callbacks=callbacks,
+            verbose=0,
+            return_dict=True,
+        )
