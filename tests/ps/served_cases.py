@@ -471,6 +471,26 @@ def datasets_from_a_function(strategy):
     return outcome(model, model.fit(data, epochs=2, verbose=0))
 
 
+@case
+def evaluates_distributed_datasets(strategy):
+    model = classifier(keras.optimizers.SGD(0.0))
+
+    def own(context):
+        mine = slice(context.input_pipeline_id, None, context.num_input_pipelines)
+        return list(batches())[mine]
+
+    data = strategy.experimental_distribute_dataset((X, Y), batch_size=32)
+    given = [data, strategy.distribute_datasets_from_function(own)]
+    history = model.fit(X, Y, validation_data=data, **QUIET)
+    return outcome(
+        model,
+        history,
+        whole=model.evaluate(X, Y, return_dict=True, **QUIET),
+        evaluated=[model.evaluate(d, return_dict=True, verbose=0) for d in given],
+        predicted=[model.predict(x, verbose=0) for x in (X, data)],
+    )
+
+
 class Slow(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         time.sleep(0.05)

@@ -262,6 +262,17 @@ def test_a_distributed_dataset_is_trained_on(most):
     assert all(0 < once <= NUM for once in found["history"]["once"])
 
 
+def test_each_worker_evaluates_all_of_a_distributed_dataset(most):
+    found, _ = equal_outcome(most, "evaluates_distributed_datasets")
+    assert found["whole"]["once"] == NUM
+    for evaluated in found["evaluated"]:
+        assert evaluated == pytest.approx(found["whole"], rel=1e-5)
+    history = found["history"]
+    assert history["val_once"] == [NUM]
+    assert history["val_loss"] == pytest.approx([found["whole"]["loss"]], rel=1e-5)
+    np.testing.assert_allclose(*found["predicted"], rtol=1e-5)
+
+
 def test_another_model_than_the_chiefs_is_an_error_at_once(most):
     (chief, _, _), (worker, _, _) = most
     assert chief["mismatch"] is None

@@ -53,6 +53,33 @@ def test_files_are_divided_between_all_workers():
     assert ElasticInputShard(1, 3, None).num_pieces == 1
 
 
+@pytest.mark.parametrize("num_parts", [None, 3])
+@pytest.mark.parametrize("worker", range(3))
+def test_each_worker_evaluates_all_of_the_data(worker, num_parts):
+    shard = ElasticInputShard(worker, 3, num_parts).of_evaluation
+    assert list(shard.in_step(iter([1, 2, 3]))) == [1, 2, 3]
+    assert (shard.worker, shard.num_workers, shard.num_pieces) == (0, 1, 1)
+
+
+def test_closures_read_all_batches_and_files_are_divided_between_those_that_run_them():
+    shards = [ElasticInputShard(worker, 3, None) for worker in range(3)]
+    for shard in shards:
+        assert shard.of_loop is shard
+        shard.read_in_closures()
+        assert list(shard.of_loop.in_step(iter([1, 2, 3]))) == [1, 2, 3]
+        assert shard.of_loop.num_steps(3) == 3
+    own = [(shard.of_loop.worker, shard.of_loop.num_workers) for shard in shards]
+    assert own == [(0, 1), (0, 2), (1, 2)]  # The chief runs none.
+    # `fit` divides the data between all workers all the same.
+    assert list(shards[0].in_step(iter([1, 2, 3, 4]))) == [1, 4]
+
+
+def test_a_chief_alone_reads_all():
+    shard = ElasticInputShard(0, 1, None)
+    shard.read_in_closures()
+    assert (shard.of_loop.worker, shard.of_loop.num_workers) == (0, 1)
+
+
 class Numbers(keras.utils.PyDataset):
     """Eleven batches of two numbers."""
 

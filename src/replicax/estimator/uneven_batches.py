@@ -8,6 +8,7 @@ from contextlib import closing
 import jax
 
 from replicax._util.types import PyTree
+from replicax.input.context import InputContext
 from replicax.input.from_function import DistributedDatasetFromFunction, own_copies
 from replicax.input.prefetch import DistributedIterator
 from replicax.input.sources import batches
@@ -28,12 +29,12 @@ class UnevenBatches(DistributedDatasetFromFunction):
         """Iterate over an epoch's batches, which no order check follows."""
         return DistributedIterator(self._start, self.iteration)
 
-    def _groups(self, iteration: int) -> Generator[Split]:
+    def _groups(self, iteration: int, context: InputContext) -> Generator[Split]:
         if self._shard.count > 1:
-            yield from super()._groups(iteration)
+            yield from super()._groups(iteration, context)
             return
         size = self._num_local
-        make = functools.partial(self._fn, self._context)
+        make = functools.partial(self._fn, context)
         with closing(batches(make, iteration=iteration)) as source:
             for _, alike in itertools.groupby(source, _shapes):
                 while group := own_copies(alike, size):

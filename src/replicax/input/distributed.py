@@ -79,20 +79,27 @@ class DistributedInput(ABC):
         """Whether each of several workers has batches of its own."""
 
     @abstractmethod
-    def _splits(self, iteration: int, epoch: Epoch) -> Generator[Split]:
+    def _splits(
+        self, iteration: int, epoch: Epoch, shard: InputShard
+    ) -> Generator[Split]:
         """Yield one epoch's batches on the host: this worker's if local, else all."""
 
-    def host_batches(self, iteration: int = 0) -> Generator[PyTree]:
+    def host_batches(
+        self, iteration: int = 0, *, evaluates: bool = False
+    ) -> Generator[PyTree]:
         """Yield one epoch's batches `[rows, ...]` on the host: this worker's if local.
 
-        A shuffled dataset has a different order in each iteration.
+        A shuffled dataset has a different order in each iteration. Who `evaluates`
+        needs all of the data, unless its results are combined with other workers'.
         """
         if self._remainder is Remainder.PAD:
             raise ValueError(
                 f"{type(self).__name__}: remainder='pad' makes (batch, mask) pairs, "
                 "which fit cannot take. Use remainder='keep'."
             )
-        with closing(self._splits(iteration, self._begin(lambda: False))) as splits:
+        shard = self._shard.of_evaluation if evaluates else self._shard
+        epoch = self._begin(lambda: False)
+        with closing(self._splits(iteration, epoch, shard)) as splits:
             for split in splits:
                 if split.batch is not None:
                     yield jax.tree.map(_joined, _of_examples(split))
@@ -147,7 +154,8 @@ class DistributedInput(ABC):
             # the same dataset object.
             previous.join_if_stopped()
         num_dropped = 0
-        with closing(self._splits(iteration, epoch)) as splits:
+        shard = self._shard.of_loop
+        with closing(self._splits(iteration, epoch, shard)) as splits:
             for split in splits:
                 num_dropped += split.num_dropped
                 if split.batch is None:
@@ -263,9 +271,8 @@ class DistributedDataset(DistributedInput):
                 "DistributedDataset: auto_shard_policy must be one of rx."
                 f"AutoShardPolicy.AUTO, FILE, DATA and OFF; got {auto_shard_policy!r}."
             )
-        self._dataset, self._is_own = worker_files(
-            dataset, auto_shard_policy, self._shard.worker, self._shard.num_workers
-        )
+        self._given, self._auto_shard_policy = dataset, auto_shard_policy
+        self._dataset, self._is_own = self._files_of(self._shard)
         self._batch_size = batch_size
         self._started = False
 
@@ -287,12 +294,18 @@ class DistributedDataset(DistributedInput):
         if is_arrays(self._dataset) and self._remainder is Remainder.DROP:
             num_last = leading_size(self._dataset, "dataset") % (self._batch_size or 1)
             number -= 0 < num_last < self._num_replicas and number > 1
-        return self._shard.num_steps(number)
+        return self._shard.of_loop.num_steps(number)
 
     @property
     def is_local(self) -> bool:
         """Whether each of several workers reads data of its own."""
         return self._is_own and self._shard.count > 1
+
+    def _files_of(self, shard: InputShard) -> tuple[Dataset, bool]:
+        """The dataset of a shard, and whether it is the worker's own."""
+        return worker_files(
+            self._given, self._auto_shard_policy, shard.worker, shard.num_workers
+        )
 
     def _start(self, iteration: int, num_skipped: int) -> Iterator[PyTree]:
         if self._started and is_one_shot(self._dataset):
@@ -304,17 +317,22 @@ class DistributedDataset(DistributedInput):
         self._started = True
         return super()._start(iteration, num_skipped)
 
-    def _splits(self, iteration: int, epoch: Epoch) -> Generator[Split]:
-        with closing(batches(self._dataset, self._batch_size, iteration)) as source:
-            if self._is_own:
-                pieces = self._divided(self._pieces(source), self._num_local)
-                yield from self._shard.in_step(
+    def _splits(
+        self, iteration: int, epoch: Epoch, shard: InputShard
+    ) -> Generator[Split]:
+        dataset, is_own = self._dataset, self._is_own
+        if shard is not self._shard:
+            dataset, is_own = self._files_of(shard)
+        with closing(batches(dataset, self._batch_size, iteration)) as source:
+            if is_own:
+                pieces = self._divided(self._pieces(source, shard), self._num_local)
+                yield from shard.in_step(
                     pieces, **epoch, same_data=False, size_of=num_examples
                 )
                 return
-            is_known = is_arrays(self._dataset)
-            number = count_batches(self._dataset, self._batch_size)
-            together = self._shard.in_step(
+            is_known = is_arrays(dataset)
+            number = count_batches(dataset, self._batch_size)
+            together = shard.in_step(
                 source, **epoch, num_batches=number if is_known else None, size_of=_size
             )
             yield from self._divided(together, self._num_replicas)
@@ -329,10 +347,10 @@ class DistributedDataset(DistributedInput):
             else:
                 yield split_global_batch(batch, num_replicas, policy)
 
-    def _pieces(self, source: Iterable[PyTree]) -> Generator[PyTree]:
+    def _pieces(self, source: Iterable[PyTree], shard: InputShard) -> Generator[PyTree]:
         """Cut global batches of a worker's own data into its parts of a step."""
         for batch in source:
-            size = -(-_size(batch) // self._shard.num_pieces)
+            size = -(-_size(batch) // shard.num_pieces)
             for start in range(0, _size(batch), size):
                 rows = slice(start, start + size)
                 yield jax.tree.map(lambda x, rows=rows: x[rows], batch)

@@ -1,5 +1,6 @@
 """Distributed datasets from a function that makes per-replica batches."""
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
@@ -84,14 +85,24 @@ class DistributedDatasetFromFunction(DistributedInput):
         """Whether there are several workers: each calls the function by itself."""
         return self._shard.count > 1
 
-    def _splits(self, iteration: int, epoch: Epoch) -> Generator[Split]:
-        yield from self._shard.in_step(
-            self._groups(iteration), **epoch, same_data=False, size_of=num_examples
+    def _splits(
+        self, iteration: int, epoch: Epoch, shard: InputShard
+    ) -> Generator[Split]:
+        context = dataclasses.replace(
+            self._context,
+            num_input_pipelines=shard.num_workers,
+            input_pipeline_id=shard.worker,
+        )
+        yield from shard.in_step(
+            self._groups(iteration, context),
+            **epoch,
+            same_data=False,
+            size_of=num_examples,
         )
 
-    def _groups(self, iteration: int) -> Generator[Split]:
+    def _groups(self, iteration: int, context: InputContext) -> Generator[Split]:
         num_replicas = self._num_local
-        dataset = self._fn(self._context)
+        dataset = self._fn(context)
         with closing(batches(dataset, iteration=iteration)) as source:
             for index in itertools.count():
                 group = own_copies(source, num_replicas)

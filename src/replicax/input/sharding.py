@@ -192,6 +192,19 @@ class InputShard:
         """Number of steps that a worker makes of a global batch of its own data."""
         return self.count
 
+    @property
+    def of_evaluation(self) -> "InputShard":
+        """The shard that this worker evaluates and predicts on.
+
+        Workers in step share the data: what each computes is combined.
+        """
+        return self
+
+    @property
+    def of_loop(self) -> "InputShard":
+        """The shard that a loop over a distributed dataset reads."""
+        return self
+
     def num_steps(self, num_batches: int) -> int:
         """Return the number of this worker's steps for that many batches."""
         return num_batches

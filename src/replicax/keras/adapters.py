@@ -98,6 +98,7 @@ class DistributedAdapter:
     ) -> None:
         self._dataset = dataset
         self.is_local = dataset.is_local
+        self._evaluates = first_iteration is None  # Else it is for `fit`.
         self.iteration = first_iteration
         if first_iteration is not None:
             self.iteration = max(first_iteration, dataset.iteration)
@@ -112,7 +113,8 @@ class DistributedAdapter:
         iteration = self.iteration or 0
         if self.iteration is not None:
             self._dataset.iteration = self.iteration = iteration + 1
-        for batch in self._dataset.host_batches(iteration):
+        found = self._dataset.host_batches(iteration, evaluates=self._evaluates)
+        for batch in found:
             yield batch if isinstance(batch, tuple) else (batch,)
 
     def on_epoch_begin(self) -> None:

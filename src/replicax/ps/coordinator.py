@@ -26,6 +26,7 @@ from replicax.ps.script_sync import AGAIN, Again, ScriptSync
 from replicax.ps.session import Session
 from replicax.ps.strategy import ParameterServerStrategy
 from replicax.ps.variables import GroupRequests
+from replicax.ps.worker_input import ElasticInputShard
 
 __all__ = ["ClusterCoordinator", "RemoteValue"]
 
@@ -68,6 +69,8 @@ class ClusterCoordinator:
         if strategy.coordinator is self:
             return
         self.strategy = strategy
+        assert isinstance(strategy.input_shard, ElasticInputShard)
+        strategy.input_shard.read_in_closures()
         self._session: Session = session
         self._functions = FunctionNames()
         self._sources = PerWorkerSources()
@@ -234,11 +237,10 @@ class ClusterCoordinator:
         )
 
     def _input_context(self) -> InputContext:
-        session = self._session
-        alone = len(session.workers) == 1
+        shard = self.strategy.input_shard.of_loop
         return InputContext(
-            num_input_pipelines=1 if alone else len(session.workers) - 1,
-            input_pipeline_id=0 if alone else session.index - 1,
+            num_input_pipelines=shard.num_workers,
+            input_pipeline_id=shard.worker,
             num_replicas_in_sync=self.strategy.num_replicas_in_sync,
         )
 

@@ -268,7 +268,7 @@ class ElasticInputShard(InputShard):
 
     Nothing is agreed on: a worker may come late, or go. With `num_parts` of a
     synchronous step each takes its rows of every batch; else workers take turns at
-    whole batches.
+    whole batches. Each worker evaluates by itself, so it reads all of the data then.
     """
 
     def __init__(self, worker: int, num_workers: int, num_parts: int | None) -> None:
@@ -276,6 +276,31 @@ class ElasticInputShard(InputShard):
         self._worker = worker
         self._num_workers = num_workers
         self._num_parts = num_parts
+        self._of_loop: InputShard = self
+
+    def read_in_closures(self) -> None:
+        """From now on loops read what the closures of a coordinator need.
+
+        The chief runs none. A closure reads all batches, as no other worker makes up
+        for those that it leaves out; functions that make a worker's own data are told
+        its place among the workers that run closures.
+        """
+        is_chief = self._worker == 0
+        self._of_loop = (
+            InputShard()
+            if is_chief
+            else _ClosureInputShard(self._worker - 1, self._num_workers - 1)
+        )
+
+    @property
+    def of_evaluation(self) -> InputShard:
+        """The shard that this worker evaluates and predicts on: all of the data."""
+        return InputShard()
+
+    @property
+    def of_loop(self) -> InputShard:
+        """The shard that a loop over a distributed dataset reads."""
+        return self._of_loop
 
     @property
     def worker(self) -> int:
@@ -307,6 +332,25 @@ class ElasticInputShard(InputShard):
         if self._num_parts is None:
             return itertools.islice(batches, self._worker, None, self._num_workers)
         return (own_rows(batch, self._worker, self._num_parts) for batch in batches)
+
+
+class _ClosureInputShard(InputShard):
+    """The shard of a worker that runs closures: all batches, and files of its own."""
+
+    def __init__(self, worker: int, num_workers: int) -> None:
+        super().__init__()
+        self._worker = worker
+        self._num_workers = num_workers
+
+    @property
+    def worker(self) -> int:
+        """The worker's place among those that run closures."""
+        return self._worker
+
+    @property
+    def num_workers(self) -> int:
+        """Number of workers that run closures."""
+        return self._num_workers
 
 
 def own_rows(batch: PyTree, part: int, num_parts: int) -> PyTree:
