@@ -491,6 +491,43 @@ def evaluates_distributed_datasets(strategy):
     )
 
 
+class Counts(layers.Layer):
+    """Counts examples and steps, and keeps the mean of the last batch."""
+
+    def build(self, input_shape):
+        def weight(name, dtype="float32", **options):
+            options = {"initializer": "zeros", "trainable": False} | options
+            return self.add_weight((), name=name, dtype=dtype, **options)
+
+        self.steps = weight("steps", "int32")
+        self.examples = weight("examples", aggregation="sum")
+        self.last = weight("last", aggregation="only_first_replica")
+
+    def call(self, x, training=False):
+        if training:
+            self.steps.assign_add(1)
+            self.examples.assign_add(len(x))
+            self.last.assign(keras.ops.mean(x))
+        return x
+
+
+@case
+def variables_that_steps_count_in(strategy):
+    model = classifier("sgd", Counts())
+    counts = model.layers[1]
+    history = model.fit(X, Y, epochs=2, **QUIET)
+
+    def counted():
+        return [float(counts.steps), float(counts.examples)]
+
+    first = counted()
+    if strategy.is_chief:
+        counts.steps.assign(100)
+    model.fit(X, Y, **QUIET)
+    found = outcome(model, history, counted=[first, counted()], own=float(counts.last))
+    return found | {"weights": []}
+
+
 class Slow(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         time.sleep(0.05)

@@ -273,6 +273,13 @@ def test_each_worker_evaluates_all_of_a_distributed_dataset(most):
     np.testing.assert_allclose(*found["predicted"], rtol=1e-5)
 
 
+def test_what_steps_count_is_counted_for_all_workers(most):
+    found, last = equal_outcome(most, "variables_that_steps_count_in")
+    assert found["counted"] == [[22, 2 * NUM], [111, 3 * NUM]]
+    # What a step sets, without the old value, is each worker's own.
+    assert all(0 < abs(value) <= 1 for value in last)
+
+
 def test_another_model_than_the_chiefs_is_an_error_at_once(most):
     (chief, _, _), (worker, _, _) = most
     assert chief["mismatch"] is None

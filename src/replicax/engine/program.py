@@ -94,6 +94,8 @@ class Program:
         written: The variables that the program itself writes.
         inputs: The variables whose values it takes: `written`, then those that it only
             reads.
+        overwritten: Ids of those of `written` whose old values make no difference;
+            known where updates are deferred.
         deferred_updates: The updates that follow it, made by the strategy's home.
         changed: The variables that have new values afterwards: `written`, and those of
             the deferred updates.
@@ -125,6 +127,7 @@ class Program:
             self._step.written = self._step.inputs = list(self._options.variables)
         self.written = self._step.written
         self._jitted = self._jit()
+        self.overwritten: set[int] = set()
         if group.defers_updates:
             self._drop_unused(leaves)
         self.inputs = self._step.inputs
@@ -232,20 +235,22 @@ class Program:
     def _drop_unused(self, leaves: Sequence[ArrayLike]) -> None:
         """Leave out inputs that the program reads but does not use.
 
-        Keras' steps read all of an optimizer's slots, which stay where they live.
+        Keras' steps read all of an optimizer's slots, which stay where they live. Those
+        that it writes as well stay inputs, and are noted.
         """
-        inputs, num_written = self._step.inputs, len(self.written)
+        inputs = self._step.inputs
         shapes = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in inputs]
         jaxpr = open_jaxpr(self._replicas_part(shapes, leaves).params["jaxpr"])
         used = {id(a) for e in jaxpr.eqns for a in e.invars}
         used |= {id(a) for a in jaxpr.outvars}
         # Constants that the function closes over come before the arguments.
-        read = inputs[num_written:]
-        first = len(jaxpr.invars) - len(read) - len(leaves)
-        invars = jaxpr.invars[first : first + len(read)]
+        first = len(jaxpr.invars) - len(inputs) - len(leaves)
+        invars = jaxpr.invars[first : first + len(inputs)]
         unused = {
-            id(v) for v, var in zip(read, invars, strict=True) if id(var) not in used
+            id(v) for v, var in zip(inputs, invars, strict=True) if id(var) not in used
         }
+        self.overwritten = unused & set(map(id, self.written))
+        unused -= self.overwritten
         if unused:
             self._step.unused = unused
             self._step.inputs = [v for v in inputs if id(v) not in unused]

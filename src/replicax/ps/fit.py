@@ -72,6 +72,7 @@ class WorkQueueFit:
         )
         # Validation is with those of the end of the epoch.
         self._home.keeps_values = True
+        self._home.fit_metrics = frozenset(map(id, model.metrics_variables))
 
     def begin(self, first: int) -> int:
         """Wait for the other workers; return the first epoch, which the chief decides.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
 import jax
+import jax.numpy as jnp
 import keras
 import numpy as np
 from jax.typing import ArrayLike
@@ -16,7 +17,7 @@ from replicax._private import keras as internals
 from replicax._util.types import PyTree
 from replicax._util.waiting import wait_for
 from replicax.engine.program import Kept, Program, StepResult
-from replicax.engine.variables import is_seed_state
+from replicax.engine.variables import Variable, is_seed_state
 from replicax.errors import ClusterError
 from replicax.keras.session import FitSession
 from replicax.ps.fit import WorkQueueFit
@@ -79,7 +80,8 @@ class ServerHome(ReplicaHome):
     `remote` has this worker's variables that lie on servers, `rows` its tables. A
     synchronous step has `num_parts` shares, an asynchronous one 1. `steps_applied`
     counts this worker's steps. In `fit`, which `keeps_values`, nothing else fetches
-    them. `in_closure` says whether this worker runs a coordinator's closure.
+    them; `fit_metrics` are the ids of its metrics' variables. `in_closure` says whether
+    this worker runs a coordinator's closure.
     """
 
     keeps_slots = False
@@ -105,6 +107,7 @@ class ServerHome(ReplicaHome):
         self.num_parts = num_parts
         self.steps_applied = 0
         self.keeps_values = False
+        self.fit_metrics: frozenset[int] = frozenset()
         self.in_closure = False
         self._strategy = strategy
         self._connected: WeakKeyDictionary[Program, _Connected] = WeakKeyDictionary()
@@ -215,14 +218,31 @@ class ServerHome(ReplicaHome):
         updates = program.deferred_updates
         if not updates:  # It does not train.
             return _Connected([], [], looks_up)
-        # Moving statistics, to which all workers add.
-        state = [
-            v
-            for v in program.written
-            if v.aggregation == "mean" and not is_seed_state(v)
-        ]
+        # Moving statistics and counters, to which all workers add.
+        state = [v for v in program.written if self._is_added_to(v, program)]
         groups = self.remote.connect(updates, state, stored)
         return _Connected(groups, state, looks_up)
+
+    def _is_added_to(self, variable: Variable, program: Program) -> bool:
+        """Whether what a training program adds to a variable counts for all workers.
+
+        In an asynchronous `fit`, where each worker makes some of the steps, that is so
+        of a counter too. Not of what a step sets to a value that the old one has no
+        part in: of such values each worker has its last one.
+        """
+        if is_seed_state(variable):
+            return False
+        if variable.aggregation == "mean":
+            return True
+        if self._strategy.sync or not self.keeps_values:
+            return False
+        trained = {id(v) for update in program.deferred_updates for v in update.changed}
+        is_number = jnp.issubdtype(variable.dtype, jnp.floating) or jnp.issubdtype(
+            variable.dtype, jnp.signedinteger
+        )
+        return is_number and id(variable) not in (
+            program.overwritten | trained | self.fit_metrics
+        )
 
     def _begin_step(
         self,
