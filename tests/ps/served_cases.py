@@ -495,13 +495,10 @@ class Counts(layers.Layer):
     """Counts examples and steps, and keeps the mean of the last batch."""
 
     def build(self, input_shape):
-        def weight(name, dtype="float32", **options):
-            options = {"initializer": "zeros", "trainable": False} | options
-            return self.add_weight((), name=name, dtype=dtype, **options)
-
-        self.steps = weight("steps", "int32")
-        self.examples = weight("examples", aggregation="sum")
-        self.last = weight("last", aggregation="only_first_replica")
+        options = {"shape": (), "initializer": "zeros", "trainable": False}
+        self.steps = self.add_weight(dtype="int32", **options)
+        self.examples = self.add_weight(aggregation="sum", **options)
+        self.last = self.add_weight(aggregation="only_first_replica", **options)
 
     def call(self, x, training=False):
         if training:
