@@ -127,10 +127,12 @@ class RemoteGroup:
         `restored` are the optimizer's variables from a checkpoint.
         """
         made = self._ask_all(Create(self.group), self._layout.all_vectors(values))
+        self._first_count = made[0][0]["iterations"]
         # Before others hear of the group, and push.
         if restored and not any(header["version"] for header, _ in made):
             self.restore(restored)
-        self._first_count = made[0][0]["iterations"]
+            steps = restored.get(("iteration", None), self._first_count)
+            self._first_count = int(steps)
         created = {"digest": self.group.digest, "iterations": self._first_count}
         self._session.board("put", key=key_of(self.name), value=created)
 

@@ -105,8 +105,15 @@ class RemoteVariables:
         return {id(v) for v in (*changed, *own)}
 
     def trained_by(self, optimizer: keras.optimizers.Optimizer) -> RemoteGroup | None:
-        """The group that an optimizer trains, if it has met it."""
-        return self._known.get((id(optimizer),))
+        """The group that an optimizer trains, if this task knows of it.
+
+        The chief of a coordinator has groups that other workers asked for.
+        """
+        group = self._known.get((id(optimizer),))
+        if group is not None:
+            return group
+        count, _ = _count_and_rate(optimizer)
+        return next((group for group in self.groups if group.count is count), None)
 
     def slots(self, optimizer: keras.optimizers.Optimizer) -> _Slots:
         """Read an optimizer's slots: from the servers, or those to be restored."""
@@ -132,7 +139,7 @@ class RemoteVariables:
     ) -> RemoteGroup:
         optimizer = update.optimizer
         variables = list(update.variables)
-        group = self.trained_by(optimizer)
+        group = self._known.get((id(optimizer),))
         if group is None:
             rule = self._rule(optimizer, variables, stored)
             group = self._add(optimizer.name, rule, variables, stored, optimizer)
@@ -193,14 +200,21 @@ class RemoteVariables:
             )
             if requests is not None and not self._session.is_chief:
                 requests.ask(placed, variables, count, rate)
-            _, slots = self._restored.pop(id(optimizer), (None, {}))
             values = [stored[id(v)] for v in variables]
-            group = self._join(placed, variables, values, slots)
+            group = self._join(placed, variables, values, self._restored_for(count))
         if optimizer is not None:
             group.train(count, rate)
             self._optimizers.append(optimizer)
         group.hand_out(stored)
         return group
+
+    def _restored_for(self, count: keras.Variable | None) -> _Slots:
+        """Take the slots to restore of the optimizer that counts its steps there."""
+        for key, (optimizer, slots) in self._restored.items():
+            if _count_and_rate(optimizer)[0] is count:
+                del self._restored[key]
+                return slots
+        return {}
 
     def _named(self, name: str) -> RemoteGroup | None:
         return next((group for group in self.groups if group.name == name), None)
@@ -213,15 +227,22 @@ class RemoteVariables:
         return f"{name} {again + 1}" if again else name
 
     def adopt(
-        self, placed: VariableGroup, variables: Sequence[keras.Variable]
+        self,
+        placed: VariableGroup,
+        variables: Sequence[keras.Variable],
+        count: keras.Variable | None,
     ) -> RemoteGroup | None:
-        """Adopt another worker's group; None: the chief has not created it yet."""
+        """Adopt another worker's group; None: the chief has not created it yet.
+
+        `count` is the number of steps of the optimizer that trains it.
+        """
         group = self._named(placed.name)
         if group is not None:
             return group
         key = key_of(placed.name)
         if self._session.is_chief or self._session.board("get", key=key) is not None:
-            group = self._join(placed, variables, internals.read_values(variables))
+            values = internals.read_values(variables)
+            group = self._join(placed, variables, values, self._restored_for(count))
             group.write()
         return group
 
@@ -357,11 +378,12 @@ class GroupRequests:
                 if variable is None:
                     return  # This script is not there yet.
                 variables.append(variable)
-            group = remote.adopt(want.group, variables)
+            count = self._find(want.count)
+            group = remote.adopt(want.group, variables, count)
             if group is None:
                 return
             self._next += 1
-            group.train(self._find(want.count), self._find(want.rate))
+            group.train(count, self._find(want.rate))
 
     def _find(self, label: Label | None) -> keras.Variable | None:
         return None if label is None else self._labels.find(label)
