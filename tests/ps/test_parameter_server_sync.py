@@ -245,9 +245,10 @@ def messages_about_masked_steps(strategy):
 
 def a_custom_loop():
     strategy = rx.get_strategy()
-    model = classifier(keras.optimizers.SGD(0.1, momentum=0.9))
+    model = classifier(
+        keras.optimizers.SGD(0.1, momentum=0.9), keras.layers.BatchNormalization()
+    )
     other = keras.optimizers.Adam(0.01)
-    first, second = model.layers[0], model.layers[-1]
     loss_fn = keras.losses.SparseCategoricalCrossentropy(
         from_logits=True, reduction="none"
     )
@@ -257,8 +258,8 @@ def a_custom_loop():
             losses = loss_fn(y, model(x, training=True))
             loss = rx.compute_average_loss(losses, global_batch_size=24)
         gradients = tape.gradient(loss, model.trainable_variables)
-        model.optimizer.apply(gradients[:2], first.trainable_variables)
-        other.apply(gradients[2:], second.trainable_variables)
+        model.optimizer.apply(gradients[:2], model.trainable_variables[:2])
+        other.apply(gradients[2:], model.trainable_variables[2:])
         return loss
 
     losses = []

@@ -111,6 +111,12 @@ class RemoteGroup:
         return self.group.rule["kind"] == "optimizer"
 
     @property
+    def has_mean(self) -> bool:
+        """Whether it has moving statistics, of which workers' changes are averaged."""
+        is_float = all("float" in part.dtype for part in self.group.parts)
+        return is_float and not self.trains
+
+    @property
     def version(self) -> int:
         """The newest of `versions`: the number of updates and assignments."""
         return max(self.versions.values())

@@ -41,11 +41,12 @@ _SOON_SECONDS = 1.0
 class _Connected(NamedTuple):
     """The groups of a program's variables on servers.
 
-    `groups` has the group of each update, then that of the moving statistics `state`.
+    `groups` has the group of each update, then those of the moving statistics, which
+    `moving` has alone.
     """
 
     groups: list[RemoteGroup]
-    state: list[keras.Variable]
+    moving: list[RemoteGroup]
     looks_up: bool
 
 
@@ -162,7 +163,8 @@ class ServerHome(ReplicaHome):
         step = None
         if connected.groups:
             step = self._begin_step(connected.groups, share, stored)
-        before = {id(v): stored[id(v)] for v in program.written}
+        moving = [v for group in connected.moving for v in group.variables]
+        before = {id(v): stored[id(v)] for v in (*program.written, *moving)}
 
         # Nothing is donated, and what the program writes is kept apart until the end:
         # so it may run again where a server with rows is lost, a part that others have
@@ -181,9 +183,10 @@ class ServerHome(ReplicaHome):
         stored |= zip(map(id, program.written), written, strict=True)
         if step is not None:
             deltas = [
-                _difference(stored[id(v)], before[id(v)]) for v in connected.state
+                [_difference(stored[id(v)], before[id(v)]) for v in group.variables]
+                for group in connected.moving
             ]
-            given = [*result.gradients, *([deltas] if deltas else [])]
+            given = [*result.gradients, *deltas]
             counts = self._push(step, given, looks_up=connected.looks_up)
             if self._strategy.backup_workers and not counts:
                 stored |= before
@@ -191,9 +194,8 @@ class ServerHome(ReplicaHome):
                 group.hand_out(stored)
                 if group.count is not None:
                     stored[id(group.count)] = group.num_steps()
-        internals.write_values(
-            program.changed, [stored[id(v)] for v in program.changed]
-        )
+        changed = [*program.changed, *moving]
+        internals.write_values(changed, [stored[id(v)] for v in changed])
         return result.results
 
     def connect(self, program: Program, stored: dict[int, jax.Array]) -> _Connected:
@@ -207,6 +209,9 @@ class ServerHome(ReplicaHome):
         for group in connected.groups:
             if (rate := group.assigned_rate(stored)) is not None:
                 self._assign_rate(group, rate)
+            for v in group.variables:  # Moving statistics of other programs, too.
+                if id(v) not in stored:
+                    (stored[id(v)],) = internals.read_values([v])
             group.follow([stored[id(v)] for v in group.variables])
             group.hand_out(stored)
         return connected
@@ -221,7 +226,7 @@ class ServerHome(ReplicaHome):
         # Moving statistics and counters, to which all workers add.
         state = [v for v in program.written if self._is_added_to(v, program)]
         groups = self.remote.connect(updates, state, stored)
-        return _Connected(groups, state, looks_up)
+        return _Connected(groups, groups[len(updates) :], looks_up)
 
     def _is_added_to(self, variable: Variable, program: Program) -> bool:
         """Whether what a training program adds to a variable counts for all workers.
@@ -279,7 +284,10 @@ class ServerHome(ReplicaHome):
         step = group.version
         if share.step != NEXT_STEP:
             step = self._first_steps.get(group.name, 0) + share.step
-        return dataclasses.replace(share, step=step)
+        weight = share.weight
+        if weight is None and group.has_mean:  # Gradients are summed, others averaged.
+            weight = 1.0
+        return dataclasses.replace(share, step=step, weight=weight)
 
     def _await_begin(self, group: RemoteGroup, step: int) -> None:
         """Wait for the values of a step's begin."""

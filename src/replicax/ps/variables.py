@@ -68,17 +68,23 @@ class RemoteVariables:
         state: Sequence[keras.Variable],
         stored: dict[int, jax.Array],
     ) -> list[RemoteGroup]:
-        """Return the groups of a program's updates, then that of its moving statistics.
+        """Return the groups of a program's updates, then of its moving statistics.
 
-        Servers have them from now on; `stored` gets their values.
+        Servers have them from now on; `stored` gets their values. Programs may share
+        some moving statistics: each of these is in one group, with whose others a
+        program does nothing.
         """
         groups = [self._connect_update(update, stored) for update in updates]
-        if state:
-            key = tuple(map(id, state))
-            if key not in self._known:
-                self._known[key] = self._add("state", _MOVING, state, stored)
-            groups.append(self._known[key])
-        return groups
+        ids = set(map(id, state))
+        while True:
+            moving = [x for x in self.groups if x.group.rule == _MOVING]
+            shared = [x for x in moving if not ids.isdisjoint(map(id, x.variables))]
+            there = {id(v) for group in shared for v in group.variables}
+            new = [v for v in state if id(v) not in there]
+            if not new:
+                return [*groups, *shared]
+            if (group := self._add("state", _MOVING, new, stored)) is not None:
+                return [*groups, *shared, group]
 
     @property
     def assigned(self) -> list[RemoteGroup]:
@@ -95,7 +101,9 @@ class RemoteVariables:
         for group in self.assigned:
             if group.variables[0] is variable:
                 return group
-        return self._add("assigned", _ASSIGNED, [variable], {id(variable): value})
+        group = self._add("assigned", _ASSIGNED, [variable], {id(variable): value})
+        assert group is not None
+        return group
 
     def variables_of_steps(self) -> set[int]:
         """The ids of variables that steps change: an optimizer's, moving statistics."""
@@ -143,6 +151,7 @@ class RemoteVariables:
         if group is None:
             rule = self._rule(optimizer, variables, stored)
             group = self._add(optimizer.name, rule, variables, stored, optimizer)
+            assert group is not None  # Moving statistics only are shared.
             self._known[id(optimizer),] = group
         if [id(v) for v in group.variables] != [id(v) for v in variables]:
             raise NotImplementedError(
@@ -180,8 +189,11 @@ class RemoteVariables:
         variables: Sequence[keras.Variable],
         stored: dict[int, jax.Array],
         optimizer: keras.optimizers.Optimizer | None = None,
-    ) -> RemoteGroup:
-        """Add the group of variables that a program updates together."""
+    ) -> RemoteGroup | None:
+        """Add the group of variables that a program updates together.
+
+        None: another worker's group, which is here now, has some of them.
+        """
         requests = self.requests
         count, rate = (None, None) if optimizer is None else _count_and_rate(optimizer)
         if requests is None:
@@ -199,7 +211,14 @@ class RemoteVariables:
                 optimizer is None or can_split(optimizer),
             )
             if requests is not None and not self._session.is_chief:
-                requests.ask(placed, variables, count, rate)
+                other = requests.ask(placed, variables, count, rate)
+                if other is not None:
+                    known = list(self.groups)
+                    requests.adopt_until(other, self)
+                    for each in self.groups:
+                        if each not in known:
+                            each.hand_out(stored)
+                    return None
             values = [stored[id(v)] for v in variables]
             group = self._join(placed, variables, values, self._restored_for(count))
         if optimizer is not None:
@@ -338,11 +357,12 @@ class GroupRequests:
         variables: Sequence[keras.Variable],
         count: keras.Variable | None,
         rate: keras.Variable | None,
-    ) -> None:
+    ) -> int | None:
         """Request a group from the chief, once.
 
         `count` is the number of steps of the optimizer that trains it, `rate` its
-        learning rate, where these are variables.
+        learning rate, where these are variables. Of moving statistics the number of an
+        earlier request that has some of them: then nothing is requested.
         """
         of = self._labels.of
         request = _GroupRequest(
@@ -357,8 +377,22 @@ class GroupRequests:
         while True:
             stands = self._session.board("put", key=_request_key(number), value=want)
             if stands["group"]["name"] == group.name:
-                return
+                return None
+            if stands["group"]["rule"] == group.rule == _MOVING and not {
+                tuple(label) for label in stands["variables"]
+            }.isdisjoint(request.variables):
+                return number
             number += 1
+
+    def adopt_until(self, number: int, remote: "RemoteVariables") -> None:
+        """Wait until the group of a request is adopted."""
+
+        def poll() -> bool | None:
+            self.adopt(remote)
+            return self._next > number or None
+
+        chief = self._session.workers[0]
+        self._session.wait(poll, "a group of moving statistics", lambda: chief)
 
     def adopt(self, remote: "RemoteVariables") -> None:
         """Adopt requested groups; the chief creates them first."""
