@@ -70,6 +70,8 @@ class WorkQueueFit:
             self._waiting,
             has_tickets=not (self._is_own and strategy.sync),
         )
+        if len(self._session.workers) > 1 and not self._is_own:
+            _refuse_stateful(model)
         # Validation is with those of the end of the epoch.
         self._home.keeps_values = True
         self._home.fit_metrics = frozenset(map(id, model.metrics_variables))
@@ -383,6 +385,20 @@ def _sum_up(
         if variable.aggregation != "sum":
             total = total / len(values)
         variable.assign(total.astype(variable.dtype))
+
+
+def _refuse_stateful(model: keras.Model) -> None:
+    """Raise for RNNs that begin each batch with the state after the one before."""
+    for layer in internals.layers_of(model):
+        if isinstance(layer, keras.layers.RNN) and layer.stateful:
+            raise NotImplementedError(
+                f"fit: layer {layer.name!r} of model {model.name!r} has stateful=True: "
+                "it begins each batch with the state after the batch before, which "
+                "another worker of the ParameterServerStrategy may have had. Use one "
+                "worker, give each worker data of its own by strategy."
+                "distribute_datasets_from_function, or pass the state from step to "
+                "step, with return_state=True and initial_state."
+            )
 
 
 def _described(model: keras.Model) -> dict[str, str]:

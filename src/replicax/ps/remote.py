@@ -29,6 +29,7 @@ from replicax.ps.group_vectors import (
 )
 from replicax.ps.groups import StepShare
 from replicax.ps.messages import Commit, Create, GetSlots, Pull, Push, Replace, SetSlots
+from replicax.ps.optimizer_numbers import OptimizerNumber, Stored
 from replicax.ps.partition import VariableGroup
 from replicax.ps.rows import tables_of
 from replicax.ps.session import Session
@@ -67,9 +68,8 @@ class RemoteGroup:
 
     `values` are the newest known here, `versions` theirs by server; `num_assigned`
     versions were assigned, as the chief counts. A value that was handed out, and is no
-    longer in its variable, was assigned by the user. `count` is the optimizer's number
-    of steps. `tables` are those whose rows are updated with it. float32 gradients
-    travel in the dtype `compression`.
+    longer in its variable, was assigned by the user. `tables` are those whose rows are
+    updated with it. float32 gradients travel in the dtype `compression`.
     """
 
     def __init__(
@@ -86,10 +86,9 @@ class RemoteGroup:
         self.values: list[jax.Array] = []
         self.versions: dict[int, int] = {}
         self.num_assigned = 0
-        self.count: keras.Variable | None = None
         self._first_count = 0  # Steps that were made before the servers had the group.
-        self._rate: keras.Variable | None = None
-        self._known_rate: tuple[jax.Array | None, float | None] = None, None
+        self._steps: OptimizerNumber | None = None
+        self._rate: OptimizerNumber | None = None
         self._handed: list[jax.Array] = []
         self._session = session
         self._sharding = sharding
@@ -190,33 +189,29 @@ class RemoteGroup:
 
     def train(self, count: keras.Variable | None, rate: keras.Variable | None) -> None:
         """Follow an optimizer: its number of steps, and its rate where a variable."""
-        if self.count is None:
-            self.count, self._rate = count, rate
-            self.assigned_rate()
+        if self._steps is None and count is not None:
+            self._steps = OptimizerNumber(count)
+            self._rate = None if rate is None else OptimizerNumber(rate)
 
-    def assigned_rate(
-        self, stored: Mapping[int, jax.Array] | None = None
-    ) -> float | None:
-        """The learning rate if it has changed since the last call, else None.
+    @property
+    def count(self) -> keras.Variable | None:
+        """The optimizer's number of steps; None: this group follows none."""
+        return None if self._steps is None else self._steps.variable
 
-        `stored` has values by id that are not in their variables now.
-        """
-        if self._rate is None:
-            return None
-        (array,) = internals.read_values([self._rate])
-        array = (stored or {}).get(id(self._rate), array)
-        known, before = self._known_rate
-        if array is None or array is known:
-            return None
-        rate = float(_host(array))
-        self._known_rate = array, rate
-        return None if before in (None, rate) else rate
+    def assigned_rate(self, stored: Stored | None = None) -> float | None:
+        """The learning rate if it has changed since the last call, else None."""
+        return None if self._rate is None else self._rate.assigned(stored)
+
+    def assigned_steps(self, stored: Stored | None = None) -> float | None:
+        """The number of steps if the user has assigned another, else None."""
+        return None if self._steps is None else self._steps.assigned(stored)
 
     def num_steps(self) -> jax.Array:
-        """The optimizer's number of steps."""
-        assert self.count is not None
+        """The optimizer's number of steps, as the next value of its variable."""
+        assert self._steps is not None
         made = self.version - self.num_assigned + self._first_count
-        return device_put.laid_out(np.asarray(made, self.count.dtype), self._sharding)
+        array = device_put.laid_out(self._steps.cast(made), self._sharding)
+        return self._steps.noted(array)
 
     # Values.
 
@@ -274,7 +269,13 @@ class RemoteGroup:
     def assign_rate(self, rate: float) -> None:
         """Set the learning rate of the servers' optimizers."""
         assert self._rate is not None
-        self.assign_slots({("learning_rate", None): np.asarray(rate, self._rate.dtype)})
+        self.assign_slots({("learning_rate", None): self._rate.cast(rate)})
+
+    def assign_steps(self, steps: float) -> None:
+        """Set the number of steps of the servers' optimizers."""
+        assert self._steps is not None
+        self.assign_slots({("iteration", None): self._steps.cast(steps)})
+        self.num_assigned = self.version - (int(steps) - self._first_count)
 
     def slots(self, name: str | None = None) -> dict[VariableSlot, np.ndarray]:
         """Read slots of the optimizer, those of a name or all; slices are joined."""
@@ -303,8 +304,7 @@ class RemoteGroup:
             ) from refused
         steps = values.get(("iteration", None))
         if self.versions and steps is not None:
-            made = int(steps) - self._first_count
-            self.num_assigned = self.version - made
+            self.num_assigned = self.version - (int(steps) - self._first_count)
 
     def assign(self, values: Sequence[jax.Array]) -> None:
         """Replace the servers' values."""

@@ -22,6 +22,7 @@ from replicax.errors import ClusterError
 from replicax.keras.session import FitSession
 from replicax.ps.fit import WorkQueueFit
 from replicax.ps.groups import NEXT_STEP, StepShare
+from replicax.ps.optimizer_numbers import Stored
 from replicax.ps.optimizers import clip_before_push, clips
 from replicax.ps.partition import Partitioner
 from replicax.ps.remote import RemoteGroup, ServerPushes
@@ -133,6 +134,7 @@ class ServerHome(ReplicaHome):
         # Under a coordinator only the chief assigns; the others' scripts do too.
         follows = self.remote.requests is not None and not self.session.is_chief
         for group in self.remote.groups:
+            self._publish_steps(group)
             group.pull()
             if all(map(internals.has_value, group.variables)) and (
                 follows or group.is_handed(internals.read_values(group.variables))
@@ -209,6 +211,7 @@ class ServerHome(ReplicaHome):
         for group in connected.groups:
             if (rate := group.assigned_rate(stored)) is not None:
                 self._assign_rate(group, rate)
+            self._publish_steps(group, stored)
             for v in group.variables:  # Moving statistics of other programs, too.
                 if id(v) not in stored:
                     (stored[id(v)],) = internals.read_values([v])
@@ -385,11 +388,18 @@ class ServerHome(ReplicaHome):
         for group in self.remote.groups if self.session.is_chief else ():
             if (rate := group.assigned_rate()) is not None:
                 self._assign_rate(group, rate)
+            self._publish_steps(group)
             if all(map(internals.has_value, group.variables)):
                 given = internals.read_values(group.variables)
                 if group.is_assigned(given):
                     group.assign(given)
                     group.write()
+
+    def _publish_steps(self, group: RemoteGroup, stored: Stored | None = None) -> None:
+        """On the chief: send an optimizer's number of steps, if it was assigned."""
+        steps = group.assigned_steps(stored)
+        if steps is not None and self.session.is_chief:
+            group.assign_steps(steps)
 
     def _assign_rate(self, group: RemoteGroup, rate: float) -> None:
         if self.session.is_chief:
