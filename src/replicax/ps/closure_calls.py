@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 from replicax._util.types import JSON, JSONObject, PyTree
 from replicax.cluster.failure import ExitCode
 from replicax.errors import ClusterError
-from replicax.ps.assigned import AssignedVariables
+from replicax.ps.closure_variables import AssignedVariables, MetricDeltas
 from replicax.ps.payloads import (
     FunctionNames,
-    MetricDeltas,
     PerWorkerSources,
     because_of,
     cancelled,

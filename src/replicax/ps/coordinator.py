@@ -12,9 +12,9 @@ from replicax._util.waiting import wait_for
 from replicax.errors import ClusterMismatchError, ContextError
 from replicax.input import InputContext
 from replicax.ps.closure_calls import ClosureOwner, ClosureWorker, RemoteValue
+from replicax.ps.closure_variables import MetricDeltas
 from replicax.ps.payloads import (
     FunctionNames,
-    MetricDeltas,
     PerWorkerSources,
     PerWorkerValues,
     dataset_maker,

@@ -1,32 +1,27 @@
 """Serializes closures: names of functions, arguments, results and errors as JSON.
 
 Code is never sent. An argument may stand for something of which each worker has its own
-(`PerWorkerValues`); a result tells by how much a closure has changed its worker's
-metrics (`MetricDeltas`).
+(`PerWorkerValues`).
 """
 
 import builtins
 import functools
 import json
-import logging
 import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
-import jax
 import keras
 import numpy as np
 
 from replicax import errors
-from replicax._private import keras as internals
 from replicax._util import json_codec
 from replicax._util.json_codec import MARK, is_number
 from replicax._util.signatures import positional_count
 from replicax._util.types import JSON, JSONObject, PyTree
 from replicax.engine.cache import function_key, static_key
-from replicax.engine.consistency import Label, Labels
 from replicax.engine.values import PerReplica
 from replicax.errors import ClusterMismatchError
 from replicax.input import InputContext
@@ -36,7 +31,6 @@ __all__ = [
     "ClosureCancelledError",
     "ClosureError",
     "FunctionNames",
-    "MetricDeltas",
     "PerWorkerSources",
     "PerWorkerValues",
     "because_of",
@@ -49,7 +43,6 @@ __all__ = [
     "require_size",
 ]
 
-_logger = logging.getLogger("replicax")
 
 _CANCELLED = "ClosureCancelledError"
 
@@ -294,90 +287,6 @@ def dataset_maker(
     if positional_count(dataset_or_fn, 0) == 1:
         return lambda: dataset_or_fn(context())
     return dataset_or_fn
-
-
-class MetricDeltas:
-    """Deltas of the variables with aggregation `"sum"`, such as those of metrics.
-
-    They are in each process. A worker tells by how much a closure has changed its own,
-    and the chief adds that to its own, once for each closure that counts.
-    """
-
-    def __init__(self, labels: Labels) -> None:
-        self._labels = labels
-        self._seen: dict[Label, tuple[jax.Array, np.ndarray]] = {}
-        self._before: dict[Label, np.ndarray] = {}
-        self._unknown: set[Label] = set()
-        self._touched: set[Label] = set()
-
-    def begin(self) -> None:
-        """Record the metrics' values at the begin of a closure."""
-        self._before = self._read()
-
-    def changes(self) -> list[Any]:
-        """The differences since `begin`, as JSON values."""
-        changes = []
-        for label, now in self._read().items():
-            before = self._before.get(label)
-            if now is before:
-                continue
-            change = now if before is None else now - before
-            if change.any():
-                changes.append([*label, encode(change, label[0])])
-        return changes
-
-    def add(self, changes: list[Any]) -> None:
-        """Add the closures' deltas to the totals."""
-        totals: dict[Label, np.ndarray] = {}
-        for path, number, change in changes:
-            label = (path, number)
-            totals[label] = totals.get(label, 0) + decode(change)
-        for label, total in totals.items():
-            variable = self._labels.find(label)
-            if variable is not None:
-                self._touched.add(label)
-                value = np.asarray(variable.value) + total
-                variable.assign(value.astype(variable.dtype))
-            elif label not in self._unknown:
-                self._unknown.add(label)
-                _logger.warning(
-                    "ClusterCoordinator: closures change %r, which the chief does not "
-                    "have. Create metrics under strategy.scope() before they are "
-                    "scheduled, in every task.",
-                    label[0],
-                )
-
-    def values(self) -> list[Any]:
-        """The chief's totals, as JSON values."""
-        found = [(label, self._labels.find(label)) for label in sorted(self._touched)]
-        return [
-            [*label, encode(variable.value, label[0])]
-            for label, variable in found
-            if variable is not None
-        ]
-
-    def assign(self, values: list[Any]) -> None:
-        """Assign the chief's totals to the variables."""
-        for path, number, value in values:
-            variable = self._labels.find((path, number))
-            if variable is not None:
-                variable.assign(decode(value))
-
-    def _read(self) -> dict[Label, np.ndarray]:
-        """Wide copies: programs give the arrays away, and sums of many are exact."""
-        seen: dict[Label, tuple[jax.Array, np.ndarray]] = {}
-        for label, variable in self._labels:
-            if variable.aggregation != "sum" or not internals.has_value(variable):
-                continue
-            (stored,) = internals.read_values([variable])
-            known = self._seen.get(label)
-            if known is None or known[0] is not stored:
-                host = np.asarray(stored)
-                kind = np.float64 if np.issubdtype(host.dtype, np.inexact) else np.int64
-                known = (stored, host.astype(kind))
-            seen[label] = known
-        self._seen = seen
-        return {label: host for label, (_, host) in seen.items()}
 
 
 class ClosureError(RuntimeError):
