@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from replicax.migrate.pipelines import MAPPED
-from replicax.migrate.sources import KNOWN_SOURCES
+from replicax.migrate import tables
+from replicax.migrate.sources import KNOWN_SOURCES, MAPPED
 from replicax.migrate.tables import (
     ALIASES,
     DEVICE_OPERATORS,
@@ -21,6 +21,7 @@ from replicax.migrate.tables import (
     HOST_OPERATORS,
     NOTES,
     PREFIXES,
+    WHY,
     WRITTEN,
     Operator,
     exists,
@@ -85,6 +86,12 @@ def test_written_calls_name_what_exists(path: str) -> None:
     assert set(re.findall(r"{(\w+)}", text)) <= {*parameters}
     for target in re.findall(r"\b(?:keras|os)(?:\.\w+)+", text):
         assert found(target) is not None
+
+
+def test_rules_use_each_message_of_the_tables_and_no_others() -> None:
+    files = Path(tables.__file__).parent.glob("*.py")
+    code = "".join(path.read_text("utf-8") for path in files)
+    assert {*re.findall(r"""WHY\[["'](\w+)["']\]""", code)} == set(WHY)
 
 
 def test_notes_are_about_what_is_ported() -> None:

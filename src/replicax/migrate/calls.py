@@ -1,71 +1,73 @@
-"""Ports calls of TensorFlow's functions by the tables and by rewrite rules.
+"""Ports calls of TensorFlow's functions by the tables and by rules.
 
-The rules here are those for the runtime: printing, devices, tapes, profiles. Other
-modules have those for arrays, Keras, TensorFlow 1 and input pipelines.
+The rules here are those for the runtime, such as printing, devices and tapes, and for
+TensorFlow 1. Other modules have those for arrays and Keras.
 """
 
 import builtins
 import re
 
 import libcst as cst
-from libcst import Call
 
-from replicax.migrate import array_calls, host_calls, keras_calls, legacy
-from replicax.migrate.arguments import (
-    bound,
-    call_of,
-    first,
-    is_named,
-    remade,
-    renamed,
-    with_args,
-    without,
-)
+from replicax.migrate import keras_calls
+from replicax.migrate.arrays import DEVICE_RULES, HOST_RULES
 from replicax.migrate.files import newest_weights
-from replicax.migrate.kinds import may_be_variable
-from replicax.migrate.names import is_name
-from replicax.migrate.optimizers import with_float_rate
-from replicax.migrate.script import CallRule, Expression, Script, Unported
+from replicax.migrate.keras_calls import with_float_rate
+from replicax.migrate.kinds import kind_of, may_be_variable
+from replicax.migrate.rules import (
+    CallSite,
+    Rule,
+    bound,
+    bound_to,
+    by_row,
+    with_keywords,
+    written,
+)
+from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.tables import (
     DEVICE_OPERATORS,
     GUARDED_OPERATORS,
     HOST_OPERATORS,
     NO_VARIABLES,
     NOTES,
+    OLD_LOSSES,
+    WHY,
     WRITTEN,
     accepted_arguments,
     find_target,
 )
-from replicax.migrate.tracing import is_traced
+from replicax.migrate.tracing import is_traced, makes_spec
+from replicax.migrate.tree import (
+    free_name,
+    is_name,
+    is_named,
+    keyword,
+    named,
+    names_in,
+    parts_of,
+    text_of,
+    with_args,
+    without,
+)
 
-__all__ = [
-    "arguments_stay",
-    "has_rule",
-    "leave_unknown_arguments",
-    "ported",
-]
+__all__ = ["UNTOUCHED_ARGUMENTS", "has_rule", "leave_unknown_arguments", "ported"]
 
-_UNTOUCHED_ARGUMENTS = (
+UNTOUCHED_ARGUMENTS = (
     "config.set_logical_device_configuration",
     "config.experimental.set_virtual_device_configuration",
 )
-
+"""Functions whose rules need the original arguments, not the ported ones."""
 _SEEDED = ("keras.initializers.", "keras.layers.", "keras.random.")
-
-
-def arguments_stay(path: str) -> bool:
-    """Whether the rule for a path needs the original arguments, not the ported ones."""
-    return path in _UNTOUCHED_ARGUMENTS
 
 
 def has_rule(script: Script, node: cst.Call, path: str) -> bool:
     """Whether a rule or a row of the tables ports a call where it stands."""
     if script.runs_on_host(node):
-        return path in host_calls.RULES or path in HOST_OPERATORS
-    return path in _RULES or path in DEVICE_OPERATORS
+        return path in HOST_RULES or path in HOST_OPERATORS
+    return path in _RULES or path in DEVICE_OPERATORS or path in GUARDED_OPERATORS
 
 
-def ported(script: Script, node: Call, updated: Call, path: str) -> Expression:
+def ported(script: Script, node: cst.Call, updated: cst.Call, path: str) -> Expression:
     """Port a call of `tf.<path>` by its rule or its row of the tables.
 
     Raises:
@@ -74,42 +76,42 @@ def ported(script: Script, node: Call, updated: Call, path: str) -> Expression:
     on_host = script.runs_on_host(node)
     if find_target(path) in NO_VARIABLES and not on_host:
         updated = _with_arrays(script, node, updated)
-    rule = (host_calls.RULES if on_host else _RULES).get(path)
+    rule = (HOST_RULES if on_host else _RULES).get(path)
     if rule is not None:
-        result = rule(script, node, updated, path)
+        result = rule(CallSite(script, node, updated, path))
     else:
-        table = HOST_OPERATORS if on_host else DEVICE_OPERATORS
+        rows = GUARDED_OPERATORS if path in GUARDED_OPERATORS else DEVICE_OPERATORS
+        rows = HOST_OPERATORS if on_host else rows
         updated = _without_stars(script, node, updated)
-        result = remade(script, updated, table[path], path)
+        result = by_row(CallSite(script, node, updated, path), rows[path])
     result = with_float_rate(script, node, result, path)
     if (note := NOTES.get(path)) and not on_host:
         script.note(node, f"tf.{path}: {note}")
     return result
 
 
-def _without_stars(script: Script, node: Call, updated: Call) -> Call:
+def _without_stars(script: Script, node: cst.Call, updated: cst.Call) -> cst.Call:
     """Expand `*SIZE` in a call to `SIZE[0], SIZE[1]`, if its length is in sight."""
+    if len(node.args) != len(updated.args):
+        return updated
     args: list[cst.Arg] = []
-    for old, new in zip(node.args, updated.args, strict=False):
+    for old, new in zip(node.args, updated.args, strict=True):
         shown = script.flow.value(old.value) if old.star == "*" else None
         if isinstance(shown, cst.Tuple | cst.List):
-            name, number = script.code(new.value), len(shown.elements)
-            texts = (f"{name}[{i}]" for i in range(number))
-            args += [cst.Arg(cst.parse_expression(text)) for text in texts]
+            texts = (f"{{x}}[{i}]" for i in range(len(parts_of(shown))))
+            args += [cst.Arg(script.template(text, x=new.value)) for text in texts]
         else:
             args.append(new)
-    has_all = len(node.args) == len(updated.args)
-    return with_args(updated, args) if has_all else updated
+    return with_args(updated, args)
 
 
-def _with_arrays(script: Script, node: Call, updated: Call) -> Call:
+def _with_arrays(script: Script, node: cst.Call, updated: cst.Call) -> cst.Call:
     """Convert the arguments of a call that may be variables to arrays."""
     if len(node.args) != len(updated.args):
         return updated
+    text = "keras.ops.convert_to_tensor({x})"
     args = [
-        new.with_changes(
-            value=call_of(script.expression("keras.ops.convert_to_tensor"), new.value)
-        )
+        new.with_changes(value=script.template(text, x=new.value))
         if may_be_variable(script, old.value)
         else new
         for old, new in zip(node.args, updated.args, strict=True)
@@ -118,7 +120,7 @@ def _with_arrays(script: Script, node: Call, updated: Call) -> Call:
 
 
 def leave_unknown_arguments(
-    script: Script, node: cst.Call, result: cst.BaseExpression, path: str
+    script: Script, node: cst.Call, result: Expression, path: str
 ) -> None:
     """Report arguments that a target in Keras 3 refuses or understands otherwise."""
     for reason in keras_calls.problems(script, node, path):
@@ -126,8 +128,8 @@ def leave_unknown_arguments(
     target = find_target(path)
     if not isinstance(result, cst.Call) or target is None:
         return
-    seeds = (arg for arg in result.args if is_named(arg, "seed"))
-    is_seeded = any(not is_name(a.value, "None") for a in seeds)
+    seed = named(result, "seed")
+    is_seeded = seed is not None and not is_name(seed, "None")
     if target.startswith(_SEEDED) and is_seeded and node not in script.generators:
         script.note(node, f"{target} draws other numbers from a seed than TF does")
     if isinstance(result.func, cst.Name) and hasattr(builtins, result.func.value):
@@ -138,137 +140,274 @@ def leave_unknown_arguments(
             script.leave(node, f"{target} has no argument {arg.keyword.value!r}")
 
 
-def _function(script: Script, node: Call, updated: Call, path: str) -> Expression:
-    return first(updated, "func", path)
-
-
-def _range(script: Script, node: Call, updated: Call, path: str) -> Expression:
-    parent = script.parent(node)
-    if isinstance(parent, cst.For) and parent.iter is node:
-        if any(arg.keyword or arg.star for arg in updated.args):
+def _range(site: CallSite) -> Expression:
+    parent = site.script.parent(site.node)
+    if isinstance(parent, cst.For) and parent.iter is site.node:
+        if any(arg.keyword or arg.star for arg in site.updated.args):
             raise Unported("tf.range in a `for`: write Python's `range`")
-        return updated.with_changes(func=cst.Name("range"))
-    return remade(script, updated, DEVICE_OPERATORS[path], path)
+        return site.updated.with_changes(func=cst.Name("range"))
+    return by_row(site, DEVICE_OPERATORS[site.path])
 
 
-def _written(script: Script, node: Call, updated: Call, path: str) -> Expression:
-    """Port a call by the template text of its row in `WRITTEN`."""
-    parameters, text = WRITTEN[path]
-    try:
-        given = bound(updated.args, parameters)
-    except Unported as why:
-        raise Unported(f"tf.{path} stays: {why.reason}") from None
-    values = {name: script.code(arg.value) for name, arg in given.items()}
-    if missing := [x for x in re.findall(r"{(\w+)}", text) if x not in values]:
-        raise Unported(f"tf.{path}: its argument {missing[0]!r} was not found")
-    here = re.sub(  # Targets by their names here, strings in the script's quotes.
-        r'\b(?:keras|os|rx)(?:\.\w+)+|"\w+"',
-        lambda found: script.code(script.expression(found.group())),
-        text,
-    )
-    return cst.parse_expression(here.format(**values))
-
-
-def _renaming(target: str, dropped: str = "name") -> CallRule:
+def _renaming(target: str, dropped: str = "name") -> Rule:
     """Make a rule that changes the function's name, for any number of arguments."""
 
-    def rule(script: Script, node: Call, updated: Call, path: str) -> Expression:
-        kept = [a for a in updated.args if not is_named(a, dropped)]
-        return updated.with_changes(
-            func=script.expression(target), args=without(updated.args, kept)
-        )
+    def rule(site: CallSite) -> Expression:
+        kept = [a for a in site.updated.args if not is_named(a, dropped)]
+        return site.with_args(kept, func=target)
 
     return rule
 
 
-def _app_run(script: Script, node: Call, updated: Call, path: str) -> Expression:
-    run = script.expression("absl.app.run")
-    if updated.args:
-        return updated.with_changes(func=run)
-    if not script.functions("main"):
+def _app_run(site: CallSite) -> Expression:
+    if site.updated.args:
+        return site.with_args(func="absl.app.run")
+    if not site.script.functions("main"):
         raise Unported("tf.app.run runs `main`, which is not here: use absl.app.run")
-    return call_of(run, cst.Name("main"))
+    return site.make("absl.app.run(main)")
 
 
-def _print(script: Script, node: Call, updated: Call, path: str) -> Expression:
-    values = [arg.value for arg in updated.args if arg.keyword is None]
-    if any(arg.star for arg in updated.args):
+def _print(site: CallSite) -> Expression:
+    values = [arg.value for arg in site.updated.args if arg.keyword is None]
+    if any(arg.star for arg in site.updated.args):
         raise Unported("tf.print of `*` arguments stays: use jax.debug.print")
-    if not is_traced(script, node):
-        kept = [
-            renamed(arg, "file") if is_named(arg, "output_stream") else arg
-            for arg in updated.args
-            if not (is_named(arg, "summarize") or is_named(arg, "name"))
-        ]
-        return updated.with_changes(
-            func=cst.Name("print"), args=without(updated.args, kept)
-        )
-    text, shown = "", []
+    if not is_traced(site.script, site.node):
+        return site.with_args(with_keywords(site, "print"), func="print")
+    texts, shown = [], []
     for value in values:
-        text += " " if text else ""
         if isinstance(value, cst.SimpleString):
-            text += str(value.evaluated_value).replace("{", "{{").replace("}", "}}")
+            texts.append(text_of(value).replace("{", "{{").replace("}", "}}"))
         else:
-            text += "{}"
+            texts.append("{}")
             shown.append(value)
-    literal = cst.SimpleString(repr(text).replace("'", '"'))
-    if '"' in text or "\\" in text:
-        literal = cst.SimpleString(repr(text))
-    script.note(node, "jax.debug.print prints once for each replica")
-    return call_of(script.expression("jax.debug.print"), literal, *shown)
+    text = " ".join(texts)
+    is_plain = '"' not in text and "\\" not in text
+    code = repr(text).replace("'", '"') if is_plain else repr(text)
+    site.note("jax.debug.print prints once for each replica")
+    args = [cst.Arg(value) for value in (cst.SimpleString(code), *shown)]
+    return cst.Call(site.script.expression("jax.debug.print"), args)
 
 
-def _tape(script: Script, node: Call, updated: Call, path: str) -> Expression:
-    if not is_traced(script, node):
-        script.leave(
-            node,
-            "rx.GradientTape works in a function that a strategy runs: call the "
-            "function of this tape with `strategy.run` or `rx.get_strategy().run`",
-        )
-    return updated.with_changes(func=script.expression("rx.GradientTape"))
+def _tape(site: CallSite) -> Expression:
+    if not is_traced(site.script, site.node):
+        site.script.leave(site.node, WHY["tape_outside"])
+    return site.with_args(func="rx.GradientTape")
 
 
-def _latest(script: Script, node: Call, updated: Call, path: str) -> Expression:
+def _latest(site: CallSite) -> Expression:
     """Port `latest_checkpoint`; to the newest weights if `load_weights` reads them."""
-    if not newest_weights(script, node):
-        return updated.with_changes(func=script.expression(f"rx.{path.split('.')[1]}"))
-    folder = script.code(first(updated, "checkpoint_dir", path))
-    find, join, time = (
-        script.code(script.expression(name))
-        for name in ("glob.glob", "os.path.join", "os.path.getmtime")
+    if not newest_weights(site.script, site.node):
+        func = f"rx.{site.path.rpartition('.')[2]}"
+        return site.with_args(func=func)
+    pattern = 'os.path.join({folder}, "*.weights.h5")'
+    return site.make(
+        f"max(glob.glob({pattern}), key=os.path.getmtime, default=None)",
+        folder=site.required(0, "checkpoint_dir"),
     )
-    pattern = f"{join}({folder}, {script.string('*.weights.h5').value})"
-    return cst.parse_expression(f"max({find}({pattern}), key={time}, default=None)")
 
 
-def _device(script: Script, node: Call, updated: Call, path: str) -> Expression:
-    value = first(updated, "device_name", path)
+def _device(site: CallSite) -> Expression:
+    value = site.required(0, "device_name")
     if not isinstance(value, cst.SimpleString):
         raise Unported("tf.device stays: give keras.device a name such as 'gpu:0'")
-    name = str(value.evaluated_value).lower().lstrip("/").removeprefix("device:")
-    return call_of(script.expression("keras.device"), script.string(name))
+    name = text_of(value).lower().lstrip("/").removeprefix("device:")
+    return site.make("keras.device({name})", name=site.script.string(name))
 
 
-_RULES: dict[str, CallRule] = {
-    "identity": host_calls.identity,
-    "image.resize": host_calls.resize,
-    "pad": host_calls.pad,
-    "function": _function,
+# TensorFlow 1, and `tf.config`.
+
+_LAYERS = {
+    "dense": "Dense",
+    "conv2d": "Conv2D",
+    "conv1d": "Conv1D",
+    "max_pooling2d": "MaxPooling2D",
+    "average_pooling2d": "AveragePooling2D",
+    "flatten": "Flatten",
+    "dropout": "Dropout",
+    "batch_normalization": "BatchNormalization",
+}
+_MEANS = ("SUM_BY_NONZERO_WEIGHTS", "SUM_OVER_NONZERO_WEIGHTS", "SUM_OVER_BATCH_SIZE")
+"""Reductions that are the mean where the weight is one number."""
+_OLD = re.compile(
+    r"(layers|estimator)\.|(placeholder|get_variable|Session|app\.run|train\.\w+Optimizer)$"
+)
+"""Functions that only TensorFlow 1 has under these names."""
+
+
+def _layer(site: CallSite) -> Expression:
+    """Port `tf.layers.dense(x, 10)` to `keras.layers.Dense(10)(x)`."""
+    name, inputs = site.path.rpartition(".")[2], site.ported(0, "inputs")
+    if inputs is None or any(arg.star for arg in site.updated.args):
+        raise Unported(f"tf.{site.path}: its inputs were not found")
+    if named(site.updated, "reuse") is not None:
+        raise Unported(
+            f"tf.{site.path} with reuse=: make the layer once, call it twice"
+        )
+    if site.script.function_of(site.node) and not makes_spec(
+        site.script, site.script.module
+    ):
+        raise Unported(WHY["new_layer"].format(path=site.path, layer=_LAYERS[name]))
+    args = site.updated.args
+    training = [a for a in args if is_named(a, "training")]
+    made = [a for a in args if a.value is not inputs and a not in training]
+    if not training and name in {"dropout", "batch_normalization"}:
+        training = [keyword("training", cst.Name("False"))]
+    training = [a.with_changes(comma=cst.MaybeSentinel.DEFAULT) for a in training]
+    layer = site.script.expression(f"keras.layers.{_LAYERS[name]}")
+    layer = cst.Call(layer, without(args, made))
+    return cst.Call(layer, [cst.Arg(inputs), *training])
+
+
+def _loss(site: CallSite) -> Expression:
+    """Port a mean loss of TensorFlow 1's `tf.losses` to a call of a loss object."""
+    script, path = site.script, site.path
+    target, parameters = OLD_LOSSES[path.rpartition(".")[2]]
+    labels, outputs, *options = parameters
+    is_new = any(is_named(arg, "y_true", "y_pred") for arg in site.node.args)
+    if find_target(path) and (is_new or not _is_old(script, site.node)):
+        return site.with_args(func=f"keras.{path}")
+    every = [*parameters, "scope", "loss_collection", "reduction"]
+    given = bound_to(site, every)
+    if labels not in given or outputs not in given:
+        raise Unported(f"tf.{path}: its arguments were not found")
+    names = bound(site.node.args, every)
+    reduction = script.code(names["reduction"].value) if "reduction" in given else ""
+    if reduction.rpartition(".")[2] not in ("", *_MEANS):
+        raise site.stays(f"use keras.losses.{target}(reduction=...)")
+    args = [cst.Arg(given[name].value) for name in (labels, outputs)]
+    if weights := given.get("weights"):
+        if not isinstance(weights.value, cst.Integer | cst.Float):
+            raise site.stays(WHY["nonzero_weights"].format(target=target))
+        args.append(keyword("sample_weight", weights.value))
+    kept = [keyword(name, given[name].value) for name in options[1:] if name in given]
+    if target.endswith("Crossentropy"):
+        kept.insert(0, keyword("from_logits", cst.Name("True")))
+    return cst.Call(cst.Call(script.expression(f"keras.losses.{target}"), kept), args)
+
+
+def _logical_devices(site: CallSite) -> Expression:
+    number = _length(site.ported(1, "logical_devices"))
+    if number is None:
+        raise site.stays("use rx.set_logical_devices(n)")
+    site.note("rx.set_logical_devices divides the CPU, for all of the script")
+    return site.make("rx.set_logical_devices({n})", n=number)
+
+
+def _length(node: Expression | None) -> Expression | None:
+    """The length of `[x, y]` or of `[x] * n`; None where it is not in sight."""
+    if isinstance(node, cst.List):
+        return cst.Integer(str(len(node.elements)))
+    if isinstance(node, cst.BinaryOperation) and isinstance(
+        node.operator, cst.Multiply
+    ):
+        is_one = isinstance(node.left, cst.List) and len(node.left.elements) == 1
+        return node.right if is_one else None
+    return None
+
+
+_METRICS = {
+    "accuracy": "Accuracy",
+    "mean": "Mean",
+    "auc": "AUC",
+    "precision": "Precision",
+    "recall": "Recall",
+    "mean_absolute_error": "MeanAbsoluteError",
+    "root_mean_squared_error": "RootMeanSquaredError",
+}
+_COLLECTIONS = ("metrics_collections", "updates_collections", "name")
+
+
+def _summed_metric(site: CallSite) -> Expression:
+    """Port a metric of a model function, such as `tf.metrics.accuracy`.
+
+    A metric is made and updated above the statement, which gets the metric.
+    """
+    script, usual = site.script, site.path.rpartition(".")[2]
+    target = _METRICS[usual]
+    function = script.function_of(site.node)
+    if function is None or not makes_spec(script, function):
+        raise site.stays(f"make keras.metrics.{target}() and update it in a step")
+    first = ["values"] if usual == "mean" else ["labels", "predictions"]
+    given = bound(site.updated.args, [*first, "weights", *_COLLECTIONS])
+    used = names_in(function) | script.made_names
+    local = free_name(used, usual, f"{usual}_metric")
+    script.made_names.add(local)
+    args = [cst.Arg(given[k].value) for k in given if k in first]
+    if "weights" in given:
+        args.append(keyword("sample_weight", given["weights"].value))
+    update = cst.Attribute(cst.Name(local), cst.Name("update_state"))
+    made = f"{local} = {script.here(f'keras.metrics.{target}')}()"
+    lines = [made, script.code(cst.Call(update, without(args, args)))]
+    script.inserted.setdefault(script.statement_of(site.node), []).extend(lines)
+    return cst.Name(local)
+
+
+def _is_old(script: Script, node: cst.Call) -> bool:
+    """Whether a call is of TensorFlow 1, by its name or the script's other calls."""
+    return script.is_of_version_1(node) or any(
+        _OLD.match(script.called(each)) and not script.is_of_version_1(each)
+        for each in script.calls
+    )
+
+
+def _initializer(site: CallSite) -> Expression:
+    """Port a random initializer; one with the default scale of TensorFlow 1 stays."""
+    name = "maxval" if "uniform" in site.path else "stddev"
+    if _is_old(site.script, site.node) and site.given(1, name) is None:
+        raise Unported(f"{name} is 1 in TensorFlow 1, 0.05 in Keras 3: write {name}=")
+    return by_row(site, GUARDED_OPERATORS[site.path])
+
+
+def _decay(site: CallSite) -> Expression:
+    """Port a decay by the global step to a schedule, where only optimizers use it."""
+    script, operator = site.script, GUARDED_OPERATORS[site.path]
+    is_piecewise = "piecewise" in site.path
+    given = site.given(0, "x") if is_piecewise else site.given(1, "global_step")
+    step = script.flow.resolved(given) if given else None
+    is_bound = script.target_of(site.node) is not None
+    uses = script.uses_of(site.node) if is_bound else [site.node]
+    calls = [script.call_with(use) for use in uses]
+    is_alone = all(c and kind_of(script, c) == "optimizer" for c in calls)
+    if script.called(step) not in _STEPS or not (calls and is_alone):
+        raise site.stays(WHY["decay"].format(target=operator.target))
+    return by_row(site, operator)
+
+
+_STEPS = ("train.get_global_step", "train.get_or_create_global_step")
+_DECAYS = [
+    path
+    for path, operator in GUARDED_OPERATORS.items()
+    if operator.target.startswith("keras.optimizers.schedules.")
+]
+_INITIALIZERS = [
+    path
+    for path, operator in GUARDED_OPERATORS.items()
+    if operator.target.startswith("keras.initializers.")
+]
+_OLD_RULES: dict[str, Rule] = {
+    **dict.fromkeys(_DECAYS, _decay),
+    **dict.fromkeys(_INITIALIZERS, _initializer),
+    **{f"layers.{name}": _layer for name in _LAYERS},
+    **{f"losses.{name}": _loss for name in OLD_LOSSES},
+    **{f"metrics.{name}": _summed_metric for name in _METRICS},
+    "config.set_logical_device_configuration": _logical_devices,
+    "config.experimental.set_virtual_device_configuration": _logical_devices,
+}
+
+_RULES: dict[str, Rule] = {
+    "function": lambda site: site.required(0, "func"),
     "range": _range,
     "profiler.experimental.Trace": _renaming("jax.profiler.StepTraceAnnotation", "_r"),
     "einsum": _renaming("keras.ops.einsum"),
     "linalg.einsum": _renaming("keras.ops.einsum"),
     "meshgrid": _renaming("keras.ops.meshgrid"),
-    **dict.fromkeys(WRITTEN, _written),
-    "map_fn": lambda script, node, updated, path: remade(
-        script, updated, GUARDED_OPERATORS[path], path
-    ),
+    **{path: written(text, *names) for path, (names, text) in WRITTEN.items()},
     "app.run": _app_run,
     "print": _print,
     "GradientTape": _tape,
     "device": _device,
     "train.latest_checkpoint": _latest,
-    **array_calls.RULES,
+    **DEVICE_RULES,
     **keras_calls.RULES,
-    **legacy.RULES,
+    **_OLD_RULES,
 }

@@ -11,14 +11,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from replicax.migrate.script import Finding
+from replicax.migrate.tables import WHY
 
 __all__ = ["check"]
 
 _NO_STEP = "ended without a training step"
-_UNTRAINED = (
-    "not checked: it ended without a training step; pass the arguments with which it "
-    "trains with --arguments"
-)
 _NOT_COVERED = "which plans do not cover"
 
 
@@ -73,15 +70,14 @@ def check(
         except subprocess.TimeoutExpired:
             return _of_all(
                 original,
-                f"not checked: it made no training step within {limit_seconds:g} s; "
-                "try it on less data, or allow more with --check-seconds",
+                WHY["no_step"].format(limit=limit_seconds),
             )
         if done.returncode == 0:
             return None
         if _NO_STEP in done.stderr:
             others = (text for other, text in ported.items() if other != path)
             is_module = any(_imports(text, path.stem) for text in others)
-            return None if is_module else _of_all(original, _UNTRAINED)
+            return None if is_module else _of_all(original, WHY["untrained"])
         line, error = _failure(done.stderr, str(script))
     if _NOT_COVERED in error:
         error = f"not checked: {error}"

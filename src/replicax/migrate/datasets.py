@@ -9,12 +9,20 @@ from typing import TypeAlias
 
 import libcst as cst
 
-from replicax.migrate.arguments import argument, is_named
 from replicax.migrate.flow import Definition
-from replicax.migrate.names import dotted, is_name, method_of
-from replicax.migrate.script import Script, walk
+from replicax.migrate.script import Expression, Script
 from replicax.migrate.tables import READERS
 from replicax.migrate.tracing import class_of
+from replicax.migrate.tree import (
+    argument,
+    dotted,
+    find,
+    is_name,
+    method_of,
+    named,
+    object_of,
+    parts_of,
+)
 
 __all__ = ["DatasetGroup", "find_datasets"]
 
@@ -24,18 +32,16 @@ _Key: TypeAlias = Definition | tuple[str, int | None] | int
 It is a definition, a function's result (or one element of it), or an expression's id.
 """
 
-_OPERATOR_NAMES = """
+_NAMES = """
 map batch shuffle repeat cache prefetch take skip with_options shard filter
 flat_map interleave window padded_batch unbatch enumerate apply concatenate
 as_numpy_iterator rebatch snapshot scan bucket_by_sequence_length
 group_by_window ragged_batch
 """
-_OPERATORS = frozenset(_OPERATOR_NAMES.split())
-_TELLING = frozenset(
-    ["batch", "shuffle", "prefetch", "cache", "padded_batch", "unbatch"]
-)
+_OPERATORS = frozenset(_NAMES.split())
+_TELLING = ("batch", "shuffle", "prefetch", "cache", "padded_batch", "unbatch")
 """Methods that identify a dataset where another operator is in the same chain."""
-_SURE = frozenset(["prefetch", "cache", "padded_batch", "with_options"])
+_SURE = ("prefetch", "cache", "padded_batch", "with_options")
 """Methods that identify a dataset by themselves."""
 _MAKERS = ("make_experimental_numpy_dataset", "experimental_make_numpy_dataset")
 
@@ -54,7 +60,7 @@ class DatasetGroup:
 
     sources: list[tuple[cst.Call, str]] = field(default_factory=list)
     operators: list[cst.Call] = field(default_factory=list)
-    unknown: list[cst.BaseExpression] = field(default_factory=list)
+    unknown: list[Expression] = field(default_factory=list)
     foreign: list[cst.Call] = field(default_factory=list)
     weighted: list[cst.Arg] = field(default_factory=list)
 
@@ -77,7 +83,7 @@ class _Datasets:
         self._returned = dict(_returned_parts(script))
         self._known: set[_Key] = set()
         self._parent: dict[_Key, _Key] = {}
-        self._seen: dict[cst.BaseExpression, _Key] = {}
+        self._seen: dict[Expression, _Key] = {}
 
     def groups(self) -> list[DatasetGroup]:
         """Find datasets by iterating over the bindings to a fixed point; group them."""
@@ -106,11 +112,11 @@ class _Datasets:
     def _weighted(self) -> Iterator[cst.Arg]:
         for call in self._script.calls:
             x = argument(call.args, 0, "x") if method_of(call) == "fit" else None
-            has_weights = any(is_named(arg, "class_weight") for arg in call.args)
+            has_weights = named(call, "class_weight") is not None
             if x is not None and has_weights and self._is_dataset(x.value):
                 yield x
 
-    def _bound(self) -> Iterator[tuple[_Key, cst.BaseExpression, int | None]]:
+    def _bound(self) -> Iterator[tuple[_Key, Expression, int | None]]:
         for definition in self._script.flow.definitions:
             for value in definition.values:
                 yield definition, value, definition.index
@@ -120,13 +126,12 @@ class _Datasets:
 
     # Which expressions are datasets.
 
-    def _is_dataset(self, node: cst.BaseExpression, index: int | None = None) -> bool:
+    def _is_dataset(self, node: Expression, index: int | None = None) -> bool:
         if self._source_path(node) or self._is_foreign(node) or self._is_maker(node):
             return True
         if isinstance(node, cst.Call):
             if self._operator(node):
-                receiver = node.func.value  # type: ignore[union-attr]
-                return self._is_dataset(receiver) or self._looks_like_one(node)
+                return self._is_dataset(object_of(node)) or self._looks_like_one(node)
             return not self._known.isdisjoint(self._function_keys(node, index))
         if isinstance(node, cst.Subscript):  # Of a dictionary of datasets.
             return self._is_dataset(node.value)
@@ -139,32 +144,32 @@ class _Datasets:
     def _looks_like_one(self, call: cst.Call) -> bool:
         """Whether a method chain on an unknown object can only be a dataset's."""
         used = []
-        node: cst.BaseExpression = call
+        node: Expression = call
         while name := self._operator(node):
             used.append(name)
-            node = node.func.value  # type: ignore[attr-defined]
+            node = object_of(node)
         if isinstance(node, cst.Name) and self._script.names.imported(node):
             return False
-        is_sure = bool(_SURE & set(used))
-        return is_sure or (bool(_TELLING & set(used)) and len(used) > 1)
+        is_telling = len(used) > 1 and not set(_TELLING).isdisjoint(used)
+        return is_telling or not set(_SURE).isdisjoint(used)
 
     def _operator(self, node: cst.CSTNode) -> str | None:
         name = method_of(node)
         return name if name in _OPERATORS else None
 
-    def _source_path(self, node: cst.BaseExpression) -> str | None:
+    def _source_path(self, node: Expression) -> str | None:
         path = self._script.called(node)
         is_data = path.startswith(("data.Dataset", "data.experimental.make_"))
         is_reader = path.startswith("data.") and path.endswith("Dataset")
         return path if is_data or is_reader or path in READERS else None
 
-    def _is_foreign(self, node: cst.BaseExpression) -> bool:
+    def _is_foreign(self, node: Expression) -> bool:
         if not isinstance(node, cst.Call):
             return False
         name = self._script.names.imported(node.func) or ""
         return name.startswith("tensorflow_datasets.") and "load" in name
 
-    def _is_maker(self, node: cst.BaseExpression) -> bool:
+    def _is_maker(self, node: Expression) -> bool:
         return method_of(node) in _MAKERS
 
     def _function_keys(self, call: cst.Call, index: int | None) -> list[_Key]:
@@ -179,7 +184,7 @@ class _Datasets:
             return [(name, index)]
         return [key for key in self._returned if key[0] == name]
 
-    def _property_key(self, node: cst.BaseExpression) -> _Key | None:
+    def _property_key(self, node: Expression) -> _Key | None:
         """The key of what a property of a class of the script returns."""
         if not isinstance(node, cst.Attribute):
             return None
@@ -191,7 +196,7 @@ class _Datasets:
 
     # Union-find.
 
-    def _collect(self, node: cst.BaseExpression) -> None:
+    def _collect(self, node: Expression) -> None:
         """Record all calls of a method chain under one key."""
         key = self._key_of(node)
         while True:
@@ -201,9 +206,9 @@ class _Datasets:
                     self._join(key, self._key_of(part))
             if not self._operator(node):
                 break
-            node = node.func.value  # type: ignore[attr-defined]
+            node = object_of(node)
 
-    def _arguments(self, node: cst.BaseExpression) -> Iterator[cst.BaseExpression]:
+    def _arguments(self, node: Expression) -> Iterator[Expression]:
         """The operands of `zip`, `concatenate`, `x if a else y` and `x or y`."""
         is_zip = isinstance(node, cst.Call) and bool(self._source_path(node))
         if isinstance(node, cst.IfExp | cst.BooleanOperation):
@@ -211,14 +216,12 @@ class _Datasets:
         elif is_zip or self._operator(node) == "concatenate":
             assert isinstance(node, cst.Call)
             for arg in node.args:
-                for part in walk(arg.value):
-                    if isinstance(part, cst.Name | cst.Call):
-                        yield part
+                yield from find(arg.value, cst.Name, cst.Call)
 
-    def _key_of(self, node: cst.BaseExpression, index: int | None = None) -> _Key:
+    def _key_of(self, node: Expression, index: int | None = None) -> _Key:
         """The key of an expression's origin; several origins are joined to one."""
         while self._operator(node):
-            node = node.func.value  # type: ignore[attr-defined]
+            node = object_of(node)
         keys: list[_Key] = []
         if isinstance(node, cst.Call):
             keys = [k for k in self._function_keys(node, index) if k in self._known]
@@ -244,20 +247,17 @@ class _Datasets:
         if one != other:
             self._parent[other] = one
 
-    def _sort_in(self, group: DatasetGroup, node: cst.BaseExpression) -> None:
-        if self._operator(node):
-            assert isinstance(node, cst.Call)
+    def _sort_in(self, group: DatasetGroup, node: Expression) -> None:
+        if isinstance(node, cst.Call) and self._operator(node):
             group.operators.append(node)
-        elif self._is_foreign(node):
-            assert isinstance(node, cst.Call)
+        elif isinstance(node, cst.Call) and self._is_foreign(node):
             group.foreign.append(node)
-        elif path := self._source_path(node):
-            assert isinstance(node, cst.Call)
+        elif isinstance(node, cst.Call) and (path := self._source_path(node)):
             group.sources.append((node, path))
         elif not self._is_maker(node) and not self._is_made_here(node):
             group.unknown.append(node)
 
-    def _is_made_here(self, node: cst.BaseExpression) -> bool:
+    def _is_made_here(self, node: Expression) -> bool:
         if isinstance(node, cst.Subscript):
             return self._is_made_here(node.value)
         if isinstance(node, cst.IfExp | cst.BooleanOperation):
@@ -267,7 +267,7 @@ class _Datasets:
 
 def _choices(
     node: cst.IfExp | cst.BooleanOperation,
-) -> tuple[cst.BaseExpression, cst.BaseExpression]:
+) -> tuple[Expression, Expression]:
     """The two operands that `x if a else y` or `x or y` chooses between."""
     if isinstance(node, cst.IfExp):
         return node.body, node.orelse
@@ -276,20 +276,18 @@ def _choices(
 
 def _returned_parts(
     script: Script,
-) -> Iterator[tuple[tuple[str, int | None], list[cst.BaseExpression]]]:
+) -> Iterator[tuple[tuple[str, int | None], list[Expression]]]:
     """The expressions that each function returns, by element if all are tuples."""
-    returned: dict[str, list[cst.BaseExpression]] = {}
-    for node in walk(script.module):
-        if isinstance(node, cst.Return) and node.value is not None:
-            function = script.function_of(node)
-            if function is not None:
-                returned.setdefault(function.name.value, []).append(node.value)
+    returned: dict[str, list[Expression]] = {}
+    for node in script.nodes(cst.Return):
+        function = script.function_of(node)
+        if node.value is not None and function is not None:
+            returned.setdefault(function.name.value, []).append(node.value)
     for name, values in returned.items():
-        tuples = [v.elements for v in values if isinstance(v, cst.Tuple)]
+        tuples = [parts_of(v) for v in values if isinstance(v, cst.Tuple)]
         if len({len(t) for t in tuples}) == 1 and len(tuples) == len(values):
             for i, parts in enumerate(zip(*tuples, strict=True)):
-                yield (name, i), [part.value for part in parts]
+                yield (name, i), list(parts)
         else:
-            parts = [e.value for t in tuples for e in t]
             single = [v for v in values if not isinstance(v, cst.Tuple)]
-            yield (name, None), [*single, *parts]
+            yield (name, None), [*single, *(part for t in tuples for part in t)]

@@ -5,14 +5,22 @@ A name gets the suffix where all its uses are in sight; other names are reported
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import libcst as cst
 
-from replicax.migrate.arguments import argument, is_named
 from replicax.migrate.kinds import is_kind
-from replicax.migrate.names import dotted, is_name, method_of, root_of
-from replicax.migrate.script import Script, walk
+from replicax.migrate.script import Expression, Script
+from replicax.migrate.tree import (
+    dotted,
+    is_name,
+    method_of,
+    named,
+    object_of,
+    root_of,
+    text_of,
+    value_of,
+)
 
 __all__ = [
     "MODELS",
@@ -34,8 +42,7 @@ WEIGHTS = (".weights.h5",)
 """Suffixes of files of weights alone."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Site:
+class _Site(NamedTuple):
     """A call that writes or reads a file.
 
     Attributes:
@@ -43,7 +50,7 @@ class _Site:
         endings: The suffixes to choose from, if the call writes the file; else empty.
     """
 
-    path: cst.BaseExpression
+    path: Expression
     endings: tuple[str, ...]
 
 
@@ -54,25 +61,24 @@ def plan_files(script: Script) -> None:
     groups: dict[str, list[tuple[_Site, cst.SimpleString]]] = {}
     for site in sites:
         for literal in _literals(script, site.path):
-            groups.setdefault(str(literal.evaluated_value), []).append((site, literal))
-    strings = [n for n in walk(script.module) if isinstance(n, cst.SimpleString)]
+            groups.setdefault(text_of(literal), []).append((site, literal))
     paths_here = {literal for group in groups.values() for _, literal in group}
+    others = [n for n in script.nodes(cst.SimpleString) if n not in paths_here]
     for text, group in groups.items():
-        endings = {site.endings[0] for site, _ in group if site.endings}
-        literals = {literal for _, literal in group}
-        is_elsewhere = any(
-            _begins(n.evaluated_value, text) and n not in paths_here for n in strings
-        )
-        if len(endings) != 1 or is_elsewhere or _ends_with_number(text):
+        written = {site.endings for site, _ in group if site.endings}
+        ends = {endings[0] for endings in written}
+        is_elsewhere = any(_begins(n.evaluated_value, text) for n in others)
+        if len(ends) != 1 or is_elsewhere or _ends_with_number(text):
             continue
-        (end,) = endings
+        (end,) = ends
         right = WEIGHTS if end in WEIGHTS else MODELS
-        if any(site.endings == _CHECKPOINTS for site, _ in group):
+        if _CHECKPOINTS in written:
             right = _CHECKPOINTS
-        is_right = text.endswith(right)
         paths = [site.path for site, _ in group]
-        if not is_right and all(_is_for_files_alone(script, p, known) for p in paths):
-            for literal in literals:
+        if not text.endswith(right) and all(
+            _is_for_files_alone(script, path, known) for path in paths
+        ):
+            for literal in {literal for _, literal in group}:
                 _plan_end(script, literal, end)
 
 
@@ -113,16 +119,15 @@ def _sites(script: Script) -> Iterator[_Site]:
         elif method == "save_weights":
             endings = WEIGHTS
         elif method == "save" and not path:
-            assert isinstance(call.func, cst.Attribute)
-            inner = call.func.value
+            inner = object_of(call)
             if is_kind(script, inner, "model") and not _is_foreign(script, inner):
                 endings = MODELS
-        given = argument(call.args, position, "filepath")
+        given = value_of(call, position, "filepath")
         if endings is not None and given is not None:
-            yield _Site(path=given.value, endings=endings)
+            yield _Site(given, endings)
 
 
-def _is_foreign(script: Script, node: cst.BaseExpression) -> bool:
+def _is_foreign(script: Script, node: Expression) -> bool:
     """Whether an object comes from a function of a package other than TensorFlow."""
     made = script.flow.value(node)
     root = root_of(made.func) if isinstance(made, cst.Call) else None
@@ -132,13 +137,10 @@ def _is_foreign(script: Script, node: cst.BaseExpression) -> bool:
 
 def is_weights_only(call: cst.Call) -> bool:
     """Whether a `ModelCheckpoint` saves weights alone."""
-    return any(
-        is_named(arg, "save_weights_only") and is_name(arg.value, "True")
-        for arg in call.args
-    )
+    return is_name(named(call, "save_weights_only"), "True")
 
 
-def _literals(script: Script, node: cst.BaseExpression) -> list[cst.SimpleString]:
+def _literals(script: Script, node: Expression) -> list[cst.SimpleString]:
     """The literals that a path may end with; empty if one of them is not in sight."""
     if isinstance(node, cst.SimpleString):
         return [node] if node.evaluated_value else []
@@ -151,7 +153,7 @@ def _literals(script: Script, node: cst.BaseExpression) -> list[cst.SimpleString
     return _literals(script, inner) if inner is not None else []
 
 
-def _path_nodes(script: Script, node: cst.BaseExpression) -> Iterator[cst.CSTNode]:
+def _path_nodes(script: Script, node: Expression) -> Iterator[cst.CSTNode]:
     """A path, and the expressions that its last part resolves to."""
     yield node
     if isinstance(node, cst.IfExp):
@@ -162,7 +164,7 @@ def _path_nodes(script: Script, node: cst.BaseExpression) -> Iterator[cst.CSTNod
 
 
 def _is_for_files_alone(
-    script: Script, path: cst.BaseExpression, known: set[cst.CSTNode]
+    script: Script, path: Expression, known: set[cst.CSTNode]
 ) -> bool:
     """Whether the variables that a path ends with are used for known paths alone."""
     for node in _path_nodes(script, path):
@@ -192,46 +194,44 @@ def report_path(
         position: Which argument the path is, if it is not called `filepath`.
         is_read: Whether the file is read, so that its writer was reported.
     """
-    path = argument(node.args, position, "filepath")
+    path = value_of(node, position, "filepath")
     if path is None:
         return
-    end = _end(script, path.value)
+    end = _end(script, path)
     wanted = f"Keras 3 wants a file name that ends with {' or '.join(endings[:2])}"
     if end is None:
         if not is_read:
-            script.leave(node, f"{wanted}: see that `{script.code(path.value)}` does")
+            script.leave(node, f"{wanted}: see that `{script.code(path)}` does")
     elif not end.endswith(endings):
         script.leave(node, wanted)
-    elif _default_of(script, path.value) is not None:
+    elif _default_of(script, path) is not None:
         script.note(node, f"{wanted}, also those that the command line gives")
 
 
 def plan_folder(script: Script, node: cst.Call, updated: cst.Call) -> None:
     """Plan `os.makedirs` for a file's folder, which TensorFlow's formats created."""
-    before = argument(node.args, 0, "filepath")
-    path = argument(updated.args, 0, "filepath")
+    before, path = value_of(node, 0, "filepath"), value_of(updated, 0, "filepath")
     if before is None or path is None:
         return
-    names = [n for n in _literals(script, before.value) if n in script.files]
-    is_joined = any("join" in script.code(n) for n in _path_nodes(script, before.value))
+    names = [n for n in _literals(script, before) if n in script.files]
+    is_joined = any("join" in script.code(n) for n in _path_nodes(script, before))
     if not names or not (is_joined or any("/" in n.value for n in names)):
         return
     statement = script.statement_of(node)
     if not isinstance(statement, cst.SimpleStatementLine):
         script.leave(node, "Keras 3 does not make the folder of a file: make it before")
         return
-    make = script.code(script.expression("os.makedirs"))
-    if isinstance(path.value, cst.SimpleString):
-        folder = path.value.raw_value.rpartition("/")[0] or "/"
-        text = script.string(folder).value
+    if isinstance(path, cst.SimpleString):
+        folder = path.raw_value.rpartition("/")[0] or "/"
+        text = f'os.makedirs("{folder}", exist_ok=True)'
     else:
-        name = script.code(script.expression("os.path.dirname"))
-        text = f"{name}({script.code(path.value)}) or {script.string('.').value}"
-    line = f"{make}({text}, exist_ok=True)"
+        text = 'os.makedirs(os.path.dirname({path}) or ".", exist_ok=True)'
+    values = {} if isinstance(path, cst.SimpleString) else {"path": path}
+    line = script.code(script.template(text, **values))
     script.inserted.setdefault(statement, []).append(line)
 
 
-def latest_checkpoint(script: Script, node: cst.BaseExpression) -> cst.Call | None:
+def latest_checkpoint(script: Script, node: Expression) -> cst.Call | None:
     """The call of `tf.train.latest_checkpoint` that a value comes from, if it does."""
     value = script.flow.value(node) if isinstance(node, cst.Name) else node
     if isinstance(value, cst.Name):
@@ -242,16 +242,13 @@ def latest_checkpoint(script: Script, node: cst.BaseExpression) -> cst.Call | No
 
 def newest_weights(script: Script, node: cst.Call) -> bool:
     """Whether a `tf.train.latest_checkpoint` finds weights that the script writes."""
-    parent = script.parent(node)
-    uses: list[cst.CSTNode] = [node]
-    if isinstance(parent, cst.Assign):
-        made = script.flow.defined(parent.targets[0].target)
-        uses = script.flow.uses(made) if made is not None else []
+    is_bound = script.target_of(node) is not None
+    uses = script.uses_of(node) if is_bound else [node]
     is_read = any(method_of(script.call_with(use)) == "load_weights" for use in uses)
     return is_read and any(site.endings == WEIGHTS for site in _sites(script))
 
 
-def _end(script: Script, node: cst.BaseExpression) -> str | None:
+def _end(script: Script, node: Expression) -> str | None:
     """The text that a path ends with; None if it is not in sight."""
     if isinstance(node, cst.SimpleString) and node in script.files:
         return script.files[node]
@@ -271,7 +268,7 @@ def _end(script: Script, node: cst.BaseExpression) -> str | None:
     return _end(script, inner) if inner is not None else None
 
 
-def _last_part(script: Script, node: cst.BaseExpression) -> cst.BaseExpression | None:
+def _last_part(script: Script, node: Expression) -> Expression | None:
     """The expression that the text of a path ends with; None if it is unknown."""
     if isinstance(node, cst.Name):
         return script.flow.value(node)
@@ -279,28 +276,25 @@ def _last_part(script: Script, node: cst.BaseExpression) -> cst.BaseExpression |
         return _default_of(script, node)
     if isinstance(node, cst.BinaryOperation):
         return node.left if isinstance(node.operator, cst.Modulo) else node.right
-    if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
-        if node.func.attr.value == "format":
-            return node.func.value
-        if dotted(node.func) == "os.path.join" and node.args:
-            return node.args[-1].value
+    if method_of(node) == "format":
+        return object_of(node)
+    if isinstance(node, cst.Call) and dotted(node.func) == "os.path.join" and node.args:
+        return node.args[-1].value
     return None
 
 
-def _default_of(script: Script, node: cst.BaseExpression) -> cst.BaseExpression | None:
+def _default_of(script: Script, node: Expression) -> Expression | None:
     """The default of an option of the command line, such as `args.model`."""
     if not isinstance(node, cst.Attribute):
         return None
     if method_of(script.flow.value(node.value)) != "parse_args":
         return None
     options = {f"--{node.attr.value}", f"--{node.attr.value.replace('_', '-')}"}
-    names = {f"{quote}{option}{quote}" for option in options for quote in "'\""}
     found = [
-        arg.value
+        default
         for call in script.calls
         if method_of(call) == "add_argument"
-        and names & {script.code(arg.value) for arg in call.args}
-        for arg in call.args
-        if is_named(arg, "default")
+        and options & {text_of(arg.value) for arg in call.args}
+        and (default := named(call, "default")) is not None
     ]
     return found[0] if len(found) == 1 else None

@@ -2,32 +2,45 @@
 
 Functions that draw random numbers get the generator that Grain's `random_map` has for
 each example, as their last argument.
+
+A `StringLookup` of a list of words, which Keras makes with TensorFlow, becomes a
+dictionary. Words get the same indices: those of the list count from 1, others get 0.
 """
 
 from collections.abc import Iterator
 
 import libcst as cst
 
-from replicax.migrate.arguments import keyword
-from replicax.migrate.host_calls import LOOKUPS, RANDOM, RULES
-from replicax.migrate.names import dotted
-from replicax.migrate.script import Script, Unported, free_name, names_in, walk
+from replicax.migrate.arrays import HOST_RANDOM, HOST_RULES
+from replicax.migrate.rules import CallSite, bound
+from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.statements import is_static_shape
 from replicax.migrate.tables import (
     DTYPES,
     EXACT,
     HOST_OPERATORS,
     NEED_TENSORFLOW,
+    WHY,
     exists,
     find_target,
     is_dotted,
 )
 from replicax.migrate.tracing import called_functions, class_of, with_called
+from replicax.migrate.tree import (
+    dotted,
+    find,
+    free_name,
+    is_name,
+    keyword,
+    names_in,
+    parenthesized,
+)
 
 __all__ = [
     "example_function",
     "host_functions_of",
     "plan_in_place",
+    "plan_lookups",
     "plan_random",
     "random_functions",
     "why_not_on_host",
@@ -39,7 +52,7 @@ _GRAPH_METHODS = ("set_shape", "get_shape", "eval")
 _HOST_MODULES = ("keras.utils.", "keras.datasets.", "keras.applications.")
 
 
-def host_functions_of(script: Script, node: cst.BaseExpression) -> set[cst.CSTNode]:
+def host_functions_of(script: Script, node: Expression) -> set[cst.CSTNode]:
     """The functions of the script that `map(node)` runs, with those that they call."""
     first: list[cst.CSTNode] = [node] if isinstance(node, cst.Lambda) else []
     if text := dotted(node):
@@ -54,22 +67,17 @@ def why_not_on_host(script: Script, function: cst.CSTNode) -> str | None:
             return f"{_name_of(function)} uses tf.{path}, {_NO_COUNTERPART}"
         if why := _refused(script, node, path):
             return f"{_name_of(function)} cannot be ported: {why}"
-    for node in walk(function):
-        if isinstance(node, cst.Name) and _stays(script, node):
-            return (
-                f"{_name_of(function)} uses `{node.value}`, which Keras makes with it"
-            )
-        if isinstance(node, cst.Attribute) and node.attr.value in _GRAPH_METHODS:
-            if is_static_shape(script, script.parent(node) or node):
-                continue
+    for node in find(function, cst.Name, cst.Attribute):
+        if isinstance(node, cst.Name):
+            path = script.called(script.flow.value(node))
+            if path in NEED_TENSORFLOW and path not in _LOOKUPS:
+                what = f"uses `{node.value}`, which Keras makes with it"
+                return f"{_name_of(function)} {what}"
+        elif node.attr.value in _GRAPH_METHODS and not is_static_shape(
+            script, script.parent(node)
+        ):
             return f"{_name_of(function)} uses .{node.attr.value}, {_NO_COUNTERPART}"
     return None
-
-
-def _stays(script: Script, node: cst.Name) -> bool:
-    """Whether a variable is a layer that needs TensorFlow."""
-    path = script.called(script.flow.value(node))
-    return path in NEED_TENSORFLOW and path not in LOOKUPS
 
 
 def _references(
@@ -95,7 +103,7 @@ def _references(
 def _runs_on_host(script: Script, node: cst.CSTNode, path: str) -> bool:
     parent = script.parent(node)
     if isinstance(parent, cst.Call) and parent.func is node:
-        if path in RULES or path in HOST_OPERATORS:
+        if path in HOST_RULES or path in HOST_OPERATORS:
             return True
         target = find_target(path)
         return bool(target) and str(target).startswith(_HOST_MODULES)
@@ -107,12 +115,11 @@ def _runs_on_host(script: Script, node: cst.CSTNode, path: str) -> bool:
 
 def _refused(script: Script, node: cst.CSTNode, path: str) -> str | None:
     """Why the rule for a call refuses it, and so the pipeline; None if it does not."""
-    call = script.parent(node)
-    rule = RULES.get(path)
+    call, rule = script.parent(node), HOST_RULES.get(path)
     if rule is None or not isinstance(call, cst.Call) or call.func is not node:
         return None
     try:
-        rule(script, call, call, path)
+        rule(CallSite(script, call, call, path))
     except Unported as why:
         return why.reason
     return None
@@ -129,20 +136,17 @@ def plan_in_place(script: Script, function: cst.CSTNode) -> None:
     if not isinstance(function, cst.FunctionDef):
         return
     parameters = {p.name.value for p in function.params.params}
-    for node in walk(function.body):
-        if (
-            isinstance(node, cst.AugAssign)
-            and isinstance(node.target, cst.Name)
-            and node.target.value in parameters
-        ):
+    for node in find(function.body, cst.AugAssign):
+        if is_name(node.target, *parameters):
             script.replacements[node] = _as_assignment
 
 
 def _as_assignment(node: cst.AugAssign) -> cst.Assign:
     operator = getattr(cst, type(node.operator).__name__.removesuffix("Assign"))()
-    value = node.value
-    if not isinstance(value, (cst.Name, cst.Attribute, cst.Call, cst.BaseNumber)):
-        value = value.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
+    is_atom = isinstance(
+        node.value, cst.Name | cst.Attribute | cst.Call | cst.BaseNumber
+    )
+    value = node.value if is_atom else parenthesized(node.value)
     return cst.Assign(
         targets=[cst.AssignTarget(node.target)],
         value=cst.BinaryOperation(node.target.deep_clone(), operator, value),
@@ -152,10 +156,10 @@ def _as_assignment(node: cst.AugAssign) -> cst.Assign:
 
 def example_function(
     script: Script,
-    node: cst.BaseExpression,
-    updated: cst.BaseExpression,
+    node: Expression,
+    updated: Expression,
     generator: str | None = None,
-) -> cst.BaseExpression | None:
+) -> Expression | None:
     """Port the function of `map` to one of a whole example; None if it is not in sight.
 
     `tf.data` passes the parts of a tuple as arguments, Grain passes the tuple.
@@ -210,7 +214,7 @@ def _lambda_of_example(function: cst.Lambda) -> cst.Lambda | None:
     names = [p.name.value for p in params]
     name = free_name(names_in(function.body), "example", "example_")
     body = function.body.visit(_Parts(names, name))
-    assert isinstance(body, cst.BaseExpression)
+    assert isinstance(body, Expression)
     return function.with_changes(params=_parameters(name), body=body)
 
 
@@ -233,9 +237,7 @@ class _Parts(cst.CSTTransformer):
     def leave_Arg(self, original_node: cst.Arg, updated_node: cst.Arg) -> cst.Arg:
         return updated_node.with_changes(keyword=original_node.keyword)
 
-    def leave_Name(
-        self, original_node: cst.Name, updated_node: cst.Name
-    ) -> cst.BaseExpression:
+    def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> Expression:
         if updated_node.value not in self._names:
             return updated_node
         index = cst.Integer(str(self._names.index(updated_node.value)))
@@ -250,7 +252,7 @@ def random_functions(script: Script, functions: set[cst.CSTNode]) -> set[cst.CST
     while number != len(found):
         number = len(found)
         for function in functions:
-            is_drawing = any(p in RANDOM for _, p in _references(script, function))
+            is_drawing = any(p in HOST_RANDOM for _, p in _references(script, function))
             if is_drawing or not found.isdisjoint(called_functions(script, function)):
                 found.add(function)
     return found
@@ -279,8 +281,8 @@ def _why_no_generator(
         return "has arguments that may be left away"
     if class_of(script, function) is not None:
         return "is a method"
-    for use in walk(script.module):
-        if not isinstance(use, cst.Name) or use.value != function.name.value:
+    for use in script.nodes(cst.Name):
+        if use.value != function.name.value:
             continue
         call = script.parent(use)
         is_called = isinstance(call, cst.Call) and call.func is use
@@ -291,12 +293,6 @@ def _why_no_generator(
     return None
 
 
-_OTHER_NUMBERS = (
-    "random numbers come from the seed of random_map, the example's position and the "
-    "epoch: other ones than TF's"
-)
-
-
 def plan_random(script: Script, call: cst.Call, functions: set[cst.CSTNode]) -> None:
     """Plan a random generator as the last argument of the functions of a `map`."""
     drawing = random_functions(script, functions)
@@ -304,18 +300,108 @@ def plan_random(script: Script, call: cst.Call, functions: set[cst.CSTNode]) -> 
         return
     name = free_name(names_in(script.module), "rng", "generator", "example_rng")
     script.generators[call] = name
-    script.note(call, _OTHER_NUMBERS)
+    script.note(call, WHY["random_map"])
     for function in drawing:
         if isinstance(function, cst.FunctionDef):
             script.replacements[function.params] = lambda updated: updated.with_changes(
                 params=[*updated.params, cst.Param(cst.Name(name))]
             )
-        for node in walk(function):
-            if not isinstance(node, cst.Call):
-                continue
-            if script.called(node) in RANDOM:
+        for node in find(function, cst.Call):
+            if script.called(node) in HOST_RANDOM:
                 script.generators[node] = name
             elif isinstance(node.func, cst.Name) and not drawing.isdisjoint(
                 script.functions(node.func.value)
             ):
                 script.extra_arguments[node] = keyword(name, cst.Name(name))
+
+
+# Look-ups of words.
+
+_LOOKUPS = (
+    "keras.layers.StringLookup",
+    "keras.layers.experimental.preprocessing.StringLookup",
+)
+_PARAMETERS = ("max_tokens", "num_oov_indices", "mask_token", "oov_token", "vocabulary")
+_USUAL = {"max_tokens": "None", "num_oov_indices": "1", "mask_token": "None"}
+_LISTS = ("list", "sorted")
+
+
+def plan_lookups(script: Script) -> None:
+    """Plan the port of `StringLookup` layers that only functions of pipelines call."""
+    for made in script.calls:
+        if script.called(made) in _LOOKUPS:
+            try:
+                _plan_lookup(script, made)
+            except Unported:
+                continue  # The layer's name is reported.
+
+
+def _plan_lookup(script: Script, made: cst.Call) -> None:
+    """Plan the port of one layer to a dictionary.
+
+    Raises:
+        Unported: If its words or its uses are not in sight.
+    """
+    given = bound(made.args, _PARAMETERS)
+    words = given.pop("vocabulary", None)
+    if words is None or not _is_list(script, words.value):
+        raise Unported("its words are not in sight")
+    if any(_USUAL.get(k) != script.code(arg.value) for k, arg in given.items()):
+        raise Unported("it has other indices")
+    target = script.target_of(made)
+    definition = script.flow.defined(target) if isinstance(target, cst.Name) else None
+    uses = script.flow.uses(definition) if definition is not None else []
+    calls = [_lookup_call(script, use) for use in uses]
+    if not calls or any(script.flow.reaching(u) != {definition} for u in uses):
+        raise Unported("its uses are not in sight")
+    for use, call in zip(uses, calls, strict=True):
+        _plan_lookup_call(script, script.code(use), call)
+    script.frozen.add(made.func)
+    script.replacements[made] = lambda updated: script.template(
+        "{word: index for index, word in enumerate({words}, 1)}",
+        words=bound(updated.args, _PARAMETERS)["vocabulary"].value,
+    )
+
+
+def _is_list(script: Script, node: Expression) -> bool:
+    """Whether an expression is a list; a string would name a file."""
+    value = script.flow.resolved(node)
+    is_made = isinstance(value, cst.Call) and dotted(value.func) in _LISTS
+    return is_made or isinstance(value, cst.List | cst.Tuple | cst.ListComp)
+
+
+def _lookup_call(script: Script, use: cst.CSTNode) -> cst.Call:
+    """The call of a layer at a use: in a pipeline's function, or of words in sight.
+
+    Raises:
+        Unported: If the use is another one.
+    """
+    call = script.parent(use)
+    if not isinstance(call, cst.Call) or call.func is not use or len(call.args) != 1:
+        raise Unported("it is not called with words alone")
+    is_named_so = script.code(use) == "word"  # The port's lambda has this parameter.
+    if is_named_so or not (
+        script.runs_on_host(use) or _shown_words(script, call.args[0].value)
+    ):
+        raise Unported("it is used outside of a pipeline")
+    return call
+
+
+def _shown_words(script: Script, node: Expression) -> cst.List | None:
+    """The list in `["a"]` and `tf.constant(["a"])`; None for other expressions."""
+    if isinstance(node, cst.Call) and script.called(node) == "constant":
+        node = node.args[0].value if len(node.args) == 1 else node
+    return node if isinstance(node, cst.List) else None
+
+
+def _plan_lookup_call(script: Script, name: str, call: cst.Call) -> None:
+    """Plan to port `lookup(x)` to the look-up of each word of an array."""
+    if shown := _shown_words(script, call.args[0].value):
+        script.replacements[call.args[0].value] = lambda updated: shown
+    function = (
+        f'np.vectorize(lambda word: {name}.get(word, 0), otypes=["int64"])'
+        '(np.asarray({words}, "str"))'
+    )
+    script.replacements[call] = lambda updated: script.template(
+        function, words=updated.args[0].value
+    )

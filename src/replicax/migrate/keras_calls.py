@@ -1,60 +1,220 @@
-"""Rewrite rules for calls of Keras that changed between tf.keras and Keras 3."""
+"""Rules for calls of Keras that changed between tf.keras and Keras 3."""
 
 from collections.abc import Iterator
 
 import libcst as cst
-from libcst import Call
 
-from replicax.migrate.arguments import (
+from replicax.migrate.files import MODELS, WEIGHTS, is_weights_only, report_path
+from replicax.migrate.kinds import makers, makes_optimizer
+from replicax.migrate.origins import elements, is_parameter, returned, with_bases
+from replicax.migrate.rules import CallSite, Rule, with_keywords
+from replicax.migrate.script import Expression, Script, Unported
+from replicax.migrate.tables import (
+    ARGUMENTS,
+    IDENTIFIERS,
+    NO_METRICS,
+    OPTIMIZERS,
+    READERS,
+    WHY,
+    find_target,
+    kind_of_target,
+)
+from replicax.migrate.tree import (
     argument,
+    call_of,
+    find,
+    is_name,
     is_named,
     keyword,
-    renamed,
+    keyword_of,
+    method_of,
+    methods_of,
+    named,
+    text_of,
+    value_of,
+    walk,
     with_args,
-    without,
 )
-from replicax.migrate.files import MODELS, WEIGHTS, is_weights_only, report_path
-from replicax.migrate.kinds import makers
-from replicax.migrate.legacy import old_defaults
-from replicax.migrate.names import is_name, method_of
-from replicax.migrate.optimizers import config_problem, ported_arguments
-from replicax.migrate.origins import elements, returned, with_bases
-from replicax.migrate.script import CallRule, Expression, Script, Unported, walk
-from replicax.migrate.tables import ARGUMENTS, OPTIMIZERS, READERS, exists, find_target
 
-__all__ = ["RULES", "plan_metrics", "problems", "without_formats"]
-
-_INSTEAD_OF_SAVE = "take it out; `model.export`, which needs TensorFlow, serves models"
+__all__ = [
+    "RULES",
+    "plan_identifiers",
+    "plan_metrics",
+    "ported_class_call",
+    "problems",
+    "with_float_rate",
+]
 
 
-def _optimizer(script: Script, node: Call, updated: Call, path: str) -> Expression:
-    args = ported_arguments(script, node, updated)
-    func = _kept_or_target(script, node, path)
-    return updated.with_changes(func=func, args=without(updated.args, args))
+def _with_keywords(table: str) -> Rule:
+    """Make the rule for a call whose keywords alone have changed."""
+    return lambda site: site.of_target(with_keywords(site, table))
 
 
-def _kept_or_target(script: Script, node: cst.Call, path: str) -> cst.BaseExpression:
-    """The function of a ported call: the original name if its import stays."""
-    target = find_target(path)
-    if target is None or not exists(target):
-        raise Unported(f"tf.{path} is not in Keras 3")
-    text = script.code(node.func)
-    local, _, rest = text.partition(".")
-    kept = script.retained.get(local)
-    if kept is not None and ".".join(filter(None, [kept, rest])) == target:
-        return node.func
-    return script.expression(target)
+def _reader(site: CallSite) -> Expression:
+    if named(site.updated, "format") is not None:
+        return site.of_target()
+    site.note("the data come from Grain: `map` gets one argument, a batch")
+    grain = keyword("format", site.script.string("grain"))
+    return site.of_target([*site.updated.args, grain])
 
 
-def _reader(script: Script, node: Call, updated: Call, path: str) -> Expression:
-    if any(is_named(arg, "format") for arg in updated.args):
-        return updated.with_changes(func=_kept_or_target(script, node, path))
-    extra = [keyword("format", script.string("grain"))]
-    script.note(node, "the data come from Grain: `map` gets one argument, a batch")
-    func = _kept_or_target(script, node, path)
-    return updated.with_changes(
-        func=func, args=without(updated.args, updated.args, extra)
-    )
+def _save_model(site: CallSite) -> Expression:
+    report_path(site.script, site.node, MODELS, position=1)
+    made = site.of_target()
+    return with_args(made, with_keywords(site, "save"))
+
+
+def _load_model(site: CallSite) -> Expression:
+    report_path(site.script, site.node, MODELS, is_read=True)
+    return site.of_target()
+
+
+def _model_checkpoint(site: CallSite) -> Expression:
+    endings = WEIGHTS if is_weights_only(site.node) else MODELS[:2]
+    report_path(site.script, site.node, endings)
+    return site.of_target(with_keywords(site, "ModelCheckpoint"))
+
+
+def _tensorboard(site: CallSite) -> Expression:
+    script, args = site.script, site.updated.args
+    by_position = [a for a in args if a.keyword is None]
+    if len(by_position) > 2 or any(arg.star for arg in args):
+        raise Unported("rx.callbacks.TensorBoard: name its arguments")
+    gone = [arg for arg in args if is_named(arg, *ARGUMENTS["not_in_tensorboard"])]
+    off = {"0", "False", "None"}
+    if lost := [keyword_of(a) for a in gone if script.code(a.value) not in off]:
+        names = ", ".join(f"{name}=" for name in lost)
+        verb = "is" if len(lost) == 1 else "are"
+        site.note(f"{names} {verb} taken out; for profiles use jax.profiler")
+    kept = [arg for arg in args if arg not in gone]
+    for arg in kept:
+        if arg.keyword and not is_named(arg, *ARGUMENTS["tensorboard"]):
+            raise Unported(f"rx.callbacks.TensorBoard has no {arg.keyword.value}=")
+    return site.of_target(kept)
+
+
+def _loss_scale(site: CallSite) -> Expression:
+    """Port `LossScaleOptimizer`: drop `"dynamic"`, the only mode of Keras 3."""
+    scale = site.ported(1, "loss_scale")
+    made = site.of_target(a for a in site.updated.args if a.value is not scale)
+    if scale is not None and text_of(scale) != "dynamic":
+        raise Unported(WHY["loss_scale"])
+    return made
+
+
+# Optimizers.
+
+_OLD = ("lr", "decay")
+
+
+def _optimizer_arguments(site: CallSite) -> list[cst.Arg]:
+    """Port the arguments of a call of an optimizer class to Keras 3.
+
+    Raises:
+        Unported: If one of them has no counterpart, or stands in a dict.
+    """
+    script = site.script
+    for arg in site.node.args:
+        if arg.star != "**":
+            continue
+        text = script.code(arg.value)
+        keys = _keys(script, arg.value)
+        if old := sorted({*_OLD} & (keys or set())):
+            raise Unported(WHY["optimizer_dict"].format(old=old[0], text=text))
+        if keys is None:
+            script.leave(site.node, WHY["optimizer_unpacked"].format(text=text))
+    return with_keywords(site, "optimizer")
+
+
+def ported_class_call(site: CallSite) -> cst.Call:
+    """Port a call of an optimizer class that a variable holds: `cls(lr=0.1)`.
+
+    Raises:
+        Unported: If an argument has no counterpart, or if only the variable's name
+            says that it is an optimizer class.
+    """
+    script, node = site.script, site.node
+    is_partial = script.code(node.func) in {"partial", "functools.partial"}
+    made = node.args[0].value if is_partial and node.args else node.func
+    if makes_optimizer(script, made):
+        return site.with_args(_optimizer_arguments(site))
+    old = [a.keyword.value for a in node.args if a.keyword and is_named(a, *_OLD)]
+    if old and _is_named_class(script, node.func):
+        raise Unported(
+            WHY["optimizer_class"].format(name=script.code(node.func), old=old[0])
+        )
+    return site.updated
+
+
+def _is_named_class(script: Script, node: Expression) -> bool:
+    """Whether a parameter's name says that it makes an optimizer: `opt_cls`."""
+    is_open = not any(each.values for each in script.flow.reaching(node))
+    is_named = "opt" in script.code(node).lower()
+    return is_open and is_named and is_parameter(script, node)
+
+
+def _config_problem(script: Script, node: cst.Call) -> str | None:
+    """Why Keras 3 refuses the config of an optimizer, a dict; None if it does not."""
+    given = value_of(node, 0, "identifier")
+    value = script.flow.resolved(given) if given is not None else None
+    if not isinstance(value, cst.Dict):
+        return None
+    found = {script.code(text)[1:-1] for text in find(value, cst.SimpleString)}
+    if old := sorted({*_OLD} & found):
+        return f"Keras 3 has no {old[0]!r} in the config of an optimizer"
+    return None
+
+
+def _keys(script: Script, node: Expression) -> set[str] | None:
+    """The keys of a dict that is only unpacked; None if not all are in sight."""
+    uses = [u for d in script.flow.reaching(node) for u in script.flow.uses(d)]
+    args = [script.parent(use) for use in uses]
+    value = script.flow.resolved(node)
+    keys = [""]
+    if isinstance(value, cst.Call) and is_name(value.func, "dict"):
+        keys = [keyword_of(arg) for arg in value.args]
+    elif isinstance(value, cst.Dict):
+        pairs = value.elements
+        keys = [text_of(e.key) if isinstance(e, cst.DictElement) else "" for e in pairs]
+    is_alone = all(isinstance(arg, cst.Arg) and arg.star == "**" for arg in args)
+    return set(keys) if is_alone and "" not in keys else None
+
+
+def with_float_rate(
+    script: Script, node: cst.Call, result: Expression, path: str
+) -> Expression:
+    """Convert an integer learning rate of an optimizer to a float.
+
+    Keras 3 refuses integers.
+    """
+    target = find_target(path) or ""
+    if not isinstance(result, cst.Call) or kind_of_target(target) != "optimizer":
+        return result
+    old = value_of(node, 0, "learning_rate") or named(node, "lr")
+    new = value_of(result, 0, "learning_rate")
+    if old is None or new is None:
+        return result
+    if isinstance(old, cst.Integer):
+        number: Expression = cst.Float(f"{old.evaluated_value}.0")
+    elif _is_integer(script, old):
+        number = call_of(cst.Name("float"), new)
+    else:
+        return result
+    args = [a.with_changes(value=number) if a.value is new else a for a in result.args]
+    return result.with_changes(args=args)
+
+
+def _is_integer(script: Script, node: Expression) -> bool:
+    """Whether a variable is an integer; a parameter's default may be a number, too."""
+    if not isinstance(script.flow.value(node), cst.Integer):
+        return False
+    bound = [script.parent(each.node) for each in script.flow.reaching(node)]
+    defaults = [p.default for p in bound if isinstance(p, cst.Param)]
+    return all(d is None or isinstance(d, cst.Integer | cst.Float) for d in defaults)
+
+
+# Metrics, and names of losses, constraints and regularizers.
 
 
 def plan_metrics(script: Script) -> None:
@@ -63,10 +223,8 @@ def plan_metrics(script: Script) -> None:
     Keras 3 passes `[n]`, which broadcasts with predictions `[n, 1]` to `[n, n]`.
     """
     for call in script.calls:
-        given = (
-            argument(call.args, 2, "metrics") if method_of(call) == "compile" else None
-        )
-        for each in _parts(script, given.value) if given else ():
+        metrics = value_of(call, 2, "metrics") if method_of(call) == "compile" else None
+        for each in _parts(script, metrics):
             for function in _metric_functions(script, each):
                 names = [p.name.value for p in function.params.params]
                 labels, *rest = names[1:] if names[:1] == ["self"] else names
@@ -76,22 +234,30 @@ def plan_metrics(script: Script) -> None:
                     script.first_lines[function.body] = line
 
 
-def _parts(script: Script, node: cst.BaseExpression) -> list[cst.BaseExpression]:
-    """The metrics in nested lists and dicts, as `compile` takes them."""
+def _parts(
+    script: Script, node: Expression | None, resolved: bool = False
+) -> list[Expression]:
+    """The losses or metrics in nested lists and dicts, as `compile` takes them.
+
+    Args:
+        script: The script.
+        node: The list, dict, loss or metric.
+        resolved: Whether variables of losses or metrics are resolved, too.
+    """
+    if node is None:
+        return []
+    node = script.flow.resolved(node) if resolved else node
     inner = elements(script, node)
-    return [part for each in inner for part in _parts(script, each)] or [node]
+    return [part for each in inner for part in _parts(script, each, resolved)] or [node]
 
 
-def _metric_functions(
-    script: Script, node: cst.BaseExpression
-) -> Iterator[cst.FunctionDef]:
+def _metric_functions(script: Script, node: Expression) -> Iterator[cst.FunctionDef]:
     """The functions of the script that compute a metric of labels and predictions."""
     if isinstance(node, cst.Call):
         made = [m for m in makers(script, node) if isinstance(m, cst.ClassDef)]
         for each in with_bases(script, *made):
-            yield from (
-                f for f in script.functions("update_state") if f in walk(each.body)
-            )
+            if (update := methods_of(each).get("update_state")) is not None:
+                yield update
         for value in returned(script, node):
             if isinstance(value, cst.Name):
                 yield from _metric_functions(script, value)
@@ -110,137 +276,79 @@ def _is_used_plainly(script: Script, function: cst.FunctionDef, name: str) -> bo
     return not all(path.startswith(_OF_ANY_SHAPE) for path in called)
 
 
+def plan_identifiers(script: Script) -> None:
+    """Plan the names of Keras 3 for literals that it does not know, or report them."""
+    for call in script.calls:
+        if method_of(call) == "compile":
+            for part in _parts(script, value_of(call, 1, "loss"), resolved=True):
+                _plan_identifier(script, part, IDENTIFIERS["loss"])
+            for part in _parts(script, value_of(call, 2, "metrics"), resolved=True):
+                if text_of(part) in NO_METRICS:
+                    script.leave(part, WHY["no_metric"].format(name=text_of(part)))
+        for arg in call.args:
+            before, _, kind = keyword_of(arg).rpartition("_")
+            if before and kind in IDENTIFIERS:
+                _plan_identifier(script, arg.value, IDENTIFIERS[kind])
+
+
+def _plan_identifier(script: Script, node: Expression, names: dict[str, str]) -> None:
+    new = names.get(text_of(node))
+    if new is not None and isinstance(node, cst.SimpleString):
+        made = f"{node.prefix}{node.quote}{new}{node.quote}"
+        script.replacements[node] = lambda _: cst.SimpleString(made)
+
+
 def problems(script: Script, node: cst.Call, path: str) -> Iterator[str]:
     """The reasons why a ported call would fail, or silently compute something else."""
     name = path.removeprefix("keras.")
-    is_safe = not any(is_named(arg, "safe_mode") for arg in node.args)
+    is_safe = named(node, "safe_mode") is None
     if name == "models.load_model" and is_safe and _makes_lambda(script):
-        yield (
-            "Keras 3 loads a Lambda layer only with safe_mode=False, and without the "
-            "names that its function uses: write a layer, or build the model and load "
-            "its weights"
-        )
-    if name.startswith("losses.") and any(
-        is_named(arg, "reduction") and script.code(arg.value).strip("\"'") == "auto"
-        for arg in node.args
-    ):
+        yield WHY["lambda_layer"]
+    reduction = named(node, "reduction") if name.startswith("losses.") else None
+    if reduction is not None and script.code(reduction).strip("\"'") == "auto":
         yield 'Keras 3 has no reduction="auto": write "sum_over_batch_size"'
     if name in {"optimizers.get", "optimizers.deserialize"} and (
-        problem := config_problem(script, node)
+        problem := _config_problem(script, node)
     ):
         yield problem
-    yield from old_defaults(script, node, path)
+    yield from _old_defaults(script, node, path)
+
+
+_OLD_RECURRENT = [
+    f"keras.layers.{name}" for name in ("GRU", "GRUCell", "LSTM", "LSTMCell")
+]
+_HARD_SIGMOID = ("hard_sigmoid", "keras.activations.hard_sigmoid")
+
+
+def _old_defaults(script: Script, node: cst.Call, path: str) -> Iterator[str]:
+    """The reasons why a layer with TensorFlow's defaults differs in Keras 3."""
+    for arg in node.args if path.startswith("keras.layers.") else ():
+        if (text_of(arg.value) or script.names.path(arg.value)) in _HARD_SIGMOID:
+            yield WHY["hard_sigmoid"]
+    if path in _HARD_SIGMOID:
+        yield WHY["hard_sigmoid"]
+    if path in _OLD_RECURRENT and script.is_of_version_1(node):
+        if argument(node.args, 2, "recurrent_activation") is None:
+            yield WHY["recurrent_activation"]
+        if "GRU" in path and named(node, "reset_after") is None:
+            yield "reset_after is False in TensorFlow 1: write reset_after="
 
 
 def _makes_lambda(script: Script) -> bool:
     return any(script.called(each) == "keras.layers.Lambda" for each in script.calls)
 
 
-def without_formats(script: Script, updated: cst.Call) -> cst.Call:
-    """Drop the arguments of TensorFlow's own format from a call that saves a model."""
-    kept = []
-    for arg in updated.args:
-        if (
-            is_named(arg, *ARGUMENTS["not_in_save"])
-            and script.code(arg.value) != "None"
-        ):
-            assert arg.keyword is not None
-            raise Unported(f"save has no {arg.keyword.value}=: {_INSTEAD_OF_SAVE}")
-        if not is_named(arg, "save_format", *ARGUMENTS["not_in_save"]):
-            kept.append(arg)
-    return with_args(updated, kept)
-
-
-def _save_model(script: Script, node: Call, updated: Call, path: str) -> Expression:
-    report_path(script, node, MODELS, position=1)
-    func = _kept_or_target(script, node, path)
-    return without_formats(script, updated).with_changes(func=func)
-
-
-def _load_model(script: Script, node: Call, updated: Call, path: str) -> Expression:
-    report_path(script, node, MODELS, is_read=True)
-    return updated.with_changes(func=_kept_or_target(script, node, path))
-
-
-def _model_checkpoint(
-    script: Script, node: Call, updated: Call, path: str
-) -> Expression:
-    report_path(script, node, WEIGHTS if is_weights_only(node) else MODELS[:2])
-    for arg in node.args:
-        if is_named(arg, "period") and script.code(arg.value) != "1":
-            raise Unported("ModelCheckpoint has no period=: use save_freq= in steps")
-    kept = [arg for arg in updated.args if not is_named(arg, "period")]
-    func = _kept_or_target(script, node, path)
-    return updated.with_changes(func=func, args=without(updated.args, kept))
-
-
-def _tensorboard(script: Script, node: Call, updated: Call, path: str) -> Expression:
-    given = [a for a in updated.args if a.keyword is None]
-    if len(given) > 2 or any(arg.star for arg in updated.args):
-        raise Unported("rx.callbacks.TensorBoard: name its arguments")
-    gone = [
-        arg for arg in updated.args if is_named(arg, *ARGUMENTS["not_in_tensorboard"])
-    ]
-    off = {"0", "False", "None"}
-    if lost := [a.keyword for a in gone if script.code(a.value) not in off]:
-        names = ", ".join(f"{name.value}=" for name in lost if name)
-        note = "is" if len(lost) == 1 else "are"
-        script.note(node, f"{names} {note} taken out; for profiles use jax.profiler")
-    kept = [arg for arg in updated.args if arg not in gone]
-    for arg in kept:
-        if arg.keyword and not is_named(arg, *ARGUMENTS["tensorboard"]):
-            raise Unported(f"rx.callbacks.TensorBoard has no {arg.keyword.value}=")
-    return updated.with_changes(
-        func=_kept_or_target(script, node, path), args=without(updated.args, kept)
-    )
-
-
-def _lambda_callback(
-    script: Script, node: Call, updated: Call, path: str
-) -> Expression:
-    args = [
-        renamed(arg, arg.keyword.value.replace("on_batch", "on_train_batch"))
-        if arg.keyword and is_named(arg, "on_batch_begin", "on_batch_end")
-        else arg
-        for arg in updated.args
-    ]
-    return updated.with_changes(func=_kept_or_target(script, node, path), args=args)
-
-
-def _plateau(script: Script, node: Call, updated: Call, path: str) -> Expression:
-    """Port `ReduceLROnPlateau(epsilon=)`, which became `min_delta=`."""
-    args = [
-        renamed(arg, "min_delta") if is_named(arg, "epsilon") else arg
-        for arg in updated.args
-    ]
-    return updated.with_changes(func=_kept_or_target(script, node, path), args=args)
-
-
-def _loss_scale(script: Script, node: Call, updated: Call, path: str) -> Expression:
-    """Port `LossScaleOptimizer`: drop `"dynamic"`, the only mode of Keras 3."""
-    scale = argument(updated.args, 1, "loss_scale")
-    func = _kept_or_target(script, node, path)
-    if scale is None:
-        return updated.with_changes(func=func)
-    text = scale.value
-    if not isinstance(text, cst.SimpleString) or text.evaluated_value != "dynamic":
-        raise Unported(
-            "loss scales of Keras 3 are dynamic: take loss_scale= out, and give the "
-            "first one as initial_scale="
-        )
-    kept = [arg for arg in updated.args if arg is not scale]
-    return updated.with_changes(func=func, args=without(updated.args, kept))
-
-
-RULES: dict[str, CallRule] = {
-    **dict.fromkeys(OPTIMIZERS, _optimizer),
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(
+        OPTIMIZERS, lambda site: site.of_target(_optimizer_arguments(site))
+    ),
     **dict.fromkeys(READERS, _reader),
     "keras.mixed_precision.experimental.LossScaleOptimizer": _loss_scale,
-    "keras.callbacks.LambdaCallback": _lambda_callback,
+    "keras.callbacks.LambdaCallback": _with_keywords("LambdaCallback"),
     "keras.callbacks.ModelCheckpoint": _model_checkpoint,
-    "keras.callbacks.ReduceLROnPlateau": _plateau,
+    "keras.callbacks.ReduceLROnPlateau": _with_keywords("ReduceLROnPlateau"),
     "keras.callbacks.TensorBoard": _tensorboard,
     "keras.models.save_model": _save_model,
     "keras.models.load_model": _load_model,
 }
-"""Rewrite rules by the path of the function."""
+"""Rules by the path of the function."""

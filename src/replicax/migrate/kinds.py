@@ -2,16 +2,14 @@
 
 import re
 from collections.abc import Iterable, Iterator
-from typing import TypeAlias, TypeGuard
+from typing import TypeAlias
 
 import libcst as cst
 
 from replicax.migrate.flow import Definition
-from replicax.migrate.names import is_name, method_of
 from replicax.migrate.origins import (
     bases,
     bound_values,
-    classes,
     container,
     definitions,
     elements,
@@ -19,8 +17,9 @@ from replicax.migrate.origins import (
     part,
     returned,
 )
-from replicax.migrate.script import Script, walk
+from replicax.migrate.script import Expression, Script
 from replicax.migrate.tables import find_target, is_dotted, kind_of_target
+from replicax.migrate.tree import attr_of, is_name, method_of, object_of, walk
 
 __all__ = [
     "Maker",
@@ -67,7 +66,7 @@ Maker: TypeAlias = cst.ClassDef | str | None
 _UNKNOWN: frozenset[Maker] = frozenset([None])
 
 
-def is_kind(script: Script, node: cst.BaseExpression, kind: str) -> bool:
+def is_kind(script: Script, node: Expression, kind: str) -> bool:
     """Whether an expression is an object of a kind.
 
     Where no definition says what it is, a name that ends with `model` or `optimizer`,
@@ -76,17 +75,17 @@ def is_kind(script: Script, node: cst.BaseExpression, kind: str) -> bool:
     found = kind_of(script, node)
     if found is None and kind in _NAMED and isinstance(node, cst.Name | cst.Attribute):
         name = script.code(node)
-        return name.lower().endswith(kind) and not classes(script, name)
+        return name.lower().endswith(kind) and not script.classes(name)
     return found == kind
 
 
-def may_be_variable(script: Script, node: cst.BaseExpression) -> bool:
+def may_be_variable(script: Script, node: Expression) -> bool:
     """Whether an expression is a variable, or a parameter that may be given one."""
     kind = kind_of(script, node)
     return kind == "variable" or (kind is None and _is_given(script, node, 8))
 
 
-def _is_given(script: Script, node: cst.BaseExpression, depth: int) -> bool:
+def _is_given(script: Script, node: Expression, depth: int) -> bool:
     """Whether a value comes from a parameter that may hold or contain variables.
 
     Parameters of what Keras calls hold tensors: of the `call` of a layer, of functions
@@ -94,7 +93,7 @@ def _is_given(script: Script, node: cst.BaseExpression, depth: int) -> bool:
     """
     if isinstance(node, cst.Subscript):
         return _is_given(script, node.value, depth)
-    if isinstance(node, cst.Attribute) and node.attr.value in _OF_VARIABLES:
+    if attr_of(node) in _OF_VARIABLES:
         return True
     if not isinstance(node, cst.Name | cst.Attribute) or not depth:
         return False
@@ -114,12 +113,9 @@ def _is_bound_to_given(script: Script, definition: Definition, depth: int) -> bo
     param = script.parent(bound)
     if isinstance(param, cst.Param):
         return not _takes_tensors(script, param)
-    loops = (p for p in script.parents(bound) if _is_loop(p, bound))
+    around = (p for p in script.parents(bound) if isinstance(p, cst.For))
+    loops = (loop for loop in around if bound in walk(loop.target))
     return any(_is_element_given(script, loop, bound, depth) for loop in loops)
-
-
-def _is_loop(node: cst.CSTNode, target: cst.CSTNode) -> TypeGuard[cst.For]:
-    return isinstance(node, cst.For) and target in walk(node.target)
 
 
 def _is_element_given(
@@ -144,7 +140,7 @@ def _takes_tensors(script: Script, param: cst.Param) -> bool:
     return function.name.value in _CALLED_BY_KERAS or is_loss
 
 
-def is_named_optimizer(script: Script, node: cst.BaseExpression) -> bool:
+def is_named_optimizer(script: Script, node: Expression) -> bool:
     """Whether an object of unknown origin has an optimizer's name, such as `d_opt`.
 
     The name may as well be one of options.
@@ -159,20 +155,17 @@ def is_named_optimizer(script: Script, node: cst.BaseExpression) -> bool:
     return _is_open(script, node, 4)
 
 
-def _is_open(script: Script, node: cst.BaseExpression, depth: int) -> bool:
+def _is_open(script: Script, node: Expression, depth: int) -> bool:
     """Whether an expression comes only from parameters without call sites in sight."""
-    found = definitions(script, node)
-    if not found or not depth:
-        return False
-    for each in found:
-        if not (each.values or isinstance(script.parent(each.node), cst.Param)):
-            return False
-        if not all(_is_open(script, value, depth - 1) for value in each.values):
-            return False
-    return True
+    found = definitions(script, node) if depth else ()
+    return bool(found) and all(
+        (each.values or isinstance(script.parent(each.node), cst.Param))
+        and all(_is_open(script, value, depth - 1) for value in each.values)
+        for each in found
+    )
 
 
-def kind_of(script: Script, node: cst.BaseExpression) -> str | None:
+def kind_of(script: Script, node: Expression) -> str | None:
     """The kind of an object: `"model"`, `"layer"`, `"optimizer"`, `"variable"`...
 
     Returns:
@@ -201,7 +194,7 @@ def renamed_optimizer(script: Script, node: cst.Call) -> str | None:
     return path if is_class else None
 
 
-def makes_optimizer(script: Script, node: cst.BaseExpression, depth: int = 6) -> bool:
+def makes_optimizer(script: Script, node: Expression, depth: int = 6) -> bool:
     """Whether an expression is a class of optimizers, and can be nothing else.
 
     As parameters, dicts and `getattr(tf.keras.optimizers, name)` give one.
@@ -218,7 +211,7 @@ def makes_optimizer(script: Script, node: cst.BaseExpression, depth: int = 6) ->
     )
 
 
-def _values(script: Script, node: cst.BaseExpression) -> Iterator[cst.BaseExpression]:
+def _values(script: Script, node: Expression) -> Iterator[Expression]:
     """The expressions that one may stand for, such as defaults; none if unknown."""
     if isinstance(node, cst.IfExp):
         yield from (node.body, node.orelse)
@@ -226,9 +219,9 @@ def _values(script: Script, node: cst.BaseExpression) -> Iterator[cst.BaseExpres
         index = node.slice[0].slice
         if isinstance(index, cst.Index):
             yield from part(script, node.value, index.value)
-    elif isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
-        if node.func.attr.value == "get":  # `dict.get(key, default)`.
-            yield from elements(script, node.func.value)
+    elif isinstance(node, cst.Call) and method_of(node):
+        if method_of(node) == "get":  # `dict.get(key, default)`.
+            yield from elements(script, object_of(node))
             yield from (arg.value for arg in node.args[1:])
     else:
         for definition in definitions(script, node):
@@ -236,7 +229,7 @@ def _values(script: Script, node: cst.BaseExpression) -> Iterator[cst.BaseExpres
             yield from given if definition.index is None and given else [node]
 
 
-def makers(script: Script, node: cst.BaseExpression) -> frozenset[Maker]:
+def makers(script: Script, node: Expression) -> frozenset[Maker]:
     """The makers of the object that an expression is, over all reaching definitions.
 
     Returns:
@@ -246,7 +239,7 @@ def makers(script: Script, node: cst.BaseExpression) -> frozenset[Maker]:
     return _makers(script, node, frozenset())
 
 
-def _makers(script: Script, node: cst.BaseExpression, seen: _Seen) -> frozenset[Maker]:
+def _makers(script: Script, node: Expression, seen: _Seen) -> frozenset[Maker]:
     if node in seen:
         return _UNKNOWN
     seen = seen | {node}
@@ -275,7 +268,7 @@ def _makers(script: Script, node: cst.BaseExpression, seen: _Seen) -> frozenset[
 
 
 def _of_all(
-    script: Script, nodes: Iterable[cst.BaseExpression], seen: _Seen
+    script: Script, nodes: Iterable[Expression], seen: _Seen
 ) -> frozenset[Maker]:
     each = (_makers(script, node, seen) for node in nodes)
     return frozenset[Maker]().union(*each) or _UNKNOWN
@@ -301,9 +294,7 @@ def _of_definition(
     script: Script, definition: Definition, seen: _Seen
 ) -> frozenset[Maker]:
     """The makers of a definition's values; a value `None` is left out."""
-    loop = next(
-        (p for p in script.parents(definition.node) if isinstance(p, cst.For)), None
-    )
+    loop = script.around(definition.node, cst.For)
     if loop is not None and definition.node in walk(loop.target):
         found = container(loop.target, definition.node, loop.iter)
         return _of_element(script, *found, seen) if found else _UNKNOWN
@@ -319,8 +310,8 @@ def _of_definition(
 
 def _of_part(
     script: Script,
-    node: cst.BaseExpression,
-    index: cst.BaseExpression,
+    node: Expression,
+    index: Expression,
     seen: _Seen,
 ) -> frozenset[Maker]:
     """The makers of `node[index]`."""
@@ -330,7 +321,7 @@ def _of_part(
 
 
 def _of_element(
-    script: Script, node: cst.BaseExpression, is_value: bool, seen: _Seen
+    script: Script, node: Expression, is_value: bool, seen: _Seen
 ) -> frozenset[Maker]:
     """The makers of a container's elements, such as of `model.layers` and its slices.
 
@@ -342,9 +333,9 @@ def _of_element(
     """
     if isinstance(node, cst.Subscript) and isinstance(node.slice[0].slice, cst.Slice):
         return _of_element(script, node.value, is_value, seen)
-    if isinstance(node, cst.Attribute) and node.attr.value in _OF_VARIABLES:
+    if attr_of(node) in _OF_VARIABLES:
         return frozenset(["variable"])
-    if isinstance(node, cst.Attribute) and node.attr.value == "layers":
+    if isinstance(node, cst.Attribute) and attr_of(node) == "layers":
         inner = _one(script, _makers(script, node.value, seen))
         is_named = inner is None and script.code(node.value).lower().endswith("model")
         if inner == "model" or is_named:
@@ -356,7 +347,7 @@ def _of_element(
 
 
 def _of_comprehension(
-    script: Script, node: cst.BaseExpression, seen: _Seen
+    script: Script, node: Expression, seen: _Seen
 ) -> frozenset[Maker]:
     """The makers of the object that a comprehension binds to a name."""
     for parent in script.parents(node) if isinstance(node, cst.Name) else ():
@@ -375,12 +366,12 @@ def _of_call(script: Script, node: cst.Call, seen: _Seen) -> frozenset[Maker]:
     if makes_optimizer(script, node.func):
         return frozenset(["optimizer"])
     if isinstance(node.func, cst.Name):
-        if found := classes(script, node.func.value):
+        if found := script.classes(node.func.value):
             return frozenset(found)
     elif method_of(node) in {"add_weight", "add_variable"}:
         return frozenset(["variable"])
-    elif isinstance(node.func, cst.Attribute) and method_of(node) == "get_layer":
-        is_model = _one(script, _makers(script, node.func.value, seen)) == "model"
+    elif method_of(node) == "get_layer":
+        is_model = _one(script, _makers(script, object_of(node), seen)) == "model"
         return frozenset(["layer"]) if is_model else _UNKNOWN
     values = list(returned(script, node))
     known = [value for value in values if value is not None]
@@ -391,10 +382,7 @@ def _of_class(script: Script, node: cst.ClassDef, seen: _Seen) -> str | None:
     """The kind of a class of the script by its bases."""
     if node in seen:
         return None
-    kinds = set()
-    for base in node.bases:
-        path = script.names.path(base.value)
-        if path is not None:
-            kinds.add(_kind_of(script, find_target(path)))
+    paths = (script.names.path(base.value) for base in node.bases)
+    kinds = {_kind_of(script, find_target(p)) for p in paths if p is not None}
     kinds |= {_of_class(script, each, seen | {node}) for each in bases(script, node)}
     return _single(kinds - {None})

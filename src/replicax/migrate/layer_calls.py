@@ -11,14 +11,22 @@ from typing import NamedTuple
 import libcst as cst
 
 from replicax.migrate.kinds import Maker, is_class_of, is_kind, makers
-from replicax.migrate.names import is_name, root_of
 from replicax.migrate.origins import bases, bound_values, definitions, with_bases
-from replicax.migrate.script import Script
+from replicax.migrate.script import Expression, Script
 from replicax.migrate.tables import (
+    WHY,
     call_parameters,
     find_target,
     is_dotted,
     kind_of_target,
+)
+from replicax.migrate.tree import (
+    is_name,
+    method_of,
+    methods_of,
+    object_of,
+    parts_of,
+    root_of,
 )
 
 __all__ = ["plan_layer_calls"]
@@ -41,10 +49,6 @@ _ORDERS = {
 _NO_TENSORS = ("training", "return_attention_scores", "use_causal_mask")
 """Arguments of Keras' own layers that are no tensors."""
 _KINDS = ("layer", "model")
-_REASON = (
-    "Keras 3 takes tensors alone by position, and the `call` of this is not in sight: "
-    "name its arguments, such as training="
-)
 
 
 class _Parameter(NamedTuple):
@@ -67,23 +71,21 @@ def plan_layer_calls(script: Script) -> None:
 
 def _called_object(
     script: Script, node: cst.Call
-) -> tuple[cst.BaseExpression, frozenset[Maker]] | None:
+) -> tuple[Expression, frozenset[Maker]] | None:
     """The callee of a call, with its makers; None if Keras checks no arguments of it.
 
     `x.call(...)` skips the check of `__call__`. A layer whose parameters have another
     order in Keras 3 counts all the same, as in `super().call(...)`.
     """
-    func = node.func
-    method = func.attr.value if isinstance(func, cst.Attribute) else ""
-    if isinstance(func, cst.Attribute) and method in {"call", "__call__"}:
-        if isinstance(func.value, cst.Call) and is_name(func.value.func, "super"):
-            owner = script.class_around(node)
-            owners = frozenset(_above(script, owner)) if owner else frozenset[Maker]()
-        else:
-            owners = makers(script, func.value)
-        is_direct = any(o not in _ORDERS for o in owners) and method == "call"
-        return None if is_direct else (func.value, owners)
-    return func, makers(script, func)
+    method, owner = method_of(node), object_of(node)
+    if method not in {"call", "__call__"}:
+        return node.func, makers(script, node.func)
+    owners = makers(script, owner)
+    if isinstance(owner, cst.Call) and is_name(owner.func, "super"):
+        around = script.class_around(node)
+        owners = frozenset(_above(script, around)) if around else frozenset[Maker]()
+    is_direct = any(o not in _ORDERS for o in owners) and method == "call"
+    return None if is_direct else (owner, owners)
 
 
 def _above(script: Script, owner: cst.ClassDef) -> Iterator[Maker]:
@@ -96,7 +98,7 @@ def _above(script: Script, owner: cst.ClassDef) -> Iterator[Maker]:
 def _plan(
     script: Script,
     node: cst.Call,
-    callee: cst.BaseExpression,
+    callee: Expression,
     owners: frozenset[Maker],
 ) -> None:
     if not _is_layer(script, callee, owners):
@@ -113,13 +115,11 @@ def _plan(
         if order and i < len(order) and not arg.star:
             script.argument_names[arg] = order[i].name
         else:
-            script.leave(node, _REASON)
+            script.leave(node, WHY["by_position"])
             return
 
 
-def _is_layer(
-    script: Script, callee: cst.BaseExpression, owners: frozenset[Maker]
-) -> bool:
+def _is_layer(script: Script, callee: Expression, owners: frozenset[Maker]) -> bool:
     """Whether a callee is a layer or a model."""
     if owners != {None}:
         return any(_is_called_by_keras(script, owner) for owner in owners)
@@ -138,16 +138,11 @@ def _is_called_by_keras(script: Script, owner: Maker) -> bool:
     """Whether calls of a maker's objects go through `Layer.__call__`."""
     if not isinstance(owner, cst.ClassDef):
         return owner in _KINDS or (_of_target(owner) is not None if owner else False)
-    methods = (name for c in with_bases(script, owner) for name in _methods(c))
+    methods = (name for c in with_bases(script, owner) for name in methods_of(c))
     return is_class_of(script, owner, _KINDS) and "__call__" not in methods
 
 
-def _methods(owner: cst.ClassDef) -> dict[str, cst.FunctionDef]:
-    found = (each for each in owner.body.body if isinstance(each, cst.FunctionDef))
-    return {each.name.value: each for each in found}
-
-
-def _is_imported_class(script: Script, node: cst.BaseExpression) -> bool:
+def _is_imported_class(script: Script, node: Expression) -> bool:
     name = script.names.imported(node) or ""
     return name.rpartition(".")[2][:1].isupper()
 
@@ -182,7 +177,7 @@ def _order(script: Script, owner: Maker) -> tuple[_Parameter, ...] | None:
     if not isinstance(owner, cst.ClassDef):
         return _of_target(owner) if owner else None
     for each in with_bases(script, owner):
-        if (call := _methods(each).get("call")) is not None:
+        if (call := methods_of(each).get("call")) is not None:
             names = (p.name.value for p in call.params.params[1:])
             return tuple(_Parameter(name) for name in names)
         targets = [t for t in _above(script, each) if isinstance(t, str)]
@@ -191,14 +186,14 @@ def _order(script: Script, owner: Maker) -> tuple[_Parameter, ...] | None:
     return None
 
 
-def _is_tensor(script: Script, node: cst.BaseExpression, depth: int) -> bool | None:
+def _is_tensor(script: Script, node: Expression, depth: int) -> bool | None:
     """Whether an expression is a tensor, or None, which Keras 3 takes as well.
 
     Returns:
         None if that cannot be seen.
     """
     if isinstance(node, cst.Call):
-        is_plain = isinstance(node.func, cst.Name) and node.func.value in _PLAIN
+        is_plain = is_name(node.func, *_PLAIN)
         return not is_plain and script.called(node) not in _SIZES
     if isinstance(node, cst.BaseNumber | cst.BaseString | cst.BooleanOperation):
         return False
@@ -212,7 +207,7 @@ def _is_tensor(script: Script, node: cst.BaseExpression, depth: int) -> bool | N
         is_shape = script.code(node.value).endswith(".shape")
         return False if is_shape or script.called(node.value) in _SIZES else None
     if isinstance(node, cst.List | cst.Tuple):
-        parts = [element.value for element in node.elements]
+        parts = parts_of(node)
     else:
         text = script.code(node).rpartition(".")[2].lstrip("_")
         if text in {"None", "True", "False", *_FLAGS}:

@@ -8,26 +8,29 @@ sight, a note says so.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import libcst as cst
 
-from replicax.migrate.arguments import argument, keyword
-from replicax.migrate.names import dotted, method_of
 from replicax.migrate.origins import returned
-from replicax.migrate.script import Script, Unported, walk
-from replicax.migrate.tables import find_target
+from replicax.migrate.script import Expression, Script, Unported
+from replicax.migrate.tables import WHY, find_target
 from replicax.migrate.tracing import is_traced
+from replicax.migrate.tree import (
+    argument,
+    attr_of,
+    dotted,
+    keyword,
+    method_of,
+    parts_of,
+    text_of,
+    value_of,
+)
 
 __all__ = ["plan_logits"]
 
-_NOTE = (
-    "TensorFlow takes the logits behind these probabilities, Keras on JAX clips them: "
-    "leave the last activation out, pass from_logits=True"
-)
-_LAYERS = {"Activation": 0, "Dense": 1, "Conv2D": None, "Conv1D": None}
-"""Layers with `activation=`, and its position; None if it is always named."""
+_LAYERS = {"Activation": 0, "Dense": 1, "Conv2D": 99, "Conv1D": 99}
+"""Layers with `activation=`, and its position; 99 if it is always named."""
 _MODELS = (
     *("keras.Sequential", "keras.Model"),
     *("keras.models.Sequential", "keras.models.Model"),
@@ -43,14 +46,9 @@ _LOSSES = {
     for name in pair
 }
 _RANKS = (
-    "accuracy",
-    "acc",
-    "SparseCategoricalAccuracy",
-    "CategoricalAccuracy",
-    "SparseTopKCategoricalAccuracy",
-    "TopKCategoricalAccuracy",
-    "sparse_categorical_accuracy",
-    "categorical_accuracy",
+    *("accuracy", "acc", "SparseCategoricalAccuracy", "CategoricalAccuracy"),
+    *("SparseTopKCategoricalAccuracy", "TopKCategoricalAccuracy"),
+    *("sparse_categorical_accuracy", "categorical_accuracy"),
 )
 """Metrics that are equal for logits and their softmax, which keeps the order."""
 _PREDICTING = ("predict", "predict_on_batch")
@@ -73,8 +71,7 @@ class _Loss(NamedTuple):
         return _LOSSES[self.name]
 
 
-@dataclass(eq=False)
-class _Model:
+class _Model(NamedTuple):
     """A model that ends with a softmax or a sigmoid.
 
     Attributes:
@@ -99,33 +96,22 @@ def plan_logits(script: Script) -> None:
             _Port(script, kind, own).plan()
         except Unported:
             for loss in own:
-                script.note(loss.node, _NOTE)
+                script.note(loss.node, WHY["probabilities"])
 
 
 def _losses(script: Script) -> Iterator[_Loss]:
-    for node in walk(script.module):
-        if isinstance(node, cst.Call):
-            name = _name_in(script, node.func, "losses")
-            given = argument(node.args, _FROM_LOGITS.get(name, 0), "from_logits")
-            if name in _LOSSES and (
-                given is None or script.code(given.value) != "True"
-            ):
-                yield _Loss(node, name)
-            text = _string(_compiled_loss(node))
-            if text in _LOSSES:
-                value = _compiled_loss(node)
-                assert isinstance(value, cst.SimpleString)
-                yield _Loss(value, text)
+    for node in script.calls:
+        name = _name_in(script, node.func, "losses")
+        given = value_of(node, _FROM_LOGITS.get(name, 0), "from_logits")
+        if name in _LOSSES and (given is None or script.code(given) != "True"):
+            yield _Loss(node, name)
+        value = _compiled_loss(node)
+        if isinstance(value, cst.SimpleString) and text_of(value) in _LOSSES:
+            yield _Loss(value, text_of(value))
 
 
-def _compiled_loss(node: cst.Call) -> cst.BaseExpression | None:
-    found = argument(node.args, 1, "loss") if method_of(node) == "compile" else None
-    return found.value if found is not None else None
-
-
-def _string(node: cst.CSTNode | None) -> str:
-    is_plain = isinstance(node, cst.SimpleString)
-    return str(node.evaluated_value) if is_plain else ""
+def _compiled_loss(node: cst.Call) -> Expression | None:
+    return value_of(node, 1, "loss") if method_of(node) == "compile" else None
 
 
 def _name_in(script: Script, node: cst.CSTNode, module: str) -> str:
@@ -153,61 +139,52 @@ class _Port:
         """
         if not self._models:
             raise Unported("no model in sight")
-        changes: list[tuple[cst.CSTNode, cst.BaseExpression | None]] = []
+        changes: list[tuple[cst.CSTNode, Expression]] = []
         wrapped: list[cst.Call] = []
         saved: list[cst.Call] = []
         compiled: set[cst.CSTNode] = set()
         for use in self._uses():
-            parent = self._script.parent(use)
-            call = self._script.parent(parent) if parent else None
-            if isinstance(parent, cst.Attribute) and isinstance(call, cst.Call):
-                method = parent.attr.value
-                if method == "compile":
-                    changes += self._metrics(call)
-                    compiled.add(call)
-                elif method in _PREDICTING:
-                    wrapped.append(call)
-                elif method in {"save", "export"}:
-                    saved.append(call)
-                elif method in _UNCLEAR and method_of(call) != "add":
-                    raise Unported(method)
+            parent, call = self._script.parent(use), self._script.method_call(use)
+            method = method_of(call)
+            if method == "compile" and call is not None:
+                changes += self._metrics(call)
+                compiled.add(call)
+            elif method in _PREDICTING and call is not None:
+                wrapped.append(call)
+            elif method in {"save", "export"} and call is not None:
+                saved.append(call)
+            elif method in _UNCLEAR and method != "add":
+                raise Unported(method)
             elif isinstance(parent, cst.Call) and parent.func is use:
                 wrapped += self._called(parent)
-            elif not self._is_harmless(use, parent):
+            elif call is None and not self._is_harmless(use, parent):
                 raise Unported("used in other ways")
         self._require_own(compiled)
         self._apply(changes, wrapped, saved)
 
-    def _uses(self) -> Iterator[cst.BaseExpression]:
+    def _uses(self) -> Iterator[Expression]:
         made = {model.made for model in self._models}
-        for node in walk(self._script.module):
-            if isinstance(node, cst.Name | cst.Attribute):
-                found = _origins(self._script, node, set())
-                if found & made:
-                    if found - made:
-                        raise Unported("one of several models")
-                    yield node
+        for node in self._script.nodes(cst.Name, cst.Attribute):
+            found = _origins(self._script, node, set())
+            if found & made:
+                if found - made:
+                    raise Unported("one of several models")
+                yield node
 
-    def _metrics(
-        self, call: cst.Call
-    ) -> Iterator[tuple[cst.CSTNode, cst.BaseExpression | None]]:
+    def _metrics(self, call: cst.Call) -> Iterator[tuple[cst.CSTNode, Expression]]:
         """The metrics of a `compile` call that change, each with its replacement."""
-        given = argument(call.args, 3, "metrics") or argument(call.args, 9, "metrics")
-        if given is None:
-            return
-        if not isinstance(given.value, cst.List):
+        given = value_of(call, 3, "metrics") or value_of(call, 9, "metrics")
+        if given is not None and not isinstance(given, cst.List):
             raise Unported("metrics are not a list")
-        for element in given.value.elements:
-            node = element.value
-            name = _string(node)
+        for node in parts_of(given):
+            name = text_of(node)
             if isinstance(node, cst.Call):
                 name = _name_in(self._script, node.func, "metrics")
             if self._kind == "softmax" and name in _RANKS:
                 continue
             if self._kind == "sigmoid" and name in {"accuracy", "acc"}:
-                made = self._script.expression("keras.metrics.BinaryAccuracy")
-                args = [keyword("name", node), keyword("threshold", cst.Integer("0"))]
-                yield node, cst.Call(made, args)
+                text = "keras.metrics.BinaryAccuracy(name={name}, threshold=0)"
+                yield node, self._script.template(text, name=node)
             else:
                 raise Unported("a metric of probabilities")
 
@@ -220,7 +197,7 @@ class _Port:
         uses = [use for d in found if d is not None for use in script.flow.uses(d)]
         uses = uses or [call]
         is_inner = [self._takes_logits(use) for use in uses]
-        if uses and all(is_inner):
+        if all(is_inner):
             return []
         if any(is_inner) or is_traced(script, call) or any(map(self._leaves, uses)):
             raise Unported("its result is used in several ways")
@@ -238,24 +215,19 @@ class _Port:
         call = self._script.call_with(node)
         if call is None:
             return False
-        func: cst.BaseExpression = call.func
-        if isinstance(func, cst.Attribute) and func.attr.value in {
-            "update_state",
-            "call",
-        }:
-            func = func.value
-        if any(loss.node is call for loss in self._losses):
-            return True
-        for made in _origins(self._script, func, set()) or {func}:
-            maker = made.func if isinstance(made, cst.Call) else made
-            if any(loss.node is made for loss in self._losses):
-                continue
-            if self._kind == "softmax" and (
-                _name_in(self._script, maker, "metrics") in _RANKS
-            ):
-                continue
-            return False
-        return True
+        func: Expression = call.func
+        if attr_of(func) in {"update_state", "call"}:
+            func = func.value  # type: ignore[attr-defined]
+        losses = [loss.node for loss in self._losses]
+        makers = _origins(self._script, func, set()) or {func}
+        return call in losses or all(
+            made in losses or self._is_rank(made) for made in makers
+        )
+
+    def _is_rank(self, made: Expression) -> bool:
+        maker = made.func if isinstance(made, cst.Call) else made
+        name = _name_in(self._script, maker, "metrics")
+        return self._kind == "softmax" and name in _RANKS
 
     def _is_harmless(self, use: cst.CSTNode, parent: cst.CSTNode | None) -> bool:
         if isinstance(parent, cst.Attribute):
@@ -265,9 +237,8 @@ class _Port:
         call = self._script.call_with(use)
         if call is None:
             return False
-        name = dotted(call.func) or ""
         is_checkpoint = self._script.called(call) == "train.Checkpoint"
-        return is_checkpoint or bool(self._script.functions(name))
+        return is_checkpoint or bool(self._script.functions(dotted(call.func) or ""))
 
     def _require_own(self, compiled: set[cst.CSTNode]) -> None:
         """Raise `Unported` unless all losses are of these models."""
@@ -275,17 +246,15 @@ class _Port:
         own = {model.made for model in self._models}
         others = [n for n in script.calls if _is_model(script, n) and n not in own]
         for loss in self._losses:
-            inside = [
-                parent
-                for parent in script.parents(loss.node)
-                if isinstance(parent, cst.Call) and _compiled_loss(parent) is not None
-            ]
-            if (others and not inside) or not set(inside) <= compiled:
+            around = script.parents(loss.node)
+            calls = (parent for parent in around if isinstance(parent, cst.Call))
+            inside = {call for call in calls if _compiled_loss(call) is not None}
+            if (others and not inside) or not inside <= compiled:
                 raise Unported("a loss that may be of another model")
 
     def _apply(
         self,
-        changes: list[tuple[cst.CSTNode, cst.BaseExpression | None]],
+        changes: list[tuple[cst.CSTNode, Expression]],
         wrapped: list[cst.Call],
         saved: list[cst.Call],
     ) -> None:
@@ -301,11 +270,7 @@ class _Port:
         for call in saved:
             script.note(call, f"the saved model gives logits now, without {self._kind}")
         for model in self._models:
-            script.note(
-                model.last,
-                f"{self._kind} is taken out and the loss gets from_logits=True, which "
-                "is what TensorFlow computes; the model gives logits",
-            )
+            script.note(model.last, WHY["activation_gone"].format(kind=self._kind))
 
 
 def _models(script: Script) -> Iterator[_Model]:
@@ -324,36 +289,20 @@ def _is_model(script: Script, node: cst.Call) -> bool:
 
 def _last_layer(script: Script, made: cst.Call) -> cst.Call | None:
     if script.called(made).endswith("Sequential"):
-        layers = argument(made.args, 0, "layers")
-        if layers is None or not _elements(layers.value):
-            return _last_added(script, made)
-        found = _elements(layers.value)[-1].value
-        return found if isinstance(found, cst.Call) else None
-    outputs = argument(made.args, 1, "outputs")
-    value = script.flow.value(outputs.value) if outputs else None
-    inner = value.func if isinstance(value, cst.Call) else None
-    return inner if isinstance(inner, cst.Call) else None
+        layers = parts_of(value_of(made, 0, "layers"))
+        found = layers[-1] if layers else _last_added(script, made)
+    else:
+        outputs = value_of(made, 1, "outputs")
+        value = script.flow.value(outputs) if outputs else None
+        found = value.func if isinstance(value, cst.Call) else None
+    return found if isinstance(found, cst.Call) else None
 
 
-def _elements(node: cst.BaseExpression) -> list[cst.BaseElement]:
-    return list(node.elements) if isinstance(node, cst.List | cst.Tuple) else []
-
-
-def _last_added(script: Script, made: cst.Call) -> cst.Call | None:
+def _last_added(script: Script, made: cst.Call) -> Expression | None:
     """The layer that the last `model.add(...)` in the text adds."""
-    assign = script.parent(made)
-    if not isinstance(assign, cst.Assign):
-        return None
-    definition = script.flow.defined(assign.targets[0].target)
-    added = []
-    for use in script.flow.uses(definition) if definition else ():
-        parent = script.parent(use)
-        call = script.parent(parent) if parent else None
-        is_add = isinstance(parent, cst.Attribute) and parent.attr.value == "add"
-        if is_add and isinstance(call, cst.Call) and call.args:
-            added.append(call.args[0].value)
-    last = max(added, key=script.line, default=None)
-    return last if isinstance(last, cst.Call) else None
+    calls = [script.method_call(use) for use in script.uses_of(made)]
+    added = [c.args[0].value for c in calls if c and method_of(c) == "add" and c.args]
+    return max(added, key=script.line, default=None)
 
 
 def _activation(script: Script, layer: cst.Call) -> str | None:
@@ -362,15 +311,10 @@ def _activation(script: Script, layer: cst.Call) -> str | None:
         return "softmax"
     if name not in _LAYERS:
         return None
-    given = argument(layer.args, _LAYERS[name] or 99, "activation")
-    if name == "Activation":
-        given = argument(layer.args, 0, "activation")
+    given = value_of(layer, _LAYERS[name], "activation")
     if given is None:
         return None
-    text = (
-        _string(given.value)
-        or (script.names.path(given.value) or "").rpartition(".")[2]
-    )
+    text = text_of(given) or (script.names.path(given) or "").rpartition(".")[2]
     return text if text in {"softmax", "sigmoid"} else None
 
 
@@ -380,10 +324,9 @@ def _take_activation(script: Script, model: _Model) -> None:
     if name in {"Activation", "Softmax"}:
         parent = script.parent(layer)
         around = script.parent(parent) if parent is not None else None
-        given = argument(layer.args, 0, "activation")
+        given = value_of(layer, 0, "activation")
         if given is not None and len(layer.args) > 1:  # A dtype or a name.
-            linear = script.string("linear")
-            script.replacements[given.value] = lambda updated: linear
+            script.replacements[given] = lambda updated: script.string("linear")
         elif isinstance(around, cst.List | cst.Tuple):
             script.replacements[around] = _without_last
         elif isinstance(parent, cst.Call):  # `Activation("softmax")(x)`.
@@ -391,7 +334,7 @@ def _take_activation(script: Script, model: _Model) -> None:
         else:
             script.take_out(script.statement_of(layer))
         return
-    given = argument(layer.args, _LAYERS[name] or 99, "activation")
+    given = argument(layer.args, _LAYERS[name], "activation")
     if given is not None:
         script.frozen.add(given)
         script.dropped_arguments.add(given)
@@ -405,23 +348,22 @@ def _without_last(updated: cst.List) -> cst.List:
 
 def _with_logits(script: Script, loss: _Loss) -> None:
     if isinstance(loss.node, cst.SimpleString):
-        made = script.expression(f"keras.losses.{_CLASSES[loss.name]}")
-        value = cst.Call(made, [keyword("from_logits", cst.Name("True"))])
-        script.replacements[loss.node] = lambda updated: value
+        text = f"keras.losses.{_CLASSES[loss.name]}(from_logits=True)"
+        script.replacements[loss.node] = lambda updated: script.template(text)
         return
-    given = argument(loss.node.args, _FROM_LOGITS[loss.name], "from_logits")
+    given = value_of(loss.node, _FROM_LOGITS[loss.name], "from_logits")
     if given is not None:
-        script.replacements[given.value] = lambda updated: cst.Name("True")
+        script.replacements[given] = lambda updated: cst.Name("True")
     else:
         extra = keyword("from_logits", cst.Name("True"))
         script.extra_arguments[loss.node] = extra
 
 
 def _origins(
-    script: Script, node: cst.BaseExpression, seen: set[cst.CSTNode]
-) -> set[cst.BaseExpression]:
+    script: Script, node: Expression, seen: set[cst.CSTNode]
+) -> set[Expression]:
     """The expressions that a variable may stand for, followed through functions."""
-    found: set[cst.BaseExpression] = set()
+    found: set[Expression] = set()
     for definition in script.flow.reaching(node):
         for value in definition.values:
             if value in seen:

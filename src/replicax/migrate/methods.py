@@ -1,84 +1,57 @@
-"""Ports methods and attributes of objects by rewrite rules.
-
-The rules here are those for strategies, tensors and iterators; `keras_methods` and
-`members` have those for Keras' objects.
-"""
+"""Rules for methods of strategies, iterators, checkpoints and Keras' objects."""
 
 import libcst as cst
-from libcst import Attribute, Call
 
-from replicax.migrate import keras_methods, members
-from replicax.migrate.arguments import argument, call_of, keyword
-from replicax.migrate.names import method_of, root_of
-from replicax.migrate.script import Expression, MethodRule, Script, Unported
-from replicax.migrate.tables import LEFT_METHODS, RENAMED_METHODS
+from replicax.migrate import members
+from replicax.migrate.files import (
+    MODELS,
+    WEIGHTS,
+    latest_checkpoint,
+    newest_weights,
+    plan_folder,
+    report_path,
+)
+from replicax.migrate.kinds import is_kind, makers
+from replicax.migrate.origins import with_bases
+from replicax.migrate.rules import CallSite, Rule, with_keywords, written
+from replicax.migrate.script import Expression, Script, Unported
+from replicax.migrate.tables import (
+    ARGUMENTS,
+    LEFT_METHODS,
+    RENAMED_METHODS,
+    WHY,
+    WRITTEN_METHODS,
+)
+from replicax.migrate.tracing import class_of, foreign_bases, makes_spec
+from replicax.migrate.tree import (
+    attr_of,
+    is_name,
+    is_named,
+    keyword,
+    method_of,
+    parts_of,
+    renamed,
+    root_of,
+)
 
-__all__ = ["attribute", "call"]
-
-
-def attribute(
-    script: Script, node: cst.Attribute, updated: cst.Attribute
-) -> cst.BaseExpression:
-    """Port an attribute of an object; `updated` where no rule is for it."""
-    name = node.attr.value
-    member = members.attribute(script, node, updated)
-    if member is not updated:
-        return member
-    inner = updated.value
-    of_shape = isinstance(inner, cst.Attribute) and inner.attr.value == "shape"
-    if name in {"rank", "ndims"} and isinstance(inner, cst.Attribute) and of_shape:
-        return cst.Attribute(inner.value, cst.Name("ndim"))
-    if name == "value" and _is_dimension(inner):
-        return inner
-    if name == "metrics_names":
-        raise Unported(
-            "metrics_names of Keras 3 does not name what evaluate returns: use "
-            "evaluate(..., return_dict=True)"
-        )
-    if name == "output_shape" and "layers" in script.code(node.value):
-        output = updated.with_changes(attr=cst.Name("output"))
-        return cst.Attribute(output, cst.Name("shape"))
-    if name == "extended" and "strategy" in script.code(node.value).lower():
-        if _is_replica_call(script, node):
-            return updated.value
-        raise Unported("there is no strategy.extended: use the strategy's methods")
-    return updated
+__all__ = ["plan_resets", "ported_method"]
 
 
-def _is_dimension(node: cst.BaseExpression) -> bool:
-    """Whether a node is `x.shape[i]`, whose number was its `value` in TensorFlow 1."""
-    return (
-        isinstance(node, cst.Subscript)
-        and isinstance(node.value, cst.Attribute)
-        and node.value.attr.value == "shape"
-    )
+def ported_method(site: CallSite) -> Expression:
+    """Port a call of a method; the call itself where no rule is for it.
 
-
-def _is_replica_call(script: Script, node: cst.Attribute) -> bool:
-    parent = script.parent(node)
-    return isinstance(parent, cst.Attribute) and (
-        parent.attr.value == "call_for_each_replica"
-    )
-
-
-def call(script: Script, node: Call, updated: Call, path: str | None) -> Expression:
-    """Port a call of a method; `updated` where no rule is for it."""
-    func = updated.func
-    if path is not None or not isinstance(func, cst.Attribute):
-        return updated
-    name = func.attr.value
-    if _is_of_module(script, node):
-        return updated
+    Raises:
+        Unported: If it must stay as it is.
+    """
+    name = site.method
+    if not name or _is_of_module(site.script, site.node):
+        return site.updated
     if name in LEFT_METHODS:
         raise Unported(f".{name}: {LEFT_METHODS[name]}")
     if name in RENAMED_METHODS:
-        return updated.with_changes(
-            func=func.with_changes(attr=cst.Name(RENAMED_METHODS[name]))
-        )
-    if name in {"lr", "learning_rate"}:
-        return members.rate(script, node, updated)
+        return site.as_method(RENAMED_METHODS[name])
     rule = _METHODS.get(name)
-    return rule(script, node, updated, func) if rule else updated
+    return rule(site) if rule else site.updated
 
 
 def _is_of_module(script: Script, node: cst.Call) -> bool:
@@ -88,134 +61,301 @@ def _is_of_module(script: Script, node: cst.Call) -> bool:
     return name is not None and "." not in name
 
 
-def _numpy(script: Script, node: Call, updated: Call, func: Attribute) -> Expression:
-    if updated.args:
-        return updated
-    if script.runs_on_host(node):
-        return func.value
-    convert = script.expression("keras.ops.convert_to_numpy")
-    return call_of(convert, _unparenthesized(func.value))
+# Tensors, iterators and strategies.
 
 
-def _unparenthesized(node: cst.BaseExpression) -> cst.BaseExpression:
-    if isinstance(node, cst.GeneratorExp):
-        return node
-    return node.with_changes(lpar=[], rpar=[])
+def _numpy(site: CallSite) -> Expression:
+    if site.updated.args:
+        return site.updated
+    value = site.receiver
+    if site.script.runs_on_host(site.node):
+        return value
+    if not isinstance(value, cst.GeneratorExp):
+        value = value.with_changes(lpar=[], rpar=[])
+    return site.make("keras.ops.convert_to_numpy({x})", x=value)
 
 
-def _attribute(name: str) -> MethodRule:
+def _attribute(name: str) -> Rule:
     """Make the rule for a method without arguments that becomes an attribute."""
 
-    def rule(script: Script, node: Call, updated: Call, func: Attribute) -> Expression:
-        return updated if updated.args else func.with_changes(attr=cst.Name(name))
+    def rule(site: CallSite) -> Expression:
+        func = site.as_method(name).func
+        return site.updated if site.updated.args else func
 
     return rule
 
 
-def _as_list(script: Script, node: Call, updated: Call, func: Attribute) -> Expression:
-    is_shape = (
-        isinstance(func.value, cst.Attribute) and func.value.attr.value == "shape"
+def _next(site: CallSite) -> Expression:
+    return (
+        site.updated if site.updated.args else site.make("next({x})", x=site.receiver)
     )
-    if updated.args or not is_shape:
-        return updated
-    return call_of(cst.Name("list"), func.value)
 
 
-def _next(script: Script, node: Call, updated: Call, func: Attribute) -> Expression:
-    if updated.args:
-        return updated
-    return call_of(cst.Name("next"), func.value)
+def _as_list(site: CallSite) -> Expression:
+    is_shape = attr_of(site.receiver) == "shape" and not site.updated.args
+    return site.make("list({x})", x=site.receiver) if is_shape else site.updated
 
 
-def _next_or_none(
-    script: Script, node: Call, updated: Call, func: Attribute
-) -> Expression:
-    args = [cst.Arg(func.value), cst.Arg(cst.Name("None"))]
-    return cst.Call(func=cst.Name("next"), args=args)
+def _of_optional(text: str) -> Rule:
+    """Make the rule for a method of a result of `get_next_as_optional`."""
+
+    def rule(site: CallSite) -> Expression:
+        value = site.owner
+        made = site.script.flow.value(value) if isinstance(value, cst.Name) else value
+        is_optional = method_of(made) == "get_next_as_optional"
+        if site.updated.args or not is_optional:
+            return site.updated
+        return site.make(text, x=site.receiver)
+
+    return rule
 
 
-def _has_value(
-    script: Script, node: Call, updated: Call, func: Attribute
-) -> Expression:
-    if updated.args or not _is_optional(script, node):
-        return updated
-    is_not = cst.ComparisonTarget(cst.IsNot(), cst.Name("None"))
-    left, right = [cst.LeftParen()], [cst.RightParen()]
-    return cst.Comparison(func.value, [is_not], lpar=left, rpar=right)
-
-
-def _get_value(
-    script: Script, node: Call, updated: Call, func: Attribute
-) -> Expression:
-    if updated.args or not _is_optional(script, node):
-        return updated
-    return func.value
-
-
-def _is_optional(script: Script, node: cst.Call) -> bool:
-    """Whether a method is called on a result of `get_next_as_optional`."""
-    assert isinstance(node.func, cst.Attribute)
-    value = node.func.value
-    made = script.flow.value(value) if isinstance(value, cst.Name) else value
-    return method_of(made) == "get_next_as_optional"
-
-
-def _iter(script: Script, node: Call, updated: Call, func: Attribute) -> Expression:
-    return call_of(cst.Name("iter"), func.value)
-
-
-def _set_shape(
-    script: Script, node: Call, updated: Call, func: Attribute
-) -> Expression:
+def _set_shape(site: CallSite) -> Expression:
     """Refuse what is no statement of its own; such statements are taken out."""
-    if script.functions("set_shape"):
-        return updated
+    if site.script.functions("set_shape"):
+        return site.updated
     raise Unported(".set_shape: arrays have their shapes: remove it")
 
 
-def _experimental_run(
-    script: Script, node: Call, updated: Call, func: Attribute
-) -> Expression:
+def _experimental_run(site: CallSite) -> Expression:
     """Port `strategy.experimental_run(step, iterator)`, the oldest form of `run`."""
-    step = argument(updated.args, 0, "fn")
-    iterator = argument(updated.args, 1, "input_iterator")
+    step, iterator = site.ported(0, "fn"), site.ported(1, "input_iterator")
     if step is None:
         raise Unported("experimental_run without a function: use strategy.run")
-    args = [cst.Arg(step.value)]
+    args = [cst.Arg(step)]
     if iterator is not None:
-        batch = call_of(cst.Name("next"), iterator.value)
-        args.append(keyword("args", cst.parse_expression(f"({script.code(batch)},)")))
-    return updated.with_changes(func=func.with_changes(attr=cst.Name("run")), args=args)
+        args.append(keyword("args", site.make("(next({x}),)", x=iterator)))
+    return site.as_method("run", args)
 
 
-def _dataset_iterator(
-    script: Script, node: Call, updated: Call, func: Attribute
-) -> Expression:
-    name = {
-        "make_dataset_iterator": "experimental_distribute_dataset",
-        "make_input_fn_iterator": "distribute_datasets_from_function",
-    }[func.attr.value]
-    made = updated.with_changes(func=func.with_changes(attr=cst.Name(name)))
-    return call_of(cst.Name("iter"), made)
+def _dataset_iterator(name: str) -> Rule:
+    return lambda site: site.make("iter({x})", x=site.as_method(name))
 
 
-_METHODS: dict[str, MethodRule] = {
+# Keras' objects.
+
+_WITH_RESET = ("keras.metrics.", "metrics.", "keras.layers.")
+
+
+def plan_resets(script: Script) -> None:
+    """Plan `reset_state` for `reset_states` of metrics and layers of the script.
+
+    Keras 3 calls no other; calls of it in the script are renamed, too.
+    """
+    known = {class_of(script, each) for each in script.functions("reset_state")}
+    for function in script.functions("reset_states"):
+        owner = class_of(script, function)
+        if owner is None or owner in known:
+            continue
+        paths = [script.names.path(base) for base in foreign_bases(script, owner)]
+        if any(path and path.startswith(_WITH_RESET) for path in paths):
+            script.replacements[function.name] = lambda _: cst.Name("reset_state")
+
+
+def _with_keywords(table: str) -> Rule:
+    """Make the rule for a method whose keywords alone have changed."""
+    return lambda site: site.with_args(with_keywords(site, table))
+
+
+def _compiled(site: CallSite) -> Expression:
+    """Port `model.compile(...)`: drop or rename arguments that Keras 3 lacks."""
+    args = with_keywords(site, "compile")
+    positional = [arg for arg in site.updated.args if not (arg.keyword or arg.star)]
+    if len(positional) > len(ARGUMENTS["compile"]):
+        raise Unported("compile: name its arguments, Keras 3 has another order")
+    # Keras 3 has the weights of losses third.
+    names = dict(zip(positional[2:], ARGUMENTS["compile"][2:], strict=False))
+    return site.with_args(renamed(a, names[a]) if a in names else a for a in args)
+
+
+def _fitted(site: CallSite) -> Expression:
+    """Port `fit`, `evaluate`, `predict` and their `_generator` forms to Keras 3."""
+    parameters = ARGUMENTS.get(site.method, ())
+    args = list(site.updated.args)
+    for i, arg in enumerate(args):
+        if parameters and arg.keyword is None and i > 0:
+            if arg.star or i >= len(parameters):
+                raise Unported(f"{site.method}: name its arguments")
+            args[i] = renamed(arg, parameters[i])
+    named = CallSite(site.script, site.node, site.with_args(args))
+    made = named.with_args(with_keywords(named, "fit"))
+    name = site.method.removesuffix("_generator")
+    if name == site.method:
+        return made
+    return CallSite(site.script, site.node, made).as_method(name)
+
+
+def _save(site: CallSite) -> Expression:
+    is_named = "model" in site.script.code(site.receiver).lower()
+    if not (is_named or is_kind(site.script, site.owner, "model")):
+        return site.with_args(with_keywords(site, "checkpoint"))
+    return _written(site, MODELS, "save")
+
+
+def _save_weights(site: CallSite) -> Expression:
+    return _written(site, WEIGHTS, "save_weights")
+
+
+def _written(site: CallSite, endings: tuple[str, ...], table: str) -> Expression:
+    """Port `model.save(...)`: drop `save_format=`, which the file's suffix decides."""
+    report_path(site.script, site.node, endings)
+    plan_folder(site.script, site.node, site.updated)
+    return site.with_args(with_keywords(site, table))
+
+
+def _load_weights(site: CallSite) -> Expression:
+    script, path = site.script, site.given(0, "filepath")
+    latest = latest_checkpoint(script, path) if path is not None else None
+    if latest is not None and not newest_weights(script, latest):
+        script.leave(site.node, WHY["latest_checkpoint"])
+    report_path(script, site.node, (*WEIGHTS, *MODELS), is_read=True)
+    return site.updated
+
+
+def _build(site: CallSite) -> Expression:
+    """Port `build` of a subclassed model, a no-op in Keras 3, to a call with zeros."""
+    script = site.script
+    made = makers(script, site.owner)
+    owners = with_bases(script, *(m for m in made if isinstance(m, cst.ClassDef)))
+    is_own = any(class_of(script, f) in owners for f in script.functions("build"))
+    if not owners or is_own or not is_kind(script, site.owner, "model"):
+        return site.updated
+    given = site.given(0, "input_shape")
+    shape = script.flow.resolved(given) if given else None
+    first, *sizes = [script.code(part) for part in parts_of(shape)] or ["", "None"]
+    if "None" in sizes:
+        raise Unported(WHY["build"])
+    numbers = ", ".join(["1" if first == "None" else first, *sizes])
+    numbers += "" if sizes else ","
+    return site.make(f"{{x}}(keras.ops.zeros(({numbers})))", x=site.receiver)
+
+
+def _add_weight(site: CallSite) -> Expression:
+    """Name the arguments of `add_weight`, where the shape comes first in Keras 3."""
+    names = ["name", "shape", "dtype", "initializer"]
+    args = site.updated.args
+    given = [a for a in args if a.keyword is None]
+    is_old = site.method == "add_variable" or any(is_named(a, "shape") for a in args)
+    texts = (cst.SimpleString, cst.FormattedString)
+    if not is_old and not (given and isinstance(given[0].value, texts)):
+        return site.updated
+    if len(given) > len(names) or any(arg.star for arg in args):
+        raise Unported("add_weight: name its arguments")
+    return site.as_method(
+        "add_weight",
+        [a if a.keyword else renamed(a, names[i]) for i, a in enumerate(args)],
+    )
+
+
+def _adapt(site: CallSite) -> Expression:
+    made = site.script.flow.value(site.owner)
+    if site.script.called(made).endswith(".Discretization"):
+        raise Unported(WHY["discretization"])
+    return site.updated
+
+
+def _initial_state(site: CallSite) -> Expression:
+    """Port `rnn.get_initial_state(x)`, which takes `batch_size=` in Keras 3."""
+    inputs, args = site.ported(0, "inputs"), site.updated.args
+    if inputs is None or len(args) > 1 or site.script.functions(site.method):
+        return site.updated
+    size = site.make("keras.ops.shape({x})[0]", x=inputs)
+    return site.updated.with_changes(args=[keyword("batch_size", size)])
+
+
+def _constructor(site: CallSite) -> Expression:
+    """Port `super().__init__(self)`, which Keras 3 refuses, to `super().__init__()`."""
+    args, owner = site.updated.args, site.receiver
+    is_super = isinstance(owner, cst.Call) and is_name(owner.func, "super")
+    has_self = len(args) == 1 and is_name(args[0].value, "self")
+    return site.updated.with_changes(args=[]) if is_super and has_self else site.updated
+
+
+def _update_state(site: CallSite) -> Expression:
+    """Port `self.compiled_metrics.update_state(...)` to `self.compute_metrics(...)`."""
+    if not site.script.code(site.receiver).endswith("compiled_metrics"):
+        return site.updated
+    is_alone = isinstance(site.script.parent(site.node), cst.Expr)
+    if not isinstance(site.receiver, cst.Attribute) or not is_alone:
+        raise Unported(WHY["compiled_metrics"])
+    func = cst.Attribute(site.receiver.value, cst.Name("compute_metrics"))
+    args = with_keywords(site, "update_state")
+    x = cst.Arg(cst.Name("None"))
+    if not args or args[0].keyword:
+        x = renamed(x, "x")
+    return site.updated.with_changes(func=func, args=[x, *args])
+
+
+def _apply_gradients(site: CallSite) -> Expression:
+    function = site.script.function_of(site.node)
+    is_counted = function is not None and makes_spec(site.script, function)
+    if not is_counted and any(is_named(a, "global_step") for a in site.node.args):
+        raise Unported("apply_gradients counts optimizer.iterations itself")
+    return site.with_args(with_keywords(site, "apply_gradients"))
+
+
+def _minimize(site: CallSite) -> Expression:
+    code = site.script.code
+    is_named = "opt" in code(site.receiver) or "optimizer" in code(site.node).lower()
+    if not is_named:
+        return site.updated
+    raise Unported(WHY["minimize"])
+
+
+def _unscaled(site: CallSite) -> Expression:
+    gradients = site.ported(0, "grads")
+    if gradients is None:
+        raise Unported("get_unscaled_gradients: `apply_gradients` of Keras 3 does it")
+    site.note("gradients are unscaled by `apply_gradients`, after clipping")
+    return gradients
+
+
+_checkpoint = _with_keywords("checkpoint")
+_on_batch = _with_keywords("train_on_batch")
+
+_METHODS: dict[str, Rule] = {
+    **{name: written(text) for name, text in WRITTEN_METHODS.items()},
     "numpy": _numpy,
     "get_shape": _attribute("shape"),
     "read_value": _attribute("value"),
     "as_list": _as_list,
     "get_next": _next,
-    "get_next_as_optional": _next_or_none,
-    "has_value": _has_value,
-    "get_value": _get_value,
-    "make_initializable_iterator": _iter,
-    "make_one_shot_iterator": _iter,
+    "has_value": _of_optional("({x} is not None)"),
+    "get_value": _of_optional("{x}"),
     "experimental_run": _experimental_run,
-    "make_dataset_iterator": _dataset_iterator,
-    "make_input_fn_iterator": _dataset_iterator,
-    **keras_methods.RULES,
-    "reset_states": members.reset,
+    "make_dataset_iterator": _dataset_iterator("experimental_distribute_dataset"),
+    "make_input_fn_iterator": _dataset_iterator("distribute_datasets_from_function"),
     "set_shape": _set_shape,
+    "compile": _compiled,
+    "fit": _fitted,
+    "fit_generator": _fitted,
+    "evaluate": _fitted,
+    "evaluate_generator": _fitted,
+    "predict": _fitted,
+    "predict_generator": _fitted,
+    "save": _save,
+    "restore": _checkpoint,
+    "write": _checkpoint,
+    "read": _checkpoint,
+    "save_weights": _save_weights,
+    "train_on_batch": _on_batch,
+    "test_on_batch": _on_batch,
+    "load_weights": _load_weights,
+    "add_loss": _with_keywords("add_loss"),
+    "add_weight": _add_weight,
+    "add_variable": _add_weight,
+    "adapt": _adapt,
+    "get_initial_state": _initial_state,
+    "__init__": _constructor,
+    "build": _build,
+    "update_state": _update_state,
+    "apply_gradients": _apply_gradients,
+    "minimize": _minimize,
+    "get_unscaled_gradients": _unscaled,
+    "reset_states": members.reset,
     "update": members.updated_logs,
     "variables": members.variables,
+    "lr": members.rate,
+    "learning_rate": members.rate,
 }
+"""Rules by the name of the method."""

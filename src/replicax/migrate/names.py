@@ -1,7 +1,5 @@
 """Resolves the names of a script to paths in TensorFlow, through its imports."""
 
-from collections.abc import Iterable, Sequence
-
 import libcst as cst
 from libcst.metadata import (
     GlobalScope,
@@ -13,45 +11,11 @@ from libcst.metadata import (
 )
 
 from replicax.migrate.tables import NEED_TENSORFLOW, OLD_PREFIXES, find_target
+from replicax.migrate.tree import dotted, find, module_of, root_of
 
-__all__ = [
-    "Names",
-    "dotted",
-    "import_alias",
-    "import_names",
-    "is_name",
-    "method_of",
-    "module_of",
-    "path_in_tensorflow",
-    "root_of",
-    "used_names",
-]
+__all__ = ["Names", "path_in_tensorflow"]
 
 _ROOTS = ("tensorflow", "tensorflow_core", "tf_keras", "keras")
-
-
-def dotted(node: cst.CSTNode | None) -> str | None:
-    """The text of a dotted name such as `a.b.c`; None for other expressions."""
-    parts: list[str] = []
-    while isinstance(node, cst.Attribute):
-        parts.append(node.attr.value)
-        node = node.value
-    if not isinstance(node, cst.Name):
-        return None
-    return ".".join([node.value, *reversed(parts)])
-
-
-def method_of(node: cst.CSTNode | None) -> str:
-    """The name of the method that a node calls; else `""`."""
-    func = node.func if isinstance(node, cst.Call) else None
-    return func.attr.value if isinstance(func, cst.Attribute) else ""
-
-
-def root_of(node: cst.CSTNode) -> cst.Name | None:
-    """The name that a dotted name such as `a.b.c` begins with."""
-    while isinstance(node, cst.Attribute):
-        node = node.value
-    return node if isinstance(node, cst.Name) else None
 
 
 def path_in_tensorflow(name: str) -> str | None:
@@ -176,90 +140,24 @@ class Names:
     def _find_aliases(self) -> dict[str, str]:
         """Find the aliases at the top level, such as `layers = tf.keras.layers`."""
         aliases = {}
-        for target, value in _assignments(self.module.body):
-            assigned = self._globals[target] if self._globals else ()
-            if len(list(assigned)) == 1 and not any(
-                isinstance(a, ImportAssignment) for a in assigned
-            ):
-                path = self.path(value)
-                if path:
-                    aliases[target] = path
+        for line in self.module.body:
+            for small in line.body if isinstance(line, cst.SimpleStatementLine) else ():
+                if not isinstance(small, cst.Assign) or len(small.targets) != 1:
+                    continue
+                name, path = dotted(small.targets[0].target), self.path(small.value)
+                if path and name and self._is_bound_once(name):
+                    aliases[name] = path
         return aliases
 
-
-def _assignments(
-    statements: Sequence[cst.CSTNode],
-) -> list[tuple[str, cst.BaseExpression]]:
-    found = []
-    for line in statements:
-        for small in line.body if isinstance(line, cst.SimpleStatementLine) else ():
-            if isinstance(small, cst.Assign) and len(small.targets) == 1:
-                target = small.targets[0].target
-                if isinstance(target, cst.Name):
-                    found.append((target.value, small.value))
-    return found
+    def _is_bound_once(self, name: str) -> bool:
+        found = list(self._globals[name] if self._globals else ())
+        return len(found) == 1 and not isinstance(found[0], ImportAssignment)
 
 
 def _star_modules(module: cst.Module) -> list[str]:
     """The modules whose names a script imports with `*`, in the order of the text."""
-    found: list[str] = []
-    pending: list[cst.CSTNode] = [module]
-    while pending:
-        node = pending.pop()
-        if isinstance(node, cst.ImportFrom):
-            is_star = isinstance(node.names, cst.ImportStar)
-            found += [f"{'.' * len(node.relative)}{module_of(node)}"] if is_star else []
-        elif not isinstance(node, cst.BaseExpression):
-            pending += reversed(node.children)
-    return found
-
-
-def used_names(module: cst.CSTNode) -> set[str]:
-    """The names that a module reads, roughly: all but those of imports."""
-    found: set[str] = set()
-    pending: list[cst.CSTNode] = [module]
-    while pending:
-        node = pending.pop()
-        if isinstance(node, (cst.Import, cst.ImportFrom)):
-            continue
-        if isinstance(node, (cst.Attribute, cst.Arg)):
-            pending.append(node.value)
-        elif isinstance(node, cst.Name):
-            found.add(node.value)
-        else:
-            pending += node.children
-    return found
-
-
-def import_names(node: cst.Import | cst.ImportFrom) -> Iterable[tuple[str, str]]:
-    """Pairs of local name and full name that an import binds; of a star, the module."""
-    if isinstance(node, cst.Import):
-        for alias in node.names:
-            name = alias.evaluated_name
-            yield (alias.evaluated_alias or name.partition(".")[0], name)
-    elif node.module is not None and not node.relative:
-        module = module_of(node)
-        if isinstance(node.names, cst.ImportStar):
-            yield ("*", module)
-        else:
-            for alias in node.names:
-                local = alias.evaluated_alias or alias.evaluated_name
-                yield (local, f"{module}.{alias.evaluated_name}")
-
-
-def module_of(node: cst.ImportFrom) -> str:
-    """The module that `from x import y` names, without leading dots."""
-    return cst.Module([]).code_for_node(node.module) if node.module else ""
-
-
-def is_name(node: cst.CSTNode, name: str) -> bool:
-    """Whether a node is exactly this name."""
-    return isinstance(node, cst.Name) and node.value == name
-
-
-def import_alias(name: str, local: str) -> cst.ImportAlias:
-    """`name as local` of an import; `name` alone where they are the same."""
-    asname = None if name == local else cst.AsName(cst.Name(local))
-    node = cst.parse_expression(name)
-    assert isinstance(node, cst.Name | cst.Attribute)
-    return cst.ImportAlias(node, asname)
+    return [
+        f"{'.' * len(node.relative)}{module_of(node)}"
+        for node in find(module, cst.ImportFrom)
+        if isinstance(node.names, cst.ImportStar)
+    ]

@@ -1,57 +1,47 @@
 """Ports `tf.data` pipelines to Grain, where all their operators have counterparts."""
 
-from collections.abc import Iterator
-
 import libcst as cst
-from libcst import Call
 
-from replicax.migrate.arguments import argument, call_of, is_named, keyword, without
 from replicax.migrate.datasets import DatasetGroup, find_datasets
 from replicax.migrate.host import (
     example_function,
     host_functions_of,
     plan_in_place,
     plan_random,
-    random_functions,
     why_not_on_host,
     why_not_random,
 )
-from replicax.migrate.names import dotted, is_name, method_of
-from replicax.migrate.origins import returned
-from replicax.migrate.script import Expression, Script, Unported
+from replicax.migrate.script import Expression, Script
 from replicax.migrate.sources import (
+    DROPPED,
     FROM_GENERATOR,
     KNOWN_SOURCES,
+    MAPPED,
     STREAM_RULES,
-    DatasetRule,
+    calls_before,
+    draws_before,
     dropped,
     is_endless,
-    receiver,
     replacement,
+    shuffle_and_repeat,
     stream_problem,
     why_not_listed,
 )
-from replicax.migrate.tables import NEED_TENSORFLOW
+from replicax.migrate.tables import NEED_TENSORFLOW, WHY
 from replicax.migrate.tfds import plan_loads, why_not_loaded
+from replicax.migrate.tree import (
+    argument,
+    dotted,
+    is_name,
+    is_named,
+    method_of,
+    value_of,
+)
 
-__all__ = ["MAPPED", "STAYS", "plan_pipelines"]
+__all__ = ["STAYS", "plan_pipelines"]
 
 STAYS = "stays a tf.data pipeline, which needs TensorFlow"
 """The prefix of the reason in each mark of a pipeline that stays."""
-
-
-_SHUFFLED = (
-    "Grain shuffles all examples by the seed and the number of the epoch, not a buffer "
-    "of them"
-)
-_DRAWN_ANEW = (
-    "Grain's streams have no cache that keeps the random numbers of `map` before it: "
-    "put `cache` before that `map`"
-)
-_ONE_ORDER = (
-    "for one order in all epochs end the pipeline with "
-    "`.repeat(1, reseed_each_epoch=False)`"
-)
 
 
 def plan_pipelines(script: Script) -> None:
@@ -85,8 +75,8 @@ def _problem(script: Script, group: DatasetGroup) -> tuple[cst.CSTNode, str] | N
     if group.is_stream:
         calls = sorted(group.operators, key=script.line)
         for call in calls:
-            if method_of(call) == "cache" and _draws_before(script, call):
-                return call, _DRAWN_ANEW
+            if method_of(call) == "cache" and draws_before(script, call):
+                return call, WHY["drawn_anew"]
         if problem := stream_problem(script, group.sources, calls):
             return problem
     return _operator_problem(script, group)
@@ -110,40 +100,15 @@ def _operator_problem(
 
 def _repeats_before(script: Script, call: cst.Call) -> bool:
     """Whether an endless `repeat` is before a call, here or in earlier statements."""
-    calls = _calls_before(script, call, frozenset())
+    calls = calls_before(script, call)
     return any(method_of(c) == "repeat" and is_endless(script, c) for c in calls)
-
-
-def _calls_before(
-    script: Script, node: cst.BaseExpression, seen: frozenset[cst.CSTNode]
-) -> Iterator[cst.Call]:
-    """The method calls that derive a dataset, through variables and functions."""
-    while isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
-        yield node
-        node = node.func.value
-    if node in seen:
-        return
-    values = [v for d in script.flow.reaching(node) for v in d.values]
-    if isinstance(node, cst.Call):
-        values = [value for value in returned(script, node) if value is not None]
-    for value in values:
-        yield from _calls_before(script, value, seen | {node})
-
-
-def _draws_before(script: Script, cache: cst.Call) -> bool:
-    """Whether a `map` that draws random numbers is before a `cache`."""
-    return any(
-        random_functions(script, host_functions_of(script, call.args[0].value))
-        for call in _calls_before(script, cache, frozenset())
-        if call in script.maps and call.args
-    )
 
 
 _OF_EXAMPLES = ("map", "cache", "prefetch", "with_options")
 """Operators that yield one example for each one, in the same order."""
 
 
-def _repeat_of_examples(script: Script, shuffle: cst.BaseExpression) -> cst.Call | None:
+def _repeat_of_examples(script: Script, shuffle: Expression) -> cst.Call | None:
     """The endless `repeat` before a `shuffle`, if the two can be swapped; else None.
 
     They can where only operators of `_OF_EXAMPLES` without other uses are between them.
@@ -165,12 +130,12 @@ def _repeat_of_examples(script: Script, shuffle: cst.BaseExpression) -> cst.Call
 
 
 def _map_problem(script: Script, call: cst.Call) -> str | None:
-    function = argument(call.args, 0, "map_func")
+    function = value_of(call, 0, "map_func")
     if function is None:
         return "the function of `map` was not found"
-    found = host_functions_of(script, function.value)
-    if example_function(script, function.value, function.value) is None:
-        text = script.code(function.value)
+    found = host_functions_of(script, function)
+    if example_function(script, function, function) is None:
+        text = script.code(function)
         return f"how many arguments `{text}` takes cannot be seen"
     for each in sorted(found, key=script.line):
         if why := why_not_on_host(script, each):
@@ -200,14 +165,14 @@ def _plan(script: Script, group: DatasetGroup) -> None:
         _freeze_dropped(script, call)
         rule = rules[name]
         if repeated.get(call) is not None:
-            rule = _shuffle_and_repeat
+            rule = shuffle_and_repeat
         elif call in repeated.values():
             rule = dropped("it comes after `shuffle`, which shuffles each epoch")
         script.replacements[call] = replacement(script, call, rule)
         if name == "map":
-            function = argument(call.args, 0, "map_func")
+            function = value_of(call, 0, "map_func")
             assert function is not None
-            found = host_functions_of(script, function.value)
+            found = host_functions_of(script, function)
             script.host_functions |= found
             plan_random(script, call, found)
             for each in found:
@@ -223,18 +188,16 @@ def _plan_weights(script: Script, x: cst.Arg) -> None:
     if is_name(weights.value, "None"):
         return
     script.dropped_arguments.add(weights)
-    func = script.expression("rx.input.class_weighted")
+    text = "rx.input.class_weighted({x}, {weights})"
     script.replacements[x] = lambda updated: updated.with_changes(
-        value=call_of(func, updated.value, weights.value.deep_clone())
+        value=script.template(text, x=updated.value, weights=weights.value)
     )
 
 
 def _note_other_uses(script: Script, function: cst.CSTNode, call: cst.Call) -> None:
     if function in script.traced_functions:
         script.leave(
-            call,
-            f"{script.code(call.args[0].value)} is used in a compiled step too: it is "
-            "ported to NumPy, for the pipeline; write another one for the step",
+            call, WHY["used_in_step"].format(function=script.code(call.args[0].value))
         )
 
 
@@ -258,160 +221,10 @@ def _freeze(script: Script, group: DatasetGroup, where: cst.CSTNode, why: str) -
         script.frozen.add(call)
 
 
-# The rules for operators.
-
-
-def _map(script: Script, call: Call, updated: Call) -> Expression:
-    before = argument(call.args, 0, "map_func")
-    after = argument(updated.args, 0, "map_func")
-    assert before is not None
-    assert after is not None
-    generator = script.generators.get(call)
-    function = example_function(script, before.value, after.value, generator)
-    if function is None:
-        raise Unported("how many arguments the function takes cannot be seen")
-    args = [cst.Arg(function)]
-    if generator is None:
-        return updated.with_changes(args=without(updated.args, args))
-    # A seed of its own, so that each `random_map` draws other numbers.
-    drawing = [each for each in script.generators if method_of(each) == "map"]
-    args.append(keyword("seed", cst.Integer(str(drawing.index(call)))))
-    func = cst.Attribute(receiver(updated), cst.Name("random_map"))
-    return updated.with_changes(func=func, args=without(updated.args, args))
-
-
-def _batch(script: Script, call: Call, updated: Call) -> Expression:
-    size = argument(updated.args, 0, "batch_size")
-    drop = argument(updated.args, 1, "drop_remainder")
-    if size is None:
-        raise Unported("batch: its batch_size was not found")
-    kept = [size]
-    if drop is not None:
-        kept.append(keyword("drop_remainder", drop.value))
-    return updated.with_changes(args=without(updated.args, kept))
-
-
-def _shuffle(script: Script, call: Call, updated: Call) -> Expression:
-    seed = argument(updated.args, 1, "seed")
-    is_ported = [a for a in call.args if is_named(a, "seed")]
-    if is_ported and len(call.args) == 1:
-        return updated
-    once = argument(updated.args, 2, "reshuffle_each_iteration")
-    keeps = once is not None and script.code(once.value) != "True"
-    script.note(call, f"{_SHUFFLED}; {_ONE_ORDER}" if keeps else _SHUFFLED)
-    value = seed.value if seed is not None else cst.Integer("0")
-    return updated.with_changes(args=[keyword("seed", value)])
-
-
-def _shuffle_and_repeat(script: Script, call: Call, updated: Call) -> Expression:
-    shuffled = _shuffle(script, call, updated)
-    return cst.Call(cst.Attribute(shuffled, cst.Name("repeat")))
-
-
-def _repeat(script: Script, call: Call, updated: Call) -> Expression:
-    count = argument(updated.args, 0, "count")
-    if count is None or is_endless(script, call):
-        return updated.with_changes(args=[])
-    return updated.with_changes(args=[cst.Arg(count.value)])
-
-
-def _slice(before: bool) -> DatasetRule:
-    def rule(script: Script, call: Call, updated: Call) -> Expression:
-        count = argument(updated.args, 0, "count")
-        if count is None:
-            raise Unported(f"{method_of(call)}: its count was not found")
-        part = cst.Slice(
-            lower=None if before else count.value,
-            upper=count.value if before else None,
-        )
-        return cst.Subscript(receiver(updated), [cst.SubscriptElement(part)])
-
-    return rule
-
-
-def _shard(script: Script, call: Call, updated: Call) -> Expression:
-    number = argument(updated.args, 0, "num_shards")
-    index = argument(updated.args, 1, "index")
-    if number is None or index is None:
-        raise Unported("shard: its arguments were not found")
-    part = cst.Slice(
-        lower=index.value,
-        upper=None,
-        step=number.value,
-        first_colon=cst.Colon(),
-        second_colon=cst.Colon(),
-    )
-    return cst.Subscript(receiver(updated), [cst.SubscriptElement(part)])
-
-
-def _concatenate(script: Script, call: Call, updated: Call) -> Expression:
-    other = argument(updated.args, 0, "dataset")
-    if other is None:
-        raise Unported("concatenate: its dataset was not found")
-    both = cst.List([cst.Element(receiver(updated)), cst.Element(other.value)])
-    func = script.expression("grain.MapDataset.concatenate")
-    return call_of(func, both)
-
-
-def _cache(script: Script, call: Call, updated: Call) -> Expression:
-    """Drop `cache`; where it keeps order or random numbers, port it to `repeat`."""
-    assert isinstance(call.func, cst.Attribute)
-    before = _calls_before(script, call.func.value, frozenset())
-    is_shuffled = any(method_of(each) == "shuffle" for each in before)
-    if not (is_shuffled or _draws_before(script, call)):
-        return _DROPPED["cache"](script, call, updated)
-    script.note(call, "`repeat` keeps the draws of the first epoch, as the cache did")
-    method = cst.Attribute(receiver(updated), cst.Name("repeat"))
-    args = [
-        cst.Arg(cst.Integer("1"), comma=cst.Comma(whitespace_after=_BLANK)),
-        keyword("reseed_each_epoch", cst.Name("False")),
-    ]
-    return cst.Call(method, args)
-
-
-_THROUGH = frozenset(["enumerate", "iter", "list", "tuple", "zip"])
-"""Functions that go through a dataset from its first example on."""
-
-
-def _as_numpy_iterator(script: Script, call: Call, updated: Call) -> Expression:
-    """Drop `as_numpy_iterator` of what a loop goes through; else port it to `iter`."""
-    made = _DROPPED_ITERATOR(script, call, updated)
-    parent, used = script.parent(call), script.call_with(call)
-    is_looped = isinstance(parent, cst.For | cst.CompFor)
-    if is_looped or (used and script.code(used.func) in _THROUGH):
-        return made
-    return call_of(cst.Name("iter"), made)
-
-
-_DROPPED_ITERATOR = dropped("Grain's examples are NumPy's")
-_BLANK = cst.SimpleWhitespace(" ")
-_DROPPED: dict[str, DatasetRule] = {
-    "cache": dropped("examples are arrays in memory, and maps run as they are read"),
-    "prefetch": dropped("strategies read ahead by themselves"),
-    "with_options": dropped(
-        "see `auto_shard_policy=` of strategy.experimental_distribute_dataset"
-    ),
-    "as_numpy_iterator": _as_numpy_iterator,
-}
-MAPPED: dict[str, DatasetRule] = {
-    "map": _map,
-    "batch": _batch,
-    "shuffle": _shuffle,
-    "repeat": _repeat,
-    **_DROPPED,
-    "cache": _cache,
-    "take": _slice(before=True),
-    "skip": _slice(before=False),
-    "shard": _shard,
-    "concatenate": _concatenate,
-}
-"""Rules for methods of tf.data's datasets that Grain has or does not need."""
-
-
 def _freeze_dropped(script: Script, call: cst.Call) -> None:
     """Freeze arguments that the port drops, so that they are not reported."""
     for arg in call.args:
         path = script.names.path(arg.value) or ""
         is_autotune = path.startswith("data.") and path.endswith("AUTOTUNE")
-        if is_autotune or method_of(call) in _DROPPED:
+        if is_autotune or method_of(call) in DROPPED:
             script.frozen.add(arg)

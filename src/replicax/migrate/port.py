@@ -12,29 +12,27 @@ from dataclasses import dataclass
 
 import libcst as cst
 
-from replicax.migrate.eager import plan_eager_steps, plan_models
 from replicax.migrate.files import plan_files
-from replicax.migrate.host_calls import plan_lookups
-from replicax.migrate.identifiers import plan_identifiers
+from replicax.migrate.host import plan_lookups
 from replicax.migrate.imports import find_retained, ported_imports, uses_tensorflow
-from replicax.migrate.keras_calls import plan_metrics
-from replicax.migrate.keras_methods import plan_resets
+from replicax.migrate.keras_calls import plan_identifiers, plan_metrics
 from replicax.migrate.layer_calls import plan_layer_calls
 from replicax.migrate.logits import plan_logits
 from replicax.migrate.members import report_functional
+from replicax.migrate.methods import plan_resets
 from replicax.migrate.pipelines import plan_pipelines
 from replicax.migrate.rewrite import Rewriter
-from replicax.migrate.scopes import plan_scopes
-from replicax.migrate.script import MARK, Finding, Script, walk
-from replicax.migrate.sessions import plan_sessions
+from replicax.migrate.scopes import plan_eager_steps, plan_models, plan_scopes
+from replicax.migrate.script import MARK, Finding, Script
+from replicax.migrate.sessions import plan_sessions, plan_summaries
 from replicax.migrate.statements import plan_servers, plan_settings
-from replicax.migrate.summaries import plan_summaries
 from replicax.migrate.tracing import (
     find_traced,
     plan_randomness,
     report_branches,
 )
 from replicax.migrate.training import plan_training
+from replicax.migrate.tree import text_of
 
 __all__ = ["Ported", "port"]
 
@@ -119,13 +117,10 @@ def port(source: bytes) -> Ported:
 
 def _report_backend(script: Script) -> None:
     """Report a script that asks for another backend of Keras."""
-    for node in walk(script.module):
-        if isinstance(node, cst.Assign) and "KERAS_BACKEND" in script.code(
-            node.targets[0].target
-        ):
-            value = node.value
-            if isinstance(value, cst.SimpleString) and value.evaluated_value != "jax":
-                script.leave(node, "replicax needs Keras on its 'jax' backend")
+    for node in script.nodes(cst.Assign):
+        is_set = "KERAS_BACKEND" in script.code(node.targets[0].target)
+        if is_set and text_of(node.value) not in {"", "jax"}:
+            script.leave(node, "replicax needs Keras on its 'jax' backend")
 
 
 def _ported(script: Script, source: bytes, marked: list[Finding]) -> Ported:

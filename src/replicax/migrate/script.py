@@ -1,50 +1,38 @@
 """A script being ported: its syntax tree, its names and the findings so far."""
 
-import itertools
 import re
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import libcst as cst
+from libcst.helpers import parse_template_expression
 from libcst.metadata import MetadataWrapper, ParentNodeProvider, PositionProvider
 
 from replicax.migrate.flow import Flow
-from replicax.migrate.names import Names, import_names, path_in_tensorflow
+from replicax.migrate.names import Names, path_in_tensorflow
 from replicax.migrate.tables import ALIASES, is_dotted
+from replicax.migrate.tree import find, imported_modules, parenthesized, root_of, walk
 
 __all__ = [
     "MARK",
-    "CallRule",
     "Expression",
     "Finding",
-    "MethodRule",
     "PortReport",
     "Replacement",
     "Script",
     "Statement",
     "Unported",
-    "free_name",
-    "imported_modules",
     "is_mark",
     "mark_text",
-    "names_in",
-    "walk",
     "with_marks",
 ]
 
-_COMPOUND = (
-    cst.If,
-    cst.For,
-    cst.While,
-    cst.With,
-    cst.Try,
-    cst.TryStar,
-    cst.FunctionDef,
-    cst.ClassDef,
-    cst.Match,
-)
-
+_STATEMENTS = (cst.SimpleStatementLine, cst.BaseCompoundStatement)
+_T = TypeVar("_T")
+_Node = TypeVar("_Node", bound=cst.CSTNode)
+_HERE = re.compile(rf'"[^"]*"|(?<![\w.}}])(?:{"|".join(ALIASES)})(?:\.\w+)+')
+"""What a template has in another form in a script: literals, and names of targets."""
 
 Expression: TypeAlias = cst.BaseExpression
 """The result of a rewrite rule for a call or an attribute."""
@@ -56,6 +44,12 @@ Replacement: TypeAlias = (
     Statement | cst.FlattenSentinel[cst.BaseStatement] | cst.RemovalSentinel
 )
 """The port of a statement: another one, several, or none."""
+
+
+_OPERATIONS = (
+    *(cst.BinaryOperation, cst.BooleanOperation, cst.Comparison, cst.IfExp),
+    *(cst.Lambda, cst.UnaryOperation),
+)
 
 
 class Unported(Exception):
@@ -134,13 +128,12 @@ class Script:
         self._parents = wrapper.resolve(ParentNodeProvider)
         self._aliases: dict[str, str] = {}
         self._quote = _usual_quote(self.module)
+        self._nodes = list(walk(self.module))
+        self.calls = list(self.nodes(cst.Call))
+        self._classes = list(self.nodes(cst.ClassDef))
         self._functions: dict[str, list[cst.FunctionDef]] = {}
-        self.calls: list[cst.Call] = []
-        for node in walk(self.module):
-            if isinstance(node, cst.Call):
-                self.calls.append(node)
-            elif isinstance(node, cst.FunctionDef):
-                self._functions.setdefault(node.name.value, []).append(node)
+        for node in self.nodes(cst.FunctionDef):
+            self._functions.setdefault(node.name.value, []).append(node)
 
     def code(self, node: cst.CSTNode) -> str:
         """The text of a node."""
@@ -157,17 +150,21 @@ class Script:
             yield parent
             parent = self._parents.get(parent)
 
+    def nodes(self, *kinds: type[_Node]) -> Iterator[_Node]:
+        """The original nodes of some kinds, in the order of the text."""
+        return (node for node in self._nodes if isinstance(node, kinds))
+
+    def around(self, node: cst.CSTNode, *kinds: type[_Node]) -> _Node | None:
+        """The innermost node of some kinds that an original node is in."""
+        return next((p for p in self.parents(node) if isinstance(p, kinds)), None)
+
     def function_of(self, node: cst.CSTNode) -> cst.FunctionDef | None:
         """The function that an original node is in."""
-        for parent in self.parents(node):
-            if isinstance(parent, cst.FunctionDef):
-                return parent
-        return None
+        return self.around(node, cst.FunctionDef)
 
     def class_around(self, node: cst.CSTNode) -> cst.ClassDef | None:
         """The innermost class that an original node is in."""
-        found = (p for p in self.parents(node) if isinstance(p, cst.ClassDef))
-        return next(found, None)
+        return self.around(node, cst.ClassDef)
 
     def runs_on_host(self, node: cst.CSTNode) -> bool:
         """Whether an original node is in a function that runs in an input pipeline."""
@@ -176,6 +173,10 @@ class Script:
     def functions(self, name: str) -> list[cst.FunctionDef]:
         """The functions and methods of the script that have a name."""
         return self._functions.get(name, [])
+
+    def classes(self, name: str) -> list[cst.ClassDef]:
+        """The classes of the script that have a name."""
+        return [c for c in self._classes if c.name.value == name]
 
     def line(self, node: cst.CSTNode) -> int:
         """The line on which an original node begins."""
@@ -186,22 +187,46 @@ class Script:
         path = self.names.path(node.func) if isinstance(node, cst.Call) else None
         return path or ""
 
+    def is_of_version_1(self, call: cst.Call) -> bool:
+        """Whether a call is of a function of `tf.compat.v1`."""
+        root = root_of(call.func)
+        meant = self.flow.value(root) if root else None  # `keras = tf.compat.v1.keras`
+        names = [self.names.imported(each) for each in (call.func, meant) if each]
+        return any(name and ".compat.v1." in f"{name}." for name in names)
+
     def call_with(self, node: cst.CSTNode) -> cst.Call | None:
         """The call that an original node is an argument of; None if it is of none."""
         arg = self.parent(node)
         call = self.parent(arg) if isinstance(arg, cst.Arg) else None
         return call if isinstance(call, cst.Call) else None
 
+    def method_call(self, node: cst.CSTNode) -> cst.Call | None:
+        """The call of a method of the object that an original node is, if it is one."""
+        method = self.parent(node)
+        call = self.parent(method) if isinstance(method, cst.Attribute) else None
+        return call if isinstance(call, cst.Call) and call.func is method else None
+
+    def target_of(self, node: cst.CSTNode) -> cst.BaseExpression | None:
+        """The first target that an original node is assigned to; None if to none."""
+        assign = self.parent(node)
+        return assign.targets[0].target if isinstance(assign, cst.Assign) else None
+
+    def uses_of(self, node: cst.CSTNode) -> list[cst.CSTNode]:
+        """The uses of the variable that an original node is assigned to."""
+        target = self.target_of(node)
+        made = self.flow.defined(target) if target is not None else None
+        return self.flow.uses(made) if made is not None else []
+
     def statement_of(self, node: cst.CSTNode) -> cst.CSTNode:
         """The innermost statement with lines of its own that an original node is in."""
         statement = node
         for candidate in [node, *self.parents(node)]:
-            if isinstance(candidate, (cst.SimpleStatementLine, *_COMPOUND)):
+            if isinstance(candidate, _STATEMENTS):
                 statement = candidate
-                if isinstance(self.parent(candidate), (cst.IndentedBlock, cst.Module)):
+                # An `if` in an `if` is an `elif`.
+                blocks = (cst.IndentedBlock, cst.Module, cst.If)
+                if isinstance(self.parent(candidate), blocks):
                     break
-                if isinstance(self.parent(candidate), cst.If):
-                    break  # An `elif`.
         return statement
 
     def take_out(self, statement: cst.CSTNode) -> None:
@@ -219,6 +244,14 @@ class Script:
 
         self.replacements[statement] = keep
 
+    def attempt(self, node: cst.CSTNode, rule: Callable[[], _T], kept: _T) -> _T:
+        """What a rule makes of an original node; if it refuses, `kept` and a report."""
+        try:
+            return rule()
+        except Unported as why:
+            self.leave(why.node or node, why.reason)
+            return kept
+
     def leave(self, node: cst.CSTNode, reason: str) -> None:
         """Report an original node that stays as it is, and mark its statement."""
         statement = self.statement_of(node)
@@ -230,14 +263,32 @@ class Script:
 
     def expression(self, target: str) -> cst.BaseExpression:
         """A target of the tables as an expression of this script."""
+        return cst.parse_expression(self.here(target))
+
+    def here(self, target: str) -> str:
+        """The text of a target of the tables in this script."""
         if not is_dotted(target):
-            if target[0] == '"':
-                return self.string(target.strip('"'))
-            return cst.parse_expression(target)
-        root, _, rest = target.partition(".")
+            return self.string(target.strip('"')).value if target[0] == '"' else target
+        root, dot, rest = target.partition(".")
         self.needed.add(root)
-        text = f"{self.alias(root)}.{rest}" if rest else self.alias(root)
-        return cst.parse_expression(text)
+        return f"{self.alias(root)}{dot}{rest}"
+
+    def template(
+        self, text: str, /, **values: cst.BaseExpression
+    ) -> cst.BaseExpression:
+        """An expression from its text, with targets of the tables, and `{x}` for nodes.
+
+        Args:
+            text: The text, such as `"keras.ops.cast({x}, "int32")"`. Its modules get
+                their names in this script, its literals the script's quotes.
+            **values: The nodes. Where a dot follows, operations get parentheses.
+        """
+        for name, value in values.items():
+            is_open = isinstance(value, _OPERATIONS) and f"{{{name}}}." in text
+            values[name] = parenthesized(value) if is_open else value
+        here = _HERE.sub(lambda found: self.here(found.group()), text)
+        config = self.module.config_for_parsing
+        return parse_template_expression(here, config, **values)
 
     def string(self, text: str) -> cst.SimpleString:
         """A literal in the script's usual quotes."""
@@ -267,23 +318,6 @@ class Script:
         return name == "keras" and path == "keras"
 
 
-CallRule: TypeAlias = Callable[[Script, cst.Call, cst.Call, str], Expression]
-"""A rewrite rule for calls of a function of TensorFlow; returns the replacement.
-
-Its arguments are the script, the original call, that call with ported arguments, and
-the path of the function.
-"""
-
-MethodRule: TypeAlias = Callable[
-    [Script, cst.Call, cst.Call, cst.Attribute], Expression
-]
-"""A rewrite rule for calls of a method; returns the replacement.
-
-Its arguments are the script, the original call, that call with ported arguments, and
-the ported method, an attribute.
-"""
-
-
 def _with_first_marks(module: cst.Module) -> cst.Module:
     """Move marks from the module's header, where LibCST has them, to its first line."""
     header = list(module.header)
@@ -297,44 +331,9 @@ def _with_first_marks(module: cst.Module) -> cst.Module:
     return module.with_changes(header=header, body=[first, *module.body[1:]])
 
 
-def imported_modules(module: cst.Module) -> list[tuple[str, str]]:
-    """Pairs of local name and full name that a script imports at its top level."""
-    found = []
-    for line in module.body:
-        for small in line.body if isinstance(line, cst.SimpleStatementLine) else ():
-            if isinstance(small, cst.Import):
-                names = [(a.evaluated_alias, a.evaluated_name) for a in small.names]
-                found += [(alias or name, name) for alias, name in names]
-            elif isinstance(small, cst.ImportFrom):
-                found += [pair for pair in import_names(small) if pair[0] != "*"]
-    return found
-
-
-def walk(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-    """`node` and all nodes in it, in the order of the text."""
-    yield node
-    for child in node.children:
-        yield from walk(child)
-
-
-def names_in(node: cst.CSTNode) -> set[str]:
-    """The names in a node, bound ones and those of attributes and keywords included."""
-    return {each.value for each in walk(node) if isinstance(each, cst.Name)}
-
-
-def free_name(used: Container[str], *wanted: str) -> str:
-    """The first of `wanted` that is not used, or the first one with a number."""
-    numbered = (f"{wanted[0]}_{i}" for i in itertools.count(2))
-    return next(n for n in itertools.chain(wanted, numbered) if n not in used)
-
-
 def _usual_quote(module: cst.Module) -> str:
-    single = double = 0
-    for node in walk(module):
-        if isinstance(node, cst.SimpleString) and len(node.quote) == 1:
-            single += node.quote == "'"
-            double += node.quote == '"'
-    return "'" if single > double else '"'
+    quotes = [node.quote for node in find(module, cst.SimpleString)]
+    return "'" if quotes.count("'") > quotes.count('"') else '"'
 
 
 MARK = "# replicax: "

@@ -1,22 +1,42 @@
-"""Ports `tf.Session` and initializers of TensorFlow 1 to loops that call the step."""
+"""Ports what a script opens for a block: sessions, and writers of event files.
 
-from collections.abc import Iterable, Iterator
+`with tf.Session()` and initializers of TensorFlow 1 become loops that call the step.
+
+`with writer.as_default(): tf.summary.scalar(...)` becomes `writer.scalar(...)`. All of
+a script is ported or none: one writer that stays needs TensorFlow all the same.
+"""
+
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import libcst as cst
 
-from replicax.migrate.names import dotted, method_of
 from replicax.migrate.script import (
+    Expression,
     Replacement,
     Script,
     Statement,
     Unported,
-    names_in,
-    walk,
 )
 from replicax.migrate.statements import body_in_place
+from replicax.migrate.tables import DROPPED, WHY
+from replicax.migrate.tracing import is_traced
+from replicax.migrate.tree import (
+    argument,
+    attr_of,
+    dotted,
+    find,
+    is_named,
+    keyword_of,
+    method_of,
+    names_in,
+    object_of,
+    only_of,
+    parts_of,
+    renamed,
+)
 
-__all__ = ["plan_sessions"]
+__all__ = ["plan_sessions", "plan_summaries"]
 
 _INITIALIZERS = (
     "global_variables_initializer",
@@ -24,6 +44,7 @@ _INITIALIZERS = (
     "local_variables_initializer",
     "tables_initializer",
 )
+_ITERATORS = ("make_initializable_iterator", "make_one_shot_iterator")
 _SESSIONS = ("Session", "InteractiveSession")
 
 
@@ -50,22 +71,15 @@ def plan_sessions(script: Script) -> None:
     The statements that lead from the iterator to a value move to where a session runs
     the value. A session with other uses stays.
     """
-    for node in walk(script.module):
-        if isinstance(node, cst.With) and (name := _session_name(script, node)):
-            try:
-                _plan(script, node, name)
-            except Unported as why:
-                script.leave(why.node or node, why.reason)
+    for node in script.nodes(cst.With):
+        if name := _session_name(script, node):
+            script.attempt(node, lambda n=node, name=name: _plan(script, n, name), None)
 
 
 def _session_name(script: Script, node: cst.With) -> str | None:
-    if len(node.items) != 1:
-        return None
-    item = node.items[0]
-    if not isinstance(item.item, cst.Call) or item.asname is None:
-        return None
-    is_session = script.names.path(item.item.func) in _SESSIONS
-    name = item.asname.name
+    item, *others = node.items
+    name = item.asname.name if item.asname is not None else None
+    is_session = not others and script.called(item.item) in _SESSIONS
     return name.value if is_session and isinstance(name, cst.Name) else None
 
 
@@ -84,8 +98,7 @@ def _plan(script: Script, session: cst.With, name: str) -> None:
         script.move(line)
     for line in graph.removed:
         script.take_out(line)
-    item = session.items[0]
-    script.frozen.add(item)
+    script.frozen.add(session.items[0])
     script.replacements[session] = body_in_place
 
 
@@ -107,48 +120,30 @@ def _lines_before(
 
 
 def _read_line(script: Script, graph: _Graph, line: cst.SimpleStatementLine) -> None:
-    if len(line.body) != 1 or not isinstance(line.body[0], cst.Assign):
+    assign = only_of(line)
+    if not isinstance(assign, cst.Assign):
         return
-    assign = line.body[0]
-    targets = list(_target_names(assign.targets))
+    targets = [n.value for t in assign.targets for n in find(t.target, cst.Name)]
     value = assign.value
-    if _makes_iterator(value) and len(targets) == 1:
+    if method_of(value) in _ITERATORS and len(targets) == 1:
         graph.iterators[targets[0]] = line
         return
     initialized = _initializers(script, graph, value)
     if initialized is not None:
-        for target in targets:
-            graph.initializers[target] = initialized
+        graph.initializers |= dict.fromkeys(targets, initialized)
         graph.removed.append(line)
     elif _has_get_next(value) or names_in(value) & graph.values.keys():
-        for target in targets:
-            graph.values[target] = line
+        graph.values |= dict.fromkeys(targets, line)
 
 
-def _target_names(targets: Iterable[cst.AssignTarget]) -> Iterator[str]:
-    for target in targets:
-        for node in walk(target.target):
-            if isinstance(node, cst.Name):
-                yield node.value
+def _has_get_next(value: Expression) -> bool:
+    return any(attr_of(node) == "get_next" for node in find(value, cst.Attribute))
 
 
-def _makes_iterator(value: cst.BaseExpression) -> bool:
-    return method_of(value) in {"make_initializable_iterator", "make_one_shot_iterator"}
-
-
-def _has_get_next(value: cst.BaseExpression) -> bool:
-    return any(
-        isinstance(node, cst.Attribute) and node.attr.value == "get_next"
-        for node in walk(value)
-    )
-
-
-def _initializers(
-    script: Script, graph: _Graph, value: cst.BaseExpression
-) -> str | None:
+def _initializers(script: Script, graph: _Graph, value: Expression) -> str | None:
     """`""` or an iterator's name if `value` only initializes; else None."""
     if isinstance(value, (cst.List, cst.Tuple)):
-        parts = [_initializers(script, graph, e.value) for e in value.elements]
+        parts = [_initializers(script, graph, part) for part in parts_of(value)]
         if not parts or any(part is None for part in parts):
             return None
         return "".join(part for part in parts if part)
@@ -156,33 +151,24 @@ def _initializers(
         return graph.initializers.get(value.value)
     if isinstance(value, cst.Attribute):
         return dotted(value.value) if value.attr.value == "initializer" else None
-    if not isinstance(value, cst.Call):
-        return None
-    if script.names.path(value.func) in _INITIALIZERS:
+    if script.called(value) in _INITIALIZERS:
         return ""
-    if isinstance(value.func, cst.Attribute):
-        if script.names.path(value.func) == "group":
-            return None
-        if value.func.attr.value == "initialize" and not value.args:
-            return dotted(value.func.value)
-    return None
+    is_initializer = isinstance(value, cst.Call) and not value.args
+    is_initializer = is_initializer and method_of(value) == "initialize"
+    return dotted(object_of(value)) if is_initializer else None
 
 
 def _runs(script: Script, session: cst.With, name: str) -> Iterator[cst.Call]:
-    for node in walk(session.body):
-        if not isinstance(node, cst.Name) or node.value != name:
+    for node in find(session.body, cst.Name):
+        if node.value != name:
             continue
-        attribute = script.parent(node)
-        call = script.parent(attribute) if attribute is not None else None
-        is_run = isinstance(attribute, cst.Attribute) and attribute.attr.value == "run"
-        if not is_run or not isinstance(call, cst.Call) or call.func is not attribute:
-            raise Unported(
-                f"the session `{name}` is used in more ways than `run`", node
-            )
+        call = script.method_call(node)
+        if call is None or method_of(call) != "run":
+            what = f"the session `{name}` is used in more ways than `run`"
+            raise Unported(what, node)
         if len(call.args) != 1 or call.args[0].keyword:
             raise Unported(
-                "a session's run with feed_dict or options stays: pass the arrays to a "
-                "step function",
+                WHY["session_options"],
                 call,
             )
         yield call
@@ -193,16 +179,13 @@ def _values_of(script: Script, graph: _Graph, call: cst.Call) -> list[str] | Non
     fetched = call.args[0].value
     if _initializers(script, graph, fetched) is not None:
         return None
-    parts = [fetched]
-    if isinstance(fetched, (cst.List, cst.Tuple)):
-        parts = [element.value for element in fetched.elements]
+    is_display = isinstance(fetched, cst.List | cst.Tuple)
     values = []
-    for part in parts:
+    for part in parts_of(fetched) if is_display else [fetched]:
         text = dotted(part)
         if text is None or text not in graph.values:
             raise Unported(
-                f"`{script.code(part)}` is run in a session, and how it is made from "
-                "the iterator was not understood: call the step in a loop",
+                WHY["session_value"].format(value=script.code(part)),
                 call,
             )
         values.append(text)
@@ -235,8 +218,8 @@ def _plan_run(
     statement = script.statement_of(call)
     if not isinstance(statement, cst.SimpleStatementLine):
         raise Unported("a session's run in the head of a statement stays", call)
-    is_alone = len(statement.body) == 1 and script.parent(call) is statement.body[0]
-    is_alone = is_alone and isinstance(statement.body[0], cst.Expr)
+    small = only_of(statement)
+    is_alone = isinstance(small, cst.Expr) and small.value is call
     if values is None:
         if not is_alone:
             raise Unported("the result of an initializer is used", call)
@@ -291,3 +274,149 @@ def _after(
         if last is not None:
             nodes[-1] = last.with_changes(leading_lines=())
     return cst.FlattenSentinel(nodes)
+
+
+# Writers of event files.
+
+_MADE = "summary.create_file_writer"
+_VALUES = ("summary.scalar", "summary.histogram")
+_METHODS = ("flush", "close")
+
+
+def plan_summaries(script: Script) -> None:
+    """Plan the port of all writers and written values, if each can be ported."""
+    calls = {
+        node: path
+        for node in script.calls
+        if (path := script.called(node)).startswith("summary.") and path not in DROPPED
+    }
+    made = [node for node, path in calls.items() if path == _MADE]
+    if made:
+        first = script.module.body[0]
+        script.attempt(first, lambda: _plan_writers(script, made, [*calls]), None)
+
+
+def _plan_writers(script: Script, made: list[cst.Call], calls: list[cst.Call]) -> None:
+    """Plan the port of calls that make writers, and of all that use them.
+
+    Raises:
+        Unported: If one of them cannot be ported; nothing is planned.
+    """
+    try:
+        scopes, defaults = _writer_uses(script, made)
+        others = [node for node in calls if node not in made]
+        written = {node: _written(script, node, scopes, defaults) for node in others}
+    except Unported as why:
+        raise Unported(
+            f"event files stay TensorFlow's: {why.reason}", why.node
+        ) from None
+    for node in scopes:
+        script.frozen |= set(node.items)
+        script.replacements[node] = body_in_place
+    for node in defaults:
+        script.take_out(script.statement_of(node))
+    for node, writer in written.items():
+        name = script.called(node).rpartition(".")[2]
+        method = cst.Attribute(cst.Name(writer), cst.Name(name))
+        script.frozen.add(node.func)
+        script.replacements[node] = lambda call, method=method: _value(call, method)
+    for node in made:
+        script.frozen.add(node.func)
+        script.replacements[node] = lambda call: call.with_changes(
+            func=script.expression("rx.SummaryWriter"),
+            args=[cst.Arg(call.args[0].value)],
+        )
+
+
+def _writer_uses(
+    script: Script, made: list[cst.Call]
+) -> tuple[dict[cst.With, str], dict[cst.Call, str]]:
+    """The blocks and calls that make a writer the default, and its name in each.
+
+    Raises:
+        Unported: If a writer is used in another way.
+    """
+    scopes: dict[cst.With, str] = {}
+    defaults: dict[cst.Call, str] = {}
+    definitions = [d for d in script.flow.definitions if set(d.values) & set(made)]
+    for call in made:
+        if len(call.args) != 1 or call.args[0].star:
+            raise Unported("the writer has more than a folder", call)
+        if not any(
+            d.values == [call] and isinstance(d.node, cst.Name) for d in definitions
+        ):
+            raise Unported("the writer has no name of its own", call)
+    for definition in definitions:
+        for use in script.flow.uses(definition):
+            if not script.flow.reaching(use) <= set(definitions):
+                raise Unported("a name is not always that of a writer", use)
+            _writer_use(script, use, scopes, defaults)
+    return scopes, defaults
+
+
+def _writer_use(
+    script: Script,
+    use: cst.CSTNode,
+    scopes: dict[cst.With, str],
+    defaults: dict[cst.Call, str],
+) -> None:
+    call = script.method_call(use)
+    if call is None:
+        raise Unported("the writer is given to what is not ported", use)
+    method, around = method_of(call), script.parent(call)
+    scope = script.parent(around) if isinstance(around, cst.WithItem) else None
+    if method in _METHODS:
+        return
+    if call.args or method not in {"as_default", "set_as_default"}:
+        raise Unported(f"{method} of the writer has no counterpart", call)
+    if method == "set_as_default" and isinstance(around, cst.Expr):
+        defaults[call] = script.code(use)
+    elif isinstance(scope, cst.With) and len(scope.items) == 1:
+        scopes[scope] = script.code(use)
+    else:
+        raise Unported("the writer is not the only one of a `with`", call)
+
+
+def _written(
+    script: Script,
+    node: cst.Call,
+    scopes: dict[cst.With, str],
+    defaults: dict[cst.Call, str],
+) -> str:
+    """The name of the writer that a value is written with.
+
+    Raises:
+        Unported: If there is none, or if `SummaryWriter` does not write such a value.
+    """
+    path = script.called(node)
+    if path not in _VALUES:
+        raise Unported(f"tf.{path} has no counterpart in rx.SummaryWriter", node)
+    known = {"", "name", "data", "step", "buckets"}
+    is_plain = all(keyword_of(arg) in known and not arg.star for arg in node.args)
+    if not is_plain or len(node.args) > 4:
+        raise Unported("an argument has no counterpart in rx.SummaryWriter", node)
+    if argument(node.args, 2, "step") is None:
+        raise Unported("a value needs step=", node)
+    if is_traced(script, node):
+        why = "a compiled step writes nothing: return the value, and write it there"
+        raise Unported(why, node)
+    function = script.function_of(node)
+    for parent in script.parents(node):
+        writer = scopes.get(parent) if isinstance(parent, cst.With) else None
+        if writer is not None and script.function_of(parent) is function:
+            return writer
+    found = {text for call, text in defaults.items() if not script.function_of(call)}
+    if len(found) != 1:
+        raise Unported("which writer is the default is not seen here", node)
+    return found.pop()
+
+
+def _value(call: cst.Call, method: cst.Attribute) -> cst.Call:
+    """Port `tf.summary.scalar(...)` to `writer.scalar(name, value, step=step)`."""
+    order = ("name", "value", "step", "buckets")
+    args = []
+    for i, arg in enumerate(call.args):
+        if arg.keyword is None and i >= 2:
+            arg = renamed(arg, order[i])
+        args.append(renamed(arg, "value") if is_named(arg, "data") else arg)
+    return call.with_changes(func=method, args=args)

@@ -1,137 +1,123 @@
-"""Rewrite rules for sources of datasets: arrays, generators and readers of Keras.
+"""Rules for sources and methods of datasets, which become those of Grain.
 
 Where a generator is a function of the script that ends, and draws no random numbers,
 each epoch of TensorFlow's dataset has the same examples; Grain takes them as a list.
 """
 
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Iterator, Sequence
 
 import libcst as cst
-from libcst import Call
 
-from replicax.migrate.arguments import argument, call_of, is_named
-from replicax.migrate.names import dotted, method_of
-from replicax.migrate.origins import classes
-from replicax.migrate.script import Expression, Script, Unported, walk
-from replicax.migrate.tables import DTYPES, READERS
+from replicax.migrate.host import example_function, host_functions_of, random_functions
+from replicax.migrate.origins import returned
+from replicax.migrate.rules import CallSite, Rule, written
+from replicax.migrate.script import Expression, Script, Unported
+from replicax.migrate.tables import DTYPES, READERS, WHY
 from replicax.migrate.tracing import with_called
+from replicax.migrate.tree import (
+    argument,
+    dotted,
+    is_named,
+    keyword,
+    method_of,
+    methods_of,
+    named,
+    parts_of,
+    value_of,
+    walk,
+    without,
+)
 
 __all__ = [
+    "DROPPED",
     "FROM_GENERATOR",
     "KNOWN_SOURCES",
+    "MAPPED",
     "STREAM_RULES",
-    "DatasetRule",
+    "calls_before",
+    "draws_before",
     "dropped",
     "is_endless",
-    "receiver",
     "replacement",
+    "shuffle_and_repeat",
     "stream_problem",
     "why_not_listed",
 ]
-
-DatasetRule: TypeAlias = Callable[[Script, cst.Call, cst.Call], Expression]
-"""A rewrite rule for a call of a source of datasets, or of a dataset's method.
-
-Its arguments are the script, the original call, and that call with ported arguments.
-"""
 
 _LISTS = ("list", "sorted")
 
 
 def replacement(
-    script: Script, call: cst.Call, rule: DatasetRule
-) -> Callable[[cst.Call], cst.BaseExpression]:
+    script: Script, call: cst.Call, rule: Rule
+) -> Callable[[cst.Call], Expression]:
     """Bind a rule to an original call, for `Script.replacements`; reports a refusal."""
-
-    def made(updated: cst.Call) -> cst.BaseExpression:
-        try:
-            return rule(script, call, updated)
-        except Unported as why:
-            script.leave(call, why.reason)
-            return updated
-
-    return made
-
-
-def _slices(script: Script, node: Call, updated: Call) -> Expression:
-    arrays = _arrays(script, _only(node, "tensors"), _only(updated, "tensors"))
-    func = script.expression("rx.input.numpy_dataset")
-    return updated.with_changes(func=func, args=[_in_place(updated, arrays)])
-
-
-def _tensors(script: Script, node: Call, updated: Call) -> Expression:
-    arrays = _arrays(script, _only(node, "tensors"), _only(updated, "tensors"))
-    func = script.expression("grain.MapDataset.source")
-    return call_of(func, cst.List([cst.Element(arrays)]))
-
-
-def _range(script: Script, node: Call, updated: Call) -> Expression:
-    if any(arg.keyword for arg in updated.args):
-        raise Unported("tf.data.Dataset.range with keywords: port it by hand")
-    return updated.with_changes(func=script.expression("grain.MapDataset.range"))
-
-
-def _zip(script: Script, node: Call, updated: Call) -> Expression:
-    func = script.expression("grain.experimental.ZipMapDataset")
-    if len(updated.args) == 1:
-        parts = updated.args[0].value
-        if not isinstance(parts, (cst.Tuple, cst.List)):
-            raise Unported("tf.data.Dataset.zip stays: its datasets were not found")
-        return call_of(func, parts)
-    parts = cst.List([cst.Element(arg.value) for arg in updated.args])
-    return call_of(func, parts)
-
-
-def _only(updated: cst.Call, name: str) -> cst.BaseExpression:
-    arg = argument(updated.args, 0, name)
-    if arg is None:
-        raise Unported("its tensors were not found")
-    return arg.value
-
-
-def _in_place(updated: cst.Call, value: cst.BaseExpression) -> cst.Arg:
-    """The first argument of a call, with another value and without its keyword."""
-    return updated.args[0].with_changes(
-        value=value, keyword=None, equal=cst.MaybeSentinel.DEFAULT
+    return lambda updated: script.attempt(
+        call, lambda: rule(CallSite(script, call, updated)), updated
     )
 
 
-def _arrays(script: Script, before: Expression, after: Expression) -> Expression:
+# Sources.
+
+
+def _slices(site: CallSite) -> Expression:
+    # The first argument, without its keyword.
+    first = site.updated.args[0].with_changes(
+        value=_tensors(site), keyword=None, equal=cst.MaybeSentinel.DEFAULT
+    )
+    func = site.script.expression("rx.input.numpy_dataset")
+    return site.updated.with_changes(func=func, args=[first])
+
+
+def _single(site: CallSite) -> Expression:
+    return site.make("grain.MapDataset.source([{x}])", x=_tensors(site))
+
+
+def _range(site: CallSite) -> Expression:
+    if any(arg.keyword for arg in site.updated.args):
+        raise Unported("tf.data.Dataset.range with keywords: port it by hand")
+    return site.with_args(func="grain.MapDataset.range")
+
+
+def _zip(site: CallSite) -> Expression:
+    values = [arg.value for arg in site.updated.args]
+    parts = values[0] if len(values) == 1 else None
+    if parts is None:
+        parts = cst.List([cst.Element(value) for value in values])
+    elif not isinstance(parts, cst.Tuple | cst.List):
+        raise Unported("tf.data.Dataset.zip stays: its datasets were not found")
+    return site.make("grain.experimental.ZipMapDataset({x})", x=parts)
+
+
+def _tensors(site: CallSite) -> Expression:
+    before, after = site.given(0, "tensors"), site.ported(0, "tensors")
+    if before is None or after is None:
+        raise Unported("its tensors were not found")
+    return _arrays(site, before, after)
+
+
+def _arrays(site: CallSite, before: Expression, after: Expression) -> Expression:
     """Convert the lists in a structure of tensors to arrays, as TF does to tensors."""
     if isinstance(before, cst.Tuple | cst.Dict):
         assert isinstance(after, cst.Tuple | cst.Dict)
         elements = [
-            new.with_changes(value=_arrays(script, old.value, new.value))
+            new.with_changes(value=_arrays(site, old.value, new.value))
             for old, new in zip(before.elements, after.elements, strict=True)
         ]
         return after.with_changes(elements=elements)
-    if isinstance(before, cst.List | cst.ListComp) or _is_list(script, before):
-        return _array(script, after)
-    return after
+    flow = site.script.flow
+    values = [v for d in flow.reaching(before) for v in d.values]
+    is_display = isinstance(before, cst.List | cst.ListComp)
+    if not is_display and not any(map(_makes_list, values)):
+        return after
+    kinds = {type(part) for part in walk(after)}
+    if cst.Float in kinds:  # TensorFlow's dtypes of Python's numbers.
+        return site.make('np.array({x}, "float32")', x=after)
+    if isinstance(after, cst.List) and cst.Integer in kinds:
+        return site.make('np.array({x}, "int32")', x=after)
+    return site.make("np.array({x})", x=after)
 
 
-def _array(script: Script, node: cst.BaseExpression) -> cst.BaseExpression:
-    args = [cst.Arg(node)]
-    kinds = {type(part) for part in walk(node)}
-    # TensorFlow's dtypes of Python's numbers.
-    if cst.Float in kinds:
-        args.append(cst.Arg(script.string("float32")))
-    elif isinstance(node, cst.List) and cst.Integer in kinds:
-        args.append(cst.Arg(script.string("int32")))
-    return cst.Call(script.expression("np.array"), args)
-
-
-def _is_list(script: Script, node: cst.BaseExpression) -> bool:
-    """Whether a name may be bound to a list."""
-    return any(
-        _makes_list(value)
-        for definition in script.flow.reaching(node)
-        for value in definition.values
-    )
-
-
-def _makes_list(value: cst.BaseExpression) -> bool:
+def _makes_list(value: Expression) -> bool:
     if isinstance(value, cst.Call):
         return dotted(value.func) in _LISTS
     return isinstance(value, (cst.List, cst.ListComp))
@@ -146,7 +132,6 @@ _RANDOM = frozenset(
         *("randint", "randn", "random", "sample", "shuffle", "uniform"),
     ]
 )
-_IN_MEMORY = "what the generator yields is computed once, and kept in memory"
 
 
 def why_not_listed(script: Script, node: cst.Call) -> str | None:
@@ -158,25 +143,22 @@ def why_not_listed(script: Script, node: cst.Call) -> str | None:
     return None
 
 
-def _listed(script: Script, node: cst.Call, updated: cst.Call) -> Expression:
+def _listed(site: CallSite) -> Expression:
     """Port to `grain.MapDataset.source([... for x, y in generator()])`."""
-    dtypes, is_tuple = _read(script, node)
-    given = argument(updated.args, 0, "generator")
-    assert given is not None
-    source = given.value
+    dtypes, is_tuple = _read(site.script, site.node)
+    source = site.required(0, "generator")
     made = source.body if isinstance(source, cst.Lambda) else cst.Call(source)
     names = [f"x{i}" for i in range(len(dtypes))] if len(dtypes) > 1 else ["x"]
-    array = script.code(script.expression("np.asarray"))
-    kinds = [script.string(dtype).value for dtype in dtypes]
-    parts = [f"{array}({x}, {kind})" for x, kind in zip(names, kinds, strict=True)]
+    parts = [
+        f'np.asarray({x}, "{dtype}")' for x, dtype in zip(names, dtypes, strict=True)
+    ]
     one, target = ", ".join(parts), ", ".join(names)
     if is_tuple:
         comma = "," if len(parts) == 1 else ""
         one, target = f"({one}{comma})", f"({target}{comma})" if comma else target
-    text = f"[{one} for {target} in {script.code(made)}]"
-    script.note(node, _IN_MEMORY)
-    func = script.expression("grain.MapDataset.source")
-    return call_of(func, cst.parse_expression(text))
+    site.note("what the generator yields is computed once, and kept in memory")
+    text = f"grain.MapDataset.source([{one} for {target} in {{made}}])"
+    return site.make(text, made=made)
 
 
 def _read(script: Script, node: cst.Call) -> tuple[list[str], bool]:
@@ -185,29 +167,26 @@ def _read(script: Script, node: cst.Call) -> tuple[list[str], bool]:
     Raises:
         Unported: If those, or what the generator does, are not in sight.
     """
-    given = argument(node.args, 0, "generator")
-    if given is None or any(is_named(arg, "args") for arg in node.args):
+    given = value_of(node, 0, "generator")
+    if given is None or named(node, "args") is not None:
         raise Unported("from_generator with args=: pass a function without arguments")
-    found = _functions(script, given.value)
+    found = _functions(script, given)
     if not found:
-        raise Unported(f"the generator `{script.code(given.value)}` is not in sight")
+        raise Unported(f"the generator `{script.code(given)}` is not in sight")
     for function in sorted(found, key=script.line):
         _require_same(function)
-    signature = next((a for a in node.args if is_named(a, "output_signature")), None)
-    types = signature or argument(node.args, 1, "output_types")
+    types = named(node, "output_signature") or value_of(node, 1, "output_types")
     if types is None:
         raise Unported("from_generator without the dtypes of what is yielded")
-    is_tuple = isinstance(types.value, cst.Tuple)
-    parts = [types.value]
-    if isinstance(types.value, cst.Tuple):
-        parts = [element.value for element in types.value.elements]
+    is_tuple = isinstance(types, cst.Tuple)
+    parts = parts_of(types) if is_tuple else [types]
     return [_dtype(script, part) for part in parts], is_tuple
 
 
-def _dtype(script: Script, node: cst.BaseExpression) -> str:
+def _dtype(script: Script, node: Expression) -> str:
     if isinstance(node, cst.Call) and script.called(node) == "TensorSpec":
-        given = argument(node.args, 1, "dtype")
-        path = script.names.path(given.value) if given else "float32"
+        given = value_of(node, 1, "dtype")
+        path = script.names.path(given) if given else "float32"
     else:
         path = script.names.path(node)
     dtype = (path or "").removeprefix("dtypes.")
@@ -216,19 +195,18 @@ def _dtype(script: Script, node: cst.BaseExpression) -> str:
     return dtype
 
 
-def _functions(script: Script, node: cst.BaseExpression) -> set[cst.CSTNode]:
+def _functions(script: Script, node: Expression) -> set[cst.CSTNode]:
     """The functions of the script that run when a generator is called."""
     first: list[cst.FunctionDef] = []
     if isinstance(node, cst.Lambda) and isinstance(node.body, cst.Call):
         if not node.params.params:
             first = script.functions(dotted(node.body.func) or "")
     elif isinstance(node, cst.Call):  # An instance with `__call__`.
-        for each in classes(script, dotted(node.func) or ""):
-            first += [f for f in script.functions("__call__") if f in walk(each)]
+        owners = map(methods_of, script.classes(dotted(node.func) or ""))
+        first = [owner["__call__"] for owner in owners if "__call__" in owner]
     else:
-        text = dotted(node) or ""
-        is_own = "." not in text or text.startswith("self.")
-        first = script.functions(text.removeprefix("self.")) if is_own else []
+        text = (dotted(node) or "").removeprefix("self.")
+        first = script.functions(text)
     return with_called(script, first)
 
 
@@ -237,24 +215,18 @@ def _require_same(function: cst.CSTNode) -> None:
     for node in walk(function):
         name = node.value if isinstance(node, cst.Name) else ""
         if isinstance(node, cst.While) or name in _ENDLESS:
-            raise Unported(
-                "from_generator of what may not end: pass a function that returns "
-                "batches to the strategy's distribute_datasets_from_function"
-            )
+            raise Unported(WHY["generator_endless"])
         if name in _RANDOM:
-            raise Unported(
-                "from_generator of random numbers: draw them in the dataset's "
-                "random_map, or in the model"
-            )
+            raise Unported(WHY["generator_random"])
         is_target = isinstance(node, cst.AugAssign | cst.AssignTarget)
         is_attribute = is_target and isinstance(node.target, cst.Attribute)
         if is_attribute or isinstance(node, cst.Global | cst.Nonlocal):
             raise Unported("from_generator of what changes with each epoch")
 
 
-KNOWN_SOURCES: dict[str, DatasetRule | None] = {
+KNOWN_SOURCES: dict[str, Rule | None] = {
     "data.Dataset.from_tensor_slices": _slices,
-    "data.Dataset.from_tensors": _tensors,
+    "data.Dataset.from_tensors": _single,
     "data.Dataset.range": _range,
     FROM_GENERATOR: _listed,
     "data.Dataset.zip": _zip,
@@ -263,21 +235,163 @@ KNOWN_SOURCES: dict[str, DatasetRule | None] = {
 """Rules for sources of datasets that Grain has too, by path."""
 
 
+# What is before a method.
+
+
+def is_endless(script: Script, repeat: cst.Call) -> bool:
+    """Whether a call of `repeat` has no count, or one of None or -1."""
+    count = value_of(repeat, 0, "count")
+    if count is None:
+        return True
+    return script.code(script.flow.resolved(count)) in {"None", "-1"}
+
+
+def calls_before(
+    script: Script,
+    node: Expression,
+    seen: frozenset[cst.CSTNode] = frozenset(),
+) -> Iterator[cst.Call]:
+    """The method calls that derive a dataset, through variables and functions."""
+    while isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
+        yield node
+        node = node.func.value
+    if node in seen:
+        return
+    values = [v for d in script.flow.reaching(node) for v in d.values]
+    if isinstance(node, cst.Call):
+        values = [value for value in returned(script, node) if value is not None]
+    for value in values:
+        yield from calls_before(script, value, seen | {node})
+
+
+def draws_before(script: Script, cache: cst.Call) -> bool:
+    """Whether a `map` that draws random numbers is before a `cache`."""
+    return any(
+        random_functions(script, host_functions_of(script, call.args[0].value))
+        for call in calls_before(script, cache)
+        if call in script.maps and call.args
+    )
+
+
+# Methods.
+
+
+def dropped(why: str) -> Rule:
+    """Make the rule that removes a method call, with a note that says why."""
+
+    def rule(site: CallSite) -> Expression:
+        site.note(f".{site.method} is taken out: {why}")
+        return site.receiver
+
+    return rule
+
+
+def _map(site: CallSite) -> Expression:
+    before, after = site.given(0, "map_func"), site.ported(0, "map_func")
+    assert before is not None
+    assert after is not None
+    script, generator = site.script, site.script.generators.get(site.node)
+    function = example_function(script, before, after, generator)
+    if function is None:
+        raise Unported("how many arguments the function takes cannot be seen")
+    args, updated = [cst.Arg(function)], site.updated
+    if generator is None:
+        return updated.with_changes(args=without(updated.args, args))
+    # A seed of its own, so that each `random_map` draws other numbers.
+    drawing = [each for each in script.generators if method_of(each) == "map"]
+    args.append(keyword("seed", cst.Integer(str(drawing.index(site.node)))))
+    return site.as_method("random_map", without(updated.args, args))
+
+
+def _batch(site: CallSite) -> Expression:
+    size = argument(site.updated.args, 0, "batch_size")
+    drop = site.ported(1, "drop_remainder")
+    if size is None:
+        raise Unported("batch: its batch_size was not found")
+    kept = [size]
+    if drop is not None:
+        kept.append(keyword("drop_remainder", drop))
+    return site.updated.with_changes(args=without(site.updated.args, kept))
+
+
+def _shuffle(site: CallSite) -> Expression:
+    args, seed = site.updated.args, site.ported(1, "seed")
+    if len(args) == 1 and is_named(args[0], "seed"):
+        return site.updated  # It is ported already.
+    once = site.ported(2, "reshuffle_each_iteration")
+    keeps = once is not None and site.script.code(once) != "True"
+    site.note(f"{WHY['shuffled']}; {WHY['one_order']}" if keeps else WHY["shuffled"])
+    value = seed if seed is not None else cst.Integer("0")
+    return site.updated.with_changes(args=[keyword("seed", value)])
+
+
+def shuffle_and_repeat(site: CallSite) -> Expression:
+    """Port a `shuffle` after an endless `repeat`, which Grain has in another order."""
+    return site.make("{x}.repeat()", x=_shuffle(site))
+
+
+def _repeat(site: CallSite) -> Expression:
+    count = None if is_endless(site.script, site.node) else site.ported(0, "count")
+    return site.updated.with_changes(args=[cst.Arg(count)] if count else [])
+
+
+def _cache(site: CallSite) -> Expression:
+    """Drop `cache`; where it keeps order or random numbers, port it to `repeat`."""
+    before = calls_before(site.script, site.owner)
+    is_shuffled = any(method_of(each) == "shuffle" for each in before)
+    if not (is_shuffled or draws_before(site.script, site.node)):
+        return DROPPED["cache"](site)
+    site.note("`repeat` keeps the draws of the first epoch, as the cache did")
+    return site.make("{x}.repeat(1, reseed_each_epoch=False)", x=site.receiver)
+
+
+_THROUGH = frozenset(["enumerate", "iter", "list", "tuple", "zip"])
+"""Functions that go through a dataset from its first example on."""
+
+
+def _as_numpy_iterator(site: CallSite) -> Expression:
+    """Drop `as_numpy_iterator` of what a loop goes through; else port it to `iter`."""
+    script, made = site.script, dropped("Grain's examples are NumPy's")(site)
+    parent, used = script.parent(site.node), script.call_with(site.node)
+    is_looped = isinstance(parent, cst.For | cst.CompFor)
+    if is_looped or (used and script.code(used.func) in _THROUGH):
+        return made
+    return site.make("iter({x})", x=made)
+
+
+DROPPED: dict[str, Rule] = {
+    "cache": dropped("examples are arrays in memory, and maps run as they are read"),
+    "prefetch": dropped("strategies read ahead by themselves"),
+    "with_options": dropped(
+        "see `auto_shard_policy=` of strategy.experimental_distribute_dataset"
+    ),
+    "as_numpy_iterator": _as_numpy_iterator,
+}
+"""Rules for methods whose arguments are dropped."""
+MAPPED: dict[str, Rule] = {
+    "map": _map,
+    "batch": _batch,
+    "shuffle": _shuffle,
+    "repeat": _repeat,
+    **DROPPED,
+    "cache": _cache,
+    "take": written("{self}[:{count}]", "count"),
+    "skip": written("{self}[{count}:]", "count"),
+    "shard": written("{self}[{index}::{num_shards}]", "num_shards", "index"),
+    "concatenate": written(
+        "grain.MapDataset.concatenate([{self}, {dataset}])", "dataset"
+    ),
+}
+"""Rules for methods of tf.data's datasets that Grain has or does not need."""
+
+
+# Streams of batches.
+
 _WITHOUT = {
     "skip": "use `validation_split=` and `subset=` of image_dataset_from_directory",
     "shard": "strategies give each worker its part",
     "concatenate": "put the images into one folder",
 }
-_SHUFFLED = (
-    "Keras has shuffled the files or windows already, by `seed=`; batches are not "
-    "shuffled again"
-)
-
-
-def receiver(updated: cst.Call) -> cst.BaseExpression:
-    """The dataset whose method is called."""
-    assert isinstance(updated.func, cst.Attribute)
-    return updated.func.value
 
 
 def stream_problem(
@@ -296,66 +410,30 @@ def stream_problem(
             what = f"Grain's stream of batches has no `{name}`: {_WITHOUT[name]}"
             return call, what
         if name == "shuffle" and in_order:
-            why = (
-                "Grain's stream of batches has no `shuffle`: pass `shuffle=True` to "
-                "what reads it"
-            )
+            why = WHY["stream_in_order"]
             return in_order[0], why
     return None
 
 
 def _is_in_order(script: Script, source: cst.Call) -> bool:
     """Whether a source does not shuffle; for folders `shuffle=True` is the default."""
-    given = [script.code(a.value) for a in source.args if is_named(a, "shuffle")]
+    given = named(source, "shuffle")
     is_folder = script.called(source).endswith("_from_directory")
-    return given != ["True"] if given else not is_folder
+    return script.code(given) != "True" if given is not None else not is_folder
 
 
-def _take(script: Script, call: Call, updated: Call) -> Expression:
-    count = argument(updated.args, 0, "count")
-    if count is None:
-        raise Unported("take: its count was not found")
-    return _wrapped(script, "LimitIterDataset", updated, count.value)
+def _repeat_of_stream(site: CallSite) -> Expression:
+    site.note("all repetitions have the order and random numbers of the first")
+    is_counted = site.node.args and not is_endless(site.script, site.node)
+    count = ", {count}" if is_counted else ""
+    rule = written(f"grain.experimental.RepeatIterDataset({{self}}{count})", "count")
+    return rule(site)
 
 
-def is_endless(script: Script, repeat: Call) -> bool:
-    """Whether a call of `repeat` has no count, or one of None or -1."""
-    count = argument(repeat.args, 0, "count")
-    if count is None:
-        return True
-    value = script.flow.resolved(count.value)
-    return script.code(value) in {"None", "-1"}
-
-
-def _repeat(script: Script, call: Call, updated: Call) -> Expression:
-    script.note(call, "all repetitions have the order and random numbers of the first")
-    count = argument(updated.args, 0, "count")
-    if count is None or is_endless(script, call):
-        return _wrapped(script, "RepeatIterDataset", updated)
-    return _wrapped(script, "RepeatIterDataset", updated, count.value)
-
-
-def _wrapped(
-    script: Script, name: str, updated: cst.Call, *values: cst.BaseExpression
-) -> cst.BaseExpression:
-    func = script.expression(f"grain.experimental.{name}")
-    return cst.Call(func, [cst.Arg(value) for value in (receiver(updated), *values)])
-
-
-def dropped(why: str) -> DatasetRule:
-    """Make the rule that removes a method call, with a note that says why."""
-
-    def rule(script: Script, call: Call, updated: Call) -> Expression:
-        script.note(call, f".{method_of(call)} is taken out: {why}")
-        return receiver(updated)
-
-    return rule
-
-
-STREAM_RULES: dict[str, DatasetRule] = {
-    "take": _take,
-    "repeat": _repeat,
-    "shuffle": dropped(_SHUFFLED),
+STREAM_RULES: dict[str, Rule] = {
+    "take": written("grain.experimental.LimitIterDataset({self}, {count})", "count"),
+    "repeat": _repeat_of_stream,
+    "shuffle": dropped(WHY["stream_shuffled"]),
     "cache": dropped("the data are read again in each epoch"),
 }
 """Rules for methods that Grain's streams have by another name, or not at all."""

@@ -6,11 +6,21 @@ from typing import Any
 
 import libcst as cst
 
-from replicax.migrate.arguments import is_named
 from replicax.migrate.flow import Definition
-from replicax.migrate.names import dotted, is_name, method_of
-from replicax.migrate.script import Replacement, Script, Statement, walk
-from replicax.migrate.tables import DROPPED
+from replicax.migrate.script import Expression, Replacement, Script, Statement
+from replicax.migrate.tables import DROPPED, WHY
+from replicax.migrate.tree import (
+    dotted,
+    find,
+    is_name,
+    is_named,
+    keyword_of,
+    method_of,
+    object_of,
+    only_of,
+    parts_of,
+    walk,
+)
 
 __all__ = [
     "body_in_place",
@@ -33,20 +43,17 @@ _TRANSPARENT = ("control_dependencies", "Graph.as_default", "init_scope")
 def is_dropped(script: Script, line: cst.SimpleStatementLine) -> bool:
     """Whether a line is a single call that only TensorFlow needs."""
     call = _called_alone(line)
-    return call is not None and (
-        _dropped_path(script, call) is not None or is_static_shape(script, call)
-    )
+    return _dropped_path(script, call) is not None or is_static_shape(script, call)
 
 
 def note_dropped(script: Script, line: cst.SimpleStatementLine) -> None:
     """Report that a line is removed, and why."""
-    call = _called_alone(line)
-    path = _dropped_path(script, call) if call is not None else None
+    path = _dropped_path(script, _called_alone(line))
     if path is not None:
         script.note(line, f"tf.{path} is taken out: {DROPPED[path]}")
 
 
-def is_static_shape(script: Script, node: cst.CSTNode) -> bool:
+def is_static_shape(script: Script, node: cst.CSTNode | None) -> bool:
     """Whether a node is the statement `x.set_shape(...)` of a tensor.
 
     Arrays have their shapes. A method of that name in the script is another one.
@@ -62,30 +69,27 @@ def is_static_shape(script: Script, node: cst.CSTNode) -> bool:
 
 def _called_alone(line: cst.SimpleStatementLine) -> cst.Call | None:
     """The call that is all of a line."""
-    if len(line.body) != 1 or not isinstance(line.body[0], cst.Expr):
-        return None
-    call = line.body[0].value
+    small = only_of(line)
+    call = small.value if isinstance(small, cst.Expr) else None
     return call if isinstance(call, cst.Call) else None
 
 
-def _dropped_path(script: Script, call: cst.Call) -> str | None:
+def _dropped_path(script: Script, call: cst.Call | None) -> str | None:
+    if call is None:
+        return None
     path = script.names.path(call.func)
-    if path is None and isinstance(call.func, cst.Attribute):
-        inner = call.func.value
-        if isinstance(inner, cst.Call):
-            inner_path = script.names.path(inner.func)
-            path = f"{inner_path}().{call.func.attr.value}"
+    if path is None and isinstance(object_of(call), cst.Call):
+        path = f"{script.called(object_of(call))}().{method_of(call)}"
     return path if path in DROPPED else None
 
 
 def transparent_items(script: Script, node: cst.With) -> list[cst.WithItem]:
     """The items of a `with` that are contexts which only graphs needed."""
-    gone = []
-    for item in node.items:
-        func = item.item.func if isinstance(item.item, cst.Call) else item.item
-        if script.names.path(func) in _TRANSPARENT:
-            gone.append(item)
-    return gone
+    return [
+        item
+        for item in node.items
+        if (script.called(item.item) or script.names.path(item.item)) in _TRANSPARENT
+    ]
 
 
 def unwrapped(script: Script, node: cst.With, updated: cst.With) -> Replacement:
@@ -93,12 +97,10 @@ def unwrapped(script: Script, node: cst.With, updated: cst.With) -> Replacement:
     gone = transparent_items(script, node)
     pairs = zip(node.items, updated.items, strict=True)
     kept = [new for item, new in pairs if item not in gone]
-    if len(kept) == len(node.items):
-        return updated
-    if kept:
-        kept[-1] = kept[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
-        return updated.with_changes(items=kept)
-    return body_in_place(updated)
+    if not gone or not kept:
+        return body_in_place(updated) if gone else updated
+    kept[-1] = kept[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
+    return updated.with_changes(items=kept)
 
 
 def body_in_place(updated: cst.With | cst.Else) -> Replacement:
@@ -113,18 +115,15 @@ def body_in_place(updated: cst.With | cst.Else) -> Replacement:
     return cst.FlattenSentinel(body)
 
 
-def unless_empty(node: cst.For | cst.If, updated: cst.For | cst.If) -> Replacement:
+def unless_empty(
+    script: Script, node: cst.For | cst.If, updated: cst.For | cst.If
+) -> Replacement:
     """Remove a loop or an `if` whose body the port has emptied; else keep it."""
-    was, now = node.body, updated.body
-    if (
-        isinstance(was, cst.IndentedBlock)
-        and isinstance(now, cst.IndentedBlock)
-        and was.body
-        and not now.body
-        and updated.orelse is None
-    ):
-        return cst.RemoveFromParent()
-    return updated
+    is_elif = isinstance(node, cst.If) and isinstance(script.parent(node), cst.If)
+    was_empty = not node.body.body
+    if was_empty or updated.body.body or updated.orelse is not None or is_elif:
+        return updated
+    return cst.RemoveFromParent()
 
 
 def comment_lines(statement: cst.CSTNode) -> list[cst.EmptyLine]:
@@ -141,19 +140,16 @@ def remaining_comments(statement: cst.CSTNode) -> list[cst.EmptyLine]:
     gone: list[cst.CSTNode] = []
     for node in walk(statement):
         if isinstance(node, cst.SimpleStatementLine | cst.BaseCompoundStatement):
-            above = itertools.takewhile(
+            for line in itertools.takewhile(
                 lambda line: line.comment, reversed(node.leading_lines)
-            )
-            gone += [line.comment for line in above if line.comment]
+            ):
+                gone += _comments(line)
         if isinstance(node, cst.SimpleStatementLine):
             gone += _comments(node.trailing_whitespace)
         elif isinstance(node, cst.IndentedBlock):
             gone += _comments(node.header)
-    return [
-        cst.EmptyLine(comment=comment)
-        for comment in _comments(statement)
-        if comment not in gone
-    ]
+    kept = [comment for comment in _comments(statement) if comment not in gone]
+    return [cst.EmptyLine(comment=comment) for comment in kept]
 
 
 def lost_comments(
@@ -176,7 +172,7 @@ def lost_comments(
 
 
 def _comments(node: cst.CSTNode) -> list[cst.Comment]:
-    return [n for n in walk(node) if isinstance(n, cst.Comment)]
+    return list(find(node, cst.Comment))
 
 
 _SERVERS = ("distribute.Server", "train.Server")
@@ -185,44 +181,35 @@ _NOTE = (
 )
 
 
-_CLUSTER = (
-    "the cluster in this process is taken out: start the script as all its tasks, such "
-    "as with `replicax run --workers 2 --ps 1`"
-)
-
-
 def plan_servers(script: Script) -> None:
     """Plan to remove `if task is a server:`, and functions that start clusters."""
-    for function in [n for n in walk(script.module) if isinstance(n, cst.FunctionDef)]:
+    for function in script.nodes(cst.FunctionDef):
         if _starts_cluster(script, function):
-            script.note(function.name, _CLUSTER)
+            script.note(function.name, WHY["cluster"])
             script.take_out(function)
             for node in script.calls:
                 if is_name(node.func, function.name.value):
                     script.frozen |= {node.func, *node.args}
-                    script.replacements[node] = lambda updated: cst.Call(
-                        script.expression("rx.cluster_resolver.TFConfigClusterResolver")
+                    script.replacements[node] = lambda updated: script.template(
+                        "rx.cluster_resolver.TFConfigClusterResolver()"
                     )
-    for node in walk(script.module):
-        if isinstance(node, cst.If) and _only_serves(script, node.body):
-            if isinstance(script.parent(node), cst.If):
-                continue
+    for node in script.nodes(cst.If):
+        is_elif = isinstance(script.parent(node), cst.If)
+        if not is_elif and _only_serves(script, node.body):
             script.note(node.test, _NOTE)
-            script.frozen.add(node.test)
-            script.frozen.add(node.body)
+            script.frozen |= {node.test, node.body}
             script.replacements[node] = _without_first_branch
 
 
 def _starts_cluster(script: Script, function: cst.FunctionDef) -> bool:
     """Whether a function makes servers, and returns the resolver of their cluster."""
-    nodes = list(walk(function.body))
-    returned = [n.value for n in nodes if isinstance(n, cst.Return) and n.value]
-    has_server = any(_is_server(script, node) for node in nodes)
+    has_server = any(_is_server(script, call) for call in find(function.body, cst.Call))
+    returned = [n.value for n in find(function.body, cst.Return) if n.value]
     is_resolver = [_is_resolver(script, value) for value in returned]
     return has_server and bool(returned) and all(is_resolver)
 
 
-def _is_resolver(script: Script, node: cst.BaseExpression) -> bool:
+def _is_resolver(script: Script, node: Expression) -> bool:
     made = script.flow.value(node) if isinstance(node, cst.Name) else node
     return script.called(made).startswith("distribute.cluster_resolver.")
 
@@ -249,16 +236,16 @@ def _is_server(script: Script, node: cst.CSTNode) -> bool:
 def _belongs_to_server(
     script: Script, small: cst.BaseSmallStatement, names: set[str]
 ) -> bool:
-    if isinstance(small, (cst.Pass, cst.Return)):
-        return True
     if isinstance(small, cst.Assign):
         return script.code(small.targets[0].target).startswith("os.environ[")
-    if not isinstance(small, cst.Expr) or not isinstance(small.value, cst.Call):
-        return isinstance(small, cst.Expr) and not isinstance(small.value, cst.Call)
-    func = small.value.func
-    name = dotted(func) or ""
-    if isinstance(func, cst.Attribute) and func.attr.value == "join":
-        return dotted(func.value) in names or _is_server(script, func.value)
+    if not isinstance(small, cst.Expr):
+        return isinstance(small, cst.Pass | cst.Return)
+    if not isinstance(small.value, cst.Call):
+        return True
+    if method_of(small.value) == "join":
+        owner = object_of(small.value)
+        return dotted(owner) in names or _is_server(script, owner)
+    name = dotted(small.value.func) or ""
     return name in {"print", "exit", "sys.exit", "quit"} or name.startswith("logging.")
 
 
@@ -320,7 +307,7 @@ _NO_ARGUMENTS = {
 def _drop_arguments(script: Script) -> None:
     for node in script.calls:
         for arg in node.args:
-            name = arg.keyword.value if arg.keyword else ""
+            name = keyword_of(arg)
             if name in _NO_ARGUMENTS.get(script.called(node), ()):
                 script.note(node, f"{name}= is taken out: JAX has no sessions")
                 script.dropped_arguments.add(arg)
@@ -336,9 +323,8 @@ def _is_setting(script: Script, definition: Definition) -> bool:
     if isinstance(value, cst.Call):
         return script.called(value) in _SETTINGS
     if isinstance(value, cst.List | cst.Tuple):
-        return bool(value.elements) and all(
-            script.called(element.value) == "TensorSpec" for element in value.elements
-        )
+        paths = [script.called(part) for part in parts_of(value)]
+        return bool(paths) and set(paths) == {"TensorSpec"}
     path = script.names.path(value) or ""
     return path.startswith("data.") and path.endswith("AUTOTUNE")
 
@@ -373,15 +359,10 @@ def _note_policy(script: Script, node: cst.Assign) -> None:
     if "policy" not in (dotted(node.targets[0].target) or "").lower():
         return
     policy = (dotted(node.value) or script.code(node.value)).rpartition(".")[2]
-    what = f"pass auto_shard_policy=rx.AutoShardPolicy.{policy}"
-    script.note(
-        node,
-        f"dataset options are taken out; for several workers {what} to "
-        "strategy.experimental_distribute_dataset",
-    )
+    script.note(node, WHY["dataset_options"].format(policy=policy))
 
 
 def _drop_statement(script: Script, node: cst.CSTNode) -> None:
     line = script.statement_of(node)
-    if isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1:
+    if only_of(line) is not None:
         script.take_out(line)

@@ -21,17 +21,23 @@ __all__ = [
     "FOREIGN",
     "GUARDED_OPERATORS",
     "HOST_OPERATORS",
+    "IDENTIFIERS",
+    "KEYWORDS",
     "KINDS",
     "LEFT_METHODS",
     "NEED_TENSORFLOW",
     "NOTES",
+    "NO_METRICS",
     "NO_VARIABLES",
+    "OLD_LOSSES",
     "OLD_PREFIXES",
     "OPTIMIZERS",
     "PREFIXES",
     "READERS",
     "RENAMED_METHODS",
+    "WHY",
     "WRITTEN",
+    "WRITTEN_METHODS",
     "Operator",
     "accepted_arguments",
     "call_parameters",
@@ -127,6 +133,26 @@ WRITTEN = {
 """Templates of calls by path: TF's parameters, and the text with `{x}` for them."""
 ARGUMENTS = {name: text.split() for name, text in _texts(_DATA["arguments"]).items()}
 """Names of arguments of Keras' functions: those by position, and those removed."""
+KEYWORDS = {
+    table: {
+        name: (row, "") if isinstance(row, str) else (str(row[0]), str(row[1]))
+        for names, row in rows.items()
+        for name in names.split()
+    }
+    for table, rows in _DATA["keywords"].items()
+}
+"""What becomes of keywords, and the reason, by function or method and by keyword."""
+OLD_LOSSES = {
+    name: (row.split()[0], row.split()[1:])
+    for name, row in _texts(_DATA["old_losses"]).items()
+}
+"""Losses of `tf.losses` of TensorFlow 1: the class in Keras, and their parameters."""
+IDENTIFIERS = {kind: _texts(table) for kind, table in _DATA["identifiers"].items()}
+"""Names of losses and of arguments of layers that Keras 3 changed, by their kind."""
+NO_METRICS = _DATA["no_metrics"].split()
+"""Names of metrics that Keras 3 does not have."""
+WHY = _texts(_DATA["messages"])
+"""What reports of rules say, by name."""
 READERS = [
     f"{module}.{name}"
     for module in _DATA["readers"]["modules"].split()
@@ -145,6 +171,8 @@ ATTRIBUTES = {kind: _texts(table) for kind, table in _DATA["attributes"].items()
 An empty reason of an optimizer's attribute means another name of `learning_rate`.
 """
 RENAMED_METHODS = _texts(_DATA["methods"]["renamed"])
+WRITTEN_METHODS = _texts(_DATA["methods"]["written"])
+"""Templates of calls of methods by name, with `{x}` for the object."""
 LEFT_METHODS = _texts(_DATA["methods"]["left"])
 """Why methods stay and what to do instead, by name."""
 

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 import libcst as cst
 
-from replicax.migrate.arguments import bound
 from replicax.migrate.origins import is_parameter
-from replicax.migrate.script import Script, Unported
+from replicax.migrate.rules import bound
+from replicax.migrate.script import Expression, Script, Unported
+from replicax.migrate.tree import parts_of, text_of
 
 __all__ = ["plan_loads", "why_not_loaded"]
 
@@ -113,18 +114,18 @@ def _read(script: Script, call: cst.Call) -> _Load:
     )
 
 
-def _value(script: Script, node: cst.BaseExpression) -> cst.BaseExpression:
+def _value(script: Script, node: Expression) -> Expression:
     """The expression that a variable stands for; a parameter stays, as it may vary."""
     return node if is_parameter(script, node) else script.flow.resolved(node)
 
 
-def _text(script: Script, node: cst.BaseExpression | None) -> str | None:
+def _text(script: Script, node: Expression | None) -> str | None:
     """The name of a data set or a split; None if it is not in sight."""
     if node is None:
         return None
     value = _value(script, node)
     if isinstance(value, cst.SimpleString):
-        return str(value.evaluated_value)
+        return text_of(value)
     split = script.names.imported(value) or ""
     is_split = split.startswith(f"{_PACKAGE}.Split.")
     return split.rpartition(".")[2].lower() if is_split else None
@@ -143,7 +144,7 @@ def _splits(script: Script, arg: cst.Arg | None) -> tuple[bool, list[str]]:
         return False, []
     value = _value(script, arg.value)
     is_list = isinstance(value, cst.List | cst.Tuple)
-    nodes = [e.value for e in value.elements] if is_list else [value]
+    nodes = parts_of(value) if is_list else [value]
     splits = [_text(script, node) or "" for node in nodes]
     if not all(_SPLIT.fullmatch(split) for split in splits):
         raise Unported(f": the split {script.code(arg.value)} has no counterpart")
@@ -153,12 +154,11 @@ def _splits(script: Script, arg: cst.Arg | None) -> tuple[bool, list[str]]:
 def _info(script: Script, call: cst.Call) -> cst.Name:
     """The name that the `info` object, the second result of a call, is bound to."""
     assign = script.parent(call)
-    target = assign.targets[0].target if isinstance(assign, cst.Assign) else None
-    if isinstance(target, cst.Tuple) and len(target.elements) == 2:
-        info = target.elements[1].value
-        if isinstance(info, cst.Name) and len(assign.targets) == 1:  # type: ignore[union-attr]
-            return info
-    raise Unported(": the info object has no name")
+    is_single = isinstance(assign, cst.Assign) and len(assign.targets) == 1
+    names = parts_of(script.target_of(call)) if is_single else []
+    if len(names) != 2 or not isinstance(names[1], cst.Name):
+        raise Unported(": the info object has no name")
+    return names[1]
 
 
 def _uses(
@@ -193,8 +193,8 @@ def _plan(script: Script, call: cst.Call, load: _Load) -> None:
     script.made_names |= {name for pair in names.values() for name in pair}
     both = ("train", "test")
     pairs = [f"({', '.join(names[k])})" if k in names else "_" for k in both]
-    loaded = script.expression(f"keras.datasets.{load.name}.load_data")
-    line = f"{', '.join(pairs)} = {script.code(loaded)}()"
+    loaded = script.here(f"keras.datasets.{load.name}.load_data")
+    line = f"{', '.join(pairs)} = {loaded}()"
     script.inserted.setdefault(script.statement_of(call), []).append(line)
     values = [_dataset(script, load, split, names) for split in load.splits]
     if load.is_all:
@@ -210,7 +210,7 @@ def _plan(script: Script, call: cst.Call, load: _Load) -> None:
     script.replacements[call] = lambda updated: value
     if load.info is not None:
         target = script.parent(script.parent(load.info) or load.info)
-        assert isinstance(target, cst.Tuple)
+        assert isinstance(target, cst.Tuple | cst.List)
         script.replacements[target] = lambda updated: updated.elements[0].value
     for node, what in load.uses.items():
         labels = {k: pair[1] for k, pair in names.items()}
@@ -243,7 +243,7 @@ def _dataset(
     if not load.is_supervised:
         image, label = script.string("image").value, script.string("label").value
         examples = f"{{{image}: {x}, {label}: {y}}}"
-    made = script.code(script.expression("rx.input.numpy_dataset"))
+    made = script.here("rx.input.numpy_dataset")
     ends = [_index(end, labels) for end in match.groups()[1:]]
     return f"{made}({examples})" + (f"[{':'.join(ends)}]" if any(ends) else "")
 

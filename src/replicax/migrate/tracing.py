@@ -1,15 +1,23 @@
 """Finds the functions that strategies trace, and what tracing changes in them."""
 
-import itertools
 from collections.abc import Iterable, Iterator
 
 import libcst as cst
 
 from replicax.migrate.kinds import is_class_of, kind_of
-from replicax.migrate.names import method_of, root_of
 from replicax.migrate.origins import with_bases
-from replicax.migrate.script import Replacement, Script, walk
-from replicax.migrate.tables import DEVICE_OPERATORS
+from replicax.migrate.script import Expression, Replacement, Script
+from replicax.migrate.tables import DEVICE_OPERATORS, WHY
+from replicax.migrate.tree import (
+    find,
+    is_name,
+    method_of,
+    methods_of,
+    names_in,
+    object_of,
+    only_of,
+    root_of,
+)
 
 __all__ = [
     "RANDOM",
@@ -27,14 +35,9 @@ __all__ = [
     "with_called",
 ]
 
-_RUN = frozenset(
-    [
-        "run",
-        "experimental_run_v2",
-        "experimental_run",
-        "call_for_each_replica",
-        "schedule",
-    ]
+_RUN = (
+    *("run", "experimental_run_v2", "experimental_run", "call_for_each_replica"),
+    "schedule",
 )
 _METHODS = frozenset(["train_step", "test_step", "predict_step", "call"])
 _DECORATORS = (
@@ -86,30 +89,23 @@ def with_called(script: Script, functions: Iterable[cst.CSTNode]) -> set[cst.CST
 
 def called_functions(script: Script, function: cst.CSTNode) -> Iterator[cst.CSTNode]:
     """The functions of the script that one may call; methods count by their name."""
-    for node in walk(function):
-        if isinstance(node, cst.Call):
-            if isinstance(node.func, cst.Name):
-                yield from script.functions(node.func.value)
-            elif isinstance(node.func, cst.Attribute):
-                for found in script.functions(node.func.attr.value):
-                    if class_of(script, found) is not None:
-                        yield found
+    for node in find(function, cst.Call):
+        if isinstance(node.func, cst.Name):
+            yield from script.functions(node.func.value)
+        for found in script.functions(method_of(node)):
+            if class_of(script, found) is not None:
+                yield found
 
 
 def _run_by_strategies(script: Script) -> Iterator[cst.CSTNode]:
     for node in script.calls:
-        func = node.func
-        if not node.args or not isinstance(func, cst.Attribute):
-            continue
-        if func.attr.value not in _RUN:
-            continue
-        root = root_of(func.value)
-        if root is not None and script.names.imported(root):
-            continue  # `subprocess.run`, `app.run`.
-        yield from _functions_of(script, node.args[0].value)
+        root = root_of(object_of(node)) if method_of(node) in _RUN else None
+        is_of_module = root is not None and script.names.imported(root)
+        if node.args and method_of(node) in _RUN and not is_of_module:
+            yield from _functions_of(script, node.args[0].value)
 
 
-def _functions_of(script: Script, node: cst.BaseExpression) -> Iterator[cst.CSTNode]:
+def _functions_of(script: Script, node: Expression) -> Iterator[cst.CSTNode]:
     if isinstance(node, cst.Lambda):
         yield node
     elif isinstance(node, cst.Call) and script.called(node) == "function":
@@ -122,16 +118,15 @@ def _functions_of(script: Script, node: cst.BaseExpression) -> Iterator[cst.CSTN
 
 
 def _compiled_methods(script: Script) -> Iterator[cst.CSTNode]:
-    for node in walk(script.module):
-        if isinstance(node, cst.FunctionDef):
-            owner = class_of(script, node)
-            bases = foreign_bases(script, owner) if owner is not None else []
-            is_keras = node.name.value in _METHODS and bool(bases)
-            if is_keras or makes_spec(script, node):
-                yield node
+    for node in script.nodes(cst.FunctionDef):
+        owner = class_of(script, node)
+        bases = foreign_bases(script, owner) if owner is not None else []
+        is_keras = node.name.value in _METHODS and bool(bases)
+        if is_keras or makes_spec(script, node):
+            yield node
 
 
-def foreign_bases(script: Script, owner: cst.ClassDef) -> list[cst.BaseExpression]:
+def foreign_bases(script: Script, owner: cst.ClassDef) -> list[Expression]:
     """The bases of a class, and of its bases, that the script does not define."""
     seen = with_bases(script, owner)
     named = {each.name.value for each in seen} | {"object", "ABC", "Protocol"}
@@ -148,7 +143,8 @@ def class_of(script: Script, function: cst.FunctionDef) -> cst.ClassDef | None:
 
 def makes_spec(script: Script, node: cst.CSTNode) -> bool:
     """Whether `EstimatorSpec` is called in a node, such as a model function."""
-    return any(script.called(each) == "estimator.EstimatorSpec" for each in walk(node))
+    calls = find(node, cst.Call)
+    return any(script.called(each) == "estimator.EstimatorSpec" for each in calls)
 
 
 RANDOM = [
@@ -179,8 +175,7 @@ def plan_randomness(script: Script) -> None:
                 if (script.function_of(block) or script.module) in visible:
                     name = _free_name(script)
                     script.generators[node] = name
-                    script.needed.add("keras")
-                    made = f"{script.alias('keras')}.random.SeedGenerator(seed=0)"
+                    made = f"{script.here('keras.random.SeedGenerator')}(seed=0)"
                     script.first_lines[block] = f"{name} = {made}"
                     break
 
@@ -203,14 +198,13 @@ def _plan_generator(script: Script, owner: cst.ClassDef) -> bool:
     """Plan `self.seed_generator` in the constructor of a class; False if it cannot."""
     if owner in script.with_generator:
         return True
-    if any(isinstance(n, cst.Name) and n.value == _GENERATOR for n in walk(owner)):
+    if _GENERATOR in names_in(owner):
         return False
-    methods = [n for n in owner.body.body if isinstance(n, cst.FunctionDef)]
-    script.needed.add("keras")
-    made = f"{script.alias('keras')}.random.SeedGenerator()"
+    methods = methods_of(owner)
+    made = f"{script.here('keras.random.SeedGenerator')}()"
     code = f"self.{_GENERATOR} = {made}"
-    init = next((m for m in methods if m.name.value == "__init__"), None)
-    place: cst.CSTNode | None = methods[0]
+    init = methods.get("__init__")
+    place = next((n for n in owner.body.body if isinstance(n, cst.FunctionDef)), None)
     if init is not None:
         place = next(filter(_calls_constructor, init.body.body), None)
     if place is None or place in script.replacements:
@@ -229,8 +223,7 @@ def _plan_generator(script: Script, owner: cst.ClassDef) -> bool:
 
 def _calls_constructor(node: cst.CSTNode) -> bool:
     """Whether a line is `super().__init__(...)`."""
-    is_line = isinstance(node, cst.SimpleStatementLine) and len(node.body) == 1
-    only = node.body[0] if is_line else None  # type: ignore[attr-defined]
+    only = only_of(node)
     return isinstance(only, cst.Expr) and method_of(only.value) == "__init__"
 
 
@@ -255,12 +248,11 @@ def _insert_generator(
 ) -> None:
     """Plan a generator above a function, for steps of the default strategy."""
     around = [n for n in script.parents(node) if isinstance(n, cst.FunctionDef)]
-    name = _free_name(script)
-    made = f"{name} = {script.code(script.expression('keras.random.SeedGenerator'))}"
     if len(around) == 1 and script.parent(function) is script.module:
-        script.generators[node] = name
-        if f"{made}(seed=0)" not in itertools.chain(*script.inserted.values()):
-            script.inserted[function] = [f"{made}(seed=0)"]
+        name = script.generators[node] = _free_name(script)
+        line = f"{name} = {script.here('keras.random.SeedGenerator')}(seed=0)"
+        if not any(line in lines for lines in script.inserted.values()):
+            script.inserted[function] = [line]
 
 
 def _free_name(script: Script) -> str:
@@ -269,17 +261,12 @@ def _free_name(script: Script) -> str:
 
 def scopes(script: Script) -> Iterator[cst.CSTNode]:
     """The blocks under `with strategy.scope():`."""
-    for node in walk(script.module):
-        if not isinstance(node, cst.With) or method_of(node.items[0].item) != "scope":
-            continue
-        if isinstance(node.body, cst.IndentedBlock):
+    for node in script.nodes(cst.With):
+        is_scope = method_of(node.items[0].item) == "scope"
+        if is_scope and isinstance(node.body, cst.IndentedBlock):
             yield node.body
 
 
-_REASON = (
-    "depends on a tensor, and AutoGraph is gone: use keras.ops.cond, keras.ops.where "
-    "or keras.ops.while_loop"
-)
 _STATIC = ("keras.ops.shape", "keras.ops.size", "keras.ops.ndim", "keras.ops.is_tensor")
 _IDENTITY = (cst.Is, cst.IsNot)
 
@@ -287,10 +274,6 @@ _IDENTITY = (cst.Is, cst.IsNot)
 _BRANCHING = ("cond", "case", "switch_case", "while_loop")
 _EFFECTS = frozenset(
     ["assign", "assign_add", "assign_sub", "apply_gradients", "update_state"]
-)
-_EFFECT = (
-    "{} in a branch or a loop's body: JAX traces it by itself, so return the new value "
-    "from it and assign it outside; optimizers have gradient_accumulation_steps="
 )
 
 
@@ -300,21 +283,20 @@ def report_branches(script: Script) -> None:
     Those are conditions on tensors in traced functions, and functions of `tf.cond` and
     its like that change variables.
     """
-    for node in walk(script.module):
-        if isinstance(node, (cst.If, cst.While, cst.IfExp, cst.Assert)) and is_traced(
-            script, node
-        ):
+    for node in script.nodes(cst.If, cst.While, cst.IfExp, cst.Assert):
+        if is_traced(script, node):
             function = script.function_of(node)
             names = _tensors(script, function) if function else set()
             if _is_tensor(script, node.test, names):
-                script.leave(node.test, f"`{script.code(node.test)}` {_REASON}")
+                test = script.code(node.test)
+                script.leave(node.test, WHY["autograph"].format(test=test))
     for call in script.calls:
         if script.called(call) in _BRANCHING:
             branches = [
                 f for arg in call.args for f in _functions_of(script, arg.value)
             ]
             if method := _effect(script, branches):
-                script.leave(call, _EFFECT.format(method))
+                script.leave(call, WHY["branch_effect"].format(method))
 
 
 def _effect(script: Script, functions: Iterable[cst.CSTNode]) -> str | None:
@@ -322,8 +304,7 @@ def _effect(script: Script, functions: Iterable[cst.CSTNode]) -> str | None:
     found = (
         method_of(node)
         for function in sorted(with_called(script, functions), key=script.line)
-        for node in walk(function)
-        if isinstance(node, cst.Call)
+        for node in find(function, cst.Call)
     )
     return next((name for name in found if name in _EFFECTS), None)
 
@@ -332,20 +313,15 @@ def _tensors(script: Script, function: cst.FunctionDef) -> set[str]:
     """The names to which a function assigns nothing but tensors."""
     tensors: set[str] = set()
     others: set[str] = set()
-    for node in walk(function.body):
-        if not isinstance(node, cst.Assign):
-            continue
+    for node in find(function.body, cst.Assign):
         found = tensors if _is_tensor(script, node.value, tensors) else others
-        found |= {
-            target.target.value
-            for target in node.targets
-            if isinstance(target.target, cst.Name)
-        }
+        targets = (each.target for each in node.targets)
+        found |= {each.value for each in targets if isinstance(each, cst.Name)}
     return tensors - others
 
 
-def _is_tensor(script: Script, node: cst.BaseExpression, names: set[str]) -> bool:
-    if isinstance(node, cst.Name) and node.value in names:
+def _is_tensor(script: Script, node: Expression, names: set[str]) -> bool:
+    if is_name(node, *names):
         return True
     if isinstance(node, cst.Name | cst.Attribute):
         return kind_of(script, node) == "variable"
@@ -358,7 +334,7 @@ def _is_tensor(script: Script, node: cst.BaseExpression, names: set[str]) -> boo
     return any(_is_tensor(script, part, names) for part in _operands(node))
 
 
-def _operands(node: cst.BaseExpression) -> list[cst.BaseExpression]:
+def _operands(node: Expression) -> list[Expression]:
     """The operands of an expression; none of `is` and `is not`."""
     if isinstance(node, (cst.BinaryOperation, cst.BooleanOperation)):
         return [node.left, node.right]

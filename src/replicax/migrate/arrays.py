@@ -1,0 +1,428 @@
+"""Rules for calls that compute arrays, on devices and in input pipelines.
+
+They cover calls whose arguments Keras or NumPy has in another form: constants, random
+numbers, products of matrices, windows of convolutions and pooling, images.
+"""
+
+import libcst as cst
+
+from replicax.migrate.kinds import is_class_of
+from replicax.migrate.rules import CallSite, Rule, bound, by_row
+from replicax.migrate.script import Expression, Script, Unported
+from replicax.migrate.tables import (
+    DEVICE_OPERATORS,
+    DTYPES,
+    GUARDED_OPERATORS,
+    HOST_OPERATORS,
+    WHY,
+    find_target,
+)
+from replicax.migrate.tracing import RANDOM, class_of, is_traced
+from replicax.migrate.tree import (
+    argument,
+    find,
+    is_name,
+    is_named,
+    keyword,
+    named,
+    parts_of,
+    renamed,
+    text_of,
+    without,
+)
+
+__all__ = ["DEVICE_RULES", "HOST_RANDOM", "HOST_RULES"]
+
+_STRINGS = (cst.SimpleString, cst.FormattedString)
+
+
+def _identity(site: CallSite) -> Expression:
+    return site.required(0, "input")
+
+
+def _constant(site: CallSite) -> Expression:
+    value = site.required(0, "value")
+    is_display = isinstance(value, cst.List | cst.Tuple)
+    parts = find(value, *_STRINGS) if is_display else [value]
+    if any(isinstance(part, _STRINGS) for part in parts):
+        raise Unported(f"tf.{site.path} of a string stays: arrays are of numbers")
+    return by_row(site, DEVICE_OPERATORS[site.path])
+
+
+def _variable(site: CallSite) -> Expression:
+    made = by_row(site, DEVICE_OPERATORS[site.path])
+    is_integer = made.args and _is_number(made.args[0].value, cst.Integer)
+    if is_integer and named(made, "dtype") is None:  # Keras' default is a float.
+        dtype = keyword("dtype", site.script.string("int32"))
+        made = made.with_changes(args=without(made.args, made.args, [dtype]))
+    return _initialized(site, made) if _in_build(site.script, site.node) else made
+
+
+def _in_build(script: Script, node: cst.CSTNode) -> bool:
+    """Whether Keras traces a node: it is in `build` or `call` of a layer or model."""
+    function = script.function_of(node)
+    if function is None or function.name.value not in {"build", "call"}:
+        return False
+    owner = class_of(script, function)
+    return owner is not None and is_class_of(script, owner, ("layer", "model"))
+
+
+_INITIALIZERS = {"zeros": "keras.initializers.Zeros", "ones": "keras.initializers.Ones"}
+
+
+def _initialized(site: CallSite, made: cst.Call) -> Expression:
+    """Give a variable an initializer for its value.
+
+    Where Keras 3 traces `build`, it refuses variables of values, and then builds the
+    layer again without a word, so that it has some weights twice.
+    """
+    value = site.given(0, "initial_value")
+    if value is None or not made.args:
+        raise Unported(WHY["traced_value"])
+    first, *rest = made.args
+    maker = _INITIALIZERS.get(site.script.called(value), "")
+    if maker and isinstance(first.value, cst.Call):
+        initializer = site.make(f"{maker}()")
+        names = ["shape"] if named(made, "dtype") is not None else ["shape", "dtype"]
+        found = [(n, argument(first.value.args, i, n)) for i, n in enumerate(names)]
+        extra = [keyword(name, arg.value) for name, arg in found if arg is not None]
+    elif _is_number(first.value):
+        initializer = site.make("keras.initializers.Constant({x})", x=first.value)
+        extra = [keyword("shape", cst.Tuple([]))]
+    else:
+        raise Unported(WHY["traced_value"])
+    args = [first.with_changes(value=initializer), *rest]
+    return made.with_changes(args=without(made.args, args, extra))
+
+
+def _is_number(node: Expression, kind: type[cst.BaseNumber] = cst.BaseNumber) -> bool:
+    inner = node.expression if isinstance(node, cst.UnaryOperation) else node
+    return isinstance(inner, kind)
+
+
+def _where(site: CallSite) -> Expression:
+    if len(site.updated.args) < 3:
+        raise Unported("tf.where of a condition alone stays: use keras.ops.nonzero")
+    return by_row(site, DEVICE_OPERATORS[site.path])
+
+
+def _split(site: CallSite) -> Expression:
+    if not isinstance(site.ported(1, "num_or_size_splits"), cst.Integer):
+        raise site.stays(WHY["split"])
+    return by_row(site, GUARDED_OPERATORS[site.path])
+
+
+def _matmul(site: CallSite) -> Expression:
+    args = []
+    for i, (name, here) in enumerate((("a", "x1"), ("b", "x2"))):
+        site.required(i, name)
+        arg = argument(site.updated.args, i, name)
+        assert arg is not None
+        flag = site.ported(i + 2, f"transpose_{name}")
+        text = site.script.code(flag) if flag else "False"
+        if text not in {"True", "False"}:
+            raise site.stays(f"whether transpose_{name} is not seen")
+        if text == "True":
+            swapped = site.make("keras.ops.swapaxes({x}, -1, -2)", x=arg.value)
+            arg = arg.with_changes(value=swapped)
+        args.append(renamed(arg, here) if arg.keyword else arg)
+    return site.with_args(args, func="keras.ops.matmul")
+
+
+def _band(site: CallSite) -> Expression:
+    """Port `tf.linalg.band_part(x, -1, 0)` to `keras.ops.tril(x)`; -1 keeps a side."""
+    made = site.required(0, "input")
+    for i, (name, target, sign) in enumerate(
+        (("lower", "triu", "-"), ("upper", "tril", "")), 1
+    ):
+        number = site.ported(i, f"num_{name}")
+        text = site.script.code(number) if number else ""
+        if not text.removeprefix("-").isdigit():
+            raise site.stays(f"its num_{name} is no number in sight")
+        if text != "-1":
+            k = "" if text == "0" else f", k={sign}{text}"
+            made = site.make(f"keras.ops.{target}({{x}}{k})", x=made)
+    return made
+
+
+def _windowed(target: str, *names: str) -> Rule:
+    """Make the rule for a convolution or pooling, whose strides TF has for all axes.
+
+    Args:
+        target: The operation of Keras; it takes `names` in this order.
+        names: TF's parameters: the input, the kernel or its size, the strides.
+    """
+
+    def rule(site: CallSite) -> Expression:
+        given = {}
+        others = {"filters": "filter", names[0]: "value"}
+        every = [*names, "padding", "data_format", "dilations", "name"]
+        for i, name in enumerate(every):
+            value = site.ported(i, name)
+            if value is None and name in others:
+                value = site.ported(i, others[name])
+            if value is not None:
+                given[name] = value
+        if "data_format" in given or "dilations" in given or len(given) < 4:
+            raise site.stays(f"use {target}")
+        if not isinstance(given["padding"], cst.SimpleString):
+            raise site.stays("its padding is not a string here")
+        values = [given[names[0]]]
+        for name in names[1:]:
+            value = given[name]
+            values.append(value if name == "filters" else _inner(site, value))
+        padding = site.script.string(text_of(given["padding"]).lower())
+        args = [cst.Arg(value) for value in values]
+        return site.with_args(args, keyword("padding", padding), func=target)
+
+    return rule
+
+
+def _inner(site: CallSite, value: Expression) -> Expression:
+    """Port a window `[1, height, width, 1]` to `(height, width)`; an integer stays."""
+    if isinstance(value, cst.Integer):
+        return value
+    if not isinstance(value, cst.List | cst.Tuple):
+        raise site.stays("write its window as [1, height, width, 1]")
+    parts = parts_of(value)
+    if len(parts) == 4:
+        parts = parts[1:3]
+    if len(parts) == 1:
+        parts *= 2
+    return cst.parse_expression(f"({', '.join(map(site.script.code, parts))})")
+
+
+def _patches(site: CallSite) -> Expression:
+    made = by_row(site, GUARDED_OPERATORS[site.path])
+    args = []
+    for i, arg in enumerate(made.args):
+        if is_named(arg, "padding"):
+            arg = arg.with_changes(value=_lower(site, arg.value, "padding"))
+        elif i > 0 and not is_named(arg, "images"):
+            arg = arg.with_changes(value=_inner(site, arg.value))
+        args.append(arg)
+    return made.with_changes(args=args)
+
+
+def _lower(site: CallSite, value: Expression, what: str) -> cst.SimpleString:
+    if not isinstance(value, cst.SimpleString):
+        raise site.stays(f"its {what} is not a string here")
+    return cst.SimpleString(value.value.lower())
+
+
+def _clip_by_norm(site: CallSite) -> Expression:
+    """Port `clip_by_norm` to TensorFlow's formula `x * limit / max(norm(x), limit)`."""
+    value, limit = site.required(0, "t"), site.ported(1, "clip_norm")
+    if len(site.node.args) != 2 or limit is None or not isinstance(value, cst.Name):
+        raise site.stays("use `clipnorm=` of the optimizer")
+    if not isinstance(limit, cst.Name | cst.Float | cst.Integer):
+        raise site.stays("give its clip_norm a name")
+    text = "({x} * {limit} / keras.ops.maximum(keras.ops.norm({x}), {limit}))"
+    return site.make(text, x=value, limit=limit)
+
+
+def _random(site: CallSite) -> Expression:
+    script, node = site.script, site.node
+    made = by_row(site, DEVICE_OPERATORS[site.path])
+    dtype = named(made, "dtype")
+    if isinstance(dtype, cst.SimpleString) and "int" in dtype.value:
+        made = made.with_changes(func=script.expression("keras.random.randint"))
+        if argument(made.args, 1, "minval") is None:
+            zero = keyword("minval", cst.Integer("0"))
+            made = made.with_changes(args=without(made.args, made.args, [zero]))
+    if not is_traced(script, node):
+        return made
+    if named(made, "seed") is not None:
+        raise Unported(WHY["fixed_seed"])
+    if node not in script.generators:
+        raise Unported(WHY["random_state"])
+    seed = keyword("seed", cst.parse_expression(script.generators[node]))
+    return made.with_changes(args=without(made.args, made.args, [seed]))
+
+
+# Images and arrays that input pipelines have, too.
+
+
+def _resize(site: CallSite) -> Expression:
+    """Port `tf.image.resize` of TensorFlow 2; bilinear results are float32 as there."""
+    script, made = site.script, by_row(site, GUARDED_OPERATORS[site.path])
+    value = named(made, "interpolation") or script.string("bilinear")
+    name = script.names.path(value)  # None if the argument is ported already.
+    text = str(find_target(name) if name else script.code(value)).strip("\"'")
+    if text not in {"bilinear", "nearest"}:
+        raise site.stays("only bilinear and nearest have a counterpart")
+    if script.is_of_version_1(site.node):
+        raise Unported(f"tf.{site.path} of TensorFlow 1 stays: it has other pixels")
+    on_host = script.runs_on_host(site.node)
+    if text == "bilinear":
+        first, *rest = made.args
+        cast = '{x}.astype("float32")' if on_host else 'keras.ops.cast({x}, "float32")'
+        first = first.with_changes(value=site.make(cast, x=first.value))
+        kept = [arg for arg in rest if not is_named(arg, "interpolation")]
+        made = made.with_changes(args=without(made.args, [first, *kept]))
+    return site.make("np.asarray({x})", x=made) if on_host else made
+
+
+def _pad(site: CallSite) -> Expression:
+    """Port `tf.pad`: paddings must be numbers in sight, modes become lower case."""
+    script = site.script
+    table = HOST_OPERATORS if script.runs_on_host(site.node) else GUARDED_OPERATORS
+    given, margins = site.given(1, "paddings"), None
+    made = script.flow.resolved(given) if given else None
+    if isinstance(made, cst.Call):
+        is_tensor = script.called(made) in {"constant", "convert_to_tensor"}
+        margins = made.args[0].value if is_tensor else made
+    if margins is not None and not _is_of_numbers(margins):
+        raise site.stays("its paddings are not numbers in sight")
+    mode = site.ported(2, "mode")
+    args = []
+    for old, arg in zip(site.node.args, site.updated.args, strict=True):
+        if old.value is given and margins is not None:
+            arg = arg.with_changes(value=margins.deep_clone())
+        elif mode is not None and arg.value is mode:
+            arg = arg.with_changes(value=_lower(site, mode, "mode"))
+        args.append(arg)
+    site = CallSite(script, site.node, site.updated.with_changes(args=args), site.path)
+    return by_row(site, table[site.path])
+
+
+def _is_of_numbers(node: Expression) -> bool:
+    """Whether an expression is an integer, or nested lists of integers alone."""
+    if isinstance(node, cst.List | cst.Tuple):
+        return all(map(_is_of_numbers, parts_of(node)))
+    return isinstance(node, cst.Integer)
+
+
+# Input pipelines alone.
+
+
+def _cast_on_host(site: CallSite) -> Expression:
+    value, dtype = site.required(0, "x"), site.required(1, "dtype")
+    is_number = isinstance(value, (cst.Integer, cst.Float))
+    text = "np.array({x}, {dtype})" if is_number else "{x}.astype({dtype})"
+    return site.make(text, x=value, dtype=dtype)
+
+
+def _constant_on_host(site: CallSite) -> Expression:
+    value = site.required(0, "value")
+    made = by_row(site, HOST_OPERATORS[site.path])
+    kinds = {type(part) for part in find(value, cst.Float, cst.Integer)}
+    if len(made.args) > 1 or not kinds:
+        return made
+    # TensorFlow's dtypes of Python's numbers.
+    dtype = site.script.string("float32" if cst.Float in kinds else "int32")
+    return made.with_changes(args=[cst.Arg(value), cst.Arg(dtype)])
+
+
+def _one_hot_on_host(site: CallSite) -> Expression:
+    depth = site.ported(1, "depth")
+    if depth is None or len(site.updated.args) != 2:
+        raise Unported("tf.one_hot with more than indices and depth: port it by hand")
+    text = 'np.eye({depth}, dtype="float32")[{indices}]'
+    return site.make(text, depth=depth, indices=site.required(0, "indices"))
+
+
+def _random_image(site: CallSite) -> Expression:
+    made = by_row(site, HOST_OPERATORS[site.path])
+    generator = keyword("rng", _generator(site))
+    return made.with_changes(args=without(made.args, made.args, [generator]))
+
+
+def _generator(site: CallSite) -> cst.Name:
+    return cst.Name(site.script.generators.get(site.node, "rng"))
+
+
+_OF_UNIFORM = ("shape", "minval", "maxval", "dtype", "seed", "name")
+_OF_NORMAL = ("shape", "mean", "stddev", "dtype", "seed", "name")
+
+
+def _drawn(site: CallSite) -> Expression:
+    """Port a draw to `rng.uniform(low, high, shape)`, `rng.normal`, `rng.integers`."""
+    is_uniform = "uniform" in site.path
+    names = _OF_UNIFORM if is_uniform else _OF_NORMAL
+    given = {k: arg.value for k, arg in bound(site.updated.args, names).items()}
+    given = {k: value for k, value in given.items() if not is_name(value, "None")}
+    method = "uniform" if is_uniform else "normal"
+    if is_uniform and _draws_integers(site):
+        method = "integers"
+    for name in ("shape", "maxval") if method == "integers" else ("shape",):
+        if name not in given:
+            raise Unported(f"tf.{site.path}: its argument {name!r} was not found")
+    return site.make(
+        f"{{rng}}.{method}({{a}}, {{b}}, {{shape}}).astype({{dtype}})",
+        rng=_generator(site),
+        a=given.get(names[1], cst.Integer("0")),
+        b=given.get(names[2], cst.Integer("1")),
+        shape=given["shape"],
+        dtype=given.get("dtype", site.script.string("float32")),
+    )
+
+
+def _draws_integers(site: CallSite) -> bool:
+    """Whether `tf.random.uniform` is given a dtype of integers.
+
+    Raises:
+        Unported: If its dtype is not in sight.
+    """
+    script = site.script
+    given = bound(site.node.args, _OF_UNIFORM).get("dtype")
+    if given is None or is_name(given.value, "None"):
+        return False
+    value = script.flow.resolved(given.value)
+    name = script.names.path(value) or script.names.imported(value) or ""
+    dtype = text_of(value) or name.rpartition(".")[2]  # Of `tf.int32`, `np.int32`.
+    if dtype not in DTYPES:
+        raise Unported(
+            f"tf.{site.path}: its dtype is not in sight; pass one such as tf.int32"
+        )
+    return "int" in dtype
+
+
+_RANDOM_IMAGES = tuple(
+    path
+    for path, operator in HOST_OPERATORS.items()
+    if operator.target.startswith("rx.input.images.random_")
+)
+_NUMBERS = ("random.uniform", "random_uniform", "random.normal", "random_normal")
+HOST_RANDOM = (*_RANDOM_IMAGES, *_NUMBERS)
+"""Paths of functions that draw random numbers, and get the example's generator."""
+
+_conv = _windowed("keras.ops.conv", "input", "filters", "strides")
+_max_pool = _windowed("keras.ops.max_pool", "input", "ksize", "strides")
+_average_pool = _windowed("keras.ops.average_pool", "input", "ksize", "strides")
+
+DEVICE_RULES: dict[str, Rule] = {
+    "constant": _constant,
+    "convert_to_tensor": _constant,
+    "identity": _identity,
+    "Variable": _variable,
+    "matmul": _matmul,
+    "linalg.matmul": _matmul,
+    "linalg.band_part": _band,
+    "nn.conv2d": _conv,
+    "nn.conv1d": _conv,
+    "nn.max_pool": _max_pool,
+    "nn.max_pool2d": _max_pool,
+    "nn.avg_pool": _average_pool,
+    "nn.avg_pool2d": _average_pool,
+    "image.extract_patches": _patches,
+    "image.resize": _resize,
+    "pad": _pad,
+    "where": _where,
+    "split": _split,
+    "clip_by_norm": _clip_by_norm,
+    **dict.fromkeys(RANDOM, _random),
+}
+"""Rules for code that devices run, by the path of the function."""
+HOST_RULES: dict[str, Rule] = {
+    **dict.fromkeys(_RANDOM_IMAGES, _random_image),
+    **dict.fromkeys(_NUMBERS, _drawn),
+    "cast": _cast_on_host,
+    "one_hot": _one_hot_on_host,
+    "constant": _constant_on_host,
+    "convert_to_tensor": _constant_on_host,
+    "identity": _identity,
+    "image.resize": _resize,
+    "pad": _pad,
+}
+"""Rules for input pipelines, by the path of the function."""

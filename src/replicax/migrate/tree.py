@@ -1,0 +1,247 @@
+"""Questions to nodes of a syntax tree, and small nodes that ports are made of."""
+
+import itertools
+from collections.abc import Container, Iterable, Iterator, Sequence
+from typing import TypeVar
+
+import libcst as cst
+
+_Node = TypeVar("_Node", bound=cst.CSTNode)
+
+
+def walk(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+    """`node` and all nodes in it, in the order of the text."""
+    yield node
+    for child in node.children:
+        yield from walk(child)
+
+
+def find(node: cst.CSTNode, *kinds: type[_Node]) -> Iterator[_Node]:
+    """The nodes of some kinds in a node, itself included, in the order of the text."""
+    for each in walk(node):
+        if isinstance(each, kinds):
+            yield each
+
+
+def dotted(node: cst.CSTNode | None) -> str | None:
+    """The text of a dotted name such as `a.b.c`; None for other expressions."""
+    parts: list[str] = []
+    while isinstance(node, cst.Attribute):
+        parts.append(node.attr.value)
+        node = node.value
+    if not isinstance(node, cst.Name):
+        return None
+    return ".".join([node.value, *reversed(parts)])
+
+
+def root_of(node: cst.CSTNode) -> cst.Name | None:
+    """The name that a dotted name such as `a.b.c` begins with."""
+    while isinstance(node, cst.Attribute):
+        node = node.value
+    return node if isinstance(node, cst.Name) else None
+
+
+def is_name(node: cst.CSTNode | None, *names: str) -> bool:
+    """Whether a node is exactly one of these names."""
+    return isinstance(node, cst.Name) and node.value in names
+
+
+def attr_of(node: cst.CSTNode | None) -> str:
+    """The last name of an attribute such as `a.b.c`; else `""`."""
+    return node.attr.value if isinstance(node, cst.Attribute) else ""
+
+
+def method_of(node: cst.CSTNode | None) -> str:
+    """The name of the method that a node calls; else `""`."""
+    return attr_of(node.func) if isinstance(node, cst.Call) else ""
+
+
+def object_of(node: cst.CSTNode) -> cst.BaseExpression:
+    """The object whose method a call is of; the function where it is no method."""
+    assert isinstance(node, cst.Call)
+    return node.func.value if isinstance(node.func, cst.Attribute) else node.func
+
+
+def text_of(node: cst.CSTNode | None) -> str:
+    """The value of a string literal; else `""`."""
+    return str(node.evaluated_value) if isinstance(node, cst.SimpleString) else ""
+
+
+def parts_of(node: cst.CSTNode | None) -> list[cst.BaseExpression]:
+    """The elements of a list or tuple display; none of other expressions."""
+    is_display = isinstance(node, cst.List | cst.Tuple)
+    return [element.value for element in node.elements] if is_display else []
+
+
+def names_in(node: cst.CSTNode) -> set[str]:
+    """The names in a node, bound ones and those of attributes and keywords included."""
+    return {each.value for each in find(node, cst.Name)}
+
+
+def free_name(used: Container[str], *wanted: str) -> str:
+    """The first of `wanted` that is not used, or the first one with a number."""
+    numbered = (f"{wanted[0]}_{i}" for i in itertools.count(2))
+    return next(n for n in itertools.chain(wanted, numbered) if n not in used)
+
+
+def used_names(module: cst.CSTNode) -> set[str]:
+    """The names that a module reads, roughly: all but those of imports."""
+    found: set[str] = set()
+    pending: list[cst.CSTNode] = [module]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, (cst.Attribute, cst.Arg)):
+            pending.append(node.value)
+        elif isinstance(node, cst.Name):
+            found.add(node.value)
+        elif not isinstance(node, (cst.Import, cst.ImportFrom)):
+            pending += node.children
+    return found
+
+
+# Imports.
+
+
+def import_names(node: cst.Import | cst.ImportFrom) -> Iterable[tuple[str, str]]:
+    """Pairs of local name and full name that an import binds; of a star, the module."""
+    if isinstance(node, cst.Import):
+        for alias in node.names:
+            name = alias.evaluated_name
+            yield (alias.evaluated_alias or name.partition(".")[0], name)
+    elif node.module is not None and not node.relative:
+        module = module_of(node)
+        if isinstance(node.names, cst.ImportStar):
+            yield ("*", module)
+        else:
+            for alias in node.names:
+                local = alias.evaluated_alias or alias.evaluated_name
+                yield (local, f"{module}.{alias.evaluated_name}")
+
+
+def imported_modules(module: cst.Module) -> list[tuple[str, str]]:
+    """Pairs of local name and full name that a script imports at its top level."""
+    found = []
+    for line in module.body:
+        for small in line.body if isinstance(line, cst.SimpleStatementLine) else ():
+            if isinstance(small, cst.Import):
+                names = [(a.evaluated_alias, a.evaluated_name) for a in small.names]
+                found += [(alias or name, name) for alias, name in names]
+            elif isinstance(small, cst.ImportFrom):
+                found += [pair for pair in import_names(small) if pair[0] != "*"]
+    return found
+
+
+def module_of(node: cst.ImportFrom) -> str:
+    """The module that `from x import y` names, without leading dots."""
+    return dotted(node.module) or ""
+
+
+def import_alias(name: str, local: str) -> cst.ImportAlias:
+    """`name as local` of an import; `name` alone where they are the same."""
+    asname = None if name == local else cst.AsName(cst.Name(local))
+    node = cst.parse_expression(name)
+    assert isinstance(node, cst.Name | cst.Attribute)
+    return cst.ImportAlias(node, asname)
+
+
+# Arguments.
+
+
+def keyword_of(arg: cst.Arg) -> str:
+    """The keyword of an argument; `""` of one by position."""
+    return arg.keyword.value if arg.keyword else ""
+
+
+def is_named(arg: cst.Arg, *names: str) -> bool:
+    """Whether an argument is given by one of these keywords."""
+    return arg.keyword is not None and arg.keyword.value in names
+
+
+def argument(args: Sequence[cst.Arg], position: int, name: str) -> cst.Arg | None:
+    """The argument at `position` or with the keyword `name`; None if there is none."""
+    for i, arg in enumerate(args):
+        if arg.star:
+            return None
+        if (arg.keyword.value == name) if arg.keyword else (i == position):
+            return arg
+    return None
+
+
+def value_of(call: cst.Call, position: int, name: str) -> cst.BaseExpression | None:
+    """The value of the argument at `position` or with the keyword `name`; or None."""
+    arg = argument(call.args, position, name)
+    return arg.value if arg is not None else None
+
+
+def named(call: cst.Call, *names: str) -> cst.BaseExpression | None:
+    """The value of the first argument with one of these keywords; None without one."""
+    return next((arg.value for arg in call.args if is_named(arg, *names)), None)
+
+
+def keyword(name: str, value: cst.BaseExpression) -> cst.Arg:
+    """The argument `name=value`."""
+    return renamed(cst.Arg(value), name)
+
+
+def renamed(arg: cst.Arg, name: str) -> cst.Arg:
+    """`arg` as a keyword argument of another name."""
+    if arg.keyword:
+        return arg.with_changes(keyword=cst.Name(name))
+    space = cst.SimpleWhitespace("")
+    equal = cst.AssignEqual(whitespace_before=space, whitespace_after=space)
+    return arg.with_changes(keyword=cst.Name(name), equal=equal)
+
+
+def call_of(func: cst.BaseExpression, *values: cst.BaseExpression) -> cst.Call:
+    """A call with positional arguments."""
+    return cst.Call(func=func, args=[cst.Arg(value) for value in values])
+
+
+def without(
+    args: Sequence[cst.Arg], kept: Sequence[cst.Arg], extra: Sequence[cst.Arg] = ()
+) -> list[cst.Arg]:
+    """Join `kept` and `extra`, with the trailing comma and line break of `args`."""
+    new = [*kept, *extra]
+    if not new or not args:
+        return new
+    last = args[-1]
+    end = new[-1].with_changes(
+        comma=last.comma, whitespace_after_arg=last.whitespace_after_arg
+    )
+    comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+    space = cst.SimpleWhitespace("")
+    ends = [
+        arg
+        if isinstance(arg.comma, cst.Comma) and arg is not last
+        else arg.with_changes(comma=comma, whitespace_after_arg=space)
+        for arg in new[:-1]
+    ]
+    return [*ends, end]
+
+
+def with_args(call: cst.Call, args: Sequence[cst.Arg]) -> cst.Call:
+    """`call` with the arguments `args`; `call` itself if these are its own nodes."""
+    pairs = zip(args, call.args, strict=False)
+    if len(args) == len(call.args) and all(new is old for new, old in pairs):
+        return call
+    return call.with_changes(args=without(call.args, args))
+
+
+def parenthesized(node: cst.BaseExpression) -> cst.BaseExpression:
+    """`node` in parentheses."""
+    return node.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
+
+
+# Statements.
+
+
+def only_of(line: cst.CSTNode | None) -> cst.BaseSmallStatement | None:
+    """The small statement that a line consists of; None for several, and for blocks."""
+    body = line.body if isinstance(line, cst.SimpleStatementLine) else ()
+    return body[0] if len(body) == 1 else None
+
+
+def methods_of(owner: cst.ClassDef) -> dict[str, cst.FunctionDef]:
+    """The methods in the body of a class, by name."""
+    found = (each for each in owner.body.body if isinstance(each, cst.FunctionDef))
+    return {each.name.value: each for each in found}
