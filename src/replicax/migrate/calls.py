@@ -30,7 +30,9 @@ from replicax.migrate.tables import (
     HOST_OPERATORS,
     NO_VARIABLES,
     NOTES,
+    OLD_LAYERS,
     OLD_LOSSES,
+    OLD_METRICS,
     WHY,
     WRITTEN,
     accepted_arguments,
@@ -216,16 +218,6 @@ def _device(site: CallSite) -> Expression:
 
 # TensorFlow 1, and `tf.config`.
 
-_LAYERS = {
-    "dense": "Dense",
-    "conv2d": "Conv2D",
-    "conv1d": "Conv1D",
-    "max_pooling2d": "MaxPooling2D",
-    "average_pooling2d": "AveragePooling2D",
-    "flatten": "Flatten",
-    "dropout": "Dropout",
-    "batch_normalization": "BatchNormalization",
-}
 _MEANS = ("SUM_BY_NONZERO_WEIGHTS", "SUM_OVER_NONZERO_WEIGHTS", "SUM_OVER_BATCH_SIZE")
 """Reductions that are the mean where the weight is one number."""
 _OLD = re.compile(
@@ -246,14 +238,14 @@ def _layer(site: CallSite) -> Expression:
     if site.script.function_of(site.node) and not makes_spec(
         site.script, site.script.module
     ):
-        raise Unported(WHY["new_layer"].format(path=site.path, layer=_LAYERS[name]))
+        raise Unported(WHY["new_layer"].format(path=site.path, layer=OLD_LAYERS[name]))
     args = site.updated.args
     training = [a for a in args if is_named(a, "training")]
     made = [a for a in args if a.value is not inputs and a not in training]
     if not training and name in {"dropout", "batch_normalization"}:
         training = [keyword("training", cst.Name("False"))]
     training = [a.with_changes(comma=cst.MaybeSentinel.DEFAULT) for a in training]
-    layer = site.script.expression(f"keras.layers.{_LAYERS[name]}")
+    layer = site.script.expression(f"keras.layers.{OLD_LAYERS[name]}")
     layer = cst.Call(layer, without(args, made))
     return cst.Call(layer, [cst.Arg(inputs), *training])
 
@@ -305,15 +297,6 @@ def _length(node: Expression | None) -> Expression | None:
     return None
 
 
-_METRICS = {
-    "accuracy": "Accuracy",
-    "mean": "Mean",
-    "auc": "AUC",
-    "precision": "Precision",
-    "recall": "Recall",
-    "mean_absolute_error": "MeanAbsoluteError",
-    "root_mean_squared_error": "RootMeanSquaredError",
-}
 _COLLECTIONS = ("metrics_collections", "updates_collections", "name")
 
 
@@ -323,7 +306,7 @@ def _summed_metric(site: CallSite) -> Expression:
     A metric is made and updated above the statement, which gets the metric.
     """
     script, usual = site.script, site.path.rpartition(".")[2]
-    target = _METRICS[usual]
+    target = OLD_METRICS[usual]
     function = script.function_of(site.node)
     if function is None or not makes_spec(script, function):
         raise site.stays(f"make keras.metrics.{target}() and update it in a step")
@@ -387,9 +370,9 @@ _INITIALIZERS = [
 _OLD_RULES: dict[str, Rule] = {
     **dict.fromkeys(_DECAYS, _decay),
     **dict.fromkeys(_INITIALIZERS, _initializer),
-    **{f"layers.{name}": _layer for name in _LAYERS},
+    **{f"layers.{name}": _layer for name in OLD_LAYERS},
     **{f"losses.{name}": _loss for name in OLD_LOSSES},
-    **{f"metrics.{name}": _summed_metric for name in _METRICS},
+    **{f"metrics.{name}": _summed_metric for name in OLD_METRICS},
     "config.set_logical_device_configuration": _logical_devices,
     "config.experimental.set_virtual_device_configuration": _logical_devices,
 }

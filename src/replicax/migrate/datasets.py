@@ -11,7 +11,7 @@ import libcst as cst
 
 from replicax.migrate.flow import Definition
 from replicax.migrate.script import Expression, Script
-from replicax.migrate.tables import READERS
+from replicax.migrate.tables import NAMES, READERS
 from replicax.migrate.tracing import class_of
 from replicax.migrate.tree import (
     argument,
@@ -31,19 +31,6 @@ _Key: TypeAlias = Definition | tuple[str, int | None] | int
 
 It is a definition, a function's result (or one element of it), or an expression's id.
 """
-
-_NAMES = """
-map batch shuffle repeat cache prefetch take skip with_options shard filter
-flat_map interleave window padded_batch unbatch enumerate apply concatenate
-as_numpy_iterator rebatch snapshot scan bucket_by_sequence_length
-group_by_window ragged_batch
-"""
-_OPERATORS = frozenset(_NAMES.split())
-_TELLING = ("batch", "shuffle", "prefetch", "cache", "padded_batch", "unbatch")
-"""Methods that identify a dataset where another operator is in the same chain."""
-_SURE = ("prefetch", "cache", "padded_batch", "with_options")
-"""Methods that identify a dataset by themselves."""
-_MAKERS = ("make_experimental_numpy_dataset", "experimental_make_numpy_dataset")
 
 
 @dataclass(eq=False)
@@ -150,12 +137,14 @@ class _Datasets:
             node = object_of(node)
         if isinstance(node, cst.Name) and self._script.names.imported(node):
             return False
-        is_telling = len(used) > 1 and not set(_TELLING).isdisjoint(used)
-        return is_telling or not set(_SURE).isdisjoint(used)
+        is_telling = len(used) > 1 and not set(NAMES["telling_methods"]).isdisjoint(
+            used
+        )
+        return is_telling or not set(NAMES["sure_methods"]).isdisjoint(used)
 
     def _operator(self, node: cst.CSTNode) -> str | None:
         name = method_of(node)
-        return name if name in _OPERATORS else None
+        return name if name in NAMES["dataset_methods"] else None
 
     def _source_path(self, node: Expression) -> str | None:
         path = self._script.called(node)
@@ -170,7 +159,7 @@ class _Datasets:
         return name.startswith("tensorflow_datasets.") and "load" in name
 
     def _is_maker(self, node: Expression) -> bool:
-        return method_of(node) in _MAKERS
+        return method_of(node) in NAMES["dataset_makers"]
 
     def _function_keys(self, call: cst.Call, index: int | None) -> list[_Key]:
         """The keys of what a called function returns, or of one element of it."""

@@ -67,8 +67,12 @@ def plan_files(script: Script) -> None:
     for text, group in groups.items():
         written = {site.endings for site, _ in group if site.endings}
         ends = {endings[0] for endings in written}
-        is_elsewhere = any(_begins(n.evaluated_value, text) for n in others)
-        if len(ends) != 1 or is_elsewhere or _ends_with_number(text):
+        stem = text.rstrip("/")
+        # Other literals may name the file too, such as `cp.index`; `export/1` is a
+        # version for a model server.
+        is_elsewhere = stem and any(text_of(n).startswith(stem) for n in others)
+        is_version = stem.rpartition("/")[2].isdigit()
+        if len(ends) != 1 or is_elsewhere or is_version:
             continue
         (end,) = ends
         right = WEIGHTS if end in WEIGHTS else MODELS
@@ -80,17 +84,6 @@ def plan_files(script: Script) -> None:
         ):
             for literal in {literal for _, literal in group}:
                 _plan_end(script, literal, end)
-
-
-def _begins(value: str | bytes, text: str) -> bool:
-    """Whether a literal begins with the file name `text`, such as `cp.index`."""
-    stem = text.rstrip("/")
-    return isinstance(value, str) and bool(stem) and value.startswith(stem)
-
-
-def _ends_with_number(text: str) -> bool:
-    """Whether a path ends with a version number for a model server: `export/1`."""
-    return text.rstrip("/").rpartition("/")[2].isdigit()
 
 
 def _plan_end(script: Script, literal: cst.SimpleString, end: str) -> None:

@@ -25,7 +25,7 @@ from replicax.migrate.tables import (
     find_target,
     is_dotted,
 )
-from replicax.migrate.tracing import called_functions, class_of, with_called
+from replicax.migrate.tracing import class_of, with_called
 from replicax.migrate.tree import (
     dotted,
     find,
@@ -62,21 +62,19 @@ def host_functions_of(script: Script, node: Expression) -> set[cst.CSTNode]:
 
 def why_not_on_host(script: Script, function: cst.CSTNode) -> str | None:
     """Why a function cannot run on NumPy arrays; None if it can."""
+    name = _name_of(function)
     for node, path in _references(script, function):
-        if not _runs_on_host(script, node, path):
-            return f"{_name_of(function)} uses tf.{path}, {_NO_COUNTERPART}"
-        if why := _refused(script, node, path):
-            return f"{_name_of(function)} cannot be ported: {why}"
+        if why := _problem(script, node, path):
+            return f"{name} {why}"
     for node in find(function, cst.Name, cst.Attribute):
         if isinstance(node, cst.Name):
             path = script.called(script.flow.value(node))
             if path in NEED_TENSORFLOW and path not in _LOOKUPS:
-                what = f"uses `{node.value}`, which Keras makes with it"
-                return f"{_name_of(function)} {what}"
+                return f"{name} uses `{node.value}`, which Keras makes with it"
         elif node.attr.value in _GRAPH_METHODS and not is_static_shape(
             script, script.parent(node)
         ):
-            return f"{_name_of(function)} uses .{node.attr.value}, {_NO_COUNTERPART}"
+            return f"{name} uses .{node.attr.value}, {_NO_COUNTERPART}"
     return None
 
 
@@ -89,40 +87,31 @@ def _references(
         pending = [function.params, function.body]
     while pending:
         node = pending.pop()
-        path = None
-        if isinstance(node, (cst.Name, cst.Attribute)):
-            path = script.names.path(node)
+        is_name = isinstance(node, cst.Name | cst.Attribute)
+        path = script.names.path(node) if is_name else None
         if path is not None:
             yield node, path
-        elif isinstance(node, cst.Attribute):
-            pending.append(node.value)
         else:
-            pending += node.children
+            is_attribute = isinstance(node, cst.Attribute)
+            pending += [node.value] if is_attribute else node.children
 
 
-def _runs_on_host(script: Script, node: cst.CSTNode, path: str) -> bool:
-    parent = script.parent(node)
-    if isinstance(parent, cst.Call) and parent.func is node:
-        if path in HOST_RULES or path in HOST_OPERATORS:
-            return True
-        target = find_target(path)
-        return bool(target) and str(target).startswith(_HOST_MODULES)
-    if path.removeprefix("dtypes.") in DTYPES or path == "Tensor":
-        return True
-    target = EXACT.get(path)
-    return target is not None and (not is_dotted(target) or not exists(target))
-
-
-def _refused(script: Script, node: cst.CSTNode, path: str) -> str | None:
-    """Why the rule for a call refuses it, and so the pipeline; None if it does not."""
-    call, rule = script.parent(node), HOST_RULES.get(path)
-    if rule is None or not isinstance(call, cst.Call) or call.func is not node:
-        return None
-    try:
-        rule(CallSite(script, call, call, path))
-    except Unported as why:
-        return why.reason
-    return None
+def _problem(script: Script, node: cst.CSTNode, path: str) -> str | None:
+    """Why a name of TensorFlow has no counterpart in NumPy; None if it has."""
+    call, target = script.parent(node), EXACT.get(path)
+    is_there = path.removeprefix("dtypes.") in DTYPES or path == "Tensor"
+    if isinstance(call, cst.Call) and call.func is node:
+        if path in HOST_RULES:
+            try:
+                HOST_RULES[path](CallSite(script, call, call, path))
+            except Unported as why:
+                return f"cannot be ported: {why.reason}"
+            return None
+        target = find_target(path) or ""
+        is_there = path in HOST_OPERATORS or target.startswith(_HOST_MODULES)
+    elif target is not None:
+        is_there = is_there or not is_dotted(target) or not exists(target)
+    return None if is_there else f"uses tf.{path}, {_NO_COUNTERPART}"
 
 
 def _name_of(function: cst.CSTNode) -> str:
@@ -247,15 +236,12 @@ class _Parts(cst.CSTTransformer):
 
 def random_functions(script: Script, functions: set[cst.CSTNode]) -> set[cst.CSTNode]:
     """The functions among a `map`'s that draw random numbers, or call one that does."""
-    found: set[cst.CSTNode] = set()
-    number = -1
-    while number != len(found):
-        number = len(found)
-        for function in functions:
-            is_drawing = any(p in HOST_RANDOM for _, p in _references(script, function))
-            if is_drawing or not found.isdisjoint(called_functions(script, function)):
-                found.add(function)
-    return found
+    return {
+        function
+        for function in functions
+        for called in [with_called(script, [function])]
+        if any(p in HOST_RANDOM for f in called for _, p in _references(script, f))
+    }
 
 
 def why_not_random(script: Script, functions: set[cst.CSTNode]) -> str | None:
@@ -265,10 +251,9 @@ def why_not_random(script: Script, functions: set[cst.CSTNode]) -> str | None:
         if call is not None and call.args:
             mapped |= host_functions_of(script, call.args[0].value)
     for function in random_functions(script, functions):
-        if isinstance(function, cst.FunctionDef):
-            why = _why_no_generator(script, function, mapped)
-            if why is not None:
-                return f"{_name_of(function)} draws random numbers, and {why}"
+        is_named = isinstance(function, cst.FunctionDef)
+        if is_named and (why := _why_no_generator(script, function, mapped)):
+            return f"{_name_of(function)} draws random numbers, and {why}"
     return None
 
 
@@ -282,13 +267,12 @@ def _why_no_generator(
     if class_of(script, function) is not None:
         return "is a method"
     for use in script.nodes(cst.Name):
-        if use.value != function.name.value:
+        if use.value != function.name.value or use is function.name:
             continue
         call = script.parent(use)
         is_called = isinstance(call, cst.Call) and call.func is use
         is_known = is_called and not mapped.isdisjoint(script.parents(use))
-        is_known = is_known or script.call_with(use) in script.maps
-        if not is_known and use is not function.name:
+        if not is_known and script.call_with(use) not in script.maps:
             return "is used outside of `map`, too"
     return None
 

@@ -1,6 +1,7 @@
 """Ports imports: replaces those of TensorFlow by those that the ported code needs."""
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import libcst as cst
@@ -16,6 +17,7 @@ from replicax.migrate.tables import (
     find_target,
 )
 from replicax.migrate.tree import (
+    dotted,
     find,
     import_alias,
     import_names,
@@ -109,133 +111,90 @@ class _Imports(cst.CSTTransformer):
         self._used = used
         self._was_used = used_names(script.module)
         self._reported = {each.reason for each in script.report.findings}
+        self._marks: list[str] = []
 
     def leave_SimpleStatementLine(
-        self,
-        original_node: cst.SimpleStatementLine,
-        updated_node: cst.SimpleStatementLine,
+        self, original_node: cst.SimpleStatementLine, updated_node: Statement
     ) -> Replacement:
-        body: list[cst.BaseSmallStatement] = []
-        marks: list[str] = []
-        for small in original_node.body:
-            if isinstance(small, (cst.Import, cst.ImportFrom)):
-                body += self._ported(small, marks)
-            elif not self._is_own_alias(small):
-                body.append(small)
-        return _as_lines(original_node, body, marks)
+        self._marks = []
+        body = [new for small in original_node.body for new in self._ported(small)]
+        return _as_lines(original_node, body, self._marks)
 
-    def _is_own_alias(self, small: cst.BaseSmallStatement) -> bool:
-        """Whether a ported alias is idle: `keras = keras`, from `keras = tf.keras`."""
-        if not isinstance(small, cst.Assign) or len(small.targets) != 1:
-            return False
-        target = small.targets[0].target
-        return (
-            isinstance(target, cst.Name)
-            and target.value in self._script.names.aliases
-            and is_name(small.value, target.value)
-        )
-
-    def _ported(
-        self, small: cst.Import | cst.ImportFrom, marks: list[str]
-    ) -> list[cst.BaseSmallStatement]:
-        self._note_foreign(small, marks)
+    def _ported(self, small: cst.BaseSmallStatement) -> list[cst.BaseSmallStatement]:
+        if isinstance(small, cst.Assign):  # `keras = keras`, from `keras = tf.keras`.
+            name = dotted(small.targets[0].target) if len(small.targets) == 1 else ""
+            is_idle = name in self._script.names.aliases and dotted(small.value) == name
+            return [] if is_idle else [small]
+        if not isinstance(small, cst.Import | cst.ImportFrom):
+            return [small]
+        pairs, is_kept = list(import_names(small)), isinstance(small, cst.ImportFrom)
+        names = [name for local, name in pairs if is_kept or self._stays(local)]
+        for root in sorted({name.partition(".")[0] for name in names} & FOREIGN.keys()):
+            self._leave(small, f"{root} {FOREIGN[root]}")
         if isinstance(small, cst.Import):
             return self._import(small)
-        names = list(import_names(small))
-        is_ours = [path_in_tensorflow(name) is not None for _, name in names]
-        if isinstance(small.names, cst.ImportStar):
-            return self._star(small, marks)
-        return self._from_import(small, marks) if any(is_ours) else [small]
+        if all(path_in_tensorflow(name) is None for _, name in pairs):
+            return [small]
+        if not isinstance(small.names, cst.ImportStar):
+            return self._from_import(small, small.names)
+        module = module_of(small)
+        if (target := _module_target(module)) is not None:
+            return [small.with_changes(module=cst.parse_expression(target))]
+        what = f"names of `{module}` are imported with `*`: import it by name"
+        self._leave(small, what)
+        return [small]
 
-    def _note_foreign(
-        self, small: cst.Import | cst.ImportFrom, marks: list[str]
-    ) -> None:
-        if isinstance(small, cst.ImportFrom) and small.relative:
-            return
-        is_kept = isinstance(small, cst.ImportFrom)
-        roots = {
-            name.partition(".")[0]
-            for local, name in import_names(small)
-            if is_kept or local in self._used or local not in self._was_used
-        }
-        for root in sorted(roots & FOREIGN.keys()):
-            self._leave(small, f"{root} {FOREIGN[root]}", marks)
+    def _stays(self, local: str) -> bool:
+        """Whether a name is still used; the port removed all uses of the others."""
+        return local in self._used or local not in self._was_used
 
-    def _leave(self, small: cst.CSTNode, reason: str, marks: list[str]) -> None:
+    def _leave(self, small: cst.CSTNode, reason: str) -> None:
         self._script.leave(small, reason)
-        marks.append(reason)
+        self._marks.append(reason)
 
     def _import(self, small: cst.Import) -> list[cst.BaseSmallStatement]:
         kept: list[cst.ImportAlias] = []
         for alias in small.names:
             local = alias.evaluated_alias or alias.evaluated_name.partition(".")[0]
-            if path_in_tensorflow(alias.evaluated_name) is None:
-                if local in self._used or local not in self._was_used:
-                    kept.append(alias)  # The port removed all uses of the others.
-                continue
             target = self._script.retained.get(local)
-            if local in self._used and target is None:
-                kept.append(alias)
-            elif target is not None and (
-                local in self._used or local not in self._was_used
-            ):
-                kept.append(import_alias(target, local))
+            is_ours = path_in_tensorflow(alias.evaluated_name) is not None
+            if is_ours and target is None:
+                kept += [alias] if local in self._used else []
+            elif self._stays(local):
+                kept.append(
+                    import_alias(target, local) if is_ours and target else alias
+                )
         if not kept:
             return []
         kept[-1] = kept[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
         return [small.with_changes(names=kept)]
 
-    def _star(
-        self, small: cst.ImportFrom, marks: list[str]
-    ) -> list[cst.BaseSmallStatement]:
-        name = module_of(small)
-        path = path_in_tensorflow(name)
-        if path is None:
-            return [small]
-        target = _module_target(name)
-        if target is None:
-            self._leave(
-                small,
-                f"names of `{name}` are imported with `*`: import it by name",
-                marks,
-            )
-            return [small]
-        return [small.with_changes(module=cst.parse_expression(target))]
-
     def _from_import(
-        self, small: cst.ImportFrom, marks: list[str]
+        self, small: cst.ImportFrom, aliases: Sequence[cst.ImportAlias]
     ) -> list[cst.BaseSmallStatement]:
-        assert not isinstance(small.names, cst.ImportStar)
         groups: dict[str, list[cst.ImportAlias]] = {}
         module = module_of(small)
-        for alias in small.names:
+        for alias in aliases:
             name = alias.evaluated_name
             local = alias.evaluated_alias or name
             target = self._script.retained.get(local)
-            if local not in self._used and (target is None or local in self._was_used):
-                continue
-            if target is None:
-                path = path_in_tensorflow(f"{module}.{name}") or ""
-                reason = find_reason(path)
+            if target is not None and self._stays(local):
+                groups.setdefault(target.rpartition(".")[0], []).append(alias)
+            elif target is None and local in self._used:
+                reason = find_reason(path_in_tensorflow(f"{module}.{name}") or "")
                 if reason not in self._reported:  # Else its use was reported.
-                    self._leave(small, reason, marks)
+                    self._leave(small, reason)
                 groups.setdefault(module, []).append(alias)
-            else:
-                home = target.rpartition(".")[0]
-                groups.setdefault(home, []).append(alias)
-        return [self._from(small, home, names) for home, names in groups.items()]
-
-    def _from(
-        self, small: cst.ImportFrom, home: str, names: list[cst.ImportAlias]
-    ) -> cst.BaseSmallStatement:
-        if not home:  # `from tensorflow import keras`.
+        made: list[cst.BaseSmallStatement] = []
+        for home, names in groups.items():
+            names[-1] = names[-1].with_changes(comma=aliases[-1].comma)
             local = names[0].evaluated_alias or names[0].evaluated_name
-            return cst.Import([import_alias("keras", local)])
-        assert not isinstance(small.names, cst.ImportStar)
-        last = small.names[-1]
-        names = [*names[:-1], names[-1].with_changes(comma=last.comma)]
-        module = import_alias(home, home).name
-        return small.with_changes(module=module, names=names)
+            if home:
+                parsed = cst.parse_expression(home)
+                made.append(small.with_changes(module=parsed, names=names))
+            else:  # `from tensorflow import keras`.
+                made.append(cst.Import([import_alias("keras", local)]))
+        return made
 
 
 def _as_lines(
@@ -251,8 +210,7 @@ def _as_lines(
         lines = [*gap, *comment_lines(line)]
         return cst.SimpleStatementLine([_NOTHING], leading_lines=lines)
     if len(line.body) > 1:
-        new = line.with_changes(body=body)
-        return with_marks(new, marks)
+        return with_marks(line.with_changes(body=body), marks)
     first = line.with_changes(body=[body[0]])
     others = [cst.SimpleStatementLine([small]) for small in body[1:]]
     return cst.FlattenSentinel([with_marks(first, marks), *others])
@@ -264,11 +222,8 @@ def _as_lines(
 _NOTHING = cst.Expr(cst.Name("__nothing__"))
 """The placeholder of a removed import, until the new ones are inserted."""
 
-_WHY_FIRST = "# Before keras: it settles the backend."
-
 
 def _is_nothing(statement: cst.CSTNode) -> bool:
-    """Whether a statement is `_NOTHING`."""
     small = only_of(statement)
     return small is not None and small.deep_equals(_NOTHING)
 
@@ -285,7 +240,7 @@ def _with_new_imports(script: Script, module: cst.Module, used: set[str]) -> cst
     lines = _new_lines(script, module, used, place)
     body: list[Statement] = list(module.body)
     if lines:
-        if place < len(body) and _is_anchor_or_nothing(body[place]):
+        if place < len(body) and (_is_nothing(body[place]) or _is_anchor(body[place])):
             leading = body[place].leading_lines
             lines[0] = lines[0].with_changes(leading_lines=leading)
             body[place] = body[place].with_changes(leading_lines=())
@@ -296,72 +251,50 @@ def _with_new_imports(script: Script, module: cst.Module, used: set[str]) -> cst
 class _WithoutNothing(cst.CSTTransformer):
     """Removes placeholders; their comments move to the next statement."""
 
-    def leave_Module(
-        self, original_node: cst.Module, updated_node: cst.Module
-    ) -> cst.Module:
-        return updated_node.with_changes(body=_without_nothing(updated_node.body))
-
-    def leave_IndentedBlock(
-        self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock
-    ) -> cst.IndentedBlock:
-        return updated_node.with_changes(body=_without_nothing(updated_node.body))
-
-    def leave_Try(self, original_node: cst.Try, updated_node: cst.Try) -> Replacement:
-        """Take out a `try` that only imported TensorFlow."""
-        body = original_node.body.body
-        is_gone = all(_is_nothing(statement) for statement in body)
-        if is_gone and not (updated_node.orelse or updated_node.finalbody):
-            return cst.SimpleStatementLine(
-                [_NOTHING], leading_lines=comment_lines(original_node)
-            )
+    def on_leave(self, original_node: cst.CSTNode, updated_node: Any) -> Any:
+        if isinstance(original_node, cst.Module | cst.IndentedBlock):
+            body: list[Statement] = []
+            pending: list[cst.EmptyLine] = []
+            for each in updated_node.body:
+                if _is_nothing(each):
+                    pending += [line for line in each.leading_lines if line.comment]
+                else:
+                    lines = [*pending, *each.leading_lines]
+                    body.append(each.with_changes(leading_lines=lines))
+                    pending = []
+            return updated_node.with_changes(body=body)
+        if isinstance(original_node, cst.Try):  # Perhaps one of imports alone.
+            is_gone = all(map(_is_nothing, original_node.body.body))
+            if is_gone and not (updated_node.orelse or updated_node.finalbody):
+                lines = comment_lines(original_node)
+                return cst.SimpleStatementLine([_NOTHING], leading_lines=lines)
         return updated_node
-
-
-def _without_nothing(body: Iterable[Any]) -> list[Statement]:
-    result: list[Statement] = []
-    pending: list[cst.EmptyLine] = []
-    for statement in body:
-        if _is_nothing(statement):
-            pending += [line for line in statement.leading_lines if line.comment]
-        elif pending:
-            lines = [*pending, *statement.leading_lines]
-            result.append(statement.with_changes(leading_lines=lines))
-            pending = []
-        else:
-            result.append(statement)
-    return result
-
-
-def _is_anchor_or_nothing(statement: cst.CSTNode) -> bool:
-    return isinstance(statement, cst.SimpleStatementLine) and (
-        _is_nothing(statement) or _is_anchor(statement)
-    )
 
 
 def _new_lines(
     script: Script, module: cst.Module, used: set[str], place: int
 ) -> list[Statement]:
-    there = {name: alias for alias, name in imported_modules(module)}
     late = _late_imports(module, place)
-    there = {name: alias for name, alias in there.items() if alias not in late}
-    has_keras = any(name.partition(".")[0] == "keras" for name in there)
-    wanted = []
-    for root in script.needed:
-        alias, name = script.alias(root), ALIASES[root]
-        if there.get(name) != alias and alias in used:
-            wanted.append((name, alias))
-    has_keras = has_keras or any(name == "keras" for name, _ in wanted)
+    modules = imported_modules(module)
+    there = {name: alias for alias, name in modules if alias not in late}
+    wanted = {(ALIASES[root], script.alias(root)) for root in script.needed}
+    wanted = {(n, a) for n, a in wanted if a in used and there.get(n) != a}
+    names = {*there, *(name for name, _ in wanted)}
+    has_keras = any(name.partition(".")[0] == "keras" for name in names)
     if has_keras and "replicax" not in there:
-        wanted.append(("replicax", script.alias("rx")))
-    wanted = sorted(set(wanted), key=lambda pair: (pair[0] != "replicax", pair[0]))
-    lines: list[Statement] = []
-    for name, alias in wanted:
+        wanted.add(("replicax", script.alias("rx")))
+    lines: list[str] = []
+    for name, alias in sorted(wanted, key=lambda pair: (pair[0] != "replicax", pair)):
         if name == "absl":  # Its modules are imported one by one.
-            parts = [p for p in ("app", "flags") if _has_attribute(module, alias, p)]
-            lines += [cst.parse_statement(f"import absl.{part}") for part in parts]
+            dots = {dotted(node) for node in find(module, cst.Attribute)}
+            parts = [p for p in ("app", "flags") if f"{alias}.{p}" in dots]
+            lines += [f"import absl.{part}" for part in parts]
         else:
-            lines.append(_import_line(name, alias, has_keras))
-    return lines
+            line = f"import {name}" + f" as {alias}" * (alias != name)
+            is_first = name == "replicax" and has_keras
+            why = "  # Before keras: it settles the backend."
+            lines.append(line + why * is_first)
+    return [cst.parse_statement(line) for line in lines]
 
 
 def _late_imports(module: cst.Module, place: int) -> set[str]:
@@ -369,62 +302,34 @@ def _late_imports(module: cst.Module, place: int) -> set[str]:
     read: set[str] = set()
     late: set[str] = set()
     for statement in module.body[place:]:
-        lines = statement.body if isinstance(statement, cst.SimpleStatementLine) else ()
-        for small in lines:
-            if isinstance(small, (cst.Import, cst.ImportFrom)):
+        if isinstance(statement, cst.SimpleStatementLine):
+            for small in find(statement, cst.Import, cst.ImportFrom):
                 late |= read & {local for local, _ in import_names(small)}
         read |= used_names(statement)
     return late
 
 
-def _import_line(name: str, alias: str, has_keras: bool) -> cst.SimpleStatementLine:
-    line = cst.SimpleStatementLine([cst.Import([import_alias(name, alias)])])
-    if name == "replicax" and has_keras:
-        space = cst.SimpleWhitespace("  ")
-        why = cst.TrailingWhitespace(whitespace=space, comment=cst.Comment(_WHY_FIRST))
-        return line.with_changes(trailing_whitespace=why)
-    return line
-
-
-def _has_attribute(module: cst.Module, root: str, attr: str) -> bool:
-    return any(
-        node.attr.value == attr and is_name(node.value, root)
-        for node in find(module, cst.Attribute)
-    )
-
-
 def _place(script: Script, module: cst.Module) -> int:
     """The index for new imports: that of the first import of Keras or TensorFlow."""
-    originals = [
-        statement
-        for statement in script.module.body
-        if isinstance(statement, cst.SimpleStatementLine) and _is_anchor(statement)
-    ]
-    if originals:
-        first = script.module.body.index(originals[0])
-        before = sum(
-            len(script.outcomes.get(s, [s])) for s in script.module.body[:first]
-        )
-        return min(before, len(module.body))
-    for i, statement in enumerate(module.body):
-        if not _is_prologue(statement):
-            return i
-    return len(module.body)
+    before = list(itertools.takewhile(lambda x: not _is_anchor(x), script.module.body))
+    if len(before) < len(script.module.body):
+        index = sum(len(script.outcomes.get(each, [each])) for each in before)
+        return min(index, len(module.body))
+    return len(list(itertools.takewhile(_is_prologue, module.body)))
 
 
-def _is_anchor(line: cst.SimpleStatementLine) -> bool:
-    imports = [x for x in line.body if isinstance(x, (cst.Import, cst.ImportFrom))]
-    return any(
-        path_in_tensorflow(name) is not None or name.partition(".")[0] == "keras"
-        for small in imports
-        for _, name in import_names(small)
-    )
+def _is_anchor(statement: cst.CSTNode) -> bool:
+    """Whether a line imports Keras or TensorFlow."""
+    small = statement.body if isinstance(statement, cst.SimpleStatementLine) else ()
+    imports = [x for x in small if isinstance(x, (cst.Import, cst.ImportFrom))]
+    names = [name for each in imports for _, name in import_names(each)]
+    return any(path_in_tensorflow(name) is not None for name in names)
 
 
 def _is_prologue(statement: cst.CSTNode) -> bool:
-    if not isinstance(statement, cst.SimpleStatementLine) or not statement.body:
-        return False
-    small = statement.body[0]
+    """Whether a line is a docstring, or imports from `__future__`."""
+    body = statement.body if isinstance(statement, cst.SimpleStatementLine) else ()
+    small = body[0] if body else None
     if isinstance(small, cst.Expr):
         return isinstance(small.value, (cst.SimpleString, cst.ConcatenatedString))
     return isinstance(small, cst.ImportFrom) and module_of(small) == "__future__"

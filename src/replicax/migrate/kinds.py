@@ -18,7 +18,7 @@ from replicax.migrate.origins import (
     returned,
 )
 from replicax.migrate.script import Expression, Script
-from replicax.migrate.tables import find_target, is_dotted, kind_of_target
+from replicax.migrate.tables import NAMES, find_target, is_dotted, kind_of_target
 from replicax.migrate.tree import attr_of, is_name, method_of, object_of, walk
 
 __all__ = [
@@ -35,29 +35,8 @@ __all__ = [
 
 _PARTS = {("model", "optimizer"): "optimizer", ("callback", "model"): "model"}
 """Kinds of attributes, by the kind of their owner and their name."""
-_VARIABLES = (
-    *("beta", "bias", "embeddings", "gamma", "iterations", "kernel"),
-    *("moving_mean", "moving_variance", "recurrent_kernel"),
-)
-"""Attributes of layers and optimizers that are variables."""
-_OF_VARIABLES = tuple(
-    f"{kind}{name}"
-    for kind in ("", "trainable_", "non_trainable_")
-    for name in ("variables", "weights")
-)
-"""Attributes that are lists of variables."""
-_MODULES = ("keras.optimizers", "keras.optimizers.legacy")
-"""Modules that have the classes of optimizers."""
 _NAMED = ("model", "optimizer")
-_TENSORS = (
-    *("x", "y", "z", "batch", "image", "images", "inputs", "labels", "logits", "mask"),
-    *("outputs", "predictions", "targets"),
-)
-"""Names of parameters that are taken for tensors, not for variables."""
-_CALLED_BY_KERAS = ("call", "train_step", "test_step", "predict_step", "update_state")
 
-_WORDS = ("opt", "optim", "optimizer", "optimiser", "opts", "optimizers")
-"""Words in names of optimizers."""
 
 _Seen = frozenset[cst.CSTNode]
 """The expressions that a recursion is in; one of them again ends it: a cycle."""
@@ -93,7 +72,7 @@ def _is_given(script: Script, node: Expression, depth: int) -> bool:
     """
     if isinstance(node, cst.Subscript):
         return _is_given(script, node.value, depth)
-    if attr_of(node) in _OF_VARIABLES:
+    if attr_of(node) in NAMES["lists_of_variables"]:
         return True
     if not isinstance(node, cst.Name | cst.Attribute) or not depth:
         return False
@@ -130,14 +109,14 @@ def _is_element_given(
 
 def _takes_tensors(script: Script, param: cst.Param) -> bool:
     """Whether a parameter gets tensors: by its name, or since Keras passes it."""
-    if param.name.value in _TENSORS:
+    if param.name.value in NAMES["tensor_parameters"]:
         return True
     function = script.parent(script.parent(param) or param)
     if not isinstance(function, cst.FunctionDef):
         return False
     names = [p.name.value for p in function.params.params]
     is_loss = any(name.endswith(("_true", "_pred")) for name in names)
-    return function.name.value in _CALLED_BY_KERAS or is_loss
+    return function.name.value in NAMES["called_by_keras"] or is_loss
 
 
 def is_named_optimizer(script: Script, node: Expression) -> bool:
@@ -148,7 +127,9 @@ def is_named_optimizer(script: Script, node: Expression) -> bool:
     if isinstance(node, cst.Subscript):
         node = node.value
     text = script.code(node).rpartition(".")[2].lower()
-    if not any(word in _WORDS for word in re.split(r"[\W\d_]+", text)):
+    if not any(
+        word in NAMES["optimizer_words"] for word in re.split(r"[\W\d_]+", text)
+    ):
         return False
     if isinstance(node, cst.Attribute) and not definitions(script, node):
         return kind_of(script, node) is None
@@ -204,7 +185,7 @@ def makes_optimizer(script: Script, node: Expression, depth: int = 6) -> bool:
         target = find_target(path)
         return target is not None and kind_of_target(target) == "optimizer"
     if isinstance(node, cst.Call) and is_name(node.func, "getattr") and node.args:
-        return script.names.path(node.args[0].value) in _MODULES
+        return script.names.path(node.args[0].value) in NAMES["optimizer_modules"]
     values = list(_values(script, node)) if depth else []
     return bool(values) and all(
         makes_optimizer(script, value, depth - 1) for value in values
@@ -260,7 +241,7 @@ def _makers(script: Script, node: Expression, seen: _Seen) -> frozenset[Maker]:
         each = (_of_definition(script, d, seen) for d in found)
         return frozenset[Maker]().union(*each) or _UNKNOWN
     if isinstance(node, cst.Attribute):
-        if node.attr.value in _VARIABLES:
+        if node.attr.value in NAMES["variables"]:
             return frozenset(["variable"])
         inner = _one(script, _makers(script, node.value, seen))
         return frozenset([_PARTS.get((inner or "", node.attr.value))])
@@ -333,7 +314,7 @@ def _of_element(
     """
     if isinstance(node, cst.Subscript) and isinstance(node.slice[0].slice, cst.Slice):
         return _of_element(script, node.value, is_value, seen)
-    if attr_of(node) in _OF_VARIABLES:
+    if attr_of(node) in NAMES["lists_of_variables"]:
         return frozenset(["variable"])
     if isinstance(node, cst.Attribute) and attr_of(node) == "layers":
         inner = _one(script, _makers(script, node.value, seen))

@@ -14,6 +14,7 @@ from replicax.migrate.kinds import Maker, is_class_of, is_kind, makers
 from replicax.migrate.origins import bases, bound_values, definitions, with_bases
 from replicax.migrate.script import Expression, Script
 from replicax.migrate.tables import (
+    NAMES,
     WHY,
     call_parameters,
     find_target,
@@ -31,10 +32,6 @@ from replicax.migrate.tree import (
 
 __all__ = ["plan_layer_calls"]
 
-_FLAGS = ("training", "is_training", "train", "is_train", "trainable", "deterministic")
-"""Names of flags, which are no tensors."""
-_PLAIN = ("bool", "dict", "float", "int", "len", "str")
-"""Builtins whose results are no tensors."""
 _SIZES = ("shape", "rank", "size")
 """Functions of TensorFlow whose ports give Python's numbers."""
 _IN_MODELS = ("inputs", "training", "mask")
@@ -46,8 +43,6 @@ _ORDERS = {
     ),
 }
 """Parameters of the `call` of tf.keras' layers that have another order in Keras 3."""
-_NO_TENSORS = ("training", "return_attention_scores", "use_causal_mask")
-"""Arguments of Keras' own layers that are no tensors."""
 _KINDS = ("layer", "model")
 
 
@@ -167,7 +162,7 @@ def _of_target(target: str) -> tuple[_Parameter, ...] | None:
         return None
     here = call_parameters(target) or _IN_MODELS
     return tuple(
-        _Parameter(name, name not in _NO_TENSORS, here[i : i + 1] != (name,))
+        _Parameter(name, name not in NAMES["no_tensors"], here[i : i + 1] != (name,))
         for i, name in enumerate(_ORDERS.get(target, here))
     )
 
@@ -193,7 +188,7 @@ def _is_tensor(script: Script, node: Expression, depth: int) -> bool | None:
         None if that cannot be seen.
     """
     if isinstance(node, cst.Call):
-        is_plain = is_name(node.func, *_PLAIN)
+        is_plain = is_name(node.func, *NAMES["plain_builtins"])
         return not is_plain and script.called(node) not in _SIZES
     if isinstance(node, cst.BaseNumber | cst.BaseString | cst.BooleanOperation):
         return False
@@ -210,7 +205,7 @@ def _is_tensor(script: Script, node: Expression, depth: int) -> bool | None:
         parts = parts_of(node)
     else:
         text = script.code(node).rpartition(".")[2].lstrip("_")
-        if text in {"None", "True", "False", *_FLAGS}:
+        if text in {"None", "True", "False", *NAMES["flags"]}:
             return text == "None"
         found = definitions(script, node) if depth else ()
         parts = [value for each in found for value in bound_values(script, each)]

@@ -14,7 +14,7 @@ import libcst as cst
 
 from replicax.migrate.origins import returned
 from replicax.migrate.script import Expression, Script, Unported
-from replicax.migrate.tables import WHY, find_target
+from replicax.migrate.tables import NAMES, WHY, find_target
 from replicax.migrate.tracing import is_traced
 from replicax.migrate.tree import (
     argument,
@@ -31,10 +31,6 @@ __all__ = ["plan_logits"]
 
 _LAYERS = {"Activation": 0, "Dense": 1, "Conv2D": 99, "Conv1D": 99}
 """Layers with `activation=`, and its position; 99 if it is always named."""
-_MODELS = (
-    *("keras.Sequential", "keras.Model"),
-    *("keras.models.Sequential", "keras.models.Model"),
-)
 _CLASSES = {
     "sparse_categorical_crossentropy": "SparseCategoricalCrossentropy",
     "categorical_crossentropy": "CategoricalCrossentropy",
@@ -45,15 +41,7 @@ _LOSSES = {
     for pair in _CLASSES.items()
     for name in pair
 }
-_RANKS = (
-    *("accuracy", "acc", "SparseCategoricalAccuracy", "CategoricalAccuracy"),
-    *("SparseTopKCategoricalAccuracy", "TopKCategoricalAccuracy"),
-    *("sparse_categorical_accuracy", "categorical_accuracy"),
-)
-"""Metrics that are equal for logits and their softmax, which keeps the order."""
 _PREDICTING = ("predict", "predict_on_batch")
-_UNCLEAR = ("output", "outputs", "layers", "pop", "get_layer", "add", "predict_step")
-"""Attributes of a model whose use keeps it from being ported."""
 _FROM_LOGITS = {  # The position of `from_logits`.
     **dict.fromkeys(_CLASSES.values(), 0),
     **dict.fromkeys(_CLASSES, 2),
@@ -153,7 +141,7 @@ class _Port:
                 wrapped.append(call)
             elif method in {"save", "export"} and call is not None:
                 saved.append(call)
-            elif method in _UNCLEAR and method != "add":
+            elif method in NAMES["unclear_attributes"] and method != "add":
                 raise Unported(method)
             elif isinstance(parent, cst.Call) and parent.func is use:
                 wrapped += self._called(parent)
@@ -180,7 +168,7 @@ class _Port:
             name = text_of(node)
             if isinstance(node, cst.Call):
                 name = _name_in(self._script, node.func, "metrics")
-            if self._kind == "softmax" and name in _RANKS:
+            if self._kind == "softmax" and name in NAMES["ranking_metrics"]:
                 continue
             if self._kind == "sigmoid" and name in {"accuracy", "acc"}:
                 text = "keras.metrics.BinaryAccuracy(name={name}, threshold=0)"
@@ -227,11 +215,13 @@ class _Port:
     def _is_rank(self, made: Expression) -> bool:
         maker = made.func if isinstance(made, cst.Call) else made
         name = _name_in(self._script, maker, "metrics")
-        return self._kind == "softmax" and name in _RANKS
+        return self._kind == "softmax" and name in NAMES["ranking_metrics"]
 
     def _is_harmless(self, use: cst.CSTNode, parent: cst.CSTNode | None) -> bool:
         if isinstance(parent, cst.Attribute):
-            return parent.attr.value not in _UNCLEAR  # Such as trainable_variables.
+            return (
+                parent.attr.value not in NAMES["unclear_attributes"]
+            )  # Such as trainable_variables.
         if isinstance(parent, cst.AssignTarget | cst.Assign | cst.Return | cst.If):
             return True
         call = self._script.call_with(use)
@@ -284,7 +274,7 @@ def _models(script: Script) -> Iterator[_Model]:
 
 
 def _is_model(script: Script, node: cst.Call) -> bool:
-    return script.called(node) in _MODELS
+    return script.called(node) in NAMES["models"]
 
 
 def _last_layer(script: Script, made: cst.Call) -> cst.Call | None:

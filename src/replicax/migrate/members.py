@@ -22,6 +22,7 @@ from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.tables import (
     ATTRIBUTES,
     KINDS,
+    NAMES,
     WHY,
     accepted_arguments,
     exists,
@@ -52,14 +53,6 @@ __all__ = [
 ]
 
 _OF_OPTIMIZERS = ATTRIBUTES["optimizer"]
-_ONLY_OF_OPTIMIZERS = ("lr", "get_weights", "set_weights", "get_slot")
-"""Attributes that are reported on an object that only has an optimizer's name."""
-_NUMBERS = ("beta_1", "beta_2", "epsilon", "momentum", "rho", "decay")
-"""Hyperparameters that are variables in tf.keras, and Python's numbers in Keras 3."""
-_OF_SCHEDULES = (
-    *("boundaries", "decay_rate", "decay_steps", "end_learning_rate", "get_config"),
-    *("initial_learning_rate", "warmup_steps"),
-)
 
 
 def ported_attribute(
@@ -101,12 +94,12 @@ def ported_attribute(
 def _refuse(script: Script, node: cst.Attribute) -> None:
     """Raise `Unported` where Keras 3 does not have an attribute, or another one."""
     name = node.attr.value
-    if name in _ONLY_OF_OPTIMIZERS and is_named_optimizer(script, node.value):
+    if name in NAMES["only_of_optimizers"] and is_named_optimizer(script, node.value):
         reason = _OF_OPTIMIZERS[name] or "it is learning_rate in Keras 3"
         raise Unported(f".{name}, if this is an optimizer: {reason}")
-    if name in _NUMBERS and _is_assigned(script, node):
+    if name in NAMES["hyperparameters"] and _is_assigned(script, node):
         raise Unported(WHY["hyperparameter"].format(name=name))
-    if (name in _OF_SCHEDULES and _is_rate(script, node.value)) or (
+    if (name in NAMES["schedule_attributes"] and _is_rate(script, node.value)) or (
         name == "learning_rate" and _is_tested(script, node) and _is_rate(script, node)
     ):
         raise Unported(WHY["no_schedule"])
@@ -281,8 +274,6 @@ def updated_logs(site: CallSite) -> Expression:
 # Functional models.
 
 _INPUTS = ("keras.Input", "keras.layers.Input")
-_WITHOUT_DROPOUT = ("DenseNet", "Inception", "MobileNet", "ResNet", "VGG", "Xception")
-"""Models of `keras.applications` that have no dropout without their top."""
 
 
 def report_functional(script: Script) -> None:
@@ -351,6 +342,6 @@ def _is_frozen(script: Script, node: cst.Call, value: Expression) -> bool:
         if script.code(each.targets[0].target) == frozen
     ]
     is_still = bool(assigned) and all(is_name(each, "False") for each in assigned)
-    is_plain = name.startswith(_WITHOUT_DROPOUT) and "MobileNetV3" not in name
+    is_plain = name.startswith(NAMES["without_dropout"]) and "MobileNetV3" not in name
     has_no_top = is_name(named(made, "include_top"), "False")
     return is_still and is_plain and has_no_top and is_name(value, "False")

@@ -247,6 +247,10 @@ def _decorator(script: Script, node: cst.Decorator, updated: cst.Decorator) -> A
     return cst.RemoveFromParent() if is_graph_decorator(script, node) else updated
 
 
+def _visit_line(script: Script, node: cst.SimpleStatementLine) -> bool:
+    return statements.why_dropped(script, node) is None
+
+
 def _visit_with(script: Script, node: cst.With) -> bool:
     script.frozen |= set(statements.transparent_items(script, node))
     return True
@@ -256,8 +260,10 @@ def _line(
     script: Script, node: cst.SimpleStatementLine, updated: cst.SimpleStatementLine
 ) -> Replacement:
     """Remove a statement that only TensorFlow needs, or that the port made idle."""
-    if statements.is_dropped(script, node):
-        statements.note_dropped(script, node)
+    why = statements.why_dropped(script, node)
+    if why is not None:
+        if why:
+            script.note(node, why)
         return cst.RemoveFromParent()
     small, was = only_of(updated), node.body[0]
     is_idle = (  # `d = d`, from `d = d.prefetch(1)`
@@ -336,9 +342,7 @@ _VISITS: dict[type, Callable[[Script, Any], bool]] = {
     cst.Decorator: lambda script, node: not is_graph_decorator(script, node),
     cst.Import: lambda script, node: False,  # Imports are ported later.
     cst.ImportFrom: lambda script, node: False,
-    cst.SimpleStatementLine: lambda script, line: (
-        not statements.is_dropped(script, line)
-    ),
+    cst.SimpleStatementLine: _visit_line,
     cst.With: _visit_with,
 }
 """Whether the children of a node are visited, by its kind."""

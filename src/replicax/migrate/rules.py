@@ -10,6 +10,7 @@ import libcst as cst
 from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.tables import (
     KEYWORDS,
+    OLD_KEYWORDS,
     Operator,
     exists,
     find_target,
@@ -35,17 +36,6 @@ __all__ = [
     "with_keywords",
     "written",
 ]
-
-_OLD_KEYWORDS = {
-    "axes": "axis",
-    "keep_dims": "keepdims",
-    "reduction_indices": "axis",
-    "dimension": "axis",
-    "dim": "axis",
-    "tensor": "input",
-    "x": "input",
-    "input_tensor": "input",
-}
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -163,7 +153,7 @@ def bound(args: Sequence[cst.Arg], parameters: Sequence[str]) -> dict[str, cst.A
         if not name and i >= len(parameters):
             raise Unported(f"it has more than the arguments {list(parameters)}")
         if name and name not in parameters:
-            name = _OLD_KEYWORDS.get(name, "")
+            name = OLD_KEYWORDS.get(name, "")
             if name not in parameters:
                 what = f"its argument {keyword_of(arg)!r}"
                 raise Unported(f"{what} is not among {list(parameters)}")

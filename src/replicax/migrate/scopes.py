@@ -16,7 +16,7 @@ import libcst as cst
 from replicax.migrate.kinds import is_class_of, kind_of
 from replicax.migrate.origins import bound_values, definitions
 from replicax.migrate.script import Expression, Replacement, Script, Statement
-from replicax.migrate.tables import DEVICE_OPERATORS, WHY
+from replicax.migrate.tables import DEVICE_OPERATORS, NAMES, WHY
 from replicax.migrate.tracing import (
     class_of,
     foreign_bases,
@@ -192,13 +192,7 @@ def _wrap_in_scope(
 
 # Optimizers, variables and `compile` outside of a scope.
 
-_WRITES = ("assign", "assign_add", "assign_sub")
-_WRITE_CALLS = tuple(
-    f"keras.backend.{name}"
-    for name in ("set_value", "update", "update_add", "update_sub")
-)
-_OWNERS = ("layer", "model")
-"""Kinds of objects whose variables are a model's."""
+_Nodes = Sequence[cst.CSTNode]
 
 
 def plan_scopes(script: Script) -> None:
@@ -220,9 +214,7 @@ def plan_scopes(script: Script) -> None:
                 _plan_scope(script, call, blocks)
 
 
-def _compiles_outside(
-    script: Script, call: cst.Call, blocks: Sequence[cst.CSTNode]
-) -> bool:
+def _compiles_outside(script: Script, call: cst.Call, blocks: _Nodes) -> bool:
     """Whether a call compiles, outside of all scopes, a model that is made in one.
 
     The `compile` of TensorFlow enters the model's scope by itself.
@@ -238,7 +230,7 @@ def _compiles_outside(
 def _is_model_of(
     script: Script,
     model: Expression,
-    blocks: Sequence[cst.CSTNode],
+    blocks: _Nodes,
     depth: int = 4,
 ) -> bool:
     """Whether a model was made in a scope, here or where a caller passes it."""
@@ -246,17 +238,15 @@ def _is_model_of(
     return bool(found) and all(
         _is_inside(script, each.node, blocks)
         or (
-            depth > 0
-            and bool(each.values)
+            each.values
+            and depth > 0
             and all(_is_model_of(script, v, blocks, depth - 1) for v in each.values)
         )
         for each in found
     )
 
 
-def _is_made_outside(
-    script: Script, call: cst.Call, inside: Sequence[cst.CSTNode]
-) -> bool:
+def _is_made_outside(script: Script, call: cst.Call, inside: _Nodes) -> bool:
     """Whether an object is made outside of all scopes, and used in one.
 
     Args:
@@ -279,25 +269,18 @@ def _is_made_outside(
     )
 
 
-def _may_be_inside(
-    script: Script, node: cst.CSTNode, inside: Sequence[cst.CSTNode]
-) -> bool:
+def _may_be_inside(script: Script, node: cst.CSTNode, inside: _Nodes) -> bool:
     """Whether a node is in a scope, or in a function that is called or passed there."""
     function = script.function_of(node)
-    name = function.name.value if function is not None else None
-    return _is_inside(script, node, inside) or any(
-        name in names_in(block) for block in inside if name is not None
-    )
+    is_used = function and any(function.name.value in names_in(x) for x in inside)
+    return bool(is_used) or _is_inside(script, node, inside)
 
 
-def _is_inside(
-    script: Script, node: cst.CSTNode, inside: Sequence[cst.CSTNode]
-) -> bool:
-    around = set(script.parents(node))
-    return any(each in around for each in inside)
+def _is_inside(script: Script, node: cst.CSTNode, inside: _Nodes) -> bool:
+    return not set(script.parents(node)).isdisjoint(inside)
 
 
-def _plan_scope(script: Script, call: cst.Call, blocks: Sequence[cst.CSTNode]) -> None:
+def _plan_scope(script: Script, call: cst.Call, blocks: _Nodes) -> None:
     """Plan a scope of the script's strategy around a statement, or report it."""
     statement = script.statement_of(call)
     strategy = _strategy_before(script, statement, blocks)
@@ -309,7 +292,7 @@ def _plan_scope(script: Script, call: cst.Call, blocks: Sequence[cst.CSTNode]) -
 
 
 def _strategy_before(
-    script: Script, statement: cst.CSTNode, blocks: Sequence[cst.CSTNode]
+    script: Script, statement: cst.CSTNode, blocks: _Nodes
 ) -> str | None:
     """The script's strategy, if it has one that is there in a statement."""
     names = set()
@@ -357,8 +340,15 @@ def _constants(script: Script, variables: set[cst.Call]) -> list[cst.Call]:
             written |= origins
         elif origins and _is_read_in_loss(script, node):
             read |= origins
-    owned = {call for call in variables if _has_owner(script, call)}
-    return [call for call in script.calls if call in (written & read) - owned]
+    return [
+        call
+        for call in script.calls
+        if call in written & read
+        and not (
+            isinstance(script.target_of(call), cst.Attribute)
+            and _has_keras_owner(script, call)
+        )
+    ]
 
 
 def _calls(script: Script, node: Expression, depth: int) -> Iterator[Expression]:
@@ -375,12 +365,13 @@ def _is_written(script: Script, node: Expression) -> bool:
     """Whether an expression is assigned to, or is given to a class that may do so."""
     call = script.call_with(node)
     if call is None:
-        return attr_of(script.parent(node)) in _WRITES
-    if script.called(call) in _WRITE_CALLS:
+        return attr_of(script.parent(node)) in NAMES["assign_methods"]
+    if script.called(call) in NAMES["backend_writes"]:
         return call.args[0].value is node
     owners = script.classes(call.func.value) if isinstance(call.func, cst.Name) else ()
     return any(
-        method_of(each) in _WRITES or script.called(each) in _WRITE_CALLS
+        method_of(each) in NAMES["assign_methods"]
+        or script.called(each) in NAMES["backend_writes"]
         for owner in owners
         for each in find(owner, cst.Call)
     )
@@ -391,10 +382,7 @@ def _is_read_in_loss(script: Script, node: Expression) -> bool:
     function = script.around(node, cst.FunctionDef, cst.Lambda)
     if function is None or is_traced(script, node):
         return False
-    owner = script.class_around(node)
-    if owner is not None and (
-        is_class_of(script, owner, (*_OWNERS, "callback")) or _is_metric(script, owner)
-    ):
+    if _has_keras_owner(script, node, ("layer", "model", "callback")):
         return False
     if script.called(script.call_with(node)) in DEVICE_OPERATORS:
         return True
@@ -402,14 +390,11 @@ def _is_read_in_loss(script: Script, node: Expression) -> bool:
     return isinstance(script.parent(node), operations)
 
 
-def _has_owner(script: Script, call: cst.Call) -> bool:
-    """Whether a layer, model or metric has a variable, which makes it a model's."""
-    owner = script.class_around(call)
-    if isinstance(script.target_of(call), cst.Attribute) and owner is not None:
-        return is_class_of(script, owner, _OWNERS) or _is_metric(script, owner)
-    return False
-
-
-def _is_metric(script: Script, owner: cst.ClassDef) -> bool:
-    paths = (script.names.path(base.value) or "" for base in owner.bases)
-    return any(path.startswith("keras.metrics.") for path in paths)
+def _has_keras_owner(
+    script: Script, node: cst.CSTNode, kinds: tuple[str, ...] = ("layer", "model")
+) -> bool:
+    """Whether a node is in a class of some kinds, or of metrics."""
+    owner = script.class_around(node)
+    bases = [script.names.path(b.value) or "" for b in owner.bases] if owner else []
+    is_metric = any(path.startswith("keras.metrics.") for path in bases)
+    return owner is not None and (is_metric or is_class_of(script, owner, kinds))

@@ -6,8 +6,8 @@
 a script is ported or none: one writer that stays needs TensorFlow all the same.
 """
 
+import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 import libcst as cst
 
@@ -19,7 +19,7 @@ from replicax.migrate.script import (
     Unported,
 )
 from replicax.migrate.statements import body_in_place
-from replicax.migrate.tables import DROPPED, WHY
+from replicax.migrate.tables import DROPPED, NAMES, WHY
 from replicax.migrate.tracing import is_traced
 from replicax.migrate.tree import (
     argument,
@@ -38,31 +38,8 @@ from replicax.migrate.tree import (
 
 __all__ = ["plan_sessions", "plan_summaries"]
 
-_INITIALIZERS = (
-    "global_variables_initializer",
-    "initialize_all_variables",
-    "local_variables_initializer",
-    "tables_initializer",
-)
 _ITERATORS = ("make_initializable_iterator", "make_one_shot_iterator")
 _SESSIONS = ("Session", "InteractiveSession")
-
-
-@dataclass
-class _Graph:
-    """The graph that a script builds before its session runs it.
-
-    Attributes:
-        initializers: Names of initializers, each with the iterator it is of, if any.
-        values: Names of values made anew by each run, with the lines that make them.
-        iterators: Names of iterators, with the lines that make them.
-        removed: Lines that make initializers, which the port does not need.
-    """
-
-    initializers: dict[str, str | None] = field(default_factory=dict)
-    values: dict[str, cst.SimpleStatementLine] = field(default_factory=dict)
-    iterators: dict[str, cst.SimpleStatementLine] = field(default_factory=dict)
-    removed: list[cst.SimpleStatementLine] = field(default_factory=list)
 
 
 def plan_sessions(script: Script) -> None:
@@ -72,208 +49,179 @@ def plan_sessions(script: Script) -> None:
     the value. A session with other uses stays.
     """
     for node in script.nodes(cst.With):
-        if name := _session_name(script, node):
-            script.attempt(node, lambda n=node, name=name: _plan(script, n, name), None)
+        item, *others = node.items
+        name = item.asname.name if item.asname is not None else None
+        is_session = not others and script.called(item.item) in _SESSIONS
+        if is_session and isinstance(name, cst.Name):
+            script.attempt(node, _Session(script, node, name.value).plan, None)
 
 
-def _session_name(script: Script, node: cst.With) -> str | None:
-    item, *others = node.items
-    name = item.asname.name if item.asname is not None else None
-    is_session = not others and script.called(item.item) in _SESSIONS
-    return name.value if is_session and isinstance(name, cst.Name) else None
+class _Session:
+    """Plans the port of a session, and of the graph that is built before it."""
 
+    def __init__(self, script: Script, node: cst.With, name: str) -> None:
+        self._script = script
+        self._node = node
+        self._name = name
+        # Names of initializers, each with the iterator it is of, if any; of values
+        # that each run makes anew, and of iterators, with the lines that make them.
+        self._initializers: dict[str, str | None] = {}
+        self._values: dict[str, cst.SimpleStatementLine] = {}
+        self._iterators: dict[str, cst.SimpleStatementLine] = {}
+        self._removed: list[cst.SimpleStatementLine] = []
 
-def _plan(script: Script, session: cst.With, name: str) -> None:
-    graph = _Graph()
-    for line in _lines_before(script, session):
-        _read_line(script, graph, line)
-    runs = list(_runs(script, session, name))
-    actions = [(call, _values_of(script, graph, call)) for call in runs]
-    moved: set[cst.CSTNode] = set()
-    for call, values in actions:
-        needed = _needed(graph, values)
-        moved |= set(needed)
-        _plan_run(script, session, graph, call, values, needed)
-    for line in moved:
-        script.move(line)
-    for line in graph.removed:
-        script.take_out(line)
-    script.frozen.add(session.items[0])
-    script.replacements[session] = body_in_place
+    def plan(self) -> None:
+        """Plan the port of all runs.
 
+        Raises:
+            Unported: If one of them is not understood.
+        """
+        script = self._script
+        for line in self._lines_before():
+            self._read(line)
+        fetched = {call: self._fetched(call) for call in list(self._runs())}
+        moved: set[cst.CSTNode] = set()
+        for call, values in fetched.items():
+            moved |= self._plan_run(call, values)
+        for line in moved:
+            script.move(line)
+        for line in self._removed:
+            script.take_out(line)
+        script.frozen.add(self._node.items[0])
+        script.replacements[self._node] = body_in_place
 
-def _lines_before(
-    script: Script, session: cst.With
-) -> Iterator[cst.SimpleStatementLine]:
-    """The assignments before the session, in its block and in those around it."""
-    before: list[cst.SimpleStatementLine] = []
-    inner: cst.CSTNode = session
-    for outer in script.parents(session):
-        if isinstance(outer, (cst.IndentedBlock, cst.Module)):
-            lines = list(outer.body)[: list(outer.body).index(inner)]  # type: ignore[arg-type]
-            found = [x for x in lines if isinstance(x, cst.SimpleStatementLine)]
-            before = [*found, *before]
-        if isinstance(outer, cst.FunctionDef):
-            break
-        inner = outer
-    yield from before
+    def _lines_before(self) -> list[cst.SimpleStatementLine]:
+        """The lines before the session, in its block and in those around it."""
+        before: list[cst.SimpleStatementLine] = []
+        inner: cst.CSTNode = self._node
+        for outer in self._script.parents(self._node):
+            if isinstance(outer, cst.IndentedBlock | cst.Module):
+                lines = itertools.takewhile(
+                    lambda x, end=inner: x is not end, outer.body
+                )
+                found = [x for x in lines if isinstance(x, cst.SimpleStatementLine)]
+                before = [*found, *before]
+            if isinstance(outer, cst.FunctionDef):
+                break
+            inner = outer
+        return before
 
+    def _read(self, line: cst.SimpleStatementLine) -> None:
+        assign = only_of(line)
+        if not isinstance(assign, cst.Assign):
+            return
+        targets = [n.value for t in assign.targets for n in find(t.target, cst.Name)]
+        value = assign.value
+        attributes = map(attr_of, find(value, cst.Attribute))
+        if method_of(value) in _ITERATORS and len(targets) == 1:
+            self._iterators[targets[0]] = line
+        elif (initialized := self._initialized(value)) is not None:
+            self._initializers |= dict.fromkeys(targets, initialized)
+            self._removed.append(line)
+        elif "get_next" in attributes or names_in(value) & self._values.keys():
+            self._values |= dict.fromkeys(targets, line)
 
-def _read_line(script: Script, graph: _Graph, line: cst.SimpleStatementLine) -> None:
-    assign = only_of(line)
-    if not isinstance(assign, cst.Assign):
-        return
-    targets = [n.value for t in assign.targets for n in find(t.target, cst.Name)]
-    value = assign.value
-    if method_of(value) in _ITERATORS and len(targets) == 1:
-        graph.iterators[targets[0]] = line
-        return
-    initialized = _initializers(script, graph, value)
-    if initialized is not None:
-        graph.initializers |= dict.fromkeys(targets, initialized)
-        graph.removed.append(line)
-    elif _has_get_next(value) or names_in(value) & graph.values.keys():
-        graph.values |= dict.fromkeys(targets, line)
+    def _initialized(self, value: Expression) -> str | None:
+        """`""` or an iterator's name if `value` only initializes; else None."""
+        if isinstance(value, cst.List | cst.Tuple):
+            parts = [self._initialized(part) for part in parts_of(value)]
+            known = [part for part in parts if part is not None]
+            return "".join(known) if known and known == parts else None
+        if isinstance(value, cst.Name):
+            return self._initializers.get(value.value)
+        if attr_of(value) == "initializer":
+            return (dotted(value) or "").rpartition(".")[0] or None
+        if self._script.called(value) in NAMES["graph_initializers"]:
+            return ""
+        is_made = method_of(value) == "initialize"
+        is_made = is_made and isinstance(value, cst.Call) and not value.args
+        return dotted(object_of(value)) if is_made else None
 
+    def _runs(self) -> Iterator[cst.Call]:
+        for node in find(self._node.body, cst.Name):
+            if node.value != self._name:
+                continue
+            call = self._script.method_call(node)
+            if call is None or method_of(call) != "run":
+                what = f"the session `{self._name}` is used in more ways than `run`"
+                raise Unported(what, node)
+            if len(call.args) != 1 or call.args[0].keyword:
+                raise Unported(WHY["session_options"], call)
+            yield call
 
-def _has_get_next(value: Expression) -> bool:
-    return any(attr_of(node) == "get_next" for node in find(value, cst.Attribute))
-
-
-def _initializers(script: Script, graph: _Graph, value: Expression) -> str | None:
-    """`""` or an iterator's name if `value` only initializes; else None."""
-    if isinstance(value, (cst.List, cst.Tuple)):
-        parts = [_initializers(script, graph, part) for part in parts_of(value)]
-        if not parts or any(part is None for part in parts):
+    def _fetched(self, call: cst.Call) -> list[str] | None:
+        """The values that a run computes; None if it only initializes."""
+        fetched = call.args[0].value
+        if self._initialized(fetched) is not None:
             return None
-        return "".join(part for part in parts if part)
-    if isinstance(value, cst.Name):
-        return graph.initializers.get(value.value)
-    if isinstance(value, cst.Attribute):
-        return dotted(value.value) if value.attr.value == "initializer" else None
-    if script.called(value) in _INITIALIZERS:
-        return ""
-    is_initializer = isinstance(value, cst.Call) and not value.args
-    is_initializer = is_initializer and method_of(value) == "initialize"
-    return dotted(object_of(value)) if is_initializer else None
+        is_display = isinstance(fetched, cst.List | cst.Tuple)
+        parts = parts_of(fetched) if is_display else [fetched]
+        for part in parts:
+            if dotted(part) not in self._values:
+                code = self._script.code(part)
+                raise Unported(WHY["session_value"].format(value=code), call)
+        return [dotted(part) or "" for part in parts]
 
+    def _needed(self, values: list[str]) -> list[cst.SimpleStatementLine]:
+        """The lines that make values, in their order."""
+        found: set[cst.SimpleStatementLine] = set()
+        pending = list(values)
+        while pending:
+            line = self._values[pending.pop()]
+            if line not in found:
+                found.add(line)
+                assign = line.body[0]
+                assert isinstance(assign, cst.Assign)
+                pending += names_in(assign.value) & self._values.keys()
+        return [line for line in dict.fromkeys(self._values.values()) if line in found]
 
-def _runs(script: Script, session: cst.With, name: str) -> Iterator[cst.Call]:
-    for node in find(session.body, cst.Name):
-        if node.value != name:
-            continue
-        call = script.method_call(node)
-        if call is None or method_of(call) != "run":
-            what = f"the session `{name}` is used in more ways than `run`"
-            raise Unported(what, node)
-        if len(call.args) != 1 or call.args[0].keyword:
-            raise Unported(
-                WHY["session_options"],
-                call,
-            )
-        yield call
+    def _plan_run(
+        self, call: cst.Call, values: list[str] | None
+    ) -> set[cst.SimpleStatementLine]:
+        """Plan the port of a run; the lines that move to it."""
+        script, statement = self._script, self._script.statement_of(call)
+        if not isinstance(statement, cst.SimpleStatementLine):
+            raise Unported("a session's run in the head of a statement stays", call)
+        small = only_of(statement)
+        is_alone = isinstance(small, cst.Expr) and small.value is call
+        if values is None:
+            if not is_alone:
+                raise Unported("the result of an initializer is used", call)
+            self._plan_initialization(call, statement)
+            return set()
+        needed = self._needed(values)
 
+        def after(updated: Statement) -> Replacement:
+            """Copies of the lines that the run needs, and then its own statement."""
+            first, *others = [script.moved[line].deep_clone() for line in needed]
+            own = [line for line in first.leading_lines if line.comment]
+            first = first.with_changes(leading_lines=[*updated.leading_lines, *own])
+            last = [] if is_alone else [updated.with_changes(leading_lines=())]
+            return cst.FlattenSentinel([first, *others, *last])
 
-def _values_of(script: Script, graph: _Graph, call: cst.Call) -> list[str] | None:
-    """The values that a run computes; None if it only initializes."""
-    fetched = call.args[0].value
-    if _initializers(script, graph, fetched) is not None:
-        return None
-    is_display = isinstance(fetched, cst.List | cst.Tuple)
-    values = []
-    for part in parts_of(fetched) if is_display else [fetched]:
-        text = dotted(part)
-        if text is None or text not in graph.values:
-            raise Unported(
-                WHY["session_value"].format(value=script.code(part)),
-                call,
-            )
-        values.append(text)
-    return values
+        script.replacements[call] = lambda updated: updated.args[0].value
+        if needed:
+            script.replacements[statement] = after
+        return set(needed)
 
-
-def _needed(graph: _Graph, values: list[str] | None) -> list[cst.SimpleStatementLine]:
-    """The lines that make values, in their order."""
-    found: list[cst.SimpleStatementLine] = []
-    pending = list(values or ())
-    while pending:
-        line = graph.values.get(pending.pop())
-        if line is not None and line not in found:
-            found.append(line)
-            assign = line.body[0]
-            assert isinstance(assign, cst.Assign)
-            pending += sorted(names_in(assign.value) & graph.values.keys())
-    order = list(graph.values.values())
-    return sorted(found, key=order.index)
-
-
-def _plan_run(
-    script: Script,
-    session: cst.With,
-    graph: _Graph,
-    call: cst.Call,
-    values: list[str] | None,
-    needed: list[cst.SimpleStatementLine],
-) -> None:
-    statement = script.statement_of(call)
-    if not isinstance(statement, cst.SimpleStatementLine):
-        raise Unported("a session's run in the head of a statement stays", call)
-    small = only_of(statement)
-    is_alone = isinstance(small, cst.Expr) and small.value is call
-    if values is None:
-        if not is_alone:
-            raise Unported("the result of an initializer is used", call)
-        _plan_initialization(script, session, graph, call, statement)
-        return
-    script.replacements[call] = lambda updated: updated.args[0].value
-    script.replacements[statement] = lambda updated: _after(
-        script, needed, None if is_alone else updated, updated
-    )
-
-
-def _plan_initialization(
-    script: Script,
-    session: cst.With,
-    graph: _Graph,
-    call: cst.Call,
-    statement: cst.SimpleStatementLine,
-) -> None:
-    """Plan to remove an initializer's run; in a loop, to make its iterator anew."""
-    iterator = _initializers(script, graph, call.args[0].value)
-    around = list(script.parents(statement))
-    in_loop = any(
-        isinstance(node, (cst.For, cst.While))
-        for node in around[: around.index(session)]
-    )
-    line = graph.iterators.get(iterator or "")
-    if not in_loop or line is None:
-        script.take_out(statement)
-        return
-    script.frozen.add(statement)
-
-    def again(updated: Statement) -> Replacement:
-        made = script.outcomes[line][0].deep_clone()
-        return made.with_changes(leading_lines=updated.leading_lines)
-
-    script.replacements[statement] = again
-
-
-def _after(
-    script: Script,
-    needed: list[cst.SimpleStatementLine],
-    last: Statement | None,
-    replaced: Statement,
-) -> Replacement:
-    """Copies of the moved lines that a run needs, and the statement `last` behind."""
-    lines = [script.moved[line].deep_clone() for line in needed]
-    nodes = [*lines, *([last] if last is not None else [])]
-    own = [line for line in nodes[0].leading_lines if line.comment]
-    if nodes[0] is not last:
-        leading = [*replaced.leading_lines, *own]
-        nodes[0] = nodes[0].with_changes(leading_lines=leading)
-        if last is not None:
-            nodes[-1] = last.with_changes(leading_lines=())
-    return cst.FlattenSentinel(nodes)
+    def _plan_initialization(
+        self, call: cst.Call, statement: cst.SimpleStatementLine
+    ) -> None:
+        """Plan to remove an initializer's run; in a loop, to make its iterator anew."""
+        script = self._script
+        around = script.parents(statement)
+        inside = itertools.takewhile(lambda x: x is not self._node, around)
+        in_loop = any(isinstance(node, cst.For | cst.While) for node in inside)
+        line = self._iterators.get(self._initialized(call.args[0].value) or "")
+        if not in_loop or line is None:
+            script.take_out(statement)
+            return
+        script.frozen.add(statement)
+        script.replacements[statement] = lambda updated: (
+            script.outcomes[line][0]
+            .deep_clone()
+            .with_changes(leading_lines=updated.leading_lines)
+        )
 
 
 # Writers of event files.
@@ -285,130 +233,122 @@ _METHODS = ("flush", "close")
 
 def plan_summaries(script: Script) -> None:
     """Plan the port of all writers and written values, if each can be ported."""
-    calls = {
-        node: path
-        for node in script.calls
-        if (path := script.called(node)).startswith("summary.") and path not in DROPPED
-    }
-    made = [node for node, path in calls.items() if path == _MADE]
-    if made:
-        first = script.module.body[0]
-        script.attempt(first, lambda: _plan_writers(script, made, [*calls]), None)
+    paths = {node: script.called(node) for node in script.calls}
+    calls = [
+        n for n, p in paths.items() if p.startswith("summary.") and p not in DROPPED
+    ]
+    if any(paths[node] == _MADE for node in calls):
+        script.attempt(script.module.body[0], _Writers(script, calls).plan, None)
 
 
-def _plan_writers(script: Script, made: list[cst.Call], calls: list[cst.Call]) -> None:
-    """Plan the port of calls that make writers, and of all that use them.
+class _Writers:
+    """Plans the port of all writers of a script, and of what is written with them."""
 
-    Raises:
-        Unported: If one of them cannot be ported; nothing is planned.
-    """
-    try:
-        scopes, defaults = _writer_uses(script, made)
-        others = [node for node in calls if node not in made]
-        written = {node: _written(script, node, scopes, defaults) for node in others}
-    except Unported as why:
-        raise Unported(
-            f"event files stay TensorFlow's: {why.reason}", why.node
-        ) from None
-    for node in scopes:
-        script.frozen |= set(node.items)
-        script.replacements[node] = body_in_place
-    for node in defaults:
-        script.take_out(script.statement_of(node))
-    for node, writer in written.items():
-        name = script.called(node).rpartition(".")[2]
-        method = cst.Attribute(cst.Name(writer), cst.Name(name))
-        script.frozen.add(node.func)
-        script.replacements[node] = lambda call, method=method: _value(call, method)
-    for node in made:
-        script.frozen.add(node.func)
-        script.replacements[node] = lambda call: call.with_changes(
-            func=script.expression("rx.SummaryWriter"),
-            args=[cst.Arg(call.args[0].value)],
-        )
+    def __init__(self, script: Script, calls: list[cst.Call]) -> None:
+        self._script = script
+        self._made = [node for node in calls if script.called(node) == _MADE]
+        self._others = [node for node in calls if node not in self._made]
+        # Blocks and calls that make a writer the default, and its name in each.
+        self._scopes: dict[cst.CSTNode, str] = {}
+        self._defaults: dict[cst.Call, str] = {}
 
+    def plan(self) -> None:
+        """Plan the port of calls that make writers, and of all that use them.
 
-def _writer_uses(
-    script: Script, made: list[cst.Call]
-) -> tuple[dict[cst.With, str], dict[cst.Call, str]]:
-    """The blocks and calls that make a writer the default, and its name in each.
+        Raises:
+            Unported: If one of them cannot be ported; nothing is planned.
+        """
+        script = self._script
+        try:
+            self._find_uses()
+            written = {node: self._writer(node) for node in self._others}
+        except Unported as why:
+            what = f"event files stay TensorFlow's: {why.reason}"
+            raise Unported(what, why.node) from None
+        for scope in self._scopes:
+            assert isinstance(scope, cst.With)
+            script.frozen |= set(scope.items)
+            script.replacements[scope] = body_in_place
+        for node in self._defaults:
+            script.take_out(script.statement_of(node))
+        for node, writer in written.items():
+            name = script.called(node).rpartition(".")[2]
+            method = cst.Attribute(cst.Name(writer), cst.Name(name))
+            script.frozen.add(node.func)
+            script.replacements[node] = lambda call, method=method: _value(call, method)
+        for node in self._made:
+            script.frozen.add(node.func)
+            script.replacements[node] = lambda call: call.with_changes(
+                func=script.expression("rx.SummaryWriter"),
+                args=[cst.Arg(call.args[0].value)],
+            )
 
-    Raises:
-        Unported: If a writer is used in another way.
-    """
-    scopes: dict[cst.With, str] = {}
-    defaults: dict[cst.Call, str] = {}
-    definitions = [d for d in script.flow.definitions if set(d.values) & set(made)]
-    for call in made:
-        if len(call.args) != 1 or call.args[0].star:
-            raise Unported("the writer has more than a folder", call)
-        if not any(
-            d.values == [call] and isinstance(d.node, cst.Name) for d in definitions
-        ):
-            raise Unported("the writer has no name of its own", call)
-    for definition in definitions:
-        for use in script.flow.uses(definition):
-            if not script.flow.reaching(use) <= set(definitions):
-                raise Unported("a name is not always that of a writer", use)
-            _writer_use(script, use, scopes, defaults)
-    return scopes, defaults
+    def _find_uses(self) -> None:
+        """Find where writers are the default.
 
+        Raises:
+            Unported: If a writer is used in another way.
+        """
+        flow = self._script.flow
+        found = {
+            d for d in flow.definitions if not set(d.values).isdisjoint(self._made)
+        }
+        named = [d.values for d in found if isinstance(d.node, cst.Name)]
+        for call in self._made:
+            if len(call.args) != 1 or call.args[0].star:
+                raise Unported("the writer has more than a folder", call)
+            if [call] not in named:
+                raise Unported("the writer has no name of its own", call)
+        for definition in flow.definitions:
+            for use in flow.uses(definition) if definition in found else ():
+                if not flow.reaching(use) <= found:
+                    raise Unported("a name is not always that of a writer", use)
+                self._read_use(use)
 
-def _writer_use(
-    script: Script,
-    use: cst.CSTNode,
-    scopes: dict[cst.With, str],
-    defaults: dict[cst.Call, str],
-) -> None:
-    call = script.method_call(use)
-    if call is None:
-        raise Unported("the writer is given to what is not ported", use)
-    method, around = method_of(call), script.parent(call)
-    scope = script.parent(around) if isinstance(around, cst.WithItem) else None
-    if method in _METHODS:
-        return
-    if call.args or method not in {"as_default", "set_as_default"}:
-        raise Unported(f"{method} of the writer has no counterpart", call)
-    if method == "set_as_default" and isinstance(around, cst.Expr):
-        defaults[call] = script.code(use)
-    elif isinstance(scope, cst.With) and len(scope.items) == 1:
-        scopes[scope] = script.code(use)
-    else:
-        raise Unported("the writer is not the only one of a `with`", call)
+    def _read_use(self, use: cst.CSTNode) -> None:
+        script, call = self._script, self._script.method_call(use)
+        if call is None:
+            raise Unported("the writer is given to what is not ported", use)
+        method, around = method_of(call), script.parent(call)
+        scope = script.parent(around) if isinstance(around, cst.WithItem) else None
+        if method in _METHODS:
+            return
+        if call.args or method not in {"as_default", "set_as_default"}:
+            raise Unported(f"{method} of the writer has no counterpart", call)
+        if method == "set_as_default" and isinstance(around, cst.Expr):
+            self._defaults[call] = script.code(use)
+        elif isinstance(scope, cst.With) and len(scope.items) == 1:
+            self._scopes[scope] = script.code(use)
+        else:
+            raise Unported("the writer is not the only one of a `with`", call)
 
+    def _writer(self, node: cst.Call) -> str:
+        """The name of the writer that a value is written with.
 
-def _written(
-    script: Script,
-    node: cst.Call,
-    scopes: dict[cst.With, str],
-    defaults: dict[cst.Call, str],
-) -> str:
-    """The name of the writer that a value is written with.
-
-    Raises:
-        Unported: If there is none, or if `SummaryWriter` does not write such a value.
-    """
-    path = script.called(node)
-    if path not in _VALUES:
-        raise Unported(f"tf.{path} has no counterpart in rx.SummaryWriter", node)
-    known = {"", "name", "data", "step", "buckets"}
-    is_plain = all(keyword_of(arg) in known and not arg.star for arg in node.args)
-    if not is_plain or len(node.args) > 4:
-        raise Unported("an argument has no counterpart in rx.SummaryWriter", node)
-    if argument(node.args, 2, "step") is None:
-        raise Unported("a value needs step=", node)
-    if is_traced(script, node):
-        why = "a compiled step writes nothing: return the value, and write it there"
-        raise Unported(why, node)
-    function = script.function_of(node)
-    for parent in script.parents(node):
-        writer = scopes.get(parent) if isinstance(parent, cst.With) else None
-        if writer is not None and script.function_of(parent) is function:
-            return writer
-    found = {text for call, text in defaults.items() if not script.function_of(call)}
-    if len(found) != 1:
-        raise Unported("which writer is the default is not seen here", node)
-    return found.pop()
+        Raises:
+            Unported: If there is none, or `SummaryWriter` does not write such a value.
+        """
+        script, path = self._script, self._script.called(node)
+        if path not in _VALUES:
+            raise Unported(f"tf.{path} has no counterpart in rx.SummaryWriter", node)
+        known = {"", "name", "data", "step", "buckets"}
+        is_plain = all(keyword_of(arg) in known and not arg.star for arg in node.args)
+        if not is_plain or len(node.args) > 4:
+            raise Unported("an argument has no counterpart in rx.SummaryWriter", node)
+        if argument(node.args, 2, "step") is None:
+            raise Unported("a value needs step=", node)
+        if is_traced(script, node):
+            why = "a compiled step writes nothing: return the value, and write it there"
+            raise Unported(why, node)
+        function = script.function_of(node)
+        for parent in script.parents(node):
+            if parent in self._scopes and script.function_of(parent) is function:
+                return self._scopes[parent]
+        defaults = self._defaults.items()
+        found = {text for call, text in defaults if not script.function_of(call)}
+        if len(found) != 1:
+            raise Unported("which writer is the default is not seen here", node)
+        return found.pop()
 
 
 def _value(call: cst.Call, method: cst.Attribute) -> cst.Call:

@@ -12,7 +12,7 @@ from replicax.migrate.host import example_function, host_functions_of, random_fu
 from replicax.migrate.origins import returned
 from replicax.migrate.rules import CallSite, Rule, written
 from replicax.migrate.script import Expression, Script, Unported
-from replicax.migrate.tables import DTYPES, READERS, WHY
+from replicax.migrate.tables import DTYPES, NAMES, READERS, WHY
 from replicax.migrate.tracing import with_called
 from replicax.migrate.tree import (
     argument,
@@ -125,14 +125,6 @@ def _makes_list(value: Expression) -> bool:
 
 FROM_GENERATOR = "data.Dataset.from_generator"
 
-_ENDLESS = frozenset(["cycle", "count", "repeat", "iter"])
-_RANDOM = frozenset(
-    [
-        *("RandomState", "choice", "default_rng", "normal", "permutation", "rand"),
-        *("randint", "randn", "random", "sample", "shuffle", "uniform"),
-    ]
-)
-
 
 def why_not_listed(script: Script, node: cst.Call) -> str | None:
     """Why a generator's examples cannot be put into a list; None if they can."""
@@ -214,9 +206,9 @@ def _require_same(function: cst.CSTNode) -> None:
     """Raise `Unported` unless a function ends, and yields the same each time."""
     for node in walk(function):
         name = node.value if isinstance(node, cst.Name) else ""
-        if isinstance(node, cst.While) or name in _ENDLESS:
+        if isinstance(node, cst.While) or name in NAMES["endless_functions"]:
             raise Unported(WHY["generator_endless"])
-        if name in _RANDOM:
+        if name in NAMES["random_functions"]:
             raise Unported(WHY["generator_random"])
         is_target = isinstance(node, cst.AugAssign | cst.AssignTarget)
         is_attribute = is_target and isinstance(node.target, cst.Attribute)

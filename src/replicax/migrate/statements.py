@@ -7,7 +7,7 @@ from typing import Any
 import libcst as cst
 
 from replicax.migrate.flow import Definition
-from replicax.migrate.script import Expression, Replacement, Script, Statement
+from replicax.migrate.script import Replacement, Script, Statement
 from replicax.migrate.tables import DROPPED, WHY
 from replicax.migrate.tree import (
     dotted,
@@ -25,32 +25,32 @@ from replicax.migrate.tree import (
 __all__ = [
     "body_in_place",
     "comment_lines",
-    "is_dropped",
     "is_static_shape",
     "lost_comments",
-    "note_dropped",
     "plan_servers",
     "plan_settings",
     "remaining_comments",
     "transparent_items",
     "unless_empty",
     "unwrapped",
+    "why_dropped",
 ]
 
 _TRANSPARENT = ("control_dependencies", "Graph.as_default", "init_scope")
 
 
-def is_dropped(script: Script, line: cst.SimpleStatementLine) -> bool:
-    """Whether a line is a single call that only TensorFlow needs."""
-    call = _called_alone(line)
-    return _dropped_path(script, call) is not None or is_static_shape(script, call)
-
-
-def note_dropped(script: Script, line: cst.SimpleStatementLine) -> None:
-    """Report that a line is removed, and why."""
-    path = _dropped_path(script, _called_alone(line))
-    if path is not None:
-        script.note(line, f"tf.{path} is taken out: {DROPPED[path]}")
+def why_dropped(script: Script, line: cst.SimpleStatementLine) -> str | None:
+    """Why a line is taken out, which only TensorFlow needs; None for other lines."""
+    small = only_of(line)
+    call = small.value if isinstance(small, cst.Expr) else None
+    if not isinstance(call, cst.Call):
+        return None
+    if is_static_shape(script, call):
+        return ""
+    path = script.called(call)
+    if not path and isinstance(object_of(call), cst.Call):
+        path = f"{script.called(object_of(call))}().{method_of(call)}"
+    return f"tf.{path} is taken out: {DROPPED[path]}" if path in DROPPED else None
 
 
 def is_static_shape(script: Script, node: cst.CSTNode | None) -> bool:
@@ -65,22 +65,6 @@ def is_static_shape(script: Script, node: cst.CSTNode | None) -> bool:
         and not script.functions("set_shape")
         and isinstance(script.parent(node), cst.Expr)
     )
-
-
-def _called_alone(line: cst.SimpleStatementLine) -> cst.Call | None:
-    """The call that is all of a line."""
-    small = only_of(line)
-    call = small.value if isinstance(small, cst.Expr) else None
-    return call if isinstance(call, cst.Call) else None
-
-
-def _dropped_path(script: Script, call: cst.Call | None) -> str | None:
-    if call is None:
-        return None
-    path = script.names.path(call.func)
-    if path is None and isinstance(object_of(call), cst.Call):
-        path = f"{script.called(object_of(call))}().{method_of(call)}"
-    return path if path in DROPPED else None
 
 
 def transparent_items(script: Script, node: cst.With) -> list[cst.WithItem]:
@@ -205,13 +189,9 @@ def _starts_cluster(script: Script, function: cst.FunctionDef) -> bool:
     """Whether a function makes servers, and returns the resolver of their cluster."""
     has_server = any(_is_server(script, call) for call in find(function.body, cst.Call))
     returned = [n.value for n in find(function.body, cst.Return) if n.value]
-    is_resolver = [_is_resolver(script, value) for value in returned]
-    return has_server and bool(returned) and all(is_resolver)
-
-
-def _is_resolver(script: Script, node: Expression) -> bool:
-    made = script.flow.value(node) if isinstance(node, cst.Name) else node
-    return script.called(made).startswith("distribute.cluster_resolver.")
+    made = [script.called(script.flow.resolved(value)) for value in returned]
+    is_resolver = [path.startswith("distribute.cluster_resolver.") for path in made]
+    return has_server and bool(made) and all(is_resolver)
 
 
 def _only_serves(script: Script, block: cst.BaseSuite) -> bool:
@@ -330,20 +310,15 @@ def _is_setting(script: Script, definition: Definition) -> bool:
 
 
 def _is_in_ported_call(script: Script, use: cst.CSTNode) -> bool:
-    arg = script.parent(use)
-    call = script.parent(arg) if arg is not None else None
-    if arg in script.dropped_arguments or _is_signature(script, arg):
-        return True
-    return isinstance(arg, cst.Arg) and call in script.replacements
-
-
-def _is_signature(script: Script, arg: cst.CSTNode | None) -> bool:
-    """Whether an argument is the `input_signature` of a `tf.function`."""
-    return (
-        isinstance(arg, cst.Arg)
-        and is_named(arg, "input_signature")
-        and script.called(script.parent(arg)) == "function"
+    """Whether a use goes with the port, or is the signature of a `tf.function`."""
+    arg, call = script.parent(use), script.call_with(use)
+    if not isinstance(arg, cst.Arg):
+        return False
+    is_signature = (
+        is_named(arg, "input_signature") and script.called(call) == "function"
     )
+    is_ported = call in script.replacements or arg in script.dropped_arguments
+    return is_ported or is_signature
 
 
 def _set_there(script: Script, use: cst.CSTNode) -> cst.Assign | None:

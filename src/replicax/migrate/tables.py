@@ -25,11 +25,15 @@ __all__ = [
     "KEYWORDS",
     "KINDS",
     "LEFT_METHODS",
+    "NAMES",
     "NEED_TENSORFLOW",
     "NOTES",
     "NO_METRICS",
     "NO_VARIABLES",
+    "OLD_KEYWORDS",
+    "OLD_LAYERS",
     "OLD_LOSSES",
+    "OLD_METRICS",
     "OLD_PREFIXES",
     "OPTIMIZERS",
     "PREFIXES",
@@ -75,6 +79,12 @@ def _texts(table: object) -> dict[str, str]:
 def _by_name(table: object) -> dict[str, str]:
     """Invert a table of rows `value = names` to one entry for each name."""
     return {name: key for key, names in _texts(table).items() for name in names.split()}
+
+
+def _products(table: Mapping[str, str]) -> list[str]:
+    """All paths of some names in some modules."""
+    modules, names = table["modules"].split(), table["names"].split()
+    return [f"{module}.{name}" for module in modules for name in names]
 
 
 def _operators(rows: Iterable[str]) -> dict[str, Operator]:
@@ -123,11 +133,10 @@ GUARDED_OPERATORS = _operators(_DATA["operators"]["guarded"])
 """Operators that run on devices, for calls that a rule has checked first."""
 HOST_OPERATORS = _operators(_DATA["operators"]["host"])
 """Operators that run in an input pipeline: functions of NumPy by path."""
+_WRITTEN = (row.split("|") for row in _DATA["operators"]["written"])
 WRITTEN = {
     name: (parameters.split(), text.strip())
-    for names, parameters, text in (
-        row.split("|") for row in _DATA["operators"]["written"]
-    )
+    for names, parameters, text in _WRITTEN
     for name in names.split()
 }
 """Templates of calls by path: TF's parameters, and the text with `{x}` for them."""
@@ -142,6 +151,10 @@ KEYWORDS = {
     for table, rows in _DATA["keywords"].items()
 }
 """What becomes of keywords, and the reason, by function or method and by keyword."""
+OLD_KEYWORDS = _texts(_DATA["old_keywords"])
+OLD_LAYERS = _texts(_DATA["old_layers"])
+OLD_METRICS = _texts(_DATA["old_metrics"])
+"""Classes of Keras by the names of functions of `tf.layers` and `tf.metrics`."""
 OLD_LOSSES = {
     name: (row.split()[0], row.split()[1:])
     for name, row in _texts(_DATA["old_losses"]).items()
@@ -151,19 +164,13 @@ IDENTIFIERS = {kind: _texts(table) for kind, table in _DATA["identifiers"].items
 """Names of losses and of arguments of layers that Keras 3 changed, by their kind."""
 NO_METRICS = _DATA["no_metrics"].split()
 """Names of metrics that Keras 3 does not have."""
+NAMES = {key: tuple(text.split()) for key, text in _DATA["names"].items()}
+"""Lists of names that rules look for."""
 WHY = _texts(_DATA["messages"])
 """What reports of rules say, by name."""
-READERS = [
-    f"{module}.{name}"
-    for module in _DATA["readers"]["modules"].split()
-    for name in _DATA["readers"]["names"].split()
-]
+READERS = _products(_DATA["readers"])
 """Paths of functions of Keras that read data in batches; `format="grain"` for Grain."""
-OPTIMIZERS = [
-    f"{module}.{name}"
-    for module in _DATA["optimizers"]["modules"].split()
-    for name in _DATA["optimizers"]["names"].split()
-]
+OPTIMIZERS = _products(_DATA["optimizers"])
 """Paths of the classes of optimizers."""
 ATTRIBUTES = {kind: _texts(table) for kind, table in _DATA["attributes"].items()}
 """Why attributes of objects stay and what to do instead, by kind and name.

@@ -6,14 +6,14 @@ that a script asks the `info` object for are taken from the arrays.
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import libcst as cst
 
 from replicax.migrate.origins import is_parameter
 from replicax.migrate.rules import bound
 from replicax.migrate.script import Expression, Script, Unported
-from replicax.migrate.tree import parts_of, text_of
+from replicax.migrate.tree import is_name, parts_of, text_of
 
 __all__ = ["plan_loads", "why_not_loaded"]
 
@@ -28,15 +28,13 @@ _SPLIT = re.compile(r"(train|test)(?:\[(\d+%?)?:(\d+%?)?\])?")
 _ORDER = "keras.datasets has the examples of TensorFlow Datasets in another order"
 
 
-@dataclass(kw_only=True)
-class _Load:
+class _Load(NamedTuple):
     """The resolved arguments of a call of `tfds.load`.
 
     Attributes:
         name: The data set, as `keras.datasets` has it.
-        splits: The names of splits.
+        splits: The names of splits; none if the script gets all, in a dictionary.
         is_list: Whether the script names several splits, in a list.
-        is_all: Whether it names none, and gets a dictionary of all.
         is_supervised: Whether examples are pairs, and no dictionaries.
         info: The target that the `info` object is bound to, if there is one.
         uses: Expressions of that object, with the code that replaces each.
@@ -45,7 +43,6 @@ class _Load:
     name: str
     splits: list[str]
     is_list: bool
-    is_all: bool
     is_supervised: bool
     info: cst.Name | None
     uses: dict[cst.CSTNode, str]
@@ -85,12 +82,11 @@ def _read(script: Script, call: cst.Call) -> _Load:
     if not isinstance(script.statement_of(call), cst.SimpleStatementLine):
         raise Unported(": load them in a line of their own")
     try:
-        given = bound(call.args, [*_PARAMETERS, *_SWITCHES])
+        args = bound(call.args, [*_PARAMETERS, *_SWITCHES])
     except Unported as why:
         raise Unported(f": {why.reason}") from None
-    given = {k: a for k, a in given.items() if script.code(a.value) != "None"}
-    name = _text(script, given["name"].value if "name" in given else None)
-    name = (name or "").partition(":")[0]
+    given = {k: a.value for k, a in args.items() if not is_name(a.value, "None")}
+    name = (_text(script, given.get("name")) or "").partition(":")[0]
     if name not in _CLASSES:
         raise Unported("")
     if "batch_size" in given:
@@ -99,19 +95,9 @@ def _read(script: Script, call: cst.Call) -> _Load:
     if not is_supervised and name not in _SHAPES:
         raise Unported(f": without as_supervised=True those of {name} have an id")
     is_list, splits = _splits(script, given.get("split"))
-    info, uses = None, {}
-    if _is_true(script, given.get("with_info")):
-        info = _info(script, call)
-        uses = dict(_uses(script, info, name))
-    return _Load(
-        name=name,
-        splits=splits or ["train", "test"],
-        is_list=is_list,
-        is_all=not splits,
-        is_supervised=is_supervised,
-        info=info,
-        uses=uses,
-    )
+    info = _info(script, call) if _is_true(script, given.get("with_info")) else None
+    uses = dict(_uses(script, info, name)) if info is not None else {}
+    return _Load(name, splits, is_list, is_supervised, info, uses)
 
 
 def _value(script: Script, node: Expression) -> Expression:
@@ -121,33 +107,29 @@ def _value(script: Script, node: Expression) -> Expression:
 
 def _text(script: Script, node: Expression | None) -> str | None:
     """The name of a data set or a split; None if it is not in sight."""
-    if node is None:
-        return None
-    value = _value(script, node)
+    value = _value(script, node) if node is not None else cst.Name("None")
     if isinstance(value, cst.SimpleString):
         return text_of(value)
-    split = script.names.imported(value) or ""
-    is_split = split.startswith(f"{_PACKAGE}.Split.")
-    return split.rpartition(".")[2].lower() if is_split else None
+    module, _, name = (script.names.imported(value) or "").rpartition(".")
+    return name.lower() if module == f"{_PACKAGE}.Split" else None
 
 
-def _is_true(script: Script, arg: cst.Arg | None) -> bool:
-    text = script.code(arg.value) if arg is not None else "False"
+def _is_true(script: Script, node: Expression | None) -> bool:
+    text = script.code(node) if node is not None else "False"
     if text not in {"True", "False"}:
         raise Unported(f": whether it is {text} is not seen")
     return text == "True"
 
 
-def _splits(script: Script, arg: cst.Arg | None) -> tuple[bool, list[str]]:
+def _splits(script: Script, node: Expression | None) -> tuple[bool, list[str]]:
     """Whether the splits are a list, and their names; no names mean all splits."""
-    if arg is None:
+    if node is None:
         return False, []
-    value = _value(script, arg.value)
+    value = _value(script, node)
     is_list = isinstance(value, cst.List | cst.Tuple)
-    nodes = parts_of(value) if is_list else [value]
-    splits = [_text(script, node) or "" for node in nodes]
+    splits = [_text(script, n) or "" for n in (parts_of(value) if is_list else [value])]
     if not all(_SPLIT.fullmatch(split) for split in splits):
-        raise Unported(f": the split {script.code(arg.value)} has no counterpart")
+        raise Unported(f": the split {script.code(node)} has no counterpart")
     return is_list, splits
 
 
@@ -173,7 +155,7 @@ def _uses(
         "splits['test'].num_examples": "len({test})",
     }
     for use in script.flow.uses(definition) if definition else ():
-        node, text = use, ""
+        node = use
         for parent in script.parents(use):
             if not isinstance(parent, cst.Attribute | cst.Subscript):
                 break
@@ -185,24 +167,26 @@ def _uses(
 
 
 def _plan(script: Script, call: cst.Call, load: _Load) -> None:
-    needed = {_split_of(split) for split in load.splits}
-    needed |= {k for k in ("train", "test") for text in load.uses.values() if k in text}
+    splits, begin, end = load.splits or ["train", "test"], "[", "]"
+    both = ("train", "test")
+    needed = [*(split.partition("[")[0] for split in splits), *load.uses.values()]
     names = {
-        k: (_free(script, f"{k}_images"), _free(script, f"{k}_labels")) for k in needed
+        k: (_free(script, f"{k}_images"), _free(script, f"{k}_labels"))
+        for k in both
+        if any(k in text for text in needed)
     }
     script.made_names |= {name for pair in names.values() for name in pair}
-    both = ("train", "test")
     pairs = [f"({', '.join(names[k])})" if k in names else "_" for k in both]
     loaded = script.here(f"keras.datasets.{load.name}.load_data")
     line = f"{', '.join(pairs)} = {loaded}()"
     script.inserted.setdefault(script.statement_of(call), []).append(line)
-    values = [_dataset(script, load, split, names) for split in load.splits]
-    if load.is_all:
-        keys = [script.string(split).value for split in load.splits]
+    values = [_dataset(script, load, split, names) for split in splits]
+    if not load.splits:
+        keys = [script.string(split).value for split in splits]
         values = [f"{key}: {value}" for key, value in zip(keys, values, strict=True)]
-    begin, end = "{}" if load.is_all else "[]"
+        begin, end = "{", "}"
     text = values[0]
-    if load.is_all or load.is_list:
+    if not load.splits or load.is_list:
         text = "".join([begin, *(f"\n    {value}," for value in values), "\n", end])
     value = cst.parse_expression(text)
     script.note(call, _ORDER)
@@ -216,10 +200,6 @@ def _plan(script: Script, call: cst.Call, load: _Load) -> None:
         labels = {k: pair[1] for k, pair in names.items()}
         made = cst.parse_expression(what.format(**labels))
         script.replacements[node] = lambda updated, made=made: made
-
-
-def _split_of(text: str) -> str:
-    return text.partition("[")[0]
 
 
 def _free(script: Script, name: str) -> str:

@@ -7,7 +7,7 @@ import libcst as cst
 from replicax.migrate.kinds import is_class_of, kind_of
 from replicax.migrate.origins import with_bases
 from replicax.migrate.script import Expression, Replacement, Script
-from replicax.migrate.tables import DEVICE_OPERATORS, WHY
+from replicax.migrate.tables import DEVICE_OPERATORS, NAMES, WHY
 from replicax.migrate.tree import (
     find,
     is_name,
@@ -35,26 +35,14 @@ __all__ = [
     "with_called",
 ]
 
-_RUN = (
-    *("run", "experimental_run_v2", "experimental_run", "call_for_each_replica"),
-    "schedule",
-)
 _METHODS = frozenset(["train_step", "test_step", "predict_step", "call"])
-_DECORATORS = (
-    "function",
-    "contrib.eager.defun",
-    "contrib.eager.function",
-    "autograph.experimental.do_not_convert",
-    "autograph.to_graph",
-    "py_function",
-)
 
 
 def is_graph_decorator(script: Script, decorator: cst.Decorator) -> bool:
     """Whether a decorator is `@tf.function`, with or without arguments."""
     node = decorator.decorator
     func = node.func if isinstance(node, cst.Call) else node
-    return script.names.path(func) in _DECORATORS
+    return script.names.path(func) in NAMES["graph_decorators"]
 
 
 def is_traced(script: Script, node: cst.CSTNode) -> bool:
@@ -99,9 +87,17 @@ def called_functions(script: Script, function: cst.CSTNode) -> Iterator[cst.CSTN
 
 def _run_by_strategies(script: Script) -> Iterator[cst.CSTNode]:
     for node in script.calls:
-        root = root_of(object_of(node)) if method_of(node) in _RUN else None
+        root = (
+            root_of(object_of(node))
+            if method_of(node) in NAMES["running_methods"]
+            else None
+        )
         is_of_module = root is not None and script.names.imported(root)
-        if node.args and method_of(node) in _RUN and not is_of_module:
+        if (
+            node.args
+            and method_of(node) in NAMES["running_methods"]
+            and not is_of_module
+        ):
             yield from _functions_of(script, node.args[0].value)
 
 
@@ -272,9 +268,6 @@ _IDENTITY = (cst.Is, cst.IsNot)
 
 
 _BRANCHING = ("cond", "case", "switch_case", "while_loop")
-_EFFECTS = frozenset(
-    ["assign", "assign_add", "assign_sub", "apply_gradients", "update_state"]
-)
 
 
 def report_branches(script: Script) -> None:
@@ -306,7 +299,7 @@ def _effect(script: Script, functions: Iterable[cst.CSTNode]) -> str | None:
         for function in sorted(with_called(script, functions), key=script.line)
         for node in find(function, cst.Call)
     )
-    return next((name for name in found if name in _EFFECTS), None)
+    return next((name for name in found if name in NAMES["effects"]), None)
 
 
 def _tensors(script: Script, function: cst.FunctionDef) -> set[str]:
