@@ -20,6 +20,7 @@ from replicax.engine.protocols import RecorderLike, StepSource, StrategyLike
 from replicax.input.distributed import DistributedInput
 from replicax.keras import building
 from replicax.keras.adapters import DataAdapterLike, adapter_of
+from replicax.keras.chief_files import discarded_files
 from replicax.keras.epochs import Epochs
 from replicax.keras.session import FitSession, late_callbacks, session_of
 from replicax.keras.steps import Steps, group_of, ignores_targets, steps_of
@@ -97,6 +98,8 @@ def fit(
         callbacks = _callback_list(
             model, callbacks, verbose, data, epochs=epochs, add_history=True
         )
+        if not strategy.is_chief:
+            session.enter_context(discarded_files(callbacks.callbacks))
         run = _FitLoop(model, session, callbacks, validation)
         try:
             run.train(initial_epoch, epochs)
