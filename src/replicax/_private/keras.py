@@ -202,15 +202,38 @@ def when_built(owner: Any, then: Callable[[], None]) -> None:
 
 
 @contextlib.contextmanager
-def names_counted_anew() -> Generator[None]:
-    """Number the names of layers and variables from the start, and go on afterwards."""
+def _names_counted_in(counts: dict[str, int]) -> Generator[None]:
+    """Number the names of layers and variables by other counts."""
     key = "object_name_uids"
-    counts = get_global_attribute(key)
-    set_global_attribute(key, collections.defaultdict(int))
+    before = get_global_attribute(key)
+    set_global_attribute(key, counts)
     try:
         yield
     finally:
-        set_global_attribute(key, counts)
+        set_global_attribute(key, before)
+
+
+def names_counted_anew() -> contextlib.AbstractContextManager[None]:
+    """Number the names of layers and variables from the start, and go on afterwards."""
+    return _names_counted_in(collections.defaultdict(int))
+
+
+class _HighCounts(dict[str, int]):
+    """Counts of names that all have been made many times."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+    def __missing__(self, name: str) -> int:
+        return 1000
+
+
+def names_counted_apart() -> contextlib.AbstractContextManager[None]:
+    """Number the names of layers and variables by numbers that nothing else has.
+
+    What is made afterwards has the name that it would have if nothing were made here.
+    """
+    return _names_counted_in(_HighCounts())
 
 
 @contextlib.contextmanager

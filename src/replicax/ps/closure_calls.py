@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from replicax._private import keras as internals
 from replicax._util.types import JSON, JSONObject, PyTree
 from replicax.cluster.failure import ExitCode
 from replicax.errors import ClusterError
@@ -245,7 +246,10 @@ class ClosureWorker:
         name = closure["function"]
         answer: JSONObject
         try:
-            answer = {"value": self._value_of(name, closure["payload"]["call"])}
+            # The names of what it makes do not count: the chief's script makes none.
+            with internals.names_counted_apart():
+                value = self._value_of(name, closure["payload"]["call"])
+            answer = {"value": value}
         except ClusterError:
             raise  # Of the cluster, not of the closure: another worker shall try.
         except SystemExit as error:

@@ -32,6 +32,7 @@ class AssignedVariables:
         self._remote = remote
         self._labels = labels
         self._before: dict[Label, jax.Array] = {}
+        self._warned: set[Label] = set()
 
     def begin(self, *, is_fresh: bool) -> None:
         """Record all values at the begin of a closure.
@@ -54,9 +55,22 @@ class AssignedVariables:
             (now,) = internals.read_values([variable])
             if before is None or now is before or bool(jnp.array_equal(now, before)):
                 continue
+            if variable.dtype == "bool":
+                self._warn_of(label)
+                continue
             group = self._remote.connect_assigned(variable, before)
             group.finish(group.push([now - before], dict(group.versions), None))
             group.write()
+
+    def _warn_of(self, label: Label) -> None:
+        if label not in self._warned:
+            self._warned.add(label)
+            _logger.warning(
+                "ClusterCoordinator: a function has assigned the bool variable %r, "
+                "which stays on this worker: servers add up changes, and truth values "
+                "have no sum. Make it an int32 variable.",
+                label[0],
+            )
 
     def _candidates(self) -> Iterator[tuple[Label, Variable]]:
         """Variables that closures may assign and that nothing else brings to others."""
@@ -64,7 +78,6 @@ class AssignedVariables:
         for label, variable in self._labels:
             if (
                 variable.aggregation != "sum"  # Those are metrics.
-                and variable.dtype != "bool"
                 and internals.has_value(variable)
                 and id(variable) not in known
                 and not is_seed_state(variable)
