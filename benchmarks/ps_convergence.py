@@ -97,6 +97,17 @@ def spread(values: list[float]) -> str:
     return f"{median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
+def mean_staleness(seeds: list[dict[str, Curve]]) -> dict[str, float]:
+    """The mean staleness of each library, of all turns of all seeds."""
+    return {n: mean(x for s in seeds for x in s[n].staleness) for n in COLOURS}
+
+
+def title(size: str) -> str:
+    """A cluster's size in words, such as "2 workers, 1 server"."""
+    pairs = zip(size.split("/"), ("worker", "server"), strict=True)
+    return ", ".join(f"{n} {what}{'s' * (n != '1')}" for n, what in pairs)
+
+
 def draw(found: dict[str, list[dict[str, Curve]]], path: Path) -> None:
     """A panel for each size of cluster: medians, with lowest and highest."""
     import matplotlib
@@ -116,7 +127,8 @@ def draw(found: dict[str, list[dict[str, Curve]]], path: Path) -> None:
                 panel.plot(steps, list(map(median, losses)), color=colour, label=name)
                 lows, highs = list(map(min, losses)), list(map(max, losses))
                 panel.fill_between(steps, lows, highs, color=colour, alpha=0.2, lw=0)
-            panel.set_title(size.replace("/", " workers, ") + " servers", fontsize=9)
+            stale = ", ".join(f"{x:.2f}" for x in mean_staleness(seeds).values())
+            panel.set_title(f"{title(size)}\nmean staleness {stale}", fontsize=9)
             panel.set_xlabel("updates")
             panel.set_ylim(bottom=0)
         panels[0][0].set_ylabel("loss")
@@ -143,9 +155,7 @@ def main() -> None:
             lambda curve: curve.seconds_to(options.target),
         ):
             row += [spread([values(s[name]) for s in found[size]]) for name in COLOURS]
-        stale = [
-            mean(x for s in found[size] for x in s[name].staleness) for name in COLOURS
-        ]
+        stale = mean_staleness(found[size]).values()
         row.append(", ".join(f"{x:.2f}" for x in stale))
         print("| " + " | ".join(row) + " |", flush=True)
     if options.figure:
