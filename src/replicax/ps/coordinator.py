@@ -151,6 +151,8 @@ class ClusterCoordinator:
                 its notes. Those that waited were cancelled.
             ClusterError: If there is no progress for the `step` seconds of the
                 strategy's `timeouts`.
+            NotImplementedError: If functions have trained a variable with two
+                optimizers since the last `join`.
         """
         self._require_outside("join")
         if not self._session.is_chief:
@@ -276,6 +278,10 @@ class ClusterCoordinator:
         """After all closures: publish the outcome, or raise the error of one."""
         error = self._session.once("raise_if_failed")
         self._refresh()
+        twice = self.strategy.servers.remote.trained_twice()
+        is_alone = len(self._session.workers) == 1  # It has the newest of both.
+        if error is None and twice is not None and not is_alone:
+            error = {"type": "NotImplementedError", "message": twice, "traceback": ""}
         record = {"at": at, "sums": self._metric_deltas.values(), "error": error}
         self._script_sync.end(record | ({"done": True} if at == "done" else {}))
         if error is not None:

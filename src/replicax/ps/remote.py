@@ -86,6 +86,7 @@ class RemoteGroup:
         self.values: list[jax.Array] = []
         self.versions: dict[int, int] = {}
         self.num_assigned = 0
+        self.num_replaced = 0  # Assignments of values, by this process.
         self._first_count = 0  # Steps that were made before the servers had the group.
         self._steps: OptimizerNumber | None = None
         self._rate: OptimizerNumber | None = None
@@ -181,8 +182,8 @@ class RemoteGroup:
             self.assign(given)
         elif not _are_equal(given, self.values):  # Else the chief has as well.
             _logger.warning(
-                "%s: values were assigned to variables of %s; those of the servers "
-                "are used instead. Assign on the chief.",
+                "%s: values were assigned to variables of %s, or another optimizer "
+                "trains them; those of the servers are used. Assign on the chief.",
                 self._session.name,
                 self.name,
             )
@@ -310,6 +311,7 @@ class RemoteGroup:
         """Replace the servers' values."""
         self._ask_all(Replace(self.name), self._layout.all_vectors(values))
         self.num_assigned += 1
+        self.num_replaced += 1
         self.pull()
 
     def averages(self) -> list[jax.Array]:
@@ -486,9 +488,7 @@ class RemoteGroup:
         try:
             # The server says first when other workers' parts do not come in time.
             answer = connection.exchange(
-                message,
-                vectors,
-                reply_timeout_seconds=step + _SLACK_SECONDS,
+                message, vectors, reply_timeout_seconds=step + _SLACK_SECONDS
             )
         except ServerRefused as refused:
             if refused.kind != "SyncTimeout":

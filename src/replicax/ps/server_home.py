@@ -153,7 +153,12 @@ class ServerHome(ReplicaHome):
         """Count an epoch's steps from each group's version; some were assignments."""
         self._first_steps = {name: version for name, (version, _) in versions.items()}
         for group in self.remote.groups:
-            _, group.num_assigned = versions.get(group.name, (0, 0))
+            version, group.num_assigned = versions.get(group.name, (group.version, 0))
+            has_values = all(map(internals.has_value, group.variables))
+            if group.version > version and has_values and not self.session.is_chief:
+                # Others train already: what this script has assigned, as the chief's
+                # has, is not what the servers have now, and no cause for a warning.
+                group.write()
 
     def execute(self, program: Program, arrays: Sequence[ArrayLike]) -> PyTree:
         """Run a program on the newest values, and push its gradients."""

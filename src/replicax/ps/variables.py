@@ -61,6 +61,7 @@ class RemoteVariables:
         # By the id of an optimizer that has no group yet: itself, and its variables.
         self._restored: dict[int, tuple[keras.optimizers.Optimizer, _Slots]] = {}
         self.requests: GroupRequests | None = None
+        self._num_updates: dict[str, int] = {}  # At the last `trained_twice`, by group.
 
     def connect(
         self,
@@ -122,6 +123,30 @@ class RemoteVariables:
             return group
         count, _ = _count_and_rate(optimizer)
         return next((group for group in self.groups if group.count is count), None)
+
+    def trained_twice(self) -> str | None:
+        """On the chief: what says that two optimizers train a variable at a time.
+
+        That is, since the last call. Each group has its own copy of the variable, and
+        the updates of one do not reach the other's.
+        """
+        found, trainers = None, dict[int, RemoteGroup]()
+        for group in self.groups:
+            before = self._num_updates.get(group.name, 0)
+            now = group.version - group.num_replaced
+            self._num_updates[group.name] = now
+            for variable in group.variables if group.trains and now > before else ():
+                other = trainers.setdefault(id(variable), group)
+                if other is not group:
+                    found = (
+                        f"ParameterServerStrategy: variable {variable.path!r} is "
+                        f"trained by two optimizers at a time, in {other.name!r} and "
+                        f"{group.name!r}. On servers each of them updates a copy of "
+                        "its own. Train it with one optimizer, or let "
+                        "coordinator.join() end the functions of one before those of "
+                        "the other are scheduled."
+                    )
+        return found
 
     def slots(self, optimizer: keras.optimizers.Optimizer) -> _Slots:
         """Read an optimizer's slots: from the servers, or those to be restored."""
@@ -297,6 +322,7 @@ class RemoteVariables:
         )
         self.groups = [each for each in self.groups if each not in before]
         self.groups += [] if is_late else [group]
+        self._num_updates[group.name] = group.version
         return group
 
 
