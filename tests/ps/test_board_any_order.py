@@ -11,7 +11,7 @@ from tests.ps.test_board import NAMES, Client, Clock, ask
 
 from replicax.cluster.timeouts import Timeouts
 from replicax.ps.board import Board
-from replicax.ps.limits import SessionReplacedError
+from replicax.ps.limits import RequestError
 
 
 class AnyOrder(RuleBasedStateMachine):
@@ -76,7 +76,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.clients[worker] = client
         self.held[worker] = []
         if old:
-            with pytest.raises(SessionReplacedError):
+            with pytest.raises(RequestError, match="was replaced by"):
                 old("beat")
 
     @rule()

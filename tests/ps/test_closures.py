@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from replicax.ps.closures import Closures
-from replicax.ps.limits import BoardError, LimitError
+from replicax.ps.limits import RequestError
 
 CHIEF, A, B = "worker:0", "worker:1", "worker:2"
 ERROR = {"type": "ValueError", "message": "bad", "traceback": "in step"}
@@ -57,7 +57,7 @@ def test_closures_are_taken_in_order_and_their_results_fetched():
 def test_an_id_is_used_once():
     closures = Closures()
     schedule(closures, "x")
-    with pytest.raises(BoardError, match="'x' was scheduled already and is queued"):
+    with pytest.raises(RequestError, match="'x' was scheduled already and is queued"):
         schedule(closures, "x")
 
 
@@ -154,7 +154,7 @@ def test_the_queue_is_bounded_and_forgetting_makes_room():
 def test_large_payloads_and_many_of_them_are_refused():
     closures = Closures()
     large = "x" * (16 * 2**20 - 2)
-    with pytest.raises(LimitError, match="payload has"):
+    with pytest.raises(RequestError, match="payload has"):
         closures.schedule("x", large + "x", "step", CHIEF)
     answers = [closures.schedule(str(i), large, "step", CHIEF) for i in range(17)]
     assert [answer.get("full") for answer in answers] == [None] * 16 + [True]
@@ -168,7 +168,7 @@ def test_a_worker_cannot_take_everything():
     schedule(closures, *map(str, range(20)))
     for _ in range(16):
         closures.take(A, ["step"])
-    with pytest.raises(LimitError, match="worker:1 has 16 closures without a result"):
+    with pytest.raises(RequestError, match="worker:1 has 16 closures without a result"):
         closures.take(A, ["step"])
 
 

@@ -12,15 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.ps import asking
 
-from replicax.ps.dense_group import DifferentGroup
 from replicax.ps.group_vectors import SlotKey
 from replicax.ps.groups import StepShare
-from replicax.ps.limits import (
-    RefusedRequestError,
-    StaleSequence,
-    Superseded,
-    SyncTimeout,
-)
+from replicax.ps.limits import RequestError, Superseded, SyncTimeout
 from replicax.ps.messages import Create, Pull, Push
 from replicax.ps.optimizers import optimizer_rule
 from replicax.ps.partition import FixedShardsPartitioner, VariableInfo, place
@@ -82,7 +76,7 @@ def test_a_repeated_push_is_answered_and_not_applied() -> None:
 def test_an_older_push_and_an_older_session_are_refused(caplog) -> None:
     _, [store] = held(ADD)
     push(store, 5)
-    with pytest.raises(StaleSequence, match=r"push 4 of worker:0 is older.*push 5"):
+    with pytest.raises(RequestError, match=r"push 4 of worker:0 is older.*push 5"):
         push(store, 4)
     assert "push 4 of worker:0" in caplog.text
     push(store, 1, session="b")
@@ -114,10 +108,10 @@ def test_create_again_keeps_values_and_another_group_is_refused() -> None:
     store.create(group, {"float32": np.full(8, 9, np.float32)})
     assert values(store) == [1.0] * 8
     other = place("weights", sgd(), [INFO], 1)
-    with pytest.raises(DifferentGroup, match=r"'weights'.*its rule: clipped_by_worker"):
+    with pytest.raises(RequestError, match=r"'weights'.*its rule: clipped_by_worker"):
         store.create(other, {"float32": np.zeros(8, np.float32)})
     longer = place("weights", ADD, [INFO, INFO], 1)
-    with pytest.raises(DifferentGroup, match=r"its parts: 1 and 2"):
+    with pytest.raises(RequestError, match=r"its parts: 1 and 2"):
         store.create(longer, {"float32": np.zeros(16, np.float32)})
 
 
@@ -136,9 +130,7 @@ def test_what_does_not_fit_is_refused() -> None:
         asking.ask(VariableStore(0), Create(group), {"float32": np.zeros(8, "f2")})
     config = {"module": "keras.optimizers", "class_name": "None", "config": {}}
     bad = place("bad", {"kind": "optimizer", "config": config}, [INFO], 1)
-    with pytest.raises(
-        RefusedRequestError, match=r"'bad': its optimizer cannot be built"
-    ):
+    with pytest.raises(RequestError, match=r"'bad': its optimizer cannot be built"):
         store.create(bad, {"float32": np.zeros(8, "f4")})
     assert list(store.status()["groups"]) == ["weights"]
     good = place("bad", ADD, [INFO], 1)
@@ -235,9 +227,7 @@ def test_parts_that_are_there_or_over_are_not_applied() -> None:
     assert (late.version, late.applied) == (1, False)
     assert not push(store, 1, 9.0, worker="worker:2", share=share_of(0, 1, 2)).applied
     assert values(store) == [3.0] * 8
-    with pytest.raises(
-        RefusedRequestError, match=r"part of step 3, but step 1 is not over"
-    ):
+    with pytest.raises(RequestError, match=r"part of step 3, but step 1 is not over"):
         push(store, 9, share=share_of(3, 0, 2))
 
 
@@ -267,7 +257,7 @@ def test_missing_parts_are_named_and_a_retry_waits_again() -> None:
         with pytest.raises(SyncTimeout, match=message):
             push(store, 1, share=share_of(0, 1, 3), deadline_seconds=0.05)
     with pytest.raises(
-        RefusedRequestError, match=r"got num_parts=2.*its other parts have num"
+        RequestError, match=r"got num_parts=2.*its other parts have num"
     ):
         push(store, 1, worker="worker:1", share=share_of(0, 0, 2))
     in_threads(
@@ -304,9 +294,9 @@ def test_synchronous_clipping_by_a_norm_over_servers(clip) -> None:
     keras.optimizers.SGD(1.0, **{clip: 1.0}).apply([np.full((4, 2), 2.0)] * 2, local)
     for store in stores:
         np.testing.assert_allclose(values(store), np.asarray(local[0])[0, 0], rtol=1e-6)
-    with pytest.raises(RefusedRequestError, match=r"clipped_by_worker=True"):
+    with pytest.raises(RequestError, match=r"clipped_by_worker=True"):
         push(stores[0], 2)
-    with pytest.raises(RefusedRequestError, match=r"step 1 is not complete"):
+    with pytest.raises(RequestError, match=r"step 1 is not complete"):
         asking.commit(stores[0], "weights", 1, {})
 
 
@@ -325,9 +315,9 @@ def test_slots_are_read_and_set() -> None:
     asking.set_slots(store, "weights", {rate: np.float32(1), momentum: zeros})
     push(store, 3)
     assert values(store) == [-2.5] * 8
-    with pytest.raises(RefusedRequestError, match="no variable 'speed'"):
+    with pytest.raises(RequestError, match="no variable 'speed'"):
         asking.set_slots(store, "weights", {SlotKey("speed", None): np.float32(1)})
-    with pytest.raises(RefusedRequestError, match=r"got shape \(3,\)"):
+    with pytest.raises(RequestError, match=r"got shape \(3,\)"):
         asking.set_slots(store, "weights", {momentum: np.zeros(3, "f4")})
 
 
@@ -382,10 +372,10 @@ def test_state_goes_on_where_it_was() -> None:
     push(other, 1, session="b")
     with pytest.raises(Superseded):
         push(other, 5, session="a")
-    with pytest.raises(RefusedRequestError, match="there are groups already"):
+    with pytest.raises(RequestError, match="there are groups already"):
         other.load_state(state)
     state["arrays"]["0/slots/2"] = np.zeros(3, np.float32)
-    with pytest.raises(RefusedRequestError, match="this version of Keras has"):
+    with pytest.raises(RequestError, match="this version of Keras has"):
         VariableStore(0).load_state(state)
 
 
@@ -473,7 +463,7 @@ def test_any_interleaving_applies_each_push_once(lr) -> None:
                 result = push(store, sequence, last, worker=worker)
                 assert result.applied
             elif kind == "replay" and sequence > 1:
-                with pytest.raises(StaleSequence):
+                with pytest.raises(RequestError, match="is older than"):
                     push(store, sequence - 1, 1.0, worker=worker)
                 continue
             elif kind == "reload":

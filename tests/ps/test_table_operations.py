@@ -140,7 +140,7 @@ def test_a_push_that_comes_again_is_applied_once(words):
         ServerRefused, match=r"push 6 of worker:0 is older.* push 7"
     ) as refused:
         push(words, [3], sequence=6)
-    assert refused.value.kind == "StaleSequence"
+    assert refused.value.kind == "RequestError"
     push(words, [3], session="b")
     with pytest.raises(ServerRefused, match="a later process") as refused:
         push(words, [3], sequence=8)

@@ -15,7 +15,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from replicax.ps.limits import BoardError, LimitError
+from replicax.ps.limits import RequestError
 from replicax.ps.tickets import PartTickets, StepTickets, Tickets
 
 A, B, C = "worker:0", "worker:1", "worker:2"
@@ -91,7 +91,7 @@ def test_a_worker_cannot_hold_any_number_of_steps():
     tickets = StepTickets(length=None)
     for _ in range(4):
         tickets.claim(A, 64)
-    with pytest.raises(LimitError, match="worker:0 holds 256 unfinished steps"):
+    with pytest.raises(RequestError, match="worker:0 holds 256 unfinished steps"):
         tickets.claim(A, 1)
     assert tickets.claim(B, 1) == [256]
 
@@ -191,7 +191,7 @@ def test_ends_of_a_synchronous_stream():
 def test_malformed_parts_are_refused_and_change_nothing(ticket):
     tickets = PartTickets(num_parts=2, length=None)
     tickets.claim(A, 1)
-    with pytest.raises(BoardError):
+    with pytest.raises(RequestError):
         tickets.finish(A, [[0, 0], ticket])
     assert tickets.finish(A, [[0, 0]]) == []
 
@@ -200,7 +200,7 @@ def test_malformed_parts_are_refused_and_change_nothing(ticket):
 def test_malformed_steps_are_refused_and_change_nothing(step):
     tickets = StepTickets(length=None)
     tickets.claim(A, 1)
-    with pytest.raises(BoardError):
+    with pytest.raises(RequestError):
         tickets.finish(A, [0, step])
     assert tickets.finish(A, [0]) == []
 

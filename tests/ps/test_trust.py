@@ -307,7 +307,7 @@ def test_a_replayed_push_is_refused(server):
     if server.pushed > 1:
         with pytest.raises(ServerRefused, match="is older than") as caught:
             server.push(server.pushed - 1)
-        assert caught.value.kind == "StaleSequence"
+        assert caught.value.kind == "RequestError"
         server.log_has(r"'push' of 127\.0\.0\.1:\d+ failed: .*is older than")
 
 

@@ -18,10 +18,9 @@ from replicax.cluster.timeouts import Timeouts
 from replicax.ps.call_log import Journaled, Note, note_nothing
 from replicax.ps.closures import Closures
 from replicax.ps.limits import (
-    BoardError,
     Count,
     Name,
-    StaleCallError,
+    RequestError,
     check_size,
     family_of,
     message_of,
@@ -87,7 +86,7 @@ def _action(
         self: "Board", /, *given: _Arguments.args, **named: _Arguments.kwargs
     ) -> _Answer:
         sent = dict(zip(message.__struct_fields__, given, strict=False)) | named
-        arguments = msgspec.structs.asdict(read(message, sent, BoardError))
+        arguments = msgspec.structs.asdict(read(message, sent, RequestError))
         return self._act(transition, arguments)
 
     _ACTIONS.add(transition.__name__)
@@ -188,7 +187,7 @@ class Board:
         told = self._answers.setdefault(session, _Told(worker, {})).answers
         last, answer = told.get(method, (-1, None))
         if call < last:
-            raise StaleCallError(
+            raise RequestError(
                 f"{worker}: call {call} of {method} came after call {last} of the same "
                 "session. Numbers must increase."
             )

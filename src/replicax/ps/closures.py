@@ -11,12 +11,11 @@ import msgspec
 
 from replicax._util.types import JSON, JSONObject
 from replicax.ps.limits import (
-    BoardError,
-    LimitError,
     Name,
     Names256,
     Names1024,
     Names4096,
+    RequestError,
     check_size,
 )
 
@@ -89,7 +88,7 @@ class Closures(msgspec.Struct, kw_only=True):
         if self.error is not None:
             return {"failed": self.raise_if_failed()}
         if id in self.known:
-            raise BoardError(
+            raise RequestError(
                 f"The closure {id!r} was scheduled already and is "
                 f"{self.known[id].status}. Each needs an id of its own."
             )
@@ -120,7 +119,7 @@ class Closures(msgspec.Struct, kw_only=True):
         """
         running = sum(holder == worker for holder in self.running.values())
         if running >= _MAX_RUNNING:
-            raise LimitError(
+            raise RequestError(
                 f"{worker} has {running} closures without a result. Send some first."
             )
         for id in self.queue:

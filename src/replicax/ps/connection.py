@@ -36,7 +36,7 @@ class ConnectionLost(ClusterError):
 class ServerRefused(RuntimeError):
     """A parameter server answered with an error. Asking again would not help.
 
-    `kind` names the exception's class on the server, such as `"StaleSequence"`.
+    `kind` names the exception's class on the server, such as `"Superseded"`.
     """
 
     def __init__(self, message: str, kind: str) -> None:

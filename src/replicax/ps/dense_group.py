@@ -11,15 +11,11 @@ from replicax._util.types import JSONObject
 from replicax.ps.call_log import Journaled, Note, Sessions, note_nothing
 from replicax.ps.group_vectors import SlotKey, Slots
 from replicax.ps.groups import Arrays, Group
-from replicax.ps.limits import RefusedRequestError
+from replicax.ps.limits import RequestError
 from replicax.ps.partition import VariableGroup
 from replicax.ps.server_optimizer import ServerOptimizer
 
-__all__ = ["DenseGroup", "DifferentGroup"]
-
-
-class DifferentGroup(RefusedRequestError):
-    """A different group of that name exists."""
+__all__ = ["DenseGroup"]
 
 
 class DenseGroup(Group):
@@ -69,7 +65,7 @@ class DenseGroup(Group):
     def require_same(self, other: VariableGroup) -> None:
         """Raise if a group of this name differs."""
         if self.group.digest != other.digest:
-            raise DifferentGroup(
+            raise RequestError(
                 f"{self.what} is here already, and differs from the new one in "
                 f"{_difference(self.group, other)}. Give the new one another name, or "
                 "restart the servers without their snapshots."
@@ -161,7 +157,7 @@ class DenseGroup(Group):
             [(x.shape, str(x.dtype)) for x in each] for each in (slots, self._slots)
         )
         if shapes != expected:
-            raise RefusedRequestError(
+            raise RequestError(
                 f"{self.what}: the state has optimizer variables of {shapes}, but this "
                 f"version of Keras has {expected}. Use the version that wrote it."
             )
@@ -177,7 +173,7 @@ def _refusing() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise RefusedRequestError(str(error)) from error
+        raise RequestError(str(error)) from error
 
 
 @jax.jit

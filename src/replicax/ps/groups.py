@@ -17,13 +17,7 @@ import numpy as np
 
 from replicax._util.types import JSONObject
 from replicax.ps.call_log import Journaled, Note, PushCounts, Sessions
-from replicax.ps.limits import (
-    IncompleteStep,
-    NumParts,
-    RefusedRequestError,
-    StaleSequence,
-    SyncTimeout,
-)
+from replicax.ps.limits import IncompleteStep, NumParts, RequestError, SyncTimeout
 
 __all__ = ["NEXT_STEP", "Arrays", "Group", "StepShare"]
 
@@ -204,7 +198,7 @@ class Group(abc.ABC):
                 f"{last.sequence}, which is done. It is refused: it was sent twice."
             )
             _logger.warning("%s", message)
-            raise StaleSequence(message)
+            raise RequestError(message)
         last = LastPush(session=session, sequence=sequence)
         if share is None:
             self._apply_now(worker, last, gradients, based_on)
@@ -217,7 +211,7 @@ class Group(abc.ABC):
         self, worker: str, last: LastPush, gradients: Arrays, based_on: int | None
     ) -> None:
         if self.norms is not None:
-            raise RefusedRequestError(
+            raise RequestError(
                 f"{self.what}: {self.norms} needs the whole gradient, and a part of it "
                 "is pushed. Clip on the worker: optimizer_rule(..., "
                 "clipped_by_worker=True)."
@@ -273,7 +267,7 @@ class Group(abc.ABC):
             )
         needed = set(step.squared_norms or ())
         if not needed <= set(squared_norms):
-            raise RefusedRequestError(
+            raise RequestError(
                 f"{self.what}: got squared norms {sorted(squared_norms)}, expected "
                 f"{sorted(needed)}. Add up those of all servers."
             )
@@ -316,7 +310,7 @@ class Group(abc.ABC):
         """Wait until a step is applied, or complete and needs a norm."""
         while self.steps <= step:
             if self.closed:
-                raise RefusedRequestError(
+                raise RequestError(
                     f"{self.what}: the server ends, and step {step} with it."
                 )
             current = self.step
@@ -343,7 +337,7 @@ class Group(abc.ABC):
     def _step_of(self, share: StepShare) -> SyncStep | None:
         """The step of a share; None: it is already applied."""
         if share.weight is not None and self.unweighted:
-            raise RefusedRequestError(
+            raise RequestError(
                 f"{self.what}: there is no weighted mean of {list(self.unweighted)}. "
                 "Push with weight=None."
             )
@@ -359,7 +353,7 @@ class Group(abc.ABC):
             step.num_parts,
             step.weighted,
         ):
-            raise RefusedRequestError(
+            raise RequestError(
                 f"{self.what}, step {share.step}: got num_parts={share.num_parts}, "
                 f"weight={share.weight}, but its other parts have num_parts="
                 f"{step.num_parts} and {'a' if step.weighted else 'no'} weight."
@@ -372,7 +366,7 @@ class Group(abc.ABC):
         Those workers will not push its parts again; the steps after it are whole.
         """
         if not self._is_restored:
-            raise RefusedRequestError(
+            raise RequestError(
                 f"{self.what}: got a part of step {last_step}, but step {self.steps} "
                 "is not over. Its parts must be pushed first."
             )

@@ -18,22 +18,19 @@ import msgspec
 
 __all__ = [
     "Backups",
-    "BoardError",
     "Count",
     "Few",
-    "LimitError",
+    "IncompleteStep",
     "Name",
     "Names256",
     "Names1024",
     "Names4096",
-    "NotJoinedError",
     "NumParts",
-    "SessionReplacedError",
-    "StaleCallError",
+    "RequestError",
+    "Superseded",
+    "SyncTimeout",
     "Ticket",
     "Tickets256",
-    "UnknownStreamError",
-    "UnknownWorkerError",
     "beat_seconds",
     "check_count",
     "check_size",
@@ -71,52 +68,20 @@ _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
 
 
-class RefusedRequestError(RuntimeError):
-    """A server refuses a request. Nothing has changed."""
+class RequestError(RuntimeError):
+    """A server or the board refuses a request; nothing has changed."""
 
 
-class StaleSequence(RefusedRequestError):
-    """A push is older than the last one that was applied: a replay."""
-
-
-class Superseded(RefusedRequestError):
+class Superseded(RequestError):
     """The worker was restarted, and this comes from its earlier process."""
 
 
-class IncompleteStep(RefusedRequestError):
+class IncompleteStep(RequestError):
     """A synchronous step cannot be committed: some of its parts are not here."""
 
 
-class SyncTimeout(RefusedRequestError):
+class SyncTimeout(RequestError):
     """Parts of a synchronous step did not come in time."""
-
-
-class BoardError(RuntimeError):
-    """A call to the board is refused; it has changed nothing."""
-
-
-class UnknownWorkerError(BoardError):
-    """The cluster has no worker of that name."""
-
-
-class NotJoinedError(BoardError):
-    """The worker has not joined, or has left, or the server has forgotten it."""
-
-
-class SessionReplacedError(BoardError):
-    """The worker was started again; the calling process is its predecessor."""
-
-
-class StaleCallError(BoardError):
-    """A later call of the same session was answered already."""
-
-
-class UnknownStreamError(BoardError):
-    """Nobody has opened that stream, or the server has forgotten it."""
-
-
-class LimitError(BoardError):
-    """The client wants to store more than the board keeps."""
 
 
 def check_count(
@@ -124,9 +89,9 @@ def check_count(
 ) -> int:
     """Return the value if it is an integer within these bounds, else raise."""
     if not isinstance(value, int) or isinstance(value, bool):
-        raise BoardError(f"{what} must be an integer; got {repr(value)[:80]}.")
+        raise RequestError(f"{what} must be an integer; got {repr(value)[:80]}.")
     if not least <= value <= most:
-        raise BoardError(f"{what} must be from {least} to {most}; got {value}.")
+        raise RequestError(f"{what} must be from {least} to {most}; got {value}.")
     return value
 
 
@@ -135,9 +100,9 @@ def check_size(value: Any, what: str, *, most: int) -> int:
     try:
         size = len(json.dumps(value))
     except (TypeError, ValueError) as error:
-        raise BoardError(f"{what} must be a JSON value: {error}.") from error
+        raise RequestError(f"{what} must be a JSON value: {error}.") from error
     if size > most:
-        raise LimitError(f"{what} has {size} bytes as JSON; at most {most} are kept.")
+        raise RequestError(f"{what} has {size} bytes as JSON; at most {most} are kept.")
     return size
 
 

@@ -11,17 +11,7 @@ import msgspec
 from replicax._util.listing import listed
 from replicax._util.types import JSON, JSONObject
 from replicax.cluster.timeouts import Timeouts
-from replicax.ps.limits import (
-    BoardError,
-    LimitError,
-    Name,
-    NotJoinedError,
-    SessionReplacedError,
-    UnknownWorkerError,
-    check_size,
-    family_of,
-    remember,
-)
+from replicax.ps.limits import Name, RequestError, check_size, family_of, remember
 
 __all__ = ["Presence", "Rendezvous", "Worker"]
 
@@ -82,7 +72,7 @@ class Presence:
 
     def _worker(self, worker: str) -> Worker:
         if worker not in self.workers:
-            raise UnknownWorkerError(
+            raise RequestError(
                 f"The cluster has no worker {repr(worker)[:80]}; its workers are "
                 f"{listed(self.workers)}."
             )
@@ -90,7 +80,7 @@ class Presence:
 
     def _refuse_replaced(self, name: str, known: Worker, session: str) -> None:
         if session in known.replaced:
-            raise SessionReplacedError(
+            raise RequestError(
                 f"{name}: session {session} was replaced by {known.session}: the "
                 f"worker was started again. This process must stop."
             )
@@ -114,12 +104,12 @@ class Presence:
         known = self._worker(worker)
         if known.session != session:
             self._refuse_replaced(worker, known, session)
-            raise NotJoinedError(
+            raise RequestError(
                 f"{worker}: session {repr(session)[:80]} has not joined; this server "
                 f"knows session {known.session}. Join first."
             )
         if known.state == "left":
-            raise NotJoinedError(f"{worker}: this session has left. Join again first.")
+            raise RequestError(f"{worker}: this session has left. Join again first.")
         known.state, known.last_sign = "alive", now
 
     def leave(
@@ -260,13 +250,13 @@ class Rendezvous(msgspec.Struct):
         is there already stands.
         """
         if value is None:
-            raise BoardError(f"put: the value of {key!r} must not be null.")
+            raise RequestError(f"put: the value of {key!r} must not be null.")
         known, old_size = self.values.get(key, (None, 0))
         if first and known is not None:
             return known
         size = check_size(value, f"the value of {key!r}", most=_MAX_KEY_BYTES)
         if self.num_bytes + size - old_size > _MAX_KEY_BYTES:
-            raise LimitError(
+            raise RequestError(
                 f"put: {key!r} has {size} bytes and all keys have {self.num_bytes}; at "
                 f"most {_MAX_KEY_BYTES} are kept."
             )
@@ -282,7 +272,7 @@ class Rendezvous(msgspec.Struct):
         if number is None:
             lasting = len(self.values) - sum(map(len, self.families.values()))
             if lasting >= _MAX_KEYS:
-                raise LimitError(
+                raise RequestError(
                     f"put: {lasting} keys are kept, no more are taken; got {key!r}. "
                     f"End keys that come again and again in a number: 'verdict/12'."
                 )
@@ -304,7 +294,7 @@ class Rendezvous(msgspec.Struct):
         if barrier in self.complete:
             return {"complete": True, "missing": []}
         if barrier not in self.barriers and len(self.barriers) >= _MAX_BARRIERS:
-            raise LimitError(
+            raise RequestError(
                 f"arrive: workers wait at {_MAX_BARRIERS} barriers already; got "
                 f"{barrier!r}."
             )

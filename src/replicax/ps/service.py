@@ -26,7 +26,7 @@ from replicax.errors import ClusterError
 from replicax.ps import wire
 from replicax.ps.board import Board
 from replicax.ps.credentials import Credentials
-from replicax.ps.limits import RefusedRequestError
+from replicax.ps.limits import RequestError
 from replicax.ps.messages import MESSAGES, Message
 from replicax.ps.store import VariableStore
 from replicax.ps.unauthenticated import (
@@ -179,7 +179,7 @@ class Service:
                 if header is None:
                     break
                 self._answer(peer, header, reader, writer)
-        except (wire.WireError, RefusedRequestError) as error:
+        except (wire.WireError, RequestError) as error:
             raise self._refusal(peer, error) from error
 
     def _answer(

@@ -20,7 +20,7 @@ from replicax._util.types import JSONObject
 from replicax.ps.call_log import Journaled, Note, Sessions, note_nothing
 from replicax.ps.dense_group import DenseGroup
 from replicax.ps.groups import Arrays, Group
-from replicax.ps.limits import RefusedRequestError
+from replicax.ps.limits import RequestError
 from replicax.ps.partition import VariableGroup
 from replicax.ps.table import Table, TableError, TableSpec
 from replicax.ps.wire import dtype_named
@@ -31,7 +31,7 @@ _MOST_GROUPS = 8192
 _Group = TypeVar("_Group", bound=Group)
 
 
-class UnknownGroup(RefusedRequestError):
+class UnknownGroup(RequestError):
     """No group or table has that name."""
 
 
@@ -272,7 +272,7 @@ class VariableStore:
     def load_state(self, state: JSONObject, journal: Journaled | None = None) -> None:
         """Restore the state that `state()` returned, in a store without groups."""
         if held := self._all_groups():
-            raise RefusedRequestError(
+            raise RequestError(
                 "Store.load_state: there are groups already: "
                 f"{[each.what for each in held]}. Load the state into a new Store."
             )

@@ -8,15 +8,13 @@ import msgspec
 from replicax._util.types import JSONObject
 from replicax.ps.limits import (
     Backups,
-    BoardError,
     Count,
     Few,
-    LimitError,
     Name,
     NumParts,
+    RequestError,
     Ticket,
     Tickets256,
-    UnknownStreamError,
     family_of,
     remember,
 )
@@ -42,13 +40,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         """Make the tickets of a stream; raise for contradictory settings."""
         if self.num_parts is None:
             if self.backups:
-                raise BoardError(
+                raise RequestError(
                     f"backups={self.backups} needs num_parts: only parts of a "
                     "synchronous step are given twice."
                 )
             return StepTickets(length=self.limit, max_staleness=self.max_staleness)
         if self.max_staleness is not None:
-            raise BoardError(
+            raise RequestError(
                 f"A stream with num_parts={self.num_parts} is synchronous, so nothing "
                 f"is stale; got max_staleness={self.max_staleness}. Leave one out."
             )
@@ -126,7 +124,7 @@ class Streams(msgspec.Struct):
             self._forget_before(stream)
         known, tickets = self.streams[stream]
         if known != wanted:
-            raise BoardError(
+            raise RequestError(
                 f"The stream {stream!r} is open with {msgspec.to_builtins(known)}; got "
                 f"{msgspec.to_builtins(wanted)}. All workers must open it alike."
             )
@@ -174,7 +172,7 @@ class Streams(msgspec.Struct):
         """
         tickets = self._tickets(stream)
         if given_up and isinstance(tickets, PartTickets):
-            raise BoardError(
+            raise RequestError(
                 f"Parts of the synchronous stream {stream!r} cannot be given up; got "
                 f"{given_up[:10]}."
             )
@@ -238,7 +236,7 @@ class Streams(msgspec.Struct):
             return self.streams[stream][1]
         if self._is_forgotten(stream):
             return None
-        raise UnknownStreamError(
+        raise RequestError(
             f"There is no stream {stream!r}: open it first, and again if the server "
             f"was restarted. There are {', '.join(self.streams) or 'none'}."
         )
@@ -277,7 +275,7 @@ class Streams(msgspec.Struct):
             return
         complete = [n for n, (_, t) in self.streams.items() if t.is_complete]
         if not complete:
-            raise LimitError(
+            raise RequestError(
                 f"{_MAX_STREAMS} streams are open and none is complete. End those that "
                 f"nobody takes from any more."
             )

@@ -15,7 +15,7 @@ import msgspec
 
 from replicax._util.listing import listed
 from replicax._util.types import JSONObject
-from replicax.ps.limits import BoardError, LimitError, Ticket, check_count, remember
+from replicax.ps.limits import RequestError, Ticket, check_count, remember
 
 __all__ = ["PartTickets", "StepTickets", "Ticket", "Tickets"]
 
@@ -73,7 +73,7 @@ class StepTickets(msgspec.Struct, kw_only=True, tag="steps"):
         """Lease the next steps, as many as allowed; or the reason to wait."""
         held = len(self.held.get(worker, ()))
         if held + count > _MAX_HELD:
-            raise LimitError(
+            raise RequestError(
                 f"{worker} holds {held} unfinished steps and wants {count} more; at "
                 f"most {_MAX_HELD} are given. Finish some first."
             )
@@ -264,7 +264,7 @@ class PartTickets(msgspec.Struct, kw_only=True, tag="parts"):
 
     def _checked(self, ticket: Ticket) -> tuple[int, int]:
         if not isinstance(ticket, list) or len(ticket) != 2:
-            raise BoardError(
+            raise RequestError(
                 f"In a synchronous stream a ticket is [step, part]; got "
                 f"{repr(ticket)[:80]}."
             )
