@@ -191,6 +191,25 @@ def test_finishing_and_claiming_in_one_call(board, clients):
     assert a("claim", stream=STREAM, finished=[1])["complete"] is True
 
 
+@pytest.mark.parametrize(
+    "ticket", ["0", "00", 0.0, True, None, -1, [1], [-1, 0], ["0", 0], [0, 0, 0]]
+)
+@pytest.mark.parametrize("num_parts", [None, 2])
+def test_malformed_tickets_are_refused_and_change_nothing(clients, ticket, num_parts):
+    a, *_ = clients
+    a("open", stream=STREAM, num_parts=num_parts)
+    good = a("claim", stream=STREAM)["indices"]
+    for arguments in (
+        {"indices": [*good, ticket]},
+        {"indices": [], "given_up": [ticket]},
+    ):
+        with pytest.raises(RequestError, match=r"(indices|given_up)\[\d"):
+            a("finish", stream=STREAM, **arguments)
+    with pytest.raises(RequestError, match=r"finished\[1"):
+        a("claim", stream=STREAM, finished=[*good, ticket])
+    assert not a("finish", stream=STREAM, indices=good)["late"]
+
+
 def test_streams_are_opened_alike(board):
     assert ask(board, "open", stream=STREAM, limit=4) == {"over": False, "length": 4}
     assert ask(board, "open", stream=STREAM, limit=4) == {"over": False, "length": 4}

@@ -187,21 +187,20 @@ def test_ends_of_a_synchronous_stream():
     assert tickets.finish(A, [[0, 0]]) == [[0, 0]]
 
 
-@pytest.mark.parametrize("ticket", [3, [1], [0, 2], [-1, 0], ["0", 0], "00"])
-def test_malformed_parts_are_refused_and_change_nothing(ticket):
+@pytest.mark.parametrize("ticket", [3, [0, 2]])
+def test_tickets_that_are_no_parts_are_refused_and_change_nothing(ticket):
     tickets = PartTickets(num_parts=2, length=None)
     tickets.claim(A, 1)
-    with pytest.raises(RequestError):
+    with pytest.raises(RequestError, match=r"a ticket is \[step, part\], of 2 parts"):
         tickets.finish(A, [[0, 0], ticket])
     assert tickets.finish(A, [[0, 0]]) == []
 
 
-@pytest.mark.parametrize("step", ["0", 0.0, True, None, [0, 0], -1])
-def test_malformed_steps_are_refused_and_change_nothing(step):
+def test_tickets_that_are_no_steps_are_refused_and_change_nothing():
     tickets = StepTickets(length=None)
     tickets.claim(A, 1)
-    with pytest.raises(RequestError):
-        tickets.finish(A, [0, step])
+    with pytest.raises(RequestError, match="a ticket is the number of a step"):
+        tickets.finish(A, [0, [0, 0]])
     assert tickets.finish(A, [0]) == []
 
 

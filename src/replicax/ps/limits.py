@@ -32,7 +32,6 @@ __all__ = [
     "Ticket",
     "Tickets256",
     "beat_seconds",
-    "check_count",
     "check_size",
     "family_of",
     "longest_pause",
@@ -46,8 +45,8 @@ Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 """A text of a client, by which something is kept."""
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53 - 1)]
 """A number of a client, which JSON can carry."""
-Ticket = int | list[int]
-"""A step; of a synchronous one the step and the share of it."""
+Ticket = Count | Annotated[list[Count], msgspec.Meta(min_length=2, max_length=2)]
+"""A step; of a synchronous one `[step, part]`."""
 
 Few = Annotated[int, msgspec.Meta(ge=1, le=64)]
 NumParts = Annotated[int, msgspec.Meta(ge=1, le=65536)]
@@ -82,17 +81,6 @@ class IncompleteStep(RequestError):
 
 class SyncTimeout(RequestError):
     """Parts of a synchronous step did not come in time."""
-
-
-def check_count(
-    value: object, what: str, *, least: int = 0, most: int = 2**53 - 1
-) -> int:
-    """Return the value if it is an integer within these bounds, else raise."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise RequestError(f"{what} must be an integer; got {repr(value)[:80]}.")
-    if not least <= value <= most:
-        raise RequestError(f"{what} must be from {least} to {most}; got {value}.")
-    return value
 
 
 def check_size(value: Any, what: str, *, most: int) -> int:

@@ -15,14 +15,24 @@ import msgspec
 
 from replicax._util.listing import listed
 from replicax._util.types import JSONObject
-from replicax.ps.limits import RequestError, Ticket, check_count, remember
+from replicax.ps.limits import RequestError, Ticket, remember
 
 __all__ = ["PartTickets", "StepTickets", "Ticket", "Tickets"]
 
 _logger = logging.getLogger("replicax")
 _MAX_HELD = 256
 _LOST_KEPT = 1000
-_NAMED = 10  # Of those that a worker waits for, which may be very many.
+_NAMED = 10  # In messages, of what may be very many.
+
+
+def _steps(tickets: Sequence[Ticket]) -> list[int]:
+    steps = [ticket for ticket in tickets if isinstance(ticket, int)]
+    if len(steps) < len(tickets):
+        raise RequestError(
+            "In an asynchronous stream a ticket is the number of a step; got "
+            f"{list(tickets[:_NAMED])}."
+        )
+    return steps
 
 
 def _count(counts: dict[str, int], worker: str) -> None:
@@ -118,7 +128,7 @@ class StepTickets(msgspec.Struct, kw_only=True, tag="steps"):
     def finish(self, worker: str, tickets: Sequence[Ticket]) -> list[int]:
         """Finish steps; return those that the worker does not hold."""
         late = []
-        for step in [check_count(step, "a step") for step in tickets]:
+        for step in _steps(tickets):
             if step in self.held.get(worker, ()):
                 self._drop(worker, step)
             elif self.lost_steps.get(step) == worker:
@@ -148,8 +158,7 @@ class StepTickets(msgspec.Struct, kw_only=True, tag="steps"):
 
     def give_up(self, worker: str, tickets: Sequence[Ticket]) -> int:
         """Give up steps that a worker holds; return their number."""
-        steps = [check_count(step, "a step") for step in tickets]
-        lost = [step for step in steps if step in self.held.get(worker, ())]
+        lost = [step for step in _steps(tickets) if step in self.held.get(worker, ())]
         for step in lost:
             self._drop(worker, step)
             remember(self.lost_steps, step, worker, most=_LOST_KEPT)
@@ -249,9 +258,8 @@ class PartTickets(msgspec.Struct, kw_only=True, tag="parts"):
 
     def finish(self, worker: str, tickets: Sequence[Ticket]) -> list[list[int]]:
         """Finish shares; return those that the worker did in vain."""
-        parts = [self._checked(ticket) for ticket in tickets]
         late = []
-        for step, part in parts:
+        for step, part in self._parts(tickets):
             if step != self.next or worker not in self.holders.get(part, ()):
                 late.append([step, part])
                 continue
@@ -262,14 +270,14 @@ class PartTickets(msgspec.Struct, kw_only=True, tag="parts"):
                 self._start(self.next + 1)
         return late
 
-    def _checked(self, ticket: Ticket) -> tuple[int, int]:
-        if not isinstance(ticket, list) or len(ticket) != 2:
+    def _parts(self, tickets: Sequence[Ticket]) -> list[list[int]]:
+        parts = [ticket for ticket in tickets if isinstance(ticket, list)]
+        if len(parts) < len(tickets) or any(p >= self.num_parts for _, p in parts):
             raise RequestError(
-                f"In a synchronous stream a ticket is [step, part]; got "
-                f"{repr(ticket)[:80]}."
+                "In a synchronous stream a ticket is [step, part], of "
+                f"{self.num_parts} parts; got {list(tickets[:_NAMED])}."
             )
-        step = check_count(ticket[0], "a step")
-        return step, check_count(ticket[1], "a part", most=self.num_parts - 1)
+        return parts
 
     def release(self, worker: str) -> int:
         """Free a worker's shares, except those that another worker holds too."""
