@@ -240,23 +240,31 @@ def test_old_streams_are_forgotten_and_stay_over(board, clients):
     assert ask(board, "open", stream="fit 1/epoch/0") == {"over": False, "length": None}
 
 
-def test_an_older_stream_that_is_not_complete_is_kept(board, clients):
+def test_a_newer_stream_ends_the_one_before_it_in_its_family(board, clients):
     a, b, _ = clients
-    for stream in ("s/0", "s/1", "t/0"):
-        ask(board, "open", stream=stream, limit=1)
-        (b if stream == "s/0" else a)("claim", stream=stream)
-    a("finish", stream="s/1", indices=[0])
-    assert list(ask(board, "status")["streams"]) == ["s/0", "s/1", "t/0"]
-    assert not b("finish", stream="s/0", indices=[0])["late"]
+    ask(board, "open", stream="t/0", limit=1)
+    ask(board, "open", stream="s/0", limit=4)
+    a("claim", stream="s/0", count=2)
+    Client(board, a.worker, "again")("join")  # Step 0 and 1 are lost.
+    b("claim", stream="s/0")
+    ask(board, "open", stream="s/1", limit=1)
+    status = ask(board, "status")
+    assert list(status["streams"]) == ["t/0", "s/1"]
+    assert status["totals"] == {"given_up": 3, "twice": 0}
+    assert b("finish", stream="s/0", indices=[2])["late"]
+    assert ask(board, "open", stream="s/0", limit=4) == {"over": True, "length": 4}
 
 
 def test_streams_that_nobody_ends_are_bounded(board):
     for number in range(256):
-        ask(board, "open", stream=f"s/{number}")
+        ask(board, "open", stream=f"s{number}/7")
     with pytest.raises(RequestError, match="256 streams are open"):
-        ask(board, "open", stream="s/256")
-    ask(board, "end", stream="s/3", length=0)
-    assert ask(board, "open", stream="s/256") == {"over": False, "length": None}
+        ask(board, "open", stream="s256/0")
+    ask(board, "end", stream="s3/7", length=0)
+    assert ask(board, "open", stream="s256/0") == {"over": False, "length": None}
+    for number in (6, 7):
+        old = {"over": True, "length": 0 if number == 7 else None}
+        assert ask(board, "open", stream=f"s3/{number}") == old
 
 
 def test_a_barrier_waits_for_those_alive(clients, clock):
@@ -431,7 +439,7 @@ def test_a_restarted_server_goes_on_with_the_same_sessions(board, clients, clock
     assert a("beat") == {"failed": None}
     clock.seconds = 1011
     assert ask(again, "alive") == []
-    with pytest.raises(ValueError, match="version None, expected 7"):
+    with pytest.raises(ValueError, match="version None, expected 8"):
         again.load_state({})
 
 

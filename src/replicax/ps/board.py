@@ -33,7 +33,7 @@ __all__ = ["Board"]
 
 _logger = logging.getLogger("replicax")
 _MAX_INFO = 64 * 1024
-_STATE_VERSION = 7
+_STATE_VERSION = 8
 
 _ACTIONS: set[str] = set()
 
@@ -212,8 +212,8 @@ class Board:
                 told.answers.pop("take", None)
         if given_up := self._streams.release(worker):
             _logger.warning("%s is gone, with %d steps of fit.", worker, given_up)
-            for stream in self._streams.streams:
-                self._write_down(stream, worker)
+            for stream in self._streams.newest.values():
+                self._write_down(stream.name, worker)
         self._closures.release(worker, died=died)
 
     def _write_down(self, stream: str, worker: str) -> None:

@@ -1,7 +1,7 @@
 """The work queues of a job by name, and each worker's progress in them."""
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -20,12 +20,12 @@ from replicax.ps.limits import (
 )
 from replicax.ps.tickets import PartTickets, StepTickets, Tickets
 
-__all__ = ["Settings", "Streams"]
+__all__ = ["Settings", "Stream", "Streams"]
 
 _logger = logging.getLogger("replicax")
 
 _MAX_STREAMS = 256
-_MAX_FAMILIES = 1024
+_LENGTHS_KEPT = 1024
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,38 +55,43 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+class Stream(msgspec.Struct):
+    """A stream: its name, settings and tickets."""
+
+    name: str
+    settings: Settings
+    tickets: Tickets
+
+
 class _Entry(msgspec.Struct):
     """The write-ahead log's entry of an asynchronous stream and one worker.
 
     It is written down in each call, and so has nothing of the other workers. `past` are
-    the totals of all streams that have a newer one in their family: a restarted server
-    forgets these.
+    the totals of all streams that have a newer one in their family.
     """
 
-    name: str
-    stream: tuple[Settings, StepTickets]
+    stream: Stream
     past: dict[str, int]
     worker: str
     held: dict[int, int]
-    steps: int
     total: int
 
 
 class Streams(msgspec.Struct):
-    """All streams of a job, by name.
+    """The streams of a job: of each family the newest.
 
     A stream's name ends in a number that increases all through the job, such as `"fit
-    0/epoch/12"`. When it is complete, the complete ones of its family with lower
-    numbers are forgotten: they stay over and cannot be opened again. So a name must
-    never be used for something new.
+    0/epoch/12"`. When it is opened, the one before it in its family is over, and stays
+    over: all workers have come to its end. So a name must never be used for something
+    new.
 
-    `forgotten` has by family the newest forgotten number, `lengths` those of the last
-    ones, `steps` how many each worker has finished, of all streams, `past` the totals
-    of the forgotten ones.
+    `newest` has the streams by family, `ended` the newest number of families that had
+    to make room, `lengths` those of the last streams that are over, `steps` how many
+    each worker has finished, of all streams, `past` the totals of those that are over.
     """
 
-    streams: dict[str, tuple[Settings, Tickets]] = {}
-    forgotten: dict[str, int] = {}
+    newest: dict[str, Stream] = {}
+    ended: dict[str, int] = {}
     lengths: dict[str, int | None] = {}
     steps: dict[str, int] = {}
     past: dict[str, int] = msgspec.field(
@@ -115,20 +120,21 @@ class Streams(msgspec.Struct):
             num_parts=num_parts,
             backups=backups,
         )
-        if self._is_forgotten(stream):
+        if self._is_over(stream):
             return {"over": True, "length": self.lengths.get(stream)}
-        if stream not in self.streams:
-            tickets = wanted.tickets()
-            self._make_room()
-            self.streams[stream] = (wanted, tickets)
-            self._forget_before(stream)
-        known, tickets = self.streams[stream]
-        if known != wanted:
+        known = self._opened(stream)
+        if known is None:
+            known = Stream(stream, wanted, wanted.tickets())
+            if family_of(stream)[0] not in self.newest:
+                self._make_room()
+            self._add(known)
+        if known.settings != wanted:
             raise RequestError(
-                f"The stream {stream!r} is open with {msgspec.to_builtins(known)}; got "
+                f"The stream {stream!r} is open with "
+                f"{msgspec.to_builtins(known.settings)}; got "
                 f"{msgspec.to_builtins(wanted)}. All workers must open it alike."
             )
-        return {"over": tickets.is_over, "length": tickets.length}
+        return {"over": known.tickets.is_over, "length": known.tickets.length}
 
     def claim(
         self,
@@ -178,7 +184,6 @@ class Streams(msgspec.Struct):
             )
         if given_up and isinstance(tickets, StepTickets):
             tickets.give_up(worker, given_up)
-            self._forget_before(stream)
         return self._finish(stream, worker, indices)
 
     def _finish(
@@ -199,7 +204,6 @@ class Streams(msgspec.Struct):
         if len(late) < len(indices):
             done = len(indices) - len(late)
             self.steps[worker] = self.steps.get(worker, 0) + done
-            self._forget_before(stream)
         return {"late": bool(late), "late_indices": late}
 
     def end(self, stream: Name, length: Count | None = None) -> JSONObject:
@@ -212,88 +216,79 @@ class Streams(msgspec.Struct):
         if tickets is None:
             return {"length": self.lengths.get(stream)}
         tickets.end(length)
-        self._forget_before(stream)
         return {"length": tickets.length}
 
     def release(self, worker: str) -> int:
         """Revoke all leases of a worker; return the number of steps that are lost."""
         given_up = 0
-        for stream, (_, tickets) in list(self.streams.items()):
-            if stream in self.streams:  # Else it is forgotten by now.
-                number = tickets.release(worker)
-                given_up += number * isinstance(tickets, StepTickets)
-                self._forget_before(stream)
+        for stream in self.newest.values():
+            number = stream.tickets.release(worker)
+            given_up += number * isinstance(stream.tickets, StepTickets)
         return given_up
 
-    def _is_forgotten(self, stream: str) -> bool:
+    def _opened(self, stream: str) -> Stream | None:
+        newest = self.newest.get(family_of(stream)[0])
+        return newest if newest is not None and newest.name == stream else None
+
+    def _is_over(self, stream: str) -> bool:
+        """Whether a newer stream of its family was opened, or it made room."""
         family, number = family_of(stream)
-        newest = self.forgotten.get(family, -1)
-        return stream not in self.streams and newest >= (number or 0)
+        newest = self.ended.get(family, -1)
+        if family in self.newest:
+            newest = _number(self.newest[family])
+        return newest >= (number or 0) and self._opened(stream) is None
 
     def _tickets(self, stream: str) -> Tickets | None:
-        """The stream; None if it was complete and evicted."""
-        if stream in self.streams:
-            return self.streams[stream][1]
-        if self._is_forgotten(stream):
+        """The tickets of a stream; None if it is over, and a newer one is open."""
+        known = self._opened(stream)
+        if known is not None:
+            return known.tickets
+        if self._is_over(stream):
             return None
+        names = [each.name for each in self.newest.values()]
         raise RequestError(
             f"There is no stream {stream!r}: open it first, and again if the server "
-            f"was restarted. There are {', '.join(self.streams) or 'none'}."
+            f"was restarted. There are {', '.join(names) or 'none'}."
         )
 
-    def _forget_before(self, stream: str) -> None:
-        """Evict streams that are complete and older than this complete one."""
-        if self.streams[stream][1].is_complete:
-            for other in self._older(stream):
-                if self.streams[other][1].is_complete:
-                    self._forget(other)
+    def _add(self, stream: Stream) -> None:
+        """Make a stream the newest of its family; the one before it is over."""
+        family, _ = family_of(stream.name)
+        before = self.newest.get(family)
+        if before is not None and before.name != stream.name:
+            self._end(before)
+        self.newest[family] = stream
 
-    def _superseded(self) -> list[str]:
-        """The streams that have a newer one in their family."""
-        newest: dict[str, tuple[int, str]] = {}
-        for name in self.streams:
-            family, number = family_of(name)
-            newest[family] = max(newest.get(family, (-1, "")), (number or 0, name))
-        return [n for n in self.streams if newest[family_of(n)[0]][1] != n]
-
-    def _older(self, stream: str) -> list[str]:
-        """The streams of its family with lower numbers."""
-        family, number = family_of(stream)
-        found = [(name, *family_of(name)) for name in self.streams]
-        return [n for n, its, i in found if its == family and (i or 0) < (number or 0)]
-
-    def _forget(self, stream: str) -> None:
-        family, number = family_of(stream)
-        _, tickets = self.streams.pop(stream)
-        newest = max(self.forgotten.get(family, 0), number or 0)
-        remember(self.forgotten, family, newest, most=_MAX_FAMILIES)
-        remember(self.lengths, stream, tickets.length, most=_MAX_FAMILIES)
-        self.past = _with(self.past, tickets)
+    def _end(self, stream: Stream) -> None:
+        remember(self.lengths, stream.name, stream.tickets.length, most=_LENGTHS_KEPT)
+        if isinstance(stream.tickets, StepTickets):
+            for worker in list(stream.tickets.held):
+                stream.tickets.release(worker)
+        self.past = _with(self.past, stream.tickets)
 
     def _make_room(self) -> None:
-        if len(self.streams) < _MAX_STREAMS:
+        if len(self.newest) < _MAX_STREAMS:
             return
-        complete = [n for n, (_, t) in self.streams.items() if t.is_complete]
+        complete = [f for f, each in self.newest.items() if each.tickets.is_complete]
         if not complete:
             raise RequestError(
                 f"{_MAX_STREAMS} streams are open and none is complete. End those that "
                 f"nobody takes from any more."
             )
-        self._forget(complete[0])
+        stream = self.newest.pop(complete[0])
+        remember(self.ended, complete[0], _number(stream), most=_LENGTHS_KEPT)
+        self._end(stream)
 
     def totals(self) -> dict[str, int]:
         """The job's numbers of asynchronous steps that were lost, or done twice."""
-        return self._past_and(self.streams)
-
-    def _past_and(self, streams: Iterable[str]) -> dict[str, int]:
         totals = self.past
-        for name in streams:
-            totals = _with(totals, self.streams[name][1])
+        for stream in self.newest.values():
+            totals = _with(totals, stream.tickets)
         return totals
 
     def status(self) -> JSONObject:
         """Every stream's counts, for people."""
-        return {name: tickets.status() for name, (_, tickets) in self.streams.items()}
+        return {each.name: each.tickets.status() for each in self.newest.values()}
 
     def entry(self, stream: str, worker: str) -> JSONObject | None:
         """The write-ahead log's entry of an asynchronous stream and a worker.
@@ -301,19 +296,15 @@ class Streams(msgspec.Struct):
         A synchronous one needs none: workers pass over the steps that are done, and the
         servers know which these are.
         """
-        settings, tickets = self.streams.get(stream, (None, None))
-        if settings is None or not isinstance(tickets, StepTickets):
+        known = self._opened(stream)
+        if known is None or not isinstance(known.tickets, StepTickets):
             return None
+        shared = msgspec.structs.replace(known.tickets, held={}, waiting=[])
         entry = _Entry(
-            name=stream,
-            stream=(
-                settings,
-                msgspec.structs.replace(tickets, held={}, steps={}, waiting=[]),
-            ),
-            past=self._past_and(self._superseded()),
+            stream=msgspec.structs.replace(known, tickets=shared),
+            past=self.past,
             worker=worker,
-            held=tickets.held.get(worker, {}),
-            steps=tickets.steps.get(worker, 0),
+            held=known.tickets.held.get(worker, {}),
             total=self.steps.get(worker, 0),
         )
         return msgspec.to_builtins(entry, str_keys=True)
@@ -323,29 +314,22 @@ class Streams(msgspec.Struct):
 
         Takes over entries, in their order, which are later than the state.
         """
-        entries = [msgspec.convert(entry, _Entry, str_keys=True) for entry in saved]
-        newest: dict[str, list[_Entry]] = {}  # By family, of its newest stream.
-        for entry in entries:
-            family, number = family_of(entry.name)
-            known = family_of(newest[family][0].name)[1] if family in newest else -1
-            if (number or 0) > (known or 0) or family not in newest:
-                newest[family] = [entry]
-            elif number == known:
-                newest[family].append(entry)
-            total = max(entry.total, self.steps.get(entry.worker, 0))
-            self.steps[entry.worker] = total
-        for of_family in newest.values():
-            last = of_family[-1]
-            for other in self._older(last.name):
-                self._forget(other)  # All workers had come to the end of it.
-            for entry in of_family:
-                last.stream[1].load_worker(entry.worker, entry.held, entry.steps)
-            self.streams[last.name] = last.stream
-        if entries:
-            self.past = entries[-1].past
-        for _, tickets in self.streams.values():
-            if isinstance(tickets, StepTickets):
-                tickets.waiting = []
+        held: dict[str, dict[str, dict[int, int]]] = {}  # By stream and worker.
+        for value in saved:
+            entry = msgspec.convert(value, _Entry, str_keys=True)
+            stream, worker = entry.stream, entry.worker
+            self.steps[worker] = max(entry.total, self.steps.get(worker, 0))
+            held.setdefault(stream.name, {})[worker] = entry.held
+            if not self._is_over(stream.name):
+                self._add(stream)
+                self.past = entry.past
+        for stream in self.newest.values():
+            if isinstance(stream.tickets, StepTickets):
+                stream.tickets.restart(held.get(stream.name))
+
+
+def _number(stream: Stream) -> int:
+    return family_of(stream.name)[1] or 0
 
 
 def _with(totals: dict[str, int], tickets: Tickets) -> dict[str, int]:

@@ -35,10 +35,6 @@ def _steps(tickets: Sequence[Ticket]) -> list[int]:
     return steps
 
 
-def _count(counts: dict[str, int], worker: str) -> None:
-    counts[worker] = counts.get(worker, 0) + 1
-
-
 class StepTickets(msgspec.Struct, kw_only=True, tag="steps"):
     """Leases on the steps of an asynchronous stream: each step once, in order.
 
@@ -58,7 +54,6 @@ class StepTickets(msgspec.Struct, kw_only=True, tag="steps"):
     max_staleness: int | None = None
     finished: int = 0
     held: dict[str, dict[int, int]] = {}
-    steps: dict[str, int] = {}
     lost: int = 0
     lost_steps: dict[int, str] = {}
     twice: int = 0
@@ -139,7 +134,6 @@ class StepTickets(msgspec.Struct, kw_only=True, tag="steps"):
                 self.twice += step < self.next and not self._is_void(step)
                 continue
             self.finished += 1
-            _count(self.steps, worker)
         return late
 
     def _drop(self, worker: str, step: int) -> None:
@@ -177,13 +171,13 @@ class StepTickets(msgspec.Struct, kw_only=True, tag="steps"):
             del self.lost_steps[step]
         self.lost -= len(never)
 
-    def load_worker(self, worker: str, held: dict[int, int], steps: int) -> None:
-        """Restore a worker's held and finished steps, up to the stream's end."""
-        held = {step: seen for step, seen in held.items() if not self._is_void(step)}
-        if held:
-            self.held[worker] = held
-        if steps:
-            self.steps[worker] = steps
+    def restart(self, held: dict[str, dict[int, int]] | None) -> None:
+        """Resume in a restarted server: nobody waits; `held`, if given, are held."""
+        self.waiting = []
+        for worker, own in ({} if held is None else held).items():
+            kept = {step: seen for step, seen in own.items() if not self._is_void(step)}
+            if kept:
+                self.held[worker] = kept
 
     def status(self) -> JSONObject:
         """The state, with numbers of held steps only."""
@@ -212,7 +206,6 @@ class PartTickets(msgspec.Struct, kw_only=True, tag="parts"):
     num_given: int = 0
     given_back: list[int] = []
     backups_given: int = 0
-    steps: dict[str, int] = {}
     lost: int = 0
     twice: int = 0
 
@@ -265,7 +258,6 @@ class PartTickets(msgspec.Struct, kw_only=True, tag="parts"):
                 continue
             del self.holders[part]
             self.finished.add(part)
-            _count(self.steps, worker)
             if len(self.finished) == self.num_parts:
                 self._start(self.next + 1)
         return late
