@@ -105,9 +105,8 @@ class Snapshots:
         self._is_durable = every_updates == 1
         self._woken = threading.Event()
         self._flushed = threading.Condition()
-        self._changes_written = 0
         self._thread: threading.Thread | None = None
-        self._written = 0  # Updates that the newest snapshot has.
+        self._written = 0  # What `_made` was in the newest snapshot.
         self._failed = FailedWrites()
         self._source: VariableStore | None = None
         self._board_state: Callable[[], JSONObject] | None = None
@@ -121,8 +120,7 @@ class Snapshots:
         if self._source is not None:
             raise RuntimeError(f"Snapshots of {self.folder}: they are written already.")
         self._source, self._board_state = store, board_state
-        self._written = store.num_updates
-        self._changes_written = store.num_changes
+        self._written = self._made(store)
         if self._every_updates is None and self._every_seconds is None:
             return
         self._thread = threading.Thread(
@@ -138,7 +136,7 @@ class Snapshots:
             self._thread.join()
             self._thread = None
             source = self._source
-            if write and source is not None and source.num_updates > self._written:
+            if write and source is not None and self._made(source) > self._written:
                 self._try_to_write(source)
         self._source = None
 
@@ -206,10 +204,10 @@ class Snapshots:
         source = self._source
         if not self._is_durable or source is None:
             return
-        wanted = source.num_changes
+        wanted = self._made(source)
         with self._flushed:
             while (
-                self._changes_written < wanted
+                self._written < wanted
                 and not self._failed.count
                 and not self._stop.is_set()
             ):
@@ -224,10 +222,7 @@ class Snapshots:
             self._woken.clear()
             if self._stop.is_set():
                 return
-            if self._is_durable and self._source.num_changes > self._changes_written:
-                self._write_or_wait(self._source)
-                continue
-            fresh = self._source.num_updates - self._written
+            fresh = self._made(self._source) - self._written
             if not fresh:
                 # The time counts from the first update that is not on disk.
                 written_at = self._now()
@@ -236,15 +231,16 @@ class Snapshots:
             waited = self._now() - written_at
             late = self._every_seconds is not None and waited >= self._every_seconds
             if enough or late:
-                self._write_or_wait(self._source)
+                if not self._try_to_write(self._source):
+                    self._stop.wait(_RETRY_SECONDS)
                 written_at = self._now()
 
-    def _write_or_wait(self, store: VariableStore) -> None:
-        if not self._try_to_write(store):
-            self._stop.wait(_RETRY_SECONDS)
+    def _made(self, store: VariableStore) -> int:
+        """The number of updates; of all changes, if answers wait for the disk."""
+        return store.num_changes if self._is_durable else store.num_updates
 
     def _try_to_write(self, store: VariableStore) -> bool:
-        number, changes = store.num_updates, store.num_changes
+        made = self._made(store)
         board = None if self._board_state is None else self._board_state()
         state = store.state()
         try:
@@ -258,9 +254,8 @@ class Snapshots:
             )
             return False
         self._failed.end(f"snapshot {path}")
-        self._written = number
         with self._flushed:
-            self._changes_written = changes
+            self._written = made
             self._flushed.notify_all()
         return True
 
