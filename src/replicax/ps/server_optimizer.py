@@ -12,7 +12,6 @@ long vectors for a model of hundreds of variables.
 
 import contextlib
 import copy
-import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -32,29 +31,9 @@ from replicax.ps.optimizers import (
 )
 from replicax.ps.partition import VariableGroup, VariableSlice
 
-__all__ = [
-    "FusedSpan",
-    "ServerOptimizer",
-    "fused_spans",
-    "join",
-    "split",
-    "split_slices",
-]
+__all__ = ["ServerOptimizer"]
 
 _Vectors = dict[str, jax.Array]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class FusedSpan:
-    """The indices of one slice, or of several adjacent ones in a vector.
-
-    `shape` is the part's; flat for several.
-    """
-
-    dtype: str
-    size: int
-    shape: tuple[int, ...]
-    parts: tuple[int, ...]
 
 
 class ServerOptimizer:
@@ -88,7 +67,7 @@ class ServerOptimizer:
         self.norms: str | None = None
         self._cpu = jax.devices("cpu")[0]
         self._optimizer: Any = None
-        self._blocks = fused_spans(self.parts, lambda part: None)
+        self._spans, self._layout = self._fused(lambda part: None)
         self._owners: list[tuple[int | None, str]] = []
         self._clip = self._scale = 1.0
         self._has_begun = False
@@ -165,9 +144,11 @@ class ServerOptimizer:
             if owner is None:
                 slots[SlotKey(name, None)] = np.asarray(value)
                 continue
-            block = self._blocks[owner]
-            pieces = split_slices(block, self.parts, np.asarray(value))
-            keys = [SlotKey(name, part) for part in block.parts]
+            span, pieces = self._spans[owner], [np.asarray(value)]
+            if len(span) > 1:  # The slot of a single one may have another shape.
+                shapes = [("", self.parts[i].shape) for i in span]
+                pieces = FlatLayout(shapes).unpack({"": pieces[0]})
+            keys = [SlotKey(name, part) for part in span]
             slots |= zip(keys, pieces, strict=True)
         return slots
 
@@ -177,7 +158,7 @@ class ServerOptimizer:
         self.check_slots(state, {key: np.shape(value) for key, value in given.items()})
         changed = []
         for old, (owner, name) in zip(state, self._owners, strict=True):
-            parts = (None,) if owner is None else self._blocks[owner].parts
+            parts = [None] if owner is None else self._spans[owner]
             keys = [SlotKey(name, part) for part in parts]
             if not given.keys() & keys:
                 changed.append(old)
@@ -222,10 +203,9 @@ class ServerOptimizer:
             ) from error
         self._take_over_clipping(optimizer)
         excluded = set(rule.get("no_weight_decay", ()))
-        self._blocks = self._blocks_for(optimizer, excluded)
-        firsts = [self.parts[block.parts[0]] for block in self._blocks]
-        values = split(self._blocks, vectors)
-        variables = list(map(_variable, firsts, values))
+        self._spans, self._layout = self._fused_for(optimizer, excluded)
+        firsts = [self.parts[span[0]] for span in self._spans]
+        variables = list(map(_variable, firsts, self._layout.unpack(vectors)))
         without = [
             variable
             for part, variable in zip(firsts, variables, strict=True)
@@ -240,19 +220,44 @@ class ServerOptimizer:
         self._optimizer = optimizer
         return jax.device_put(state, self._cpu)
 
-    def _blocks_for(
+    def _fused_for(
         self, optimizer: keras.optimizers.Optimizer, excluded: set[int]
-    ) -> list[FusedSpan]:
+    ) -> tuple[list[list[int]], FlatLayout]:
         """The optimizer's variables: single slices, or fused spans of several."""
         is_one_by_one = can_split(optimizer) and not hasattr(optimizer, "optimizers")
         if not is_one_by_one or optimizer.clipnorm or self.norms is not None:
-            return fused_spans(self.parts, lambda part: None)
+            return self._fused(lambda part: None)
 
         def kind_of(part: VariableSlice) -> bool | None:
             alone = part.constraint is not None
             return None if alone else part.variable in excluded
 
-        return fused_spans(self.parts, kind_of)
+        return self._fused(kind_of)
+
+    def _fused(
+        self, kind_of: Callable[[VariableSlice], Hashable | None]
+    ) -> tuple[list[list[int]], FlatLayout]:
+        """Spans of slices by place, in order of their first ones, and their layout.
+
+        Neighbours of equal kind go together, as a flat vector; one of kind None stays
+        alone, and keeps its shape.
+        """
+        spans: list[list[int]] = []
+        newest: dict[str, tuple[list[int], Hashable | None]] = {}  # By dtype.
+        for i, part in enumerate(self.parts):
+            kind = kind_of(part)
+            span, previous = newest.get(part.dtype, ([], None))
+            if kind is None or kind != previous:
+                span = []
+                spans.append(span)
+                newest[part.dtype] = span, kind
+            span.append(i)
+        shapes = []
+        for first, *others in spans:
+            size = sum(self.parts[i].size for i in (first, *others))
+            shape = (size,) if others else self.parts[first].shape
+            shapes.append((self.parts[first].dtype, shape))
+        return spans, FlatLayout(shapes)
 
     def _take_over_clipping(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Decide who clips gradients: optimizer, worker, or this by given norms."""
@@ -293,13 +298,27 @@ class ServerOptimizer:
         gradients = {d: g.astype(vectors[d].dtype) for d, g in gradients.items()}
         if self._optimizer is None:
             return state, {d: vectors[d] + gradients[d] for d in vectors}
-        of_blocks = split(self._blocks, gradients)
+        of_spans = self._layout.unpack(gradients)
         if squared_norms is not None:
-            of_blocks = self._clipped(of_blocks, squared_norms)
+            of_spans = self._clipped(of_spans, squared_norms)
         values, state = self._optimizer.stateless_apply(
-            state, of_blocks, split(self._blocks, vectors)
+            state, of_spans, self._layout.unpack(vectors)
         )
-        return state, join(self._blocks, values, vectors)
+        return state, self._joined(values, vectors)
+
+    def _joined(self, values: Sequence[jax.Array], like: _Vectors) -> _Vectors:
+        """Concatenate the spans' values to vectors."""
+        joined: _Vectors = {}
+        for (dtype, start, _), value in zip(self._layout.spans, values, strict=True):
+            whole = like[dtype]
+            flat = value.reshape(-1).astype(whole.dtype)
+            if flat.size == whole.size:
+                joined[dtype] = flat
+                continue
+            # Written in place: `concatenate` takes longer.
+            target = joined.get(dtype, jnp.zeros_like(whole))
+            joined[dtype] = jax.lax.dynamic_update_slice(target, flat, (start,))
+        return joined
 
     def _norm_key(self, part: VariableSlice) -> str:
         return "all" if self.norms == "global_clipnorm" else str(part.variable)
@@ -307,7 +326,7 @@ class ServerOptimizer:
     def _squared_norms(self, gradients: _Vectors) -> dict[str, jax.Array]:
         norms: dict[str, jax.Array] = {}
         for part, gradient in zip(
-            self.parts, split(self._blocks, gradients), strict=True
+            self.parts, self._layout.unpack(gradients), strict=True
         ):
             square = jnp.sum(jnp.square(gradient.astype(jnp.float32) / self._scale))
             key = self._norm_key(part)
@@ -350,81 +369,3 @@ def _variable(part: VariableSlice, value: jax.Array) -> keras.Variable:
             copy.deepcopy(part.constraint)
         )
     return variable
-
-
-def fused_spans(
-    parts: Sequence[VariableSlice], kind_of: Callable[[VariableSlice], Hashable | None]
-) -> list[FusedSpan]:
-    """Fuse a server's slices into spans, in order of their first slices.
-
-    Neighbours of equal kind go together; one of kind None stays alone.
-
-    Example:
-        >>> sizes = {"shape": (2, 3), "dtype": "float32", "server": 0}
-        >>> parts = [
-        ...     VariableSlice(variable=i, path=p, **sizes) for i, p in enumerate("abc")]
-        >>> [block.parts for block in fused_spans(parts, lambda part: part.path == "c")]
-        [(0, 1), (2,)]
-    """
-    blocks: list[FusedSpan] = []
-    newest: dict[str, tuple[int, Hashable | None]] = {}  # By dtype: place and kind.
-    for i, part in enumerate(parts):
-        kind = kind_of(part)
-        place, previous = newest.get(part.dtype, (0, None))
-        if kind is not None and kind == previous:
-            block = blocks[place]
-            size = block.size + part.size
-            blocks[place] = dataclasses.replace(
-                block, size=size, shape=(size,), parts=(*block.parts, i)
-            )
-            continue
-        newest[part.dtype] = len(blocks), kind
-        blocks.append(
-            FusedSpan(
-                dtype=part.dtype,
-                size=part.size,
-                shape=part.shape,
-                parts=(i,),
-            )
-        )
-    return blocks
-
-
-def split(
-    blocks: Sequence[FusedSpan], vectors: Mapping[str, jax.Array]
-) -> list[jax.Array]:
-    """Slice the vectors into the spans' values."""
-    return _layout(blocks).unpack(vectors)
-
-
-def join(
-    blocks: Sequence[FusedSpan],
-    values: Sequence[jax.Array],
-    like: Mapping[str, jax.Array],
-) -> dict[str, jax.Array]:
-    """Concatenate the spans' values to vectors; the reverse of `split`."""
-    joined: dict[str, jax.Array] = {}
-    for (dtype, start, _), value in zip(_layout(blocks).spans, values, strict=True):
-        whole = like[dtype]
-        flat = value.reshape(-1).astype(whole.dtype)
-        if flat.size == whole.size:
-            joined[dtype] = flat
-            continue
-        # Written in place: `concatenate` takes longer.
-        target = joined.get(dtype, jnp.zeros_like(whole))
-        joined[dtype] = jax.lax.dynamic_update_slice(target, flat, (start,))
-    return joined
-
-
-def _layout(blocks: Sequence[FusedSpan]) -> FlatLayout:
-    return FlatLayout([(block.dtype, block.shape) for block in blocks])
-
-
-def split_slices(
-    block: FusedSpan, parts: Sequence[VariableSlice], value: np.ndarray
-) -> list[np.ndarray]:
-    """Split a slot by a span's slices; of any shape if there is one slice."""
-    if len(block.parts) == 1:
-        return [value]
-    layout = FlatLayout([(block.dtype, parts[i].shape) for i in block.parts])
-    return layout.unpack({block.dtype: value})
