@@ -309,6 +309,17 @@ def test_variables_cannot_be_used_after_apply(weight: Any, use: Any) -> None:
     np.testing.assert_array_equal(w, np.ones(3))
 
 
+def test_what_a_step_trains_it_does_not_assign(weight: Any) -> None:
+    strategy, w, optimizer = weight
+
+    def step() -> None:
+        w.assign(w * 2)
+        optimizer.apply([jnp.ones(3)], [w])
+
+    with pytest.raises(rx.ContextError, match=r"'w' is assigned in a step with an opt"):
+        strategy.run(step)
+
+
 def test_apply_twice_to_a_variable_is_refused(weight: Any) -> None:
     strategy, w, optimizer = weight
 

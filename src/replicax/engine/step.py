@@ -112,12 +112,26 @@ class ReplicaStep:
             self.divides_updates = False
             updates = self._discover(leaves)
         if self._group.defers_updates:
+            self._refuse_assigned(updates)
             return updates
         self.updates = updates
         changed = [v for update in updates for v in update.changed]
         self.written = distinct([*self.written, *changed])
         self.inputs = distinct([*self.written, *self.inputs])
         return []
+
+    def _refuse_assigned(self, updates: Sequence[Update]) -> None:
+        """Raise for a variable that the step assigns and an update trains."""
+        written = set(map(id, self.written))
+        for update in updates:
+            for variable in update.variables:
+                if id(variable) in written:
+                    raise UpdatePendingError(
+                        f"{update.owner}: variable {variable.path!r} is assigned in a "
+                        "step with an optimizer.apply that trains it. Its update is "
+                        "made where the variable lives, of the value from before the "
+                        "step. Assign it in a step of its own, before this one."
+                    )
 
     def _discover(self, leaves: Sequence[PyTree]) -> list[Update]:
         recorder = RecordingScope()
