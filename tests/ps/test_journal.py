@@ -19,7 +19,7 @@ def test_the_newest_values_are_read_back_in_their_order(tmp_path):
     assert path.stat().st_size < 3_000_000, "it is rewritten when it has grown"
     journal.clear()
     journal.note(["b"], 1)
-    journal.close()
+    journal = WriteAheadLog(path)  # Of the next process.
     journal.note(["c"], 2)
     assert WriteAheadLog(path).newest == {("b",): 1, ("c",): 2}
 

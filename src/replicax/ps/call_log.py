@@ -86,11 +86,6 @@ class WriteAheadLog:
             self._close()
             self._path.unlink(missing_ok=True)
 
-    def close(self) -> None:
-        """Close the file; a later `note` opens it again."""
-        with self._lock:
-            self._close()
-
     def _append(self, data: bytes) -> None:
         assert self._file is not None
         if os.write(self._file, data) != len(data):

@@ -270,11 +270,6 @@ class VariableInfo:
     dtype: str
     constraint: JSONObject | None = None
 
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row: all of it but the first dimension."""
-        return math.prod(self.shape[1:]) * np.dtype(self.dtype).itemsize
-
 
 def place(
     name: str,
@@ -302,31 +297,26 @@ def place(
     cuts = [_cuts(variable, partitioner) for variable in variables]
     cuts = _kept_whole(name, variables, cuts, can_split)
     pieces = [(i, rows) for i, ranges in enumerate(cuts) for rows in ranges]
-    sizes = [_bytes(variables[i], rows) for i, rows in pieces]
-
+    parts = [_slice(variables[i], i, rows) for i, rows in pieces]
+    sizes = [part.size * np.dtype(part.dtype).itemsize for part in parts]
     loads = [(0, server) for server in range(num_servers)]
-    servers = [0] * len(pieces)
-    for piece in sorted(range(len(pieces)), key=lambda p: -sizes[p]):
+    for piece in sorted(range(len(parts)), key=lambda p: -sizes[p]):
         load, server = heapq.heappop(loads)
-        servers[piece] = server
+        parts[piece] = dataclasses.replace(parts[piece], server=server)
         heapq.heappush(loads, (load + sizes[piece], server))
-
-    parts = []
-    for (i, rows), server in zip(pieces, servers, strict=True):
-        info = variables[i]
-        shape = info.shape if rows is None else (rows[1] - rows[0], *info.shape[1:])
-        parts.append(
-            VariableSlice(
-                variable=i,
-                path=info.path,
-                shape=shape,
-                dtype=info.dtype,
-                server=server,
-                rows=rows,
-                constraint=info.constraint,
-            )
-        )
     return VariableGroup(name=name, rule=rule, parts=tuple(parts))
+
+
+def _slice(info: VariableInfo, variable: int, rows: _Rows) -> VariableSlice:
+    return VariableSlice(
+        variable=variable,
+        path=info.path,
+        shape=info.shape if rows is None else (rows[1] - rows[0], *info.shape[1:]),
+        dtype=info.dtype,
+        server=0,
+        rows=rows,
+        constraint=info.constraint,
+    )
 
 
 def _cuts(variable: VariableInfo, partitioner: Partitioner | None) -> list[_Rows]:
@@ -382,12 +372,6 @@ def _kept_whole(
             ", ".join(constrained),
         )
     return cuts
-
-
-def _bytes(variable: VariableInfo, rows: _Rows) -> int:
-    if rows is not None:
-        return (rows[1] - rows[0]) * variable.row_bytes
-    return math.prod(variable.shape) * np.dtype(variable.dtype).itemsize
 
 
 def _is_count(number: Any) -> bool:

@@ -322,18 +322,14 @@ class Table(Group):
             return {}
         shape = self._values.shape
         return {
-            name: np.full(shape, first, np.float32)
-            if first
-            else np.zeros(shape, np.float32)
+            # Zeros take memory when they are first written.
+            name: np.full(shape, first, np.float32) if first else np.zeros(shape, "f4")
             for name, first in self._optimizer.slots.items()
         }
 
     def _places(self, ids: np.ndarray) -> np.ndarray:
         """The positions of rows in this server's arrays."""
-        try:
-            ids = check_ids(ids, self.spec.num_rows, f"Table {self.spec.name!r}")
-        except ValueError as error:
-            raise TableError(str(error)) from error
+        ids = check_ids(ids, self.spec.num_rows, f"Table {self.spec.name!r}")
         if self._num_servers == 1:
             return ids
         places, server = np.divmod(ids, self._num_servers)
@@ -377,17 +373,17 @@ def check_ids(ids: np.ndarray, num_rows: int, owner: str) -> np.ndarray:
         >>> check_ids(np.array([3, 12]), 10, "Table 'words'")
         Traceback (most recent call last):
             ...
-        ValueError: Table 'words': id 12 at position 1 is not one of its rows 0 to 9.
+        replicax.ps.table.TableError: Table 'words': id 12 at position 1 is not one...
     """
     ids = np.asarray(ids)
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
-        raise ValueError(
+        raise TableError(
             f"{owner}: got ids of dtype {ids.dtype} and shape {ids.shape}, expected "
             "integers of shape (n,)."
         )
     if ids.size and (ids.min() < 0 or ids.max() >= num_rows):
         first = np.flatnonzero((ids < 0) | (ids >= num_rows))[0]
-        raise ValueError(
+        raise TableError(
             f"{owner}: id {ids[first]} at position {first} is not one of its rows 0 to "
             f"{num_rows - 1}."
         )
