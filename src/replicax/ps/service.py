@@ -31,9 +31,8 @@ from replicax.ps.messages import MESSAGES, Message
 from replicax.ps.store import VariableStore
 from replicax.ps.unauthenticated import (
     LimitedLog,
+    Peer,
     UnauthenticatedConnections,
-    host_of,
-    peer_of,
 )
 from replicax.ps.wire import MessageReader, MessageWriter
 
@@ -168,10 +167,11 @@ class Service:
             f"the call {why}; all tasks of a cluster need the same one"
         )
 
-    def exchange(self, peer: str, reader: MessageReader, writer: MessageWriter) -> None:
+    def exchange(
+        self, caller: str, reader: MessageReader, writer: MessageWriter
+    ) -> None:
         """Answer the messages of a worker's stream until it ends."""
-        self._connections.accept(peer)
-        peer = peer_of(peer)
+        peer = self._connections.accept(caller)
         wire.begin(writer)
         try:
             while not self._closing:
@@ -183,7 +183,7 @@ class Service:
             raise self._refusal(peer, error) from error
 
     def _answer(
-        self, peer: str, header: dict, reader: MessageReader, writer: MessageWriter
+        self, peer: Peer, header: dict, reader: MessageReader, writer: MessageWriter
     ) -> None:
         kind = self._messages.get(str(header.get("op")))
         if kind is None:
@@ -209,9 +209,9 @@ class Service:
                 self._busy -= 1
                 self._idle.notify_all()
 
-    def act(self, peer: str, name: str, body: bytes) -> bytes:
+    def act(self, caller: str, name: str, body: bytes) -> bytes:
         """Execute an action; its arguments and `"value"` of the answer are JSON."""
-        self._connections.accept(peer)
+        peer = self._connections.accept(caller)
         try:
             value = self._called(name, body)
             # gRPC finds its way to a restarted server without a word: so a client sees
@@ -219,9 +219,9 @@ class Service:
             answer = {"value": value, "incarnation": self._store.incarnation}
             return json.dumps(answer).encode()
         except Refused as error:
-            raise self._refusal(peer_of(peer), error) from error
+            raise self._refusal(peer, error) from error
         except Exception as error:  # noqa: BLE001
-            return json.dumps(self._error(peer_of(peer), name, error)).encode()
+            return json.dumps(self._error(peer, name, error)).encode()
 
     def _called(self, name: str, body: bytes) -> object:
         function = self._actions.get(name)
@@ -235,16 +235,15 @@ class Service:
             raise Refused(f"the arguments of {name!r} do not fit: {error}") from error
         return function(**arguments)
 
-    def refuse(self, peer: str, method: str) -> Exception:
+    def refuse(self, caller: str, method: str) -> Exception:
         """Make the error of a call that this service does not have."""
-        self._connections.accept(peer)
-        error = Refused(f"there is no {method} here")
-        return self._refusal(peer_of(peer), error)
+        peer = self._connections.accept(caller)
+        return self._refusal(peer, Refused(f"there is no {method} here"))
 
-    def _refusal(self, peer: str, error: Exception) -> Exception:
+    def _refusal(self, peer: Peer, error: Exception) -> Exception:
         self._log.warn(
             "refused messages",
-            host_of(peer),
+            peer.host,
             f"Refused a message from {peer}: {error}.",
         )
         detail = json.dumps({"error": str(error), "kind": type(error).__name__})
@@ -252,13 +251,13 @@ class Service:
             str(error)[:1000], extra_info=detail[:4000].encode()
         )
 
-    def _error(self, peer: str, what: str, error: Exception) -> JSONObject:
+    def _error(self, peer: Peer, what: str, error: Exception) -> JSONObject:
         """Convert an exception for the caller; log the unexpected with a traceback."""
         foreseen = (ValueError, LookupError, RuntimeError, TimeoutError)
         if isinstance(error, foreseen):
             self._log.warn(
                 "failed messages",
-                host_of(peer),
+                peer.host,
                 f"{what!r:.80} of {peer} failed: {error}",
             )
         else:

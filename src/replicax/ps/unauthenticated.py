@@ -29,9 +29,10 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 from urllib.parse import unquote
 
-__all__ = ["LimitedLog", "UnauthenticatedConnections", "host_of", "peer_of"]
+__all__ = ["LimitedLog", "Peer", "UnauthenticatedConnections", "peer_of"]
 
 _logger = logging.getLogger("replicax")
 
@@ -42,33 +43,28 @@ _BYTES_RECEIVED = 128  # Where the kernel's tcp_info has their number.
 _MINUTE = 60.0
 _SHOWN = 8  # Addresses in a summary.
 
-Peer = tuple[str, int]
 
-
-def peer_of(text: str) -> str:
-    """Convert gRPC's name of a peer to `host:port`.
+class Peer(NamedTuple):
+    """The other end of a connection.
 
     Example:
-        >>> peer_of("ipv4:192.0.2.7:50062"), peer_of("ipv6:%5B::1%5D:50062")
+        >>> str(peer_of("ipv4:192.0.2.7:50062")), str(peer_of("ipv6:%5B::1%5D:50062"))
         ('192.0.2.7:50062', '[::1]:50062')
     """
-    return _shown(_parse(text))
 
+    host: str
+    port: int
 
-def host_of(peer: str) -> str:
-    """The host of what `peer_of` returned.
-
-    Example:
-        >>> host_of("192.0.2.7:50062"), host_of("[::1]:50062")
-        ('192.0.2.7', '::1')
-    """
-    return peer.rpartition(":")[0].strip("[]")
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
 
 
 @functools.lru_cache(4096)  # Each call asks.
-def _parse(text: str) -> Peer:
+def peer_of(text: str) -> Peer:
+    """Parse gRPC's name of a peer."""
     host, _, port = unquote(text).partition(":")[2].rpartition(":")
-    return _plain(host.strip("[]")), int(port) if port.isdecimal() else 0
+    return Peer(_plain(host.strip("[]")), int(port) if port.isdecimal() else 0)
 
 
 def _plain(host: str) -> str:
@@ -79,11 +75,6 @@ def _plain(host: str) -> str:
         return host
     mapped = address.ipv4_mapped if address.version == 6 else None
     return str(mapped or address)
-
-
-def _shown(peer: Peer) -> str:
-    host, port = peer
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 class LimitedLog:
@@ -193,10 +184,12 @@ class UnauthenticatedConnections:
         """Start the watching thread."""
         self._thread.start()
 
-    def accept(self, peer: str) -> None:
-        """Mark a peer's connection as authenticated."""
+    def accept(self, name: str) -> Peer:
+        """Mark the connection of a peer, by gRPC's name of it, as authenticated."""
+        peer = peer_of(name)
         with self._lock:
-            self._accepted.add(_parse(peer))
+            self._accepted.add(peer)
+        return peer
 
     def report(self, what: str) -> None:
         """Log that a call without the token was refused, with its peer.
@@ -205,10 +198,10 @@ class UnauthenticatedConnections:
         """
         found = self._connections(_descriptors())
         peers = [peer for peer, _ in found if not self._is_accepted(peer)]
-        text = " or ".join(_shown(peer) for peer in peers[:_SHOWN])
+        text = " or ".join(str(peer) for peer in peers[:_SHOWN])
         if len(peers) > _SHOWN:
             text += f" or {len(peers) - _SHOWN} others"
-        hosts = {host for host, _ in peers}
+        hosts = {peer.host for peer in peers}
         self._log.warn(
             "calls without the right token",
             hosts.pop() if len(hosts) == 1 else "one of several addresses",
@@ -265,8 +258,8 @@ class UnauthenticatedConnections:
         _end(sock)
         self._log.warn(
             "connections that stayed or sent without a token",
-            peer[0],
-            f"Closed the connection from {_shown(peer)} to port {self._port}: it sent "
+            peer.host,
+            f"Closed the connection from {peer} to port {self._port}: it sent "
             f"{size} bytes in {looks * _POLL_SECONDS:.1f} s and no valid token.",
         )
 
@@ -328,7 +321,7 @@ def _peer_at(sock: socket.socket, port: int) -> Peer | None:
         is_internet = sock.family in (socket.AF_INET, socket.AF_INET6)
         if is_internet and sock.getsockname()[1] == port:
             host, peer_port = sock.getpeername()[:2]
-            return _plain(host), peer_port
+            return Peer(_plain(host), peer_port)
     except OSError:  # It listens, or is no longer connected.
         pass
     return None
