@@ -68,7 +68,7 @@ class Servers:
             ids = np.concatenate([i for i, _ in mine])
             gradients = np.concatenate([g for _, g in mine])
             for i, table in enumerate(tables):
-                table.set_rule(self.rule)
+                table.set_rule(self.rule, "weights")
                 here = ids % NUM_SERVERS == i
                 table.push_rows(
                     ids[here],

@@ -112,27 +112,11 @@ class VariableStore:
         return spec.num_rows_on(self.server, self._num_servers)
 
     def set_rule(self, table: str, rule: JSONObject, group: str) -> None:
-        """Set the rule by which a table's rows are updated with a group.
-
-        The first worker that speaks of the group settles the learning rate.
-        """
+        """Set the rule by which a table's rows are updated with a group."""
         held = self.table(table)
-        try:
-            num_slots = len(held.optimizer(rule).slots)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise TableError(f"the rule is malformed: {error!r:.200}") from error
-        with self._creating:
-            is_first = held.spec.rule is None
-            if is_first:
-                rows = 4 * held.spec.dim * self.num_rows_here(held.spec)
-                self._require_room(f"the slots of table {table!r}", rows * num_slots)
-            held.set_rule(rule)
-            with held.condition:
-                is_known = group in held.offsets
-                held.offsets.setdefault(group, None)
-            rate = rule["config"]["config"].get("learning_rate")
-            if not is_first and not is_known and isinstance(rate, int | float):
-                held.set_learning_rate(rate)
+        with self._creating:  # Nobody else takes the room meanwhile.
+            what = f"the slots of table {table!r}"
+            held.set_rule(rule, group, lambda size: self._require_room(what, size))
 
     def set_learning_rate(self, table: str, learning_rate: float) -> None:
         """Set the learning rate of a table."""

@@ -5,6 +5,7 @@ value is that of `row_initializers`.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Annotated, NamedTuple
 
 import jax
@@ -140,7 +141,7 @@ class Table(Group):
         # its step the table's; None before the first one.
         self.offsets: dict[str, int | None] = {}
         self._num_servers = num_servers
-        self._optimizer = None if spec.rule is None else self.optimizer(spec.rule)
+        self._optimizer = None if spec.rule is None else self._built(spec.rule)
         shape = (spec.num_rows_on(server, num_servers), spec.dim)
         self._values = np.empty(shape, np.float32)
         # The last synchronous step, the places of its rows, and these before it.
@@ -158,33 +159,47 @@ class Table(Group):
         sizes = {"num_rows": self.spec.num_rows, "dim": self.spec.dim}
         return super().status() | sizes
 
-    def optimizer(self, rule: JSONObject) -> RowOptimizer:
-        """Build the rows' optimizer from a rule."""
+    def _built(self, rule: JSONObject) -> RowOptimizer:
         try:
             return RowOptimizer(rule, self.spec.dim, whole_table=self._num_servers == 1)
         except ValueError as error:
             raise TableError(f"Table {self.spec.name!r}: {error}") from error
+        except (KeyError, TypeError, AttributeError) as error:
+            raise TableError(f"the rule is malformed: {error!r:.200}") from error
 
-    def set_rule(self, rule: JSONObject) -> None:
-        """Set the update rule of a table that was created without one.
+    def set_rule(
+        self,
+        rule: JSONObject,
+        group: str,
+        require_room: Callable[[int], None] = lambda size: None,
+    ) -> None:
+        """Set the rule by which rows are updated with a group.
 
-        The first rule stands. The same optimizer again does nothing, whatever its name
-        and its learning rate; another one is refused.
+        The first rule stands. The same optimizer again does nothing, whatever its name;
+        another one is refused. The first worker that speaks of a group settles the
+        learning rate. `require_room` raises if there is none for so many bytes of
+        slots.
         """
-        optimizer = self.optimizer(rule)
+        optimizer = self._built(rule)
         with self.condition:
-            if self.spec.rule is None:
+            is_first = self.spec.rule is None
+            if is_first:
+                require_room(self._values.nbytes * len(optimizer.slots))
                 self.spec = msgspec.structs.replace(self.spec, rule=rule)
                 self._optimizer = optimizer
                 self._slots = self._new_slots()
-                return
-            if differing := differing_options(self.spec.rule, rule):
+            elif differing := differing_options(self.spec.rule or {}, rule):
                 raise TableError(
                     f"Table {self.spec.name!r}: its optimizer is there, with its "
                     f"slots, and another one has {differing}. Train all models that "
                     "share the table with the same optimizer, or give the layer "
                     "another name."
                 )
+            rate = rule["config"]["config"].get("learning_rate")
+            is_known = is_first or group in self.offsets
+            if not is_known and isinstance(rate, int | float):
+                self.set_learning_rate(rate)
+            self.offsets.setdefault(group, None)
 
     def rows(self, ids: np.ndarray, *, begin_of: int | None = None) -> np.ndarray:
         """Copy the values `float32[n, dim]` of rows `int64[n]`.
@@ -289,8 +304,6 @@ class Table(Group):
         self, arrays: Arrays, meta: JSONObject, journal: Journaled | None = None
     ) -> None:
         """Restore the state of `state`, and the log's later entries."""
-        if self.spec.rule is None and meta["spec"]["rule"] is not None:
-            self.set_rule(meta["spec"]["rule"])
         mine = {"server": self.server, "num_servers": self._num_servers}
         mine |= {f: self.spec.to_json()[f] for f in ("name", "num_rows", "dim")}
         its = {k: meta.get(k, meta["spec"].get(k)) for k in mine}
