@@ -226,29 +226,25 @@ class Connection:
     def _connected(self) -> wire.FlightClient:
         """Return a client after the handshake, on a channel not known to be lost."""
         with self._client_lock:
-            if self._client is None:
-                client = wire.flight().FlightClient(
-                    self._location,
-                    tls_root_certs=self._credentials.tls_root,
-                    generic_options=_CHANNEL_OPTIONS,
-                )
-                try:
-                    options = self._options(self._connect_timeout)
-                    hello = _act(
-                        client, "hello", json.dumps(self._hello).encode(), options
-                    )
-                except ServerRefused as refused:
-                    client.close()
-                    if refused.kind == "VersionMismatch":
-                        raise ClusterMismatchError(str(refused)) from None
-                    raise
-                except BaseException:
-                    client.close()
-                    raise
-                self._client = client
-                self._meet(hello)
-                return client
-            return self._client
+            if self._client is not None:
+                return self._client
+            client = wire.flight().FlightClient(
+                self._location,
+                tls_root_certs=self._credentials.tls_root,
+                generic_options=_CHANNEL_OPTIONS,
+            )
+            try:
+                options = self._options(self._connect_timeout)
+                body = json.dumps(self._hello).encode()
+                hello = _act(client, "hello", body, options)
+            except BaseException as error:
+                client.close()
+                if isinstance(error, ServerRefused) and error.kind == "VersionMismatch":
+                    raise ClusterMismatchError(str(error)) from None
+                raise
+            self._client = client
+            self._meet(hello)
+            return client
 
     def _meet(self, answer: JSONObject) -> None:
         if answer["incarnation"] != self._incarnation:

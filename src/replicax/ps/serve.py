@@ -50,7 +50,6 @@ def serve(
     address = config.cluster.task_address("ps", server)
     num_servers = config.cluster.num_tasks("ps")
     snapshots = None
-    note = note_nothing
     if snapshot_dir is not None:
         snapshots = Snapshots(
             snapshot_dir,
@@ -58,21 +57,17 @@ def serve(
             every_updates=snapshot_every_updates,
             every_seconds=snapshot_every_seconds,
         )
-        note = snapshots.journal.note
+    note = note_nothing if snapshots is None else snapshots.journal.note
     store = VariableStore(server, num_servers, note=note)
-    board = None
     workers = [task.name for task in config.cluster.workers]
-    if server == 0:
-        board = Board(workers, timeouts, note=note)
+    board = Board(workers, timeouts, note=note) if server == 0 else None
     if snapshots is not None:
         _restore(snapshots, store, board)
+        store.flush = snapshots.flush
     if board is not None:
         board.put(JOB, uuid.uuid4().hex)  # The one of a snapshot stands.
     # The other servers learn of the end from the first one's board.
     first = config.cluster.task_address("ps", 0)
-    if snapshots is not None:
-        store.flush = snapshots.flush
-        snapshots.start(store, None if board is None else board.state)
     service = Service(address, store, board, credentials)
     service.serve_in_thread()
     _logger.info("ps:%d serves at %s", server, address)
@@ -90,11 +85,11 @@ def serve(
         if snapshots is not None:
             # With the board of a failed job the next one would fail at once.
             snapshots.close(write=failure is None)
-    if failure is None and snapshots is not None:
-        snapshots.finish()
     if failure is not None:
         _logger.error("ps:%d ends: %s", server, failure)
         raise SystemExit(int(ExitCode.FAILED))
+    if snapshots is not None:
+        snapshots.finish()
     _logger.info("ps:%d ends: the job is done", server)
     raise SystemExit(int(ExitCode.DONE))
 
@@ -123,19 +118,19 @@ def _report(store: VariableStore, board: Board | None) -> None:
 
 
 def _restore(snapshots: Snapshots, store: VariableStore, board: Board | None) -> None:
-    found = snapshots.restore()
-    if found is None:
-        return
-    journal = snapshots.journal.newest
-    store.load_state(found.state, journal)
-    if board is not None and found.board is not None:
-        board.load_state(found.board, release=True, journal=journal)
-    _logger.warning(
-        "ps:%d goes on from its snapshot %s, after %d updates",
-        store.server,
-        found.path,
-        store.num_updates,
-    )
+    """Restore the newest snapshot, if there is one; write others from now on."""
+    if (found := snapshots.restore()) is not None:
+        journal = snapshots.journal.newest
+        store.load_state(found.state, journal)
+        if board is not None and found.board is not None:
+            board.load_state(found.board, release=True, journal=journal)
+        _logger.warning(
+            "ps:%d goes on from its snapshot %s, after %d updates",
+            store.server,
+            found.path,
+            store.num_updates,
+        )
+    snapshots.start(store, None if board is None else board.state)
 
 
 def _until_over(
