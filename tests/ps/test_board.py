@@ -449,7 +449,7 @@ def test_a_restarted_server_may_take_back_what_was_held(board, clients, clock):
     a("claim", stream=STREAM)
     b("claim", stream=STREAM)
     again = Board(NAMES, TIMEOUTS, now=clock)
-    again.load_state(json.loads(json.dumps(board.state())), release=True)
+    again.load_state(json.loads(json.dumps(board.state())))
     a.board = b.board = again
     # Else `a` had to wait: both may have told the lost server that they were done.
     assert a("claim", stream=STREAM) == {"indices": [2]}
@@ -468,7 +468,7 @@ def test_closures_that_ran_before_a_restart_run_again_or_end_where_they_are(
     saved = json.loads(json.dumps(board.state()))
     a("result", id="x", value=1)  # The snapshot does not know of it.
     again = Board(NAMES, TIMEOUTS, now=clock)
-    again.load_state(saved, release=True)
+    again.load_state(saved)
     chief.board = a.board = b.board = again
     assert ask(again, "pending")["queued"] == 3
     # Its answer was lost with the server.
@@ -561,7 +561,7 @@ def test_what_an_earlier_session_was_told_answers_no_later_one(clock) -> None:
     assert first("claim", stream=STREAM, count=1) == {"indices": [0]}
     first("finish", stream=STREAM, indices=[0])
     again = Board(NAMES, TIMEOUTS, now=clock)
-    again.load_state(saved, journal=journal, release=True)
+    again.load_state(saved, journal=journal)
     second = Client(again, NAMES[0], "s2")
     second("join")
     assert second("claim", stream=STREAM, count=1) == {"indices": [1]}
@@ -586,7 +586,7 @@ def test_a_call_writes_down_nothing_of_other_workers(clock) -> None:
         client("claim", stream=STREAM, finished=steps[:1])
     assert max(len(json.dumps(entry)) for entry in journal.values()) < 1000
     again = Board(names, TIMEOUTS, now=clock)
-    again.load_state(saved, journal=journal, release=True)
+    again.load_state(saved, journal=journal)
     assert again.status()["streams"] == board.status()["streams"]
     assert again.status()["totals"] == board.status()["totals"]
     for client in clients:

@@ -149,14 +149,14 @@ class AnyOrder(RuleBasedStateMachine):
         for worker in self.held:
             if NAMES[worker] not in alive:
                 self.held[worker] = []
-        self.restart(release=True)
+        self.restart()
         for client in self.clients.values():
             client("join")  # As workers do who see that the server is another one.
 
-    def restart(self, **options):
+    def restart(self):
         self.board = self.make()
         journal = {key: json.loads(value) for key, value in self.journal.items()}
-        self.board.load_state(json.loads(self.saved), journal=journal, **options)
+        self.board.load_state(json.loads(self.saved), journal=journal)
         for client in self.clients.values():
             client.board = self.board
 

@@ -147,7 +147,6 @@ class Board:
         workers: Sequence[str],
         timeouts: Timeouts,
         *,
-        max_retries: int = 3,
         note: Note = note_nothing,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -158,7 +157,7 @@ class Board:
         self._failure: str | None = None
         self._presence = Presence(workers, timeouts, now=self._now)
         self._streams = Streams()
-        self._closures = Closures(max_retries=max_retries)
+        self._closures = Closures()
         self._rendezvous = Rendezvous()
         self._answers: _Answers = {}
 
@@ -372,19 +371,13 @@ class Board:
             )
             return msgspec.to_builtins(state, str_keys=True)
 
-    def load_state(
-        self,
-        state: JSONObject,
-        *,
-        release: bool = False,
-        journal: Journaled | None = None,
-    ) -> None:
+    def load_state(self, state: JSONObject, journal: Journaled | None = None) -> None:
         """Restore the state from a snapshot, in a restarted server.
 
-        The same sessions go on with the tickets and closures they had. Heartbeats start
-        anew, so nobody is dead because the server was away. `release` takes closures
-        away, and all tickets that the journal, written since the snapshot, does not
-        tell of: those who had them may have finished them, and would not say so again.
+        Heartbeats start anew, so nobody is dead because the server was away. The same
+        sessions go on with the tickets that the journal, written since the snapshot,
+        tells of. All others are taken back, and closures: those who had them may have
+        finished them, and would not say so again.
         """
         if state.get("version") != _STATE_VERSION:
             raise ValueError(
@@ -395,16 +388,14 @@ class Board:
         with self._lock:
             self._now = self._clock()
             self._presence.restart(loaded.workers, self._now)
-            loaded.closures.max_retries = self._closures.max_retries
             self._streams, self._closures = loaded.streams, loaded.closures
             self._rendezvous, self._answers = loaded.rendezvous, loaded.answers
             self._failure = None
-            if release:
-                self._closures.restart()
-                for told in self._answers.values():
-                    told.answers.pop("take", None)
-                for worker in loaded.workers:
-                    self._streams.release(worker)
+            self._closures.restart()
+            for told in self._answers.values():
+                told.answers.pop("take", None)
+            for worker in loaded.workers:
+                self._streams.release(worker)
             entries = [e for key, e in (journal or {}).items() if key[0] == "stream"]
             self._streams.restart(entries)
             for entry in entries:

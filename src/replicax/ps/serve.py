@@ -123,7 +123,7 @@ def _restore(snapshots: Snapshots, store: VariableStore, board: Board | None) ->
         journal = snapshots.journal.newest
         store.load_state(found.state, journal)
         if board is not None and found.board is not None:
-            board.load_state(found.board, release=True, journal=journal)
+            board.load_state(found.board, journal)
         _logger.warning(
             "ps:%d goes on from its snapshot %s, after %d updates",
             store.server,

@@ -83,7 +83,6 @@ class Snapshots:
         every_updates: int | None = None,
         every_seconds: float | None = None,
         keep: int = 2,
-        now: Callable[[], float] = time.monotonic,
     ) -> None:
         for name, value in (
             ("every_updates", every_updates),
@@ -99,7 +98,6 @@ class Snapshots:
         self._every_updates = every_updates
         self._every_seconds = every_seconds
         self._keep = keep
-        self._now = now
         self._stop = threading.Event()
         # A snapshot after each update: answers wait for it.
         self._is_durable = every_updates == 1
@@ -216,7 +214,7 @@ class Snapshots:
 
     def _run(self) -> None:
         assert self._source is not None
-        written_at = self._now()
+        written_at = time.monotonic()
         while True:
             self._woken.wait(_POLL_SECONDS)
             self._woken.clear()
@@ -225,15 +223,15 @@ class Snapshots:
             fresh = self._made(self._source) - self._written
             if not fresh:
                 # The time counts from the first update that is not on disk.
-                written_at = self._now()
+                written_at = time.monotonic()
                 continue
             enough = self._every_updates is not None and fresh >= self._every_updates
-            waited = self._now() - written_at
+            waited = time.monotonic() - written_at
             late = self._every_seconds is not None and waited >= self._every_seconds
             if enough or late:
                 if not self._try_to_write(self._source):
                     self._stop.wait(_RETRY_SECONDS)
-                written_at = self._now()
+                written_at = time.monotonic()
 
     def _made(self, store: VariableStore) -> int:
         """The number of updates; of all changes, if answers wait for the disk."""

@@ -39,6 +39,7 @@ _logger = logging.getLogger("replicax")
 _POLL_SECONDS = 0.05
 _LINKS = os.path.isdir("/proc/self/fd")  # Linux, where they say what is a socket.
 _DESCRIPTORS = "/proc/self/fd" if _LINKS else "/dev/fd"
+_LIMIT_BYTES = 5 << 20
 _BYTES_RECEIVED = 128  # Where the kernel's tcp_info has their number.
 _MINUTE = 60.0
 _SHOWN = 8  # Addresses in a summary.
@@ -148,24 +149,16 @@ class LimitedLog:
 class UnauthenticatedConnections:
     """Watches the connections to one port of this process.
 
-    One on which no call has shown the token may stay for `limit_seconds` and send
-    `limit_bytes`; a tenth of the time where more than half of the descriptors that the
-    process may have are in use. The time is counted in looks: one for which this
-    process was stopped, or had no processor, is nobody's fault.
+    One on which no call has shown the token may stay for `limit_seconds` and send 5
+    MiB; a tenth of the time where more than half of the descriptors that the process
+    may have are in use. The time is counted in looks: one for which this process was
+    stopped, or had no processor, is nobody's fault.
     """
 
-    def __init__(
-        self,
-        port: int,
-        log: LimitedLog,
-        *,
-        limit_seconds: float = 10.0,
-        limit_bytes: int = 5 << 20,
-    ) -> None:
+    def __init__(self, port: int, log: LimitedLog, *, limit_seconds: float) -> None:
         self._port = port
         self._log = log
         self._limit_looks = limit_seconds / _POLL_SECONDS
-        self._limit_bytes = limit_bytes
         self._lock = threading.Lock()
         self._accepted: set[Peer] = set()
         self._looks: Counter[Peer] = Counter()  # At each of the others.
@@ -253,7 +246,7 @@ class UnauthenticatedConnections:
     def _judge(self, peer: Peer, sock: socket.socket, limit_looks: float) -> None:
         self._looks[peer] += 1
         looks, size = self._looks[peer], _bytes_received(sock)
-        if looks <= limit_looks and size <= self._limit_bytes:
+        if looks <= limit_looks and size <= _LIMIT_BYTES:
             return
         _end(sock)
         self._log.warn(
