@@ -158,22 +158,16 @@ def join_slots(
 
     What belongs to no variable each server has for itself; the first one's counts.
     """
-    pieces: dict[VariableSlot, list[tuple[int, np.ndarray]]] = {}
+    pieces: dict[VariableSlot, dict[int, np.ndarray]] = {}  # By their first rows.
     for server, slots in on_servers.items():
         parts = group.slices_on(server)
         for (name, place), array in slots.items():
             part = None if place is None else parts[place]
             variable = None if part is None else part.variable
             first = part.rows[0] if part and part.rows else 0
-            pieces.setdefault((name, variable), []).append((first, array))
-    return {key: _rows(found, key) for key, found in pieces.items()}
-
-
-def _rows(pieces: list[tuple[int, np.ndarray]], key: VariableSlot) -> np.ndarray:
-    if key[1] is None or len(pieces) == 1:
-        return pieces[0][1]
-    ordered = sorted(pieces, key=lambda piece: piece[0])
-    return np.concatenate([array for _, array in ordered])
+            pieces.setdefault((name, variable), {}).setdefault(first, array)
+    rows = {key: [x for _, x in sorted(found.items())] for key, found in pieces.items()}
+    return {k: np.concatenate(x) if len(x) > 1 else x[0] for k, x in rows.items()}
 
 
 def cut_slots(

@@ -124,14 +124,12 @@ def family_of(name: str) -> tuple[str, int | None]:
 
 def remember(
     recent: dict[_Key, _Value], name: _Key, value: _Value, *, most: int
-) -> list[_Key]:
-    """Move an entry to the end; evict the oldest over `most`, return their names."""
+) -> dict[_Key, _Value]:
+    """Move an entry to the end; evict the oldest ones over `most`, and return them."""
     recent.pop(name, None)
     recent[name] = value
-    dropped = list(recent)[: max(len(recent) - most, 0)]
-    for old in dropped:
-        del recent[old]
-    return dropped
+    oldest = list(recent)[: max(len(recent) - most, 0)]
+    return {old: recent.pop(old) for old in oldest}
 
 
 def beat_seconds(num_workers: int, heartbeat_seconds: float) -> float:

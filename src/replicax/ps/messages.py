@@ -114,7 +114,7 @@ class Pull(_OfGroup, tag="pull"):
 
 
 class Push(_OfGroup, tag="push"):
-    """Push gradients of a group; `pull`: answer with the new values.
+    """Push gradients of a group; the answer has the new values.
 
     A part of a step waits for the others; after `SyncTimeout` it may be pushed again.
     `squared_norms` in the answer is this server's share of the norms that a step must
@@ -127,7 +127,6 @@ class Push(_OfGroup, tag="push"):
     based_on: int
     deadline_seconds: float
     share: StepShare | None = None
-    pull: bool | None = True
 
     def expected_by(self, held: DenseGroup) -> Mapping[str, Allowed]:
         return exactly(held.lengths, "bfloat16")
@@ -150,7 +149,7 @@ class Push(_OfGroup, tag="push"):
             "applied": last.applied,
             **_progress(held, last.step),
         }
-        return header, {} if self.pull is False else held.vectors
+        return header, held.vectors
 
 
 class Commit(_OfGroup, tag="commit"):

@@ -3,6 +3,7 @@
 No clock and no I/O: times come in as arguments, in seconds.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -279,11 +280,9 @@ class Rendezvous(msgspec.Struct):
             return
         members = self.families.get(family, {})
         dropped = remember(members, key, None, most=_NEWEST_KEPT)
-        before = dict(self.families)
-        for old in remember(self.families, family, members, most=_MAX_FAMILIES):
-            dropped.extend(before[old])
-        for old in dropped:
-            self.num_bytes -= self.values.pop(old)[1]
+        old = remember(self.families, family, members, most=_MAX_FAMILIES)
+        for each in itertools.chain(dropped, *old.values()):
+            self.num_bytes -= self.values.pop(each)[1]
 
     def get(self, key: Name) -> JSON:
         """The value of a key; None: it has none, or was evicted."""
