@@ -166,10 +166,6 @@ class Embedding(keras.layers.Embedding):
             super().build(input_shape)
             return
         self._refuse_what_needs_the_table()
-        self.anchor: keras.Variable = self.add_weight(
-            shape=(1,), initializer="zeros", name="anchor", trainable=True
-        )
-        self.anchor.table_name = self.name  # Says whose rows are updated with it.
         initializer: Any = self.embeddings_initializer
         config: Any = keras.initializers.serialize(initializer)
         spec = TableSpec(
@@ -180,6 +176,10 @@ class Embedding(keras.layers.Embedding):
             initializer=config,
             seed=_seed_of(initializer),
         )
+        self.anchor: keras.Variable = self.add_weight(
+            shape=(1,), initializer="zeros", name="anchor", trainable=True
+        )
+        self.anchor.table_name = self.name  # Says whose rows are updated with it.
         self._table = _RemoteTable(source=source, spec=spec)
         source.create(spec)
         self.built = True
@@ -275,12 +275,6 @@ class Embedding(keras.layers.Embedding):
                     f"Embedding {self.name!r}: {option} needs the whole table, but its "
                     "rows go to parameter servers. Leave it out."
                 )
-        if self.variable_dtype != "float32":
-            raise ValueError(
-                f"Embedding {self.name!r}: got dtype={self.variable_dtype!r}, but rows "
-                "on parameter servers are float32. Give the layer dtype='float32' or "
-                "'mixed_bfloat16'."
-            )
         ids = jax.dtypes.canonicalize_dtype(np.int64)
         if self.input_dim > np.iinfo(np.int32).max and ids != np.int64:
             raise ValueError(
