@@ -286,11 +286,6 @@ def test_rows_of_another_server_are_refused():
         table.rows(np.array([3, 4]))
 
 
-def test_gradients_must_fit_the_ids():
-    with pytest.raises(TableError, match=r"expected \(2, 3\)"):
-        push(Table(spec_of()), [1, 2], np.ones((2, DIM + 1)), 0)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -233,16 +233,10 @@ class Table(Group):
         does not wait for the other parts of a step.
 
         `ids` are `int64[n]`, rows on this server; `gradients` `[n, dim]`, of any float
-        dtype. Those of equal ids are summed first.
+        dtype: `messages` lets no others in. Those of equal ids are summed first.
         """
         places = self._places(ids)
         self._required_optimizer()
-        gradients = np.asarray(gradients)
-        if gradients.shape != (len(places), self.spec.dim):
-            raise TableError(
-                f"Table {self.spec.name!r}: got gradients of shape {gradients.shape} "
-                f"for {len(places)} ids, expected {(len(places), self.spec.dim)}."
-            )
         places, gradients = sum_duplicates(places, gradients.astype(np.float32))
         summed = {"ids": places, "gradients": gradients}
         with self.condition:
