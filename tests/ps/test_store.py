@@ -372,8 +372,6 @@ def test_state_goes_on_where_it_was() -> None:
     push(other, 1, session="b")
     with pytest.raises(Superseded):
         push(other, 5, session="a")
-    with pytest.raises(RequestError, match="there are groups already"):
-        other.load_state(state)
     state["arrays"]["0/slots/2"] = np.zeros(3, np.float32)
     with pytest.raises(RequestError, match="this version of Keras has"):
         VariableStore(0).load_state(state)

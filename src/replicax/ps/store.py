@@ -255,11 +255,6 @@ class VariableStore:
 
     def load_state(self, state: JSONObject, journal: Journaled | None = None) -> None:
         """Restore the state that `state()` returned, in a store without groups."""
-        if held := self._all_groups():
-            raise RequestError(
-                "Store.load_state: there are groups already: "
-                f"{[each.what for each in held]}. Load the state into a new Store."
-            )
         self._sessions.load_state(state["meta"]["sessions"])
         for i, meta in enumerate(state["meta"]["groups"]):
             start = f"{i}/"

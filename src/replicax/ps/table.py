@@ -299,15 +299,14 @@ class Table(Group):
     ) -> None:
         """Restore the state of `state`, and the log's later entries."""
         mine = {"server": self.server, "num_servers": self._num_servers}
-        mine |= {f: self.spec.to_json()[f] for f in ("name", "num_rows", "dim")}
-        its = {k: meta.get(k, meta["spec"].get(k)) for k in mine}
+        its = {key: meta[key] for key in mine}
         shapes = {name: array.shape for name, array in self._arrays().items()}
         found = {k: v.shape for k, v in arrays.items()}
         if (its, found) != (mine, shapes):
             raise TableError(
                 f"Table {self.spec.name!r}: the state to load is of {its} with arrays "
                 f"{found}, expected {mine} with {shapes}. Use the same number of "
-                "servers, sizes and optimizer as when it was saved."
+                "servers and optimizer as when it was saved."
             )
         for name, array in self._arrays().items():
             array[...] = arrays[name]
