@@ -8,11 +8,11 @@ of probabilities (`logits`) or training steps (`training`). Then `rewrite` visit
 tree once, and replaces each node by its plan, by a rewrite rule or by the tables.
 `imports` comes last.
 
-Tables and rules. `tables.toml` maps names whose parameters correspond one by one. A
-rewrite rule is a function for calls or attributes that need more than a row (`calls`,
-`array_calls`, `keras_calls`, `keras_methods`, `layer_calls`, `host_calls`, `legacy`,
-`methods`, `members`). A rule raises `Unported` where it is not sure: the expression
-stays unchanged, and a comment above the statement gives the reason.
+Tables and rules. `tables.toml` has the data: names whose parameters correspond one by
+one, keywords, texts of calls, lists of names, and what reports say. A rule (`rules`)
+ports a call that needs more than a row (`calls`, `arrays`, `keras_calls`, `methods`,
+`sources`); `members` ports attributes. A rule raises `Unported` where it is not sure:
+the expression stays unchanged, and a comment above the statement gives the reason.
 
 The check. `check` runs the ported script in a process of its own up to its first
 training step, under the dry run of `replicax plan`.

@@ -287,7 +287,6 @@ def _pad(site: CallSite) -> Expression:
 
 
 def _is_of_numbers(node: Expression) -> bool:
-    """Whether an expression is an integer, or nested lists of integers alone."""
     if isinstance(node, cst.List | cst.Tuple):
         return all(map(_is_of_numbers, parts_of(node)))
     return isinstance(node, cst.Integer)

@@ -108,7 +108,6 @@ def _without_stars(script: Script, node: cst.Call, updated: cst.Call) -> cst.Cal
 
 
 def _with_arrays(script: Script, node: cst.Call, updated: cst.Call) -> cst.Call:
-    """Convert the arguments of a call that may be variables to arrays."""
     if len(node.args) != len(updated.args):
         return updated
     text = "keras.ops.convert_to_tensor({x})"

@@ -68,10 +68,7 @@ def check(
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            return _of_all(
-                original,
-                WHY["no_step"].format(limit=limit_seconds),
-            )
+            return _of_all(original, WHY["no_step"].format(limit=limit_seconds))
         if done.returncode == 0:
             return None
         if _NO_STEP in done.stderr:
@@ -88,12 +85,10 @@ def check(
 
 
 def _of_all(original: str, reason: str) -> Finding:
-    """A finding about a script as a whole."""
     return Finding(1, original.partition("\n")[0][:70], reason)
 
 
 def _imports(text: str, module: str) -> bool:
-    """Whether a script imports a module by its name."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]

@@ -122,25 +122,25 @@ class _Datasets:
             return not self._known.isdisjoint(self._function_keys(node, index))
         if isinstance(node, cst.Subscript):  # Of a dictionary of datasets.
             return self._is_dataset(node.value)
-        if isinstance(node, cst.IfExp | cst.BooleanOperation):
-            return any(self._is_dataset(each) for each in _choices(node))
+        if choices := _choices(node):
+            return any(map(self._is_dataset, choices))
         if self._property_key(node) is not None:
             return True
         return not self._known.isdisjoint(self._script.flow.reaching(node))
 
     def _looks_like_one(self, call: cst.Call) -> bool:
         """Whether a method chain on an unknown object can only be a dataset's."""
-        used = []
+        used: set[str] = set()
         node: Expression = call
+        number = 0
         while name := self._operator(node):
-            used.append(name)
+            used.add(name)
+            number += 1
             node = object_of(node)
         if isinstance(node, cst.Name) and self._script.names.imported(node):
             return False
-        is_telling = len(used) > 1 and not set(NAMES["telling_methods"]).isdisjoint(
-            used
-        )
-        return is_telling or not set(NAMES["sure_methods"]).isdisjoint(used)
+        is_telling = number > 1 and not used.isdisjoint(NAMES["telling_methods"])
+        return is_telling or not used.isdisjoint(NAMES["sure_methods"])
 
     def _operator(self, node: cst.CSTNode) -> str | None:
         name = method_of(node)
@@ -199,29 +199,24 @@ class _Datasets:
 
     def _arguments(self, node: Expression) -> Iterator[Expression]:
         """The operands of `zip`, `concatenate`, `x if a else y` and `x or y`."""
-        is_zip = isinstance(node, cst.Call) and bool(self._source_path(node))
-        if isinstance(node, cst.IfExp | cst.BooleanOperation):
-            yield from _choices(node)
-        elif is_zip or self._operator(node) == "concatenate":
-            assert isinstance(node, cst.Call)
-            for arg in node.args:
-                yield from find(arg.value, cst.Name, cst.Call)
+        yield from _choices(node)
+        is_zip = self._source_path(node) or self._operator(node) == "concatenate"
+        for arg in node.args if is_zip and isinstance(node, cst.Call) else ():
+            yield from find(arg.value, cst.Name, cst.Call)
 
     def _key_of(self, node: Expression, index: int | None = None) -> _Key:
         """The key of an expression's origin; several origins are joined to one."""
         while self._operator(node):
             node = object_of(node)
-        keys: list[_Key] = []
+        if isinstance(node, cst.Subscript):
+            return self._key_of(node.value)
+        keys: list[_Key] = [*self._script.flow.reaching(node)]
         if isinstance(node, cst.Call):
             keys = [k for k in self._function_keys(node, index) if k in self._known]
-        elif isinstance(node, cst.Subscript):
-            return self._key_of(node.value)
-        elif isinstance(node, cst.IfExp | cst.BooleanOperation):
-            keys = [self._key_of(e) for e in _choices(node) if self._is_dataset(e)]
+        elif choices := _choices(node):
+            keys = [self._key_of(each) for each in choices if self._is_dataset(each)]
         elif (made := self._property_key(node)) is not None:
             keys = [made]
-        else:
-            keys = [*self._script.flow.reaching(node)]
         for key in keys[1:]:
             self._join(keys[0], key)
         return keys[0] if keys else id(node)
@@ -237,30 +232,31 @@ class _Datasets:
             self._parent[other] = one
 
     def _sort_in(self, group: DatasetGroup, node: Expression) -> None:
-        if isinstance(node, cst.Call) and self._operator(node):
+        if self._is_maker(node):
+            return
+        if not isinstance(node, cst.Call):
+            group.unknown += [] if self._is_made_here(node) else [node]
+        elif self._operator(node):
             group.operators.append(node)
-        elif isinstance(node, cst.Call) and self._is_foreign(node):
+        elif self._is_foreign(node):
             group.foreign.append(node)
-        elif isinstance(node, cst.Call) and (path := self._source_path(node)):
+        elif path := self._source_path(node):
             group.sources.append((node, path))
-        elif not self._is_maker(node) and not self._is_made_here(node):
+        elif not self._is_made_here(node):
             group.unknown.append(node)
 
     def _is_made_here(self, node: Expression) -> bool:
         if isinstance(node, cst.Subscript):
             return self._is_made_here(node.value)
-        if isinstance(node, cst.IfExp | cst.BooleanOperation):
-            return all(self._is_dataset(each) for each in _choices(node))
-        return self._is_dataset(node)
+        parts = _choices(node) or [node]
+        return all(map(self._is_dataset, parts))
 
 
-def _choices(
-    node: cst.IfExp | cst.BooleanOperation,
-) -> tuple[Expression, Expression]:
-    """The two operands that `x if a else y` or `x or y` chooses between."""
+def _choices(node: Expression) -> list[Expression]:
+    """The two operands that `x if a else y` or `x or y` chooses between; else none."""
     if isinstance(node, cst.IfExp):
-        return node.body, node.orelse
-    return node.left, node.right
+        return [node.body, node.orelse]
+    return [node.left, node.right] if isinstance(node, cst.BooleanOperation) else []
 
 
 def _returned_parts(

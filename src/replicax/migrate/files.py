@@ -99,7 +99,6 @@ def _plan_end(script: Script, literal: cst.SimpleString, end: str) -> None:
 
 
 def _sites(script: Script) -> Iterator[_Site]:
-    """The calls of a script that write or read models and weights."""
     for call in script.calls:
         path, method = script.called(call), method_of(call)
         position, endings = 0, None

@@ -100,10 +100,8 @@ class Flow:
     def _block(
         self, body: Sequence[cst.CSTNode], env: _Environment | None
     ) -> _Environment | None:
-        for statement in body:
-            if env is None:  # Unreachable statements are read, too.
-                env = {}
-            env = self._statement(statement, env)
+        for statement in body:  # Unreachable statements are read, too.
+            env = self._statement(statement, env if env is not None else {})
         return env
 
     def _statement(self, node: cst.CSTNode, env: _Environment) -> _Environment | None:
@@ -118,19 +116,19 @@ class Flow:
             return self._loop(node, env)
         if isinstance(node, cst.Try | cst.TryStar):
             return self._try(node, env)
-        if isinstance(node, cst.If | cst.Match | cst.With):
-            return self._branches(node, env)
-        return self._small(node, env)
-
-    def _branches(
-        self, node: cst.If | cst.Match | cst.With, env: _Environment
-    ) -> _Environment | None:
         if isinstance(node, cst.With):
             for item in node.items:
                 self._read(item.item, env)
                 if item.asname:
                     self._bind(item.asname.name, None, env)
             return self._statement(node.body, env)
+        if isinstance(node, cst.If | cst.Match):
+            return self._branches(node, env)
+        return self._small(node, env)
+
+    def _branches(
+        self, node: cst.If | cst.Match, env: _Environment
+    ) -> _Environment | None:
         if isinstance(node, cst.Match):
             self._read(node.subject, env)
             cases = [self._statement(case.body, dict(env)) for case in node.cases]
@@ -156,12 +154,10 @@ class Flow:
         elif isinstance(node, cst.Continue | cst.Break):
             if self._loops:
                 self._loops[-1].append(dict(env))
-            return None
         else:
             self._read(node, env)
-            if isinstance(node, cst.Return | cst.Raise):
-                return None
-        return env
+        ends = (cst.Continue, cst.Break, cst.Return, cst.Raise)
+        return None if isinstance(node, ends) else env
 
     def _named(
         self, node: cst.FunctionDef | cst.ClassDef, env: _Environment
@@ -198,14 +194,12 @@ class Flow:
         return around
 
     def _try(self, node: cst.Try | cst.TryStar, env: _Environment) -> _Environment:
-        points = [dict(env)]
-        inside: _Environment | None = dict(env)
+        points, inside = [dict(env)], dict(env)
         for statement in node.body.body:
-            inside = self._statement(statement, inside if inside is not None else {})
-            points.append(dict(inside or {}))
-        if node.orelse:
-            inside = self._statement(node.orelse, inside or {})
-        ends = [inside]
+            inside = self._statement(statement, inside) or {}
+            points.append(dict(inside))
+        last = self._statement(node.orelse, inside) if node.orelse else inside
+        ends = [last]
         for handler in node.handlers:
             begin = _merged(points) or {}
             if handler.type:

@@ -144,10 +144,7 @@ def _as_assignment(node: cst.AugAssign) -> cst.Assign:
 
 
 def example_function(
-    script: Script,
-    node: Expression,
-    updated: Expression,
-    generator: str | None = None,
+    script: Script, node: Expression, updated: Expression, generator: str | None = None
 ) -> Expression | None:
     """Port the function of `map` to one of a whole example; None if it is not in sight.
 
@@ -348,7 +345,6 @@ def _plan_lookup(script: Script, made: cst.Call) -> None:
 
 
 def _is_list(script: Script, node: Expression) -> bool:
-    """Whether an expression is a list; a string would name a file."""
     value = script.flow.resolved(node)
     is_made = isinstance(value, cst.Call) and dotted(value.func) in _LISTS
     return is_made or isinstance(value, cst.List | cst.Tuple | cst.ListComp)

@@ -47,7 +47,6 @@ __all__ = [
 
 
 def _with_keywords(table: str) -> Rule:
-    """Make the rule for a call whose keywords alone have changed."""
     return lambda site: site.of_target(with_keywords(site, table))
 
 
@@ -148,7 +147,6 @@ def ported_class_call(site: CallSite) -> cst.Call:
 
 
 def _is_named_class(script: Script, node: Expression) -> bool:
-    """Whether a parameter's name says that it makes an optimizer: `opt_cls`."""
     is_open = not any(each.values for each in script.flow.reaching(node))
     is_named = "opt" in script.code(node).lower()
     return is_open and is_named and is_parameter(script, node)

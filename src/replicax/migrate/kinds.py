@@ -290,10 +290,7 @@ def _of_definition(
 
 
 def _of_part(
-    script: Script,
-    node: Expression,
-    index: Expression,
-    seen: _Seen,
+    script: Script, node: Expression, index: Expression, seen: _Seen
 ) -> frozenset[Maker]:
     """The makers of `node[index]`."""
     if found := part(script, node, index):
@@ -354,13 +351,10 @@ def _of_call(script: Script, node: cst.Call, seen: _Seen) -> frozenset[Maker]:
     elif method_of(node) == "get_layer":
         is_model = _one(script, _makers(script, object_of(node), seen)) == "model"
         return frozenset(["layer"]) if is_model else _UNKNOWN
-    values = list(returned(script, node))
-    known = [value for value in values if value is not None]
-    return _of_all(script, known, seen) | (_UNKNOWN if known != values else set())
+    return _of_all(script, returned(script, node), seen)
 
 
 def _of_class(script: Script, node: cst.ClassDef, seen: _Seen) -> str | None:
-    """The kind of a class of the script by its bases."""
     if node in seen:
         return None
     paths = (script.names.path(base.value) for base in node.bases)

@@ -40,7 +40,7 @@ _ORDERS = {
     "keras.layers.MultiHeadAttention": (
         *("query", "value", "key", "attention_mask", "return_attention_scores"),
         *("training", "use_causal_mask"),
-    ),
+    )
 }
 """Parameters of the `call` of tf.keras' layers that have another order in Keras 3."""
 _KINDS = ("layer", "model")
@@ -57,11 +57,10 @@ class _Parameter(NamedTuple):
 def plan_layer_calls(script: Script) -> None:
     """Plan keywords for positional arguments that Keras 3 refuses, or report them."""
     for node in script.calls:
-        if script.called(node) or not node.args:
-            continue
-        if (found := _called_object(script, node)) is not None:
-            callee, owners = found
-            _plan(script, node, callee, owners)
+        is_ours = bool(node.args) and not script.called(node)
+        found = _called_object(script, node) if is_ours else None
+        if found is not None and _is_layer(script, *found):
+            _plan(script, node, found[1])
 
 
 def _called_object(
@@ -90,14 +89,7 @@ def _above(script: Script, owner: cst.ClassDef) -> Iterator[Maker]:
     yield from (find_target(path) for path in paths if path)
 
 
-def _plan(
-    script: Script,
-    node: cst.Call,
-    callee: Expression,
-    owners: frozenset[Maker],
-) -> None:
-    if not _is_layer(script, callee, owners):
-        return
+def _plan(script: Script, node: cst.Call, owners: frozenset[Maker]) -> None:
     orders = {_order(script, owner) for owner in owners}
     order = orders.pop() if len(orders) == 1 else None
     first = next(
@@ -115,7 +107,6 @@ def _plan(
 
 
 def _is_layer(script: Script, callee: Expression, owners: frozenset[Maker]) -> bool:
-    """Whether a callee is a layer or a model."""
     if owners != {None}:
         return any(_is_called_by_keras(script, owner) for owner in owners)
     root = root_of(callee)
@@ -123,10 +114,13 @@ def _is_layer(script: Script, callee: Expression, owners: frozenset[Maker]) -> b
     if script.functions(name) or (root is not None and script.names.imported(root)):
         return False
     made = [v for d in definitions(script, callee) for v in d.values]
-    return is_kind(script, callee, "model") or any(
-        isinstance(each, cst.Call) and _is_imported_class(script, each.func)
+    names = [
+        (script.names.imported(each.func) or "").rpartition(".")[2]
         for each in made
-    )
+        if isinstance(each, cst.Call)
+    ]
+    is_model = is_kind(script, callee, "model")
+    return is_model or any(name[:1].isupper() for name in names)
 
 
 def _is_called_by_keras(script: Script, owner: Maker) -> bool:
@@ -135,11 +129,6 @@ def _is_called_by_keras(script: Script, owner: Maker) -> bool:
         return owner in _KINDS or (_of_target(owner) is not None if owner else False)
     methods = (name for c in with_bases(script, owner) for name in methods_of(c))
     return is_class_of(script, owner, _KINDS) and "__call__" not in methods
-
-
-def _is_imported_class(script: Script, node: Expression) -> bool:
-    name = script.names.imported(node) or ""
-    return name.rpartition(".")[2][:1].isupper()
 
 
 def _needs_name(

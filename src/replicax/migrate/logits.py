@@ -361,8 +361,9 @@ def _origins(
             seen.add(value)
             if isinstance(value, cst.Call) and isinstance(value.func, cst.Name):
                 results = list(returned(script, value))
-                for inner in filter(None, results):
-                    found |= _origins(script, inner, seen) or {inner}
+                for inner in results:
+                    if script.parent(inner) is not None:  # Else of a bare `return`.
+                        found |= _origins(script, inner, seen) or {inner}
                 if results:
                     continue
             found |= _origins(script, value, seen) or {value}

@@ -126,7 +126,6 @@ def _is_assigned(script: Script, node: cst.Attribute) -> bool:
 
 
 def _is_rate(script: Script, node: Expression) -> bool:
-    """Whether an expression is the learning rate of an optimizer."""
     return (
         isinstance(node, cst.Attribute)
         and attr_of(node) in {"lr", "learning_rate"}

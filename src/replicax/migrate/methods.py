@@ -153,7 +153,6 @@ def plan_resets(script: Script) -> None:
 
 
 def _with_keywords(table: str) -> Rule:
-    """Make the rule for a method whose keywords alone have changed."""
     return lambda site: site.with_args(with_keywords(site, table))
 
 

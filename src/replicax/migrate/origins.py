@@ -26,7 +26,6 @@ __all__ = [
     "is_parameter",
     "part",
     "returned",
-    "values_of",
     "with_bases",
 ]
 
@@ -69,7 +68,7 @@ def definitions(script: Script, node: Expression) -> frozenset[Definition]:
     return frozenset(bound)
 
 
-def values_of(script: Script, node: Expression) -> list[Expression]:
+def _values_of(script: Script, node: Expression) -> list[Expression]:
     """The values of all definitions of a name or attribute."""
     return [value for each in definitions(script, node) for value in each.values]
 
@@ -190,36 +189,29 @@ def _of_call(script: Script, node: cst.Call, seen: _Seen) -> list[Expression]:
         return [arg.value for arg in node.args if arg.keyword]
     if method_of(node) == "values":
         return elements(script, object_of(node), seen)
-    values = [value for value in returned(script, node) if value is not None]
+    values = returned(script, node)
     return [each for value in values for each in elements(script, value, seen)]
 
 
-def returned(script: Script, node: cst.Call) -> Iterator[Expression | None]:
-    """The values that a called function or method of the script returns.
-
-    Yields:
-        The expression of each `return`; None if it has none.
-    """
+def returned(script: Script, node: cst.Call) -> Iterator[Expression]:
+    """The values that a called function or method of the script returns."""
     func = node.func
     if isinstance(func, cst.Attribute) and is_name(func.value, "self"):
         func = func.attr
     for function in script.functions(func.value) if isinstance(func, cst.Name) else ():
         for each in find(function, cst.Return):
             if script.function_of(each) is function:
-                yield each.value
+                yield each.value or cst.Name("None")
 
 
 def _literals(script: Script, node: Expression, depth: int = 5) -> Iterator[Expression]:
     """The literal lists, tuples and dicts that an expression may stand for."""
     if depth == 0 or isinstance(node, cst.List | cst.Tuple | cst.Dict):
         yield node
-    elif isinstance(node, cst.Call):
-        for value in returned(script, node):
-            if value is not None:
-                yield from _literals(script, value, depth - 1)
-    else:
-        for value in values_of(script, node):
-            yield from _literals(script, value, depth - 1)
+        return
+    is_call = isinstance(node, cst.Call)
+    for value in returned(script, node) if is_call else _values_of(script, node):
+        yield from _literals(script, value, depth - 1)
 
 
 def _added(script: Script, definition: Definition) -> Iterator[Expression]:

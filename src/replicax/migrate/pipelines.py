@@ -99,7 +99,6 @@ def _operator_problem(
 
 
 def _repeats_before(script: Script, call: cst.Call) -> bool:
-    """Whether an endless `repeat` is before a call, here or in earlier statements."""
     calls = calls_before(script, call)
     return any(method_of(c) == "repeat" and is_endless(script, c) for c in calls)
 

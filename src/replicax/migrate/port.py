@@ -26,11 +26,7 @@ from replicax.migrate.scopes import plan_eager_steps, plan_models, plan_scopes
 from replicax.migrate.script import MARK, Finding, Script
 from replicax.migrate.sessions import plan_sessions, plan_summaries
 from replicax.migrate.statements import plan_servers, plan_settings
-from replicax.migrate.tracing import (
-    find_traced,
-    plan_randomness,
-    report_branches,
-)
+from replicax.migrate.tracing import find_traced, plan_randomness, report_branches
 from replicax.migrate.training import plan_training
 from replicax.migrate.tree import text_of
 
@@ -116,7 +112,6 @@ def port(source: bytes) -> Ported:
 
 
 def _report_backend(script: Script) -> None:
-    """Report a script that asks for another backend of Keras."""
     for node in script.nodes(cst.Assign):
         is_set = "KERAS_BACKEND" in script.code(node.targets[0].target)
         if is_set and text_of(node.value) not in {"", "jax"}:

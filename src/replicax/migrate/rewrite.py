@@ -324,13 +324,11 @@ def _without_repeated(
 
 
 def _is_docstring(statement: cst.CSTNode) -> bool:
-    """Whether a statement is a string alone."""
     small = only_of(statement)
     return isinstance(small, cst.Expr) and isinstance(small.value, cst.SimpleString)
 
 
 def _gap(statement: Any) -> list[cst.EmptyLine]:
-    """The blank lines above a statement."""
     lines = statement.leading_lines
     return list(itertools.takewhile(lambda line: line.comment is None, lines))
 

@@ -64,7 +64,6 @@ def plan_eager_steps(script: Script) -> None:
 
 
 def _has_scope(script: Script) -> bool:
-    """Whether a script enters the scope of a strategy."""
     return any(method_of(call) == "scope" for call in script.calls)
 
 
@@ -91,7 +90,6 @@ def _calls_of(script: Script, function: cst.FunctionDef) -> list[cst.Call] | Non
 
 
 def _takes(script: Script, call: cst.Call) -> bool:
-    """Whether `run` can make a call: it is not traced already, and passes arrays."""
     return not is_traced(script, call) and not any(
         arg.star
         or isinstance(arg.value, cst.BaseString | cst.Lambda)
@@ -228,10 +226,7 @@ def _compiles_outside(script: Script, call: cst.Call, blocks: _Nodes) -> bool:
 
 
 def _is_model_of(
-    script: Script,
-    model: Expression,
-    blocks: _Nodes,
-    depth: int = 4,
+    script: Script, model: Expression, blocks: _Nodes, depth: int = 4
 ) -> bool:
     """Whether a model was made in a scope, here or where a caller passes it."""
     found = definitions(script, model)
@@ -307,10 +302,7 @@ def _strategy_before(
 
 
 def _is_there(
-    script: Script,
-    strategy: Expression,
-    block: cst.CSTNode,
-    statement: cst.CSTNode,
+    script: Script, strategy: Expression, block: cst.CSTNode, statement: cst.CSTNode
 ) -> bool:
     """Whether the strategy of a scope's block is made where a statement runs."""
     if isinstance(strategy, cst.Attribute) and is_name(strategy.value, "self"):

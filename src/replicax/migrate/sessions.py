@@ -11,13 +11,7 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from replicax.migrate.script import (
-    Expression,
-    Replacement,
-    Script,
-    Statement,
-    Unported,
-)
+from replicax.migrate.script import Expression, Replacement, Script, Statement, Unported
 from replicax.migrate.statements import body_in_place
 from replicax.migrate.tables import DROPPED, NAMES, WHY
 from replicax.migrate.tracing import is_traced

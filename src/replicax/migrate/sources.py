@@ -203,7 +203,6 @@ def _functions(script: Script, node: Expression) -> set[cst.CSTNode]:
 
 
 def _require_same(function: cst.CSTNode) -> None:
-    """Raise `Unported` unless a function ends, and yields the same each time."""
     for node in walk(function):
         name = node.value if isinstance(node, cst.Name) else ""
         if isinstance(node, cst.While) or name in NAMES["endless_functions"]:
@@ -239,9 +238,7 @@ def is_endless(script: Script, repeat: cst.Call) -> bool:
 
 
 def calls_before(
-    script: Script,
-    node: Expression,
-    seen: frozenset[cst.CSTNode] = frozenset(),
+    script: Script, node: Expression, seen: frozenset[cst.CSTNode] = frozenset()
 ) -> Iterator[cst.Call]:
     """The method calls that derive a dataset, through variables and functions."""
     while isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
@@ -251,7 +248,7 @@ def calls_before(
         return
     values = [v for d in script.flow.reaching(node) for v in d.values]
     if isinstance(node, cst.Call):
-        values = [value for value in returned(script, node) if value is not None]
+        values = list(returned(script, node))
     for value in values:
         yield from calls_before(script, value, seen | {node})
 

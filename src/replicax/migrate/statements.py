@@ -230,7 +230,6 @@ def _belongs_to_server(
 
 
 def _without_first_branch(updated: cst.If) -> Replacement:
-    """Remove the first branch of an `if`."""
     rest = updated.orelse
     if rest is None:
         return cst.RemoveFromParent()
@@ -279,7 +278,7 @@ def plan_settings(script: Script) -> None:
 _STAYING = "stays: not all that it is given to is ported"
 _SETTINGS = ("data.Options", "ConfigProto", "GPUOptions")
 _NO_ARGUMENTS = {
-    "estimator.RunConfig": ("session_config", "save_summary_steps", "protocol"),
+    "estimator.RunConfig": ("session_config", "save_summary_steps", "protocol")
 }
 """Arguments that only TensorFlow's runtime has, by the call's path."""
 

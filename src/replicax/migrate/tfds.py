@@ -134,7 +134,6 @@ def _splits(script: Script, node: Expression | None) -> tuple[bool, list[str]]:
 
 
 def _info(script: Script, call: cst.Call) -> cst.Name:
-    """The name that the `info` object, the second result of a call, is bound to."""
     assign = script.parent(call)
     is_single = isinstance(assign, cst.Assign) and len(assign.targets) == 1
     names = parts_of(script.target_of(call)) if is_single else []
@@ -146,7 +145,6 @@ def _info(script: Script, call: cst.Call) -> cst.Name:
 def _uses(
     script: Script, info: cst.Name, name: str
 ) -> Iterator[tuple[cst.CSTNode, str]]:
-    """The uses of the `info` object, with the code that replaces each."""
     definition = script.flow.defined(info)
     known = {
         "features['label'].num_classes": str(_CLASSES[name]),

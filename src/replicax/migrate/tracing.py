@@ -1,5 +1,6 @@
 """Finds the functions that strategies trace, and what tracing changes in them."""
 
+import itertools
 from collections.abc import Iterable, Iterator
 
 import libcst as cst
@@ -12,7 +13,6 @@ from replicax.migrate.tree import (
     find,
     is_name,
     method_of,
-    methods_of,
     names_in,
     object_of,
     only_of,
@@ -21,7 +21,6 @@ from replicax.migrate.tree import (
 
 __all__ = [
     "RANDOM",
-    "called_functions",
     "class_of",
     "find_traced",
     "foreign_bases",
@@ -71,11 +70,11 @@ def with_called(script: Script, functions: Iterable[cst.CSTNode]) -> set[cst.CST
         function = pending.pop()
         if function not in found:
             found.add(function)
-            pending += called_functions(script, function)
+            pending += _called_functions(script, function)
     return found
 
 
-def called_functions(script: Script, function: cst.CSTNode) -> Iterator[cst.CSTNode]:
+def _called_functions(script: Script, function: cst.CSTNode) -> Iterator[cst.CSTNode]:
     """The functions of the script that one may call; methods count by their name."""
     for node in find(function, cst.Call):
         if isinstance(node.func, cst.Name):
@@ -163,17 +162,17 @@ def plan_randomness(script: Script) -> None:
             if owner is not None and _plan_generator(script, owner):
                 script.generators[node] = f"self.{_GENERATOR}"
                 continue
-            visible = {script.module, *script.parents(node)}
             blocks = list(scopes(script))
-            if not blocks and (function := script.function_of(node)) is not None:
-                _insert_generator(script, node, function)
-            for block in blocks:
-                if (script.function_of(block) or script.module) in visible:
-                    name = _free_name(script)
-                    script.generators[node] = name
-                    made = f"{script.here('keras.random.SeedGenerator')}(seed=0)"
-                    script.first_lines[block] = f"{name} = {made}"
-                    break
+            around = {script.module, *script.parents(node)}
+            visible = (
+                b for b in blocks if (script.function_of(b) or script.module) in around
+            )
+            if (block := next(visible, None)) is not None:
+                name = script.generators[node] = _free_name(script)
+                made = f"{script.here('keras.random.SeedGenerator')}(seed=0)"
+                script.first_lines[block] = f"{name} = {made}"
+            elif not blocks:
+                _insert_generator(script, node)
 
 
 _GENERATOR = "seed_generator"
@@ -183,11 +182,9 @@ def _layer_around(script: Script, node: cst.CSTNode) -> cst.ClassDef | None:
     """The class of layers or models that a node is in a method of; None outside."""
     function = script.function_of(node)
     owner = class_of(script, function) if function is not None else None
-    if owner is None or function is None:
-        return None
-    has_self = [p.name.value for p in function.params.params[:1]] == ["self"]
-    is_layer = has_self and is_class_of(script, owner, ("layer", "model"))
-    return owner if is_layer else None
+    params = [p.name.value for p in function.params.params] if function else []
+    is_layer = owner and is_class_of(script, owner, ("layer", "model"))
+    return owner if is_layer and params[:1] == ["self"] else None
 
 
 def _plan_generator(script: Script, owner: cst.ClassDef) -> bool:
@@ -196,59 +193,47 @@ def _plan_generator(script: Script, owner: cst.ClassDef) -> bool:
         return True
     if _GENERATOR in names_in(owner):
         return False
-    methods = methods_of(owner)
-    made = f"{script.here('keras.random.SeedGenerator')}()"
-    code = f"self.{_GENERATOR} = {made}"
-    init = methods.get("__init__")
-    place = next((n for n in owner.body.body if isinstance(n, cst.FunctionDef)), None)
-    if init is not None:
-        place = next(filter(_calls_constructor, init.body.body), None)
+    code = f"self.{_GENERATOR} = {script.here('keras.random.SeedGenerator')}()"
+    methods = [each for each in owner.body.body if isinstance(each, cst.FunctionDef)]
+    init = next((m for m in methods if m.name.value == "__init__"), None)
+    place: cst.CSTNode | None = methods[0]
+    if init is not None:  # Below `super().__init__(...)`.
+        lines = (each for each in init.body.body if _calls_constructor(only_of(each)))
+        place = next(lines, None)
     if place is None or place in script.replacements:
         return False
-    if init is not None:
-        script.replacements[place] = lambda updated: cst.FlattenSentinel(
-            [updated, cst.parse_statement(code)]
-        )
-    else:
-        args = "*args, **kwargs"
-        text = f"def __init__(self, {args}):\n    super().__init__({args})\n    {code}"
-        script.replacements[place] = lambda updated: _below(text, updated)
+    args = "*args, **kwargs"
+    text = f"def __init__(self, {args}):\n    super().__init__({args})\n    {code}"
+    script.replacements[place] = lambda updated: (
+        cst.FlattenSentinel([updated, cst.parse_statement(code)])
+        if init is not None
+        else _below(text, updated)
+    )
     script.with_generator.add(owner)
     return True
 
 
-def _calls_constructor(node: cst.CSTNode) -> bool:
-    """Whether a line is `super().__init__(...)`."""
-    only = only_of(node)
-    return isinstance(only, cst.Expr) and method_of(only.value) == "__init__"
+def _calls_constructor(small: cst.CSTNode | None) -> bool:
+    return isinstance(small, cst.Expr) and method_of(small.value) == "__init__"
 
 
 def _below(text: str, updated: cst.FunctionDef) -> Replacement:
     """Insert the method `text` above another one, with a blank line between them."""
-    above = cst.parse_statement(text)
     blank = [line for line in updated.leading_lines if not line.comment]
-    lines = updated.leading_lines if blank else [_BLANK, *updated.leading_lines]
-    return cst.FlattenSentinel(
-        [
-            above.with_changes(leading_lines=blank),
-            updated.with_changes(leading_lines=lines),
-        ]
-    )
+    gap = [] if blank else [cst.EmptyLine(indent=False)]
+    above = cst.parse_statement(text).with_changes(leading_lines=blank)
+    lines = [*gap, *updated.leading_lines]
+    return cst.FlattenSentinel([above, updated.with_changes(leading_lines=lines)])
 
 
-_BLANK = cst.EmptyLine(indent=False)
-
-
-def _insert_generator(
-    script: Script, node: cst.Call, function: cst.FunctionDef
-) -> None:
+def _insert_generator(script: Script, node: cst.Call) -> None:
     """Plan a generator above a function, for steps of the default strategy."""
     around = [n for n in script.parents(node) if isinstance(n, cst.FunctionDef)]
-    if len(around) == 1 and script.parent(function) is script.module:
+    if len(around) == 1 and script.parent(around[0]) is script.module:
         name = script.generators[node] = _free_name(script)
         line = f"{name} = {script.here('keras.random.SeedGenerator')}(seed=0)"
         if not any(line in lines for lines in script.inserted.values()):
-            script.inserted[function] = [line]
+            script.inserted[around[0]] = [line]
 
 
 def _free_name(script: Script) -> str:
@@ -285,10 +270,8 @@ def report_branches(script: Script) -> None:
                 script.leave(node.test, WHY["autograph"].format(test=test))
     for call in script.calls:
         if script.called(call) in _BRANCHING:
-            branches = [
-                f for arg in call.args for f in _functions_of(script, arg.value)
-            ]
-            if method := _effect(script, branches):
+            given = (_functions_of(script, arg.value) for arg in call.args)
+            if method := _effect(script, itertools.chain(*given)):
                 script.leave(call, WHY["branch_effect"].format(method))
 
 

@@ -76,13 +76,11 @@ def _problem_of_minimize(script: Script, node: cst.Call) -> str | None:
 
 
 def _is_none(script: Script, node: Expression) -> bool:
-    """Whether an expression is None, or a variable that may be None."""
     bound = [value for each in script.flow.reaching(node) for value in each.values]
     return is_name(node, "None") or any(is_name(value, "None") for value in bound)
 
 
 def _is_function(script: Script, loss: Expression) -> bool:
-    """Whether the argument `loss` of `minimize` is a function that computes it."""
     value = script.flow.resolved(loss)
     is_defined = isinstance(value, cst.Name) and bool(script.functions(value.value))
     return isinstance(value, cst.Lambda) or is_defined
@@ -163,7 +161,6 @@ def _is_waiting(script: Script, node: cst.CSTNode) -> bool:
 
 
 def _called_models(script: Script, statement: cst.CSTNode) -> set[str]:
-    """The names of the models that a statement calls."""
     return {
         name
         for node in find(statement, cst.Call)
