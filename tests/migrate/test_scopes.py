@@ -245,12 +245,15 @@ def test_a_function_that_the_scope_calls_compiles_as_it_is() -> None:
     assert text.count("scope():") == 1
 
 
-def test_a_strategy_out_of_sight_is_reported() -> None:
+def test_a_function_that_sees_no_strategy_is_called_in_the_scope() -> None:
     imports, _, rest = COMPILED.partition("\n")
     main = "".join(f"    {line}\n" for line in rest.splitlines())
-    _, left = ported(f"{imports}\n{TUNE}def main():\n{main}    tune(model)")
-    assert len(left) == 1
-    assert "in whose scope they are made" in left[0]
+    text, left = ported(
+        f"{imports}\n{TUNE}def main():\n{main}    tune(model)\n    return model\n"
+        "steps = main().optimizer.iterations"
+    )
+    assert left == []
+    assert int(executed(text, {**DATA})["steps"]) == 1
 
 
 def test_a_method_compiles_again_in_the_scope_of_its_strategy() -> None:
@@ -266,3 +269,104 @@ def test_a_method_compiles_again_in_the_scope_of_its_strategy() -> None:
     )
     assert left == []
     assert "        with self.strategy.scope():\n            self.model.com" in text
+
+
+STEP = """\
+def step(x, y):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean((model(x) - y) ** 2)
+    grads = tape.gradient(loss, model.trainable_variables)
+    {optimizer}.apply_gradients(zip(grads, model.trainable_variables))
+    seen.update_state(loss)
+strategy.run(step, args=(x, y))
+steps = int({optimizer}.iterations)
+"""
+
+
+@pytest.mark.parametrize(
+    ("made", "optimizer"),
+    [
+        ("opts = [tf.keras.optimizers.SGD(0.1)]", "opts[0]"),
+        ("opts = [tf.keras.optimizers.SGD(r) for r in (0.1, 0.2)]", "opts[1]"),
+        ("opts = {'a': tf.keras.optimizers.SGD(0.1)}", "opts['a']"),
+        ("opts = dict(a=tf.keras.optimizers.SGD(0.1))", "opts['a']"),
+        ("opts = []\nopts.append(tf.keras.optimizers.SGD(0.1))", "opts[0]"),
+        ("opts = {}\nopts['a'] = tf.keras.optimizers.SGD(0.1)", "opts['a']"),
+        ("a, b = tf.keras.optimizers.SGD(0.1), tf.keras.optimizers.Adam()", "b"),
+        ("a = tf.keras.optimizers.SGD(0.1) if y is None else "
+         "tf.keras.optimizers.Adam()", "a"),
+        ("def make():\n    return [tf.keras.optimizers.SGD(0.1)]\n"
+         "opts = make()", "opts[0]"),
+        ("make = {'a': lambda r: tf.keras.optimizers.SGD(r)}\na = make['a'](0.1)", "a"),
+        ("class Box:\n    def __init__(self, opt):\n        self.opt = opt\n"
+         "box = Box(tf.keras.optimizers.SGD(0.1))", "box.opt"),
+        ("class Box:\n    def __init__(self):\n"
+         "        self.opt = tf.keras.optimizers.SGD(0.1)\nbox = Box()", "box.opt"),
+    ],
+)  # fmt: skip
+def test_what_steps_use_is_made_in_the_scope(made: str, optimizer: str) -> None:
+    text, left = ported(
+        f"{STRATEGY}{MODEL}{made}\nseen = tf.keras.metrics.Mean()\n"
+        + STEP.format(optimizer=optimizer)
+    )
+    assert left == []
+    names = executed(text, {**DATA})
+    assert names["steps"] == 1
+    assert float(names["seen"].result()) > 0
+
+
+def test_a_strategy_that_is_an_argument_is_not_there_elsewhere() -> None:
+    text, left = ported(
+        "import tensorflow as tf\n"
+        "class Trainer:\n"
+        "    def __init__(self, strategy):\n"
+        "        with strategy.scope():\n"
+        "            self.model = tf.keras.Sequential()\n"
+        "    def tune(self):\n"
+        "        self.model.compile(tf.keras.optimizers.Adam(1e-5), 'mse')\n"
+    )
+    assert len(left) == 1
+    assert text.count("with strategy.scope():\n") == 1
+
+
+def test_a_model_of_the_scope_is_built_in_it() -> None:
+    text, left = ported(
+        f"{STRATEGY}with strategy.scope():\n"
+        "    model = tf.keras.Sequential([tf.keras.layers.Dense(1)])\n"
+        f"    model.compile('sgd', 'mse')\nmodel.build((None, 2))\n{FIT}"
+    )
+    assert left == []
+    assert len(executed(text, {**DATA})["history"]["loss"]) == 2
+
+
+def test_a_strategy_that_is_passed_has_the_scope() -> None:
+    text, left = ported(
+        "import tensorflow as tf\n"
+        "def train(strategy, model, opt, x, y):\n"
+        "    seen = tf.keras.metrics.Mean()\n"
+        + textwrap.indent(STEP.format(optimizer="opt"), "    ")
+        + "    return steps\n"
+        "def main(x, y):\n"
+        "    strategy = tf.distribute.MirroredStrategy()\n"
+        + textwrap.indent(MODEL, "    ")
+        + "    return train(strategy, model, tf.keras.optimizers.SGD(0.1), x, y)\n"
+        "steps = main(x, y)"
+    )
+    assert left == []
+    assert executed(text, {**DATA})["steps"] == 1
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        # Its layers are built by then.
+        "i = tf.keras.Input((2,))\nbase = tf.keras.Model(i, Dense(1)(i))\n"
+        "strategy.run(lambda: base(x))",
+        "for opt in [tf.keras.optimizers.SGD(0.1)]:\n"
+        "    with strategy.scope():\n        model.compile(opt, 'mse')",
+    ],
+)
+def test_what_cannot_be_moved_is_reported(source: str) -> None:
+    _, left = ported(f"{STRATEGY}{MODEL}{source}")
+    assert len(left) == 1
+    assert "in whose scope they are made" in left[0]

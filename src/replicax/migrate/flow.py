@@ -54,7 +54,8 @@ class Flow:
         self._by_node: dict[cst.CSTNode, Definition] = {}
         self._reaching: dict[cst.CSTNode, frozenset[Definition]] = {}
         self._outer_uses: dict[cst.CSTNode, _Key] = {}
-        self._functions: dict[str, list[cst.FunctionDef]] = defaultdict(list)
+        self._uses: dict[Definition, list[cst.CSTNode]] = defaultdict(list)
+        self._called: dict[str, list[Sequence[cst.Param]]] = defaultdict(list)
         self._calls: list[cst.Call] = []
         self._loops: list[list[_Environment]] = []
         self._bodies: list[tuple[cst.FunctionDef | cst.Lambda, int]] = []
@@ -81,8 +82,11 @@ class Flow:
 
     def uses(self, definition: Definition) -> list[cst.CSTNode]:
         """The uses that a definition reaches."""
-        nodes = [*self._reaching, *self._outer_uses]
-        return [node for node in nodes if definition in self.reaching(node)]
+        if not self._uses:
+            for node in [*self._reaching, *self._outer_uses]:
+                for each in self.reaching(node):
+                    self._uses[each].append(node)
+        return self._uses.get(definition, [])
 
     def value(self, node: cst.BaseExpression) -> cst.BaseExpression | None:
         """The one expression that a variable stands for; None if there may be more."""
@@ -165,7 +169,7 @@ class Flow:
         for part in node.decorators:
             self._read(part, env)
         if isinstance(node, cst.FunctionDef):
-            self._functions[node.name.value].append(node)
+            self._called[node.name.value].append(node.params.params)
             self._read(node.params, env)
             self._bodies.append((node, self._class))
         else:
@@ -174,6 +178,9 @@ class Flow:
                 self._read(base, env)
             self._statement(node.body, {})
             self._class = outer
+            for each in node.body.body:
+                if isinstance(each, cst.FunctionDef) and each.name.value == "__init__":
+                    self._called[node.name.value].append(each.params.params[1:])
         self._bind(node.name, None, env)
         return env
 
@@ -311,11 +318,11 @@ class Flow:
     def _pass_arguments(self) -> None:
         """Add the arguments at each call site to the definitions of the parameters."""
         for call in dict.fromkeys(self._calls):
-            if isinstance(call.func, cst.Name):
-                for function in self._functions.get(call.func.value, ()):
-                    for param, value in _arguments(function, call):
-                        if made := self._by_node.get(param):
-                            made.values.append(value)
+            name = call.func.value if isinstance(call.func, cst.Name) else ""
+            for parameters in self._called.get(name, ()):
+                for param, value in _arguments(parameters, call):
+                    if made := self._by_node.get(param):
+                        made.values.append(value)
 
 
 def _read_parts(node: cst.CSTNode) -> Sequence[cst.CSTNode]:
@@ -328,9 +335,9 @@ def _read_parts(node: cst.CSTNode) -> Sequence[cst.CSTNode]:
 
 
 def _arguments(
-    function: cst.FunctionDef, call: cst.Call
+    parameters: Sequence[cst.Param], call: cst.Call
 ) -> Iterator[tuple[cst.Name, cst.BaseExpression]]:
-    params = [p.name for p in function.params.params]
+    params = [p.name for p in parameters]
     named = {p.value: p for p in params}
     for i, arg in enumerate(call.args):
         if arg.keyword is not None:

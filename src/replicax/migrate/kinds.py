@@ -30,6 +30,7 @@ __all__ = [
     "makers",
     "makes_optimizer",
     "may_be_variable",
+    "origins",
     "renamed_optimizer",
 ]
 
@@ -42,7 +43,9 @@ _Seen = frozenset[cst.CSTNode]
 """The expressions that a recursion is in; one of them again ends it: a cycle."""
 Maker: TypeAlias = cst.ClassDef | str | None
 """The maker of an object: a class of the script, a target or a kind; None: unknown."""
-_UNKNOWN: frozenset[Maker] = frozenset([None])
+Origin: TypeAlias = cst.Call | Maker
+"""The call that makes an object; where no call in sight makes it, its maker."""
+_UNKNOWN: frozenset[Origin] = frozenset([None])
 
 
 def is_kind(script: Script, node: Expression, kind: str) -> bool:
@@ -217,10 +220,22 @@ def makers(script: Script, node: Expression) -> frozenset[Maker]:
         Classes of the script, targets such as `"keras.layers.Dense"`, kinds where only
         those are known, and None for what is not in sight.
     """
-    return _makers(script, node, frozenset())
+    each = (_makers_of(script, origin) for origin in origins(script, node))
+    return frozenset[Maker]().union(*each)
 
 
-def _makers(script: Script, node: Expression, seen: _Seen) -> frozenset[Maker]:
+def origins(script: Script, node: Expression) -> frozenset[Origin]:
+    """The calls that make the object that an expression is, or else its makers."""
+    return _origins(script, node, frozenset())
+
+
+def _makers_of(script: Script, origin: Origin) -> frozenset[Maker]:
+    if isinstance(origin, cst.Call):
+        return _called_makers(script, origin, frozenset())
+    return frozenset([origin])
+
+
+def _origins(script: Script, node: Expression, seen: _Seen) -> frozenset[Origin]:
     if node in seen:
         return _UNKNOWN
     seen = seen | {node}
@@ -229,8 +244,8 @@ def _makers(script: Script, node: Expression, seen: _Seen) -> frozenset[Maker]:
     if isinstance(node, cst.IfExp):
         return _of_all(script, (node.body, node.orelse), seen)
     if isinstance(node, cst.BooleanOperation) and isinstance(node.operator, cst.Or):
-        left = _makers(script, node.left, seen) - _UNKNOWN
-        return left | _makers(script, node.right, seen)  # `given or Adam()`
+        left = _origins(script, node.left, seen) - _UNKNOWN
+        return left | _origins(script, node.right, seen)  # `given or Adam()`
     if isinstance(node, cst.Subscript):
         index = node.slice[0].slice
         is_index = isinstance(index, cst.Index)
@@ -239,28 +254,30 @@ def _makers(script: Script, node: Expression, seen: _Seen) -> frozenset[Maker]:
         return frozenset([script.class_around(node)])
     if found := definitions(script, node):
         each = (_of_definition(script, d, seen) for d in found)
-        return frozenset[Maker]().union(*each) or _UNKNOWN
+        return frozenset[Origin]().union(*each) or _UNKNOWN
     if isinstance(node, cst.Attribute):
         if node.attr.value in NAMES["variables"]:
             return frozenset(["variable"])
-        inner = _one(script, _makers(script, node.value, seen))
+        inner = _one(script, _origins(script, node.value, seen))
         return frozenset([_PARTS.get((inner or "", node.attr.value))])
     return _of_comprehension(script, node, seen)
 
 
 def _of_all(
     script: Script, nodes: Iterable[Expression], seen: _Seen
-) -> frozenset[Maker]:
-    each = (_makers(script, node, seen) for node in nodes)
-    return frozenset[Maker]().union(*each) or _UNKNOWN
+) -> frozenset[Origin]:
+    each = (_origins(script, node, seen) for node in nodes)
+    return frozenset[Origin]().union(*each) or _UNKNOWN
 
 
-def _one(script: Script, found: frozenset[Maker]) -> str | None:
+def _one(script: Script, found: frozenset[Origin]) -> str | None:
     """The kind of object that all of some makers make; None if they differ."""
     return _single(_kind_of(script, maker) for maker in found)
 
 
-def _kind_of(script: Script, maker: Maker) -> str | None:
+def _kind_of(script: Script, maker: Origin) -> str | None:
+    if isinstance(maker, cst.Call):
+        return _single(_kind_of(script, m) for m in _makers_of(script, maker))
     if isinstance(maker, cst.ClassDef):
         return _of_class(script, maker, frozenset())
     return kind_of_target(maker) if maker and is_dotted(maker) else maker
@@ -273,7 +290,7 @@ def _single(kinds: Iterable[str | None]) -> str | None:
 
 def _of_definition(
     script: Script, definition: Definition, seen: _Seen
-) -> frozenset[Maker]:
+) -> frozenset[Origin]:
     """The makers of a definition's values; a value `None` is left out."""
     loop = script.around(definition.node, cst.For)
     if loop is not None and definition.node in walk(loop.target):
@@ -286,12 +303,15 @@ def _of_definition(
         return _of_all(script, values, seen) if values else frozenset()
     index = cst.Integer(str(definition.index))
     each = (_of_part(script, value, index, seen) for value in definition.values)
-    return frozenset[Maker]().union(*each)
+    return frozenset[Origin]().union(*each)
 
 
 def _of_part(
-    script: Script, node: Expression, index: Expression, seen: _Seen
-) -> frozenset[Maker]:
+    script: Script,
+    node: Expression,
+    index: Expression,
+    seen: _Seen,
+) -> frozenset[Origin]:
     """The makers of `node[index]`."""
     if found := part(script, node, index):
         return _of_all(script, found, seen)
@@ -300,7 +320,7 @@ def _of_part(
 
 def _of_element(
     script: Script, node: Expression, is_value: bool, seen: _Seen
-) -> frozenset[Maker]:
+) -> frozenset[Origin]:
     """The makers of a container's elements, such as of `model.layers` and its slices.
 
     Args:
@@ -314,7 +334,7 @@ def _of_element(
     if attr_of(node) in NAMES["lists_of_variables"]:
         return frozenset(["variable"])
     if isinstance(node, cst.Attribute) and attr_of(node) == "layers":
-        inner = _one(script, _makers(script, node.value, seen))
+        inner = _one(script, _origins(script, node.value, seen))
         is_named = inner is None and script.code(node.value).lower().endswith("model")
         if inner == "model" or is_named:
             return frozenset(["layer"])
@@ -326,7 +346,7 @@ def _of_element(
 
 def _of_comprehension(
     script: Script, node: Expression, seen: _Seen
-) -> frozenset[Maker]:
+) -> frozenset[Origin]:
     """The makers of the object that a comprehension binds to a name."""
     for parent in script.parents(node) if isinstance(node, cst.Name) else ():
         loop = parent.for_in if isinstance(parent, cst.BaseComp) else None
@@ -337,10 +357,22 @@ def _of_comprehension(
     return _UNKNOWN
 
 
-def _of_call(script: Script, node: cst.Call, seen: _Seen) -> frozenset[Maker]:
+def _of_call(script: Script, node: cst.Call, seen: _Seen) -> frozenset[Origin]:
+    if _called_makers(script, node, seen):
+        return frozenset([node])
+    return _of_all(script, returned(script, node), seen)
+
+
+def _called_makers(script: Script, node: cst.Call, seen: _Seen) -> frozenset[Maker]:
+    """The makers of a call's result; none if a function of the script returns it."""
     path = script.names.path(node.func) or renamed_optimizer(script, node)
     if path is not None:
         return frozenset([find_target(path)])
+    values = list(_values(script, node.func))
+    if values and all(isinstance(each, cst.Lambda) for each in values):
+        bodies = (each.body for each in values if isinstance(each, cst.Lambda))
+        kind = _one(script, _of_all(script, bodies, seen))
+        return frozenset([kind]) if kind else frozenset()
     if makes_optimizer(script, node.func):
         return frozenset(["optimizer"])
     if isinstance(node.func, cst.Name):
@@ -349,9 +381,9 @@ def _of_call(script: Script, node: cst.Call, seen: _Seen) -> frozenset[Maker]:
     elif method_of(node) in {"add_weight", "add_variable"}:
         return frozenset(["variable"])
     elif method_of(node) == "get_layer":
-        is_model = _one(script, _makers(script, object_of(node), seen)) == "model"
-        return frozenset(["layer"]) if is_model else _UNKNOWN
-    return _of_all(script, returned(script, node), seen)
+        is_model = _one(script, _origins(script, object_of(node), seen)) == "model"
+        return frozenset(["layer" if is_model else None])
+    return frozenset()
 
 
 def _of_class(script: Script, node: cst.ClassDef, seen: _Seen) -> str | None:

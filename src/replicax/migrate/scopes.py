@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import libcst as cst
 
-from replicax.migrate.kinds import is_class_of, kind_of
+from replicax.migrate.kinds import is_class_of, kind_of, origins
 from replicax.migrate.origins import bound_values, definitions
 from replicax.migrate.script import Expression, Replacement, Script, Statement
 from replicax.migrate.tables import DEVICE_OPERATORS, NAMES, WHY
@@ -27,12 +27,15 @@ from replicax.migrate.tracing import (
 )
 from replicax.migrate.tree import (
     attr_of,
+    dotted,
     find,
     is_name,
     keyword_of,
     method_of,
+    methods_of,
     names_in,
     object_of,
+    only_of,
 )
 
 __all__ = ["plan_eager_steps", "plan_models", "plan_scopes"]
@@ -188,102 +191,156 @@ def _wrap_in_scope(
     script.replacements[last] = replacement
 
 
-# Optimizers, variables and `compile` outside of a scope.
+# What steps use, and `compile`, outside of a scope.
 
 _Nodes = Sequence[cst.CSTNode]
+_OWNERS = ("layer", "model", "metric")
+"""Kinds of objects whose variables are a model's."""
+_PARTS = ("optimizer", "variable", *_OWNERS)
+"""Kinds of objects that have variables."""
 
 
 def plan_scopes(script: Script) -> None:
-    """Plan scopes around optimizers and variables that are made outside, or report."""
-    made = [c for c in script.calls if kind_of(script, c) in {"optimizer", "variable"}]
+    """Plan scopes around what is made outside and used in steps, or report it."""
     blocks = list(scopes(script))
     if _has_scope(script):
-        compiled = [c for c in script.calls if _compiles_outside(script, c, blocks)]
-        inside = [*blocks, *compiled]
-        outside = [c for c in made if _is_made_outside(script, c, inside)]
+        reached = _Reached(script, blocks)
+        compiled = [c for c in script.calls if _compiles_outside(script, c, reached)]
+        outside = _made_outside(script, _Reached(script, [*blocks, *compiled]))
         for call in [*outside, *compiled]:
             _plan_scope(script, call, blocks)
-    variables = {c for c in made if kind_of(script, c) == "variable"}
+    variables = {c for c in script.calls if kind_of(script, c) == "variable"}
     if variables and any(method_of(call) == "fit" for call in script.calls):
         for call in _constants(script, variables):
             if not _has_scope(script):
                 script.leave(call, WHY["constant_variable"])
-            elif not _may_be_inside(script, call, blocks):
+            elif not _Reached(script, blocks).has(call):
                 _plan_scope(script, call, blocks)
 
 
-def _compiles_outside(script: Script, call: cst.Call, blocks: _Nodes) -> bool:
+class _Reached:
+    """Blocks, and the functions and classes that they name, through others too."""
+
+    def __init__(self, script: Script, blocks: _Nodes) -> None:
+        self.blocks = blocks
+        self._script = script
+        self._functions = set[cst.CSTNode]()
+        pending = [*blocks]
+        while pending:
+            for name in names_in(pending.pop()):
+                found = {*_called(script, name)} - self._functions
+                pending += found
+                self._functions |= found
+
+    def has(self, node: cst.CSTNode) -> bool:
+        """Whether a node is in one of the blocks, or in such a function."""
+        around = {*self._script.parents(node)}
+        return self.is_around(node) or not around.isdisjoint(self._functions)
+
+    def is_around(self, node: cst.CSTNode) -> bool:
+        """Whether a node is in one of the blocks."""
+        return not {*self._script.parents(node)}.isdisjoint(self.blocks)
+
+
+def _called(script: Script, name: str) -> list[cst.FunctionDef]:
+    """The functions that calls of a name run: of a class, those that make its parts."""
+    methods = [methods_of(owner) for owner in script.classes(name)]
+    made = [
+        each[key] for each in methods for key in ("__init__", "build") if key in each
+    ]
+    return [*script.functions(name), *made]
+
+
+def _compiles_outside(script: Script, call: cst.Call, reached: _Reached) -> bool:
     """Whether a call compiles, outside of all scopes, a model that is made in one.
 
-    The `compile` of TensorFlow enters the model's scope by itself.
+    The `compile` of TensorFlow enters the model's scope by itself, and so does `build`.
     """
     return (
-        method_of(call) == "compile"
+        method_of(call) in {"compile", "build"}
         and isinstance(script.parent(call), cst.Expr)
-        and not _may_be_inside(script, call, blocks)
-        and _is_model_of(script, object_of(call), blocks)
+        and not reached.has(call)
+        and _is_model_of(script, object_of(call), reached)
     )
 
 
 def _is_model_of(
-    script: Script, model: Expression, blocks: _Nodes, depth: int = 4
+    script: Script, model: Expression, reached: _Reached, depth: int = 4
 ) -> bool:
     """Whether a model was made in a scope, here or where a caller passes it."""
+    made = origins(script, model)
+    if all(isinstance(each, cst.Call) and reached.has(each) for each in made):
+        return True
     found = definitions(script, model)
     return bool(found) and all(
-        _is_inside(script, each.node, blocks)
+        reached.is_around(each.node)
         or (
             each.values
             and depth > 0
-            and all(_is_model_of(script, v, blocks, depth - 1) for v in each.values)
+            and all(_is_model_of(script, v, reached, depth - 1) for v in each.values)
         )
         for each in found
     )
 
 
-def _is_made_outside(script: Script, call: cst.Call, inside: _Nodes) -> bool:
-    """Whether an object is made outside of all scopes, and used in one.
+def _made_outside(script: Script, reached: _Reached) -> list[cst.Call]:
+    """The calls that make what steps or scopes use, in no scope.
 
     Args:
         script: The script.
-        call: The call that makes it.
-        inside: The blocks of scopes, and what will be in one.
+        reached: The blocks of scopes, and what will be in one.
     """
-    bound = script.parent(call)
-    if not isinstance(bound, cst.Assign) or len(bound.targets) != 1:
-        return False
-    definition = script.flow.defined(bound.targets[0].target)
-    if definition is None or is_traced(script, call):
-        return False
-    is_optimizer = kind_of(script, call) == "optimizer"
-    if not is_optimizer and isinstance(bound.targets[0].target, cst.Attribute):
-        return False  # Its object, such as a layer, is made in the scope.
-    return not _may_be_inside(script, call, inside) and any(
-        is_traced(script, use) or (is_optimizer and _is_inside(script, use, inside))
-        for use in script.flow.uses(definition)
-    )
-
-
-def _may_be_inside(script: Script, node: cst.CSTNode, inside: _Nodes) -> bool:
-    """Whether a node is in a scope, or in a function that is called or passed there."""
-    function = script.function_of(node)
-    is_used = function and any(function.name.value in names_in(x) for x in inside)
-    return bool(is_used) or _is_inside(script, node, inside)
-
-
-def _is_inside(script: Script, node: cst.CSTNode, inside: _Nodes) -> bool:
-    return not set(script.parents(node)).isdisjoint(inside)
+    made = {
+        call
+        for call in script.calls
+        if kind_of(script, call) in _PARTS
+        and not is_traced(script, call)
+        and not reached.has(call)
+        and not _has_owner(script, call)
+    }
+    used: set[cst.Call] = set()
+    for part in {*script.traced_functions, *reached.blocks} if made else ():
+        is_step = part in script.traced_functions
+        for node in find(part, cst.Name, cst.Attribute, cst.Subscript):
+            found = made.intersection(origins(script, node))
+            used |= {c for c in found if is_step or kind_of(script, c) == "optimizer"}
+    return [call for call in script.calls if call in used]
 
 
 def _plan_scope(script: Script, call: cst.Call, blocks: _Nodes) -> None:
-    """Plan a scope of the script's strategy around a statement, or report it."""
-    statement = script.statement_of(call)
-    strategy = _strategy_before(script, statement, blocks)
-    is_plain = isinstance(statement, cst.SimpleStatementLine)
-    if strategy is None or not is_plain or len(statement.body) > 1:
+    """Plan scopes of the script's strategy around what makes an object, or report."""
+    places = _places(script, call, blocks, 3)
+    if places is None:
         script.leave(call, WHY["outside_scope"])
-    elif statement not in script.replacements:
-        _wrap_in_scope(script, [statement], strategy)
+    for statement, strategy in places or ():
+        if statement not in script.replacements:
+            _wrap_in_scope(script, [statement], strategy)
+
+
+def _places(
+    script: Script, node: cst.CSTNode, blocks: _Nodes, depth: int
+) -> list[tuple[cst.CSTNode, str]] | None:
+    """The statements to put in a scope: that of a node, or of the calls around it.
+
+    Returns:
+        The statements, each with its strategy; None where one has none.
+    """
+    statement = script.statement_of(node)
+    strategy = _strategy_before(script, statement, blocks)
+    # The layers of a functional model are built by then.
+    is_functional = script.called(node) in {"keras.Model", "keras.models.Model"}
+    if strategy and only_of(statement) and not is_functional:
+        return [(statement, strategy)]
+    function = script.function_of(node)
+    calls = [c for c in script.calls if function in _called(script, _name_of(c))]
+    found = [_places(script, c, blocks, depth - 1) for c in calls if depth]
+    if not found or None in found:
+        return None
+    return [place for each in found for place in each or ()]
+
+
+def _name_of(call: cst.Call) -> str:
+    return (dotted(call.func) or "").rpartition(".")[2]
 
 
 def _strategy_before(
@@ -307,12 +364,17 @@ def _is_there(
     """Whether the strategy of a scope's block is made where a statement runs."""
     if isinstance(strategy, cst.Attribute) and is_name(strategy.value, "self"):
         return script.class_around(block) is script.class_around(statement)
+    function = script.function_of(statement)
+    params = function.params.params if function is not None else ()
+    if any(param.name.deep_equals(strategy) for param in params):
+        return True
     found = [d.node for d in script.flow.reaching(strategy)]
     if len(found) != 1 or not isinstance(strategy, cst.Name):
         return False
     made = script.statement_of(found[0])
-    function = script.function_of(made)
-    if function is None and script.function_of(statement) is not None:
+    if isinstance(script.parent(found[0]), cst.Param):
+        return made in set(script.parents(statement))
+    if script.function_of(made) is None and function is not None:
         return True  # Of the module, which runs before its functions do.
     return script.parent(made) in set(script.parents(statement)) and (
         script.line(made) < script.line(statement)
@@ -327,19 +389,15 @@ def _constants(script: Script, variables: set[cst.Call]) -> list[cst.Call]:
     written: set[cst.Call] = set()
     read: set[cst.Call] = set()
     for node in script.nodes(cst.Name, cst.Attribute):
-        origins = variables.intersection(_calls(script, node, 6))
-        if origins and _is_written(script, node):
-            written |= origins
-        elif origins and _is_read_in_loss(script, node):
-            read |= origins
+        found = variables.intersection(_calls(script, node, 6))
+        if found and _is_written(script, node):
+            written |= found
+        elif found and _is_read_in_loss(script, node):
+            read |= found
     return [
         call
         for call in script.calls
-        if call in written & read
-        and not (
-            isinstance(script.target_of(call), cst.Attribute)
-            and _has_keras_owner(script, call)
-        )
+        if call in written & read and not _has_owner(script, call)
     ]
 
 
@@ -374,7 +432,8 @@ def _is_read_in_loss(script: Script, node: Expression) -> bool:
     function = script.around(node, cst.FunctionDef, cst.Lambda)
     if function is None or is_traced(script, node):
         return False
-    if _has_keras_owner(script, node, ("layer", "model", "callback")):
+    owner = script.class_around(node)
+    if owner is not None and is_class_of(script, owner, (*_OWNERS, "callback")):
         return False
     if script.called(script.call_with(node)) in DEVICE_OPERATORS:
         return True
@@ -382,11 +441,8 @@ def _is_read_in_loss(script: Script, node: Expression) -> bool:
     return isinstance(script.parent(node), operations)
 
 
-def _has_keras_owner(
-    script: Script, node: cst.CSTNode, kinds: tuple[str, ...] = ("layer", "model")
-) -> bool:
-    """Whether a node is in a class of some kinds, or of metrics."""
-    owner = script.class_around(node)
-    bases = [script.names.path(b.value) or "" for b in owner.bases] if owner else []
-    is_metric = any(path.startswith("keras.metrics.") for path in bases)
-    return owner is not None and (is_metric or is_class_of(script, owner, kinds))
+def _has_owner(script: Script, call: cst.Call) -> bool:
+    """Whether a layer, model or metric has an object, which makes it a model's."""
+    owner = script.class_around(call)
+    is_own = isinstance(script.target_of(call), cst.Attribute)
+    return is_own and owner is not None and is_class_of(script, owner, _OWNERS)

@@ -130,10 +130,12 @@ class Script:
         self._quote = _usual_quote(self.module)
         self._nodes = list(walk(self.module))
         self.calls = list(self.nodes(cst.Call))
-        self._classes = list(self.nodes(cst.ClassDef))
         self._functions: dict[str, list[cst.FunctionDef]] = {}
+        self._classes: dict[str, list[cst.ClassDef]] = {}
         for node in self.nodes(cst.FunctionDef):
             self._functions.setdefault(node.name.value, []).append(node)
+        for node in self.nodes(cst.ClassDef):
+            self._classes.setdefault(node.name.value, []).append(node)
 
     def code(self, node: cst.CSTNode) -> str:
         """The text of a node."""
@@ -176,7 +178,7 @@ class Script:
 
     def classes(self, name: str) -> list[cst.ClassDef]:
         """The classes of the script that have a name."""
-        return [c for c in self._classes if c.name.value == name]
+        return self._classes.get(name, [])
 
     def line(self, node: cst.CSTNode) -> int:
         """The line on which an original node begins."""

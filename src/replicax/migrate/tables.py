@@ -14,6 +14,7 @@ __all__ = [
     "ALIASES",
     "ARGUMENTS",
     "ATTRIBUTES",
+    "CHANGED_DEFAULTS",
     "DEVICE_OPERATORS",
     "DROPPED",
     "DTYPES",
@@ -45,6 +46,7 @@ __all__ = [
     "Operator",
     "accepted_arguments",
     "call_parameters",
+    "default_of",
     "exists",
     "find_reason",
     "find_target",
@@ -168,6 +170,12 @@ NAMES = {key: tuple(text.split()) for key, text in _DATA["names"].items()}
 """Lists of names that rules look for."""
 WHY = _texts(_DATA["messages"])
 """What reports of rules say, by name."""
+CHANGED_DEFAULTS = [
+    (path, int(where.split()[0]), where.split()[1])
+    for where, paths in _texts(_DATA["changed_defaults"]).items()
+    for path in paths.split()
+]
+"""Paths, and positions and names of arguments with other defaults in Keras 2."""
 READERS = _products(_DATA["readers"])
 """Paths of functions of Keras that read data in batches; `format="grain"` for Grain."""
 OPTIMIZERS = _products(_DATA["optimizers"])
@@ -189,6 +197,7 @@ KINDS = {
     "model": "keras.Model",  # Before "layer", since models are layers.
     "layer": "keras.layers.Layer",
     "optimizer": "keras.optimizers.Optimizer",
+    "metric": "keras.metrics.Metric",
     "callback": "keras.callbacks.Callback",
 }
 """Classes of Keras' objects, by their kind."""
@@ -255,6 +264,11 @@ def call_parameters(target: str) -> tuple[str, ...]:
     parameters = list(inspect.signature(call).parameters.values())[1:] if call else []
     is_open = any(p.kind is p.VAR_POSITIONAL for p in parameters)
     return () if is_open else tuple(p.name for p in parameters)
+
+
+def default_of(target: str, parameter: str) -> object:
+    """The default of a parameter of a target, a function or a class."""
+    return inspect.signature(_resolved(target)).parameters[parameter].default
 
 
 @functools.cache
