@@ -38,6 +38,11 @@ def run(source: str) -> dict[str, Any]:
     return names
 
 
+def test_a_dataset_that_is_made_of_itself_alone_is_ported() -> None:
+    text, _ = ported(f"{START}def f(x, y): return x, y\nd = d.map(f).cache()")
+    assert "d = d.map(lambda example: f(*example))" in text
+
+
 @pytest.mark.usefixtures("files")
 def test_a_split_of_tensorflow_datasets() -> None:
     load = "tfds.load('cifar10', split=tfds.Split.TRAIN, as_supervised=True)"

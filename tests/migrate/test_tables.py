@@ -20,6 +20,8 @@ from replicax.migrate.tables import (
     EXACT,
     GUARDED_OPERATORS,
     HOST_OPERATORS,
+    KEYWORDS,
+    NAMES,
     NOTES,
     PREFIXES,
     WHY,
@@ -89,10 +91,18 @@ def test_written_calls_name_what_exists(path: str) -> None:
         assert found(target) is not None
 
 
-def test_rules_use_each_message_of_the_tables_and_no_others() -> None:
+@pytest.mark.parametrize(("name", "table"), [("WHY", WHY), ("NAMES", NAMES)])
+def test_rules_use_all_rows_and_no_others(name: str, table: dict[str, Any]) -> None:
+    assert {*re.findall(rf"""{name}\[["'](\w+)["']\]""", code_of_rules())} == set(table)
+
+
+def test_rules_use_all_tables_of_keywords() -> None:
+    assert [name for name in KEYWORDS if f'"{name}"' not in code_of_rules()] == []
+
+
+def code_of_rules() -> str:
     files = Path(tables.__file__).parent.glob("*.py")
-    code = "".join(path.read_text("utf-8") for path in files)
-    assert {*re.findall(r"""WHY\[["'](\w+)["']\]""", code)} == set(WHY)
+    return "".join(path.read_text("utf-8") for path in files)
 
 
 def test_notes_are_about_what_is_ported() -> None:

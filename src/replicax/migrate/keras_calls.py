@@ -299,8 +299,8 @@ def _plan_identifier(script: Script, node: Expression, names: dict[str, str]) ->
 def problems(script: Script, node: cst.Call, path: str) -> Iterator[str]:
     """The reasons why a ported call would fail, or silently compute something else."""
     name = path.removeprefix("keras.")
-    is_safe = named(node, "safe_mode") is None
-    if name == "models.load_model" and is_safe and _makes_lambda(script):
+    is_loaded = name == "models.load_model" and named(node, "safe_mode") is None
+    if is_loaded and "keras.layers.Lambda" in map(script.called, script.calls):
         yield WHY["lambda_layer"]
     reduction = named(node, "reduction") if name.startswith("losses.") else None
     if reduction is not None and script.code(reduction).strip("\"'") == "auto":
@@ -330,10 +330,6 @@ def _old_defaults(script: Script, node: cst.Call, path: str) -> Iterator[str]:
             yield WHY["recurrent_activation"]
         if "GRU" in path and named(node, "reset_after") is None:
             yield "reset_after is False in TensorFlow 1: write reset_after="
-
-
-def _makes_lambda(script: Script) -> bool:
-    return any(script.called(each) == "keras.layers.Lambda" for each in script.calls)
 
 
 RULES: dict[str, Rule] = {

@@ -280,8 +280,10 @@ def report_functional(script: Script) -> None:
     for node in script.calls:
         if script.called(node):
             continue
-        if _adds_loss_outside(node):
-            script.leave(node, WHY["add_loss"])
+        if method_of(node) == "add_loss":
+            is_function = node.args and isinstance(node.args[0].value, cst.Lambda)
+            if is_function or not is_name(object_of(node), "self"):
+                script.leave(node, WHY["add_loss"])
         names = script.argument_names
         named_so = (a.value for a in node.args if names.get(a) == "training")
         given = named(node, "training") or next(named_so, None)
@@ -292,13 +294,6 @@ def report_functional(script: Script) -> None:
             script, node, given
         ):
             script.leave(node, WHY["overruled"])
-
-
-def _adds_loss_outside(node: cst.Call) -> bool:
-    if method_of(node) != "add_loss":
-        return False
-    is_function = bool(node.args) and isinstance(node.args[0].value, cst.Lambda)
-    return is_function or not is_name(object_of(node), "self")
 
 
 def _is_symbolic(

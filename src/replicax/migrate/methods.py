@@ -191,10 +191,6 @@ def _save(site: CallSite) -> Expression:
     return _written(site, MODELS, "save")
 
 
-def _save_weights(site: CallSite) -> Expression:
-    return _written(site, WEIGHTS, "save_weights")
-
-
 def _written(site: CallSite, endings: tuple[str, ...], table: str) -> Expression:
     """Port `model.save(...)`: drop `save_format=`, which the file's suffix decides."""
     report_path(site.script, site.node, endings)
@@ -336,7 +332,7 @@ _METHODS: dict[str, Rule] = {
     "restore": _checkpoint,
     "write": _checkpoint,
     "read": _checkpoint,
-    "save_weights": _save_weights,
+    "save_weights": lambda site: _written(site, WEIGHTS, "save_weights"),
     "train_on_batch": _on_batch,
     "test_on_batch": _on_batch,
     "load_weights": _load_weights,

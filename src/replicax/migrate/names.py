@@ -53,7 +53,8 @@ class Names:
         self.module = wrapper.module
         self.is_assumed = False
         self._stars = _star_modules(self.module)
-        self._globals = self._global_scope()
+        scopes = (s for s in self._all_scopes() if isinstance(s, GlobalScope))
+        self._globals = next(scopes, None)
         self.aliases: dict[str, str] = {}
         self.aliases = self._find_aliases()
 
@@ -132,10 +133,6 @@ class Names:
 
     def _all_scopes(self) -> set[Scope]:
         return {scope for scope in self._scopes.values() if scope is not None}
-
-    def _global_scope(self) -> Scope | None:
-        scopes = [s for s in self._all_scopes() if isinstance(s, GlobalScope)]
-        return scopes[0] if scopes else None
 
     def _find_aliases(self) -> dict[str, str]:
         """Find the aliases at the top level, such as `layers = tf.keras.layers`."""

@@ -110,7 +110,8 @@ def elements(
             return []
         for value in definition.values:
             inside = elements(script, value, seen)
-            if not inside and not _is_empty(value):
+            is_display = isinstance(value, cst.List | cst.Tuple | cst.Dict)
+            if not inside and not (is_display and not value.elements):
                 return []
             found += inside
         found += _added(script, definition)
@@ -126,11 +127,6 @@ def _displayed(node: Expression) -> list[Expression] | None:
     if isinstance(node, cst.ListComp | cst.SetComp | cst.GeneratorExp):
         return [node.elt]
     return [node.value] if isinstance(node, cst.DictComp) else None
-
-
-def _is_empty(node: Expression) -> bool:
-    is_display = isinstance(node, cst.List | cst.Tuple | cst.Dict)
-    return is_display and not node.elements
 
 
 def part(script: Script, node: Expression, index: Expression) -> list[Expression]:

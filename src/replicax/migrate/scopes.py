@@ -133,19 +133,16 @@ def plan_models(script: Script) -> None:
     for name, callers in _STEPS.items():
         for function in script.functions(name) if methods & callers else ():
             owner = class_of(script, function)
-            if owner is None or not _may_be_model(script, owner):
+            bases = foreign_bases(script, owner) if owner is not None else []
+            is_open = not all(map(script.names.path, bases))
+            is_model = is_open or (owner and is_class_of(script, owner, ("model",)))
+            if owner is None or not is_model:
                 continue
             lines = _compiled_lines(script, owner)
             if lines is None:
                 script.leave(function.name, WHY["no_strategy"].format(name))
             elif lines[0] not in script.replacements:
                 _wrap_in_scope(script, lines)
-
-
-def _may_be_model(script: Script, owner: cst.ClassDef) -> bool:
-    """Whether a class derives from a model of Keras, or from a base not in sight."""
-    others = (b for b in foreign_bases(script, owner) if not script.names.path(b))
-    return is_class_of(script, owner, ("model",)) or next(others, None) is not None
 
 
 def _compiled_lines(

@@ -5,7 +5,7 @@ import importlib
 import inspect
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
@@ -233,14 +233,10 @@ def _resolved(target: str) -> Any:
             try:  # A submodule that is not imported yet.
                 importlib.import_module(f"{found.__name__}.{part}")
             except (AttributeError, ImportError):
-                return None if i > 0 and _is_field(found, parts[i:]) else _NOTHING
+                fields = getattr(found, "__annotations__", ()) if i > 0 else ()
+                return None if part == parts[-1] and part in fields else _NOTHING
         found = getattr(found, part)
     return found
-
-
-def _is_field(found: object, parts: list[str]) -> bool:
-    """Whether `parts` is one attribute that a class annotates for its instances."""
-    return len(parts) == 1 and parts[0] in getattr(found, "__annotations__", ())
 
 
 @functools.cache
@@ -341,29 +337,25 @@ def find_target(path: str) -> str | None:
 
 
 def _by_prefix(path: str) -> str | None:
-    parts = path.split(".")
-    for n in range(len(parts), 0, -1):
-        prefix = ".".join(parts[:n])
-        if prefix in PREFIXES:
-            target = ".".join([PREFIXES[prefix], *parts[n:]])
-            if exists(target):
-                return target
-        elif prefix in EXACT and is_dotted(EXACT[prefix]):
-            target = ".".join([EXACT[prefix], *parts[n:]])
-            if exists(target):
-                return target
+    for prefix, rest in _prefixes(path):
+        home = PREFIXES.get(prefix) or EXACT.get(prefix, "")
+        target = ".".join(filter(None, [home, rest]))
+        if is_dotted(home) and exists(target):
+            return target
     return None
 
 
 def find_reason(path: str) -> str:
     """Why a path has no target, and what to do instead."""
-    parts = path.split(".")
-    for n in range(len(parts), 0, -1):
-        prefix = ".".join(parts[:n])
-        if prefix in _REASONS:
-            return f"tf.{path} {_predicate(_REASONS[prefix])}"
+    for prefix, _ in _prefixes(path):
+        if reason := _REASONS.get(prefix):
+            is_predicate = reason.split()[0] in {"is", "has", "stays"}
+            return f"tf.{path} {reason if is_predicate else f'stays: {reason}'}"
     return f"tf.{path} has no counterpart here"
 
 
-def _predicate(reason: str) -> str:
-    return reason if reason.split()[0] in {"is", "has", "stays"} else f"stays: {reason}"
+def _prefixes(path: str) -> Iterator[tuple[str, str]]:
+    """The prefixes of a path from the longest on, with the rest of each."""
+    parts = path.split(".")
+    for n in range(len(parts), 0, -1):
+        yield ".".join(parts[:n]), ".".join(parts[n:])
