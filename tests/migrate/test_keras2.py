@@ -85,6 +85,21 @@ def lines(source: str) -> tuple[str, list[str]]:
         ),
         ("m = tf.keras.metrics.Mean()\nm.reset_states()", "m.reset_state()"),
         ("x = tf.keras.layers.LSTM(2)\nx.reset_states()", "x.reset_state()"),
+        (
+            f"{MODEL}m = model\nm.reset_states()",
+            "[layer.reset_state() for layer in m.layers if getattr(layer, ",
+        ),
+        (f"{CALLBACK}self.model.reset_states()", "in self.model.layers if"),
+        ("m.build(tf.TensorShape([1, None]))", "m.build(tuple([1, None]))"),
+        ("f = tf.recompute_grad(g)", "f = keras.remat(g)"),
+        ("r = tf.keras.regularizers.l1_l2(1e-4, 0)", "l1_l2(1e-4, 0)"),
+        ("x = tf.keras.layers.AveragePooling2D()", "AveragePooling2D(pool_size=2)"),
+        ("x = tf.keras.layers.AvgPool1D(3)", "keras.layers.AvgPool1D(3)"),
+        (
+            "class L(tf.keras.losses.Loss):\n    def __init__(self):\n"
+            "        super().__init__(tf.keras.losses.Reduction.SUM, 'l')",
+            "super().__init__(reduction='sum', name='l')",
+        ),
         ("model.save('a.keras', signatures=None)", "model.save('a.keras')"),
         ("print(hasattr(opt, 'lr'))", "print(hasattr(opt, 'learning_rate'))"),
         (
@@ -147,9 +162,6 @@ def test_what_is_ported(before: str, after: str) -> None:
         (f"{MODEL}n = model.layers[0].input_shape", "no input_shape"),
         (f"{MODEL}n = [a.input_shape for a in model.layers[1:]]", "no input_shape"),
         ("x = tf.keras.layers.Dense(2)\ny = x.input_shape", "no input_shape"),
-        ("model.reset_states()", "no reset_states"),
-        (f"{MODEL}m = model\nm.reset_states()", "no reset_states"),
-        (f"{CALLBACK}self.model.reset_states()", "no reset_states"),
         (f"{MODEL}model.save('a.keras', signatures=s)", "no signatures="),
         (f"{MODEL}m = model\nm.save('a')\nprint('a', m)", "ends with .keras"),
         ("tf.keras.models.save_model(m, 'a.keras', signatures=s)", "no signatures="),
@@ -165,6 +177,9 @@ def test_what_is_ported(before: str, after: str) -> None:
         ("x = tf.keras.layers.Activation('hard_sigmoid')", "x / 6 + 0.5"),
         ("x = tf.keras.activations.hard_sigmoid(x)", "x / 6 + 0.5"),
         ("x = tf.keras.layers.LSTM(2)\nx.reset_states(s)", "takes no values"),
+        ("r = tf.keras.regularizers.l1_l2(1e-4)", "write l2="),
+        ("x = tf.keras.layers.ConvLSTM2D(3, 2)", "write recurrent_activation="),
+        ("o = tf.keras.optimizers.Lion()", "write learning_rate="),
         ("w = opt.get_weights()", "in another order"),
         ("def f(o): o.set_weights(w)\nf(opt)", "in another order"),
         (f"{MODEL}n = model.optimizer.weights", "in another order"),
@@ -309,3 +324,52 @@ def test_reset_states_of_other_classes_stays(methods: str) -> None:
     assert left == []
     names = executed(text)
     assert names["env"].reset
+
+
+STATEFUL = """\
+import numpy as np
+import tensorflow as tf
+model = tf.keras.Sequential([
+    tf.keras.layers.LSTM(3, batch_input_shape=(2, None, 1), stateful=True),
+    tf.keras.layers.Dense(1)])
+x = np.ones((2, 4, 1), "float32")
+first, second = model(x).numpy(), model(x).numpy()
+model.reset_states()
+third = model(x).numpy()
+"""
+
+
+def test_a_model_of_stateful_layers_is_reset() -> None:
+    text, left = ported(STATEFUL)
+    assert left == []
+    names = executed(text)
+    assert names["first"].tolist() != names["second"].tolist()
+    assert names["first"].tolist() == names["third"].tolist()
+
+
+def test_stateful_layers_of_a_model_that_keras_trains_are_left() -> None:
+    _, left = ported(f"{STATEFUL}model.fit(x, x)")
+    assert ["forgets the states" in each for each in left] == [True]
+
+
+def test_a_model_that_resets_itself_does_so() -> None:
+    text, left = ported(
+        "import tensorflow as tf\n"
+        "class Net(tf.keras.Model):\n"
+        "    def reset_states(self): self.reset = True\n"
+        "net = Net()\nnet.reset_states()"
+    )
+    assert left == []
+    assert executed(text)["net"].reset
+
+
+@pytest.mark.parametrize(
+    ("layer", "is_noted"), [("Masking()", True), ("Flatten()", False)]
+)
+def test_metrics_of_masked_steps_are_noted(layer: str, is_noted: bool) -> None:
+    source = (
+        f"import tensorflow as tf\nx = tf.keras.layers.{layer}\n"
+        "m = tf.keras.Sequential()\nm.compile('sgd', 'mse', ['mae'])\n"
+    )
+    notes = port(source.encode()).notes
+    assert any("that a mask leaves out" in n.reason for n in notes) == is_noted

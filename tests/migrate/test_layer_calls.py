@@ -182,3 +182,38 @@ def test_other_variables_that_build_makes_are_left() -> None:
     assert "self.seen = tf.Variable(tf.random.normal([2]))" in text
     assert len(left) == 1
     assert "add_weight" in left[0]
+
+
+ADDED = """\
+model = tf.keras.Sequential()
+model.add(tf.keras.layers.GRU(3, batch_input_shape=(4, 5, 2), stateful=True))
+model.add(tf.keras.layers.Dense(1))
+"""
+LISTED = """\
+model = tf.keras.Sequential([
+    tf.keras.layers.GRU(3, batch_input_shape=[4, 5, 2], stateful=True),
+    tf.keras.layers.Dense(1),
+])
+"""
+
+
+@pytest.mark.parametrize("source", [ADDED, LISTED])
+def test_the_batch_input_shape_of_a_first_layer_is_an_input(source: str) -> None:
+    text, left = ported(f"import tensorflow as tf\n{source}")
+    assert left == []
+    model = executed(text)["model"]
+    assert model.input_shape == (4, 5, 2)
+    assert model.built
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "y = tf.keras.layers.Dense(1, batch_input_shape=(4, 2))(x)",
+        ADDED.replace("Dense(1", "Dense(1, batch_input_shape=(4, 3)"),
+        LISTED.replace("Dense(1", "Dense(1, batch_input_shape=(4, 3)"),
+    ],
+)
+def test_other_batch_input_shapes_are_left(source: str) -> None:
+    _, left = ported(f"import tensorflow as tf\n{source}")
+    assert ["'batch_input_shape'" in each for each in left] == [True]

@@ -3,6 +3,8 @@
 import pytest
 from tests.migrate.porting import executed, ported
 
+from replicax.migrate import port
+
 START = (
     "import tensorflow as tf\n"
     "made = tf.keras.optimizers.Adam\n"
@@ -100,6 +102,13 @@ def test_classes_of_optimizers_are_known_where_they_come_from(
     ("before", "reason"),
     [
         (f"def f(c): return c(0.1, decay=0.1)\nf({SGD})", "decay= stays"),
+        (f"o = {SGD}(schedule(), decay=0.1)", "decay= stays"),
+        (f"o = {SGD}(0.1, decay=0.1)\no.lr.assign(1)", "decay= stays"),
+        (f"o = {SGD}(0.1, decay=0.1)\no.learning_rate = 1.0", "decay= stays"),
+        (
+            f"o = {SGD}(0.1, decay=0.1)\nc = tf.keras.callbacks.ReduceLROnPlateau()",
+            "decay= stays",
+        ),
         ("def f(opt_cls): return opt_cls(lr=0.1)", "if it is a class of Keras"),
         (
             "c = {'class_name': 'SGD', 'config': {'decay': 0.1}}\n"
@@ -220,3 +229,34 @@ def test_parameters_may_be_variables(body: str) -> None:
     assert left == []
     names = executed(text)
     assert "Variable" not in type(names["x"]).__name__
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rate"), [("lr=1, decay=0.5", 1.0), ("decay=0.5", 0.01)]
+)
+def test_decay_is_the_schedule_of_keras_2(arguments: str, rate: float) -> None:
+    text, left = ported(
+        "import tensorflow as tf\n"
+        f"opt = tf.keras.optimizers.legacy.SGD({arguments})\n"
+        "w = tf.Variable(0.0)\n"
+        "for _ in range(3):\n"
+        "    opt.apply_gradients([(tf.constant(1.0), w)])"
+    )
+    assert left == []
+    moved = -sum(rate / (1 + 0.5 * step) for step in range(3))
+    assert float(executed(text)["w"]) == pytest.approx(moved)
+
+
+@pytest.mark.parametrize(
+    ("made", "is_noted"),
+    [
+        ("tf.keras.optimizers.Adam(lr=0.1)", True),
+        ("tf.keras.optimizers.legacy.Adam(lr=0.1)", False),
+        ("tf.keras.optimizers.Adam(0.1)", False),
+    ],
+)
+def test_a_rate_that_later_versions_of_keras_2_ignore_is_noted(
+    made: str, is_noted: bool
+) -> None:
+    notes = port(f"import tensorflow as tf\no = {made}\n".encode()).notes
+    assert any("ignore it" in note.reason for note in notes) == is_noted

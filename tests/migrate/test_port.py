@@ -169,13 +169,18 @@ other = tf.cast(1, tf.float32)
         ("lambda x: x + 1", "lambda x: x + 1"),
         ("two", "lambda example: two(*example)"),
         ("one", "one"),
+        ("partial(two, y=1)", "partial(two, y=1)"),
+        ("partial(three, z=1)", "lambda example: partial(three, z=1)(*example)"),
     ],
 )
 def test_functions_of_map_get_the_example(argument: str, expected: str) -> None:
-    source = f"""import tensorflow as tf
+    source = f"""from functools import partial
+import tensorflow as tf
 def one(x):
     return x
 def two(x, y):
+    return x
+def three(x, y, z):
     return x
 d = tf.data.Dataset.from_tensor_slices(a).map({argument}, num_parallel_calls=4)
 """

@@ -12,6 +12,14 @@ def lines(source: str) -> tuple[str, list[str]]:
     return ported(f"import tensorflow as tf\n{source}")
 
 
+LOG = """\
+class Log:
+    def __init__(self):
+        self.w = tf.summary.create_file_writer("d")
+    def log(self, l):
+        """
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -92,6 +100,20 @@ def lines(source: str) -> tuple[str, list[str]]:
             "def f(i):\n    tf.summary.scalar('x', data=l, step=i)",
             "def f(i):\n    w.scalar('x', value=l, step=i)\n",
         ),
+        (
+            f"{LOG}with self.w.as_default():\n            "
+            "tf.summary.scalar('x', l, step=1)",
+            "    def log(self, l):\n        self.w.scalar('x', l, step=1)\n",
+        ),
+        (
+            "def f(x):\n    tf.debugging.assert_rank(x, 2)\n    return x",
+            "(x):\n    ret",
+        ),
+        ("y = tf.debugging.check_numerics(x, 'bad') + 1", "y = x + 1"),
+        ("y = tf.ensure_shape(x, [None, 2])", "y = x"),
+        ("n = tf.cast(tf.shape(x)[0], tf.int64)", "n = keras.ops.shape(x)[0]"),
+        ("s = tf.shape(x)\nn = tf.cast(s[0], dtype='int32')", "n = s[0]"),
+        ("n = tf.cast(tf.shape(x)[0], tf.float32)", "cast(keras.ops.shape(x)[0], "),
     ],
 )
 def test_what_is_ported(before: str, after: str) -> None:
@@ -359,10 +381,12 @@ def test_methods_that_steps_call_on_objects_get_random_state() -> None:
         ("tf.keras.layers.Dense(3, batch_input_shape=(1, 2))", "'batch_input_shape'"),
         ("tf.keras.optimizers.SGD(0.1, use_locking=True)", "argument 'use_locking'"),
         ("class Board(tf.keras.callbacks.TensorBoard): pass", "has other methods"),
+        ("l = tf.nn.ctc_loss(y, x, n, m)", "give it logits_time_major=False"),
         (
             "w = tf.summary.create_file_writer(d)\nf(w)",
             "the writer is given to what is not ported",
         ),
+        (f"{LOG}self.w.flush()\nLog().w.flush()", "is used outside of its class"),
         (
             "w = tf.summary.create_file_writer(d)\n"
             "with w.as_default():\n    tf.summary.image('x', x, step=1)",

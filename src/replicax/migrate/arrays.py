@@ -7,13 +7,14 @@ numbers, products of matrices, windows of convolutions and pooling, images.
 import libcst as cst
 
 from replicax.migrate.kinds import is_class_of
-from replicax.migrate.rules import CallSite, Rule, bound, by_row
+from replicax.migrate.rules import CallSite, Rule, bound, bound_to, by_row
 from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.tables import (
     DEVICE_OPERATORS,
     DTYPES,
     GUARDED_OPERATORS,
     HOST_OPERATORS,
+    INDEXED,
     WHY,
     find_target,
 )
@@ -98,6 +99,25 @@ def _initialized(site: CallSite, made: cst.Call) -> Expression:
 def _is_number(node: Expression, kind: type[cst.BaseNumber] = cst.BaseNumber) -> bool:
     inner = node.expression if isinstance(node, cst.UnaryOperation) else node
     return isinstance(inner, kind)
+
+
+def _cast(site: CallSite) -> Expression:
+    """Port `tf.cast(tf.shape(x)[0], tf.int64)` to the size, a number of Python."""
+    script = site.script
+    value, dtype = site.given(0, "x"), site.given(1, "dtype")
+    size = script.flow.resolved(value) if value else None
+    name = script.names.path(dtype) or script.code(dtype) if dtype else ""
+    if isinstance(size, cst.Subscript) and "int" in name:
+        is_shape = script.called(script.flow.resolved(size.value)) == "shape"
+        if is_shape and not isinstance(size.slice[0].slice, cst.Slice):
+            return site.required(0, "x")
+    return by_row(site, DEVICE_OPERATORS[site.path])
+
+
+def _ctc(site: CallSite) -> Expression:
+    if not is_name(site.given(4, "logits_time_major"), "False"):
+        raise site.stays("give it logits_time_major=False")
+    return by_row(site, GUARDED_OPERATORS[site.path])
 
 
 def _where(site: CallSite) -> Expression:
@@ -208,6 +228,32 @@ def _lower(site: CallSite, value: Expression, what: str) -> cst.SimpleString:
     if not isinstance(value, cst.SimpleString):
         raise site.stays(f"its {what} is not a string here")
     return cst.SimpleString(value.value.lower())
+
+
+def _indexed(site: CallSite) -> Expression:
+    """Port a function of indices `[..., n]`; Keras and JAX take a tuple of arrays."""
+    script, (names, text) = site.script, INDEXED[site.path]
+    before, given = bound(site.node.args, names), bound_to(site, names)
+    if len(given) != len(names):
+        raise site.stays(f"it takes {', '.join(names)}")
+    if "shape" in before:
+        shape = script.flow.resolved(before["shape"].value)
+        is_shown = isinstance(shape, cst.List | cst.Tuple)
+        if not is_shown and script.called(shape) != "shape":
+            raise site.stays("its shape is not in sight")
+    values = {
+        name: arg.value if name == "shape" else _array(site, before[name], arg)
+        for name, arg in given.items()
+    }
+    return site.make(text, **values)
+
+
+def _array(site: CallSite, old: cst.Arg, new: cst.Arg) -> Expression:
+    """The port of an argument as an array, which lists and variables are not."""
+    made = site.script.called(site.script.flow.resolved(old.value))
+    if made in DEVICE_OPERATORS and isinstance(new.value, cst.Name | cst.Call):
+        return new.value
+    return site.make("keras.ops.convert_to_tensor({x})", x=new.value)
 
 
 def _clip_by_norm(site: CallSite) -> Expression:
@@ -407,7 +453,10 @@ DEVICE_RULES: dict[str, Rule] = {
     "image.extract_patches": _patches,
     "image.resize": _resize,
     "pad": _pad,
+    "cast": _cast,
+    "nn.ctc_loss": _ctc,
     "where": _where,
+    **dict.fromkeys(INDEXED, _indexed),
     "split": _split,
     "clip_by_norm": _clip_by_norm,
     **dict.fromkeys(RANDOM, _random),

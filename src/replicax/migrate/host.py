@@ -55,9 +55,21 @@ _HOST_MODULES = ("keras.utils.", "keras.datasets.", "keras.applications.")
 def host_functions_of(script: Script, node: Expression) -> set[cst.CSTNode]:
     """The functions of the script that `map(node)` runs, with those that they call."""
     first: list[cst.CSTNode] = [node] if isinstance(node, cst.Lambda) else []
-    if text := dotted(node):
+    if text := dotted(partial_of(script, node) or node):
         first += script.functions(text.rpartition(".")[2])
     return with_called(script, first)
+
+
+def partial_of(script: Script, node: Expression) -> Expression | None:
+    """The function in `functools.partial(function, x=1)`; None for other expressions.
+
+    Arguments by position are not seen through.
+    """
+    if not isinstance(node, cst.Call) or not node.args:
+        return None
+    is_partial = script.names.imported(node.func) == "functools.partial"
+    is_named = all(arg.keyword for arg in node.args[1:])
+    return node.args[0].value if is_partial and is_named else None
 
 
 def why_not_on_host(script: Script, function: cst.CSTNode) -> str | None:
@@ -163,25 +175,27 @@ def example_function(
             return None
         name = made.params.params[0].name.value
         return made.with_changes(params=_parameters(name, *others))
-    text = dotted(node)
+    text = dotted(partial_of(script, node) or node)
     functions = script.functions(text.rpartition(".")[2]) if text else []
     if not functions:
         return None
-    numbers = {_num_parameters(f, is_method="." in (text or "")) for f in functions}
+    args = node.args if isinstance(node, cst.Call) else ()
+    given = {arg.keyword.value for arg in args if arg.keyword}
+    numbers = {_num_parameters(f, "." in (text or ""), given) for f in functions}
     if numbers == {1}:
         return updated
     if len(numbers) != 1 or 0 in numbers:
         return None
-    args = [cst.Arg(cst.Name("example"), star="*")]
-    args += [cst.Arg(cst.Name(name)) for name in others]
-    return cst.Lambda(_parameters("example", *others), cst.Call(updated, args))
+    passed = [cst.Arg(cst.Name("example"), star="*")]
+    passed += [cst.Arg(cst.Name(name)) for name in others]
+    return cst.Lambda(_parameters("example", *others), cst.Call(updated, passed))
 
 
-def _num_parameters(function: cst.FunctionDef, is_method: bool) -> int:
+def _num_parameters(function: cst.FunctionDef, is_method: bool, given: set[str]) -> int:
     params = function.params.params
     if function.params.star_arg is not cst.MaybeSentinel.DEFAULT and not params:
         return 2  # `*example` takes a tuple's elements one by one.
-    required = [p for p in params if p.default is None]
+    required = [p for p in params if p.default is None and p.name.value not in given]
     return len(required) - int(is_method)
 
 

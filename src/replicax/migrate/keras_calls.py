@@ -6,16 +6,20 @@ import libcst as cst
 
 from replicax.migrate.files import MODELS, WEIGHTS, is_weights_only, report_path
 from replicax.migrate.kinds import makers, makes_optimizer
+from replicax.migrate.members import is_rate
 from replicax.migrate.origins import elements, is_parameter, returned, with_bases
 from replicax.migrate.rules import CallSite, Rule, with_keywords
 from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.tables import (
     ARGUMENTS,
+    CHANGED_DEFAULTS,
     IDENTIFIERS,
+    NAMES,
     NO_METRICS,
     OPTIMIZERS,
     READERS,
     WHY,
+    default_of,
     find_target,
     kind_of_target,
 )
@@ -30,6 +34,7 @@ from replicax.migrate.tree import (
     method_of,
     methods_of,
     named,
+    object_of,
     text_of,
     value_of,
     walk,
@@ -56,6 +61,14 @@ def _reader(site: CallSite) -> Expression:
     site.note("the data come from Grain: `map` gets one argument, a batch")
     grain = keyword("format", site.script.string("grain"))
     return site.of_target([*site.updated.args, grain])
+
+
+def _pooling(site: CallSite) -> Expression:
+    """Port `AveragePooling2D()`, whose size is 2 in Keras 2."""
+    has_star = any(arg.star for arg in site.updated.args)
+    if has_star or site.given(0, "pool_size") is not None:
+        return site.of_target()
+    return site.of_target([*site.updated.args, keyword("pool_size", cst.Integer("2"))])
 
 
 def _save_model(site: CallSite) -> Expression:
@@ -113,7 +126,7 @@ def _optimizer_arguments(site: CallSite) -> list[cst.Arg]:
     Raises:
         Unported: If one of them has no counterpart, or stands in a dict.
     """
-    script = site.script
+    script, decay = site.script, named(site.updated, "decay")
     for arg in site.node.args:
         if arg.star != "**":
             continue
@@ -123,7 +136,45 @@ def _optimizer_arguments(site: CallSite) -> list[cst.Arg]:
             raise Unported(WHY["optimizer_dict"].format(old=old[0], text=text))
         if keys is None:
             script.leave(site.node, WHY["optimizer_unpacked"].format(text=text))
-    return with_keywords(site, "optimizer")
+    args = with_keywords(site, "optimizer")
+    if decay is not None and script.code(decay) not in {"0", "0.0", "0.", "None"}:
+        return _decayed(site, args, decay)
+    if named(site.node, "lr") is not None and ".legacy." not in site.path:
+        site.note(WHY["ignored_rate"])
+    return args
+
+
+def _decayed(site: CallSite, args: list[cst.Arg], decay: Expression) -> list[cst.Arg]:
+    """Replace `decay=` by the schedule of Keras 2, `rate / (1 + decay * step)`.
+
+    Raises:
+        Unported: If the rate is no number, or if something else may set it.
+    """
+    script, target = site.script, find_target(site.path)
+    old, new = _rate(site.node), argument(args, 0, "learning_rate")
+    is_made = old is not None and isinstance(script.flow.resolved(old), cst.Call)
+    if target is None or is_made or _is_rate_set(script):
+        raise Unported(WHY["optimizer_decay"])
+    rate: Expression = cst.Float(str(default_of(target, "learning_rate")))
+    if old is not None and new is not None:
+        rate = _as_float(script, old, new.value)
+    site.note("decay= is a schedule, and learning_rate the rate of this step")
+    text = "({rate}, decay_steps=1, decay_rate={decay})"
+    text = f"keras.optimizers.schedules.InverseTimeDecay{text}"
+    schedule = site.make(text, rate=rate, decay=decay)
+    if new is None:
+        return [*args, keyword("learning_rate", schedule)]
+    return [a.with_changes(value=schedule) if a is new else a for a in args]
+
+
+def _is_rate_set(script: Script) -> bool:
+    """Whether a callback or an assignment sets a learning rate in a script."""
+    written: list[cst.CSTNode] = [t.target for t in script.nodes(cst.AssignTarget)]
+    for call in script.calls:
+        if method_of(call) in {"assign", "set_value"}:
+            written += [object_of(call), *(arg.value for arg in call.args[:1])]
+    is_called = any(script.called(c) in NAMES["rate_callbacks"] for c in script.calls)
+    return is_called or any(is_rate(script, each) for each in written)
 
 
 def ported_class_call(site: CallSite) -> cst.Call:
@@ -189,18 +240,24 @@ def with_float_rate(
     target = find_target(path) or ""
     if not isinstance(result, cst.Call) or kind_of_target(target) != "optimizer":
         return result
-    old = value_of(node, 0, "learning_rate") or named(node, "lr")
-    new = value_of(result, 0, "learning_rate")
-    if old is None or new is None:
+    old, new = _rate(node), value_of(result, 0, "learning_rate")
+    if old is None or new is None or isinstance(new, cst.Call):
         return result
+    value = _as_float(script, old, new)
+    args = [a.with_changes(value=value) if a.value is new else a for a in result.args]
+    return result if value is new else result.with_changes(args=args)
+
+
+def _rate(node: cst.Call) -> Expression | None:
+    """The learning rate among the original arguments of an optimizer."""
+    return value_of(node, 0, "learning_rate") or named(node, "lr")
+
+
+def _as_float(script: Script, old: Expression, new: Expression) -> Expression:
+    """The port `new` of a number, as a float if it is an integer."""
     if isinstance(old, cst.Integer):
-        number: Expression = cst.Float(f"{old.evaluated_value}.0")
-    elif _is_integer(script, old):
-        number = call_of(cst.Name("float"), new)
-    else:
-        return result
-    args = [a.with_changes(value=number) if a.value is new else a for a in result.args]
-    return result.with_changes(args=args)
+        return cst.Float(f"{old.evaluated_value}.0")
+    return call_of(cst.Name("float"), new) if _is_integer(script, old) else new
 
 
 def _is_integer(script: Script, node: Expression) -> bool:
@@ -305,6 +362,14 @@ def problems(script: Script, node: cst.Call, path: str) -> Iterator[str]:
     reduction = named(node, "reduction") if name.startswith("losses.") else None
     if reduction is not None and script.code(reduction).strip("\"'") == "auto":
         yield 'Keras 3 has no reduction="auto": write "sum_over_batch_size"'
+    for changed, position, parameter in CHANGED_DEFAULTS:
+        if path == changed and argument(node.args, position, parameter) is None:
+            yield f"{parameter} has another default in Keras 2: write {parameter}="
+    stateful = named(node, "stateful")
+    loops = NAMES["methods_with_steps"]
+    is_stateful = stateful is not None and not is_name(stateful, "False")
+    if is_stateful and any(method_of(each) in loops for each in script.calls):
+        yield WHY["forgotten_states"]
     if name in {"optimizers.get", "optimizers.deserialize"} and (
         problem := _config_problem(script, node)
     ):
@@ -337,6 +402,7 @@ RULES: dict[str, Rule] = {
         OPTIMIZERS, lambda site: site.of_target(_optimizer_arguments(site))
     ),
     **dict.fromkeys(READERS, _reader),
+    **dict.fromkeys(NAMES["average_poolings"], _pooling),
     "keras.mixed_precision.experimental.LossScaleOptimizer": _loss_scale,
     "keras.callbacks.LambdaCallback": _with_keywords("LambdaCallback"),
     "keras.callbacks.ModelCheckpoint": _model_checkpoint,

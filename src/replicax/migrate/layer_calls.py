@@ -23,6 +23,7 @@ from replicax.migrate.tables import (
 )
 from replicax.migrate.tree import (
     is_name,
+    is_named,
     method_of,
     methods_of,
     object_of,
@@ -30,7 +31,7 @@ from replicax.migrate.tree import (
     root_of,
 )
 
-__all__ = ["plan_layer_calls"]
+__all__ = ["plan_input_shapes", "plan_layer_calls"]
 
 _SIZES = ("shape", "rank", "size")
 """Functions of TensorFlow whose ports give Python's numbers."""
@@ -200,3 +201,50 @@ def _is_tensor(script: Script, node: Expression, depth: int) -> bool | None:
         parts = [value for each in found for value in bound_values(script, each)]
     kinds = {_is_tensor(script, part, depth - 1) for part in parts}
     return False if False in kinds else True if kinds == {True} else None
+
+
+_SEQUENTIAL = ("keras.Sequential", "keras.models.Sequential")
+
+
+def plan_input_shapes(script: Script) -> None:
+    """Plan an `Input` for `batch_input_shape=` of a Sequential's first layer."""
+    for node in script.calls:
+        for arg in node.args if find_target(script.called(node)) else ():
+            is_shape = is_named(arg, "batch_input_shape")
+            if is_shape and _plan_input(script, node, arg.value):
+                script.dropped_arguments.add(arg)
+
+
+def _plan_input(script: Script, node: cst.Call, shape: Expression) -> bool:
+    """Plan the `Input` of a layer; False if it is not the first of a Sequential."""
+    made = script.template("keras.Input(batch_shape={x})", x=shape.deep_clone())
+    element = script.parent(node)
+    layers = script.parent(element) if isinstance(element, cst.Element) else node
+    call = script.call_with(layers) if layers is not None else None
+    if isinstance(layers, cst.List | cst.Tuple) and script.called(call) in _SEQUENTIAL:
+        if layers.elements[0] is not element:
+            return False
+        script.replacements[layers] = lambda updated: _with_first(updated, made)
+        return True
+    if call is None or method_of(call) != "add":
+        return False
+    added_to = object_of(call)
+    model = script.flow.value(added_to)
+    if not isinstance(model, cst.Call) or model.args:
+        return False
+    (definition,) = script.flow.reaching(added_to)
+    first = min(script.flow.uses(definition), key=script.line, default=None)
+    if script.called(model) not in _SEQUENTIAL or first is not added_to:
+        return False
+    line = f"{script.code(added_to)}.add({script.code(made)})"
+    script.inserted.setdefault(script.statement_of(call), []).append(line)
+    return True
+
+
+def _with_first(updated: cst.List | cst.Tuple, made: Expression) -> Expression:
+    """A display with one more element before the others, laid out like them."""
+    comma = updated.elements[0].comma
+    if len(updated.elements) == 1 or not isinstance(comma, cst.Comma):
+        comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+    elements = [cst.Element(made, comma=comma), *updated.elements]
+    return updated.with_changes(elements=elements)

@@ -43,6 +43,7 @@ from replicax.migrate.tree import (
 
 __all__ = [
     "is_logged_rate",
+    "is_rate",
     "ported_attribute",
     "rate",
     "report_functional",
@@ -99,8 +100,8 @@ def _refuse(script: Script, node: cst.Attribute) -> None:
         raise Unported(f".{name}, if this is an optimizer: {reason}")
     if name in NAMES["hyperparameters"] and _is_assigned(script, node):
         raise Unported(WHY["hyperparameter"].format(name=name))
-    if (name in NAMES["schedule_attributes"] and _is_rate(script, node.value)) or (
-        name == "learning_rate" and _is_tested(script, node) and _is_rate(script, node)
+    if (name in NAMES["schedule_attributes"] and is_rate(script, node.value)) or (
+        name == "learning_rate" and _is_tested(script, node) and is_rate(script, node)
     ):
         raise Unported(WHY["no_schedule"])
     if name == "input_shape" and _is_foreign(script, node, "layer"):
@@ -125,7 +126,8 @@ def _is_assigned(script: Script, node: cst.Attribute) -> bool:
     return isinstance(parent, cst.AssignTarget) or is_backend
 
 
-def _is_rate(script: Script, node: Expression) -> bool:
+def is_rate(script: Script, node: cst.CSTNode) -> bool:
+    """Whether a node is the learning rate of an optimizer."""
     return (
         isinstance(node, cst.Attribute)
         and attr_of(node) in {"lr", "learning_rate"}
@@ -158,16 +160,23 @@ def variables(site: CallSite) -> Expression:
 
 
 def reset(site: CallSite) -> Expression:
-    """Port `reset_states` of a metric or recurrent layer; that of a model stays.
+    """Port `reset_states` of a metric, a recurrent layer, or a model of such layers.
 
-    So does that of a class of the script's own, which is none of Keras.
+    That of a class of the script's own, which is none of Keras, stays.
     """
     script = site.script
     made = [m for m in makers(script, site.owner) if isinstance(m, cst.ClassDef)]
     if any(_has_own_reset(script, each) for each in made):
         return site.updated
     if is_kind(script, site.owner, "model"):
-        raise Unported(WHY["reset_states"])
+        methods = {class_of(script, f) for f in script.functions("reset_states")}
+        if not methods.isdisjoint(with_bases(script, *made)):
+            return site.updated
+        text = (
+            "[layer.reset_state() for layer in {x}.layers "
+            'if getattr(layer, "stateful", False)]'
+        )
+        return site.make(text, x=site.receiver)
     if site.updated.args:
         raise Unported("reset_state of Keras 3 takes no values: assign to each state")
     return site.as_method("reset_state")

@@ -29,6 +29,7 @@ from replicax.migrate.tree import (
     is_named,
     keyword,
     method_of,
+    named,
     parts_of,
     renamed,
     root_of,
@@ -158,6 +159,9 @@ def _with_keywords(table: str) -> Rule:
 
 def _compiled(site: CallSite) -> Expression:
     """Port `model.compile(...)`: drop or rename arguments that Keras 3 lacks."""
+    has_metrics = site.given(2, "metrics") is not None
+    if has_metrics and any(_masks(site.script, each) for each in site.script.calls):
+        site.note(WHY["masked_metrics"])
     args = with_keywords(site, "compile")
     positional = [arg for arg in site.updated.args if not (arg.keyword or arg.star)]
     if len(positional) > len(ARGUMENTS["compile"]):
@@ -165,6 +169,12 @@ def _compiled(site: CallSite) -> Expression:
     # Keras 3 has the weights of losses third.
     names = dict(zip(positional[2:], ARGUMENTS["compile"][2:], strict=False))
     return site.with_args(renamed(a, names[a]) if a in names else a for a in args)
+
+
+def _masks(script: Script, call: cst.Call) -> bool:
+    """Whether a call makes a layer that masks time steps."""
+    has_zero = named(call, "mask_zero") is not None
+    return has_zero or script.called(call) == "keras.layers.Masking"
 
 
 def _fitted(site: CallSite) -> Expression:
@@ -176,8 +186,8 @@ def _fitted(site: CallSite) -> Expression:
             if arg.star or i >= len(parameters):
                 raise Unported(f"{site.method}: name its arguments")
             args[i] = renamed(arg, parameters[i])
-    named = CallSite(site.script, site.node, site.with_args(args))
-    made = named.with_args(with_keywords(named, "fit"))
+    inner = CallSite(site.script, site.node, site.with_args(args))
+    made = inner.with_args(with_keywords(inner, "fit"))
     name = site.method.removesuffix("_generator")
     if name == site.method:
         return made
@@ -259,11 +269,22 @@ def _initial_state(site: CallSite) -> Expression:
 
 
 def _constructor(site: CallSite) -> Expression:
-    """Port `super().__init__(self)`, which Keras 3 refuses, to `super().__init__()`."""
+    """Port `super().__init__(self)`, which Keras 3 refuses, to `super().__init__()`.
+
+    The arguments of a loss get their names, of which Keras 3 has another order.
+    """
     args, owner = site.updated.args, site.receiver
-    is_super = isinstance(owner, cst.Call) and is_name(owner.func, "super")
-    has_self = len(args) == 1 and is_name(args[0].value, "self")
-    return site.updated.with_changes(args=[]) if is_super and has_self else site.updated
+    if not (isinstance(owner, cst.Call) and is_name(owner.func, "super")):
+        return site.updated
+    if len(args) == 1 and is_name(args[0].value, "self"):
+        return site.updated.with_changes(args=[])
+    around = site.script.class_around(site.node)
+    bases = foreign_bases(site.script, around) if around else ()
+    if "keras.losses.Loss" not in map(site.script.names.path, bases):
+        return site.updated
+    names = dict(zip(args, ("reduction", "name"), strict=False))
+    is_plain = {a for a in names if not (a.keyword or a.star)}
+    return site.with_args(renamed(a, names[a]) if a in is_plain else a for a in args)
 
 
 def _update_state(site: CallSite) -> Expression:

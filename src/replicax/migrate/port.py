@@ -16,7 +16,7 @@ from replicax.migrate.files import plan_files
 from replicax.migrate.host import plan_lookups
 from replicax.migrate.imports import find_retained, ported_imports, uses_tensorflow
 from replicax.migrate.keras_calls import plan_identifiers, plan_metrics
-from replicax.migrate.layer_calls import plan_layer_calls
+from replicax.migrate.layer_calls import plan_input_shapes, plan_layer_calls
 from replicax.migrate.logits import plan_logits
 from replicax.migrate.members import report_functional
 from replicax.migrate.methods import plan_resets
@@ -26,6 +26,7 @@ from replicax.migrate.scopes import plan_eager_steps, plan_models, plan_scopes
 from replicax.migrate.script import MARK, Finding, Script
 from replicax.migrate.sessions import plan_sessions, plan_summaries
 from replicax.migrate.statements import plan_servers, plan_settings
+from replicax.migrate.tensor_arrays import plan_tensor_arrays
 from replicax.migrate.tracing import find_traced, plan_randomness, report_branches
 from replicax.migrate.training import plan_training
 from replicax.migrate.tree import text_of
@@ -86,6 +87,7 @@ def port(source: bytes) -> Ported:
     plan_lookups(script)
     plan_settings(script)
     plan_summaries(script)
+    plan_tensor_arrays(script)
     plan_randomness(script)
     plan_sessions(script)
     plan_training(script)
@@ -99,6 +101,7 @@ def port(source: bytes) -> Ported:
     plan_scopes(script)
     plan_resets(script)
     plan_layer_calls(script)
+    plan_input_shapes(script)
     report_functional(script)
     changed = script.module.visit(Rewriter(script))
     changed = ported_imports(script, changed)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import libcst as cst
 
+from replicax.migrate.flow import Definition
 from replicax.migrate.script import Expression, Replacement, Script, Statement, Unported
 from replicax.migrate.statements import body_in_place
 from replicax.migrate.tables import DROPPED, NAMES, WHY
@@ -267,7 +268,7 @@ class _Writers:
             script.take_out(script.statement_of(node))
         for node, writer in written.items():
             name = script.called(node).rpartition(".")[2]
-            method = cst.Attribute(cst.Name(writer), cst.Name(name))
+            method = cst.Attribute(cst.parse_expression(writer), cst.Name(name))
             script.frozen.add(node.func)
             script.replacements[node] = lambda call, method=method: _value(call, method)
         for node in self._made:
@@ -287,14 +288,16 @@ class _Writers:
         found = {
             d for d in flow.definitions if not set(d.values).isdisjoint(self._made)
         }
-        named = [d.values for d in found if isinstance(d.node, cst.Name)]
+        named = [d.values for d in found if dotted(d.node)]
         for call in self._made:
             if len(call.args) != 1 or call.args[0].star:
                 raise Unported("the writer has more than a folder", call)
             if [call] not in named:
                 raise Unported("the writer has no name of its own", call)
-        for definition in flow.definitions:
-            for use in flow.uses(definition) if definition in found else ():
+        for definition in (d for d in flow.definitions if d in found):
+            if outside := _use_outside(self._script, definition):
+                raise Unported("the writer is used outside of its class", outside)
+            for use in flow.uses(definition):
                 if not flow.reaching(use) <= found:
                     raise Unported("a name is not always that of a writer", use)
                 self._read_use(use)
@@ -343,6 +346,15 @@ class _Writers:
         if len(found) != 1:
             raise Unported("which writer is the default is not seen here", node)
         return found.pop()
+
+
+def _use_outside(script: Script, definition: Definition) -> cst.CSTNode | None:
+    """A use of a writer, an attribute, through another name than `self`."""
+    name, uses = attr_of(definition.node), script.flow.uses(definition)
+    others = (n for n in script.nodes(cst.Attribute) if name and attr_of(n) == name)
+    return next(
+        (n for n in others if n not in uses and not script.flow.defined(n)), None
+    )
 
 
 def _value(call: cst.Call, method: cst.Attribute) -> cst.Call:

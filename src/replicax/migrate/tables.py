@@ -23,6 +23,7 @@ __all__ = [
     "GUARDED_OPERATORS",
     "HOST_OPERATORS",
     "IDENTIFIERS",
+    "INDEXED",
     "KEYWORDS",
     "KINDS",
     "LEFT_METHODS",
@@ -101,6 +102,15 @@ def _operators(rows: Iterable[str]) -> dict[str, Operator]:
     return table
 
 
+def _templates(rows: Iterable[str]) -> dict[str, tuple[list[str], str]]:
+    """Parse rows `names | parameters | text`; parameters and text by name."""
+    return {
+        name: (parameters.split(), text.strip())
+        for names, parameters, text in (row.split("|") for row in rows)
+        for name in names.split()
+    }
+
+
 _FILE = resources.files("replicax.migrate").joinpath("tables.toml")
 _DATA = tomllib.loads(_FILE.read_text("utf-8"))
 
@@ -135,13 +145,10 @@ GUARDED_OPERATORS = _operators(_DATA["operators"]["guarded"])
 """Operators that run on devices, for calls that a rule has checked first."""
 HOST_OPERATORS = _operators(_DATA["operators"]["host"])
 """Operators that run in an input pipeline: functions of NumPy by path."""
-_WRITTEN = (row.split("|") for row in _DATA["operators"]["written"])
-WRITTEN = {
-    name: (parameters.split(), text.strip())
-    for names, parameters, text in _WRITTEN
-    for name in names.split()
-}
+WRITTEN = _templates(_DATA["operators"]["written"])
 """Templates of calls by path: TF's parameters, and the text with `{x}` for them."""
+INDEXED = _templates(_DATA["operators"]["indexed"])
+"""Templates of functions of indices `[..., n]`, for arrays."""
 ARGUMENTS = {name: text.split() for name, text in _texts(_DATA["arguments"]).items()}
 """Names of arguments of Keras' functions: those by position, and those removed."""
 KEYWORDS = {

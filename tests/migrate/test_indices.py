@@ -1,0 +1,95 @@
+"""Functions of indices, and arrays of tensors, compute what those of TensorFlow do."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.migrate.porting import executed, ported
+
+X = np.arange(24.0, dtype="float32").reshape(2, 3, 4)
+
+
+def computed(source: str) -> Any:
+    """The value of `y` after a script of which nothing is left by hand."""
+    text, left = ported(f"import numpy as np\nimport tensorflow as tf\n{source}")
+    assert left == []
+    return np.asarray(executed(text, {"x": X})["y"]).tolist()
+
+
+@pytest.mark.parametrize(
+    ("indices", "expected"),
+    [
+        ("[[1, 2], [0, 1]]", X[[1, 0], [2, 1]]),
+        ("np.array([[1, 2, 3]])", X[[1], [2], [3]]),
+        ("tf.constant([[[1], [0]], [[0], [0]]])", X[[[1, 0], [0, 0]]]),
+    ],
+)
+def test_gather_nd(indices: str, expected: np.ndarray) -> None:
+    assert computed(f"y = tf.gather_nd(x * 1, {indices})") == expected.tolist()
+
+
+def test_scatter_nd_adds_what_has_the_same_index() -> None:
+    assert computed("y = tf.scatter_nd([[1], [3], [1]], [5., 6., 7.], [4])") == [
+        *(0.0, 12.0, 0.0, 6.0),
+    ]
+
+
+@pytest.mark.parametrize(("name", "value"), [("update", 9.0), ("add", 32.0)])
+def test_tensors_are_changed_at_indices(name: str, value: float) -> None:
+    changed = X.copy()
+    changed[1, 2, 3] = value
+    call = f"tf.tensor_scatter_nd_{name}(tf.constant(x), [[[1, 2, 3]]], [[9.]])"
+    assert computed(f"y = {call}") == changed.tolist()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "tf.scatter_nd(i, x, f())",
+        "tf.gather_nd(x, i, batch_dims=1)",
+    ],
+)
+def test_what_is_not_in_sight_is_left(call: str) -> None:
+    _, left = ported(f"import tensorflow as tf\ny = {call}")
+    assert len(left) == 1
+
+
+FILLED = """\
+def f(n):
+    out = tf.TensorArray(tf.float32, size=n)
+    for i in tf.range(n):
+        out = out.write(i, x[i] + {first})
+    return {value}
+y = f(2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("out.stack()", X),
+        ("out.concat()", X.reshape(6, 4)),
+        ("out.read(1) * out.size()", X[1] * 2),
+    ],
+)
+def test_arrays_that_a_loop_fills_are_lists(value: str, expected: np.ndarray) -> None:
+    assert computed(FILLED.format(value=value, first=0.0)) == expected.tolist()
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("out.write(i, ", "out.write(n - i - 1, "),  # In another order.
+        ("return out", "out = out.write(0, x[0])\n    return out"),
+        ("return out", "for i in range(1, 2):\n        f(out)\n    return out"),
+        ("out = out.write", "out = g(out) if i else out.write"),
+        ("        out =", "        if i > 0:\n            continue\n        out ="),
+        ("tf.range(n)", "tf.range(1, n)"),
+        ("return out.stack()", "return out"),
+    ],
+)
+def test_other_arrays_stay(before: str, after: str) -> None:
+    source = FILLED.format(value="out.stack()", first=0.0).replace(before, after, 1)
+    text, left = ported(f"import tensorflow as tf\n{source}")
+    assert any("use a Python list" in each for each in left)
+    assert "out = tf.TensorArray(tf.float32, size=n)" in text
