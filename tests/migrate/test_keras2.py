@@ -373,3 +373,27 @@ def test_metrics_of_masked_steps_are_noted(layer: str, is_noted: bool) -> None:
     )
     notes = port(source.encode()).notes
     assert any("that a mask leaves out" in n.reason for n in notes) == is_noted
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        "class Loss(tf.keras.losses.Loss):\n    def call(self, y_true, y_pred):\n"
+        "        return tf.reduce_mean((y_true - y_pred) ** 2)\nmade = Loss()\n",
+        "def made(y_true, y_pred):\n"
+        "    return tf.reduce_mean((y_true - y_pred) ** 2)\n",
+    ],
+)
+def test_losses_get_labels_of_the_shape_of_predictions(loss: str) -> None:
+    text, left = ported(
+        f"import numpy as np\nimport tensorflow as tf\n{loss}"
+        "layers = [tf.keras.Input((2,)), tf.keras.layers.Dense(1)]\n"
+        "model = tf.keras.Sequential(layers)\n"
+        "model.compile(tf.keras.optimizers.SGD(0.0), loss=made)\n"
+        "x, y = np.ones((4, 2)), np.arange(4.0)\n"
+        "value = model.fit(x, y, verbose=0).history['loss'][0]\n"
+        "expected = np.mean((model.predict(x, verbose=0)[:, 0] - y) ** 2)"
+    )
+    assert left == []
+    names = executed(text)
+    assert names["value"] == pytest.approx(names["expected"], rel=1e-5)

@@ -370,3 +370,29 @@ def test_what_cannot_be_moved_is_reported(source: str) -> None:
     _, left = ported(f"{STRATEGY}{MODEL}{source}")
     assert len(left) == 1
     assert "in whose scope they are made" in left[0]
+
+
+ACCUMULATED = """\
+def step(x):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(model(x))
+    grads = tape.gradient(loss, model.trainable_variables)
+    for a, g in zip(sums, grads):
+        {}
+strategy.run(step, args=(x,))
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "num_left"),
+    [
+        ("a.assign_add(g / 4)", 1),
+        ("a.assign(a + tf.abs(g))", 1),
+        ("a.assign_add(1.0)", 0),
+        ("a.assign(a * 0.5)", 0),
+    ],
+)
+def test_gradients_that_steps_keep_are_left(line: str, num_left: int) -> None:
+    made = "    sums = [tf.Variable(tf.zeros_like(v)) for v in model.variables]\n"
+    _, left = ported(f"{STRATEGY}{MODEL}{made}{ACCUMULATED.format(line)}")
+    assert ["gradient_accumulation_steps" in each for each in left] == [True] * num_left

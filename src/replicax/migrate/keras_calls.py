@@ -1,6 +1,6 @@
 """Rules for calls of Keras that changed between tf.keras and Keras 3."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import libcst as cst
 
@@ -273,20 +273,34 @@ def _is_integer(script: Script, node: Expression) -> bool:
 
 
 def plan_metrics(script: Script) -> None:
-    """Plan to widen labels `[n]` to `[n, 1]` in metrics of the script, as TF does.
+    """Plan to widen labels `[n]` in metrics and losses of the script, as TF does.
 
     Keras 3 passes `[n]`, which broadcasts with predictions `[n, 1]` to `[n, n]`.
     """
-    for call in script.calls:
-        metrics = value_of(call, 2, "metrics") if method_of(call) == "compile" else None
-        for each in _parts(script, metrics):
-            for function in _metric_functions(script, each):
-                names = [p.name.value for p in function.params.params]
-                labels, *rest = names[1:] if names[:1] == ["self"] else names
-                if rest and _is_used_plainly(script, function, labels):
-                    wide = f"{labels}[:, None] if {labels}.ndim < {rest[0]}.ndim == 2"
-                    line = f"{labels} = {wide} else {labels}"
-                    script.first_lines[function.body] = line
+    for call in (c for c in script.calls if method_of(c) == "compile"):
+        for each in _parts(script, value_of(call, 1, "loss")):
+            # Keras widens the labels of functions.
+            _plan_labels(script, _methods(script, each, "call"))
+        for each in _parts(script, value_of(call, 2, "metrics")):
+            _plan_labels(script, _metric_functions(script, each))
+
+
+def _plan_labels(script: Script, functions: Iterable[cst.FunctionDef]) -> None:
+    """Plan to widen the labels that functions get beside predictions `[n, 1]`."""
+    for function in functions:
+        names = [p.name.value for p in function.params.params]
+        labels, *rest = names[1:] if names[:1] == ["self"] else names
+        if rest and _is_used_plainly(script, function, labels):
+            wide = f"{labels}[:, None] if {labels}.ndim < {rest[0]}.ndim == 2"
+            script.first_lines[function.body] = f"{labels} = {wide} else {labels}"
+
+
+def _methods(script: Script, node: Expression, name: str) -> Iterator[cst.FunctionDef]:
+    """The methods of a name of the classes of the script that make an object."""
+    made = [m for m in makers(script, node) if isinstance(m, cst.ClassDef)]
+    for each in with_bases(script, *made):
+        if (method := methods_of(each).get(name)) is not None:
+            yield method
 
 
 def _parts(
@@ -309,10 +323,7 @@ def _parts(
 def _metric_functions(script: Script, node: Expression) -> Iterator[cst.FunctionDef]:
     """The functions of the script that compute a metric of labels and predictions."""
     if isinstance(node, cst.Call):
-        made = [m for m in makers(script, node) if isinstance(m, cst.ClassDef)]
-        for each in with_bases(script, *made):
-            if (update := methods_of(each).get("update_state")) is not None:
-                yield update
+        yield from _methods(script, node, "update_state")
         for value in returned(script, node):
             if isinstance(value, cst.Name):
                 yield from _metric_functions(script, value)

@@ -27,7 +27,12 @@ from replicax.migrate.script import MARK, Finding, Script
 from replicax.migrate.sessions import plan_sessions, plan_summaries
 from replicax.migrate.statements import plan_servers, plan_settings
 from replicax.migrate.tensor_arrays import plan_tensor_arrays
-from replicax.migrate.tracing import find_traced, plan_randomness, report_branches
+from replicax.migrate.tracing import (
+    find_traced,
+    plan_randomness,
+    report_branches,
+    report_gradients,
+)
 from replicax.migrate.training import plan_training
 from replicax.migrate.tree import text_of
 
@@ -97,6 +102,7 @@ def port(source: bytes) -> Ported:
     plan_metrics(script)
     _report_backend(script)
     report_branches(script)
+    report_gradients(script)
     plan_models(script)
     plan_scopes(script)
     plan_resets(script)

@@ -20,6 +20,7 @@ from replicax.migrate.tables import DEVICE_OPERATORS, NAMES, WHY
 from replicax.migrate.tracing import (
     class_of,
     foreign_bases,
+    has_scope,
     is_graph_decorator,
     is_traced,
     scopes,
@@ -53,7 +54,7 @@ _STEPS = {
 
 def plan_eager_steps(script: Script) -> None:
     """Plan `rx.get_strategy().run` for calls of a `@tf.function` with a tape."""
-    if _has_scope(script):
+    if has_scope(script):
         return
     for function in script.nodes(cst.FunctionDef):
         decorated = any(is_graph_decorator(script, d) for d in function.decorators)
@@ -64,10 +65,6 @@ def plan_eager_steps(script: Script) -> None:
             trace(script, [function])
             for call in calls:
                 script.replacements[call] = _run(script, call)
-
-
-def _has_scope(script: Script) -> bool:
-    return any(method_of(call) == "scope" for call in script.calls)
 
 
 def _calls_of(script: Script, function: cst.FunctionDef) -> list[cst.Call] | None:
@@ -127,7 +124,7 @@ def _run(script: Script, call: cst.Call) -> Callable[[cst.Call], Expression]:
 
 def plan_models(script: Script) -> None:
     """Plan a scope around models with a step of their own and `compile`, or report."""
-    if _has_scope(script):
+    if has_scope(script):
         return
     methods = {method_of(call) for call in script.calls}
     for name, callers in _STEPS.items():
@@ -200,7 +197,7 @@ _PARTS = ("optimizer", "variable", *_OWNERS)
 def plan_scopes(script: Script) -> None:
     """Plan scopes around what is made outside and used in steps, or report it."""
     blocks = list(scopes(script))
-    if _has_scope(script):
+    if has_scope(script):
         reached = _Reached(script, blocks)
         compiled = [c for c in script.calls if _compiles_outside(script, c, reached)]
         outside = _made_outside(script, _Reached(script, [*blocks, *compiled]))
@@ -209,7 +206,7 @@ def plan_scopes(script: Script) -> None:
     variables = {c for c in script.calls if kind_of(script, c) == "variable"}
     if variables and any(method_of(call) == "fit" for call in script.calls):
         for call in _constants(script, variables):
-            if not _has_scope(script):
+            if not has_scope(script):
                 script.leave(call, WHY["constant_variable"])
             elif not _Reached(script, blocks).has(call):
                 _plan_scope(script, call, blocks)

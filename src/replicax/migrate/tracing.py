@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 import libcst as cst
 
 from replicax.migrate.kinds import is_class_of, kind_of
-from replicax.migrate.origins import with_bases
+from replicax.migrate.origins import container, with_bases
 from replicax.migrate.script import Expression, Replacement, Script
 from replicax.migrate.tables import DEVICE_OPERATORS, NAMES, WHY
 from replicax.migrate.tree import (
@@ -24,11 +24,13 @@ __all__ = [
     "class_of",
     "find_traced",
     "foreign_bases",
+    "has_scope",
     "is_graph_decorator",
     "is_traced",
     "makes_spec",
     "plan_randomness",
     "report_branches",
+    "report_gradients",
     "scopes",
     "trace",
     "with_called",
@@ -240,6 +242,11 @@ def _free_name(script: Script) -> str:
     return f"{_GENERATOR}_" if script.names.is_bound(_GENERATOR) else _GENERATOR
 
 
+def has_scope(script: Script) -> bool:
+    """Whether a script enters the scope of a strategy."""
+    return any(method_of(call) == "scope" for call in script.calls)
+
+
 def scopes(script: Script) -> Iterator[cst.CSTNode]:
     """The blocks under `with strategy.scope():`."""
     for node in script.nodes(cst.With):
@@ -283,6 +290,29 @@ def _effect(script: Script, functions: Iterable[cst.CSTNode]) -> str | None:
         for node in find(function, cst.Call)
     )
     return next((name for name in found if name in NAMES["effects"]), None)
+
+
+def report_gradients(script: Script) -> None:
+    """Report gradients that steps assign to variables, such as to accumulate them."""
+    for call in script.calls if has_scope(script) else ():
+        is_written = method_of(call) in NAMES["assign_methods"] and bool(call.args)
+        if is_written and is_traced(script, call):
+            is_kept = kind_of(script, object_of(call)) in {"variable", None}
+            if is_kept and _is_gradient(script, call.args[0].value, 5):
+                script.leave(call, WHY["kept_gradients"])
+
+
+def _is_gradient(script: Script, node: cst.CSTNode, depth: int) -> bool:
+    """Whether an expression is computed from what a tape's `gradient` gives."""
+    if any(method_of(each) == "gradient" for each in find(node, cst.Call)):
+        return True
+    values: list[cst.CSTNode] = []
+    for name in find(node, cst.Name):
+        for made in script.flow.reaching(name):
+            loops = (p for p in script.parents(made.node) if isinstance(p, cst.For))
+            found = (container(loop.target, made.node, loop.iter) for loop in loops)
+            values += [*made.values, *(each[0] for each in found if each)]
+    return depth > 1 and any(_is_gradient(script, each, depth - 1) for each in values)
 
 
 def _tensors(script: Script, function: cst.FunctionDef) -> set[str]:
