@@ -33,7 +33,7 @@ from replicax.migrate.tracing import (
     report_branches,
     report_gradients,
 )
-from replicax.migrate.training import plan_training
+from replicax.migrate.training import plan_train_steps, plan_training
 from replicax.migrate.tree import text_of
 
 __all__ = ["Ported", "port"]
@@ -96,6 +96,7 @@ def port(source: bytes) -> Ported:
     plan_randomness(script)
     plan_sessions(script)
     plan_training(script)
+    plan_train_steps(script)
     plan_logits(script)
     plan_files(script)
     plan_identifiers(script)

@@ -1,16 +1,19 @@
-"""Ports calls of training steps that Keras 3 lacks: `minimize` and `compiled_loss`.
+"""Ports calls of training steps that Keras 3 lacks, and what a `train_step` logs.
 
 `optimizer.minimize(loss)` becomes a gradient tape. `model.compiled_loss(y, y_pred)`
 becomes a call of `compute_loss` and an update of the metric `loss`, which Keras 2 made.
+
+Keras 3 has that metric in every model. Where a step logs nothing but `loss`, `fit` logs
+the metric instead, which is 0 unless the step updates it.
 """
 
 import libcst as cst
 
-from replicax.migrate.kinds import is_kind
+from replicax.migrate.kinds import is_class_of, is_kind
 from replicax.migrate.origins import definitions, with_bases
 from replicax.migrate.script import Expression, Replacement, Script, Unported
 from replicax.migrate.tables import WHY
-from replicax.migrate.tracing import makes_spec
+from replicax.migrate.tracing import class_of, has_scope, makes_spec
 from replicax.migrate.tree import (
     attr_of,
     dotted,
@@ -26,11 +29,12 @@ from replicax.migrate.tree import (
     object_of,
     only_of,
     root_of,
+    text_of,
     value_of,
     walk,
 )
 
-__all__ = ["plan_training"]
+__all__ = ["plan_train_steps", "plan_training"]
 
 
 def plan_training(script: Script) -> None:
@@ -232,17 +236,10 @@ def _plan_compiled_loss(script: Script, node: cst.Call) -> None:
     if function is None or model is None:
         raise Unported(_BY_HAND)
     _check_compiled_loss(script, node, model, function)
-    used = names_in(function)
-    metric = free_name(used, "metric", "loss_metric")
-    name = free_name(used, "loss", "total_loss")
+    name = free_name(names_in(function), "loss", "total_loss")
     if isinstance(target, cst.Name):
         name = target.value
-    quote = script.string("loss").value
-    update = cst.parse_statement(
-        f"for {metric} in {model}.metrics:\n"
-        f"    if {metric}.name == {quote}:\n"
-        f"        {metric}.update_state({name})"
-    )
+    update = cst.parse_statement(_update_of_loss(script, function, model, name))
 
     def with_update(updated: cst.SimpleStatementLine) -> Replacement:
         (now,) = updated.body
@@ -253,6 +250,18 @@ def _plan_compiled_loss(script: Script, node: cst.Call) -> None:
 
     script.replacements[node] = _compute_loss
     script.replacements[line] = with_update
+
+
+def _update_of_loss(
+    script: Script, function: cst.FunctionDef, model: str, name: str
+) -> str:
+    """The code that updates the metric `loss` of a model with a variable."""
+    metric = free_name(names_in(function), "metric", "loss_metric")
+    return (
+        f"for {metric} in {model}.metrics:\n"
+        f"    if {metric}.name == {script.string('loss').value}:\n"
+        f"        {metric}.update_state({name})"
+    )
 
 
 def _check_compiled_loss(
@@ -292,3 +301,46 @@ def _compute_loss(updated: cst.Call) -> cst.Call:
             args.append(keyword(new, given))
     func = updated.func.with_changes(attr=cst.Name("compute_loss"))
     return updated.with_changes(func=func, args=args)
+
+
+_AVERAGE = "nn.compute_average_loss"
+
+
+def plan_train_steps(script: Script) -> None:
+    """Plan updates of the metric `loss`, and report gradients that `fit` averages."""
+    for function in [*script.functions("train_step"), *script.functions("test_step")]:
+        owner = class_of(script, function)
+        if owner is not None and is_class_of(script, owner, ("model",)):
+            owners = with_bases(script, owner)
+            has_metrics = any("metrics" in methods_of(each) for each in owners)
+            if not has_metrics and "compiled_loss" not in names_in(function):
+                _plan_log(script, function)
+            if function.name.value == "train_step" and has_scope(script):
+                _report_scale(script, function)
+
+
+def _plan_log(script: Script, function: cst.FunctionDef) -> None:
+    """Plan an update of the metric `loss` above `return {"loss": loss}`."""
+    for node in find(function, cst.Return):
+        pairs = node.value.elements if isinstance(node.value, cst.Dict) else ()
+        pair = pairs[0] if len(pairs) == 1 else None
+        if not isinstance(pair, cst.DictElement) or text_of(pair.key) != "loss":
+            continue
+        if isinstance(pair.value, cst.Name):
+            update = _update_of_loss(script, function, "self", pair.value.value)
+            script.inserted.setdefault(script.statement_of(node), []).append(update)
+            script.note(node, WHY["loss_of_epoch"])
+
+
+def _report_scale(script: Script, function: cst.FunctionDef) -> None:
+    """Report a loss that is scaled for replicas, or note that `fit` averages."""
+    body = function.body
+    scaled: list[cst.CSTNode] = [
+        *(n for n in find(body, cst.Attribute) if attr_of(n) == "num_replicas_in_sync"),
+        *(n for n in find(body, cst.Call) if script.called(n) == _AVERAGE),
+    ]
+    for node in scaled:
+        script.leave(node, WHY["scaled_loss"])
+    calls = map(script.called, find(body, cst.Call))
+    if not scaled and "GradientTape" in calls:
+        script.note(function.name, WHY["averaged_gradients"])
