@@ -87,7 +87,7 @@ def counts_of(strategy):
     return {
         "sockets": len(sockets_here()),
         "versions": [group["version"] for group in groups],
-        "steps": stream["steps"],
+        "steps": {n: w["steps"] for n, w in status["workers"].items() if w["steps"]},
         "lost": stream["lost"],
         "next": stream["next"],
         "deaths": {n: w["deaths"] for n, w in status["workers"].items()},
