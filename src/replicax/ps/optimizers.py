@@ -374,21 +374,17 @@ def _described(rule: JSONObject) -> tuple[str, JSONObject]:
     known = config.get("module", _MODULE) == _MODULE
     names = [each.__name__ for each in ELEMENTWISE]
     if rule.get("kind") != "optimizer" or not known or name not in names:
+        scales = name == "LossScaleOptimizer"
+        without = ", without loss scaling (a bfloat16 policy needs none)" * scales
         raise ValueError(
-            f"rows cannot be updated by {name!r}. Compile the model "
-            f"with one of {', '.join(names)} of keras.optimizers"
-            + (
-                ", without loss scaling (a bfloat16 policy needs none)."
-                if name == "LossScaleOptimizer"
-                else "."
-            )
+            f"rows cannot be updated by {name!r}. Compile the model with one of "
+            f"{', '.join(names)} of keras.optimizers{without}."
         )
     options = dict(config["config"])
     _check_rate(name, options["learning_rate"])
     if name == "AdamW" and options.get("weight_decay") is None:
-        options["weight_decay"] = (
-            0.0  # Of rows that do not decay; Keras wants a number.
-        )
+        # Of rows that do not decay; Keras wants a number.
+        options["weight_decay"] = 0.0
     return name, options
 
 
