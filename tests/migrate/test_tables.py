@@ -21,10 +21,10 @@ from replicax.migrate.tables import (
     GUARDED_OPERATORS,
     HOST_OPERATORS,
     KEYWORDS,
+    MESSAGES,
     NAMES,
     NOTES,
     PREFIXES,
-    WHY,
     WRITTEN,
     Operator,
     exists,
@@ -91,7 +91,7 @@ def test_written_calls_name_what_exists(path: str) -> None:
         assert found(target) is not None
 
 
-@pytest.mark.parametrize(("name", "table"), [("WHY", WHY), ("NAMES", NAMES)])
+@pytest.mark.parametrize(("name", "table"), [("MESSAGES", MESSAGES), ("NAMES", NAMES)])
 def test_rules_use_all_rows_and_no_others(name: str, table: dict[str, Any]) -> None:
     assert {*re.findall(rf"""{name}\[["'](\w+)["']\]""", code_of_rules())} == set(table)
 

@@ -15,7 +15,7 @@ from replicax.migrate.tables import (
     GUARDED_OPERATORS,
     HOST_OPERATORS,
     INDEXED,
-    WHY,
+    MESSAGES,
     find_target,
 )
 from replicax.migrate.tracing import RANDOM, class_of, is_traced
@@ -79,7 +79,7 @@ def _initialized(site: CallSite, made: cst.Call) -> Expression:
     """
     value = site.given(0, "initial_value")
     if value is None or not made.args:
-        raise Unported(WHY["traced_value"])
+        raise Unported(MESSAGES["traced_value"])
     first, *rest = made.args
     maker = _INITIALIZERS.get(site.script.called(value), "")
     if maker and isinstance(first.value, cst.Call):
@@ -91,7 +91,7 @@ def _initialized(site: CallSite, made: cst.Call) -> Expression:
         initializer = site.make("keras.initializers.Constant({x})", x=first.value)
         extra = [keyword("shape", cst.Tuple([]))]
     else:
-        raise Unported(WHY["traced_value"])
+        raise Unported(MESSAGES["traced_value"])
     args = [first.with_changes(value=initializer), *rest]
     return made.with_changes(args=without(made.args, args, extra))
 
@@ -128,7 +128,7 @@ def _where(site: CallSite) -> Expression:
 
 def _split(site: CallSite) -> Expression:
     if not isinstance(site.ported(1, "num_or_size_splits"), cst.Integer):
-        raise site.stays(WHY["split"])
+        raise site.stays(MESSAGES["split"])
     return by_row(site, GUARDED_OPERATORS[site.path])
 
 
@@ -279,9 +279,9 @@ def _random(site: CallSite) -> Expression:
     if not is_traced(script, node):
         return made
     if named(made, "seed") is not None:
-        raise Unported(WHY["fixed_seed"])
+        raise Unported(MESSAGES["fixed_seed"])
     if node not in script.generators:
-        raise Unported(WHY["random_state"])
+        raise Unported(MESSAGES["random_state"])
     seed = keyword("seed", cst.parse_expression(script.generators[node]))
     return made.with_changes(args=without(made.args, made.args, [seed]))
 
@@ -404,11 +404,7 @@ def _drawn(site: CallSite) -> Expression:
 
 
 def _draws_integers(site: CallSite) -> bool:
-    """Whether `tf.random.uniform` is given a dtype of integers.
-
-    Raises:
-        Unported: If its dtype is not in sight.
-    """
+    """Whether `tf.random.uniform` draws integers; refuses a dtype out of sight."""
     script = site.script
     given = bound(site.node.args, _OF_UNIFORM).get("dtype")
     if given is None or is_name(given.value, "None"):

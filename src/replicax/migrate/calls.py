@@ -28,12 +28,12 @@ from replicax.migrate.tables import (
     DEVICE_OPERATORS,
     GUARDED_OPERATORS,
     HOST_OPERATORS,
+    MESSAGES,
     NO_VARIABLES,
     NOTES,
     OLD_LAYERS,
     OLD_LOSSES,
     OLD_METRICS,
-    WHY,
     WRITTEN,
     accepted_arguments,
     find_target,
@@ -191,7 +191,7 @@ def _print(site: CallSite) -> Expression:
 
 def _tape(site: CallSite) -> Expression:
     if not is_traced(site.script, site.node):
-        site.script.leave(site.node, WHY["tape_outside"])
+        site.script.leave(site.node, MESSAGES["tape_outside"])
     return site.with_args(func="rx.GradientTape")
 
 
@@ -237,7 +237,9 @@ def _layer(site: CallSite) -> Expression:
     if site.script.function_of(site.node) and not makes_spec(
         site.script, site.script.module
     ):
-        raise Unported(WHY["new_layer"].format(path=site.path, layer=OLD_LAYERS[name]))
+        raise Unported(
+            MESSAGES["new_layer"].format(path=site.path, layer=OLD_LAYERS[name])
+        )
     args = site.updated.args
     training = [a for a in args if is_named(a, "training")]
     made = [a for a in args if a.value is not inputs and a not in training]
@@ -268,7 +270,7 @@ def _loss(site: CallSite) -> Expression:
     args = [cst.Arg(given[name].value) for name in (labels, outputs)]
     if weights := given.get("weights"):
         if not isinstance(weights.value, cst.Integer | cst.Float):
-            raise site.stays(WHY["nonzero_weights"].format(target=target))
+            raise site.stays(MESSAGES["nonzero_weights"].format(target=target))
         args.append(keyword("sample_weight", weights.value))
     kept = [keyword(name, given[name].value) for name in options[1:] if name in given]
     if target.endswith("Crossentropy"):
@@ -351,7 +353,7 @@ def _decay(site: CallSite) -> Expression:
     calls = [script.call_with(use) for use in uses]
     is_alone = all(c and kind_of(script, c) == "optimizer" for c in calls)
     if script.called(step) not in _STEPS or not (calls and is_alone):
-        raise site.stays(WHY["decay"].format(target=operator.target))
+        raise site.stays(MESSAGES["decay"].format(target=operator.target))
     return by_row(site, operator)
 
 

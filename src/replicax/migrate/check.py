@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from replicax.migrate.script import Finding
-from replicax.migrate.tables import WHY
+from replicax.migrate.tables import MESSAGES
 
 __all__ = ["check"]
 
@@ -68,13 +68,13 @@ def check(
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            return _of_all(original, WHY["no_step"].format(limit=limit_seconds))
+            return _of_all(original, MESSAGES["no_step"].format(limit=limit_seconds))
         if done.returncode == 0:
             return None
         if _NO_STEP in done.stderr:
             others = (text for other, text in ported.items() if other != path)
             is_module = any(_imports(text, path.stem) for text in others)
-            return None if is_module else _of_all(original, WHY["untrained"])
+            return None if is_module else _of_all(original, MESSAGES["untrained"])
         line, error = _failure(done.stderr, str(script))
     if _NOT_COVERED in error:
         error = f"not checked: {error}"

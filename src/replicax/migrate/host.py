@@ -19,8 +19,8 @@ from replicax.migrate.tables import (
     DTYPES,
     EXACT,
     HOST_OPERATORS,
+    MESSAGES,
     NEED_TENSORFLOW,
-    WHY,
     exists,
     find_target,
     is_dotted,
@@ -295,7 +295,7 @@ def plan_random(script: Script, call: cst.Call, functions: set[cst.CSTNode]) -> 
         return
     name = free_name(names_in(script.module), "rng", "generator", "example_rng")
     script.generators[call] = name
-    script.note(call, WHY["random_map"])
+    script.note(call, MESSAGES["random_map"])
     for function in drawing:
         if isinstance(function, cst.FunctionDef):
             script.replacements[function.params] = lambda updated: updated.with_changes(
@@ -332,11 +332,7 @@ def plan_lookups(script: Script) -> None:
 
 
 def _plan_lookup(script: Script, made: cst.Call) -> None:
-    """Plan the port of one layer to a dictionary.
-
-    Raises:
-        Unported: If its words or its uses are not in sight.
-    """
+    """Plan the port of a layer to a dictionary, where words and uses are in sight."""
     given = bound(made.args, _PARAMETERS)
     words = given.pop("vocabulary", None)
     if words is None or not _is_list(script, words.value):
@@ -365,11 +361,7 @@ def _is_list(script: Script, node: Expression) -> bool:
 
 
 def _lookup_call(script: Script, use: cst.CSTNode) -> cst.Call:
-    """The call of a layer at a use: in a pipeline's function, or of words in sight.
-
-    Raises:
-        Unported: If the use is another one.
-    """
+    """The call of a layer at a use: in a pipeline's function, or of words in sight."""
     call = script.parent(use)
     if not isinstance(call, cst.Call) or call.func is not use or len(call.args) != 1:
         raise Unported("it is not called with words alone")

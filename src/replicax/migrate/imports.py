@@ -110,7 +110,7 @@ class _Imports(cst.CSTTransformer):
         self._script = script
         self._used = used
         self._was_used = used_names(script.module)
-        self._reported = {each.reason for each in script.report.findings}
+        self._reported = {each.reason for each in script.findings}
         self._marks: list[str] = []
 
     def leave_SimpleStatementLine(
@@ -229,13 +229,7 @@ def _is_nothing(statement: cst.CSTNode) -> bool:
 
 
 def _with_new_imports(script: Script, module: cst.Module, used: set[str]) -> cst.Module:
-    """Insert the imports that the ported code needs where TensorFlow's were.
-
-    Args:
-        script: The script that was ported.
-        module: The ported module, in which `_NOTHING` stands where imports were.
-        used: The names that it reads.
-    """
+    """Insert the imports that the ported code needs where those of TensorFlow were."""
     place = _place(script, module)
     lines = _new_lines(script, module, used, place)
     body: list[Statement] = list(module.body)

@@ -14,11 +14,11 @@ from replicax.migrate.tables import (
     ARGUMENTS,
     CHANGED_DEFAULTS,
     IDENTIFIERS,
+    MESSAGES,
     NAMES,
     NO_METRICS,
     OPTIMIZERS,
     READERS,
-    WHY,
     default_of,
     find_target,
     kind_of_target,
@@ -111,7 +111,7 @@ def _loss_scale(site: CallSite) -> Expression:
     scale = site.ported(1, "loss_scale")
     made = site.of_target(a for a in site.updated.args if a.value is not scale)
     if scale is not None and text_of(scale) != "dynamic":
-        raise Unported(WHY["loss_scale"])
+        raise Unported(MESSAGES["loss_scale"])
     return made
 
 
@@ -133,14 +133,14 @@ def _optimizer_arguments(site: CallSite) -> list[cst.Arg]:
         text = script.code(arg.value)
         keys = _keys(script, arg.value)
         if old := sorted({*_OLD} & (keys or set())):
-            raise Unported(WHY["optimizer_dict"].format(old=old[0], text=text))
+            raise Unported(MESSAGES["optimizer_dict"].format(old=old[0], text=text))
         if keys is None:
-            script.leave(site.node, WHY["optimizer_unpacked"].format(text=text))
+            script.leave(site.node, MESSAGES["optimizer_unpacked"].format(text=text))
     args = with_keywords(site, "optimizer")
     if decay is not None and script.code(decay) not in {"0", "0.0", "0.", "None"}:
         return _decayed(site, args, decay)
     if named(site.node, "lr") is not None and ".legacy." not in site.path:
-        site.note(WHY["ignored_rate"])
+        site.note(MESSAGES["ignored_rate"])
     return args
 
 
@@ -154,7 +154,7 @@ def _decayed(site: CallSite, args: list[cst.Arg], decay: Expression) -> list[cst
     old, new = _rate(site.node), argument(args, 0, "learning_rate")
     is_made = old is not None and isinstance(script.flow.resolved(old), cst.Call)
     if target is None or is_made or _is_rate_set(script):
-        raise Unported(WHY["optimizer_decay"])
+        raise Unported(MESSAGES["optimizer_decay"])
     rate: Expression = cst.Float(str(default_of(target, "learning_rate")))
     if old is not None and new is not None:
         rate = _as_float(script, old, new.value)
@@ -192,7 +192,7 @@ def ported_class_call(site: CallSite) -> cst.Call:
     old = [a.keyword.value for a in node.args if a.keyword and is_named(a, *_OLD)]
     if old and _is_named_class(script, node.func):
         raise Unported(
-            WHY["optimizer_class"].format(name=script.code(node.func), old=old[0])
+            MESSAGES["optimizer_class"].format(name=script.code(node.func), old=old[0])
         )
     return site.updated
 
@@ -306,13 +306,7 @@ def _methods(script: Script, node: Expression, name: str) -> Iterator[cst.Functi
 def _parts(
     script: Script, node: Expression | None, resolved: bool = False
 ) -> list[Expression]:
-    """The losses or metrics in nested lists and dicts, as `compile` takes them.
-
-    Args:
-        script: The script.
-        node: The list, dict, loss or metric.
-        resolved: Whether variables of losses or metrics are resolved, too.
-    """
+    """The losses or metrics in nested lists and dicts, as `compile` takes them."""
     if node is None:
         return []
     node = script.flow.resolved(node) if resolved else node
@@ -350,7 +344,7 @@ def plan_identifiers(script: Script) -> None:
                 _plan_identifier(script, part, IDENTIFIERS["loss"])
             for part in _parts(script, value_of(call, 2, "metrics"), resolved=True):
                 if text_of(part) in NO_METRICS:
-                    script.leave(part, WHY["no_metric"].format(name=text_of(part)))
+                    script.leave(part, MESSAGES["no_metric"].format(name=text_of(part)))
         for arg in call.args:
             before, _, kind = keyword_of(arg).rpartition("_")
             if before and kind in IDENTIFIERS:
@@ -369,7 +363,7 @@ def problems(script: Script, node: cst.Call, path: str) -> Iterator[str]:
     name = path.removeprefix("keras.")
     is_loaded = name == "models.load_model" and named(node, "safe_mode") is None
     if is_loaded and "keras.layers.Lambda" in map(script.called, script.calls):
-        yield WHY["lambda_layer"]
+        yield MESSAGES["lambda_layer"]
     reduction = named(node, "reduction") if name.startswith("losses.") else None
     if reduction is not None and script.code(reduction).strip("\"'") == "auto":
         yield 'Keras 3 has no reduction="auto": write "sum_over_batch_size"'
@@ -380,7 +374,7 @@ def problems(script: Script, node: cst.Call, path: str) -> Iterator[str]:
     loops = NAMES["methods_with_steps"]
     is_stateful = stateful is not None and not is_name(stateful, "False")
     if is_stateful and any(method_of(each) in loops for each in script.calls):
-        yield WHY["forgotten_states"]
+        yield MESSAGES["forgotten_states"]
     if name in {"optimizers.get", "optimizers.deserialize"} and (
         problem := _config_problem(script, node)
     ):
@@ -398,12 +392,12 @@ def _old_defaults(script: Script, node: cst.Call, path: str) -> Iterator[str]:
     """The reasons why a layer with TensorFlow's defaults differs in Keras 3."""
     for arg in node.args if path.startswith("keras.layers.") else ():
         if (text_of(arg.value) or script.names.path(arg.value)) in _HARD_SIGMOID:
-            yield WHY["hard_sigmoid"]
+            yield MESSAGES["hard_sigmoid"]
     if path in _HARD_SIGMOID:
-        yield WHY["hard_sigmoid"]
+        yield MESSAGES["hard_sigmoid"]
     if path in _OLD_RECURRENT and script.is_of_version_1(node):
         if argument(node.args, 2, "recurrent_activation") is None:
-            yield WHY["recurrent_activation"]
+            yield MESSAGES["recurrent_activation"]
         if "GRU" in path and named(node, "reset_after") is None:
             yield "reset_after is False in TensorFlow 1: write reset_after="
 

@@ -10,16 +10,16 @@ from replicax.migrate.flow import Definition
 from replicax.migrate.origins import (
     bases,
     bound_values,
-    container,
     definitions,
     elements,
     is_parameter,
+    iterated,
     part,
     returned,
 )
 from replicax.migrate.script import Expression, Script
 from replicax.migrate.tables import NAMES, find_target, is_dotted, kind_of_target
-from replicax.migrate.tree import attr_of, is_name, method_of, object_of, walk
+from replicax.migrate.tree import attr_of, is_name, method_of, object_of
 
 __all__ = [
     "Maker",
@@ -80,34 +80,20 @@ def _is_given(script: Script, node: Expression, depth: int) -> bool:
     if not isinstance(node, cst.Name | cst.Attribute) or not depth:
         return False
     found = definitions(script, node)
-    if any(_is_bound_to_given(script, each, depth) for each in found):
-        return True
-    around = script.parents(node) if isinstance(node, cst.Name) and not found else ()
-    loops = (p.for_in for p in around if isinstance(p, cst.BaseComp))
-    return any(_is_element_given(script, loop, node, depth) for loop in loops)
+    if not found:
+        each = iterated(script, node)
+        return each is not None and _is_given(script, each[0], depth - 1)
+    return any(_is_bound_to_given(script, each, depth) for each in found)
 
 
 def _is_bound_to_given(script: Script, definition: Definition, depth: int) -> bool:
     """Whether a definition is such a parameter, or has a value that comes from one."""
-    if definition.values:
-        return any(_is_given(script, value, depth - 1) for value in definition.values)
     bound = definition.node
-    param = script.parent(bound)
-    if isinstance(param, cst.Param):
+    param, each = script.parent(bound), iterated(script, bound)
+    if not definition.values and isinstance(param, cst.Param):
         return not _takes_tensors(script, param)
-    around = (p for p in script.parents(bound) if isinstance(p, cst.For))
-    loops = (loop for loop in around if bound in walk(loop.target))
-    return any(_is_element_given(script, loop, bound, depth) for loop in loops)
-
-
-def _is_element_given(
-    script: Script, loop: cst.For | cst.CompFor, node: cst.CSTNode, depth: int
-) -> bool:
-    """Whether a loop binds a name to elements of a container that a caller passes."""
-    if found := container(loop.target, node, loop.iter):
-        return _is_given(script, found[0], depth - 1)
-    inner = loop.inner_for_in if isinstance(loop, cst.CompFor) else None
-    return inner is not None and _is_element_given(script, inner, node, depth)
+    values = definition.values or ([each[0]] if each is not None else [])
+    return any(_is_given(script, value, depth - 1) for value in values)
 
 
 def _takes_tensors(script: Script, param: cst.Param) -> bool:
@@ -253,14 +239,15 @@ def _origins(script: Script, node: Expression, seen: _Seen) -> frozenset[Origin]
     if is_name(node, "self"):
         return frozenset([script.class_around(node)])
     if found := definitions(script, node):
-        each = (_of_definition(script, d, seen) for d in found)
-        return frozenset[Origin]().union(*each) or _UNKNOWN
+        known = (_of_definition(script, d, seen) for d in found)
+        return frozenset[Origin]().union(*known) or _UNKNOWN
     if isinstance(node, cst.Attribute):
         if node.attr.value in NAMES["variables"]:
             return frozenset(["variable"])
         inner = _one(script, _origins(script, node.value, seen))
         return frozenset([_PARTS.get((inner or "", node.attr.value))])
-    return _of_comprehension(script, node, seen)
+    each = iterated(script, node)
+    return _of_element(script, *each, seen) if each is not None else _UNKNOWN
 
 
 def _of_all(
@@ -292,10 +279,8 @@ def _of_definition(
     script: Script, definition: Definition, seen: _Seen
 ) -> frozenset[Origin]:
     """The makers of a definition's values; a value `None` is left out."""
-    loop = script.around(definition.node, cst.For)
-    if loop is not None and definition.node in walk(loop.target):
-        found = container(loop.target, definition.node, loop.iter)
-        return _of_element(script, *found, seen) if found else _UNKNOWN
+    if (each := iterated(script, definition.node)) is not None:
+        return _of_element(script, *each, seen)
     if not definition.values:
         return _UNKNOWN
     if definition.index is None:
@@ -321,14 +306,7 @@ def _of_part(
 def _of_element(
     script: Script, node: Expression, is_value: bool, seen: _Seen
 ) -> frozenset[Origin]:
-    """The makers of a container's elements, such as of `model.layers` and its slices.
-
-    Args:
-        script: The script.
-        node: The container.
-        is_value: Whether the values of a dict are meant, not its keys.
-        seen: The expressions that the recursion is in.
-    """
+    """The makers of elements, as of `model.layers`; `is_value`: of a dict's values."""
     if isinstance(node, cst.Subscript) and isinstance(node.slice[0].slice, cst.Slice):
         return _of_element(script, node.value, is_value, seen)
     if attr_of(node) in NAMES["lists_of_variables"]:
@@ -342,19 +320,6 @@ def _of_element(
     if not is_value and isinstance(value, cst.Dict | cst.DictComp):
         return _UNKNOWN
     return _of_all(script, elements(script, node), seen)
-
-
-def _of_comprehension(
-    script: Script, node: Expression, seen: _Seen
-) -> frozenset[Origin]:
-    """The makers of the object that a comprehension binds to a name."""
-    for parent in script.parents(node) if isinstance(node, cst.Name) else ():
-        loop = parent.for_in if isinstance(parent, cst.BaseComp) else None
-        while loop is not None:
-            if found := container(loop.target, node, loop.iter):
-                return _of_element(script, *found, seen)
-            loop = loop.inner_for_in
-    return _UNKNOWN
 
 
 def _of_call(script: Script, node: cst.Call, seen: _Seen) -> frozenset[Origin]:

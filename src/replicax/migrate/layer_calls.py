@@ -14,8 +14,9 @@ from replicax.migrate.kinds import Maker, is_class_of, is_kind, makers
 from replicax.migrate.origins import bases, bound_values, definitions, with_bases
 from replicax.migrate.script import Expression, Script
 from replicax.migrate.tables import (
+    CALL_ORDERS,
+    MESSAGES,
     NAMES,
-    WHY,
     call_parameters,
     find_target,
     is_dotted,
@@ -37,13 +38,6 @@ _SIZES = ("shape", "rank", "size")
 """Functions of TensorFlow whose ports give Python's numbers."""
 _IN_MODELS = ("inputs", "training", "mask")
 """Parameters of the `call` of Keras' models."""
-_ORDERS = {
-    "keras.layers.MultiHeadAttention": (
-        *("query", "value", "key", "attention_mask", "return_attention_scores"),
-        *("training", "use_causal_mask"),
-    )
-}
-"""Parameters of the `call` of tf.keras' layers that have another order in Keras 3."""
 _KINDS = ("layer", "model")
 
 
@@ -79,7 +73,7 @@ def _called_object(
     if isinstance(owner, cst.Call) and is_name(owner.func, "super"):
         around = script.class_around(node)
         owners = frozenset(_above(script, around)) if around else frozenset[Maker]()
-    is_direct = any(o not in _ORDERS for o in owners) and method == "call"
+    is_direct = any(o not in CALL_ORDERS for o in owners) and method == "call"
     return None if is_direct else (owner, owners)
 
 
@@ -103,7 +97,7 @@ def _plan(script: Script, node: cst.Call, owners: frozenset[Maker]) -> None:
         if order and i < len(order) and not arg.star:
             script.argument_names[arg] = order[i].name
         else:
-            script.leave(node, WHY["by_position"])
+            script.leave(node, MESSAGES["by_position"])
             return
 
 
@@ -153,7 +147,7 @@ def _of_target(target: str) -> tuple[_Parameter, ...] | None:
     here = call_parameters(target) or _IN_MODELS
     return tuple(
         _Parameter(name, name not in NAMES["no_tensors"], here[i : i + 1] != (name,))
-        for i, name in enumerate(_ORDERS.get(target, here))
+        for i, name in enumerate(CALL_ORDERS.get(target, here))
     )
 
 
@@ -172,11 +166,7 @@ def _order(script: Script, owner: Maker) -> tuple[_Parameter, ...] | None:
 
 
 def _is_tensor(script: Script, node: Expression, depth: int) -> bool | None:
-    """Whether an expression is a tensor, or None, which Keras 3 takes as well.
-
-    Returns:
-        None if that cannot be seen.
-    """
+    """Whether an expression is a tensor or None; None where it is not in sight."""
     if isinstance(node, cst.Call):
         is_plain = is_name(node.func, *NAMES["plain_builtins"])
         return not is_plain and script.called(node) not in _SIZES

@@ -14,7 +14,7 @@ import libcst as cst
 
 from replicax.migrate.origins import returned
 from replicax.migrate.script import Expression, Script, Unported
-from replicax.migrate.tables import NAMES, WHY, find_target
+from replicax.migrate.tables import MESSAGES, NAMES, find_target
 from replicax.migrate.tracing import is_traced
 from replicax.migrate.tree import (
     argument,
@@ -84,7 +84,7 @@ def plan_logits(script: Script) -> None:
             _Port(script, kind, own).plan()
         except Unported:
             for loss in own:
-                script.note(loss.node, WHY["probabilities"])
+                script.note(loss.node, MESSAGES["probabilities"])
 
 
 def _losses(script: Script) -> Iterator[_Loss]:
@@ -120,11 +120,7 @@ class _Port:
         self._models = [m for m in _models(script) if m.kind == kind]
 
     def plan(self) -> None:
-        """Plan the port of the models, of their metrics and losses, and of predictions.
-
-        Raises:
-            Unported: If a change is needed that is not in sight; nothing is planned.
-        """
+        """Plan the port of models, metrics, losses and predictions, or of none."""
         if not self._models:
             raise Unported("no model in sight")
         changes: list[tuple[cst.CSTNode, Expression]] = []
@@ -260,7 +256,7 @@ class _Port:
         for call in saved:
             script.note(call, f"the saved model gives logits now, without {self._kind}")
         for model in self._models:
-            script.note(model.last, WHY["activation_gone"].format(kind=self._kind))
+            script.note(model.last, MESSAGES["activation_gone"].format(kind=self._kind))
 
 
 def _models(script: Script) -> Iterator[_Model]:

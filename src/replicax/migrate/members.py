@@ -22,8 +22,8 @@ from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.tables import (
     ATTRIBUTES,
     KINDS,
+    MESSAGES,
     NAMES,
-    WHY,
     accepted_arguments,
     exists,
     is_dotted,
@@ -71,7 +71,7 @@ def ported_attribute(
         if reason := _OF_OPTIMIZERS[name]:
             raise Unported(f".{name}: {reason}")
         if _is_tested(script, node):
-            raise Unported(WHY["no_schedule"])
+            raise Unported(MESSAGES["no_schedule"])
         return updated.with_changes(attr=cst.Name("learning_rate"))
     _refuse(script, node)
     if name == "output_shape" and (
@@ -99,19 +99,19 @@ def _refuse(script: Script, node: cst.Attribute) -> None:
         reason = _OF_OPTIMIZERS[name] or "it is learning_rate in Keras 3"
         raise Unported(f".{name}, if this is an optimizer: {reason}")
     if name in NAMES["hyperparameters"] and _is_assigned(script, node):
-        raise Unported(WHY["hyperparameter"].format(name=name))
+        raise Unported(MESSAGES["hyperparameter"].format(name=name))
     if (name in NAMES["schedule_attributes"] and is_rate(script, node.value)) or (
         name == "learning_rate" and _is_tested(script, node) and is_rate(script, node)
     ):
-        raise Unported(WHY["no_schedule"])
+        raise Unported(MESSAGES["no_schedule"])
     if name == "input_shape" and _is_foreign(script, node, "layer"):
-        raise Unported(WHY["input_shape"])
+        raise Unported(MESSAGES["input_shape"])
     for kind in ("model", "layer"):
         gone = ATTRIBUTES[kind]
         if name in gone and _is_foreign(script, node, kind):
             raise Unported(f"Keras 3 has no {name} of a {kind}: {gone[name]}")
     if name == "metrics_names":
-        raise Unported(WHY["metrics_names"])
+        raise Unported(MESSAGES["metrics_names"])
 
 
 def _is_assigned(script: Script, node: cst.Attribute) -> bool:
@@ -221,7 +221,7 @@ def rate(site: CallSite) -> Expression:
     now = f"{script.code(site.owner)}.iterations"
     if len(args) == 1 and script.code(args[0].value) == now:
         return site.updated.func
-    raise Unported(WHY["no_schedule"])
+    raise Unported(MESSAGES["no_schedule"])
 
 
 # Keys of logs.
@@ -292,7 +292,7 @@ def report_functional(script: Script) -> None:
         if method_of(node) == "add_loss":
             is_function = node.args and isinstance(node.args[0].value, cst.Lambda)
             if is_function or not is_name(object_of(node), "self"):
-                script.leave(node, WHY["add_loss"])
+                script.leave(node, MESSAGES["add_loss"])
         names = script.argument_names
         named_so = (a.value for a in node.args if names.get(a) == "training")
         given = named(node, "training") or next(named_so, None)
@@ -302,7 +302,7 @@ def report_functional(script: Script) -> None:
         if _is_symbolic(script, inputs, frozenset()) and not _is_frozen(
             script, node, given
         ):
-            script.leave(node, WHY["overruled"])
+            script.leave(node, MESSAGES["overruled"])
 
 
 def _is_symbolic(

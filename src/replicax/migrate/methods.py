@@ -18,8 +18,8 @@ from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.tables import (
     ARGUMENTS,
     LEFT_METHODS,
+    MESSAGES,
     RENAMED_METHODS,
-    WHY,
     WRITTEN_METHODS,
 )
 from replicax.migrate.tracing import class_of, foreign_bases, makes_spec
@@ -161,7 +161,7 @@ def _compiled(site: CallSite) -> Expression:
     """Port `model.compile(...)`: drop or rename arguments that Keras 3 lacks."""
     has_metrics = site.given(2, "metrics") is not None
     if has_metrics and any(_masks(site.script, each) for each in site.script.calls):
-        site.note(WHY["masked_metrics"])
+        site.note(MESSAGES["masked_metrics"])
     args = with_keywords(site, "compile")
     positional = [arg for arg in site.updated.args if not (arg.keyword or arg.star)]
     if len(positional) > len(ARGUMENTS["compile"]):
@@ -212,7 +212,7 @@ def _load_weights(site: CallSite) -> Expression:
     script, path = site.script, site.given(0, "filepath")
     latest = latest_checkpoint(script, path) if path is not None else None
     if latest is not None and not newest_weights(script, latest):
-        script.leave(site.node, WHY["latest_checkpoint"])
+        script.leave(site.node, MESSAGES["latest_checkpoint"])
     report_path(script, site.node, (*WEIGHTS, *MODELS), is_read=True)
     return site.updated
 
@@ -229,7 +229,7 @@ def _build(site: CallSite) -> Expression:
     shape = script.flow.resolved(given) if given else None
     first, *sizes = [script.code(part) for part in parts_of(shape)] or ["", "None"]
     if "None" in sizes:
-        raise Unported(WHY["build"])
+        raise Unported(MESSAGES["build"])
     numbers = ", ".join(["1" if first == "None" else first, *sizes])
     numbers += "" if sizes else ","
     return site.make(f"{{x}}(keras.ops.zeros(({numbers})))", x=site.receiver)
@@ -255,7 +255,7 @@ def _add_weight(site: CallSite) -> Expression:
 def _adapt(site: CallSite) -> Expression:
     made = site.script.flow.value(site.owner)
     if site.script.called(made).endswith(".Discretization"):
-        raise Unported(WHY["discretization"])
+        raise Unported(MESSAGES["discretization"])
     return site.updated
 
 
@@ -293,7 +293,7 @@ def _update_state(site: CallSite) -> Expression:
         return site.updated
     is_alone = isinstance(site.script.parent(site.node), cst.Expr)
     if not isinstance(site.receiver, cst.Attribute) or not is_alone:
-        raise Unported(WHY["compiled_metrics"])
+        raise Unported(MESSAGES["compiled_metrics"])
     func = cst.Attribute(site.receiver.value, cst.Name("compute_metrics"))
     args = with_keywords(site, "update_state")
     x = cst.Arg(cst.Name("None"))
@@ -315,7 +315,7 @@ def _minimize(site: CallSite) -> Expression:
     is_named = "opt" in code(site.receiver) or "optimizer" in code(site.node).lower()
     if not is_named:
         return site.updated
-    raise Unported(WHY["minimize"])
+    raise Unported(MESSAGES["minimize"])
 
 
 def _unscaled(site: CallSite) -> Expression:

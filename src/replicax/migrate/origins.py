@@ -20,10 +20,10 @@ from replicax.migrate.tree import (
 __all__ = [
     "bases",
     "bound_values",
-    "container",
     "definitions",
     "elements",
     "is_parameter",
+    "iterated",
     "part",
     "returned",
     "with_bases",
@@ -147,34 +147,40 @@ def part(script: Script, node: Expression, index: Expression) -> list[Expression
     return found if len(found) == len(literals) and found else elements(script, node)
 
 
-def container(
-    target: cst.CSTNode, node: cst.CSTNode, iterated: Expression
-) -> tuple[Expression, bool] | None:
-    """The container whose elements a loop binds to a name of its target.
-
-    Args:
-        target: What the loop binds, such as `i, (x, y)`.
-        node: The name.
-        iterated: What the loop goes through, such as `enumerate(zip(a, b))`.
+def iterated(script: Script, node: cst.CSTNode) -> tuple[Expression, bool] | None:
+    """The container whose elements a loop or a comprehension binds to a name.
 
     Returns:
         The container, and whether they are values of a dict: `for k, v in d.items()`.
     """
+    for parent in script.parents(node) if isinstance(node, cst.Name) else ():
+        loop = parent.for_in if isinstance(parent, cst.BaseComp) else None
+        if isinstance(parent, cst.For) and node in walk(parent.target):
+            return _container(parent.target, node, parent.iter)
+        while loop is not None:
+            if found := _container(loop.target, node, loop.iter):
+                return found
+            loop = loop.inner_for_in
+    return None
+
+
+def _container(
+    target: cst.CSTNode, node: cst.CSTNode, each: Expression
+) -> tuple[Expression, bool] | None:
+    """The container of a name of a target, as of `x` in `i, (x, y)` of a `zip`."""
     if target.deep_equals(node):
-        return iterated, False
-    if not isinstance(iterated, cst.Call):
+        return each, False
+    if not isinstance(each, cst.Call):
         return None
     parts = parts_of(target)
-    holding = (any(each.deep_equals(node) for each in walk(part)) for part in parts)
+    holding = (any(x.deep_equals(node) for x in walk(part)) for part in parts)
     i = next((i for i, is_there in enumerate(holding) if is_there), -1)
-    args = [arg.value for arg in iterated.args if not arg.star]
-    if is_name(iterated.func, "enumerate") and i == 1 and args:
-        return container(parts[1], node, args[0])
-    if is_name(iterated.func, "zip") and 0 <= i < len(args):
-        return container(parts[i], node, args[i])
-    if method_of(iterated) == "items" and i == 1:
-        return object_of(iterated), True
-    return None
+    args = [arg.value for arg in each.args if not arg.star]
+    if is_name(each.func, "enumerate") and i == 1 and args:
+        return _container(parts[1], node, args[0])
+    if is_name(each.func, "zip") and 0 <= i < len(args):
+        return _container(parts[i], node, args[i])
+    return (object_of(each), True) if method_of(each) == "items" and i == 1 else None
 
 
 def _of_call(script: Script, node: cst.Call, seen: _Seen) -> list[Expression]:

@@ -35,7 +35,7 @@ from replicax.migrate.sources import (
     stream_problem,
     why_not_listed,
 )
-from replicax.migrate.tables import NAMES, NEED_TENSORFLOW, READERS, WHY
+from replicax.migrate.tables import MESSAGES, NAMES, NEED_TENSORFLOW, READERS
 from replicax.migrate.tfds import plan_loads, why_not_loaded
 from replicax.migrate.tracing import class_of
 from replicax.migrate.tree import (
@@ -338,7 +338,7 @@ def _problem(script: Script, group: _Group) -> tuple[cst.CSTNode, str] | None:
         calls = sorted(group.operators, key=script.line)
         for call in calls:
             if method_of(call) == "cache" and draws_before(script, call):
-                return call, WHY["drawn_anew"]
+                return call, MESSAGES["drawn_anew"]
         if problem := stream_problem(script, group.sources, calls):
             return problem
     return _operator_problem(script, group)
@@ -454,7 +454,8 @@ def _plan_weights(script: Script, x: cst.Arg) -> None:
 def _note_other_uses(script: Script, function: cst.CSTNode, call: cst.Call) -> None:
     if function in script.traced_functions:
         script.leave(
-            call, WHY["used_in_step"].format(function=script.code(call.args[0].value))
+            call,
+            MESSAGES["used_in_step"].format(function=script.code(call.args[0].value)),
         )
 
 

@@ -115,7 +115,7 @@ def port(source: bytes) -> Ported:
     if script.names.is_assumed:
         line = min((script.line(s) for s in script.module.body), default=1)
         what = "`tf` is nowhere imported: it is taken for TensorFlow"
-        script.report.note(line, "tf", what)
+        script.findings.add(Finding(line, "tf", what, is_left=False))
     has_marks = script.module.code != module.code
     text = _realigned(changed.code) if has_marks else changed.code
     return _ported(script, text.encode(module.encoding), marked)
@@ -129,7 +129,7 @@ def _report_backend(script: Script) -> None:
 
 
 def _ported(script: Script, source: bytes, marked: list[Finding]) -> Ported:
-    findings = script.report.findings
+    findings = script.findings
     found = {f.reason for f in findings}
     left = {f for f in findings if f.is_left}
     left |= {f for f in marked if f.reason not in found}

@@ -22,7 +22,7 @@ from replicax.migrate.script import (
     mark_text,
     with_marks,
 )
-from replicax.migrate.tables import NOTES, WHY, find_reason, find_target
+from replicax.migrate.tables import MESSAGES, NOTES, find_reason, find_target
 from replicax.migrate.tracing import is_graph_decorator
 from replicax.migrate.tree import only_of, renamed, root_of, walk, with_args, without
 
@@ -82,7 +82,7 @@ def _finished(script: Script, original: Statement, result: Replacement) -> Repla
             nodes[:0] = [first, *others]
         lost = statements.lost_comments(original, nodes)
         first = nodes[0].with_changes(leading_lines=[*nodes[0].leading_lines, *lost])
-        nodes[0] = with_marks(first, script.report.marks_of(original))
+        nodes[0] = with_marks(first, script.marks_of(original))
     script.outcomes[original] = nodes
     if len(nodes) == 1:
         return nodes[0]
@@ -239,7 +239,7 @@ def _visit_class(script: Script, node: cst.ClassDef) -> bool:
     """Report subclasses of `TensorBoard`, which has other methods in replicax."""
     for base in node.bases:
         if script.names.path(base.value) == "keras.callbacks.TensorBoard":
-            script.leave(node.name, WHY["tensorboard_methods"])
+            script.leave(node.name, MESSAGES["tensorboard_methods"])
     return True
 
 

@@ -16,7 +16,7 @@ import libcst as cst
 from replicax.migrate.kinds import is_class_of, kind_of, origins
 from replicax.migrate.origins import bound_values, definitions
 from replicax.migrate.script import Expression, Replacement, Script, Statement
-from replicax.migrate.tables import DEVICE_OPERATORS, NAMES, WHY
+from replicax.migrate.tables import DEVICE_OPERATORS, MESSAGES, NAMES
 from replicax.migrate.tracing import (
     class_of,
     foreign_bases,
@@ -137,7 +137,7 @@ def plan_models(script: Script) -> None:
                 continue
             lines = _compiled_lines(script, owner)
             if lines is None:
-                script.leave(function.name, WHY["no_strategy"].format(name))
+                script.leave(function.name, MESSAGES["no_strategy"].format(name))
             elif lines[0] not in script.replacements:
                 _wrap_in_scope(script, lines)
 
@@ -207,7 +207,7 @@ def plan_scopes(script: Script) -> None:
     if variables and any(method_of(call) == "fit" for call in script.calls):
         for call in _constants(script, variables):
             if not has_scope(script):
-                script.leave(call, WHY["constant_variable"])
+                script.leave(call, MESSAGES["constant_variable"])
             elif not _Reached(script, blocks).has(call):
                 _plan_scope(script, call, blocks)
 
@@ -305,7 +305,7 @@ def _plan_scope(script: Script, call: cst.Call, blocks: _Nodes) -> None:
     """Plan scopes of the script's strategy around what makes an object, or report."""
     places = _places(script, call, blocks, 3)
     if places is None:
-        script.leave(call, WHY["outside_scope"])
+        script.leave(call, MESSAGES["outside_scope"])
     for statement, strategy in places or ():
         if statement not in script.replacements:
             _wrap_in_scope(script, [statement], strategy)

@@ -18,7 +18,6 @@ __all__ = [
     "MARK",
     "Expression",
     "Finding",
-    "PortReport",
     "Replacement",
     "Script",
     "Statement",
@@ -74,7 +73,7 @@ class Script:
         calls: The calls of the original, in the order of the text.
         names: Resolves names through scopes, imports and aliases.
         flow: The definitions that reach each use of a variable.
-        report: Findings so far.
+        findings: What was reported so far.
         needed: First names of targets that were written, such as `"keras"`.
         frozen: Nodes that stay as they are, with all that is in them.
         retained: Names of `from tensorflow.x import y` that stay, and their targets.
@@ -104,7 +103,8 @@ class Script:
         self.module = wrapper.module
         self.names = Names(wrapper)
         self.flow = Flow(self.module, self.names.key)
-        self.report = PortReport()
+        self.findings: set[Finding] = set()
+        self._marks: dict[cst.CSTNode, list[str]] = {}
         self.needed: set[str] = set()
         self.frozen: set[cst.CSTNode] = set()
         self.retained: dict[str, str] = {}
@@ -240,7 +240,7 @@ class Script:
         """Plan to take a statement, once ported, from its place into `moved`."""
 
         def keep(updated: Statement) -> Replacement:
-            marks = self.report.marks_of(statement)
+            marks = self.marks_of(statement)
             self.moved[statement] = with_marks(updated, marks)
             return cst.RemoveFromParent()
 
@@ -256,12 +256,19 @@ class Script:
 
     def leave(self, node: cst.CSTNode, reason: str) -> None:
         """Report an original node that stays as it is, and mark its statement."""
-        statement = self.statement_of(node)
-        self.report.leave(statement, self.line(node), self.code(node), reason)
+        self.findings.add(Finding(self.line(node), _short(self.code(node)), reason))
+        marks = self._marks.setdefault(self.statement_of(node), [])
+        if reason not in marks:
+            marks.append(reason)
 
     def note(self, node: cst.CSTNode, what: str) -> None:
         """Report an original node whose port behaves differently."""
-        self.report.note(self.line(node), self.code(node), what)
+        source = _short(self.code(node))
+        self.findings.add(Finding(self.line(node), source, what, is_left=False))
+
+    def marks_of(self, statement: cst.CSTNode) -> list[str]:
+        """The reasons to write above an original statement."""
+        return self._marks.get(statement, [])
 
     def expression(self, target: str) -> cst.BaseExpression:
         """A target of the tables as an expression of this script."""
@@ -360,29 +367,6 @@ class Finding:
 
     def __str__(self) -> str:
         return f"{self.line}: {self.reason}  [{self.source}]"
-
-
-class PortReport:
-    """The findings of one script, and the marks of its statements."""
-
-    def __init__(self) -> None:
-        self.findings: set[Finding] = set()
-        self._marks: dict[cst.CSTNode, list[str]] = {}
-
-    def leave(self, statement: cst.CSTNode, line: int, source: str, why: str) -> None:
-        """Add a finding about what could not be ported, and mark `statement`."""
-        self.findings.add(Finding(line, _short(source), why))
-        marks = self._marks.setdefault(statement, [])
-        if why not in marks:
-            marks.append(why)
-
-    def note(self, line: int, source: str, what: str) -> None:
-        """Add a finding about a port that behaves differently."""
-        self.findings.add(Finding(line, _short(source), what, is_left=False))
-
-    def marks_of(self, statement: cst.CSTNode) -> list[str]:
-        """The reasons to write above an original statement."""
-        return self._marks.get(statement, [])
 
 
 def is_mark(line: cst.EmptyLine) -> bool:

@@ -14,7 +14,7 @@ import libcst as cst
 from replicax.migrate.flow import Definition
 from replicax.migrate.script import Expression, Replacement, Script, Statement, Unported
 from replicax.migrate.statements import body_in_place
-from replicax.migrate.tables import DROPPED, NAMES, WHY
+from replicax.migrate.tables import DROPPED, MESSAGES, NAMES
 from replicax.migrate.tracing import is_traced
 from replicax.migrate.tree import (
     argument,
@@ -66,11 +66,7 @@ class _Session:
         self._removed: list[cst.SimpleStatementLine] = []
 
     def plan(self) -> None:
-        """Plan the port of all runs.
-
-        Raises:
-            Unported: If one of them is not understood.
-        """
+        """Plan the port of all runs."""
         script = self._script
         for line in self._lines_before():
             self._read(line)
@@ -141,7 +137,7 @@ class _Session:
                 what = f"the session `{self._name}` is used in more ways than `run`"
                 raise Unported(what, node)
             if len(call.args) != 1 or call.args[0].keyword:
-                raise Unported(WHY["session_options"], call)
+                raise Unported(MESSAGES["session_options"], call)
             yield call
 
     def _fetched(self, call: cst.Call) -> list[str] | None:
@@ -154,7 +150,7 @@ class _Session:
         for part in parts:
             if dotted(part) not in self._values:
                 code = self._script.code(part)
-                raise Unported(WHY["session_value"].format(value=code), call)
+                raise Unported(MESSAGES["session_value"].format(value=code), call)
         return [dotted(part) or "" for part in parts]
 
     def _needed(self, values: list[str]) -> list[cst.SimpleStatementLine]:
@@ -248,11 +244,7 @@ class _Writers:
         self._defaults: dict[cst.Call, str] = {}
 
     def plan(self) -> None:
-        """Plan the port of calls that make writers, and of all that use them.
-
-        Raises:
-            Unported: If one of them cannot be ported; nothing is planned.
-        """
+        """Plan the port of calls that make writers, and of all that use them."""
         script = self._script
         try:
             self._find_uses()
@@ -279,11 +271,7 @@ class _Writers:
             )
 
     def _find_uses(self) -> None:
-        """Find where writers are the default.
-
-        Raises:
-            Unported: If a writer is used in another way.
-        """
+        """Find where writers are the default; refuses other uses."""
         flow = self._script.flow
         found = {
             d for d in flow.definitions if not set(d.values).isdisjoint(self._made)
@@ -320,11 +308,7 @@ class _Writers:
             raise Unported("the writer is not the only one of a `with`", call)
 
     def _writer(self, node: cst.Call) -> str:
-        """The name of the writer that a value is written with.
-
-        Raises:
-            Unported: If there is none, or `SummaryWriter` does not write such a value.
-        """
+        """The name of the writer that a value is written with."""
         script, path = self._script, self._script.called(node)
         if path not in _VALUES:
             raise Unported(f"tf.{path} has no counterpart in rx.SummaryWriter", node)

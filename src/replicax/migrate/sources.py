@@ -12,7 +12,7 @@ from replicax.migrate.host import example_function, host_functions_of, random_fu
 from replicax.migrate.origins import returned
 from replicax.migrate.rules import CallSite, Rule, written
 from replicax.migrate.script import Expression, Script, Unported
-from replicax.migrate.tables import DTYPES, NAMES, READERS, WHY
+from replicax.migrate.tables import DTYPES, MESSAGES, NAMES, READERS
 from replicax.migrate.tracing import with_called
 from replicax.migrate.tree import (
     argument,
@@ -154,11 +154,7 @@ def _listed(site: CallSite) -> Expression:
 
 
 def _read(script: Script, node: cst.Call) -> tuple[list[str], bool]:
-    """The dtypes of an example's parts, and whether it is a tuple of them.
-
-    Raises:
-        Unported: If those, or what the generator does, are not in sight.
-    """
+    """The dtypes of an example's parts, and whether it is a tuple of them."""
     given = value_of(node, 0, "generator")
     if given is None or named(node, "args") is not None:
         raise Unported("from_generator with args=: pass a function without arguments")
@@ -206,9 +202,9 @@ def _require_same(function: cst.CSTNode) -> None:
     for node in walk(function):
         name = node.value if isinstance(node, cst.Name) else ""
         if isinstance(node, cst.While) or name in NAMES["endless_functions"]:
-            raise Unported(WHY["generator_endless"])
+            raise Unported(MESSAGES["generator_endless"])
         if name in NAMES["random_functions"]:
-            raise Unported(WHY["generator_random"])
+            raise Unported(MESSAGES["generator_random"])
         is_target = isinstance(node, cst.AugAssign | cst.AssignTarget)
         is_attribute = is_target and isinstance(node.target, cst.Attribute)
         if is_attribute or isinstance(node, cst.Global | cst.Nonlocal):
@@ -309,7 +305,11 @@ def _shuffle(site: CallSite) -> Expression:
         return site.updated  # It is ported already.
     once = site.ported(2, "reshuffle_each_iteration")
     keeps = once is not None and site.script.code(once) != "True"
-    site.note(f"{WHY['shuffled']}; {WHY['one_order']}" if keeps else WHY["shuffled"])
+    site.note(
+        f"{MESSAGES['shuffled']}; {MESSAGES['one_order']}"
+        if keeps
+        else MESSAGES["shuffled"]
+    )
     value = seed if seed is not None else cst.Integer("0")
     return site.updated.with_changes(args=[keyword("seed", value)])
 
@@ -399,7 +399,7 @@ def stream_problem(
             what = f"Grain's stream of batches has no `{name}`: {_WITHOUT[name]}"
             return call, what
         if name == "shuffle" and in_order:
-            why = WHY["stream_in_order"]
+            why = MESSAGES["stream_in_order"]
             return in_order[0], why
     return None
 
@@ -422,7 +422,7 @@ def _repeat_of_stream(site: CallSite) -> Expression:
 STREAM_RULES: dict[str, Rule] = {
     "take": written("grain.experimental.LimitIterDataset({self}, {count})", "count"),
     "repeat": _repeat_of_stream,
-    "shuffle": dropped(WHY["stream_shuffled"]),
+    "shuffle": dropped(MESSAGES["stream_shuffled"]),
     "cache": dropped("the data are read again in each epoch"),
 }
 """Rules for methods that Grain's streams have by another name, or not at all."""

@@ -8,7 +8,7 @@ import libcst as cst
 
 from replicax.migrate.flow import Definition
 from replicax.migrate.script import Replacement, Script, Statement
-from replicax.migrate.tables import DROPPED, WHY
+from replicax.migrate.tables import DROPPED, MESSAGES
 from replicax.migrate.tree import (
     dotted,
     find,
@@ -169,7 +169,7 @@ def plan_servers(script: Script) -> None:
     """Plan to remove `if task is a server:`, and functions that start clusters."""
     for function in script.nodes(cst.FunctionDef):
         if _starts_cluster(script, function):
-            script.note(function.name, WHY["cluster"])
+            script.note(function.name, MESSAGES["cluster"])
             script.take_out(function)
             for node in script.calls:
                 if is_name(node.func, function.name.value):
@@ -333,7 +333,7 @@ def _note_policy(script: Script, node: cst.Assign) -> None:
     if "policy" not in (dotted(node.targets[0].target) or "").lower():
         return
     policy = (dotted(node.value) or script.code(node.value)).rpartition(".")[2]
-    script.note(node, WHY["dataset_options"].format(policy=policy))
+    script.note(node, MESSAGES["dataset_options"].format(policy=policy))
 
 
 def _drop_statement(script: Script, node: cst.CSTNode) -> None:

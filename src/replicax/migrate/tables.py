@@ -14,6 +14,7 @@ __all__ = [
     "ALIASES",
     "ARGUMENTS",
     "ATTRIBUTES",
+    "CALL_ORDERS",
     "CHANGED_DEFAULTS",
     "DEVICE_OPERATORS",
     "DROPPED",
@@ -27,6 +28,7 @@ __all__ = [
     "KEYWORDS",
     "KINDS",
     "LEFT_METHODS",
+    "MESSAGES",
     "NAMES",
     "NEED_TENSORFLOW",
     "NOTES",
@@ -41,7 +43,6 @@ __all__ = [
     "PREFIXES",
     "READERS",
     "RENAMED_METHODS",
-    "WHY",
     "WRITTEN",
     "WRITTEN_METHODS",
     "Operator",
@@ -77,6 +78,11 @@ def _texts(table: object) -> dict[str, str]:
     """Check and convert a table whose values are strings."""
     assert isinstance(table, Mapping)
     return {str(key): str(value) for key, value in table.items()}
+
+
+def _lists(table: object) -> dict[str, tuple[str, ...]]:
+    """The words of each row of a table."""
+    return {key: tuple(text.split()) for key, text in _texts(table).items()}
 
 
 def _by_name(table: object) -> dict[str, str]:
@@ -149,7 +155,7 @@ WRITTEN = _templates(_DATA["operators"]["written"])
 """Templates of calls by path: TF's parameters, and the text with `{x}` for them."""
 INDEXED = _templates(_DATA["operators"]["indexed"])
 """Templates of functions of indices `[..., n]`, for arrays."""
-ARGUMENTS = {name: text.split() for name, text in _texts(_DATA["arguments"]).items()}
+ARGUMENTS = _lists(_DATA["arguments"])
 """Names of arguments of Keras' functions: those by position, and those removed."""
 KEYWORDS = {
     table: {
@@ -173,9 +179,11 @@ IDENTIFIERS = {kind: _texts(table) for kind, table in _DATA["identifiers"].items
 """Names of losses and of arguments of layers that Keras 3 changed, by their kind."""
 NO_METRICS = _DATA["no_metrics"].split()
 """Names of metrics that Keras 3 does not have."""
-NAMES = {key: tuple(text.split()) for key, text in _DATA["names"].items()}
+NAMES = _lists(_DATA["names"])
 """Lists of names that rules look for."""
-WHY = _texts(_DATA["messages"])
+CALL_ORDERS = _lists(_DATA["call_orders"])
+"""Parameters of the `call` of layers that have another order in Keras 3, by layer."""
+MESSAGES = _texts(_DATA["messages"])
 """What reports of rules say, by name."""
 CHANGED_DEFAULTS = [
     (path, int(where.split()[0]), where.split()[1])
@@ -200,22 +208,9 @@ LEFT_METHODS = _texts(_DATA["methods"]["left"])
 
 
 _NOTHING = object()
-KINDS = {
-    "model": "keras.Model",  # Before "layer", since models are layers.
-    "layer": "keras.layers.Layer",
-    "optimizer": "keras.optimizers.Optimizer",
-    "metric": "keras.metrics.Metric",
-    "callback": "keras.callbacks.Callback",
-}
+KINDS = _texts(_DATA["kinds"])
 """Classes of Keras' objects, by their kind."""
-_MAKERS = {
-    "keras.Variable": "variable",
-    "keras.models.clone_model": "model",
-    "keras.models.load_model": "model",
-    "keras.models.model_from_json": "model",
-    "keras.optimizers.deserialize": "optimizer",
-    "keras.optimizers.get": "optimizer",
-}
+_MAKERS = _by_name(_DATA["makers"])
 
 
 def is_dotted(target: str) -> bool:

@@ -72,11 +72,7 @@ def plan_loads(script: Script, calls: list[cst.Call]) -> None:
 
 
 def _read(script: Script, call: cst.Call) -> _Load:
-    """Resolve the arguments of a call.
-
-    Raises:
-        Unported: If they are not in sight, or if Keras does not have the data.
-    """
+    """Resolve the arguments of a call, or refuse it."""
     if script.names.imported(call.func) != f"{_PACKAGE}.load":
         raise Unported("")
     if not isinstance(script.statement_of(call), cst.SimpleStatementLine):

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 import libcst as cst
 
 from replicax.migrate.kinds import is_class_of, kind_of
-from replicax.migrate.origins import container, with_bases
+from replicax.migrate.origins import iterated, with_bases
 from replicax.migrate.script import Expression, Replacement, Script
-from replicax.migrate.tables import DEVICE_OPERATORS, NAMES, WHY
+from replicax.migrate.tables import DEVICE_OPERATORS, MESSAGES, NAMES
 from replicax.migrate.tree import (
     find,
     is_name,
@@ -274,12 +274,12 @@ def report_branches(script: Script) -> None:
             names = _tensors(script, function) if function else set()
             if _is_tensor(script, node.test, names):
                 test = script.code(node.test)
-                script.leave(node.test, WHY["autograph"].format(test=test))
+                script.leave(node.test, MESSAGES["autograph"].format(test=test))
     for call in script.calls:
         if script.called(call) in _BRANCHING:
             given = (_functions_of(script, arg.value) for arg in call.args)
             if method := _effect(script, itertools.chain(*given)):
-                script.leave(call, WHY["branch_effect"].format(method))
+                script.leave(call, MESSAGES["branch_effect"].format(method))
 
 
 def _effect(script: Script, functions: Iterable[cst.CSTNode]) -> str | None:
@@ -299,7 +299,7 @@ def report_gradients(script: Script) -> None:
         if is_written and is_traced(script, call):
             is_kept = kind_of(script, object_of(call)) in {"variable", None}
             if is_kept and _is_gradient(script, call.args[0].value, 5):
-                script.leave(call, WHY["kept_gradients"])
+                script.leave(call, MESSAGES["kept_gradients"])
 
 
 def _is_gradient(script: Script, node: cst.CSTNode, depth: int) -> bool:
@@ -309,9 +309,8 @@ def _is_gradient(script: Script, node: cst.CSTNode, depth: int) -> bool:
     values: list[cst.CSTNode] = []
     for name in find(node, cst.Name):
         for made in script.flow.reaching(name):
-            loops = (p for p in script.parents(made.node) if isinstance(p, cst.For))
-            found = (container(loop.target, made.node, loop.iter) for loop in loops)
-            values += [*made.values, *(each[0] for each in found if each)]
+            each = iterated(script, made.node)
+            values += [*made.values, *([each[0]] if each is not None else [])]
     return depth > 1 and any(_is_gradient(script, each, depth - 1) for each in values)
 
 

@@ -12,7 +12,7 @@ import libcst as cst
 from replicax.migrate.kinds import is_class_of, is_kind
 from replicax.migrate.origins import definitions, with_bases
 from replicax.migrate.script import Expression, Replacement, Script, Unported
-from replicax.migrate.tables import WHY
+from replicax.migrate.tables import MESSAGES
 from replicax.migrate.tracing import class_of, has_scope, makes_spec
 from replicax.migrate.tree import (
     attr_of,
@@ -69,14 +69,14 @@ def _problem_of_minimize(script: Script, node: cst.Call) -> str | None:
     losses = [arg.value for arg in node.args if is_named(arg, "grad_loss")]
     losses += [a.value for a in node.args[2:3] if tape and a.keyword is None]
     if any(not is_name(value, "None") for value in losses):
-        return WHY["grad_loss"]
+        return MESSAGES["grad_loss"]
     if tape is None:
         return None
     loss, variables = value_of(node, 0, "loss"), value_of(node, 1, "var_list")
     if loss is None or variables is None:
         return "minimize(tape=): name its arguments loss= and var_list="
     is_unclear = _is_none(script, tape) or _is_function(script, loss)
-    return WHY["minimize"] if is_unclear else None
+    return MESSAGES["minimize"] if is_unclear else None
 
 
 def _is_none(script: Script, node: Expression) -> bool:
@@ -220,12 +220,7 @@ _BY_HAND = (
 
 
 def _plan_compiled_loss(script: Script, node: cst.Call) -> None:
-    """Plan `compute_loss` and the update of the metric `loss`, for one call.
-
-    Raises:
-        Unported: If the call is not a line of its own, or the value of one, or if it
-            is given what `compute_loss` cannot be.
-    """
+    """Plan `compute_loss` and the update of the metric `loss`, or refuse a call."""
     line, function = script.statement_of(node), script.function_of(node)
     model, target = dotted(object_of(node)), script.target_of(node)
     first = line.body[0] if isinstance(line, cst.SimpleStatementLine) else None
@@ -267,11 +262,7 @@ def _update_of_loss(
 def _check_compiled_loss(
     script: Script, node: cst.Call, model: str, function: cst.FunctionDef
 ) -> None:
-    """Check that `compute_loss` can take the arguments of a call of `compiled_loss`.
-
-    Raises:
-        Unported: If it cannot.
-    """
+    """Refuse a call of `compiled_loss` whose arguments `compute_loss` cannot take."""
     args = node.args
     has_both = value_of(node, 0, "y_true") and value_of(node, 1, "y_pred")
     if not has_both or any(arg.star for arg in args) or len(args) > 4:
@@ -279,7 +270,7 @@ def _check_compiled_loss(
     owner = script.class_around(node)
     owners = [owner] if model == "self" and owner is not None else []
     if any("compute_loss" in methods_of(c) for c in with_bases(script, *owners)):
-        raise Unported(WHY["own_compute_loss"])
+        raise Unported(MESSAGES["own_compute_loss"])
     losses = value_of(node, 3, "regularization_losses")
     adds = f"compute_loss adds {model}.losses"
     if losses is not None and not is_name(losses, "None"):
@@ -329,7 +320,7 @@ def _plan_log(script: Script, function: cst.FunctionDef) -> None:
         if isinstance(pair.value, cst.Name):
             update = _update_of_loss(script, function, "self", pair.value.value)
             script.inserted.setdefault(script.statement_of(node), []).append(update)
-            script.note(node, WHY["loss_of_epoch"])
+            script.note(node, MESSAGES["loss_of_epoch"])
 
 
 def _report_scale(script: Script, function: cst.FunctionDef) -> None:
@@ -340,7 +331,7 @@ def _report_scale(script: Script, function: cst.FunctionDef) -> None:
         *(n for n in find(body, cst.Call) if script.called(n) == _AVERAGE),
     ]
     for node in scaled:
-        script.leave(node, WHY["scaled_loss"])
+        script.leave(node, MESSAGES["scaled_loss"])
     calls = map(script.called, find(body, cst.Call))
     if not scaled and "GradientTape" in calls:
-        script.note(function.name, WHY["averaged_gradients"])
+        script.note(function.name, MESSAGES["averaged_gradients"])
