@@ -25,7 +25,6 @@ from replicax.migrate.tables import (
 )
 from replicax.migrate.tree import (
     argument,
-    call_of,
     find,
     is_name,
     is_named,
@@ -257,7 +256,7 @@ def _as_float(script: Script, old: Expression, new: Expression) -> Expression:
     """The port `new` of a number, as a float if it is an integer."""
     if isinstance(old, cst.Integer):
         return cst.Float(f"{old.evaluated_value}.0")
-    return call_of(cst.Name("float"), new) if _is_integer(script, old) else new
+    return script.template("float({x})", x=new) if _is_integer(script, old) else new
 
 
 def _is_integer(script: Script, node: Expression) -> bool:

@@ -202,7 +202,7 @@ An empty reason of an optimizer's attribute means another name of `learning_rate
 """
 RENAMED_METHODS = _texts(_DATA["methods"]["renamed"])
 WRITTEN_METHODS = _texts(_DATA["methods"]["written"])
-"""Templates of calls of methods by name, with `{x}` for the object."""
+"""Templates of calls of methods by name, with `{self}` for the object."""
 LEFT_METHODS = _texts(_DATA["methods"]["left"])
 """Why methods stay and what to do instead, by name."""
 

@@ -192,11 +192,6 @@ def renamed(arg: cst.Arg, name: str) -> cst.Arg:
     return arg.with_changes(keyword=cst.Name(name), equal=equal)
 
 
-def call_of(func: cst.BaseExpression, *values: cst.BaseExpression) -> cst.Call:
-    """A call with positional arguments."""
-    return cst.Call(func=func, args=[cst.Arg(value) for value in values])
-
-
 def without(
     args: Sequence[cst.Arg], kept: Sequence[cst.Arg], extra: Sequence[cst.Arg] = ()
 ) -> list[cst.Arg]:
