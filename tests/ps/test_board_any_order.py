@@ -1,6 +1,7 @@
 """A board in any order of calls, deaths and restarts: each step is accounted for."""
 
 import json
+import threading
 from collections import Counter
 
 import pytest
@@ -178,3 +179,65 @@ class AnyOrder(RuleBasedStateMachine):
 
 TestAnyOrder = AnyOrder.TestCase
 TestAnyOrder.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+
+
+def together(workers, work):
+    """Runs `work(client)` of every client in its own thread; raises what they do."""
+    errors = []
+
+    def run(client):
+        try:
+            work(client)
+        except Exception as error:  # noqa: BLE001 - raised below.
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(c,), daemon=True) for c in workers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert not any(thread.is_alive() for thread in threads)
+    if errors:
+        raise errors[0]
+
+
+def test_threads_hammer_the_board():
+    board = Board(NAMES, Timeouts(startup=60, heartbeat=60, chief=60))
+    given: Counter[int] = Counter()
+    parts: Counter[tuple[int, int]] = Counter()
+    results: Counter[str] = Counter()
+
+    def steps(client, stream, count):
+        finished = []
+        while True:
+            answer = client("claim", stream=stream, finished=finished)
+            finished = answer.get("indices", [])
+            count(finished, answer.get("late_indices", []))
+            if answer.get("complete"):
+                return
+
+    def work(client):
+        client("join")
+        client("open", stream="a/0", limit=300, max_staleness=2)
+        steps(client, "a/0", lambda new, late: given.update(new))
+        client("open", stream="s/0", limit=60, num_parts=3, backups=1)
+        steps(client, "s/0", lambda new, late: parts.update(map(tuple, late)))
+        for number in range(50):
+            name = f"{client.worker} {number}"
+            client("schedule", id=name, payload=number, function="f")
+        while (about := client("pending"))["queued"] or about["running"]:
+            taken = client("take", functions=["f"])
+            if taken and not client("result", id=taken["id"], value=1)["late"]:
+                results[taken["id"]] += 1
+            client("status")
+        while not client("arrive", barrier="end")["complete"]:
+            pass
+        json.dumps(board.state())
+
+    together([Client(board, name, name) for name in NAMES], work)
+    assert given == Counter(range(300))
+    assert len(results) == 150
+    assert set(results.values()) == {1}
+    status = ask(board, "status")
+    assert sum(w["steps"] for w in status["workers"].values()) == 300 + 3 * 60
+    assert status["streams"]["a/0"]["finished"] == 300
