@@ -64,7 +64,7 @@ It is a definition, a function's result (or one element of it), or an expression
 
 
 @dataclass(eq=False)
-class _Group:
+class _Pipelines:
     """Datasets derived from each other, which are ported together or not at all.
 
     Attributes:
@@ -97,7 +97,7 @@ class _Datasets:
         self._parent: dict[_Key, _Key] = {}
         self._seen: dict[Expression, _Key] = {}
 
-    def groups(self) -> list[_Group]:
+    def groups(self) -> list[_Pipelines]:
         """Find datasets by iterating over the bindings to a fixed point; group them."""
         bound = list(self._bound())
         number = -1
@@ -113,12 +113,12 @@ class _Datasets:
         for key, value, index in bound:
             if self._is_dataset(value, index):
                 self._join(key, self._key_of(value, index))
-        by_root: dict[_Key, _Group] = {}
+        by_root: dict[_Key, _Pipelines] = {}
         for node, key in self._seen.items():
-            self._sort_in(by_root.setdefault(self._root(key), _Group()), node)
+            self._sort_in(by_root.setdefault(self._root(key), _Pipelines()), node)
         for x in self._weighted():
             root = self._root(self._key_of(x.value))
-            by_root.setdefault(root, _Group()).weighted.append(x)
+            by_root.setdefault(root, _Pipelines()).weighted.append(x)
         return list(by_root.values())
 
     def _weighted(self) -> Iterator[cst.Arg]:
@@ -256,7 +256,7 @@ class _Datasets:
         if one != other:
             self._parent[other] = one
 
-    def _sort_in(self, group: _Group, node: Expression) -> None:
+    def _sort_in(self, group: _Pipelines, node: Expression) -> None:
         if self._is_maker(node):
             return
         if not isinstance(node, cst.Call):
@@ -325,7 +325,7 @@ def plan_pipelines(script: Script) -> None:
             _freeze(script, group, *problem)
 
 
-def _problem(script: Script, group: _Group) -> tuple[cst.CSTNode, str] | None:
+def _problem(script: Script, group: _Pipelines) -> tuple[cst.CSTNode, str] | None:
     """The node and the reason that keep a pipeline from being ported, if any do."""
     if problem := why_not_loaded(script, group.foreign):
         return problem
@@ -344,7 +344,9 @@ def _problem(script: Script, group: _Group) -> tuple[cst.CSTNode, str] | None:
     return _operator_problem(script, group)
 
 
-def _operator_problem(script: Script, group: _Group) -> tuple[cst.CSTNode, str] | None:
+def _operator_problem(
+    script: Script, group: _Pipelines
+) -> tuple[cst.CSTNode, str] | None:
     for call in sorted(group.operators, key=script.line):
         name = method_of(call)
         if name not in MAPPED:
@@ -400,7 +402,7 @@ def _map_problem(script: Script, call: cst.Call) -> str | None:
     return why_not_random(script, found)
 
 
-def _plan(script: Script, group: _Group) -> None:
+def _plan(script: Script, group: _Pipelines) -> None:
     for node in group.unknown:
         text = script.code(node)
         script.note(node, f"`{text}` is not made here: taken for a Grain dataset")
@@ -459,7 +461,7 @@ def _note_other_uses(script: Script, function: cst.CSTNode, call: cst.Call) -> N
         )
 
 
-def _freeze(script: Script, group: _Group, where: cst.CSTNode, why: str) -> None:
+def _freeze(script: Script, group: _Pipelines, where: cst.CSTNode, why: str) -> None:
     """Leave a pipeline to tf.data, with the functions that it maps."""
     reason = f"{STAYS}: {why}"
     script.leave(where, reason)

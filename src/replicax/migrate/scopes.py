@@ -198,9 +198,9 @@ def plan_scopes(script: Script) -> None:
     """Plan scopes around what is made outside and used in steps, or report it."""
     blocks = list(scopes(script))
     if has_scope(script):
-        reached = _Reached(script, blocks)
+        reached = _ReachableCode(script, blocks)
         compiled = [c for c in script.calls if _compiles_outside(script, c, reached)]
-        outside = _made_outside(script, _Reached(script, [*blocks, *compiled]))
+        outside = _made_outside(script, _ReachableCode(script, [*blocks, *compiled]))
         for call in [*outside, *compiled]:
             _plan_scope(script, call, blocks)
     variables = {c for c in script.calls if kind_of(script, c) == "variable"}
@@ -208,11 +208,11 @@ def plan_scopes(script: Script) -> None:
         for call in _constants(script, variables):
             if not has_scope(script):
                 script.leave(call, MESSAGES["constant_variable"])
-            elif not _Reached(script, blocks).has(call):
+            elif not _ReachableCode(script, blocks).has(call):
                 _plan_scope(script, call, blocks)
 
 
-class _Reached:
+class _ReachableCode:
     """Blocks, and the functions and classes that they name, through others too."""
 
     def __init__(self, script: Script, blocks: _Nodes) -> None:
@@ -245,7 +245,7 @@ def _called(script: Script, name: str) -> list[cst.FunctionDef]:
     return [*script.functions(name), *made]
 
 
-def _compiles_outside(script: Script, call: cst.Call, reached: _Reached) -> bool:
+def _compiles_outside(script: Script, call: cst.Call, reached: _ReachableCode) -> bool:
     """Whether a call compiles, outside of all scopes, a model that is made in one.
 
     The `compile` of TensorFlow enters the model's scope by itself, and so does `build`.
@@ -259,7 +259,7 @@ def _compiles_outside(script: Script, call: cst.Call, reached: _Reached) -> bool
 
 
 def _is_model_of(
-    script: Script, model: Expression, reached: _Reached, depth: int = 4
+    script: Script, model: Expression, reached: _ReachableCode, depth: int = 4
 ) -> bool:
     """Whether a model was made in a scope, here or where a caller passes it."""
     made = origins(script, model)
@@ -277,7 +277,7 @@ def _is_model_of(
     )
 
 
-def _made_outside(script: Script, reached: _Reached) -> list[cst.Call]:
+def _made_outside(script: Script, reached: _ReachableCode) -> list[cst.Call]:
     """The calls that make what steps or scopes use, in no scope.
 
     Args:

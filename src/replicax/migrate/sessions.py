@@ -48,10 +48,10 @@ def plan_sessions(script: Script) -> None:
         name = item.asname.name if item.asname is not None else None
         is_session = not others and script.called(item.item) in _SESSIONS
         if is_session and isinstance(name, cst.Name):
-            script.attempt(node, _Session(script, node, name.value).plan, None)
+            script.attempt(node, _GraphSession(script, node, name.value).plan, None)
 
 
-class _Session:
+class _GraphSession:
     """Plans the port of a session, and of the graph that is built before it."""
 
     def __init__(self, script: Script, node: cst.With, name: str) -> None:
