@@ -89,6 +89,28 @@ def batch_normalization():
     return outcome(model, model.fit(X, Y, epochs=2, **OPTIONS))
 
 
+class Counts(layers.Layer):
+    """Counts examples and steps."""
+
+    def build(self, input_shape):
+        options = {"initializer": "zeros", "trainable": False}
+        self.steps = self.add_weight((), name="steps", dtype="int32", **options)
+        self.examples = self.add_weight(
+            (), name="examples", aggregation="sum", **options
+        )
+
+    def call(self, x, training=False):
+        if training:
+            self.steps.assign_add(1)
+            self.examples.assign_add(len(x))
+        return x
+
+
+def variables_that_steps_count_in():
+    model = classifier("sgd", layers.BatchNormalization(momentum=0.8), Counts())
+    return outcome(model, model.fit(X, Y, epochs=2, **OPTIONS))
+
+
 def clipped_by_the_norm_of_all():
     model = classifier(keras.optimizers.SGD(0.5, global_clipnorm=0.05))
     return outcome(model, model.fit(X, Y, **OPTIONS))
@@ -301,6 +323,7 @@ CASES = [
     clipped_by_the_norm_of_all,
     accumulated_gradients,
     own_data_of_unequal_length,
+    variables_that_steps_count_in,
 ]
 SLOW_CASES = [
     clipped_by_each_norm,

@@ -34,10 +34,12 @@ from replicax.ps.partition import VariableGroup
 from replicax.ps.rows import tables_of
 from replicax.ps.session import Session
 
-__all__ = ["PushResult", "RemoteGroup", "ServerPushes", "key_of"]
+__all__ = ["SUMMED", "PushResult", "RemoteGroup", "ServerPushes", "key_of"]
 
 _SLACK_SECONDS = 10.0
 """For the server to say first that other workers' shares did not come in time."""
+SUMMED: JSONObject = {"kind": "add", "of": "sums"}
+"""The rule of variables to which a synchronous step adds its shares' sum."""
 _logger = logging.getLogger("replicax")
 _Vectors = dict[str, PyTree]
 _Answer = tuple[JSONObject, _Vectors]
@@ -110,11 +112,15 @@ class RemoteGroup:
         """Whether an optimizer makes the updates; else workers add what changed."""
         return self.group.rule["kind"] == "optimizer"
 
-    @property
-    def has_mean(self) -> bool:
-        """Whether it has moving statistics, of which workers' changes are averaged."""
+    def weight_of(self, given: float | None) -> float | None:
+        """The weight of a share whose gradients have a given one; None: it is summed.
+
+        Moving statistics are averaged also where gradients are summed.
+        """
+        if self.group.rule == SUMMED:
+            return None
         is_float = all("float" in part.dtype for part in self.group.parts)
-        return is_float and not self.trains
+        return 1.0 if given is None and is_float and not self.trains else given
 
     @property
     def version(self) -> int:

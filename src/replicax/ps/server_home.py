@@ -240,14 +240,16 @@ class ServerHome(ReplicaHome):
         """Whether what a training program adds to a variable counts for all workers.
 
         In an asynchronous `fit`, where each worker makes some of the steps, that is so
-        of a counter too. Not of what a step sets to a value that the old one has no
-        part in: of such values each worker has its last one.
+        of a counter too; in a synchronous one, of which all make each step, of sums.
+        Not of what a step sets to a value that the old one has no part in: of such
+        values each worker has its last one.
         """
         if is_seed_state(variable):
             return False
         if variable.aggregation == "mean":
             return True
-        if self._strategy.sync or not self.keeps_values:
+        is_counter = not self._strategy.sync or variable.aggregation == "sum"
+        if not self.keeps_values or not is_counter:
             return False
         trained = {id(v) for update in program.deferred_updates for v in update.changed}
         is_number = jnp.issubdtype(variable.dtype, jnp.floating) or jnp.issubdtype(
@@ -292,9 +294,7 @@ class ServerHome(ReplicaHome):
         step = group.version
         if share.step != NEXT_STEP:
             step = self._first_steps.get(group.name, 0) + share.step
-        weight = share.weight
-        if weight is None and group.has_mean:  # Gradients are summed, others averaged.
-            weight = 1.0
+        weight = group.weight_of(share.weight)
         return dataclasses.replace(share, step=step, weight=weight)
 
     def _await_begin(self, group: RemoteGroup, step: int) -> None:

@@ -19,7 +19,7 @@ from replicax.errors import ClusterMismatchError
 from replicax.ps.group_vectors import VariableSlot
 from replicax.ps.optimizers import can_split, clips, optimizer_rule
 from replicax.ps.partition import Partitioner, VariableGroup, VariableInfo, place
-from replicax.ps.remote import RemoteGroup, key_of
+from replicax.ps.remote import SUMMED, RemoteGroup, key_of
 from replicax.ps.rows import RemoteTables
 from replicax.ps.session import Session
 
@@ -76,16 +76,27 @@ class RemoteVariables:
         program does nothing.
         """
         groups = [self._connect_update(update, stored) for update in updates]
-        ids = set(map(id, state))
+        for rule in (_MOVING, SUMMED):
+            added = [v for v in state if (v.aggregation == "sum") == (rule is SUMMED)]
+            groups += self._connect_added(rule, added, stored)
+        return groups
+
+    def _connect_added(
+        self,
+        rule: JSONObject,
+        variables: Sequence[keras.Variable],
+        stored: dict[int, jax.Array],
+    ) -> list[RemoteGroup]:
+        ids = set(map(id, variables))
         while True:
-            moving = [x for x in self.groups if x.group.rule == _MOVING]
-            shared = [x for x in moving if not ids.isdisjoint(map(id, x.variables))]
+            known = [group for group in self.groups if group.group.rule == rule]
+            shared = [x for x in known if not ids.isdisjoint(map(id, x.variables))]
             there = {id(v) for group in shared for v in group.variables}
-            new = [v for v in state if id(v) not in there]
+            new = [v for v in variables if id(v) not in there]
             if not new:
-                return [*groups, *shared]
-            if (group := self._add("state", _MOVING, new, stored)) is not None:
-                return [*groups, *shared, group]
+                return shared
+            if (group := self._add("state", rule, new, stored)) is not None:
+                return [*shared, group]
 
     @property
     def assigned(self) -> list[RemoteGroup]:
@@ -404,9 +415,10 @@ class GroupRequests:
             stands = self._session.board("put", key=_request_key(number), value=want)
             if stands["group"]["name"] == group.name:
                 return None
-            if stands["group"]["rule"] == group.rule == _MOVING and not {
-                tuple(label) for label in stands["variables"]
-            }.isdisjoint(request.variables):
+            labels = {tuple(label) for label in stands["variables"]}
+            is_alike = stands["group"]["rule"] == group.rule
+            is_alike &= group.rule in (_MOVING, SUMMED)
+            if is_alike and not labels.isdisjoint(request.variables):
                 return number
             number += 1
 
