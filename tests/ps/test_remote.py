@@ -1,5 +1,6 @@
 """Values that a worker sends to servers, and gets from them, are the very same."""
 
+import functools
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -295,23 +296,24 @@ class Clipped:
         for service in self.services:
             service.close()
 
-    def push(self, gradient, part, num_parts=2):
+    def push(self, gradient, part, num_parts=2, **options):
         """The worker's own push to both servers."""
         gradients = on_devices([np.full(2, gradient, "float32")] * 2)
         share = StepShare(step=0, part=part, num_parts=num_parts, weight=1.0)
-        return self.remote.push(gradients, self.remote.versions, share)
+        return self.remote.push(gradients, self.remote.versions, share, **options)
 
-    def push_of(self, worker, session, server, gradient, part):
+    def push_of(self, worker, session, server, gradient, part, sequence=1, **fields):
         """Another one's to one server, which does not hear of it again."""
         return asking.push(
             self.stores[server],
             "clipped",
             worker=worker,
             session=session,
-            sequence=1,
+            sequence=sequence,
             based_on=0,
             vectors={"float32": np.full(2, gradient, "float32")},
             share=StepShare(step=0, part=part, num_parts=2, weight=1.0),
+            **fields,
         )
 
 
@@ -353,6 +355,27 @@ def test_a_step_is_ended_though_no_push_of_any_worker_reached_all_servers_first(
         assert_equal(job.remote.values, [np.full(2, -0.5, "float32")] * 2)
         for other in others:
             other.result(20)
+
+
+def test_of_two_workers_with_the_same_part_one_is_free_to_bring_another():
+    """Each was the first with it at one server; who should bring the rest has died."""
+    with Clipped() as job, ThreadPoolExecutor(4) as threads:
+        other = functools.partial(job.push_of, "worker:2", "c", may_leave=True)
+        at_second = threads.submit(other, 1, 5.0, 0)
+        while job.stores[1].group("clipped").step is None:
+            time.sleep(0.01)
+        push = job.push(5.0, 0, may_leave=True)
+        finished = threads.submit(job.remote.finish, push)
+        # It does not wait there for its deadline.
+        assert at_second.result(20).applied
+        # At the first server, which decides, the part is not its own: it leaves.
+        assert not other(0, 5.0, 0).applied
+        time.sleep(0.1)
+        assert not finished.done()
+        last = [threads.submit(other, i, 3.0, 1, sequence=2) for i in range(2)]
+        assert finished.result(20).counts
+        assert_equal(job.remote.values, [np.full(2, -0.5, "float32")] * 2)
+        assert all(each.result(20).applied for each in last)
 
 
 @pytest.mark.parametrize("server", [0, 1])

@@ -16,7 +16,7 @@ from replicax._util.types import JSONObject
 from replicax.ps.dense_group import DenseGroup
 from replicax.ps.group_vectors import SlotKey, slots_from_message, slots_to_message
 from replicax.ps.groups import StepShare
-from replicax.ps.limits import Count
+from replicax.ps.limits import Count, SyncTimeout
 from replicax.ps.partition import VariableGroup
 from replicax.ps.store import VariableStore
 from replicax.ps.table import TableSpec
@@ -27,6 +27,7 @@ __all__ = ["MESSAGES", "Message"]
 Vectors = dict[str, np.ndarray]
 Answer = tuple[JSONObject, Vectors]
 """The header and the vectors of what a server answers."""
+_MOMENT_SECONDS = 1.0
 _Applied = tuple[JSONObject, Mapping[str, jax.Array | np.ndarray]]
 
 
@@ -117,6 +118,8 @@ class Push(_OfGroup, tag="push"):
     """Push gradients of a group; the answer has the new values.
 
     A part of a step waits for the others; after `SyncTimeout` it may be pushed again.
+    One of a worker that `may_leave` waits a moment only: two workers that each wait at
+    another server for a third's part could not bring it in its place.
     `squared_norms` in the answer is this server's share of the norms that a step must
     be clipped by: add up what the servers say, and `Commit` it, unless `is_over`.
     """
@@ -127,6 +130,7 @@ class Push(_OfGroup, tag="push"):
     based_on: int
     deadline_seconds: float
     share: StepShare | None = None
+    may_leave: bool = False
 
     def expected_by(self, held: DenseGroup) -> Mapping[str, Allowed]:
         return exactly(held.lengths, "bfloat16")
@@ -142,7 +146,13 @@ class Push(_OfGroup, tag="push"):
             share=self.share,
         )
         if last.step is not None and last.applied:
-            held.wait(last.step, deadline)
+            if self.may_leave:
+                deadline = min(deadline, time.monotonic() + _MOMENT_SECONDS)
+            try:
+                held.wait(last.step, deadline)
+            except SyncTimeout:
+                if not self.may_leave:
+                    raise
         header = {
             "version": held.version,
             "staleness": last.staleness,

@@ -63,6 +63,7 @@ class ServerPushes(NamedTuple):
     futures: list[Future[_Answer]]
     sends: list[Callable[[Connection], _Answer]]
     share: StepShare | None
+    may_leave: bool
 
 
 class RemoteGroup:
@@ -334,11 +335,14 @@ class RemoteGroup:
         gradients: Sequence[jax.Array],
         based_on: Mapping[int, int],
         share: StepShare | None = None,
+        *,
+        may_leave: bool = False,
     ) -> ServerPushes:
         """Start a push, which is answered with new values; `finish` waits for it.
 
         Gradients are equal on all of this worker's replicas, and of the `based_on`
-        versions. Without a `share` of a synchronous step they are applied at once.
+        versions. Without a `share` of a synchronous step they are applied at once; with
+        one the worker `may_leave` it to others to end the step.
         """
         given = self._layout.as_pushed(gradients)
         self._sequence += 1
@@ -352,25 +356,28 @@ class RemoteGroup:
                 based_on[server],
                 self._session.timeouts.step,
                 share,
+                may_leave,
             )
             send = functools.partial(self._push_to, server, message, given)
             sends.append(send)
         futures = list(map(self._submit, self._servers, sends))
-        return ServerPushes(futures, sends, share)
+        return ServerPushes(futures, sends, share, may_leave)
 
-    def finish(self, push: ServerPushes, *, may_leave: bool = False) -> PushResult:
+    def finish(self, push: ServerPushes, *, stays: bool | None = None) -> PushResult:
         """Wait for a push, and cache the values of its answer.
 
-        A synchronous step is over then, unless another worker had brought its part and
-        this one `may_leave`: parts of workers that died may be waiting for it.
+        A synchronous step is over then, unless this worker may leave and `stays` is
+        not: parts of workers that died may be waiting for it. None: it leaves if
+        another worker had brought its part. Servers may have got that from different
+        workers, one of which must leave; the first server decides.
         """
         answers = [self._session.result(future) for future in push.futures]
-        is_in = any(header["applied"] for header, _ in answers)
-        if push.share is not None and (is_in or not may_leave):
+        if stays is None:
+            stays = answers[0][0]["applied"]
+        if push.share is not None and (stays or not push.may_leave):
             self._await_end(push, push.share.step, answers)
         self._take(answers)
         return PushResult(
-            # Servers may have got it from different workers; the first one decides.
             counts=answers[0][0]["applied"],
             staleness=max(header["staleness"] for header, _ in answers),
         )
@@ -400,7 +407,7 @@ class RemoteGroup:
             return all(said["is_over"] for said, _ in answers) or None
 
         self._session.wait(
-            poll, f"the end of step {step} of {self.name!r}", lambda: "another worker"
+            poll, f"the end of step {step} of {self.name!r}", self._session.absent
         )
 
     def _end_of(

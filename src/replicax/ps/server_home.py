@@ -349,7 +349,11 @@ class ServerHome(ReplicaHome):
         if self._strategy.sync and rows:  # When a step is over, so are its rows.
             self.rows.finish(rows)
         each = zip(step.groups, given, step.based_on, step.shares, strict=True)
-        pushes = [group.push(x, version, share) for group, x, version, share in each]
+        may_leave = self._strategy.backup_workers > 0
+        pushes = [
+            group.push(x, version, share, may_leave=may_leave)
+            for group, x, version, share in each
+        ]
         self._in_flight = step, pushes
         # The next step looks up rows that this one changes.
         counts = (self._strategy.overlap and not looks_up) or self.settle()
@@ -363,12 +367,11 @@ class ServerHome(ReplicaHome):
             return True
         step, pushes = self._in_flight
         self._in_flight = None
-        may_leave = self._strategy.backup_workers > 0
+        (group, push), *others = zip(step.groups, pushes, strict=True)
         # Groups may have got a part from different workers; the first one decides.
-        result, *_ = [
-            group.finish(push, may_leave=may_leave)
-            for group, push in zip(step.groups, pushes, strict=True)
-        ]
+        result = group.finish(push)
+        for group, push in others:
+            group.finish(push, stays=result.counts)
         if result.counts:
             self.session.staleness[result.staleness] += 1
         self.session.steps += 1
