@@ -29,7 +29,7 @@ from replicax.migrate.tree import (
     parts_of,
     renamed,
     text_of,
-    without,
+    with_args,
 )
 
 __all__ = ["DEVICE_RULES", "HOST_RANDOM", "HOST_RULES"]
@@ -55,7 +55,7 @@ def _variable(site: CallSite) -> Expression:
     is_integer = made.args and _is_number(made.args[0].value, cst.Integer)
     if is_integer and named(made, "dtype") is None:  # Keras' default is a float.
         dtype = keyword("dtype", site.script.string("int32"))
-        made = made.with_changes(args=without(made.args, made.args, [dtype]))
+        made = with_args(made, [*made.args, dtype])
     return _initialized(site, made) if _in_build(site.script, site.node) else made
 
 
@@ -93,7 +93,7 @@ def _initialized(site: CallSite, made: cst.Call) -> Expression:
     else:
         raise Unported(MESSAGES["traced_value"])
     args = [first.with_changes(value=initializer), *rest]
-    return made.with_changes(args=without(made.args, args, extra))
+    return with_args(made, [*args, *extra])
 
 
 def _is_number(node: Expression, kind: type[cst.BaseNumber] = cst.BaseNumber) -> bool:
@@ -275,7 +275,7 @@ def _random(site: CallSite) -> Expression:
         made = made.with_changes(func=script.expression("keras.random.randint"))
         if argument(made.args, 1, "minval") is None:
             zero = keyword("minval", cst.Integer("0"))
-            made = made.with_changes(args=without(made.args, made.args, [zero]))
+            made = with_args(made, [*made.args, zero])
     if not is_traced(script, node):
         return made
     if named(made, "seed") is not None:
@@ -283,7 +283,7 @@ def _random(site: CallSite) -> Expression:
     if node not in script.generators:
         raise Unported(MESSAGES["random_state"])
     seed = keyword("seed", cst.parse_expression(script.generators[node]))
-    return made.with_changes(args=without(made.args, made.args, [seed]))
+    return with_args(made, [*made.args, seed])
 
 
 # Images and arrays that input pipelines have, too.
@@ -305,7 +305,7 @@ def _resize(site: CallSite) -> Expression:
         cast = '{x}.astype("float32")' if on_host else 'keras.ops.cast({x}, "float32")'
         first = first.with_changes(value=site.make(cast, x=first.value))
         kept = [arg for arg in rest if not is_named(arg, "interpolation")]
-        made = made.with_changes(args=without(made.args, [first, *kept]))
+        made = with_args(made, [first, *kept])
     return site.make("np.asarray({x})", x=made) if on_host else made
 
 
@@ -370,7 +370,7 @@ def _one_hot_on_host(site: CallSite) -> Expression:
 def _random_image(site: CallSite) -> Expression:
     made = by_row(site, HOST_OPERATORS[site.path])
     generator = keyword("rng", _generator(site))
-    return made.with_changes(args=without(made.args, made.args, [generator]))
+    return with_args(made, [*made.args, generator])
 
 
 def _generator(site: CallSite) -> cst.Name:

@@ -24,7 +24,7 @@ from replicax.migrate.script import (
 )
 from replicax.migrate.tables import MESSAGES, NOTES, find_reason, find_target
 from replicax.migrate.tracing import is_graph_decorator
-from replicax.migrate.tree import only_of, renamed, root_of, walk, with_args, without
+from replicax.migrate.tree import only_of, renamed, root_of, walk, with_args
 
 __all__ = ["Rewriter"]
 
@@ -227,9 +227,7 @@ def _with_other_arguments(
         for old, new in zip(original.args, updated.args, strict=True)
         if old not in script.dropped_arguments
     ]
-    if extra is None:
-        return with_args(updated, kept)
-    return updated.with_changes(args=without(updated.args, kept, [extra]))
+    return with_args(updated, kept if extra is None else [*kept, extra])
 
 
 # Statements.

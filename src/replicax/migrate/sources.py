@@ -25,6 +25,7 @@ from replicax.migrate.tree import (
     parts_of,
     value_of,
     walk,
+    with_args,
     without,
 )
 
@@ -281,7 +282,7 @@ def _map(site: CallSite) -> Expression:
         raise Unported("how many arguments the function takes cannot be seen")
     args, updated = [cst.Arg(function)], site.updated
     if generator is None:
-        return updated.with_changes(args=without(updated.args, args))
+        return with_args(updated, args)
     # A seed of its own, so that each `random_map` draws other numbers.
     drawing = [each for each in script.generators if method_of(each) == "map"]
     args.append(keyword("seed", cst.Integer(str(drawing.index(site.node)))))
@@ -296,7 +297,7 @@ def _batch(site: CallSite) -> Expression:
     kept = [size]
     if drop is not None:
         kept.append(keyword("drop_remainder", drop))
-    return site.updated.with_changes(args=without(site.updated.args, kept))
+    return site.with_args(kept)
 
 
 def _shuffle(site: CallSite) -> Expression:
