@@ -21,7 +21,13 @@ from replicax.ps.limits import Ticket, tickets_at_once
 if TYPE_CHECKING:
     from replicax.ps.strategy import ParameterServerStrategy
 
-__all__ = ["ElasticInputShard", "EpochBatches", "StepLeases", "own_rows"]
+__all__ = [
+    "ElasticInputShard",
+    "EpochBatches",
+    "PlacedInputShard",
+    "StepLeases",
+    "own_rows",
+]
 
 
 class StepLeases:
@@ -263,7 +269,26 @@ class EpochBatches:
             return None
 
 
-class ElasticInputShard(InputShard):
+class PlacedInputShard(InputShard):
+    """All batches, and the files of a worker whose place is given."""
+
+    def __init__(self, worker: int, num_workers: int) -> None:
+        super().__init__()
+        self._worker = worker
+        self._num_workers = num_workers
+
+    @property
+    def worker(self) -> int:
+        """The worker's place among those that divide files."""
+        return self._worker
+
+    @property
+    def num_workers(self) -> int:
+        """Number of workers that divide files."""
+        return self._num_workers
+
+
+class ElasticInputShard(PlacedInputShard):
     """A shard of a dataset that all workers read: some batches, or rows of each.
 
     Nothing is agreed on: a worker may come late, or go. With `num_parts` of a
@@ -272,9 +297,7 @@ class ElasticInputShard(InputShard):
     """
 
     def __init__(self, worker: int, num_workers: int, num_parts: int | None) -> None:
-        super().__init__()
-        self._worker = worker
-        self._num_workers = num_workers
+        super().__init__(worker, num_workers)
         self._num_parts = num_parts
         self._of_loop: InputShard = self
 
@@ -289,7 +312,7 @@ class ElasticInputShard(InputShard):
         self._of_loop = (
             InputShard()
             if is_chief
-            else _ClosureInputShard(self._worker - 1, self._num_workers - 1)
+            else PlacedInputShard(self._worker - 1, self._num_workers - 1)
         )
 
     @property
@@ -301,16 +324,6 @@ class ElasticInputShard(InputShard):
     def of_loop(self) -> InputShard:
         """The shard that a loop over a distributed dataset reads."""
         return self._of_loop
-
-    @property
-    def worker(self) -> int:
-        """The worker's place among those that divide files."""
-        return self._worker
-
-    @property
-    def num_workers(self) -> int:
-        """Number of workers that divide files."""
-        return self._num_workers
 
     @property
     def num_pieces(self) -> int:
@@ -332,25 +345,6 @@ class ElasticInputShard(InputShard):
         if self._num_parts is None:
             return itertools.islice(batches, self._worker, None, self._num_workers)
         return (own_rows(batch, self._worker, self._num_parts) for batch in batches)
-
-
-class _ClosureInputShard(InputShard):
-    """The shard of a worker that runs closures: all batches, and files of its own."""
-
-    def __init__(self, worker: int, num_workers: int) -> None:
-        super().__init__()
-        self._worker = worker
-        self._num_workers = num_workers
-
-    @property
-    def worker(self) -> int:
-        """The worker's place among those that run closures."""
-        return self._worker
-
-    @property
-    def num_workers(self) -> int:
-        """Number of workers that run closures."""
-        return self._num_workers
 
 
 def own_rows(batch: PyTree, part: int, num_parts: int) -> PyTree:
