@@ -1,6 +1,6 @@
-"""Numbers of an optimizer that both the servers and the user set: steps and rate."""
+"""Finds what the user has assigned to variables whose values servers have as well."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import jax
@@ -10,7 +10,7 @@ import numpy as np
 from replicax._private import keras as internals
 from replicax.engine import device_put
 
-__all__ = ["OptimizerNumber", "Stored"]
+__all__ = ["OptimizerNumber", "Stored", "are_equal", "are_same"]
 
 Stored: TypeAlias = Mapping[int, jax.Array]
 """Values by id of their variables, which do not have them now."""
@@ -28,25 +28,47 @@ class OptimizerNumber:
         self._number: float | None = None
         self.assigned()
 
-    def noted(self, array: jax.Array) -> jax.Array:
-        """Note the variable's next value, which is the servers', and return it."""
-        self._array, self._number = array, _number(array)
-        return array
+    def note(self, array: jax.Array, number: float) -> None:
+        """Note the variable's next value, which is the servers', and its number."""
+        self._array, self._number = array, number
 
     def cast(self, number: float) -> np.ndarray:
         """A number as an array of the variable's dtype."""
         return np.asarray(number, self.variable.dtype)
 
     def assigned(self, stored: Stored | None = None) -> float | None:
-        """The number if it has changed since the last call or `noted`, else None."""
+        """The number if it has changed since the last call or `note`, else None."""
         (array,) = internals.read_values([self.variable])
         array = (stored or {}).get(id(self.variable), array)
         if array is None or array is self._array:
             return None
-        before = self._number
-        self.noted(array)
-        return None if before in (None, self._number) else self._number
+        before, number = self._number, float(_host(array))
+        self.note(array, number)
+        return None if before in (None, number) else number
 
 
-def _number(array: jax.Array) -> float:
-    return float(np.asarray(device_put.local_value(array)))
+def are_same(values: Sequence[jax.Array], others: Sequence[jax.Array]) -> bool:
+    """Whether these are the very arrays, one by one, or share their memory."""
+    return all(map(_is_same, values, others))
+
+
+def are_equal(values: Sequence[jax.Array], others: Sequence[jax.Array]) -> bool:
+    """Whether arrays have equal values, one by one."""
+    return all(
+        np.array_equal(_host(a), _host(b)) for a, b in zip(values, others, strict=True)
+    )
+
+
+def _host(value: jax.Array) -> np.ndarray:
+    return np.asarray(device_put.local_value(value))
+
+
+def _is_same(a: jax.Array, b: jax.Array) -> bool:
+    if a is b:
+        return True
+    if not isinstance(a, jax.Array) or a.is_deleted() or b.is_deleted():
+        return False
+    return (
+        a.addressable_data(0).unsafe_buffer_pointer()
+        == b.addressable_data(0).unsafe_buffer_pointer()
+    )

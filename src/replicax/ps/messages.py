@@ -136,7 +136,10 @@ class Push(_OfGroup, tag="push"):
         return exactly(held.lengths, "bfloat16")
 
     def apply(self, held: DenseGroup, vectors: Vectors) -> _Applied:
-        deadline = time.monotonic() + self.deadline_seconds
+        seconds = self.deadline_seconds
+        if self.may_leave:
+            seconds = min(seconds, _MOMENT_SECONDS)
+        deadline = time.monotonic() + seconds
         last = held.push(
             self.worker,
             self.session,
@@ -146,8 +149,6 @@ class Push(_OfGroup, tag="push"):
             share=self.share,
         )
         if last.step is not None and last.applied:
-            if self.may_leave:
-                deadline = min(deadline, time.monotonic() + _MOMENT_SECONDS)
             try:
                 held.wait(last.step, deadline)
             except SyncTimeout:

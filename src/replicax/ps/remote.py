@@ -18,6 +18,7 @@ from replicax._private import keras as internals
 from replicax._util.types import JSONObject, PyTree
 from replicax.engine import device_put
 from replicax.errors import CheckpointError, ClusterError, ClusterMismatchError
+from replicax.ps.assignments import OptimizerNumber, Stored, are_equal, are_same
 from replicax.ps.connection import Connection, ServerRefused
 from replicax.ps.group_vectors import (
     GroupLayout,
@@ -29,7 +30,6 @@ from replicax.ps.group_vectors import (
 )
 from replicax.ps.groups import StepShare
 from replicax.ps.messages import Commit, Create, GetSlots, Pull, Push, Replace, SetSlots
-from replicax.ps.optimizer_numbers import OptimizerNumber, Stored
 from replicax.ps.partition import VariableGroup
 from replicax.ps.rows import tables_of
 from replicax.ps.session import Session
@@ -120,8 +120,10 @@ class RemoteGroup:
         """
         if self.group.rule == SUMMED:
             return None
+        if given is not None or self.trains:
+            return given
         is_float = all("float" in part.dtype for part in self.group.parts)
-        return 1.0 if given is None and is_float and not self.trains else given
+        return 1.0 if is_float else None
 
     @property
     def version(self) -> int:
@@ -175,11 +177,11 @@ class RemoteGroup:
 
     def is_handed(self, given: Sequence[jax.Array]) -> bool:
         """Whether these are the very arrays of the last `hand_out` or `write`."""
-        return all(map(_is_same, given, self._handed))
+        return are_same(given, self._handed)
 
     def is_assigned(self, given: Sequence[jax.Array]) -> bool:
         """Whether the user has assigned to variables since `hand_out` or `write`."""
-        return not self.is_handed(given) and not _are_equal(given, self._handed)
+        return not self.is_handed(given) and not are_equal(given, self._handed)
 
     def follow(self, given: Sequence[jax.Array]) -> None:
         """On the chief: send values that the user has assigned to the servers."""
@@ -187,7 +189,7 @@ class RemoteGroup:
             return
         if self._session.is_chief:
             self.assign(given)
-        elif not _are_equal(given, self.values):  # Else the chief has as well.
+        elif not are_equal(given, self.values):  # Else the chief has as well.
             _logger.warning(
                 "%s: values were assigned to variables of %s, or another optimizer "
                 "trains them; those of the servers are used. Assign on the chief.",
@@ -219,7 +221,12 @@ class RemoteGroup:
         assert self._steps is not None
         made = self.version - self.num_assigned + self._first_count
         array = device_put.laid_out(self._steps.cast(made), self._sharding)
-        return self._steps.noted(array)
+        self._steps.note(array, made)
+        return array
+
+    def _count_from(self, steps: int) -> None:
+        """Take the servers' values for those after a number of steps."""
+        self.num_assigned = self.version - (steps - self._first_count)
 
     # Values.
 
@@ -283,7 +290,7 @@ class RemoteGroup:
         """Set the number of steps of the servers' optimizers."""
         assert self._steps is not None
         self.assign_slots({("iteration", None): self._steps.cast(steps)})
-        self.num_assigned = self.version - (int(steps) - self._first_count)
+        self._count_from(int(steps))
 
     def slots(self, name: str | None = None) -> dict[VariableSlot, np.ndarray]:
         """Read slots of the optimizer, those of a name or all; slices are joined."""
@@ -312,7 +319,7 @@ class RemoteGroup:
             ) from refused
         steps = values.get(("iteration", None))
         if self.versions and steps is not None:
-            self.num_assigned = self.version - (int(steps) - self._first_count)
+            self._count_from(int(steps))
 
     def assign(self, values: Sequence[jax.Array]) -> None:
         """Replace the servers' values."""
@@ -519,24 +526,3 @@ class RemoteGroup:
 def key_of(name: str) -> str:
     """The board's key of the digest of a group that the chief has created."""
     return f"group {name}"
-
-
-def _are_equal(values: Sequence[jax.Array], others: Sequence[jax.Array]) -> bool:
-    return all(
-        np.array_equal(_host(a), _host(b)) for a, b in zip(values, others, strict=True)
-    )
-
-
-def _host(value: jax.Array) -> np.ndarray:
-    return np.asarray(device_put.local_value(value))
-
-
-def _is_same(a: jax.Array, b: jax.Array) -> bool:
-    if a is b:
-        return True
-    if not isinstance(a, jax.Array) or a.is_deleted() or b.is_deleted():
-        return False
-    return (
-        a.addressable_data(0).unsafe_buffer_pointer()
-        == b.addressable_data(0).unsafe_buffer_pointer()
-    )

@@ -20,9 +20,9 @@ from replicax.engine.program import Kept, Program, StepResult
 from replicax.engine.variables import Variable, is_seed_state
 from replicax.errors import ClusterError
 from replicax.keras.session import FitSession
+from replicax.ps.assignments import Stored
 from replicax.ps.fit import WorkQueueFit
 from replicax.ps.groups import NEXT_STEP, StepShare
-from replicax.ps.optimizer_numbers import Stored
 from replicax.ps.optimizers import clip_before_push, clips
 from replicax.ps.partition import Partitioner
 from replicax.ps.remote import RemoteGroup, ServerPushes
@@ -43,11 +43,12 @@ class _Connected(NamedTuple):
     """The groups of a program's variables on servers.
 
     `groups` has the group of each update, then those of the moving statistics, which
-    `moving` has alone.
+    `moving` has alone. `others` are variables of these that the program does not write.
     """
 
     groups: list[RemoteGroup]
     moving: list[RemoteGroup]
+    others: list[keras.Variable]
     looks_up: bool
 
 
@@ -170,17 +171,16 @@ class ServerHome(ReplicaHome):
         step = None
         if connected.groups:
             step = self._begin_step(connected.groups, share, stored)
-        moving = [v for group in connected.moving for v in group.variables]
-        before = {id(v): stored[id(v)] for v in (*program.written, *moving)}
+        before = {id(v): stored[id(v)] for v in (*program.written, *connected.others)}
 
         # Nothing is donated, and what the program writes is kept apart until the end:
         # so it may run again where a server with rows is lost, a part that others have
         # brought is as if never computed, and an error leaves all variables as they
         # were.
         def run() -> tuple[StepResult, list[jax.Array]]:
-            kept = [Kept() for _ in program.written]
+            written = [Kept() for _ in program.written]
             inputs = [stored[id(v)] for v in program.inputs]
-            return program(inputs, arrays, kept), internals.read_values(kept)
+            return program(inputs, arrays, written), internals.read_values(written)
 
         if connected.looks_up:
             begins = {} if step is None else step.begins_of_tables
@@ -201,7 +201,7 @@ class ServerHome(ReplicaHome):
                 group.hand_out(stored)
                 if group.count is not None:
                     stored[id(group.count)] = group.num_steps()
-        changed = [*program.changed, *moving]
+        changed = [*program.changed, *connected.others]
         internals.write_values(changed, [stored[id(v)] for v in changed])
         return result.results
 
@@ -213,13 +213,12 @@ class ServerHome(ReplicaHome):
         connected = self._connected.get(program)
         if connected is None:
             connected = self._connected[program] = self._connect_new(program, stored)
+        values = internals.read_values(connected.others)
+        stored |= zip(map(id, connected.others), values, strict=True)
         for group in connected.groups:
             if (rate := group.assigned_rate(stored)) is not None:
                 self._assign_rate(group, rate)
             self._publish_steps(group, stored)
-            for v in group.variables:  # Moving statistics of other programs, too.
-                if id(v) not in stored:
-                    (stored[id(v)],) = internals.read_values([v])
             group.follow([stored[id(v)] for v in group.variables])
             group.hand_out(stored)
         return connected
@@ -230,11 +229,13 @@ class ServerHome(ReplicaHome):
         looks_up = bool(tables_of(program.inputs))
         updates = program.deferred_updates
         if not updates:  # It does not train.
-            return _Connected([], [], looks_up)
+            return _Connected([], [], [], looks_up)
         # Moving statistics and counters, to which all workers add.
         state = [v for v in program.written if self._is_added_to(v, program)]
         groups = self.remote.connect(updates, state, stored)
-        return _Connected(groups, groups[len(updates) :], looks_up)
+        moving, written = groups[len(updates) :], set(map(id, program.written))
+        others = [v for x in moving for v in x.variables if id(v) not in written]
+        return _Connected(groups, moving, others, looks_up)
 
     def _is_added_to(self, variable: Variable, program: Program) -> bool:
         """Whether what a training program adds to a variable counts for all workers.

@@ -55,9 +55,7 @@ class RemoteVariables:
         self._sync = sync
         self._rows = rows
         self.groups: list[RemoteGroup] = []
-        # By the id of an optimizer, or those of moving statistics.
-        self._known: dict[tuple[int, ...], RemoteGroup] = {}
-        self._optimizers: list[keras.optimizers.Optimizer] = []  # Alive: so ids stand.
+        self._optimizers: list[keras.optimizers.Optimizer] = []  # Those with a group.
         # By the id of an optimizer that has no group yet: itself, and its variables.
         self._restored: dict[int, tuple[keras.optimizers.Optimizer, _Slots]] = {}
         self.requests: GroupRequests | None = None
@@ -129,9 +127,6 @@ class RemoteVariables:
 
         The chief of a coordinator has groups that other workers asked for.
         """
-        group = self._known.get((id(optimizer),))
-        if group is not None:
-            return group
         count, _ = _count_and_rate(optimizer)
         return next((group for group in self.groups if group.count is count), None)
 
@@ -183,12 +178,12 @@ class RemoteVariables:
     ) -> RemoteGroup:
         optimizer = update.optimizer
         variables = list(update.variables)
-        group = self._known.get((id(optimizer),))
+        is_known = any(each is optimizer for each in self._optimizers)
+        group = self.trained_by(optimizer) if is_known else None
         if group is None:
             rule = self._rule(optimizer, variables, stored)
             group = self._add(optimizer.name, rule, variables, stored, optimizer)
             assert group is not None  # Moving statistics only are shared.
-            self._known[id(optimizer),] = group
         if [id(v) for v in group.variables] != [id(v) for v in variables]:
             raise NotImplementedError(
                 f"ParameterServerStrategy: optimizer {optimizer.name!r} has gradients "
