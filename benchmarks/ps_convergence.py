@@ -130,6 +130,8 @@ def draw(found: dict[str, list[dict[str, Curve]]], path: Path) -> None:
             stale = ", ".join(f"{x:.2f}" for x in mean_staleness(seeds).values())
             panel.set_title(f"{title(size)}\nmean staleness {stale}", fontsize=9)
             panel.set_xlabel("updates")
+            # The first panel's scale for all: with several workers the losses of the
+            # first turn are far above it.
             panel.set_ylim(bottom=0)
         panels[0][0].set_ylabel("loss")
         panels[0][0].legend(frameon=False)

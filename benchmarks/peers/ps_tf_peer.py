@@ -43,6 +43,10 @@ with strategy.scope():
     )
 
 
+UPDATES = {"AssignAddVariableOp", "AssignSubVariableOp", "ResourceApplyAdam"}
+"""Types of the operations with which optimizers change variables."""
+
+
 @tf.function
 def step(batches: "tf.data.Iterator") -> tuple[tf.Tensor, tf.Tensor]:
     """A step of one worker: its loss, and the updates made since it read the values."""
@@ -54,8 +58,14 @@ def step(batches: "tf.data.Iterator") -> tuple[tf.Tensor, tf.Tensor]:
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean(example_loss(y, model(x, training=True)))
         grads = tape.gradient(loss, model.trainable_variables)
+        graph = tf.compat.v1.get_default_graph()
+        others = set(graph.get_operations())
         optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
-        with tf.control_dependencies(grads):
+        # An update counts when it is made, as on replicax' servers: not when its
+        # gradients are there.
+        made = set(graph.get_operations()) - others
+        updates = [operation for operation in made if operation.type in UPDATES]
+        with tf.control_dependencies(updates):
             now = applied.assign_add(1)
         return loss, tf.identity(now) - before - 1
 
