@@ -145,7 +145,7 @@ def middle(span: Span) -> float:
 
 
 def held(span: Span, y: float, name: str, part: Part, classes: str) -> Iterator[str]:
-    """What a box holds of the weights or slots: cells, those that are here filled."""
+    """What a box holds of something: cells, of which those that are here are filled."""
     cells, here = part
     if span[1] - span[0] >= NARROW:
         words = f"copy of {name}" if classes == "copy" else name
@@ -182,7 +182,7 @@ def draw_box(box: Box, span: Span, y: float, *, computes: bool) -> Iterator[str]
         yield from held(inner, y, "slots", box.slots, "")
         y += row
     if computes:
-        yield from held(inner, y, "gradients", (1, (0,)), "")
+        yield from held(inner, y, "gradients", box.gradients, "")
 
 
 def draw_batch(figure: Figure, spans: Sequence[Span], y: float) -> Iterator[str]:

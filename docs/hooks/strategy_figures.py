@@ -8,7 +8,7 @@ strategy keeps variables apart from the devices that compute.
 from dataclasses import dataclass
 
 WHOLE = (1, (0,))
-"""All of the weights, or of the slots, in one piece."""
+"""All of the weights, slots or gradients, in one piece."""
 
 Part = tuple[int, tuple[int, ...]]
 """Into how many parts something is cut, and which of them are here."""
@@ -23,6 +23,7 @@ class Box:
         host: The machine it belongs to.
         weights: Which part of the weights it holds; None: none.
         slots: Which part of the optimizer's slots it holds; None: none.
+        gradients: Which part of the gradients it computes, if it computes.
         weights_are_copies: Whether the weights are copies for a step only.
     """
 
@@ -30,6 +31,7 @@ class Box:
     host: str
     weights: Part | None = WHOLE
     slots: Part | None = WHOLE
+    gradients: Part = WHOLE
     weights_are_copies: bool = False
 
 
@@ -206,9 +208,10 @@ MODEL_PARALLEL = Figure(
     name="model-parallel",
     title="ModelParallelStrategy",
     text="Four devices are two replicas of two devices each. Each replica has half of "
-    "the global batch. Each device holds half of every layer's weights and slots. "
-    "Activations travel between the two devices of a replica, in every layer; "
-    "gradients are summed between devices that hold the same half.",
+    "the global batch. Each device holds half of every layer's weights and slots, and "
+    "computes their gradients. Activations travel between the two devices of a "
+    "replica, in every layer; gradients are summed between devices that hold the same "
+    "half.",
     batch=rows(2, 64),
     devices=tuple(
         Box(
@@ -216,6 +219,7 @@ MODEL_PARALLEL = Figure(
             host=f"replica {i // 2}",
             weights=(2, (i % 2,)),
             slots=(2, (i % 2,)),
+            gradients=(2, (i % 2,)),
         )
         for i in range(4)
     ),
