@@ -131,7 +131,8 @@ def exits() -> None:
 def test_an_exit_code_and_a_value_that_cannot_travel() -> None:
     results = run(exits, num_workers=1, deadline_seconds=60, check=False)
     assert results["worker:0"].exit_code == 138
-    with pytest.raises(TaskFailed, match=r"cannot pickle '_thread\.lock'"):
+    match = r"returns_a_lock returned <.*lock.*cannot be pickled.* Return numbers"
+    with pytest.raises(TaskFailed, match=match):
         run(returns_a_lock, num_workers=1, deadline_seconds=60)
 
 
@@ -288,6 +289,15 @@ def test_arguments_of_scripts_are_strings(tmp_path: Path) -> None:
         Cluster(script, num_workers=1, args=[3])
     with pytest.raises(TypeError, match="must be a function or the path"):
         Cluster(3, num_workers=1)
+
+
+def test_an_argument_that_cannot_travel() -> None:
+    lock = threading.Lock()
+    match = r"Cluster: args\[1\]=<.*lock.*cannot be pickled.*Pass numbers"
+    with pytest.raises(TypeError, match=match):
+        Cluster(platform.node, num_workers=1, args=[1, lock])
+    with pytest.raises(TypeError, match=r"Cluster: kwargs\['f'\]=<function.*lambda"):
+        Cluster(platform.node, num_workers=1, kwargs={"f": lambda: 1, "n": 2})
 
 
 def test_a_cluster_must_be_entered() -> None:

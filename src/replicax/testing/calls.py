@@ -34,7 +34,8 @@ def call_of(
     Raises:
         ValueError: If the function is not at the top level of a module with a file, or
             the script does not exist.
-        TypeError: If a script's arguments are no strings.
+        TypeError: If a script's arguments are no strings, or an argument of a function
+            cannot be pickled.
     """
     if isinstance(program, str | Path):
         script = Path(program)
@@ -61,10 +62,33 @@ def call_of(
         "module": module,
         "file": str(_file(program, module)),
         "function": name,
-        "args": pickle.dumps((tuple(args), dict(kwargs))),
+        "args": _pickled(args, kwargs),
         "sys_path": sys.path,
         "logical_devices": logical_devices,
     }
+
+
+def _pickled(args: Sequence[object], kwargs: Mapping[str, object]) -> bytes:
+    """The arguments as bytes; an error names the one that cannot be pickled."""
+    try:
+        return pickle.dumps((tuple(args), dict(kwargs)))
+    except Exception as error:  # Of an argument's class, whatever it is.
+        named = {f"args[{i}]": value for i, value in enumerate(args)}
+        named |= {f"kwargs[{name!r}]": value for name, value in kwargs.items()}
+        wrong = [f"{n}={value!r}" for n, value in named.items() if not _travels(value)]
+        raise TypeError(
+            f"Cluster: {', '.join(wrong) or 'an argument'} cannot be pickled for the "
+            f"tasks: {error}. Pass numbers, strings, NumPy arrays, and lists, tuples "
+            "or dicts of them; make everything else in the function."
+        ) from error
+
+
+def _travels(value: object) -> bool:
+    try:
+        pickle.dumps(value)
+    except Exception:  # noqa: BLE001 - the error of all arguments is raised
+        return False
+    return True
 
 
 def _place(function: Callable[..., object]) -> tuple[str, str]:

@@ -76,8 +76,17 @@ def _run_function(call: FunctionCall, folder: Path) -> None:
     module = _load(call["module"], Path(call["file"]))
     function = operator.attrgetter(call["function"])(module)
     args, kwargs = pickle.loads(call["args"])
+    value = function(*args, **kwargs)
+    try:
+        pickled = pickle.dumps(value)
+    except Exception as error:  # Of the value's class, whatever it is.
+        raise TypeError(
+            f"{call['function']} returned {value!r}, which cannot be pickled for the "
+            f"test: {error}. Return numbers, strings, NumPy arrays, and lists, tuples "
+            "or dicts of them."
+        ) from error
     part = folder / f"{VALUE}.part"
-    part.write_bytes(pickle.dumps(function(*args, **kwargs)))
+    part.write_bytes(pickled)
     part.rename(folder / VALUE)
 
 
