@@ -51,9 +51,10 @@ def _root(
     """Distributed training strategies for Keras 3 on JAX."""
 
 
-app.command()(migrate)
-app.command(context_settings=_SCRIPT_LAST)(manifest)
-app.command()(monitor)
-app.command(context_settings=_SCRIPT_LAST)(plan)
-app.command(context_settings=_SCRIPT_LAST)(run)
+# In the order in which a newcomer needs them; help lists them so.
 app.command()(info)
+app.command(context_settings=_SCRIPT_LAST)(run)
+app.command(context_settings=_SCRIPT_LAST)(plan)
+app.command()(migrate)
+app.command()(monitor)
+app.command(context_settings=_SCRIPT_LAST)(manifest)

@@ -98,6 +98,7 @@ def test_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("options", "message"),
     [
         (["no-such-file.py"], "There is no script 'no-such-file.py'"),
+        (["python", "train.py"], "without `python` before it, or -m"),
         (["--workers", "0", "-m", "x"], "needs a worker or a chief"),
         (["--workers", "900", "--cores-per-worker", "9", "-m", "x"], "need 8100 cores"),
         (["--workers", "-1", "-m", "x"], "Invalid value for '--workers'"),

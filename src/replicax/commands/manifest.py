@@ -76,7 +76,8 @@ def manifest(
         str | None, typer.Option(help="Persistent volume claim for checkpoints.")
     ] = None,
     checkpoint_path: Annotated[
-        str | None, typer.Option(help="Where the containers see it. [default: /ckpt]")
+        str | None,
+        typer.Option(help="Where the containers mount the claim. [default: /ckpt]"),
     ] = None,
     env: Annotated[
         list[str] | None,

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from replicax.commands.arguments import require_script
 from replicax.errors import DeviceError
 from replicax.planning import compiler
 
@@ -55,14 +56,17 @@ def plan(
 ) -> None:
     """Compile a script's training step for other hardware, without running it.
 
+    Options come before the script, and the script's own arguments after it:
+    `replicax plan --topology v5e:2x4 train.py --epochs 3`.
+
     The script runs on this machine up to its first training step; its strategy has the
     topology's devices. The step is compiled for them, and its FLOPs, bytes, memory and
     collectives are printed, with predicted times and what limits it first.
     """
     from replicax.planning.topology import check_topology  # Imports JAX.
 
-    if not module and not Path(script).is_file():
-        raise typer.BadParameter(f"There is no script {script!r}.")
+    if not module:
+        require_script(script)
     try:
         check_topology(
             topology,

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from replicax.commands.arguments import require_script
 from replicax.cpu.settings import cpu_pool_size, keep_loops
 from replicax.launch.failures import RestartPolicy
 from replicax.launch.gang import ClusterCommand
@@ -70,7 +71,12 @@ def run(
         typer.Option(min=1, help="Pin each worker to so many cores of its own."),
     ] = None,
     logical_devices: Annotated[
-        int | None, typer.Option(min=1, help="Number of CPU devices of each task.")
+        int | None,
+        typer.Option(
+            min=1,
+            help="Number of CPU devices of each task. If left out, one, or what the "
+            "script sets.",
+        ),
     ] = None,
     profile: Annotated[
         bool,
@@ -81,20 +87,23 @@ def run(
     report: Annotated[
         Path | None,
         typer.Option(
-            help="--profile into this page; otherwise into replicax-report.html."
+            help="Like --profile, into this page instead of replicax-report.html."
         ),
     ] = None,
 ) -> None:
     """Run a training script as all tasks of a cluster on this machine.
 
-    Each task gets its TF_CONFIG. When one fails the others are ended; if it was killed,
-    has lost another one or its exit code is 128 or more, all are started again. An
-    exception of the script ends the job. With parameter servers tasks are started
-    again one by one, the others go on, and a table shows their progress. The exit
-    status is that of the task that failed first.
+    Options come before the script, and the script's own arguments after it:
+    `replicax run --workers 2 train.py --epochs 3`.
+
+    Each task gets its TF_CONFIG. When one fails, the others are ended. All are started
+    again if it was killed or exits with 128 or more, as tasks do that have lost another
+    one. An exception of the script ends the job. With parameter servers tasks are
+    started again one by one, the others go on, and a table shows their progress. The
+    exit status is that of the task that failed first.
     """
-    if not module and not Path(script).is_file():
-        raise typer.BadParameter(f"There is no script {script!r}.")
+    if not module:
+        require_script(script)
     jobs = {"chief": int(chief), "worker": workers, "ps": ps, "evaluator": evaluator}
     if not chief and not workers:
         raise typer.BadParameter("A cluster needs a worker or a chief; it has neither.")
