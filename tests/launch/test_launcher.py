@@ -110,6 +110,20 @@ def test_what_cannot_be_run(options: list[str], message: str) -> None:
     assert message in re.sub(r"[\s│]+", " ", result.stderr)
 
 
+def test_options_after_the_script_are_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").write_text("import sys; print(sys.argv[1:])")
+    monkeypatch.chdir(tmp_path)
+    late = CliRunner().invoke(app, ["run", "train.py", "--workers=2", "--epochs", "3"])
+    assert late.stdout == "worker:0 | ['--workers=2', '--epochs', '3']\n"
+    note = "replicax run: after the script, --workers goes to the script."
+    assert note in late.stderr
+    both = CliRunner().invoke(app, ["run", "--workers", "1", "train.py", "--workers=2"])
+    assert both.stdout == "worker:0 | ['--workers=2']\n"
+    assert both.stderr == ""
+
+
 def test_a_permanent_failure_is_not_repeated(run: Callable[..., Result]) -> None:
     result = run(
         "sys.exit(3) if name == 'worker:1' else time.sleep(100)", "--workers", "3"

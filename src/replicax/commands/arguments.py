@@ -1,10 +1,54 @@
 """Checks of arguments that several commands take."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import typer
 
-__all__ = ["require_script"]
+__all__ = ["note_late_options", "require_script"]
+
+
+def note_late_options(context: typer.Context, arguments: Sequence[str]) -> None:
+    """Print which of the command's options stand after the script, which gets them.
+
+    An option that stands before the script too is the script's own, and not printed.
+
+    Args:
+        context: The command's call.
+        arguments: What the script gets.
+
+    Example:
+        >>> app = typer.Typer()
+        >>> @app.command(context_settings={"allow_interspersed_args": False})
+        ... def run(context: typer.Context, words: list[str], workers: int = 1) -> None:
+        ...     note_late_options(context, words[1:])
+        >>> from typer.testing import CliRunner
+        >>> result = CliRunner().invoke(app, ["train.py", "--workers", "2"])
+        >>> print(result.stderr)  # doctest: +ELLIPSIS
+        replicax run: after the script, --workers goes to the script. Write options...
+    """
+    options = {
+        option: parameter.name or ""
+        for parameter in context.command.params
+        for option in parameter.opts
+        if option.startswith("--")
+    }
+    names = dict.fromkeys(argument.partition("=")[0] for argument in arguments)
+    late = [name for name in names if not _is_given(context, options.get(name))]
+    if late:
+        typer.echo(
+            f"replicax {context.info_name}: after the script, {', '.join(late)} goes "
+            "to the script. Write options of replicax before it.",
+            err=True,
+        )
+
+
+def _is_given(context: typer.Context, parameter: str | None) -> bool:
+    """Whether an option of that parameter was given; true for what is no option."""
+    if parameter is None:
+        return True
+    source = context.get_parameter_source(parameter)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def require_script(path: str) -> None:

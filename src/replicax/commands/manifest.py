@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from replicax.commands.arguments import note_late_options
 from replicax.launch.manifest import jobset, tfjob, to_yaml
 from replicax.launch.training_job import TrainingJob
 
@@ -31,6 +32,7 @@ def _variables(assignments: list[str]) -> dict[str, str]:
 
 
 def manifest(
+    context: typer.Context,
     image: Annotated[
         str, typer.Option(help="Container image with the script and its packages.")
     ],
@@ -89,6 +91,7 @@ def manifest(
 
     Apply it with `replicax manifest ... train.py | kubectl apply -f -`.
     """
+    note_late_options(context, arguments or [])
     if checkpoint_path is not None and checkpoint_claim is None:
         raise typer.BadParameter(
             f"{checkpoint_path!r} needs a volume; name one with --checkpoint-claim.",

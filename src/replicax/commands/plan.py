@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from replicax.commands.arguments import require_script
+from replicax.commands.arguments import note_late_options, require_script
 from replicax.errors import DeviceError
 from replicax.planning import compiler
 
@@ -17,6 +17,7 @@ __all__ = ["plan"]
 
 
 def plan(
+    context: typer.Context,
     script: Annotated[str, typer.Argument(help="Python script, or module with -m.")],
     arguments: Annotated[
         list[str] | None, typer.Argument(help="What the script gets as arguments.")
@@ -67,6 +68,7 @@ def plan(
 
     if not module:
         require_script(script)
+    note_late_options(context, arguments or [])
     try:
         check_topology(
             topology,

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from replicax.commands.arguments import require_script
+from replicax.commands.arguments import note_late_options, require_script
 from replicax.cpu.settings import cpu_pool_size, keep_loops
 from replicax.launch.failures import RestartPolicy
 from replicax.launch.gang import ClusterCommand
@@ -27,6 +27,7 @@ class RestartOn(enum.Enum):
 
 
 def run(
+    context: typer.Context,
     script: Annotated[str, typer.Argument(help="Python script, or module with -m.")],
     arguments: Annotated[
         list[str] | None, typer.Argument(help="What the script gets as arguments.")
@@ -104,6 +105,7 @@ def run(
     """
     if not module:
         require_script(script)
+    note_late_options(context, arguments or [])
     jobs = {"chief": int(chief), "worker": workers, "ps": ps, "evaluator": evaluator}
     if not chief and not workers:
         raise typer.BadParameter("A cluster needs a worker or a chief; it has neither.")
