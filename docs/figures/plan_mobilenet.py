@@ -1,6 +1,6 @@
 """The training script of `docs/plan.md`; the page says what to run it with.
 
-replicax plan docs/figures/plan_mobilenet.py --topology v5e:2x4
+replicax plan --topology v5e:2x4 docs/figures/plan_mobilenet.py
 """
 
 from collections.abc import Iterator

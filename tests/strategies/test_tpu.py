@@ -77,7 +77,7 @@ def test_the_seeds_lines_say_what_is_missing() -> None:
     assert "JAX_PLATFORMS ('cpu', which keeps JAX from TPUs: unset it)" in error
     assert f"{', '.join(VARIABLES)} (not set)" in error
     assert "rx.set_logical_devices(8) and rx.MirroredStrategy()" in error
-    assert "replicax plan train.py --topology v5e:2x4" in error
+    assert "replicax plan --topology v5e:2x4 train.py" in error
 
 
 @pytest.mark.slow

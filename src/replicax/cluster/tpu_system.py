@@ -236,5 +236,5 @@ def _search_report() -> str:
     return (
         f"Looked for: {'; '.join(looked)}. Run the script on a TPU VM, on each host of "
         "a slice at once. To develop without one: rx.set_logical_devices(8) and "
-        "rx.MirroredStrategy(), or `replicax plan train.py --topology v5e:2x4`."
+        "rx.MirroredStrategy(), or `replicax plan --topology v5e:2x4 train.py`."
     )
