@@ -215,6 +215,24 @@ def test_a_value_that_leaves_an_inner_function(data, strategy_of, how):
     assert "variable.assign(jax.lax.cond(" in note
 
 
+class _Branching(keras.Sequential):
+    """A model whose step, of Keras' form, looks at a value."""
+
+    def train_step(self, state, data):
+        logs, state = super().train_step(state, data)
+        return ({"loss": 0.0} if logs["loss"] > 1e6 else logs), state
+
+
+def test_a_step_that_looks_at_a_value(data, strategy_of):
+    with strategy_of(2).scope():
+        model = _Branching([keras.Input((64,)), layers.Dense(10)])
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy())
+    with pytest.raises(TypeError, match="boolean") as error:
+        model.fit(*data, verbose=0)
+    (note,) = (x for x in error.value.__notes__ if "fit(_Branching.train_step" in x)
+    assert "or return the array, and look at it outside" in note
+
+
 def _distributed(strategy, data):
     return strategy.experimental_distribute_dataset(data, batch_size=16)
 

@@ -49,7 +49,7 @@ from replicax.engine.options import Options, Outputs
 from replicax.engine.scope import current_call
 from replicax.engine.signature import Arguments, ResultStructure
 from replicax.engine.step import ReplicaStep
-from replicax.engine.variables import Update, Variable, distinct, explained_leaks
+from replicax.engine.variables import Update, Variable, distinct, explained_traces
 from replicax.engine.xla_options import compiler_options, largest_array
 from replicax.errors import LostValuesError
 
@@ -122,7 +122,8 @@ class Program:
         self._step = ReplicaStep(fn, group, arguments, self._options, self.name)
         self.deferred_updates: list[Update] = []
         if self._options.variables is None or self._step.divides_updates:
-            self.deferred_updates = self._step.discover(leaves)
+            with explained_traces(self.name):
+                self.deferred_updates = self._step.discover(leaves)
         else:
             self._step.written = self._step.inputs = list(self._options.variables)
         self.written = self._step.written
@@ -155,7 +156,8 @@ class Program:
 
     def lower(self, values: Shapes, leaves: Sequence[PyTree]) -> Lowered:
         """Lower the program, for values of `inputs` and arguments like these."""
-        return self._jitted.lower(*self._split(values), tuple(leaves))
+        with explained_traces(self.name):
+            return self._jitted.lower(*self._split(values), tuple(leaves))
 
     def check(self, values: Shapes, leaves: Sequence[PyTree]) -> None:
         """Trace the program in full, and refuse what its first call would refuse."""
@@ -218,7 +220,7 @@ class Program:
 
     def prepare(self, values: Shapes, leaves: Sequence[PyTree]) -> None:
         """Trace and compile what the first call would, and may be interrupted in."""
-        with Announced(f"compiling {self.name}"), explained_leaks(self.name):
+        with Announced(f"compiling {self.name}"), explained_traces(self.name):
             self._check_divergence(values, leaves)
             self._lift_heap_bound(values, leaves)
             traced = self._jitted.trace(*self._split(values), tuple(leaves))

@@ -36,7 +36,7 @@ __all__ = [
     "WritesScope",
     "checked_variables",
     "distinct",
-    "explained_leaks",
+    "explained_traces",
     "fold_replica_into_seed",
     "is_seed_state",
     "restore_seed",
@@ -79,18 +79,33 @@ _RETURN_IT = (
 )
 
 
-@contextlib.contextmanager
-def explained_leaks(caller: str) -> Generator[None]:
-    """Add advice to JAX's errors of values that left the function which made them.
+_NEEDS_A_VALUE = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
 
-    The scopes here refuse such an assignment themselves. Where Keras runs a layer in a
-    scope of its own, as in its train steps, JAX alone sees it.
+
+@contextlib.contextmanager
+def explained_traces(caller: str) -> Generator[None]:
+    """Add advice to JAX's errors of values that a traced function has not, or leaks.
+
+    The scopes here refuse an assignment that leaks one themselves. Where Keras runs a
+    layer in a scope of its own, as in its train steps, JAX alone sees it.
 
     Args:
         caller: The public call to name.
     """
     try:
         yield
+    except _NEEDS_A_VALUE as error:
+        error.add_note(
+            f"{caller}: the function is compiled, so its arrays have no values while "
+            "its Python code runs. Use keras.ops.where or jax.lax.cond in place of "
+            "`if`, and keras.ops or jax.numpy in place of NumPy, float() and int(); or "
+            "return the array, and look at it outside."
+        )
+        raise
     except TypeError as error:
         leaked = isinstance(error, jax.errors.UnexpectedTracerError)
         if not (leaked or "Tracer'>" in str(error)):
