@@ -151,6 +151,8 @@ def test_the_table_and_what_type_checkers_see_agree() -> None:
 
 
 def test_a_name_that_is_not_there() -> None:
+    with pytest.raises(AttributeError, match=r"are here, as in rx\.MirroredStrategy"):
+        _ = rx.distribute  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(AttributeError, match="close to it: MirroredStrategy"):
         _ = rx.MirrorStrategy  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(AttributeError, match=r"no attribute 'xyzzy'$"):

@@ -280,6 +280,8 @@ def _unknown(name: str) -> str:
     text = f"module 'replicax' has no attribute {name!r}"
     if name.startswith("_"):  # Python or an editor looks it up, not a user.
         return text
+    if name == "distribute":
+        return f"{text}: names of tf.distribute are here, as in rx.MirroredStrategy."
     import difflib
 
     close = difflib.get_close_matches(name, __all__)

@@ -137,7 +137,10 @@ def test_the_message_shows_the_value_and_an_example() -> None:
 def test_no_parameter_servers_where_they_are_not_allowed() -> None:
     cluster = tf_config(document({**WORKERS, "ps": ["c:1"]})).cluster
     assert check_cluster(cluster, "worker", 0).cluster.num_tasks("ps") == 1
-    with pytest.raises(ClusterConfigError, match="only ParameterServerStrategy uses"):
+    match = (
+        r"only ParameterServerStrategy uses; use rx\.ParameterServerStrategy\(\), or"
+    )
+    with pytest.raises(ClusterConfigError, match=match):
         check_cluster(cluster, "worker", 0, allow_ps=False)
 
 

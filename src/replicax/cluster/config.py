@@ -254,7 +254,8 @@ def _job_problems(job: str, tasks: Sequence[object], allow_ps: bool) -> Iterable
     if job == "ps" and not allow_ps:
         yield (
             "there are parameter servers, job 'ps', which only "
-            "ParameterServerStrategy uses; expected 'chief' and 'worker'"
+            "ParameterServerStrategy uses; use rx.ParameterServerStrategy(), or leave "
+            "'ps' out"
         )
 
 
