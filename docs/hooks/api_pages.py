@@ -143,7 +143,7 @@ PAGES = {
             "Timeouts",
             "cluster_resolver.*",
             "set_logical_devices",
-            "config.experimental_connect_to_cluster",
+            "config.*",
             "tpu.experimental.*",
         ),
     ),
