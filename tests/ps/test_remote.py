@@ -160,7 +160,7 @@ def test_a_program_that_donates_values_leaves_what_was_received_alone():
     group = group_of([((64, 16), "float32"), ((16,), "float32")], None, 1)
     layout = GroupLayout(group, ON_ONE, None)
     sent = [array_of((64, 16), "float32", 1), array_of((16,), "float32", 2)]
-    (pieces,) = layout.all_vectors(on_devices(sent, ON_ONE))
+    (pieces,) = layout.all_vectors(on_devices(sent, ON_ONE)).values()
     received = aligned(4 * (64 * 16 + 16)).view("float32")
     received[:] = np.concatenate(pieces["float32"])
     before = received.copy()
@@ -382,7 +382,7 @@ def test_of_two_workers_with_the_same_part_one_is_free_to_bring_another():
 def test_a_server_that_was_restarted_before_its_commit_gets_the_part_again(server):
     with Clipped() as job:
         push = job.push(4.0, 0, num_parts=1)
-        for future in push.futures:
+        for future in push.futures.values():
             assert not future.result(20)[0]["is_over"]
         job.restart(server)
         assert job.remote.finish(push).counts

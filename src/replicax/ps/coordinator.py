@@ -13,6 +13,7 @@ from replicax.errors import ClusterMismatchError, ContextError
 from replicax.input import InputContext
 from replicax.ps.closure_calls import ClosureOwner, ClosureWorker, RemoteValue
 from replicax.ps.closure_variables import MetricDeltas
+from replicax.ps.group_requests import GroupRequests
 from replicax.ps.payloads import (
     FunctionNames,
     PerWorkerSources,
@@ -25,7 +26,6 @@ from replicax.ps.payloads import (
 from replicax.ps.script_sync import AGAIN, Again, ScriptSync
 from replicax.ps.session import Session
 from replicax.ps.strategy import ParameterServerStrategy
-from replicax.ps.variables import GroupRequests
 from replicax.ps.worker_input import ElasticInputShard
 
 __all__ = ["ClusterCoordinator", "RemoteValue"]
@@ -75,8 +75,8 @@ class ClusterCoordinator:
         self._functions = FunctionNames()
         self._sources = PerWorkerSources()
         self._metric_deltas = MetricDeltas(strategy.home.labels)
-        self._requests = GroupRequests(session, strategy.home.labels)
-        strategy.servers.remote.requests = self._requests
+        remote, labels = strategy.servers.remote, strategy.home.labels
+        self._requests = remote.requests = GroupRequests(session, labels, remote)
         self._script_sync = ScriptSync(session)
         self._owner = ClosureOwner(session)
         self._worker = ClosureWorker(
@@ -257,7 +257,7 @@ class ClusterCoordinator:
 
     def _tend(self) -> bool:
         """The chief's work in each poll; whether closures made progress."""
-        self._requests.adopt(self.strategy.servers.remote)
+        self._requests.adopt()
         self._metric_deltas.add(self._owner.collect())
         if len(self._session.workers) == 1:
             end = time.monotonic() + _PACE_SECONDS
@@ -365,7 +365,7 @@ class ClusterCoordinator:
 
     def _refresh(self) -> None:
         """Pull the newest values into the variables."""
-        self._requests.adopt(self.strategy.servers.remote)
+        self._requests.adopt()
         self.strategy.servers.refresh()
 
 

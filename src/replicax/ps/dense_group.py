@@ -53,14 +53,9 @@ class DenseGroup(Group):
         """Bytes of its vectors, without the optimizer's slots."""
         return sum(vector.nbytes for vector in self.vectors.values())
 
-    @property
-    def is_trained(self) -> bool:
-        """Whether an optimizer updates it; to moving statistics workers only add."""
-        return self.group.rule["kind"] != "add"
-
     def status(self) -> JSONObject:
         """The status of every group, and whether it is trained."""
-        return super().status() | {"is_trained": self.is_trained}
+        return super().status() | {"is_trained": self.group.is_trained}
 
     def require_same(self, other: VariableGroup) -> None:
         """Raise if a group of this name differs."""

@@ -257,7 +257,10 @@ class WorkQueueFit:
                 "random": json_codec.encode(random_state.capture(), "the random state"),
                 "iteration": self._batches.iteration,
                 "versions": {
-                    x.name: [x.version, x.num_assigned]
+                    x.name: [
+                        x.version,
+                        0 if x.optimizer is None else x.optimizer.offset,
+                    ]
                     for x in self._home.remote.groups
                 },
                 "model": mine,

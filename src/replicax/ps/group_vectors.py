@@ -75,10 +75,10 @@ class GroupLayout:
             for part, host in zip(parts, hosts, strict=True)
         )
 
-    def all_vectors(self, values: Sequence[jax.Array]) -> list[_Vectors]:
-        """Each server's vectors, in the order of the servers."""
+    def all_vectors(self, values: Sequence[jax.Array]) -> dict[int, _Vectors]:
+        """The vectors of all servers."""
         local = [x.addressable_data(0) for x in values]
-        return [self.vectors(local, server) for server in self._group.servers]
+        return {server: self.vectors(local, server) for server in self._slices}
 
     def on_devices(self, held: Mapping[int, _Vectors]) -> list[jax.Array]:
         """The variables' values, on all devices, of the servers' vectors."""
@@ -133,13 +133,13 @@ VariableSlot = tuple[str, int | None]
 """A name, and the place in its group of the variable that it belongs to."""
 
 
-Announced = Sequence[tuple[str, int | None, Sequence[int]]]
+Announced = list[tuple[str, int | None, tuple[int, ...]]]
 """What a message's header says of slots: each one's name, part and shape."""
 
 
 def slots_to_message(slots: Slots) -> tuple[Announced, dict[str, np.ndarray]]:
     """Encode slots as a message's header and vectors."""
-    header = [(key.name, key.part, list(x.shape)) for key, x in slots.items()]
+    header = [(key.name, key.part, x.shape) for key, x in slots.items()]
     return header, {str(i): np.ravel(x) for i, x in enumerate(slots.values())}
 
 

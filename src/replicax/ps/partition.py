@@ -28,6 +28,9 @@ from replicax._util.hashes import digest
 from replicax._util.types import JSON, JSONObject
 
 __all__ = [
+    "ASSIGNED",
+    "AVERAGED",
+    "SUMMED",
     "FixedShardsPartitioner",
     "MaxSizePartitioner",
     "MinSizePartitioner",
@@ -43,6 +46,13 @@ _Rows = tuple[int, int] | None
 
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
+
+AVERAGED: JSONObject = {"kind": "add"}
+"""The rule of moving statistics; a synchronous step adds its shares' mean."""
+SUMMED: JSONObject = {"kind": "add", "of": "sums"}
+"""The rule of variables to which a synchronous step adds its shares' sum."""
+ASSIGNED: JSONObject = {"kind": "add", "by": "closures"}
+"""The rule of a variable that closures assign."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,6 +96,11 @@ class VariableGroup:
     name: str
     rule: JSONObject
     parts: tuple[VariableSlice, ...]
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether an optimizer updates it; else workers add what they have changed."""
+        return self.rule.get("kind") == "optimizer"
 
     @property
     def servers(self) -> list[int]:

@@ -20,12 +20,12 @@ from replicax.engine.program import Kept, Program, StepResult
 from replicax.engine.variables import Variable, is_seed_state
 from replicax.errors import ClusterError
 from replicax.keras.session import FitSession
-from replicax.ps.assignments import Stored
 from replicax.ps.fit import WorkQueueFit
 from replicax.ps.groups import NEXT_STEP, StepShare
 from replicax.ps.optimizers import clip_before_push, clips
 from replicax.ps.partition import Partitioner
 from replicax.ps.remote import RemoteGroup, ServerPushes
+from replicax.ps.remote_optimizer import Stored
 from replicax.ps.rows import RemoteTables, RowPush, tables_of
 from replicax.ps.session import Session
 from replicax.ps.variables import RemoteVariables
@@ -135,14 +135,14 @@ class ServerHome(ReplicaHome):
         # Under a coordinator only the chief assigns; the others' scripts do too.
         follows = self.remote.requests is not None and not self.session.is_chief
         for group in self.remote.groups:
-            self._publish_steps(group)
+            self._follow_optimizer(group)
             group.pull()
             if all(map(internals.has_value, group.variables)) and (
                 follows or group.is_handed(internals.read_values(group.variables))
             ):
                 group.write()
-            if group.count is not None and internals.has_value(group.count):
-                internals.write_values([group.count], [group.num_steps()])
+            if group.optimizer is not None:
+                group.optimizer.write_steps()
 
     def refresh_values(self) -> None:
         """Pull the newest values for the next step, without writing variables."""
@@ -154,7 +154,9 @@ class ServerHome(ReplicaHome):
         """Count an epoch's steps from each group's version; some were assignments."""
         self._first_steps = {name: version for name, (version, _) in versions.items()}
         for group in self.remote.groups:
-            version, group.num_assigned = versions.get(group.name, (group.version, 0))
+            version, offset = versions.get(group.name, (group.version, None))
+            if group.optimizer is not None and offset is not None:
+                group.optimizer.offset = offset
             has_values = all(map(internals.has_value, group.variables))
             if group.version > version and has_values and not self.session.is_chief:
                 # Others train already: what this script has assigned, as the chief's
@@ -199,8 +201,8 @@ class ServerHome(ReplicaHome):
                 stored |= before
             for group in step.groups:
                 group.hand_out(stored)
-                if group.count is not None:
-                    stored[id(group.count)] = group.num_steps()
+                if group.optimizer is not None:
+                    group.optimizer.hand_out_steps(stored)
         changed = [*program.changed, *connected.others]
         internals.write_values(changed, [stored[id(v)] for v in changed])
         return result.results
@@ -216,9 +218,7 @@ class ServerHome(ReplicaHome):
         values = internals.read_values(connected.others)
         stored |= zip(map(id, connected.others), values, strict=True)
         for group in connected.groups:
-            if (rate := group.assigned_rate(stored)) is not None:
-                self._assign_rate(group, rate)
-            self._publish_steps(group, stored)
+            self._follow_optimizer(group, stored)
             group.follow([stored[id(v)] for v in group.variables])
             group.hand_out(stored)
         return connected
@@ -395,25 +395,20 @@ class ServerHome(ReplicaHome):
     def publish(self) -> None:
         """On the chief: send values and learning rates that the user has assigned."""
         for group in self.remote.groups if self.session.is_chief else ():
-            if (rate := group.assigned_rate()) is not None:
-                self._assign_rate(group, rate)
-            self._publish_steps(group)
-            if all(map(internals.has_value, group.variables)):
-                given = internals.read_values(group.variables)
-                if group.is_assigned(given):
-                    group.assign(given)
-                    group.write()
+            self._follow_optimizer(group)
+            if all(map(internals.has_value, group.variables)) and group.follow(
+                internals.read_values(group.variables)
+            ):
+                group.write()
 
-    def _publish_steps(self, group: RemoteGroup, stored: Stored | None = None) -> None:
-        """On the chief: send an optimizer's number of steps, if it was assigned."""
-        steps = group.assigned_steps(stored)
-        if steps is not None and self.session.is_chief:
-            group.assign_steps(steps)
-
-    def _assign_rate(self, group: RemoteGroup, rate: float) -> None:
-        if self.session.is_chief:
-            group.assign_rate(rate)
-            self.rows.assign_rate(group.name, group.tables, rate)
+    def _follow_optimizer(
+        self, group: RemoteGroup, stored: Stored | None = None
+    ) -> None:
+        """On the chief: send what the user has assigned to an optimizer's numbers."""
+        if group.optimizer is not None:
+            rate = group.optimizer.follow(stored)
+            if rate is not None:
+                self.rows.assign_rate(group.name, group.tables, rate)
 
     def finalize(self, optimizer: keras.optimizers.Optimizer) -> None:
         """At the end of training: overwrite values with the optimizer's averages."""
@@ -421,9 +416,9 @@ class ServerHome(ReplicaHome):
         if isinstance(sys.exc_info()[1], ClusterError):
             return
         self.settle()
-        group = self.remote.trained_by(optimizer)
-        if group is not None and (averages := group.averages()):
-            internals.write_values(group.variables, averages)
+        remote = self.remote.on_servers(optimizer)
+        if remote is not None and (averages := remote.averages()):
+            internals.write_values(remote.group.variables, averages)
 
     def prepared_gradients(
         self, optimizer: keras.Optimizer, grads: list[jax.Array | None]

@@ -84,7 +84,7 @@ class ServerOptimizer:
             dtype: jax.device_put(np.array(vector), self._cpu)
             for dtype, vector in vectors.items()
         }
-        if self.group.rule["kind"] == "add" or not self.parts:
+        if not self.group.is_trained or not self.parts:
             return placed, []
         with jax.default_device(self._cpu):
             state = self._build(placed)

@@ -210,7 +210,7 @@ class VariableStore:
         """
         staleness: dict[str, Counter[int]] = {}
         for held in self._all(self._groups):
-            if held.is_trained:
+            if held.group.is_trained:
                 with held.condition:
                     for worker, histogram in held.staleness.items():
                         staleness.setdefault(worker, Counter()).update(histogram)

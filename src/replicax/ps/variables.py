@@ -1,33 +1,38 @@
-"""The groups of a program's variables on servers, their assignments and slots."""
+"""The groups of a program's variables on servers, and their optimizers' slots."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import keras
-import msgspec
 import numpy as np
 from jax.sharding import NamedSharding
 
 from replicax._private import keras as internals
 from replicax._util.hashes import digest
 from replicax._util.types import JSONObject
-from replicax.engine.consistency import Label, Labels
 from replicax.engine.scope import outside_scopes
 from replicax.engine.variables import Update
-from replicax.errors import ClusterMismatchError
+from replicax.ps.group_requests import GroupRequests
 from replicax.ps.group_vectors import VariableSlot
 from replicax.ps.optimizers import can_split, clips, optimizer_rule
-from replicax.ps.partition import Partitioner, VariableGroup, VariableInfo, place
-from replicax.ps.remote import SUMMED, RemoteGroup, key_of
+from replicax.ps.partition import (
+    ASSIGNED,
+    AVERAGED,
+    SUMMED,
+    Partitioner,
+    VariableGroup,
+    VariableInfo,
+    place,
+)
+from replicax.ps.remote import RemoteGroup, key_of
+from replicax.ps.remote_optimizer import RemoteOptimizer
 from replicax.ps.rows import RemoteTables
 from replicax.ps.session import Session
 
-__all__ = ["GroupRequests", "RemoteVariables"]
+__all__ = ["RemoteVariables"]
 
 _Slots = Mapping[VariableSlot, np.ndarray]
-_MOVING: JSONObject = {"kind": "add"}
-_ASSIGNED: JSONObject = {"kind": "add", "by": "closures"}
 
 
 class RemoteVariables:
@@ -74,7 +79,7 @@ class RemoteVariables:
         program does nothing.
         """
         groups = [self._connect_update(update, stored) for update in updates]
-        for rule in (_MOVING, SUMMED):
+        for rule in (AVERAGED, SUMMED):
             added = [v for v in state if (v.aggregation == "sum") == (rule is SUMMED)]
             groups += self._connect_added(rule, added, stored)
         return groups
@@ -87,7 +92,7 @@ class RemoteVariables:
     ) -> list[RemoteGroup]:
         ids = set(map(id, variables))
         while True:
-            known = [group for group in self.groups if group.group.rule == rule]
+            known = [group for group in self.groups if group.placement.rule == rule]
             shared = [x for x in known if not ids.isdisjoint(map(id, x.variables))]
             there = {id(v) for group in shared for v in group.variables}
             new = [v for v in variables if id(v) not in there]
@@ -99,7 +104,7 @@ class RemoteVariables:
     @property
     def assigned(self) -> list[RemoteGroup]:
         """The groups, each of a variable that closures assign and no step changes."""
-        return [group for group in self.groups if group.group.rule == _ASSIGNED]
+        return [group for group in self.groups if group.placement.rule == ASSIGNED]
 
     def connect_assigned(
         self, variable: keras.Variable, value: jax.Array
@@ -111,24 +116,29 @@ class RemoteVariables:
         for group in self.assigned:
             if group.variables[0] is variable:
                 return group
-        group = self._add("assigned", _ASSIGNED, [variable], {id(variable): value})
+        group = self._add("assigned", ASSIGNED, [variable], {id(variable): value})
         assert group is not None
         return group
 
     def variables_of_steps(self) -> set[int]:
         """The ids of variables that steps change: an optimizer's, moving statistics."""
-        groups = [group for group in self.groups if group.group.rule != _ASSIGNED]
+        groups = [group for group in self.groups if group.placement.rule != ASSIGNED]
         changed = (v for group in groups for v in group.variables)
         own = (v for optimizer in self._optimizers for v in optimizer.variables)
         return {id(v) for v in (*changed, *own)}
 
-    def trained_by(self, optimizer: keras.optimizers.Optimizer) -> RemoteGroup | None:
-        """The group that an optimizer trains, if this task knows of it.
+    def on_servers(
+        self, optimizer: keras.optimizers.Optimizer
+    ) -> RemoteOptimizer | None:
+        """The optimizer that the servers step for this one, if this task knows of it.
 
         The chief of a coordinator has groups that other workers asked for.
         """
         count, _ = _count_and_rate(optimizer)
-        return next((group for group in self.groups if group.count is count), None)
+        for group in self.groups:
+            if group.optimizer is not None and group.optimizer.count is count:
+                return group.optimizer
+        return None
 
     def trained_twice(self) -> str | None:
         """On the chief: what says that two optimizers train a variable at a time.
@@ -139,9 +149,10 @@ class RemoteVariables:
         found, trainers = None, dict[int, RemoteGroup]()
         for group in self.groups:
             before = self._num_updates.get(group.name, 0)
-            now = group.version - group.num_replaced
+            now = group.version - group.num_assigned
             self._num_updates[group.name] = now
-            for variable in group.variables if group.trains and now > before else ():
+            trains = group.optimizer is not None and now > before
+            for variable in group.variables if trains else ():
                 other = trainers.setdefault(id(variable), group)
                 if other is not group:
                     found = (
@@ -156,20 +167,20 @@ class RemoteVariables:
 
     def slots(self, optimizer: keras.optimizers.Optimizer) -> _Slots:
         """Read an optimizer's slots: from the servers, or those to be restored."""
-        group = self.trained_by(optimizer)
-        if group is None:
+        remote = self.on_servers(optimizer)
+        if remote is None:
             return self._restored.get(id(optimizer), (optimizer, {}))[1]
-        return group.slots()
+        return remote.slots()
 
     def restore_slots(
         self, optimizer: keras.optimizers.Optimizer, slots: _Slots
     ) -> None:
         """Restore an optimizer's slots, now or when its groups are created."""
-        group = self.trained_by(optimizer)
-        if group is None:
+        remote = self.on_servers(optimizer)
+        if remote is None:
             self._restored[id(optimizer)] = optimizer, slots
         else:
-            group.restore(slots)
+            remote.restore(slots)
 
     # New groups.
 
@@ -179,8 +190,11 @@ class RemoteVariables:
         optimizer = update.optimizer
         variables = list(update.variables)
         is_known = any(each is optimizer for each in self._optimizers)
-        group = self.trained_by(optimizer) if is_known else None
-        if group is None:
+        remote = self.on_servers(optimizer) if is_known else None
+        group: RemoteGroup | None
+        if remote is not None:
+            group = remote.group
+        else:
             rule = self._rule(optimizer, variables, stored)
             group = self._add(optimizer.name, rule, variables, stored, optimizer)
             assert group is not None  # Moving statistics only are shared.
@@ -191,7 +205,7 @@ class RemoteVariables:
                 f"{len(group.variables)} others before. Use one optimizer for each set "
                 "of variables."
             )
-        self._rows.connect(group.group, variables)
+        self._rows.connect(group.placement, variables)
         return group
 
     def _rule(
@@ -245,7 +259,7 @@ class RemoteVariables:
                 other = requests.ask(placed, variables, count, rate)
                 if other is not None:
                     known = list(self.groups)
-                    requests.adopt_until(other, self)
+                    requests.adopt_until(other)
                     for each in self.groups:
                         if each not in known:
                             each.hand_out(stored)
@@ -253,8 +267,9 @@ class RemoteVariables:
             values = [stored[id(v)] for v in variables]
             group = self._join(placed, variables, values, self._restored_for(count))
         if optimizer is not None:
-            group.train(count, rate)
             self._optimizers.append(optimizer)
+        if group.optimizer is not None:
+            group.optimizer.watch(count, rate)
         group.hand_out(stored)
         return group
 
@@ -307,8 +322,7 @@ class RemoteVariables:
 
         What closures assigned before is its begin; from then on steps change it.
         """
-        trains = placed.rule["kind"] == "optimizer"
-        compression = self._compression if trains else None
+        compression = self._compression if placed.is_trained else None
         group = RemoteGroup(
             self._session, placed, self._sharding, compression, variables
         )
@@ -323,7 +337,7 @@ class RemoteVariables:
         else:
             group.require_created()
         group.pull()
-        is_late = placed.rule == _ASSIGNED and (
+        is_late = placed.rule == ASSIGNED and (
             id(variables[0]) in self.variables_of_steps()
         )
         self.groups = [each for each in self.groups if each not in before]
@@ -353,108 +367,3 @@ def _info(variable: keras.Variable) -> VariableInfo:
         dtype=str(variable.dtype),
         constraint=config,
     )
-
-
-class _GroupRequest(msgspec.Struct):
-    """A worker's request for a group; variables are by their labels."""
-
-    group: VariableGroup
-    by: str
-    variables: list[Label]
-    count: Label | None
-    rate: Label | None
-
-
-class GroupRequests:
-    """The queue of workers' requests for groups, which the chief serves."""
-
-    def __init__(self, session: Session, labels: Labels) -> None:
-        self._session = session
-        self._labels = labels
-        self._next = 0
-
-    def name_of(
-        self,
-        label: str,
-        variables: Sequence[keras.Variable],
-        count: keras.Variable | None,
-    ) -> str:
-        """Name a group by its contents, in whichever order groups are needed."""
-        named = variables if count is None else [*variables, count]
-        return f"{label} {digest(repr([self._labels.of(v) for v in named]), 4)}"
-
-    def ask(
-        self,
-        group: VariableGroup,
-        variables: Sequence[keras.Variable],
-        count: keras.Variable | None,
-        rate: keras.Variable | None,
-    ) -> int | None:
-        """Request a group from the chief, once.
-
-        `count` is the number of steps of the optimizer that trains it, `rate` its
-        learning rate, where these are variables. Of moving statistics the number of an
-        earlier request that has some of them: then nothing is requested.
-        """
-        of = self._labels.of
-        request = _GroupRequest(
-            group,
-            self._session.name,
-            [of(v) for v in variables],
-            None if count is None else of(count),
-            None if rate is None else of(rate),
-        )
-        want = msgspec.to_builtins(request)
-        number = self._next
-        while True:
-            stands = self._session.board("put", key=_request_key(number), value=want)
-            if stands["group"]["name"] == group.name:
-                return None
-            labels = {tuple(label) for label in stands["variables"]}
-            is_alike = stands["group"]["rule"] == group.rule
-            is_alike &= group.rule in (_MOVING, SUMMED)
-            if is_alike and not labels.isdisjoint(request.variables):
-                return number
-            number += 1
-
-    def adopt_until(self, number: int, remote: "RemoteVariables") -> None:
-        """Wait until the group of a request is adopted."""
-
-        def poll() -> bool | None:
-            self.adopt(remote)
-            return self._next > number or None
-
-        chief = self._session.workers[0]
-        self._session.wait(poll, "a group of moving statistics", lambda: chief)
-
-    def adopt(self, remote: "RemoteVariables") -> None:
-        """Adopt requested groups; the chief creates them first."""
-        while found := self._session.board("get", key=_request_key(self._next)):
-            want = msgspec.convert(found, _GroupRequest)
-            variables: list[keras.Variable] = []
-            for label in want.variables:
-                variable = self._labels.find(label)
-                if variable is None and self._session.is_chief:
-                    raise ClusterMismatchError(
-                        f"ClusterCoordinator: a closure on {want.by} changes "
-                        f"{label[0]!r}, which the chief does not have. Create models "
-                        "under strategy.scope() and build them (a keras.Input, or "
-                        "model.build) before the first coordinator.schedule, in every "
-                        "task."
-                    )
-                if variable is None:
-                    return  # This script is not there yet.
-                variables.append(variable)
-            count = self._find(want.count)
-            group = remote.adopt(want.group, variables, count)
-            if group is None:
-                return
-            self._next += 1
-            group.train(count, self._find(want.rate))
-
-    def _find(self, label: Label | None) -> keras.Variable | None:
-        return None if label is None else self._labels.find(label)
-
-
-def _request_key(number: int) -> str:
-    return f"wanted group: {number}"

@@ -1,0 +1,184 @@
+"""A worker's client of a group's optimizer, which the servers step.
+
+A worker has none of its slots. It has two of its numbers as variables of its own: the
+number of steps and, where no schedule sets it, the learning rate.
+
+- Versions of a group count its updates and the assignments of its values. So the number
+  of steps is the version and an `offset`, and no message brings it.
+- All workers have the chief's offset: from the board when they meet the group, and when
+  an epoch begins.
+- A number that was not noted here was assigned by the user. The chief's counts.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, TypeAlias
+
+import jax
+import keras
+import numpy as np
+from jax.sharding import NamedSharding
+
+from replicax._private import keras as internals
+from replicax.engine import device_put
+from replicax.errors import CheckpointError
+from replicax.ps.connection import ServerRefused
+from replicax.ps.group_vectors import (
+    VariableSlot,
+    cut_slots,
+    join_slots,
+    slots_from_message,
+    slots_to_message,
+)
+from replicax.ps.messages import GetSlots, SetSlots
+
+if TYPE_CHECKING:
+    from replicax.ps.remote import RemoteGroup
+
+__all__ = ["RemoteOptimizer", "Stored"]
+
+Stored: TypeAlias = Mapping[int, jax.Array]
+"""Values by id of their variables, which do not have them now."""
+
+
+class RemoteOptimizer:
+    """The optimizer that trains a group on the servers.
+
+    Its number of steps is the group's version and `offset` more.
+    """
+
+    def __init__(self, group: "RemoteGroup", sharding: NamedSharding) -> None:
+        self.group = group
+        self.offset = 0
+        self._sharding = sharding
+        self._steps: _SharedNumber | None = None
+        self._rate: _SharedNumber | None = None
+
+    # Its numbers, which are variables of this worker.
+
+    def watch(self, count: keras.Variable | None, rate: keras.Variable | None) -> None:
+        """Watch its number of steps, and its learning rate where that is a variable."""
+        if self._steps is None and count is not None:
+            self._steps = _SharedNumber(count)
+            self._rate = None if rate is None else _SharedNumber(rate)
+
+    @property
+    def count(self) -> keras.Variable | None:
+        """The variable with its number of steps; None: this task has none yet."""
+        return None if self._steps is None else self._steps.variable
+
+    def hand_out_steps(self, stored: dict[int, jax.Array]) -> None:
+        """Add the number of steps to `stored`, by the id of its variable."""
+        if self._steps is not None:
+            stored[id(self._steps.variable)] = self._next_steps(self._steps)
+
+    def write_steps(self) -> None:
+        """Write the number of steps into its variable."""
+        if self._steps is not None and internals.has_value(self._steps.variable):
+            value = self._next_steps(self._steps)
+            internals.write_values([self._steps.variable], [value])
+
+    def _next_steps(self, steps: "_SharedNumber") -> jax.Array:
+        made = self.group.version + self.offset
+        array = device_put.laid_out(steps.cast(made), self._sharding)
+        steps.note(array, made)
+        return array
+
+    def follow(self, stored: Stored | None = None) -> float | None:
+        """On the chief: send a rate and a number of steps that the user has assigned.
+
+        Returns:
+            The rate if it is another one, on the chief; else None.
+        """
+        steps = self._steps and self._steps.assigned(stored)
+        rate = self._rate and self._rate.assigned(stored)
+        if not self.group.session.is_chief:
+            return None
+        if self._rate is not None and rate is not None:
+            self.assign_slots({("learning_rate", None): self._rate.cast(rate)})
+        if self._steps is not None and steps is not None:
+            self.assign_slots({("iteration", None): self._steps.cast(steps)})
+            self._count_from(steps)
+        return rate
+
+    def _count_from(self, steps: float) -> None:
+        """Take the present version for the one after a number of steps."""
+        self.offset = int(steps) - self.group.version
+
+    # Its slots.
+
+    def slots(self, name: str | None = None) -> dict[VariableSlot, np.ndarray]:
+        """Read its slots, those of a name or all; slices are joined."""
+        answers = self.group.ask_all(GetSlots(self.group.name, name))
+        on_servers = {
+            server: slots_from_message(header["slots"], vectors)
+            for server, (header, vectors) in answers.items()
+        }
+        return join_slots(self.group.placement, on_servers)
+
+    def assign_slots(self, values: Mapping[VariableSlot, np.ndarray]) -> None:
+        """Set some of its slots."""
+        placement = self.group.placement
+        messages, vectors = {}, {}
+        for server in placement.servers:
+            cut = cut_slots(placement, values, server)
+            header, vectors[server] = slots_to_message(cut)
+            messages[server] = SetSlots(placement.name, header)
+        self.group.ask_all(messages, vectors)
+
+    def restore(self, values: Mapping[VariableSlot, np.ndarray]) -> None:
+        """Set all of its slots to those of a checkpoint."""
+        try:
+            self.assign_slots(values)
+        except ServerRefused as refused:
+            raise CheckpointError(
+                f"Checkpoint.restore: what was saved of the optimizer does not fit the "
+                f"one of {self.group.name!r}: {refused} Compile the model with the "
+                "optimizer that was saved."
+            ) from refused
+        steps = values.get(("iteration", None))
+        if steps is not None:
+            self._count_from(float(steps))
+
+    def averages(self) -> list[jax.Array]:
+        """Its moving averages of the variables' values; none if it keeps none."""
+        averages = self.slots("average")
+        return [
+            device_put.laid_out(averages["average", i], self._sharding)
+            for i in range(len(self.group.variables))
+            if averages
+        ]
+
+
+class _SharedNumber:
+    """A variable of this worker whose value the servers have as well.
+
+    A value that was not noted here was assigned by the user.
+    """
+
+    def __init__(self, variable: keras.Variable) -> None:
+        self.variable = variable
+        self._array: jax.Array | None = None
+        self._number: float | None = None
+        self.assigned(None)
+
+    def note(self, array: jax.Array, number: float) -> None:
+        """Note the variable's next value, which is the servers', and its number."""
+        self._array, self._number = array, number
+
+    def cast(self, number: float) -> np.ndarray:
+        """A number as an array of the variable's dtype."""
+        return np.asarray(number, self.variable.dtype)
+
+    def assigned(self, stored: Stored | None) -> float | None:
+        """The number if it has changed since the last call or `note`, else None."""
+        (array,) = internals.read_values([self.variable])
+        array = (stored or {}).get(id(self.variable), array)
+        if array is None or array is self._array:
+            return None
+        before, number = self._number, float(_host(array))
+        self.note(array, number)
+        return None if before in (None, number) else number
+
+
+def _host(value: jax.Array) -> np.ndarray:
+    return np.asarray(device_put.local_value(value))
