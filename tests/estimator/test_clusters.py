@@ -134,7 +134,7 @@ def asynchronous(folder: str, max_steps: int, sync: bool) -> Any:
         TrainSpec(lambda: batches(0, 1, repeat=100), max_steps=max_steps),
         EvalSpec(eval_input, steps=None),
     )
-    return strategy.home.steps_applied, os.getpid()
+    return strategy.session.steps, os.getpid()
 
 
 @pytest.mark.multiprocess

@@ -189,7 +189,11 @@ class DieWithAPart(keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch, logs=None):
         self.steps += 1
-        if self.can_die and self.steps > 8 and self.strategy.servers._shares[0].part:
+        if (
+            self.can_die
+            and self.steps > 8
+            and self.strategy.servers.steps._shares[0].part
+        ):
             os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -51,7 +51,7 @@ def guide() -> dict[str, Any]:
         "evaluated": evaluated,
         "finally": model.evaluate(dataset, verbose=0),
         "updates": int(model.optimizer.iterations),
-        "steps": ps_strategy.home.steps_applied,
+        "steps": ps_strategy.session.steps,
         "weights": [w.tolist() for w in model.get_weights()],
     }
 

@@ -45,7 +45,7 @@ def script() -> dict[str, Any]:
         loss = model.evaluate(train_dataset, verbose=0)
     return {
         "losses": [*history.history["loss"], loss],
-        "steps": async_strategy.home.steps_applied,
+        "steps": async_strategy.session.steps,
         "updates": int(model.optimizer.iterations),
         "weights": [w.tolist() for w in model.get_weights()],
         "staleness": async_strategy.staleness(),

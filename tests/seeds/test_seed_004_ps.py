@@ -119,7 +119,7 @@ def script() -> dict[str, Any]:
     return {
         "history": history.history,
         "statistics": statistics,
-        "steps": strategy.home.steps_applied,
+        "steps": strategy.session.steps,
     }
 
 

@@ -208,14 +208,13 @@ class ClosureWorker:
         self._refresh = refresh
         self._held: JSONObject | None = None
         self._trained_last: str | None = None
-        self._depth = 0
         self._own_used: list[int] = []  # Per-worker values of the closure that runs.
         self._broken: dict[int, dict[str, str]] = {}  # By these: what closures raised.
 
     @property
     def is_running(self) -> bool:
         """Whether this thread runs a closure."""
-        return self._depth > 0
+        return self._home.num_closures > 0
 
     def run_one(self) -> bool:
         """Run one queued closure, if any; whether there was one."""
@@ -231,14 +230,12 @@ class ClosureWorker:
             # closure needs comes after it.
             self._held = closure
             return False
-        self._depth += 1
-        self._home.in_closure = True
+        self._home.num_closures += 1
         outer, self._own_used = self._own_used, []
         try:
             self._run(closure)
         finally:
-            self._depth -= 1
-            self._home.in_closure = self._depth > 0
+            self._home.num_closures -= 1
             self._own_used = outer
         return True
 
@@ -285,7 +282,7 @@ class ClosureWorker:
         is_own = self._session.is_chief  # What it assigns is there already.
         if not is_own:
             self._assigned.begin(is_fresh=is_new)
-        steps = self._home.steps_applied
+        steps = self._session.steps
         self._metric_deltas.begin()
         value = self._functions[name](*args, **kwargs)
         # Its updates have to be there when the chief hears that it is done.
@@ -293,7 +290,7 @@ class ClosureWorker:
         if not is_own:
             self._assigned.push()
         # A training step brings the newest values with it.
-        self._trained_last = name if self._home.steps_applied > steps else None
+        self._trained_last = name if self._session.steps > steps else None
         answer = {
             "value": encode(value, f"the result of {name}"),
             "sums": [] if is_own else self._metric_deltas.changes(),
@@ -321,7 +318,7 @@ class ClosureWorker:
             outcome = self._session.board("fetch", ids=[id])[id]
             if outcome["status"] not in ("queued", "running"):
                 return outcome
-            if self._depth < _DEEPEST and outcome["status"] == "queued":
+            if self._home.num_closures < _DEEPEST and outcome["status"] == "queued":
                 # Its worker has died. It is first in the queue; perhaps all others wait
                 # for it as this one does.
                 self.run_one()

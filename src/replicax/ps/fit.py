@@ -72,8 +72,7 @@ class WorkQueueFit:
         )
         if len(self._session.workers) > 1 and not self._is_own:
             _refuse_stateful(model)
-        # Validation is with those of the end of the epoch.
-        self._home.keeps_values = True
+        # Validation is with the values of the end of the epoch.
         self._home.fit_metrics = frozenset(map(id, model.metrics_variables))
 
     def begin(self, first: int) -> int:
@@ -219,7 +218,7 @@ class WorkQueueFit:
 
     def close(self) -> None:
         """End this worker's part, also after an error."""
-        self._home.keeps_values = False
+        self._home.fit_metrics = None
         error = sys.exc_info()[1]
         if isinstance(error, SystemExit):  # Python does not say so at its end.
             self._session.note_exit(error.code)
@@ -290,7 +289,7 @@ class WorkQueueFit:
             stream=self._stream,
             limit=data.steps_per_epoch or fixed_number_of_batches(data.adapter),
             max_staleness=strategy.max_staleness,
-            num_parts=self._home.num_parts if strategy.sync else None,
+            num_parts=self._home.steps.num_parts if strategy.sync else None,
             backups=strategy.backup_workers,
         )
 
@@ -316,8 +315,8 @@ class WorkQueueFit:
                 continue
             self._leases.last_index = index
             if isinstance(ticket, list):
-                batch = own_rows(batch, ticket[1], self._home.num_parts)
-                self._home.expect(ticket[1], leading_size(batch, "fit"), index)
+                batch = own_rows(batch, ticket[1], self._home.steps.num_parts)
+                self._home.steps.expect(ticket[1], leading_size(batch, "fit"), index)
             yield batch
 
     def _own(self) -> Iterator[PyTree]:
@@ -330,7 +329,7 @@ class WorkQueueFit:
             self._leases.last_index = step
             if sync:
                 size = leading_size(batch, "fit")
-                self._home.expect(self._session.index, size, step)
+                self._home.steps.expect(self._session.index, size, step)
             yield batch
 
     def _of_this_worker(self) -> PyTree:

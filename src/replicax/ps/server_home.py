@@ -1,8 +1,15 @@
-"""The home of variables on servers: each step pulls, computes and pushes."""
+"""The home of variables on servers: runs programs on copies of the servers' values.
 
-import dataclasses
+- A variable has the value that this worker was last handed, or what the user assigned
+  since. The next program, epoch or `publish` sees which; what the chief assigned goes
+  to the servers.
+- A program's values are in `stored`, by ids of variables, until it has ended. Then all
+  are written at once: after an error variables are as they were.
+- In `fit` values come with steps and at an epoch's end; `evaluate` in it fetches none.
+- The runner calls `execute` under its lock; XLA's threads use `rows`, which has one.
+"""
+
 import sys
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
@@ -15,19 +22,18 @@ from jax.typing import ArrayLike
 
 from replicax._private import keras as internals
 from replicax._util.types import PyTree
-from replicax._util.waiting import wait_for
 from replicax.engine.program import Kept, Program, StepResult
 from replicax.engine.variables import Variable, is_seed_state
 from replicax.errors import ClusterError
 from replicax.keras.session import FitSession
 from replicax.ps.fit import WorkQueueFit
-from replicax.ps.groups import NEXT_STEP, StepShare
 from replicax.ps.optimizers import clip_before_push, clips
 from replicax.ps.partition import Partitioner
-from replicax.ps.remote import RemoteGroup, ServerPushes
+from replicax.ps.remote import RemoteGroup
 from replicax.ps.remote_optimizer import Stored
-from replicax.ps.rows import RemoteTables, RowPush, tables_of
+from replicax.ps.rows import RemoteTables, tables_of
 from replicax.ps.session import Session
+from replicax.ps.training_steps import TrainingSteps
 from replicax.ps.variables import RemoteVariables
 from replicax.strategies.home import ReplicaHome
 
@@ -35,8 +41,6 @@ if TYPE_CHECKING:
     from replicax.ps.strategy import ParameterServerStrategy
 
 __all__ = ["ServerHome"]
-
-_SOON_SECONDS = 1.0
 
 
 class _Connected(NamedTuple):
@@ -52,39 +56,13 @@ class _Connected(NamedTuple):
     looks_up: bool
 
 
-class _TrainingStep(NamedTuple):
-    """A training step of this worker, as the servers are told of it.
-
-    `shares` says which part of a synchronous step of each group this is, `based_on` the
-    versions of each group that it begins with. If it is not `is_due`, others have
-    brought this part, and the step is made by now.
-    """
-
-    groups: list[RemoteGroup]
-    shares: list[StepShare | None]
-    based_on: list[dict[int, int]]
-    is_due: bool
-
-    @property
-    def begins_of_tables(self) -> dict[str, tuple[str, int]]:
-        """By table, the group and its synchronous step with which rows are updated."""
-        pairs = zip(self.groups, self.shares, strict=True)
-        return {
-            table: (group.name, share.step)
-            for group, share in pairs
-            if share is not None
-            for table in group.tables
-        }
-
-
 class ServerHome(ReplicaHome):
     """Variables live on servers, which make the updates; devices have copies.
 
-    `remote` has this worker's variables that lie on servers, `rows` its tables. A
-    synchronous step has `num_parts` shares, an asynchronous one 1. `steps_applied`
-    counts this worker's steps. In `fit`, which `keeps_values`, nothing else fetches
-    them; `fit_metrics` are the ids of its metrics' variables. `in_closure` says whether
-    this worker runs a coordinator's closure.
+    `remote` has this worker's variables that lie on servers, `rows` its tables, `steps`
+    the training steps. `fit_metrics` are ids of the metrics' variables of the `fit`
+    that runs; None: none runs. `num_closures` is how many of a coordinator's closures
+    run, one in another.
     """
 
     keeps_slots = False
@@ -107,27 +85,12 @@ class ServerHome(ReplicaHome):
             sync=strategy.sync,
             rows=self.rows,
         )
-        self.num_parts = num_parts
-        self.steps_applied = 0
-        self.keeps_values = False
-        self.fit_metrics: frozenset[int] = frozenset()
-        self.in_closure = False
+        self.steps = TrainingSteps(strategy, session, self.rows, num_parts)
+        self.fit_metrics: frozenset[int] | None = None
+        self.num_closures = 0
         self._strategy = strategy
         self._connected: WeakKeyDictionary[Program, _Connected] = WeakKeyDictionary()
-        self._first_steps: dict[str, int] = {}
-        self._in_flight: tuple[_TrainingStep, list[ServerPushes]] | None = None
-        self._shares: deque[StepShare] = deque()
         self._num_fits = 0
-
-    def expect(self, part: int, num_rows: int, step: int = NEXT_STEP) -> None:
-        """Set the share of a synchronous step that the next training program computes.
-
-        The part has `num_rows` examples; `step` counts from the epoch's start.
-        """
-        self._shares.append(self._share(part, step, float(num_rows)))
-
-    def _share(self, part: int, step: int, weight: float | None) -> StepShare:
-        return StepShare(step=step, part=part, num_parts=self.num_parts, weight=weight)
 
     def refresh(self) -> None:
         """Pull the newest values into the variables without a user's assignment."""
@@ -152,7 +115,7 @@ class ServerHome(ReplicaHome):
 
     def begin_epoch(self, versions: Mapping[str, Sequence[int]]) -> None:
         """Count an epoch's steps from each group's version; some were assignments."""
-        self._first_steps = {name: version for name, (version, _) in versions.items()}
+        self.steps.first = {name: version for name, (version, _) in versions.items()}
         for group in self.remote.groups:
             version, offset = versions.get(group.name, (group.version, None))
             if group.optimizer is not None and offset is not None:
@@ -168,11 +131,11 @@ class ServerHome(ReplicaHome):
         values = internals.read_values(program.variables)
         stored = dict(zip(map(id, program.variables), values, strict=True))
         # Taken first: after an error it must not be left to the next step.
-        share = self._next_share() if program.deferred_updates else None
+        share = self.steps.next_share() if program.deferred_updates else None
         connected = self.connect(program, stored)
         step = None
         if connected.groups:
-            step = self._begin_step(connected.groups, share, stored)
+            step = self.steps.begin(connected.groups, share, stored)
         before = {id(v): stored[id(v)] for v in (*program.written, *connected.others)}
 
         # Nothing is donated, and what the program writes is kept apart until the end:
@@ -196,10 +159,10 @@ class ServerHome(ReplicaHome):
                 for group in connected.moving
             ]
             given = [*result.gradients, *deltas]
-            counts = self._push(step, given, looks_up=connected.looks_up)
+            counts = self.steps.push(step, given, looks_up=connected.looks_up)
             if self._strategy.backup_workers and not counts:
                 stored |= before
-            for group in step.groups:
+            for group in connected.groups:
                 group.hand_out(stored)
                 if group.optimizer is not None:
                     group.optimizer.hand_out_steps(stored)
@@ -250,7 +213,7 @@ class ServerHome(ReplicaHome):
         if variable.aggregation == "mean":
             return True
         is_counter = not self._strategy.sync or variable.aggregation == "sum"
-        if not self.keeps_values or not is_counter:
+        if self.fit_metrics is None or not is_counter:
             return False
         trained = {id(v) for update in program.deferred_updates for v in update.changed}
         is_number = jnp.issubdtype(variable.dtype, jnp.floating) or jnp.issubdtype(
@@ -259,138 +222,6 @@ class ServerHome(ReplicaHome):
         return is_number and id(variable) not in (
             program.overwritten | trained | self.fit_metrics
         )
-
-    def _begin_step(
-        self,
-        groups: list[RemoteGroup],
-        share: StepShare | None,
-        stored: dict[int, jax.Array],
-    ) -> _TrainingStep:
-        """Begin a step: add the values that it is computed from to `stored`.
-
-        A worker whose last part others had brought already has not seen that step's
-        end, and waits for it here.
-        """
-        shares = [self._share_of(group, share) for group in groups]
-        steps = [
-            (group, own.step)
-            for group, own in zip(groups, shares, strict=True)
-            if own is not None
-        ]
-        for group, number in steps:
-            self._await_begin(group, number)
-        is_due = not steps or not self._has_ended(steps)
-        for group, number in steps:
-            if is_due:
-                group.pull_begin(number)
-            group.hand_out(stored)
-        based_on = [dict(group.versions) for group in groups]
-        return _TrainingStep(groups, shares, based_on, is_due)
-
-    def _share_of(
-        self, group: RemoteGroup, share: StepShare | None
-    ) -> StepShare | None:
-        if share is None:
-            return None
-        step = group.version
-        if share.step != NEXT_STEP:
-            step = self._first_steps.get(group.name, 0) + share.step
-        weight = group.weight_of(share.weight)
-        return dataclasses.replace(share, step=step, weight=weight)
-
-    def _await_begin(self, group: RemoteGroup, step: int) -> None:
-        """Wait for the values of a step's begin."""
-
-        def has_begun() -> bool | None:
-            if group.has_begun(step):
-                return True
-            group.pull()
-            return None
-
-        what = f"step {step} of {group.name!r}"
-        self.session.wait(has_begun, what, lambda: "another worker")
-
-    def _has_ended(self, steps: Sequence[tuple[RemoteGroup, int]]) -> bool:
-        """Whether a step is over in all groups, so that no part of it is due.
-
-        Over on one server only, it soon is on all, where they have all parts. They do
-        not if a worker has died between two of its pushes: then its part is due.
-        """
-
-        def poll() -> bool | None:
-            if all(group.has_ended(step) for group, step in steps):
-                return True
-            if not any(group.is_ahead_of(step) for group, step in steps):
-                return False
-            for group, _ in steps:
-                group.pull()
-            return None
-
-        return wait_for(poll, _SOON_SECONDS, late=lambda: False)
-
-    def _push(
-        self,
-        step: _TrainingStep,
-        given: Sequence[Sequence[jax.Array]],
-        *,
-        looks_up: bool,
-    ) -> bool:
-        """Push each group's gradients; whether the step counts, as far as is known.
-
-        At most one push is in flight: the last step's, while this one is computed.
-        """
-        if not step.is_due:
-            self.steps_applied += 1
-            return False
-        self.settle()
-        rows: list[RowPush] = []
-        for group, share in zip(step.groups, step.shares, strict=True):
-            if group.tables:
-                rows += self.rows.push(group.name, group.tables, share)
-        if self._strategy.sync and rows:  # When a step is over, so are its rows.
-            self.rows.finish(rows)
-        each = zip(step.groups, given, step.based_on, step.shares, strict=True)
-        may_leave = self._strategy.backup_workers > 0
-        pushes = [
-            group.push(x, version, share, may_leave=may_leave)
-            for group, x, version, share in each
-        ]
-        self._in_flight = step, pushes
-        # The next step looks up rows that this one changes.
-        counts = (self._strategy.overlap and not looks_up) or self.settle()
-        if not self._strategy.sync and rows:
-            self.rows.finish(rows)
-        return counts
-
-    def settle(self) -> bool:
-        """Wait until this worker's last step is applied; whether the step counts."""
-        if self._in_flight is None:
-            return True
-        step, pushes = self._in_flight
-        self._in_flight = None
-        (group, push), *others = zip(step.groups, pushes, strict=True)
-        # Groups may have got a part from different workers; the first one decides.
-        result = group.finish(push)
-        for group, push in others:
-            group.finish(push, stays=result.counts)
-        if result.counts:
-            self.session.staleness[result.staleness] += 1
-        self.session.steps += 1
-        self.steps_applied += 1
-        return result.counts
-
-    def _next_share(self) -> StepShare | None:
-        if not self._strategy.sync:
-            return None
-        if self._shares:
-            return self._shares.popleft()
-        if self._strategy.backup_workers:
-            raise NotImplementedError(
-                "ParameterServerStrategy: backup_workers serve `fit` only; in a custom "
-                "loop nobody knows which worker computes which rows. Leave "
-                "backup_workers at 0."
-            )
-        return self._share(self.session.index, NEXT_STEP, None)
 
     def publish(self) -> None:
         """On the chief: send values and learning rates that the user has assigned."""
@@ -430,7 +261,8 @@ class ServerHome(ReplicaHome):
 
     def adds_up(self, *, trains: bool) -> bool:
         """Whether workers' sums are added up: at an epoch's end, after a closure."""
-        is_shared = self.in_closure or (self.keeps_values and trains)
+        in_fit = self.fit_metrics is not None
+        is_shared = self.num_closures > 0 or (in_fit and trains)
         return is_shared and len(self.session.workers) > 1
 
     def claimed_steps(self, model: keras.Model, fit: object) -> WorkQueueFit:
@@ -443,7 +275,7 @@ class ServerHome(ReplicaHome):
         """Weight this worker's share of a synchronous step by its own batch's rows."""
         strategy = self._strategy
         if strategy.sync and not strategy.backup_workers:
-            self.expect(self.session.index, num_rows)
+            self.steps.expect(self.session.index, num_rows)
 
     def read_slots(self, optimizer: keras.Optimizer) -> dict[str, np.ndarray]:
         """Read an optimizer's slots from the servers, by names for a checkpoint.
@@ -475,8 +307,12 @@ class ServerHome(ReplicaHome):
 
     def begin(self) -> None:
         """Fetch the newest values."""
-        if not self.keeps_values:
+        if self.fit_metrics is None:
             self.refresh()
+
+    def settle(self) -> bool:
+        """Wait until this worker's last step is applied; whether the step counts."""
+        return self.steps.settle()
 
 
 @jax.jit

@@ -25,7 +25,7 @@ from replicax.cluster.timeouts import Timeouts
 from replicax.errors import ClusterError, ClusterMismatchError
 from replicax.ps.connection import Connection, ServerRefused, ValuesLostError
 from replicax.ps.credentials import Credentials
-from replicax.ps.limits import beat_seconds, family_of, longest_pause
+from replicax.ps.limits import beat_seconds, family_of, longest_pause, remember
 
 __all__ = ["FAREWELL_SECONDS", "JOB", "ReplayLog", "Session"]
 
@@ -47,9 +47,10 @@ class Session:
     """This process as one of the workers: `workers[index]`, the chief first.
 
     `id` is unique for this process: a restarted worker has another one. `incarnations`
-    has a text for each server that changes when it is restarted, `staleness` how many
-    of its pushes were applied with which staleness, `exchange_s` how long values and
-    gradients have travelled for each server.
+    has a text for each server that changes when it is restarted, `steps` counts its
+    training steps that are over, `staleness` how many of its pushes were applied with
+    which staleness, `exchange_s` how long values and gradients have travelled for each
+    server.
     """
 
     def __init__(
@@ -448,10 +449,8 @@ class ReplayLog:
             if _NAMED_BY[method] == "stream":
                 name = family_of(name)[0]  # Streams before the newest are over.
                 self._calls.pop(("end", name), None)
-            self._calls.pop((method, name), None)
-            self._calls[method, name] = dict(arguments)
-            while len(self._calls) > _MOST_REPLAYED:
-                del self._calls[next(iter(self._calls))]
+            call = dict(arguments)
+            remember(self._calls, (method, name), call, most=_MOST_REPLAYED)
 
     def again(self) -> list[tuple[str, JSONObject]]:
         """The calls to replay, as method and arguments."""

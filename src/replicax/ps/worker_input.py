@@ -73,7 +73,7 @@ class StepLeases:
         """Begin an epoch, whose work queue is `stream`."""
         self._stream = stream
         self.length = length
-        self._applied = self._home.steps_applied
+        self._applied = self._session.steps
         self._claimed_at = None
 
     def claim(self) -> Ticket | None:
@@ -148,7 +148,7 @@ class StepLeases:
         """Number of tickets to prefetch."""
         if self._sync or self._bounds_staleness:
             return 1  # Others wait for each of them.
-        now, before = (time.monotonic(), self._home.steps_applied), self._claimed_at
+        now, before = (time.monotonic(), self._session.steps), self._claimed_at
         self._claimed_at = now
         if before is None or now[1] == before[1]:
             return 1
@@ -168,7 +168,7 @@ class StepLeases:
 
     def _take_applied(self) -> list[Ticket]:
         """Return, once, the tickets whose updates are applied."""
-        number = self._home.steps_applied - self._applied
+        number = self._session.steps - self._applied
         self._applied += number
         if not self._has_tickets:
             return []
