@@ -22,7 +22,7 @@ hands the gradients to the group (`remote`), which has `group_vectors` cut them 
 server. A `connection` sends each server a message of `messages`, in the form of `wire`.
 `service` checks it there and finds its group in the `store`; `groups` applies it once,
 alone or with the rest of its step: a `dense_group` by its `server_optimizer`, a `table`
-by that of `optimizers`. The answer brings the new values.
+by its `row_optimizer`. The answer brings the new values.
 
 One pull. `RemoteGroup.pull` asks each server by a `Pull` with the version that it has.
 A server answers with its vectors, if they are newer; `group_vectors` makes the

@@ -17,7 +17,7 @@ import json
 import logging
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any, Protocol
+from typing import Any, Protocol
 
 import ml_dtypes  # noqa: F401  NumPy learns of bfloat16.
 import msgspec
@@ -26,6 +26,7 @@ import numpy as np
 from replicax._util.arrays import FlatLayout
 from replicax._util.hashes import digest
 from replicax._util.types import JSON, JSONObject
+from replicax.ps.limits import Count
 
 __all__ = [
     "ASSIGNED",
@@ -43,9 +44,6 @@ __all__ = [
 
 _logger = logging.getLogger("replicax")
 _Rows = tuple[int, int] | None
-
-
-_Count = Annotated[int, msgspec.Meta(ge=0)]
 
 AVERAGED: JSONObject = {"kind": "add"}
 """The rule of moving statistics; a synchronous step adds its shares' mean."""
@@ -65,10 +63,10 @@ class VariableSlice:
 
     variable: int
     path: str
-    shape: tuple[_Count, ...]
+    shape: tuple[Count, ...]
     dtype: str
-    server: _Count
-    rows: tuple[_Count, _Count] | None = None
+    server: Count
+    rows: tuple[Count, Count] | None = None
     constraint: JSONObject | None = None
 
     @property

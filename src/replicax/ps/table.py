@@ -16,8 +16,8 @@ from replicax._util.types import JSONObject
 from replicax.ps.call_log import Journaled, Note, Sessions, note_nothing
 from replicax.ps.groups import Arrays, Group, StepShare
 from replicax.ps.limits import RequestError
-from replicax.ps.optimizers import RowOptimizer, differing_options
 from replicax.ps.row_initializers import check_initializer, fill_rows
+from replicax.ps.row_optimizer import RowOptimizer, differing_options
 
 __all__ = ["Table", "TableError", "TableSpec", "check_ids", "sum_duplicates"]
 

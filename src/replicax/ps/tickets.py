@@ -8,7 +8,6 @@ claims.
 
 import bisect
 import itertools
-import logging
 from collections.abc import Sequence
 
 import msgspec
@@ -19,7 +18,6 @@ from replicax.ps.limits import RequestError, Ticket, remember
 
 __all__ = ["PartTickets", "StepTickets", "Ticket", "Tickets"]
 
-_logger = logging.getLogger("replicax")
 _MAX_HELD = 256
 _LOST_KEPT = 1000
 _NAMED = 10  # In messages, of what may be very many.
