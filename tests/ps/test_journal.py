@@ -76,5 +76,5 @@ def test_the_journal_counts_what_no_worker_says(made_again, caplog):
         again.add("w:1", "c", 1)  # A new process of that worker.
         assert (again.applied, again.lost) == (6, 3)
         assert "2 updates of w:1 (its number 3 to 4) were lost" in caplog.text
-    again.tell_rest()
+    again.log_rest()
     assert caplog.text.count("were lost") == (1 if made_again else 2)

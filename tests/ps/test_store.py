@@ -388,7 +388,7 @@ def test_lost_updates_are_counted_in_the_log(caplog) -> None:
     assert caplog.text.count("7 updates of worker:0 (its number 2 to 8) were lost") == 1
     found = other.status()["groups"]["weights"]
     assert (found["applied"], found["lost"]) == (3, 7)
-    other.tell_losses()
+    other.log_losses()
     assert caplog.text.count("were lost") == 1
 
 

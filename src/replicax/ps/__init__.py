@@ -3,6 +3,18 @@
 Workers run the engine's program with deferred updates and do not join each other: each
 is a client of the servers alone, so one that dies takes no other with it.
 
+Where what runs:
+
+    both sides    wire, messages, limits, credentials, partition, group_vectors,
+                  optimizers
+    a server      serve, service, unauthenticated, store, groups, snapshots, call_log;
+                  variables: dense_group, server_optimizer; tables: table,
+                  row_optimizer, row_initializers
+    server 0      board: presence, streams, tickets, closures
+    a worker      strategy, session, connection, server_home, training_steps, variables,
+                  remote, remote_optimizer; tables: rows, embedding; fit, worker_input
+    coordinators  coordinator, script_sync, closure_calls, closure_variables, payloads
+
 Slices. What one `optimizer.apply` trains is a group; its variables are cut into slices,
 balanced over the servers by bytes. In a server, and on the wire, a group is one flat
 vector per dtype. A server rebuilds the user's optimizer from its config and steps it
@@ -17,12 +29,12 @@ Synchronous steps. A ticket is a step and a share of its batch. Servers add up a
 shares in their order, weighted by their rows, and apply the sum once; a backup worker
 may compute a share again. Clipping by a norm that spans servers takes a second round.
 
-One push. `server_home` runs the program on the values that it has of each group, and
-hands the gradients to the group (`remote`), which has `group_vectors` cut them for each
-server. A `connection` sends each server a message of `messages`, in the form of `wire`.
-`service` checks it there and finds its group in the `store`; `groups` applies it once,
-alone or with the rest of its step: a `dense_group` by its `server_optimizer`, a `table`
-by its `row_optimizer`. The answer brings the new values.
+One push. `server_home` runs the program on the values that it has of each group.
+`training_steps` hands the gradients to the group (`remote`), which has `group_vectors`
+cut them for each server. A `connection` sends each server a message of `messages`, in
+the form of `wire`. `service` checks it there and finds its group in the `store`;
+`groups` applies it once, alone or with the rest of its step: a `dense_group` by its
+`server_optimizer`, a `table` by its `row_optimizer`. The answer brings the new values.
 
 One pull. `RemoteGroup.pull` asks each server by a `Pull` with the version that it has.
 A server answers with its vectors, if they are newer; `group_vectors` makes the

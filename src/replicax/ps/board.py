@@ -1,6 +1,14 @@
 """The board: heartbeats, barriers, work queue and closures, as one state machine.
 
 No clock and no I/O of its own: the time and the journal are functions that it is given.
+
+- A call is a turn, from begin to end under the board's one lock: dead workers lose what
+  they hold, then the action is done, then the journal is written.
+- No action waits: who has to wait asks again. Any call may come twice. One with a
+  number is carried out once and has the same answer again; the others are idempotent.
+- What a worker was told of its steps is in the journal before it hears of it. All else
+  that a restarted board lacks its clients tell it again (`session.ReplayLog`), or it is
+  lost, such as closures since the last snapshot.
 """
 
 import functools
@@ -46,7 +54,7 @@ _Arguments = ParamSpec("_Arguments")
 _Answer = TypeVar("_Answer")
 
 
-class _Told(msgspec.Struct):
+class _ReplayCache(msgspec.Struct):
     """The replay cache of a session: by method, the last call's number and its answer.
 
     It makes calls idempotent: a call that is sent again gets the same answer.
@@ -56,7 +64,7 @@ class _Told(msgspec.Struct):
     answers: dict[str, tuple[int, Any]]
 
 
-_Answers = dict[str, _Told]
+_ReplayCaches = dict[str, _ReplayCache]
 """By session: what a journal or an older snapshot tells may be of an earlier one."""
 
 
@@ -68,7 +76,7 @@ class _State(msgspec.Struct):
     streams: Streams
     closures: Closures
     rendezvous: Rendezvous
-    answers: _Answers
+    answers: _ReplayCaches
 
 
 def _action(
@@ -159,7 +167,7 @@ class Board:
         self._streams = Streams()
         self._closures = Closures()
         self._rendezvous = Rendezvous()
-        self._answers: _Answers = {}
+        self._answers: _ReplayCaches = {}
 
     def _act(
         self, transition: Callable[..., _Answer], arguments: JSONObject
@@ -183,8 +191,8 @@ class Board:
         """Run a transition once per call number; repeats get the recorded answer."""
         method, worker = transition.__name__, str(arguments["worker"])
         session, call = arguments["session"], arguments["call"]
-        told = self._answers.setdefault(session, _Told(worker, {})).answers
-        last, answer = told.get(method, (-1, None))
+        cache = self._answers.setdefault(session, _ReplayCache(worker, {})).answers
+        last, answer = cache.get(method, (-1, None))
         if call < last:
             raise RequestError(
                 f"{worker}: call {call} of {method} came after call {last} of the same "
@@ -192,7 +200,7 @@ class Board:
             )
         if call > last:
             answer = transition(self, **arguments)
-            told[method] = call, answer
+            cache[method] = call, answer
         return cast(_Answer, answer)
 
     def _begin_turn(self) -> None:
@@ -205,10 +213,10 @@ class Board:
 
     def _release(self, worker: str, *, died: bool) -> None:
         """Revoke a worker's leases, and drop its entries in the replay cache."""
-        for told in self._answers.values():
-            if told.worker == worker:
-                told.answers.pop("claim", None)
-                told.answers.pop("take", None)
+        for cache in self._answers.values():
+            if cache.worker == worker:
+                cache.answers.pop("claim", None)
+                cache.answers.pop("take", None)
         if given_up := self._streams.release(worker):
             _logger.warning("%s is gone, with %d steps of fit.", worker, given_up)
             for stream in self._streams.newest.values():
@@ -221,11 +229,11 @@ class Board:
         if entry is None:
             return
         session = worker and self._presence.workers[worker].session
-        told = self._answers.get(session or "")
-        if told is not None:
+        cache = self._answers.get(session or "")
+        if cache is not None:
             answers = {
                 method: last
-                for method, last in told.answers.items()
+                for method, last in cache.answers.items()
                 if method in ("claim", "finish")
             }
             entry["answers"] = {session: {"worker": worker, "answers": answers}}
@@ -246,8 +254,8 @@ class Board:
         if presence.join(worker, session, info or {}, self._now):
             self._release(worker, died=True)
             self._closures.disown(worker)
-        for earlier, told in list(self._answers.items()):
-            if told.worker == worker and earlier != session:
+        for earlier, cache in list(self._answers.items()):
+            if cache.worker == worker and earlier != session:
                 del self._answers[earlier]
         return {
             "starts": presence.workers[worker].starts,
@@ -392,14 +400,14 @@ class Board:
             self._rendezvous, self._answers = loaded.rendezvous, loaded.answers
             self._failure = None
             self._closures.restart()
-            for told in self._answers.values():
-                told.answers.pop("take", None)
+            for cache in self._answers.values():
+                cache.answers.pop("take", None)
             for worker in loaded.workers:
                 self._streams.release(worker)
             entries = [e for key, e in (journal or {}).items() if key[0] == "stream"]
             self._streams.restart(entries)
             for entry in entries:
-                answers = msgspec.convert(entry.get("answers", {}), _Answers)
-                for session, told in answers.items():
-                    known = self._answers.setdefault(session, told)
-                    known.answers.update(told.answers)
+                answers = msgspec.convert(entry.get("answers", {}), _ReplayCaches)
+                for session, cache in answers.items():
+                    known = self._answers.setdefault(session, cache)
+                    known.answers.update(cache.answers)

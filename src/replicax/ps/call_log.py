@@ -198,7 +198,7 @@ class PushCounts:
         self._made: dict[_Process, int] = {}  # The highest number that was seen.
         # After a restart: the highest number in the values, of each process whose loss
         # is not in the log yet.
-        self._untold: dict[_Process, int] | None = None
+        self._unlogged: dict[_Process, int] | None = None
 
     @property
     def lost(self) -> int:
@@ -208,23 +208,23 @@ class PushCounts:
     def add(self, worker: str, session: str, number: int) -> None:
         """Count a push, before it is applied; not one that has been applied before."""
         process = worker, session
-        if self._untold is not None:
-            for other in [p for p in self._untold if p[0] == worker and p != process]:
-                self._tell(other, self._made[other])  # It will not push again.
-            if process in self._untold or process not in self._made:
-                self._tell(process, number - 1)
+        if self._unlogged is not None:
+            for other in [p for p in self._unlogged if p[0] == worker and p != process]:
+                self._log_lost(other, self._made[other])  # It will not push again.
+            if process in self._unlogged or process not in self._made:
+                self._log_lost(process, number - 1)
         self._note([self._what, *process], number)
         self._made[process] = max(number, self._made.get(process, 0))
         self.applied += 1
 
-    def tell_rest(self) -> None:
+    def log_rest(self) -> None:
         """At the end, log the lost pushes of workers that did not push again."""
-        for process in list(self._untold or ()):
-            self._tell(process, self._made[process])
+        for process in list(self._unlogged or ()):
+            self._log_lost(process, self._made[process])
 
-    def _tell(self, process: _Process, last: int) -> None:
-        assert self._untold is not None
-        first = self._untold.pop(process, 0) + 1
+    def _log_lost(self, process: _Process, last: int) -> None:
+        assert self._unlogged is not None
+        first = self._unlogged.pop(process, 0) + 1
         if last >= first:
             _logger.warning(
                 "%s: %d updates of %s (its number %d to %d) were lost when the server "
@@ -244,11 +244,11 @@ class PushCounts:
     def load_state(self, state: JSONObject, journal: Journaled) -> None:
         """Restore the state from a snapshot and the log's later entries."""
         self.applied = state["applied"]
-        self._untold = {(w, s): number for w, s, number in state["made"]}
-        self._made = dict(self._untold)
+        self._unlogged = {(w, s): number for w, s, number in state["made"]}
+        self._made = dict(self._unlogged)
         for (what, *process), number in journal.items():
             if what == self._what:
                 worker, session = process
                 known = self._made.get((worker, session), 0)
                 self._made[worker, session] = max(number, known)
-                self._untold.setdefault((worker, session), 0)
+                self._unlogged.setdefault((worker, session), 0)

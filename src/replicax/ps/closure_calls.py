@@ -225,9 +225,9 @@ class ClosureWorker:
         if closure is None:
             self._trained_last = None  # Others may have gone on in the meantime.
             return False
-        if closure["payload"]["meetings"] > self._script_sync.passed:
-            # The chief is past a meeting where this script still is, and what the
-            # closure needs comes after it.
+        if closure["payload"]["points"] > self._script_sync.passed:
+            # The chief is past a point where this script still is, and what the closure
+            # needs comes after it.
             self._held = closure
             return False
         self._home.num_closures += 1

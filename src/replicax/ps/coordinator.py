@@ -12,8 +12,7 @@ from replicax._util.waiting import wait_for
 from replicax.errors import ClusterMismatchError, ContextError
 from replicax.input import InputContext
 from replicax.ps.closure_calls import ClosureOwner, ClosureWorker, RemoteValue
-from replicax.ps.closure_variables import MetricDeltas
-from replicax.ps.group_requests import GroupRequests
+from replicax.ps.closure_variables import GroupRequests, MetricDeltas
 from replicax.ps.payloads import (
     FunctionNames,
     PerWorkerSources,
@@ -123,7 +122,7 @@ class ClusterCoordinator:
         self.strategy.servers.publish()
         call, needs = self._owner.pack(args or (), kwargs or {})
         result = RemoteValue(self.fetch, self._owner.new_id())
-        payload = {"call": call, "meetings": self._script_sync.passed}
+        payload = {"call": call, "points": self._script_sync.passed}
 
         def poll() -> JSONObject | Again | None:
             answer = self._session.once(

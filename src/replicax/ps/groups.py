@@ -2,6 +2,17 @@
 
 A group is the variables that one `optimizer.apply` updates (`dense_group`), or the rows
 of an embedding table (`table`). Both kinds take pushes in the same way.
+
+- Each group has one lock, its `condition`, under which all of its fields are read and
+  written. Who waits for a step waits on it.
+- A process numbers its pushes, and a push is counted before it is applied. The last one
+  again gets the same answer, an older one is refused.
+- A synchronous step is applied once, when all of its parts are here, in the order of
+  the parts. Other workers' copies of a part change nothing.
+- A step that needs a norm of the whole gradient is applied by a commit, which any
+  worker may send, any number of times.
+- In synchronous training `version` and `steps` are equal, so workers know the number of
+  the next step. A restarted server is behind the others: it skips the steps it lost.
 """
 
 import abc

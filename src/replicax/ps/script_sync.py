@@ -64,21 +64,21 @@ class ScriptSync:
 
     def ended(self) -> JSONObject | None:
         """On the others: the next point's outcome; None: it is not reached yet."""
-        if self._known is None or self._known["meetings"] <= self.passed:
+        if self._known is None or self._known["points"] <= self.passed:
             self._known = self._session.board("get", key=_NOW)
-        if self._known is None or self._known["meetings"] <= self.passed:
+        if self._known is None or self._known["points"] <= self.passed:
             return None
         record = self._session.board("get", key=self._key(self._known["starts"]))
         self.passed += 1
         return record or {}
 
     def _key(self, starts: int) -> str:
-        # A restarted chief begins anew, and its meetings with it.
+        # A restarted chief begins anew, and so do the numbers of its points.
         block, number = divmod(self.passed, _FAMILY)
         return f"coordinator {starts}.{block}/{number}"
 
     def _say(self) -> None:
-        now = {"starts": self._session.starts, "meetings": self.passed}
+        now = {"starts": self._session.starts, "points": self.passed}
         self._put(_NOW, now)
 
     def _put(self, key: str, value: JSON) -> None:

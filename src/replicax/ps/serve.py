@@ -80,7 +80,7 @@ def serve(
             failure = _until_over(board, num_servers, _LINGERED_BEATS * beat)
     finally:
         service.close()
-        _tell_losses(store)
+        _log_losses(store)
         _report(store, board)
         if snapshots is not None:
             # With the board of a failed job the next one would fail at once.
@@ -94,9 +94,9 @@ def serve(
     raise SystemExit(int(ExitCode.DONE))
 
 
-def _tell_losses(store: VariableStore) -> None:
+def _log_losses(store: VariableStore) -> None:
     """At the end, log the updates that were lost, and the number that was applied."""
-    store.tell_losses()
+    store.log_losses()
     status = store.status()
     if status["lost"]:
         _logger.warning(

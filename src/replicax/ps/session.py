@@ -82,8 +82,8 @@ class Session:
         self._calls = itertools.count(1)
         self._board_lock = threading.Lock()
         self._replay_log = ReplayLog()
-        self._told_to = ""  # The incarnation of the first server that knows of it.
-        self._telling = threading.Lock()
+        self._board_incarnation = ""  # Of the board that has its calls.
+        self._replaying = threading.Lock()
         self._job: Any = None
         self._ended = threading.Event()
         self._failure: str | None = None
@@ -110,7 +110,7 @@ class Session:
         joined = self._say("join", info=self._info())
         self.starts = joined["starts"]
         self._job = self.connections[0].call("board.get", key=JOB)
-        self._told_to = self.incarnations[0]
+        self._board_incarnation = self.incarnations[0]
         self._failure = joined["failed"]
         if self.starts > 1:
             _logger.warning("%s is back, for the %d. time.", self.name, self.starts)
@@ -193,20 +193,20 @@ class Session:
         try:
             answer = self.connections[0].call(f"board.{method}", **arguments)
         except ServerRefused:
-            if self._told_to == self.incarnations[0]:
+            if self._board_incarnation == self.incarnations[0]:
                 raise
         else:
-            if self._told_to == self.incarnations[0]:
+            if self._board_incarnation == self.incarnations[0]:
                 if method == "put":  # Another's value may stand.
                     self._replay_log.note("put", arguments | {"value": answer})
                 return answer
-        self._tell_again()
+        self._replay()
         return self.connections[0].call(f"board.{method}", **arguments)
 
-    def _tell_again(self) -> None:
-        with self._telling:
+    def _replay(self) -> None:
+        with self._replaying:
             incarnation = self.incarnations[0]
-            if self._told_to == incarnation:
+            if self._board_incarnation == incarnation:
                 return  # Another thread has.
             server = self.connections[0]
             is_same_job = server.call("board.get", key=JOB) == self._job
@@ -221,7 +221,7 @@ class Session:
                 )
             for method, arguments in self._replay_log.again():
                 server.call(f"board.{method}", **arguments)
-            self._told_to = incarnation
+            self._board_incarnation = incarnation
 
     def as_worker(self, method: str, **arguments: Any) -> Any:
         """Call a method of the board with this worker and session."""
@@ -334,13 +334,14 @@ class Session:
             for connection in self.connections:
                 connection.retry_timeout_seconds = FAREWELL_SECONDS
             with contextlib.suppress(ClusterError):
-                self._tell_again()
+                self._replay()
             self._say("beat", info=self._info())
             if self.is_chief:
                 self.connections[0].call("board.put", key=_CHIEF_LEFT, value=True)
             self._say("leave", ok=error is None, error=error)
         except (ClusterError, ServerRefused) as lost:
-            if self._told_to == self.incarnations[0]:  # Else it is another job's board.
+            # Else it is another job's board.
+            if self._board_incarnation == self.incarnations[0]:
                 _logger.warning("%s could not say that it ends: %s", self.name, lost)
         self.close()
 

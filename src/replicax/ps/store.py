@@ -275,11 +275,11 @@ class VariableStore:
                 held.load_state(arrays, meta, journal)
                 self._groups[group.name] = held
 
-    def tell_losses(self) -> None:
+    def log_losses(self) -> None:
         """At the end, log lost updates that were not logged yet."""
         for held in self._all_groups():
             with held.condition:
-                held.pushes.tell_rest()
+                held.pushes.log_rest()
 
     def _all_groups(self) -> list[Group]:
         return [*self._all(self._groups), *self._all(self._tables)]

@@ -1,4 +1,12 @@
-"""The work queues of a job by name, and each worker's progress in them."""
+"""The work queues of a job by name, and each worker's progress in them.
+
+- All calls come under the board's lock. A queue that is over stays over, and any call
+  of it is answered.
+- An asynchronous step is given to one worker. It is then held, finished or lost, and
+  only its worker can still finish a lost one. So none is given twice.
+- A part of a synchronous step is given until it is finished, and counts once.
+- `past` and the streams that are open make up the job's totals.
+"""
 
 import logging
 from collections.abc import Sequence

@@ -45,7 +45,7 @@ class TrainingStep(NamedTuple):
     If it is not `is_due`, others have brought this part, and the step is made by now.
     """
 
-    parts: list[_GroupStep]
+    groups: list[_GroupStep]
     is_due: bool
 
     @property
@@ -53,7 +53,7 @@ class TrainingStep(NamedTuple):
         """By table, the group and its synchronous step with which rows are updated."""
         return {
             table: (group.name, share.step)
-            for group, share, _ in self.parts
+            for group, share, _ in self.groups
             if share is not None
             for table in group.tables
         }
@@ -119,8 +119,8 @@ class TrainingSteps:
         end, and waits for it here.
         """
         if share is None:
-            parts = [_GroupStep(group, None, dict(group.versions)) for group in groups]
-            return TrainingStep(parts, is_due=True)
+            begun = [_GroupStep(group, None, dict(group.versions)) for group in groups]
+            return TrainingStep(begun, is_due=True)
         shares = [(group, self._share_of(group, share)) for group in groups]
         for group, own in shares:
             self._await_begin(group, own.step)
@@ -129,8 +129,8 @@ class TrainingSteps:
             if is_due:
                 group.pull_begin(own.step)
             group.hand_out(stored)
-        parts = [_GroupStep(group, own, dict(group.versions)) for group, own in shares]
-        return TrainingStep(parts, is_due)
+        begun = [_GroupStep(group, own, dict(group.versions)) for group, own in shares]
+        return TrainingStep(begun, is_due)
 
     def _share_of(self, group: RemoteGroup, share: StepShare) -> StepShare:
         step = group.version
@@ -184,7 +184,7 @@ class TrainingSteps:
             return False
         self.settle()
         rows: list[RowPush] = []
-        for group, share, _ in step.parts:
+        for group, share, _ in step.groups:
             if group.tables:
                 rows += self._rows.push(group.name, group.tables, share)
         if self._strategy.sync and rows:  # When a step is over, so are its rows.
@@ -193,7 +193,7 @@ class TrainingSteps:
         self._in_flight = [
             (group, group.push(given, based_on, share, may_leave=may_leave))
             for (group, share, based_on), given in zip(
-                step.parts, gradients, strict=True
+                step.groups, gradients, strict=True
             )
         ]
         # The next step looks up rows that this one changes.

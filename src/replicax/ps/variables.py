@@ -1,7 +1,7 @@
 """The groups of a program's variables on servers, and their optimizers' slots."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import keras
@@ -13,7 +13,6 @@ from replicax._util.hashes import digest
 from replicax._util.types import JSONObject
 from replicax.engine.scope import outside_scopes
 from replicax.engine.variables import Update
-from replicax.ps.group_requests import GroupRequests
 from replicax.ps.group_vectors import VariableSlot
 from replicax.ps.optimizers import can_split, clips, optimizer_rule
 from replicax.ps.partition import (
@@ -29,6 +28,9 @@ from replicax.ps.remote import RemoteGroup, key_of
 from replicax.ps.remote_optimizer import RemoteOptimizer
 from replicax.ps.rows import RemoteTables
 from replicax.ps.session import Session
+
+if TYPE_CHECKING:
+    from replicax.ps.closure_variables import GroupRequests
 
 __all__ = ["RemoteVariables"]
 
