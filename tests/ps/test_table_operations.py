@@ -121,7 +121,6 @@ def test_rows_are_pulled_and_pushed(words):
             "version": 2,
             "applied": 2,
             "lost": 0,
-            "steps": 0,
             "pushed_by": {"worker:0": 2},
         }
     }

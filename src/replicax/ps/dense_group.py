@@ -70,7 +70,6 @@ class DenseGroup(Group):
         """Take other values; the optimizer's slots stay. It counts as an update."""
         self.vectors, _ = self._optimizer.start(vectors)
         self.version += 1
-        self.steps += 1
         self.step = None
         self.condition.notify_all()
 

@@ -11,8 +11,8 @@ of an embedding table (`table`). Both kinds take pushes in the same way.
   the parts. Other workers' copies of a part change nothing.
 - A step that needs a norm of the whole gradient is applied by a commit, which any
   worker may send, any number of times.
-- In synchronous training `version` and `steps` are equal, so workers know the number of
-  the next step. A restarted server is behind the others: it skips the steps it lost.
+- A synchronous step has the number of the version that it begins with. A restarted
+  server is behind the others: it skips the steps that it has lost.
 """
 
 import abc
@@ -103,9 +103,9 @@ class SyncStep:
 class Group(abc.ABC):
     """One group. Its fields are read and written under its condition.
 
-    `what` names it in messages, such as `"group 'weights'"`. `version` counts updates,
-    those included that a restart has lost, `steps` the synchronous steps that are over;
-    `step` is the one in progress. `norms` is what must be known of the whole gradient
+    `what` names it in messages, such as `"group 'weights'"`. `version` counts updates
+    and assignments, those included that a restart has lost; `step` is the synchronous
+    step in progress. `norms` is what must be known of the whole gradient
     before it can be applied, see `ServerOptimizer`; `unweighted` are dtypes of its
     values that have no weighted mean. `assignments` counts those of its optimizer's
     variables.
@@ -122,7 +122,6 @@ class Group(abc.ABC):
         self.condition = threading.Condition()
         self.version = 0
         self.assignments = 0
-        self.steps = 0
         self.step: SyncStep | None = None
         self.closed = False
         # The newest step that was applied with a norm, and this server's share of it.
@@ -133,6 +132,11 @@ class Group(abc.ABC):
         self._sessions = Sessions() if sessions is None else sessions
         self._is_restored = False
         self._steps_made = self._steps_lost = 0
+
+    @property
+    def steps(self) -> int:
+        """The number of the next synchronous step; those before it are over."""
+        return self.version
 
     @property
     @abc.abstractmethod
@@ -174,7 +178,6 @@ class Group(abc.ABC):
         with self.condition:
             return {
                 "version": self.version,
-                "steps": self.steps,
                 "applied": self.pushes.applied + self._steps_made,
                 "lost": self.pushes.lost + self._steps_lost,
                 "bytes": self.num_bytes,
@@ -310,9 +313,7 @@ class Group(abc.ABC):
         self._end_steps(step.step)
 
     def _end_steps(self, last: int) -> None:
-        # Workers find the steps of all servers by their versions.
-        self.version += last + 1 - self.steps
-        self.steps = last + 1
+        self.version = last + 1
         self.step = None
         self._is_restored = False
         self.condition.notify_all()
@@ -413,7 +414,6 @@ class Group(abc.ABC):
         }
         return {
             "version": self.version,
-            "steps": self.steps,
             "last": done,
             "staleness": {w: sorted(h.items()) for w, h in self.staleness.items()},
             "pushes": self.pushes.state(),
@@ -423,7 +423,7 @@ class Group(abc.ABC):
         }
 
     def _load_counts(self, meta: JSONObject, journal: Journaled) -> None:
-        self.version, self.steps = meta["version"], meta["steps"]
+        self.version = meta["version"]
         self.last = {worker: LastPush(**last) for worker, last in meta["last"].items()}
         self.staleness = {w: dict(h) for w, h in meta["staleness"].items()}
         self.pushes.load_state(meta["pushes"], journal)
