@@ -252,6 +252,25 @@ def test_staleness_counts_the_updates_of_others(session):
     assert found == [0, 1, 2]
 
 
+def test_a_chief_that_is_started_again_counts_on_from_restored_steps(session):
+    optimizer = keras.optimizers.SGD(0.5)
+    infos = [VariableInfo(path="w", shape=(2,), dtype="float32")]
+    rule = optimizer_rule(optimizer, [])
+    group = place(f"restored {next(NUMBERS)}", rule, infos, NUM_SERVERS)
+    values = on_devices([np.ones(2, "float32")])
+    restored = {("iteration", None): np.asarray(7, "int32")}
+    chief = RemoteGroup(session, group, SHARDING)
+    chief.create(values, restored)
+    chief.pull()
+    chief.finish(chief.push(values, chief.versions))
+    again = RemoteGroup(session, group, SHARDING)
+    again.create(values, restored)
+    again.pull()
+    for each in (chief, again):
+        (steps,) = each.optimizer.slots("iteration").values()
+        assert each.version + each.optimizer.offset == steps == 8
+
+
 class Clipped:
     """Two servers, and a worker's group on them that is clipped by its whole norm."""
 

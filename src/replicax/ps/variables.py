@@ -62,8 +62,9 @@ class RemoteVariables:
         self._sync = sync
         self._rows = rows
         self.groups: list[RemoteGroup] = []
-        self._optimizers: list[keras.optimizers.Optimizer] = []  # Those with a group.
-        # By the id of an optimizer that has no group yet: itself, and its variables.
+        # By the id of an optimizer, which is kept: its group; if it has none yet, its
+        # slots from a checkpoint.
+        self._trained: dict[int, tuple[keras.optimizers.Optimizer, RemoteGroup]] = {}
         self._restored: dict[int, tuple[keras.optimizers.Optimizer, _Slots]] = {}
         self.requests: GroupRequests | None = None
         self._num_updates: dict[str, int] = {}  # At the last `trained_twice`, by group.
@@ -126,7 +127,9 @@ class RemoteVariables:
         """The ids of variables that steps change: an optimizer's, moving statistics."""
         groups = [group for group in self.groups if group.placement.rule != ASSIGNED]
         changed = (v for group in groups for v in group.variables)
-        own = (v for optimizer in self._optimizers for v in optimizer.variables)
+        own = (
+            v for optimizer, _ in self._trained.values() for v in optimizer.variables
+        )
         return {id(v) for v in (*changed, *own)}
 
     def on_servers(
@@ -191,12 +194,8 @@ class RemoteVariables:
     ) -> RemoteGroup:
         optimizer = update.optimizer
         variables = list(update.variables)
-        is_known = any(each is optimizer for each in self._optimizers)
-        remote = self.on_servers(optimizer) if is_known else None
-        group: RemoteGroup | None
-        if remote is not None:
-            group = remote.group
-        else:
+        _, group = self._trained.get(id(optimizer), (optimizer, None))
+        if group is None:
             rule = self._rule(optimizer, variables, stored)
             group = self._add(optimizer.name, rule, variables, stored, optimizer)
             assert group is not None  # Moving statistics only are shared.
@@ -269,7 +268,7 @@ class RemoteVariables:
             values = [stored[id(v)] for v in variables]
             group = self._join(placed, variables, values, self._restored_for(count))
         if optimizer is not None:
-            self._optimizers.append(optimizer)
+            self._trained[id(optimizer)] = optimizer, group
         if group.optimizer is not None:
             group.optimizer.watch(count, rate)
         group.hand_out(stored)
