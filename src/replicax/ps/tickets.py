@@ -73,14 +73,19 @@ class StepTickets(msgspec.Struct, kw_only=True, tag="steps"):
         return self.is_over and not self.held
 
     def claim(self, worker: str, count: int) -> list[int] | str:
-        """Lease the next steps, as many as allowed; or the reason to wait."""
+        """Lease the next steps, as many as allowed; or the reason to wait.
+
+        Some are left: the stream is not over.
+        """
         held = len(self.held.get(worker, ()))
         if held + count > _MAX_HELD:
             raise RequestError(
                 f"{worker} holds {held} unfinished steps and wants {count} more; at "
                 f"most {_MAX_HELD} are given. Finish some first."
             )
-        why = self._not_yet(worker)
+        why = self._overtaken()
+        if why is None and self.waiting and self.waiting[0] != worker:
+            why = f"it is the turn of {self.waiting[0]}"
         if why is not None:
             if worker not in self.waiting:
                 self.waiting.append(worker)
@@ -92,16 +97,7 @@ class StepTickets(msgspec.Struct, kw_only=True, tag="steps"):
             self.held.setdefault(worker, {})[self.next] = self.finished
             given.append(self.next)
             self.next += 1
-        return given or self._overtaken() or "the stream is over"
-
-    def _not_yet(self, worker: str) -> str | None:
-        """The reason for this worker to wait, with bounded staleness, or None."""
-        if self.is_over:
-            return None
-        why = self._overtaken()
-        if why is None and self.waiting and self.waiting[0] != worker:
-            return f"it is the turn of {self.waiting[0]}"
-        return why
+        return given
 
     def _overtaken(self) -> str | None:
         """The reason why one more lease could exceed the staleness; None: it cannot."""
