@@ -59,7 +59,7 @@ class Connection:
     A server refuses a `caller` of other versions than its own; None only looks on.
     `on_connect` gets the server's incarnation, a text, when it is reached first and
     when it is another one, which has other values or older ones. It must not use the
-    connection.
+    connection. `exchange_s` counts the seconds of exchanges.
     """
 
     def __init__(
@@ -94,6 +94,7 @@ class Connection:
         self._watchdog = Watchdog(f"replicax-ps-watchdog-{address}")
         self.bytes_sent = 0
         self.bytes_received = 0
+        self.exchange_s = 0.0
 
     def exchange(
         self,
@@ -114,10 +115,13 @@ class Connection:
         timeout = reply_timeout_seconds or self._reply_timeout
         header: JSONObject = msgspec.to_builtins(message)
         with self._stream_lock:
-            return self._until_answered(
+            began = time.perf_counter()
+            answer = self._until_answered(
                 str(header.get("op")),
                 lambda: self._attempt(header, vectors or {}, timeout),
             )
+            self.exchange_s += time.perf_counter() - began
+            return answer
 
     def submit(self, use: Callable[["Connection"], _Answer]) -> Future[_Answer]:
         """Queue a call for the connection's thread, which runs calls in order.

@@ -10,7 +10,6 @@
 
 import functools
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -416,9 +415,7 @@ class RemoteGroup:
         return self._results(asked)
 
     def _pull_from(self, server: int, connection: Connection) -> _Answer:
-        began = time.perf_counter()
         answer = connection.exchange(Pull(self.name, self.versions.get(server)))
-        self.session.exchange_s[server] += time.perf_counter() - began
         known = self._incarnations.get(server)
         if not answer[1] and known not in (None, self.session.incarnations[server]):
             # Restored: what this worker has is of no version there.
@@ -435,10 +432,9 @@ class RemoteGroup:
         # Here the thread waits for the step to be computed.
         vectors = self._layout.vectors(gradients, server)
         step = self.session.timeouts.step
-        began = time.perf_counter()
         try:
             # The server says first when other workers' parts do not come in time.
-            answer = connection.exchange(
+            return connection.exchange(
                 message, vectors, reply_timeout_seconds=step + _SLACK_SECONDS
             )
         except ServerRefused as refused:
@@ -450,8 +446,6 @@ class RemoteGroup:
                 f"within {step:.0f} s. See what it "
                 "prints, or give it more time (rx.Timeouts(step=...))."
             ) from refused
-        self.session.exchange_s[server] += time.perf_counter() - began
-        return answer
 
 
 def key_of(name: str) -> str:

@@ -49,8 +49,7 @@ class Session:
     `id` is unique for this process: a restarted worker has another one. `incarnations`
     has a text for each server that changes when it is restarted, `steps` counts its
     training steps that are over, `staleness` how many of its pushes were applied with
-    which staleness, `exchange_s` how long values and gradients have travelled for each
-    server.
+    which staleness.
     """
 
     def __init__(
@@ -67,7 +66,6 @@ class Session:
         self.timeouts = timeouts
         self.steps = 0
         self.staleness: Counter[int] = Counter()
-        self.exchange_s = [0.0] * len(servers)
         self.incarnations = [""] * len(servers)
         self._servers = tuple(servers)
         self._credentials = credentials
@@ -173,6 +171,11 @@ class Session:
                 if future.done():
                     return future.result()
                 self.require_going()
+
+    @property
+    def exchange_s(self) -> list[float]:
+        """Seconds for which values and gradients have travelled, by server."""
+        return [connection.exchange_s for connection in self.connections]
 
     @property
     def num_bytes(self) -> int:
