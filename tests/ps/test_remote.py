@@ -268,7 +268,7 @@ def test_a_chief_that_is_started_again_counts_on_from_restored_steps(session):
     again.pull()
     for each in (chief, again):
         (steps,) = each.optimizer.slots("iteration").values()
-        assert each.version + each.optimizer.offset == steps == 8
+        assert each.version + each.steps_ahead == steps == 8
 
 
 class Clipped:

@@ -139,13 +139,7 @@ class WorkQueueFit:
         if batch is None:
             return
         steps = steps_of(self._model, self._strategy, "train")
-        program = steps.program(place(batch, self._strategy.group))
-        values = internals.read_values(program.variables)
-        stored = dict(zip(map(id, program.variables), values, strict=True))
-        self._home.connect(program, stored)
-        internals.write_values(
-            program.variables, [stored[id(v)] for v in program.variables]
-        )
+        self._home.adopt(steps.program(place(batch, self._strategy.group)))
 
     def end_epoch(self) -> bool:
         """Wait until all updates of the epoch are applied; sum metrics, pull values.
@@ -255,13 +249,7 @@ class WorkQueueFit:
             lambda: {
                 "random": json_codec.encode(random_state.capture(), "the random state"),
                 "iteration": self._batches.iteration,
-                "versions": {
-                    x.name: [
-                        x.version,
-                        0 if x.optimizer is None else x.optimizer.offset,
-                    ]
-                    for x in self._home.remote.groups
-                },
+                "versions": self._home.versions(),
                 "model": mine,
             },
         )

@@ -68,7 +68,8 @@ class RemoteGroup:
     """A worker's client of one group, with a cache of its newest values.
 
     `placement` says on which servers its variables lie, `optimizer` is what trains it;
-    None: workers add to its values. `num_assigned` counts assignments of values by this
+    None: workers add to its values. `steps_ahead` is how many more steps the optimizer
+    has made than the version says; `num_assigned` counts assignments of values by this
     process. A value that was handed out, and is no longer in its variable, was assigned
     by the user. `tables` are those whose rows are updated with it. float32 gradients
     travel in the dtype `compression`.
@@ -88,6 +89,7 @@ class RemoteGroup:
         self.tables = tables_of(variables)
         self.values: list[jax.Array] = []
         self.versions: dict[int, int] = {}
+        self.steps_ahead = 0
         self.num_assigned = 0
         self.optimizer: RemoteOptimizer | None = None
         if placement.is_trained:
@@ -133,20 +135,16 @@ class RemoteGroup:
 
         `restored` are the optimizer's variables from a checkpoint.
         """
-        optimizer, vectors = self.optimizer, self._layout.all_vectors(values)
+        vectors = self._layout.all_vectors(values)
         made = self.ask_all(Create(self.placement), vectors)
-        if optimizer is not None:
-            optimizer.offset = made[self._servers[0]][0]["iterations"]
+        self.steps_ahead = made[self._servers[0]][0]["iterations"]
+        is_new = not any(header["version"] for header, _ in made.values())
+        if self.optimizer is not None and restored and is_new:
             # Before others hear of the group, and push.
-            if restored and not any(header["version"] for header, _ in made.values()):
-                optimizer.restore(restored)
-        created = {
-            "digest": self.placement.digest,
-            "offset": 0 if optimizer is None else optimizer.offset,
-        }
-        self._note_created(
-            self.session.board("put", key=key_of(self.name), value=created)
-        )
+            self.optimizer.restore(restored)
+        created = {"digest": self.placement.digest, "steps": self.steps_ahead}
+        created = self.session.board("put", key=key_of(self.name), value=created)
+        self.steps_ahead = created["steps"]  # What an earlier chief put stands.
 
     def require_created(self) -> None:
         """Wait until the chief has created the group; raise if it differs."""
@@ -158,11 +156,7 @@ class RemoteGroup:
                 f"{self.placement.parts[0]}. All tasks must run the same script with "
                 "the same arguments and versions."
             )
-        self._note_created(created)
-
-    def _note_created(self, created: JSONObject) -> None:
-        if self.optimizer is not None:
-            self.optimizer.offset = created["offset"]
+        self.steps_ahead = created["steps"]
 
     # Variables.
 
@@ -254,8 +248,7 @@ class RemoteGroup:
         """Replace the servers' values."""
         self.ask_all(Replace(self.name), self._layout.all_vectors(values))
         self.num_assigned += 1
-        if self.optimizer is not None:
-            self.optimizer.offset -= 1  # It has not made this version.
+        self.steps_ahead -= 1  # No step has made this version.
         self.pull()
 
     def push(

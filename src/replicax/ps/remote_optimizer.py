@@ -4,9 +4,9 @@ A worker has none of its slots. It has two of its numbers as variables of its ow
 number of steps and, where no schedule sets it, the learning rate.
 
 - Versions of a group count its updates and the assignments of its values. So the number
-  of steps is the version and an `offset`, and no message brings it.
-- All workers have the chief's offset: from the board when they meet the group, and when
-  an epoch begins.
+  of steps is the version and the group's `steps_ahead`, and no message brings it.
+- All workers have the chief's `steps_ahead`: from the board when they meet the group,
+  and when an epoch begins.
 - A number that was not noted here was assigned by the user. The chief's counts.
 """
 
@@ -41,14 +41,10 @@ Stored: TypeAlias = Mapping[int, jax.Array]
 
 
 class RemoteOptimizer:
-    """The optimizer that trains a group on the servers.
-
-    Its number of steps is the group's version and `offset` more.
-    """
+    """The optimizer that trains a group on the servers."""
 
     def __init__(self, group: "RemoteGroup", sharding: NamedSharding) -> None:
         self.group = group
-        self.offset = 0
         self._sharding = sharding
         self._steps: _SharedNumber | None = None
         self._rate: _SharedNumber | None = None
@@ -78,7 +74,7 @@ class RemoteOptimizer:
             internals.write_values([self._steps.variable], [value])
 
     def _next_steps(self, steps: "_SharedNumber") -> jax.Array:
-        made = self.group.version + self.offset
+        made = self.group.version + self.group.steps_ahead
         array = device_put.laid_out(steps.cast(made), self._sharding)
         steps.note(array, made)
         return array
@@ -102,7 +98,7 @@ class RemoteOptimizer:
 
     def _count_from(self, steps: float) -> None:
         """Take the present version for the one after a number of steps."""
-        self.offset = int(steps) - self.group.version
+        self.group.steps_ahead = int(steps) - self.group.version
 
     # Its slots.
 

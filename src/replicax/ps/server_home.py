@@ -113,13 +113,16 @@ class ServerHome(ReplicaHome):
         for group in self.remote.groups:
             group.pull()
 
+    def versions(self) -> dict[str, list[int]]:
+        """Each group's version, and how many more steps its optimizer has made."""
+        return {x.name: [x.version, x.steps_ahead] for x in self.remote.groups}
+
     def begin_epoch(self, versions: Mapping[str, Sequence[int]]) -> None:
-        """Count an epoch's steps from each group's version; some were assignments."""
+        """Begin an epoch with the chief's `versions`, from which its steps count."""
         self.steps.first = {name: version for name, (version, _) in versions.items()}
         for group in self.remote.groups:
-            version, offset = versions.get(group.name, (group.version, None))
-            if group.optimizer is not None and offset is not None:
-                group.optimizer.offset = offset
+            mine = group.version, group.steps_ahead
+            version, group.steps_ahead = versions.get(group.name, mine)
             has_values = all(map(internals.has_value, group.variables))
             if group.version > version and has_values and not self.session.is_chief:
                 # Others train already: what this script has assigned, as the chief's
@@ -128,11 +131,10 @@ class ServerHome(ReplicaHome):
 
     def execute(self, program: Program, arrays: Sequence[ArrayLike]) -> PyTree:
         """Run a program on the newest values, and push its gradients."""
-        values = internals.read_values(program.variables)
-        stored = dict(zip(map(id, program.variables), values, strict=True))
+        stored = _stored(program)
         # Taken first: after an error it must not be left to the next step.
         share = self.steps.next_share() if program.deferred_updates else None
-        connected = self.connect(program, stored)
+        connected = self._connect(program, stored)
         step = None
         if connected.groups:
             step = self.steps.begin(connected.groups, share, stored)
@@ -170,7 +172,15 @@ class ServerHome(ReplicaHome):
         internals.write_values(changed, [stored[id(v)] for v in changed])
         return result.results
 
-    def connect(self, program: Program, stored: dict[int, jax.Array]) -> _Connected:
+    def adopt(self, program: Program) -> None:
+        """Give a program's variables the servers' values, as a step would."""
+        stored = _stored(program)
+        self._connect(program, stored)
+        internals.write_values(
+            program.variables, [stored[id(v)] for v in program.variables]
+        )
+
+    def _connect(self, program: Program, stored: dict[int, jax.Array]) -> _Connected:
         """Return a program's groups; add the values of its variables to `stored`.
 
         They get what was assigned here: values and learning rates.
@@ -313,6 +323,12 @@ class ServerHome(ReplicaHome):
     def settle(self) -> bool:
         """Wait until this worker's last step is applied; whether the step counts."""
         return self.steps.settle()
+
+
+def _stored(program: Program) -> dict[int, jax.Array]:
+    """The values of a program's variables, by their ids."""
+    values = internals.read_values(program.variables)
+    return dict(zip(map(id, program.variables), values, strict=True))
 
 
 @jax.jit
