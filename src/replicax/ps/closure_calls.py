@@ -183,7 +183,7 @@ class ClosureWorker:
     """A worker that runs the chief's closures, one at a time, on the main thread.
 
     `functions` are all that the script has scheduled so far, `sources` has this
-    worker's per-worker values, `refresh` gives variables the newest values.
+    worker's per-worker values.
     """
 
     def __init__(
@@ -193,7 +193,6 @@ class ClosureWorker:
         deltas: MetricDeltas,
         script_sync: ScriptSync,
         sources: PerWorkerSources,
-        refresh: Callable[[], None],
     ) -> None:
         assert strategy.session is not None
         self._session = strategy.session
@@ -205,7 +204,6 @@ class ClosureWorker:
         )
         self._script_sync = script_sync
         self._sources = sources
-        self._refresh = refresh
         self._held: JSONObject | None = None
         self._trained_last: str | None = None
         self._own_used: list[int] = []  # Per-worker values of the closure that runs.
@@ -278,7 +276,7 @@ class ClosureWorker:
         args, kwargs = decode(call, self._resolve)
         is_new = name != self._trained_last
         if is_new:
-            self._refresh()
+            self._home.refresh()
         is_own = self._session.is_chief  # What it assigns is there already.
         if not is_own:
             self._assigned.begin(is_fresh=is_new)

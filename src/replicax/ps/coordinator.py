@@ -73,8 +73,8 @@ class ClusterCoordinator:
         self._session: Session = session
         self._functions = FunctionNames()
         self._sources = PerWorkerSources()
-        self._metric_deltas = MetricDeltas(strategy.home.labels)
-        remote, labels = strategy.servers.remote, strategy.home.labels
+        remote, labels = strategy.servers.remote, strategy.servers.labels
+        self._metric_deltas = MetricDeltas(labels)
         self._requests = remote.requests = GroupRequests(session, labels, remote)
         self._script_sync = ScriptSync(session)
         self._owner = ClosureOwner(session)
@@ -84,7 +84,6 @@ class ClusterCoordinator:
             self._metric_deltas,
             self._script_sync,
             self._sources,
-            self._refresh,
         )
         strategy.coordinator = self
 
@@ -276,7 +275,7 @@ class ClusterCoordinator:
     def _end_round(self, at: str) -> None:
         """After all closures: publish the outcome, or raise the error of one."""
         error = self._session.once("raise_if_failed")
-        self._refresh()
+        self.strategy.servers.refresh()
         twice = self.strategy.servers.remote.trained_twice()
         is_alone = len(self._session.workers) == 1  # It has the newest of both.
         if error is None and twice is not None and not is_alone:
@@ -322,7 +321,7 @@ class ClusterCoordinator:
         record = self._script_sync.until(poll, f"coordinator.{at}")
         if "sums" in record:
             self._metric_deltas.assign(record["sums"])
-            self._refresh()
+            self.strategy.servers.refresh()
         if record.get("error") is not None:
             raise error_from_json(record["error"])
         if record.get("at", at) != at:
@@ -359,13 +358,6 @@ class ClusterCoordinator:
         )
         while True:
             self._script_sync.until(self._run_one, "the end of the job")
-
-    # Both.
-
-    def _refresh(self) -> None:
-        """Pull the newest values into the variables."""
-        self._requests.adopt()
-        self.strategy.servers.refresh()
 
 
 def _checked(strategy: object) -> Session:

@@ -95,8 +95,11 @@ class ServerHome(ReplicaHome):
     def refresh(self) -> None:
         """Pull the newest values into the variables without a user's assignment."""
         self.settle()
+        requests = self.remote.requests
+        if requests is not None:
+            requests.adopt()
         # Under a coordinator only the chief assigns; the others' scripts do too.
-        follows = self.remote.requests is not None and not self.session.is_chief
+        follows = requests is not None and not self.session.is_chief
         for group in self.remote.groups:
             self._follow_optimizer(group)
             group.pull()
