@@ -22,8 +22,9 @@ with one compiled function. Vectors that were handed out never change, so answer
 needs no copy. Pushes carry a session and a sequence number, and are applied exactly
 once.
 
-Asynchronous steps. A push is answered with the newest values. While a step is computed
-the one before is on its way; staleness counts the updates that came in between.
+Asynchronous steps. A push is answered with the newest values, from which the next step
+begins; with `overlap=True` that begins before. Staleness counts the updates between the
+values that a gradient is of and its own.
 
 Synchronous steps. A ticket is a step and a share of its batch. Servers add up a step's
 shares in their order, weighted by their rows, and apply the sum once; a backup worker
