@@ -1,5 +1,7 @@
 """The command line, in this process and as a process of its own."""
 
+import glob
+import importlib.util
 import json
 import os
 import re
@@ -164,6 +166,23 @@ def test_the_script_in_a_process_of_its_own() -> None:
     assert report["backend"] == "cpu"
     assert "it is not a JSON object" in report["errors"][0]
     assert "Traceback" not in process.stderr
+
+
+def test_info_does_not_load_libtpu_without_chips() -> None:
+    """Where it is installed all the same, it prints errors and changes SIGTERM."""
+    if importlib.util.find_spec("libtpu") is None or glob.glob("/dev/accel*"):
+        pytest.skip("needs libtpu, and a machine without TPUs")
+    plain = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "TPU_"))}
+    process = subprocess.run(
+        [sys.executable, "-c", _MAIN, "info"],
+        env=plain,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr
+    assert process.stderr == ""
 
 
 _MAIN = "from replicax.cli import main; main()"

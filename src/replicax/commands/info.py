@@ -135,6 +135,9 @@ def _tf_config(errors: list[str]) -> TaskConfig | None:
 def _local_devices(errors: list[str]) -> "Sequence[Device]":
     import jax
 
+    from replicax.engine.devices import before_start
+
+    before_start()  # As strategies do it: libtpu prints errors where there is no TPU.
     try:
         return jax.local_devices()
     except (AssertionError, RuntimeError) as error:  # JAX raises either.
