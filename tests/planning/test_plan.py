@@ -184,6 +184,14 @@ def test_one_device_stays_one() -> None:
     assert not plan.collectives
 
 
+def test_what_is_assumed_of_measured_devices() -> None:
+    strategy = rx.OneDeviceStrategy("cpu:0")
+    batch = struct(ROWS, INPUTS), struct(ROWS, CLASSES)
+    plan = rx.plan(strategy, make_model(strategy), batch, topology="cpu:1")
+    assert plan.assumptions[0].startswith("The rates measured here, no latency")
+    assert not any("bfloat16" in text or "chip" in text for text in plan.assumptions)
+
+
 @pytest.mark.slow(but=["v5e:2x4"])
 @hardware(["v5e:2x4"])
 def test_scaling(topology: str) -> None:

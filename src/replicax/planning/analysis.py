@@ -16,7 +16,12 @@ from replicax.planning.capture import (
 from replicax.planning.cards import Card
 from replicax.planning.hlo_summary import ProgramSummary, read_program
 from replicax.planning.report import Memory, Plan, Scale
-from replicax.planning.roofline import ASSUMPTIONS, ASSUMPTIONS_OF_GPUS, first_limit
+from replicax.planning.roofline import (
+    ASSUMPTIONS,
+    ASSUMPTIONS_OF_GPUS,
+    ASSUMPTIONS_OF_MEASURED,
+    first_limit,
+)
 from replicax.planning.topology import DeviceTopology, find_topology
 from replicax.planning.work import StepCollectives, Work, count_work
 from replicax.strategies.strategy import Strategy
@@ -155,10 +160,14 @@ def _facts(capture: Capture, topology: DeviceTopology) -> dict[str, Any]:
         "num_hosts": len({d.process_index for d in used}),
         "num_slices": topology.num_slices_of(range(len(used))),
         "rates": topology.rates,
-        "assumptions": (
-            ASSUMPTIONS_OF_GPUS if isinstance(topology.chip, Card) else ASSUMPTIONS
-        ),
+        "assumptions": _assumptions(topology),
     }
+
+
+def _assumptions(topology: DeviceTopology) -> tuple[str, ...]:
+    if topology.chip is None:
+        return ASSUMPTIONS_OF_MEASURED
+    return ASSUMPTIONS_OF_GPUS if isinstance(topology.chip, Card) else ASSUMPTIONS
 
 
 def _memory(stats: Any, topology: DeviceTopology) -> Memory | None:

@@ -45,6 +45,7 @@ from replicax.planning.rates import Chip
 __all__ = [
     "ASSUMPTIONS",
     "ASSUMPTIONS_OF_GPUS",
+    "ASSUMPTIONS_OF_MEASURED",
     "StepTime",
     "collective_seconds",
     "first_limit",
@@ -73,6 +74,14 @@ ASSUMPTIONS_OF_GPUS = (
     "Input arrives in time.",
 )
 """The same for GPUs."""
+
+ASSUMPTIONS_OF_MEASURED = (
+    "The rates measured here, no latency: real steps take longer.",
+    "Collectives are rings over all devices of the group.",
+    "Asynchronous collectives hide behind computation; synchronous ones do not.",
+    "Input arrives in time.",
+)
+"""The same for devices of this machine, whose rates are measured."""
 
 _ADVICE = {
     "compute": (
