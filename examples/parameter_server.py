@@ -8,7 +8,7 @@ The chief, which is worker 0, reports at the end, and draws how the loss went do
 how stale the gradients of each worker were.
 """
 
-import replicax  # noqa: F401 - First: it chooses JAX as Keras' backend.
+import replicax as rx  # First: it chooses JAX as Keras' backend.
 
 # isort: split
 import argparse
@@ -19,9 +19,6 @@ from pathlib import Path
 import common
 import keras
 from data import load
-
-from replicax.ps.partition import MinSizePartitioner
-from replicax.ps.strategy import ParameterServerStrategy
 
 
 def parse_options() -> argparse.Namespace:
@@ -51,8 +48,11 @@ def main() -> None:
     options = parse_options()
     # In a task of the type "ps" this serves, and ends the process after the training.
     # Large variables are cut, so that every server has about as much to do.
-    strategy = ParameterServerStrategy(
-        variable_partitioner=MinSizePartitioner(64 << 10, max_shards=8),
+    partitioner = rx.experimental.partitioners.MinSizePartitioner(
+        min_shard_bytes=64 << 10, max_shards=8
+    )
+    strategy = rx.ParameterServerStrategy(
+        variable_partitioner=partitioner,
         max_staleness=options.max_staleness,
     )
     keras.utils.set_random_seed(0)
