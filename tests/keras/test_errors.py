@@ -25,6 +25,27 @@ def data(digits):
     return tuple(a[:32] for a in digits)
 
 
+def test_a_forgotten_scope_is_said_once(data, strategy_of, caplog):
+    model = classifier()
+    strategy = strategy_of(2)
+    for _ in range(2):
+        model.fit(*data, verbose=0)
+    (record,) = caplog.records
+    assert f"outside the scope of {strategy!r}" in record.message
+    assert "with strategy.scope()" in record.message
+
+
+def test_a_model_beside_a_strategy_that_is_used(data, strategy_of, caplog):
+    strategy = strategy_of(2)
+    with strategy.scope():
+        classifier()
+    classifier().fit(*data, verbose=0)
+    one = strategy_of(1)
+    classifier().fit(*data, verbose=0)
+    del one
+    assert not caplog.records
+
+
 @pytest.mark.parametrize(
     "use",
     [

@@ -62,6 +62,11 @@ class Labels:
         self._variables[label] = weakref.ref(variable, forget)
         self._labels[key] = label
 
+    @property
+    def are_used(self) -> bool:
+        """Whether a variable was ever labelled, even if it is gone by now."""
+        return bool(self._made)
+
     def of(self, variable: Variable) -> Label:
         """The label of a variable of the strategy."""
         return self._labels[id(variable)]

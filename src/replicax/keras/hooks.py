@@ -5,8 +5,10 @@ Each does nothing where there is no strategy. Tested with Keras 3.14 to 3.15.
 
 import functools
 import inspect
+import logging
 import os
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 
 import jax
@@ -33,6 +35,7 @@ from replicax.engine.blocks import (
     replicas_hold_blocks,
 )
 from replicax.engine.consistency import synchronize_random_state
+from replicax.engine.protocols import StrategyLike
 from replicax.engine.row_arrays import as_rows
 from replicax.engine.scope import (
     called_in,
@@ -53,7 +56,9 @@ from replicax.keras.session import LateCallback, session_of
 from replicax.keras.steps import forget_steps
 from replicax.report.journal import REPORT
 
-__all__ = ["install"]
+__all__ = ["install", "note_strategy"]
+
+_logger = logging.getLogger("replicax")
 
 _WITH_DATA = ("fit", "evaluate", "predict")
 
@@ -87,6 +92,36 @@ def install() -> None:
 
 _STRATEGY = "_replicax_strategy"
 
+_newest: weakref.ref[StrategyLike] | None = None
+"""The strategy that was made last, of those that a script makes for a reason."""
+
+
+def note_strategy(strategy: StrategyLike) -> None:
+    """Remember a strategy, to warn of a model that should have been made in its scope.
+
+    One replica in one process is no reason to expect the scope.
+    """
+    global _newest
+    group = strategy.group
+    if group.num_replicas > 1 or strategy.workers.count > 1 or group.defers_updates:
+        _newest = weakref.ref(strategy)
+
+
+def _warn_of_no_scope(name: str, model: keras.Model) -> None:
+    """Warn, once, where `fit` trains a model without the strategy that there is."""
+    global _newest
+    strategy = None if _newest is None else _newest()
+    if name != "fit" or strategy is None or strategy.home.labels.are_used:
+        return
+    _newest = None
+    _logger.warning(
+        "fit: model %r was made outside the scope of %r, so it trains without it, on "
+        "one device. To train it with the strategy, make the model and call compile "
+        "under `with strategy.scope():`.",
+        model.name,
+        strategy,
+    )
+
 
 def _init_trainer(
     original: Original, model: PyTree, *args: PyTree, **kwargs: PyTree
@@ -109,6 +144,7 @@ def _run(
     strategy = _strategy_of(model) or (session and session.strategy)
     if strategy is None:
         _refuse_scope(original, model)
+        _warn_of_no_scope(name, model)
         if name != "fit" or not _wants_loop(kwargs.get("callbacks"), *args):
             return original(model, *args, **kwargs)
         strategy = _default_strategy()

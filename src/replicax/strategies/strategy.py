@@ -153,6 +153,7 @@ class Strategy(DatasetMaker):
             dry_run,
             self._num_dry_run_devices,
         )
+        hooks.note_strategy(self)
 
     def __repr__(self) -> str:
         each = self.group.axes.num_per_device
