@@ -437,7 +437,7 @@ def test_a_restarted_server_goes_on_with_the_same_sessions(board, clients, clock
     assert a("beat") == {"failed": None}
     clock.seconds = 1011
     assert ask(again, "alive") == []
-    with pytest.raises(ValueError, match="version None, expected 8"):
+    with pytest.raises(ValueError, match="version None, expected 9"):
         again.load_state({})
 
 
