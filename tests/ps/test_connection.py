@@ -104,8 +104,8 @@ def test_a_server_that_is_not_there_is_named_after_the_deadline():
 
 def test_a_server_may_start_later_than_its_workers(adds):
     address = free_address()
-    hellos = []
-    with connect(address, on_connect=hellos.append) as connection:
+    with connect(address) as connection:
+        assert not connection.incarnation
         answers = []
         thread = threading.Thread(
             target=lambda: answers.append(connection.exchange({"op": "add"}, ONE))
@@ -116,7 +116,7 @@ def test_a_server_may_start_later_than_its_workers(adds):
         thread.join(20)
         service.close()
     assert answers == [({"total": 1.0}, {})]
-    assert hellos == ["first"]
+    assert connection.incarnation == "first"
 
 
 def test_a_message_is_sent_again_after_the_connection_was_lost(service, adds):
@@ -135,24 +135,24 @@ def test_a_message_is_sent_again_after_the_connection_was_lost(service, adds):
 
 def test_a_connection_survives_restarts_of_the_server(adds):
     address = free_address()
-    met = []
     services = [serve(address, adds)]
 
     def start(incarnation):
         services.append(serve(address, adds, incarnation=incarnation))
 
-    with connect(address, on_connect=met.append) as connection:
+    with connect(address) as connection:
         connection.exchange({"op": "add"}, ONE)
+        assert connection.incarnation == "first"
         services[0].close()
         timer = threading.Timer(0.5, start, ["second"])
         timer.start()
         assert connection.exchange({"op": "add"}, ONE)[0] == {"total": 2.0}
         timer.join()
-        assert met == ["first", "second"]
+        assert connection.incarnation == "second"
         services[1].close()
         start("third")
         assert connection.call("hello")["server"] == 0
-        assert met == ["first", "second", "third"]
+        assert connection.incarnation == "third"
         services[2].close()
 
 

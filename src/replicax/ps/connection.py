@@ -57,9 +57,9 @@ class Connection:
     go, `reply_timeout_seconds` begin anew.
 
     A server refuses a `caller` of other versions than its own; None only looks on.
-    `on_connect` gets the server's incarnation, a text, when it is reached first and
-    when it is another one, which has other values or older ones. It must not use the
-    connection. `exchange_s` counts the seconds of exchanges.
+    `incarnation` is another text when the server was restarted, and so has other values
+    or older ones; `""`: it was not reached yet. `exchange_s` counts the seconds of
+    exchanges.
     """
 
     def __init__(
@@ -72,7 +72,6 @@ class Connection:
         connect_timeout_seconds: float = 10.0,
         reply_timeout_seconds: float = 60.0,
         retry_timeout_seconds: float = 300.0,
-        on_connect: Callable[[str], None] = lambda incarnation: None,
     ) -> None:
         self.address = address
         self.task = task
@@ -82,8 +81,7 @@ class Connection:
         self._connect_timeout = connect_timeout_seconds
         self._reply_timeout = reply_timeout_seconds
         self.retry_timeout_seconds = retry_timeout_seconds
-        self._on_connect = on_connect
-        self._incarnation: str | None = None
+        self.incarnation = ""
         wire.flight()  # Fail here if it is not installed.
         self._stream_lock = threading.Lock()
         self._client_lock = threading.Lock()
@@ -247,13 +245,8 @@ class Connection:
                     raise ClusterMismatchError(str(error)) from None
                 raise
             self._client = client
-            self._meet(hello)
+            self.incarnation = hello["incarnation"]
             return client
-
-    def _meet(self, answer: JSONObject) -> None:
-        if answer["incarnation"] != self._incarnation:
-            self._incarnation = answer["incarnation"]
-            self._on_connect(answer["incarnation"])
 
     def _drop_client(self, client: wire.FlightClient | None) -> None:
         """Discard the channel: its reconnect back-off is too long."""
@@ -269,10 +262,9 @@ class Connection:
             if _refusal_in(error) is None:
                 self._drop_client(client)
             raise
-        if answer["incarnation"] != self._incarnation:
+        if answer["incarnation"] != self.incarnation:
             self._drop_client(client)  # A new one says hello, and is compared.
-        with self._client_lock:
-            self._meet(answer)
+            self.incarnation = answer["incarnation"]
         return answer["value"]
 
     def _attempt(

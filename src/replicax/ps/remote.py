@@ -368,7 +368,7 @@ class RemoteGroup:
         return changed
 
     def _note_restart(self, server: int) -> None:
-        now = self.session.incarnations[server]
+        now = self.session.connections[server].incarnation
         if self._incarnations.setdefault(server, now) != now:
             self._incarnations[server] = now
             _logger.warning(
@@ -410,7 +410,7 @@ class RemoteGroup:
     def _pull_from(self, server: int, connection: Connection) -> _Answer:
         answer = connection.exchange(Pull(self.name, self.versions.get(server)))
         known = self._incarnations.get(server)
-        if not answer[1] and known not in (None, self.session.incarnations[server]):
+        if not answer[1] and known not in (None, connection.incarnation):
             # Restored: what this worker has is of no version there.
             answer = connection.exchange(Pull(self.name))
         return answer

@@ -3,7 +3,6 @@
 import atexit
 import contextlib
 import dataclasses
-import functools
 import itertools
 import logging
 import os
@@ -46,10 +45,9 @@ _Result = TypeVar("_Result")
 class Session:
     """This process as one of the workers: `workers[index]`, the chief first.
 
-    `id` is unique for this process: a restarted worker has another one. `incarnations`
-    has a text for each server that changes when it is restarted, `steps` counts its
-    training steps that are over, `staleness` how many of its pushes were applied with
-    which staleness.
+    `id` is unique for this process: a restarted worker has another one. `steps` counts
+    its training steps that are over, `staleness` how many of its pushes were applied
+    with which staleness.
     """
 
     def __init__(
@@ -66,11 +64,9 @@ class Session:
         self.timeouts = timeouts
         self.steps = 0
         self.staleness: Counter[int] = Counter()
-        self.incarnations = [""] * len(servers)
         self._servers = tuple(servers)
         self._credentials = credentials
         self.connections = self._open(
-            self.incarnations.__setitem__,
             reply_timeout_seconds=timeouts.step,
             # For the start; `join` makes it that of a server's restart.
             retry_timeout_seconds=timeouts.startup,
@@ -108,7 +104,7 @@ class Session:
         joined = self._say("join", info=self._info())
         self.starts = joined["starts"]
         self._job = self.connections[0].call("board.get", key=JOB)
-        self._board_incarnation = self.incarnations[0]
+        self._board_incarnation = self.connections[0].incarnation
         self._failure = joined["failed"]
         if self.starts > 1:
             _logger.warning("%s is back, for the %d. time.", self.name, self.starts)
@@ -130,11 +126,7 @@ class Session:
 
     # Tensors.
 
-    def _open(
-        self,
-        on_connect: Callable[[int, str], None] = lambda server, incarnation: None,
-        **timeouts: float,
-    ) -> list[Connection]:
+    def _open(self, **timeouts: float) -> list[Connection]:
         """A stream to each server."""
         return [
             Connection(
@@ -142,7 +134,6 @@ class Session:
                 self._credentials,
                 task=f"ps:{i}",
                 caller=self.name,
-                on_connect=functools.partial(on_connect, i),
                 **timeouts,
             )
             for i, address in enumerate(self._servers)
@@ -196,10 +187,10 @@ class Session:
         try:
             answer = self.connections[0].call(f"board.{method}", **arguments)
         except ServerRefused:
-            if self._board_incarnation == self.incarnations[0]:
+            if self._board_incarnation == self.connections[0].incarnation:
                 raise
         else:
-            if self._board_incarnation == self.incarnations[0]:
+            if self._board_incarnation == self.connections[0].incarnation:
                 if method == "put":  # Another's value may stand.
                     self._replay_log.note("put", arguments | {"value": answer})
                 return answer
@@ -208,7 +199,7 @@ class Session:
 
     def _replay(self) -> None:
         with self._replaying:
-            incarnation = self.incarnations[0]
+            incarnation = self.connections[0].incarnation
             if self._board_incarnation == incarnation:
                 return  # Another thread has.
             server = self.connections[0]
@@ -344,7 +335,7 @@ class Session:
             self._say("leave", ok=error is None, error=error)
         except (ClusterError, ServerRefused) as lost:
             # Else it is another job's board.
-            if self._board_incarnation == self.incarnations[0]:
+            if self._board_incarnation == self.connections[0].incarnation:
                 _logger.warning("%s could not say that it ends: %s", self.name, lost)
         self.close()
 
