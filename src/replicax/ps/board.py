@@ -7,7 +7,7 @@ No clock and no I/O of its own: the time and the journal are functions that it i
 - No action waits: who has to wait asks again. Any call may come twice. One with a
   number is carried out once and has the same answer again; the others are idempotent.
 - What a worker was told of its steps is in the journal before it hears of it. All else
-  that a restarted board lacks its clients tell it again (`session.ReplayLog`), or it is
+  that a restarted board lacks its clients tell it again (`board_client`), or it is
   lost, such as closures since the last snapshot.
 """
 

@@ -1,4 +1,9 @@
-"""A worker's session with the servers: joins, sends heartbeats, calls the board."""
+"""A worker's session with the servers: joins, sends heartbeats, waits for others.
+
+- Heartbeats are sent by a thread of their own. What they hear, that the job has failed,
+  is raised by the next call or wait of any other thread.
+- Who waits asks the board again and again, until its own deadline.
+"""
 
 import atexit
 import contextlib
@@ -22,11 +27,12 @@ from replicax._util.waiting import wait_for
 from replicax.cluster.failure import ATTEMPT, ExitCode, report_of
 from replicax.cluster.timeouts import Timeouts
 from replicax.errors import ClusterError, ClusterMismatchError
+from replicax.ps.board_client import BoardClient
 from replicax.ps.connection import Connection, ServerRefused, ValuesLostError
 from replicax.ps.credentials import Credentials
-from replicax.ps.limits import beat_seconds, family_of, longest_pause, remember
+from replicax.ps.limits import beat_seconds, longest_pause
 
-__all__ = ["FAREWELL_SECONDS", "JOB", "ReplayLog", "Session"]
+__all__ = ["FAREWELL_SECONDS", "Session"]
 
 FAREWELL_SECONDS = 10.0
 """For a task that ends to tell the others, or to hear that they have been told."""
@@ -75,10 +81,7 @@ class Session:
         self._opening = threading.Lock()
         self._calls = itertools.count(1)
         self._board_lock = threading.Lock()
-        self._replay_log = ReplayLog()
-        self._board_incarnation = ""  # Of the board that has its calls.
-        self._replaying = threading.Lock()
-        self._job: Any = None
+        self._board = BoardClient(self.connections[0], self._join, is_chief=index == 0)
         self._ended = threading.Event()
         self._failure: str | None = None
         self._joined = False
@@ -101,10 +104,9 @@ class Session:
     def join(self) -> None:
         """Connect to all servers by the start-up deadline; start the heartbeats."""
         _report_exceptions(self)
-        joined = self._say("join", info=self._info())
+        joined = self._join()
+        self._board.begin()
         self.starts = joined["starts"]
-        self._job = self.connections[0].call("board.get", key=JOB)
-        self._board_incarnation = self.connections[0].incarnation
         self._failure = joined["failed"]
         if self.starts > 1:
             _logger.warning("%s is back, for the %d. time.", self.name, self.starts)
@@ -179,43 +181,7 @@ class Session:
     def board(self, method: str, **arguments: Any) -> Any:
         """Call a method of the board."""
         self.require_going()
-        return self._call_board(method, arguments)
-
-    def _call_board(self, method: str, arguments: JSONObject) -> Any:
-        """Call a method; replay the log first if the board was restarted."""
-        self._replay_log.note(method, arguments)
-        try:
-            answer = self.connections[0].call(f"board.{method}", **arguments)
-        except ServerRefused:
-            if self._board_incarnation == self.connections[0].incarnation:
-                raise
-        else:
-            if self._board_incarnation == self.connections[0].incarnation:
-                if method == "put":  # Another's value may stand.
-                    self._replay_log.note("put", arguments | {"value": answer})
-                return answer
-        self._replay()
-        return self.connections[0].call(f"board.{method}", **arguments)
-
-    def _replay(self) -> None:
-        with self._replaying:
-            incarnation = self.connections[0].incarnation
-            if self._board_incarnation == incarnation:
-                return  # Another thread has.
-            server = self.connections[0]
-            is_same_job = server.call("board.get", key=JOB) == self._job
-            if is_same_job or self.is_chief:
-                self._say("join", info=self._info())
-            if not is_same_job:
-                raise ValuesLostError(
-                    f"{server.task} at {server.address} was restarted without a "
-                    "snapshot, and what it held is lost. Start the job again; with "
-                    "snapshot_dir=... a restarted server goes on.",
-                    culprit=server.task,
-                )
-            for method, arguments in self._replay_log.again():
-                server.call(f"board.{method}", **arguments)
-            self._board_incarnation = incarnation
+        return self._board.call(method, arguments)
 
     def as_worker(self, method: str, **arguments: Any) -> Any:
         """Call a method of the board with this worker and session."""
@@ -328,14 +294,13 @@ class Session:
             for connection in self.connections:
                 connection.retry_timeout_seconds = FAREWELL_SECONDS
             with contextlib.suppress(ClusterError):
-                self._replay()
+                self._board.replay()
             self._say("beat", info=self._info())
             if self.is_chief:
                 self.connections[0].call("board.put", key=_CHIEF_LEFT, value=True)
             self._say("leave", ok=error is None, error=error)
         except (ClusterError, ServerRefused) as lost:
-            # Else it is another job's board.
-            if self._board_incarnation == self.connections[0].incarnation:
+            if self._board.is_known:  # Else it is another job's.
                 _logger.warning("%s could not say that it ends: %s", self.name, lost)
         self.close()
 
@@ -347,10 +312,12 @@ class Session:
     def _info(self) -> JSONObject:
         return {
             "steps": self.steps,
-            "staleness": {str(k): n for k, n in sorted(self.staleness.items())},
             "bytes": self.num_bytes,
             "pid": os.getpid(),
         }
+
+    def _join(self) -> JSONObject:
+        return self._say("join", info=self._info())
 
     def _say(self, method: str, **arguments: JSON) -> JSONObject:
         """Call the board as this worker, even if the job has failed."""
@@ -361,7 +328,7 @@ class Session:
         while not self._ended.wait(self._beat_seconds):
             try:
                 about = {"worker": self.name, "session": self.id}
-                answer = self._call_board("beat", about | {"info": self._info()})
+                answer = self._board.call("beat", about | {"info": self._info()})
                 self._failure = answer["failed"]
             except (ClusterError, ServerRefused) as error:
                 if not self._ended.is_set():
@@ -401,53 +368,3 @@ def _report_exceptions(session: Session) -> None:
         os._exit(report.exit_code)
 
     sys.excepthook = hook
-
-
-JOB = "job"
-"""The key under which a board says which job it is of."""
-
-
-_MOST_REPLAYED = 64
-
-
-_NAMED_BY = {
-    "put": "key",
-    "arrive": "barrier",
-    "report": "topic",
-    "open": "stream",
-    "end": "stream",
-}
-
-
-class ReplayLog:
-    """The last calls that a restarted board needs again, in order.
-
-    Example:
-        >>> told = ReplayLog()
-        >>> told.note("put", {"key": "epoch", "value": 1})
-        >>> told.note("put", {"key": "epoch", "value": 2})
-        >>> told.note("alive", {})
-        >>> told.again()
-        [('put', {'key': 'epoch', 'value': 2})]
-    """
-
-    def __init__(self) -> None:
-        self._calls: dict[tuple[str, str], JSONObject] = {}
-        self._lock = threading.Lock()
-
-    def note(self, method: str, arguments: JSONObject) -> None:
-        """Record a call, if it is to be replayed."""
-        if method not in _NAMED_BY:
-            return
-        name = str(arguments[_NAMED_BY[method]])
-        with self._lock:
-            if _NAMED_BY[method] == "stream":
-                name = family_of(name)[0]  # Streams before the newest are over.
-                self._calls.pop(("end", name), None)
-            call = dict(arguments)
-            remember(self._calls, (method, name), call, most=_MOST_REPLAYED)
-
-    def again(self) -> list[tuple[str, JSONObject]]:
-        """The calls to replay, as method and arguments."""
-        with self._lock:
-            return [(method, dict(a)) for (method, _), a in self._calls.items()]
