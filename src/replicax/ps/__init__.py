@@ -12,8 +12,8 @@ Where what runs:
                   row_optimizer, row_initializers
     server 0      board: presence, streams, tickets, closures
     a worker      strategy, session, board_client, connection, server_home,
-                  training_steps, variables, remote, remote_optimizer; tables: rows,
-                  embedding; fit, worker_input
+                  training_steps, variables, remote, remote_optimizer, group_servers;
+                  tables: rows, embedding; fit, worker_input
     coordinators  coordinator, script_sync, closure_calls, closure_variables, payloads
 
 Slices. What one `optimizer.apply` trains is a group; its variables are cut into slices,
@@ -33,10 +33,11 @@ may compute a share again. Clipping by a norm that spans servers takes a second 
 
 One push. `server_home` runs the program on the values that it has of each group.
 `training_steps` hands the gradients to the group (`remote`), which has `group_vectors`
-cut them for each server. A `connection` sends each server a message of `messages`, in
-the form of `wire`. `service` checks it there and finds its group in the `store`;
-`groups` applies it once, alone or with the rest of its step: a `dense_group` by its
-`server_optimizer`, a `table` by its `row_optimizer`. The answer brings the new values.
+cut them for each server. `group_servers` has a `connection` send each a message of
+`messages`, in the form of `wire`. `service` checks it there and finds its group in the
+`store`; `groups` applies it once, alone or with the rest of its step: a `dense_group`
+by its `server_optimizer`, a `table` by its `row_optimizer`. The answer brings the new
+values.
 
 One pull. `RemoteGroup.pull` asks each server by a `Pull` with the version that it has.
 A server answers with its vectors, if they are newer; `group_vectors` makes the

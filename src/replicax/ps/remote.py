@@ -2,45 +2,38 @@
 
 - `values` are those of `versions`, one for each server, as the servers' last answers
   had them. Servers may be at different versions: nobody waits for all.
-- A push is numbered, and the thread of a server's connection sends messages in order.
-  A message that had no answer is sent again, and servers apply a push once.
+- A value that was handed out, and is no longer in its variable, was assigned by the
+  user.
 - A server that was restored from a snapshot may be at an earlier version, with other
   values of a version that is known here. Another incarnation of it says so.
 """
 
 import functools
 import logging
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 import keras
-import msgspec
 import numpy as np
 from jax.sharding import NamedSharding
 
 from replicax._private import keras as internals
-from replicax._util.types import JSONObject, PyTree
 from replicax.engine import device_put
-from replicax.errors import ClusterError, ClusterMismatchError
-from replicax.ps.connection import Connection, ServerRefused
+from replicax.errors import ClusterMismatchError
+from replicax.ps.connection import Connection
+from replicax.ps.group_servers import Answer, GroupPush, GroupServers, Vectors
 from replicax.ps.group_vectors import GroupLayout, VariableSlot
 from replicax.ps.groups import StepShare
-from replicax.ps.messages import Commit, Create, Pull, Push, Replace
+from replicax.ps.messages import Create, Pull, Push, Replace
 from replicax.ps.partition import SUMMED, VariableGroup
 from replicax.ps.remote_optimizer import RemoteOptimizer
 from replicax.ps.rows import tables_of
 from replicax.ps.session import Session
 
-__all__ = ["PushResult", "RemoteGroup", "ServerPushes", "key_of"]
+__all__ = ["PushResult", "RemoteGroup", "key_of"]
 
-_SLACK_SECONDS = 10.0
-"""For the server to say first that other workers' shares did not come in time."""
 _logger = logging.getLogger("replicax")
-_Vectors = dict[str, PyTree]
-_Answer = tuple[JSONObject, _Vectors]
 
 
 class PushResult(NamedTuple):
@@ -55,24 +48,14 @@ class PushResult(NamedTuple):
     staleness: int
 
 
-class ServerPushes(NamedTuple):
-    """The pushes of one step, by server; `sends` repeat them."""
-
-    futures: dict[int, Future[_Answer]]
-    sends: dict[int, Callable[[Connection], _Answer]]
-    share: StepShare | None
-    may_leave: bool
-
-
 class RemoteGroup:
     """A worker's client of one group, with a cache of its newest values.
 
     `placement` says on which servers its variables lie, `optimizer` is what trains it;
     None: workers add to its values. `steps_ahead` is how many more steps the optimizer
     has made than the version says; `num_assigned` counts assignments of values by this
-    process. A value that was handed out, and is no longer in its variable, was assigned
-    by the user. `tables` are those whose rows are updated with it. float32 gradients
-    travel in the dtype `compression`.
+    process. `tables` are those whose rows are updated with it. float32 gradients travel
+    in the dtype `compression`.
     """
 
     def __init__(
@@ -85,6 +68,7 @@ class RemoteGroup:
     ) -> None:
         self.session = session
         self.placement = placement
+        self.servers = GroupServers(session, placement)
         self.variables = list(variables)
         self.tables = tables_of(variables)
         self.values: list[jax.Array] = []
@@ -95,11 +79,10 @@ class RemoteGroup:
         if placement.is_trained:
             self.optimizer = RemoteOptimizer(self, sharding)
         self._handed: list[jax.Array] = []
-        self._servers = placement.servers
         self._layout = GroupLayout(placement, sharding, compression)
         self._incarnations: dict[int, str] = {}  # Of the servers, with `versions`.
         self._behind: dict[int, int] = {}  # Version before a server went back, by it.
-        self._held: dict[int, _Vectors] = {}
+        self._held: dict[int, Vectors] = {}
         self._sequence = 0
 
     @property
@@ -136,8 +119,8 @@ class RemoteGroup:
         `restored` are the optimizer's variables from a checkpoint.
         """
         vectors = self._layout.all_vectors(values)
-        made = self.ask_all(Create(self.placement), vectors)
-        self.steps_ahead = made[self._servers[0]][0]["iterations"]
+        made = self.servers.ask_all(Create(self.placement), vectors)
+        self.steps_ahead = made[self.servers.numbers[0]][0]["iterations"]
         is_new = not any(header["version"] for header, _ in made.values())
         if self.optimizer is not None and restored and is_new:
             # Before others hear of the group, and push.
@@ -198,10 +181,10 @@ class RemoteGroup:
     def pull(self) -> bool:
         """Fetch values of newer versions; whether there were any."""
         pulls = {
-            server: self._submit(server, functools.partial(self._pull_from, server))
-            for server in self._servers
+            x: self.servers.submit(x, functools.partial(self._pull_from, x))
+            for x in self.servers.numbers
         }
-        return self._take(self._results(pulls))
+        return self._take(self.servers.results(pulls))
 
     def has_begun(self, step: int) -> bool:
         """Whether the cached values are at least those of a synchronous step's begin.
@@ -228,8 +211,8 @@ class RemoteGroup:
         not have them any more: its newest values stand, which is logged.
         """
         ahead = [server for server, x in self.versions.items() if x > step]
-        asked = {x: self._ask(x, Pull(self.name, begin_of=step)) for x in ahead}
-        for server, (_, vectors) in self._results(asked).items():
+        asked = {x: self.servers.ask(x, Pull(self.name, begin_of=step)) for x in ahead}
+        for server, (_, vectors) in self.servers.results(asked).items():
             if vectors:
                 self._held[server], self.versions[server] = vectors, step
                 continue
@@ -246,7 +229,7 @@ class RemoteGroup:
 
     def assign(self, values: Sequence[jax.Array]) -> None:
         """Replace the servers' values."""
-        self.ask_all(Replace(self.name), self._layout.all_vectors(values))
+        self.servers.ask_all(Replace(self.name), self._layout.all_vectors(values))
         self.num_assigned += 1
         self.steps_ahead -= 1  # No step has made this version.
         self.pull()
@@ -258,7 +241,7 @@ class RemoteGroup:
         share: StepShare | None = None,
         *,
         may_leave: bool = False,
-    ) -> ServerPushes:
+    ) -> GroupPush:
         """Start a push, which is answered with new values; `finish` waits for it.
 
         Gradients are equal on all of this worker's replicas, and of the `based_on`
@@ -267,9 +250,8 @@ class RemoteGroup:
         """
         given = self._layout.as_pushed(gradients)
         self._sequence += 1
-        sends = {}
-        for server in self._servers:
-            message = Push(
+        messages = {
+            server: Push(
                 self.name,
                 self.session.name,
                 self.session.id,
@@ -279,11 +261,13 @@ class RemoteGroup:
                 share,
                 may_leave,
             )
-            sends[server] = functools.partial(self._push_to, server, message, given)
-        futures = {server: self._submit(server, send) for server, send in sends.items()}
-        return ServerPushes(futures, sends, share, may_leave)
+            for server in self.servers.numbers
+        }
+        return GroupPush(
+            self.servers, messages, lambda x: self._layout.vectors(given, x)
+        )
 
-    def finish(self, push: ServerPushes, *, stays: bool | None = None) -> PushResult:
+    def finish(self, push: GroupPush, *, stays: bool | None = None) -> PushResult:
         """Wait for a push, and cache the values of its answer.
 
         A synchronous step is over then, unless this worker may leave and `stays` is
@@ -291,65 +275,14 @@ class RemoteGroup:
         another worker had brought its part. Servers may have got that from different
         workers, one of which must leave; the first server decides.
         """
-        answers, first = self._results(push.futures), self._servers[0]
-        if stays is None:
-            stays = answers[first][0]["applied"]
-        if push.share is not None and (stays or not push.may_leave):
-            self._await_end(push, push.share.step, answers)
+        answers = push.answers(stays=stays)
         self._take(answers)
         return PushResult(
-            counts=answers[first][0]["applied"],
+            counts=answers[self.servers.numbers[0]][0]["applied"],
             staleness=max(header["staleness"] for header, _ in answers.values()),
         )
 
-    def _await_end(
-        self, push: ServerPushes, step: int, answers: dict[int, _Answer]
-    ) -> None:
-        """Poll until a synchronous step is applied; `answers` get the last replies.
-
-        Servers need a second round for a step that is clipped by its norm: a commit,
-        of whichever worker has the norms of all. Where the step is over on some server,
-        who ended it may have died before the other servers heard of it.
-        """
-
-        def poll() -> bool | None:
-            norms = [said["squared_norms"] for said, _ in answers.values()]
-            commit: Commit | None = None
-            if None not in norms:  # Else parts are missing: of a restarted server, too.
-                total: Counter[str] = Counter()
-                for each in norms:
-                    total.update(each)
-                commit = Commit(self.name, step, dict(total))
-            asked = {
-                server: self._ask(
-                    server, commit or Pull(self.name, said["version"], step)
-                )
-                for server, (said, _) in answers.items()
-                if not said["is_over"]
-            }
-            for server, future in asked.items():
-                answers[server] = self._end_of(push, server, future, answers[server])
-            return all(said["is_over"] for said, _ in answers.values()) or None
-
-        self.session.wait(
-            poll, f"the end of step {step} of {self.name!r}", self.session.absent
-        )
-
-    def _end_of(
-        self, push: ServerPushes, server: int, asked: Future[_Answer], before: _Answer
-    ) -> _Answer:
-        """Take a server's answer on the progress of a step."""
-        try:
-            newer, vectors = self.session.result(asked)
-        except ServerRefused as refused:
-            if refused.kind != "IncompleteStep":
-                raise
-            # It was restarted before the commit, and has forgotten the parts.
-            again = self._submit(server, push.sends[server])
-            newer, vectors = self.session.result(again)
-        return before[0] | newer, vectors or before[1]
-
-    def _take(self, answers: Mapping[int, _Answer]) -> bool:
+    def _take(self, answers: Mapping[int, Answer]) -> bool:
         """Cache the values in servers' answers; whether there were any."""
         changed = False
         for server, (header, vectors) in answers.items():
@@ -378,67 +311,13 @@ class RemoteGroup:
                 self.name,
             )
 
-    # Messages. Those to one server are sent one after another, by its thread.
-
-    def _submit(
-        self, server: int, use: Callable[[Connection], _Answer]
-    ) -> Future[_Answer]:
-        return self.session.connections[server].submit(use)
-
-    def _ask(
-        self, server: int, message: msgspec.Struct, vectors: _Vectors | None = None
-    ) -> Future[_Answer]:
-        """Exchange a message with a server."""
-        return self._submit(server, lambda x: x.exchange(message, vectors))
-
-    def _results(self, futures: Mapping[int, Future[_Answer]]) -> dict[int, _Answer]:
-        """Wait for answers, by server."""
-        return {server: self.session.result(x) for server, x in futures.items()}
-
-    def ask_all(
-        self,
-        message: msgspec.Struct | Mapping[int, msgspec.Struct],
-        vectors: Mapping[int, _Vectors] | None = None,
-    ) -> dict[int, _Answer]:
-        """Exchange a message with all servers, or each its own; answers by server."""
-        asked = {}
-        for server in self._servers:
-            own = message if isinstance(message, msgspec.Struct) else message[server]
-            asked[server] = self._ask(server, own, (vectors or {}).get(server))
-        return self._results(asked)
-
-    def _pull_from(self, server: int, connection: Connection) -> _Answer:
+    def _pull_from(self, server: int, connection: Connection) -> Answer:
         answer = connection.exchange(Pull(self.name, self.versions.get(server)))
         known = self._incarnations.get(server)
         if not answer[1] and known not in (None, connection.incarnation):
             # Restored: what this worker has is of no version there.
             answer = connection.exchange(Pull(self.name))
         return answer
-
-    def _push_to(
-        self,
-        server: int,
-        message: Push,
-        gradients: Sequence[jax.Array],
-        connection: Connection,
-    ) -> _Answer:
-        # Here the thread waits for the step to be computed.
-        vectors = self._layout.vectors(gradients, server)
-        step = self.session.timeouts.step
-        try:
-            # The server says first when other workers' parts do not come in time.
-            return connection.exchange(
-                message, vectors, reply_timeout_seconds=step + _SLACK_SECONDS
-            )
-        except ServerRefused as refused:
-            if refused.kind != "SyncTimeout":
-                raise
-            raise ClusterError(
-                f"{self.session.name}: {self.session.absent()} did not bring a part "
-                f"of step {message.share and message.share.step} "
-                f"within {step:.0f} s. See what it "
-                "prints, or give it more time (rx.Timeouts(step=...))."
-            ) from refused
 
 
 def key_of(name: str) -> str:

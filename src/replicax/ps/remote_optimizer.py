@@ -104,7 +104,7 @@ class RemoteOptimizer:
 
     def slots(self, name: str | None = None) -> dict[VariableSlot, np.ndarray]:
         """Read its slots, those of a name or all; slices are joined."""
-        answers = self.group.ask_all(GetSlots(self.group.name, name))
+        answers = self.group.servers.ask_all(GetSlots(self.group.name, name))
         on_servers = {
             server: slots_from_message(header["slots"], vectors)
             for server, (header, vectors) in answers.items()
@@ -115,11 +115,11 @@ class RemoteOptimizer:
         """Set some of its slots."""
         placement = self.group.placement
         messages, vectors = {}, {}
-        for server in placement.servers:
+        for server in self.group.servers.numbers:
             cut = cut_slots(placement, values, server)
             header, vectors[server] = slots_to_message(cut)
             messages[server] = SetSlots(placement.name, header)
-        self.group.ask_all(messages, vectors)
+        self.group.servers.ask_all(messages, vectors)
 
     def restore(self, values: Mapping[VariableSlot, np.ndarray]) -> None:
         """Set all of its slots to those of a checkpoint."""

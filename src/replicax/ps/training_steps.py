@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 
 from replicax._util.waiting import wait_for
+from replicax.ps.group_servers import GroupPush
 from replicax.ps.groups import NEXT_STEP, StepShare
-from replicax.ps.remote import RemoteGroup, ServerPushes
+from replicax.ps.remote import RemoteGroup
 from replicax.ps.rows import RemoteTables, RowPush
 from replicax.ps.session import Session
 
@@ -79,7 +80,7 @@ class TrainingSteps:
         self._session = session
         self._rows = rows
         self._shares: deque[StepShare] = deque()
-        self._in_flight: list[tuple[RemoteGroup, ServerPushes]] = []
+        self._in_flight: list[tuple[RemoteGroup, GroupPush]] = []
 
     def expect(self, part: int, num_rows: int, step: int = NEXT_STEP) -> None:
         """Set the share of a synchronous step that the next training program computes.
