@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import libcst as cst
 
 from replicax.migrate.files import plan_files
+from replicax.migrate.gradient_sums import plan_gradient_sums
 from replicax.migrate.host import plan_lookups
 from replicax.migrate.imports import find_retained, ported_imports, uses_tensorflow
 from replicax.migrate.keras_calls import plan_identifiers, plan_metrics
@@ -97,6 +98,7 @@ def port(source: bytes) -> Ported:
     plan_sessions(script)
     plan_training(script)
     plan_train_steps(script)
+    plan_gradient_sums(script)
     plan_logits(script)
     plan_files(script)
     plan_identifiers(script)

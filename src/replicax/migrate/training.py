@@ -13,7 +13,7 @@ from replicax.migrate.kinds import is_class_of, is_kind
 from replicax.migrate.origins import definitions, with_bases
 from replicax.migrate.script import Expression, Replacement, Script, Unported
 from replicax.migrate.tables import MESSAGES
-from replicax.migrate.tracing import class_of, has_scope, makes_spec
+from replicax.migrate.tracing import class_of, makes_spec
 from replicax.migrate.tree import (
     attr_of,
     dotted,
@@ -294,11 +294,8 @@ def _compute_loss(updated: cst.Call) -> cst.Call:
     return updated.with_changes(func=func, args=args)
 
 
-_AVERAGE = "nn.compute_average_loss"
-
-
 def plan_train_steps(script: Script) -> None:
-    """Plan updates of the metric `loss`, and report gradients that `fit` averages."""
+    """Plan updates of the metric `loss` in steps that log nothing but their loss."""
     for function in [*script.functions("train_step"), *script.functions("test_step")]:
         owner = class_of(script, function)
         if owner is not None and is_class_of(script, owner, ("model",)):
@@ -306,8 +303,6 @@ def plan_train_steps(script: Script) -> None:
             has_metrics = any("metrics" in methods_of(each) for each in owners)
             if not has_metrics and "compiled_loss" not in names_in(function):
                 _plan_log(script, function)
-            if function.name.value == "train_step" and has_scope(script):
-                _report_scale(script, function)
 
 
 def _plan_log(script: Script, function: cst.FunctionDef) -> None:
@@ -321,17 +316,3 @@ def _plan_log(script: Script, function: cst.FunctionDef) -> None:
             update = _update_of_loss(script, function, "self", pair.value.value)
             script.inserted.setdefault(script.statement_of(node), []).append(update)
             script.note(node, MESSAGES["loss_of_epoch"])
-
-
-def _report_scale(script: Script, function: cst.FunctionDef) -> None:
-    """Report a loss that is scaled for replicas, or note that `fit` averages."""
-    body = function.body
-    scaled: list[cst.CSTNode] = [
-        *(n for n in find(body, cst.Attribute) if attr_of(n) == "num_replicas_in_sync"),
-        *(n for n in find(body, cst.Call) if script.called(n) == _AVERAGE),
-    ]
-    for node in scaled:
-        script.leave(node, MESSAGES["scaled_loss"])
-    calls = map(script.called, find(body, cst.Call))
-    if not scaled and "GradientTape" in calls:
-        script.note(function.name, MESSAGES["averaged_gradients"])
