@@ -34,6 +34,29 @@ def test_a_compiled_step_is_run_and_gives_arrays() -> None:
     assert float(names["loss"]) == pytest.approx(float(np.mean((names["p"] - 1) ** 2)))
 
 
+def test_a_step_whose_tape_is_in_another_function_is_run() -> None:
+    inner = STEP.replace("@tf.function\n", "").replace("train_step", "inner")
+    text, left = ported(
+        f"{inner}@tf.function\ndef train_step(x, y):\n    return inner(x, y)\n"
+        "loss, p = train_step(x, y)"
+    )
+    assert left == []
+    assert text.count(".run(") == 1
+    names = executed(text, {"x": np.ones((4, 2)), "y": np.ones((4, 1))})
+    assert float(names["loss"]) == pytest.approx(float(np.mean((names["p"] - 1) ** 2)))
+
+
+def test_a_step_that_a_compiled_step_calls_is_not_run_by_itself() -> None:
+    text, left = ported(
+        f"{STEP}@tf.function\ndef twice(x, y):\n"
+        "    train_step(x, y)\n    return train_step(x, y)\n"
+        "loss, p = twice(x, y)"
+    )
+    assert left == []
+    assert text.count(".run(") == 1
+    assert "run(twice, args=(x, y))" in text
+
+
 def test_a_step_of_a_class_of_the_script_is_run_as_well() -> None:
     """It has the name of one that Keras compiles, and is none of Keras'."""
     step = STEP.partition("@tf.function\n")[2].replace("(x, y,", "(self, x, y,")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import libcst as cst
 
+from replicax.migrate.default_strategy import plan_eager_steps, plan_models
 from replicax.migrate.files import plan_files
 from replicax.migrate.gradient_sums import plan_gradient_sums
 from replicax.migrate.host import plan_lookups
@@ -23,7 +24,7 @@ from replicax.migrate.members import report_functional
 from replicax.migrate.methods import plan_resets
 from replicax.migrate.pipelines import plan_pipelines
 from replicax.migrate.rewrite import Rewriter
-from replicax.migrate.scopes import plan_eager_steps, plan_models, plan_scopes
+from replicax.migrate.scopes import plan_scopes
 from replicax.migrate.script import MARK, Finding, Script
 from replicax.migrate.sessions import plan_sessions, plan_summaries
 from replicax.migrate.statements import plan_servers, plan_settings

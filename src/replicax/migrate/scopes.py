@@ -1,15 +1,12 @@
 """Ports what a script makes or runs outside of `strategy.scope()`.
 
-Calls of a `@tf.function` with a tape become `rx.get_strategy().run(f, args=...)`. A
-model with a step of its own is made and compiled in the default strategy's scope.
-
 TensorFlow makes an optimizer's variables when it is first used, in the scope by then,
 and lets replicas read a `tf.Variable` from anywhere. Variables of Keras 3 belong to the
 scope that they are made in. What `fit` compiles has the value of a variable that is no
 model's, and was made in no scope, as a constant.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import libcst as cst
 
@@ -18,20 +15,15 @@ from replicax.migrate.origins import bound_values, definitions
 from replicax.migrate.script import Expression, Replacement, Script, Statement
 from replicax.migrate.tables import DEVICE_OPERATORS, MESSAGES, NAMES
 from replicax.migrate.tracing import (
-    class_of,
-    foreign_bases,
     has_scope,
-    is_graph_decorator,
     is_traced,
     scopes,
-    trace,
 )
 from replicax.migrate.tree import (
     attr_of,
     dotted,
     find,
     is_name,
-    keyword_of,
     method_of,
     methods_of,
     names_in,
@@ -39,131 +31,10 @@ from replicax.migrate.tree import (
     only_of,
 )
 
-__all__ = ["plan_eager_steps", "plan_models", "plan_scopes"]
-
-_OBJECTS = ("model", "layer", "optimizer", "callback")
-"""Kinds of objects that `run` does not take as arguments: they are no arrays."""
-_FITS = frozenset(["fit", "fit_generator"])
-_STEPS = {
-    "train_step": _FITS,
-    "test_step": _FITS | {"evaluate", "evaluate_generator"},
-    "predict_step": frozenset(["predict", "predict_generator"]),
-}
-"""Steps of a model, and the methods that call them."""
+__all__ = ["plan_scopes", "wrap_in_scope"]
 
 
-def plan_eager_steps(script: Script) -> None:
-    """Plan `rx.get_strategy().run` for calls of a `@tf.function` with a tape."""
-    if has_scope(script):
-        return
-    for function in script.nodes(cst.FunctionDef):
-        decorated = any(is_graph_decorator(script, d) for d in function.decorators)
-        calls = find(function, cst.Call)
-        tape = next((c for c in calls if script.called(c) == "GradientTape"), None)
-        calls = _calls_of(script, function) if decorated and tape else None
-        if calls and tape and not is_traced(script, tape):
-            trace(script, [function])
-            for call in calls:
-                script.replacements[call] = _run(script, call)
-
-
-def _calls_of(script: Script, function: cst.FunctionDef) -> list[cst.Call] | None:
-    """The call sites of a function; None unless `run` can make all of its uses."""
-    name = function.name.value
-    owner = class_of(script, function)
-    if owner is not None and is_class_of(script, owner, _OBJECTS):
-        return None
-    uses: list[cst.CSTNode | None] = [
-        n for n in script.nodes(cst.Name) if n.value == name and n is not function.name
-    ]
-    if owner is not None:
-        parents = [script.parent(use) for use in uses if use]
-        uses = [p for p in parents if isinstance(p, cst.Attribute)]
-    calls = [script.parent(use) for use in uses if use]
-    found = [
-        call
-        for use, call in zip(uses, calls, strict=True)
-        if isinstance(call, cst.Call) and call.func is use and _takes(script, call)
-    ]
-    is_single = len(script.functions(name)) == 1 and len(found) == len(calls)
-    return found if is_single else None
-
-
-def _takes(script: Script, call: cst.Call) -> bool:
-    return not is_traced(script, call) and not any(
-        arg.star
-        or isinstance(arg.value, cst.BaseString | cst.Lambda)
-        or kind_of(script, arg.value) in _OBJECTS
-        for arg in call.args
-    )
-
-
-def _run(script: Script, call: cst.Call) -> Callable[[cst.Call], Expression]:
-    """Replace a call by `run` in the default strategy; a used result is reduced."""
-    is_alone = isinstance(script.parent(call), cst.Expr)
-
-    def replacement(updated: cst.Call) -> Expression:
-        code = script.code
-        given = [code(a.value) for a in updated.args if not a.keyword]
-        args = f", args=({', '.join(given)}{',' * (len(given) == 1)})" if given else ""
-        pairs = [
-            f"{script.string(keyword_of(a)).value}: {code(a.value)}"
-            for a in updated.args
-            if a.keyword
-        ]
-        args += f", kwargs={{{', '.join(pairs)}}}" if pairs else ""
-        strategy = f"{script.here('rx.get_strategy')}()"
-        text = f"{strategy}.run({code(updated.func)}{args})"
-        if not is_alone:
-            total = script.string("sum").value
-            text = f"{strategy}.reduce({total}, {text}, axis=None)"
-        return cst.parse_expression(text)
-
-    return replacement
-
-
-def plan_models(script: Script) -> None:
-    """Plan a scope around models with a step of their own and `compile`, or report."""
-    if has_scope(script):
-        return
-    methods = {method_of(call) for call in script.calls}
-    for name, callers in _STEPS.items():
-        for function in script.functions(name) if methods & callers else ():
-            owner = class_of(script, function)
-            bases = foreign_bases(script, owner) if owner is not None else []
-            is_open = not all(map(script.names.path, bases))
-            is_model = is_open or (owner and is_class_of(script, owner, ("model",)))
-            if owner is None or not is_model:
-                continue
-            lines = _compiled_lines(script, owner)
-            if lines is None:
-                script.leave(function.name, MESSAGES["no_strategy"].format(name))
-            elif lines[0] not in script.replacements:
-                _wrap_in_scope(script, lines)
-
-
-def _compiled_lines(
-    script: Script, owner: cst.ClassDef
-) -> Sequence[cst.CSTNode] | None:
-    """The lines from a class's only instantiation to `compile`; None if unclear."""
-    made = [c for c in script.calls if is_name(c.func, owner.name.value)]
-    bound = script.parent(made[0]) if len(made) == 1 else None
-    if not isinstance(bound, cst.Assign) or len(bound.targets) != 1:
-        return None
-    compiles = f"{script.code(bound.targets[0].target)}.compile"
-    compiled = [c for c in script.calls if script.code(c.func) == compiles]
-    first = script.statement_of(bound)
-    block = script.parent(first)
-    lines = block.body if isinstance(block, cst.IndentedBlock | cst.Module) else ()
-    last = script.statement_of(compiled[0]) if len(compiled) == 1 else None
-    if last not in lines or first not in lines:
-        return None
-    found = lines[lines.index(first) : lines.index(last) + 1]
-    is_plain = all(isinstance(line, cst.SimpleStatementLine) for line in found)
-    return found if found and is_plain else None
-
-
-def _wrap_in_scope(
+def wrap_in_scope(
     script: Script, lines: Sequence[cst.CSTNode], strategy: str | None = None
 ) -> None:
     """Plan to move lines into `with strategy.scope():`; None: the default strategy."""
@@ -308,7 +179,7 @@ def _plan_scope(script: Script, call: cst.Call, blocks: _Nodes) -> None:
         script.leave(call, MESSAGES["outside_scope"])
     for statement, strategy in places or ():
         if statement not in script.replacements:
-            _wrap_in_scope(script, [statement], strategy)
+            wrap_in_scope(script, [statement], strategy)
 
 
 def _places(
