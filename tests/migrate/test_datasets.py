@@ -489,3 +489,30 @@ def test_iterators_of_numpy_arrays(use: str, expected: list[int]) -> None:
     names = executed(text)
     assert names["found"] == expected
     assert names["second"] == [2, 3]
+
+
+LOOP = """\
+import tensorflow as tf
+def made(n: int) -> tf.data.Dataset:
+    return tf.data.Dataset.range(n)
+found = []
+for i, x in made(3).repeat().take(4).enumerate():
+    found.append((i, int(x)))
+"""
+
+
+def test_a_loop_over_a_numbered_dataset() -> None:
+    assert run(LOOP)["found"] == [(0, 0), (1, 1), (2, 2), (3, 0)]
+
+
+def test_numbered_examples_outside_of_a_loop_stay() -> None:
+    text, left = ported(f"{START}d = tf.data.Dataset.range(3).enumerate()")
+    assert any("no `enumerate`" in each for each in left)
+    assert "tf.data.Dataset.range(3).enumerate()" in text
+
+
+def test_a_dataset_as_a_type() -> None:
+    text, _ = ported(LOOP)
+    assert "def made(n: int) -> grain.MapDataset | grain.IterDataset:" in text
+    text, _ = ported(LOOP.replace(".take(4)", ".window(4)"))
+    assert "def made(n: int) -> tf.data.Dataset:" in text

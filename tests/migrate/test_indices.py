@@ -93,3 +93,23 @@ def test_other_arrays_stay(before: str, after: str) -> None:
     text, left = ported(f"import tensorflow as tf\n{source}")
     assert any("use a Python list" in each for each in left)
     assert "out = tf.TensorArray(tf.float32, size=n)" in text
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        ("tf.norm(x, ord=1)", np.abs(X).sum()),
+        ("tf.norm(x, ord=2)", np.sqrt((X**2).sum())),
+        ("tf.norm(x, 'euclidean')", np.sqrt((X**2).sum())),
+        ("tf.norm(x, 'euclidean', 2)", np.sqrt((X**2).sum(2))),
+        ("tf.norm(x, ord='fro')", np.sqrt((X**2).sum())),
+        ("tf.norm(x, 1, axis=-1)", np.abs(X).sum(-1)),
+        ("tf.math.l2_normalize(x)", X / np.sqrt((X**2).sum())),
+        ("tf.linalg.trace(x)", np.trace(X, axis1=-2, axis2=-1)),
+    ],
+)
+def test_norms_and_traces_are_over_the_axes_of_tensorflow(
+    call: str, expected: np.ndarray
+) -> None:
+    found = computed(f"y = {call}")
+    assert np.allclose(found, expected, rtol=1e-6)

@@ -1,4 +1,4 @@
-"""Rules for calls that compute arrays, on devices and in input pipelines.
+"""Rules for calls that compute arrays on devices.
 
 They cover calls whose arguments Keras or NumPy has in another form: constants, random
 numbers, products of matrices, windows of convolutions and pooling, images.
@@ -11,7 +11,6 @@ from replicax.migrate.rules import CallSite, Rule, bound, bound_to, by_row
 from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.tables import (
     DEVICE_OPERATORS,
-    DTYPES,
     GUARDED_OPERATORS,
     HOST_OPERATORS,
     INDEXED,
@@ -32,12 +31,13 @@ from replicax.migrate.tree import (
     with_args,
 )
 
-__all__ = ["DEVICE_RULES", "HOST_RANDOM", "HOST_RULES"]
+__all__ = ["DEVICE_RULES", "identity", "pad", "resize"]
 
 _STRINGS = (cst.SimpleString, cst.FormattedString)
 
 
-def _identity(site: CallSite) -> Expression:
+def identity(site: CallSite) -> Expression:
+    """Port `tf.identity` to its argument."""
     return site.required(0, "input")
 
 
@@ -267,6 +267,29 @@ def _clip_by_norm(site: CallSite) -> Expression:
     return site.make(text, x=value, limit=limit)
 
 
+def _norm(site: CallSite) -> Expression:
+    """Port `tf.norm`, which without an axis is of all elements as one vector."""
+    order, axis = site.ported(1, "ord"), site.ported(2, "axis")
+    made = by_row(site, DEVICE_OPERATORS[site.path])
+    kept = [arg for arg in made.args if arg.value is not order]
+    is_flat = axis is None or is_name(axis, "None")
+    text = text_of(order)
+    if order is None or text == "euclidean" or (is_flat and text == "fro"):
+        kept = [a if a is made.args[0] else _as_named(a, axis) for a in kept]
+        return made if order is None else with_args(made, kept)
+    if not is_flat:
+        return made
+    if site.given(3, "keepdims") is not None:
+        raise site.stays("give the norm of all elements without keepdims=")
+    text = "keras.ops.norm(keras.ops.ravel({x}), ord={ord})"
+    return site.make(text, x=site.required(0, "tensor"), ord=order)
+
+
+def _as_named(arg: cst.Arg, axis: Expression | None) -> cst.Arg:
+    """An argument behind one that is taken out, by its name."""
+    return renamed(arg, "axis" if arg.value is axis else "keepdims")
+
+
 def _random(site: CallSite) -> Expression:
     script, node = site.script, site.node
     made = by_row(site, DEVICE_OPERATORS[site.path])
@@ -289,7 +312,7 @@ def _random(site: CallSite) -> Expression:
 # Images and arrays that input pipelines have, too.
 
 
-def _resize(site: CallSite) -> Expression:
+def resize(site: CallSite) -> Expression:
     """Port `tf.image.resize` of TensorFlow 2; bilinear results are float32 as there."""
     script, made = site.script, by_row(site, GUARDED_OPERATORS[site.path])
     value = named(made, "interpolation") or script.string("bilinear")
@@ -309,7 +332,7 @@ def _resize(site: CallSite) -> Expression:
     return site.make("np.asarray({x})", x=made) if on_host else made
 
 
-def _pad(site: CallSite) -> Expression:
+def pad(site: CallSite) -> Expression:
     """Port `tf.pad`: paddings must be numbers in sight, modes become lower case."""
     script = site.script
     table = HOST_OPERATORS if script.runs_on_host(site.node) else GUARDED_OPERATORS
@@ -338,96 +361,6 @@ def _is_of_numbers(node: Expression) -> bool:
     return isinstance(node, cst.Integer)
 
 
-# Input pipelines alone.
-
-
-def _cast_on_host(site: CallSite) -> Expression:
-    value, dtype = site.required(0, "x"), site.required(1, "dtype")
-    is_number = isinstance(value, (cst.Integer, cst.Float))
-    text = "np.array({x}, {dtype})" if is_number else "{x}.astype({dtype})"
-    return site.make(text, x=value, dtype=dtype)
-
-
-def _constant_on_host(site: CallSite) -> Expression:
-    value = site.required(0, "value")
-    made = by_row(site, HOST_OPERATORS[site.path])
-    kinds = {type(part) for part in find(value, cst.Float, cst.Integer)}
-    if len(made.args) > 1 or not kinds:
-        return made
-    # TensorFlow's dtypes of Python's numbers.
-    dtype = site.script.string("float32" if cst.Float in kinds else "int32")
-    return made.with_changes(args=[cst.Arg(value), cst.Arg(dtype)])
-
-
-def _one_hot_on_host(site: CallSite) -> Expression:
-    depth = site.ported(1, "depth")
-    if depth is None or len(site.updated.args) != 2:
-        raise Unported("tf.one_hot with more than indices and depth: port it by hand")
-    text = 'np.eye({depth}, dtype="float32")[{indices}]'
-    return site.make(text, depth=depth, indices=site.required(0, "indices"))
-
-
-def _random_image(site: CallSite) -> Expression:
-    made = by_row(site, HOST_OPERATORS[site.path])
-    generator = keyword("rng", _generator(site))
-    return with_args(made, [*made.args, generator])
-
-
-def _generator(site: CallSite) -> cst.Name:
-    return cst.Name(site.script.generators.get(site.node, "rng"))
-
-
-_OF_UNIFORM = ("shape", "minval", "maxval", "dtype", "seed", "name")
-_OF_NORMAL = ("shape", "mean", "stddev", "dtype", "seed", "name")
-
-
-def _drawn(site: CallSite) -> Expression:
-    """Port a draw to `rng.uniform(low, high, shape)`, `rng.normal`, `rng.integers`."""
-    is_uniform = "uniform" in site.path
-    names = _OF_UNIFORM if is_uniform else _OF_NORMAL
-    given = {k: arg.value for k, arg in bound(site.updated.args, names).items()}
-    given = {k: value for k, value in given.items() if not is_name(value, "None")}
-    method = "uniform" if is_uniform else "normal"
-    if is_uniform and _draws_integers(site):
-        method = "integers"
-    for name in ("shape", "maxval") if method == "integers" else ("shape",):
-        if name not in given:
-            raise Unported(f"tf.{site.path}: its argument {name!r} was not found")
-    return site.make(
-        f"{{rng}}.{method}({{a}}, {{b}}, {{shape}}).astype({{dtype}})",
-        rng=_generator(site),
-        a=given.get(names[1], cst.Integer("0")),
-        b=given.get(names[2], cst.Integer("1")),
-        shape=given["shape"],
-        dtype=given.get("dtype", site.script.string("float32")),
-    )
-
-
-def _draws_integers(site: CallSite) -> bool:
-    """Whether `tf.random.uniform` draws integers; refuses a dtype out of sight."""
-    script = site.script
-    given = bound(site.node.args, _OF_UNIFORM).get("dtype")
-    if given is None or is_name(given.value, "None"):
-        return False
-    value = script.flow.resolved(given.value)
-    name = script.names.path(value) or script.names.imported(value) or ""
-    dtype = text_of(value) or name.rpartition(".")[2]  # Of `tf.int32`, `np.int32`.
-    if dtype not in DTYPES:
-        raise Unported(
-            f"tf.{site.path}: its dtype is not in sight; pass one such as tf.int32"
-        )
-    return "int" in dtype
-
-
-_RANDOM_IMAGES = tuple(
-    path
-    for path, operator in HOST_OPERATORS.items()
-    if operator.target.startswith("rx.input.images.random_")
-)
-_NUMBERS = ("random.uniform", "random_uniform", "random.normal", "random_normal")
-HOST_RANDOM = (*_RANDOM_IMAGES, *_NUMBERS)
-"""Paths of functions that draw random numbers, and get the example's generator."""
-
 _conv = _windowed("keras.ops.conv", "input", "filters", "strides")
 _max_pool = _windowed("keras.ops.max_pool", "input", "ksize", "strides")
 _average_pool = _windowed("keras.ops.average_pool", "input", "ksize", "strides")
@@ -435,7 +368,7 @@ _average_pool = _windowed("keras.ops.average_pool", "input", "ksize", "strides")
 DEVICE_RULES: dict[str, Rule] = {
     "constant": _constant,
     "convert_to_tensor": _constant,
-    "identity": _identity,
+    "identity": identity,
     "Variable": _variable,
     "matmul": _matmul,
     "linalg.matmul": _matmul,
@@ -447,26 +380,16 @@ DEVICE_RULES: dict[str, Rule] = {
     "nn.avg_pool": _average_pool,
     "nn.avg_pool2d": _average_pool,
     "image.extract_patches": _patches,
-    "image.resize": _resize,
-    "pad": _pad,
+    "image.resize": resize,
+    "pad": pad,
     "cast": _cast,
     "nn.ctc_loss": _ctc,
     "where": _where,
     **dict.fromkeys(INDEXED, _indexed),
     "split": _split,
     "clip_by_norm": _clip_by_norm,
+    "norm": _norm,
+    "linalg.norm": _norm,
     **dict.fromkeys(RANDOM, _random),
 }
 """Rules for code that devices run, by the path of the function."""
-HOST_RULES: dict[str, Rule] = {
-    **dict.fromkeys(_RANDOM_IMAGES, _random_image),
-    **dict.fromkeys(_NUMBERS, _drawn),
-    "cast": _cast_on_host,
-    "one_hot": _one_hot_on_host,
-    "constant": _constant_on_host,
-    "convert_to_tensor": _constant_on_host,
-    "identity": _identity,
-    "image.resize": _resize,
-    "pad": _pad,
-}
-"""Rules for input pipelines, by the path of the function."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from replicax.migrate.arrays import HOST_RANDOM, HOST_RULES
+from replicax.migrate.host_arrays import HOST_RANDOM, HOST_RULES
 from replicax.migrate.rules import CallSite, bound
 from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.statements import is_static_shape

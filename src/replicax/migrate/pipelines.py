@@ -30,6 +30,7 @@ from replicax.migrate.sources import (
     draws_before,
     dropped,
     is_endless,
+    is_looped,
     replacement,
     shuffle_and_repeat,
     stream_problem,
@@ -349,7 +350,8 @@ def _operator_problem(
 ) -> tuple[cst.CSTNode, str] | None:
     for call in sorted(group.operators, key=script.line):
         name = method_of(call)
-        if name not in MAPPED:
+        is_loop = name != "enumerate" or is_looped(script, call)
+        if name not in MAPPED or not is_loop:
             return call, f"Grain's datasets have no `{name}` like tf.data's"
         before = calls_before(script, call) if name == "shuffle" else ()
         repeats = (each for each in before if method_of(each) == "repeat")

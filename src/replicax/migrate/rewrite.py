@@ -127,6 +127,8 @@ def _is_read(script: Script, node: cst.Name) -> bool:
 
 def _reference(script: Script, node: cst.Name | cst.Attribute) -> Expression:
     path = script.names.path(node) or ""
+    if path == "data.Dataset" and _is_hint(script, node):
+        return script.template("grain.MapDataset | grain.IterDataset")
     target = find_target(path)
     root = root_of(node)
     local = root.value if root else ""
@@ -144,6 +146,12 @@ def _reference(script: Script, node: cst.Name | cst.Attribute) -> Expression:
     if kept is not None and (f"{target}.").startswith(f"{kept}."):
         return cst.parse_expression(local + target[len(kept) :])
     return script.expression(target)
+
+
+def _is_hint(script: Script, node: cst.CSTNode) -> bool:
+    """Whether a node is in a type annotation, of a script without tf.data."""
+    stays = any(finding.reason.startswith(STAYS) for finding in script.findings)
+    return not stays and script.around(node, cst.Annotation) is not None
 
 
 def _is_compared(script: Script, node: cst.CSTNode) -> bool:

@@ -184,6 +184,8 @@ def by_row(site: CallSite, operator: Operator) -> cst.Call:
     must_be_named = False
     for name, arg in given.items():
         target = operator.parameters[name]
+        if name == "axis" and operator.target.startswith("np."):
+            arg = _with_tuple(arg)  # NumPy takes no list of axes.
         if target == "-" or (target == "!" and is_name(arg.value, "None", "False")):
             must_be_named = True
         elif target == "!":
@@ -202,6 +204,16 @@ def by_row(site: CallSite, operator: Operator) -> cst.Call:
         func=site.script.expression(operator.target),
         args=without(site.updated.args, kept, extra),
     )
+
+
+def _with_tuple(arg: cst.Arg) -> cst.Arg:
+    """An argument with a tuple in place of a list."""
+    if not isinstance(arg.value, cst.List):
+        return arg
+    made = cst.Tuple(
+        arg.value.elements, lpar=[cst.LeftParen()], rpar=[cst.RightParen()]
+    )
+    return arg.with_changes(value=made)
 
 
 def written(text: str, *parameters: str) -> Rule:

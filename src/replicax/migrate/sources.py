@@ -108,7 +108,7 @@ def _arrays(site: CallSite, before: Expression, after: Expression) -> Expression
     flow = site.script.flow
     values = [v for d in flow.reaching(before) for v in d.values]
     is_display = isinstance(before, cst.List | cst.ListComp)
-    if not is_display and not any(map(_makes_list, values)):
+    if not is_display and not any(map(_makes_list, [before, *values])):
         return after
     kinds = {type(part) for part in walk(after)}
     if cst.Float in kinds:  # TensorFlow's dtypes of Python's numbers.
@@ -342,11 +342,21 @@ _THROUGH = frozenset(["enumerate", "iter", "list", "tuple", "zip"])
 def _as_numpy_iterator(site: CallSite) -> Expression:
     """Drop `as_numpy_iterator` of what a loop goes through; else port it to `iter`."""
     script, made = site.script, dropped("Grain's examples are NumPy's")(site)
-    parent, used = script.parent(site.node), script.call_with(site.node)
-    is_looped = isinstance(parent, cst.For | cst.CompFor)
-    if is_looped or (used and script.code(used.func) in _THROUGH):
+    used = script.call_with(site.node)
+    if is_looped(script, site.node) or (used and script.code(used.func) in _THROUGH):
         return made
     return site.make("iter({x})", x=made)
+
+
+def is_looped(script: Script, node: cst.CSTNode) -> bool:
+    """Whether a loop or a comprehension goes through an expression."""
+    return isinstance(script.parent(node), cst.For | cst.CompFor)
+
+
+def _enumerate(site: CallSite) -> Expression:
+    site.note(MESSAGES["python_numbers"])
+    args = [cst.Arg(site.receiver), *site.updated.args]
+    return cst.Call(cst.Name("enumerate"), args)
 
 
 DROPPED: dict[str, Rule] = {
@@ -365,6 +375,7 @@ MAPPED: dict[str, Rule] = {
     "repeat": _repeat,
     **DROPPED,
     "cache": _cache,
+    "enumerate": _enumerate,
     "take": written("{self}[:{count}]", "count"),
     "skip": written("{self}[{count}:]", "count"),
     "shard": written("{self}[{index}::{num_shards}]", "num_shards", "index"),
