@@ -142,7 +142,6 @@ def test_what_is_ported(before: str, after: str) -> None:
             "m = tf.keras.models.load_model('m.h5')",
             "only with safe_mode=False",
         ),
-        ("tf.keras.losses.MeanSquaredError(reduction='auto')", "sum_over_batch_size"),
         ("tf.compat.v1.initializers.random_normal()", "stddev is 1 in TensorFlow 1"),
         ("tf.keras.utils.audio_dataset_from_directory(d)", "makes tf.data"),
         ("model.fit_generator(g, samples_per_epoch=9)", "count batches"),

@@ -1,13 +1,15 @@
 """Rules for calls of Keras that changed between tf.keras and Keras 3."""
 
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeAlias
 
 import libcst as cst
 
 from replicax.migrate.files import MODELS, WEIGHTS, is_weights_only, report_path
-from replicax.migrate.kinds import makers, makes_optimizer
-from replicax.migrate.members import is_rate
-from replicax.migrate.origins import elements, is_parameter, returned, with_bases
+from replicax.migrate.kinds import is_class_of, kind_of, makers
+from replicax.migrate.optimizer_calls import config_problem, optimizer_arguments
+from replicax.migrate.origins import elements, returned, with_bases
 from replicax.migrate.rules import CallSite, Rule, with_keywords
 from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.tables import (
@@ -19,10 +21,8 @@ from replicax.migrate.tables import (
     NO_METRICS,
     OPTIMIZERS,
     READERS,
-    default_of,
-    find_target,
-    kind_of_target,
 )
+from replicax.migrate.tracing import class_of
 from replicax.migrate.tree import (
     argument,
     find,
@@ -33,7 +33,6 @@ from replicax.migrate.tree import (
     method_of,
     methods_of,
     named,
-    object_of,
     text_of,
     value_of,
     walk,
@@ -44,9 +43,8 @@ __all__ = [
     "RULES",
     "plan_identifiers",
     "plan_metrics",
-    "ported_class_call",
+    "plan_results",
     "problems",
-    "with_float_rate",
 ]
 
 
@@ -68,6 +66,46 @@ def _pooling(site: CallSite) -> Expression:
     if has_star or site.given(0, "pool_size") is not None:
         return site.of_target()
     return site.of_target([*site.updated.args, keyword("pool_size", cst.Integer("2"))])
+
+
+_Change: TypeAlias = Callable[[CallSite, Expression, Expression], Expression]
+
+
+def _changed(position: int, name: str, change: _Change) -> Rule:
+    """Make a rule that changes one argument, from the original and the ported value."""
+
+    def rule(site: CallSite) -> Expression:
+        found = argument(site.updated.args, position, name)
+        given = site.given(position, name)
+        if found is None or given is None:
+            return site.of_target()
+        value = change(site, given, found.value)
+        args = [
+            a.with_changes(value=value) if a is found else a for a in site.updated.args
+        ]
+        return site.of_target(args)
+
+    return rule
+
+
+def _as_shape(site: CallSite, old: Expression, new: Expression) -> Expression:
+    """A shape that is an integer as a tuple, as Keras 3 wants it."""
+    is_integer = isinstance(site.script.flow.resolved(old), cst.Integer)
+    return site.make("({x},)", x=new) if is_integer else new
+
+
+def _as_units(site: CallSite, old: Expression, new: Expression) -> Expression:
+    """The number of units as an integer of Python, which NumPy's are not."""
+    value = site.script.flow.resolved(old)
+    name = site.script.names.imported(value.func) if isinstance(value, cst.Call) else ""
+    return site.make("int({x})", x=new) if (name or "").startswith("numpy.") else new
+
+
+def _as_names(site: CallSite, old: Expression, new: Expression) -> Expression:
+    """The names of logical devices, for a strategy that takes no devices."""
+    made = site.script.called(site.script.flow.resolved(old))
+    is_list = made.endswith(("list_logical_devices", "list_physical_devices"))
+    return site.make("[device.name for device in {x}]", x=new) if is_list else new
 
 
 def _save_model(site: CallSite) -> Expression:
@@ -114,184 +152,78 @@ def _loss_scale(site: CallSite) -> Expression:
     return made
 
 
-# Optimizers.
-
-_OLD = ("lr", "decay")
-
-
-def _optimizer_arguments(site: CallSite) -> list[cst.Arg]:
-    """Port the arguments of a call of an optimizer class to Keras 3.
-
-    Raises:
-        Unported: If one of them has no counterpart, or stands in a dict.
-    """
-    script, decay = site.script, named(site.updated, "decay")
-    for arg in site.node.args:
-        if arg.star != "**":
-            continue
-        text = script.code(arg.value)
-        keys = _keys(script, arg.value)
-        if old := sorted({*_OLD} & (keys or set())):
-            raise Unported(MESSAGES["optimizer_dict"].format(old=old[0], text=text))
-        if keys is None:
-            script.leave(site.node, MESSAGES["optimizer_unpacked"].format(text=text))
-    args = with_keywords(site, "optimizer")
-    if decay is not None and script.code(decay) not in {"0", "0.0", "0.", "None"}:
-        return _decayed(site, args, decay)
-    if named(site.node, "lr") is not None and ".legacy." not in site.path:
-        site.note(MESSAGES["ignored_rate"])
-    return args
-
-
-def _decayed(site: CallSite, args: list[cst.Arg], decay: Expression) -> list[cst.Arg]:
-    """Replace `decay=` by the schedule of Keras 2, `rate / (1 + decay * step)`.
-
-    Raises:
-        Unported: If the rate is no number, or if something else may set it.
-    """
-    script, target = site.script, find_target(site.path)
-    old, new = _rate(site.node), argument(args, 0, "learning_rate")
-    is_made = old is not None and isinstance(script.flow.resolved(old), cst.Call)
-    if target is None or is_made or _is_rate_set(script):
-        raise Unported(MESSAGES["optimizer_decay"])
-    rate: Expression = cst.Float(str(default_of(target, "learning_rate")))
-    if old is not None and new is not None:
-        rate = _as_float(script, old, new.value)
-    site.note("decay= is a schedule, and learning_rate the rate of this step")
-    text = "({rate}, decay_steps=1, decay_rate={decay})"
-    text = f"keras.optimizers.schedules.InverseTimeDecay{text}"
-    schedule = site.make(text, rate=rate, decay=decay)
-    if new is None:
-        return [*args, keyword("learning_rate", schedule)]
-    return [a.with_changes(value=schedule) if a is new else a for a in args]
-
-
-def _is_rate_set(script: Script) -> bool:
-    """Whether a callback or an assignment sets a learning rate in a script."""
-    written: list[cst.CSTNode] = [t.target for t in script.nodes(cst.AssignTarget)]
-    for call in script.calls:
-        if method_of(call) in {"assign", "set_value"}:
-            written += [object_of(call), *(arg.value for arg in call.args[:1])]
-    is_called = any(script.called(c) in NAMES["rate_callbacks"] for c in script.calls)
-    return is_called or any(is_rate(script, each) for each in written)
-
-
-def ported_class_call(site: CallSite) -> cst.Call:
-    """Port a call of an optimizer class that a variable holds: `cls(lr=0.1)`.
-
-    Raises:
-        Unported: If an argument has no counterpart, or if only the variable's name
-            says that it is an optimizer class.
-    """
-    script, node = site.script, site.node
-    is_partial = script.code(node.func) in {"partial", "functools.partial"}
-    made = node.args[0].value if is_partial and node.args else node.func
-    if makes_optimizer(script, made):
-        return site.with_args(_optimizer_arguments(site))
-    old = [a.keyword.value for a in node.args if a.keyword and is_named(a, *_OLD)]
-    if old and _is_named_class(script, node.func):
-        raise Unported(
-            MESSAGES["optimizer_class"].format(name=script.code(node.func), old=old[0])
-        )
-    return site.updated
-
-
-def _is_named_class(script: Script, node: Expression) -> bool:
-    is_open = not any(each.values for each in script.flow.reaching(node))
-    is_named = "opt" in script.code(node).lower()
-    return is_open and is_named and is_parameter(script, node)
-
-
-def _config_problem(script: Script, node: cst.Call) -> str | None:
-    """Why Keras 3 refuses the config of an optimizer, a dict; None if it does not."""
-    given = value_of(node, 0, "identifier")
-    value = script.flow.resolved(given) if given is not None else None
-    if not isinstance(value, cst.Dict):
-        return None
-    found = {script.code(text)[1:-1] for text in find(value, cst.SimpleString)}
-    if old := sorted({*_OLD} & found):
-        return f"Keras 3 has no {old[0]!r} in the config of an optimizer"
-    return None
-
-
-def _keys(script: Script, node: Expression) -> set[str] | None:
-    """The keys of a dict that is only unpacked; None if not all are in sight."""
-    uses = [u for d in script.flow.reaching(node) for u in script.flow.uses(d)]
-    args = [script.parent(use) for use in uses]
-    value = script.flow.resolved(node)
-    keys = [""]
-    if isinstance(value, cst.Call) and is_name(value.func, "dict"):
-        keys = [keyword_of(arg) for arg in value.args]
-    elif isinstance(value, cst.Dict):
-        pairs = value.elements
-        keys = [text_of(e.key) if isinstance(e, cst.DictElement) else "" for e in pairs]
-    is_alone = all(isinstance(arg, cst.Arg) and arg.star == "**" for arg in args)
-    return set(keys) if is_alone and "" not in keys else None
-
-
-def with_float_rate(
-    script: Script, node: cst.Call, result: Expression, path: str
-) -> Expression:
-    """Convert an integer learning rate of an optimizer to a float.
-
-    Keras 3 refuses integers.
-    """
-    target = find_target(path) or ""
-    if not isinstance(result, cst.Call) or kind_of_target(target) != "optimizer":
-        return result
-    old, new = _rate(node), value_of(result, 0, "learning_rate")
-    if old is None or new is None or isinstance(new, cst.Call):
-        return result
-    value = _as_float(script, old, new)
-    args = [a.with_changes(value=value) if a.value is new else a for a in result.args]
-    return result if value is new else result.with_changes(args=args)
-
-
-def _rate(node: cst.Call) -> Expression | None:
-    """The learning rate among the original arguments of an optimizer."""
-    return value_of(node, 0, "learning_rate") or named(node, "lr")
-
-
-def _as_float(script: Script, old: Expression, new: Expression) -> Expression:
-    """The port `new` of a number, as a float if it is an integer."""
-    if isinstance(old, cst.Integer):
-        return cst.Float(f"{old.evaluated_value}.0")
-    return script.template("float({x})", x=new) if _is_integer(script, old) else new
-
-
-def _is_integer(script: Script, node: Expression) -> bool:
-    """Whether a variable is an integer; a parameter's default may be a number, too."""
-    if not isinstance(script.flow.value(node), cst.Integer):
-        return False
-    bound = [script.parent(each.node) for each in script.flow.reaching(node)]
-    defaults = [p.default for p in bound if isinstance(p, cst.Param)]
-    return all(d is None or isinstance(d, cst.Integer | cst.Float) for d in defaults)
-
-
 # Metrics, and names of losses, constraints and regularizers.
 
 
 def plan_metrics(script: Script) -> None:
-    """Plan to widen labels `[n]` in metrics and losses of the script, as TF does.
+    """Plan to convert labels in metrics and losses of the script, as TF passes them.
 
-    Keras 3 passes `[n]`, which broadcasts with predictions `[n, 1]` to `[n, n]`.
+    Keras 3 passes `[n]`, which broadcasts with predictions `[n, 1]` to `[n, n]`. It
+    passes losses the labels as floats, which are no indices.
     """
     for call in (c for c in script.calls if method_of(c) == "compile"):
         for each in _parts(script, value_of(call, 1, "loss")):
             # Keras widens the labels of functions.
-            _plan_labels(script, _methods(script, each, "call"))
+            _plan_labels(script, _methods(script, each, "call"), is_loss=True)
+            functions = _metric_functions(script, each)
+            _plan_labels(script, functions, is_loss=True, widen=False)
         for each in _parts(script, value_of(call, 2, "metrics")):
             _plan_labels(script, _metric_functions(script, each))
 
 
-def _plan_labels(script: Script, functions: Iterable[cst.FunctionDef]) -> None:
-    """Plan to widen the labels that functions get beside predictions `[n, 1]`."""
+def _plan_labels(
+    script: Script,
+    functions: Iterable[cst.FunctionDef],
+    *,
+    is_loss: bool = False,
+    widen: bool = True,
+) -> None:
+    """Plan to convert the labels that losses or metrics get at their begin."""
     for function in functions:
         names = [p.name.value for p in function.params.params]
         labels, *rest = names[1:] if names[:1] == ["self"] else names
-        if rest and _is_used_plainly(script, function, labels):
+        if not rest:
+            continue
+        made = labels
+        if widen and _is_used_plainly(script, function, labels):
             wide = f"{labels}[:, None] if {labels}.ndim < {rest[0]}.ndim == 2"
-            script.first_lines[function.body] = f"{labels} = {wide} else {labels}"
+            made = f"{wide} else {labels}"
+        if is_loss and _has_indices(script, function, labels):
+            dtype = script.string("int32").value
+            made = f"{script.here('keras.ops.cast')}({made}, {dtype})"
+        if made != labels:
+            script.first_lines[function.body] = f"{labels} = {made}"
+
+
+def _has_indices(script: Script, function: cst.FunctionDef, labels: str) -> bool:
+    """Whether a function takes elements of an array by labels that it does not cast."""
+    calls = [c for c in find(function, cst.Call) if script.called(c)]
+    given = [
+        call.args[1].value
+        for call in calls
+        if script.called(call) in NAMES["indexing"] and len(call.args) > 1
+    ]
+    return any(_is_uncast(script, each, labels, frozenset()) for each in given)
+
+
+def _is_uncast(
+    script: Script, node: Expression, name: str, seen: frozenset[cst.CSTNode]
+) -> bool:
+    """Whether a value is made of a parameter, without a `cast`."""
+    if node in seen or "cast" in script.called(node):
+        return False
+    seen = seen | {node}
+    if isinstance(node, cst.Call):
+        inside = [arg.value for arg in node.args]
+    elif isinstance(node, cst.Subscript):
+        inside = [node.value]
+    elif is_name(node, name) and not any(
+        made.values for made in script.flow.reaching(node)
+    ):
+        return True
+    else:
+        inside = [v for made in script.flow.reaching(node) for v in made.values]
+    return any(_is_uncast(script, each, name, seen) for each in inside)
 
 
 def _methods(script: Script, node: Expression, name: str) -> Iterator[cst.FunctionDef]:
@@ -335,19 +267,60 @@ def _is_used_plainly(script: Script, function: cst.FunctionDef, name: str) -> bo
     return not all(path.startswith(_OF_ANY_SHAPE) for path in called)
 
 
+def plan_results(script: Script) -> None:
+    """Plan arrays where the `result` of a metric returns a variable.
+
+    JAX traces the method, and takes no variable as a result.
+    """
+    for function in script.functions("result"):
+        owner = class_of(script, function)
+        if owner is None or not is_class_of(script, owner, ("metric",)):
+            continue
+        for node in find(function, cst.Return):
+            pairs = node.value.elements if isinstance(node.value, cst.Dict) else ()
+            for each in [node.value, *(pair.value for pair in pairs)]:
+                if each is not None and kind_of(script, each) == "variable":
+                    text = "keras.ops.convert_to_tensor({x})"
+                    script.replacements[each] = functools.partial(
+                        _written, script, text
+                    )
+
+
+def _written(script: Script, text: str, updated: Expression) -> Expression:
+    return script.template(text, x=updated)
+
+
 def plan_identifiers(script: Script) -> None:
     """Plan the names of Keras 3 for literals that it does not know, or report them."""
+    losses = IDENTIFIERS["loss"]
+    if _loads_h5(script):
+        losses = {**losses, **IDENTIFIERS["loaded_loss"]}
     for call in script.calls:
         if method_of(call) == "compile":
-            for part in _parts(script, value_of(call, 1, "loss"), resolved=True):
-                _plan_identifier(script, part, IDENTIFIERS["loss"])
-            for part in _parts(script, value_of(call, 2, "metrics"), resolved=True):
-                if text_of(part) in NO_METRICS:
-                    script.leave(part, MESSAGES["no_metric"].format(name=text_of(part)))
+            _plan_compiled(script, call, losses)
         for arg in call.args:
             before, _, kind = keyword_of(arg).rpartition("_")
-            if before and kind in IDENTIFIERS:
+            if kind in IDENTIFIERS and (before or kind == "reduction"):
                 _plan_identifier(script, arg.value, IDENTIFIERS[kind])
+    for param in script.nodes(cst.Param):
+        if param.name.value == "reduction" and param.default is not None:
+            _plan_identifier(script, param.default, IDENTIFIERS["reduction"])
+
+
+def _plan_compiled(script: Script, call: cst.Call, losses: dict[str, str]) -> None:
+    """Plan the names of losses in a `compile`, and report those of metrics."""
+    for part in _parts(script, value_of(call, 1, "loss"), resolved=True):
+        _plan_identifier(script, part, losses)
+    for part in _parts(script, value_of(call, 2, "metrics"), resolved=True):
+        if text_of(part) in NO_METRICS:
+            script.leave(part, MESSAGES["no_metric"].format(name=text_of(part)))
+
+
+def _loads_h5(script: Script) -> bool:
+    """Whether a script loads models, and has names of files of HDF5."""
+    texts = (text_of(node) for node in script.nodes(cst.SimpleString))
+    is_loaded = any(script.called(c).endswith("load_model") for c in script.calls)
+    return is_loaded and any(text.endswith((".h5", ".hdf5")) for text in texts)
 
 
 def _plan_identifier(script: Script, node: Expression, names: dict[str, str]) -> None:
@@ -363,9 +336,6 @@ def problems(script: Script, node: cst.Call, path: str) -> Iterator[str]:
     is_loaded = name == "models.load_model" and named(node, "safe_mode") is None
     if is_loaded and "keras.layers.Lambda" in map(script.called, script.calls):
         yield MESSAGES["lambda_layer"]
-    reduction = named(node, "reduction") if name.startswith("losses.") else None
-    if reduction is not None and script.code(reduction).strip("\"'") == "auto":
-        yield 'Keras 3 has no reduction="auto": write "sum_over_batch_size"'
     for changed, position, parameter in CHANGED_DEFAULTS:
         if path == changed and argument(node.args, position, parameter) is None:
             yield f"{parameter} has another default in Keras 2: write {parameter}="
@@ -375,9 +345,14 @@ def problems(script: Script, node: cst.Call, path: str) -> Iterator[str]:
     if is_stateful and any(method_of(each) in loops for each in script.calls):
         yield MESSAGES["forgotten_states"]
     if name in {"optimizers.get", "optimizers.deserialize"} and (
-        problem := _config_problem(script, node)
+        problem := config_problem(script, node)
     ):
         yield problem
+    if path == "keras.layers.Bidirectional":
+        made = (call.func for call in find(node, cst.Call))
+        for name in (each.value for each in made if isinstance(each, cst.Name)):
+            if any(not owner.decorators for owner in script.classes(name)):
+                yield MESSAGES["unregistered"].format(name)
     yield from _old_defaults(script, node, path)
 
 
@@ -402,9 +377,7 @@ def _old_defaults(script: Script, node: cst.Call, path: str) -> Iterator[str]:
 
 
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(
-        OPTIMIZERS, lambda site: site.of_target(_optimizer_arguments(site))
-    ),
+    **dict.fromkeys(OPTIMIZERS, lambda site: site.of_target(optimizer_arguments(site))),
     **dict.fromkeys(READERS, _reader),
     **dict.fromkeys(NAMES["average_poolings"], _pooling),
     "keras.mixed_precision.experimental.LossScaleOptimizer": _loss_scale,
@@ -412,6 +385,11 @@ RULES: dict[str, Rule] = {
     "keras.callbacks.ModelCheckpoint": _model_checkpoint,
     "keras.callbacks.ReduceLROnPlateau": _with_keywords("ReduceLROnPlateau"),
     "keras.callbacks.TensorBoard": _tensorboard,
+    "keras.layers.Dense": _changed(0, "units", _as_units),
+    **dict.fromkeys(
+        ("keras.Input", "keras.layers.Input"), _changed(0, "shape", _as_shape)
+    ),
+    "distribute.MirroredStrategy": _changed(0, "devices", _as_names),
     "keras.models.save_model": _save_model,
     "keras.models.load_model": _load_model,
 }

@@ -24,6 +24,7 @@ from replicax.migrate.tables import (
     KINDS,
     MESSAGES,
     NAMES,
+    OVERRIDDEN,
     accepted_arguments,
     exists,
     is_dotted,
@@ -34,6 +35,7 @@ from replicax.migrate.tree import (
     is_name,
     is_named,
     method_of,
+    methods_of,
     named,
     object_of,
     parts_of,
@@ -47,6 +49,7 @@ __all__ = [
     "ported_attribute",
     "rate",
     "report_functional",
+    "report_overridden",
     "report_unknown",
     "reset",
     "updated_logs",
@@ -187,6 +190,18 @@ def _has_own_reset(script: Script, owner: cst.ClassDef) -> bool:
     methods = (class_of(script, f) for f in script.functions("reset_states"))
     is_own = not set(methods).isdisjoint(with_bases(script, owner))
     return is_own and not any(map(script.names.path, foreign_bases(script, owner)))
+
+
+def report_overridden(script: Script, node: cst.ClassDef) -> None:
+    """Report methods of a class of the script that Keras 3 does not call."""
+    for kind, why in OVERRIDDEN.items():
+        if is_class_of(script, node, (kind,)):
+            for name, method in methods_of(node).items():
+                if name in why:
+                    reason = MESSAGES["not_called"].format(name, why[name])
+                    script.leave(method.name, reason)
+                elif name == "update_step" and len(method.params.params) == 3:
+                    script.leave(method.name, MESSAGES["update_step"])
 
 
 _CLASSES = {**KINDS, "variable": "keras.Variable"}

@@ -11,7 +11,7 @@ from replicax.migrate.files import (
     plan_folder,
     report_path,
 )
-from replicax.migrate.kinds import is_kind, makers
+from replicax.migrate.kinds import is_kind, kind_of, makers
 from replicax.migrate.origins import with_bases
 from replicax.migrate.rules import CallSite, Rule, with_keywords, written
 from replicax.migrate.script import Expression, Script, Unported
@@ -33,6 +33,7 @@ from replicax.migrate.tree import (
     parts_of,
     renamed,
     root_of,
+    value_of,
 )
 
 __all__ = ["plan_resets", "ported_method"]
@@ -168,7 +169,23 @@ def _compiled(site: CallSite) -> Expression:
         raise Unported("compile: name its arguments, Keras 3 has another order")
     # Keras 3 has the weights of losses third.
     names = dict(zip(positional[2:], ARGUMENTS["compile"][2:], strict=False))
-    return site.with_args(renamed(a, names[a]) if a in names else a for a in args)
+    args = [renamed(a, names[a]) if a in names else a for a in args]
+    given = site.given(2, "metrics")
+    if given is not None and _is_one_metric(site.script, given):
+        args = [_in_list(site, a) if is_named(a, "metrics") else a for a in args]
+    return site.with_args(args)
+
+
+def _is_one_metric(script: Script, node: Expression) -> bool:
+    """Whether an expression is a metric, or its name, of which Keras 3 takes a list."""
+    value = script.flow.resolved(node)
+    is_function = isinstance(value, cst.Name) and bool(script.functions(value.value))
+    is_name_of_one = isinstance(value, cst.SimpleString)
+    return is_name_of_one or is_function or kind_of(script, node) == "metric"
+
+
+def _in_list(site: CallSite, arg: cst.Arg) -> cst.Arg:
+    return arg.with_changes(value=site.make("[{x}]", x=arg.value))
 
 
 def _masks(script: Script, call: cst.Call) -> bool:
@@ -186,12 +203,25 @@ def _fitted(site: CallSite) -> Expression:
             if arg.star or i >= len(parameters):
                 raise Unported(f"{site.method}: name its arguments")
             args[i] = renamed(arg, parameters[i])
+    weights = named(site.node, "sample_weight")
+    is_dict = weights and isinstance(site.script.flow.resolved(weights), cst.Dict)
+    if is_dict and any(_lists_outputs(site.script, c) for c in site.script.calls):
+        site.script.leave(site.node, MESSAGES["named_weights"])
     inner = CallSite(site.script, site.node, site.with_args(args))
     made = inner.with_args(with_keywords(inner, "fit"))
     name = site.method.removesuffix("_generator")
     if name == site.method:
         return made
     return CallSite(site.script, site.node, made).as_method(name)
+
+
+def _lists_outputs(script: Script, call: cst.Call) -> bool:
+    """Whether a call makes a functional model whose outputs are a list."""
+    outputs = value_of(call, 1, "outputs")
+    is_model = script.called(call) in {"keras.Model", "keras.models.Model"}
+    return is_model and bool(
+        parts_of(script.flow.resolved(outputs) if outputs else None)
+    )
 
 
 def _save(site: CallSite) -> Expression:

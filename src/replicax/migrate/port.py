@@ -17,11 +17,16 @@ from replicax.migrate.files import plan_files
 from replicax.migrate.gradient_sums import plan_gradient_sums
 from replicax.migrate.host import plan_lookups
 from replicax.migrate.imports import find_retained, ported_imports, uses_tensorflow
-from replicax.migrate.keras_calls import plan_identifiers, plan_metrics
+from replicax.migrate.keras_calls import (
+    plan_identifiers,
+    plan_metrics,
+    plan_results,
+)
 from replicax.migrate.layer_calls import plan_input_shapes, plan_layer_calls
 from replicax.migrate.logits import plan_logits
 from replicax.migrate.members import report_functional
 from replicax.migrate.methods import plan_resets
+from replicax.migrate.optimizer_calls import report_shared_optimizers
 from replicax.migrate.pipelines import plan_pipelines
 from replicax.migrate.rewrite import Rewriter
 from replicax.migrate.scopes import plan_scopes
@@ -35,6 +40,7 @@ from replicax.migrate.tracing import (
     report_branches,
     report_gradients,
 )
+from replicax.migrate.trainable import plan_trainable
 from replicax.migrate.training import plan_train_steps, plan_training
 from replicax.migrate.tree import text_of
 
@@ -100,10 +106,13 @@ def port(source: bytes) -> Ported:
     plan_training(script)
     plan_train_steps(script)
     plan_gradient_sums(script)
+    plan_trainable(script)
     plan_logits(script)
     plan_files(script)
     plan_identifiers(script)
     plan_metrics(script)
+    plan_results(script)
+    report_shared_optimizers(script)
     _report_backend(script)
     report_branches(script)
     report_gradients(script)

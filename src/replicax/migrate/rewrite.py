@@ -8,9 +8,9 @@ import libcst as cst
 from libcst import matchers
 
 from replicax.migrate import calls, members, statements
-from replicax.migrate.keras_calls import ported_class_call
 from replicax.migrate.kinds import renamed_optimizer
 from replicax.migrate.methods import ported_method
+from replicax.migrate.optimizer_calls import ported_class_call
 from replicax.migrate.pipelines import STAYS
 from replicax.migrate.rules import CallSite
 from replicax.migrate.script import (
@@ -242,7 +242,8 @@ def _with_other_arguments(
 
 
 def _visit_class(script: Script, node: cst.ClassDef) -> bool:
-    """Report subclasses of `TensorBoard`, which has other methods in replicax."""
+    """Report methods that have other names here, or that nothing calls any more."""
+    members.report_overridden(script, node)
     for base in node.bases:
         if script.names.path(base.value) == "keras.callbacks.TensorBoard":
             script.leave(node.name, MESSAGES["tensorboard_methods"])

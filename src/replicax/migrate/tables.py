@@ -40,6 +40,7 @@ __all__ = [
     "OLD_METRICS",
     "OLD_PREFIXES",
     "OPTIMIZERS",
+    "OVERRIDDEN",
     "PREFIXES",
     "READERS",
     "RENAMED_METHODS",
@@ -200,6 +201,8 @@ ATTRIBUTES = {kind: _texts(table) for kind, table in _DATA["attributes"].items()
 
 An empty reason of an optimizer's attribute means another name of `learning_rate`.
 """
+OVERRIDDEN = {kind: _texts(table) for kind, table in _DATA["overridden"].items()}
+"""Methods of subclasses that Keras 3 does not call, and what to write, by kind."""
 RENAMED_METHODS = _texts(_DATA["methods"]["renamed"])
 WRITTEN_METHODS = _texts(_DATA["methods"]["written"])
 """Templates of calls of methods by name, with `{self}` for the object."""

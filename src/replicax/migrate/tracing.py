@@ -276,7 +276,9 @@ def report_branches(script: Script) -> None:
                 test = script.code(node.test)
                 script.leave(node.test, MESSAGES["autograph"].format(test=test))
     for call in script.calls:
-        if script.called(call) in _BRANCHING:
+        if script.called(call) == "while_loop" and is_traced(script, call):
+            script.leave(call, MESSAGES["while_loop"])
+        elif script.called(call) in _BRANCHING:
             given = (_functions_of(script, arg.value) for arg in call.args)
             if method := _effect(script, itertools.chain(*given)):
                 script.leave(call, MESSAGES["branch_effect"].format(method))

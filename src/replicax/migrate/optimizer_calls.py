@@ -1,0 +1,205 @@
+"""Ports calls of the classes of optimizers, and their learning rates."""
+
+import libcst as cst
+
+from replicax.migrate.kinds import kind_of, makes_optimizer, origins
+from replicax.migrate.members import is_rate
+from replicax.migrate.origins import is_parameter
+from replicax.migrate.rules import CallSite, with_keywords
+from replicax.migrate.script import Expression, Script, Unported
+from replicax.migrate.tables import (
+    MESSAGES,
+    NAMES,
+    default_of,
+    find_target,
+    kind_of_target,
+)
+from replicax.migrate.tree import (
+    argument,
+    find,
+    is_name,
+    is_named,
+    keyword,
+    keyword_of,
+    method_of,
+    named,
+    object_of,
+    text_of,
+    value_of,
+)
+
+__all__ = [
+    "config_problem",
+    "optimizer_arguments",
+    "ported_class_call",
+    "report_shared_optimizers",
+    "with_float_rate",
+]
+
+_OLD = ("lr", "decay")
+
+
+def optimizer_arguments(site: CallSite) -> list[cst.Arg]:
+    """Port the arguments of a call of an optimizer class to Keras 3.
+
+    Raises:
+        Unported: If one of them has no counterpart, or stands in a dict.
+    """
+    script, decay = site.script, named(site.updated, "decay")
+    for arg in site.node.args:
+        if arg.star != "**":
+            continue
+        text = script.code(arg.value)
+        keys = _keys(script, arg.value)
+        if old := sorted({*_OLD} & (keys or set())):
+            raise Unported(MESSAGES["optimizer_dict"].format(old=old[0], text=text))
+        if keys is None:
+            script.leave(site.node, MESSAGES["optimizer_unpacked"].format(text=text))
+    rate = _rate(site.node)
+    if rate is not None and kind_of(script, rate) == "variable":
+        raise Unported(MESSAGES["variable_rate"])
+    args = with_keywords(site, "optimizer")
+    if decay is not None and script.code(decay) not in {"0", "0.0", "0.", "None"}:
+        return _decayed(site, args, decay)
+    if named(site.node, "lr") is not None and ".legacy." not in site.path:
+        site.note(MESSAGES["ignored_rate"])
+    return args
+
+
+def _decayed(site: CallSite, args: list[cst.Arg], decay: Expression) -> list[cst.Arg]:
+    """Replace `decay=` by the schedule of Keras 2, `rate / (1 + decay * step)`.
+
+    Raises:
+        Unported: If the rate is no number, or if something else may set it.
+    """
+    script, target = site.script, find_target(site.path)
+    old, new = _rate(site.node), argument(args, 0, "learning_rate")
+    is_made = old is not None and isinstance(script.flow.resolved(old), cst.Call)
+    if target is None or is_made or _is_rate_set(script):
+        raise Unported(MESSAGES["optimizer_decay"])
+    rate: Expression = cst.Float(str(default_of(target, "learning_rate")))
+    if old is not None and new is not None:
+        rate = _as_float(script, old, new.value)
+    site.note("decay= is a schedule, and learning_rate the rate of this step")
+    text = "({rate}, decay_steps=1, decay_rate={decay})"
+    text = f"keras.optimizers.schedules.InverseTimeDecay{text}"
+    schedule = site.make(text, rate=rate, decay=decay)
+    if new is None:
+        return [*args, keyword("learning_rate", schedule)]
+    return [a.with_changes(value=schedule) if a is new else a for a in args]
+
+
+def _is_rate_set(script: Script) -> bool:
+    """Whether a callback or an assignment sets a learning rate in a script."""
+    written: list[cst.CSTNode] = [t.target for t in script.nodes(cst.AssignTarget)]
+    for call in script.calls:
+        if method_of(call) in {"assign", "set_value"}:
+            written += [object_of(call), *(arg.value for arg in call.args[:1])]
+    is_called = any(script.called(c) in NAMES["rate_callbacks"] for c in script.calls)
+    return is_called or any(is_rate(script, each) for each in written)
+
+
+def ported_class_call(site: CallSite) -> cst.Call:
+    """Port a call of an optimizer class that a variable holds: `cls(lr=0.1)`.
+
+    Raises:
+        Unported: If an argument has no counterpart, or if only the variable's name
+            says that it is an optimizer class.
+    """
+    script, node = site.script, site.node
+    is_partial = script.code(node.func) in {"partial", "functools.partial"}
+    made = node.args[0].value if is_partial and node.args else node.func
+    if makes_optimizer(script, made):
+        return site.with_args(optimizer_arguments(site))
+    old = [a.keyword.value for a in node.args if a.keyword and is_named(a, *_OLD)]
+    if old and _is_named_class(script, node.func):
+        raise Unported(
+            MESSAGES["optimizer_class"].format(name=script.code(node.func), old=old[0])
+        )
+    return site.updated
+
+
+def _is_named_class(script: Script, node: Expression) -> bool:
+    is_open = not any(each.values for each in script.flow.reaching(node))
+    is_named = "opt" in script.code(node).lower()
+    return is_open and is_named and is_parameter(script, node)
+
+
+def config_problem(script: Script, node: cst.Call) -> str | None:
+    """Why Keras 3 refuses the config of an optimizer, a dict; None if it does not."""
+    given = value_of(node, 0, "identifier")
+    value = script.flow.resolved(given) if given is not None else None
+    if not isinstance(value, cst.Dict):
+        return None
+    found = {script.code(text)[1:-1] for text in find(value, cst.SimpleString)}
+    if old := sorted({*_OLD} & found):
+        return f"Keras 3 has no {old[0]!r} in the config of an optimizer"
+    return None
+
+
+def _keys(script: Script, node: Expression) -> set[str] | None:
+    """The keys of a dict that is only unpacked; None if not all are in sight."""
+    uses = [u for d in script.flow.reaching(node) for u in script.flow.uses(d)]
+    args = [script.parent(use) for use in uses]
+    value = script.flow.resolved(node)
+    keys = [""]
+    if isinstance(value, cst.Call) and is_name(value.func, "dict"):
+        keys = [keyword_of(arg) for arg in value.args]
+    elif isinstance(value, cst.Dict):
+        pairs = value.elements
+        keys = [text_of(e.key) if isinstance(e, cst.DictElement) else "" for e in pairs]
+    is_alone = all(isinstance(arg, cst.Arg) and arg.star == "**" for arg in args)
+    return set(keys) if is_alone and "" not in keys else None
+
+
+def with_float_rate(
+    script: Script, node: cst.Call, result: Expression, path: str
+) -> Expression:
+    """Convert an integer learning rate of an optimizer to a float.
+
+    Keras 3 refuses integers.
+    """
+    target = find_target(path) or ""
+    if not isinstance(result, cst.Call) or kind_of_target(target) != "optimizer":
+        return result
+    old, new = _rate(node), value_of(result, 0, "learning_rate")
+    if old is None or new is None or isinstance(new, cst.Call):
+        return result
+    value = _as_float(script, old, new)
+    args = [a.with_changes(value=value) if a.value is new else a for a in result.args]
+    return result if value is new else result.with_changes(args=args)
+
+
+def _rate(node: cst.Call) -> Expression | None:
+    """The learning rate among the original arguments of an optimizer."""
+    return value_of(node, 0, "learning_rate") or named(node, "lr")
+
+
+def _as_float(script: Script, old: Expression, new: Expression) -> Expression:
+    """The port `new` of a number, as a float if it is an integer."""
+    if isinstance(old, cst.Integer):
+        return cst.Float(f"{old.evaluated_value}.0")
+    return script.template("float({x})", x=new) if _is_integer(script, old) else new
+
+
+def _is_integer(script: Script, node: Expression) -> bool:
+    """Whether a variable is an integer; a parameter's default may be a number, too."""
+    if not isinstance(script.flow.value(node), cst.Integer):
+        return False
+    bound = [script.parent(each.node) for each in script.flow.reaching(node)]
+    defaults = [p.default for p in bound if isinstance(p, cst.Param)]
+    return all(d is None or isinstance(d, cst.Integer | cst.Float) for d in defaults)
+
+
+def report_shared_optimizers(script: Script) -> None:
+    """Report an optimizer that several models are compiled with."""
+    compiled = [call for call in script.calls if method_of(call) == "compile"]
+    models: dict[cst.Call, set[str]] = {}
+    for call in compiled:
+        given = value_of(call, 0, "optimizer")
+        for made in origins(script, given) if given is not None else ():
+            if isinstance(made, cst.Call) and kind_of(script, made) == "optimizer":
+                found = models.setdefault(made, set())
+                found.add(script.code(object_of(call)))
+                if len(found) == 2:
+                    script.leave(call, MESSAGES["shared_optimizer"])

@@ -1,0 +1,259 @@
+"""What `compile` is given, and what its models and optimizers define."""
+
+import numpy as np
+import pytest
+from tests.migrate.porting import executed, ported
+
+START = "import tensorflow as tf\nk = tf.keras\n"
+MODEL = "model = k.Sequential([k.Input((2,)), k.layers.Dense(2)])\n"
+GAN = f"""\
+{START}
+class GAN:
+    def __init__(self):
+        self.d = k.Sequential([k.Input((2,)), k.layers.Dense(1)])
+        self.d.compile(k.optimizers.SGD(0.1), "mse")
+        z = k.Input((2,))
+        self.d.trainable = False
+        self.g = k.Sequential([k.Input((2,)), k.layers.Dense(2)])
+        self.both = k.Model(z, self.d(self.g(z)))
+        self.both.compile(k.optimizers.SGD(0.1), "mse")
+    def train(self, x, y):
+        loss = self.d.train_on_batch(x, y)
+        self.both.train_on_batch(x, y)
+        return loss
+gan = GAN()
+before = gan.d.get_weights()[0], gan.g.get_weights()[0]
+gan.train(x, y)
+after = gan.d.get_weights()[0], gan.g.get_weights()[0]
+"""
+
+
+def test_a_model_that_is_frozen_after_compile_is_trained_as_compiled() -> None:
+    text, left = ported(GAN)
+    assert left == []
+    x, y = np.ones((4, 2), "float32"), np.ones((4, 1), "float32")
+    names = executed(text, {"x": x, "y": y})
+    moved = [
+        float(np.abs(a - b).sum())
+        for a, b in zip(names["before"], names["after"], strict=True)
+    ]
+    assert all(each > 1e-4 for each in moved)
+    assert names["gan"].d.trainable_variables == []
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("        self.d.trainable = False\n", ""),
+        (
+            '"mse")\n        z',
+            '"mse")\n        self.d.trainable = False\n        self.d.compile()\n'
+            "        z",
+        ),
+        ("    def train", "    def free(self): self.d.trainable = True\n    def train"),
+        ("self.d.train_on_batch(x, y)", "0"),
+    ],
+)
+def test_other_models_are_trained_as_they_are(before: str, after: str) -> None:
+    text, _ = ported(GAN.replace(before, after).replace("trainable = False\n" * 2, ""))
+    assert "trainable = True\n        loss" not in text
+
+
+def test_a_model_that_is_trainable_after_compile_is_left() -> None:
+    _, left = ported(GAN.replace("self.d.trainable = False", "self.d.trainable = t"))
+    assert ["when it was compiled" in each for each in left] == [True]
+
+
+@pytest.mark.parametrize(
+    ("metric", "is_one"),
+    [
+        ("'accuracy'", True),
+        ("k.metrics.MeanSquaredError()", True),
+        ("error", True),
+        ("['accuracy']", False),
+        ("{'a': 'accuracy'}", False),
+        ("unknown", False),
+    ],
+)
+def test_one_metric_becomes_a_list(metric: str, is_one: bool) -> None:
+    error = "def error(y_true, y_pred): return k.losses.mse(y_true, y_pred)\n"
+    source = f"{START}{error}{MODEL}model.compile('sgd', 'mse', metrics={metric})"
+    text, left = ported(source)
+    assert left == []
+    assert ("metrics=[" in text) == (is_one or metric.startswith("["))
+
+
+def test_labels_that_are_indices_are_integers_in_a_loss() -> None:
+    text, left = ported(
+        f"{START}weights = tf.constant([1.0, 3.0])\n"
+        "def loss(y_true, y_pred):\n"
+        "    labels = tf.squeeze(y_true, -1)\n"
+        "    return tf.gather(weights, labels) * tf.reduce_sum(y_pred, -1)\n"
+        f"{MODEL}model.compile('sgd', loss)\n"
+        "value = model.evaluate(x, y, verbose=0)"
+    )
+    assert left == []
+    x, y = np.ones((4, 2), "float32"), np.array([[0], [1], [1], [1]])
+    names = executed(text, {"x": x, "y": y})
+    total = float(names["model"].predict(x, verbose=0)[0].sum())
+    assert names["value"] == pytest.approx(2.5 * total, rel=1e-5)
+
+
+def test_labels_that_are_cast_stay() -> None:
+    text, _ = ported(
+        f"{START}def loss(y_true, y_pred):\n"
+        "    labels = tf.cast(y_true, tf.int64)\n"
+        "    return tf.gather(weights, labels) * y_pred\n"
+        f"{MODEL}model.compile('sgd', loss)"
+    )
+    assert '"int32"' not in text
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("rate = tf.Variable(0.1)\no = k.optimizers.SGD(rate)", "a number or a sched"),
+        (
+            "o = k.optimizers.SGD(0.1)\n"
+            "a = k.Sequential()\na.compile(o)\nb = k.Sequential()\nb.compile(o)",
+            "make one for each",
+        ),
+        (
+            "class Own(k.optimizers.Optimizer):\n"
+            "    def _resource_apply_dense(self, grad, var): pass",
+            "does not call _resource_apply_dense",
+        ),
+        (
+            "class Own(k.optimizers.legacy.Optimizer):\n"
+            "    def _create_slots(self, variables): pass",
+            "does not call _create_slots",
+        ),
+        (
+            "class Own(k.optimizers.SGD):\n"
+            "    def update_step(self, grad, variable): pass",
+            "update_step(gradient, variable, learning_rate)",
+        ),
+        (
+            "class Own(k.optimizers.SGD):\n    def apply_gradients(self, g): pass",
+            "write that",
+        ),
+        (
+            "class Own(k.Model):\n    def make_train_function(self): pass",
+            "write train_step",
+        ),
+    ],
+)
+def test_what_keras_3_does_not_take_or_call_is_left(source: str, reason: str) -> None:
+    _, left = ported(START + source)
+    assert any(reason in each for each in left)
+
+
+def test_an_optimizer_of_one_model_is_compiled_twice() -> None:
+    _, left = ported(
+        f"{START}{MODEL}o = k.optimizers.SGD(0.1)\nmodel.compile(o)\nmodel.compile(o)"
+    )
+    assert left == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "loss = k.losses.MeanSquaredError(reduction='auto')",
+        "class Loss(k.losses.Loss):\n"
+        "    def __init__(self, reduction='auto'):\n"
+        "        super().__init__(reduction=reduction)\n"
+        "loss = Loss()",
+        "class Loss(k.losses.Loss):\n"
+        "    def __init__(self): super().__init__(reduction='auto')\n"
+        "loss = Loss()",
+    ],
+)
+def test_the_reduction_auto_is_the_mean(source: str) -> None:
+    text, left = ported(START + source)
+    assert left == []
+    assert executed(text)["loss"].reduction == "sum_over_batch_size"
+
+
+def test_a_metric_whose_result_is_a_variable() -> None:
+    text, left = ported(
+        f"{START}class Seen(k.metrics.Metric):\n"
+        "    def __init__(self):\n"
+        "        super().__init__(name='seen')\n"
+        "        self.n = self.add_weight(name='n', initializer='zeros')\n"
+        "    def update_state(self, y_true, y_pred, sample_weight=None):\n"
+        "        self.n.assign_add(1.0)\n"
+        "    def result(self):\n"
+        "        return self.n\n"
+        f"{MODEL}model.compile('sgd', 'mse', metrics=[Seen()])\n"
+        "value = model.evaluate(x, x, batch_size=2, verbose=0)[1]"
+    )
+    assert left == []
+    names = executed(text, {"x": np.ones((4, 2), "float32")})
+    assert names["value"] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("x = k.Input(3)", "keras.Input((3,))"),
+        ("x = k.layers.Input(shape=3, name='a')", "shape=(3,), name='a')"),
+        ("n = 3\nx = k.Input(n)", "keras.Input((n,))"),
+        ("x = k.Input((3,))", "keras.Input((3,))"),
+        ("x = k.layers.Dense(np.prod(s))", "keras.layers.Dense(int(np.prod(s)))"),
+        ("n = np.prod(s)\nx = k.layers.Dense(n)", "keras.layers.Dense(int(n))"),
+        ("x = k.layers.Dense(units=4)", "keras.layers.Dense(units=4)"),
+        (
+            "gpus = tf.config.list_logical_devices('GPU')\n"
+            "s = tf.distribute.MirroredStrategy(gpus)",
+            "rx.MirroredStrategy([device.name for device in gpus])",
+        ),
+        (
+            "d = tf.data.Dataset.from_tensor_slices((list(x), list(y)))",
+            "rx.input.numpy_dataset((np.array(list(x)), np.array(list(y))))",
+        ),
+        (
+            f"{MODEL}model.compile('sgd', 'mse')\nmodel.save('m.h5')\n"
+            "k.models.load_model('m.h5')",
+            "compile('sgd', 'mean_squared_error')",
+        ),
+        (f"{MODEL}model.compile('sgd', 'mse')", "compile('sgd', 'mse')"),
+    ],
+)
+def test_arguments_that_keras_3_takes_otherwise(before: str, after: str) -> None:
+    text, left = ported(f"{START}import numpy as np\n{before}")
+    assert left == []
+    assert after in text
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        (
+            "class L(k.layers.Layer):\n    def call(self, x):\n"
+            "        return tf.while_loop(lambda i: i < 3, lambda i: i + 1, [x])",
+            "no gradients",
+        ),
+        (
+            "class Cell(k.layers.LSTMCell): pass\n"
+            "x = k.layers.Bidirectional(k.layers.RNN(Cell(3)))",
+            "above the class Cell",
+        ),
+        (
+            "x = k.Input((2,))\nmodel = k.Model(x, [x, x])\n"
+            "model.fit(x, y, sample_weight={'a': w})",
+            "give a list",
+        ),
+    ],
+)
+def test_what_fails_only_when_it_runs_is_left(source: str, reason: str) -> None:
+    _, left = ported(START + source)
+    assert [reason in each for each in left] == [True]
+
+
+def test_numpy_takes_a_tuple_of_axes_in_a_dataset() -> None:
+    text, left = ported(
+        f"{START}d = tf.data.Dataset.from_tensor_slices(x)"
+        ".map(lambda a: tf.reduce_mean(a, axis=[0, 1]))"
+    )
+    assert left == []
+    assert "np.mean(a, axis=(0, 1))" in text
