@@ -1,5 +1,7 @@
 """What `compile` is given, and what its models and optimizers define."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from tests.migrate.porting import executed, ported
@@ -195,13 +197,13 @@ def test_a_metric_whose_result_is_a_variable() -> None:
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ("x = k.Input(3)", "keras.Input((3,))"),
+        ("x = k.Input(3)", "k.Input((3,))"),
         ("x = k.layers.Input(shape=3, name='a')", "shape=(3,), name='a')"),
-        ("n = 3\nx = k.Input(n)", "keras.Input((n,))"),
-        ("x = k.Input((3,))", "keras.Input((3,))"),
-        ("x = k.layers.Dense(np.prod(s))", "keras.layers.Dense(int(np.prod(s)))"),
-        ("n = np.prod(s)\nx = k.layers.Dense(n)", "keras.layers.Dense(int(n))"),
-        ("x = k.layers.Dense(units=4)", "keras.layers.Dense(units=4)"),
+        ("n = 3\nx = k.Input(n)", "k.Input((n,))"),
+        ("x = k.Input((3,))", "k.Input((3,))"),
+        ("x = k.layers.Dense(np.prod(s))", "k.layers.Dense(int(np.prod(s)))"),
+        ("n = np.prod(s)\nx = k.layers.Dense(n)", "k.layers.Dense(int(n))"),
+        ("x = k.layers.Dense(units=4)", "k.layers.Dense(units=4)"),
         (
             "gpus = tf.config.list_logical_devices('GPU')\n"
             "s = tf.distribute.MirroredStrategy(gpus)",
@@ -257,3 +259,79 @@ def test_numpy_takes_a_tuple_of_axes_in_a_dataset() -> None:
     )
     assert left == []
     assert "np.mean(a, axis=(0, 1))" in text
+
+
+SCHEDULE = f"""\
+{START}{MODEL}
+class Stop(k.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        k.backend.set_value(self.model.optimizer.lr, 0.0)
+start = model.get_weights()[0]
+model.compile(k.optimizers.SGD(0.1), "mse")
+model.fit(x[:2], y[:2], batch_size=2, verbose=0)
+once = model.get_weights()[0]
+model.set_weights([start, 0 * start[0]])
+model.fit(x, y, batch_size=2, shuffle=False, verbose=0, callbacks=[Stop()])
+"""
+
+
+def test_a_rate_that_a_callback_sets_at_a_batch_counts() -> None:
+    text, left = ported(SCHEDULE)
+    assert left == []
+    x, y = np.ones((4, 2), "float32"), np.ones((4, 2), "float32")
+    names = executed(text, {"x": x, "y": y})
+    assert np.allclose(names["model"].get_weights()[0], names["once"], atol=1e-7)
+    assert not np.allclose(names["once"], names["start"], atol=1e-3)
+
+
+def test_callbacks_that_assign_nothing_stay() -> None:
+    text, _ = ported(SCHEDULE.replace("k.backend.set_value", "print"))
+    assert "jax_state_sync" not in text
+
+
+LOADED = f"""\
+{START}{MODEL}model.compile("sgd", "mse")
+model.fit(x, x, verbose=0)
+model.save("m.h5")
+loaded = k.models.load_model("m.h5")
+"""
+
+
+def test_a_model_that_is_trained_further_is_saved_as_keras_3_saves_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text, left = ported(f"{LOADED}loaded.fit(x, x, verbose=0)")
+    assert left == []
+    assert '"m.keras"' in text
+    executed(text, {"x": np.ones((4, 2), "float32")})
+    assert (tmp_path / "m.keras").exists()
+    assert '"m.h5"' in ported(LOADED)[0]
+
+
+@pytest.mark.parametrize(
+    ("line", "is_left"),
+    [
+        ("model = k.models.load_model('other.h5')\nmodel.fit(x, x)", True),
+        ("model = k.models.load_model('other.h5', compile=False)\nmodel.fit(x)", False),
+        ("model = k.models.load_model('other.h5')\nmodel.predict(x)", False),
+    ],
+)
+def test_a_model_of_hdf5_that_is_trained_is_left(line: str, is_left: bool) -> None:
+    _, left = ported(START + line)
+    assert any("from HDF5" in each for each in left) == is_left
+
+
+def test_weights_that_are_assigned_in_a_call_are_left() -> None:
+    layer = (
+        "class Norm(k.layers.Wrapper):\n"
+        "    def build(self, shape):\n"
+        "        self.w = self.layer.kernel\n"
+        "        self.u = self.add_weight(shape=(), trainable=False)\n"
+        "    def call(self, x):\n"
+        "        self.u.assign(0.5)\n"
+        "        self.w.assign(self.w * self.u)\n"
+        "        return self.layer(x)\n"
+    )
+    _, left = ported(START + layer)
+    assert ["through this assignment" in each for each in left] == [True]

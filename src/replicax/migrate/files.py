@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 import libcst as cst
 
-from replicax.migrate.kinds import is_kind
+from replicax.migrate.kinds import is_kind, origins
 from replicax.migrate.script import Expression, Script
+from replicax.migrate.tables import MESSAGES
 from replicax.migrate.tree import (
     dotted,
     is_name,
@@ -25,6 +26,7 @@ from replicax.migrate.tree import (
 __all__ = [
     "MODELS",
     "WEIGHTS",
+    "is_trained_later",
     "is_weights_only",
     "latest_checkpoint",
     "newest_weights",
@@ -48,10 +50,12 @@ class _Site(NamedTuple):
     Attributes:
         path: The argument with the file's name.
         endings: The suffixes to choose from, if the call writes the file; else empty.
+        is_trained: Whether the call loads a model that is trained further.
     """
 
     path: Expression
     endings: tuple[str, ...]
+    is_trained: bool = False
 
 
 def plan_files(script: Script) -> None:
@@ -78,17 +82,21 @@ def plan_files(script: Script) -> None:
         right = WEIGHTS if end in WEIGHTS else MODELS
         if _CHECKPOINTS in written:
             right = _CHECKPOINTS
+        if any(site.is_trained for site, _ in group):
+            right = MODELS[:1]
         paths = [site.path for site, _ in group]
         if not text.endswith(right) and all(
             _is_for_files_alone(script, path, known) for path in paths
         ):
             for literal in {literal for _, literal in group}:
-                _plan_end(script, literal, end)
+                _plan_end(script, literal, end, right)
 
 
-def _plan_end(script: Script, literal: cst.SimpleString, end: str) -> None:
+def _plan_end(
+    script: Script, literal: cst.SimpleString, end: str, right: tuple[str, ...]
+) -> None:
     stem = literal.raw_value.rstrip("/")
-    if end in WEIGHTS:
+    if end in WEIGHTS or right == MODELS[:1]:
         stem = stem.removesuffix(".h5").removesuffix(".hdf5")
     elif stem.endswith(".hdf5"):  # The same format, by the suffix that Keras 3 takes.
         stem, end = stem.removesuffix(".hdf5"), ".h5"
@@ -116,7 +124,19 @@ def _sites(script: Script) -> Iterator[_Site]:
                 endings = MODELS
         given = value_of(call, position, "filepath")
         if endings is not None and given is not None:
-            yield _Site(given, endings)
+            yield _Site(given, endings, is_trained_later(script, call))
+
+
+def is_trained_later(script: Script, load: cst.Call) -> bool:
+    """Whether a call of `load_model` gives a compiled model that is trained."""
+    if not script.called(load).endswith("models.load_model"):
+        return False
+    trained = (c for c in script.calls if method_of(c) in _TRAINING)
+    is_compiled = not is_name(named(load, "compile"), "False")
+    return is_compiled and any(load in origins(script, object_of(c)) for c in trained)
+
+
+_TRAINING = ("fit", "fit_generator", "train_on_batch")
 
 
 def _is_foreign(script: Script, node: Expression) -> bool:
@@ -194,6 +214,8 @@ def report_path(
     if end is None:
         if not is_read:
             script.leave(node, f"{wanted}: see that `{script.code(path)}` does")
+    elif is_read and not end.endswith(MODELS[0]) and is_trained_later(script, node):
+        script.leave(node, MESSAGES["hdf5"])
     elif not end.endswith(endings):
         script.leave(node, wanted)
     elif _default_of(script, path) is not None:

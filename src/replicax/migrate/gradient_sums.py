@@ -18,7 +18,7 @@ from replicax.migrate.kinds import is_class_of, kind_of, origins
 from replicax.migrate.origins import definitions, iterated, returned, with_bases
 from replicax.migrate.script import Expression, Script
 from replicax.migrate.tables import MESSAGES, NAMES, find_target
-from replicax.migrate.tracing import class_of, has_scope, with_called
+from replicax.migrate.tracing import class_of, scopes, with_called
 from replicax.migrate.tree import (
     attr_of,
     find,
@@ -48,7 +48,7 @@ _UNKNOWN: _Terms = frozenset(["unknown"])
 def plan_gradient_sums(script: Script) -> None:
     """Plan factors on the losses of `train_step`s, or report what is not understood."""
     steps = [f for f in script.functions("train_step") if _is_of_model(script, f)]
-    if not steps or not has_scope(script):
+    if not steps or not _may_have_replicas(script):
         return
     functions = sorted(with_called(script, steps), key=script.line)
     calls = dict.fromkeys(c for f in functions for c in find(f, cst.Call))
@@ -63,6 +63,21 @@ def plan_gradient_sums(script: Script) -> None:
                 _plan_loss(
                     script, gradient, "target", changed=call if is_changed else None
                 )
+
+
+_OF_ONE_REPLICA = ("distribute.OneDeviceStrategy", "distribute.get_strategy")
+
+
+def _may_have_replicas(script: Script) -> bool:
+    """Whether a scope is of a strategy that may have several replicas."""
+    for block in scopes(script):
+        around = script.parent(block)
+        assert isinstance(around, cst.With)
+        made = origins(script, object_of(around.items[0].item))
+        paths = {script.called(c) if isinstance(c, cst.Call) else "" for c in made}
+        if not paths.issubset(_OF_ONE_REPLICA):
+            return True
+    return False
 
 
 def _is_of_model(script: Script, function: cst.FunctionDef) -> bool:

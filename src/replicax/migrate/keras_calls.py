@@ -41,6 +41,7 @@ from replicax.migrate.tree import (
 
 __all__ = [
     "RULES",
+    "plan_arguments",
     "plan_identifiers",
     "plan_metrics",
     "plan_results",
@@ -66,46 +67,6 @@ def _pooling(site: CallSite) -> Expression:
     if has_star or site.given(0, "pool_size") is not None:
         return site.of_target()
     return site.of_target([*site.updated.args, keyword("pool_size", cst.Integer("2"))])
-
-
-_Change: TypeAlias = Callable[[CallSite, Expression, Expression], Expression]
-
-
-def _changed(position: int, name: str, change: _Change) -> Rule:
-    """Make a rule that changes one argument, from the original and the ported value."""
-
-    def rule(site: CallSite) -> Expression:
-        found = argument(site.updated.args, position, name)
-        given = site.given(position, name)
-        if found is None or given is None:
-            return site.of_target()
-        value = change(site, given, found.value)
-        args = [
-            a.with_changes(value=value) if a is found else a for a in site.updated.args
-        ]
-        return site.of_target(args)
-
-    return rule
-
-
-def _as_shape(site: CallSite, old: Expression, new: Expression) -> Expression:
-    """A shape that is an integer as a tuple, as Keras 3 wants it."""
-    is_integer = isinstance(site.script.flow.resolved(old), cst.Integer)
-    return site.make("({x},)", x=new) if is_integer else new
-
-
-def _as_units(site: CallSite, old: Expression, new: Expression) -> Expression:
-    """The number of units as an integer of Python, which NumPy's are not."""
-    value = site.script.flow.resolved(old)
-    name = site.script.names.imported(value.func) if isinstance(value, cst.Call) else ""
-    return site.make("int({x})", x=new) if (name or "").startswith("numpy.") else new
-
-
-def _as_names(site: CallSite, old: Expression, new: Expression) -> Expression:
-    """The names of logical devices, for a strategy that takes no devices."""
-    made = site.script.called(site.script.flow.resolved(old))
-    is_list = made.endswith(("list_logical_devices", "list_physical_devices"))
-    return site.make("[device.name for device in {x}]", x=new) if is_list else new
 
 
 def _save_model(site: CallSite) -> Expression:
@@ -152,7 +113,50 @@ def _loss_scale(site: CallSite) -> Expression:
     return made
 
 
-# Metrics, and names of losses, constraints and regularizers.
+# Arguments, metrics, and names of losses, constraints and regularizers.
+
+
+def plan_arguments(script: Script) -> None:
+    """Plan arguments that Keras 3 and replicax take as other types."""
+    for call in script.calls:
+        if change := _CHANGES.get(script.called(call)):
+            position, name, text_of_change = change
+            found = argument(call.args, position, name)
+            text = text_of_change(script, found.value) if found is not None else None
+            if found is not None and text is not None:
+                script.replacements[found] = functools.partial(_with, script, text)
+
+
+def _with(script: Script, text: str, updated: cst.Arg) -> cst.Arg:
+    return updated.with_changes(value=script.template(text, x=updated.value))
+
+
+def _shape(script: Script, node: Expression) -> str | None:
+    is_integer = isinstance(script.flow.resolved(node), cst.Integer)
+    return "({x},)" if is_integer else None
+
+
+def _units(script: Script, node: Expression) -> str | None:
+    """NumPy's integers are none of Python's, which `Dense` wants."""
+    value = script.flow.resolved(node)
+    name = script.names.imported(value.func) if isinstance(value, cst.Call) else None
+    return "int({x})" if name is not None and name.startswith("numpy.") else None
+
+
+def _devices(script: Script, node: Expression) -> str | None:
+    made = script.called(script.flow.resolved(node))
+    is_list = made.endswith(("list_logical_devices", "list_physical_devices"))
+    return "[device.name for device in {x}]" if is_list else None
+
+
+_Change: TypeAlias = Callable[[Script, Expression], str | None]
+_CHANGES: dict[str, tuple[int, str, _Change]] = {
+    "keras.Input": (0, "shape", _shape),
+    "keras.layers.Input": (0, "shape", _shape),
+    "keras.layers.Dense": (0, "units", _units),
+    "distribute.MirroredStrategy": (0, "devices", _devices),
+}
+"""An argument of functions, and the template of another value, or None, by path."""
 
 
 def plan_metrics(script: Script) -> None:
@@ -385,11 +389,6 @@ RULES: dict[str, Rule] = {
     "keras.callbacks.ModelCheckpoint": _model_checkpoint,
     "keras.callbacks.ReduceLROnPlateau": _with_keywords("ReduceLROnPlateau"),
     "keras.callbacks.TensorBoard": _tensorboard,
-    "keras.layers.Dense": _changed(0, "units", _as_units),
-    **dict.fromkeys(
-        ("keras.Input", "keras.layers.Input"), _changed(0, "shape", _as_shape)
-    ),
-    "distribute.MirroredStrategy": _changed(0, "devices", _as_names),
     "keras.models.save_model": _save_model,
     "keras.models.load_model": _load_model,
 }

@@ -12,12 +12,14 @@ from dataclasses import dataclass
 
 import libcst as cst
 
+from replicax.migrate.callbacks import plan_batch_callbacks
 from replicax.migrate.default_strategy import plan_eager_steps, plan_models
 from replicax.migrate.files import plan_files
 from replicax.migrate.gradient_sums import plan_gradient_sums
 from replicax.migrate.host import plan_lookups
 from replicax.migrate.imports import find_retained, ported_imports, uses_tensorflow
 from replicax.migrate.keras_calls import (
+    plan_arguments,
     plan_identifiers,
     plan_metrics,
     plan_results,
@@ -37,6 +39,7 @@ from replicax.migrate.tensor_arrays import plan_tensor_arrays
 from replicax.migrate.tracing import (
     find_traced,
     plan_randomness,
+    report_assignments,
     report_branches,
     report_gradients,
 )
@@ -107,8 +110,10 @@ def port(source: bytes) -> Ported:
     plan_train_steps(script)
     plan_gradient_sums(script)
     plan_trainable(script)
+    plan_batch_callbacks(script)
     plan_logits(script)
     plan_files(script)
+    plan_arguments(script)
     plan_identifiers(script)
     plan_metrics(script)
     plan_results(script)
@@ -116,6 +121,7 @@ def port(source: bytes) -> Ported:
     _report_backend(script)
     report_branches(script)
     report_gradients(script)
+    report_assignments(script)
     plan_models(script)
     plan_scopes(script)
     plan_resets(script)

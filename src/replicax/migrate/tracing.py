@@ -10,6 +10,7 @@ from replicax.migrate.origins import iterated, with_bases
 from replicax.migrate.script import Expression, Replacement, Script
 from replicax.migrate.tables import DEVICE_OPERATORS, MESSAGES, NAMES
 from replicax.migrate.tree import (
+    attr_of,
     find,
     is_name,
     method_of,
@@ -29,6 +30,7 @@ __all__ = [
     "is_traced",
     "makes_spec",
     "plan_randomness",
+    "report_assignments",
     "report_branches",
     "report_gradients",
     "scopes",
@@ -302,6 +304,17 @@ def report_gradients(script: Script) -> None:
             is_kept = kind_of(script, object_of(call)) in {"variable", None}
             if is_kept and _is_gradient(script, call.args[0].value, 5):
                 script.leave(call, MESSAGES["kept_gradients"])
+
+
+def report_assignments(script: Script) -> None:
+    """Report assignments to weights that are trained, in the `call` of layers."""
+    calls = (f for f in script.functions("call") if class_of(script, f) is not None)
+    for function in sorted(with_called(script, calls), key=script.line):
+        for call in find(function, cst.Call):
+            if method_of(call) in NAMES["assign_methods"]:
+                weight = script.flow.resolved(object_of(call))
+                if attr_of(weight) in NAMES["trained_attributes"]:
+                    script.leave(call, MESSAGES["assigned_weight"])
 
 
 def _is_gradient(script: Script, node: cst.CSTNode, depth: int) -> bool:

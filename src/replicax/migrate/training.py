@@ -231,6 +231,7 @@ def _plan_compiled_loss(script: Script, node: cst.Call) -> None:
     if function is None or model is None:
         raise Unported(_BY_HAND)
     _check_compiled_loss(script, node, model, function)
+    script.note(node, MESSAGES["loss_of_batches"])
     name = free_name(names_in(function), "loss", "total_loss")
     if isinstance(target, cst.Name):
         name = target.value
