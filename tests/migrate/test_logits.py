@@ -88,11 +88,37 @@ strategy.run(step, args=(x, y))
 """
 
 
+def test_the_function_of_a_loss_becomes_a_loss_of_logits() -> None:
+    loss = "tf.keras.losses.categorical_crossentropy"
+    result, _ = text(SEQUENTIAL + COMPILED.replace('"categorical_crossentropy"', loss))
+    assert "keras.losses.CategoricalCrossentropy(from_logits=True)" in result
+
+
 def test_a_loop_gives_its_loss_the_logits() -> None:
     result, _ = text(LOOP.format(more="print(loss)"))
     assert "keras.layers.Dense(1)])" in result
     assert 'BinaryCrossentropy(reduction="none", from_logits=True)' in result
     assert "p = model(x, training=True)" in result
+
+
+OWN_LOSS = """import tensorflow as tf
+bce = tf.keras.losses.binary_crossentropy
+def loss(y_true, y_pred):
+"""
+SIGMOID = """
+model = tf.keras.Sequential([tf.keras.layers.Dense(1, activation="sigmoid")])
+model.compile("adam", loss)
+"""
+OTHER = """
+other = tf.keras.Sequential([tf.keras.layers.Dense(1, activation="sigmoid")])
+other.compile("adam", "mse")
+"""
+
+
+def test_a_loss_of_the_script_gets_logits_where_it_uses_them_for_nothing_else() -> None:
+    result, _ = text(f"{OWN_LOSS}    return 2 * bce(y_true, y_pred){SIGMOID}")
+    assert "bce(y_true, y_pred, from_logits=True)" in result
+    assert "keras.layers.Dense(1)])" in result
 
 
 @pytest.mark.parametrize(
@@ -104,6 +130,8 @@ def test_a_loop_gives_its_loss_the_logits() -> None:
         SEQUENTIAL + COMPILED.replace('"accuracy"', '"mse"'),
         SEQUENTIAL + "model = tf.keras.models.load_model('m.keras')\n" + COMPILED,
         "import tensorflow as tf\nfrom models import model\n" + COMPILED,
+        f"{OWN_LOSS}    return bce(y_true, y_pred) + tf.reduce_sum(y_pred){SIGMOID}",
+        f"{OWN_LOSS}    return bce(y_true, y_pred){SIGMOID}{OTHER}",
     ],
 )
 def test_what_is_not_in_sight_is_noted(source: str) -> None:

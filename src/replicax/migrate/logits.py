@@ -25,6 +25,7 @@ from replicax.migrate.tree import (
     parts_of,
     text_of,
     value_of,
+    walk,
 )
 
 __all__ = ["plan_logits"]
@@ -51,7 +52,7 @@ _FROM_LOGITS = {  # The position of `from_logits`.
 class _Loss(NamedTuple):
     """A cross-entropy of probabilities: where it is, and its name in Keras."""
 
-    node: cst.Call | cst.SimpleString
+    node: Expression
     name: str
 
     @property
@@ -94,8 +95,10 @@ def _losses(script: Script) -> Iterator[_Loss]:
         if name in _LOSSES and (given is None or script.code(given) != "True"):
             yield _Loss(node, name)
         value = _compiled_loss(node)
-        if isinstance(value, cst.SimpleString) and text_of(value) in _LOSSES:
-            yield _Loss(value, text_of(value))
+        if value is not None:
+            name = text_of(value) or _name_in(script, value, "losses")
+            if name in _CLASSES or (text_of(value) and name in _LOSSES):
+                yield _Loss(value, name)
 
 
 def _compiled_loss(node: cst.Call) -> Expression | None:
@@ -105,6 +108,8 @@ def _compiled_loss(node: cst.Call) -> Expression | None:
 def _name_in(script: Script, node: cst.CSTNode, module: str) -> str:
     """The last part of a path in a module of Keras, such as `"losses"`; else `""`."""
     path = script.names.path(node) or ""
+    if isinstance(node, cst.Name) and not path:
+        path = script.names.aliases.get(node.value, "")
     target = find_target(path) or "" if path else ""
     found, _, name = target.rpartition(".")
     return name if found == f"keras.{module}" else ""
@@ -237,6 +242,35 @@ class _Port:
             inside = {call for call in calls if _compiled_loss(call) is not None}
             if (others and not inside) or not inside <= compiled:
                 raise Unported("a loss that may be of another model")
+        if not all(self._has_loss(call) for call in script.calls if call in compiled):
+            raise Unported("a model with another loss")
+        for call in script.calls:
+            given = value_of(call, 1, "y_pred")
+            if given is not None and self._takes_logits(given):
+                self._require_alone(given)
+
+    def _require_alone(self, given: Expression) -> None:
+        """Raise `Unported` if a parameter that is given to a loss has other uses.
+
+        An example is the loss `binary_crossentropy(y_true, y_pred) + dice(...)`.
+        """
+        script = self._script
+        found = script.flow.reaching(given)
+        made = [d for d in found if isinstance(script.parent(d.node), cst.Param)]
+        uses = [use for each in made for use in script.flow.uses(each)]
+        if not all(map(self._takes_logits, uses)):
+            raise Unported("the probabilities have other uses")
+
+    def _has_loss(self, compiled: cst.Call) -> bool:
+        """Whether the loss of a `compile` is, or calls, one of these losses."""
+        given = _compiled_loss(compiled)
+        if given is None:
+            return True  # A step of the model's own has the loss.
+        losses = {loss.node for loss in self._losses}
+        name = dotted(given.func if isinstance(given, cst.Call) else given) or ""
+        places: list[cst.CSTNode] = [given, *self._script.functions(name)]
+        places += _origins(self._script, given, set())
+        return any(not losses.isdisjoint(walk(place)) for place in places)
 
     def _apply(
         self,
@@ -333,7 +367,7 @@ def _without_last(updated: cst.List) -> cst.List:
 
 
 def _with_logits(script: Script, loss: _Loss) -> None:
-    if isinstance(loss.node, cst.SimpleString):
+    if not isinstance(loss.node, cst.Call):  # Its name, or the function.
         text = f"keras.losses.{_CLASSES[loss.name]}(from_logits=True)"
         script.replacements[loss.node] = lambda updated: script.template(text)
         return
