@@ -21,6 +21,7 @@ from replicax.engine.options import Options, Outputs
 from replicax.engine.origins import warn_of_no_sum
 from replicax.engine.replay import StepRun
 from replicax.engine.replica import ReplicaContext
+from replicax.engine.row_results import require_rows
 from replicax.engine.scope import entered_context
 from replicax.engine.signature import Arguments, ResultStructure
 from replicax.engine.variables import (
@@ -86,6 +87,7 @@ class ReplicaStep:
         self.from_first: set[int] = set()
         self.trains = False
         self._trained_sums: set[int] = set()
+        self._joins_rows = options.outputs is Outputs.ROWS and group.num_replicas > 1
         self.results = ResultStructure(None, name)
         # Predictions, which are rows, need no update.
         self.divides_updates = group.divides_updates and (
@@ -255,6 +257,8 @@ class ReplicaStep:
         match self._options.outputs:
             case Outputs.MIRRORED:
                 return PartitionSpec()
+            case Outputs.ROWS if self._group.num_replicas == 1:
+                return PartitionSpec()  # Which scalars have, too.
             case Outputs.ROWS if self._options.num_steps:
                 return PartitionSpec(None, axis)
             case _:
@@ -323,14 +327,21 @@ class ReplicaStep:
     ) -> tuple[Arrays, list[Arrays], Arrays]:
         """Run the function for one replica and combine what it wrote."""
         context = self._context()
-        args, kwargs = self._arguments.rebuild(leaves)
+        arguments = self._arguments.rebuild(leaves)
         with entered_context(context):
             start = self._start_values(context, written, read)
-            run = StepRun(
-                lambda: self._fn(*args, **kwargs),
-                lambda: self._scope_of(start),
-            )
+
+            def run_of(arguments: PyTree) -> StepRun:
+                args, kwargs = arguments
+                return StepRun(
+                    lambda: self._fn(*args, **kwargs), lambda: self._scope_of(start)
+                )
+
+            run = run_of(arguments)
             out = run.execute()
+            results = self._flat_results(out)
+            if self._joins_rows:
+                require_rows(self._name, out, arguments, lambda x: run_of(x).execute())
             if context.trained_sums - self._trained_sums:
                 # Replicas started from summands of weights: again, from the weights.
                 self._trained_sums |= context.trained_sums
@@ -352,7 +363,7 @@ class ReplicaStep:
                 jnp.asarray(x, old.dtype) for x, old in zip(new, written, strict=True)
             ]
         self.trains = self.trains or context.has_trained
-        return self._flat_results(out), run.scope.deferred.gradients, new
+        return results, run.scope.deferred.gradients, new
 
     def _finished(
         self, finish: Callable[[PyTree], PyTree], out: Arrays, values: Arrays

@@ -7,6 +7,7 @@ variable's aggregation says happens to metrics and moving statistics, and gradie
 through the optimizer seam.
 """
 
+import functools
 import inspect
 import itertools
 import json
@@ -270,7 +271,7 @@ class Steps:
         programs = self.programs
         results = [run(step, b, step.options(b), programs) for b in batches]
         if self._kind == "predict":
-            return _rows(results, batches)
+            return _rows(results, batches, self._strategy.group.num_replicas)
         return results[-1]
 
     def _run_eagerly(self, batches: Sequence[PlacedBatch]) -> PyTree:
@@ -385,12 +386,23 @@ def _say_that_steps_are_compiled(model: keras.Model, strategy: StrategyLike) -> 
     )
 
 
-def _rows(results: Sequence[PyTree], batches: Sequence[PlacedBatch]) -> PyTree:
-    """Predictions of all batches, one after another, without copied rows."""
+def _rows(
+    results: Sequence[PyTree], batches: Sequence[PlacedBatch], num_replicas: int
+) -> PyTree:
+    """Predictions of all batches, one after another, without those of copied rows.
+
+    A row of a batch may make several of a prediction, but replicas make equally many.
+    """
+
+    def counted(x: jax.Array, num_active: int) -> jax.Array:
+        return x[: x.shape[0] * num_active // num_replicas]
+
     parts = [
         result
         if batch.num_active is None
-        else jax.tree.map(lambda x, n=batch.num_rows: x[:n], result)
+        else jax.tree.map(
+            functools.partial(counted, num_active=batch.num_active), result
+        )
         for result, batch in zip(results, batches, strict=True)
     ]
     return _concatenated(parts)
