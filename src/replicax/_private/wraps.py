@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 from keras.src.utils.traceback_utils import filter_traceback
 
-__all__ = ["WRAPS", "Original", "Wrap", "install"]
+__all__ = ["WRAPS", "Original", "Wrap", "hooked", "install"]
 
 Hook = Callable[..., Any]
 
@@ -153,7 +153,7 @@ def _replace(owner: Any, name: str, hook: Hook) -> None:
     # `model.fit(callbacks=[rx.BackupAndRestore(...)])` looks `fit` up before it makes
     # the callback, which installs the hooks. Keras' decorator calls what its cell has.
     cell = found.__closure__[0] if is_decorated else None
-    function = _hooked(filter_traceback(cell.cell_contents) if cell else found, hook)
+    function = hooked(filter_traceback(cell.cell_contents) if cell else found, hook)
     if cell:
         cell.cell_contents = function
     setattr(owner, name, function)
@@ -168,11 +168,13 @@ def _code_of(function: Any) -> Any:
     return getattr(function, "__code__", None)
 
 
-def _hooked(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+def hooked(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    """A function that calls `hook(original, ...)` in place of `original(...)`."""
+
     @functools.wraps(original)
-    def hooked(*args: Any, **kwargs: Any) -> Any:
+    def function(*args: Any, **kwargs: Any) -> Any:
         return hook(original, *args, **kwargs)
 
     # Keras reads argument names with `inspect.getfullargspec`, which needs this.
-    hooked.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
-    return hooked
+    function.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
+    return function

@@ -6,6 +6,7 @@ method. Tested with Keras 3.14 to 3.15.
 
 import inspect
 import threading
+import weakref
 
 import keras
 
@@ -15,7 +16,7 @@ from replicax._private.keras import (
     set_reference,
     trained_by,
 )
-from replicax._private.wraps import Original
+from replicax._private.wraps import Original, hooked
 from replicax._util.types import PyTree
 from replicax.checkpoint.slots import HOME
 from replicax.engine.protocols import Home
@@ -33,6 +34,7 @@ __all__ = [
     "add_variable",
     "apply",
     "apply_with_loss_scale",
+    "hook_overrides",
     "stateless_apply_with_loss_scale",
 ]
 
@@ -66,6 +68,47 @@ def apply(
 
     values = [v.value for v in trained]
     return context.apply_gradients(update, list(grads), values)
+
+
+_with_override: weakref.WeakSet[type] = weakref.WeakSet()
+"""The classes of users whose own `apply` is hooked."""
+
+
+def hook_overrides(kind: type[keras.Optimizer]) -> None:
+    """Hook `apply` of an optimizer's classes that override it.
+
+    Such an override changes gradients, or weights after the update. It is part of the
+    update: made once, with the gradients that are combined over the replicas.
+    """
+    for owner in kind.__mro__:
+        if owner.__module__.partition(".")[0] == "keras":
+            return
+        own = vars(owner).get("apply")
+        if inspect.isfunction(own) and owner not in _with_override:
+            _with_override.add(owner)
+            setattr(owner, "apply", hooked(own, _apply_override))  # noqa: B010
+
+
+def _apply_override(
+    original: Original, optimizer: keras.Optimizer, *args: PyTree, **kwargs: PyTree
+) -> PyTree:
+    """`optimizer.apply` of a user's class, inside a replica function: the seam."""
+    if current_context() is None:
+        return original(optimizer, *args, **kwargs)
+    signature = inspect.signature(original)
+    given = signature.bind(optimizer, *args, **kwargs)
+    # Of whatever names, in whatever way they are given.
+    values = [*given.args[1:], *given.kwargs.values()]
+    grads = list(values[0])
+    variables = list(values[1]) if len(values) > 1 and values[1] is not None else None
+
+    def update(_: keras.Optimizer, grads: PyTree, variables: PyTree) -> PyTree:
+        again = [grads, variables, *values[2:]][: len(values)]
+        number = len(given.args) - 1
+        named = dict(zip(given.kwargs, again[number:], strict=True))
+        return original(optimizer, *again[:number], **named)
+
+    return apply(update, optimizer, grads, variables)
 
 
 def _defer(

@@ -26,6 +26,7 @@ from replicax._util.types import PyTree
 from replicax.engine import device_put
 from replicax.engine.scope import current_call, current_context, current_strategy
 from replicax.errors import ContextError
+from replicax.keras.optimizers import hook_overrides
 from replicax.keras.variable_reuse import constant_in_trace, current_reuse
 
 __all__ = ["StrategyVariable", "adopt", "init_variable"]
@@ -151,6 +152,9 @@ def init_variable(
     if strategy is not None:
         initializer = _copied(initializer)
         adopt(variable)  # Before it has a value, which Keras would place by itself.
+        owner = named_by()
+        if isinstance(owner, keras.Optimizer):  # It has variables from the beginning.
+            hook_overrides(type(owner))
     original(variable, initializer, shape, dtype, *args, **kwargs)
     if reuse is not None and not has_value(variable) and not reuse.note(variable):
         forget_uninitialized(variable)  # It stands for another one.
