@@ -84,6 +84,8 @@ class ReplicaContext:
         self.has_trained = False
         # Ids of variables that an optimizer updates though their aggregation is "sum".
         self.trained_sums: set[int] = set()
+        # Ids of variables whose values in replicas are parts of a sum.
+        self.summands: set[int] = set()
         # Whether one batch is split over the replicas, as in `fit`; else each has its
         # own batches, as in estimators.
         self.shares_batch = False

@@ -405,6 +405,7 @@ class ReplicaStep:
             if is_seed_state(variable):
                 return fold_replica_into_seed(value, context.replica_id_in_sync_group)
             if is_written and self._aggregation(variable) == "sum":
+                context.summands.add(id(variable))
                 return context.summand(value)
             return value
 

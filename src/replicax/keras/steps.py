@@ -34,6 +34,7 @@ from replicax.engine.protocols import StrategyLike
 from replicax.engine.scope import current_call, required_context
 from replicax.engine.variables import PendingValue
 from replicax.keras.batches import PlacedBatch, place
+from replicax.keras.metric_results import global_results, is_of_keras
 
 __all__ = [
     "Steps",
@@ -75,15 +76,21 @@ class _ModelStep:
         self._is_predict = name == "predict_step"
         self._trains = name == "train_step"
         self._defers_updates = defers_updates
+        # Else its logs are the results of metrics, which are computed afterwards.
+        self._has_own_logs = not self._is_predict and not is_of_keras(
+            model, (name, "compute_metrics", "get_metrics_result")
+        )
         self._written: set[int] = set()
         self._options: dict[tuple[int | None, int | None], Options] = {}
 
     def __call__(self, data: PyTree) -> PyTree:
         required_context().shares_batch = True
-        if self._groups is None:
-            result = self._step(data)
-        else:
-            result = self._stateless(self._groups, data)
+        metrics = self._model.metrics if self._has_own_logs else []
+        with global_results(metrics):
+            if self._groups is None:
+                result = self._step(data)
+            else:
+                result = self._stateless(self._groups, data)
         self._written.update(internals.current_scope().written)
         return result
 
@@ -135,7 +142,8 @@ class _ModelStep:
         """Logs of the global batch: from the metrics, which count all replicas now.
 
         Whatever else a user's own step logs is averaged, a "loss" too that never went
-        through the metric of that name.
+        through the metric of that name. Replicas have equal values of what it computes
+        from metrics.
         """
         mean = required_context().mean
         if not isinstance(logs, dict):
