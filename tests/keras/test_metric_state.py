@@ -19,17 +19,22 @@ class State(keras.metrics.Metric):
     """Keeps a state of one number; `change` makes the new one of old and batch."""
 
     def __init__(
-        self, change: Callable[[Any, Any], Any], aggregation: str = "sum"
+        self,
+        change: Callable[[Any, Any], Any],
+        aggregation: str = "sum",
+        shape: tuple[int, ...] = (),
     ) -> None:
         super().__init__(name="state")
         self.change = change
-        self.number = self.add_variable((), "zeros", aggregation=aggregation, name="it")
+        self.number = self.add_variable(
+            shape, "zeros", aggregation=aggregation, name="it"
+        )
 
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
         self.number.assign(self.change(ops.convert_to_tensor(self.number), y_pred))
 
     def result(self) -> Any:
-        return ops.convert_to_tensor(self.number)
+        return ops.sum(self.number)
 
 
 def evaluated(strategy: rx.Strategy | None, metric: Callable[[], Any]) -> Any:
@@ -45,14 +50,39 @@ NO_SUMS = {
     "min": lambda old, x: ops.minimum(ops.min(x), old),
     "sqrt": lambda old, x: 0.5 * ops.sqrt(old) + ops.sum(x),
     "gt": lambda old, x: ops.where(ops.max(x) > old, ops.max(x), old),
+    "concatenate": lambda old, x: ops.concatenate([old[1:], x[:1, 0]]),
+    "scatter": lambda old, x: ops.scatter_update(old, [[0]], x[:1, 0]),
+    "dynamic_update_slice": lambda old, x: ops.slice_update(old, [0], x[:1, 0]),
 }
+
+
+REPLACING = ("concatenate", "scatter", "dynamic_update_slice")
 
 
 @pytest.mark.parametrize("primitive", NO_SUMS)
 def test_a_state_that_is_no_sum_is_a_warning(strategy_of: Any, primitive: str) -> None:
     match = f"variable 'state/it' of aggregation='sum' is changed by {primitive!r}"
+    shape = (3,) if primitive in REPLACING else ()
     with pytest.warns(UserWarning, match=match):
-        evaluated(strategy_of(2), lambda: State(NO_SUMS[primitive]))
+        evaluated(strategy_of(2), lambda: State(NO_SUMS[primitive], shape=shape))
+
+
+MEANS = {
+    "the last": lambda old, x: ops.mean(x),
+    "of a column": lambda old, x: ops.reshape(ops.mean(x, axis=0), ()),
+    "moving": lambda old, x: 0.9 * old + 0.1 * ops.mean(x),
+}
+
+
+@pytest.mark.parametrize("case", MEANS)
+def test_a_state_that_is_a_mean_is_a_warning(strategy_of: Any, case: str) -> None:
+    match = "variable 'state/it' of aggregation='sum' is set to a mean"
+    with pytest.warns(UserWarning, match=match):
+        evaluated(strategy_of(2), lambda: State(MEANS[case]))
+
+
+def in_parts(old: Any, x: Any) -> Any:
+    return ops.concatenate([old[:1] + ops.sum(x), old[1:] * 0.9])
 
 
 def test_sums_and_one_replica_are_not_warned_of(strategy_of: Any) -> None:
@@ -61,11 +91,15 @@ def test_sums_and_one_replica_are_not_warned_of(strategy_of: Any) -> None:
         lambda old, x: ops.where(ops.any(x > 0), old + ops.sum(x), old),
         lambda old, x: ops.sum(x),
         lambda old, x: old * 0.9 + ops.sum(x),
+        lambda old, x: old + ops.mean(x),
+        lambda old, x: ops.zeros(()) + ops.mean(x),  # After a reset in the step.
+        lambda old, x: ops.sum(x) / 4,
     ]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for change in sums:
             evaluated(strategy_of(2), lambda change=change: State(change))
+        evaluated(strategy_of(2), lambda: State(in_parts, shape=(3,)))
         evaluated(strategy_of(1), lambda: State(NO_SUMS["max"]))
 
 

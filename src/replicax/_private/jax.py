@@ -23,6 +23,7 @@ __all__ = [
     "has_devices",
     "is_tpu_vm",
     "jaxlib_version",
+    "literal_of",
     "lowering_rule_for_cpus",
     "replace_gloo",
     "skip_platform",
@@ -47,6 +48,12 @@ def equation_of(value: object) -> TracedEquation | None:
     Also None for what another transformation traces, such as `vmap`.
     """
     return getattr(value, "parent", None)
+
+
+def literal_of(value: object) -> Any:
+    """The number that a traced value stands for; None if it is computed or given."""
+    atom = getattr(value, "val", None)
+    return atom.val if isinstance(atom, jax.extend.core.Literal) else None
 
 
 def jaxlib_version() -> tuple[int, ...]:

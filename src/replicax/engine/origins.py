@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import jax
 import keras
 
-from replicax._private.jax import TracedEquation, equation_of
+from replicax._private.jax import TracedEquation, equation_of, literal_of
 from replicax.engine.divergence import (
     AnyJaxpr,
     inner_jaxprs,
@@ -29,13 +29,10 @@ __all__ = [
 
 _PRODUCTS = ("dot_general", "conv_general_dilated")
 
-_ADDITIVE = (
+_SUMMING = (
     "add",
     "add_any",
     "sub",
-    "mul",
-    "div",
-    "neg",
     "convert_element_type",
     "copy",
     "reshape",
@@ -47,7 +44,10 @@ _ADDITIVE = (
     "scatter-add",
     "select_n",
 )
-"""Primitives that keep a sum a sum, so a decay does; `jit` is not looked into."""
+"""Primitives that add something to a value; `jit` is not looked into."""
+
+_ADDITIVE = (*_SUMMING, "mul", "div", "neg")
+"""Primitives that keep a sum a sum, so a decay does."""
 
 _NON_ADDITIVE = (
     "max",
@@ -66,6 +66,14 @@ _NON_ADDITIVE = (
     "or",
     "not",
 )
+
+
+_REPLACING = {
+    "concatenate": slice(None),
+    "scatter": slice(2, 3),
+    "dynamic_update_slice": slice(1, 2),
+}
+"""Primitives that replace a part of a value, and their inputs that may be that part."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -213,10 +221,13 @@ def warn_of_no_sum(
         among_replicas: False if only those of workers on parameter servers are.
     """
     name = _non_additive_use(new, old)
-    if name:
+    change = f"is changed by {name!r} of its value" if name else ""
+    if not name and not _adds_to(new, old) and _has_mean(new, old):
+        change = "is set to a mean over the batch, or to a moving average of such means"
+    if change:
         warnings.warn(
-            f"{caller}: variable {variable.path!r} of aggregation='sum' is changed by "
-            f"{name!r} of its value, and is no sum over batches, as the "
+            f"{caller}: variable {variable.path!r} of aggregation='sum' {change}, and "
+            "is no sum over batches, as the "
             + (_REMEDY if among_replicas else _REMEDY_OF_WORKERS),
             stacklevel=2,
         )
@@ -233,11 +244,44 @@ def _non_additive_use(new: jax.Array, old: jax.Array, most: int = 64) -> str:
         most: Number of equations to look back.
     """
     for equation in _additive_path(new, old, most):
-        if equation.primitive.name in _NON_ADDITIVE:
-            for x in equation.in_tracers:
-                if x is old or _contains(x, old, most):
-                    return equation.primitive.name
+        name, inputs = equation.primitive.name, equation.in_tracers
+        has_old = [x is old or _contains(x, old, most) for x in inputs]
+        is_replaced = name in _REPLACING and not all(has_old[_REPLACING[name]])
+        if any(has_old) and (name in _NON_ADDITIVE or is_replaced):
+            return name
     return ""
+
+
+def _adds_to(new: jax.Array, old: jax.Array, most: int = 64) -> bool:
+    """Whether a new value is the old one, or a constant, and what is added to it."""
+    if new is old:
+        return True
+    return any(
+        x is old or _is_constant(x)
+        for equation in _additive_path(new, old, most, _SUMMING)
+        if equation.primitive.name in _SUMMING
+        for x in equation.in_tracers
+    )
+
+
+def _is_constant(value: jax.Array) -> bool:
+    equation = equation_of(value)
+    if equation is None:
+        return literal_of(value) is not None
+    return all(literal_of(x) is not None for x in equation.in_tracers)
+
+
+def _has_mean(new: jax.Array, old: jax.Array, most: int = 64) -> bool:
+    """Whether a mean, as `jnp.mean` makes it, is one of a new value's summands."""
+    for equation in _additive_path(new, old, most):
+        if equation.primitive.name == "div":
+            total, count = equation.in_tracers
+            summed = equation_of(total)
+            if summed is not None and summed.primitive.name == "reduce_sum":
+                (values,) = summed.in_tracers
+                if literal_of(count) == values.size / max(total.size, 1):
+                    return True
+    return False
 
 
 def _contains(value: jax.Array, old: jax.Array, most: int) -> bool:
@@ -245,7 +289,7 @@ def _contains(value: jax.Array, old: jax.Array, most: int) -> bool:
 
 
 def _additive_path(
-    value: jax.Array, old: jax.Array, most: int
+    value: jax.Array, old: jax.Array, most: int, through: Sequence[str] = _ADDITIVE
 ) -> Iterator[TracedEquation]:
     """The equations behind a value up to the first ones that are not additive."""
     stack, seen = [value], {id(old)}
@@ -256,5 +300,5 @@ def _additive_path(
             continue
         seen.add(id(x))
         yield equation
-        if equation.primitive.name in _ADDITIVE:
+        if equation.primitive.name in through:
             stack += equation.in_tracers
