@@ -234,6 +234,7 @@ def _compile(
     called_in(
         strategy, lambda: original(model, *args, **kwargs), (original.__name__, model)
     )
+    reductions.warn_of_batch_losses(model, strategy.num_replicas_in_sync)
 
 
 def _described(

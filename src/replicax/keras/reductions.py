@@ -11,6 +11,7 @@ not summed, shares are multiplied by the number of replicas.
 
 import functools
 import logging
+import warnings
 
 import keras
 import numpy as np
@@ -24,7 +25,12 @@ from replicax._util.types import PyTree
 from replicax.engine.replica import ReplicaContext
 from replicax.engine.scope import current_call, current_model
 
-__all__ = ["reduce_weighted_values", "synchronized_moments", "update_mean"]
+__all__ = [
+    "reduce_weighted_values",
+    "synchronized_moments",
+    "update_mean",
+    "warn_of_batch_losses",
+]
 
 _logger = logging.getLogger("replicax")
 
@@ -83,6 +89,40 @@ def _log_part_of_count(strategy: str, what: str) -> None:
         strategy,
         what,
     )
+
+
+def warn_of_batch_losses(model: keras.Model, num_replicas: int) -> None:
+    """Warn of losses that a model compiles and replicas compute otherwise.
+
+    They are not a mean over examples, but made of all examples of a batch together.
+    """
+    losses = keras.tree.flatten(getattr(model, "loss", None))
+    found = [name for name in map(_name_of_batch_loss, losses) if name]
+    if num_replicas > 1 and found:
+        warnings.warn(
+            f"compile: model {model.name!r} has the loss {found[0]}, which is computed "
+            f"from all examples of a batch together. Each of the {num_replicas} "
+            "replicas has its own examples, and the mean of their losses is not that "
+            "of one device. Give Dice and Tversky the axes of one example, such as "
+            "axis=(1, 2, 3); write a loss that gathers the other replicas' examples "
+            "with ReplicaContext.all_gather; or train on one replica.",
+            stacklevel=2,
+        )
+
+
+_BATCH_LOSSES = ("circle", "dice", "tversky")
+
+
+def _name_of_batch_loss(loss: PyTree) -> str:
+    """The name of a loss of Keras that is made of a whole batch; empty: of others."""
+    if isinstance(loss, str):
+        return loss if loss.lower() in _BATCH_LOSSES else ""
+    if any(loss is getattr(keras.losses, name) for name in _BATCH_LOSSES):
+        return loss.__name__
+    is_overlap = isinstance(loss, keras.losses.Dice | keras.losses.Tversky)
+    if isinstance(loss, keras.losses.Circle) or (is_overlap and loss.axis is None):
+        return type(loss).__name__
+    return ""
 
 
 def update_mean(
