@@ -401,7 +401,7 @@ def test_a_value_that_python_looks_at_comes_with_advice(strategy, look) -> None:
     def step(x):
         return look(x.sum())
 
-    with pytest.raises(TypeError, match=r"(?i)tracer|conver") as error:
+    with pytest.raises(TypeError, match=r"(?i)tracer|convert") as error:
         strategy.run(step, args=(np.ones(3, "float32"),))
     (note,) = (x for x in error.value.__notes__ if "run(" in x)
     assert "step (line" in note
