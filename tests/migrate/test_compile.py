@@ -66,6 +66,55 @@ def test_a_model_that_is_trainable_after_compile_is_left() -> None:
     assert ["when it was compiled" in each for each in left] == [True]
 
 
+PARTS = f"""\
+{START}
+def make_d():
+    d = k.Sequential([k.Input((2,)), k.layers.Dense(1)])
+    d.compile(k.optimizers.SGD(0.1), "mse")
+    return d
+def make_both(g, d):
+    d.trainable = False
+    both = k.Sequential([g, d])
+    both.compile(k.optimizers.SGD(0.1), "mse")
+    return both
+def train(d_model, both):
+    d_model.train_on_batch(x, y)
+    both.train_on_batch(x, y)
+d = make_d()
+both = make_both(k.Sequential([k.layers.Dense(2)]), d)
+train(d, both)
+"""
+
+
+def test_a_model_that_another_function_freezes_is_trained_as_compiled() -> None:
+    text, left = ported(PARTS)
+    assert left == []
+    step = "d_model.train_on_batch(x, y)"
+    assert f"d_model.trainable = True\n    {step}\n    d_model.trainable" in text
+    assert text.count("trainable = True") == 1
+
+
+def test_layers_that_are_frozen_after_compile_are_left() -> None:
+    loop = "for layer in d.layers:\n        layer.trainable = False"
+    _, left = ported(PARTS.replace("d.trainable = False", loop))
+    assert ["when it was compiled" in each for each in left] == [True]
+
+
+def test_a_model_that_is_compiled_after_it_was_frozen_stays() -> None:
+    text, left = ported(
+        f"{START}def freeze(d):\n    d.trainable = False\n"
+        f"{MODEL}freeze(model)\nmodel.compile('sgd', 'mse')\nmodel.fit(x, y)"
+    )
+    assert left == []
+    assert "trainable = True" not in text
+
+
+def test_the_rate_in_a_copy_of_a_history() -> None:
+    text, left = ported(f"{START}{MODEL}h = dict(model.fit(x).history)\nh['lr']")
+    assert left == []
+    assert "h['learning_rate']" in text
+
+
 @pytest.mark.parametrize(
     ("metric", "is_one"),
     [

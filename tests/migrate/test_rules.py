@@ -45,6 +45,11 @@ class Log:
             "        super().__init__()",
         ),
         (
+            "class M(tf.keras.Model):\n    def __init__(self):\n"
+            "        super().__init__('policy')",
+            "        super().__init__(name='policy')",
+        ),
+        (
             "rnn = tf.keras.layers.GRU(3)\ns = rnn.get_initial_state(x)",
             "rnn.get_initial_state(batch_size=keras.ops.shape(x)[0])",
         ),

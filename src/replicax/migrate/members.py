@@ -32,6 +32,7 @@ from replicax.migrate.tables import (
 from replicax.migrate.tracing import class_of, foreign_bases
 from replicax.migrate.tree import (
     attr_of,
+    dotted,
     is_name,
     is_named,
     method_of,
@@ -279,6 +280,8 @@ def _is_logs(script: Script, node: Expression) -> bool:
     if isinstance(node, cst.BooleanOperation):  # `(logs or {})`
         return _is_logs(script, node.left)
     value = script.flow.resolved(node)
+    if isinstance(value, cst.Call) and dotted(value.func) in NAMES["copies_of_logs"]:
+        return bool(value.args) and _is_logs(script, value.args[0].value)
     if method_of(value):
         is_config = method_of(value) == "get_config"
         return is_config and is_kind(script, object_of(value), "optimizer")

@@ -11,7 +11,7 @@ from replicax.migrate.files import (
     plan_folder,
     report_path,
 )
-from replicax.migrate.kinds import is_kind, kind_of, makers
+from replicax.migrate.kinds import is_class_of, is_kind, kind_of, makers
 from replicax.migrate.origins import with_bases
 from replicax.migrate.rules import CallSite, Rule, with_keywords, written
 from replicax.migrate.script import Expression, Script, Unported
@@ -301,7 +301,8 @@ def _initial_state(site: CallSite) -> Expression:
 def _constructor(site: CallSite) -> Expression:
     """Port `super().__init__(self)`, which Keras 3 refuses, to `super().__init__()`.
 
-    The arguments of a loss get their names, of which Keras 3 has another order.
+    The arguments of a loss get their names, of which Keras 3 has another order, and so
+    does the name of a layer.
     """
     args, owner = site.updated.args, site.receiver
     if not (isinstance(owner, cst.Call) and is_name(owner.func, "super")):
@@ -309,6 +310,10 @@ def _constructor(site: CallSite) -> Expression:
     if len(args) == 1 and is_name(args[0].value, "self"):
         return site.updated.with_changes(args=[])
     around = site.script.class_around(site.node)
+    is_layer = around and is_class_of(site.script, around, ("layer", "model"))
+    if is_layer and len(args) == 1 and isinstance(args[0].value, cst.SimpleString):
+        # Keras 2 took it for `trainable`; what it says is a name.
+        return site.with_args([renamed(args[0], "name")])
     bases = foreign_bases(site.script, around) if around else ()
     if "keras.losses.Loss" not in map(site.script.names.path, bases):
         return site.updated

@@ -9,7 +9,9 @@ import functools
 
 import libcst as cst
 
-from replicax.migrate.script import Replacement, Script, Statement
+from replicax.migrate.kinds import origins
+from replicax.migrate.origins import definitions, iterated
+from replicax.migrate.script import Expression, Replacement, Script, Statement
 from replicax.migrate.tables import MESSAGES
 from replicax.migrate.tree import attr_of, is_name, method_of, object_of, only_of
 
@@ -20,42 +22,76 @@ _TRAINING = ("fit", "fit_generator", "train_on_batch")
 
 def plan_trainable(script: Script) -> None:
     """Plan to switch `trainable` on around training steps, or report assignments."""
-    for node in script.nodes(cst.Assign):
-        target = node.targets[0].target
-        if attr_of(target) != "trainable" or not isinstance(target, cst.Attribute):
-            continue
-        model = script.code(target.value)
-        trained = [c for c in script.calls if _is_of(script, c, model, _TRAINING)]
-        if not trained or not _is_late(script, node, model):
-            continue
-        lines = [script.statement_of(call) for call in trained]
-        is_switched = _number_of_assignments(script, model) > 1
-        if not is_name(node.value, "False"):
-            script.leave(node, MESSAGES["late_trainable"])
-        elif not is_switched and all(_is_plain(script, line) for line in lines):
-            script.note(node, MESSAGES["switched_trainable"])
-            for line in lines:
-                script.replacements[line] = functools.partial(_switched, model)
-        elif not is_switched:
-            script.leave(node, MESSAGES["late_trainable"])
+    assigned = [
+        (node, node.targets[0].target)
+        for node in script.nodes(cst.Assign)
+        if attr_of(node.targets[0].target) == "trainable"
+    ]
+    for node, target in assigned:
+        assert isinstance(target, cst.Attribute)
+        owner = _owner_of_layers(script, target.value)
+        is_part, model = owner is not None, owner or target.value
+        same = [t for _, t in assigned if script.code(t) == script.code(target)]
+        if len(same) == 1 or is_part:  # Else the script switches it by itself.
+            _plan_assignment(script, node, model, is_part=is_part)
 
 
-def _is_of(script: Script, call: cst.Call, model: str, names: tuple[str, ...]) -> bool:
-    """Whether a call is of one of some methods of a model, which is given as text."""
-    return method_of(call) in names and script.code(object_of(call)) == model
+def _owner_of_layers(script: Script, node: Expression) -> Expression | None:
+    """The model whose layers a loop gives a name to; None for other names."""
+    for made in definitions(script, node):
+        loop = iterated(script, made.node)
+        if loop is not None and attr_of(loop[0]) == "layers":
+            assert isinstance(loop[0], cst.Attribute)
+            return loop[0].value
+    return None
 
 
-def _is_late(script: Script, node: cst.Assign, model: str) -> bool:
-    """Whether the last `compile` of a model, in the same function, is before a node."""
-    compiled = [c for c in script.calls if _is_of(script, c, model, ("compile",))]
+def _plan_assignment(
+    script: Script, node: cst.Assign, model: Expression, *, is_part: bool
+) -> None:
+    """Plan the port of an assignment to a model's, or its layers', `trainable`."""
+    trained = _calls_of(script, model, _TRAINING)
+    if not trained or not _is_late(script, node, model):
+        return
+    lines = {call: script.statement_of(call) for call in trained}
+    is_plain = all(_is_plain(script, line) for line in lines.values())
+    if is_part or not is_plain or not is_name(node.value, "False"):
+        script.leave(node, MESSAGES["late_trainable"])
+        return
+    script.note(node, MESSAGES["switched_trainable"])
+    for call, line in lines.items():
+        text = script.code(object_of(call))
+        script.replacements[line] = functools.partial(_switched, text)
+
+
+def _calls_of(
+    script: Script, model: Expression, names: tuple[str, ...]
+) -> list[cst.Call]:
+    """The calls of some methods of a model, here or where it has another name."""
+    made = {each for each in origins(script, model) if isinstance(each, cst.Call)}
+    calls = (call for call in script.calls if method_of(call) in names)
+    return [
+        call
+        for call in calls
+        if script.code(object_of(call)) == script.code(model)
+        or not made.isdisjoint(origins(script, object_of(call)))
+    ]
+
+
+def _is_late(script: Script, node: cst.Assign, model: Expression) -> bool:
+    """Whether a model was compiled before an assignment, and is not compiled again.
+
+    It was where the function that makes it compiles it, and another one assigns.
+    """
     around = script.function_of(node)
-    lines = [script.line(c) for c in compiled if script.function_of(c) is around]
-    return bool(lines) and max(lines) < script.line(node)
-
-
-def _number_of_assignments(script: Script, model: str) -> int:
-    targets = (each.targets[0].target for each in script.nodes(cst.Assign))
-    return sum(script.code(target) == f"{model}.trainable" for target in targets)
+    compiled = _calls_of(script, model, ("compile",))
+    here = [script.line(c) for c in compiled if script.function_of(c) is around]
+    if here:
+        return max(here) < script.line(node)
+    made = {
+        script.function_of(c) for c in origins(script, model) if isinstance(c, cst.Call)
+    }
+    return any(script.function_of(call) in made - {None} for call in compiled)
 
 
 def _is_plain(script: Script, line: cst.CSTNode) -> bool:
