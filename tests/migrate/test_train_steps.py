@@ -170,3 +170,17 @@ def test_two_replicas_train_to_the_numbers_of_tensorflow(loss: str) -> None:
     kernel, bias = (w.ravel().tolist() for w in names["net"].get_weights())
     expected = TENSORFLOW[loss]
     assert [*kernel, *bias] == pytest.approx(expected, abs=1e-6)
+
+
+def test_losses_of_the_model_are_read_in_the_tape() -> None:
+    late = '{"loss": loss, "more": sum(self.losses)}'
+    _, left = ported(STEP.replace('{"loss": loss}', late))
+    assert left == [LATE]
+    _, left = ported(STEP.replace(OWN, f"{OWN} + sum(self.losses)"))
+    assert left == []
+
+
+LATE = (
+    "the losses of a model are gone behind the tape: give them a name in its `with`, "
+    "and use that"
+)

@@ -44,7 +44,11 @@ from replicax.migrate.tracing import (
     report_gradients,
 )
 from replicax.migrate.trainable import plan_trainable
-from replicax.migrate.training import plan_train_steps, plan_training
+from replicax.migrate.training import (
+    plan_train_steps,
+    plan_training,
+    report_late_losses,
+)
 from replicax.migrate.tree import text_of
 
 __all__ = ["Ported", "port"]
@@ -108,6 +112,7 @@ def port(source: bytes) -> Ported:
     plan_sessions(script)
     plan_training(script)
     plan_train_steps(script)
+    report_late_losses(script)
     plan_gradient_sums(script)
     plan_trainable(script)
     plan_batch_callbacks(script)

@@ -34,7 +34,7 @@ from replicax.migrate.tree import (
     walk,
 )
 
-__all__ = ["plan_train_steps", "plan_training"]
+__all__ = ["plan_train_steps", "plan_training", "report_late_losses"]
 
 
 def plan_training(script: Script) -> None:
@@ -57,6 +57,22 @@ def plan_training(script: Script) -> None:
     for node in script.calls:
         if _is_compiled_loss(script, node):
             script.attempt(node, lambda n=node: _plan_compiled_loss(script, n), None)
+
+
+def report_late_losses(script: Script) -> None:
+    """Report `model.losses` that a step reads behind its tape, where they are gone."""
+    taped = [block for block in script.nodes(cst.With) if _has_tape(script, block)]
+    inside = {node for block in taped for node in walk(block)}
+    for block in taped:
+        function = script.function_of(block)
+        for node in find(function.body, cst.Attribute) if function else ():
+            is_late = node not in inside and script.line(node) > script.line(block)
+            if attr_of(node) == "losses" and is_late and not script.names.path(node):
+                script.leave(node, MESSAGES["late_losses"])
+
+
+def _has_tape(script: Script, block: cst.With) -> bool:
+    return any(script.called(item.item) == "GradientTape" for item in block.items)
 
 
 def _is_minimize(node: cst.Call) -> bool:
