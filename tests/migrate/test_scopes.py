@@ -396,3 +396,35 @@ def test_gradients_that_steps_keep_are_left(line: str, num_left: int) -> None:
     made = "    sums = [tf.Variable(tf.zeros_like(v)) for v in model.variables]\n"
     _, left = ported(f"{STRATEGY}{MODEL}{made}{ACCUMULATED.format(line)}")
     assert ["gradient_accumulation_steps" in each for each in left] == [True] * num_left
+
+
+@pytest.mark.parametrize(
+    "made", ["tf.keras.Sequential([base])", "tf.keras.Model(inputs, base(inputs))"]
+)
+def test_a_model_that_is_a_part_of_one_in_the_scope_is_made_there(made: str) -> None:
+    text, left = ported(
+        "import tensorflow as tf\n"
+        "strategy = tf.distribute.MirroredStrategy(['cpu:0', 'cpu:1'])\n"
+        "base = tf.keras.Sequential([tf.keras.Input((2,)), tf.keras.layers.Dense(1)])\n"
+        "with strategy.scope():\n"
+        "    inputs = tf.keras.Input((2,))\n"
+        f"    model = {made}\n"
+        "    model.compile('sgd', 'mse')\n"
+        "loss = model.fit(x, x, verbose=0).history['loss']"
+    )
+    assert left == []
+    assert "with strategy.scope():\n    base = " in text
+    assert len(executed(text, {"x": np.ones((4, 2), "float32")})["loss"]) == 1
+
+
+def test_a_model_that_a_scope_reads_stays_outside() -> None:
+    text, left = ported(
+        "import tensorflow as tf\n"
+        "strategy = tf.distribute.MirroredStrategy()\n"
+        "old = tf.keras.Sequential([tf.keras.Input((2,)), tf.keras.layers.Dense(1)])\n"
+        "with strategy.scope():\n"
+        "    model = tf.keras.models.clone_model(old)\n"
+        "    model.set_weights(old.get_weights())\n"
+    )
+    assert left == []
+    assert text.count("strategy.scope()") == 1

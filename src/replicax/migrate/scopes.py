@@ -168,8 +168,16 @@ def _made_outside(script: Script, reached: _ReachableCode) -> list[cst.Call]:
         is_step = part in script.traced_functions
         for node in find(part, cst.Name, cst.Attribute, cst.Subscript):
             found = made.intersection(origins(script, node))
-            used |= {c for c in found if is_step or kind_of(script, c) == "optimizer"}
+            kinds = {"optimizer", "model"} if _is_part(script, node) else {"optimizer"}
+            used |= {c for c in found if is_step or kind_of(script, c) in kinds}
     return [call for call in script.calls if call in used]
+
+
+def _is_part(script: Script, node: cst.CSTNode) -> bool:
+    """Whether an object is called, or in a list, as the parts of a model are."""
+    parent = script.parent(node)
+    is_called = isinstance(parent, cst.Call) and parent.func is node
+    return is_called or isinstance(parent, cst.Element)
 
 
 def _plan_scope(script: Script, call: cst.Call, blocks: _Nodes) -> None:
