@@ -34,7 +34,9 @@ def test_scatter_nd_adds_what_has_the_same_index() -> None:
     ]
 
 
-@pytest.mark.parametrize(("name", "value"), [("update", 9.0), ("add", 32.0)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("update", 9.0), ("add", 32.0), ("sub", 14.0)]
+)
 def test_tensors_are_changed_at_indices(name: str, value: float) -> None:
     changed = X.copy()
     changed[1, 2, 3] = value
@@ -106,6 +108,7 @@ def test_other_arrays_stay(before: str, after: str) -> None:
         ("tf.norm(x, 1, axis=-1)", np.abs(X).sum(-1)),
         ("tf.math.l2_normalize(x)", X / np.sqrt((X**2).sum())),
         ("tf.linalg.trace(x)", np.trace(X, axis1=-2, axis2=-1)),
+        ("tf.linalg.diag_part(x)", X.diagonal(axis1=-2, axis2=-1)),
     ],
 )
 def test_norms_and_traces_are_over_the_axes_of_tensorflow(

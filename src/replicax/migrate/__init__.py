@@ -10,9 +10,10 @@ tree once, and replaces each node by its plan, by a rewrite rule or by the table
 
 Tables and rules. `tables.toml` has the data: names whose parameters correspond one by
 one, keywords, texts of calls, lists of names, and what reports say. A rule (`rules`)
-ports a call that needs more than a row (`calls`, `arrays`, `keras_calls`, `methods`,
-`sources`); `members` ports attributes. A rule raises `Unported` where it is not sure:
-the expression stays unchanged, and a comment above the statement gives the reason.
+ports a call that needs more than a row: those in `calls`, `arrays`, `host_arrays`,
+`keras_calls`, `optimizer_calls`, `methods` and `sources`. `members` ports attributes. A
+rule raises `Unported` where it is not sure: the expression stays unchanged, and a
+comment above the statement gives the reason.
 
 The check. `check` runs the ported script in a process of its own up to its first
 training step, under the dry run of `replicax plan`.

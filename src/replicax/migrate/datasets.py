@@ -1,0 +1,279 @@
+"""Finds the datasets of a script, and groups those that are derived from each other.
+
+A union-find over definitions, functions' results and expressions joins datasets of one
+origin.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import libcst as cst
+
+from replicax.migrate.flow import Definition
+from replicax.migrate.script import Expression, Script
+from replicax.migrate.tables import NAMES, READERS
+from replicax.migrate.tracing import class_of
+from replicax.migrate.tree import (
+    argument,
+    dotted,
+    find,
+    is_name,
+    method_of,
+    named,
+    object_of,
+    parts_of,
+)
+
+__all__ = ["Pipelines", "find_pipelines"]
+
+_Key: TypeAlias = Definition | tuple[str, int | None] | int
+"""A key of the union-find.
+
+It is a definition, a function's result (or one element of it), or an expression's id.
+"""
+
+
+@dataclass(eq=False)
+class Pipelines:
+    """Datasets derived from each other, which are ported together or not at all.
+
+    Attributes:
+        sources: Calls of `tf.data` that make datasets, with their paths.
+        operators: Calls of methods, in the order of the text.
+        unknown: Expressions of unknown origin that are taken for datasets.
+        foreign: Calls of packages that need TensorFlow.
+        weighted: The `x` of calls of `fit` that have `class_weight=` too.
+    """
+
+    sources: list[tuple[cst.Call, str]] = field(default_factory=list)
+    operators: list[cst.Call] = field(default_factory=list)
+    unknown: list[Expression] = field(default_factory=list)
+    foreign: list[cst.Call] = field(default_factory=list)
+    weighted: list[cst.Arg] = field(default_factory=list)
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether a source is a reader of Keras, which yields a stream of batches."""
+        return any(path in READERS for _, path in self.sources)
+
+
+def find_pipelines(script: Script) -> list[Pipelines]:
+    """The groups of datasets that are ported together or not at all."""
+    return _Datasets(script).groups()
+
+
+class _Datasets:
+    """Finds the expressions that are datasets, and joins those of one origin."""
+
+    def __init__(self, script: Script) -> None:
+        self._script = script
+        self._returned = dict(_returned_parts(script))
+        self._known: set[_Key] = set()
+        self._parent: dict[_Key, _Key] = {}
+        self._seen: dict[Expression, _Key] = {}
+
+    def groups(self) -> list[Pipelines]:
+        """Find datasets by iterating over the bindings to a fixed point; group them."""
+        bound = list(self._bound())
+        number = -1
+        while number != len(self._known):
+            number = len(self._known)
+            for key, value, index in bound:
+                if self._is_dataset(value, index):
+                    self._known.add(key)
+        for node in self._script.calls:
+            is_new = node not in self._seen and self._is_dataset(node)
+            if is_new and not self._function_keys(node, None):
+                self._collect(node)
+        for key, value, index in bound:
+            if self._is_dataset(value, index):
+                self._join(key, self._key_of(value, index))
+        by_root: dict[_Key, Pipelines] = {}
+        for node, key in self._seen.items():
+            self._sort_in(by_root.setdefault(self._root(key), Pipelines()), node)
+        for x in self._weighted():
+            root = self._root(self._key_of(x.value))
+            by_root.setdefault(root, Pipelines()).weighted.append(x)
+        return list(by_root.values())
+
+    def _weighted(self) -> Iterator[cst.Arg]:
+        for call in self._script.calls:
+            x = argument(call.args, 0, "x") if method_of(call) == "fit" else None
+            has_weights = named(call, "class_weight") is not None
+            if x is not None and has_weights and self._is_dataset(x.value):
+                yield x
+
+    def _bound(self) -> Iterator[tuple[_Key, Expression, int | None]]:
+        for definition in self._script.flow.definitions:
+            for value in definition.values:
+                yield definition, value, definition.index
+        for key, values in self._returned.items():
+            for value in values:
+                yield key, value, None
+
+    # Which expressions are datasets.
+
+    def _is_dataset(self, node: Expression, index: int | None = None) -> bool:
+        if self._source_path(node) or self._is_foreign(node) or self._is_maker(node):
+            return True
+        if isinstance(node, cst.Call):
+            if self._operator(node):
+                return self._is_dataset(object_of(node)) or self._looks_like_one(node)
+            return not self._known.isdisjoint(self._function_keys(node, index))
+        if isinstance(node, cst.Subscript):  # Of a dictionary of datasets.
+            return self._is_dataset(node.value)
+        if choices := _choices(node):
+            return any(map(self._is_dataset, choices))
+        if self._property_key(node) is not None:
+            return True
+        return not self._known.isdisjoint(self._script.flow.reaching(node))
+
+    def _looks_like_one(self, call: cst.Call) -> bool:
+        """Whether a method chain on an unknown object can only be a dataset's."""
+        used: set[str] = set()
+        node: Expression = call
+        number = 0
+        while name := self._operator(node):
+            used.add(name)
+            number += 1
+            node = object_of(node)
+        if isinstance(node, cst.Name) and self._script.names.imported(node):
+            return False
+        is_telling = number > 1 and not used.isdisjoint(NAMES["telling_methods"])
+        return is_telling or not used.isdisjoint(NAMES["sure_methods"])
+
+    def _operator(self, node: cst.CSTNode) -> str | None:
+        name = method_of(node)
+        return name if name in NAMES["dataset_methods"] else None
+
+    def _source_path(self, node: Expression) -> str | None:
+        path = self._script.called(node)
+        is_data = path.startswith(("data.Dataset", "data.experimental.make_"))
+        is_reader = path.startswith("data.") and path.endswith("Dataset")
+        return path if is_data or is_reader or path in READERS else None
+
+    def _is_foreign(self, node: Expression) -> bool:
+        if not isinstance(node, cst.Call):
+            return False
+        name = self._script.names.imported(node.func) or ""
+        return name.startswith("tensorflow_datasets.") and "load" in name
+
+    def _is_maker(self, node: Expression) -> bool:
+        return method_of(node) in NAMES["dataset_makers"]
+
+    def _function_keys(self, call: cst.Call, index: int | None) -> list[_Key]:
+        """The keys of what a called function returns, or of one element of it."""
+        name = (dotted(call.func) or "").removeprefix("self.")
+        if "." in name and self._script.names.imported(call.func) is None:
+            method = name.rpartition(".")[2]
+            functions = self._script.functions(method)
+            is_own = any(class_of(self._script, each) for each in functions)
+            name = method if is_own else name
+        if (name, index) in self._returned:
+            return [(name, index)]
+        return [key for key in self._returned if key[0] == name]
+
+    def _property_key(self, node: Expression) -> _Key | None:
+        """The key of what a property of a class of the script returns."""
+        if not isinstance(node, cst.Attribute):
+            return None
+        key = (node.attr.value, None)
+        functions = self._script.functions(node.attr.value)
+        decorators = [d.decorator for f in functions for d in f.decorators]
+        is_property = any(is_name(each, "property") for each in decorators)
+        return key if is_property and key in self._known else None
+
+    # Union-find.
+
+    def _collect(self, node: Expression) -> None:
+        """Record all calls of a method chain under one key."""
+        key = self._key_of(node)
+        while True:
+            self._seen[node] = key
+            for part in self._arguments(node):
+                if self._is_dataset(part):
+                    self._join(key, self._key_of(part))
+            if not self._operator(node):
+                break
+            node = object_of(node)
+
+    def _arguments(self, node: Expression) -> Iterator[Expression]:
+        """The operands of `zip`, `concatenate`, `x if a else y` and `x or y`."""
+        yield from _choices(node)
+        is_zip = self._source_path(node) or self._operator(node) == "concatenate"
+        for arg in node.args if is_zip and isinstance(node, cst.Call) else ():
+            yield from find(arg.value, cst.Name, cst.Call)
+
+    def _key_of(self, node: Expression, index: int | None = None) -> _Key:
+        """The key of an expression's origin; several origins are joined to one."""
+        while self._operator(node):
+            node = object_of(node)
+        if isinstance(node, cst.Subscript):
+            return self._key_of(node.value)
+        keys: list[_Key] = [*self._script.flow.reaching(node)]
+        if isinstance(node, cst.Call):
+            keys = [k for k in self._function_keys(node, index) if k in self._known]
+        elif choices := _choices(node):
+            keys = [self._key_of(each) for each in choices if self._is_dataset(each)]
+        elif (made := self._property_key(node)) is not None:
+            keys = [made]
+        for key in keys[1:]:
+            self._join(keys[0], key)
+        return keys[0] if keys else id(node)
+
+    def _root(self, key: _Key) -> _Key:
+        while key in self._parent:
+            key = self._parent[key]
+        return key
+
+    def _join(self, one: _Key, other: _Key) -> None:
+        one, other = self._root(one), self._root(other)
+        if one != other:
+            self._parent[other] = one
+
+    def _sort_in(self, group: Pipelines, node: Expression) -> None:
+        if self._is_maker(node):
+            return
+        if not isinstance(node, cst.Call):
+            group.unknown += [] if self._is_made_here(node) else [node]
+        elif self._operator(node):
+            group.operators.append(node)
+        elif self._is_foreign(node):
+            group.foreign.append(node)
+        elif path := self._source_path(node):
+            group.sources.append((node, path))
+        elif not self._is_made_here(node):
+            group.unknown.append(node)
+
+    def _is_made_here(self, node: Expression) -> bool:
+        if isinstance(node, cst.Subscript):
+            return self._is_made_here(node.value)
+        parts = _choices(node) or [node]
+        return all(map(self._is_dataset, parts))
+
+
+def _choices(node: Expression) -> list[Expression]:
+    """The two operands that `x if a else y` or `x or y` chooses between; else none."""
+    if isinstance(node, cst.IfExp):
+        return [node.body, node.orelse]
+    return [node.left, node.right] if isinstance(node, cst.BooleanOperation) else []
+
+
+def _returned_parts(
+    script: Script,
+) -> Iterator[tuple[tuple[str, int | None], list[Expression]]]:
+    """The expressions that each function returns, by element if all are tuples."""
+    returned: dict[str, list[Expression]] = {}
+    for node in script.nodes(cst.Return):
+        function = script.function_of(node)
+        if node.value is not None and function is not None:
+            returned.setdefault(function.name.value, []).append(node.value)
+    for name, values in returned.items():
+        tuples = [parts_of(v) for v in values if isinstance(v, cst.Tuple)]
+        if len({len(t) for t in tuples}) == 1 and len(tuples) == len(values):
+            for i, parts in enumerate(zip(*tuples, strict=True)):
+                yield (name, i), list(parts)
+        else:
+            single = [v for v in values if not isinstance(v, cst.Tuple)]
+            yield (name, None), [*single, *(part for t in tuples for part in t)]
