@@ -117,3 +117,34 @@ def test_a_maximum_over_replicas(strategy_of: Any, assert_same: Any) -> None:
 
     assert_same(evaluated(strategy_of(2), metric), evaluated(None, metric))
     assert evaluated(strategy_of(2), metric) == pytest.approx(2)
+
+
+class Counter(keras.layers.Layer):
+    """Counts the rows that it sees, and its calls."""
+
+    def build(self, _: Any) -> None:
+        options = {"initializer": "zeros", "dtype": "int32", "trainable": False}
+        self.rows = self.add_weight(name="rows", **options)
+        self.calls = self.add_weight(name="calls", **options)
+
+    def call(self, x: Any) -> Any:
+        self.rows.assign_add(ops.shape(x)[0])
+        self.calls.assign_add(1)
+        return x
+
+
+def counted(strategy: rx.Strategy) -> keras.Model:
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((1,)), Counter()])
+        model.compile(loss="mse")
+    model.evaluate(X[:4], X[:4], batch_size=4, verbose=0)
+    return model
+
+
+def test_counts_of_one_replicas_rows_are_a_warning(strategy_of: Any) -> None:
+    with pytest.warns(UserWarning, match="/rows' grows by 2, .* aggregation='sum'"):
+        counted(strategy_of(2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        counted(strategy_of(1))
+        counted(strategy_of(4))  # Of one row: it may count calls.

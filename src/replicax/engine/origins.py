@@ -25,6 +25,7 @@ __all__ = [
     "origins_of",
     "path_to_product",
     "warn_of_no_sum",
+    "warn_of_rows",
 ]
 
 _PRODUCTS = ("dot_general", "conv_general_dilated")
@@ -229,6 +230,36 @@ def warn_of_no_sum(
             f"{caller}: variable {variable.path!r} of aggregation='sum' {change}, and "
             "is no sum over batches, as the "
             + (_REMEDY if among_replicas else _REMEDY_OF_WORKERS),
+            stacklevel=2,
+        )
+
+
+def warn_of_rows(
+    caller: str,
+    variable: keras.Variable,
+    old: jax.Array,
+    new: jax.Array,
+    num_rows: int,
+) -> None:
+    """Warn of a variable that counts the rows of one replica, and not the batch's.
+
+    Args:
+        caller: The public call to name.
+        variable: Whose value is to be equal on all replicas.
+        old: Inside a replica function: the variable's value at first.
+        new: Likewise; what was assigned last.
+        num_rows: Number of the replica's rows. Of one row nobody can tell.
+    """
+    equation = equation_of(new)
+    if equation is None or equation.primitive.name != "add" or num_rows < 2:
+        return
+    added = [x for x in equation.in_tracers if x is not old]
+    if len(added) == 1 and literal_of(added[0]) == num_rows:
+        warnings.warn(
+            f"{caller}: variable {variable.path!r} grows by {num_rows}, which is the "
+            "number of rows that one replica has of the batch. All replicas keep the "
+            "value that each computes, so that it counts the rows of one. Make it with "
+            "aggregation='sum' to count those of all.",
             stacklevel=2,
         )
 

@@ -12,7 +12,12 @@ import numpy as np
 from replicax._util.types import PyTree, Shape
 from replicax.engine.composites import is_composite
 
-__all__ = ["require_rows"]
+__all__ = ["num_rows_of", "require_rows"]
+
+
+def num_rows_of(arguments: PyTree) -> int:
+    """The number of rows in one replica's part of a batch."""
+    return jax.tree.leaves(arguments, is_leaf=is_composite)[0].shape[0]
 
 
 def require_rows(
@@ -34,7 +39,7 @@ def require_rows(
         ValueError: For a scalar, for a result of another size, and for one that has
             the batch in another dimension.
     """
-    num_rows = jax.tree.leaves(arguments, is_leaf=is_composite)[0].shape[0]
+    num_rows = num_rows_of(arguments)
     named = jax.tree_util.tree_leaves_with_path(results)
     shapes = [np.shape(x) for _, x in named]
     if all(s[:1] == (num_rows,) and num_rows not in s[1:] for s in shapes):

@@ -18,10 +18,10 @@ from replicax.engine.blocks import Block, cut
 from replicax.engine.divergence import declare_whole
 from replicax.engine.group import ReplicaGroup
 from replicax.engine.options import Options, Outputs
-from replicax.engine.origins import warn_of_no_sum
+from replicax.engine.origins import warn_of_no_sum, warn_of_rows
 from replicax.engine.replay import StepRun
 from replicax.engine.replica import ReplicaContext
-from replicax.engine.row_results import require_rows
+from replicax.engine.row_results import num_rows_of, require_rows
 from replicax.engine.scope import entered_context
 from replicax.engine.signature import Arguments, ResultStructure
 from replicax.engine.variables import (
@@ -356,6 +356,8 @@ class ReplicaStep:
             home = self._group.strategy.home
             if here or home.adds_up(trains=context.has_trained):
                 self._warn_of_no_sums(start, changed, among_replicas=here)
+            if here and context.shares_batch:
+                self._warn_of_rows(start, changed, num_rows_of(arguments))
             for i, value in self._combined(context, written, changed).items():
                 new[i] = value
             # A number assigned has a weak type; the next step would compile for it.
@@ -465,6 +467,13 @@ class ReplicaStep:
                     value,
                     among_replicas=among_replicas,
                 )
+
+    def _warn_of_rows(
+        self, start: Arrays, new: Mapping[int, jax.Array], num_rows: int
+    ) -> None:
+        for i, value in new.items():
+            if self._aggregation(self.written[i]) == "none":
+                warn_of_rows(self._name, self.written[i], start[i], value, num_rows)
 
     def _mirrored(
         self, context: ReplicaContext, number: int, old: jax.Array, new: jax.Array
