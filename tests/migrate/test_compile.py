@@ -310,34 +310,6 @@ def test_numpy_takes_a_tuple_of_axes_in_a_dataset() -> None:
     assert "np.mean(a, axis=(0, 1))" in text
 
 
-SCHEDULE = f"""\
-{START}{MODEL}
-class Stop(k.callbacks.Callback):
-    def on_train_batch_end(self, batch, logs=None):
-        k.backend.set_value(self.model.optimizer.lr, 0.0)
-start = model.get_weights()[0]
-model.compile(k.optimizers.SGD(0.1), "mse")
-model.fit(x[:2], y[:2], batch_size=2, verbose=0)
-once = model.get_weights()[0]
-model.set_weights([start, 0 * start[0]])
-model.fit(x, y, batch_size=2, shuffle=False, verbose=0, callbacks=[Stop()])
-"""
-
-
-def test_a_rate_that_a_callback_sets_at_a_batch_counts() -> None:
-    text, left = ported(SCHEDULE)
-    assert left == []
-    x, y = np.ones((4, 2), "float32"), np.ones((4, 2), "float32")
-    names = executed(text, {"x": x, "y": y})
-    assert np.allclose(names["model"].get_weights()[0], names["once"], atol=1e-7)
-    assert not np.allclose(names["once"], names["start"], atol=1e-3)
-
-
-def test_callbacks_that_assign_nothing_stay() -> None:
-    text, _ = ported(SCHEDULE.replace("k.backend.set_value", "print"))
-    assert "jax_state_sync" not in text
-
-
 LOADED = f"""\
 {START}{MODEL}model.compile("sgd", "mse")
 model.fit(x, x, verbose=0)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import libcst as cst
 
-from replicax.migrate.callbacks import plan_batch_callbacks
 from replicax.migrate.default_strategy import plan_eager_steps, plan_models
 from replicax.migrate.files import plan_files
 from replicax.migrate.gradient_sums import plan_gradient_sums
@@ -115,7 +114,6 @@ def port(source: bytes) -> Ported:
     report_late_losses(script)
     plan_gradient_sums(script)
     plan_trainable(script)
-    plan_batch_callbacks(script)
     plan_logits(script)
     plan_files(script)
     plan_arguments(script)
