@@ -264,3 +264,42 @@ def test_metrics_that_leave_out_the_loss_warn_nobody(
         model.compile("sgd", "sparse_categorical_crossentropy")
     model.train_on_batch(X[:4], Y[:4])
     assert caplog.text == ""
+
+
+class Siamese(keras.Model):
+    """Takes three arrays, of which none is a label."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = keras.Sequential([keras.Input((6,)), layers.Dense(3)])
+        self.mean = keras.metrics.Mean(name="loss")
+
+    def call(self, data: Any) -> Any:
+        anchor, near, far = map(self.embedding, data)
+        return ops.sum(ops.square(anchor - near) - ops.square(anchor - far), axis=-1)
+
+    def train_step(self, data: Any) -> Any:
+        with rx.GradientTape() as tape:
+            losses = ops.maximum(self(data) + 0.5, 0.0)
+            loss = ops.mean(losses)
+        weights = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        self.mean.update_state(losses)
+        return {"loss": self.mean.result()}
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [self.mean]
+
+
+def test_data_that_are_no_inputs_and_labels(strategy_of: Any, assert_same: Any) -> None:
+    def fit(number: int | None) -> list[Any]:
+        keras.utils.set_random_seed(0)
+        with strategy_of(number).scope():
+            model = Siamese()
+            model.compile("sgd", weighted_metrics=[])
+        data = rx.input.numpy_dataset((X, X[::-1].copy(), X + 1)).batch(4)
+        history = model.fit(data, epochs=2, verbose=0)
+        return [history.history["loss"], *model.get_weights()]
+
+    assert_same(fit(2), fit(1))

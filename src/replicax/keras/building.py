@@ -1,7 +1,9 @@
 """Builds a model: creates all its variables before its steps run.
 
 Keras builds a model by calling it on a batch. Where there is no `call`, as a GAN has
-none, the step that the model has of its own is traced in its place.
+none, the step that the model has of its own is traced in its place. So it is where the
+layers are built and the step has a tape: such a step says what its data are, such as
+three images.
 """
 
 import jax
@@ -62,14 +64,23 @@ def build(
         try:
             if kind == "predict":
                 _build_by_call(model, data, batch)
-            elif has_call(model):
-                trainer.build(model, data, batch)
-            else:
+            elif not has_call(model) or _knows_its_data(model, kind):
                 _build_by_step(model, strategy, kind, data, batch)
+            else:
+                trainer.build(model, data, batch)
         except StopIteration:
             raise without_data(model) from None
     if data is not None:
         data.reset()
+
+
+def _knows_its_data(model: keras.Model, kind: str) -> bool:
+    """Whether a step with a tape is all that has to be built: layers are."""
+    if steps.takes_state(model, f"{kind}_step"):
+        return False
+    if type(model).build is keras.Model.build:  # It has no weights of its own.
+        note_built(model)
+    return _is_built(model)
 
 
 def _build_by_call(model: keras.Model, data: Epochs | None, batch: PyTree) -> None:
