@@ -2,9 +2,11 @@
 
 Keras builds a model by calling it on a batch. Where there is no `call`, as a GAN has
 none, the step that the model has of its own is traced in its place. So it is where the
-layers are built and the step has a tape: such a step says what its data are, such as
-three images.
+call fails, all layers are built, and the step has a tape: such a step says what its
+data are, such as three images.
 """
+
+import logging
 
 import jax
 import keras
@@ -27,6 +29,8 @@ __all__ = [
     "require_compiled",
     "without_data",
 ]
+
+_logger = logging.getLogger("replicax")
 
 
 def has_call(model: keras.Model) -> bool:
@@ -64,23 +68,40 @@ def build(
         try:
             if kind == "predict":
                 _build_by_call(model, data, batch)
-            elif not has_call(model) or _knows_its_data(model, kind):
-                _build_by_step(model, strategy, kind, data, batch)
+            elif has_call(model):
+                _build_by_keras(model, strategy, kind, data, batch)
             else:
-                trainer.build(model, data, batch)
+                _build_by_step(model, strategy, kind, data, batch)
         except StopIteration:
             raise without_data(model) from None
     if data is not None:
         data.reset()
 
 
-def _knows_its_data(model: keras.Model, kind: str) -> bool:
-    """Whether a step with a tape is all that has to be built: layers are."""
-    if steps.takes_state(model, f"{kind}_step"):
-        return False
-    if type(model).build is keras.Model.build:  # It has no weights of its own.
-        note_built(model)
-    return _is_built(model)
+def _build_by_keras(
+    model: keras.Model,
+    strategy: StrategyLike,
+    kind: str,
+    data: Epochs | None,
+    batch: PyTree,
+) -> None:
+    """Build a model as Keras does; by its step if it cannot be called with the data."""
+    try:
+        trainer.build(model, data, batch)
+    except (TypeError, ValueError, RuntimeError) as error:
+        parts = (layer for layer in internals.layers_of(model) if layer is not model)
+        is_built = all(layer.built for layer in parts)
+        if steps.takes_state(model, f"{kind}_step") or not is_built:
+            raise
+        _logger.info(
+            "Model %r cannot be called with x of the data (%s): its %s_step is traced.",
+            model.name,
+            error,
+            kind,
+        )
+        if data is not None:
+            data.reset()
+        _build_by_step(model, strategy, kind, data, batch)
 
 
 def _build_by_call(model: keras.Model, data: Epochs | None, batch: PyTree) -> None:
