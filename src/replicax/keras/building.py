@@ -40,8 +40,7 @@ def has_call(model: keras.Model) -> bool:
 
 def note_built(model: keras.Model) -> None:
     """Mark a model built whose layers all are, as `predict` asks of it."""
-    parts = (layer for layer in internals.layers_of(model) if layer is not model)
-    if not model.built and all(layer.built for layer in parts):
+    if not model.built and _are_parts_built(model):
         model.built = True
 
 
@@ -89,9 +88,7 @@ def _build_by_keras(
     try:
         trainer.build(model, data, batch)
     except (TypeError, ValueError, RuntimeError) as error:
-        parts = (layer for layer in internals.layers_of(model) if layer is not model)
-        is_built = all(layer.built for layer in parts)
-        if steps.takes_state(model, f"{kind}_step") or not is_built:
+        if steps.takes_state(model, f"{kind}_step") or not _are_parts_built(model):
             raise
         _logger.info(
             "Model %r cannot be called with x of the data (%s): its %s_step is traced.",
@@ -140,6 +137,12 @@ def _first_batch(data: Epochs | None, batch: PyTree) -> PyTree:
 def _is_built(model: keras.Model) -> bool:
     """Whether all layers of a model have their variables."""
     return all(layer.built for layer in internals.layers_of(model))
+
+
+def _are_parts_built(model: keras.Model) -> bool:
+    """Whether all layers but the model itself have their variables."""
+    parts = (layer for layer in internals.layers_of(model) if layer is not model)
+    return all(layer.built for layer in parts)
 
 
 def require_compiled(model: keras.Model, name: str) -> None:
