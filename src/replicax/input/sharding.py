@@ -149,6 +149,8 @@ class InputShard:
     Args:
         workers: The workers that shard the input; defaults to a single one.
         check_input: Whether to compare first batches where all read the same data.
+        place: The worker's index among those that shard files, and their number;
+            defaults to that among `workers`.
 
     Example:
         A strategy has its worker's:
@@ -162,10 +164,15 @@ class InputShard:
     """
 
     def __init__(
-        self, workers: Workers | None = None, *, check_input: bool = True
+        self,
+        workers: Workers | None = None,
+        *,
+        check_input: bool = True,
+        place: tuple[int, int] | None = None,
     ) -> None:
         self._workers = workers or Workers()
         self._check_input = check_input
+        self._place = place
 
     @property
     def index(self) -> int:
@@ -180,12 +187,12 @@ class InputShard:
     @property
     def worker(self) -> int:
         """The worker's index among the workers that shard files."""
-        return self.index
+        return self.index if self._place is None else self._place[0]
 
     @property
     def num_workers(self) -> int:
         """Number of workers that shard files."""
-        return self.count
+        return self.count if self._place is None else self._place[1]
 
     @property
     def num_pieces(self) -> int:

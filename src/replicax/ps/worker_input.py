@@ -21,13 +21,7 @@ from replicax.ps.limits import Ticket, tickets_at_once
 if TYPE_CHECKING:
     from replicax.ps.strategy import ParameterServerStrategy
 
-__all__ = [
-    "ElasticInputShard",
-    "EpochBatches",
-    "PlacedInputShard",
-    "StepLeases",
-    "own_rows",
-]
+__all__ = ["ElasticInputShard", "EpochBatches", "StepLeases", "own_rows"]
 
 
 class StepLeases:
@@ -269,26 +263,7 @@ class EpochBatches:
             return None
 
 
-class PlacedInputShard(InputShard):
-    """All batches, and the files of a worker whose place is given."""
-
-    def __init__(self, worker: int, num_workers: int) -> None:
-        super().__init__()
-        self._worker = worker
-        self._num_workers = num_workers
-
-    @property
-    def worker(self) -> int:
-        """The worker's place among those that divide files."""
-        return self._worker
-
-    @property
-    def num_workers(self) -> int:
-        """Number of workers that divide files."""
-        return self._num_workers
-
-
-class ElasticInputShard(PlacedInputShard):
+class ElasticInputShard(InputShard):
     """A shard of a dataset that all workers read: some batches, or rows of each.
 
     Nothing is agreed on: a worker may come late, or go. With `num_parts` of a
@@ -297,7 +272,7 @@ class ElasticInputShard(PlacedInputShard):
     """
 
     def __init__(self, worker: int, num_workers: int, num_parts: int | None) -> None:
-        super().__init__(worker, num_workers)
+        super().__init__(place=(worker, num_workers))
         self._num_parts = num_parts
         self._of_loop: InputShard = self
 
@@ -308,12 +283,9 @@ class ElasticInputShard(PlacedInputShard):
         for those that it leaves out; functions that make a worker's own data are told
         its place among the workers that run closures.
         """
-        is_chief = self._worker == 0
-        self._of_loop = (
-            InputShard()
-            if is_chief
-            else PlacedInputShard(self._worker - 1, self._num_workers - 1)
-        )
+        is_chief = self.worker == 0
+        place = None if is_chief else (self.worker - 1, self.num_workers - 1)
+        self._of_loop = InputShard(place=place)
 
     @property
     def of_evaluation(self) -> InputShard:
@@ -334,7 +306,7 @@ class ElasticInputShard(PlacedInputShard):
         """Number of this worker's steps for that many batches."""
         if self._num_parts is not None:
             return num_batches
-        return len(range(self._worker, num_batches, self._num_workers))
+        return len(range(self.worker, num_batches, self.num_workers))
 
     def in_step(
         self, batches: Iterator[PyTree], *, same_data: bool = True, **_: object
@@ -343,8 +315,8 @@ class ElasticInputShard(PlacedInputShard):
         if not same_data:
             return iter(batches)
         if self._num_parts is None:
-            return itertools.islice(batches, self._worker, None, self._num_workers)
-        return (own_rows(batch, self._worker, self._num_parts) for batch in batches)
+            return itertools.islice(batches, self.worker, None, self.num_workers)
+        return (own_rows(batch, self.worker, self._num_parts) for batch in batches)
 
 
 def own_rows(batch: PyTree, part: int, num_parts: int) -> PyTree:
