@@ -11,7 +11,7 @@ import libcst as cst
 
 from replicax.migrate.kinds import is_kind, origins
 from replicax.migrate.script import Expression, Script
-from replicax.migrate.tables import MESSAGES
+from replicax.migrate.tables import MESSAGES, NAMES
 from replicax.migrate.tree import (
     dotted,
     is_name,
@@ -131,12 +131,9 @@ def is_trained_later(script: Script, load: cst.Call) -> bool:
     """Whether a call of `load_model` gives a compiled model that is trained."""
     if not script.called(load).endswith("models.load_model"):
         return False
-    trained = (c for c in script.calls if method_of(c) in _TRAINING)
+    trained = (c for c in script.calls if method_of(c) in NAMES["training_methods"])
     is_compiled = not is_name(named(load, "compile"), "False")
     return is_compiled and any(load in origins(script, object_of(c)) for c in trained)
-
-
-_TRAINING = ("fit", "fit_generator", "train_on_batch")
 
 
 def _is_foreign(script: Script, node: Expression) -> bool:

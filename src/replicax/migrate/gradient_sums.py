@@ -15,7 +15,13 @@ from typing import Literal, TypeAlias
 import libcst as cst
 
 from replicax.migrate.kinds import is_class_of, kind_of, origins
-from replicax.migrate.origins import definitions, iterated, returned, with_bases
+from replicax.migrate.origins import (
+    definitions,
+    iterated,
+    returned,
+    returned_by,
+    with_bases,
+)
 from replicax.migrate.script import Expression, Script
 from replicax.migrate.tables import MESSAGES, NAMES, find_target
 from replicax.migrate.tracing import class_of, scopes, with_called
@@ -228,9 +234,8 @@ def _terms_of_call(script: Script, node: cst.Call, seen: _Seen) -> _Terms:
         return _SCALED
     if method in {"get_scaled_loss", "scale_loss"}:
         return _all(script, (arg.value for arg in node.args), seen)
-    results = [*returned(script, node)]
-    results += [r for f in script.functions(method) for r in _returned_by(script, f)]
-    if results:
+    name = node.func.value if isinstance(node.func, cst.Name) else method
+    if results := _results(script, name):
         return _all(script, results, seen)
     if kind_of(script, node.func) in {"layer", "model"}:
         return _OWN
@@ -244,14 +249,18 @@ def _terms_of_result(script: Script, function: Expression, seen: _Seen) -> _Term
     """The terms of what a call of a function, or of a loss of Keras, returns."""
     if isinstance(function, cst.Lambda):
         return _terms(script, function.body, seen)
-    if isinstance(function, cst.Name):
-        found = script.functions(function.value)
-        if results := [each for f in found for each in _returned_by(script, f)]:
-            return _all(script, results, seen)
+    name = function.value if isinstance(function, cst.Name) else ""
+    if results := _results(script, name):
+        return _all(script, results, seen)
     if script.names.path(function):
         return _OWN
     made = [_terms_of_loss(script, each) for each in origins(script, function)]
     return _NONE.union(*made) or _UNKNOWN
+
+
+def _results(script: Script, name: str) -> list[Expression]:
+    """What the functions and methods of a name return."""
+    return [r for f in script.functions(name) for r in returned_by(script, f)]
 
 
 def _given(script: Script, node: Expression) -> list[Expression]:
@@ -283,12 +292,6 @@ def _is_own_method(script: Script, node: cst.Call) -> bool:
         with_bases(script, owner) if owner and is_name(object_of(node), "self") else []
     )
     return any(method_of(node) in methods_of(each) for each in owners)
-
-
-def _returned_by(script: Script, function: cst.FunctionDef) -> Iterator[Expression]:
-    for each in find(function, cst.Return):
-        if script.function_of(each) is function and each.value is not None:
-            yield each.value
 
 
 def _terms_of_loss(script: Script, made: object) -> _Terms:

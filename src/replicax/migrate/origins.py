@@ -26,6 +26,7 @@ __all__ = [
     "iterated",
     "part",
     "returned",
+    "returned_by",
     "with_bases",
 ]
 
@@ -201,9 +202,14 @@ def returned(script: Script, node: cst.Call) -> Iterator[Expression]:
     if isinstance(func, cst.Attribute) and is_name(func.value, "self"):
         func = func.attr
     for function in script.functions(func.value) if isinstance(func, cst.Name) else ():
-        for each in find(function, cst.Return):
-            if script.function_of(each) is function:
-                yield each.value or cst.Name("None")
+        yield from returned_by(script, function)
+
+
+def returned_by(script: Script, function: cst.FunctionDef) -> Iterator[Expression]:
+    """The values that a function of the script returns."""
+    for each in find(function, cst.Return):
+        if script.function_of(each) is function:
+            yield each.value or cst.Name("None")
 
 
 def _literals(script: Script, node: Expression, depth: int = 5) -> Iterator[Expression]:

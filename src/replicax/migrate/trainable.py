@@ -12,12 +12,10 @@ import libcst as cst
 from replicax.migrate.kinds import origins
 from replicax.migrate.origins import definitions, iterated
 from replicax.migrate.script import Expression, Replacement, Script, Statement
-from replicax.migrate.tables import MESSAGES
+from replicax.migrate.tables import MESSAGES, NAMES
 from replicax.migrate.tree import attr_of, is_name, method_of, object_of, only_of
 
 __all__ = ["plan_trainable"]
-
-_TRAINING = ("fit", "fit_generator", "train_on_batch")
 
 
 def plan_trainable(script: Script) -> None:
@@ -50,7 +48,7 @@ def _plan_assignment(
     script: Script, node: cst.Assign, model: Expression, *, is_part: bool
 ) -> None:
     """Plan the port of an assignment to a model's, or its layers', `trainable`."""
-    trained = _calls_of(script, model, _TRAINING)
+    trained = _calls_of(script, model, NAMES["training_methods"])
     if not trained or not _is_late(script, node, model):
         return
     lines = {call: script.statement_of(call) for call in trained}
