@@ -157,8 +157,12 @@ def read_collective(instruction: Instruction, call: Call) -> Collective | None:
     else:
         groups = replica_groups(instruction.attributes)
     shape = instruction.shape
-    if instruction.opcode.endswith("-start") and kind != "all-reduce":
-        shape = elements(shape)[1]  # After the operands; flags may follow.
+    if instruction.opcode.endswith("-start"):
+        first, *others = elements(shape)
+        # The results come after the operands; flags may follow. Before JAX 0.11 an
+        # all-reduce has its results alone.
+        if kind != "all-reduce" or first.startswith("("):
+            shape = others[0]
     size = num_bytes(shape)
     if kind == "reduce-scatter":
         size *= len(groups[0]) if groups else 1
