@@ -16,6 +16,7 @@ __all__ = ["report_exceptions", "retry_if_not_caught"]
 
 _COLLECTIVE_FAILED = ("unknown: gloo", "internal: gloo", "unavailable: gloo")
 _TRANSPORTS = ("gloo", "nccl", "connection", "socket", "coordinat")
+_GPU_OF_TWO = "duplicate gpu detected"  # NCCL's words.
 
 
 def retry_if_not_caught(name: str) -> None:
@@ -50,6 +51,15 @@ def report_exceptions(members: Workers, watch: Watch) -> None:
             # this process during this wait.
             time.sleep(members.timeouts.heartbeat + 3)
         previous(kind, error, trace)
+        if _GPU_OF_TWO in str(error).lower():
+            print(
+                f"replicax: {name}: two workers use the same GPU, and NCCL needs one "
+                "for each. Start one process on each machine: its strategy takes all "
+                "of the machine's GPUs. Or give each worker GPUs of its own with "
+                "CUDA_VISIBLE_DEVICES.",
+                file=sys.stderr,
+                flush=True,
+            )
         if isinstance(error, ClusterError) and error.culprit is not None:
             # The culprit prints its own stack. This worker's has been printed.
             watch.fail(_retryable(name, error.culprit, "stuck", error, watch.steps))
@@ -85,6 +95,7 @@ def _is_about_a_peer(error: BaseException) -> bool:
     text = str(error).lower()
     if isinstance(error, jax.errors.JaxRuntimeError):
         # The error of a callback contains the text of its traceback.
-        return "callback" not in text and any(word in text for word in _TRANSPORTS)
+        its_own = "callback" in text or _GPU_OF_TWO in text
+        return not its_own and any(word in text for word in _TRANSPORTS)
     # JAX raises this if a collective fails while it is dispatched.
     return isinstance(error, ValueError) and text.startswith(_COLLECTIVE_FAILED)
