@@ -1,5 +1,7 @@
 """Schedules of GPU programs, whose FLOPs, bytes and times are known by hand."""
 
+import dataclasses
+
 import pytest
 
 from replicax.planning.rates import Rates
@@ -135,6 +137,16 @@ def test_loops_count_all_rounds() -> None:
 
 def kernel(seconds: float) -> Kernel:
     return Kernel(products={}, elementwise=0, bytes=seconds)
+
+
+def test_a_kernel_at_what_devices_attain() -> None:
+    """Half of the bandwidth, a quarter of the FLOP/s, and a launch beside the work."""
+    rates = dataclasses.replace(
+        RATES, attained_bandwidth=0.5, attained_flops=0.25, kernel_seconds=100.0
+    )
+    assert kernel(3).seconds(rates) == 100 + 3 / 0.5
+    product = Kernel(products={"bf16": 3}, elementwise=0, bytes=1)
+    assert product.seconds(rates) == 100 + 3 / 0.25
 
 
 def test_a_kernel_takes_the_longer_of_its_two_parts() -> None:

@@ -14,14 +14,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from replicax.engine.devices import Device
 
-__all__ = ["CHIPS", "Chip", "Rates", "measure_rates"]
+__all__ = ["CHIPS", "KERNEL_SECONDS", "Chip", "Rates", "measure_rates"]
+
+KERNEL_SECONDS = 2.5e-6
+"""What a kernel of a GPU takes beside its work: 1.7 us for one with nothing to do on an
+H100, and the time in which a larger one comes to work on all processors.
+"""
 
 _GIB = 2**30
 _LOOKED_UP = "2026-11-21"
@@ -49,6 +53,9 @@ class Rates:
         flops_by_type: Of products of other types than bfloat16, by XLA's names, where
             they are not at `peak_flops`.
         elementwise_flops: Of all that is no product; None: at `peak_flops`.
+        attained_flops: Share of those rates at which kernels compute.
+        attained_bandwidth: Share of `memory_bandwidth` at which they read and write.
+        kernel_seconds: What a kernel takes before and after its work.
     """
 
     peak_flops: float
@@ -59,6 +66,9 @@ class Rates:
     network_bandwidth: float | None = None
     flops_by_type: Mapping[str, float] = dataclasses.field(default_factory=dict)
     elementwise_flops: float | None = None
+    attained_flops: float = 1.0
+    attained_bandwidth: float = 1.0
+    kernel_seconds: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -200,9 +210,14 @@ CHIPS: Mapping[str, Chip] = {
 def measure_rates(devices: Sequence[Device]) -> Rates:
     """Measure products of matrices, copies, and sums over the devices."""
     mesh = Mesh(np.array(devices), (_AXIS,))
-    width, length = _CPU_SIZES if devices[0].platform == "cpu" else _GPU_SIZES
+    on_cpu = devices[0].platform == "cpu"
+    width, length = _CPU_SIZES if on_cpu else _GPU_SIZES
     num = len(devices)
-    product = _seconds(mesh, lambda x: x @ x, (width, width))
+    types = ("float32",) if on_cpu else ("float32", "bfloat16")
+    products = {
+        dtype: 2 * width**3 / _seconds(mesh, lambda x: x @ x, (width, width), dtype)
+        for dtype in types
+    }
     copy = _seconds(mesh, lambda x: x + 1, (length,))
     ring = None
     if num > 1:
@@ -211,18 +226,24 @@ def measure_rates(devices: Sequence[Device]) -> Rates:
         ring = 2 * (num - 1) / num * length / total
     stats = devices[0].memory_stats() or {}
     return Rates(
-        peak_flops=2 * width**3 / product,
+        peak_flops=products[types[-1]],
+        flops_by_type={} if on_cpu else {"f32": products["float32"]},
         memory_bytes=stats.get("bytes_limit"),
         memory_bandwidth=2 * 4 * length / copy,
         ring_bandwidth=ring,
-        source=f"measured on {num} x {devices[0].device_kind} of this machine: a "
-        f"float32 product of {width} x {width}, a copy of {4 * length / 2**20:.0f} MiB"
+        kernel_seconds=0.0 if on_cpu else KERNEL_SECONDS,
+        source=f"measured on {num} x {devices[0].device_kind} of this machine: "
+        f"{' and '.join(types)} products of {width} x {width}, a copy of "
+        f"{4 * length / 2**20:.0f} MiB"
         + (f", a sum of {length / 2**20:.0f} MiB" if num > 1 else ""),
     )
 
 
 def _seconds(
-    mesh: Mesh, fn: Callable[[jax.Array], jax.Array], shape: tuple[int, ...]
+    mesh: Mesh,
+    fn: Callable[[jax.Array], jax.Array],
+    shape: tuple[int, ...],
+    dtype: str = "float32",
 ) -> float:
     """The shortest of a few runs of `fn` on every device at once."""
     spec = PartitionSpec(_AXIS)
@@ -232,8 +253,10 @@ def _seconds(
         ),
         donate_argnums=0,  # Fresh memory would cost more than the copy.
     )
+    # GPUs multiply zeros faster. These numbers' products have numbers as large.
+    key, scale = jax.random.key(0), shape[-1] ** -0.5
     array = jax.jit(
-        lambda: jnp.zeros((mesh.size, *shape), jnp.float32),
+        lambda: jax.random.normal(key, (mesh.size, *shape), dtype) * scale,
         out_shardings=NamedSharding(mesh, spec),
     )()
     array = jax.block_until_ready(program(array))

@@ -22,7 +22,9 @@ The model for TPUs and for devices of this machine, and all that it takes for gr
 For GPUs, whose programs are scheduled (`replicax.planning.schedule`):
 
 - A step takes the sum of its kernels, each the longer of computing and of moving what
-  it reads and writes, plus the communication at which no kernel works. A collective
+  it reads and writes, and 2.5 us, plus the communication at which no kernel works.
+  Kernels attain 80 % of the peak FLOP/s and 85 % of the peak bandwidth, as they did on
+  an H100; on the cards of this machine, what was measured on them. A collective
   begins at its place in the schedule, when those before it are over; only what is left
   of it where the program waits for it is exposed.
 - Inside a host NCCL's collectives send as above, each card over all of its links to the
@@ -32,8 +34,8 @@ For GPUs, whose programs are scheduled (`replicax.planning.schedule`):
   for a reduce-scatter or all-gather. Chunks of the payload are on the links and on the
   network at the same time: the slower one counts.
 
-Real steps take longer: no program runs at the peaks. The times are good for comparisons
-and for finding what limits, not for promises.
+Real steps of chips take longer: no program runs at the peaks. The times are good for
+comparisons and for finding what limits, not for promises.
 """
 
 import dataclasses
@@ -66,7 +68,8 @@ ASSUMPTIONS = (
 """What the time model takes for granted, in short; the module says it in full."""
 
 ASSUMPTIONS_OF_GPUS = (
-    "Peak FLOP/s of each type, peak bandwidths, no latency: real steps take longer.",
+    "Kernels attain 80 % of peak FLOP/s, 85 % of peak bandwidth, and take 2.5 us more.",
+    "Communication: peak bandwidths, no latency; real steps take longer.",
     "FLOPs and bytes are counted in the compiled program, kernel by kernel.",
     "Collectives are NCCL's rings: over the links in a host, then over the network.",
     "They hide behind the kernels between their start and their end in the schedule.",

@@ -81,8 +81,13 @@ class Kernel:
         return of_products + self.elementwise / rate
 
     def seconds(self, rates: Rates) -> float:
-        """Compute its seconds: the longer one of its FLOPs and of its bytes."""
-        return max(self.compute_seconds(rates), self.bytes / rates.memory_bandwidth)
+        """Compute its seconds: the longer one of its FLOPs and of its bytes, and a bit.
+
+        At the rates that kernels attain, not at the peaks.
+        """
+        computes = self.compute_seconds(rates) / rates.attained_flops
+        moves = self.bytes / (rates.memory_bandwidth * rates.attained_bandwidth)
+        return rates.kernel_seconds + max(computes, moves)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
