@@ -16,7 +16,7 @@ PIP_INSTALL := $(PY) -m pip install -qq --disable-pip-version-check --editable
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: bench demo docs soak test test-all test-cuda test-next lint lint-types lint-rest format \
+.PHONY: bench demo docs soak test test-all test-cuda test-gpu test-next lint lint-types lint-rest format \
   clean help
 
 demo: $(VENV)/.demo ## train on the digits data with two replicas; draws digits_mirrored.png
@@ -40,6 +40,11 @@ test-next: ## Keras and strategies on other versions: NEXT="keras==3.15.0 path/t
 test-cuda: ## every strategy's steps, compiled for GPUs that need not be here; takes 5 GB
 	@$(MAKE) --no-print-directory VENV=$(CUDA_VENV) $(CUDA_VENV)/.cuda
 	JAX_PLATFORMS=cpu $(CUDA_VENV)/bin/python -m pytest $(PROCESSES) tests/cuda
+
+test-gpu: $(VENV)/.test ## trains on the GPUs of this machine under each strategy; takes 5 GB
+	$(PIP_INSTALL) '.[test,cuda]'
+	JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false \
+	  $(PY) -m pytest -n 6 --dist worksteal tests/gpu
 
 bench: $(VENV)/.test ## steps beside other libraries, into benchmarks/results; takes an hour
 	cd benchmarks && ../$(PY) -m bench --output results --peers ../.bench --resume

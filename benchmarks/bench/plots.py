@@ -1,6 +1,7 @@
 """Measurements as pictures."""
 
 import statistics
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,8 @@ def _draw_steps(groups: list[Mapping[str, Any]], title: str, path: Path) -> Path
         )
         panel.set_yticks(places, list(alike))
         panel.invert_yaxis()
-        panel.set_title(f"({group['case']}) {group['title']}", loc="left")
+        name = textwrap.fill(f"({group['case']}) {group['title']}", 36)
+        panel.set_title(name, loc="left", fontsize=10)
         panel.set_xlabel("ms per step")
     figure.suptitle(f"Step time, {title}", x=0.01, ha="left")
     return _save(figure, path)

@@ -96,8 +96,11 @@ def headline(groups: Sequence[Mapping[str, Any]]) -> list[str]:
     for figure in figures(groups):
         peer = figure.target.title.removeprefix("times faster than ")
         if figure.ours == _OURS and peer != figure.target.title:
+            peer = peer.removesuffix(" (gpu)")  # The row says where.
             row = rows.setdefault((peer, figure.target.layout), {})
-            row[figure.case] = f"{figure.ratio[0]:.1f}"
+            ratio = figure.ratio[0]
+            # Of nearly equal ones, which is faster.
+            row[figure.case] = f"{ratio:.2f}" if 0.9 < ratio < 1.1 else f"{ratio:.1f}"
     cases = sorted({case for row in rows.values() for case in row})
     columns = ["times faster than", *(f"({case})" for case in cases)]
     return _table(
