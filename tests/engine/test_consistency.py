@@ -39,6 +39,12 @@ def test_equal_copies_have_equal_prints(dtype) -> None:
     assert (found == found[0]).all()
 
 
+def test_arrays_without_elements() -> None:
+    found = prints(np.zeros((0, 3), "float32"), np.ones(2, "float32"))
+    assert (found == found[0]).all()
+    assert found[0, 0] == 0 != found[0, 1]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_change_shows(dtype) -> None:
     arrays = [

@@ -15,6 +15,7 @@ from jax.stages import Wrapped
 from replicax._private import keras as internals
 from replicax._util import random_state
 from replicax.cluster.workers import Workers
+from replicax.engine.empty_arrays import made_inside
 from replicax.engine.group import ReplicaGroup
 from replicax.engine.variables import Variable
 from replicax.errors import ClusterMismatchError, DivergenceError
@@ -114,7 +115,7 @@ def _checksums_of_mesh(mesh: Mesh, axis_name: str) -> Wrapped:
 
     return jax.jit(
         jax.shard_map(
-            row,
+            made_inside(row),
             mesh=mesh,
             in_specs=PartitionSpec(),
             out_specs=PartitionSpec(),

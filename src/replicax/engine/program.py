@@ -44,6 +44,7 @@ from replicax.engine.divergence import (
     found_in,
     open_jaxpr,
 )
+from replicax.engine.empty_arrays import uses_empty_arrays
 from replicax.engine.group import ReplicaGroup
 from replicax.engine.options import Options, Outputs
 from replicax.engine.scope import current_call
@@ -157,6 +158,7 @@ class Program:
     def lower(self, values: Shapes, leaves: Sequence[PyTree]) -> Lowered:
         """Lower the program, for values of `inputs` and arguments like these."""
         with explained_traces(self.name):
+            self._keep_empty_arrays_out(values, leaves)
             return self._jitted.lower(*self._split(values), tuple(leaves))
 
     def check(self, values: Shapes, leaves: Sequence[PyTree]) -> None:
@@ -222,6 +224,7 @@ class Program:
         """Trace and compile what the first call would, and may be interrupted in."""
         with Announced(f"compiling {self.name}"), explained_traces(self.name):
             self._check_divergence(values, leaves)
+            self._keep_empty_arrays_out(values, leaves)
             self._lift_heap_bound(values, leaves)
             traced = self._jitted.trace(*self._split(values), tuple(leaves))
             self._has_effects = bool(traced.jaxpr.effects)
@@ -330,6 +333,13 @@ class Program:
         equation = self._replicas_part(values, leaves)
         dims = [self._step.dim_of(v) for v in self.written]
         return equation, differing(equation, self._group.axis.name, dims)
+
+    def _keep_empty_arrays_out(self, values: Shapes, leaves: Sequence[PyTree]) -> None:
+        """Trace anew with empty arrays made by the replicas, or XLA may crash."""
+        traced = self._jitted.trace(*self._split(values), tuple(leaves))
+        if uses_empty_arrays(traced.jaxpr) and not self._step.makes_empty_arrays:
+            self._step.makes_empty_arrays = True
+            self._jitted = self._jit()
 
     def _lift_heap_bound(self, values: Shapes, leaves: Sequence[PyTree]) -> None:
         """Compile without XLA's bound on heaps where an array is larger than that."""

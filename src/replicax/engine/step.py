@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from replicax._util.types import PyTree
 from replicax.engine.blocks import Block, cut
 from replicax.engine.divergence import declare_whole
+from replicax.engine.empty_arrays import made_inside
 from replicax.engine.group import ReplicaGroup
 from replicax.engine.options import Options, Outputs
 from replicax.engine.origins import warn_of_no_sum, warn_of_rows
@@ -56,13 +57,13 @@ class ReplicaStep:
 
     Attributes:
         written: The variables that the function writes.
-        inputs: The variables whose values the step takes: `written`, then those that it
-            only reads.
+        inputs: The variables whose values it takes: `written`, then those only read.
         updates: The updates that are made after the replicas' part of each step, on
             arrays laid out in blocks.
         divides_updates: Whether the devices divide the updates, which are `updates`.
         unused: Ids of variables that are read, but whose values make no difference.
         from_first: Ids of those of `written` whose value is the first replica's.
+        makes_empty_arrays: Whether the replicas' part makes its empty arrays itself.
         trains: Whether an optimizer makes updates in it; known once it is traced.
         results: The structure of what the function returns; likewise.
     """
@@ -86,6 +87,7 @@ class ReplicaStep:
         self.unused: set[int] = set()
         self.from_first: set[int] = set()
         self.trains = False
+        self.makes_empty_arrays = False
         self._trained_sums: set[int] = set()
         self._joins_rows = options.outputs is Outputs.ROWS and group.num_replicas > 1
         self.results = ResultStructure(None, name)
@@ -168,7 +170,7 @@ class ReplicaStep:
         """`body`, which says what one device does, for all devices."""
         # Results declared equal on all replicas are checked by `varying_marks`.
         return jax.shard_map(
-            body,
+            made_inside(body) if self.makes_empty_arrays else body,
             mesh=self._group.mesh,
             in_specs=in_specs,
             out_specs=out_specs,
