@@ -15,6 +15,7 @@ from tests.conftest import mirrored
 
 import replicax as rx
 from replicax.engine.replica_axis import ReplicaAxis
+from replicax.planning.hlo import Groups, replica_groups
 
 
 def with_ops(num_replicas: int, ops: rx.CrossDeviceOps | None) -> rx.Strategy:
@@ -35,14 +36,14 @@ def program_text(strategy: rx.Strategy, x: np.ndarray) -> str:
     return program._jitted.lower([], [], (x,)).compile().as_text() or ""
 
 
-def collectives(text: str) -> dict[str, str]:
-    """The kinds of collectives in a program, with their groups or pairs."""
+def collectives(text: str) -> dict[str, Groups]:
+    """The kinds of collectives in a program, with the groups that each works in."""
     found = re.findall(
         r"\b(all-reduce|reduce-scatter|all-gather|collective-permute|all-to-all)"
-        r"(?:-start)?\(.*?(?:replica_groups|source_target_pairs)=(\{\{.*?\}\})",
+        r"(?:-start)?\((.*)",
         text,
     )
-    return dict(found)
+    return {kind: replica_groups(attributes) for kind, attributes in found}
 
 
 @settings(max_examples=30, deadline=None)
@@ -111,13 +112,13 @@ def test_empty_arrays_and_one_replica() -> None:
 
 def test_compiled_programs_differ() -> None:
     x = np.ones((4, 5), "float32")
-    all_four = "{{0,1,2,3}}"
+    all_four = ((0, 1, 2, 3),)
     assert collectives(program_text(mirrored(4), x)) == {"all-reduce": all_four}
     hierarchical = rx.HierarchicalCopyAllReduce(group_size=2)
     assert collectives(program_text(with_ops(4, hierarchical), x)) == {
-        "reduce-scatter": "{{0,1},{2,3}}",
-        "all-reduce": "{{0,2},{1,3}}",
-        "all-gather": "{{0,1},{2,3}}",
+        "reduce-scatter": ((0, 1), (2, 3)),
+        "all-reduce": ((0, 2), (1, 3)),
+        "all-gather": ((0, 1), (2, 3)),
     }
     to_one = rx.ReductionToOneDevice()
     text = program_text(with_ops(4, to_one), x)
