@@ -95,6 +95,16 @@ def test_generators(data, same_as_one_device, repeat, per_execution):
     same_as_one_device(work, REPLICAS)
 
 
+@pytest.mark.filterwarnings("error")  # Also what plain Keras is excused for.
+@pytest.mark.parametrize("method", ["fit", "evaluate", "train_on_batch"])
+def test_data_of_64_bits_warn_nobody(data, strategy_of, method):
+    x, y = data[0], data[1].astype("int64")
+    with strategy_of(2).scope():
+        model = classifier()
+        getattr(model, method)(x, y)
+        assert model.built
+
+
 @may_run_out
 def test_generators_for_unbuilt_models(data, same_as_one_device):
     """Keras looks at a batch to build the model; it must not be lost to training."""

@@ -272,6 +272,7 @@ def shown(plan: Plan) -> str:
     return console.export_text()
 
 
+@pytest.mark.filterwarnings("error")  # Of data of 64 bits as well.
 def test_what_does_not_train_is_refused() -> None:
     strategy = local_strategy()
     model = make_model(strategy)

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import keras
 from keras.src.callbacks.callback_list import CallbackList
 from keras.src.trainers.data_adapters import get_data_adapter
@@ -20,6 +21,8 @@ from keras.src.trainers.data_adapters.data_adapter_utils import (
 )
 from keras.src.trainers.data_adapters.grain_dataset_adapter import GrainDatasetAdapter
 from keras.src.utils.python_utils import is_default, pythonify_logs
+
+from replicax._util.arrays import dtype_on_devices
 
 __all__ = [
     "CALLBACK_STATE",
@@ -69,7 +72,19 @@ def build(model: Any, data: Any, batch: Any) -> None:
             needed.
         batch: That batch, if there is no `data`.
     """
-    model._symbolic_build(iterator=data, data_batch=batch)
+    batches = ((*at, map(_as_on_devices, batches)) for *at, batches in data or ())
+    model._symbolic_build(iterator=batches, data_batch=_as_on_devices(batch))
+
+
+def _as_on_devices(batch: Any) -> Any:
+    """A batch, of which Keras reads shapes and dtypes, with the dtypes on devices."""
+
+    def known(array: Any) -> Any:
+        if array is None or dtype_on_devices(array.dtype) == array.dtype:
+            return array
+        return jax.ShapeDtypeStruct(array.shape, dtype_on_devices(array.dtype))
+
+    return keras.tree.map_structure(known, batch)
 
 
 def after_build(model: Any) -> None:

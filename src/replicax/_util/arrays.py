@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import ml_dtypes  # noqa: F401  NumPy learns of bfloat16.
@@ -10,7 +10,14 @@ import numpy as np
 
 from replicax._util.types import Shape
 
-__all__ = ["FlatLayout", "aligned", "array_of", "bytes_of", "holds_numbers"]
+__all__ = [
+    "FlatLayout",
+    "aligned",
+    "array_of",
+    "bytes_of",
+    "dtype_on_devices",
+    "holds_numbers",
+]
 
 _ALIGNMENT = 64
 
@@ -20,6 +27,14 @@ _Array = TypeVar("_Array", np.ndarray, jax.Array)
 def holds_numbers(array: np.ndarray | np.generic) -> bool:
     """Whether an array is of numbers or booleans, not of strings, dates or objects."""
     return array.dtype.kind not in "OUSMm"
+
+
+def dtype_on_devices(dtype: Any) -> Any:
+    """The dtype that JAX gives arrays of a dtype, such as int32 for int64 by default.
+
+    JAX 0.11 and later warn where a `jax.ShapeDtypeStruct` has another one.
+    """
+    return jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
 
 
 def aligned(num_bytes: int) -> np.ndarray:

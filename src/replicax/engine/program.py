@@ -32,6 +32,7 @@ from jax.stages import Lowered, Wrapped
 from jax.typing import ArrayLike
 
 from replicax._private.keras import write_values
+from replicax._util.arrays import dtype_on_devices
 from replicax._util.interrupts import uninterrupted
 from replicax._util.types import PyTree
 from replicax._util.user_code import describe
@@ -244,7 +245,9 @@ class Program:
         that it writes as well stay inputs, and are noted.
         """
         inputs = self._step.inputs
-        shapes = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in inputs]
+        shapes = [
+            jax.ShapeDtypeStruct(v.shape, dtype_on_devices(v.dtype)) for v in inputs
+        ]
         jaxpr = open_jaxpr(self._replicas_part(shapes, leaves).params["jaxpr"])
         used = {id(a) for e in jaxpr.eqns for a in e.invars}
         used |= {id(a) for a in jaxpr.outvars}

@@ -20,6 +20,7 @@ from jax.extend.core import find_top_trace
 from jax.typing import ArrayLike
 
 from replicax._private.keras import inner_of, stored_dtype, trained_by
+from replicax._util.arrays import dtype_on_devices
 from replicax.engine.divergence import declare_mirrored
 from replicax.errors import ContextError
 
@@ -186,7 +187,7 @@ class RecordingScope(WritesScope):
             # in this trace has no array yet.
             value = self._unassigned.get(id(variable))
         if value is None:
-            value = jnp.zeros(variable.shape, stored_dtype(variable))
+            value = jnp.zeros(variable.shape, dtype_on_devices(stored_dtype(variable)))
             self._unassigned[id(variable)] = value
         return value
 

@@ -20,6 +20,7 @@ import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from replicax._util.arrays import dtype_on_devices
 from replicax._util.dry_run import dry_running, is_described
 from replicax._util.types import PyTree
 from replicax.engine.devices import Device
@@ -216,7 +217,7 @@ def _shapes(values: Sequence[PyTree]) -> list[PyTree]:
         x
         if isinstance(x, int | float | complex)  # Their types are weak.
         else jax.ShapeDtypeStruct(
-            x.shape, x.dtype, weak_type=getattr(x, "weak_type", False)
+            x.shape, dtype_on_devices(x.dtype), weak_type=getattr(x, "weak_type", False)
         )
         for x in values
     ]

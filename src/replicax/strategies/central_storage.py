@@ -17,6 +17,7 @@ from jax.stages import Wrapped
 from jax.typing import ArrayLike
 
 from replicax._private import keras as internals
+from replicax._util.arrays import dtype_on_devices
 from replicax._util.interrupts import uninterrupted
 from replicax._util.types import PyTree
 from replicax._util.waiting import Announced
@@ -199,7 +200,10 @@ class _ParameterDevice(ReplicaHome):
     def _trace(self, update: Update) -> None:
         """Trace an update, so that its errors come before values are donated."""
         values, gradients = (
-            [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in variables]
+            [
+                jax.ShapeDtypeStruct(v.shape, dtype_on_devices(v.dtype))
+                for v in variables
+            ]
             for variables in (update.changed, update.variables)
         )
         jax.eval_shape(self._function_of(update), values, gradients)
