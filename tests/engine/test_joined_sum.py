@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import replicax as rx
 from replicax.engine.collectives import ReplicaAxis, joined_sum
+from replicax.engine.empty_arrays import made_inside
 
 SMALL = 2**18 // 4  # float32 elements
 
@@ -30,7 +31,7 @@ def both_ways(arrays: list[Any], axis: ReplicaAxis) -> tuple[list[Any], list[Any
     def spread(fn):
         return jax.jit(
             jax.shard_map(
-                lambda arrays: fn([x[0] for x in arrays]),
+                made_inside(lambda arrays: fn([x[0] for x in arrays])),
                 mesh=mesh,
                 in_specs=P("replica"),
                 out_specs=P(),

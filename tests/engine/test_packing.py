@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import replicax as rx
 from replicax.engine.communication import sum_gradients
+from replicax.engine.empty_arrays import made_inside
 from replicax.engine.packing import plan_packs
 from replicax.engine.replica_axis import ReplicaAxis
 from replicax.planning import compiler
@@ -49,7 +50,7 @@ def summed(
 
     step = jax.jit(
         jax.shard_map(
-            fn,
+            made_inside(fn),
             mesh=mesh,
             in_specs=P("replica"),
             out_specs=P("replica"),
