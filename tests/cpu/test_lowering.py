@@ -371,3 +371,21 @@ def test_effects_of_a_program_are_kept(capfd) -> None:
     assert "sum 3.0" in capfd.readouterr().out
     with jax.disable_jit():
         assert_equal(jax.jit(lowering.apply(run))(x), 2 * x)
+
+
+def test_functions_that_jax_traces_as_one_operation() -> None:
+    """From JAX 0.11 on: it replaces them before it lowers the program."""
+
+    def of(x):
+        root = lax.custom_root(
+            lambda y: y * y - x, x, lambda f, y: y - f(y) / (2 * y), lambda g, y: y / 2
+        )
+        return jnp.searchsorted(x, x - 1), jnp.nonzero(x > 1, size=3), root
+
+    x = jnp.arange(1.0, 4.0)
+    for got, expected in zip(
+        jax.tree.leaves(jax.jit(lowering.apply(of))(x)),
+        jax.tree.leaves(jax.jit(of)(x)),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(got, expected)

@@ -17,6 +17,7 @@ import jax.extend.core
 __all__ = [
     "ArrayImpl",
     "TracedEquation",
+    "allow_high_operations",
     "cluster_kinds",
     "distributed_state",
     "equation_of",
@@ -91,6 +92,22 @@ def lowering_rule_for_cpus(primitive: Any) -> Any:
     if entry is None:
         entry = (getattr(mlir, "_lowerings", None) or {}).get(primitive)
     return getattr(entry, "rule", entry)
+
+
+def allow_high_operations(primitive: Any) -> None:
+    """Let a primitive's parameter `jaxpr` have operations that JAX replaces by others.
+
+    From JAX 0.11 on some functions of jax.numpy, such as `searchsorted`, are traced as
+    one operation. JAX replaces them before it lowers a program, and asks each primitive
+    that calls a jaxpr to do so in that.
+
+    Args:
+        primitive: Has one parameter, and takes and returns arrays only.
+    """
+    tracing: Any = importlib.import_module("jax._src.interpreters.partial_eval")
+    primitive.to_lojax = lambda *args, jaxpr: primitive.bind(
+        *args, jaxpr=tracing.lower_jaxpr2(jaxpr)
+    )
 
 
 def has_devices() -> bool:

@@ -16,7 +16,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, mlir
 
-from replicax._private.jax import lowering_rule_for_cpus
+from replicax._private.jax import allow_high_operations, lowering_rule_for_cpus
 from replicax.cpu import pooling, reductions
 from replicax.cpu.choice import Form, choose, spatial_windows
 from replicax.cpu.forms import (
@@ -94,6 +94,7 @@ _served_call_p.def_effectful_abstract_eval(
 # The implementation without `jax.jit`, as under `jax.disable_jit`.
 _served_call_p.def_impl(lambda *args, jaxpr: jaxpr_as_fun(jaxpr)(*args))
 mlir.register_lowering(_served_call_p, _lower_call, cacheable=False)
+allow_high_operations(_served_call_p)
 
 
 @functools.cache
