@@ -108,7 +108,7 @@ def mixed(tmp_path_factory) -> tuple[Estimator, str]:
         folder / "export",
         receiver(
             {
-                "x": jax.ShapeDtypeStruct((None, 3), "float32"),
+                "x": keras.KerasTensor((None, 3), "float32"),
                 "day": np.zeros(1, "int32"),
             }
         ),
@@ -479,7 +479,7 @@ def test_wrong_outputs(tmp_path, predictions, exported, error, match) -> None:
         ({1: X}, TypeError, "names of features must be strings; got 1"),
         ({"x": np.float32(1)}, ValueError, "'x' must have a first dimension"),
         (
-            {"x": jax.ShapeDtypeStruct((None, None), "float32")},
+            {"x": keras.KerasTensor((None, None), "float32")},
             ValueError,
             r"numbers for the others; got shape \(None, None\)",
         ),
@@ -498,7 +498,7 @@ def test_a_batch_has_at_least_a_row() -> None:
 def test_receivers_know_strings() -> None:
     specs = receiver(
         {
-            "a": jax.ShapeDtypeStruct((None,), "str"),
+            "a": keras.KerasTensor((None,), "string"),
             "b": keras.KerasTensor((None, 2), dtype="string"),
             "c": np.array(["x"]),
             "d": ["x", "y"],

@@ -119,9 +119,9 @@ class FinalExporter(_SavedModelExporter):
         serving_input_receiver_fn: As for `LatestExporter`.
 
     Example:
-        >>> import jax, replicax as rx
+        >>> import keras, replicax as rx
         >>> receiver_fn = rx.estimator.build_raw_serving_input_receiver_fn(
-        ...     {"x": jax.ShapeDtypeStruct((None, 3), "float32")}
+        ...     {"x": keras.KerasTensor((None, 3), "float32")}
         ... )
         >>> rx.estimator.FinalExporter("final", receiver_fn).name
         'final'
@@ -148,9 +148,9 @@ class LatestExporter(_SavedModelExporter):
         ValueError: If `exports_to_keep` is less than 1.
 
     Example:
-        >>> import jax, replicax as rx
+        >>> import keras, replicax as rx
         >>> receiver_fn = rx.estimator.build_raw_serving_input_receiver_fn(
-        ...     {"x": jax.ShapeDtypeStruct((None, 3), "float32")}
+        ...     {"x": keras.KerasTensor((None, 3), "float32")}
         ... )
         >>> rx.estimator.LatestExporter("latest", receiver_fn, exports_to_keep=2).name
         'latest'
@@ -184,9 +184,9 @@ class BestExporter(_SavedModelExporter):
             arguments.
 
     Example:
-        >>> import jax, replicax as rx
+        >>> import keras, replicax as rx
         >>> receiver_fn = rx.estimator.build_raw_serving_input_receiver_fn(
-        ...     {"x": jax.ShapeDtypeStruct((None, 3), "float32")}
+        ...     {"x": keras.KerasTensor((None, 3), "float32")}
         ... )
         >>> def is_more_accurate(best_eval_result, current_eval_result):
         ...     return current_eval_result["accuracy"] > best_eval_result["accuracy"]

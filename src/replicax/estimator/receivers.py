@@ -25,7 +25,7 @@ SINGLE = "feature"
 
 @runtime_checkable
 class _ShapeAndDtype(Protocol):
-    """A `jax.ShapeDtypeStruct`, a `keras.KerasTensor`, an array or the like."""
+    """A `keras.KerasTensor`, an array, a `jax.ShapeDtypeStruct` or the like."""
 
     @property
     def shape(self) -> tuple[int | None, ...]: ...
@@ -124,9 +124,9 @@ class ServingInputReceiver:
 
     Args:
         features: A feature, or a dict of features by name. A feature is anything with a
-            shape and a dtype, such as a `jax.ShapeDtypeStruct`, a `keras.KerasTensor`
-            or an example array, or a list of numbers or strings. The first dimension is
-            the batch's. Strings have the dtype `"str"`.
+            shape and a dtype, such as a `keras.KerasTensor` or an example array, or a
+            list of numbers or strings. The first dimension is the batch's, such as
+            None. Strings have the dtype `"string"`.
         default_batch_size: The size of all batches; None: any size. The first size in
             the features' shapes is ignored.
 
@@ -135,8 +135,8 @@ class ServingInputReceiver:
         TypeError: If a name is no string, or a feature is no array.
 
     Example:
-        >>> import jax, replicax as rx
-        >>> pixels = jax.ShapeDtypeStruct((None, 8, 8), "float32")
+        >>> import keras, replicax as rx
+        >>> pixels = keras.KerasTensor((None, 8, 8), "float32")
         >>> receiver = rx.estimator.ServingInputReceiver(pixels, default_batch_size=4)
         >>> print(receiver.specs()["feature"])
         float32[4, 8, 8]
@@ -182,7 +182,7 @@ class ServingInputReceiver:
             raise ValueError(
                 f"ServingInputReceiver: {title} must have a first dimension for the "
                 f"batch, and numbers for the others; got shape {value.shape}. Give "
-                "jax.ShapeDtypeStruct((None, 3), 'float32') for rows of 3 numbers."
+                "keras.KerasTensor((None, 3), 'float32') for rows of 3 numbers."
             )
         return ArraySpec((self.default_batch_size, *value.shape[1:]), dtype)
 
@@ -198,10 +198,10 @@ def build_raw_serving_input_receiver_fn(
     without arguments, for `Estimator.export_saved_model`.
 
     Example:
-        >>> import jax, replicax as rx
+        >>> import keras, replicax as rx
         >>> receiver_fn = rx.estimator.build_raw_serving_input_receiver_fn({
-        ...     "age": jax.ShapeDtypeStruct((None,), "float32"),
-        ...     "city": jax.ShapeDtypeStruct((None,), "str"),
+        ...     "age": keras.KerasTensor((None,), "float32"),
+        ...     "city": keras.KerasTensor((None,), "string"),
         ...     "pixels": np.zeros((1, 8, 8), "uint8"),
         ... })
         >>> for name, spec in receiver_fn().specs().items():

@@ -30,13 +30,13 @@ class SavedModel:
         global_step: Number of training steps of its checkpoint.
 
     Example:
-        >>> import jax, numpy as np, replicax as rx
+        >>> import keras, numpy as np, replicax as rx
         >>> x = np.linspace(-1, 1, 32, dtype="float32")
         >>> columns = [rx.feature_column.numeric_column("x")]
         >>> estimator = rx.estimator.LinearRegressor(columns)
         >>> estimator = estimator.train(lambda: ({"x": x}, 2 * x), steps=5)
         >>> receiver_fn = rx.estimator.build_raw_serving_input_receiver_fn(
-        ...     {"x": jax.ShapeDtypeStruct((None,), "float32")}
+        ...     {"x": keras.KerasTensor((None,), "float32")}
         ... )
         >>> folder = estimator.model_dir + "/export"
         >>> path = estimator.export_saved_model(folder, receiver_fn, platforms=["cpu"])
@@ -165,7 +165,7 @@ def load_saved_model(path: str | os.PathLike[str]) -> SavedModel:
         ValueError: If it was not exported for this platform.
 
     Example:
-        >>> import jax, keras, numpy as np, replicax as rx
+        >>> import keras, numpy as np, replicax as rx
         >>> def model_fn(features, labels, mode):
         ...     prediction = keras.layers.Dense(1)(features["x"])[:, 0]
         ...     if mode == rx.estimator.ModeKeys.PREDICT:
@@ -179,7 +179,7 @@ def load_saved_model(path: str | os.PathLike[str]) -> SavedModel:
         >>> path = estimator.export_saved_model(
         ...     estimator.model_dir + "/export",
         ...     rx.estimator.build_raw_serving_input_receiver_fn(
-        ...         {"x": jax.ShapeDtypeStruct((None, 1), "float32")}
+        ...         {"x": keras.KerasTensor((None, 1), "float32")}
         ...     ),
         ...     platforms=["cpu"],
         ... )
