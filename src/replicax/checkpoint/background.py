@@ -3,6 +3,8 @@
 import atexit
 import logging
 import os
+import pickle
+import subprocess
 import sys
 import threading
 from collections.abc import Sequence
@@ -17,6 +19,12 @@ from replicax.errors import CheckpointError
 __all__ = ["BackgroundSave", "finish"]
 
 _logger = logging.getLogger("replicax")
+
+_WRITE = (
+    "import pickle, sys; from replicax.checkpoint import storage; "
+    "storage.write(*pickle.load(sys.stdin.buffer))"
+)
+"""The program that writes a checkpoint which it reads from its standard input."""
 
 # Saves whose error nobody has read.
 _unsettled: set["BackgroundSave"] = set()
@@ -75,12 +83,45 @@ def _save(
 ) -> None:
     _remove(left)
     try:
-        storage.write(path, contents)
+        _write(path, contents)
     except CheckpointError as error:
         failed.add(str(error))
         raise
     failed.end(f"checkpoint {path}")
     _remove(outdated)
+
+
+def _write(path: Path, contents: Contents) -> None:
+    try:
+        storage.write(path, contents)
+    except CheckpointError as error:
+        if "at interpreter shutdown" not in str(error):
+            raise
+        _logger.info("%s A process writes it.", error)
+        _write_in_process(path, contents)
+
+
+def _write_in_process(path: Path, contents: Contents) -> None:
+    """Write a checkpoint in a new process.
+
+    Python 3.12 starts no threads once the script has ended, and Orbax needs some.
+    """
+    environ = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",  # The script's process has the accelerators.
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    ended = subprocess.run(
+        [sys.executable, "-c", _WRITE],
+        input=pickle.dumps((path.absolute(), contents)),
+        env=environ,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        check=False,
+    )
+    if ended.returncode:
+        said = ended.stderr.decode(errors="replace")
+        raise CheckpointError(said.rpartition("CheckpointError: ")[-1].strip())
 
 
 def _remove(paths: Sequence[Path]) -> None:
