@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 import pytest
-from tests.migrate.porting import ported
+from tests.migrate.porting import executed, ported
 
 START = (
     "import tensorflow as tf\n"
@@ -75,3 +75,49 @@ def test_losses_that_are_added_outside_of_call_are_left(
     assert ["Keras 3 takes add_loss in" in each for each in left_of(source)] == (
         [True] * count
     )
+
+
+POSITIONED = """import tensorflow as tf
+class Positions(tf.keras.layers.Layer):
+    def call(self, x):
+        return x + tf.ones((1, 3, 2))
+def scaled(x, factor):
+    return x * factor
+inputs = tf.keras.Input((3, 2))
+width = inputs.shape[-1] * 2
+sizes = [inputs] * 2
+{}
+outputs = Positions()(x)
+model = tf.keras.Model(inputs, outputs)
+"""
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "x = inputs * 2.0",
+        "x = tf.sqrt(4.0) * inputs",
+        "x = tf.multiply(inputs, 2.0)",
+        "x = tf.ones((3, 2)) - (-inputs)",
+        "x = tf.cast(tf.zeros((3, 2)) < inputs, tf.float32) + inputs",
+        "x = 2 * inputs",
+        "x = inputs\nx *= 2.0",
+        "x = (tf.abs(inputs) * 2.0)",
+        "x = scaled(inputs, 2.0)",
+        "x = (inputs * 0.5) * 4.0 + 0.0",
+        "x = -(-inputs * 2.0)",
+    ],
+)
+def test_products_of_functional_models_are_dense(source: str) -> None:
+    text, left = ported(POSITIONED.format(source))
+    assert left == []
+    names = executed(text)
+    x = np.ones((4, 3, 2), "float32")
+    np.testing.assert_allclose(names["model"].predict(x, verbose=0), 3.0)
+    assert names["width"] == 4
+    assert len(names["sizes"]) == 2
+
+
+def test_products_of_two_tensors_of_a_functional_model_stay() -> None:
+    text, _ = ported(POSITIONED.format("x = inputs * tf.abs(inputs)"))
+    assert "sparse=" not in text

@@ -27,13 +27,13 @@ from replicax.migrate.tables import (
 )
 from replicax.migrate.tracing import class_of, with_called
 from replicax.migrate.tree import (
+    as_assignment,
     dotted,
     find,
     free_name,
     is_name,
     keyword,
     names_in,
-    parenthesized,
 )
 
 __all__ = [
@@ -139,20 +139,7 @@ def plan_in_place(script: Script, function: cst.CSTNode) -> None:
     parameters = {p.name.value for p in function.params.params}
     for node in find(function.body, cst.AugAssign):
         if is_name(node.target, *parameters):
-            script.replacements[node] = _as_assignment
-
-
-def _as_assignment(node: cst.AugAssign) -> cst.Assign:
-    operator = getattr(cst, type(node.operator).__name__.removesuffix("Assign"))()
-    is_atom = isinstance(
-        node.value, cst.Name | cst.Attribute | cst.Call | cst.BaseNumber
-    )
-    value = node.value if is_atom else parenthesized(node.value)
-    return cst.Assign(
-        targets=[cst.AssignTarget(node.target)],
-        value=cst.BinaryOperation(node.target.deep_clone(), operator, value),
-        semicolon=node.semicolon,
-    )
+            script.replacements[node] = as_assignment
 
 
 def example_function(

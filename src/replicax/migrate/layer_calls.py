@@ -34,8 +34,6 @@ from replicax.migrate.tree import (
 
 __all__ = ["plan_input_shapes", "plan_layer_calls"]
 
-_SIZES = ("shape", "rank", "size")
-"""Functions of TensorFlow whose ports give Python's numbers."""
 _IN_MODELS = ("inputs", "training", "mask")
 """Parameters of the `call` of Keras' models."""
 _KINDS = ("layer", "model")
@@ -169,7 +167,7 @@ def _is_tensor(script: Script, node: Expression, depth: int) -> bool | None:
     """Whether an expression is a tensor or None; None where it is not in sight."""
     if isinstance(node, cst.Call):
         is_plain = is_name(node.func, *NAMES["plain_builtins"])
-        return not is_plain and script.called(node) not in _SIZES
+        return not is_plain and script.called(node) not in NAMES["sizes"]
     if isinstance(node, cst.BaseNumber | cst.BaseString | cst.BooleanOperation):
         return False
     if isinstance(node, cst.UnaryOperation):
@@ -180,7 +178,9 @@ def _is_tensor(script: Script, node: Expression, depth: int) -> bool | None:
         return True if True in sides else None if None in sides else False
     if isinstance(node, cst.Subscript):
         is_shape = script.code(node.value).endswith(".shape")
-        return False if is_shape or script.called(node.value) in _SIZES else None
+        return (
+            False if is_shape or script.called(node.value) in NAMES["sizes"] else None
+        )
     if isinstance(node, cst.List | cst.Tuple):
         parts = parts_of(node)
     else:

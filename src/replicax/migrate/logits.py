@@ -286,7 +286,7 @@ class _Port:
         for loss in self._losses:
             _with_logits(script, loss)
         for call in wrapped:
-            script.wrapped[call] = f"keras.ops.{self._kind}"
+            script.wrapped[call] = f"keras.ops.{self._kind}({{x}})"
         for call in saved:
             script.note(call, f"the saved model gives logits now, without {self._kind}")
         for model in self._models:

@@ -1,8 +1,4 @@
-"""Rules for attributes of Keras' objects, of strategies and shapes, and keys of logs.
-
-A functional model of Keras 3 calls its layers with its own `training`, so that
-`training=False` of `base(x, training=False)` is lost in `fit`.
-"""
+"""Ports attributes of Keras' objects, of strategies and shapes, and keys of logs."""
 
 import itertools
 import re
@@ -13,7 +9,6 @@ from replicax.migrate.kinds import (
     is_class_of,
     is_kind,
     is_named_optimizer,
-    kind_of,
     makers,
 )
 from replicax.migrate.origins import definitions, with_bases
@@ -37,10 +32,7 @@ from replicax.migrate.tree import (
     is_named,
     method_of,
     methods_of,
-    named,
     object_of,
-    parts_of,
-    value_of,
     walk,
 )
 
@@ -49,7 +41,6 @@ __all__ = [
     "is_rate",
     "ported_attribute",
     "rate",
-    "report_functional",
     "report_overridden",
     "report_unknown",
     "reset",
@@ -295,74 +286,3 @@ def updated_logs(site: CallSite) -> Expression:
     """Port `logs.update(lr=rate)` to the key of Keras 3, `learning_rate`."""
     is_logs = _is_logs(site.script, site.owner)
     return site.with_args(with_keywords(site, "logs")) if is_logs else site.updated
-
-
-# Functional models.
-
-_INPUTS = ("keras.Input", "keras.layers.Input")
-
-
-def report_functional(script: Script) -> None:
-    """Report calls in a functional model that Keras 3 overrules or refuses."""
-    for node in script.calls:
-        if script.called(node):
-            continue
-        if method_of(node) == "add_loss":
-            is_function = node.args and isinstance(node.args[0].value, cst.Lambda)
-            if is_function or not is_name(object_of(node), "self"):
-                script.leave(node, MESSAGES["add_loss"])
-        names = script.argument_names
-        named_so = (a.value for a in node.args if names.get(a) == "training")
-        given = named(node, "training") or next(named_so, None)
-        inputs = value_of(node, 0, "inputs")
-        if given is None or is_name(given, "None") or inputs is None:
-            continue
-        if _is_symbolic(script, inputs, frozenset()) and not _is_frozen(
-            script, node, given
-        ):
-            script.leave(node, MESSAGES["overruled"])
-
-
-def _is_symbolic(
-    script: Script, node: Expression, seen: frozenset[cst.CSTNode]
-) -> bool:
-    """Whether an expression is made from a `keras.Input`, or from a model's output."""
-    if node in seen:
-        return False
-    if isinstance(node, cst.Attribute) and attr_of(node) in {"input", "output"}:
-        return kind_of(script, node.value) in {"model", "layer"}
-    if isinstance(node, cst.Call):
-        if script.called(node) in _INPUTS:
-            return True
-        parts = [arg.value for arg in node.args]
-    elif isinstance(node, cst.BinaryOperation):
-        parts = [node.left, node.right]
-    elif isinstance(node, cst.Subscript):
-        parts = [node.value]
-    elif isinstance(node, cst.List | cst.Tuple):
-        parts = parts_of(node)
-    else:
-        parts = [v for d in definitions(script, node) for v in d.values]
-    return any(_is_symbolic(script, each, seen | {node}) for each in parts)
-
-
-def _is_frozen(script: Script, node: cst.Call, value: Expression) -> bool:
-    """Whether `training=False` changes nothing, because the model is frozen.
-
-    Frozen batch normalization uses its moving statistics, and there is no dropout.
-    """
-    made = script.flow.value(node.func)
-    path = script.called(made)
-    if not isinstance(made, cst.Call) or not path.startswith("keras.applications."):
-        return False
-    name = path.rpartition(".")[2]
-    frozen = f"{script.code(node.func)}.trainable"
-    assigned = [
-        each.value
-        for each in script.nodes(cst.Assign)
-        if script.code(each.targets[0].target) == frozen
-    ]
-    is_still = bool(assigned) and all(is_name(each, "False") for each in assigned)
-    is_plain = name.startswith(NAMES["without_dropout"]) and "MobileNetV3" not in name
-    has_no_top = is_name(named(made, "include_top"), "False")
-    return is_still and is_plain and has_no_top and is_name(value, "False")

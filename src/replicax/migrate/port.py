@@ -14,6 +14,7 @@ import libcst as cst
 
 from replicax.migrate.default_strategy import plan_eager_steps, plan_models
 from replicax.migrate.files import plan_files
+from replicax.migrate.functional import plan_operations, report_functional
 from replicax.migrate.gradient_sums import plan_gradient_sums
 from replicax.migrate.host import plan_lookups
 from replicax.migrate.imports import find_retained, ported_imports, uses_tensorflow
@@ -25,7 +26,6 @@ from replicax.migrate.keras_calls import (
 )
 from replicax.migrate.layer_calls import plan_input_shapes, plan_layer_calls
 from replicax.migrate.logits import plan_logits
-from replicax.migrate.members import report_functional
 from replicax.migrate.methods import plan_resets
 from replicax.migrate.optimizer_calls import report_shared_optimizers
 from replicax.migrate.pipelines import plan_pipelines
@@ -131,6 +131,7 @@ def port(source: bytes) -> Ported:
     plan_layer_calls(script)
     plan_input_shapes(script)
     report_functional(script)
+    plan_operations(script)
     changed = script.module.visit(Rewriter(script))
     changed = ported_imports(script, changed)
     if script.names.is_assumed:

@@ -49,12 +49,16 @@ class Rewriter(cst.CSTTransformer):
 
     def on_leave(self, original_node: Any, updated_node: Any) -> Any:
         """Port a node whose children are ported: by its plan, or by its kind."""
-        script, result = self._script, updated_node
+        script = self._script
+        result: Any = updated_node
         port = _PORTS.get(type(original_node))
         if original_node in script.replacements:
             result = script.replacements[original_node](updated_node)
         elif port is not None and original_node not in script.frozen:
             result = port(script, original_node, updated_node)
+        if original_node in script.wrapped:
+            plain = result.with_changes(lpar=(), rpar=())
+            result = script.template(script.wrapped[original_node], x=plain)
         if isinstance(original_node, _STATEMENTS):
             return _finished(script, original_node, result)
         if not isinstance(original_node, Expression) or not original_node.lpar:
@@ -220,8 +224,6 @@ def _call(script: Script, node: cst.Call, updated: cst.Call) -> Expression:
         result = script.attempt(node, lambda: ported_class_call(site), node)
     if result is not node:
         members.report_unknown(script, node, result)
-    if node in script.wrapped:
-        result = script.template(f"{script.wrapped[node]}({{x}})", x=result)
     return result
 
 

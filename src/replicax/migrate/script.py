@@ -88,8 +88,8 @@ class Script:
         dropped_arguments: Arguments of original calls that are removed.
         extra_arguments: Arguments that are appended to original calls.
         argument_names: Keywords for positional arguments of original calls.
-        wrapped: Functions, such as `"keras.ops.softmax"`, that are applied to the
-            results of original calls.
+        wrapped: Templates, such as `"keras.ops.softmax({x})"`, that are applied to the
+            ports of original calls and operations.
         generators: Names of the random generators that original calls use.
         files: New names of files, by the literals of the old ones.
         with_generator: Classes whose instances get a random generator.

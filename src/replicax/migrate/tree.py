@@ -230,6 +230,20 @@ def parenthesized(node: cst.BaseExpression) -> cst.BaseExpression:
 # Statements.
 
 
+def as_assignment(node: cst.AugAssign) -> cst.Assign:
+    """The assignment `x = x * y` for `x *= y`."""
+    operator = getattr(cst, type(node.operator).__name__.removesuffix("Assign"))()
+    is_atom = isinstance(
+        node.value, cst.Name | cst.Attribute | cst.Call | cst.BaseNumber
+    )
+    value = node.value if is_atom else parenthesized(node.value)
+    return cst.Assign(
+        targets=[cst.AssignTarget(node.target)],
+        value=cst.BinaryOperation(node.target.deep_clone(), operator, value),
+        semicolon=node.semicolon,
+    )
+
+
 def only_of(line: cst.CSTNode | None) -> cst.BaseSmallStatement | None:
     """The small statement that a line consists of; None for several, and for blocks."""
     body = line.body if isinstance(line, cst.SimpleStatementLine) else ()

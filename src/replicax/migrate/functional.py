@@ -1,0 +1,198 @@
+"""Plans for functional models, whose tensors have no values yet.
+
+A functional model of Keras 3 calls its layers with its own `training`, so that
+`training=False` of `base(x, training=False)` is lost in `fit`. JAX's arrays refuse such
+a tensor at the right of their operators. Keras 3 takes the product of one and of a
+number or an array for sparse, and layers of one's own fail with it.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import libcst as cst
+
+from replicax.migrate.kinds import kind_of
+from replicax.migrate.origins import definitions, returned
+from replicax.migrate.script import Expression, Script
+from replicax.migrate.tables import MESSAGES, NAMES, find_target, kind_of_target
+from replicax.migrate.tree import (
+    as_assignment,
+    attr_of,
+    is_name,
+    method_of,
+    named,
+    object_of,
+    parts_of,
+    value_of,
+)
+
+__all__ = ["plan_operations", "report_functional"]
+
+_INPUTS = ("keras.Input", "keras.layers.Input")
+
+
+_DENSE = "keras.ops.convert_to_tensor({x}, sparse=False)"
+_FUNCTIONS = {
+    cst.Add: "add",
+    cst.Subtract: "subtract",
+    cst.Multiply: "multiply",
+    cst.Divide: "divide",
+    cst.Power: "power",
+    cst.MatrixMultiply: "matmul",
+    cst.LessThan: "less",
+    cst.LessThanEqual: "less_equal",
+    cst.GreaterThan: "greater",
+    cst.GreaterThanEqual: "greater_equal",
+}
+"""Names of functions of `keras.ops`, by the operator."""
+_LISTS = (cst.List, cst.Tuple, cst.ListComp)
+
+
+def plan_operations(script: Script) -> None:
+    """Plan functions for operators of arrays that refuse a tensor at their right.
+
+    Products that Keras 3 takes for sparse get dense ones.
+    """
+    for node in script.nodes(cst.BinaryOperation, cst.Comparison):
+        left, right, operator = _sides(node)
+        name = _FUNCTIONS.get(type(operator))
+        is_array = name and not isinstance(
+            script.flow.resolved(left), (*_LISTS, cst.BaseNumber, cst.UnaryOperation)
+        )
+        if is_array and is_symbolic(script, right) and not is_symbolic(script, left):
+            script.replacements[node] = _called(
+                script, f"keras.ops.{name}({{x}}, {{y}})"
+            )
+    for node in script.nodes(cst.BinaryOperation, cst.AugAssign, cst.Call):
+        factors = [script.flow.resolved(each) for each in _factors(script, node)]
+        kinds = {is_symbolic(script, each) for each in factors}
+        if len(kinds) < 2 or any(isinstance(each, _LISTS) for each in factors):
+            continue
+        if isinstance(node, cst.AugAssign):
+            script.replacements[node] = lambda updated: _densified(script, updated)
+        elif not _factors(script, script.parent(node)):
+            script.wrapped[node] = _DENSE
+
+
+def _sides(
+    node: cst.BinaryOperation | cst.Comparison,
+) -> tuple[Expression, Expression, cst.CSTNode]:
+    """The left and right side of an operator, and the operator."""
+    if isinstance(node, cst.BinaryOperation):
+        return node.left, node.right, node.operator
+    first = node.comparisons[0]
+    return node.left, first.comparator, first.operator
+
+
+def _called(script: Script, text: str) -> Callable[[Any], Expression]:
+    """A plan that writes an operation as a call."""
+
+    def replacement(updated: cst.BinaryOperation | cst.Comparison) -> Expression:
+        left, right, _ = _sides(updated)
+        return script.template(text, x=left, y=right)
+
+    return replacement
+
+
+def _factors(script: Script, node: cst.CSTNode | None) -> list[Expression]:
+    """The two factors of a product; none of other nodes."""
+    if isinstance(node, cst.Call):
+        is_product = script.called(node) in NAMES["products"]
+        return [arg.value for arg in node.args[:2]] if is_product else []
+    if isinstance(node, cst.AugAssign):
+        is_product = isinstance(node.operator, cst.MultiplyAssign)
+        return [node.target, node.value] if is_product else []
+    if isinstance(node, cst.BinaryOperation):
+        is_product = isinstance(node.operator, cst.Multiply)
+        return [node.left, node.right] if is_product else []
+    return []
+
+
+def _densified(script: Script, node: cst.AugAssign) -> cst.Assign:
+    made = as_assignment(node)
+    return made.with_changes(value=script.template(_DENSE, x=made.value))
+
+
+def report_functional(script: Script) -> None:
+    """Report calls in a functional model that Keras 3 overrules or refuses."""
+    for node in script.calls:
+        if script.called(node):
+            continue
+        if method_of(node) == "add_loss":
+            is_function = node.args and isinstance(node.args[0].value, cst.Lambda)
+            if is_function or not is_name(object_of(node), "self"):
+                script.leave(node, MESSAGES["add_loss"])
+        names = script.argument_names
+        named_so = (a.value for a in node.args if names.get(a) == "training")
+        given = named(node, "training") or next(named_so, None)
+        inputs = value_of(node, 0, "inputs")
+        if given is None or is_name(given, "None") or inputs is None:
+            continue
+        if is_symbolic(script, inputs) and not _is_frozen(script, node, given):
+            script.leave(node, MESSAGES["overruled"])
+
+
+def is_symbolic(script: Script, node: Expression) -> bool:
+    """Whether an expression is made from a `keras.Input`, or from a model's output."""
+    pending, seen = [node], set[cst.CSTNode]()
+    while pending:
+        each = pending.pop()
+        if _is_input(script, each):
+            return True
+        if each not in seen:
+            seen.add(each)
+            pending += _operands(script, each)
+    return False
+
+
+def _is_input(script: Script, node: Expression) -> bool:
+    if isinstance(node, cst.Attribute) and attr_of(node) in {"input", "output"}:
+        return kind_of(script, node.value) in {"model", "layer"}
+    return script.called(node) in _INPUTS
+
+
+def _operands(script: Script, node: Expression) -> Iterable[Expression]:
+    """What a tensor is computed from; nothing for sizes and Keras' objects."""
+    if isinstance(node, cst.Call):
+        path = script.called(node)
+        if (
+            path in NAMES["sizes"]
+            or kind_of_target(find_target(path) or "") is not None
+        ):
+            return ()
+        values = list(returned(script, node))
+        return values or [arg.value for arg in node.args]
+    if isinstance(node, cst.BinaryOperation | cst.UnaryOperation | cst.Comparison):
+        return [each for each in node.children if isinstance(each, Expression)]
+    if isinstance(node, cst.Subscript):
+        return [node.value]
+    if isinstance(node, cst.List | cst.Tuple):
+        return parts_of(node)
+    found: list[Expression] = []
+    for each in definitions(script, node):
+        assigned = script.parent(each.node)
+        is_changed = isinstance(assigned, cst.AugAssign)
+        found += [assigned.target, assigned.value] if is_changed else each.values
+    return found
+
+
+def _is_frozen(script: Script, node: cst.Call, value: Expression) -> bool:
+    """Whether `training=False` changes nothing, because the model is frozen.
+
+    Frozen batch normalization uses its moving statistics, and there is no dropout.
+    """
+    made = script.flow.value(node.func)
+    path = script.called(made)
+    if not isinstance(made, cst.Call) or not path.startswith("keras.applications."):
+        return False
+    name = path.rpartition(".")[2]
+    frozen = f"{script.code(node.func)}.trainable"
+    assigned = [
+        each.value
+        for each in script.nodes(cst.Assign)
+        if script.code(each.targets[0].target) == frozen
+    ]
+    is_still = bool(assigned) and all(is_name(each, "False") for each in assigned)
+    is_plain = name.startswith(NAMES["without_dropout"]) and "MobileNetV3" not in name
+    has_no_top = is_name(named(made, "include_top"), "False")
+    return is_still and is_plain and has_no_top and is_name(value, "False")
