@@ -217,3 +217,39 @@ def test_the_batch_input_shape_of_a_first_layer_is_an_input(source: str) -> None
 def test_other_batch_input_shapes_are_left(source: str) -> None:
     _, left = ported(f"import tensorflow as tf\n{source}")
     assert ["'batch_input_shape'" in each for each in left] == [True]
+
+
+WATCHED = """import tensorflow as tf
+class Watched(tf.keras.layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.accuracy = tf.keras.metrics.BinaryAccuracy()
+    def watch(self, x, y):
+        {}
+    def call(self, x, y):
+        self.watch(x, y)
+        return x
+class Net(tf.keras.Model):
+    def {}(self, data):
+        pass
+model = Net()
+model.{}(x)
+"""
+
+
+@pytest.mark.parametrize(
+    ("update", "step", "method", "count"),
+    [
+        ("self.accuracy(y, x)", "other", "fit", 1),
+        ("self.accuracy.update_state(y, x)", "other", "fit", 1),
+        ("self.accuracy.update_state(y, x)", "train_step", "evaluate", 1),
+        ("self.accuracy.update_state(y, x)", "train_step", "fit", 0),
+        ("self.accuracy.update_state(y, x)", "other", "predict", 0),
+        ("self.accuracy.result()", "other", "fit", 0),
+    ],
+)
+def test_updates_of_metrics_in_a_call_are_left(
+    update: str, step: str, method: str, count: int
+) -> None:
+    _, left = ported(WATCHED.format(update, step, method))
+    assert sum("no update of a metric in a `call`" in each for each in left) == count

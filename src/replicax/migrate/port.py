@@ -38,9 +38,9 @@ from replicax.migrate.tensor_arrays import plan_tensor_arrays
 from replicax.migrate.tracing import (
     find_traced,
     plan_randomness,
-    report_assignments,
     report_branches,
     report_gradients,
+    report_updates,
 )
 from replicax.migrate.trainable import plan_trainable
 from replicax.migrate.training import (
@@ -124,7 +124,7 @@ def port(source: bytes) -> Ported:
     _report_backend(script)
     report_branches(script)
     report_gradients(script)
-    report_assignments(script)
+    report_updates(script)
     plan_models(script)
     plan_scopes(script)
     plan_resets(script)

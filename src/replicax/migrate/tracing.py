@@ -30,9 +30,9 @@ __all__ = [
     "is_traced",
     "makes_spec",
     "plan_randomness",
-    "report_assignments",
     "report_branches",
     "report_gradients",
+    "report_updates",
     "scopes",
     "trace",
     "with_called",
@@ -306,15 +306,37 @@ def report_gradients(script: Script) -> None:
                 script.leave(call, MESSAGES["kept_gradients"])
 
 
-def report_assignments(script: Script) -> None:
-    """Report assignments to weights that are trained, in the `call` of layers."""
+def report_updates(script: Script) -> None:
+    """Report updates in the `call` of layers that Keras' steps do not keep.
+
+    Those are assignments to weights that are trained, and updates of metrics, which
+    only a script's own steps keep.
+    """
     calls = (f for f in script.functions("call") if class_of(script, f) is not None)
+    has_own_steps = all(_has_own(script, *each) for each in _STEPS)
     for function in sorted(with_called(script, calls), key=script.line):
         for call in find(function, cst.Call):
-            if method_of(call) in NAMES["assign_methods"]:
+            name = method_of(call)
+            if name in NAMES["assign_methods"]:
                 weight = script.flow.resolved(object_of(call))
                 if attr_of(weight) in NAMES["trained_attributes"]:
                     script.leave(call, MESSAGES["assigned_weight"])
+            updated = object_of(call) if name == "update_state" else call.func
+            if not has_own_steps and kind_of(script, updated) == "metric":
+                script.leave(call, MESSAGES["metric_in_call"])
+
+
+_STEPS = (
+    ("train_step", ("fit", "fit_generator", "train_on_batch")),
+    ("test_step", ("evaluate", "evaluate_generator", "test_on_batch")),
+)
+"""Methods of models, with those that run them."""
+
+
+def _has_own(script: Script, step: str, runners: tuple[str, ...]) -> bool:
+    """Whether a script has a step of its own, or runs none."""
+    is_run = any(method_of(each) in runners for each in script.calls)
+    return bool(script.functions(step)) or not is_run
 
 
 def _is_gradient(script: Script, node: cst.CSTNode, depth: int) -> bool:
