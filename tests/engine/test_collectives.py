@@ -26,7 +26,7 @@ def all_reduce(strategy: rx.Strategy, x: Any, op: str = "sum") -> np.ndarray:
     def fn(x: Any) -> Any:
         return rx.get_replica_context().all_reduce(op, x)
 
-    return np.asarray(strategy.run(fn, (rx.PerReplica(x),)))
+    return np.stack(strategy.run(fn, (rx.PerReplica(x),)).values)
 
 
 def program_text(strategy: rx.Strategy, x: np.ndarray) -> str:

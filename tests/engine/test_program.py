@@ -244,7 +244,7 @@ def masks(
         return dropout(x, training=True) + dropout(x, training=True)
 
     x = np.ones(64, "float32")
-    out = [np.asarray(strategy.run(step, (x,))) for _ in range(num_steps)]
+    out = [np.stack(strategy.run(step, (x,)).values) for _ in range(num_steps)]
     return np.stack(out), np.asarray(dropout.seed_generator.state.value)
 
 

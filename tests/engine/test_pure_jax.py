@@ -90,7 +90,7 @@ def test_training_equals_plain_jax(num_replicas, digits) -> None:
         plain_params, plain_state, plain_loss = plain_step(
             plain_params, plain_state, x, y
         )
-        np.testing.assert_allclose(np.asarray(loss)[0], plain_loss, rtol=1e-5)
+        np.testing.assert_allclose(loss.values[0], plain_loss, rtol=1e-5)
     assert isinstance(state, Chain)
     assert state.nothing is None
     assert isinstance(state.adam.count, rx.PerReplica)
@@ -123,8 +123,8 @@ def test_any_shape_survives_the_round_trip(num_replicas, rows, columns) -> None:
     out = strategy.run(
         lambda t: {"same": t["x"], "neg": [-t["x"]]}, ({"x": rx.PerReplica(x)},)
     )
-    np.testing.assert_array_equal(np.asarray(out["same"]), x)
-    np.testing.assert_array_equal(np.asarray(out["neg"][0]), -x)
+    np.testing.assert_array_equal(np.stack(out["same"].values), x)
+    np.testing.assert_array_equal(np.stack(out["neg"][0].values), -x)
     summed = strategy.reduce("sum", out)
     np.testing.assert_allclose(summed["same"], x.sum(0), rtol=1e-5, atol=1e-6)
     assert strategy.gather(out, axis=0)["same"].shape == (num_replicas * rows, columns)

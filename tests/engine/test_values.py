@@ -40,7 +40,7 @@ def test_only_one_value_becomes_a_number() -> None:
     assert (float(one), int(one)) == (2.5, 2)
     for convert in (float, int):
         with pytest.raises(
-            TypeError, match=rf"{convert.__name__}\(PerReplica\): there are 2 values"
+            TypeError, match=rf"{convert.__name__}\(value\): a PerReplica of 2 values"
         ):
             convert(rx.PerReplica(np.ones(2)))
 
@@ -109,6 +109,44 @@ def test_what_wants_an_array_is_told_what_to_do(use) -> None:
         use(value)
 
 
+@pytest.mark.parametrize("use", AS_AN_ARRAY.values(), ids=AS_AN_ARRAY.keys())
+def test_the_value_of_one_replica_is_used_as_an_array(use) -> None:
+    strategy = rx.OneDeviceStrategy("cpu:1")
+
+    def outcome(value: object) -> object:
+        keras.utils.set_random_seed(0)
+        try:
+            return use(value)
+        except (TypeError, ValueError) as error:  # Only some arrays are numbers.
+            return str(error)
+
+    value = strategy.run(lambda: jnp.ones((2, 3)))
+    jax.tree.map(
+        np.testing.assert_array_equal, outcome(value), outcome(jnp.ones((2, 3)))
+    )
+
+
+def test_the_number_of_one_replica_is_used_as_a_number() -> None:
+    value = mirrored(1).run(lambda: jnp.float32(2.5))
+    total = 0.0
+    total += value
+    assert (float(total), float(value), int(value), bool(value)) == (2.5, 2.5, 2, True)
+    assert (f"{value:.2f}", "%.2f" % value, complex(value)) == ("2.50", "2.50", 2.5)  # noqa: UP031
+    assert value > 2
+    assert value == 2.5
+    assert value != 2
+    assert divmod(value, 2) == (1, 0.5)
+    assert [3, 4][mirrored(1).run(lambda: jnp.int32(1))] == 4
+
+
+@pytest.mark.parametrize("name", ["shape", "dtype", "ndim", "size", "T"])
+def test_the_value_of_one_replica_has_the_attributes_of_arrays(name) -> None:
+    value = rx.PerReplica(ONES[None])
+    np.testing.assert_array_equal(getattr(value, name), getattr(ONES, name))
+    assert np.asarray(value).shape == (2, 3)
+    assert not hasattr(value, "shap")
+
+
 @pytest.mark.parametrize("name", ["shape", "dtype", "numpy", "item", "mean", "T"])
 def test_attributes_of_arrays_are_not_there_and_say_why(name) -> None:
     value = rx.PerReplica(ONES)
@@ -131,7 +169,6 @@ def test_identity_is_no_comparison() -> None:
 
 STRATEGIES = {
     "mirrored": lambda: mirrored(2),
-    "one device": lambda: rx.OneDeviceStrategy("cpu:1"),
     "central storage": lambda: rx.CentralStorageStrategy(["cpu:1", "cpu:2"]),
     "fully sharded": lambda: rx.FullyShardedStrategy(["cpu:0", "cpu:1"]),
 }

@@ -4,8 +4,8 @@ Legend: `R` replicas, `b` examples in a replica's batch, `B = R * b` in the glob
 """
 
 import dataclasses
+import operator
 from collections.abc import Callable, Iterable, Iterator
-from typing import NoReturn
 
 import jax
 import jax.core
@@ -36,9 +36,10 @@ class PerReplica:
 
     The values are stored as a single array whose first dimension is the replica, so
     they stay on their devices until somebody asks for them. `PerReplica` is a pytree
-    node: `jax.tree.map` sees that one stacked array. It is no array itself: arithmetic,
-    indexing and JAX's functions raise an error that says how to get at the values.
-    `np.asarray` gives all of them, `[R, ...]`. (TF: `tf.distribute.PerReplica`.)
+    node: `jax.tree.map` sees that one stacked array. The value of a single replica may
+    be used as an array, as in TF, where `run` returns it as it is. Several are none:
+    arithmetic, indexing and JAX's functions raise an error that says how to get at the
+    values, and `np.asarray` gives all, `[R, ...]`. (TF: `tf.distribute.PerReplica`.)
 
     Args:
         array: `[R, ...]`, entry `i` belongs to replica `i`. Sharded over the devices of
@@ -98,7 +99,7 @@ class PerReplica:
         self, dtype: DTypeLike | None = None, copy: bool | None = None
     ) -> np.ndarray:
         if isinstance(self.array, jax.core.Tracer):
-            _refuse(self, "np.asarray(value), while JAX traces")
+            raise _refusal(self, "np.asarray(value), while JAX traces")
         if not is_array(self.array) and is_composite(self.array):
             raise TypeError(
                 f"np.asarray({self!r}): the values are no dense arrays. Take "
@@ -111,68 +112,73 @@ class PerReplica:
                 "worker's with strategy.experimental_local_results."
             )
         values = np.array(self.array, dtype=dtype, copy=copy)
-        return values[: self.num_active]
+        return values[0, ...] if len(values) == 1 else values[: self.num_active]
 
-    # What asks for an array gets an error: each replica has one, and which is meant is
-    # not known. In silence it would be the stacked one, or the object.
+    # What asks for an array gets the only value there is. Of several, which is meant is
+    # not known: in silence it would be the stacked array, or the object.
 
-    def __jax_array__(self) -> NoReturn:
-        _refuse(self, "an array was expected")
+    def __jax_array__(self) -> PyTree:
+        return _only_value(self, "an array was expected")
 
-    def __array_ufunc__(self, ufunc: np.ufunc, *_: object, **__: object) -> NoReturn:
-        _refuse(self, f"np.{ufunc.__name__}")
+    def __array_ufunc__(
+        self, ufunc: np.ufunc, method: str, *inputs: PyTree, **options: PyTree
+    ) -> PyTree:
+        what = f"np.{ufunc.__name__}"
+        arrays = (
+            np.asarray(_only_value(x, what)) if isinstance(x, PerReplica) else x
+            for x in inputs
+        )
+        return getattr(ufunc, method)(*arrays, **options)
 
-    def __getattr__(self, name: str) -> NoReturn:
+    def __getattr__(self, name: str) -> PyTree:
         # Only called for what is not there. `hasattr` stays what it was.
-        if name in _OF_ARRAYS:
-            raise AttributeError(f"value.{name}: a PerReplica {_INSTEAD}")
-        raise AttributeError(f"a PerReplica has no attribute {name!r}")
+        if name not in _OF_ARRAYS:
+            raise AttributeError(f"a PerReplica has no attribute {name!r}")
+        if _holds_one(self):
+            return getattr(_only_value(self, name), name)
+        raise AttributeError(f"value.{name}: a PerReplica {_INSTEAD}")
 
-    def __getitem__(self, key: object) -> NoReturn:
-        _refuse(self, "value[...]")
+    def __getitem__(self, key: PyTree) -> PyTree:
+        return _only_value(self, "value[...]")[key]
 
-    def __len__(self) -> NoReturn:
-        _refuse(self, "len(value)")
+    def __len__(self) -> int:
+        return len(_only_value(self, "len(value)"))
 
     def __iter__(self) -> Iterator[PyTree]:
-        _refuse(self, "iter(value)")
+        return iter(_only_value(self, "iter(value)"))
 
-    def __contains__(self, item: object) -> NoReturn:
-        _refuse(self, "`in value`")
+    def __contains__(self, item: PyTree) -> bool:
+        return item in _only_value(self, "`in value`")
 
-    def __eq__(self, other: object) -> bool:
-        if other is not self and _is_compared(other):
-            _refuse(self, "`==`")
-        return other is self
+    def __eq__(self, other: PyTree) -> PyTree:
+        if other is self or not _is_compared(other):
+            return other is self
+        return _only_value(self, "`==`") == other
+
+    def __ne__(self, other: PyTree) -> PyTree:
+        if other is self or not _is_compared(other):
+            return other is not self
+        return _only_value(self, "`!=`") != other
 
     __hash__ = object.__hash__
 
     def __bool__(self) -> bool:
-        return bool(self._only_value("bool"))
+        return bool(_only_value(self, "bool(value)"))
 
     def __index__(self) -> int:
-        return self._only_value("an index").__index__()
+        return _only_value(self, "an index").__index__()
 
     def __complex__(self) -> complex:
-        return complex(self._only_value("complex"))
+        return complex(_only_value(self, "complex(value)"))
 
     def __format__(self, spec: str) -> str:
-        return format(self._only_value("format"), spec) if spec else repr(self)
+        return format(_only_value(self, "format(value)"), spec) if spec else repr(self)
 
     def __float__(self) -> float:
-        return float(self._only_value("float"))
+        return float(_only_value(self, "float(value)"))
 
     def __int__(self) -> int:
-        return int(self._only_value("int"))
-
-    def _only_value(self, kind: str) -> PyTree:
-        if self.array.shape[0] != 1:
-            raise TypeError(
-                f"{kind}(PerReplica): there are {self.array.shape[0]} values, one per "
-                "replica. Combine them first: strategy.reduce(rx.ReduceOp.SUM, value, "
-                "axis=None), or take one with value.values[i]."
-            )
-        return self.array[0]
+        return int(_only_value(self, "int(value)"))
 
     def __repr__(self) -> str:
         array = self.array
@@ -196,44 +202,79 @@ class PerReplica:
         return f"PerReplica({text})"
 
 
-def _refuse(value: PerReplica, what: str) -> NoReturn:
+def _holds_one(value: PerReplica) -> bool:
+    """Whether there is one replica, whose value may be used as an array."""
+    return is_array(value.array) and value.array.shape[0] == 1
+
+
+def _only_value(value: PerReplica, what: str) -> PyTree:
+    """The value of the only replica.
+
+    Raises:
+        TypeError: If there are several.
+    """
+    if not _holds_one(value):
+        raise _refusal(value, what)
+    return value.values[0]
+
+
+def _refusal(value: PerReplica, what: str) -> TypeError:
     shape, each = getattr(value.array, "shape", None), ""
     if isinstance(shape, tuple) and shape:
         each = f" of {shape[0]} values of shape {shape[1:]}"
-    raise TypeError(f"{what}: a PerReplica{each} {_INSTEAD}")
+    return TypeError(f"{what}: a PerReplica{each} {_INSTEAD}")
 
 
-def _refusal(symbol: str) -> Callable[..., PyTree]:
-    def refuse(value: PerReplica, *_: object) -> NoReturn:
-        _refuse(value, f"`{symbol}`")
+def _operator(symbol: str, apply: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    """A method that applies an operator to the value of the only replica."""
 
-    return refuse
+    def method(value: PerReplica, *others: PyTree) -> PyTree:
+        return apply(_only_value(value, f"`{symbol}`"), *others)
+
+    return method
 
 
-_OPERATORS = {
-    "add": "+",
-    "sub": "-",
-    "mul": "*",
-    "truediv": "/",
-    "floordiv": "//",
-    "mod": "%",
-    "divmod": "divmod",
-    "pow": "**",
-    "matmul": "@",
-    "and": "&",
-    "or": "|",
-    "xor": "^",
-    "lshift": "<<",
-    "rshift": ">>",
+def _reflected(symbol: str, apply: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    """A method that does so for a value at the operator's right."""
+
+    def method(value: PerReplica, other: PyTree) -> PyTree:
+        return apply(other, _only_value(value, f"`{symbol}`"))
+
+    return method
+
+
+_OPERATORS: dict[str, tuple[str, Callable[..., PyTree]]] = {
+    "add": ("+", operator.add),
+    "sub": ("-", operator.sub),
+    "mul": ("*", operator.mul),
+    "truediv": ("/", operator.truediv),
+    "floordiv": ("//", operator.floordiv),
+    "mod": ("%", operator.mod),
+    "divmod": ("divmod", divmod),
+    "pow": ("**", operator.pow),
+    "matmul": ("@", operator.matmul),
+    "and": ("&", operator.and_),
+    "or": ("|", operator.or_),
+    "xor": ("^", operator.xor),
+    "lshift": ("<<", operator.lshift),
+    "rshift": (">>", operator.rshift),
 }
-for _name, _symbol in _OPERATORS.items():
-    for _prefix in ("", "r"):
-        setattr(PerReplica, f"__{_prefix}{_name}__", _refusal(_symbol))
-for _name, _symbol in {
-    **{"neg": "-", "pos": "+", "invert": "~", "abs": "abs", "round": "round"},
-    **{"lt": "<", "le": "<=", "gt": ">", "ge": ">="},
-}.items():
-    setattr(PerReplica, f"__{_name}__", _refusal(_symbol))
+_OTHERS: dict[str, tuple[str, Callable[..., PyTree]]] = {
+    "neg": ("-", operator.neg),
+    "pos": ("+", operator.pos),
+    "invert": ("~", operator.invert),
+    "abs": ("abs", abs),
+    "round": ("round", round),
+    "lt": ("<", operator.lt),
+    "le": ("<=", operator.le),
+    "gt": (">", operator.gt),
+    "ge": (">=", operator.ge),
+}
+"""Operators with one side, and those whose mirror image is another one of them."""
+for _name, (_symbol, _apply) in {**_OPERATORS, **_OTHERS}.items():
+    setattr(PerReplica, f"__{_name}__", _operator(_symbol, _apply))
+    if _name in _OPERATORS:
+        setattr(PerReplica, f"__r{_name}__", _reflected(_symbol, _apply))
 
 _OF_ARRAYS = frozenset(
     name
