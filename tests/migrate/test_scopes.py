@@ -428,3 +428,58 @@ def test_a_model_that_a_scope_reads_stays_outside() -> None:
     )
     assert left == []
     assert text.count("strategy.scope()") == 1
+
+
+BUILT = """import numpy as np
+import tensorflow as tf
+strategy = tf.distribute.MirroredStrategy()
+{}
+with strategy.scope():
+    model = tf.keras.Sequential([layer, tf.keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+model.fit(np.ones((4, 3)), np.ones((4, 1)), verbose=0)
+"""
+DENSE = "layer = tf.keras.layers.Dense(2)"
+
+
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        (f"{DENSE}\nlayer.build((None, 3))", 1),
+        (f"{DENSE}\nlayer(tf.zeros((1, 3)))", 1),
+        ("layer = tf.keras.layers.Normalization()\nlayer.adapt(np.ones((4, 3)))", 1),
+        (DENSE, 0),
+        (f"with strategy.scope():\n    {DENSE}\nlayer.build((None, 3))", 0),
+    ],
+)
+def test_layers_that_are_built_before_the_scope_are_left(
+    source: str, count: int
+) -> None:
+    text, left = ported(BUILT.format(source))
+    assert ["in whose scope" in each for each in left] == [True] * count
+    if not left:
+        executed(text)
+
+
+def test_outputs_of_layers_that_are_built_before_the_scope_are_left() -> None:
+    source = BUILT.replace(
+        "Sequential([layer, tf.keras.layers.Dense(1)])", "Model(i, x)"
+    )
+    made = "i = tf.keras.Input((3,))\nx = tf.keras.layers.Dense(1)(i)"
+    _, left = ported(source.format(made))
+    assert ["in whose scope" in each for each in left] == [True]
+
+
+def test_models_that_are_compiled_in_a_scope_are_made_and_built_there() -> None:
+    text, left = ported(
+        "import numpy as np\n"
+        "import tensorflow as tf\n"
+        "strategy = tf.distribute.MirroredStrategy()\n"
+        "model = tf.keras.Sequential([tf.keras.layers.Dense(1)])\n"
+        "model.build((None, 3))\n"
+        "with strategy.scope():\n"
+        '    model.compile("sgd", "mse")\n'
+        "model.fit(np.ones((4, 3)), np.ones((4, 1)), verbose=0)\n"
+    )
+    assert left == []
+    assert executed(text)["model"].built

@@ -26,7 +26,7 @@ from replicax.migrate.tree import (
     value_of,
 )
 
-__all__ = ["plan_operations", "report_functional"]
+__all__ = ["is_symbolic", "plan_operations", "report_functional"]
 
 _INPUTS = ("keras.Input", "keras.layers.Input")
 

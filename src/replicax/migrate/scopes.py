@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import libcst as cst
 
+from replicax.migrate.functional import is_symbolic
 from replicax.migrate.kinds import is_class_of, kind_of, origins
 from replicax.migrate.origins import bound_values, definitions
 from replicax.migrate.script import Expression, Replacement, Script, Statement
@@ -72,8 +73,13 @@ def plan_scopes(script: Script) -> None:
         reached = _ReachableCode(script, blocks)
         compiled = [c for c in script.calls if _compiles_outside(script, c, reached)]
         outside = _made_outside(script, _ReachableCode(script, [*blocks, *compiled]))
+        moved = _ReachableCode(script, [*blocks, *map(script.statement_of, outside)])
+        compiled = [c for c in script.calls if _compiles_outside(script, c, moved)]
         for call in [*outside, *compiled]:
             _plan_scope(script, call, blocks)
+        for node in _built_outside(script, reached):
+            if script.statement_of(node) not in script.replacements:
+                script.leave(node, MESSAGES["outside_scope"])
     variables = {c for c in script.calls if kind_of(script, c) == "variable"}
     if variables and any(method_of(call) == "fit" for call in script.calls):
         for call in _constants(script, variables):
@@ -174,10 +180,39 @@ def _made_outside(script: Script, reached: _ReachableCode) -> list[cst.Call]:
 
 
 def _is_part(script: Script, node: cst.CSTNode) -> bool:
-    """Whether an object is called, or in a list, as the parts of a model are."""
+    """Whether an object is called, compiled or in a list, as parts of a model are."""
     parent = script.parent(node)
     is_called = isinstance(parent, cst.Call) and parent.func is node
-    return is_called or isinstance(parent, cst.Element)
+    is_compiled = method_of(script.method_call(node)) == "compile"
+    return is_called or is_compiled or isinstance(parent, cst.Element)
+
+
+_BUILDING = ("__call__", "adapt", "build")
+
+
+def _built_outside(script: Script, reached: _ReachableCode) -> Iterator[cst.CSTNode]:
+    """What makes the layers that blocks of scopes use, and that are built before."""
+    found: set[cst.CSTNode] = set()
+    for block in reached.blocks:
+        for node in find(block, cst.Name):
+            for definition in script.flow.reaching(node):
+                outside = [v for v in definition.values if not reached.has(v)]
+                found.update(v for v in outside if _is_built(script, v, reached))
+    yield from sorted(found, key=script.line)
+
+
+def _is_built(script: Script, made: Expression, reached: _ReachableCode) -> bool:
+    """Whether a layer has its variables before the scopes: or an output of one."""
+    if kind_of(script, made) != "layer":
+        layer = made.func if isinstance(made, cst.Call) else None
+        is_output = layer is not None and kind_of(script, layer) in {"layer", "model"}
+        return is_output and is_symbolic(script, made)
+    uses = [use for use in script.uses_of(made) if not reached.has(use)]
+    calls = [script.method_call(use) for use in uses]
+    is_called = any(
+        isinstance(p := script.parent(u), cst.Call) and p.func is u for u in uses
+    )
+    return is_called or any(method_of(call) in _BUILDING for call in calls)
 
 
 def _plan_scope(script: Script, call: cst.Call, blocks: _Nodes) -> None:
