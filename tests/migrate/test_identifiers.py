@@ -2,9 +2,12 @@
 
 from pathlib import Path
 
+import keras
 import numpy as np
 import pytest
 from tests.migrate.porting import executed, ported
+
+from replicax.migrate import port
 
 MODEL = (
     "import tensorflow as tf\n"
@@ -95,3 +98,38 @@ def test_the_epsilon_of_a_plateau_is_its_min_delta() -> None:
     assert left == []
     names = executed(text)
     assert names["plateau"].min_delta == 0.25
+
+
+def test_logs_of_metrics_that_are_named_by_their_class_keep_their_names() -> None:
+    text, left = ported(
+        "import tensorflow as tf\n"
+        "model = tf.keras.Sequential([tf.keras.layers.Dense(1, 'sigmoid')])\n"
+        "names = ['AUC', 'Precision', 'MeanSquaredError', 'TruePositives', 'acc']\n"
+        "model.compile('sgd', 'mse', metrics=names)"
+    )
+    assert left == []
+    model = executed(text)["model"]
+    x = np.ones((4, 2), "float32")
+    logs = model.fit(x, np.ones((4, 1)), verbose=0).history
+    assert {*logs} == {
+        *("acc", "auc", "loss", "mean_squared_error"),
+        *("precision", "true_positives"),
+    }
+
+
+def test_averages_of_weights_that_begin_otherwise_are_noted() -> None:
+    source = (
+        "import tensorflow as tf\n"
+        "optimizer = tf.keras.optimizers.Adam(use_ema=True, ema_momentum=0.9)\n"
+    )
+    result = port(source.encode())
+    assert "use_ema=True" in result.source.decode()
+    assert ["begin with the weights" in note.reason for note in result.notes] == [True]
+
+
+def test_averages_of_weights_begin_as_the_note_says() -> None:
+    optimizer = keras.optimizers.SGD(1.0, use_ema=True, ema_momentum=0.9)
+    weight = keras.Variable([5.0])
+    optimizer.apply([np.ones(1, "float32")], [weight])
+    optimizer.finalize_variable_values([weight])
+    np.testing.assert_allclose(weight, [4.0])  # TensorFlow's: 0.9 * 5 + 0.1 * 4.

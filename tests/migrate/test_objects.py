@@ -260,3 +260,40 @@ def test_a_rate_that_later_versions_of_keras_2_ignore_is_noted(
 ) -> None:
     notes = port(f"import tensorflow as tf\no = {made}\n".encode()).notes
     assert any("ignore it" in note.reason for note in notes) == is_noted
+
+
+SHAPED = """import tensorflow as tf
+class Scale(tf.keras.layers.Layer):
+    def build(self, input_shape):
+        self.rank = input_shape.rank + input_shape.ndims
+        size = input_shape.as_list()[-1] * input_shape[-1].value
+        self.w = self.add_weight(name="w", shape=(size,), initializer="ones")
+    def call(self, x):
+        return tf.reduce_sum(x, -1, keepdims=True) * self.w
+    def compute_output_shape(self, input_shape):
+        return tf.TensorShape(input_shape.as_list()[:-1] + [4])
+scale = Scale()
+y = scale(tf.ones((3, 2)))
+"""
+
+
+def test_shapes_that_layers_are_given_are_tuples() -> None:
+    text, left = ported(SHAPED)
+    assert left == []
+    names = executed(text)
+    assert (names["scale"].rank, names["y"].shape) == (4, (3, 4))
+    assert names["scale"].compute_output_shape((3, 2)) == (3, 4)
+
+
+def test_input_and_output_of_a_sequential_are_those_of_its_lists() -> None:
+    text, left = ported(
+        "import tensorflow as tf\n"
+        "base = tf.keras.Sequential([tf.keras.Input((2,)), tf.keras.layers.Dense(3)])\n"
+        "out = tf.keras.layers.Dense(1)(base.output)\n"
+        "model = tf.keras.Model(base.input, out)\n"
+        "again = tf.keras.Model(model.input, model.output)"
+    )
+    assert left == []
+    assert "keras.Model(base.inputs[0], out)" in text
+    assert "keras.Model(model.input, model.output)" in text
+    assert executed(text)["again"].output.shape == (None, 1)

@@ -1,6 +1,7 @@
 """Rules for calls of Keras that changed between tf.keras and Keras 3."""
 
 import functools
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeAlias
 
@@ -21,6 +22,7 @@ from replicax.migrate.tables import (
     NO_METRICS,
     OPTIMIZERS,
     READERS,
+    kind_of_target,
 )
 from replicax.migrate.tracing import class_of
 from replicax.migrate.tree import (
@@ -316,8 +318,18 @@ def _plan_compiled(script: Script, call: cst.Call, losses: dict[str, str]) -> No
     for part in _parts(script, value_of(call, 1, "loss"), resolved=True):
         _plan_identifier(script, part, losses)
     for part in _parts(script, value_of(call, 2, "metrics"), resolved=True):
-        if text_of(part) in NO_METRICS:
-            script.leave(part, MESSAGES["no_metric"].format(name=text_of(part)))
+        name = text_of(part)
+        if name in NO_METRICS:
+            script.leave(part, MESSAGES["no_metric"].format(name=name))
+        if name.isidentifier() and kind_of_target(f"keras.metrics.{name}") == "metric":
+            # Keras 3 calls the log `Precision`, where Keras 2 calls it `precision`.
+            _plan_identifier(script, part, {name: _snake_case(name)})
+
+
+def _snake_case(name: str) -> str:
+    """The name of a class in snake case, as `"top_k"` of `"TopK"`."""
+    words = re.sub(r"(.)([A-Z][a-z]+)", r"\1_\2", name)
+    return re.sub(r"([a-z])([A-Z])", r"\1_\2", words).lower()
 
 
 def _loads_h5(script: Script) -> bool:

@@ -193,9 +193,6 @@ def _is_tensor(script: Script, node: Expression, depth: int) -> bool | None:
     return False if False in kinds else True if kinds == {True} else None
 
 
-_SEQUENTIAL = ("keras.Sequential", "keras.models.Sequential")
-
-
 def plan_input_shapes(script: Script) -> None:
     """Plan an `Input` for `batch_input_shape=` of a Sequential's first layer."""
     for node in script.calls:
@@ -211,7 +208,10 @@ def _plan_input(script: Script, node: cst.Call, shape: Expression) -> bool:
     element = script.parent(node)
     layers = script.parent(element) if isinstance(element, cst.Element) else node
     call = script.call_with(layers) if layers is not None else None
-    if isinstance(layers, cst.List | cst.Tuple) and script.called(call) in _SEQUENTIAL:
+    if (
+        isinstance(layers, cst.List | cst.Tuple)
+        and script.called(call) in NAMES["sequential"]
+    ):
         if layers.elements[0] is not element:
             return False
         script.replacements[layers] = lambda updated: _with_first(updated, made)
@@ -224,7 +224,7 @@ def _plan_input(script: Script, node: cst.Call, shape: Expression) -> bool:
         return False
     (definition,) = script.flow.reaching(added_to)
     first = min(script.flow.uses(definition), key=script.line, default=None)
-    if script.called(model) not in _SEQUENTIAL or first is not added_to:
+    if script.called(model) not in NAMES["sequential"] or first is not added_to:
         return False
     line = f"{script.code(added_to)}.add({script.code(made)})"
     script.inserted.setdefault(script.statement_of(call), []).append(line)

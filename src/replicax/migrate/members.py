@@ -74,17 +74,35 @@ def ported_attribute(
     ):
         output = updated.with_changes(attr=cst.Name("output"))
         return cst.Attribute(output, cst.Name("shape"))
-    if name in {"rank", "ndims"} and attr_of(owner) == "shape":
-        assert isinstance(owner, cst.Attribute)
-        return cst.Attribute(owner.value, cst.Name("ndim"))
-    if name == "value" and isinstance(owner, cst.Subscript):
+    if name in {"input", "output"} and _is_sequential(script, node.value):
+        return script.template(f"{{x}}.{name}s[0]", x=owner)
+    if name in {"rank", "ndims"} and _is_shape(script, node.value):
+        is_own = isinstance(owner, cst.Attribute) and attr_of(owner) == "shape"
+        text = "{x}.ndim" if is_own else "len({x})"
+        return script.template(text, x=owner.value if is_own else owner)
+    if name == "value" and isinstance(node.value, cst.Subscript):
         # The number of `x.shape[i]` was its `value` in TensorFlow 1.
-        return owner if attr_of(owner.value) == "shape" else updated
+        return owner if _is_shape(script, node.value.value) else updated
     if name == "extended" and "strategy" in script.code(node.value).lower():
         if attr_of(script.parent(node)) == "call_for_each_replica":
             return owner
         raise Unported("there is no strategy.extended: use the strategy's methods")
     return updated
+
+
+def _is_sequential(script: Script, node: Expression) -> bool:
+    """Whether a model is a `Sequential`, whose Keras 3 has no `input` and `output`."""
+    made = makers(script, node)
+    return bool(made) and made.issubset(NAMES["sequential"])
+
+
+def _is_shape(script: Script, node: Expression) -> bool:
+    """Whether an expression is the shape of a tensor, or that of a layer's inputs."""
+    function = script.function_of(node)
+    is_given = function is not None and function.name.value in NAMES["with_shapes"]
+    given = [p.name.value for p in function.params.params[1:]] if function else []
+    is_given = is_given and is_name(node, *given)
+    return is_given or attr_of(node) == "shape" or method_of(node) == "get_shape"
 
 
 def _refuse(script: Script, node: cst.Attribute) -> None:

@@ -24,7 +24,6 @@ from replicax.migrate.tables import (
 )
 from replicax.migrate.tracing import class_of, foreign_bases, makes_spec
 from replicax.migrate.tree import (
-    attr_of,
     is_name,
     is_named,
     keyword,
@@ -94,8 +93,9 @@ def _next(site: CallSite) -> Expression:
 
 
 def _as_list(site: CallSite) -> Expression:
-    is_shape = attr_of(site.receiver) == "shape" and not site.updated.args
-    return site.make("list({x})", x=site.receiver) if is_shape else site.updated
+    if site.updated.args or site.script.functions("as_list"):
+        return site.updated
+    return site.make("list({x})", x=site.receiver)
 
 
 def _of_optional(text: str) -> Rule:

@@ -256,6 +256,8 @@ def with_keywords(site: CallSite, table: str) -> list[cst.Arg]:
         why = why.format(call=site.method.removesuffix("_generator"), keyword=name)
         if kind not in {"", "-", "!"}:
             kept.append(renamed(arg, kind))
+            if why:
+                site.note(why)
         elif kind == "" or (is_other and not why):
             kept.append(arg)
         elif kind == "!" or is_other:
