@@ -76,18 +76,28 @@ def ported_attribute(
         return cst.Attribute(output, cst.Name("shape"))
     if name in {"input", "output"} and _is_sequential(script, node.value):
         return script.template(f"{{x}}.{name}s[0]", x=owner)
-    if name in {"rank", "ndims"} and _is_shape(script, node.value):
-        is_own = isinstance(owner, cst.Attribute) and attr_of(owner) == "shape"
-        text = "{x}.ndim" if is_own else "len({x})"
-        return script.template(text, x=owner.value if is_own else owner)
-    if name == "value" and isinstance(node.value, cst.Subscript):
-        # The number of `x.shape[i]` was its `value` in TensorFlow 1.
-        return owner if _is_shape(script, node.value.value) else updated
+    if name in {"rank", "ndims", "value"}:
+        return _of_shape(script, node, updated)
     if name == "extended" and "strategy" in script.code(node.value).lower():
         if attr_of(script.parent(node)) == "call_for_each_replica":
             return owner
         raise Unported("there is no strategy.extended: use the strategy's methods")
     return updated
+
+
+def _of_shape(
+    script: Script, node: cst.Attribute, updated: cst.Attribute
+) -> Expression:
+    """Port `shape.rank`, and `shape[i].value` of TensorFlow 1; `updated` of others."""
+    of, owner = node.value, updated.value
+    if attr_of(node) == "value":
+        is_size = isinstance(of, cst.Subscript) and _is_shape(script, of.value)
+        return owner if is_size else updated
+    if not _is_shape(script, of):
+        return updated
+    if isinstance(owner, cst.Attribute) and attr_of(owner) == "shape":
+        return cst.Attribute(owner.value, cst.Name("ndim"))
+    return script.template("len({x})", x=owner)
 
 
 def _is_sequential(script: Script, node: Expression) -> bool:
