@@ -116,3 +116,25 @@ def test_norms_and_traces_are_over_the_axes_of_tensorflow(
 ) -> None:
     found = computed(f"y = {call}")
     assert np.allclose(found, expected, rtol=1e-6)
+
+
+def test_numbers_that_are_given_to_operations_stay_numbers() -> None:
+    text, left = ported(
+        "import tensorflow as tf\n"
+        "class Gate(tf.keras.layers.Layer):\n"
+        "    def __init__(self, k, size):\n"
+        "        super().__init__()\n"
+        "        self.k, self.size = k, size\n"
+        "        self.table = tf.Variable([[3.0, 1.0, 2.0]])\n"
+        "    def best(self):\n"
+        "        return tf.math.top_k(self.table, k=self.k)\n"
+        "    def resized(self, image):\n"
+        "        return tf.image.resize(image, self.size)\n"
+        "gate = Gate(2, (4, 4))\n"
+        "values, _ = gate.best()\n"
+        "shape = gate.resized(tf.ones((1, 2, 2, 3))).shape"
+    )
+    assert left == []
+    names = executed(text)
+    np.testing.assert_array_equal(names["values"], [[3.0, 2.0]])
+    assert names["shape"] == (1, 4, 4, 3)

@@ -30,6 +30,7 @@ from replicax.migrate.tables import (
     GUARDED_OPERATORS,
     HOST_OPERATORS,
     MESSAGES,
+    NAMES,
     NO_VARIABLES,
     NOTES,
     OLD_LAYERS,
@@ -78,7 +79,7 @@ def ported(script: Script, node: cst.Call, updated: cst.Call, path: str) -> Expr
     """
     on_host = script.runs_on_host(node)
     if find_target(path) in NO_VARIABLES and not on_host:
-        updated = _with_arrays(script, node, updated)
+        updated = _with_arrays(script, node, updated, path)
     rule = (HOST_RULES if on_host else _RULES).get(path)
     if rule is not None:
         result = rule(CallSite(script, node, updated, path))
@@ -108,13 +109,20 @@ def _without_stars(script: Script, node: cst.Call, updated: cst.Call) -> cst.Cal
     return with_args(updated, args)
 
 
-def _with_arrays(script: Script, node: cst.Call, updated: cst.Call) -> cst.Call:
-    if len(node.args) != len(updated.args):
+def _with_arrays(
+    script: Script, node: cst.Call, updated: cst.Call, path: str
+) -> cst.Call:
+    """Convert the tensors among the arguments of a call, which may be variables."""
+    is_starred = any(arg.star for arg in node.args)
+    if is_starred or len(node.args) != len(updated.args):
         return updated
     text = "keras.ops.convert_to_tensor({x})"
+    operator = DEVICE_OPERATORS.get(path) or GUARDED_OPERATORS[path]
+    given = bound_to(CallSite(script, node, node, path), [*operator.parameters])
+    tensors = [arg for name, arg in given.items() if name in NAMES["arrays"]]
     args = [
         new.with_changes(value=script.template(text, x=new.value))
-        if may_be_variable(script, old.value)
+        if old in tensors and may_be_variable(script, old.value)
         else new
         for old, new in zip(node.args, updated.args, strict=True)
     ]
