@@ -1,21 +1,20 @@
 """Eight logical CPU devices for the whole run, and checks that tests clean up."""
 
 import gc
-import importlib.util
 import os
 import signal
 import subprocess
 import tempfile
 from pathlib import Path
 
-if importlib.util.find_spec("libtpu") and not Path("/dev/nvidia0").exists():
-    # The TPU compiler is a package of the tests. Where it is installed, JAX looks for
-    # chips in every process, which takes a lock and prints warnings.
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Tests compare with numbers of CPUs, also where there are GPUs; `make test-gpu` says
+# otherwise. And where the TPU compiler is installed, which is a package of the tests,
+# JAX would look for chips in every process, which takes a lock and prints warnings.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 # Tests compile much and compute little: XLA makes code quickly rather than fast code,
 # and in one piece, which costs less than pieces for several threads.
-# Processes that tests start inherit it; for TPUs the program is the same, and with GPUs
+# Processes that tests start inherit it; for TPUs the program is the same, and for GPUs
 # nothing is set. XLA_FLAGS of the environment stay, even empty ones: with them `make
 # test-all` compiles the slow tests as it is done for users.
 if os.environ.get("JAX_PLATFORMS") == "cpu":
