@@ -121,3 +121,19 @@ def test_products_of_functional_models_are_dense(source: str) -> None:
 def test_products_of_two_tensors_of_a_functional_model_stay() -> None:
     text, _ = ported(POSITIONED.format("x = inputs * tf.abs(inputs)"))
     assert "sparse=" not in text
+
+
+@pytest.mark.parametrize(
+    "source", ["rewards + 2 * tf.ones(2)", "tf.ones(2) * [3.0, 4.0]", "total - rewards"]
+)
+def test_lists_beside_tensors_are_arrays(source: str) -> None:
+    start = "import tensorflow as tf\ntotal = tf.ones(2)\n"
+    text, left = ported(
+        f"{start}rewards = [float(i) for i in range(2)]\ny = {source}\n"
+        "both = rewards + [2.0]"
+    )
+    assert left == []
+    names = executed(text)
+    plain = {"rewards": [0.0, 1.0], "tf": np, "total": np.ones(2)}
+    np.testing.assert_allclose(names["y"], eval(source, plain))
+    assert names["both"] == [0.0, 1.0, 2.0]

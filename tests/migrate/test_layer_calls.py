@@ -253,3 +253,14 @@ def test_updates_of_metrics_in_a_call_are_left(
 ) -> None:
     _, left = ported(WATCHED.format(update, step, method))
     assert sum("no update of a metric in a `call`" in each for each in left) == count
+
+
+@pytest.mark.parametrize("source", ["embed([1, 2])", "embed(ids)", "embed(tf.ones(2))"])
+def test_layers_are_called_with_arrays_of_lists_of_numbers(source: str) -> None:
+    text, left = ported(
+        "import tensorflow as tf\n"
+        "embed = tf.keras.layers.Embedding(3, 4)\n"
+        f"ids = [1, 2]\nshape = {source}.shape"
+    )
+    assert left == []
+    assert executed(text)["shape"] == (2, 4)

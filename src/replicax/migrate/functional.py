@@ -15,6 +15,7 @@ from replicax.migrate.kinds import kind_of
 from replicax.migrate.origins import definitions, returned
 from replicax.migrate.script import Expression, Script
 from replicax.migrate.tables import MESSAGES, NAMES, find_target, kind_of_target
+from replicax.migrate.tracing import is_tensor
 from replicax.migrate.tree import (
     as_assignment,
     attr_of,
@@ -51,10 +52,15 @@ _LISTS = (cst.List, cst.Tuple, cst.ListComp)
 def plan_operations(script: Script) -> None:
     """Plan functions for operators of arrays that refuse a tensor at their right.
 
+    Lists, which they refuse as well, become arrays.
     Products that Keras 3 takes for sparse get dense ones.
     """
     for node in script.nodes(cst.BinaryOperation, cst.Comparison):
         left, right, operator = _sides(node)
+        for side, other in ((left, right), (right, left)):
+            is_list = isinstance(script.flow.resolved(side), _LISTS)
+            if is_list and is_tensor(script, script.flow.resolved(other)):
+                script.wrapped[side] = "keras.ops.convert_to_tensor({x})"
         name = _FUNCTIONS.get(type(operator))
         is_array = name and not isinstance(
             script.flow.resolved(left), (*_LISTS, cst.BaseNumber, cst.UnaryOperation)

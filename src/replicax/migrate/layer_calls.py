@@ -54,6 +54,18 @@ def plan_layer_calls(script: Script) -> None:
         found = _called_object(script, node) if is_ours else None
         if found is not None and _is_layer(script, *found):
             _plan(script, node, found[1])
+            first = node.args[0].value
+            if _is_of_numbers(script.flow.resolved(first)):
+                script.wrapped[first] = "keras.ops.convert_to_tensor({x})"
+
+
+def _is_of_numbers(node: Expression) -> bool:
+    """Whether a node displays a list of numbers, which Keras 3 takes for no tensor."""
+    is_list = isinstance(node, cst.List | cst.Tuple)
+    parts = parts_of(node) if is_list else []
+    return bool(parts) and all(
+        isinstance(each, cst.BaseNumber) or _is_of_numbers(each) for each in parts
+    )
 
 
 def _called_object(

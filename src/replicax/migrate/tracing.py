@@ -1,7 +1,7 @@
 """Finds the functions that strategies trace, and what tracing changes in them."""
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import libcst as cst
 
@@ -27,6 +27,7 @@ __all__ = [
     "foreign_bases",
     "has_scope",
     "is_graph_decorator",
+    "is_tensor",
     "is_traced",
     "makes_spec",
     "plan_randomness",
@@ -274,7 +275,7 @@ def report_branches(script: Script) -> None:
         if is_traced(script, node):
             function = script.function_of(node)
             names = _tensors(script, function) if function else set()
-            if _is_tensor(script, node.test, names):
+            if is_tensor(script, node.test, names):
                 test = script.code(node.test)
                 script.leave(node.test, MESSAGES["autograph"].format(test=test))
     for call in script.calls:
@@ -356,13 +357,14 @@ def _tensors(script: Script, function: cst.FunctionDef) -> set[str]:
     tensors: set[str] = set()
     others: set[str] = set()
     for node in find(function.body, cst.Assign):
-        found = tensors if _is_tensor(script, node.value, tensors) else others
+        found = tensors if is_tensor(script, node.value, tensors) else others
         targets = (each.target for each in node.targets)
         found |= {each.value for each in targets if isinstance(each, cst.Name)}
     return tensors - others
 
 
-def _is_tensor(script: Script, node: Expression, names: set[str]) -> bool:
+def is_tensor(script: Script, node: Expression, names: Collection[str] = ()) -> bool:
+    """Whether an expression is computed by a function of TensorFlow, or of `names`."""
     if is_name(node, *names):
         return True
     if isinstance(node, cst.Name | cst.Attribute):
@@ -373,7 +375,7 @@ def _is_tensor(script: Script, node: Expression, names: set[str]) -> bool:
             operator.target.startswith(("keras.ops.", "keras.random."))
             and operator.target not in _STATIC
         )
-    return any(_is_tensor(script, part, names) for part in _operands(node))
+    return any(is_tensor(script, part, names) for part in _operands(node))
 
 
 def _operands(node: Expression) -> list[Expression]:
