@@ -9,7 +9,7 @@ PROCESSES := --numprocesses 3 --dist worksteal
 # `make test-next` installs over the bounds of pyproject.toml, in a place of its own.
 NEXT_VENV := .next
 NEXT_PY := $(NEXT_VENV)/bin/python
-NEXT_TESTS := tests/_private tests/keras tests/strategies
+NEXT_TESTS := tests/_private tests/cpu tests/engine tests/keras tests/strategies
 # The CUDA compiler is 5 GB: so does `make test-cuda`.
 CUDA_VENV := .cuda
 PIP_INSTALL := $(PY) -m pip install -qq --disable-pip-version-check --editable
@@ -28,9 +28,9 @@ test: lint ## all checks, and the tests that are not slow
 test-all: test ## all checks and all tests; the slow ones are compiled as for users
 	XLA_FLAGS="$$XLA_FLAGS" $(PY) -m pytest $(PROCESSES) -m slow
 
-test-next: ## Keras and strategies on other versions: NEXT="keras==3.15.0 path/to/wheel"
+test-next: ## Keras and strategies on other versions: NEXT="jax==0.11.2 jaxlib==0.11.2"
 	@test -n '$(NEXT)' || { echo 'Say what to test: make test-next NEXT="keras==3.15.0"' \
-	  '(a version, a wheel or a folder of sources)' >&2; exit 1; }
+	  '(versions, wheels or folders of sources)' >&2; exit 1; }
 	@$(MAKE) --no-print-directory VENV=$(NEXT_VENV) $(NEXT_VENV)/.test
 	$(NEXT_PY) -m pip install -qq --disable-pip-version-check --no-deps --force-reinstall $(NEXT)
 	@$(NEXT_PY) -c 'from importlib.metadata import version as v; \
