@@ -23,6 +23,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE / "bench" / "peers"))
 
 import jax
+import jax_models
 import keras
 import keras_models
 import numpy as np
@@ -31,7 +32,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax_step import first_state, step_of
 
 import replicax as rx
+from replicax._private.jax import attention_of_card
 from replicax.planning.capture import capture_fit, compile_lowered
+from replicax.planning.cards import Card
 from replicax.planning.hlo_summary import read_program
 from replicax.planning.schedule import read_schedule
 from replicax.planning.topology import DeviceTopology, find_topology
@@ -67,7 +70,10 @@ def by_hand(case: Case, topology: DeviceTopology) -> jax.stages.Lowered:
         first_state(case),
     )
     arrays = batch(case, topology, sharding=NamedSharding(mesh, rows))
-    return jax.jit(step, donate_argnums=0).lower(state, *arrays)
+    assert isinstance(topology.chip, Card)
+    jax_models.compiles_for_card = True
+    with attention_of_card(topology.chip.compute_capability):
+        return jax.jit(step, donate_argnums=0).lower(state, *arrays)
 
 
 def batch(

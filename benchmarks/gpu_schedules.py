@@ -29,7 +29,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Lowered
 
 import replicax as rx
+from replicax._private.jax import attention_of_card
 from replicax.planning.capture import capture_fit, compile_lowered
+from replicax.planning.cards import Card
 from replicax.planning.hlo import parse
 from replicax.planning.schedule import (
     Done,
@@ -182,7 +184,10 @@ def _by_hand(case: Case, loss_of: Any, topology: DeviceTopology) -> Lowered:
         )
     ]
     jitted = jax.jit(spmd, donate_argnums=(0, 1, 2))
-    return jitted.lower(*state, *_batch(case, num, sharding=NamedSharding(mesh, rows)))
+    arrays = _batch(case, num, sharding=NamedSharding(mesh, rows))
+    assert isinstance(topology.chip, Card)
+    with attention_of_card(topology.chip.compute_capability):
+        return jitted.lower(*state, *arrays)
 
 
 def travels(text: str) -> list[Travel]:

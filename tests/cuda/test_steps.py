@@ -14,7 +14,9 @@ from tests.cuda.steps import TRAINERS, Step, compiled_step
 
 import replicax as rx
 import replicax.testing
+from replicax.planning.capture import capture_fit
 from replicax.planning.compiler import require_cuda
+from replicax.planning.topology import find_topology
 from replicax.strategies.strategy import Strategy
 
 try:
@@ -133,6 +135,31 @@ def test_single_precision_stays_single() -> None:
     step = compiled_step(STRATEGIES["mirrored"], "fit", "h100:8", "float32")
     assert "bf16" not in step.types
     assert_multiplies_in(step, "f32")
+
+
+@pytest.mark.parametrize(
+    ("topology", "is_by_cudnn"), [("h100:1", True), ("v100:1", False)]
+)
+def test_attention_is_by_cudnn_where_a_card_has_it(
+    topology: str, is_by_cudnn: bool
+) -> None:
+    before = keras.mixed_precision.global_policy()
+    keras.mixed_precision.set_global_policy("mixed_float16")
+    try:
+        strategy = rx.MirroredStrategy(["cpu:0"])
+        with strategy.scope():
+            x = keras.Input((64, 128))
+            heads = keras.layers.MultiHeadAttention(2, 64)
+            model = keras.Model(x, heads(x, x, use_causal_mask=True))
+            model.compile("adam", "mse")
+        rows = jax.ShapeDtypeStruct((8, 64, 128), "float32")
+        hardware = find_topology(topology)
+        capture = capture_fit(strategy, model, (rows, rows), hardware)
+    finally:
+        keras.mixed_precision.set_global_policy(before)
+    assert capture.lowered is not None
+    text = capture.lowered.as_text()
+    assert ("__cudnn$fmhaSoftmax" in text) == is_by_cudnn
 
 
 def worker_step(trainer: str) -> Step:

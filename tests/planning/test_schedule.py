@@ -110,6 +110,25 @@ def test_calls_of_libraries() -> None:
     assert found == [convolution, convolution, convolution, product, {}]
 
 
+ATTENTION = """HloModule jit_step
+ENTRY %main (q: bf16[2,8,4,16], k: bf16[2,6,4,16], stats: f32[2,4,8]) -> f32[] {
+  %q = bf16[2,8,4,16]{3,2,1,0} parameter(0)
+  %k = bf16[2,6,4,16]{3,2,1,0} parameter(1)
+  %stats = f32[2,4,8]{2,1,0} parameter(2)
+  %forward = (bf16[2,4,8,16]{3,1,2,0}, f32[2,4,8]{2,1,0}, u8[0]{0}) custom-call(%q, %k, %k), custom_call_target="__cudnn$fmhaSoftmax"
+  %backward = (bf16[2,4,8,16]{3,1,2,0}, u8[0]{0}) custom-call(%q, %k, %k, %stats, %q, %q), custom_call_target="__cudnn$fmhaSoftmaxBackward"
+  ROOT %out = f32[] constant(0)
+}
+"""  # noqa: E501
+
+
+def test_attention_by_cudnn() -> None:
+    """Of 2 examples, 4 heads, 8 queries and 6 keys of 16 numbers."""
+    once = 2 * (2 * 4 * 8 * 6 * 16)
+    found = [kernel.products for kernel, _ in read(ATTENTION).kernels()]
+    assert found == [{"bf16": 2 * once}, {"bf16": 5 * once}]
+
+
 LOOP = """HloModule jit_step
 %body (s: (s32[], f32[4])) -> (s32[], f32[4]) {
   %s = (s32[], f32[4]{0}) parameter(0)

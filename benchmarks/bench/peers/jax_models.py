@@ -147,10 +147,15 @@ def _attention(params: Weights, name: str, x: jax.Array) -> jax.Array:
     return x + params[f"{name}/bias"]
 
 
+compiles_for_card = False
+"""Whether steps are compiled for a card that is not here; `gpu_programs.py` says so."""
+
+
 @cache
 def _has_flash(shape: tuple[int, ...], dtype: jnp.dtype) -> bool:
     """Whether cuDNN has an attention for this; Keras asks the same functions of JAX."""
-    if jax.default_backend() != "gpu" or dtype == jnp.float32:
+    on_card = jax.default_backend() == "gpu" or compiles_for_card
+    if not on_card or dtype == jnp.float32:
         return False
     example = jax.ShapeDtypeStruct(shape, dtype)
     try:

@@ -6,9 +6,10 @@ module costs nothing to import and may be imported before JAX's devices are star
 process without this package.
 """
 
+import contextlib
 import dataclasses
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import jax._src.array
@@ -18,6 +19,7 @@ __all__ = [
     "ArrayImpl",
     "TracedEquation",
     "allow_high_operations",
+    "attention_of_card",
     "cluster_kinds",
     "distributed_state",
     "equation_of",
@@ -108,6 +110,31 @@ def allow_high_operations(primitive: Any) -> None:
     primitive.to_lojax = lambda *args, jaxpr: primitive.bind(
         *args, jaxpr=tracing.lower_jaxpr2(jaxpr)
     )
+
+
+@contextlib.contextmanager
+def attention_of_card(capability: tuple[int, int]) -> Iterator[None]:
+    """Let JAX and Keras choose attention by cuDNN as on a card that need not be here.
+
+    They ask the first local GPU for its compute capability, and write attention out
+    where there is none.
+
+    Args:
+        capability: CUDA's compute capability, major and minor.
+    """
+    module: Any = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
+    before = module.check_compute_capability, module.is_cuda_compute_capability_equal
+
+    def number(text: str) -> tuple[int, ...]:
+        return tuple(map(int, text.split(".")))
+
+    module.check_compute_capability = lambda least: capability >= number(least)
+    module.is_cuda_compute_capability_equal = lambda its: capability == number(its)
+    try:
+        yield
+    finally:
+        module.check_compute_capability = before[0]
+        module.is_cuda_compute_capability_equal = before[1]
 
 
 def has_devices() -> bool:

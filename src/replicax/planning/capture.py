@@ -20,6 +20,7 @@ import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from replicax._private.jax import attention_of_card
 from replicax._util.arrays import dtype_on_devices
 from replicax._util.dry_run import dry_running, is_described
 from replicax._util.types import PyTree
@@ -28,6 +29,7 @@ from replicax.engine.group import ReplicaGroup
 from replicax.engine.program import Program
 from replicax.engine.values import PerReplica, is_per_replica
 from replicax.keras.steps import forget_steps, restore_steps
+from replicax.planning.cards import Card
 from replicax.planning.topology import DeviceTopology
 from replicax.strategies.strategy import Strategy
 
@@ -71,6 +73,7 @@ class Capture:
         self.num_replicas = 0
         self.num_devices = 0
         self._has_skipped = False
+        self._card = topology.chip if isinstance(topology.chip, Card) else None
 
     def call(
         self,
@@ -108,7 +111,12 @@ class Capture:
     def _until_captured(self, why_not: str) -> Iterator[None]:
         """Stop the code in it at its training step; raise `why_not` if it has none."""
         try:
-            with dry_running(self), contextlib.suppress(_Captured):
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(contextlib.suppress(_Captured))
+                stack.enter_context(dry_running(self))
+                if self._card is not None:
+                    version = self._card.compute_capability
+                    stack.enter_context(attention_of_card(version))
                 yield
         except SystemExit as end:
             if end.code not in (None, 0):

@@ -8,6 +8,7 @@ NVIDIA's DGX with eight of the cards, or of a cloud's host of eight where there 
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 
 from replicax.engine.devices import Device
@@ -67,6 +68,12 @@ class Card:
 
     noun = "cluster"
     largest_scale = _MAX_HOSTS * MAX_CARDS
+
+    @property
+    def compute_capability(self) -> tuple[int, int]:
+        """CUDA's compute capability, major and minor."""
+        numbers = dict(re.findall(r"(major|minor): (\d+)", self.capability))
+        return int(numbers["major"]), int(numbers.get("minor", 0))
 
     def known(self) -> str:
         """List the names of its clusters, for messages."""

@@ -49,6 +49,9 @@ _TARGET_OF_CONVOLUTIONS = re.compile(
     r'custom_call_target="__cudnn\$conv(?:BiasActivation)?'
     r'(Forward|BackwardInput|BackwardFilter)\w*"'
 )
+_TARGET_OF_ATTENTION = re.compile(
+    r'custom_call_target="__cudnn\$fmha[A-Za-z]*?(Backward)?"'
+)
 _CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
 
 _BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
@@ -224,6 +227,11 @@ def _library_flops(instruction: Instruction, computation: Computation) -> float:
         left = _dims(instruction.operands[0], computation)
         dims = [int(i) for i in re.findall(r"\d+", summed[1])] if summed else []
         return 2.0 * math.prod(results) * math.prod(left[i] for i in dims)
+    if match := _TARGET_OF_ATTENTION.search(instruction.attributes):
+        query, key = (_dims(name, computation) for name in instruction.operands[:2])
+        # Two products, of queries with keys and of weights with values; five to go
+        # back. [b, t, heads, d] each; causal attention counts whole.
+        return (10.0 if match[1] else 4.0) * math.prod(query) * key[1]
     match = _TARGET_OF_CONVOLUTIONS.search(instruction.attributes)
     if match is None:
         return 0.0
