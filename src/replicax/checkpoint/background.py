@@ -20,6 +20,7 @@ __all__ = ["BackgroundSave", "finish"]
 
 _logger = logging.getLogger("replicax")
 
+_LIMIT_S = 3600.0  # For terabytes on a slow disk.
 _WRITE = (
     "import pickle, sys; from replicax.checkpoint import storage; "
     "storage.write(*pickle.load(sys.stdin.buffer))"
@@ -111,14 +112,21 @@ def _write_in_process(path: Path, contents: Contents) -> None:
         "JAX_PLATFORMS": "cpu",  # The script's process has the accelerators.
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
-    ended = subprocess.run(
-        [sys.executable, "-c", _WRITE],
-        input=pickle.dumps((path.absolute(), contents)),
-        env=environ,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        check=False,
-    )
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-c", _WRITE],
+            input=pickle.dumps((path.absolute(), contents)),
+            env=environ,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            check=False,
+            timeout=_LIMIT_S,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise CheckpointError(
+            f"{path}: the checkpoint was not written within {_LIMIT_S:.0f} s after the "
+            "end of the script. Save it earlier, and wait for the save."
+        ) from error
     if ended.returncode:
         said = ended.stderr.decode(errors="replace")
         raise CheckpointError(said.rpartition("CheckpointError: ")[-1].strip())
