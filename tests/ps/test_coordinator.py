@@ -142,7 +142,12 @@ def make_mistakes():
     caught(mistake, 1)
     caught(coordinator.join)  # It is told once.
     assert len(found) == 1
-    failed = coordinator.schedule(bad, (2,))
+
+    def pause():
+        time.sleep(1)  # Until the next one is scheduled, which would raise the error.
+        return 2
+
+    failed = coordinator.schedule(bad, (coordinator.schedule(pause),))
     needy = coordinator.schedule(len, (failed,))
     caught(needy.fetch)
     caught(coordinator.join)
@@ -572,7 +577,8 @@ def test_the_guides_script_trains(tmp_path):
     script.write_text(found[1])
     results = run(script, {"worker": 3, "ps": 1})
     accuracy = re.search(r"test accuracy ([0-9.]+)", results["worker:0"].output)
-    assert float(accuracy[1]) > 0.9
+    # Asynchronous: seven runs had 0.89 to 0.97. A model that learns nothing has 0.1.
+    assert float(accuracy[1]) > 0.8
 
 
 def test_it_takes_a_parameter_server_strategy():
