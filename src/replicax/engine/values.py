@@ -234,13 +234,9 @@ def _operator(symbol: str, apply: Callable[..., PyTree]) -> Callable[..., PyTree
     return method
 
 
-def _reflected(symbol: str, apply: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """A method that does so for a value at the operator's right."""
-
-    def method(value: PerReplica, other: PyTree) -> PyTree:
-        return apply(other, _only_value(value, f"`{symbol}`"))
-
-    return method
+def _reflected(apply: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    """An operator with its sides exchanged, for a value at its right."""
+    return lambda value, other: apply(other, value)
 
 
 _OPERATORS: dict[str, tuple[str, Callable[..., PyTree]]] = {
@@ -274,7 +270,7 @@ _OTHERS: dict[str, tuple[str, Callable[..., PyTree]]] = {
 for _name, (_symbol, _apply) in {**_OPERATORS, **_OTHERS}.items():
     setattr(PerReplica, f"__{_name}__", _operator(_symbol, _apply))
     if _name in _OPERATORS:
-        setattr(PerReplica, f"__r{_name}__", _reflected(_symbol, _apply))
+        setattr(PerReplica, f"__r{_name}__", _operator(_symbol, _reflected(_apply)))
 
 _OF_ARRAYS = frozenset(
     name

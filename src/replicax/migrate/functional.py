@@ -30,8 +30,6 @@ from replicax.migrate.tree import (
 __all__ = ["is_symbolic", "plan_operations", "report_functional"]
 
 _INPUTS = ("keras.Input", "keras.layers.Input")
-
-
 _DENSE = "keras.ops.convert_to_tensor({x}, sparse=False)"
 _FUNCTIONS = {
     cst.Add: "add",
