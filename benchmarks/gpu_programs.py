@@ -32,9 +32,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax_step import first_state, step_of
 
 import replicax as rx
-from replicax._private.jax import attention_of_card
-from replicax.planning.capture import capture_fit, compile_lowered
-from replicax.planning.cards import Card
+from replicax.planning.capture import attention_of, capture_fit, compile_lowered
 from replicax.planning.hlo_summary import read_program
 from replicax.planning.schedule import read_schedule
 from replicax.planning.topology import DeviceTopology, find_topology
@@ -70,9 +68,8 @@ def by_hand(case: Case, topology: DeviceTopology) -> jax.stages.Lowered:
         first_state(case),
     )
     arrays = batch(case, topology, sharding=NamedSharding(mesh, rows))
-    assert isinstance(topology.chip, Card)
     jax_models.compiles_for_card = True
-    with attention_of_card(topology.chip.compute_capability):
+    with attention_of(topology):
         return jax.jit(step, donate_argnums=0).lower(state, *arrays)
 
 

@@ -29,9 +29,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Lowered
 
 import replicax as rx
-from replicax._private.jax import attention_of_card
-from replicax.planning.capture import capture_fit, compile_lowered
-from replicax.planning.cards import Card
+from replicax.planning.capture import attention_of, capture_fit, compile_lowered
 from replicax.planning.hlo import parse
 from replicax.planning.schedule import (
     Done,
@@ -185,8 +183,7 @@ def _by_hand(case: Case, loss_of: Any, topology: DeviceTopology) -> Lowered:
     ]
     jitted = jax.jit(spmd, donate_argnums=(0, 1, 2))
     arrays = _batch(case, num, sharding=NamedSharding(mesh, rows))
-    assert isinstance(topology.chip, Card)
-    with attention_of_card(topology.chip.compute_capability):
+    with attention_of(topology):
         return jitted.lower(*state, *arrays)
 
 

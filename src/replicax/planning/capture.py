@@ -36,6 +36,7 @@ from replicax.strategies.strategy import Strategy
 __all__ = [
     "Capture",
     "NoTrainingStepError",
+    "attention_of",
     "capture_call",
     "capture_fit",
     "capture_script",
@@ -73,7 +74,7 @@ class Capture:
         self.num_replicas = 0
         self.num_devices = 0
         self._has_skipped = False
-        self._card = topology.chip if isinstance(topology.chip, Card) else None
+        self._topology = topology
 
     def call(
         self,
@@ -111,18 +112,25 @@ class Capture:
     def _until_captured(self, why_not: str) -> Iterator[None]:
         """Stop the code in it at its training step; raise `why_not` if it has none."""
         try:
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(contextlib.suppress(_Captured))
-                stack.enter_context(dry_running(self))
-                if self._card is not None:
-                    version = self._card.compute_capability
-                    stack.enter_context(attention_of_card(version))
+            with (
+                attention_of(self._topology),
+                dry_running(self),
+                contextlib.suppress(_Captured),
+            ):
                 yield
         except SystemExit as end:
             if end.code not in (None, 0):
                 raise
         if self.lowered is None:
             raise NoTrainingStepError(f"plan: {why_not}")
+
+
+def attention_of(topology: DeviceTopology) -> contextlib.AbstractContextManager[None]:
+    """Have attention computed as on a topology's cards, where it has any."""
+    chip = topology.chip
+    if isinstance(chip, Card):
+        return attention_of_card(chip.compute_capability)
+    return contextlib.nullcontext()
 
 
 def capture_script(
