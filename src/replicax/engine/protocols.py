@@ -47,11 +47,12 @@ class StepSource(Protocol):
 class StepQueue(StepSource, Protocol):
     """The steps of a `fit` that several workers share: each takes the next one free."""
 
-    def begin(self, first: int) -> int:
+    def begin(self, first: int, end: int) -> int:
         """Called when all callbacks were told that training begins.
 
         Args:
             first: The epoch that this worker would begin with.
+            end: The epoch after the last one.
 
         Returns:
             The epoch that all of them begin with, or are in.

@@ -197,7 +197,7 @@ class _FitLoop:
         if begin is None:
             begin = trainer.initial_epoch_of(model) or first
         if session.work is not None:
-            begin = session.work.begin(begin)
+            begin = session.work.begin(begin, end)
         try:
             for epoch in range(begin, end):
                 logs = self._epoch(epoch)

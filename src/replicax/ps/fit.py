@@ -57,6 +57,7 @@ class WorkQueueFit:
         self._data = fit.epochs
         self._name = f"fit {number}"
         self._epoch = 0  # Counted from the first one of this `fit`.
+        self._end = 0  # The epoch after the last one.
         self._batches = EpochBatches(self._data.adapter, self._data.steps_per_epoch)
         self._stops = False  # Whether anybody stopped in the middle of the epoch.
         self._is_open = False
@@ -75,11 +76,13 @@ class WorkQueueFit:
         # Validation is with the values of the end of the epoch.
         self._home.fit_metrics = frozenset(map(id, model.metrics_variables))
 
-    def begin(self, first: int) -> int:
+    def begin(self, first: int, end: int) -> int:
         """Wait for the other workers; return the first epoch, which the chief decides.
 
-        A worker that was restarted goes on with the epoch that the others are in.
+        A worker that was restarted goes on with the epoch that the others are in. If
+        the training is over, that is `end`, and the model gets the trained values.
         """
+        self._end = end - self._fit.first_epoch
         key = f"{self._name} epoch"
         if self._session.is_chief:  # The first one to be put stays.
             epoch = first - self._fit.first_epoch
@@ -89,6 +92,8 @@ class WorkQueueFit:
         self._epoch = self._session.get(key, f"the first epoch of {self._name}")
         for _ in range(self._epoch):
             self._batches.end(None)
+        if 0 < self._epoch >= self._end:
+            self._adopt_values()
         return self._fit.first_epoch + self._epoch
 
     # The loop over an epoch.
@@ -131,7 +136,7 @@ class WorkQueueFit:
         """Do nothing: `steps` ends with the data."""
 
     def _adopt_values(self) -> None:
-        """After an epoch without steps of this worker: pull the trained values.
+        """Without steps of this worker: pull the trained values.
 
         This worker may not have met the model's variables yet.
         """
@@ -231,7 +236,8 @@ class WorkQueueFit:
         )
         if is_chief:  # For workers that are restarted meanwhile.
             epoch = f"{self._name} epoch"
-            self._session.board("put", key=epoch, value=self._epoch, first=False)
+            value = self._end if self._model.stop_training else self._epoch
+            self._session.board("put", key=epoch, value=value, first=False)
 
     # What workers agree on before an epoch.
 

@@ -1,0 +1,82 @@
+"""Tasks that die when `fit` is over: started again, they have the trained model."""
+
+import os
+import signal
+
+import keras
+import numpy as np
+import pytest
+from tests.ps.test_parameter_server_faults import (
+    BATCH_SIZE,
+    LABELS,
+    POINTS,
+    Job,
+    all_done,
+    make,
+    network,
+)
+
+pytest.importorskip("pyarrow")
+pytestmark = [
+    pytest.mark.multiprocess,
+    pytest.mark.slow,
+    pytest.mark.timeout(150),
+]
+
+EPOCHS = 3
+STEPS_PER_EPOCH = len(LABELS) // BATCH_SIZE
+
+
+class StopsEarly(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.stop_training = epoch == 1
+
+
+def die_after_fit(options, stops_early):
+    """Train, and be killed before the model is saved; the second time return it."""
+    strategy = make(options)
+    with strategy.scope():
+        model = network()
+    history = model.fit(
+        POINTS,
+        LABELS,
+        batch_size=BATCH_SIZE,
+        epochs=EPOCHS,
+        verbose=0,
+        callbacks=[StopsEarly()] if stops_early else [],
+    )
+    if strategy.session.starts == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    predicted = model.predict(POINTS, verbose=0).argmax(-1)
+    return {
+        "weights": model.get_weights(),
+        "iterations": int(model.optimizer.iterations),
+        "epochs": history.epoch,
+        "accuracy": float(np.mean(predicted == LABELS)),
+    }
+
+
+@pytest.mark.parametrize(("sync", "stops_early"), [(False, False), (True, True)])
+def test_who_is_started_again_after_fit_has_the_trained_values(
+    tmp_path, sync, stops_early
+):
+    workers = ("worker:0", "worker:1")
+    with Job(
+        tmp_path, die_after_fit, options={"sync": sync}, stops_early=stops_early
+    ) as cluster:
+        for name in workers:
+            code = cluster.task(name).wait(timeout_seconds=60)
+            assert code == -signal.SIGKILL, cluster.task(name).output
+        for name in workers:
+            cluster.restart(name)
+        results = cluster.ended(60)
+    found = all_done(results)
+    made = (2 if stops_early else EPOCHS) * STEPS_PER_EPOCH
+    assert found["iterations"] == made
+    assert found["accuracy"] > 0.9
+    for name in workers:
+        assert results[name].value["epochs"] == []
+        for own, others in zip(
+            results[name].value["weights"], found["weights"], strict=True
+        ):
+            np.testing.assert_array_equal(own, others)
