@@ -322,9 +322,11 @@ class ClosureWorker:
                 self.run_one()
             return None
 
-        outcome = self._session.wait(
-            poll, "the result that a closure needs", lambda: "the worker that has it"
-        )
+        def holder() -> str:
+            running = self._session.board("pending")["running"]
+            return running.get(id, "a worker that is free")
+
+        outcome = self._session.wait(poll, "the result that a closure needs", holder)
         if outcome["status"] == "done":
             return decode(outcome["value"]["value"])
         if outcome["status"] == "error":

@@ -150,7 +150,7 @@ class TrainingSteps:
             return None
 
         what = f"step {step} of {group.name!r}"
-        self._session.wait(has_begun, what, lambda: "another worker")
+        self._session.wait(has_begun, what, self._session.absent)
 
     def _has_ended(self, shares: Sequence[tuple[RemoteGroup, StepShare]]) -> bool:
         """Whether a step is over in all groups, so that no part of it is due.

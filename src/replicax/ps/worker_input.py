@@ -112,12 +112,16 @@ class StepLeases:
         if self._bounds_staleness:
             finished += self._drain()
 
+        reason = ""
+
         def ask() -> JSONObject | None:
+            nonlocal reason
             answer = self._session.once(
                 "claim", stream=self._stream, finished=list(finished), count=count
             )
             finished.clear()
             if "wait" in answer:
+                reason = answer["wait"]
                 finished.extend(self._take_applied() or self._drain())
                 return None
             return answer
@@ -127,7 +131,7 @@ class StepLeases:
             answer = self._session.wait(
                 ask,
                 f"a step of {self._stream}",
-                lambda: "workers with unfinished steps",
+                lambda: f"another worker ({reason})",
             )
         if self._session.is_chief and not self._has_begun:
             self._session.board("put", key=f"{self._name} begun", value=True)
