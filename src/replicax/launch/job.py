@@ -114,8 +114,20 @@ class Job(Supervisor):
                 is_done = 0 in gang.exited.values()
                 gang.ended = "done" if is_done else "ended"
                 self._is_done |= is_done and gang is self._chief
+        if self._is_left and not self._is_over:
+            self._is_done = True
+            self._say("The servers have ended, as the chief's script had.")
         if self.status is not None:
             self.status.look()
+
+    @property
+    def _is_left(self) -> bool:
+        """Whether the chief was lost when its script had ended.
+
+        Servers end with success when the chief has told them that its script ends.
+        """
+        servers = [gang for gang in self._gangs if gang.names[0].startswith("ps")]
+        return bool(self._chief.failures) and any(x.ended == "done" for x in servers)
 
     def _note_failure(self, gang: Gang) -> None:
         gang.ended = "killed" if gang.failed[0][1] < 0 else "failed"
@@ -125,7 +137,10 @@ class Job(Supervisor):
         gang.steps.append(self._steps_of(gang, reports))
         if self._culprit is not None or self.signal is not None:
             self._failures.append(failure)  # A consequence.
-        elif self._is_done and not self._policy.is_permanent(failure):
+        elif (self._is_done or self._is_left) and not self._policy.is_permanent(
+            failure
+        ):
+            self._is_done = True
             self._say(f"{failure.message} The job is done without it.")
         elif (server := _emptied(reports)) is not None:
             self._failures.append(failure)
@@ -240,8 +255,8 @@ class Job(Supervisor):
             # The culprit exits by itself, perhaps after a save.
             self.dismiss(self.running - {self._culprit}, "failure", _SETTLE_S)
             self.dismiss(self.running, "failure", _SETTLE_S + grace)
-        elif self._is_done and not serving:
-            # Without servers the workers cannot train.
+        elif self._is_done and len(serving) < self._command.num_tasks.get("ps", 0):
+            # Without all servers the workers cannot train.
             self.dismiss(self._training, "servers", grace)
         if not self._training and not self.is_waiting:
             seconds = self._command.evaluator_seconds
