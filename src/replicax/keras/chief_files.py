@@ -1,5 +1,6 @@
 """Files that Keras' callbacks write: those of the chief."""
 
+import os
 import re
 import tempfile
 from collections.abc import Generator, Iterable
@@ -7,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import keras
+
+from replicax.cluster.failure import REPORT_DIR
 
 __all__ = ["discarded_files"]
 
@@ -29,14 +32,21 @@ def discarded_files(
     Args:
         callbacks: Of a worker that is not the chief.
     """
-    given = []
-    with tempfile.TemporaryDirectory(prefix="replicax-") as folder:
-        for number, callback in enumerate(callbacks):
-            for kind, name in _PATHS.items():
-                if isinstance(callback, kind):
-                    path = getattr(callback, name)
-                    given.append((callback, name, path))
-                    setattr(callback, name, _path_in(Path(folder, str(number)), path))
+    found = [
+        (callback, name)
+        for callback in callbacks
+        for kind, name in _PATHS.items()
+        if isinstance(callback, kind)
+    ]
+    if not found:
+        yield
+        return
+    # There the launcher deletes what a worker that is killed leaves.
+    parent = os.environ.get(REPORT_DIR)
+    with tempfile.TemporaryDirectory(prefix="replicax-", dir=parent) as folder:
+        given = [(callback, name, getattr(callback, name)) for callback, name in found]
+        for number, (callback, name, path) in enumerate(given):
+            setattr(callback, name, _path_in(Path(folder, str(number)), path))
         try:
             yield
         finally:

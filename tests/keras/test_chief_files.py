@@ -1,0 +1,33 @@
+"""Files of callbacks on workers other than the chief go to a folder that is deleted."""
+
+import os
+from pathlib import Path
+
+import keras
+import pytest
+
+from replicax.keras.chief_files import discarded_files
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The folder of the launcher, which deletes it at the end of the job."""
+    monkeypatch.setenv("REPLICAX_REPORT_DIR", str(tmp_path))
+    return tmp_path
+
+
+def test_files_lie_in_the_launchers_folder(folder):
+    saves = keras.callbacks.ModelCheckpoint("models/{epoch}.keras")
+    logs = keras.callbacks.CSVLogger("log.csv")
+    with discarded_files([keras.callbacks.History(), saves, logs]):
+        for path, name in ((saves.filepath, "0.keras"), (logs.filename, "log.csv")):
+            assert Path(path).name == name
+            assert Path(path).parents[2] == folder
+            Path(path).write_text("discarded")
+    assert (saves.filepath, logs.filename) == ("models/{epoch}.keras", "log.csv")
+    assert os.listdir(folder) == []
+
+
+def test_without_such_callbacks_there_is_no_folder(folder):
+    with discarded_files([keras.callbacks.History()]):
+        assert os.listdir(folder) == []  # A killed worker could not delete it.
