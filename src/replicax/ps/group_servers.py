@@ -17,12 +17,12 @@ import msgspec
 
 from replicax._util.types import JSONObject, PyTree
 from replicax.errors import ClusterError
-from replicax.ps.connection import Connection, ServerRefused
+from replicax.ps.connection import Connection, ServerRefused, ValuesLostError
 from replicax.ps.messages import Commit, Pull, Push
 from replicax.ps.partition import VariableGroup
 from replicax.ps.session import Session
 
-__all__ = ["Answer", "GroupPush", "GroupServers", "Vectors"]
+__all__ = ["Answer", "GroupPush", "GroupServers", "Vectors", "require_all_known"]
 
 Vectors: TypeAlias = dict[str, PyTree]
 Answer: TypeAlias = tuple[JSONObject, Vectors]
@@ -30,6 +30,26 @@ Answer: TypeAlias = tuple[JSONObject, Vectors]
 
 _SLACK_SECONDS = 10.0
 """For the server to say first that other workers' shares did not come in time."""
+
+
+def require_all_known(
+    worker: str, name: str, answers: Mapping[int, JSONObject]
+) -> None:
+    """Raise if servers have trained values of a group, and others have made it anew.
+
+    `answers` are those to its creation, by server. Where it was trained, it was created
+    on all of them: a server to which it is new has lost its values.
+    """
+    trained = [server for server, said in answers.items() if said["version"]]
+    new = [server for server, said in answers.items() if said["is_new"]]
+    if trained and new:
+        raise ValuesLostError(
+            f"{worker}: ps:{new[0]} has lost its values: {name!r} is new there, and "
+            f"ps:{trained[0]} has trained values. Start the job again, without the "
+            "servers' snapshots if there are some; with snapshot_dir=... a restarted "
+            "server goes on from its own.",
+            culprit=f"ps:{new[0]}",
+        )
 
 
 class GroupServers:

@@ -88,9 +88,11 @@ class Create(Message, tag="create"):
         return exactly(self.group.lengths_on(store.server))
 
     def handle(self, store: VariableStore, vectors: Vectors) -> Answer:
+        is_new = not store.has(self.group.name)
         held = store.create(self.group, vectors)
         iterations = held.group.rule.get("iterations", 0)
-        return {"version": held.version, "iterations": iterations}, {}
+        header = {"version": held.version, "iterations": iterations, "is_new": is_new}
+        return header, {}
 
 
 class Pull(_OfGroup, tag="pull"):
@@ -226,8 +228,10 @@ class CreateTable(Message, tag="create_table"):
         return {}
 
     def handle(self, store: VariableStore, vectors: Vectors) -> Answer:
+        is_new = not store.has(self.spec.name)
         table = store.create_table(msgspec.structs.replace(self.spec, rule=None))
-        return {"spec": table.spec.to_json(), "version": table.version}, {}
+        spec = table.spec.to_json()
+        return {"spec": spec, "version": table.version, "is_new": is_new}, {}
 
 
 class PullRows(Message, tag="rows"):

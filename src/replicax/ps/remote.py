@@ -22,7 +22,13 @@ from replicax._private import keras as internals
 from replicax.engine import device_put
 from replicax.errors import ClusterMismatchError
 from replicax.ps.connection import Connection
-from replicax.ps.group_servers import Answer, GroupPush, GroupServers, Vectors
+from replicax.ps.group_servers import (
+    Answer,
+    GroupPush,
+    GroupServers,
+    Vectors,
+    require_all_known,
+)
 from replicax.ps.group_vectors import GroupLayout, VariableSlot
 from replicax.ps.groups import StepShare
 from replicax.ps.messages import Create, Pull, Push, Replace
@@ -116,10 +122,14 @@ class RemoteGroup:
     ) -> None:
         """Create the group on the servers; a server keeps values that it has.
 
-        `restored` are the optimizer's variables from a checkpoint.
+        `restored` are the optimizer's variables from a checkpoint. Raises
+        `ValuesLostError` if a server has lost values that others have.
         """
         vectors = self._layout.all_vectors(values)
         made = self.servers.ask_all(Create(self.placement), vectors)
+        require_all_known(
+            self.session.name, self.name, {i: said for i, (said, _) in made.items()}
+        )
         self.steps_ahead = made[self.servers.numbers[0]][0]["iterations"]
         is_new = not any(header["version"] for header, _ in made.values())
         if self.optimizer is not None and restored and is_new:

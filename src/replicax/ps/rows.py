@@ -21,6 +21,7 @@ import numpy as np
 
 from replicax._util.types import JSONObject
 from replicax.ps.connection import Connection, ConnectionLost, ServerRefused
+from replicax.ps.group_servers import require_all_known
 from replicax.ps.groups import StepShare
 from replicax.ps.messages import CreateTable, PullRows, PushRows
 from replicax.ps.partition import VariableGroup
@@ -68,6 +69,7 @@ class RemoteTables:
 
     def create(self, spec: TableSpec) -> None:
         """Create a table, unless one of these sizes exists, with any seed."""
+        answers = {}
         for server in self._servers:
             # It makes all of its rows before it answers.
             seconds = self._session.timeouts.step
@@ -76,6 +78,8 @@ class RemoteTables:
             # The first server says whose seed stands, where workers have different
             # ones, so that all have the same.
             spec = msgspec.convert(answer["spec"], TableSpec)
+            answers[server] = answer
+        require_all_known(self._session.name, spec.name, answers)
         self._dims[spec.name] = spec.dim
 
     def pull(self, name: str, ids: np.ndarray) -> np.ndarray:

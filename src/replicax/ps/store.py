@@ -133,6 +133,11 @@ class VariableStore:
 
     # Both.
 
+    def has(self, name: str) -> bool:
+        """Whether there is a group or a table of that name."""
+        with self._lock:
+            return name in self._groups or name in self._tables
+
     def _made(
         self, held: dict[str, _Group], name: str, make: Callable[[], _Group]
     ) -> _Group:
