@@ -96,17 +96,27 @@ def _write(path: Path, contents: Contents) -> None:
     try:
         storage.write(path, contents)
     except CheckpointError as error:
-        if "at interpreter shutdown" not in str(error):
+        if _may_start_threads():
             raise
         _logger.info("%s A process writes it.", error)
         _write_in_process(path, contents)
 
 
-def _write_in_process(path: Path, contents: Contents) -> None:
-    """Write a checkpoint in a new process.
+def _may_start_threads() -> bool:
+    """Whether Python still starts threads; from 3.12, not once the script has ended.
 
-    Python 3.12 starts no threads once the script has ended, and Orbax needs some.
+    `sys.is_finalizing` becomes true later than that.
     """
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            pool.submit(int)
+        except RuntimeError:
+            return False
+    return True
+
+
+def _write_in_process(path: Path, contents: Contents) -> None:
+    """Write a checkpoint in a new process, for the threads that Orbax starts."""
     environ = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",  # The script's process has the accelerators.
