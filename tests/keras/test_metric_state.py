@@ -37,12 +37,15 @@ class State(keras.metrics.Metric):
         return ops.sum(self.number)
 
 
-def evaluated(strategy: rx.Strategy | None, metric: Callable[[], Any]) -> Any:
-    """The metric of a model that predicts its input; the last batch is one row."""
+def evaluated(
+    strategy: rx.Strategy | None, metric: Callable[[], Any], batch_size: int = 2
+) -> Any:
+    """The metric of a model that predicts its input; the last batch is uneven."""
     with strategy.scope() if strategy else contextlib.nullcontext():
         model = keras.Sequential([keras.Input((1,)), keras.layers.Identity()])
         model.compile(loss="mse", metrics=[metric()])
-    return model.evaluate(X, X, batch_size=2, verbose=0, return_dict=True)["state"]
+    logs = model.evaluate(X, X, batch_size=batch_size, verbose=0, return_dict=True)
+    return logs["state"]
 
 
 NO_SUMS = {
@@ -79,6 +82,37 @@ def test_a_state_that_is_a_mean_is_a_warning(strategy_of: Any, case: str) -> Non
     match = "variable 'state/it' of aggregation='sum' is set to a mean"
     with pytest.warns(UserWarning, match=match):
         evaluated(strategy_of(2), lambda: State(MEANS[case]))
+
+
+@pytest.mark.parametrize("one", [1, 1.0, np.float32(1)])
+def test_a_count_of_batches_is_a_warning(strategy_of: Any, one: Any) -> None:
+    match = "variable 'state/it' .* grows by 1 on each of 2 replicas"
+    with pytest.warns(UserWarning, match=match):
+        evaluated(strategy_of(2), lambda: State(lambda old, _: old + one), 4)
+
+
+class BatchMeans(keras.metrics.Metric):
+    """The mean of the batches' means, as the warning says to make it."""
+
+    def __init__(self) -> None:
+        super().__init__(name="state")
+        state = {"shape": (), "initializer": "zeros", "aggregation": "mean"}
+        self.total = self.add_variable(**state, name="total")
+        self.batches = self.add_variable(**state, name="batches")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.total.assign_add(ops.mean(y_pred))
+        self.batches.assign_add(1)
+
+    def result(self) -> Any:
+        return ops.convert_to_tensor(self.total / self.batches)
+
+
+def test_a_mean_of_batches(strategy_of: Any, assert_same: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        result = evaluated(strategy_of(2), BatchMeans, 4)
+    assert_same(result, evaluated(None, BatchMeans, 4))
 
 
 def in_parts(old: Any, x: Any) -> Any:

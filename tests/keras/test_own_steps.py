@@ -220,6 +220,7 @@ def test_a_mean_of_scalars_counts_each_batch_once(base: Any, strategy_of: Any) -
     batches = [(X[:4], Y[:4]), (X[4:9], Y[4:9])]
     logs = model.fit((batch for batch in batches), shuffle=False, verbose=0).history
     np.testing.assert_allclose(logs["tracked"], [expected], rtol=1e-5)
+    np.testing.assert_allclose(model.tracker.count, 2)
 
 
 @pytest.mark.parametrize("base", [Classifier, Taped])

@@ -12,6 +12,7 @@ import jax
 import keras
 
 from replicax._private.jax import TracedEquation, equation_of, literal_of
+from replicax._util.types import PyTree
 from replicax.engine.divergence import (
     AnyJaxpr,
     inner_jaxprs,
@@ -24,8 +25,8 @@ __all__ = [
     "is_combined",
     "origins_of",
     "path_to_product",
+    "warn_of_counts",
     "warn_of_no_sum",
-    "warn_of_rows",
 ]
 
 _PRODUCTS = ("dot_general", "conv_general_dilated")
@@ -234,27 +235,26 @@ def warn_of_no_sum(
         )
 
 
-def warn_of_rows(
+def warn_of_counts(
     caller: str,
     variable: keras.Variable,
     old: jax.Array,
     new: jax.Array,
     num_rows: int,
+    num_replicas: int,
 ) -> None:
-    """Warn of a variable that counts the rows of one replica, and not the batch's.
+    """Warn of a variable that counts rows or batches otherwise than one device does.
 
     Args:
         caller: The public call to name.
-        variable: Whose value is to be equal on all replicas.
+        variable: What an assignment has changed.
         old: Inside a replica function: the variable's value at first.
         new: Likewise; what was assigned last.
         num_rows: Number of the replica's rows. Of one row nobody can tell.
+        num_replicas: Number of replicas that share the batch.
     """
-    equation = equation_of(new)
-    if equation is None or equation.primitive.name != "add" or num_rows < 2:
-        return
-    added = [x for x in equation.in_tracers if x is not old]
-    if len(added) == 1 and literal_of(added[0]) == num_rows:
+    increment = None if num_rows < 2 else _increment(new, old)
+    if variable.aggregation == "none" and increment == num_rows:
         warnings.warn(
             f"{caller}: variable {variable.path!r} grows by {num_rows}, which is the "
             "number of rows that one replica has of the batch. All replicas keep the "
@@ -262,6 +262,24 @@ def warn_of_rows(
             "aggregation='sum' to count those of all.",
             stacklevel=2,
         )
+    if variable.aggregation == "sum" and increment == 1 and num_replicas > 1:
+        warnings.warn(
+            f"{caller}: variable {variable.path!r} of aggregation='sum' grows by 1 on "
+            f"each of {num_replicas} replicas that share a batch, so that it counts a "
+            f"batch {num_replicas} times. Make it with aggregation='mean' to count "
+            "batches, and likewise a sum of the batches' means; or count rows, "
+            "ops.shape(x)[0], and add up the rows' values.",
+            stacklevel=2,
+        )
+
+
+def _increment(new: jax.Array, old: jax.Array) -> PyTree:
+    """The constant by which a new value is larger than the old one; None: no such."""
+    equation = equation_of(new)
+    if equation is None or equation.primitive.name != "add":
+        return None
+    added = [x for x in equation.in_tracers if x is not old]
+    return literal_of(added[0]) if len(added) == 1 else None
 
 
 def _non_additive_use(new: jax.Array, old: jax.Array, most: int = 64) -> str:

@@ -19,7 +19,7 @@ from replicax.engine.divergence import declare_whole
 from replicax.engine.empty_arrays import made_inside
 from replicax.engine.group import ReplicaGroup
 from replicax.engine.options import Options, Outputs
-from replicax.engine.origins import warn_of_no_sum, warn_of_rows
+from replicax.engine.origins import warn_of_counts, warn_of_no_sum
 from replicax.engine.replay import StepRun
 from replicax.engine.replica import ReplicaContext
 from replicax.engine.row_results import num_rows_of, require_rows
@@ -359,7 +359,11 @@ class ReplicaStep:
             if here or home.adds_up(trains=context.has_trained):
                 self._warn_of_no_sums(start, changed, among_replicas=here)
             if here and context.shares_batch:
-                self._warn_of_rows(start, changed, num_rows_of(arguments))
+                num_rows, num = num_rows_of(arguments), context.num_counted
+                for i, x in changed.items():
+                    warn_of_counts(
+                        self._name, self.written[i], start[i], x, num_rows, num
+                    )
             for i, value in self._combined(context, written, changed).items():
                 new[i] = value
             # A number assigned has a weak type; the next step would compile for it.
@@ -469,13 +473,6 @@ class ReplicaStep:
                     value,
                     among_replicas=among_replicas,
                 )
-
-    def _warn_of_rows(
-        self, start: Arrays, new: Mapping[int, jax.Array], num_rows: int
-    ) -> None:
-        for i, value in new.items():
-            if self._aggregation(self.written[i]) == "none":
-                warn_of_rows(self._name, self.written[i], start[i], value, num_rows)
 
     def _mirrored(
         self, context: ReplicaContext, number: int, old: jax.Array, new: jax.Array

@@ -134,14 +134,13 @@ def update_mean(
 ) -> None:
     """Keras' update of a mean, in which a scalar counts once for each batch.
 
-    A scalar, such as a step's loss, stands for the replica's rows. All replicas' count
-    as many as there are replicas; where only some have rows these count for all.
+    A scalar, such as a step's loss, stands for the rows of a replica. Replicas that
+    share a batch have equally many, and so have equal parts in the batch's one count.
     """
     _note_dropped(metric)
-    num, counted = context.num_replicas_here, context.num_counted
-    is_share = context.shares_batch and counted < num
-    if is_share and sample_weight is None and ops.ndim(values) == 0:
-        sample_weight = num / counted
+    is_scalar = sample_weight is None and ops.ndim(values) == 0
+    if is_scalar and context.shares_batch and context.num_counted > 1:
+        sample_weight = 1 / context.num_counted
     original(metric, values, sample_weight)
 
 
