@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import grain
 import keras
 import numpy as np
 import pytest
@@ -23,6 +24,11 @@ def distribute(**options: Any) -> Callable[[], object]:
 
 def run(*args: Any) -> Callable[[], object]:
     return lambda: rx.get_strategy().run(*args)
+
+
+def run_on_dataset(of: Callable[[Any], object]) -> Callable[[], object]:
+    dataset = distribute(batch_size=4)
+    return lambda: rx.get_strategy().run(len, args=(of(dataset()),))
 
 
 def in_replica(use: Callable[[Any], object]) -> Callable[[], object]:
@@ -63,7 +69,14 @@ WRONG: list[tuple[Callable[[], object], str]] = [
         "value_fn made 'a'",
     ),
     (run(abs, (1,), [2]), r"kwargs must be a dict .*\[2\]"),
+    (run(abs, (), X), r"kwargs must be a dict .*array\(\[\[1"),
     (run(abs, (np.array(["a"]),)), "an array of <U1.*expected numbers"),
+    (run_on_dataset(iter), "got a DistributedIterator .*one batch at a time"),
+    (run_on_dataset(lambda x: x), "got a DistributedDataset .*one batch at a time"),
+    (
+        run(len, (grain.MapDataset.source([1, 2]),)),
+        "got a SourceMapDataset .*one ",
+    ),
     (in_replica(lambda context: context.merge_call(3)), "merge_fn .*3"),
     (in_replica(lambda context: context.merge_call(abs, X)), "args must be a tuple"),
     (lambda: rx.get_strategy().check_replicas([3]), "variables .*got 3"),  # type: ignore[list-item]

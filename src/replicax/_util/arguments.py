@@ -7,7 +7,13 @@ message that names neither the argument nor the call.
 import operator
 import os
 
-__all__ = ["require_count", "require_flag", "require_instance", "require_path"]
+__all__ = [
+    "require_count",
+    "require_flag",
+    "require_instance",
+    "require_path",
+    "short",
+]
 
 
 def require_count(value: object, what: str, least: int, *, otherwise: str = "") -> None:
@@ -60,3 +66,9 @@ def require_instance(value: object, kind: type, what: str, example: str) -> None
             f"{what} must be an rx.{kind.__name__} or None; got {value!r}. Write for "
             f"example {example}."
         )
+
+
+def short(value: object) -> str:
+    """The type of a value, and as much of it as a message has room for."""
+    text = " ".join(repr(value).split())
+    return f"{type(value).__name__} {text if len(text) < 80 else text[:77] + '...'}"

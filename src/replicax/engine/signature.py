@@ -44,6 +44,9 @@ class Arguments:
         structure: Tree structure of `(args, kwargs)`.
         kinds: One per leaf.
         statics: The values of the STATIC leaves, in order.
+
+    Attributes:
+        statics: These values.
     """
 
     def __init__(
@@ -52,9 +55,9 @@ class Arguments:
         kinds: Sequence[Kind],
         statics: Sequence[object] = (),
     ) -> None:
+        self.statics = tuple(statics)
         self._structure = structure
         self._kinds = tuple(kinds)
-        self._statics = tuple(statics)
 
     def specs(
         self, axis_name: str, leading: tuple[None, ...]
@@ -94,7 +97,7 @@ class Arguments:
         self, arrays: Sequence[jax.Array]
     ) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
         """One replica's `(args, kwargs)` from its parts of the arrays."""
-        dynamic, static = iter(arrays), iter(self._statics)
+        dynamic, static = iter(arrays), iter(self.statics)
         leaves = []
         for kind in self._kinds:
             if kind is Kind.STATIC:

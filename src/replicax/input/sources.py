@@ -17,11 +17,16 @@ import numpy as np
 from jax import numpy as jnp
 from jax import tree_util
 
-from replicax._util.arguments import require_count
+from replicax._util.arguments import require_count, short
 from replicax._util.types import PyTree
 from replicax.engine.row_arrays import RowArray, as_rows, by_rows, is_one_array
 from replicax.engine.values import is_per_replica
-from replicax.input.grain_datasets import ENDLESS, is_map_dataset, reshuffled
+from replicax.input.grain_datasets import (
+    ENDLESS,
+    is_grain_dataset,
+    is_map_dataset,
+    reshuffled,
+)
 from replicax.input.prefetch import close_iterator
 from replicax.input.split import leading_size, leaf_name, refuse_ragged
 
@@ -34,6 +39,7 @@ __all__ = [
     "batches",
     "check_dataset",
     "is_arrays",
+    "is_dataset",
     "is_one_shot",
     "num_batches",
     "raw_batches",
@@ -98,13 +104,13 @@ def check_dataset(dataset: Dataset, batch_size: int | None = None) -> None:
         return
     if isinstance(dataset, (str, bytes, dict)):
         raise TypeError(
-            f"dataset: got {_short(dataset)}, expected arrays or an iterable of "
+            f"dataset: got {short(dataset)}, expected arrays or an iterable of "
             "batches. Convert lists with np.asarray."
         )
     is_iterable = isinstance(dataset, Iterable) or hasattr(dataset, "__getitem__")
     if not (is_iterable or callable(dataset)):
         raise TypeError(
-            f"dataset: got {_short(dataset)}, expected arrays, an iterable of batches "
+            f"dataset: got {short(dataset)}, expected arrays, an iterable of batches "
             "or a callable that returns one."
         )
     if batch_size is not None:
@@ -124,6 +130,14 @@ def is_arrays(dataset: Dataset) -> bool:
         else []
     )
     return bool(leaves) and all(_is_array(leaf) for leaf in leaves)
+
+
+def is_dataset(value: object) -> bool:
+    """Whether a value is an iterator, or a dataset of one of the known libraries."""
+    if is_one_shot(value) or is_grain_dataset(value) or _is_py_dataset(value):
+        return True
+    is_loader = _comes_from(value, "torch") or _comes_from(value, "grain")
+    return _is_tf_dataset(value) or (is_loader and isinstance(value, Iterable))
 
 
 def is_one_shot(dataset: Dataset) -> bool:
@@ -329,8 +343,3 @@ def _comes_from(value: object, package: str) -> bool:
 @functools.cache
 def _warn_once(message: str) -> None:
     logging.getLogger("replicax").warning(message)
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) < 80 else text[:77] + '...'}"

@@ -15,6 +15,7 @@ from jax.extend.core import find_top_trace
 from jax.typing import ArrayLike
 
 from replicax._private import keras as internals
+from replicax._util.arguments import short
 from replicax._util.dry_run import DryRun
 from replicax._util.types import PyTree, Shape
 from replicax._util.user_code import describe
@@ -32,6 +33,8 @@ from replicax.engine.signature import FlatCall, Kind, flatten_call
 from replicax.engine.values import PerReplica, is_per_replica
 from replicax.engine.variables import UndeclaredVariableError, Variable
 from replicax.errors import ContextError
+from replicax.input.distributed import DistributedInput
+from replicax.input.sources import is_dataset
 
 __all__ = [
     "ProgramRunner",
@@ -127,7 +130,7 @@ class ProgramRunner:
                 "Strategy.run: args must be a tuple or list; got a "
                 f"{type(args).__name__}. For one argument x write args=(x,)."
             )
-        if not hasattr(kwargs or {}, "keys"):
+        if kwargs is not None and not hasattr(kwargs, "keys"):
             raise TypeError(
                 "Strategy.run: kwargs must be a dict of keyword arguments; got "
                 f"{kwargs!r}. Positional ones are args=(x, y)."
@@ -193,10 +196,10 @@ class ProgramRunner:
         self, fn: Callable[..., PyTree], call: FlatCall, options: Options
     ) -> Program:
         _refuse_tracer(jnp.zeros(()))
+        arguments = call.make_arguments()
+        _refuse_datasets(arguments.statics)
         with Announced(f"tracing {current_call()}({describe(fn)})"):
-            program = Program(
-                fn, self.group, call.make_arguments(), call.arrays, options
-            )
+            program = Program(fn, self.group, arguments, call.arrays, options)
         self._strategy.home.require_owned(program.variables, program.name)
         return program
 
@@ -326,6 +329,17 @@ def not_plannable(name: str) -> NotImplementedError:
 def _combination(name: str, kinds: tuple[tuple[Shape, np.dtype], ...]) -> Operation:
     listed = ", ".join(f"{dtype}{list(shape)}" for shape, dtype in kinds)
     return Operation(f"{name} of {listed}", f"{name} {listed};".encode())
+
+
+def _refuse_datasets(statics: Sequence[object]) -> None:
+    """Raise for a dataset or an iterator among the arguments of `Strategy.run`."""
+    for value in statics:
+        if isinstance(value, DistributedInput) or is_dataset(value):
+            raise TypeError(
+                f"Strategy.run: got a {short(value)} as an argument. Pass one batch "
+                "at a time: for batch in strategy.experimental_distribute_dataset("
+                "dataset): strategy.run(fn, args=(batch,))."
+            )
 
 
 def _refuse_tracer(array: object) -> None:
