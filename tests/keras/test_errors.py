@@ -278,6 +278,6 @@ def test_batch_size_of_a_distributed_dataset(data, strategy_of, caplog):
     model.fit(*data, batch_size=8, validation_data=dataset, verbose=0)
     assert "batch_size" not in caplog.text
     model.fit(*data, validation_batch_size=8, validation_data=dataset, verbose=0)
-    assert "evaluate: batch_size=8 is ignored" in caplog.text
+    assert "fit, validation_data: batch_size=8 is ignored" in caplog.text
     model.fit(dataset, batch_size=8, verbose=0)
     assert "fit: batch_size=8 is ignored" in caplog.text

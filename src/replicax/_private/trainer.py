@@ -14,7 +14,10 @@ import jax
 import keras
 from keras.src.callbacks.callback_list import CallbackList
 from keras.src.trainers.data_adapters import get_data_adapter
-from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+from keras.src.trainers.data_adapters.array_data_adapter import (
+    ArrayDataAdapter,
+    can_convert_arrays,
+)
 from keras.src.trainers.data_adapters.array_slicing import train_validation_split
 from keras.src.trainers.data_adapters.data_adapter_utils import (
     class_weight_to_sample_weights,
@@ -33,6 +36,7 @@ __all__ = [
     "GrainDatasetAdapter",
     "after_build",
     "build",
+    "can_convert_arrays",
     "class_weight_to_sample_weights",
     "dataset_with_epochs",
     "discard_ahead",
@@ -63,7 +67,7 @@ RESETS_METRICS_OF_BATCHES = _VERSION >= (3, 15)
 """Whether `train_on_batch` and `test_on_batch` begin with new metrics."""
 
 
-def build(model: Any, data: Any, batch: Any) -> None:
+def build(model: Any, data: Any, batch: Any, check: Callable[[Any], None]) -> None:
     """Make the variables of a model, its losses, metrics and optimizer.
 
     Args:
@@ -71,9 +75,17 @@ def build(model: Any, data: Any, batch: Any) -> None:
         data: An iterable as Keras' epoch iterators; its first batch is taken if one is
             needed.
         batch: That batch, if there is no `data`.
+        check: Called with the batch that is taken; raises if it is a wrong one.
     """
-    batches = ((*at, map(_as_on_devices, batches)) for *at, batches in data or ())
-    model._symbolic_build(iterator=batches, data_batch=_as_on_devices(batch))
+
+    def checked(batch: Any) -> Any:
+        check(batch)
+        return _as_on_devices(batch)
+
+    batches = ((*at, map(checked, batches)) for *at, batches in data or ())
+    model._symbolic_build(
+        iterator=batches, data_batch=None if batch is None else checked(batch)
+    )
 
 
 def _as_on_devices(batch: Any) -> Any:

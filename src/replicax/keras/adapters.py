@@ -6,23 +6,32 @@ with those of the data.
 """
 
 import contextlib
+import inspect
 import logging
+import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol
 
+import jax
+import numpy as np
+
 from replicax._private.trainer import (
     ArrayDataAdapter,
     GrainDatasetAdapter,
+    can_convert_arrays,
     get_data_adapter,
     with_dataset,
 )
+from replicax._util.arguments import short
+from replicax._util.arrays import holds_numbers
 from replicax._util.types import PyTree
 from replicax._util.waiting import Announced
 from replicax.engine.scope import current_call
 from replicax.input.distributed import DistributedInput
 from replicax.input.grain_datasets import is_grain_dataset, reshuffled
 from replicax.input.prefetch import DistributedIterator
+from replicax.input.sources import is_dataset, is_one_shot
 
 __all__ = [
     "DataAdapterLike",
@@ -180,16 +189,16 @@ def adapter_of(
         caller: What the user called, for messages. Defaults to `current_call()`.
 
     Raises:
-        ValueError: Without data, and for what a dataset has of its own.
+        ValueError: Without data, for what is no data, and for what a dataset has of its
+            own.
         TypeError: For an iterator over a distributed dataset.
     """
+    caller = caller or current_call()
     if x is None:
-        raise ValueError(
-            f"{caller or current_call()}: x must be arrays or a dataset; got None."
-        )
+        raise ValueError(f"{caller}: x must be arrays or a dataset; got None.")
     if isinstance(x, DistributedIterator):
         raise TypeError(
-            f"{caller or current_call()}: x is an iterator over a distributed dataset. "
+            f"{caller}: x is an iterator over a distributed dataset. "
             "Pass the dataset, without iter(): each epoch is a new iteration over it. "
             "To begin within one, restore its position with rx.BackupAndRestore."
         )
@@ -198,7 +207,7 @@ def adapter_of(
     if isinstance(x, DistributedInput):
         if given:
             raise ValueError(
-                f"{caller or current_call()}: a distributed dataset comes with its "
+                f"{caller}: a distributed dataset comes with its "
                 f"targets and weights; got {' and '.join(given)} as well. Make them "
                 "part of the dataset's batches: (x, y, sample_weight)."
             )
@@ -206,12 +215,13 @@ def adapter_of(
             _logger.warning(
                 "%s: batch_size=%r is ignored: a distributed dataset is made of "
                 "batches. Batch it before you distribute it.",
-                caller or current_call(),
+                caller,
                 batch_size,
             )
         return DistributedAdapter(x, first_iteration)
     if first_iteration is not None and is_grain_dataset(x) and not given:
         return _GrainAdapter(x, first_iteration)
+    _require_data({"x": x, "y": y, "sample_weight": sample_weight}, caller)
     with Announced("waiting for the first batch"):  # Of a generator Keras takes one.
         return _adapter_of_keras(
             x=x,
@@ -220,3 +230,59 @@ def adapter_of(
             shuffle=shuffle,
             **own,
         )
+
+
+def _require_data(given: Mapping[str, PyTree], caller: str) -> None:
+    """Raise for arguments of which Keras makes no batches, or JAX no arrays."""
+    for name, value in given.items():
+        if can_convert_arrays(value):
+            _require_rows(name, value, caller)
+        elif name != "x":
+            raise ValueError(
+                f"{caller}: {name} must be arrays; got {short(value)}. np.asarray "
+                "makes one of a list."
+            )
+        elif not _is_dataset_of_keras(value):
+            raise ValueError(
+                f"{caller}: x must be arrays or a dataset; got {short(value)}. "
+                + _way_to_data(value)
+            )
+
+
+def _is_dataset_of_keras(value: PyTree) -> bool:
+    """Whether Keras reads batches from a value; of iterators only from generators."""
+    if is_one_shot(value):
+        return isinstance(value, types.GeneratorType)
+    return is_dataset(value)
+
+
+def _way_to_data(value: PyTree) -> str:
+    if is_one_shot(value):
+        return "Make a generator of an iterator: (batch for batch in x)."
+    if inspect.isroutine(value):
+        return "Call the function, and pass the generator or dataset that it makes."
+    return (
+        "np.asarray makes an array of a list of numbers; batches come from a "
+        "generator, a keras.utils.PyDataset, a dataset of Grain or tf.data, a torch "
+        "DataLoader, or strategy.experimental_distribute_dataset."
+    )
+
+
+def _require_rows(name: str, arrays: PyTree, caller: str) -> None:
+    """Raise for arrays without rows of numbers."""
+    leaves = jax.tree_util.tree_leaves_with_path(arrays)
+    if not leaves and arrays is not None:
+        raise ValueError(f"{caller}: {name} holds no arrays; got {short(arrays)}.")
+    for path, leaf in leaves:
+        what = f"{name}{jax.tree_util.keystr(path)}"
+        if isinstance(leaf, np.ndarray) and not holds_numbers(leaf):
+            raise ValueError(
+                f"{caller}: {what} is an array of {leaf.dtype}; expected numbers or "
+                "booleans. Encode it as numbers before, such as with "
+                "keras.layers.StringLookup or astype."
+            )
+        if np.shape(leaf) == ():
+            raise ValueError(
+                f"{caller}: {what} is a single number, {leaf!r}; expected an array "
+                "whose first dimension are the examples. Write x[None] for one example."
+            )

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from replicax._util.arguments import short
 from replicax._util.dry_run import current_dry_run
 from replicax._util.types import PyTree
 from replicax.engine import device_put
@@ -18,7 +19,11 @@ from replicax.engine.row_arrays import RowArray, as_rows, by_rows, parted, whole
 from replicax.engine.scope import current_call
 from replicax.engine.signature import Arguments, FlatCall, Kind
 from replicax.input.prefetch import close_iterator
-from replicax.input.split import refuse_ragged, replicas_for, rows_with_copies
+from replicax.input.split import (
+    refuse_ragged,
+    replicas_for,
+    rows_with_copies,
+)
 from replicax.keras.lazy_batches import LazyBatch, batch_of
 
 __all__ = [
@@ -366,13 +371,17 @@ def _num_rows(batch: PyTree, flat: list[PyTree], caller: str) -> int:
     sizes = {np.shape(x)[:1] for x in flat}
     if len(sizes) == 1 and () not in sizes:
         return sizes.pop()[0]
+    if not flat:
+        raise ValueError(f"{caller}: a batch holds no arrays: {short(batch)}.")
     found = [
-        f"{(*np.shape(x), 'no dimension')[0]} in {jax.tree_util.keystr(path)}"
+        f"{(*np.shape(x), 'no dimension')[0]} in "
+        f"{jax.tree_util.keystr(path) or 'the batch'}"
         f"{' (sparse)' if isinstance(x, RowArray) else ''}"
         for path, x in jax.tree_util.tree_leaves_with_path(batch)
     ]
+    listed = ", ".join(found[:4] + ["..."] * (len(found) > 4))
+    lists = " Lists in a batch are structure: make arrays of them, with np.asarray."
     raise ValueError(
         f"{caller}: the arrays of one batch must have the same number of examples; got "
-        + ", ".join(found)
-        + "."
+        f"{listed}.{lists if () in sizes else ''}"
     )

@@ -6,6 +6,7 @@ call fails, all layers are built, and the step has a tape: such a step says what
 data are, such as three images.
 """
 
+import functools
 import logging
 
 import jax
@@ -86,7 +87,8 @@ def _build_by_keras(
 ) -> None:
     """Build a model as Keras does; by its step if it cannot be called with the data."""
     try:
-        trainer.build(model, data, batch)
+        check = functools.partial(steps.require_examples, model, f"{kind}_step")
+        trainer.build(model, data, batch, check)
     except (TypeError, ValueError, RuntimeError) as error:
         if steps.takes_state(model, f"{kind}_step") or not _are_parts_built(model):
             raise

@@ -152,7 +152,7 @@ class _Validation:
                 **self._data,
                 batch_size=self._batch_size,
                 steps_per_epoch=self._steps,
-                caller="evaluate",
+                caller="fit, validation_data",
             )
             session.validation = _epochs(model, session.strategy, adapter, self._steps)
             session.callback(session.validation.close)

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import keras
+import numpy as np
 
 from replicax._private import keras as internals
 from replicax._util.dry_run import current_dry_run
@@ -43,6 +44,7 @@ __all__ = [
     "has_steps",
     "ignores_targets",
     "make_variables",
+    "require_examples",
     "restore_steps",
     "steps_of",
     "takes_state",
@@ -71,6 +73,7 @@ class _ModelStep:
         self.__qualname__ = f"{type(model).__name__}.{name}"
         self.__wrapped__ = step  # Its line is what messages name.
         self._model = model
+        self._name = name
         self._step = step
         self._groups = groups if takes_state(model, name) else None
         self._is_predict = name == "predict_step"
@@ -85,6 +88,7 @@ class _ModelStep:
 
     def __call__(self, data: PyTree) -> PyTree:
         required_context().shares_batch = True
+        require_examples(self._model, self._name, data)
         metrics = self._model.metrics if self._has_own_logs else []
         with global_results(metrics):
             if self._groups is None:
@@ -165,6 +169,33 @@ class _ModelStep:
                 if isinstance(result, dict):  # Of several metrics.
                     results.update(result)
         return results
+
+
+def require_examples(model: keras.Model, name: str, data: PyTree) -> None:
+    """Raise where Keras could not compute a compiled loss, or its gradient.
+
+    Args:
+        model: The model.
+        name: Of the step, such as `"train_step"`.
+        data: The step's batch.
+    """
+    losses = keras.tree.flatten(getattr(model, "loss", None))
+    compiled = [loss for loss in losses if loss is not None]
+    is_own = not is_of_keras(model, (name, "compute_loss"))
+    if not compiled or is_own or name == "predict_step":
+        return
+    if keras.utils.unpack_x_y_sample_weight(data)[1] is None:
+        raise ValueError(
+            f"{current_call()}: model {model.name!r} has the loss {compiled[0]!r}, but "
+            "the data have no targets to compute it from: y is None. Pass y, or "
+            "batches (x, y); a tuple that is given as x is taken for inputs."
+        )
+    sizes = {np.shape(x)[:1] for x in jax.tree.leaves(data)}
+    if name == "train_step" and (0,) in sizes:
+        raise ValueError(
+            f"{current_call()}: a batch for model {model.name!r} has no rows, and so "
+            "no loss to train with. Leave empty batches out."
+        )
 
 
 def ignores_targets(model: keras.Model) -> bool:

@@ -82,7 +82,7 @@ class ReplicaHome(Home):
             return ContextError(
                 f"{name} was created outside the scope of {owner!r}. Create layers, "
                 "models, metrics and optimizers, and call compile, under `with "
-                "strategy.scope():`."
+                "strategy.scope():`; and so build a model, or call it first."
             )
         if internals.is_owned(variable):
             return ContextError(
