@@ -66,6 +66,22 @@ def test_options_apply_to_the_global_gradient(digits, same_as_one_device, name):
     same_as_one_device(work, 8)
 
 
+class Halving(keras.optimizers.schedules.LearningRateSchedule):
+    """A schedule that can train, and has no `get_config` to be saved by."""
+
+    def __call__(self, step):
+        return 0.1 * 0.5 ** ops.cast(step, "float32")
+
+
+def test_a_schedule_without_a_config(digits, same_as_one_device):
+    def work():
+        model = classifier()
+        model.compile(keras.optimizers.SGD(Halving()), crossentropy())
+        return fitted(model, digits)
+
+    same_as_one_device(work, 2)
+
+
 def test_bfloat16(digits, same_as_one_device):
     def work():
         with precision("mixed_bfloat16"):

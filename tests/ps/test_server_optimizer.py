@@ -397,6 +397,8 @@ def test_what_cannot_run_on_servers_is_refused() -> None:
         optimizer_rule(keras.optimizers.LossScaleOptimizer(sgd()), [])
     with pytest.raises(ValueError, match=r"cannot build SGD.*LearningRateSchedule"):
         optimizer_rule(sgd(lambda: 0.1), [])
+    with pytest.raises(ValueError, match=r"cannot build SGD.*get_config"):
+        optimizer_rule(sgd(keras.optimizers.schedules.LearningRateSchedule()), [])
 
     info = [VariableInfo(path="w", shape=(2,), dtype="float32")]
     values = {"float32": np.zeros(2, "f4")}

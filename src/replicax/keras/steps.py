@@ -138,7 +138,10 @@ class _ModelStep:
         optimizer = getattr(self._model, "optimizer", None)
         if optimizer is None or not self._trains:
             return {}
-        described: PyTree = keras.saving.serialize_keras_object(optimizer)
+        try:
+            described: PyTree = keras.saving.serialize_keras_object(optimizer)
+        except NotImplementedError:  # A schedule needs `get_config` to be saved only.
+            return {"the optimizer": {"class_name": type(optimizer).__name__}}
         facts = {"class_name": described["class_name"], **described["config"]}
         return {"the optimizer": json.loads(json.dumps(facts, default=str))}
 

@@ -92,7 +92,7 @@ def optimizer_rule(
     try:
         config = json.loads(json.dumps(keras.optimizers.serialize(optimizer)))
         deserialize(config)
-    except (TypeError, ValueError) as error:
+    except (NotImplementedError, TypeError, ValueError) as error:
         raise ValueError(
             f"optimizer_rule: servers cannot build {type(optimizer).__name__} from "
             f"its config: {error} Give a LearningRateSchedule rather than a lambda, "

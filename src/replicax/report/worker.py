@@ -76,7 +76,10 @@ def _optimizer(optimizer: keras.optimizers.Optimizer | None) -> dict[str, object
     if optimizer is None:
         return {}
     inner = inner_of(optimizer)
-    rate = inner.get_config().get("learning_rate")
+    try:
+        rate = inner.get_config().get("learning_rate")
+    except NotImplementedError:  # Of a schedule, which needs it to be saved only.
+        rate = None
     if isinstance(rate, Mapping):  # A schedule.
         rate = rate.get("class_name")
     name = type(inner).__name__
