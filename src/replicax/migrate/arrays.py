@@ -6,6 +6,7 @@ numbers, products of matrices, windows of convolutions and pooling, images.
 
 import libcst as cst
 
+from replicax.migrate.functional import is_symbolic
 from replicax.migrate.kinds import is_class_of
 from replicax.migrate.rules import CallSite, Rule, bound, bound_to, by_row
 from replicax.migrate.script import Expression, Script, Unported
@@ -230,6 +231,27 @@ def _lower(site: CallSite, value: Expression, what: str) -> cst.SimpleString:
     return cst.SimpleString(value.value.lower())
 
 
+def _gather(site: CallSite) -> Expression:
+    """Port `tf.gather`; with `batch_dims=1` to a map over the arrays and indices."""
+    names = [*DEVICE_OPERATORS[site.path].parameters]
+    given = bound_to(site, names)
+    number = given["batch_dims"].value if "batch_dims" in given else None
+    if number is None:
+        return by_row(site, DEVICE_OPERATORS[site.path])
+    axis = given["axis"].value if "axis" in given else number
+    if not isinstance(number, cst.Integer) or not isinstance(axis, cst.Integer):
+        raise site.stays("its batch_dims and axis are no numbers in sight")
+    before = bound(site.node.args, names)
+    if is_symbolic(site.script, before["params"].value):
+        raise site.stays(MESSAGES["symbolic_gather"])
+    depth = int(number.value)
+    take = f"lambda x, i: keras.ops.take(x, i, axis={int(axis.value) - depth})"
+    params, indices = (_array(site, before[k], given[k]) for k in names[:2])
+    text = f"{'jax.vmap(' * depth}{take}{')' * depth}"
+    text = f"{text}({{x}}, {{i}})" if depth else f"({text})({{x}}, {{i}})"
+    return site.make(text, x=params, i=indices)
+
+
 def _indexed(site: CallSite) -> Expression:
     """Port a function of indices `[..., n]`; Keras and JAX take a tuple of arrays."""
     script, (names, text) = site.script, INDEXED[site.path]
@@ -370,6 +392,7 @@ DEVICE_RULES: dict[str, Rule] = {
     "convert_to_tensor": _constant,
     "identity": identity,
     "Variable": _variable,
+    "gather": _gather,
     "matmul": _matmul,
     "linalg.matmul": _matmul,
     "linalg.band_part": _band,

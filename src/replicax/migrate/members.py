@@ -138,7 +138,14 @@ def _refuse(script: Script, node: cst.Attribute) -> None:
 
 
 def _is_assigned(script: Script, node: cst.Attribute) -> bool:
-    """Whether an optimizer's attribute is assigned, or read as a variable."""
+    """Whether an optimizer's attribute is assigned, or read as a variable.
+
+    The constructor of an optimizer of the script's own sets what it is made with.
+    """
+    function = script.function_of(node)
+    is_own = function is not None and function.name.value == "__init__"
+    if is_own and is_name(node.value, "self"):
+        return False
     if not is_kind(script, node.value, "optimizer"):
         return False
     parent = script.parent(node)

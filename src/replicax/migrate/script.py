@@ -290,10 +290,12 @@ class Script:
         Args:
             text: The text, such as `"keras.ops.cast({x}, "int32")"`. Its modules get
                 their names in this script, its literals the script's quotes.
-            **values: The nodes. Where a dot follows, operations get parentheses.
+            **values: The nodes. Operations get parentheses where a dot or a call follows.
         """
         for name, value in values.items():
-            is_open = isinstance(value, _OPERATIONS) and f"{{{name}}}." in text
+            is_open = isinstance(value, _OPERATIONS) and any(
+                f"{{{name}}}{sign}" in text for sign in ".("
+            )
             values[name] = parenthesized(value) if is_open else value
         here = _HERE.sub(lambda found: self.here(found.group()), text)
         config = self.module.config_for_parsing

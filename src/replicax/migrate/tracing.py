@@ -262,7 +262,7 @@ _STATIC = ("keras.ops.shape", "keras.ops.size", "keras.ops.ndim", "keras.ops.is_
 _IDENTITY = (cst.Is, cst.IsNot)
 
 
-_BRANCHING = ("cond", "case", "switch_case", "while_loop")
+_BRANCHING = ("cond", "case", "foldl", "map_fn", "scan", "switch_case", "while_loop")
 
 
 def report_branches(script: Script) -> None:
