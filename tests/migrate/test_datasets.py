@@ -43,6 +43,15 @@ def test_a_dataset_that_is_made_of_itself_alone_is_ported() -> None:
     assert "d = d.map(lambda example: f(*example))" in text
 
 
+def test_an_argument_of_a_function_has_the_name_of_the_one_in_numpy() -> None:
+    names = run(
+        "import numpy as np\nimport tensorflow as tf\n"
+        "d = tf.data.Dataset.from_tensor_slices(np.arange(8)).batch(4)\n"
+        "d = d.map(lambda x: tf.reshape(x, shape=[2, 2]))"
+    )
+    assert [x.shape for x in names["d"]] == [(2, 2), (2, 2)]
+
+
 @pytest.mark.usefixtures("files")
 def test_a_split_of_tensorflow_datasets() -> None:
     load = "tfds.load('cifar10', split=tfds.Split.TRAIN, as_supervised=True)"

@@ -95,6 +95,20 @@ def test_arguments_of_layers_of_keras_are_named(before: str, after: str) -> None
             "m(x, True)",
         ),
         ("def my_model(x, training): return x\nmy_model(x, True)", "my_model(x, True)"),
+        (
+            "class W(tf.keras.Model):\n    def __init__(self, model):\n"
+            "        super().__init__()\n        self.model = model\n"
+            "    def call(self, x, *args, **kwargs):\n"
+            "        return x + self.model(x, *args, **kwargs)\n"
+            "W(tf.keras.Sequential())",
+            "self.model(x, *args, **kwargs)",
+        ),
+        (
+            "class V(tf.keras.Model):\n    def __init__(self):\n"
+            "        super().__init__()\n        self.model = tf.keras.Sequential()\n"
+            "    def call(self, x, **kwargs): return self.model(x, **kwargs)",
+            "self.model(x, **kwargs)",
+        ),
     ],
 )
 def test_arguments_of_classes_of_the_script_are_named(before: str, after: str) -> None:

@@ -165,6 +165,11 @@ def test_what_may_be_of_an_optimizer_is_left(before: str, reason: str) -> None:
         ("def f(option): print(option.lr)", "print(option.lr)"),
         ("o = made()\nprint(o.get_config()['lr'])", "()['learning_rate']"),
         ("o = made()\nprint(o.beta_1)", "print(o.beta_1)"),
+        (
+            "class Mine(tf.keras.optimizers.Optimizer):\n"
+            "    def __init__(self, b):\n        self.beta_1 = b",
+            "        self.beta_1 = b",
+        ),
     ],
 )
 def test_options_are_no_optimizers(before: str, after: str) -> None:

@@ -43,6 +43,28 @@ def test_an_optimizer_of_a_branch_is_made_in_the_scope_there() -> None:
     assert text.count("    with strategy.scope():\n        opt = ") == 2
 
 
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "if tpu:\n    s = tf.distribute.TPUStrategy(tpu)\n"
+        "elif gpus:\n    s = tf.distribute.MirroredStrategy()\n"
+        "else:\n    s = tf.distribute.get_strategy()\n",
+        "try:\n    r = tf.distribute.cluster_resolver.TPUClusterResolver()\n"
+        "    s = tf.distribute.TPUStrategy(r)\n"
+        "except ValueError:\n    s = tf.distribute.get_strategy()\n",
+    ],
+)
+def test_a_strategy_that_branches_choose_has_the_scope(strategy: str) -> None:
+    tail = f"{MODEL}model.compile('sgd', 'mse')\n".replace("strategy", "s")
+    text, left = ported(f"import tensorflow as tf\n{strategy}{tail}")
+    assert left == []
+    assert "with s.scope():\n    model.compile('sgd', 'mse')\n" in text
+    body = textwrap.indent(f"{strategy}{tail}", "    ")
+    text, left = ported(f"import tensorflow as tf\ndef main(tpu):\n{body}")
+    assert left == []
+    assert "    with s.scope():\n        model.compile('sgd', 'mse')\n" in text
+
+
 def test_a_variable_that_a_step_reads_is_made_in_the_scope() -> None:
     text, left = ported(
         f"{STRATEGY}scale = tf.Variable(2.0)\n{MODEL}"

@@ -138,6 +138,8 @@ def leave_unknown_arguments(
     target = find_target(path)
     if not isinstance(result, cst.Call) or target is None:
         return
+    if path in HOST_OPERATORS and script.runs_on_host(node):
+        return  # It is a function of NumPy now.
     seed = named(result, "seed")
     is_seeded = seed is not None and not is_name(seed, "None")
     if target.startswith(_SEEDED) and is_seeded and node not in script.generators:

@@ -140,13 +140,22 @@ def _needs_name(
     script: Script, arg: cst.Arg, position: int, order: Sequence[_Parameter] | None
 ) -> bool:
     """Whether a positional argument needs a keyword, as far as can be seen."""
-    if arg.keyword is not None or position == 0:
+    if arg.keyword is not None or position == 0 or _is_passed_on(script, arg):
         return False
     is_tensor = None if arg.star else _is_tensor(script, arg.value, 5)
     if order is None or position >= len(order):
         return is_tensor is False
     parameter = order[position]
     return parameter.is_moved or not (is_tensor or parameter.is_tensor)
+
+
+def _is_passed_on(script: Script, arg: cst.Arg) -> bool:
+    """Whether an argument unpacks keywords, or the `*args` that a `call` is given."""
+    function = script.function_of(arg)
+    is_call = function is not None and function.name.value == "call"
+    given = function.params.star_arg if is_call and function is not None else None
+    is_given = isinstance(given, cst.Param) and given.name.deep_equals(arg.value)
+    return arg.star == "**" or (arg.star == "*" and is_given)
 
 
 @functools.cache

@@ -277,16 +277,27 @@ def _is_there(
     if any(param.name.deep_equals(strategy) for param in params):
         return True
     found = [d.node for d in script.flow.reaching(strategy)]
-    if len(found) != 1 or not isinstance(strategy, cst.Name):
+    if not found or not isinstance(strategy, cst.Name):
         return False
-    made = script.statement_of(found[0])
-    if isinstance(script.parent(found[0]), cst.Param):
-        return made in set(script.parents(statement))
-    if script.function_of(made) is None and function is not None:
+    around = {*script.parents(statement)}
+    if any(isinstance(script.parent(each), cst.Param) for each in found):
+        return len(found) == 1 and script.statement_of(found[0]) in around
+    homes = {script.function_of(each) for each in found}
+    if homes == {None} and function is not None:
         return True  # Of the module, which runs before its functions do.
-    return script.parent(made) in set(script.parents(statement)) and (
-        script.line(made) < script.line(statement)
+    made = [script.statement_of(each) for each in found]
+    if len(made) > 1:  # The block needs one of them: they are in branches.
+        made = [_branch(script, each, around) for each in made]
+    return homes <= {None, *around} and all(
+        script.parent(each) in around and script.line(each) < script.line(statement)
+        for each in made
     )
+
+
+def _branch(script: Script, node: cst.CSTNode, around: set[cst.CSTNode]) -> cst.CSTNode:
+    """The statement that a node is in, of the blocks around another statement."""
+    parents = (each for each in script.parents(node) if script.parent(each) in around)
+    return node if script.parent(node) in around else next(parents, node)
 
 
 def _constants(script: Script, variables: set[cst.Call]) -> list[cst.Call]:

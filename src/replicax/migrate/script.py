@@ -290,7 +290,8 @@ class Script:
         Args:
             text: The text, such as `"keras.ops.cast({x}, "int32")"`. Its modules get
                 their names in this script, its literals the script's quotes.
-            **values: The nodes. Operations get parentheses where a dot or a call follows.
+            **values: The nodes. Where a dot or a call follows, operations get
+                parentheses.
         """
         for name, value in values.items():
             is_open = isinstance(value, _OPERATIONS) and any(
