@@ -79,6 +79,19 @@ def test_tasks_run_with_prefixes_and_all_are_done(run: Callable[..., Result]) ->
     assert result.stderr == ""
 
 
+def test_each_worker_has_gpus_of_its_own(
+    run: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("0000:01:00.0", "0000:41:00.0"):
+        (tmp_path / "gpus" / name).mkdir(parents=True)
+    monkeypatch.setattr("replicax._util.gpus._DRIVER", tmp_path / "gpus")
+    for name in ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    result = run("print(os.environ['CUDA_VISIBLE_DEVICES'])", "--workers", "2")
+    assert lines_of(result) == ["worker:0 | 0", "worker:1 | 1"], result.output
+    assert "own: ['worker:0: 0', 'worker:1: 1']" in result.stderr
+
+
 def test_options_behind_the_script_are_the_scripts(tmp_path: Path) -> None:
     script = write_script(tmp_path, "print(sys.argv[1:])")
     arguments = ["run", "--workers", "1", script, "--workers", "7", "-m", "--", "x"]

@@ -1,4 +1,4 @@
-"""Ports, cores and TF_CONFIG of the tasks of a local cluster."""
+"""Ports, cores, GPUs and TF_CONFIG of the tasks of a local cluster."""
 
 import json
 import os
@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from replicax._util.gpus import visible_gpus
 from replicax.launch.local_tasks import (
     check_tasks,
     divide_cores,
+    divide_gpus,
     free_ports,
     task_names,
     tf_configs,
@@ -94,3 +96,64 @@ def test_a_system_that_cannot_pin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     with pytest.raises(RuntimeError, match="cannot pin processes to cores"):
         divide_cores(["a"], 1)
+
+
+@pytest.fixture
+def driver(tmp_path, monkeypatch):
+    """The folder in which the driver of NVIDIA has four GPUs."""
+    for number in range(4):
+        (tmp_path / f"0000:{number}1:00.0").mkdir()
+    monkeypatch.setattr("replicax._util.gpus._DRIVER", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("visible", "seen"),
+    [
+        (None, ["0", "1", "2", "3"]),
+        ("2, 0", ["2", "0"]),
+        ("1,-1,2", ["1"]),
+        ("1,7,2", ["1"]),
+        ("", []),
+        ("-1", []),
+        ("GPU-8932f937,GPU-11ab", ["GPU-8932f937", "GPU-11ab"]),
+    ],
+)
+@pytest.mark.usefixtures("driver")
+def test_visible_gpus(visible: str | None, seen: list[str]) -> None:
+    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert visible_gpus(environment) == seen
+
+
+@pytest.mark.parametrize(
+    ("tasks", "environment", "gpus"),
+    [
+        ({"worker": 2}, {}, ["0,1", "2,3"]),
+        ({"chief": 1, "worker": 1, "ps": 2}, {}, ["0,1", "2,3"]),
+        ({"worker": 2}, {"CUDA_VISIBLE_DEVICES": "3,1,0"}, ["3", "1"]),
+        ({"worker": 2}, {"JAX_PLATFORMS": "cuda,cpu"}, ["0,1", "2,3"]),
+        # One task takes all, and several that are more than the GPUs share them.
+        ({"worker": 1, "ps": 1, "evaluator": 1}, {}, []),
+        ({"worker": 5}, {}, []),
+        ({"worker": 2}, {"JAX_PLATFORMS": "cpu"}, []),
+        ({"worker": 2}, {"CUDA_VISIBLE_DEVICES": "-1"}, []),
+    ],
+)
+@pytest.mark.usefixtures("driver")
+def test_tasks_that_train_divide_the_gpus(
+    tasks: dict[str, int], environment: dict[str, str], gpus: list[str]
+) -> None:
+    found = divide_gpus(tasks, environment)
+    names = [n for n in task_names(tasks) if n.startswith(("chief", "worker"))]
+    own = [found[n] for n in names if n in found]
+    assert own == [{"CUDA_VISIBLE_DEVICES": each} for each in gpus]
+    assert "ps:0" not in found
+
+
+@pytest.mark.parametrize(
+    ("workers", "variables"),
+    [(2, {"JAX_PLATFORMS": "cpu"}), (3, {"CUDA_VISIBLE_DEVICES": "3"})],
+)
+@pytest.mark.usefixtures("driver")
+def test_the_evaluator_gets_what_is_left(workers: int, variables: dict) -> None:
+    found = divide_gpus({"worker": workers, "evaluator": 1}, {})
+    assert found["evaluator:0"] == variables

@@ -8,12 +8,19 @@ from typing import Annotated
 
 import typer
 
+from replicax._util.gpus import CUDA_VISIBLE_DEVICES
 from replicax.commands.arguments import note_late_options, require_script
 from replicax.cpu.settings import cpu_pool_size, keep_loops
 from replicax.launch.failures import RestartPolicy
 from replicax.launch.gang import ClusterCommand
 from replicax.launch.launcher import launch
-from replicax.launch.local_tasks import check_tasks, divide_cores, ps_token, task_names
+from replicax.launch.local_tasks import (
+    check_tasks,
+    divide_cores,
+    divide_gpus,
+    ps_token,
+    task_names,
+)
 from replicax.report.journal import REPORT
 
 __all__ = ["RestartOn", "run"]
@@ -102,6 +109,8 @@ def run(
     one. An exception of the script ends the job. With parameter servers tasks are
     started again one by one, the others go on, and a table shows their progress. The
     exit status is that of the task that failed first.
+
+    Several workers divide the GPUs of this machine: each gets as many as the others.
     """
     if not module:
         require_script(script)
@@ -120,10 +129,15 @@ def run(
     if profile or report is not None:
         environment[REPORT] = _page(report or Path("replicax-report.html"))
     start = [sys.executable, "-m", script] if module else [sys.executable, script]
+    gpus = divide_gpus(num_tasks, environment)
+    if gpus:
+        own = [f"{n}: {gpus[n][CUDA_VISIBLE_DEVICES]}" for n in pinned]
+        typer.echo(f"replicax run: each task has GPUs of its own: {own}", err=True)
     command = ClusterCommand(
         command=[*start, *(arguments or [])],
         num_tasks=num_tasks,
         environment=environment | ps_token(num_tasks, environment),
+        variables=gpus,
         cores=cores,
         grace_seconds=grace_seconds,
         evaluator_seconds=evaluator_seconds,

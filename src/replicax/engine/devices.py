@@ -10,6 +10,7 @@ import jax
 
 from replicax._private.jax import has_devices
 from replicax._util.dry_run import current_dry_run, is_described
+from replicax._util.gpus import visible_gpus
 from replicax._util.waiting import Announced
 from replicax.cluster.tpu_slice import skip_libtpu_without_chips
 from replicax.cpu.memory import share_one_heap
@@ -322,7 +323,10 @@ def list_physical_devices(device_type: str | None = None) -> list[PhysicalDevice
         started = [d for d in jax.local_devices() if d.platform != "cpu"]
         devices += [PhysicalDevice(device_name(d), d.platform.upper()) for d in started]
     else:
-        for platform, number in (("gpu", _num_gpus()), ("tpu", _num_tpu_chips())):
+        for platform, number in (
+            ("gpu", len(visible_gpus(os.environ))),
+            ("tpu", _num_tpu_chips()),
+        ):
             devices += [
                 PhysicalDevice(f"{platform}:{i}", platform.upper())
                 for i in range(number)
@@ -356,15 +360,6 @@ def list_logical_devices(device_type: str | None = None) -> list[LogicalDevice]:
         kind = platform.upper()
         found += [LogicalDevice(f"{platform}:{i}", kind) for i in range(len(devices))]
     return [d for d in found if device_type in (None, d.device_type)]
-
-
-def _num_gpus() -> int:
-    there = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return there
-    named = [name.strip() for name in visible.split(",")]
-    return min(there, len([name for name in named if name not in {"", "-1"}]))
 
 
 def _num_tpu_chips() -> int:

@@ -23,6 +23,7 @@ class ClusterCommand:
         num_tasks: Number of tasks by job.
         environment: The complete environment of a task, without the variables that name
             the task.
+        variables: Further variables of single tasks, by task name.
         cores: The cores that each task is pinned to, by task name.
         grace_seconds: Time for tasks to exit after a signal, and for parameter servers
             after the training.
@@ -32,6 +33,7 @@ class ClusterCommand:
     command: Sequence[str]
     num_tasks: Mapping[str, int]
     environment: Mapping[str, str] = dataclasses.field(repr=False)  # Has secrets.
+    variables: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=dict)
     cores: Mapping[str, Sequence[int]] = dataclasses.field(default_factory=dict)
     grace_seconds: float = 30.0
     evaluator_seconds: float = 600.0
@@ -45,6 +47,7 @@ class Gang:
         names: The tasks' names.
         folder: The folder for a folder of reports of each start.
         environment: The variables that are the same in each start.
+        variables: Further ones of single tasks, by task name.
         configs: Makes the `TF_CONFIG` of each task for the next start.
         num_starts: Number of starts.
         exited: The exit codes of the tasks that have exited since the last start.
@@ -59,6 +62,7 @@ class Gang:
     names: Sequence[str]
     folder: Path
     environment: Mapping[str, str] = dataclasses.field(repr=False)  # Has secrets.
+    variables: Mapping[str, Mapping[str, str]]
     configs: Callable[[], Mapping[str, str]]
     num_starts: int = 0
     exited: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -108,7 +112,14 @@ class Gang:
             ATTEMPT: str(self.num_restarts),
         }
         configs = self.configs()
-        return {name: {**variables, "TF_CONFIG": configs[name]} for name in self.names}
+        return {
+            name: {
+                **variables,
+                **self.variables.get(name, {}),
+                "TF_CONFIG": configs[name],
+            }
+            for name in self.names
+        }
 
     def last_status(self) -> JSONObject | None:
         """The final counts of a parameter server; None: it was killed."""
@@ -121,13 +132,14 @@ def gangs_of(command: ClusterCommand, folder: Path) -> list[Gang]:
 
     One gang of all tasks; with parameter servers, a gang for each task.
     """
-    num_tasks, environment = command.num_tasks, command.environment
+    num_tasks = command.num_tasks
+    shared = command.environment, command.variables
     if "ps" not in num_tasks:
         # New ports for each start: the last ones may still be in use.
         names = task_names(num_tasks)
-        return [Gang(names, folder, environment, lambda: tf_configs(num_tasks))]
+        return [Gang(names, folder, *shared, lambda: tf_configs(num_tasks))]
     configs = tf_configs(num_tasks)  # A restarted task keeps its address.
     return [
-        Gang([name], folder / name.replace(":", "-"), environment, lambda: configs)
+        Gang([name], folder / name.replace(":", "-"), *shared, lambda: configs)
         for name in configs
     ]

@@ -1,4 +1,4 @@
-"""Names, ports, cores, TF_CONFIG and token of the tasks of a local cluster."""
+"""Names, ports, cores, GPUs, TF_CONFIG and token of the tasks of a local cluster."""
 
 import itertools
 import json
@@ -8,12 +8,14 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from replicax._util.gpus import CUDA_VISIBLE_DEVICES, visible_gpus
 from replicax.cluster.config import JOBS
 from replicax.ps.credentials import TOKEN, TOKEN_FILE, new_token
 
 __all__ = [
     "check_tasks",
     "divide_cores",
+    "divide_gpus",
     "free_ports",
     "ps_token",
     "task_names",
@@ -161,3 +163,34 @@ def divide_cores(names: Sequence[str], per_task: int) -> dict[str, list[int]]:
     return {
         name: cores[i * per_task : (i + 1) * per_task] for i, name in enumerate(names)
     }
+
+
+def divide_gpus(
+    num_tasks: Mapping[str, int], environment: Mapping[str, str]
+) -> dict[str, dict[str, str]]:
+    """Divide the GPUs of this machine: as many for each of several tasks that train.
+
+    JAX takes all GPUs that a process sees, and most of their memory. The evaluator gets
+    those that are left over, or the CPU.
+
+    Args:
+        num_tasks: Number of tasks by job.
+        environment: Of all tasks.
+
+    Returns:
+        Variables by task. None if a single task trains, which takes all GPUs, if the
+        tasks use other devices, or if there are more of them than GPUs.
+    """
+    platforms = environment.get("JAX_PLATFORMS", "")
+    if platforms and {"cuda", "gpu"}.isdisjoint(platforms.split(",")):
+        return {}
+    names = task_names({job: num_tasks.get(job, 0) for job in ("chief", "worker")})
+    gpus = visible_gpus(environment)
+    share = len(gpus) // max(1, len(names))
+    if len(names) < 2 or not share:
+        return {}
+    given = {name: gpus[i * share : (i + 1) * share] for i, name in enumerate(names)}
+    if rest := gpus[len(names) * share :]:
+        given["evaluator:0"] = rest
+    variables = {n: {CUDA_VISIBLE_DEVICES: ",".join(own)} for n, own in given.items()}
+    return {"evaluator:0": {"JAX_PLATFORMS": "cpu"}} | variables

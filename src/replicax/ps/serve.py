@@ -8,6 +8,9 @@ import uuid
 from pathlib import Path
 from typing import Any, NoReturn
 
+import jax
+
+from replicax._private.jax import has_devices
 from replicax._util.files import write_whole
 from replicax._util.waiting import wait_for
 from replicax.cluster.config import TaskConfig
@@ -47,6 +50,9 @@ def serve(
     `SystemExit` has 0 when the chief has ended with success, 1 when the job has failed.
     Without a `snapshot_dir` there are no snapshots.
     """
+    if not has_devices():
+        # A server computes on the CPU. JAX would take most of the GPUs' memory, too.
+        jax.config.update("jax_platforms", "cpu")
     server = config.task_id or 0
     address = config.cluster.task_address("ps", server)
     num_servers = config.cluster.num_tasks("ps")

@@ -1,0 +1,28 @@
+"""The NVIDIA GPUs of this machine, counted by the files of their driver."""
+
+import itertools
+from collections.abc import Mapping
+from pathlib import Path
+
+__all__ = ["CUDA_VISIBLE_DEVICES", "visible_gpus"]
+
+CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+"""Environment variable: the GPUs that a process sees, by number or UUID."""
+
+_DRIVER = Path("/proc/driver/nvidia/gpus")
+
+
+def visible_gpus(environment: Mapping[str, str]) -> list[str]:
+    """List the GPUs that a process with this environment sees; starts no device.
+
+    Returns:
+        Their names, as `CUDA_VISIBLE_DEVICES` takes them. What follows a number that no
+        GPU has, such as -1, is not seen.
+    """
+    there = [str(number) for number, _ in enumerate(_DRIVER.glob("*"))]
+    visible = environment.get(CUDA_VISIBLE_DEVICES)
+    if visible is None:
+        return there
+    named = [name.strip() for name in visible.split(",")]
+    seen = itertools.takewhile(lambda name: name in there or name[:1].isalpha(), named)
+    return list(seen)[: len(there)]
