@@ -282,6 +282,16 @@ def test_a_barrier_waits_for_those_alive(clients, clock):
     assert a("arrive", barrier="next")["missing"] == ["worker:1", "worker:2"]
 
 
+def test_a_late_worker_finds_all_barriers_of_a_long_job_complete(clients):
+    names = ["begin/1", *(f"end/{number}" for number in range(2000))]
+    for barrier in names:
+        answers = [client("arrive", barrier=barrier) for client in clients]
+        assert [x["complete"] for x in answers] == [False, False, True]
+    for barrier in names:
+        assert clients[2]("arrive", barrier=barrier)["complete"], barrier
+    assert not clients[2]("arrive", barrier="end/2000")["complete"]
+
+
 def test_barriers_that_nobody_completes_are_bounded(clients):
     for number in range(256):
         clients[0]("arrive", barrier=f"b/{number}")
@@ -437,7 +447,7 @@ def test_a_restarted_server_goes_on_with_the_same_sessions(board, clients, clock
     assert a("beat") == {"failed": None}
     clock.seconds = 1011
     assert ask(again, "alive") == []
-    with pytest.raises(ValueError, match="version None, expected 9"):
+    with pytest.raises(ValueError, match="version None, expected 10"):
         again.load_state({})
 
 

@@ -12,6 +12,7 @@ from tests.ps.test_parameter_server_faults import (
     POINTS,
     Job,
     all_done,
+    expected_weights,
     make,
     network,
 )
@@ -80,3 +81,44 @@ def test_who_is_started_again_after_fit_has_the_trained_values(
             results[name].value["weights"], found["weights"], strict=True
         ):
             np.testing.assert_array_equal(own, others)
+
+
+class DiesOnce(keras.callbacks.Callback):
+    """The process is killed in its second epoch."""
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_in_the_second_fit(options):
+    strategy = make(options | {"sync": True})
+    with strategy.scope():
+        model = network()
+    dies = strategy.is_chief and strategy.session.starts == 1
+    epochs = []
+    for number in range(2):
+        history = model.fit(
+            POINTS,
+            LABELS,
+            batch_size=BATCH_SIZE,
+            epochs=2,
+            shuffle=False,
+            verbose=0,
+            callbacks=[DiesOnce()] if dies and number == 1 else [],
+        )
+        epochs.append(history.epoch)
+    return {"weights": model.get_weights(), "epochs": epochs}
+
+
+def test_a_restarted_chief_passes_over_the_fits_that_have_ended(tmp_path):
+    with Job(tmp_path, die_in_the_second_fit, options={}) as cluster:
+        chief = cluster.task("worker:0")
+        assert chief.wait(timeout_seconds=60) == -signal.SIGKILL, chief.output
+        cluster.restart("worker:0")
+        results = cluster.ended(60)
+    found = all_done(results)
+    assert found["epochs"] == [[], [1]]
+    assert results["worker:1"].value["epochs"] == [[0, 1], [0, 1]]
+    for own, expected in zip(found["weights"], expected_weights(4), strict=True):
+        np.testing.assert_allclose(own, expected, rtol=1e-4, atol=1e-5)

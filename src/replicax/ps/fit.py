@@ -35,6 +35,7 @@ __all__ = ["WorkQueueFit"]
 
 _MOST_REPORTED = 60 * 2048  # Numbers of metrics; the board takes a report of 1 MiB.
 _SHOWN = 500
+_NEWEST = "the newest fit"
 
 
 class WorkQueueFit:
@@ -55,6 +56,7 @@ class WorkQueueFit:
         self._fit = fit
         assert fit.epochs is not None
         self._data = fit.epochs
+        self._number = number
         self._name = f"fit {number}"
         self._epoch = 0  # Counted from the first one of this `fit`.
         self._end = 0  # The epoch after the last one.
@@ -67,7 +69,7 @@ class WorkQueueFit:
         self._is_own = isinstance(self._data.adapter, DistributedAdapter)
         self._leases = StepLeases(
             strategy,
-            self._name,
+            number,
             self._waiting,
             has_tickets=not (self._is_own and strategy.sync),
         )
@@ -83,18 +85,29 @@ class WorkQueueFit:
         the training is over, that is `end`, and the model gets the trained values.
         """
         self._end = end - self._fit.first_epoch
-        key = f"{self._name} epoch"
-        if self._session.is_chief:  # The first one to be put stays.
-            epoch = first - self._fit.first_epoch
-            self._session.board("put", key=key, value=epoch)
-        # Nobody trains while others still use what the script had before.
-        self._session.barrier(f"{self._name}: begin")
-        self._epoch = self._session.get(key, f"the first epoch of {self._name}")
+        self._epoch = self._agree_on_epoch(first - self._fit.first_epoch)
         for _ in range(self._epoch):
             self._batches.end(None)
         if 0 < self._epoch >= self._end:
             self._adopt_values()
         return self._fit.first_epoch + self._epoch
+
+    def _agree_on_epoch(self, first: int) -> int:
+        """The epoch that the workers are in, or begin with."""
+        session = self._session
+        newest = session.board("get", key=_NEWEST) or 0
+        if newest > self._number:  # This worker was restarted, and others are further.
+            return self._end
+        if session.is_chief:
+            session.board("put", key=_NEWEST, value=self._number, first=False)
+            session.board("put", key=self._epoch_key, value=first)  # The first stays.
+        # Nobody trains while others still use what the script had before.
+        session.barrier(f"fit begin/{self._number}")
+        return session.get(self._epoch_key, f"the first epoch of {self._name}")
+
+    @property
+    def _epoch_key(self) -> str:
+        return f"fit epoch/{self._number}"
 
     # The loop over an epoch.
 
@@ -190,7 +203,7 @@ class WorkQueueFit:
         stop = bool(self._model.stop_training)
         report = {"values": values, "stop": stop}
         self._session.as_worker("report", topic=topic, values=report)
-        self._session.barrier(f"{self._name}: end of epoch {self._epoch}")
+        self._session.barrier(f"{self._name}/end of epoch/{self._epoch}")
         # The chief sums up for all: each report is read once.
         total = f"{self._name}/total/{self._epoch}"
         summed = self._session.decided(total, topic, lambda: self._summed(topic))
@@ -200,7 +213,7 @@ class WorkQueueFit:
             variable.assign(value)
         self._home.refresh()
         # Nobody begins the next epoch before all have this one's values.
-        self._session.barrier(f"{self._name}: values of epoch {self._epoch}")
+        self._session.barrier(f"{self._name}/values of epoch/{self._epoch}")
 
     def _summed(self, topic: str) -> JSONObject:
         """Sum the metrics of all workers; tell the chief who stops."""
@@ -235,9 +248,8 @@ class WorkQueueFit:
             lambda: not (self._stops or self._model.stop_training),
         )
         if is_chief:  # For workers that are restarted meanwhile.
-            epoch = f"{self._name} epoch"
             value = self._end if self._model.stop_training else self._epoch
-            self._session.board("put", key=epoch, value=value, first=False)
+            self._session.board("put", key=self._epoch_key, value=value, first=False)
 
     # What workers agree on before an epoch.
 

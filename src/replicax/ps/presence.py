@@ -232,15 +232,16 @@ class Rendezvous(msgspec.Struct):
 
     Keys that end in a number, such as `"fit 0/verdict/12"`, are kept for the newest 64
     of their family; other keys for the whole job. Of reports the newest 4 topics are
-    kept. A barrier's name is used once: who comes later, such as a worker that was
-    restarted, finds it complete.
+    kept. A barrier's name is used once, and so is each number of a family: who comes
+    later, such as a worker that was restarted, finds it complete, and those with lower
+    numbers.
     """
 
     values: dict[str, tuple[Any, int]] = {}
     families: dict[str, dict[str, None]] = {}
     num_bytes: int = 0
     barriers: dict[str, set[str]] = {}
-    complete: dict[str, None] = {}
+    complete: dict[str, int] = {}
     topics: dict[str, dict[str, Any]] = {}
 
     def put(self, key: Name, value: JSON, first: bool = True) -> JSON:
@@ -290,7 +291,8 @@ class Rendezvous(msgspec.Struct):
 
     def arrive(self, barrier: str, worker: str, alive: Sequence[str]) -> JSONObject:
         """Record an arrival at a barrier: see `Board.arrive`; all `alive` meet."""
-        if barrier in self.complete:
+        family, number = family_of(barrier)
+        if self.complete.get(family, -1) >= (number or 0):
             return {"complete": True, "missing": []}
         if barrier not in self.barriers and len(self.barriers) >= _MAX_BARRIERS:
             raise RequestError(
@@ -303,7 +305,7 @@ class Rendezvous(msgspec.Struct):
         if absent:
             return {"complete": False, "missing": absent}
         del self.barriers[barrier]
-        remember(self.complete, barrier, None, most=_COMPLETE_KEPT)
+        remember(self.complete, family, number or 0, most=_COMPLETE_KEPT)
         return {"complete": True, "missing": []}
 
     def report(self, topic: Name, worker: Name, values: JSON) -> None:

@@ -29,7 +29,7 @@ class StepLeases:
 
     Args:
         strategy: Of a worker.
-        name: The run's name in the job.
+        number: The number of the `fit` in the script.
         waiting: Makes the context of a wait for other workers.
         has_tickets: False where steps need none: all workers make each together.
 
@@ -41,7 +41,7 @@ class StepLeases:
     def __init__(
         self,
         strategy: "ParameterServerStrategy",
-        name: str,
+        number: int,
         waiting: Callable[[], AbstractContextManager[None]],
         *,
         has_tickets: bool,
@@ -51,7 +51,7 @@ class StepLeases:
         self._home = strategy.servers
         self._sync = strategy.sync
         self._bounds_staleness = strategy.max_staleness is not None
-        self._name = name
+        self._number = number
         self._waiting = waiting
         self._has_tickets = has_tickets
         self.length: int | None = None
@@ -134,7 +134,7 @@ class StepLeases:
                 lambda: f"another worker ({reason})",
             )
         if self._session.is_chief and not self._has_begun:
-            self._session.board("put", key=f"{self._name} begun", value=True)
+            self._session.board("put", key=self._begun_key, value=True)
             self._has_begun = True
         if "over" in answer:
             self.length = answer["over"]
@@ -161,8 +161,13 @@ class StepLeases:
         """
         bounded = self._sync or self._bounds_staleness
         if bounded and not self._session.is_chief and not self._has_begun:
-            self._session.get(f"{self._name} begun", f"the first step of {self._name}")
+            what = f"the first step of fit {self._number}"
+            self._session.get(self._begun_key, what)
             self._has_begun = True
+
+    @property
+    def _begun_key(self) -> str:
+        return f"fit begun/{self._number}"
 
     def _take_applied(self) -> list[Ticket]:
         """Return, once, the tickets whose updates are applied."""
