@@ -1,5 +1,6 @@
 """What a model's own step computes from metrics is computed from all replicas'."""
 
+import contextlib
 from typing import Any
 
 import keras
@@ -64,9 +65,17 @@ class InSteps(Logs):
         return {"before": self.area.result(), **self.more(y, self(x))}
 
 
-def logs_of(kind: type[Logs], strategy: rx.Strategy, **options: Any) -> Any:
+class OfTheBatch(Logs):
+    """Logs a number of the batch by the name of a metric, beside another one."""
+
+    def compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any) -> Any:
+        super().compute_metrics(x, y, y_pred, sample_weight)
+        return {"loss": ops.mean(y_pred), "twice": 2 * ops.mean(y_pred)}
+
+
+def logs_of(kind: type[Logs], strategy: rx.Strategy | None, **options: Any) -> Any:
     keras.utils.set_random_seed(1)
-    with strategy.scope():
+    with strategy.scope() if strategy else contextlib.nullcontext():
         model = kind()
         model.compile("sgd", "binary_crossentropy", metrics=["accuracy"], **options)
     # Several replicas share the last batches, of 12 and of 6, whose logs are kept.
@@ -102,6 +111,12 @@ def test_logs_are_those_of_one_device(
 ) -> None:
     expected = logs_of(kind, rx.OneDeviceStrategy("cpu:0"))
     assert_same(logs_of(kind, STRATEGIES[strategy]()), expected)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_a_log_with_the_name_of_a_metric(num_replicas: int, assert_same: Any) -> None:
+    expected = logs_of(OfTheBatch, None)
+    assert_same(logs_of(OfTheBatch, mirrored(num_replicas)), expected)
 
 
 def test_several_steps_per_execution(assert_same: Any) -> None:

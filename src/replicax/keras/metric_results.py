@@ -26,25 +26,41 @@ def is_of_keras(model: keras.Model, names: Iterable[str]) -> bool:
 
 
 @contextlib.contextmanager
-def global_results(metrics: Iterable[keras.metrics.Metric]) -> Generator[None]:
+def global_results(
+    metrics: Iterable[keras.metrics.Metric],
+) -> Generator[list[PyTree]]:
     """While open, `result` of metrics in a replica function is that of all replicas.
 
     Args:
         metrics: May contain others, as the metrics that a model compiles do.
+
+    Yields:
+        The results so far; of one that is a dictionary its values, too.
     """
     inside: list[keras.metrics.Metric] = []
+    results: list[PyTree] = []
     before = [(x, x.__dict__.get("result")) for x in dict.fromkeys(metrics)]
     for metric, _ in before:
         metric.__dict__["result"] = functools.partial(
-            _global_result, metric, metric.result, inside
+            _noted,
+            results,
+            functools.partial(_global_result, metric, metric.result, inside),
         )
     try:
-        yield
+        yield results
     finally:
         for metric, own in before:
             del metric.__dict__["result"]
             if own is not None:
                 metric.__dict__["result"] = own
+
+
+def _noted(results: list[PyTree], result: Callable[[], PyTree]) -> PyTree:
+    value = result()
+    results.append(value)
+    if isinstance(value, dict):
+        results += value.values()
+    return value
 
 
 def _global_result(

@@ -84,17 +84,24 @@ class _ModelStep:
             model, (name, "compute_metrics", "get_metrics_result")
         )
         self._written: set[int] = set()
+        self._results: set[str] = set()
         self._options: dict[tuple[int | None, int | None], Options] = {}
 
     def __call__(self, data: PyTree) -> PyTree:
         required_context().shares_batch = True
         require_examples(self._model, self._name, data)
         metrics = self._model.metrics if self._has_own_logs else []
-        with global_results(metrics):
+        with global_results(metrics) as results:
             if self._groups is None:
                 result = self._step(data)
             else:
                 result = self._stateless(self._groups, data)
+        if isinstance(result, dict):
+            self._results = {
+                name
+                for name, value in result.items()
+                if not self._has_own_logs or any(value is x for x in results)
+            }
         self._written.update(internals.current_scope().written)
         return result
 
@@ -148,9 +155,9 @@ class _ModelStep:
     def _final_logs(self, logs: PyTree) -> PyTree:
         """Logs of the global batch: from the metrics, which count all replicas now.
 
-        Whatever else a user's own step logs is averaged, a "loss" too that never went
-        through the metric of that name. Replicas have equal values of what it computes
-        from metrics.
+        Whatever else a user's own step logs is averaged, a "loss" too that is no result
+        of the metric of that name. Replicas have equal values of what it computes from
+        metrics.
         """
         mean = required_context().mean
         if not isinstance(logs, dict):
@@ -158,7 +165,7 @@ class _ModelStep:
         results = self._metric_results()
         return {
             name: results[name]
-            if name in results
+            if name in results and name in self._results
             else mean(jax.tree.map(jnp.asarray, value))
             for name, value in logs.items()
         }
