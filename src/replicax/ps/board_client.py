@@ -4,7 +4,8 @@
   repeated as well.
 - The incarnation of server 0 tells that its board is another one. Then one thread joins
   it again and replays the log, and the others wait, before anybody calls it.
-- A board of another job, which has nothing of this one, is an error.
+- A board of another job is an error for a worker that has values on servers: they are
+  lost. To another one it is the same job, which has not begun.
 """
 
 import threading
@@ -31,21 +32,30 @@ _NAMED_BY = {
 
 
 class BoardClient:
-    """A client of the board; `join` makes this worker known to it. Thread safe."""
+    """A client of the board; `join` makes this worker known to it. Thread safe.
+
+    `has_values` says whether this worker has values on servers.
+    """
 
     def __init__(
-        self, connection: Connection, join: Callable[[], object], *, is_chief: bool
+        self,
+        connection: Connection,
+        join: Callable[[], object],
+        *,
+        is_chief: bool,
+        has_values: Callable[[], bool],
     ) -> None:
         self._connection = connection
         self._join = join
         self._is_chief = is_chief
+        self._has_values = has_values
         self._log = ReplayLog()
         self._incarnation = ""  # Of the board that has the log's calls.
         self._replaying = threading.Lock()
         self._job: object = None
 
     def begin(self) -> None:
-        """Note which board it is, when this worker has joined."""
+        """Note which board it is, before this worker joins."""
         self._job = self._connection.call("board.get", key=JOB)
         self._incarnation = self._connection.incarnation
 
@@ -76,7 +86,10 @@ class BoardClient:
             if self.is_known:
                 return  # Another thread has.
             server, incarnation = self._connection, self._connection.incarnation
-            is_same_job = server.call("board.get", key=JOB) == self._job
+            job = server.call("board.get", key=JOB)
+            if not self._has_values():
+                self._job = job
+            is_same_job = job == self._job
             if is_same_job or self._is_chief:
                 self._join()
             if not is_same_job:

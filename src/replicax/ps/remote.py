@@ -73,6 +73,7 @@ class RemoteGroup:
         variables: Sequence[keras.Variable] = (),
     ) -> None:
         self.session = session
+        session.has_values = True
         self.placement = placement
         self.servers = GroupServers(session, placement)
         self.variables = list(variables)

@@ -69,6 +69,7 @@ class RemoteTables:
 
     def create(self, spec: TableSpec) -> None:
         """Create a table, unless one of these sizes exists, with any seed."""
+        self._session.has_values = True
         answers = {}
         for server in self._servers:
             # It makes all of its rows before it answers.

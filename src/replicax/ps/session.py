@@ -81,7 +81,13 @@ class Session:
         self._opening = threading.Lock()
         self._calls = itertools.count(1)
         self._board_lock = threading.Lock()
-        self._board = BoardClient(self.connections[0], self._join, is_chief=index == 0)
+        self.has_values = False  # Groups or tables on servers.
+        self._board = BoardClient(
+            self.connections[0],
+            self._join,
+            is_chief=index == 0,
+            has_values=lambda: self.has_values,
+        )
         self._ended = threading.Event()
         self._failure: str | None = None
         self._joined = False
@@ -104,8 +110,8 @@ class Session:
     def join(self) -> None:
         """Connect to all servers by the start-up deadline; start the heartbeats."""
         _report_exceptions(self)
-        joined = self._join()
         self._board.begin()
+        joined = self._join()
         self.starts = joined["starts"]
         self._failure = joined["failed"]
         if self.starts > 1:

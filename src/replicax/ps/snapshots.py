@@ -69,10 +69,10 @@ class Snapshot:
 class Snapshots:
     """Writes a server's state to disk periodically, and restores it.
 
-    After `start` a thread writes a snapshot when `every_updates` were applied or
-    `every_seconds` have passed since the first update that is not on disk; with neither
-    only `write` writes. Pushes are not held up. The newest `keep` stay. `journal` says
-    what was done since the newest one.
+    After `start` a thread writes a snapshot of the first update, and then when
+    `every_updates` were applied or `every_seconds` have passed since the first one that
+    is not on disk; with neither only `write` writes. Pushes are not held up. The newest
+    `keep` stay. `journal` says what was done since the newest one.
     """
 
     def __init__(
@@ -228,7 +228,7 @@ class Snapshots:
             enough = self._every_updates is not None and fresh >= self._every_updates
             waited = time.monotonic() - written_at
             late = self._every_seconds is not None and waited >= self._every_seconds
-            if enough or late:
+            if enough or late or not self._written:
                 if not self._try_to_write(self._source):
                     self._stop.wait(_RETRY_SECONDS)
                 written_at = time.monotonic()

@@ -63,9 +63,9 @@ class ParameterServerStrategy(Strategy):
         compression: `"bfloat16"` halves what gradients take on the way; None: as is.
         snapshot_dir: Folder, on each server's machine, for snapshots from which a
             restarted server goes on. None: a lost server ends the job.
-        snapshot_every_updates: Write one after that many updates. With 1 what a worker
-            has been told is on disk, so that a killed server loses nothing; each update
-            then waits for the disk.
+        snapshot_every_updates: Write one after the first update, and after that many
+            others. With 1 what a worker has been told is on disk, so that a killed
+            server loses nothing; each update then waits for the disk.
         snapshot_every_seconds: Write one after that many seconds.
         cross_device_ops: How gradients of a worker's own replicas are summed.
         timeouts: How long to wait: `startup` for all servers and the chief's values,
