@@ -2,10 +2,13 @@
 
 import os
 
+import numpy as np
 import pytest
 
 from replicax.ps import call_log
 from replicax.ps.call_log import PushCounts, WriteAheadLog
+from replicax.ps.groups import StepShare
+from replicax.ps.table import Table, TableSpec
 
 
 def test_the_newest_values_are_read_back_in_their_order(tmp_path):
@@ -78,3 +81,50 @@ def test_the_journal_counts_what_no_worker_says(made_again, caplog):
         assert "2 updates of w:1 (its number 3 to 4) were lost" in caplog.text
     again.log_rest()
     assert caplog.text.count("were lost") == (1 if made_again else 2)
+
+
+def test_synchronous_steps_that_nobody_pushes_again_are_counted(caplog):
+    """As where the server was lost after the last step of all."""
+    entries = {}
+    sgd = {"class_name": "SGD", "config": {"learning_rate": 0.5}}
+    spec = TableSpec(
+        name="words",
+        num_rows=3,
+        dim=1,
+        seed=0,
+        initializer={"class_name": "Zeros"},
+        rule={"kind": "optimizer", "config": sgd},
+    )
+
+    def step(table, number):
+        table.push_rows(
+            np.array([1]),
+            np.ones((1, 1), "float32"),
+            worker="w:0",
+            session="a",
+            sequence=number + 1,
+            share=StepShare(step=number, part=0, num_parts=1),
+        )
+
+    def restarted(state):
+        again = Table(spec)
+        again.load_state(*state, entries)
+        return again
+
+    def counts(table):
+        return {key: table.status()[key] for key in ("applied", "lost")}
+
+    table = Table(spec, note=lambda key, value: entries.update({(*key,): value}))
+    for number in range(5):
+        step(table, number)
+        if number == 1:
+            state = table.state()
+    assert counts(table) == {"applied": 5, "lost": 0}
+    behind = restarted(state)
+    assert counts(behind) == {"applied": 2, "lost": 3}
+    behind.log_losses()
+    assert "3 updates (steps 2 to 4) were lost" in caplog.text
+    passed = restarted(state)
+    step(passed, 4)  # Its answer was lost: nobody makes steps 2 and 3 again.
+    step(passed, 5)
+    assert counts(passed) == {"applied": 3, "lost": 3}

@@ -193,7 +193,7 @@ class PushCounts:
 
     def __init__(self, what: str, note: Note = note_nothing) -> None:
         self.applied = 0
-        self._what = what
+        self.what = what
         self._note = note
         self._made: dict[_Process, int] = {}  # The highest number that was seen.
         # After a restart: the highest number in the values, of each process whose loss
@@ -213,7 +213,7 @@ class PushCounts:
                 self._log_lost(other, self._made[other])  # It will not push again.
             if process in self._unlogged or process not in self._made:
                 self._log_lost(process, number - 1)
-        self._note([self._what, *process], number)
+        self._note([self.what, *process], number)
         self._made[process] = max(number, self._made.get(process, 0))
         self.applied += 1
 
@@ -229,7 +229,7 @@ class PushCounts:
             _logger.warning(
                 "%s: %d updates of %s (its number %d to %d) were lost when the server "
                 "was restarted.",
-                self._what,
+                self.what,
                 last - first + 1,
                 process[0],
                 first,
@@ -247,7 +247,7 @@ class PushCounts:
         self._unlogged = {(w, s): number for w, s, number in state["made"]}
         self._made = dict(self._unlogged)
         for (what, *process), number in journal.items():
-            if what == self._what:
+            if what == self.what:
                 worker, session = process
                 known = self._made.get((worker, session), 0)
                 self._made[worker, session] = max(number, known)

@@ -131,7 +131,10 @@ class Group(abc.ABC):
         self.pushes = PushCounts(f"ps:{server} {what}", note)
         self._sessions = Sessions() if sessions is None else sessions
         self._is_restored = False
-        self._steps_made = self._steps_lost = 0
+        self._note = note
+        # Of synchronous steps: those in the values, those that were lost and that the
+        # workers have passed, and the version after the newest one that was ever made.
+        self._steps_made = self._steps_lost = self._steps_noted = 0
 
     @property
     def steps(self) -> int:
@@ -179,7 +182,7 @@ class Group(abc.ABC):
             return {
                 "version": self.version,
                 "applied": self.pushes.applied + self._steps_made,
-                "lost": self.pushes.lost + self._steps_lost,
+                "lost": self.pushes.lost + self._steps_lost + self._num_behind,
                 "bytes": self.num_bytes,
                 "pushed_by": {w: sum(h.values()) for w, h in self.staleness.items()},
             }
@@ -308,6 +311,7 @@ class Group(abc.ABC):
         for worker, based_on in step.pushers.values():
             self._record(worker, based_on)
         self._keep_begin(step.step, total)
+        self._note(["steps", self.pushes.what], step.step + 1)
         self._apply(total, squared_norms)
         self._steps_made += 1
         self._end_steps(step.step)
@@ -382,21 +386,34 @@ class Group(abc.ABC):
                 f"{self.what}: got a part of step {last_step}, but step {self.steps} "
                 "is not over. Its parts must be pushed first."
             )
-        lost = last_step + 1 - self.steps
+        self._log_lost_steps(last_step)
+        self._steps_lost += last_step + 1 - self.steps
+        for last in self.last.values():
+            if last.step is not None and last.step >= self.steps:
+                last.applied = False
+        self._end_steps(last_step)
+
+    @property
+    def _num_behind(self) -> int:
+        """Number of steps that a restart has lost and that workers may make again."""
+        return max(0, self._steps_noted - self.version)
+
+    def _log_lost_steps(self, last_step: int) -> None:
         _logger.warning(
             "ps:%d %s: %d updates (steps %d to %d) were lost when the server was "
             "restarted.",
             self.server,
             self.what,
-            lost,
+            last_step + 1 - self.steps,
             self.steps,
             last_step,
         )
-        self._steps_lost += lost
-        for last in self.last.values():
-            if last.step is not None and last.step >= self.steps:
-                last.applied = False
-        self._end_steps(last_step)
+
+    def log_losses(self) -> None:
+        """At the end, log lost updates that were not logged yet."""
+        self.pushes.log_rest()
+        if self._num_behind:
+            self._log_lost_steps(self._steps_noted - 1)
 
     @abc.abstractmethod
     def state(self) -> tuple[dict[str, np.ndarray | jax.Array], JSONObject]:
@@ -427,6 +444,7 @@ class Group(abc.ABC):
         self.last = {worker: LastPush(**last) for worker, last in meta["last"].items()}
         self.staleness = {w: dict(h) for w, h in meta["staleness"].items()}
         self.pushes.load_state(meta["pushes"], journal)
+        self._steps_noted = journal.get(("steps", self.pushes.what), 0)
         self._steps_made, self._steps_lost = meta["steps_made"], meta["steps_lost"]
         norms = meta.get("norms")
         self._last_norms = norms and (norms[0], norms[1])

@@ -284,7 +284,7 @@ class VariableStore:
         """At the end, log lost updates that were not logged yet."""
         for held in self._all_groups():
             with held.condition:
-                held.pushes.log_rest()
+                held.log_losses()
 
     def _all_groups(self) -> list[Group]:
         return [*self._all(self._groups), *self._all(self._tables)]
