@@ -86,9 +86,9 @@ class ReplicaContext:
         self.trained_sums: set[int] = set()
         # Ids of variables whose values in replicas are parts of a sum.
         self.summands: set[int] = set()
-        # Whether one batch is split over the replicas, as in `fit`; else each has its
-        # own batches, as in estimators.
-        self.shares_batch = False
+        # The replica's part of a batch that the replicas share, as in `fit`; None where
+        # each has batches of its own, as in estimators.
+        self.batch: list[jax.Array] | None = None
         self._group = group
         self._axes: ReplicaAxes = group.axes
         self._gradient_op = gradient_op

@@ -358,7 +358,7 @@ class ReplicaStep:
             home = self._group.strategy.home
             if here or home.adds_up(trains=context.has_trained):
                 self._warn_of_no_sums(start, changed, among_replicas=here)
-            if here and context.shares_batch:
+            if here and context.batch is not None:
                 num_rows, num = num_rows_of(arguments), context.num_counted
                 for i, x in changed.items():
                     warn_of_counts(

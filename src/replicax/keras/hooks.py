@@ -259,9 +259,13 @@ def _compute_loss_and_updates(
     **kwargs: PyTree,
 ) -> PyTree:
     if not replicas_hold_blocks():
-        return original(
+        loss, rest = original(
             model, trainable_variables, non_trainable_variables, *args, **kwargs
         )
+        context = current_context()
+        if context is not None:
+            reductions.warn_of_own_divisor(context, loss, "mean")
+        return loss, rest
     wholes = [primal_of(x) for x in [*trainable_variables, *non_trainable_variables]]
     num = len(trainable_variables)
 

@@ -88,7 +88,7 @@ class _ModelStep:
         self._options: dict[tuple[int | None, int | None], Options] = {}
 
     def __call__(self, data: PyTree) -> PyTree:
-        required_context().shares_batch = True
+        required_context().batch = jax.tree.leaves(data)
         require_examples(self._model, self._name, data)
         metrics = self._model.metrics if self._has_own_logs else []
         with global_results(metrics) as results:

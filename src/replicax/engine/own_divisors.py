@@ -1,0 +1,86 @@
+"""Finds losses that are divided by a sum over the rows of one replica.
+
+Such as a loss per positive example, or per unmasked step: replicas have other numbers
+of these, and neither the sum nor the mean of their quotients is that of one device.
+"""
+
+from collections.abc import Container, Iterator
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from replicax._private.jax import TracedEquation, equation_of
+from replicax.engine.blocks import primal_of
+from replicax.engine.divergence import is_declared_mirrored
+
+__all__ = ["declare_of_batch", "is_divided_by_own_sum"]
+
+_OF_BATCH = "replicax_of_batch"
+_MOST_EQUATIONS = 2000
+_PRODUCTS = ("dot_general", "conv_general_dilated")
+_ALIKE = ("broadcast_in_dim", "reshape", "convert_element_type", "squeeze")
+"""Primitives that make a number larger or of another type."""
+_COLLECTIVES = ("psum", "psum_invariant", "all_gather", "all_gather_invariant")
+
+
+def declare_of_batch(loss: jax.Array) -> jax.Array:
+    """State that a loss is a replica's part of the global batch's."""
+    return checkpoint_name(loss, _OF_BATCH)
+
+
+def is_divided_by_own_sum(
+    value: jax.Array, batch: Container[int], num_rows: int
+) -> bool:
+    """Whether a value is made with a quotient by a sum over this replica's rows.
+
+    What products and convolutions make, such as a model's layers, is not looked into.
+
+    Args:
+        value: Inside a replica function.
+        batch: Ids of the arrays of the replica's part of the batch.
+        num_rows: Number of the replica's rows. Of one row nobody can tell.
+    """
+    return num_rows > 1 and any(
+        equation.primitive.name == "div"
+        and _is_own_sum(equation.in_tracers[1], batch, num_rows)
+        for equation in _behind(primal_of(value), _PRODUCTS)
+    )
+
+
+def _is_own_sum(divisor: jax.Array, batch: Container[int], num_rows: int) -> bool:
+    """Whether a divisor is one number, made of a sum over rows of the batch."""
+    equation = equation_of(divisor)
+    while divisor.size > 1 and equation and equation.primitive.name in _ALIKE:
+        divisor = equation.in_tracers[0]
+        equation = equation_of(divisor)
+    if divisor.size > 1:
+        return False
+    return any(
+        equation.primitive.name == "reduce_sum"
+        and 0 in equation.params["axes"]
+        and equation.in_tracers[0].shape[0] % num_rows == 0
+        and _is_made_of(equation.in_tracers[0], batch)
+        for equation in _behind(divisor, ("reduce_sum", *_COLLECTIVES))
+    )
+
+
+def _is_made_of(value: jax.Array, batch: Container[int]) -> bool:
+    return id(value) in batch or any(
+        id(x) in batch for equation in _behind(value) for x in equation.in_tracers
+    )
+
+
+def _behind(value: jax.Array, ends: tuple[str, ...] = ()) -> Iterator[TracedEquation]:
+    """The equations behind a value, up to those of the primitives `ends`."""
+    stack, seen = [value], set[int]()
+    while stack and len(seen) < _MOST_EQUATIONS:
+        x = stack.pop()
+        equation = equation_of(x)
+        if id(x) in seen or equation is None:
+            continue
+        seen.add(id(x))
+        if is_declared_mirrored(equation) or equation.params.get("name") == _OF_BATCH:
+            continue
+        yield equation
+        if equation.primitive.name not in ends:
+            stack += equation.in_tracers
