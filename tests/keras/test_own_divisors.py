@@ -70,6 +70,27 @@ class Own(keras.Sequential):
         return ops.sum(ops.abs(y - y_pred)) / ops.sum(1.0 + y)
 
 
+class WithTape(keras.Sequential):
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with rx.GradientTape() as tape:
+            loss = ops.sum(ops.abs(y - self(x))) / ops.sum(1.0 + y)
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+
+class WithFunction(keras.Sequential):
+    def train_step(self, data: Any) -> Any:
+        def loss_fn(x: Any, y: Any) -> Any:
+            return ops.sum(ops.abs(y - self(x))) / ops.sum(1.0 + y)
+
+        variables = self.trainable_variables
+        loss, grads = rx.value_and_grad(loss_fn, variables)(*data)
+        self.optimizer.apply(grads, variables)
+        return {"loss": loss}
+
+
 def trained(
     strategy: rx.Strategy | None,
     loss: Any = "mse",
@@ -95,7 +116,10 @@ def test_losses_of_own_sums(strategy_of: Any, loss: Callable[..., Any]) -> None:
         trained(strategy_of(1), loss)
 
 
-@pytest.mark.parametrize(("kind", "op"), [(Detector, "sum"), (Own, "mean")])
+OWN = [(Detector, "sum"), (Own, "mean"), (WithTape, "mean"), (WithFunction, "mean")]
+
+
+@pytest.mark.parametrize(("kind", "op"), OWN)
 def test_losses_that_a_model_computes(strategy_of: Any, kind: Any, op: str) -> None:
     with pytest.warns(UserWarning, match=rf"is divided by .*all_reduce\('{op}', "):
         trained(strategy_of(2), kind=kind)

@@ -4,6 +4,7 @@ Such as a loss per positive example, or per unmasked step: replicas have other n
 of these, and neither the sum nor the mean of their quotients is that of one device.
 """
 
+import warnings
 from collections.abc import Container, Iterator
 
 import jax
@@ -12,8 +13,9 @@ from jax.ad_checkpoint import checkpoint_name
 from replicax._private.jax import TracedEquation, equation_of
 from replicax.engine.blocks import primal_of
 from replicax.engine.divergence import is_declared_mirrored
+from replicax.engine.scope import current_call, current_context, current_model
 
-__all__ = ["declare_of_batch", "is_divided_by_own_sum"]
+__all__ = ["declare_of_batch", "warn_of_own_divisor"]
 
 _OF_BATCH = "replicax_of_batch"
 _MOST_EQUATIONS = 2000
@@ -28,23 +30,34 @@ def declare_of_batch(loss: jax.Array) -> jax.Array:
     return checkpoint_name(loss, _OF_BATCH)
 
 
-def is_divided_by_own_sum(
-    value: jax.Array, batch: Container[int], num_rows: int
-) -> bool:
-    """Whether a value is made with a quotient by a sum over this replica's rows.
+def warn_of_own_divisor(value: jax.Array | None, op: str) -> None:
+    """Warn of a loss that is made with a quotient by a sum over a replica's rows.
 
     What products and convolutions make, such as a model's layers, is not looked into.
+    Of a batch with one row for each replica nobody can tell.
 
     Args:
-        value: Inside a replica function.
-        batch: Ids of the arrays of the replica's part of the batch.
-        num_rows: Number of the replica's rows. Of one row nobody can tell.
+        value: A loss, or an array of losses or weights; None: there is none.
+        op: How to combine that sum over the replicas.
     """
-    return num_rows > 1 and any(
+    context = current_context()
+    if value is None or not context or not context.batch or context.num_counted < 2:
+        return
+    num_rows, ids = context.batch[0].shape[0], set(map(id, context.batch))
+    if num_rows > 1 and any(
         equation.primitive.name == "div"
-        and _is_own_sum(equation.in_tracers[1], batch, num_rows)
+        and _is_own_sum(equation.in_tracers[1], ids, num_rows)
         for equation in _behind(primal_of(value), _PRODUCTS)
-    )
+    ):
+        name = getattr(current_model(), "name", "")
+        warnings.warn(
+            f"{current_call()}: the loss of model {name!r} is divided by a sum over "
+            "the rows of one replica, such as a count of those that are positive. The "
+            f"{context.num_counted} replicas' sums differ, and so does the loss from "
+            "that of one device. Divide by what all replicas have: "
+            f"rx.get_replica_context().all_reduce({op!r}, the_sum).",
+            stacklevel=2,
+        )
 
 
 def _is_own_sum(divisor: jax.Array, batch: Container[int], num_rows: int) -> bool:

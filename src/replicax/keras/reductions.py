@@ -22,7 +22,7 @@ from replicax._private.keras import current_scope
 from replicax._private.trainer import tracks_loss
 from replicax._private.wraps import Original
 from replicax._util.types import PyTree
-from replicax.engine.own_divisors import declare_of_batch, is_divided_by_own_sum
+from replicax.engine.own_divisors import declare_of_batch, warn_of_own_divisor
 from replicax.engine.replica import ReplicaContext
 from replicax.engine.scope import current_call, current_model
 
@@ -31,7 +31,6 @@ __all__ = [
     "synchronized_moments",
     "update_mean",
     "warn_of_batch_losses",
-    "warn_of_own_divisor",
 ]
 
 _logger = logging.getLogger("replicax")
@@ -55,10 +54,10 @@ def reduce_weighted_values(
     if reduction in (None, "none") or np.shape(values) == (0,):
         return loss
     if np.shape(values) == ():
-        warn_of_own_divisor(context, values, "mean")
+        warn_of_own_divisor(values, "mean")
         return loss
     for summands in (values, sample_weight):
-        warn_of_own_divisor(context, summands, "sum")
+        warn_of_own_divisor(summands, "sum")
     scale: PyTree = context.loss_scale
     is_weighted = sample_weight is not None or mask is not None
     if reduction == "sum":
@@ -73,29 +72,6 @@ def reduce_weighted_values(
     else:  # All replicas have the same shapes.
         scale *= 1 / context.num_counted
     return declare_of_batch(loss * scale)
-
-
-def warn_of_own_divisor(context: ReplicaContext, value: PyTree, op: str) -> None:
-    """Warn of what losses are made of, and is divided by a sum over a replica's rows.
-
-    Args:
-        context: The replica's.
-        value: A loss, or an array of losses or weights; None: there is none.
-        op: How to combine that sum over the replicas.
-    """
-    if value is None or not context.batch or context.num_counted < 2:
-        return
-    num_rows = context.batch[0].shape[0]
-    if is_divided_by_own_sum(value, set(map(id, context.batch)), num_rows):
-        name = getattr(current_model(), "name", "")
-        warnings.warn(
-            f"{current_call()}: the loss of model {name!r} is divided by a sum over "
-            "the rows of one replica, such as a count of those that are positive. The "
-            f"{context.num_counted} replicas' sums differ, and so does the loss from "
-            "that of one device. Divide by what all replicas have: "
-            f"rx.get_replica_context().all_reduce({op!r}, the_sum).",
-            stacklevel=2,
-        )
 
 
 def _share_of(context: ReplicaContext, count: PyTree, what: str) -> PyTree:
