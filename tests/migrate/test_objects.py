@@ -302,3 +302,56 @@ def test_input_and_output_of_a_sequential_are_those_of_its_lists() -> None:
     assert "keras.Model(base.inputs[0], out)" in text
     assert "keras.Model(model.input, model.output)" in text
     assert executed(text)["again"].output.shape == (None, 1)
+
+
+WEIGHTS = """\
+import re
+x = tf.keras.Input((2,))
+y = tf.keras.layers.BatchNormalization(name="bn1")(tf.keras.layers.Dense(2)(x))
+model = tf.keras.Model(x, y)
+found = {}
+def is_norm(name): return "bn" in name
+def norms(all_vars): return [v for v in all_vars if "bn" in v.name]
+"""
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ("n = [v for v in model.trainable_variables if 'bn' not in v.name]", 2),
+        ("n = [v for l in model.layers for v in l.weights if 'dense' in v.name]", 2),
+        ("n = {v.name: v.numpy() for v in model.weights}", 6),
+        ("for v in model.weights:\n    found[v.name] = v\nn = found", 6),
+        ("n = [v for v in model.weights if re.search('^bn', v.name)]", 4),
+        ("n = [v for v in model.weights if is_norm(v.name)]", 4),
+        ("n = [v for v in model.weights if v.name.endswith('kernel')]", 1),
+        ("n = norms(model.weights)", 4),
+        (
+            "n = []\nfor v in model.weights:\n    name = v.name\n"
+            "    if any(k in name for k in ['bn']): n.append(v)",
+            4,
+        ),
+        ("n = [v for v in model.weights if v.name in ('gamma', 'beta')]", 2),
+    ],
+)
+def test_names_of_variables_have_those_of_layers(lines: str, expected: int) -> None:
+    text, left = ported(f"{START}{WEIGHTS}{lines}")
+    assert left == []
+    assert len(executed(text)["n"]) == expected
+
+
+@pytest.mark.parametrize(
+    "test",
+    ["v.name == 'bn1/gamma:0'", "v.name.startswith('bn')", "'gamma:0' in v.name"],
+)
+def test_whole_names_of_variables_are_left(test: str) -> None:
+    _, left = ported(f"{START}{WEIGHTS}n = [v for v in model.weights if {test}]")
+    assert ["test for a part of `path`" in each for each in left] == [True]
+
+
+def test_names_that_are_shown_stay() -> None:
+    lines = "for v in model.weights:\n    print('a: b', v.name)\n"
+    text, left = ported(f"{START}{WEIGHTS}{lines}for l in model.layers: l.name in x")
+    assert left == []
+    assert "print('a: b', v.name)" in text
+    assert "l.name in x" in text

@@ -9,9 +9,10 @@ from replicax.migrate.kinds import (
     is_class_of,
     is_kind,
     is_named_optimizer,
+    kind_of,
     makers,
 )
-from replicax.migrate.origins import definitions, with_bases
+from replicax.migrate.origins import definitions, iterated, with_bases
 from replicax.migrate.rules import CallSite, with_keywords
 from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.tables import (
@@ -28,11 +29,13 @@ from replicax.migrate.tracing import class_of, foreign_bases
 from replicax.migrate.tree import (
     attr_of,
     dotted,
+    find,
     is_name,
     is_named,
     method_of,
     methods_of,
     object_of,
+    text_of,
     walk,
 )
 
@@ -78,6 +81,10 @@ def ported_attribute(
         return script.template(f"{{x}}.{name}s[0]", x=owner)
     if name in {"rank", "ndims", "value"}:
         return _of_shape(script, node, updated)
+    if name == "name" and _is_weight(script, node.value):
+        uses = [node, *script.uses_of(node)]
+        is_key = any(_needs_path(script, each) for each in uses)
+        return updated.with_changes(attr=cst.Name("path")) if is_key else updated
     if name == "extended" and "strategy" in script.code(node.value).lower():
         if attr_of(script.parent(node)) == "call_for_each_replica":
             return owner
@@ -98,6 +105,50 @@ def _of_shape(
     if isinstance(owner, cst.Attribute) and attr_of(owner) == "shape":
         return cst.Attribute(owner.value, cst.Name("ndim"))
     return script.template("len({x})", x=owner)
+
+
+def _is_weight(script: Script, node: Expression) -> bool:
+    """Whether an expression is a variable, or an element of what is called `vars`."""
+    kind, each = kind_of(script, node), iterated(script, node)
+    name = script.code(each[0]).lower() if each is not None else ""
+    is_named = name.endswith(("vars", "variables", "weights"))
+    return kind == "variable" or (kind is None and is_named)
+
+
+def _needs_path(script: Script, use: cst.CSTNode) -> bool:
+    """Whether the name of a variable is a key, or is tested for a part of it.
+
+    In Keras 3 several variables have one name, which is without their layers' names.
+    Those are in `path`.
+
+    Raises:
+        Unported: If it is tested for what neither of them has.
+    """
+    parent, method = script.parent(use), script.method_call(use)
+    holder = script.parent(parent) if isinstance(parent, cst.ComparisonTarget) else None
+    holder = holder or method or script.call_with(use) or parent or use
+    texts = [text_of(each) for each in find(holder, cst.SimpleString)]
+    is_key = _is_key(script, use)
+    is_begin = method_of(method) in {"partition", "split", "startswith"}
+    is_begin = is_begin and texts != [":"]
+    foreign = ":" if is_key else ":/" if isinstance(holder, cst.Comparison) else ""
+    if is_begin or any(sign in text for text in texts for sign in foreign):
+        raise Unported(MESSAGES["variable_name"])
+    return is_key
+
+
+def _is_key(script: Script, use: cst.CSTNode) -> bool:
+    parent, call = script.parent(use), script.call_with(use)
+    if isinstance(parent, cst.ComparisonTarget):
+        return isinstance(parent.operator, cst.In | cst.NotIn)
+    if isinstance(parent, cst.DictElement | cst.DictComp):
+        return parent.key is use
+    if call is None:
+        found = method_of(script.method_call(use)) in {"count", "endswith", "find"}
+        return found or isinstance(parent, cst.Index)
+    is_of_re = (script.names.imported(call.func) or "").startswith("re.")
+    name = (dotted(call.func) or "").rpartition(".")[2]
+    return is_of_re or bool(script.functions(name))
 
 
 def _is_sequential(script: Script, node: Expression) -> bool:
