@@ -26,6 +26,16 @@ IMAGES = np.arange(48.0, dtype="float32").reshape(2, 2, 3, 4) ** 2
             [[1, 4, 11], [14, 18, 20]],
         ),
         ("tf.gather(x, [0, 2], axis=2, batch_dims=1)", [X[0, :, 0], X[1, :, 2]]),
+        ("tf.split(rows, (1, 2))[1]", ROWS[1:]),
+        ("tf.split(rows, num_or_size_splits=[1, 0, 1], axis=1)[2]", ROWS[:, 1:]),
+        (
+            "tf.keras.backend.relu(rows - 2, alpha=0.5, max_value=3)[:2]",
+            [[-0.5, 0], [1, 2]],
+        ),
+        ("tf.math.softmax(rows * 0)[0]", [0.5, 0.5]),
+        ("tf.math.atan2(rows, rows)[0] * 4", [np.pi, np.pi]),
+        ("tf.linalg.matvec(rows, tf.constant([1.0, 2.0]))", [5, 11, 21]),
+        ("tf.sequence_mask([1, 3], 3)", [[1, 0, 0], [1, 1, 1]]),
         ("tf.scan(lambda a, v: a + v, tf.range(4), initializer=1)", [1, 2, 4, 7]),
         (
             "tf.scan(lambda a, v: a * v[0] + v[1], (rows, rows), rows[0])[-1]",

@@ -136,7 +136,7 @@ def test_what_is_ported(before: str, after: str) -> None:
     ("before", "reason"),
     [
         ("K.batch_dot(a, b)", "use `keras.ops`"),
-        ("K.relu(x, 0.1)", "has no argument 'alpha'"),
+        ("K.binary_crossentropy(t, o, axis=1)", "has no argument 'axis'"),
         (
             "m = tf.keras.Sequential([tf.keras.layers.Lambda(f)])\n"
             "m = tf.keras.models.load_model('m.h5')",

@@ -4,6 +4,8 @@ They cover calls whose arguments Keras or NumPy has in another form: constants, 
 numbers, products of matrices, windows of convolutions and pooling, images.
 """
 
+import itertools
+
 import libcst as cst
 
 from replicax.migrate.functional import is_symbolic
@@ -128,9 +130,20 @@ def _where(site: CallSite) -> Expression:
 
 
 def _split(site: CallSite) -> Expression:
-    if not isinstance(site.ported(1, "num_or_size_splits"), cst.Integer):
+    """Port `tf.split` to a number of parts, or sizes in sight to positions."""
+    given = site.given(1, "num_or_size_splits")
+    sizes = site.script.flow.resolved(given) if given else None
+    made = by_row(site, GUARDED_OPERATORS[site.path])
+    if isinstance(site.ported(1, "num_or_size_splits"), cst.Integer):
+        return made
+    parts = parts_of(sizes)
+    if not parts or any(not isinstance(part, cst.Integer) for part in parts):
         raise site.stays(MESSAGES["split"])
-    return by_row(site, GUARDED_OPERATORS[site.path])
+    *inner, _ = itertools.accumulate(int(site.script.code(each)) for each in parts)
+    found = argument(made.args, 1, "indices_or_sections")
+    value = cst.parse_expression(str(inner))
+    args = [a.with_changes(value=value) if a is found else a for a in made.args]
+    return with_args(made, args)
 
 
 def _matmul(site: CallSite) -> Expression:

@@ -258,6 +258,7 @@ def scopes(script: Script) -> Iterator[cst.CSTNode]:
             yield node.body
 
 
+_MODULES_OF_ARRAYS = ("keras.activations.", "keras.ops.", "keras.random.")
 _STATIC = ("keras.ops.shape", "keras.ops.size", "keras.ops.ndim", "keras.ops.is_tensor")
 _IDENTITY = (cst.Is, cst.IsNot)
 
@@ -372,7 +373,7 @@ def is_tensor(script: Script, node: Expression, names: Collection[str] = ()) -> 
     if isinstance(node, cst.Call):
         operator = DEVICE_OPERATORS.get(script.called(node))
         return operator is not None and (
-            operator.target.startswith(("keras.ops.", "keras.random."))
+            operator.target.startswith(_MODULES_OF_ARRAYS)
             and operator.target not in _STATIC
         )
     return any(is_tensor(script, part, names) for part in _operands(node))
