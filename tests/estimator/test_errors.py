@@ -337,6 +337,49 @@ def test_hooks_that_do_not_fit(tmp_path: Path) -> None:
         make(tmp_path).train(input_fn, hooks=[Asks()], steps=1)
 
 
+def test_lists_of_other_objects_than_hooks() -> None:
+    hook: Any = StopAtStepHook(1)
+    for wrong in (["hook"], hook):
+        with pytest.raises(
+            TypeError, match="train: hooks must be a list of SessionRun"
+        ):
+            make().train(input_fn, hooks=wrong, steps=1)
+        with pytest.raises(
+            TypeError, match="EvalSpec: hooks must be a list of Session"
+        ):
+            EvalSpec(input_fn, hooks=wrong)
+        with pytest.raises(
+            TypeError, match="evaluation_hooks must be a list of Session"
+        ):
+            EstimatorSpec("eval", loss=1.0, evaluation_hooks=wrong)
+    listeners: Any = [hook]
+    with pytest.raises(
+        TypeError, match="saving_listeners must be a list of Checkpoint"
+    ):
+        make().train(input_fn, saving_listeners=listeners, steps=1)
+    with pytest.raises(TypeError, match="TrainSpec: saving_listeners must be a list"):
+        TrainSpec(input_fn, saving_listeners=listeners)
+    name: Any = 3
+    with pytest.raises(TypeError, match="exporters must be a list of Exporters"):
+        EvalSpec(input_fn, exporters=["exporter"])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match="name must be a string; got 3"):
+        EvalSpec(input_fn, name=name)
+
+
+def test_dicts_of_a_spec_that_are_lists() -> None:
+    wrong: Any = [1.0]
+    with pytest.raises(TypeError, match="eval_metric_ops must be a dict by name"):
+        EstimatorSpec("eval", loss=1.0, eval_metric_ops=wrong)
+    with pytest.raises(TypeError, match="export_outputs must be a dict by name"):
+        EstimatorSpec("infer", predictions=1.0, export_outputs=wrong)
+
+
+def test_none_is_no_hooks(tmp_path: Path) -> None:
+    spec = TrainSpec(input_fn, max_steps=1, hooks=None, saving_listeners=None)
+    evaluation = EvalSpec(input_fn, steps=1, hooks=None, exporters=None)
+    assert train_and_evaluate(make(tmp_path), spec, evaluation) is not None
+
+
 def test_a_keras_model_that_does_not_fit() -> None:
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     with pytest.raises(ValueError, match="not compiled"):

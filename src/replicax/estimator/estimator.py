@@ -18,7 +18,11 @@ from replicax.checkpoint.evaluation import append_evaluation
 from replicax.engine.consistency import synchronize_random_state
 from replicax.estimator.evaluating import EvalResults, Evaluation
 from replicax.estimator.exporting import export_model, warn_of_preprocess
-from replicax.estimator.hooks import CheckpointSaverListener, SessionRunHook
+from replicax.estimator.hooks import (
+    CheckpointSaverListener,
+    SessionRunHook,
+    listed_of,
+)
 from replicax.estimator.model import EstimatorModel
 from replicax.estimator.predicting import chosen, examples_of, predictions
 from replicax.estimator.receivers import ServingInputReceiver, checked_receiver_fn
@@ -209,10 +213,14 @@ class Estimator:
         training = Training(
             model=model,
             source=self._input(input_fn, ModeKeys.TRAIN),
-            hooks=list(hooks or []),
+            hooks=listed_of(SessionRunHook, hooks, "Estimator.train: hooks"),
             directory=self.model_dir,
             config=self._config,
-            listeners=list(saving_listeners or []),
+            listeners=listed_of(
+                CheckpointSaverListener,
+                saving_listeners,
+                "Estimator.train: saving_listeners",
+            ),
             last_step=last_step,
             initialize=self._initialize,
             marks_end=marks_end,
@@ -265,7 +273,8 @@ class Estimator:
         strategy = self._config.evaluating_strategy()
         model = self._model(ModeKeys.EVAL, strategy)
         source = self._input(input_fn, ModeKeys.EVAL)
-        loop = Evaluation(model=model, source=source, hooks=list(hooks or []))
+        every = listed_of(SessionRunHook, hooks, "Estimator.evaluate: hooks")
+        loop = Evaluation(model=model, source=source, hooks=every)
         results, path = loop.run(find_path, steps)
         if strategy.is_chief:
             append_evaluation(Path(self.eval_dir(name)), path, results)
@@ -301,9 +310,9 @@ class Estimator:
         find_path = self._finder(checkpoint_path, "predict")
         model = self._model(ModeKeys.PREDICT, one_device())
         source = self._input(input_fn, ModeKeys.PREDICT)
-        for hook in hooks or []:
+        every = listed_of(SessionRunHook, hooks, "Estimator.predict: hooks")
+        for hook in every:
             hook.begin()
-        every = list(hooks or [])
         # A second generator that runs meanwhile makes another model.
         key = ModeKeys.PREDICT, model.strategy
         self._models.pop(key, None)

@@ -3,7 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -19,9 +19,12 @@ __all__ = [
     "SessionRunHook",
     "SessionRunValues",
     "fetched",
+    "listed_of",
 ]
 
 Fetches: TypeAlias = "str | Sequence[Fetches] | Mapping[str, Fetches]"
+
+_T = TypeVar("_T")
 
 
 class HookSession(Protocol):
@@ -270,3 +273,12 @@ def fetched(
         return np.asarray(tensors[name]())
 
     return of(fetches)
+
+
+def listed_of(kind: type[_T], values: Sequence[_T] | None, title: str) -> list[_T]:
+    """Copy a list of hooks or the like, or None; TypeError: There are other objects."""
+    listed = [] if values is None else values
+    is_list = isinstance(listed, Sequence)
+    if not is_list or not all(isinstance(value, kind) for value in listed):
+        raise TypeError(f"{title} must be a list of {kind.__name__}s; got {values!r}.")
+    return list(listed)

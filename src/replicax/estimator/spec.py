@@ -12,7 +12,7 @@ import keras
 
 from replicax._util.types import PyTree, Tensor
 from replicax.errors import ContextError
-from replicax.estimator.hooks import SessionRunHook
+from replicax.estimator.hooks import SessionRunHook, listed_of
 
 __all__ = [
     "EstimatorSpec",
@@ -133,9 +133,9 @@ class EstimatorSpec:
     train_op: TrainOp | Sequence[TrainOp] | None = None
     eval_metric_ops: Mapping[str, keras.metrics.Metric] | None = None
     export_outputs: Mapping[str, PyTree] | None = None
-    training_hooks: Sequence[SessionRunHook] = ()
-    evaluation_hooks: Sequence[SessionRunHook] = ()
-    prediction_hooks: Sequence[SessionRunHook] = ()
+    training_hooks: Sequence[SessionRunHook] | None = ()
+    evaluation_hooks: Sequence[SessionRunHook] | None = ()
+    prediction_hooks: Sequence[SessionRunHook] | None = ()
     optimizer: keras.Optimizer | None = None
 
     def __post_init__(self) -> None:
@@ -162,8 +162,16 @@ class EstimatorSpec:
             )
         self._check_metrics()
         self._check_train_ops()
+        for name in ("training_hooks", "evaluation_hooks", "prediction_hooks"):
+            listed_of(SessionRunHook, getattr(self, name), f"EstimatorSpec: {name}")
 
     def _check_metrics(self) -> None:
+        for name in ("eval_metric_ops", "export_outputs"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, Mapping):
+                raise TypeError(
+                    f"EstimatorSpec: {name} must be a dict by name; got {value!r}."
+                )
         for name, metric in (self.eval_metric_ops or {}).items():
             if name in ("loss", "global_step"):
                 raise ValueError(
@@ -211,7 +219,7 @@ class EstimatorSpec:
             ModeKeys.EVAL: self.evaluation_hooks,
             ModeKeys.PREDICT: self.prediction_hooks,
         }
-        return list(by_mode[ModeKeys(self.mode)])
+        return list(by_mode[ModeKeys(self.mode)] or ())
 
     def _missing(self, what: str) -> ValueError:
         return ValueError(

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 from replicax._util.arguments import require_count
 from replicax._util.waiting import wait_for
@@ -21,6 +22,7 @@ from replicax.estimator.hooks import (
     CheckpointSaverListener,
     HookSession,
     SessionRunHook,
+    listed_of,
 )
 from replicax.estimator.saving import CHECKPOINT_NAME
 from replicax.estimator.user_functions import InputFunction, require_input_function
@@ -56,11 +58,13 @@ class TrainSpec:
 
     input_fn: InputFunction
     max_steps: int | None = None
-    hooks: Sequence[SessionRunHook] = ()
-    saving_listeners: Sequence[CheckpointSaverListener] = ()
+    hooks: Sequence[SessionRunHook] | None = ()
+    saving_listeners: Sequence[CheckpointSaverListener] | None = ()
 
     def __post_init__(self) -> None:
         _check("TrainSpec", self.input_fn, "max_steps", self.max_steps)
+        _set_list(self, "hooks", SessionRunHook)
+        _set_list(self, "saving_listeners", CheckpointSaverListener)
 
 
 @takes_timeouts(timeout_seconds="checkpoint")
@@ -99,7 +103,7 @@ class EvalSpec:
     input_fn: InputFunction
     steps: int | None = 100
     name: str | None = None
-    hooks: Sequence[SessionRunHook] = ()
+    hooks: Sequence[SessionRunHook] | None = ()
     exporters: Exporter | Sequence[Exporter] | None = ()
     start_delay_secs: float = 120.0
     throttle_secs: float = 600.0
@@ -116,8 +120,13 @@ class EvalSpec:
                     f"EvalSpec: {name} must not be negative; got "
                     f"{getattr(self, name)!r}."
                 )
-        object.__setattr__(self, "exporters", _listed(self.exporters))
-        names = [exporter.name for exporter in _listed(self.exporters)]
+        if self.name is not None and not isinstance(self.name, str):
+            raise TypeError(f"EvalSpec: name must be a string; got {self.name!r}.")
+        _set_list(self, "hooks", SessionRunHook)
+        if isinstance(self.exporters, Exporter):
+            object.__setattr__(self, "exporters", (self.exporters,))
+        _set_list(self, "exporters", Exporter)
+        names = [exporter.name for exporter in _exporters(self)]
         if len(set(names)) < len(names):
             raise ValueError(
                 f"EvalSpec: exporters must have different names; got {names}."
@@ -175,7 +184,7 @@ def train_and_evaluate(
     config = estimator.config
     cluster = config.cluster_spec
     evaluation = _Evaluations(estimator, train_spec, eval_spec)
-    max_steps, listeners = train_spec.max_steps, [*train_spec.saving_listeners]
+    max_steps, listeners = train_spec.max_steps, [*(train_spec.saving_listeners or ())]
     train = functools.partial(
         estimator._train, train_spec.input_fn, train_spec.hooks, None, max_steps
     )
@@ -257,7 +266,7 @@ class _Evaluations(CheckpointSaverListener):
         spec, estimator = self._spec, self._estimator
         path = path or estimator.latest_checkpoint()
         self.results = estimator.evaluate(
-            spec.input_fn, spec.steps, list(spec.hooks), path, spec.name
+            spec.input_fn, spec.steps, spec.hooks, path, spec.name
         )
         self._last_time = time.monotonic()
         self._export(path, is_final=is_final)
@@ -272,13 +281,18 @@ class _Evaluations(CheckpointSaverListener):
                 eval_result=self.results,
                 is_the_final_export=is_final,
             )
-            for exporter in _listed(self._spec.exporters)
+            for exporter in _exporters(self._spec)
         ]
 
 
-def _listed(exporters: Exporter | Sequence[Exporter] | None) -> tuple[Exporter, ...]:
-    given = () if exporters is None else exporters
-    return tuple(given) if isinstance(given, Sequence) else (given,)
+def _set_list(spec: TrainSpec | EvalSpec, name: str, kind: type) -> None:
+    """Replace a field by the tuple of its values; raise TypeError for other values."""
+    title = f"{type(spec).__name__}: {name}"
+    object.__setattr__(spec, name, tuple(listed_of(kind, getattr(spec, name), title)))
+
+
+def _exporters(spec: EvalSpec) -> tuple[Exporter, ...]:
+    return cast(tuple[Exporter, ...], spec.exporters)  # By `_set_list`.
 
 
 def _wait(seconds: float, watch: CheckpointWatch) -> None:
