@@ -1,0 +1,95 @@
+"""Jobs whose tasks are killed or stopped at random moments, from their start on.
+
+A seed chooses the tasks, the faults and the moments. In step the weights are those of a
+run that nobody disturbed; asynchronously every batch is counted once. With
+`snapshot_every_updates=1` that is so whatever is lost.
+"""
+
+import random
+import signal
+import time
+
+import numpy as np
+import pytest
+from tests.ps.test_parameter_server_fault_matrix import (
+    EPOCHS,
+    LONG,
+    STEPS,
+    TASKS,
+    counts_of,
+    durable,
+    in_step,
+    to_the_end,
+)
+from tests.ps.test_parameter_server_faults import Job, all_done, expected_weights
+from tests.ps.test_parameter_server_losses import counted
+
+pytest.importorskip("pyarrow")
+pytestmark = [
+    pytest.mark.multiprocess,
+    pytest.mark.slow,
+    pytest.mark.timeout(280),
+]
+
+NUM_FAULTS = 4
+
+
+def disturb(cluster, seed):
+    """Cause the faults of a seed; the killed tasks in order."""
+    choices = random.Random(seed)
+    killed = []
+    print(f"seed {seed}:")
+    for _ in range(NUM_FAULTS):
+        pause = choices.choice([0.0, choices.uniform(0, 1), choices.uniform(0, 8)])
+        names = choices.sample(TASKS, choices.choice([1, 1, 2]))
+        fault = choices.choice(["SIGKILL", "SIGTERM", "SIGSTOP"])
+        stopped = choices.uniform(1, 6)
+        print(f"  after {pause:.1f} s {fault} to {names}")
+        time.sleep(pause)
+        for name in names:
+            cluster.task(name).signal(signal.Signals[fault])
+        if fault == "SIGSTOP":
+            time.sleep(stopped)
+        for name in names:
+            if fault == "SIGSTOP":
+                cluster.task(name).resume()
+            else:
+                cluster.task(name).wait(timeout_seconds=30)
+                cluster.restart(name)
+                killed.append(name)
+    return killed
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_in_step_each_update_is_made_once(tmp_path, seed):
+    with Job(tmp_path, in_step, options=durable(tmp_path), **LONG) as cluster:
+        disturb(cluster, seed)
+        results = to_the_end(cluster)
+    cluster.assert_nothing_is_left()
+    found = all_done(results)
+    assert found["iterations"] == STEPS
+    assert counts_of(found) == [{"applied": STEPS, "lost": 0}] * 2
+    for name in ("worker:0", "worker:1"):
+        weights = results[name].value["weights"]
+        for own, expected in zip(weights, expected_weights(EPOCHS), strict=True):
+            np.testing.assert_allclose(own, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(10, 13))
+def test_asynchronously_each_batch_is_counted_once(tmp_path, seed):
+    with Job(tmp_path, counted, options=durable(tmp_path), **LONG) as cluster:
+        killed = disturb(cluster, seed)
+        for name in ("worker:0", "worker:1"):
+            cluster.wait_for_step(name, 40, 90)
+        results = cluster.end()
+    cluster.assert_nothing_is_left()
+    found = all_done(results)
+    given, totals = found["next"], found["totals"]
+    assert totals["twice"] == 0
+    assert sum(found["steps"].values()) + totals["given_up"] == given
+    # A worker holds one batch, and the one before whose push is under way.
+    assert totals["given_up"] <= 2 * sum(name.startswith("worker") for name in killed)
+    for server in found["servers"]:
+        assert server["lost"] == 0
+        assert 0 <= given - server["applied"] <= totals["given_up"]
+    assert found["accuracy"] > 0.9
