@@ -11,6 +11,7 @@
 """
 
 import dataclasses
+import logging
 from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["TrainingStep", "TrainingSteps"]
 
 _SOON_SECONDS = 1.0
+_logger = logging.getLogger("replicax")
 
 
 class _GroupStep(NamedTuple):
@@ -81,6 +83,7 @@ class TrainingSteps:
         self._rows = rows
         self._shares: deque[StepShare] = deque()
         self._in_flight: list[tuple[RemoteGroup, GroupPush]] = []
+        self._has_stepped = False  # In a loop of the script's own.
 
     def expect(self, part: int, num_rows: int, step: int = NEXT_STEP) -> None:
         """Set the share of a synchronous step that the next training program computes.
@@ -135,10 +138,30 @@ class TrainingSteps:
 
     def _share_of(self, group: RemoteGroup, share: StepShare) -> StepShare:
         step = group.version
-        if share.step != NEXT_STEP:
+        if share.step == NEXT_STEP:
+            self._warn_of_restart(step)
+        else:
             step = self.first.get(group.name, 0) + share.step
         weight = group.weight_of(share.weight)
         return dataclasses.replace(share, step=step, weight=weight)
+
+    def _warn_of_restart(self, step: int) -> None:
+        """Once, in a loop of the script's own: its batches are not those of the others.
+
+        `fit` says which step is due; such a loop begins anew.
+        """
+        if self._has_stepped:
+            return
+        self._has_stepped = True
+        if self._session.starts > 1 and step:
+            _logger.warning(
+                "%s was started again, and its loop begins in step %d of the others. "
+                "With sync=True the loop must begin with the batch that is due there, "
+                "as from a checkpoint with the position in the data; model.fit does so "
+                "by itself.",
+                self._session.name,
+                step,
+            )
 
     def _await_begin(self, group: RemoteGroup, step: int) -> None:
         """Wait for the values of a step's begin."""
