@@ -6,7 +6,8 @@ checkpoints. Compiled programs are kept between calls. Public names are those of
 `tf.estimator`; where TF has another name, the docstring gives it.
 """
 
-from replicax.estimator import experimental
+from replicax.estimator import experimental, export
+from replicax.estimator.absent import getter_of_absent
 from replicax.estimator.dnn import (
     DNNClassifier,
     DNNLinearCombinedClassifier,
@@ -101,6 +102,7 @@ __all__ = [
     "TrainSpec",
     "build_raw_serving_input_receiver_fn",
     "experimental",
+    "export",
     "get_global_step",
     "load_saved_model",
     "make_early_stopping_hook",
@@ -115,3 +117,5 @@ __all__ = [
     "stop_if_no_increase_hook",
     "train_and_evaluate",
 ]
+
+__getattr__ = getter_of_absent("rx.estimator")

@@ -2,8 +2,8 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar, cast
 
 __all__ = ["getter_of_absent", "refuses"]
 
@@ -17,7 +17,9 @@ _HEAD = (
 _SERIALIZED = "there is no tf.Example: read records in the input_fn, into arrays"
 _HOOK = "write a rx.estimator.SessionRunHook"
 _DICT = "give the array, or the dict of arrays by name, itself"
-_FIXED = "sequences are not columns: make arrays [B, time] and give them to Keras layers"
+_FIXED = (
+    "sequences are not columns: make arrays [B, time] and give them to Keras layers"
+)
 
 _NAMES: dict[str, dict[str, str]] = {
     "rx.estimator": {
@@ -42,6 +44,7 @@ _NAMES: dict[str, dict[str, str]] = {
         "RegressionHead": _HEAD,
         "SecondOrStepTimer": f"{_HOOK} that compares run_context.session.global_step",
         "SummarySaverHook": f"{_HOOK} that fetches values by name and writes them",
+        "WarmStartSettings": "give the checkpoint's path itself as warm_start_from",
         "VocabInfo": "load the embedding's rows in the model_fn",
         "add_metrics": "return the metrics in eval_metric_ops of a model_fn",
         "classifier_parse_example_spec": _SERIALIZED,
@@ -64,8 +67,7 @@ _NAMES: dict[str, dict[str, str]] = {
         "RegressionOutput": _DICT,
         "TensorServingInputReceiver": "give ServingInputReceiver a single array",
         "build_parsing_serving_input_receiver_fn": (
-            "there is no tf.Example: give arrays to "
-            "build_raw_serving_input_receiver_fn"
+            "there is no tf.Example: give arrays to build_raw_serving_input_receiver_fn"
         ),
     },
     "rx.feature_column": {
@@ -103,24 +105,23 @@ def refuses(caller: str, **instead: str) -> Callable[[_Called], _Called]:
     """
 
     def decorate(called: _Called) -> _Called:
-        fn: Callable[..., Any] = (
-            called.__init__ if inspect.isclass(called) else called
-        )
+        is_class = inspect.isclass(called)
+        # A class stays itself: it gets another `__init__`.
+        fn = vars(called)["__init__"] if is_class else called
 
         @functools.wraps(fn)
         def checked(*args: Any, **kwargs: Any) -> Any:
             for name in instead.keys() & kwargs.keys():
-                value = kwargs.pop(name)
-                if value:
+                if value := kwargs.pop(name):
                     raise TypeError(
                         f"{caller}: there is no argument {name!r}, got {value!r}. "
                         f"{instead[name]}"
                     )
             return fn(*args, **kwargs)
 
-        if not inspect.isclass(called):
-            return checked  # type: ignore[return-value]
-        called.__init__ = checked
-        return called
+        if not is_class:
+            return cast(_Called, checked)
+        setattr(called, "__init__", checked)  # noqa: B010 - no attribute of `_Called`.
+        return cast(_Called, called)
 
     return decorate

@@ -16,6 +16,7 @@ from replicax._util.types import PyTree
 from replicax.checkpoint import latest_checkpoint
 from replicax.checkpoint.evaluation import append_evaluation
 from replicax.engine.consistency import synchronize_random_state
+from replicax.estimator.absent import refuses
 from replicax.estimator.evaluating import EvalResults, Evaluation
 from replicax.estimator.exporting import export_model, warn_of_preprocess
 from replicax.estimator.hooks import (
@@ -325,6 +326,11 @@ class Estimator:
         for hook in every:
             hook.end(None)
 
+    @refuses(
+        "Estimator.export_saved_model",
+        as_text="The manifest of a saved model is text: leave it out.",
+        assets_extra="Copy the files into the folder that this method returns.",
+    )
     def export_saved_model(
         self,
         export_dir_base: str | os.PathLike[str],

@@ -7,6 +7,7 @@ import operator
 from collections.abc import Callable
 from typing import TypeAlias
 
+from replicax.estimator.absent import getter_of_absent
 from replicax.estimator.estimator import Estimator
 from replicax.estimator.evaluating import read_eval_metrics
 from replicax.estimator.hooks import (
@@ -25,6 +26,8 @@ __all__ = [
     "stop_if_no_decrease_hook",
     "stop_if_no_increase_hook",
 ]
+
+__getattr__ = getter_of_absent("rx.estimator.experimental")
 
 _Values: TypeAlias = list[tuple[int, float]]
 """A metric's values with their global steps, in ascending order."""

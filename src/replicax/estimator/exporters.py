@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from replicax.estimator.absent import refuses
 from replicax.estimator.artifact import remove, saved_in
 from replicax.estimator.estimator import Estimator
 from replicax.estimator.evaluating import EvalResults, read_eval_metrics
@@ -111,6 +112,11 @@ class _SavedModelExporter(Exporter):
         return path
 
 
+_ASSETS = "Write an rx.estimator.Exporter that copies files into the exported folder."
+_TEXT = "The manifest of a saved model is text: leave it out."
+
+
+@refuses("FinalExporter", assets_extra=_ASSETS, as_text=_TEXT)
 class FinalExporter(_SavedModelExporter):
     """Exports once, when training has ended.
 
@@ -135,6 +141,7 @@ class FinalExporter(_SavedModelExporter):
         super().__init__(name, serving_input_receiver_fn)
 
 
+@refuses("LatestExporter", assets_extra=_ASSETS, as_text=_TEXT)
 class LatestExporter(_SavedModelExporter):
     """Exports after each evaluation.
 
@@ -165,6 +172,12 @@ class LatestExporter(_SavedModelExporter):
         super().__init__(name, serving_input_receiver_fn, exports_to_keep)
 
 
+@refuses(
+    "BestExporter",
+    assets_extra=_ASSETS,
+    as_text=_TEXT,
+    event_file_pattern="Give eval_name, the name in EvalSpec(name=...).",
+)
 class BestExporter(_SavedModelExporter):
     """Exports when an evaluation is better than all earlier ones.
 

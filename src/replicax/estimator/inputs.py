@@ -11,12 +11,17 @@ from numpy.typing import ArrayLike
 
 from replicax._util.arguments import require_count
 from replicax._util.types import PyTree
+from replicax.estimator.absent import refuses
 
 __all__ = ["numpy_input_fn", "pandas_input_fn"]
 
 _Named: TypeAlias = np.ndarray | dict[str, np.ndarray]
 
 
+_QUEUE = "Batches are made when they are asked for, without a queue: leave it out."
+
+
+@refuses("numpy_input_fn", num_threads=_QUEUE, queue_capacity=_QUEUE)
 def numpy_input_fn(
     x: ArrayLike | Mapping[str, ArrayLike],
     y: ArrayLike | Mapping[str, ArrayLike] | None = None,
@@ -65,6 +70,7 @@ def numpy_input_fn(
     return _input_fn(caller, features, labels, batch_size, num_epochs, shuffle, seed)
 
 
+@refuses("pandas_input_fn", num_threads=_QUEUE, queue_capacity=_QUEUE)
 def pandas_input_fn(
     x: PyTree,
     y: PyTree = None,

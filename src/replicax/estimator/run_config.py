@@ -9,6 +9,7 @@ from replicax._util.arguments import require_count
 from replicax.cluster.resolvers import ClusterResolver, default_resolver
 from replicax.cluster.spec import ClusterSpec
 from replicax.engine.devices import default_devices
+from replicax.estimator.absent import refuses
 from replicax.strategies.one_device import OneDeviceStrategy
 from replicax.strategies.strategy import Strategy
 
@@ -17,6 +18,21 @@ __all__ = ["RunConfig", "one_device"]
 _DEFAULT_SECONDS = 600.0
 
 
+_RUNTIME = "It is for TensorFlow's runtime: leave it out."
+
+
+@refuses(
+    "RunConfig",
+    checkpoint_save_graph_def=_RUNTIME,
+    device_fn="Give train_distribute, a strategy, which places variables.",
+    experimental_distribute="Give train_distribute and eval_distribute.",
+    experimental_max_worker_delay_secs="Workers start together: leave it out.",
+    keep_checkpoint_every_n_hours="Give keep_checkpoint_max=None for all checkpoints.",
+    protocol=_RUNTIME,
+    save_summary_steps="Give log_step_count_steps, or write summaries in a hook.",
+    session_config=_RUNTIME,
+    session_creation_timeout_secs="Give the strategy timeouts=rx.Timeouts(...).",
+)
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
     """An estimator's strategies, checkpoint intervals and seed.

@@ -12,6 +12,7 @@ import keras
 
 from replicax._util.types import PyTree, Tensor
 from replicax.errors import ContextError
+from replicax.estimator.absent import refuses
 from replicax.estimator.hooks import SessionRunHook, listed_of
 
 __all__ = [
@@ -91,6 +92,11 @@ def minimize(
     return TrainOp(optimizer, loss, None if var_list is None else tuple(var_list))
 
 
+@refuses(
+    "EstimatorSpec",
+    scaffold="Give the estimator warm_start_from, and write a SessionRunHook.",
+    training_chief_hooks="Give training_hooks that look at config.is_chief.",
+)
 @dataclasses.dataclass(frozen=True)
 class EstimatorSpec:
     """The result of a `model_fn`: predictions, loss, update and metrics.

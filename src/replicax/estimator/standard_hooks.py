@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 import numpy as np
 
+from replicax.estimator.absent import refuses
 from replicax.estimator.hooks import (
     HookSession,
     Interval,
@@ -83,6 +84,11 @@ class StopAtStepHook(SessionRunHook):
             run_context.request_stop()
 
 
+@refuses(
+    "StepCounterHook",
+    output_dir="Read steps_per_second in a hook of your own, and write it.",
+    summary_writer="Read steps_per_second in a hook of your own, and write it.",
+)
 class StepCounterHook(IntervalHook):
     """A hook that logs steps per second.
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import keras
 
+from replicax.estimator.absent import refuses
 from replicax.estimator.feature_column.column import (
     Arrays,
     CategoricalColumn,
@@ -173,6 +174,14 @@ class EmbeddingColumn(_DenseOfCategories):
         return combined(vectors, ids, weights, self.combiner)
 
 
+_FROM_CHECKPOINT = "Give an initializer that returns the checkpoint's table."
+
+
+@refuses(
+    "embedding_column",
+    ckpt_to_load_from=_FROM_CHECKPOINT,
+    tensor_name_in_ckpt=_FROM_CHECKPOINT,
+)
 def embedding_column(
     categorical_column: CategoricalColumn,
     dimension: int,
@@ -217,6 +226,11 @@ def embedding_column(
     )
 
 
+@refuses(
+    "shared_embeddings",
+    ckpt_to_load_from=_FROM_CHECKPOINT,
+    tensor_name_in_ckpt=_FROM_CHECKPOINT,
+)
 def shared_embeddings(
     categorical_columns: Sequence[CategoricalColumn],
     dimension: int,
