@@ -117,6 +117,8 @@ class Estimator:
             raise TypeError(f"Estimator: params must be a dict; got {params!r}.")
         config = config or RunConfig()
         given = {os.fspath(x) for x in (model_dir, config.model_dir) if x is not None}
+        if "" in given:
+            raise ValueError("Estimator: model_dir must name a folder; got ''.")
         if len(given) > 1:
             raise ValueError(
                 f"Estimator: model_dir={model_dir!r} and the config's "
