@@ -10,13 +10,23 @@ import numpy as np
 
 from replicax._private.keras import has_value, set_value
 from replicax._util.types import PyTree, Tensor
+from replicax.estimator.absent import refuses
 from replicax.estimator.estimator import Estimator
 from replicax.estimator.run_config import RunConfig
 from replicax.estimator.spec import EstimatorSpec, ModeKeys, minimize
 
 __all__ = ["model_to_estimator", "start_from"]
 
+_WITH_WEIGHTS = {"features", "sample_weights"}
+"""Names in TF of a model's features beside the weights of the examples."""
 
+
+@refuses(
+    "model_to_estimator",
+    checkpoint_format="Checkpoints have one format: leave it out.",
+    export_outputs="Each output is a prediction of the signature serving_default.",
+    metric_names_map="Name the metrics in model.compile(metrics=...).",
+)
 def model_to_estimator(
     keras_model: keras.Model | None = None,
     keras_model_path: str | os.PathLike[str] | None = None,
@@ -28,7 +38,9 @@ def model_to_estimator(
 
     (TF: `tf.keras.estimator.model_to_estimator`.) Training starts from the model's
     present weights and does not change the model itself. Features are the model's
-    inputs: an array, or a dict by the inputs' names.
+    inputs: an array, a tuple, or a dict by the inputs' names; or, with weights of the
+    examples, a dict of `"features"` and `"sample_weights"`. Labels may be a dict by the
+    outputs' names.
 
     Args:
         keras_model: The model, compiled with an optimizer and a loss.
@@ -78,16 +90,22 @@ def model_to_estimator(
             if mode != ModeKeys.PREDICT:
                 model.compile_from_config(copy.deepcopy(compiled))
         training = mode == ModeKeys.TRAIN
+        weights = None
+        if isinstance(features, dict) and set(features) == _WITH_WEIGHTS:
+            features, weights = features["features"], features["sample_weights"]
         outputs = model(features, training=training)
         if values:
             start_from(model.variables, values)
         predictions = _by_name(model, outputs)
         if mode == ModeKeys.PREDICT:
             return EstimatorSpec(mode, predictions=predictions)
-        loss: Tensor = model.compute_loss(features, labels, outputs, training=training)
+        labels = _like_outputs(labels, outputs, list(predictions))
+        loss: Tensor = model.compute_loss(
+            features, labels, outputs, weights, training=training
+        )
         metrics = {}
         if not training:
-            model.compute_metrics(features, labels, outputs)
+            model.compute_metrics(features, labels, outputs, weights)
             metrics = {m.name: m for m in model.metrics if m.name != "loss"}
         return EstimatorSpec(
             mode,
@@ -102,6 +120,19 @@ def model_to_estimator(
     estimator = Estimator(model_fn, model_dir, config)
     estimator._needs_labels = True
     return estimator
+
+
+def _like_outputs(labels: PyTree, outputs: PyTree, names: list[str]) -> PyTree:
+    """Put labels by the outputs' names into the structure of the outputs."""
+    if not isinstance(labels, dict) or isinstance(outputs, dict):
+        return labels
+    if set(labels) != set(names):
+        raise ValueError(
+            f"model_to_estimator: the model has the outputs {names}; got labels "
+            f"{sorted(labels)}. Name them alike, or give an array for each output."
+        )
+    listed = [labels[name] for name in names]
+    return listed if isinstance(outputs, list | tuple) else listed[0]
 
 
 def start_from(variables: Sequence[PyTree], values: Sequence[PyTree]) -> None:

@@ -177,7 +177,7 @@ class InputPipeline:
             )
         if self._mode == ModeKeys.PREDICT:
             labels = None
-        return _arrays(features), _arrays(labels)
+        return _arrays(_parts_of(features)), _arrays(_parts_of(labels))
 
 
 def require_input_function(input_fn: object, caller: str) -> None:
@@ -187,6 +187,12 @@ def require_input_function(input_fn: object, caller: str) -> None:
             f"{caller}: input_fn must be a function that returns a dataset; got "
             f"{input_fn!r}. Write input_fn=lambda: dataset."
         )
+
+
+def _parts_of(value: PyTree) -> PyTree:
+    """Convert a list of arrays to a tuple: as in TF, it is several features."""
+    is_parts = isinstance(value, list) and all(is_arrays(x) for x in value)
+    return tuple(value) if is_parts else value
 
 
 def _arrays(value: PyTree) -> PyTree:
