@@ -436,6 +436,10 @@ def test_what_is_left(before: str, reason: str) -> None:
 @pytest.mark.parametrize(
     ("statement", "notes"),
     [
+        ("tf.maximum(y, 0.0)", ["where both are equal"]),
+        ("tf.keras.backend.clip(y, 0.0, 1.0)", ["where both are equal"]),
+        ("tf.abs(y)", ["has the gradient 1 at 0"]),
+        ("tf.nn.selu(y)", ["has the gradient 1.76 at 0"]),
         ("tf.random.set_seed(1)", ["other random numbers"]),
         ("tf.keras.utils.set_random_seed(1)", ["other random numbers"]),
         ("tf.keras.initializers.HeNormal(seed=1)", ["from a seed"]),
