@@ -176,7 +176,11 @@ class Job(Supervisor):
     def _steps_of(self, gang: Gang, reports: Sequence[FailureReport]) -> int:
         """The last known step of a gang; -1: unknown."""
         if self._has_servers:
-            return -1 if self.status is None else self.status.progress(gang.names[0])
+            if self.status is None:
+                return -1
+            is_chief = gang is self._chief
+            look = self.status.progress_of_chief if is_chief else self.status.progress
+            return look(gang.names[0])
         reported = [step for report in reports for step in report.steps.values()]
         return max([*reported, FailureReport.last_progress(gang.report_folder)])
 

@@ -151,6 +151,15 @@ class JobStatus:
         readings = self.readings.get(name)
         return int(readings.steps.total) if readings and readings.steps.total else -1
 
+    def progress_of_chief(self, name: str) -> int:
+        """Steps of the chief, or updates where only others make steps; -1: unknown.
+
+        The chief of a `ClusterCoordinator` schedules functions and makes no steps.
+        """
+        own = self.progress(name)
+        servers = [task for task in self.readings if task.startswith("ps:")]
+        return own if own >= 0 else max(map(self.progress, servers), default=-1)
+
     def _run(self) -> None:
         try:  # A late import: it loads JAX, which jobs without servers do not need.
             from replicax.ps.connection import Connection, ServerRefused
