@@ -218,25 +218,28 @@ def write(folder: Path, losses: dict[int, float]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("losses", "stops"),
+    ("losses", "least", "stops"),
     [
-        ({}, False),
-        ({10: 3.0, 20: 2.0, 30: 1.0}, False),
-        ({10: 3.0, 20: 4.0, 29: 5.0}, False),
-        ({10: 3.0, 20: 4.0, 30: 5.0}, True),
-        ({10: 3.0, 20: 3.0, 30: 3.0}, True),
+        ({}, 0, False),
+        ({10: 3.0, 20: 2.0, 30: 1.0}, 0, False),
+        ({10: 3.0, 20: 4.0, 29: 5.0}, 0, False),
+        ({10: 3.0, 20: 4.0, 30: 5.0}, 0, True),
+        ({10: 3.0, 20: 3.0, 30: 3.0}, 0, True),
+        ({10: 1.0, 20: 4.0, 30: 3.0, 40: 2.0}, 20, False),
+        ({10: 1.0, 20: 4.0, 30: 5.0, 40: 6.0}, 20, True),
     ],
 )
 def test_training_stops_without_progress(
-    losses: dict[int, float], stops: bool, tmp_path: Path
+    losses: dict[int, float], least: int, stops: bool, tmp_path: Path
 ) -> None:
+    every = {"min_steps": least, "run_every_steps": 1}
     estimator = Estimator(model_fn, tmp_path)
     write(tmp_path / "eval", losses)
-    hook = stop_if_no_decrease_hook(estimator, "loss", 20, run_every_steps=1)
+    hook = stop_if_no_decrease_hook(estimator, "loss", 20, **every)
     estimator.train(input_fn, hooks=[hook], steps=4)
     assert (int(estimator.get_variable_value("global_step")) < 4) == stops
     write(tmp_path / "eval", {k: -v for k, v in losses.items()})
-    hook = stop_if_no_increase_hook(estimator, "loss", 20, run_every_steps=1)
+    hook = stop_if_no_increase_hook(estimator, "loss", 20, **every)
     estimator.train(input_fn, hooks=[hook], max_steps=8)
     assert (int(estimator.get_variable_value("global_step")) < 8) == stops
 

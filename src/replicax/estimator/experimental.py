@@ -104,7 +104,7 @@ def stop_if_no_decrease_hook(
         metric_name: A key of the result of `evaluate`, such as `"loss"`.
         max_steps_without_decrease: Training steps without a new minimum to stop after.
         eval_dir: Folder of the evaluations; defaults to `estimator.eval_dir()`.
-        min_steps: The first global step whose evaluation may stop training.
+        min_steps: Evaluations of earlier global steps are ignored.
         run_every_secs: Seconds between two reads of the evaluations.
         run_every_steps: Steps between two reads, in place of seconds.
 
@@ -117,9 +117,11 @@ def stop_if_no_decrease_hook(
         >>> estimator = rx.estimator.LinearRegressor([column])
         >>> hook = stop_if_no_decrease_hook(estimator, "loss", 100)
     """
-    says_stop = _without_progress(operator.lt, max_steps_without_decrease, min_steps)
-    where = estimator, metric_name, eval_dir, run_every_secs, run_every_steps
-    return _stopping("stop_if_no_decrease_hook", says_stop, *where)
+    stops = _without_progress(operator.lt, max_steps_without_decrease)
+    evaluations = estimator, metric_name, eval_dir, min_steps
+    return _stopping(
+        "stop_if_no_decrease_hook", stops, evaluations, run_every_secs, run_every_steps
+    )
 
 
 def stop_if_no_increase_hook(
@@ -133,17 +135,7 @@ def stop_if_no_increase_hook(
 ) -> SessionRunHook:
     """A hook that stops training when a metric has stopped increasing.
 
-    Args:
-        estimator: The estimator that trains.
-        metric_name: A key of the result of `evaluate`, such as `"accuracy"`.
-        max_steps_without_increase: Training steps without a new maximum to stop after.
-        eval_dir: Folder of the evaluations; defaults to `estimator.eval_dir()`.
-        min_steps: The first global step whose evaluation may stop training.
-        run_every_secs: Seconds between two reads of the evaluations.
-        run_every_steps: Steps between two reads, in place of seconds.
-
-    Raises:
-        ValueError: In training: if an evaluation has no such metric.
+    It is `stop_if_no_decrease_hook` for a metric of which more is better.
 
     Example:
         >>> import replicax as rx
@@ -151,9 +143,11 @@ def stop_if_no_increase_hook(
         >>> estimator = rx.estimator.LinearRegressor([column])
         >>> hook = stop_if_no_increase_hook(estimator, "label/mean", 100)
     """
-    says_stop = _without_progress(operator.gt, max_steps_without_increase, min_steps)
-    where = estimator, metric_name, eval_dir, run_every_secs, run_every_steps
-    return _stopping("stop_if_no_increase_hook", says_stop, *where)
+    stops = _without_progress(operator.gt, max_steps_without_increase)
+    evaluations = estimator, metric_name, eval_dir, min_steps
+    return _stopping(
+        "stop_if_no_increase_hook", stops, evaluations, run_every_secs, run_every_steps
+    )
 
 
 def stop_if_higher_hook(
@@ -167,17 +161,8 @@ def stop_if_higher_hook(
 ) -> SessionRunHook:
     """A hook that stops training when an evaluation's metric is above a threshold.
 
-    Args:
-        estimator: The estimator that trains.
-        metric_name: A key of the result of `evaluate`, such as `"loss"`.
-        threshold: The value; one that is equal does not stop training.
-        eval_dir: Folder of the evaluations; defaults to `estimator.eval_dir()`.
-        min_steps: The first global step whose evaluation may stop training.
-        run_every_secs: Seconds between two reads of the evaluations.
-        run_every_steps: Steps between two reads, in place of seconds.
-
-    Raises:
-        ValueError: In training: if an evaluation has no such metric.
+    A value equal to `threshold` does not. Other arguments and errors are those of
+    `stop_if_no_decrease_hook`.
 
     Example:
         >>> import replicax as rx
@@ -185,9 +170,11 @@ def stop_if_higher_hook(
         >>> estimator = rx.estimator.LinearRegressor([column])
         >>> hook = stop_if_higher_hook(estimator, "loss", 1e3)
     """
-    says_stop = _beyond(operator.gt, threshold, min_steps)
-    where = estimator, metric_name, eval_dir, run_every_secs, run_every_steps
-    return _stopping("stop_if_higher_hook", says_stop, *where)
+    stops = _beyond(operator.gt, threshold)
+    evaluations = estimator, metric_name, eval_dir, min_steps
+    return _stopping(
+        "stop_if_higher_hook", stops, evaluations, run_every_secs, run_every_steps
+    )
 
 
 def stop_if_lower_hook(
@@ -201,17 +188,8 @@ def stop_if_lower_hook(
 ) -> SessionRunHook:
     """A hook that stops training when an evaluation's metric is below a threshold.
 
-    Args:
-        estimator: The estimator that trains.
-        metric_name: A key of the result of `evaluate`, such as `"loss"`.
-        threshold: The value; one that is equal does not stop training.
-        eval_dir: Folder of the evaluations; defaults to `estimator.eval_dir()`.
-        min_steps: The first global step whose evaluation may stop training.
-        run_every_secs: Seconds between two reads of the evaluations.
-        run_every_steps: Steps between two reads, in place of seconds.
-
-    Raises:
-        ValueError: In training: if an evaluation has no such metric.
+    A value equal to `threshold` does not. Other arguments and errors are those of
+    `stop_if_no_decrease_hook`.
 
     Example:
         >>> import replicax as rx
@@ -219,54 +197,56 @@ def stop_if_lower_hook(
         >>> estimator = rx.estimator.LinearRegressor([column])
         >>> hook = stop_if_lower_hook(estimator, "loss", 1e-3)
     """
-    says_stop = _beyond(operator.lt, threshold, min_steps)
-    where = estimator, metric_name, eval_dir, run_every_secs, run_every_steps
-    return _stopping("stop_if_lower_hook", says_stop, *where)
+    stops = _beyond(operator.lt, threshold)
+    evaluations = estimator, metric_name, eval_dir, min_steps
+    return _stopping(
+        "stop_if_lower_hook", stops, evaluations, run_every_secs, run_every_steps
+    )
 
 
 def _without_progress(
-    is_better: Callable[[float, float], bool], max_steps: int, min_steps: int
+    is_better: Callable[[float, float], bool], max_steps: int
 ) -> Callable[[_Values], bool]:
-    def says_stop(values: _Values) -> bool:
+    def stops(values: _Values) -> bool:
         best: tuple[int, float] | None = None
         for step, value in values:
             if best is None or is_better(value, best[1]):
                 best = (step, value)
-            elif step >= min_steps and step - best[0] >= max_steps:
+            elif step - best[0] >= max_steps:
                 return True
         return False
 
-    return says_stop
+    return stops
 
 
 def _beyond(
-    is_beyond: Callable[[float, float], bool], threshold: float, min_steps: int
+    is_beyond: Callable[[float, float], bool], threshold: float
 ) -> Callable[[_Values], bool]:
-    return lambda values: any(
-        step >= min_steps and is_beyond(value, threshold) for step, value in values
-    )
+    return lambda values: any(is_beyond(value, threshold) for _, value in values)
 
 
 def _stopping(
     caller: str,
-    says_stop: Callable[[_Values], bool],
-    estimator: Estimator,
-    metric_name: str,
-    eval_dir: str | None,
+    stops: Callable[[_Values], bool],
+    evaluations: tuple[Estimator, str, str | None, int],
     run_every_secs: float | None,
     run_every_steps: int | None,
 ) -> SessionRunHook:
-    """A hook that applies `says_stop` to the evaluations on disk."""
+    """A hook that applies `stops` to a metric of the evaluations on disk."""
+    estimator, name, eval_dir, min_steps = evaluations
 
     def should_stop() -> bool:
+        values: _Values = []
         results = read_eval_metrics(eval_dir or estimator.eval_dir())
         for step, metrics in results.items():
-            if metric_name not in metrics:
+            if name not in metrics:
                 raise ValueError(
-                    f"{caller}: the evaluation of step {step} has no {metric_name!r}, "
-                    f"only {sorted(metrics)}."
+                    f"{caller}: the evaluation of step {step} has no {name!r}, only "
+                    f"{sorted(metrics)}."
                 )
-        return says_stop([(s, metrics[metric_name]) for s, metrics in results.items()])
+            if step >= min_steps:
+                values.append((step, metrics[name]))
+        return stops(values)
 
     return make_early_stopping_hook(
         estimator, should_stop, run_every_secs, run_every_steps
