@@ -1,5 +1,6 @@
 """Keras models as estimators: inputs and labels in all the forms that TF takes."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,49 @@ def test_weights_of_the_examples(tmp_path: Path) -> None:
 def test_labels_of_other_names(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"outputs \['sum', 'difference'\]; got .*'x'"):
         same_weights(tmp_path, two_by_two(), ((A, B), {"x": A, "sum": SUM}))
+
+
+def test_a_model_that_is_not_trained_further(tmp_path: Path) -> None:
+    model = two_by_two()
+    model.layers[-1].kernel.assign([[2.0], [3.0]])
+    estimator = model_to_estimator(model, model_dir=tmp_path / "model")
+
+    def input_fn() -> Any:
+        return (A, B), (SUM, DIFFERENCE)
+
+    def check(step: int) -> None:
+        result = estimator.evaluate(input_fn)
+        assert result["global_step"] == step
+        assert (result["loss"] == pytest.approx(expected(model), rel=1e-5)) != step
+        found = next(estimator.predict(input_fn))["difference"]
+        assert (found == pytest.approx(2 * A[0] + 3 * B[0])) != step
+
+    check(0)
+    receiver_fn = rx.estimator.export.build_raw_serving_input_receiver_fn(
+        {"a": A, "b": B}
+    )
+    estimator.export_saved_model(tmp_path / "saved", receiver_fn, platforms=["cpu"])
+    saved = rx.estimator.load_saved_model(tmp_path / "saved")
+    assert saved({"a": A, "b": B})["difference"] == pytest.approx(2 * A + 3 * B)
+    estimator.train(input_fn, steps=1)
+    check(1)
+    shutil.rmtree(tmp_path / "model")
+    check(0)
+
+
+def test_a_warm_start_that_is_not_trained_further(tmp_path: Path) -> None:
+    columns = [rx.feature_column.numeric_column("x")]
+
+    def input_fn() -> Any:
+        return {"x": A}, SUM
+
+    first = rx.estimator.LinearRegressor(columns, tmp_path / "first")
+    loss = first.train(input_fn, steps=3).evaluate(input_fn)["loss"]
+    second = rx.estimator.LinearRegressor(
+        columns, tmp_path / "second", warm_start_from=tmp_path / "first"
+    )
+    assert second.evaluate(input_fn)["loss"] == pytest.approx(loss)
+    assert second.evaluate(input_fn)["global_step"] == 0
 
 
 def test_arguments_that_only_tf_has() -> None:

@@ -30,6 +30,7 @@ from replicax.estimator.receivers import ServingInputReceiver, checked_receiver_
 from replicax.estimator.run_config import RunConfig, one_device
 from replicax.estimator.saving import (
     CHECKPOINT_NAME,
+    restore_found,
     saved_variables,
     step_of,
     warm_start,
@@ -98,6 +99,7 @@ class Estimator:
     """
 
     _needs_labels = False
+    _begins_trained = False  # Whether initial values are worth an evaluation.
 
     def __init__(
         self,
@@ -268,17 +270,19 @@ class Estimator:
             losses) and `global_step`.
 
         Raises:
-            ValueError: If there is no checkpoint, or `steps` is less than 1.
+            ValueError: If there is no checkpoint, and no model or `warm_start_from` to
+                begin with; or if `steps` is less than 1.
             CheckpointError: If the checkpoint is of another model.
         """
         _check_steps("evaluate", steps)
-        find_path = self._finder(checkpoint_path, "evaluate")
         strategy = self._config.evaluating_strategy()
-        model = self._model(ModeKeys.EVAL, strategy)
+        key = ModeKeys.EVAL, strategy
+        restore = self._restorer(checkpoint_path, "evaluate", key)
+        model = self._model(*key)
         source = self._input(input_fn, ModeKeys.EVAL)
         every = listed_of(SessionRunHook, hooks, "Estimator.evaluate: hooks")
         loop = Evaluation(model=model, source=source, hooks=every)
-        results, path = loop.run(find_path, steps)
+        results, path = loop.run(restore, steps)
         if strategy.is_chief:
             append_evaluation(Path(self.eval_dir(name)), path, results)
         _logger.info("Evaluation of %s: %s", path, results)
@@ -310,17 +314,17 @@ class Estimator:
             ValueError: When the generator starts: if there is no checkpoint, no such
                 key, or predictions have no batch dimension.
         """
-        find_path = self._finder(checkpoint_path, "predict")
-        model = self._model(ModeKeys.PREDICT, one_device())
+        key = ModeKeys.PREDICT, one_device()
+        restore = self._restorer(checkpoint_path, "predict", key)
+        model = self._model(*key)
         source = self._input(input_fn, ModeKeys.PREDICT)
         every = listed_of(SessionRunHook, hooks, "Estimator.predict: hooks")
         for hook in every:
             hook.begin()
         # A second generator that runs meanwhile makes another model.
-        key = ModeKeys.PREDICT, model.strategy
         self._models.pop(key, None)
         try:
-            for batch in predictions(model, source, find_path, every):
+            for batch in predictions(model, source, restore, every):
                 found = chosen(self._postprocess(batch), predict_keys)
                 yield from examples_of(found) if yield_single_examples else [found]
         finally:
@@ -372,12 +376,13 @@ class Estimator:
                 be written.
         """
         caller = "export_saved_model"
-        path = self._checkpoint(checkpoint_path, caller)
+        key = ModeKeys.PREDICT, one_device()
+        restore = self._restorer(checkpoint_path, caller, key)
         if self._preprocess is not None:
             warn_of_preprocess(self.model_dir)
         # A separate model: a generator of predictions keeps the values of its own.
         seed = self._config.tf_random_seed or 0
-        model = EstimatorModel(self._function, ModeKeys.PREDICT, one_device(), seed)
+        model = EstimatorModel(self._function, *key, seed)
         receiver = checked_receiver_fn(serving_input_receiver_fn, caller)()
         if not isinstance(receiver, ServingInputReceiver):
             raise TypeError(
@@ -386,7 +391,7 @@ class Estimator:
             )
         folder = export_model(
             model,
-            path,
+            restore,
             receiver,
             Path(export_dir_base),
             getattr(self, "preprocessor", None),
@@ -458,10 +463,24 @@ class Estimator:
             self._models[key] = EstimatorModel(self._function, mode, strategy, seed)
         return self._models[key]
 
-    def _finder(self, path: str | None, method: str) -> Callable[[], str]:
-        """Return a function that finds the checkpoint; raise if there is none now."""
-        self._checkpoint(path, method)
-        return lambda: self._checkpoint(path, method)
+    def _restorer(
+        self, path: str | None, method: str, key: tuple[ModeKeys, Strategy]
+    ) -> Callable[[EstimatorModel], str]:
+        """Return a function that restores a checkpoint and returns its path.
+
+        Without one the model keeps its initial values, for the path "", if they are
+        those of a trained model; else this method raises ValueError.
+        """
+        has_values = self._begins_trained or self._warm_start_from is not None
+
+        def find_path() -> str | None:
+            if has_values and path is None:
+                return self.latest_checkpoint()
+            return self._checkpoint(path, method)
+
+        if find_path() is None:
+            self._models.pop(key, None)  # Its values may be a checkpoint's.
+        return lambda model: restore_found(model, find_path, self._initialize)
 
     def _checkpoint(self, path: str | None, method: str) -> str:
         found = path or self.latest_checkpoint()

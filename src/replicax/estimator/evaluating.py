@@ -10,7 +10,7 @@ import numpy as np
 
 from replicax._util.types import PyTree
 from replicax.checkpoint.evaluation import METRICS_FILE
-from replicax.estimator.saving import restore_found
+from replicax.estimator.model import EstimatorModel
 from replicax.estimator.training import Loop
 from replicax.input.prefetch import DistributedIterator
 
@@ -24,14 +24,14 @@ class Evaluation(Loop):
     """The evaluation loop of one call of `evaluate`."""
 
     def run(
-        self, find_path: Callable[[], str], num_steps: int | None
+        self, restore: Callable[[EstimatorModel], str], num_steps: int | None
     ) -> tuple[EvalResults, str]:
-        """Evaluate the checkpoint that `find_path` finds; return results and path."""
+        """Evaluate the checkpoint that `restore` restores; return results and path."""
 
         def evaluate(steps: DistributedIterator) -> tuple[EvalResults, str]:
             model = self.model
             first = self.first_step(steps, "evaluate")
-            path = restore_found(model, find_path)
+            path = restore(model)
             self.global_step = int(model.global_step.numpy())
             self.start_hooks()
             for metric in (*model.metrics.values(), model.loss):

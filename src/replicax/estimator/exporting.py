@@ -23,7 +23,6 @@ from replicax.estimator.preprocessing import (
     preprocessor_config,
 )
 from replicax.estimator.receivers import SINGLE, ArraySpec, ServingInputReceiver
-from replicax.estimator.saving import restore
 from replicax.estimator.spec import EstimatorSpec
 
 __all__ = ["export_model", "warn_of_preprocess"]
@@ -53,7 +52,7 @@ def warn_of_preprocess(model_dir: str) -> None:
 
 def export_model(
     model: EstimatorModel,
-    checkpoint: str,
+    restore: Callable[[EstimatorModel], str],
     receiver: ServingInputReceiver,
     base: Path,
     preprocessor: Preprocessor | None,
@@ -70,7 +69,8 @@ def export_model(
     host = preprocessor and preprocessor_config(preprocessor, receiver.specs())
     inputs, arrays = _inputs(receiver, host)
     model.build(arrays[SINGLE] if is_single else arrays, None)
-    global_step = restore(model, checkpoint)
+    checkpoint = restore(model)
+    global_step = int(model.global_step.numpy())
     values = {name: np.asarray(v.value) for name, v in model.variables().items()}
     of_program = {
         name: ArraySpec((num_rows, *x.shape[1:]), x.dtype.name)

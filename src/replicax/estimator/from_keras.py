@@ -118,7 +118,7 @@ def model_to_estimator(
         )
 
     estimator = Estimator(model_fn, model_dir, config)
-    estimator._needs_labels = True
+    estimator._needs_labels = estimator._begins_trained = True
     return estimator
 
 

@@ -5,7 +5,6 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from replicax._util.types import PyTree
 from replicax.estimator.hooks import SessionRunHook
 from replicax.estimator.model import EstimatorModel
-from replicax.estimator.saving import restore_found
 from replicax.estimator.user_functions import InputPipeline
 
 __all__ = ["chosen", "examples_of", "predictions"]
@@ -14,7 +13,7 @@ __all__ = ["chosen", "examples_of", "predictions"]
 def predictions(
     model: EstimatorModel,
     source: InputPipeline,
-    find_path: Callable[[], str],
+    restore: Callable[[EstimatorModel], str],
     hooks: list[SessionRunHook],
 ) -> Generator[PyTree]:
     """Yield predictions batch by batch, as arrays `[b, ...]` on the host.
@@ -27,7 +26,7 @@ def predictions(
         for features, labels in steps:
             if not is_restored:
                 model.build(features, labels)
-                restore_found(model, find_path)
+                restore(model)
                 for hook in model.spec.hooks():
                     hook.begin()
                     hooks.append(hook)

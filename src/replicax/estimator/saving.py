@@ -184,10 +184,16 @@ def restore(model: EstimatorModel, path: str) -> int:
     return int(contents.arrays["global_step"])
 
 
-def restore_found(model: EstimatorModel, find_path: Callable[[], str]) -> str:
-    """Find and restore a checkpoint, again if another process deletes it; its path."""
-    while True:
-        path = find_path()
+def restore_found(
+    model: EstimatorModel,
+    find_path: Callable[[], str | None],
+    initialize: Callable[[EstimatorModel], None],
+) -> str:
+    """Find and restore a checkpoint, again if another process deletes it; its path.
+
+    If `find_path` finds none it calls `initialize`; the path is "".
+    """
+    while (path := find_path()) is not None:
         try:
             restore(model, path)
         except CheckpointError:
@@ -195,6 +201,9 @@ def restore_found(model: EstimatorModel, find_path: Callable[[], str]) -> str:
                 raise
         else:
             return path
+    _logger.warning("Estimator: there is no checkpoint: the model is not trained yet.")
+    initialize(model)
+    return ""
 
 
 def step_of(path: str) -> int:
