@@ -181,3 +181,13 @@ def test_default_optimizers() -> None:
     assert default(named) == ("Ftrl", pytest.approx(0.2))
     deep = DNNPart(columns, [4], "Adagrad", "relu", None, False)
     assert default(deep) == ("Adagrad", pytest.approx(0.05))
+
+
+def test_examples_without_weight_count_nothing(tmp_path) -> None:
+    column = fc.numeric_column("x")
+    estimator = E.LinearClassifier([column], tmp_path, weight_column="w")
+    x, y = np.arange(4.0), np.array([0, 1, 1, 1])
+    estimator.train(lambda: ({"x": x, "w": np.ones(4)}, y), steps=1)
+    results = estimator.evaluate(lambda: ({"x": x, "w": np.zeros(4)}, y))
+    assert results.pop("global_step") == 1
+    assert set(results.values()) == {0.0}

@@ -196,7 +196,8 @@ class _LargerShare(keras.metrics.Mean):
 
     def result(self) -> jax.Array:
         share = jnp.asarray(super().result())
-        return jnp.maximum(share, 1 - share)
+        # As in TF 0 where no example has a weight, like the accuracy.
+        return jnp.where(self.count > 0, jnp.maximum(share, 1 - share), 0.0)
 
 
 def _mean(

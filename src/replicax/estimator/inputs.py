@@ -182,6 +182,11 @@ def _input_fn(
         require_count(num_epochs, f"{caller}: num_epochs", 1, otherwise=", or None")
     if seed is not None and seed < 0:
         raise ValueError(f"{caller}: seed must not be negative; got {seed!r}.")
+    for name, arrays in (("x", features), ("y", labels)):
+        if isinstance(arrays, dict) and not arrays:
+            raise ValueError(
+                f"{caller}: {name} must have at least one array; got {{}}."
+            )
     sizes = _sizes("x", features) | ({} if labels is None else _sizes("y", labels))
     if len(set(sizes.values())) != 1 or 0 in sizes.values():
         raise ValueError(
