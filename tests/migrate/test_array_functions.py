@@ -80,6 +80,8 @@ def test_functions_of_arrays(call: str, expected: Any) -> None:
     [
         ("tf.gather(x, i, batch_dims=n)", "are no numbers in sight"),
         ("tf.gather(tf.keras.Input((3,)), i, batch_dims=1)", "no batch_dims="),
+        ("tf.split(x, sizes)", "positions where TensorFlow takes sizes"),
+        ("tf.split(x, [2, -1])", "positions where TensorFlow takes sizes"),
         ("tf.scan(f, x)", "its argument 'initializer' was not found"),
         ("tf.math.confusion_matrix(x, i)", "its argument 'num_classes' was not found"),
         ("tf.nn.depth_to_space(x, 2, 'NCHW')", "has no argument 'data_format'"),
