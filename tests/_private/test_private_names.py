@@ -136,6 +136,7 @@ OWNERS: dict[str, list[Callable[[], Any]]] = {
     # Its callbacks and modules.
     "_batches_seen_since_last_saving": [model_checkpoint],
     "_last_batch_seen": [model_checkpoint],
+    "_executor": [keras.callbacks.CallbackList],
     "_to_backend_device": [module_of("keras.src.backend.jax.distribution_lib")],
     "_initialize_weights": [lambda: keras.layers.JaxLayer],
     # JAX.

@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+import time
 from typing import Any
 
 import keras
@@ -148,3 +149,26 @@ def test_layers_are_found_in_what_a_trained_model_is_given(outcome: Any) -> None
         return len(model.layers)
 
     assert outcome(work, 2) == outcome(work, 0) == 4
+
+
+class SlowAtFirst(Listener):
+    """Nobody waits for it, as for a progress bar."""
+
+    async_safe = True
+
+    def hear(self, batch: int, logs: Any = None) -> None:
+        time.sleep(0.05 if batch == 0 else 0)
+        self.heard.append(batch)
+
+    on_train_batch_end = on_test_batch_end = hear
+
+
+def test_batches_are_heard_of_in_their_order(strategy_of: Any) -> None:
+    with strategy_of(1).scope():
+        model = regression()
+    listener = SlowAtFirst()
+    for _ in range(2):
+        model.fit(X, Y, batch_size=BATCH_SIZE, verbose=0, callbacks=[listener])
+        model.evaluate(X, Y, batch_size=BATCH_SIZE, verbose=0, callbacks=[listener])
+    assert listener.heard == 4 * [0, 1, 2]
+    assert not [t for t in threading.enumerate() if "callbacks" in t.name]

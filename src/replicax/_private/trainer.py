@@ -8,6 +8,7 @@ import contextlib
 import copy
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -43,6 +44,7 @@ __all__ = [
     "end_epoch",
     "get_data_adapter",
     "hears",
+    "in_order",
     "initial_epoch_of",
     "makes_batches_ahead",
     "metrics_in_order",
@@ -193,6 +195,20 @@ def hears(callbacks: Any, names: tuple[str, ...]) -> bool:
         return True
     methods = [getattr(c, name, None) for c in callbacks.callbacks for name in names]
     return not all(map(is_default, methods))
+
+
+def in_order(callbacks: Any) -> Any:
+    """Have the calls for batches that nobody waits for made in their order.
+
+    Keras gives them to several threads: one that waits for a batch's logs is overtaken,
+    and a progress bar ends at an earlier batch, such as with 3/3 after five.
+
+    Args:
+        callbacks: Keras' `CallbackList`, which is returned.
+    """
+    if getattr(callbacks, "_executor", None) is None:
+        callbacks._executor = ThreadPoolExecutor(1, "replicax-callbacks")
+    return callbacks
 
 
 def initial_epoch_of(model: Any) -> int | None:

@@ -395,17 +395,17 @@ def _callback_list(
     epochs: int = 1,
     add_history: bool = False,
 ) -> PyTree:
-    if isinstance(callbacks, keras.callbacks.CallbackList):
-        return callbacks
-    return keras.callbacks.CallbackList(
-        callbacks,
-        add_history=add_history,
-        add_progbar=verbose != 0,
-        verbose=verbose,
-        epochs=epochs,
-        steps=data.num_batches,
-        model=model,
-    )
+    if not isinstance(callbacks, keras.callbacks.CallbackList):
+        callbacks = keras.callbacks.CallbackList(
+            callbacks,
+            add_history=add_history,
+            add_progbar=verbose != 0,
+            verbose=verbose,
+            epochs=epochs,
+            steps=data.num_batches,
+            model=model,
+        )
+    return trainer.in_order(callbacks)
 
 
 def _results(model: keras.Model, logs: PyTree) -> PyTree:
