@@ -251,7 +251,7 @@ def public_names(module: str) -> list[str]:
 
 # These are shown under their own names, or are packages' parts that a page lists.
 _ELSEWHERE = {
-    "estimator": ("experimental",),
+    "estimator": ("experimental", "export"),
     "planning": ("plan",),
     "input": ("AutoShardPolicy", "FileDataset", "InputContext", "images"),
 }
