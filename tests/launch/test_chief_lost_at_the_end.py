@@ -37,7 +37,9 @@ OPTIONS = ("--workers", "2", "--ps", "2", "--backoff-seconds", "0.1")
         # One server was killed before it could end as well.
         ("", "time.sleep(2 if name != 'ps:0' else 100)", "worker:0 | again"),
     ],
+    ids=["after", "before", "one_killed"],
 )
+@pytest.mark.slow(but=["before"])
 def test_the_job_is_done(tmp_path, before, server, output):
     script = tmp_path / "train.py"
     script.write_text(HEAD + KILLED.format(before=before) + CODE.format(server=server))
