@@ -135,7 +135,17 @@ def stop_if_no_increase_hook(
 ) -> SessionRunHook:
     """A hook that stops training when a metric has stopped increasing.
 
-    It is `stop_if_no_decrease_hook` for a metric of which more is better.
+    Args:
+        estimator: The estimator that trains.
+        metric_name: A key of the result of `evaluate`, such as `"accuracy"`.
+        max_steps_without_increase: Training steps without a new maximum to stop after.
+        eval_dir: Folder of the evaluations; defaults to `estimator.eval_dir()`.
+        min_steps: Evaluations of earlier global steps are ignored.
+        run_every_secs: Seconds between two reads of the evaluations.
+        run_every_steps: Steps between two reads, in place of seconds.
+
+    Raises:
+        ValueError: In training: if an evaluation has no such metric.
 
     Example:
         >>> import replicax as rx
@@ -161,8 +171,17 @@ def stop_if_higher_hook(
 ) -> SessionRunHook:
     """A hook that stops training when an evaluation's metric is above a threshold.
 
-    A value equal to `threshold` does not. Other arguments and errors are those of
-    `stop_if_no_decrease_hook`.
+    Args:
+        estimator: The estimator that trains.
+        metric_name: A key of the result of `evaluate`, such as `"loss"`.
+        threshold: The value; one that is equal does not stop training.
+        eval_dir: Folder of the evaluations; defaults to `estimator.eval_dir()`.
+        min_steps: Evaluations of earlier global steps are ignored.
+        run_every_secs: Seconds between two reads of the evaluations.
+        run_every_steps: Steps between two reads, in place of seconds.
+
+    Raises:
+        ValueError: In training: if an evaluation has no such metric.
 
     Example:
         >>> import replicax as rx
@@ -188,8 +207,17 @@ def stop_if_lower_hook(
 ) -> SessionRunHook:
     """A hook that stops training when an evaluation's metric is below a threshold.
 
-    A value equal to `threshold` does not. Other arguments and errors are those of
-    `stop_if_no_decrease_hook`.
+    Args:
+        estimator: The estimator that trains.
+        metric_name: A key of the result of `evaluate`, such as `"loss"`.
+        threshold: The value; one that is equal does not stop training.
+        eval_dir: Folder of the evaluations; defaults to `estimator.eval_dir()`.
+        min_steps: Evaluations of earlier global steps are ignored.
+        run_every_secs: Seconds between two reads of the evaluations.
+        run_every_steps: Steps between two reads, in place of seconds.
+
+    Raises:
+        ValueError: In training: if an evaluation has no such metric.
 
     Example:
         >>> import replicax as rx
