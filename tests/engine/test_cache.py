@@ -56,15 +56,13 @@ def strategy(request: pytest.FixtureRequest) -> Iterator[rx.Strategy]:
             yield rx.OneDeviceStrategy("cpu:1")
         case _:
             default = rx.get_strategy()
-            default.runner.programs._programs.clear()
+            default.runner.programs._entries.clear()
             yield default
 
 
 def sizes(strategy: rx.Strategy) -> list[int]:
     """XLA programs behind each of the strategy's programs."""
-    return [
-        p._jitted._cache_size() for p in strategy.runner.programs._programs.values()
-    ]
+    return [p._jitted._cache_size() for p in strategy.runner.programs]
 
 
 def test_the_counter_counts() -> None:

@@ -32,7 +32,7 @@ def all_reduce(strategy: rx.Strategy, x: Any, op: str = "sum") -> np.ndarray:
 def program_text(strategy: rx.Strategy, x: np.ndarray) -> str:
     """The program of `all_reduce` as XLA compiled it."""
     all_reduce(strategy, x)
-    (program,) = strategy.runner.programs._programs.values()
+    (program,) = strategy.runner.programs
     return program._jitted.lower([], [], (x,)).compile().as_text() or ""
 
 

@@ -97,7 +97,7 @@ def test_only_written_variables_are_outputs(strategy) -> None:
         written.assign(written + read)
 
     strategy.run(step)
-    (program,) = strategy.runner.programs._programs.values()
+    (program,) = strategy.runner.programs
     assert program.written == [written]
     assert program.variables == [written, read]
     assert read.value is before

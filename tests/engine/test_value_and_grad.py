@@ -47,7 +47,7 @@ def functional_step(model: keras.Model) -> Callable[..., Any]:
 def flops(strategy: rx.Strategy, step: Callable[..., Any], args: Any) -> float:
     """Of the compiled program, after XLA has merged what is computed twice."""
     strategy.run(step, args)
-    program = list(strategy.runner.programs._programs.values())[-1]
+    program = list(strategy.runner.programs)[-1]
     inputs = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
         (

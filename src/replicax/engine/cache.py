@@ -7,8 +7,8 @@ import threading
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
-from typing import Generic, TypeVar
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, Generic, TypeVar
 
 from replicax._util.types import PyTree
 from replicax._util.user_code import describe
@@ -197,33 +197,97 @@ def unwrap_partial(
     return fn, args, kwargs
 
 
+class _Entry(Generic[T]):
+    """A program under its key, and who keeps both alive."""
+
+    __slots__ = ("__weakref__", "holder", "key", "program")
+
+    def __init__(self, key: Hashable, program: T, holder: "set[_Entry[T]]") -> None:
+        self.key = key
+        self.program = program
+        self.holder = holder
+        holder.add(self)
+
+
+class _Place:
+    """The place of an entry in the cache, which does not keep it alive; equal by keys.
+
+    Without an entry it is one that is looked for.
+    """
+
+    __slots__ = ("_entry", "_hash", "_key")
+
+    def __init__(self, key: Hashable, entry: _Entry[Any] | None = None) -> None:
+        self._hash = hash(key)
+        self._key = key if entry is None else None
+        self._entry = None if entry is None else weakref.ref(entry)
+
+    @property
+    def key(self) -> Hashable:
+        """The key; None if the entry is gone."""
+        entry = self._entry and self._entry()
+        return self._key if entry is None else entry.key
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Place) and self.key == other.key
+
+
+class _Programs(set[Any]):
+    """Entries that a variable keeps alive; a copy of the variable has none."""
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return (_Programs, ())
+
+
+_PROGRAMS = "_replicax_programs"
+
+
 class ProgramCache(Generic[T]):
     """The most recently used programs, at most `size` of them.
 
+    A program and its key refer to the variables and functions that it is made of. With
+    an owner, such as a weight that it trains, it is kept by that alone: all of them go
+    when nobody else refers to them, as when a script trains one model after another.
+
     Args:
         size: Programs kept; the least recently used one is dropped for a new one.
+        owner_of: The owner of a program; None: the cache keeps it.
     """
 
-    def __init__(self, size: int = 512) -> None:
-        self._programs: OrderedDict[Hashable, T] = OrderedDict()
+    def __init__(
+        self, size: int = 512, owner_of: Callable[[T], object] = lambda _: None
+    ) -> None:
+        self._entries: OrderedDict[_Place, weakref.ref[_Entry[T]]] = OrderedDict()
+        self._kept: set[_Entry[T]] = set()
         self._size = size
+        self._owner_of = owner_of
         # Hashes, which unlike the keys keep nothing alive; none once it was said.
         self._dropped: set[int] | None = set()
         self._lock = threading.Lock()
         self._versions: dict[types.CodeType, list[list[int]]] = {}
         self._warned: set[types.CodeType] = set()
 
+    def __iter__(self) -> Iterator[T]:
+        """The programs, the least recently used one first."""
+        found = [entry() for entry in list(self._entries.values())]
+        return iter([entry.program for entry in found if entry is not None])
+
     def __len__(self) -> int:
-        return len(self._programs)
+        return sum(1 for _ in self)
 
     def get(self, fn: Callable[..., PyTree], key: Hashable, make: Callable[[], T]) -> T:
         """The program under `(function, key)`, made with `make` if it is new."""
         full_key = (function_key(fn), key)
+        place = _Place(full_key)
         with self._lock:
-            program = self._programs.get(full_key)
-            if program is not None:
-                self._programs.move_to_end(full_key)
-                return program
+            found = self._entries.get(place)
+            entry = found and found()
+            if entry is not None:
+                self._entries.move_to_end(place)
+                return entry.program
         self._warn_if_dropped(fn, full_key)
         self._warn_if_made_anew(fn)
         program = make()
@@ -238,12 +302,26 @@ class ProgramCache(Generic[T]):
         self._keep((function_key(fn), key), program)
 
     def _keep(self, full_key: Hashable, program: T) -> None:
+        owner, holder = self._owner_of(program), self._kept
+        if owner is not None:
+            holder = vars(owner).setdefault(_PROGRAMS, _Programs())
         with self._lock:
-            self._programs[full_key] = program
-            if len(self._programs) > self._size:
-                dropped, _ = self._programs.popitem(last=False)
+            self._drop(_Place(full_key))
+            entry = _Entry(full_key, program, holder)
+            self._entries[_Place(full_key, entry)] = weakref.ref(entry)
+            for gone in [n for n, entry in self._entries.items() if entry() is None]:
+                del self._entries[gone]
+            if len(self._entries) > self._size:
+                dropped = next(iter(self._entries))
+                self._drop(dropped)
                 if self._dropped is not None:
                     self._dropped.add(hash(dropped))
+
+    def _drop(self, place: _Place) -> None:
+        found = self._entries.pop(place, None)
+        entry = found and found()
+        if entry is not None:
+            entry.holder.discard(entry)
 
     def _warn_if_dropped(self, fn: Callable[..., PyTree], full_key: Hashable) -> None:
         if self._dropped is None or hash(full_key) not in self._dropped:

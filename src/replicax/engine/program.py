@@ -142,6 +142,12 @@ class Program:
         self._may_crash = group.axis.is_of_cpus and group.axis.size > 1
 
     @property
+    def owner(self) -> Variable | None:
+        """The variable without which it is of no use: a weight, where it has one."""
+        weights = [v for v in self.variables if v.trainable]
+        return next(reversed(weights or self.variables), None)
+
+    @property
     def is_new(self) -> bool:
         """Whether the program has not run yet, and so is not traced in full."""
         return not self._checked

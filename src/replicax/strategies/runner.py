@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import operator
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TypeVar
@@ -93,7 +94,9 @@ class ProgramRunner:
     ) -> None:
         """Make programs for these replicas from now on."""
         self.group = group
-        self.programs = ProgramCache() if programs is None else programs
+        if programs is None:
+            programs = ProgramCache(owner_of=operator.attrgetter("owner"))
+        self.programs = programs
         self._dry_run = dry_run
         # One object each: they are compared in every step.
         self._mirrored, self._per_replica = group.mirrored, group.per_replica
