@@ -132,7 +132,7 @@ def compilations():
 
 def programs_of(model, kind):
     steps = steps_of(model, model._replicax_strategy, kind)
-    return list(steps.programs._programs.values())
+    return list(steps.programs)
 
 
 @pytest.mark.slow(but=["2"])

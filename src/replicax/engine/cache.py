@@ -197,12 +197,14 @@ def unwrap_partial(
     return fn, args, kwargs
 
 
-class _Entry(Generic[T]):
+class _CachedProgram(Generic[T]):
     """A program under its key, and who keeps both alive."""
 
     __slots__ = ("__weakref__", "holder", "key", "program")
 
-    def __init__(self, key: Hashable, program: T, holder: "set[_Entry[T]]") -> None:
+    def __init__(
+        self, key: Hashable, program: T, holder: "set[_CachedProgram[T]]"
+    ) -> None:
         self.key = key
         self.program = program
         self.holder = holder
@@ -217,7 +219,7 @@ class _Place:
 
     __slots__ = ("_entry", "_hash", "_key")
 
-    def __init__(self, key: Hashable, entry: _Entry[Any] | None = None) -> None:
+    def __init__(self, key: Hashable, entry: _CachedProgram[Any] | None = None) -> None:
         self._hash = hash(key)
         self._key = key if entry is None else None
         self._entry = None if entry is None else weakref.ref(entry)
@@ -260,8 +262,10 @@ class ProgramCache(Generic[T]):
     def __init__(
         self, size: int = 512, owner_of: Callable[[T], object] = lambda _: None
     ) -> None:
-        self._entries: OrderedDict[_Place, weakref.ref[_Entry[T]]] = OrderedDict()
-        self._kept: set[_Entry[T]] = set()
+        self._entries: OrderedDict[_Place, weakref.ref[_CachedProgram[T]]] = (
+            OrderedDict()
+        )
+        self._kept: set[_CachedProgram[T]] = set()
         self._size = size
         self._owner_of = owner_of
         # Hashes, which unlike the keys keep nothing alive; none once it was said.
@@ -307,7 +311,7 @@ class ProgramCache(Generic[T]):
             holder = vars(owner).setdefault(_PROGRAMS, _Programs())
         with self._lock:
             self._drop(_Place(full_key))
-            entry = _Entry(full_key, program, holder)
+            entry = _CachedProgram(full_key, program, holder)
             self._entries[_Place(full_key, entry)] = weakref.ref(entry)
             for gone in [n for n, entry in self._entries.items() if entry() is None]:
                 del self._entries[gone]
