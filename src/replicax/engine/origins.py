@@ -6,7 +6,7 @@ made later.
 
 import dataclasses
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
 import keras
@@ -21,7 +21,9 @@ from replicax.engine.divergence import (
 )
 
 __all__ = [
+    "PRODUCTS",
     "Origin",
+    "equations_behind",
     "is_combined",
     "origins_of",
     "path_to_product",
@@ -29,7 +31,7 @@ __all__ = [
     "warn_of_no_sum",
 ]
 
-_PRODUCTS = ("dot_general", "conv_general_dilated")
+PRODUCTS = ("dot_general", "conv_general_dilated")
 
 _SUMMING = (
     "add",
@@ -129,7 +131,7 @@ def _find_depths(last: TracedEquation, depths: dict[int, int]) -> None:
         unknown = [e for e in before if id(e) not in depths]
         stack += unknown
         if not unknown:
-            own = int(equation.primitive.name in _PRODUCTS) or sum(
+            own = int(equation.primitive.name in PRODUCTS) or sum(
                 map(_num_products, inner_jaxprs(equation))
             )
             depths[id(equation)] = own + max((depths[id(e)] for e in before), default=0)
@@ -144,7 +146,7 @@ def _inputs_of(equation: TracedEquation) -> Iterator[TracedEquation]:
 
 def _num_products(jaxpr: AnyJaxpr) -> int:
     return sum(
-        e.primitive.name in _PRODUCTS or sum(map(_num_products, inner_jaxprs(e)))
+        e.primitive.name in PRODUCTS or sum(map(_num_products, inner_jaxprs(e)))
         for e in open_jaxpr(jaxpr).eqns
     )
 
@@ -161,7 +163,7 @@ def path_to_product(
     equation = equation_of(value)
     if equation is None or most == 0:
         return []
-    if equation.primitive.name in _PRODUCTS:
+    if equation.primitive.name in PRODUCTS:
         return [(equation, 0)]
     if equation.primitive.multiple_results:  # A call, a loop.
         return []
@@ -185,7 +187,7 @@ def is_combined(value: jax.Array, most: int = 8) -> bool:
         return False
     if is_declared_mirrored(equation):
         return True
-    if equation.primitive.name in _PRODUCTS or equation.primitive.multiple_results:
+    if equation.primitive.name in PRODUCTS or equation.primitive.multiple_results:
         return False
     alike = [
         is_combined(x, most - 1) for x in equation.in_tracers if x.size == value.size
@@ -341,13 +343,33 @@ def _additive_path(
     value: jax.Array, old: jax.Array, most: int, through: Sequence[str] = _ADDITIVE
 ) -> Iterator[TracedEquation]:
     """The equations behind a value up to the first ones that are not additive."""
-    stack, seen = [value], {id(old)}
-    while stack and len(seen) < most:
+    return equations_behind(
+        value, lambda e: e.primitive.name in through, most, seen={id(old)}
+    )
+
+
+def equations_behind(
+    value: jax.Array,
+    goes_on: Callable[[TracedEquation], bool],
+    most: int,
+    *,
+    seen: Iterable[int] = (),
+) -> Iterator[TracedEquation]:
+    """The equations that a value is made by, each once, last one first.
+
+    Args:
+        value: Inside a replica function.
+        goes_on: Whether the inputs of an equation are looked at as well.
+        most: Number of values to look at.
+        seen: Ids of values that are not looked at, and count as some of these.
+    """
+    stack, looked_at = [value], set(seen)
+    while stack and len(looked_at) < most:
         x = stack.pop()
         equation = equation_of(x)
-        if id(x) in seen or equation is None:
+        if id(x) in looked_at or equation is None:
             continue
-        seen.add(id(x))
+        looked_at.add(id(x))
         yield equation
-        if equation.primitive.name in through:
+        if goes_on(equation):
             stack += equation.in_tracers

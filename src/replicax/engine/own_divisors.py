@@ -13,13 +13,13 @@ from jax.ad_checkpoint import checkpoint_name
 from replicax._private.jax import TracedEquation, equation_of
 from replicax.engine.blocks import primal_of
 from replicax.engine.divergence import is_declared_mirrored
+from replicax.engine.origins import PRODUCTS, equations_behind
 from replicax.engine.scope import current_call, current_context, current_model
 
 __all__ = ["declare_of_batch", "warn_of_own_divisor"]
 
 _OF_BATCH = "replicax_of_batch"
 _MOST_EQUATIONS = 2000
-_PRODUCTS = ("dot_general", "conv_general_dilated")
 _ALIKE = ("broadcast_in_dim", "reshape", "convert_element_type", "squeeze")
 """Primitives that make a number larger or of another type."""
 _COLLECTIVES = ("psum", "psum_invariant", "all_gather", "all_gather_invariant")
@@ -47,7 +47,7 @@ def warn_of_own_divisor(value: jax.Array | None, op: str) -> None:
     if num_rows > 1 and any(
         equation.primitive.name == "div"
         and _is_own_sum(equation.in_tracers[1], ids, num_rows)
-        for equation in _behind(primal_of(value), _PRODUCTS)
+        for equation in _behind(primal_of(value), PRODUCTS)
     ):
         name = getattr(current_model(), "name", "")
         warnings.warn(
@@ -85,15 +85,14 @@ def _is_made_of(value: jax.Array, batch: Container[int]) -> bool:
 
 def _behind(value: jax.Array, ends: tuple[str, ...] = ()) -> Iterator[TracedEquation]:
     """The equations behind a value, up to those of the primitives `ends`."""
-    stack, seen = [value], set[int]()
-    while stack and len(seen) < _MOST_EQUATIONS:
-        x = stack.pop()
-        equation = equation_of(x)
-        if id(x) in seen or equation is None:
-            continue
-        seen.add(id(x))
-        if is_declared_mirrored(equation) or equation.params.get("name") == _OF_BATCH:
-            continue
-        yield equation
-        if equation.primitive.name not in ends:
-            stack += equation.in_tracers
+    found = equations_behind(
+        value,
+        lambda e: not _is_of_all(e) and e.primitive.name not in ends,
+        _MOST_EQUATIONS,
+    )
+    return (equation for equation in found if not _is_of_all(equation))
+
+
+def _is_of_all(equation: TracedEquation) -> bool:
+    """Whether an equation states that its value is of all replicas' rows."""
+    return is_declared_mirrored(equation) or equation.params.get("name") == _OF_BATCH
