@@ -1,16 +1,18 @@
-"""GB/s of a push and a pull of 24 MB through Flight, beside raw TCP sockets.
+"""GB/s of a push and a pull of 24 MB to servers, beside raw TCP sockets.
 
 Each worker and each server is a process. A round trip sends the bytes to the servers,
 an equal share to each, and takes as many back; server and worker take them from memory
-and leave them in memory. The three cases take turns in each round, and medians are
+and leave them in memory. The four cases take turns in each round, and medians are
 compared: raw TCP and Flight, where nothing is computed, and updates, where the servers'
-store makes a step of SGD with what is pushed and answers with the new values.
+store makes a step of SGD with what is pushed and answers with the new values; over
+Flight, as between machines, and through shared memory, as on one.
 
     python benchmarks/flight_round_trip.py --workers 1 2 4 --servers 1 2
 """
 
 import argparse
 import contextlib
+import functools
 import itertools
 import multiprocessing
 import socket
@@ -101,10 +103,13 @@ def flight_round_trip(port: int, values: np.ndarray) -> Callable[[], object]:
     from replicax.ps.connection import Connection
 
     connection = Connection(f"127.0.0.1:{port}", credentials())
+    connection.shares_memory = False
     return lambda: connection.exchange({"op": "echo"}, {"float32": values})
 
 
-def update_round_trip(port: int, values: np.ndarray) -> Callable[[], object]:
+def update_round_trip(
+    port: int, values: np.ndarray, *, shares_memory: bool = False
+) -> Callable[[], object]:
     import keras
 
     from replicax.ps.connection import Connection
@@ -119,6 +124,7 @@ def update_round_trip(port: int, values: np.ndarray) -> Callable[[], object]:
     }
     group = VariableGroup(name="all", rule=rule, parts=(part,))
     connection = Connection(f"127.0.0.1:{port}", credentials())
+    connection.shares_memory = shares_memory
     connection.exchange({"op": "create", "group": group.to_json()}, {"float32": values})
     session = uuid.uuid4().hex
     numbers = itertools.count(1)
@@ -162,11 +168,17 @@ def tcp_round_trip(port: int, values: np.ndarray) -> Callable[[], object]:
     return go
 
 
-SERVE = {"tcp": serve_tcp, "flight": serve_flight, "updates": serve_updates}
+SERVE = {
+    "tcp": serve_tcp,
+    "flight": serve_flight,
+    "updates": serve_updates,
+    "shared": serve_updates,
+}
 MAKE = {
     "tcp": tcp_round_trip,
     "flight": flight_round_trip,
     "updates": update_round_trip,
+    "shared": functools.partial(update_round_trip, shares_memory=True),
 }
 
 
@@ -240,18 +252,22 @@ def main() -> None:
     options = parser.parse_args()
     print(
         "| workers | servers | TCP GB/s | Flight GB/s | of TCP "
-        "| with updates GB/s | of TCP | updates/s |"
+        "| with updates GB/s | of TCP | updates/s "
+        "| shared memory with updates GB/s | of TCP | updates/s |"
     )
-    print("|---|---|---|---|---|---|---|---|")
+    print("|---" * 11 + "|")
     for num_workers, num_servers in itertools.product(options.workers, options.servers):
         seconds = measure(num_workers, num_servers, options)
-        tcp, flight, updates = (statistics.median(seconds[kind]) for kind in SERVE)
+        tcp, flight, *others = (statistics.median(seconds[kind]) for kind in SERVE)
         total = 2 * options.megabytes * 1e6 * num_workers / 1e9
+        columns = [f"{total / tcp:.2f}", f"{total / flight:.2f}", f"{tcp / flight:.2f}"]
+        for updates in others:
+            columns += [f"{total / updates:.2f}", f"{tcp / updates:.2f}"]
+            columns.append(f"{num_workers / updates:.1f}")
         print(
-            f"| {num_workers} | {num_servers} | {total / tcp:.2f} "
-            f"| {total / flight:.2f} | {tcp / flight:.2f} "
-            f"| {total / updates:.2f} | {tcp / updates:.2f} "
-            f"| {num_workers / updates:.1f} |",
+            "|",
+            " | ".join([str(num_workers), str(num_servers), *columns]),
+            "|",
             flush=True,
         )
 

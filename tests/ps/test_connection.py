@@ -346,3 +346,14 @@ def test_a_killed_server_process_is_noticed_at_once_and_awaited():
     finally:
         first.kill()
         first.communicate(timeout=10)
+
+
+@pytest.mark.parametrize("shares_memory", [True, False])
+def test_vectors_arrive_with_shared_memory_and_without(service, adds, shares_memory):
+    """As on one machine, and as between two."""
+    with Connection(service.address, CREDENTIALS) as connection:
+        connection.shares_memory = shares_memory
+        for x in (1.0, 2.0, 3.0):
+            vector = np.full(1 << 24, x, np.float32)  # More than all windows have.
+            connection.exchange({"op": "add"}, {"x": vector})
+    assert adds.total == 6.0

@@ -16,7 +16,7 @@ import pytest
 
 import replicax as rx
 import replicax.testing
-from replicax.ps import wire
+from replicax.ps.message_stream import MessageStream
 from replicax.ps.strategy import ParameterServerStrategy
 
 pytest.importorskip("pyarrow")
@@ -140,16 +140,16 @@ class FailAtStep(keras.callbacks.Callback):
 
 def die_in_push():
     """Have this process killed between a push and its answer."""
-    send = wire.send
+    send = MessageStream.send
 
-    def send_and_die(writer, header, *others):
-        sent = send(writer, header, *others)
+    def send_and_die(stream, header, *others):
+        sent = send(stream, header, *others)
         if header.get("op") == "push" and header["sequence"] == 6:
             print("dies now", flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
         return sent
 
-    wire.send = send_and_die
+    MessageStream.send = send_and_die
 
 
 class DieOrCut(keras.callbacks.Callback):

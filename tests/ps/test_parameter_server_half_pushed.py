@@ -20,7 +20,7 @@ from tests.ps.test_parameter_server_faults import (
 )
 
 import replicax as rx
-from replicax.ps import wire
+from replicax.ps.message_stream import MessageStream
 
 pytest.importorskip("pyarrow")
 pytestmark = [
@@ -53,17 +53,17 @@ def words_network():
 
 def die_between(kind):
     """Have this process killed between two messages of its 6th push of a kind."""
-    send, sent = wire.send, itertools.count()
+    send, sent = MessageStream.send, itertools.count()
 
-    def send_or_die(writer, header, *others):
+    def send_or_die(stream, header, *others):
         is_due = header.get("op") == kind and header["sequence"] == 6
         if is_due and next(sent) == 1:
             time.sleep(1)  # Meanwhile the other server takes its message.
             print("dies now", flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
-        return send(writer, header, *others)
+        return send(stream, header, *others)
 
-    wire.send = send_or_die
+    MessageStream.send = send_or_die
 
 
 def in_step(options, kind=None, words=False):

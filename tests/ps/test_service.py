@@ -14,7 +14,7 @@ import pytest
 
 from replicax.cluster.timeouts import Timeouts
 from replicax.errors import ClusterError
-from replicax.ps import wire
+from replicax.ps import message_stream, wire
 from replicax.ps.board import Board
 from replicax.ps.connection import Connection, ServerRefused
 from replicax.ps.credentials import Credentials, new_token
@@ -266,14 +266,14 @@ class OpenStream:
             flight.FlightDescriptor.for_path("x"),
             flight.FlightCallOptions(headers=[(b"authorization", token)]),
         )
-        wire.begin(self.writer)
+        message_stream.MessageStream(self.reader, self.writer)
 
     def write(self, header):
         self.writer.write_metadata(json.dumps(header).encode())
 
     def write_bytes(self, values):
-        for chunk in wire._chunks([values]):
-            self.writer.write_batch(wire._record_batch(chunk))
+        for chunk in message_stream._chunks([values]):
+            self.writer.write_batch(message_stream._record_batch(chunk))
 
     def error(self):
         flight = wire.flight()

@@ -18,6 +18,7 @@ import pytest
 from replicax.ps import wire
 from replicax.ps.connection import Connection, ConnectionLost, ServerRefused
 from replicax.ps.credentials import Credentials, new_token
+from replicax.ps.message_stream import MessageStream
 from replicax.ps.partition import VariableInfo, place
 
 pa = pytest.importorskip("pyarrow")
@@ -278,7 +279,7 @@ def test_a_claimed_frame_of_two_gigabytes_takes_no_memory(server):
             wire.flight().FlightDescriptor.for_path("x"), worker._options(10)
         )
         writer, reader = stream
-        wire.begin(writer)
+        MessageStream(reader, writer)
         writer.write_metadata(json.dumps(claim).encode())
         with pytest.raises(wire.flight().FlightServerError, match="536870912 elements"):
             reader.read_chunk()

@@ -19,6 +19,8 @@ from replicax.cluster.addresses import parse_address
 from replicax.errors import ClusterError, ClusterMismatchError
 from replicax.ps import wire
 from replicax.ps.credentials import Credentials
+from replicax.ps.message_stream import MessageStream
+from replicax.ps.shared_memory import SharedMemory
 
 __all__ = ["Connection", "ConnectionLost", "ServerRefused", "ValuesLostError"]
 
@@ -59,7 +61,8 @@ class Connection:
     A server refuses a `caller` of other versions than its own; None only looks on.
     `incarnation` is another text when the server was restarted, and so has other values
     or older ones; `""`: it was not reached yet. `exchange_s` counts the seconds of
-    exchanges.
+    exchanges. One that `shares_memory`, as all do, offers some to a server of this
+    machine.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class Connection:
         self._connect_timeout = connect_timeout_seconds
         self._reply_timeout = reply_timeout_seconds
         self.retry_timeout_seconds = retry_timeout_seconds
+        self.shares_memory = True
         self.incarnation = ""
         wire.flight()  # Fail here if it is not installed.
         self._stream_lock = threading.Lock()
@@ -276,7 +280,8 @@ class Connection:
         client = self._connected()
         try:
             if self._stream is None:
-                self._stream = _FlightStream(client, self._options(None))
+                memory = SharedMemory.make() if self.shares_memory else None
+                self._stream = _FlightStream(client, self._options(None), memory)
             stream = self._stream
             with self._watchdog.watch(timeout, stream.cancel) as progress:
                 answer = self._transfer(stream, header, vectors, progress)
@@ -295,14 +300,14 @@ class Connection:
         vectors: Mapping[str, np.ndarray],
         progress: Callable[[], None],
     ) -> tuple[JSONObject, dict[str, np.ndarray]]:
-        self.bytes_sent += wire.send(stream.writer, header, vectors, progress)
-        answer = wire.receive_header(stream.reader)
+        self.bytes_sent += stream.messages.send(header, vectors, progress)
+        answer = stream.messages.receive_header()
         if answer is None:
             raise ConnectionResetError("the server ended the stream")
         progress()
         announcement = wire.announced(answer, None)
         del answer["vectors"]
-        results = wire.receive_vectors(stream.reader, announcement, progress)
+        results = stream.messages.receive_vectors(announcement, progress)
         self.bytes_received += sum(vector.nbytes for vector in results.values())
         return answer, results
 
@@ -313,24 +318,33 @@ class Connection:
 
 
 class _FlightStream:
-    """A Flight stream to a server."""
+    """A Flight stream to a server, to which `memory` is offered."""
 
-    def __init__(self, client: wire.FlightClient, options: object) -> None:
-        descriptor = wire.flight().FlightDescriptor.for_path("replicax")
-        self.writer, self.reader = client.do_exchange(descriptor, options)
-        wire.begin(self.writer)
+    def __init__(
+        self,
+        client: wire.FlightClient,
+        options: object,
+        memory: SharedMemory | None,
+    ) -> None:
+        offer = b"" if memory is None else memory.offer
+        descriptor = wire.flight().FlightDescriptor.for_command(offer)
+        writer, reader = client.do_exchange(descriptor, options)
+        self.messages = MessageStream(reader, writer, memory)
+        self._memory = memory
 
     def cancel(self) -> None:
         """Cancel calls in progress; from any thread."""
-        self.reader.cancel()
+        self.messages.reader.cancel()
 
     def close(self) -> None:
         """End the stream; the server need not answer."""
         self.cancel()
         try:
-            self.writer.close()
+            self.messages.writer.close()
         except _lost_errors():
             pass  # It was lost, or has just been cancelled.
+        if self._memory is not None:
+            self._memory.close()
 
 
 def _act(

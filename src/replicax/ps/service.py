@@ -27,7 +27,9 @@ from replicax.ps import wire
 from replicax.ps.board import Board
 from replicax.ps.credentials import Credentials
 from replicax.ps.limits import RequestError
+from replicax.ps.message_stream import MessageStream
 from replicax.ps.messages import MESSAGES, Message
+from replicax.ps.shared_memory import SharedMemory
 from replicax.ps.store import VariableStore
 from replicax.ps.unauthenticated import (
     LimitedLog,
@@ -168,23 +170,24 @@ class Service:
         )
 
     def exchange(
-        self, caller: str, reader: MessageReader, writer: MessageWriter
+        self, caller: str, offer: bytes, reader: MessageReader, writer: MessageWriter
     ) -> None:
-        """Answer the messages of a worker's stream until it ends."""
+        """Answer the messages of a worker's stream until it ends.
+
+        `offer` is that of memory to share, if the worker makes one.
+        """
         peer = self._connections.accept(caller)
-        wire.begin(writer)
+        stream = MessageStream(reader, writer, SharedMemory.accept(offer))
         try:
             while not self._closing:
-                header = wire.receive_header(reader)
+                header = stream.receive_header()
                 if header is None:
                     break
-                self._answer(peer, header, reader, writer)
+                self._answer(peer, header, stream)
         except (wire.WireError, RequestError) as error:
             raise self._refusal(peer, error) from error
 
-    def _answer(
-        self, peer: Peer, header: dict, reader: MessageReader, writer: MessageWriter
-    ) -> None:
+    def _answer(self, peer: Peer, header: JSONObject, stream: MessageStream) -> None:
         kind = self._messages.get(str(header.get("op")))
         if kind is None:
             raise wire.WireError(
@@ -197,13 +200,13 @@ class Service:
         with self._idle:
             self._busy += 1
         try:
-            vectors = wire.receive_vectors(reader, announcement)
+            vectors = stream.receive_vectors(announcement)
             try:
                 answer, results = message.handle(self._store, vectors)
                 self._store.flush()  # What a worker is told must not be lost.
             except Exception as error:  # noqa: BLE001
                 answer, results = self._error(peer, str(header["op"]), error), {}
-            wire.send(writer, answer, results)
+            stream.send(answer, results)
         finally:
             with self._idle:
                 self._busy -= 1
@@ -292,11 +295,12 @@ def _flight_server(service: Service, location: str, credentials: Credentials) ->
         def do_exchange(
             self,
             context: Any,
-            descriptor: object,
+            descriptor: Any,
             reader: MessageReader,
             writer: MessageWriter,
         ) -> None:
-            service.exchange(context.peer(), reader, writer)
+            offer = descriptor.command or b""
+            service.exchange(context.peer(), offer, reader, writer)
 
         def do_action(self, context: Any, action: Any) -> list[bytes]:
             return [service.act(context.peer(), action.type, action.body)]

@@ -1,9 +1,9 @@
-"""Messages between workers and parameter servers, over a stream of Arrow Flight.
+"""The headers of messages between workers and parameter servers, and Arrow Flight.
 
 A message is a header, a JSON object of at most `HEADER_BYTES`, and after it the bytes
-of its vectors, in record batches of one column of bytes, `CHUNK_BYTES` each. The header
-announces the vectors: `"vectors": [[name, dtype, length], ...]`. A receiver looks at
-the announcement before it takes memory, and nothing is ever unpickled.
+of its vectors (`message_stream`). The header announces the vectors: `"vectors": [[name,
+dtype, length], ...]`. A receiver looks at the announcement before it takes memory, and
+nothing is ever unpickled.
 """
 
 import dataclasses
@@ -11,14 +11,13 @@ import functools
 import json
 import re
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import ml_dtypes
 import msgspec
 import numpy as np
 
-from replicax._util.arrays import aligned, bytes_of
 from replicax._util.types import JSONObject
 from replicax.ps.limits import Count
 
@@ -26,28 +25,21 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 __all__ = [
-    "CHUNK_BYTES",
     "HEADER_BYTES",
     "Allowed",
+    "FlightClient",
+    "MessageReader",
+    "MessageWriter",
     "WireError",
     "announced",
-    "begin",
     "dtype_named",
     "exactly",
     "flight",
     "read",
     "read_json",
-    "receive_header",
-    "receive_vectors",
-    "send",
     "write_options",
 ]
 
-# benchmarks/flight_round_trip.py, on a busy machine of two cores: from 512 KiB to 8 MiB
-# Flight reaches 0.47 to 0.6 of raw TCP; this size was the fastest and the steadiest.
-CHUNK_BYTES = 4 << 20
-# Pieces of a vector below it travel together: a record batch costs as much as a copy.
-_SMALL_BYTES = 128 << 10
 # A group of 10,000 variables takes 2.2 MB.
 HEADER_BYTES = 4 << 20
 
@@ -57,9 +49,6 @@ _NAMES = (
 )
 
 _Message = TypeVar("_Message")
-
-Vectors = Mapping[str, np.ndarray | Sequence[np.ndarray]]
-"""Vectors by name: each an array, or the pieces that it is made of, all of a dtype."""
 
 
 class WireError(ValueError):
@@ -149,13 +138,6 @@ class FlightClient(Protocol):
 
 
 @functools.cache
-def _schema() -> "pa.Schema":
-    import pyarrow as pa
-
-    return pa.schema([pa.field("bytes", pa.uint8(), nullable=False)])
-
-
-@functools.cache
 def write_options() -> "pa.ipc.IpcWriteOptions":
     """Options of record batches: uncompressed, written by the sending thread."""
     import pyarrow as pa
@@ -177,82 +159,6 @@ def dtype_named(name: str) -> np.dtype:
     if name not in _NAMES:
         raise WireError(f"{name!r:.80} is no dtype; expected one of {list(_NAMES)}")
     return np.dtype(getattr(ml_dtypes, name, name))
-
-
-def begin(writer: MessageWriter) -> None:
-    """Start the messages of a stream. Call it once, before the first `send`."""
-    writer.begin(_schema(), options=write_options())
-
-
-def send(
-    writer: MessageWriter,
-    header: JSONObject,
-    vectors: Vectors,
-    progress: Callable[[], None] = lambda: None,
-) -> int:
-    """Send a message; large vectors are sent without a copy.
-
-    Vectors must not change before the reply. `progress` is called after each chunk.
-
-    Returns:
-        The number of bytes sent, without what Flight adds.
-    """
-    pieces = {
-        name: [vector] if isinstance(vector, np.ndarray) else list(vector)
-        for name, vector in vectors.items()
-    }
-    announcement = [
-        [name, found[0].dtype.name, sum(piece.size for piece in found)]
-        for name, found in pieces.items()
-    ]
-    text = json.dumps({**header, "vectors": announcement}).encode()
-    if len(text) > HEADER_BYTES:
-        raise WireError(
-            f"the header of a message has {len(text)} bytes, and may have "
-            f"{HEADER_BYTES}: {text[:100]!r}..."
-        )
-    writer.write_metadata(text)
-    sent = len(text)
-    for found in pieces.values():
-        for chunk in _chunks(found):
-            writer.write_batch(_record_batch(chunk))
-            sent += len(chunk)
-            progress()
-    return sent
-
-
-def _chunks(pieces: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
-    """A vector's bytes: views of large pieces, and small ones copied together."""
-    small: list[np.ndarray] = []
-    size = 0
-    for array in pieces:
-        if array.dtype.byteorder == ">":
-            array = array.astype(array.dtype.newbyteorder("<"))
-        data = bytes_of(array)
-        is_small = len(data) < _SMALL_BYTES
-        if size and (not is_small or size >= _SMALL_BYTES):
-            yield _whole(small)
-            small, size = [], 0
-        if is_small:
-            small.append(data)
-            size += len(data)
-            continue
-        for start in range(0, len(data), CHUNK_BYTES):
-            yield data[start : start + CHUNK_BYTES]
-    if size:
-        yield _whole(small)
-
-
-def _whole(small: list[np.ndarray]) -> np.ndarray:
-    return small[0] if len(small) == 1 else np.concatenate(small)
-
-
-def _record_batch(chunk: np.ndarray) -> "pa.RecordBatch":
-    import pyarrow as pa
-
-    buffers = [None, pa.py_buffer(chunk)]
-    column = pa.Array.from_buffers(pa.uint8(), len(chunk), buffers)
-    return pa.RecordBatch.from_arrays([column], schema=_schema())
 
 
 def read_json(data: bytes) -> JSONObject:
@@ -301,17 +207,6 @@ def read(kind: type[_Message], sent: object, refused: type[Exception]) -> _Messa
         raise refused(shown + text) from error
 
 
-def receive_header(reader: MessageReader) -> JSONObject | None:
-    """Wait for the next message of a stream and take its header; None: it has ended."""
-    try:
-        chunk = reader.read_chunk()
-    except StopIteration:
-        return None
-    if chunk.data is not None or chunk.app_metadata is None:
-        raise WireError("bytes of a vector came where a message's header should be")
-    return read_json(chunk.app_metadata)
-
-
 def announced(
     header: JSONObject, allowed: Mapping[str, Allowed] | None
 ) -> list[tuple[str, np.dtype, int]]:
@@ -346,69 +241,3 @@ def announced(
                 f"vector {name!r} has {length} elements; expected {rule.least}{most}"
             )
     return [(name, dtype_named(dtype), length) for name, dtype, length in entries]
-
-
-def receive_vectors(
-    reader: MessageReader,
-    announcement: list[tuple[str, np.dtype, int]],
-    progress: Callable[[], None] = lambda: None,
-) -> dict[str, np.ndarray]:
-    """Take the vectors that follow a header, as `announced` gave them; read-only.
-
-    One that came in a single chunk is a view of what was received; others are copied
-    once. `progress` is called after each chunk.
-    """
-    return {
-        name: _receive_vector(reader, name, dtype, length, progress)
-        for name, dtype, length in announcement
-    }
-
-
-def _receive_vector(
-    reader: MessageReader,
-    name: str,
-    dtype: np.dtype,
-    length: int,
-    progress: Callable[[], None],
-) -> np.ndarray:
-    size = dtype.itemsize * length
-    whole: np.ndarray | None = None
-    taken = 0
-    while taken < size:
-        piece = _piece(reader, name, size - taken)
-        progress()
-        if len(piece) == size and piece.ctypes.data % dtype.alignment == 0:
-            return piece.view(dtype)
-        if whole is None:
-            whole = aligned(size)
-        whole[taken : taken + len(piece)] = piece
-        taken += len(piece)
-    result = (np.empty(0, np.uint8) if whole is None else whole).view(dtype)
-    result.flags.writeable = False
-    return result
-
-
-def _piece(reader: MessageReader, name: str, missing: int) -> np.ndarray:
-    """The bytes of the next record batch."""
-    try:
-        chunk = reader.read_chunk()
-    except StopIteration:
-        raise WireError(
-            f"the stream ended {missing} bytes before the end of vector {name!r}"
-        ) from None
-    batch = chunk.data
-    if batch is None:
-        raise WireError(
-            f"the next message came {missing} bytes before the end of vector {name!r}"
-        )
-    if not batch.schema.equals(_schema()):
-        raise WireError(f"a record batch has the schema {batch.schema!s:.100}")
-    column = batch.column(0)
-    data = column.buffers()[1]
-    if not 0 < len(column) <= missing:
-        raise WireError(
-            f"{len(column)} bytes came where vector {name!r} lacked {missing}"
-        )
-    if column.null_count or data is None or data.size < column.offset + len(column):
-        raise WireError(f"a record batch of vector {name!r} is damaged")
-    return np.frombuffer(data, np.uint8, len(column), column.offset)
