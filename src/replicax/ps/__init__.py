@@ -14,7 +14,7 @@ Where what runs:
     a worker      strategy, session, board_client, connection, server_home,
                   training_steps, variables, remote, remote_optimizer, group_servers;
                   tables: rows, embedding; fit, worker_input
-    coordinators  coordinator, script_sync, closure_calls, closure_variables, payloads
+    coordinators  coordinator, closure_calls, closure_variables, payloads
 
 Slices. What one `optimizer.apply` trains is a group; its variables are cut into slices,
 balanced over the servers by bytes. In a server, and on the wire, a group is one flat
@@ -45,7 +45,7 @@ variables' values of them.
 
 One closure. `coordinator` has `closure_calls` pack its arguments as `payloads`; a
 `session` calls the `board`, where `closures` queues it. A worker's `closure_calls`
-takes it, runs it, and sends its outcome the same way. `script_sync` keeps the scripts
+takes it, runs it, and sends its outcome the same way. `ScriptSync` keeps the scripts
 of all tasks in step.
 
 The board. Server 0 keeps heartbeats, the work queue, barriers and closures: a state

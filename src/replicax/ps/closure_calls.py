@@ -1,36 +1,54 @@
-"""Closures: the chief packs and schedules them, workers run them, errors return."""
+"""Closures: the chief packs and schedules them, workers run them, errors return.
 
-import weakref
+All tasks run the same script. Each `join`, `done` and `fetch` of the coordinator is a
+synchronization point in it, and so is a `schedule` that raises: the chief decides how
+it ends, and the others' scripts go the same way. A wait lasts while any closure makes
+progress.
+"""
+
+import json
+import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from replicax._private import keras as internals
+from replicax._util.listing import listed
 from replicax._util.types import JSON, JSONObject, PyTree
 from replicax.cluster.failure import ExitCode
-from replicax.errors import ClusterError
+from replicax.errors import ClusterError, ClusterMismatchError
 from replicax.ps.closure_variables import AssignedVariables, MetricDeltas
 from replicax.ps.payloads import (
     FunctionNames,
     PerWorkerSources,
     because_of,
-    cancelled,
     decode,
     encode,
     error_from_json,
+    error_of,
     error_to_json,
     require_size,
 )
-from replicax.ps.script_sync import ScriptSync
 from replicax.ps.session import Session
 
 if TYPE_CHECKING:
     from replicax.ps.strategy import ParameterServerStrategy
 
-__all__ = ["ClosureOwner", "ClosureWorker", "RemoteValue"]
+__all__ = ["NOT_DONE", "ClosureOwner", "ClosureWorker", "RemoteValue", "ScriptSync"]
 
 _AT_ONCE = 256
 _DEEPEST = 8
+_LOOK_SECONDS = 1.0
+_NOW = "coordinator: now"
+_KEPT_BYTES = 16 * 2**20
+
+_FAMILY = 64  # The board keeps so many newest values of one.
+
+NOT_DONE: JSONObject = {"done": False}
+"""The outcome of a point that no record is kept of: a script may ask very often."""
+
+_Result = TypeVar("_Result")
 
 
 class RemoteValue:
@@ -52,9 +70,7 @@ class RemoteValue:
         self, fetch: Callable[["RemoteValue"], PyTree], id: str | None = None
     ) -> None:
         self.id = id  # None in tasks that did not schedule it.
-        self.is_known = False
-        self.value: JSON = None
-        self.error: dict[str, str] | None = None
+        self.outcome: JSONObject | None = None  # Its value or error, once it is known.
         self.num_users = 0  # Closures with this argument whose outcome is not known.
         self._fetch = fetch
 
@@ -71,22 +87,23 @@ class RemoteValue:
         """The same as `fetch`."""
         return self._fetch(self)
 
-    def tell(self, said: JSONObject, failed: dict[str, str] | None) -> None:
-        """Set the result from the board's answer, when the closure is finished.
 
-        `failed` is the last error of any closure, for one that was cancelled.
-        """
-        self.is_known = True
-        match said["status"]:
-            case "done":
-                self.value = said["value"]["value"]
-            case "error":
-                self.error = said["error"]
-            case _:
-                why = "the closure was cancelled, since another one has failed"
-                self.error = cancelled(why)
-                if failed is not None:
-                    self.error = because_of(self.error, why, failed)
+def _outcome(
+    said: JSONObject, why_cancelled: str, failed: dict[str, str] | None = None
+) -> JSONObject:
+    """A closure's value or error, from what the board says of a finished one.
+
+    `failed` is the error that has cancelled it.
+    """
+    match said["status"]:
+        case "done":
+            return {"value": said["value"]["value"]}
+        case "error":
+            return {"error": said["error"]}
+    error = error_of("ClosureCancelledError", why_cancelled)
+    if failed is not None:
+        error = because_of(error, why_cancelled, failed)
+    return {"error": error}
 
 
 class ClosureOwner:
@@ -95,10 +112,8 @@ class ClosureOwner:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._number = 0
-        # By id, with the results that each waits for. Nobody may want its own.
-        self._unknown: dict[
-            str, tuple[weakref.ref[RemoteValue], list[RemoteValue]]
-        ] = {}
+        # By id, with the results that each waits for.
+        self._unknown: dict[str, tuple[RemoteValue, list[RemoteValue]]] = {}
         self._to_forget: list[str] = []
         self._failed: dict[str, str] | None = None  # The last error.
 
@@ -116,15 +131,13 @@ class ClosureOwner:
         def mark(value: PyTree) -> JSONObject | None:
             number = getattr(value, "per_worker_number", None)
             if number is not None:
-                return {"kind": "worker", "number": number}
+                return {"number": number}
             if not isinstance(value, RemoteValue):
                 return None
-            if value.error is not None:
-                return {"kind": "failed", "error": value.error}
-            if value.is_known:
-                return {"kind": "value", "value": value.value}
+            if value.outcome is not None:
+                return {"outcome": value.outcome}
             needs.append(value)
-            return {"kind": "remote", "id": value.id}
+            return {"id": value.id}
 
         items = [encode(x, f"args[{i}]", mark) for i, x in enumerate(args)]
         named = [[k, encode(x, f"kwargs[{k!r}]", mark)] for k, x in kwargs.items()]
@@ -140,7 +153,7 @@ class ClosureOwner:
     def add(self, outcome: RemoteValue, needs: list[RemoteValue]) -> None:
         """Track a closure that was scheduled."""
         assert outcome.id is not None
-        self._unknown[outcome.id] = weakref.ref(outcome), needs
+        self._unknown[outcome.id] = outcome, needs
         for need in needs:
             need.num_users += 1
 
@@ -166,17 +179,130 @@ class ClosureOwner:
         return changes
 
     def _settle(self, id: str, said: JSONObject) -> None:
-        found, needs = self._unknown.pop(id)
-        outcome = found()
+        result, needs = self._unknown.pop(id)
         self._failed = said.get("error", self._failed)
-        if outcome is not None:
-            outcome.tell(said, self._failed)
-        if outcome is None or not outcome.num_users:
-            self._to_forget.append(id)
+        why = "the closure was cancelled, since another one has failed"
+        result.outcome = _outcome(said, why, self._failed)
         for need in needs:
             need.num_users -= 1
-            if need.is_known and not need.num_users and need.id is not None:
-                self._to_forget.append(need.id)
+        finished = [x for x in (result, *needs) if x.outcome and not x.num_users]
+        self._to_forget += [x.id for x in finished if x.id is not None]
+
+
+class ScriptSync:
+    """Synchronization points of a script, in order, and progress of closures meanwhile.
+
+    `passed` is the number of points that this task's script has passed. `has_moved`
+    is set where a closure makes progress.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.passed = 0
+        self.has_moved = False
+        self._session = session
+        self._known: dict[str, int] | None = None
+        self._kept: deque[tuple[str, int]] = deque()
+        self._looked = 0.0
+        self._pending: JSONObject = {"queued": 0, "running": {}}
+        if session.is_chief:
+            self._say()
+
+    def end(self, record: JSONObject) -> None:
+        """On the chief: publish the outcome of the next synchronization point."""
+        if record != NOT_DONE:
+            key = self._key(self._session.starts)
+            self._put(key, record)
+            self._kept.append((key, len(json.dumps(record))))
+            while sum(size for _, size in self._kept) > _KEPT_BYTES:
+                self._put(self._kept.popleft()[0], {"gone": True})
+        self.passed += 1
+        self._say()
+
+    def ended(self) -> JSONObject | None:
+        """On the others: the next point's outcome; None: it is not reached yet."""
+        if self._known is None or self._known["points"] <= self.passed:
+            self._known = self._session.board("get", key=_NOW)
+        if self._known is None or self._known["points"] <= self.passed:
+            return None
+        record = self._session.board("get", key=self._key(self._known["starts"]))
+        self.passed += 1
+        return record or NOT_DONE
+
+    def _key(self, starts: int) -> str:
+        # A restarted chief begins anew, and so do the numbers of its points.
+        block, number = divmod(self.passed, _FAMILY)
+        return f"coordinator {starts}.{block}/{number}"
+
+    def _say(self) -> None:
+        now = {"starts": self._session.starts, "points": self.passed}
+        self._put(_NOW, now)
+
+    def _put(self, key: str, value: JSON) -> None:
+        self._session.board("put", key=key, value=value, first=False)
+
+    # Closures.
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no closure was queued or running."""
+        return not self._pending["queued"] and not self._pending["running"]
+
+    def look(self) -> None:
+        """Poll the board: closures make progress where its counts change."""
+        before = self._pending
+        self._pending = self._session.board("pending")
+        self.has_moved |= self._pending != before
+
+    def require_workers(self) -> None:
+        """Raise if closures are queued and all workers' scripts have ended."""
+        if self.is_over or not self.is_time():
+            return
+        session = self._session
+        about = session.board("status")["workers"]
+        others = session.workers[1:]
+        if others and all(about[name]["ok"] for name in others):
+            raise ClusterMismatchError(
+                f"{session.name}: the scripts of {listed(others)} have ended, but "
+                "functions of the ClusterCoordinator wait for a worker. All tasks must "
+                "make the same calls of the coordinator, none of them under "
+                "`if strategy.is_chief`: workers run functions in join, done and fetch."
+            )
+
+    def is_time(self) -> bool:
+        """Whether a second has passed since the last rare check."""
+        now = time.monotonic()
+        is_due = now - self._looked >= _LOOK_SECONDS
+        if is_due:
+            self._looked = now
+        return is_due
+
+    def until(self, poll: Callable[[], _Result | None], what: str) -> _Result:
+        """Poll until there is a true result; progress restarts the deadline.
+
+        A `ClusterError` says that nothing has happened for the step deadline.
+        """
+
+        def result_or_progress() -> _Result | ScriptSync | None:
+            self.has_moved = False
+            return poll() or (self if self.has_moved else None)
+
+        while True:
+            result = self._session.wait(result_or_progress, what, self._missing)
+            if not isinstance(result, ScriptSync):
+                return result
+
+    def _missing(self) -> str:
+        session = self._session
+        if not session.is_chief:
+            return f"{session.workers[0]} (the chief)"
+        running = sorted(set(self._pending["running"].values()))
+        if running:
+            return f"{listed(running)} (in a function)"
+        others = session.workers[1:]
+        alive = [name for name in session.board("alive") if name in others]
+        if alive:
+            return f"{listed(alive)} (which did not take any)"
+        return f"any of {listed(others)} (none is alive)"
 
 
 class ClosureWorker:
@@ -297,20 +423,21 @@ class ClosureWorker:
         return answer
 
     def _resolve(self, marked: JSONObject) -> PyTree:
-        match marked["kind"]:
-            case "worker":
-                self._own_used.append(marked["number"])
-                return self._sources.own(marked["number"])
-            case "value":
-                return decode(marked["value"])
-            case "failed":
-                raise error_from_json(marked["error"])
-            case "remote":
-                return self._result_of(marked["id"])
-        raise ValueError(f"no argument of a closure: {repr(marked)[:80]}")
+        """The value of what `ClosureOwner.pack` has marked."""
+        match marked:
+            case {"number": number}:
+                self._own_used.append(number)
+                return self._sources.own(number)
+            case {"id": id}:
+                outcome = self._outcome_of(id)
+            case _:
+                outcome = marked["outcome"]
+        if "error" in outcome:
+            raise error_from_json(outcome["error"])
+        return decode(outcome["value"])
 
-    def _result_of(self, id: str) -> PyTree:
-        """Fetch the result of a closure that this one depends on."""
+    def _outcome_of(self, id: str) -> JSONObject:
+        """Wait for the outcome of a closure that this one depends on."""
 
         def poll() -> JSONObject | None:
             outcome = self._session.board("fetch", ids=[id])[id]
@@ -326,11 +453,6 @@ class ClosureWorker:
             running = self._session.board("pending")["running"]
             return running.get(id, "a worker that is free")
 
-        outcome = self._session.wait(poll, "the result that a closure needs", holder)
-        if outcome["status"] == "done":
-            return decode(outcome["value"]["value"])
-        if outcome["status"] == "error":
-            raise error_from_json(outcome["error"])
-        raise error_from_json(
-            cancelled("its argument, the result of another closure, was cancelled")
-        )
+        said = self._session.wait(poll, "the result that a closure needs", holder)
+        why = "its argument, the result of another closure, was cancelled"
+        return _outcome(said, why)

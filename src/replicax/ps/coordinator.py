@@ -7,11 +7,17 @@ from typing import NoReturn
 
 import jax
 
-from replicax._util.types import JSONObject, PyTree
+from replicax._util.types import JSON, JSONObject, PyTree
 from replicax._util.waiting import wait_for
 from replicax.errors import ClusterMismatchError, ContextError
 from replicax.input import InputContext
-from replicax.ps.closure_calls import ClosureOwner, ClosureWorker, RemoteValue
+from replicax.ps.closure_calls import (
+    NOT_DONE,
+    ClosureOwner,
+    ClosureWorker,
+    RemoteValue,
+    ScriptSync,
+)
 from replicax.ps.closure_variables import GroupRequests, MetricDeltas
 from replicax.ps.payloads import (
     FunctionNames,
@@ -20,9 +26,9 @@ from replicax.ps.payloads import (
     dataset_maker,
     decode,
     error_from_json,
+    error_of,
     require_size,
 )
-from replicax.ps.script_sync import AGAIN, Again, ScriptSync
 from replicax.ps.session import Session
 from replicax.ps.strategy import ParameterServerStrategy
 from replicax.ps.worker_input import ElasticInputShard
@@ -123,18 +129,18 @@ class ClusterCoordinator:
         result = RemoteValue(self.fetch, self._owner.new_id())
         payload = {"call": call, "points": self._script_sync.passed}
 
-        def poll() -> JSONObject | Again | None:
+        def poll() -> JSONObject | None:
             answer = self._session.once(
                 "schedule", id=result.id, payload=payload, function=name
             )
             if "full" not in answer:
                 return answer
-            return AGAIN if self._tend() else None
+            self._tend()
+            return None
 
         answer = self._script_sync.until(poll, "a place in the queue")
         if "failed" in answer:
-            self._script_sync.end({"at": "schedule", "error": answer["failed"]})
-            raise error_from_json(answer["failed"])
+            self._end("schedule", answer["failed"])
         self._owner.add(result, needs)
         return result
 
@@ -173,12 +179,12 @@ class ClusterCoordinator:
         if not self._session.is_chief:
             return self._follow("done").get("done", False)
         is_over = wait_for(
-            lambda: self._all_over() is True or None, _PACE_SECONDS, late=lambda: False
+            lambda: self._all_over() or None, _PACE_SECONDS, late=lambda: False
         )
         if is_over:
             self._end_round("done")
         else:
-            self._script_sync.end({})
+            self._script_sync.end(NOT_DONE)
         return is_over
 
     def fetch(self, val: PyTree) -> PyTree:
@@ -253,24 +259,21 @@ class ClusterCoordinator:
 
     # The chief.
 
-    def _tend(self) -> bool:
-        """The chief's work in each poll; whether closures made progress."""
+    def _tend(self) -> None:
+        """The chief's work in each poll."""
         self._requests.adopt()
         self._metric_deltas.add(self._owner.collect())
         if len(self._session.workers) == 1:
             end = time.monotonic() + _PACE_SECONDS
             while self._worker.run_one() and time.monotonic() < end:
                 pass
-        moved = self._script_sync.look()
+        self._script_sync.look()
         self._script_sync.require_workers()
-        return moved
 
-    def _all_over(self) -> bool | Again | None:
-        """True: all closures are finished; `AGAIN`: some are; None: no progress."""
-        moved = self._tend()
-        if self._script_sync.is_over and self._owner.knows_all:
-            return True
-        return AGAIN if moved else None
+    def _all_over(self) -> bool:
+        """Whether all closures are finished."""
+        self._tend()
+        return self._script_sync.is_over and self._owner.knows_all
 
     def _end_round(self, at: str) -> None:
         """After all closures: publish the outcome, or raise the error of one."""
@@ -279,32 +282,35 @@ class ClusterCoordinator:
         twice = self.strategy.servers.remote.trained_twice()
         is_alone = len(self._session.workers) == 1  # It has the newest of both.
         if error is None and twice is not None and not is_alone:
-            error = {"type": "NotImplementedError", "message": twice, "traceback": ""}
-        record = {"at": at, "sums": self._metric_deltas.values(), "error": error}
-        self._script_sync.end(record | ({"done": True} if at == "done" else {}))
+            error = error_of("NotImplementedError", twice)
+        done = {"done": True} if at == "done" else {}
+        self._end(at, error, sums=self._metric_deltas.values(), **done)
+
+    def _end(self, at: str, error: dict[str, str] | None, **record: JSON) -> None:
+        """Publish the outcome of a call; raise its error."""
+        self._script_sync.end({"at": at, "error": error, **record})
         if error is not None:
             raise error_from_json(error)
 
-    def _fetch(self, outcomes: Sequence[RemoteValue]) -> list[PyTree]:
-        def poll() -> bool | Again | None:
-            if all(outcome.is_known for outcome in outcomes):
+    def _fetch(self, outcomes: Sequence[RemoteValue]) -> list[JSON]:
+        def are_known() -> bool | None:
+            if all(each.outcome is not None for each in outcomes):
                 return True
-            return AGAIN if self._tend() else None
+            self._tend()
+            return None
 
         self._script_sync.until(
-            poll, "the end of the closures whose results are fetched"
+            are_known, "the end of the closures whose results are fetched"
         )
-        errors = [x.error for x in outcomes if x.error is not None]
-        values = [x.value for x in outcomes]
+        told = [each.outcome or {} for each in outcomes]
+        values = [each.get("value") for each in told]
+        error = next((each["error"] for each in told if "error" in each), None)
         try:
-            if not errors:
+            if error is None:
                 require_size(values, "fetch: all results together")
-        except ValueError as error:
-            errors = [{"type": "ValueError", "message": str(error), "traceback": ""}]
-        if errors:
-            self._script_sync.end({"at": "fetch", "error": errors[0]})
-            raise error_from_json(errors[0])
-        self._script_sync.end({"at": "fetch", "values": values})
+        except ValueError as too_large:
+            error = error_of("ValueError", str(too_large))
+        self._end("fetch", error, **({"values": values} if error is None else {}))
         return values
 
     # The other workers.
@@ -312,11 +318,11 @@ class ClusterCoordinator:
     def _follow(self, at: str) -> JSONObject:
         """Run closures until the chief has passed this point; return its outcome."""
 
-        def poll() -> JSONObject | Again | None:
+        def poll() -> JSONObject | None:
             record = self._script_sync.ended()
-            if record is not None:
-                return record
-            return self._run_one()
+            if record is None:
+                self._run_one()
+            return record
 
         record = self._script_sync.until(poll, f"coordinator.{at}")
         if "sums" in record:
@@ -334,20 +340,19 @@ class ClusterCoordinator:
             self._serve_to_the_end()
         return record
 
-    def _run_one(self) -> Again | None:
+    def _run_one(self) -> None:
         if self._worker.run_one():
-            return AGAIN
-        if not self._script_sync.is_time():
-            return None
-        chief = self._session.workers[0]
-        if self._session.board("status")["workers"][chief]["state"] == "left":
-            _logger.warning(
-                "%s ends: the chief has ended, and its script did not come to this "
-                "place.",
-                self._session.name,
-            )
-            raise SystemExit(0)
-        return AGAIN if self._script_sync.look() else None
+            self._script_sync.has_moved = True
+        elif self._script_sync.is_time():
+            chief = self._session.workers[0]
+            if self._session.board("status")["workers"][chief]["state"] == "left":
+                _logger.warning(
+                    "%s ends: the chief has ended, and its script did not come to this "
+                    "place.",
+                    self._session.name,
+                )
+                raise SystemExit(0)
+            self._script_sync.look()
 
     def _serve_to_the_end(self) -> NoReturn:
         """Run closures until the job ends: this script cannot follow the chief's."""

@@ -34,17 +34,14 @@ __all__ = [
     "PerWorkerSources",
     "PerWorkerValues",
     "because_of",
-    "cancelled",
     "dataset_maker",
     "decode",
     "encode",
     "error_from_json",
+    "error_of",
     "error_to_json",
     "require_size",
 ]
-
-
-_CANCELLED = "ClosureCancelledError"
 
 
 MAX_BYTES = 3 * 2**20
@@ -329,7 +326,7 @@ def error_from_json(error: dict[str, str]) -> Exception:
 
 def _error(error: dict[str, str]) -> Exception:
     name, message = error["type"], error["message"]
-    if name == _CANCELLED:
+    if name == ClosureCancelledError.__name__:
         return ClosureCancelledError(message)
     if name == "StopIteration":
         # As itself it would end loops and generators that it passes.
@@ -346,9 +343,9 @@ def _error(error: dict[str, str]) -> Exception:
     return ClosureError(f"{name}: {message}")
 
 
-def cancelled(message: str) -> dict[str, str]:
-    """Make the error of a closure that was cancelled."""
-    return {"type": _CANCELLED, "message": message, "traceback": ""}
+def error_of(kind: str, message: str) -> dict[str, str]:
+    """Make an error that nothing has raised."""
+    return {"type": kind, "message": message, "traceback": ""}
 
 
 def because_of(
