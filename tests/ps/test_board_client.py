@@ -1,6 +1,6 @@
 """What a worker tells a restarted board again."""
 
-from replicax.ps.board_client import ReplayLog
+from replicax.ps.session import ReplayLog
 
 
 def test_only_the_last_call_of_each_name_is_repeated_in_order() -> None:

@@ -11,9 +11,9 @@ Where what runs:
                   variables: dense_group, server_optimizer; tables: table,
                   row_optimizer, row_initializers
     server 0      board: presence, streams, tickets, closures
-    a worker      strategy, session, board_client, connection, server_home,
-                  training_steps, variables, remote, remote_optimizer, group_servers;
-                  tables: rows, embedding; fit, worker_input
+    a worker      strategy, session, connection, server_home, training_steps,
+                  variables, remote, remote_optimizer, group_servers; tables: rows,
+                  embedding; fit, worker_input
     coordinators  coordinator, closure_calls, closure_variables, payloads
 
 Slices. What one `optimizer.apply` trains is a group; its variables are cut into slices,

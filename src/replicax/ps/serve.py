@@ -18,13 +18,12 @@ from replicax.cluster.failure import REPORT_DIR, STATUS_FILE, ExitCode
 from replicax.cluster.timeouts import Timeouts
 from replicax.errors import ClusterMismatchError
 from replicax.ps.board import Board
-from replicax.ps.board_client import JOB
 from replicax.ps.call_log import note_nothing
 from replicax.ps.connection import Connection, ConnectionLost
 from replicax.ps.credentials import Credentials
 from replicax.ps.limits import beat_seconds, watch_seconds
 from replicax.ps.service import Service
-from replicax.ps.session import FAREWELL_SECONDS
+from replicax.ps.session import FAREWELL_SECONDS, JOB
 from replicax.ps.snapshots import Snapshots
 from replicax.ps.store import VariableStore
 

@@ -3,6 +3,12 @@
 - Heartbeats are sent by a thread of their own. What they hear, that the job has failed,
   is raised by the next call or wait of any other thread.
 - Who waits asks the board again and again, until its own deadline.
+- The incarnation of server 0 tells that its board was restarted. Then one thread joins
+  it again and replays the log of calls, and the others wait, before anybody calls it. A
+  call is in the log before it is sent: one that a lost board has not answered is
+  repeated as well.
+- A board of another job is an error for a worker that has values on servers: they are
+  lost. To another one it is the same job, which has not begun.
 """
 
 import atexit
@@ -27,15 +33,17 @@ from replicax._util.waiting import wait_for
 from replicax.cluster.failure import ATTEMPT, ExitCode, report_of
 from replicax.cluster.timeouts import Timeouts
 from replicax.errors import ClusterError, ClusterMismatchError
-from replicax.ps.board_client import BoardClient
 from replicax.ps.connection import Connection, ServerRefused, ValuesLostError
 from replicax.ps.credentials import Credentials
-from replicax.ps.limits import beat_seconds, longest_pause
+from replicax.ps.limits import beat_seconds, family_of, longest_pause, remember
 
-__all__ = ["FAREWELL_SECONDS", "Session"]
+__all__ = ["FAREWELL_SECONDS", "JOB", "ReplayLog", "Session"]
 
 FAREWELL_SECONDS = 10.0
 """For a task that ends to tell the others, or to hear that they have been told."""
+
+JOB = "job"
+"""The key under which a board says which job it is of."""
 
 _CHIEF_LEFT = "the chief has left"
 _FIRST_PAUSE = 0.001
@@ -44,6 +52,14 @@ _FIRST_PAUSE = 0.001
 _ROW_CONNECT_SECONDS = 7.0
 _ROW_REPLY_SECONDS = 8.0
 _LOOK_SECONDS = 0.5
+_MOST_REPLAYED = 64
+_NAMED_BY = {
+    "put": "key",
+    "arrive": "barrier",
+    "report": "topic",
+    "open": "stream",
+    "end": "stream",
+}
 _logger = logging.getLogger("replicax")
 _Result = TypeVar("_Result")
 
@@ -51,9 +67,10 @@ _Result = TypeVar("_Result")
 class Session:
     """This process as one of the workers: `workers[index]`, the chief first.
 
-    `id` is unique for this process: a restarted worker has another one. `steps` counts
-    its training steps that are over, `staleness` how many of its pushes were applied
-    with which staleness.
+    The chief creates values and decides when to stop. `id` is unique for this process:
+    a restarted worker has another one. `steps` counts its training steps that are over,
+    `staleness` how many of its pushes were applied with which staleness, `starts` how
+    often the worker was started. `has_values` says that it has groups or tables.
     """
 
     def __init__(
@@ -66,6 +83,8 @@ class Session:
     ) -> None:
         self.workers = tuple(workers)
         self.index = index
+        self.name = workers[index]
+        self.is_chief = index == 0
         self.id = uuid.uuid4().hex
         self.timeouts = timeouts
         self.steps = 0
@@ -80,37 +99,24 @@ class Session:
         self._row_connections: list[Connection] = []
         self._opening = threading.Lock()
         self._calls = itertools.count(1)
-        self._board_lock = threading.Lock()
-        self.has_values = False  # Groups or tables on servers.
-        self._board = BoardClient(
-            self.connections[0],
-            self._join,
-            is_chief=index == 0,
-            has_values=lambda: self.has_values,
-        )
+        self._numbering = threading.Lock()
+        self.has_values = False
+        self._log = ReplayLog()
+        self._incarnation = ""  # Of the board that has the log's calls.
+        self._replaying = threading.Lock()
+        self._job: object = None
         self._ended = threading.Event()
-        self._failure: str | None = None
-        self._joined = False
-        self._mismatch: ClusterMismatchError | None = None
-        self._left = False
+        self._failure: ClusterMismatchError | str | None = None
         self._script_exit: str | None = None
         self._beat_seconds = 1.0
         self.starts = 0
 
-    @property
-    def name(self) -> str:
-        """This worker's task, such as `"worker:1"`."""
-        return self.workers[self.index]
-
-    @property
-    def is_chief(self) -> bool:
-        """Whether this worker creates values and decides when to stop."""
-        return self.index == 0
-
     def join(self) -> None:
         """Connect to all servers by the start-up deadline; start the heartbeats."""
         _report_exceptions(self)
-        self._board.begin()
+        server = self.connections[0]
+        self._job = server.call("board.get", key=JOB)
+        self._incarnation = server.incarnation
         joined = self._join()
         self.starts = joined["starts"]
         self._failure = joined["failed"]
@@ -120,7 +126,6 @@ class Session:
             len(self.workers), joined["heartbeat_seconds"]
         )
         threading.Thread(target=self._beat, daemon=True).start()
-        self._joined = True
         atexit.register(self.leave)
         # Only now the others: who cannot reach them tells the board, and hears of it.
         greetings = [
@@ -187,16 +192,64 @@ class Session:
     def board(self, method: str, **arguments: Any) -> Any:
         """Call a method of the board."""
         self.require_going()
-        return self._board.call(method, arguments)
+        return self._call(method, arguments)
 
     def as_worker(self, method: str, **arguments: Any) -> Any:
         """Call a method of the board with this worker and session."""
-        return self.board(method, worker=self.name, session=self.id, **arguments)
+        return self.board(method, **self._me, **arguments)
 
     def once(self, method: str, **arguments: Any) -> Any:
         """Call a method of the board exactly once, by a call number."""
-        with self._board_lock:  # In the order of their numbers.
+        with self._numbering:  # In the order of their numbers.
             return self.as_worker(method, call=next(self._calls), **arguments)
+
+    @property
+    def _me(self) -> dict[str, str]:
+        return {"worker": self.name, "session": self.id}
+
+    @property
+    def _is_known(self) -> bool:
+        """Whether the board is the one that has been told of all calls."""
+        return self._incarnation == self.connections[0].incarnation
+
+    def _call(self, method: str, arguments: JSONObject) -> Any:
+        """Call the board; replay the log first if it was restarted."""
+        self._log.note(method, arguments)
+        server = self.connections[0]
+        try:
+            answer = server.call(f"board.{method}", **arguments)
+        except ServerRefused:
+            if self._is_known:
+                raise
+        else:
+            if self._is_known:
+                if method == "put":  # Another's value may stand.
+                    self._log.note("put", arguments | {"value": answer})
+                return answer
+        self._replay()
+        return server.call(f"board.{method}", **arguments)
+
+    def _replay(self) -> None:
+        """Tell another board what the one before was told."""
+        with self._replaying:
+            if self._is_known:
+                return  # Another thread has.
+            server, incarnation = self.connections[0], self.connections[0].incarnation
+            job = server.call("board.get", key=JOB)
+            if not self.has_values:
+                self._job = job
+            if job == self._job or self.is_chief:
+                self._join()
+            if job != self._job:
+                raise ValuesLostError(
+                    f"{server.task} at {server.address} was restarted without a "
+                    "snapshot, and what it held is lost. Start the job again; with "
+                    "snapshot_dir=... a restarted server goes on.",
+                    culprit=server.task,
+                )
+            for method, arguments in self._log.again():
+                server.call(f"board.{method}", **arguments)
+            self._incarnation = incarnation
 
     def wait(
         self,
@@ -246,15 +299,12 @@ class Session:
 
         def poll() -> Any:
             nonlocal looked
+            now, has_left = time.monotonic(), False
+            if now - looked >= self._beat_seconds:
+                looked = now
+                has_left = self.board("get", key=_CHIEF_LEFT) is not None
             value = self.board("get", key=key)
-            now = time.monotonic()
-            if value is not None or now - looked < self._beat_seconds:
-                return value
-            looked = now
-            if self.board("get", key=_CHIEF_LEFT) is None:
-                return None
-            value = self.board("get", key=key)  # The chief may just have put it.
-            if value is None:
+            if value is None and has_left:
                 raise ClusterError(
                     f"{self.name}: {chief} has ended its script, and did not come to "
                     f"{what}. All tasks must run the same script to its end.",
@@ -279,8 +329,8 @@ class Session:
 
     def require_going(self) -> None:
         """Raise if the job has failed."""
-        if self._mismatch is not None:
-            raise self._mismatch
+        if isinstance(self._failure, ClusterMismatchError):
+            raise self._failure
         if self._failure is not None:
             raise ClusterError(f"{self.name}: the job has failed: {self._failure}")
 
@@ -291,22 +341,21 @@ class Session:
 
     def leave(self, error: str | None = None) -> None:
         """Tell the board that this worker leaves, or fails. Idempotent."""
-        if self._left or not self._joined:
+        if self._ended.is_set() or not self.starts:
             return
-        self._left = True
-        error = error or self._script_exit
         self._ended.set()
+        error = error or self._script_exit
         try:
             for connection in self.connections:
                 connection.retry_timeout_seconds = FAREWELL_SECONDS
             with contextlib.suppress(ClusterError):
-                self._board.replay()
+                self._replay()
             self._say("beat", info=self._info())
             if self.is_chief:
                 self.connections[0].call("board.put", key=_CHIEF_LEFT, value=True)
             self._say("leave", ok=error is None, error=error)
         except (ClusterError, ServerRefused) as lost:
-            if self._board.is_known:  # Else it is another job's.
+            if self._is_known:  # Else it is another job's.
                 _logger.warning("%s could not say that it ends: %s", self.name, lost)
         self.close()
 
@@ -327,20 +376,17 @@ class Session:
 
     def _say(self, method: str, **arguments: JSON) -> JSONObject:
         """Call the board as this worker, even if the job has failed."""
-        about: dict[str, Any] = {"worker": self.name, "session": self.id, **arguments}
-        return self.connections[0].call(f"board.{method}", **about)
+        return self.connections[0].call(f"board.{method}", **self._me, **arguments)
 
     def _beat(self) -> None:
         while not self._ended.wait(self._beat_seconds):
             try:
-                about = {"worker": self.name, "session": self.id}
-                answer = self._board.call("beat", about | {"info": self._info()})
+                answer = self._call("beat", {**self._me, "info": self._info()})
                 self._failure = answer["failed"]
             except (ClusterError, ServerRefused) as error:
                 if not self._ended.is_set():
-                    self._failure = str(error)
-                    if isinstance(error, ClusterMismatchError):
-                        self._mismatch = error
+                    is_mismatch = isinstance(error, ClusterMismatchError)
+                    self._failure = error if is_mismatch else str(error)
                 return
 
 
@@ -374,3 +420,28 @@ def _report_exceptions(session: Session) -> None:
         os._exit(report.exit_code)
 
     sys.excepthook = hook
+
+
+class ReplayLog:
+    """The last calls that a restarted board needs again, in order; of each name one."""
+
+    def __init__(self) -> None:
+        self._calls: dict[tuple[str, str], JSONObject] = {}
+        self._lock = threading.Lock()
+
+    def note(self, method: str, arguments: JSONObject) -> None:
+        """Record a call, if it is to be replayed."""
+        if method not in _NAMED_BY:
+            return
+        kind = _NAMED_BY[method]
+        name = str(arguments[kind])
+        with self._lock:
+            if kind == "stream":
+                name = family_of(name)[0]  # Streams before the newest are over.
+                self._calls.pop(("end", name), None)
+            remember(self._calls, (method, name), arguments, most=_MOST_REPLAYED)
+
+    def again(self) -> list[tuple[str, JSONObject]]:
+        """The calls to replay, as method and arguments."""
+        with self._lock:
+            return [(method, given) for (method, _), given in self._calls.items()]
