@@ -447,7 +447,7 @@ def test_a_restarted_server_goes_on_with_the_same_sessions(board, clients, clock
     assert a("beat") == {"failed": None}
     clock.seconds = 1011
     assert ask(again, "alive") == []
-    with pytest.raises(ValueError, match="version None, expected 10"):
+    with pytest.raises(ValueError, match="version None, expected 11"):
         again.load_state({})
 
 

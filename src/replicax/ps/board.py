@@ -7,8 +7,8 @@ No clock and no I/O of its own: the time and the journal are functions that it i
 - No action waits: who has to wait asks again. Any call may come twice. One with a
   number is carried out once and has the same answer again; the others are idempotent.
 - What a worker was told of its steps is in the journal before it hears of it. All else
-  that a restarted board lacks its clients tell it again (`board_client`), or it is
-  lost, such as closures since the last snapshot.
+  that a restarted board lacks its clients tell it again (`session`), or it is lost,
+  such as closures since the last snapshot.
 """
 
 import functools
@@ -41,7 +41,7 @@ __all__ = ["Board"]
 
 _logger = logging.getLogger("replicax")
 _MAX_INFO = 64 * 1024
-_STATE_VERSION = 10
+_STATE_VERSION = 11
 
 _ACTIONS: set[str] = set()
 
@@ -54,20 +54,6 @@ _Arguments = ParamSpec("_Arguments")
 _Answer = TypeVar("_Answer")
 
 
-class _ReplayCache(msgspec.Struct):
-    """The replay cache of a session: by method, the last call's number and its answer.
-
-    It makes calls idempotent: a call that is sent again gets the same answer.
-    """
-
-    worker: str
-    answers: dict[str, tuple[int, Any]]
-
-
-_ReplayCaches = dict[str, _ReplayCache]
-"""By session: what a journal or an older snapshot tells may be of an earlier one."""
-
-
 class _State(msgspec.Struct):
     """The state of a board, as snapshots store it."""
 
@@ -76,7 +62,6 @@ class _State(msgspec.Struct):
     streams: Streams
     closures: Closures
     rendezvous: Rendezvous
-    answers: _ReplayCaches
 
 
 def _action(
@@ -167,7 +152,6 @@ class Board:
         self._streams = Streams()
         self._closures = Closures()
         self._rendezvous = Rendezvous()
-        self._answers: _ReplayCaches = {}
 
     def _act(
         self, transition: Callable[..., _Answer], arguments: JSONObject
@@ -190,9 +174,8 @@ class Board:
     ) -> _Answer:
         """Run a transition once per call number; repeats get the recorded answer."""
         method, worker = transition.__name__, str(arguments["worker"])
-        session, call = arguments["session"], arguments["call"]
-        cache = self._answers.setdefault(session, _ReplayCache(worker, {})).answers
-        last, answer = cache.get(method, (-1, None))
+        call, answers = arguments["call"], self._presence.workers[worker].answers
+        last, answer = answers.get(method, (-1, None))
         if call < last:
             raise RequestError(
                 f"{worker}: call {call} of {method} came after call {last} of the same "
@@ -200,7 +183,7 @@ class Board:
             )
         if call > last:
             answer = transition(self, **arguments)
-            cache[method] = call, answer
+            answers[method] = call, answer
         return cast(_Answer, answer)
 
     def _begin_turn(self) -> None:
@@ -212,11 +195,9 @@ class Board:
         self._failure = self._failure or self._presence.failure(self._now)
 
     def _release(self, worker: str, *, died: bool) -> None:
-        """Revoke a worker's leases, and drop its entries in the replay cache."""
-        for cache in self._answers.values():
-            if cache.worker == worker:
-                cache.answers.pop("claim", None)
-                cache.answers.pop("take", None)
+        """Revoke a worker's leases, and forget the answers that gave them."""
+        for method in ("claim", "take"):
+            self._presence.workers[worker].answers.pop(method, None)
         if given_up := self._streams.release(worker):
             _logger.warning("%s is gone, with %d steps of fit.", worker, given_up)
             for stream in self._streams.newest.values():
@@ -228,15 +209,10 @@ class Board:
         entry = self._streams.entry(stream, worker)
         if entry is None:
             return
-        session = worker and self._presence.workers[worker].session
-        cache = self._answers.get(session or "")
-        if cache is not None:
-            answers = {
-                method: last
-                for method, last in cache.answers.items()
-                if method in ("claim", "finish")
-            }
-            entry["answers"] = {session: {"worker": worker, "answers": answers}}
+        if worker:
+            known = self._presence.workers[worker]
+            told = {k: x for k, x in known.answers.items() if k in ("claim", "finish")}
+            entry |= {"session": known.session, "answers": told}
         self._note(["stream", family_of(stream)[0], worker], entry)
 
     # Who is there.
@@ -254,9 +230,6 @@ class Board:
         if presence.join(worker, session, info or {}, self._now):
             self._release(worker, died=True)
             self._closures.disown(worker)
-        for earlier, cache in list(self._answers.items()):
-            if cache.worker == worker and earlier != session:
-                del self._answers[earlier]
         return {
             "starts": presence.workers[worker].starts,
             "heartbeat_seconds": presence.timeouts.heartbeat,
@@ -375,7 +348,6 @@ class Board:
                 self._streams,
                 self._closures,
                 self._rendezvous,
-                self._answers,
             )
             return msgspec.to_builtins(state, str_keys=True)
 
@@ -397,17 +369,23 @@ class Board:
             self._now = self._clock()
             self._presence.restart(loaded.workers, self._now)
             self._streams, self._closures = loaded.streams, loaded.closures
-            self._rendezvous, self._answers = loaded.rendezvous, loaded.answers
-            self._failure = None
+            self._rendezvous, self._failure = loaded.rendezvous, None
             self._closures.restart()
-            for cache in self._answers.values():
-                cache.answers.pop("take", None)
-            for worker in loaded.workers:
-                self._streams.release(worker)
+            for name, worker in loaded.workers.items():
+                worker.answers.pop("take", None)
+                self._streams.release(name)
             entries = [e for key, e in (journal or {}).items() if key[0] == "stream"]
             self._streams.restart(entries)
             for entry in entries:
-                answers = msgspec.convert(entry.get("answers", {}), _ReplayCaches)
-                for session, cache in answers.items():
-                    known = self._answers.setdefault(session, cache)
-                    known.answers.update(cache.answers)
+                self._resume(entry["worker"], entry)
+
+    def _resume(self, name: str, entry: JSONObject) -> None:
+        """Let a session go on with the answers that the write-ahead log has."""
+        worker = self._presence.workers.get(name)
+        if worker is None or (session := entry["session"]) in worker.replaced:
+            return
+        if session != worker.session and self._presence.join(
+            name, session, worker.info, self._now
+        ):  # It had not joined when the snapshot was taken.
+            self._closures.disown(name)
+        worker.answers |= entry["answers"]

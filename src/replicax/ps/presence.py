@@ -41,6 +41,8 @@ class Worker(msgspec.Struct):
     starts: int = 0
     deaths: int = 0
     replaced: list[str] = []
+    # By method, its session's last numbered call and the answer, for a repeated call.
+    answers: dict[str, tuple[int, Any]] = {}
 
 
 class Presence:
@@ -95,6 +97,7 @@ class Presence:
             known.replaced = [*known.replaced, str(known.session)][-_REPLACED_KEPT:]
         if known.session != session:
             known.starts += 1
+            known.answers = {}
         known.session, known.state = session, "alive"
         known.ok = known.error = None
         known.last_sign, known.info = now, info
