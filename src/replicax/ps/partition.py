@@ -54,20 +54,26 @@ ASSIGNED: JSONObject = {"kind": "add", "by": "closures"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class VariableSlice:
-    """A variable, or some of its rows, on one server.
+class VariableInfo:
+    """A variable; `constraint` is a Keras config."""
 
-    `variable` is its place in its group, `rows` are `(start, stop)` in its first
-    dimension; None: the whole. `shape` is the part's. `constraint` is a Keras config.
-    """
-
-    variable: int
     path: str
     shape: tuple[Count, ...]
     dtype: str
+    constraint: JSONObject | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VariableSlice(VariableInfo):
+    """A variable, or some of its rows, on one server.
+
+    `variable` is its place in its group, `rows` are `(start, stop)` in its first
+    dimension; None: the whole. `shape` is the slice's.
+    """
+
+    variable: int
     server: Count
     rows: tuple[Count, Count] | None = None
-    constraint: JSONObject | None = None
 
     @property
     def name(self) -> str:
@@ -274,16 +280,6 @@ class MaxSizePartitioner:
         return _along(shape, axis, min(shards, self.max_shards or shards))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class VariableInfo:
-    """A variable's path, shape, dtype and constraint config, for placement."""
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: str
-    constraint: JSONObject | None = None
-
-
 def place(
     name: str,
     rule: JSONObject,
@@ -308,7 +304,7 @@ def place(
     """
     _require_positive("place", num_servers=num_servers)
     cuts = [_cuts(variable, partitioner) for variable in variables]
-    cuts = _kept_whole(name, variables, cuts, can_split)
+    _keep_whole(name, variables, cuts, can_split)
     pieces = [(i, rows) for i, ranges in enumerate(cuts) for rows in ranges]
     parts = [_slice(variables[i], i, rows) for i, rows in pieces]
     sizes = [part.size * np.dtype(part.dtype).itemsize for part in parts]
@@ -321,15 +317,9 @@ def place(
 
 
 def _slice(info: VariableInfo, variable: int, rows: _Rows) -> VariableSlice:
-    return VariableSlice(
-        variable=variable,
-        path=info.path,
-        shape=info.shape if rows is None else (rows[1] - rows[0], *info.shape[1:]),
-        dtype=info.dtype,
-        server=0,
-        rows=rows,
-        constraint=info.constraint,
-    )
+    shape = info.shape if rows is None else (rows[1] - rows[0], *info.shape[1:])
+    own = {**vars(info), "shape": shape}
+    return VariableSlice(**own, variable=variable, server=0, rows=rows)
 
 
 def _cuts(variable: VariableInfo, partitioner: Partitioner | None) -> list[_Rows]:
@@ -358,33 +348,27 @@ def _cuts(variable: VariableInfo, partitioner: Partitioner | None) -> list[_Rows
     return list(itertools.pairwise(starts))
 
 
-def _kept_whole(
+def _keep_whole(
     name: str,
     variables: Sequence[VariableInfo],
     cuts: list[list[_Rows]],
     can_split: bool,
-) -> list[list[_Rows]]:
+) -> None:
     """Drop the cuts of variables that must stay whole, with a warning."""
-    whole, constrained = [], []
+    which, why = "variables", "its optimizer needs whole variables"
+    if can_split:
+        which = "variables with a constraint"
+        why = "a constraint sees the whole variable"
+    kept: list[str] = []
     for i, variable in enumerate(variables):
-        if len(cuts[i]) > 1 and (not can_split or variable.constraint is not None):
-            (constrained if can_split else whole).append(variable.path)
+        if len(cuts[i]) > 1 and not (can_split and variable.constraint is None):
+            kept.append(variable.path)
             cuts[i] = [None]
-    if whole:
+    if kept:
         _logger.warning(
-            "group %r: variables are not split: its optimizer needs whole variables. "
-            "Kept whole: %s",
-            name,
-            ", ".join(whole),
+            "group %r: %s are not split: %s. Kept whole: %s",
+            *(name, which, why, ", ".join(kept)),
         )
-    if constrained:
-        _logger.warning(
-            "group %r: variables with a constraint are not split: a constraint sees "
-            "the whole variable. Kept whole: %s",
-            name,
-            ", ".join(constrained),
-        )
-    return cuts
 
 
 def _is_count(number: Any) -> bool:
