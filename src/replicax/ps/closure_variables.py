@@ -57,16 +57,12 @@ class AssignedVariables:
         for group in () if is_fresh else self._remote.assigned:
             group.pull()
             group.write()
-        self._before = {
-            label: internals.read_values([variable])[0]
-            for label, variable in self._candidates()
-        }
+        self._before = {label: _value(v) for label, v in self._candidates()}
 
     def push(self) -> None:
         """Add the changes since `begin` to the values on the servers."""
         for label, variable in self._candidates():
-            before = self._before.get(label)
-            (now,) = internals.read_values([variable])
+            before, now = self._before.get(label), _value(variable)
             if before is None or now is before or bool(jnp.array_equal(now, before)):
                 continue
             if variable.dtype == "bool":
@@ -108,26 +104,30 @@ class MetricDeltas:
 
     def __init__(self, labels: Labels) -> None:
         self._labels = labels
-        self._seen: dict[Label, tuple[jax.Array, np.ndarray]] = {}
-        self._before: dict[Label, np.ndarray] = {}
+        self._before: dict[Label, jax.Array] = {}
         self._unknown: set[Label] = set()
         self._touched: set[Label] = set()
 
     def begin(self) -> None:
         """Record the metrics' values at the begin of a closure."""
-        self._before = self._read()
+        self._before = {label: _value(v) for label, v in self._metrics()}
 
     def changes(self) -> list[Any]:
         """The differences since `begin`, as JSON values."""
         changes = []
-        for label, now in self._read().items():
-            before = self._before.get(label)
+        for label, variable in self._metrics():
+            before, now = self._before.get(label), _value(variable)
             if now is before:
                 continue
-            change = now if before is None else now - before
+            change = _wide(now) - (0 if before is None else _wide(before))
             if change.any():
                 changes.append([*label, encode(change, label[0])])
         return changes
+
+    def _metrics(self) -> Iterator[tuple[Label, Variable]]:
+        for label, variable in self._labels:
+            if variable.aggregation == "sum" and internals.has_value(variable):
+                yield label, variable
 
     def add(self, changes: list[Any]) -> None:
         """Add the closures' deltas to the totals."""
@@ -166,21 +166,16 @@ class MetricDeltas:
             if variable is not None:
                 variable.assign(decode(value))
 
-    def _read(self) -> dict[Label, np.ndarray]:
-        """Wide copies: programs give the arrays away, and sums of many are exact."""
-        seen: dict[Label, tuple[jax.Array, np.ndarray]] = {}
-        for label, variable in self._labels:
-            if variable.aggregation != "sum" or not internals.has_value(variable):
-                continue
-            (stored,) = internals.read_values([variable])
-            known = self._seen.get(label)
-            if known is None or known[0] is not stored:
-                host = np.asarray(stored)
-                kind = np.float64 if np.issubdtype(host.dtype, np.inexact) else np.int64
-                known = (stored, host.astype(kind))
-            seen[label] = known
-        self._seen = seen
-        return {label: host for label, (_, host) in seen.items()}
+
+def _value(variable: Variable) -> jax.Array:
+    return internals.read_values([variable])[0]
+
+
+def _wide(value: jax.Array) -> np.ndarray:
+    """A copy on the host of a type in which sums of many are exact."""
+    host = np.asarray(value)
+    kind = np.float64 if np.issubdtype(host.dtype, np.inexact) else np.int64
+    return host.astype(kind)
 
 
 class _GroupRequest(msgspec.Struct):
@@ -224,12 +219,12 @@ class GroupRequests:
         variables: Sequence[keras.Variable],
         count: keras.Variable | None,
         rate: keras.Variable | None,
-    ) -> int | None:
+    ) -> bool:
         """Request a group from the chief, once.
 
         `count` is the number of steps of the optimizer that trains it, `rate` its
-        learning rate, where these are variables. Of moving statistics the number of an
-        earlier request that has some of them: then nothing is requested.
+        learning rate, where these are variables. False: of moving statistics an earlier
+        request has some already, whose group is adopted now instead.
         """
         of = self._labels.of
         request = _GroupRequest(
@@ -244,16 +239,16 @@ class GroupRequests:
         while True:
             stands = self._session.board("put", key=_request_key(number), value=want)
             if stands["group"]["name"] == group.name:
-                return None
+                return True
             labels = {tuple(label) for label in stands["variables"]}
             is_alike = stands["group"]["rule"] == group.rule
             is_alike &= group.rule in (AVERAGED, SUMMED)
             if is_alike and not labels.isdisjoint(request.variables):
-                return number
+                self._adopt_until(number)
+                return False
             number += 1
 
-    def adopt_until(self, number: int) -> None:
-        """Wait until the group of a request is adopted."""
+    def _adopt_until(self, number: int) -> None:
 
         def poll() -> bool | None:
             self.adopt()

@@ -257,10 +257,8 @@ class RemoteVariables:
                 optimizer is None or can_split(optimizer),
             )
             if requests is not None and not self._session.is_chief:
-                other = requests.ask(placed, variables, count, rate)
-                if other is not None:
-                    known = list(self.groups)
-                    requests.adopt_until(other)
+                known = list(self.groups)
+                if not requests.ask(placed, variables, count, rate):
                     for each in self.groups:
                         if each not in known:
                             each.hand_out(stored)
