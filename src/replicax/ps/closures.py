@@ -30,9 +30,10 @@ _MAX_ERROR_TEXT = 64 * 1024
 
 
 class _Closure(msgspec.Struct, kw_only=True):
-    """`status` is `queued`, `running`, `done`, `error` or `cancelled`.
+    """A closure; `worker` runs it, or did before the server was restarted.
 
-    `worker` runs it, or did before the server was restarted.
+    `outcome` is what `Closures.fetch` answers. Its `status` is `queued`, `running`,
+    `done`, `error` or `cancelled`.
     """
 
     id: str
@@ -41,12 +42,15 @@ class _Closure(msgspec.Struct, kw_only=True):
     owner: str
     generation: int
     size: int
-    status: str = "queued"
+    outcome: JSONObject = msgspec.field(default_factory=lambda: {"status": "queued"})
     worker: str | None = None
-    value: Any = None
-    error: dict[str, str] | None = None
     died_with: list[str] = []
     unwanted: bool = False
+
+    @property
+    def status(self) -> str:
+        """How far it is."""
+        return self.outcome["status"]
 
     @property
     def is_finished(self) -> bool:
@@ -127,7 +131,7 @@ class Closures(msgspec.Struct, kw_only=True):
             if closure.function in functions:
                 self.queue.remove(id)
                 self.running[id] = closure.worker = worker
-                closure.status = "running"
+                closure.outcome = {"status": "running"}
                 return {
                     "id": id,
                     "function": closure.function,
@@ -159,36 +163,27 @@ class Closures(msgspec.Struct, kw_only=True):
         if error is not None:
             self._fail(closure, error)
         else:
-            self._finish(closure, "done", value=value, size=size)
+            self._finish(closure, {"status": "done", "value": value}, size)
         return {"late": False}
 
-    def _finish(
-        self,
-        closure: _Closure,
-        status: str,
-        *,
-        value: JSON = None,
-        size: int = 0,
-        error: dict[str, str] | None = None,
-    ) -> None:
+    def _finish(self, closure: _Closure, outcome: JSONObject, size: int = 0) -> None:
         """Note how a closure ended, or forget it if nobody will ask for it."""
         self.running.pop(closure.id, None)
         self.num_bytes += size - closure.size
         closure.payload, closure.size = None, size
-        closure.status, closure.worker = status, None
-        closure.value, closure.error = value, error
+        closure.outcome, closure.worker = outcome, None
         if closure.unwanted:
             self._forget(closure.id)
 
     def _fail(self, closure: _Closure, error: dict[str, str]) -> None:
         """Keep an error; the first one of a generation cancels what is queued."""
-        self._finish(closure, "error", error=error)
+        self._finish(closure, {"status": "error", "error": error})
         if closure.generation < self.generation:
             return
         self.error, self.error_owner = error, closure.owner
         self.generation += 1
         for id in self.queue:
-            self._finish(self.known[id], "cancelled")
+            self._finish(self.known[id], {"status": "cancelled"})
         self.queue.clear()
 
     def _forget(self, id: str) -> None:
@@ -205,7 +200,7 @@ class Closures(msgspec.Struct, kw_only=True):
             if len(closure.died_with) > self.max_retries:
                 self._fail(closure, _given_up(closure))
             elif closure.generation < self.generation:
-                self._finish(closure, "cancelled")
+                self._finish(closure, {"status": "cancelled"})
             else:
                 del self.running[id]
                 _logger.warning(
@@ -215,7 +210,7 @@ class Closures(msgspec.Struct, kw_only=True):
                     closure.function,
                     id,
                 )
-                closure.status, closure.worker = "queued", None
+                closure.outcome, closure.worker = {"status": "queued"}, None
                 self.queue.insert(0, id)
 
     def restart(self) -> None:
@@ -226,7 +221,7 @@ class Closures(msgspec.Struct, kw_only=True):
         """
         running = [id for id in self.known if id in self.running]
         for id in running:
-            self.known[id].status = "queued"
+            self.known[id].outcome = {"status": "queued"}
         self.queue = running + self.queue
         self.running = {}
 
@@ -267,19 +262,9 @@ class Closures(msgspec.Struct, kw_only=True):
             room -= self.known[id].size if id in self.known else 0
             if room < 0 and answer:
                 break
-            answer[id] = self._outcome(id)
+            known = self.known.get(id)
+            answer[id] = {"status": "unknown"} if known is None else known.outcome
         return answer
-
-    def _outcome(self, id: str) -> JSONObject:
-        closure = self.known.get(id)
-        if closure is None:
-            return {"status": "unknown"}
-        outcome: JSONObject = {"status": closure.status}
-        if closure.status == "done":
-            outcome["value"] = closure.value
-        elif closure.status == "error":
-            outcome["error"] = closure.error
-        return outcome
 
     def pending(self) -> JSONObject:
         """Numbers of `queued` and `finished` closures; the `running` ones, by worker.
