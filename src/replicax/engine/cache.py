@@ -124,8 +124,11 @@ def _parts(fn: types.FunctionType, read: _Read) -> list[tuple[str, Hashable]]:
 
     Functions of the same code have as many.
     """
-    cells = zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
-    parts = [(name, _cell_key(cell, read)) for name, cell in cells]
+    parts: list[tuple[str, Hashable]] = []
+    for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+        content = _content(cell)
+        read.cells.append((cell, content))
+        parts.append((name, _content_key(content, read)))
     for i, value in enumerate(fn.__defaults__ or ()):
         parts.append((f"default {i}", static_key(value)))
     defaults = fn.__kwdefaults__ or {}
@@ -151,15 +154,9 @@ def _content(cell: types.CellType) -> object:
         return None
 
 
-def _cell_key(cell: types.CellType, read: _Read) -> Hashable:
-    content = _content(cell)
-    read.cells.append((cell, content))
+def _content_key(content: object, read: _Read) -> Hashable:
     if isinstance(content, types.MethodType):
-        return (Identity(content.__self__), _cell_function_key(content.__func__, read))
-    return _cell_function_key(content, read)
-
-
-def _cell_function_key(content: object, read: _Read) -> Hashable:
+        return (Identity(content.__self__), _content_key(content.__func__, read))
     is_function = isinstance(content, types.FunctionType)
     return _key(content, read) if is_function else static_key(content)
 
@@ -197,44 +194,31 @@ def unwrap_partial(
     return fn, args, kwargs
 
 
+class _Key:
+    """A key in the cache; equal to any other of the same value."""
+
+    __slots__ = ("__weakref__", "value")
+
+    def __init__(self, value: Hashable) -> None:
+        self.value = value
+
+    def __hash__(self) -> int:
+        return hash(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Key) and self.value == other.value
+
+
 class _CachedProgram(Generic[T]):
     """A program under its key, and who keeps both alive."""
 
     __slots__ = ("__weakref__", "holder", "key", "program")
 
-    def __init__(
-        self, key: Hashable, program: T, holder: "set[_CachedProgram[T]]"
-    ) -> None:
+    def __init__(self, key: _Key, program: T, holder: "set[_CachedProgram[T]]") -> None:
         self.key = key
         self.program = program
         self.holder = holder
         holder.add(self)
-
-
-class _Place:
-    """The place of an entry in the cache, which does not keep it alive; equal by keys.
-
-    Without an entry it is one that is looked for.
-    """
-
-    __slots__ = ("_entry", "_hash", "_key")
-
-    def __init__(self, key: Hashable, entry: _CachedProgram[Any] | None = None) -> None:
-        self._hash = hash(key)
-        self._key = key if entry is None else None
-        self._entry = None if entry is None else weakref.ref(entry)
-
-    @property
-    def key(self) -> Hashable:
-        """The key; None if the entry is gone."""
-        entry = self._entry and self._entry()
-        return self._key if entry is None else entry.key
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Place) and self.key == other.key
 
 
 class _Programs(set[Any]):
@@ -262,9 +246,10 @@ class ProgramCache(Generic[T]):
     def __init__(
         self, size: int = 512, owner_of: Callable[[T], object] = lambda _: None
     ) -> None:
-        self._entries: OrderedDict[_Place, weakref.ref[_CachedProgram[T]]] = (
-            OrderedDict()
-        )
+        # Of weak references to keys, which are equal where the keys are.
+        self._entries: OrderedDict[
+            weakref.ref[_Key], weakref.ref[_CachedProgram[T]]
+        ] = OrderedDict()
         self._kept: set[_CachedProgram[T]] = set()
         self._size = size
         self._owner_of = owner_of
@@ -285,8 +270,9 @@ class ProgramCache(Generic[T]):
     def get(self, fn: Callable[..., PyTree], key: Hashable, make: Callable[[], T]) -> T:
         """The program under `(function, key)`, made with `make` if it is new."""
         full_key = (function_key(fn), key)
-        place = _Place(full_key)
         with self._lock:
+            wanted = _Key(full_key)
+            place = weakref.ref(wanted)
             found = self._entries.get(place)
             entry = found and found()
             if entry is not None:
@@ -310,18 +296,19 @@ class ProgramCache(Generic[T]):
         if owner is not None:
             holder = vars(owner).setdefault(_PROGRAMS, _Programs())
         with self._lock:
-            self._drop(_Place(full_key))
-            entry = _CachedProgram(full_key, program, holder)
-            self._entries[_Place(full_key, entry)] = weakref.ref(entry)
-            for gone in [n for n, entry in self._entries.items() if entry() is None]:
+            key = _Key(full_key)
+            self._drop(weakref.ref(key))
+            entry = _CachedProgram(key, program, holder)
+            self._entries[weakref.ref(key)] = weakref.ref(entry)
+            for gone in [place for place in self._entries if place() is None]:
                 del self._entries[gone]
             if len(self._entries) > self._size:
-                dropped = next(iter(self._entries))
-                self._drop(dropped)
+                oldest = next(iter(self._entries))
+                self._drop(oldest)
                 if self._dropped is not None:
-                    self._dropped.add(hash(dropped))
+                    self._dropped.add(hash(oldest))
 
-    def _drop(self, place: _Place) -> None:
+    def _drop(self, place: weakref.ref[_Key]) -> None:
         found = self._entries.pop(place, None)
         entry = found and found()
         if entry is not None:
