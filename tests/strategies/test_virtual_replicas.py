@@ -390,7 +390,7 @@ def test_losses_count_all_replicas() -> None:
 def test_one_replica_each_is_the_default() -> None:
     strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
     assert strategy.num_replicas_in_sync == 2
-    assert strategy.group.axes.names == ("replica",)
+    assert strategy.group.axis_names == ("replica",)
     assert "each" not in repr(strategy)
     assert "4 replicas each" in repr(strategy_of(2, 4))
 

@@ -199,7 +199,7 @@ def require_equal(
 
 def _numbers(group: ReplicaGroup, prints: np.ndarray) -> str:
     devices = np.flatnonzero(prints != prints[0])
-    each = group.axes.num_per_device
+    each = group.num_per_device
     replicas = [d * each + i for d in devices.tolist() for i in range(each)]
     return f"replicas {replicas}"
 

@@ -25,7 +25,7 @@ def one_replica(group: ReplicaGroup) -> ReplicaGroup:
     alone = group.on(list(first))
     return dataclasses.replace(
         alone,
-        axes=dataclasses.replace(alone.axes, num_per_device=1),
+        num_per_device=1,
         num_local=1,
         first_replica=0,
         defers_updates=False,

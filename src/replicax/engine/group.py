@@ -23,74 +23,12 @@ from replicax.engine.protocols import StrategyLike
 from replicax.engine.replica_axis import ReplicaAxis, joined_sum
 from replicax.engine.variables import Variable
 
-__all__ = ["ReplicaAxes", "ReplicaGroup", "mesh_of"]
+__all__ = ["ReplicaGroup", "mesh_of"]
 
 
 _AXIS = "replica"
 _ON_DEVICE = "replica_on_device"
 """Name of the axis of the replicas on one device."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ReplicaAxes:
-    """All replicas: those of one device follow each other.
-
-    Attributes:
-        devices: The mesh axis.
-        num_per_device: Number of replicas on each device.
-    """
-
-    devices: ReplicaAxis
-    num_per_device: int = 1
-
-    @property
-    def size(self) -> int:
-        """Number of replicas."""
-        return self.devices.size * self.num_per_device
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The axes' names, for JAX's collectives."""
-        if self.num_per_device == 1:
-            return (self.devices.name,)
-        return (self.devices.name, _ON_DEVICE)
-
-    def index(self) -> jax.Array:
-        """This replica's number, an `int32[]` tracer from 0."""
-        # XLA refuses collectives over one device of a mesh with a second axis.
-        return lax.axis_index(self.names) if self.size > 1 else jnp.zeros((), jnp.int32)
-
-    def sum(self, tree: PyTree) -> PyTree:
-        """Sum over all replicas, with XLA's all-reduce."""
-        return joined_sum(tree, self.devices, self.names) if self.size > 1 else tree
-
-    def sum_on_device(self, tree: PyTree) -> PyTree:
-        """Sum over the replicas of this device."""
-        return lax.psum(tree, _ON_DEVICE) if self.num_per_device > 1 else tree
-
-    def mapped(
-        self, fn: Callable[..., PyTree], in_axes: Sequence[PyTree] | int = 0
-    ) -> Callable[..., PyTree]:
-        """`fn` of one replica, for the replicas of a device: a `vmap` if several."""
-        if self.num_per_device == 1:
-            return fn
-        return jax.vmap(
-            fn, in_axes, axis_name=_ON_DEVICE, axis_size=self.num_per_device
-        )
-
-    def stacked(self, x: ArrayLike) -> jax.Array:
-        """All replicas' values `[R, ...]`, on every replica."""
-        x = jnp.asarray(x)
-        return self.concatenated(x[None], 0)
-
-    def concatenated(self, x: jax.Array, axis: int) -> jax.Array:
-        """All replicas' values one after another along dimension `axis`."""
-        if self.size == 1:
-            return x
-        # One at a time: under `vmap` JAX gathers along a single axis only.
-        for name in reversed(self.names):
-            x = lax.all_gather(x, name, axis=axis, tiled=True)
-        return x
 
 
 def mesh_of(
@@ -129,10 +67,11 @@ class ReplicaGroup:
     Attributes:
         strategy: Whose replicas they are.
         mesh: The devices. Replicas lie along one of its axes.
-        axes: That axis, and the one of several replicas on one device.
+        axis: That axis.
         layouts: How variables lie on the mesh.
         cross_device_ops: How gradients are summed.
         communication: What happens to gradients on their way.
+        num_per_device: Number of replicas on each device, which follow each other.
         num_local: Number of replicas on this process' devices.
         first_local: The first of them.
         first_replica: Number of the mesh's first replica among those of all workers.
@@ -142,24 +81,26 @@ class ReplicaGroup:
 
     strategy: StrategyLike
     mesh: Mesh
-    axes: ReplicaAxes
+    axis: ReplicaAxis
     layouts: Layouts
     cross_device_ops: CrossDeviceOps
     communication: CommunicationOptions
+    num_per_device: int = 1
     num_local: int
     first_local: int = 0
     first_replica: int = 0
     defers_updates: bool = False
 
     @property
-    def axis(self) -> ReplicaAxis:
-        """The mesh axis along which the replicas lie."""
-        return self.axes.devices
-
-    @property
     def num_replicas(self) -> int:
         """Number of replicas in the mesh."""
-        return self.axes.size
+        return self.axis.size * self.num_per_device
+
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        """The axes of the replicas, for JAX's collectives."""
+        names = (self.axis.name, _ON_DEVICE)
+        return names if self.num_per_device > 1 else names[:1]
 
     @property
     def divides_updates(self) -> bool:
@@ -188,24 +129,65 @@ class ReplicaGroup:
 
     def on(self, devices: Sequence[Device]) -> "ReplicaGroup":
         """The group on other devices, all of them here or only described."""
-        per_replica = self.mesh.size // self.axis.size
-        grid = np.array(devices).reshape(-1, per_replica)
-        names = _names(grid)
+        grid = np.array(devices).reshape(-1, *self.mesh.devices.shape[1:])
+        firsts = grid.reshape(len(grid), -1)
         host = devices[0].process_index
-        num_per_host = sum(d.process_index == host for d in grid[:, 0])
-        axis = dataclasses.replace(self.axis, devices=names, num_per_host=num_per_host)
-        axes = dataclasses.replace(self.axes, devices=axis)
+        axis = dataclasses.replace(
+            self.axis,
+            devices=_names(firsts),
+            num_per_host=sum(d.process_index == host for d in firsts[:, 0]),
+        )
         return dataclasses.replace(
             self,
-            mesh=Mesh(
-                grid.reshape(-1, *self.mesh.devices.shape[1:]), self.mesh.axis_names
-            ),
-            axes=axes,
-            layouts=dataclasses.replace(self.layouts, num_devices=len(names)),
-            num_local=axes.size,
+            mesh=Mesh(grid, self.mesh.axis_names),
+            axis=axis,
+            layouts=dataclasses.replace(self.layouts, num_devices=axis.size),
+            num_local=axis.size * self.num_per_device,
             first_local=0,
         )
 
     def layout(self, variable: Variable) -> NamedSharding:
         """The sharding with which programs take and return a variable."""
         return NamedSharding(self.mesh, self.layouts.of(variable))
+
+    # Collectives of the replicas, inside their program.
+
+    def index(self) -> jax.Array:
+        """This replica's number, an `int32[]` tracer from 0."""
+        # XLA refuses collectives over one device of a mesh with a second axis.
+        if self.num_replicas == 1:
+            return jnp.zeros((), jnp.int32)
+        return lax.axis_index(self.axis_names)
+
+    def sum(self, tree: PyTree) -> PyTree:
+        """Sum over all replicas, with XLA's all-reduce."""
+        if self.num_replicas == 1:
+            return tree
+        return joined_sum(tree, self.axis, self.axis_names)
+
+    def sum_on_device(self, tree: PyTree) -> PyTree:
+        """Sum over the replicas of this device."""
+        return lax.psum(tree, _ON_DEVICE) if self.num_per_device > 1 else tree
+
+    def mapped(
+        self, fn: Callable[..., PyTree], in_axes: Sequence[PyTree] | int = 0
+    ) -> Callable[..., PyTree]:
+        """`fn` of one replica, for the replicas of a device: a `vmap` if several."""
+        if self.num_per_device == 1:
+            return fn
+        return jax.vmap(
+            fn, in_axes, axis_name=_ON_DEVICE, axis_size=self.num_per_device
+        )
+
+    def stacked(self, x: ArrayLike) -> jax.Array:
+        """All replicas' values `[R, ...]`, on every replica."""
+        return self.concatenated(jnp.asarray(x)[None], 0)
+
+    def concatenated(self, x: jax.Array, axis: int) -> jax.Array:
+        """All replicas' values one after another along dimension `axis`."""
+        if self.num_replicas == 1:
+            return x
+        # One at a time: under `vmap` JAX gathers along a single axis only.
+        for name in reversed(self.axis_names):
+            x = lax.all_gather(x, name, axis=axis, tiled=True)
+        return x

@@ -23,7 +23,7 @@ from replicax.engine.composites import (
     stacked,
 )
 from replicax.engine.divergence import declare_mirrored
-from replicax.engine.group import ReplicaAxes, ReplicaGroup
+from replicax.engine.group import ReplicaGroup
 from replicax.engine.origins import is_combined
 from replicax.engine.replay import current_run
 from replicax.engine.scope import current_context, entered_context
@@ -90,7 +90,6 @@ class ReplicaContext:
         # each has batches of its own, as in estimators.
         self.batch: list[jax.Array] | None = None
         self._group = group
-        self._axes: ReplicaAxes = group.axes
         self._gradient_op = gradient_op
         self._num_active = num_active
         self._applying = False
@@ -104,7 +103,7 @@ class ReplicaContext:
     def replica_id_in_sync_group(self) -> jax.Array:
         """This replica's number, an `int32[]` tracer from 0."""
         self._check("replica_id_in_sync_group")
-        return self._axes.index() + self._group.first_replica
+        return self._group.index() + self._group.first_replica
 
     def all_reduce(self, op: ReduceOp | str, value: PyTree) -> PyTree:
         """Combine `value` over the replicas; every replica gets the result.
@@ -139,7 +138,7 @@ class ReplicaContext:
 
     def _reduced_sparse(self, op: ReduceOp, value: PyTree) -> PyTree:
         require_sparse(value, "ReplicaContext.all_reduce")
-        parts = [self._axes.stacked(x) for x in jax.tree.leaves(value)]
+        parts = [self._group.stacked(x) for x in jax.tree.leaves(value)]
         counted = [x[: self.num_counted] for x in parts]
         return reduced_sparse(
             stacked(jax.tree.structure(value), counted), 0, is_mean=op is ReduceOp.MEAN
@@ -148,8 +147,8 @@ class ReplicaContext:
     def _stacked(self, value: PyTree) -> PyTree:
         """All replicas' values of an array, of composite ones too, `[R, ...]`."""
         if not is_composite(value):
-            return self._axes.stacked(value)
-        parts = [self._axes.stacked(x) for x in jax.tree.leaves(value)]
+            return self._group.stacked(value)
+        parts = [self._group.stacked(x) for x in jax.tree.leaves(value)]
         return stacked(jax.tree.structure(value), parts)
 
     def all_gather(self, value: PyTree, axis: int) -> PyTree:
@@ -177,7 +176,7 @@ class ReplicaContext:
                 )
             if is_sparse:
                 return concatenated_sparse(self._stacked(x), axis % x.ndim)
-            return self._axes.concatenated(x, axis)
+            return self._group.concatenated(x, axis)
 
         return jax.tree.map(gather, value, is_leaf=is_composite)
 
@@ -218,7 +217,7 @@ class ReplicaContext:
         )
         with entered_context(None):
             result = merge_fn(self.strategy, *merged_args, **merged_kwargs)
-        index = self._axes.index()
+        index = self._group.index()
         return jax.tree.map(
             lambda x: x.array[index] if isinstance(x, PerReplica) else x,
             spread(result),
@@ -241,18 +240,18 @@ class ReplicaContext:
 
         Less than those in sync where workers meet at parameter servers only.
         """
-        return self._axes.size
+        return self._group.num_replicas
 
     @property
     def num_counted(self) -> int:
         """Number of replicas whose examples count in this step."""
-        return self._num_active or self._axes.size
+        return self._num_active or self._group.num_replicas
 
     def counted(self, tree: PyTree) -> PyTree:
         """`tree` on replicas that count, zeros on the others."""
         if self._num_active is None:
             return tree
-        counts = self._axes.index() < self._num_active
+        counts = self._group.index() < self._num_active
         return jax.tree.map(lambda x: jnp.where(counts, x, jnp.zeros_like(x)), tree)
 
     def sum(self, tree: PyTree) -> PyTree:
@@ -260,7 +259,7 @@ class ReplicaContext:
 
         Gradients through the sum are those of the losses that count, too.
         """
-        return self._of_counted_losses(self._axes.sum(self.counted(tree)))
+        return self._of_counted_losses(self._group.sum(self.counted(tree)))
 
     def _of_counted_losses(self, tree: PyTree) -> PyTree:
         """The same arrays; no gradient comes back from replicas that do not count."""
@@ -268,7 +267,7 @@ class ReplicaContext:
             return tree
         # An all-reduce adds what comes back from all replicas. The others compute
         # losses, too, and their own gradients are left out only when these are summed.
-        counts = self._axes.index() < self._num_active
+        counts = self._group.index() < self._num_active
         return declare_mirrored(
             jax.tree.map(lambda x: jnp.where(counts, x, lax.stop_gradient(x)), tree)
         )
@@ -294,16 +293,16 @@ class ReplicaContext:
             part = jnp.where(jnp.isfinite(value), part, 0)
         else:
             part = value // num
-        is_first = self._axes.index() == 0
+        is_first = self._group.index() == 0
         return jnp.where(is_first, value - (num - 1) * part, part)
 
     def first(self, tree: PyTree) -> PyTree:
         """The first replica's value, on all replicas."""
-        return jax.tree.map(lambda x: self._axes.stacked(x)[0], tree)
+        return jax.tree.map(lambda x: self._group.stacked(x)[0], tree)
 
     def _reduced(self, tree: PyTree) -> PyTree:
         """The sum of all replicas' arrays, as the user wants it made."""
-        tree = self._axes.sum_on_device(tree)
+        tree = self._group.sum_on_device(tree)
         if self._group.axis.size == 1:
             return tree
         return self._group.cross_device_ops.reduce(ReduceOp.SUM, tree, self._group.axis)
@@ -329,7 +328,7 @@ class ReplicaContext:
             group.communication,
             dims=dims,
             # After the user's hook, which may add something to what does not count.
-            on_device=lambda own: self._axes.sum_on_device(self.counted(own)),
+            on_device=lambda own: self._group.sum_on_device(self.counted(own)),
             weights=weights,
             # Gathers of new weights follow the updates where replicas hold them whole.
             updates_are_last=self.gathers_weights,
@@ -343,15 +342,15 @@ class ReplicaContext:
 
         A mean of equal values, as `fit` makes, changes nothing.
         """
-        if self._gradient_op is not ReduceOp.SUM or self._axes.size == 1:
+        if self._gradient_op is not ReduceOp.SUM or self._group.num_replicas == 1:
             return
         num = sum(x is not None and is_combined(x) for x in grads)
         if num:
             warnings.warn(
                 f"optimizer.apply: {num} of {len(grads)} gradients are results of "
                 "ReplicaContext.all_reduce. They are summed over the "
-                f"{self._axes.size} replicas once more. Pass each replica's own "
-                "gradients; to clip what the optimizer applies, set its clipnorm, "
+                f"{self._group.num_replicas} replicas once more. Pass each replica's "
+                "own gradients; to clip what the optimizer applies, set its clipnorm, "
                 "global_clipnorm or clipvalue.",
                 stacklevel=2,
             )

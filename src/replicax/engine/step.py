@@ -292,7 +292,7 @@ class ReplicaStep:
         """A device's last results as the program returns them; `values` are new."""
         if self._options.finish is not None:
             out = self._finished(self._options.finish, out, values)
-        several = self._group.axes.num_per_device > 1
+        several = self._group.num_per_device > 1
         match self._options.outputs:
             case Outputs.PER_REPLICA if not several:
                 out = [x[None] for x in out]
@@ -311,7 +311,7 @@ class ReplicaStep:
             return self._replica_step(written, read, leaves)
 
         out, gradients, new = self._on_device(run, leaves)
-        if self._group.axes.num_per_device > 1:
+        if self._group.num_per_device > 1:
             # Equal on all of the device's replicas, as the divergence pass sees to.
             gradients, new = jax.tree.map(lambda x: x[0], (gradients, new))
             if self._options.outputs is Outputs.ROWS:
@@ -320,9 +320,9 @@ class ReplicaStep:
 
     def _on_device(self, fn: Callable[[Leaves], PyTree], leaves: Leaves) -> PyTree:
         """`fn` of each replica's leaves; of several replicas, results are stacked."""
-        axes = self._group.axes
-        leaves, split = self._arguments.on_device(leaves, axes.num_per_device)
-        return axes.mapped(fn, (split,))(leaves)
+        group = self._group
+        leaves, split = self._arguments.on_device(leaves, group.num_per_device)
+        return group.mapped(fn, (split,))(leaves)
 
     def _replica_step(
         self, written: Arrays, read: Arrays, leaves: Leaves
@@ -384,7 +384,7 @@ class ReplicaStep:
             with entered_context(context), self._scope_of(wholes):
                 return self._flat_results(finish(self.results.unflatten(out)))
 
-        return self._group.axes.mapped(run)(out)
+        return self._group.mapped(run)(out)
 
     def _flat_results(self, out: PyTree) -> Arrays:
         only_dense = self._options.outputs is not Outputs.PER_REPLICA

@@ -17,7 +17,7 @@ from replicax.engine.collectives import CrossDeviceOps, NcclAllReduce, ReduceOp
 from replicax.engine.communication import CommunicationOptions
 from replicax.engine.consistency import require_equal, variables_of_all_workers
 from replicax.engine.devices import Device, check_cpu_pool
-from replicax.engine.group import ReplicaAxes, ReplicaGroup, mesh_of
+from replicax.engine.group import ReplicaGroup, mesh_of
 from replicax.engine.layouts import Layouts, ModelSplit
 from replicax.engine.program import Program
 from replicax.engine.protocols import Home
@@ -123,7 +123,8 @@ class Strategy(DatasetMaker):
         group = ReplicaGroup(
             strategy=self,
             mesh=mesh,
-            axes=ReplicaAxes(devices=axis, num_per_device=replicas_per_device),
+            axis=axis,
+            num_per_device=replicas_per_device,
             layouts=Layouts(
                 axis_name=axis.name,
                 num_devices=axis.size,
@@ -156,7 +157,7 @@ class Strategy(DatasetMaker):
         hooks.note_strategy(self)
 
     def __repr__(self) -> str:
-        each = self.group.axes.num_per_device
+        each = self.group.num_per_device
         several = f"; {each} replicas each" if each > 1 else ""
         return f"{type(self).__name__}({', '.join(self.group.axis.devices)}{several})"
 
