@@ -69,25 +69,15 @@ RESETS_METRICS_OF_BATCHES = _VERSION >= (3, 15)
 """Whether `train_on_batch` and `test_on_batch` begin with new metrics."""
 
 
-def build(model: Any, data: Any, batch: Any, check: Callable[[Any], None]) -> None:
+def build(model: Any, first_batch: Callable[[], Any]) -> None:
     """Make the variables of a model, its losses, metrics and optimizer.
 
     Args:
         model: The model.
-        data: An iterable as Keras' epoch iterators; its first batch is taken if one is
-            needed.
-        batch: That batch, if there is no `data`.
-        check: Called with the batch that is taken; raises if it is a wrong one.
+        first_batch: Returns the first batch of the data; called if one is needed.
     """
-
-    def checked(batch: Any) -> Any:
-        check(batch)
-        return _as_on_devices(batch)
-
-    batches = ((*at, map(checked, batches)) for *at, batches in data or ())
-    model._symbolic_build(
-        iterator=batches, data_batch=None if batch is None else checked(batch)
-    )
+    batches = (_as_on_devices(first_batch()) for _ in range(1))
+    model._symbolic_build(iterator=[(0, 0, batches)])
 
 
 def _as_on_devices(batch: Any) -> Any:

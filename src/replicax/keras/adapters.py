@@ -5,7 +5,6 @@ others read a dataset in its first order always, so that rows of results can be 
 with those of the data.
 """
 
-import contextlib
 import inspect
 import logging
 import types
@@ -40,7 +39,6 @@ __all__ = [
     "fixed_number_of_batches",
     "is_array_adapter",
     "set_iteration",
-    "uncounted",
 ]
 
 _logger = logging.getLogger("replicax")
@@ -133,23 +131,10 @@ class DistributedAdapter:
         """Do nothing, as at the beginning."""
 
 
-def set_iteration(adapter: DataAdapterLike | None, number: int) -> None:
+def set_iteration(adapter: DataAdapterLike, number: int | None) -> None:
     """Set the number of the next iteration, where the adapter counts iterations."""
     if hasattr(adapter, "iteration"):
         setattr(adapter, "iteration", number)  # noqa: B010 - Few adapters have it.
-
-
-@contextlib.contextmanager
-def uncounted(adapter: DataAdapterLike | None) -> Iterator[None]:
-    """Keep the adapter's count of iterations unchanged by reads in this context.
-
-    Args:
-        adapter: Of the data; None: there is none.
-    """
-    before = getattr(adapter, "iteration", None)
-    yield
-    if before is not None:
-        set_iteration(adapter, before)
 
 
 def is_array_adapter(adapter: DataAdapterLike) -> bool:

@@ -15,7 +15,7 @@ from replicax.engine import device_put
 from replicax.engine.composites import is_composite, is_key, one_of
 from replicax.engine.group import ReplicaGroup
 from replicax.engine.protocols import RecorderLike
-from replicax.engine.row_arrays import RowArray, as_rows, by_rows, parted, whole
+from replicax.engine.row_arrays import RowArray, as_rows, by_rows, parted
 from replicax.engine.scope import current_call
 from replicax.engine.signature import Arguments, FlatCall, Kind
 from replicax.input.prefetch import close_iterator
@@ -84,17 +84,6 @@ class BatchIterator:
             steps_per_execution,
             ahead,
         )
-
-    def __iter__(self) -> "BatchIterator":
-        return self
-
-    def __next__(self) -> PyTree:
-        """The next batch on the host, for Keras to look at.
-
-        Keras builds models with it, and starts again with another iterator. No more
-        than that batch is taken: a generator does not give it again.
-        """
-        return jax.tree.map(whole, batch_of(next(self._batches)))
 
     def close(self) -> None:
         """Close the source, and what it has prefetched."""

@@ -8,6 +8,7 @@ data are, such as three images.
 
 import functools
 import logging
+from collections.abc import Callable
 
 import jax
 import keras
@@ -20,12 +21,11 @@ from replicax.engine.protocols import StrategyLike
 from replicax.engine.row_arrays import whole
 from replicax.engine.scope import current_call
 from replicax.keras import steps
-from replicax.keras.adapters import uncounted
-from replicax.keras.epochs import Epochs
 
 __all__ = [
     "build",
     "has_call",
+    "is_built",
     "note_built",
     "require_compiled",
     "without_data",
@@ -39,6 +39,11 @@ def has_call(model: keras.Model) -> bool:
     return type(model).call is not keras.Model.call
 
 
+def is_built(model: keras.Model) -> bool:
+    """Whether all layers of a model have their variables."""
+    return all(layer.built for layer in internals.layers_of(model))
+
+
 def note_built(model: keras.Model) -> None:
     """Mark a model built whose layers all are, as `predict` asks of it."""
     if not model.built and _are_parts_built(model):
@@ -49,46 +54,54 @@ def build(
     model: keras.Model,
     strategy: StrategyLike,
     kind: str,
-    data: Epochs | None,
-    batch: PyTree = None,
+    first_batch: Callable[[], PyTree],
 ) -> None:
-    """Create the variables that steps of a kind use, and begin the data anew.
+    """Create the variables that steps of a kind use.
 
     Args:
         model: The model, whose losses, metrics and optimizer are built, too.
         strategy: The model's.
         kind: `"train"`, `"test"` or `"predict"`, for which only the model is built.
-        data: Gives the first batch where one is needed.
-        batch: That batch, if there is no `data`.
+        first_batch: Returns the first batch of the data; called where it is needed.
     """
-    if kind == "predict" and _is_built(model):
-        return
-    adapter = None if data is None else data.adapter
-    with Announced(f"building model {model.name!r}"), uncounted(adapter):
+
+    @functools.cache
+    def first() -> PyTree:
         try:
-            if kind == "predict":
-                _build_by_call(model, data, batch)
-            elif has_call(model):
-                _build_by_keras(model, strategy, kind, data, batch)
-            else:
-                _build_by_step(model, strategy, kind, data, batch)
+            return first_batch()
         except StopIteration:
             raise without_data(model) from None
-    if data is not None:
-        data.reset()
+
+    with Announced(f"building model {model.name!r}"):
+        if kind == "predict":
+            _build_by_call(model, first())
+        elif has_call(model):
+            _build_by_keras(model, strategy, kind, first)
+        else:
+            _build_by_step(model, strategy, kind, first)
+
+
+def _build_by_call(model: keras.Model, batch: PyTree) -> None:
+    """Call a model, so that its layers are built; their values stay."""
+    inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+    with keras.StatelessScope():
+        model(jax.tree.map(whole, inputs))
 
 
 def _build_by_keras(
     model: keras.Model,
     strategy: StrategyLike,
     kind: str,
-    data: Epochs | None,
-    batch: PyTree,
+    first_batch: Callable[[], PyTree],
 ) -> None:
     """Build a model as Keras does; by its step if it cannot be called with the data."""
+
+    def checked() -> PyTree:
+        steps.require_examples(model, f"{kind}_step", first_batch())
+        return first_batch()
+
     try:
-        check = functools.partial(steps.require_examples, model, f"{kind}_step")
-        trainer.build(model, data, batch, check)
+        trainer.build(model, checked)
     except (TypeError, ValueError, RuntimeError) as error:
         if steps.takes_state(model, f"{kind}_step") or not _are_parts_built(model):
             raise
@@ -98,53 +111,30 @@ def _build_by_keras(
             error,
             kind,
         )
-        if data is not None:
-            data.reset()
-        _build_by_step(model, strategy, kind, data, batch)
-
-
-def _build_by_call(model: keras.Model, data: Epochs | None, batch: PyTree) -> None:
-    """Call a model, so that its layers are built; their values stay."""
-    inputs, _, _ = keras.utils.unpack_x_y_sample_weight(_first_batch(data, batch))
-    with keras.StatelessScope():
-        model(jax.tree.map(whole, inputs))
+        _build_by_step(model, strategy, kind, first_batch)
 
 
 def _build_by_step(
     model: keras.Model,
     strategy: StrategyLike,
     kind: str,
-    data: Epochs | None,
-    batch: PyTree,
+    first_batch: Callable[[], PyTree],
 ) -> None:
     """Create the variables that a step of a model without `call` uses."""
     if not steps.has_steps(model, kind):  # Else it was traced before.
         name = f"{kind}_step"
         optimizer = model.optimizer
         if not steps.takes_state(model, name):
-            steps.make_variables(model, name, strategy, _first_batch(data, batch))
+            steps.make_variables(model, name, strategy, first_batch())
         elif optimizer is not None and not optimizer.built:
             optimizer.build(model.trainable_variables)
     note_built(model)
     trainer.after_build(model)
 
 
-def _first_batch(data: Epochs | None, batch: PyTree) -> PyTree:
-    if data is None:
-        return batch
-    _, _, batches = next(iter(data))
-    return next(batches)
-
-
-def _is_built(model: keras.Model) -> bool:
-    """Whether all layers of a model have their variables."""
-    return all(layer.built for layer in internals.layers_of(model))
-
-
 def _are_parts_built(model: keras.Model) -> bool:
     """Whether all layers but the model itself have their variables."""
-    parts = (layer for layer in internals.layers_of(model) if layer is not model)
-    return all(layer.built for layer in parts)
+    return all(x.built for x in internals.layers_of(model) if x is not model)
 
 
 def require_compiled(model: keras.Model, name: str) -> None:

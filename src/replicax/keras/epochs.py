@@ -8,6 +8,7 @@ import functools
 import warnings
 from collections.abc import Iterable, Iterator
 
+import jax
 import keras
 
 from replicax._private import trainer
@@ -17,6 +18,7 @@ from replicax._util.types import PyTree
 from replicax._util.waiting import announce_first
 from replicax.engine.group import ReplicaGroup
 from replicax.engine.protocols import RecorderLike, StrategyLike
+from replicax.engine.row_arrays import whole
 from replicax.engine.scope import current_call
 from replicax.input.prefetch import close_iterator
 from replicax.input.split import leading_size
@@ -28,7 +30,7 @@ from replicax.keras.adapters import (
     set_iteration,
 )
 from replicax.keras.batches import BatchIterator, PlacedBatch, host_batch
-from replicax.keras.lazy_batches import inputs_of, make_lazy
+from replicax.keras.lazy_batches import batch_of, inputs_of, make_lazy
 from replicax.keras.positions import Iteration, Position
 
 __all__ = ["Epochs"]
@@ -103,15 +105,19 @@ class Epochs:
 
     # An epoch, in the order in which Keras' own loop asks for it.
 
-    def __iter__(self) -> Iterator[tuple[int, int, Iterator[PyTree]]]:
-        """Keras' view of an epoch's beginning: it builds a model with the first batch.
+    def first_batch(self) -> PyTree:
+        """The first batch on the host, to build a model with; then `reset`.
 
         No more than that batch is taken: a generator does not give it again.
         """
+        number = getattr(self.adapter, "iteration", None)
         self.adapter.on_epoch_begin()
-        self._begin_iteration()
-        assert self._batches is not None
-        yield 0, self.steps_per_execution - 1, self._batches
+        batches = iter(self._host_batches(Iteration(self, None)))
+        try:
+            return jax.tree.map(whole, batch_of(next(batches)))
+        finally:
+            close_iterator(batches)
+            set_iteration(self.adapter, number)
 
     def reset(self) -> None:
         """Begin anew, after the model was built."""
@@ -185,9 +191,18 @@ class Epochs:
         self._end_iteration()
         self._iteration = Iteration(self, position)
         self.consumed = self._seen = 0 if position is None else position.consumed
-        self._batches = self._placed(self._iteration)
+        adapter = self.adapter
+        self._batches = BatchIterator(
+            self._host_batches(self._iteration),
+            self._group,
+            self.steps_per_execution,
+            local=isinstance(adapter, DistributedAdapter) and adapter.is_local,
+            reused=not is_array_adapter(adapter),  # It cuts each batch out anew.
+            recorder=self.recorder,
+        )
 
-    def _placed(self, source: PyTree) -> BatchIterator:
+    def _host_batches(self, source: Iterable[PyTree]) -> Iterable[PyTree]:
+        """The batches of an iteration, in step with the other workers'."""
         strategy, adapter = self._strategy, self.adapter
         is_distributed = isinstance(adapter, DistributedAdapter)
         if self._only_inputs:
@@ -202,18 +217,10 @@ class Epochs:
             )
         if trainer.READS_AHEAD:
             source = _one_ahead(source)
-        in_memory = is_array_adapter(adapter)
-        if not in_memory:
-            slow = source
-            source = announce_first(lambda: iter(slow), "waiting for the first batch")
-        return BatchIterator(
-            source,
-            self._group,
-            self.steps_per_execution,
-            local=is_distributed and adapter.is_local,
-            reused=not in_memory,  # It cuts each batch out anew.
-            recorder=self.recorder,
-        )
+        if is_array_adapter(adapter):
+            return source
+        slow = source
+        return announce_first(lambda: iter(slow), "waiting for the first batch")
 
     # Positions.
 

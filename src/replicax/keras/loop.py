@@ -82,7 +82,8 @@ def fit(
             steps_per_epoch,
         )
         session.callback(data.close)
-        building.build(model, strategy, "train", data)
+        building.build(model, strategy, "train", data.first_batch)
+        data.reset()
         validation = None
         if validation_data is not None:
             validation = _Validation(
@@ -276,7 +277,8 @@ def evaluate(
         )
         data = _epochs(model, strategy, adapter, steps)
     try:
-        building.build(model, strategy, "test", data)
+        building.build(model, strategy, "test", data.first_batch)
+        data.reset()
         callbacks = _callback_list(model, callbacks, verbose, data)
         run = steps_of(model, strategy, "test")
         model.stop_evaluating = False
@@ -307,7 +309,9 @@ def predict(
     adapter = adapter_of(x, batch_size=batch_size, steps_per_epoch=steps)
     data = _epochs(model, strategy, adapter, steps, only_inputs=ignores_targets(model))
     try:
-        building.build(model, strategy, "predict", data)
+        if not building.is_built(model):
+            building.build(model, strategy, "predict", data.first_batch)
+            data.reset()
         callbacks = _callback_list(model, callbacks, verbose, data)
         run = steps_of(model, strategy, "predict")
         model.stop_predicting = False

@@ -56,7 +56,8 @@ def test_on_batch(
 
 def predict_on_batch(model: keras.Model, strategy: StrategyLike, x: PyTree) -> PyTree:
     """`model.predict_on_batch` on a strategy's replicas, as Keras has it."""
-    building.build(model, strategy, "predict", None, (x,))
+    if not building.is_built(model):
+        building.build(model, strategy, "predict", lambda: (x,))
     batch = place((x,), group_of(model, strategy))
     return jax.tree.map(np.array, steps_of(model, strategy, "predict")([batch]))
 
@@ -65,7 +66,7 @@ def _on_batch(
     model: keras.Model, strategy: StrategyLike, kind: str, data: PyTree
 ) -> PyTree:
     data = jax.tree.map(lambda a: a if hasattr(a, "dtype") else np.asarray(a), data)
-    building.build(model, strategy, kind, None, jax.tree.map(whole, data))
+    building.build(model, strategy, kind, lambda: jax.tree.map(whole, data))
     if trainer.RESETS_METRICS_OF_BATCHES:
         model.reset_metrics()
     batch = place(data, group_of(model, strategy))
