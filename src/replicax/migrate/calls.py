@@ -31,7 +31,6 @@ from replicax.migrate.tables import (
     HOST_OPERATORS,
     MESSAGES,
     NAMES,
-    NO_VARIABLES,
     NOTES,
     OLD_LAYERS,
     OLD_LOSSES,
@@ -78,7 +77,7 @@ def ported(script: Script, node: cst.Call, updated: cst.Call, path: str) -> Expr
         Unported: If it must stay as it is.
     """
     on_host = script.runs_on_host(node)
-    if find_target(path) in NO_VARIABLES and not on_host:
+    if find_target(path) in NAMES["no_variables"] and not on_host:
         updated = _with_arrays(script, node, updated, path)
     rule = (HOST_RULES if on_host else _RULES).get(path)
     if rule is not None:

@@ -16,10 +16,10 @@ from replicax.migrate.rules import CallSite, bound
 from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.statements import is_static_shape
 from replicax.migrate.tables import (
-    DTYPES,
     EXACT,
     HOST_OPERATORS,
     MESSAGES,
+    NAMES,
     NEED_TENSORFLOW,
     exists,
     find_target,
@@ -111,7 +111,7 @@ def _references(
 def _problem(script: Script, node: cst.CSTNode, path: str) -> str | None:
     """Why a name of TensorFlow has no counterpart in NumPy; None if it has."""
     call, target = script.parent(node), EXACT.get(path)
-    is_there = path.removeprefix("dtypes.") in DTYPES or path == "Tensor"
+    is_there = path.removeprefix("dtypes.") in NAMES["dtypes"] or path == "Tensor"
     if isinstance(call, cst.Call) and call.func is node:
         if path in HOST_RULES:
             try:

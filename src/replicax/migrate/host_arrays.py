@@ -5,7 +5,7 @@ import libcst as cst
 from replicax.migrate.arrays import identity, pad, resize
 from replicax.migrate.rules import CallSite, Rule, bound, by_row
 from replicax.migrate.script import Expression, Unported
-from replicax.migrate.tables import DTYPES, HOST_OPERATORS
+from replicax.migrate.tables import HOST_OPERATORS, NAMES
 from replicax.migrate.tree import find, is_name, keyword, text_of, with_args
 
 __all__ = ["HOST_RANDOM", "HOST_RULES"]
@@ -82,7 +82,7 @@ def _draws_integers(site: CallSite) -> bool:
     value = script.flow.resolved(given.value)
     name = script.names.path(value) or script.names.imported(value) or ""
     dtype = text_of(value) or name.rpartition(".")[2]  # Of `tf.int32`, `np.int32`.
-    if dtype not in DTYPES:
+    if dtype not in NAMES["dtypes"]:
         raise Unported(
             f"tf.{site.path}: its dtype is not in sight; pass one such as tf.int32"
         )

@@ -19,7 +19,6 @@ from replicax.migrate.tables import (
     IDENTIFIERS,
     MESSAGES,
     NAMES,
-    NO_METRICS,
     OPTIMIZERS,
     READERS,
     kind_of_target,
@@ -319,7 +318,7 @@ def _plan_compiled(script: Script, call: cst.Call, losses: dict[str, str]) -> No
         _plan_identifier(script, part, losses)
     for part in _parts(script, value_of(call, 2, "metrics"), resolved=True):
         name = text_of(part)
-        if name in NO_METRICS:
+        if name in NAMES["no_metrics"]:
             script.leave(part, MESSAGES["no_metric"].format(name=name))
         if name.isidentifier() and kind_of_target(f"keras.metrics.{name}") == "metric":
             # Keras 3 calls the log `Precision`, where Keras 2 calls it `precision`.

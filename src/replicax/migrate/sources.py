@@ -12,7 +12,7 @@ from replicax.migrate.host import example_function, host_functions_of, random_fu
 from replicax.migrate.origins import returned
 from replicax.migrate.rules import CallSite, Rule, written
 from replicax.migrate.script import Expression, Script, Unported
-from replicax.migrate.tables import DTYPES, MESSAGES, NAMES, READERS
+from replicax.migrate.tables import MESSAGES, NAMES, READERS
 from replicax.migrate.tracing import with_called
 from replicax.migrate.tree import (
     argument,
@@ -179,7 +179,7 @@ def _dtype(script: Script, node: Expression) -> str:
     else:
         path = script.names.path(node)
     dtype = (path or "").removeprefix("dtypes.")
-    if dtype not in DTYPES or dtype == "bfloat16":
+    if dtype not in NAMES["dtypes"] or dtype == "bfloat16":
         raise Unported(f"from_generator: `{script.code(node)}` is no dtype of NumPy")
     return dtype
 

@@ -10,53 +10,6 @@ from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
 
-__all__ = [
-    "ALIASES",
-    "ARGUMENTS",
-    "ATTRIBUTES",
-    "CALL_ORDERS",
-    "CHANGED_DEFAULTS",
-    "DEVICE_OPERATORS",
-    "DROPPED",
-    "DTYPES",
-    "EXACT",
-    "FOREIGN",
-    "GUARDED_OPERATORS",
-    "HOST_OPERATORS",
-    "IDENTIFIERS",
-    "INDEXED",
-    "KEYWORDS",
-    "KINDS",
-    "LEFT_METHODS",
-    "MESSAGES",
-    "NAMES",
-    "NEED_TENSORFLOW",
-    "NOTES",
-    "NO_METRICS",
-    "NO_VARIABLES",
-    "OLD_KEYWORDS",
-    "OLD_LAYERS",
-    "OLD_LOSSES",
-    "OLD_METRICS",
-    "OLD_PREFIXES",
-    "OPTIMIZERS",
-    "OVERRIDDEN",
-    "PREFIXES",
-    "READERS",
-    "RENAMED_METHODS",
-    "WRITTEN",
-    "WRITTEN_METHODS",
-    "Operator",
-    "accepted_arguments",
-    "call_parameters",
-    "default_of",
-    "exists",
-    "find_reason",
-    "find_target",
-    "is_dotted",
-    "kind_of_target",
-]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Operator:
@@ -88,7 +41,16 @@ def _lists(table: object) -> dict[str, tuple[str, ...]]:
 
 def _by_name(table: object) -> dict[str, str]:
     """Invert a table of rows `value = names` to one entry for each name."""
-    return {name: key for key, names in _texts(table).items() for name in names.split()}
+    return {
+        name: _with_last_part(value, name) if value.endswith(".*") else value
+        for value, names in _texts(table).items()
+        for name in names.split()
+    }
+
+
+def _with_last_part(target: str, name: str) -> str:
+    """`keras.ops.*` with the last part of a name, such as that of `math.abs`."""
+    return target.replace("*", name.rpartition(".")[2].removeprefix("reduce_"))
 
 
 def _products(table: Mapping[str, str]) -> list[str]:
@@ -104,8 +66,13 @@ def _operators(rows: Iterable[str]) -> dict[str, Operator]:
         names, parameters, target, targets, *defaults = map(str.strip, row.split("|"))
         pairs = zip(parameters.split(), targets.split(), strict=True)
         written = dict(text.split("=") for text in defaults)
-        operator = Operator(target=target, parameters=dict(pairs), defaults=written)
-        table |= dict.fromkeys(names.split(), operator)
+        parameters_of = dict(pairs)
+        for name in names.split():
+            table[name] = Operator(
+                target=_with_last_part(target, name),
+                parameters=parameters_of,
+                defaults=written,
+            )
     return table
 
 
@@ -125,16 +92,10 @@ ALIASES = _texts(_DATA["aliases"])
 """Modules by the first names of targets, such as `np`."""
 OLD_PREFIXES = _texts(_DATA["old_prefixes"])
 """Today's prefixes of paths, by their former ones."""
-DTYPES = frozenset(_DATA["dtypes"].split())
-NO_VARIABLES = frozenset(_DATA["no_variables"].split())
-"""Operations of Keras that take arrays, and fail with a variable on JAX."""
 EXACT = _by_name(_DATA["targets"])
 """Targets of single names, by path."""
 PREFIXES = _texts(_DATA["prefixes"])
-"""Target modules by prefix of the path; names keep their last part.
-
-The longest prefix counts, and only where the target exists.
-"""
+"""Target modules by prefix of the path."""
 NOTES = _by_name(_DATA["notes"])
 """How ported names behave differently, by path."""
 DROPPED = _by_name(_DATA["dropped"])
@@ -143,7 +104,6 @@ _STAYING = _by_name(_DATA["need_tensorflow"])
 NEED_TENSORFLOW = frozenset(_STAYING)
 """Paths of what Keras 3 makes with TensorFlow on all backends."""
 _REASONS = {**_by_name(_DATA["reasons"]), **_STAYING}
-"""Why names stay and what to do instead, by prefix of the path; the longest counts."""
 FOREIGN = _texts(_DATA["foreign"])
 """Why packages stay, by name."""
 DEVICE_OPERATORS = _operators(_DATA["operators"]["device"])
@@ -178,8 +138,6 @@ OLD_LOSSES = {
 """Losses of `tf.losses` of TensorFlow 1: the class in Keras, and their parameters."""
 IDENTIFIERS = {kind: _texts(table) for kind, table in _DATA["identifiers"].items()}
 """Names of losses and of arguments of layers that Keras 3 changed, by their kind."""
-NO_METRICS = _DATA["no_metrics"].split()
-"""Names of metrics that Keras 3 does not have."""
 NAMES = _lists(_DATA["names"])
 """Lists of names that rules look for."""
 CALL_ORDERS = _lists(_DATA["call_orders"])
@@ -209,11 +167,10 @@ WRITTEN_METHODS = _texts(_DATA["methods"]["written"])
 LEFT_METHODS = _texts(_DATA["methods"]["left"])
 """Why methods stay and what to do instead, by name."""
 
-
-_NOTHING = object()
 KINDS = _texts(_DATA["kinds"])
 """Classes of Keras' objects, by their kind."""
 _MAKERS = _by_name(_DATA["makers"])
+_NOTHING = object()
 
 
 def is_dotted(target: str) -> bool:
@@ -332,7 +289,7 @@ def find_target(path: str) -> str | None:
         return None
     if path in EXACT:
         return EXACT[path]
-    if path.removeprefix("dtypes.") in DTYPES:
+    if path.removeprefix("dtypes.") in NAMES["dtypes"]:
         return f'"{path.removeprefix("dtypes.")}"'
     if path in DEVICE_OPERATORS:
         return DEVICE_OPERATORS[path].target
