@@ -87,9 +87,12 @@ def updates(size: int, count: int) -> tuple[float, float, float]:
 class Exchanges:
     """The client of such a server: what an exchange costs, in core-seconds."""
 
-    def __init__(self, pipe: Pipe, port: int, count: int) -> None:
+    def __init__(
+        self, pipe: Pipe, port: int, count: int, *, shares_memory: bool
+    ) -> None:
         self._pipe, self._count = pipe, count
         self._connection = Connection(f"127.0.0.1:{port}", CREDENTIALS)
+        self._connection.shares_memory = shares_memory
         self._numbers = itertools.count(1)
         self._connection.call("hello")
         before = self._cpu()
@@ -101,8 +104,8 @@ class Exchanges:
         """Of a call of the board, at the server and here."""
         return self._timed(lambda: self._connection.call("board.get", key="nothing"))
 
-    def of_push(self, size: int, *, pull: bool) -> np.ndarray:
-        """Of a push, at the server and here; `pull`: with the new values."""
+    def of_push(self, size: int) -> np.ndarray:
+        """Of a push and the new values, at the server and here."""
         name, ones = f"of {size}", np.ones(size, np.float32)
         create = {"op": "create", "group": group_of(name, size).to_json()}
         self._connection.exchange(create, {"float32": ones})
@@ -116,7 +119,6 @@ class Exchanges:
                 "sequence": next(self._numbers),
                 "based_on": 0,
                 "deadline_seconds": 60.0,
-                "pull": pull,
             }
             self._connection.exchange(header, {"float32": ones})
 
@@ -141,7 +143,9 @@ class Exchanges:
         return np.array([self._pipe.recv(), time.process_time()])
 
 
-def measured_messages(size: int, count: int) -> dict[str, float]:
+def measured_messages(
+    size: int, count: int, *, shares_memory: bool
+) -> dict[str, float]:
     """Fields of `Times` for messages of `size` elements and their updates."""
     context = multiprocessing.get_context("spawn")
     mine, its = context.Pipe()
@@ -150,13 +154,9 @@ def measured_messages(size: int, count: int) -> dict[str, float]:
     server.start()
     try:
         mine.recv()
-        exchanges = Exchanges(mine, port, count)
+        exchanges = Exchanges(mine, port, count, shares_memory=shares_memory)
         call = exchanges.of_call()
-        few, one_way, whole = (
-            exchanges.of_push(SMALL, pull=True),
-            exchanges.of_push(size, pull=False),
-            exchanges.of_push(size, pull=True),
-        )
+        few, whole = exchanges.of_push(SMALL), exchanges.of_push(size)
         small_update, _, _ = exchanges.of_update(SMALL)
         update, seconds, add = exchanges.of_update(size)
         mine.send(None)
@@ -164,13 +164,13 @@ def measured_messages(size: int, count: int) -> dict[str, float]:
         server.kill()
         server.join()
     num_bytes = 4 * size
-    there = one_way - few - np.array([update - small_update, 0.0])
-    back = whole - one_way
+    # There and back cost about the same.
+    one_way = (whole - few - np.array([update - small_update, 0.0])) / 2
     per_byte = {
-        "receive": there[0],
-        "send_client": there[1],
-        "send": back[0],
-        "receive_client": back[1],
+        "receive": one_way[0],
+        "send": one_way[0],
+        "send_client": one_way[1],
+        "receive_client": one_way[1],
         "update_byte": update - small_update,
         "add_byte": add,
     }
@@ -236,9 +236,13 @@ def measured_board(few: int, many: int, count: int) -> dict[str, tuple[float, fl
     return found
 
 
-def measured(megabytes: float, count: int) -> Times:
-    """All service times; a step's are those of the model, and left out."""
-    messages = measured_messages(int(megabytes * 1e6) // 4, count)
+def measured(megabytes: float, count: int, *, shares_memory: bool = False) -> Times:
+    """All service times; a step's are those of the model, and left out.
+
+    Of messages over the network, or with `shares_memory` of those on one machine.
+    """
+    size = int(megabytes * 1e6) // 4
+    messages = measured_messages(size, count, shares_memory=shares_memory)
     return Times(board=measured_board(4, 1000, 20 * count), **messages)
 
 

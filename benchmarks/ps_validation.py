@@ -159,7 +159,7 @@ def main() -> None:
             clusters[workers] = cluster
             print(f"{workers} workers are ready", file=sys.stderr, flush=True)
         for _ in range(options.rounds):
-            times = measured(num_bytes / 1e6, 12)
+            times = measured(num_bytes / 1e6, 12, shares_memory=True)
             turns = {
                 n: turn(cluster, n, options.steps * n)
                 for n, cluster in clusters.items()
