@@ -11,6 +11,7 @@ the memory with its last process, however that ends.
 """
 
 import fcntl
+import logging
 import mmap
 import os
 import secrets
@@ -25,6 +26,8 @@ __all__ = ["NUM_WINDOWS", "WINDOW_BYTES", "Offer", "SharedMemory"]
 
 if TYPE_CHECKING:
     from typing import Self
+
+_logger = logging.getLogger("replicax")
 
 # One is filled while another is emptied. Each costs two notes on the stream, of 0.1 ms;
 # memory is taken for those only that were ever used.
@@ -76,8 +79,17 @@ class SharedMemory:
             return None
         try:
             file = os.memfd_create("replicax", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        except OSError:  # Forbidden in this container.
+            try:
+                return cls._sealed(file)
+            except BaseException:
+                os.close(file)
+                raise
+        except OSError as error:
+            _logger.info("bytes for servers go over the network: %s", error)
             return None
+
+    @classmethod
+    def _sealed(cls, file: int) -> "Self":
         os.ftruncate(file, _SIZE)
         fcntl.fcntl(file, fcntl.F_ADD_SEALS, _seals())
         nonce = secrets.token_bytes(_NONCE_BYTES)
