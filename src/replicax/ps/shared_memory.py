@@ -1,8 +1,8 @@
 """Memory that a worker and a server of one machine share, for the bytes of messages.
 
 Over a socket the bytes of a message are copied four times, by gRPC and by the kernel;
-through this memory twice, into it and out of it: 23 MB take 3 ms of processor time in
-place of 14 (benchmarks/flight_round_trip.py).
+through this memory twice, into it and out of it: 23 MB take 4 to 6 ms of processor time
+in place of 14 to 17 (benchmarks/flight_round_trip.py has the throughput).
 
 The worker makes a file without a name, whose size is sealed, and offers it when it
 opens a stream. A server of the same machine and user opens it through `/proc`. Others
@@ -17,15 +17,12 @@ import os
 import secrets
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import Self
 
 import msgspec
 import numpy as np
 
 __all__ = ["NUM_WINDOWS", "WINDOW_BYTES", "Offer", "SharedMemory"]
-
-if TYPE_CHECKING:
-    from typing import Self
 
 _logger = logging.getLogger("replicax")
 
@@ -73,7 +70,7 @@ class SharedMemory:
         self._bytes = np.frombuffer(mmap.mmap(file, _SIZE), np.uint8)
 
     @classmethod
-    def make(cls) -> "Self | None":
+    def make(cls) -> Self | None:
         """New memory with an `offer` of it; None where the system has none to share."""
         if not hasattr(os, "memfd_create"):  # Linux has it.
             return None
@@ -89,7 +86,7 @@ class SharedMemory:
             return None
 
     @classmethod
-    def _sealed(cls, file: int) -> "Self":
+    def _sealed(cls, file: int) -> Self:
         os.ftruncate(file, _SIZE)
         fcntl.fcntl(file, fcntl.F_ADD_SEALS, _seals())
         nonce = secrets.token_bytes(_NONCE_BYTES)
@@ -100,7 +97,7 @@ class SharedMemory:
         return memory
 
     @classmethod
-    def accept(cls, offer: bytes) -> "Self | None":
+    def accept(cls, offer: bytes) -> Self | None:
         """The memory that a worker offers; None if it is none of this machine."""
         try:
             found = msgspec.json.decode(offer, type=Offer)
