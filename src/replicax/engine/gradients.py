@@ -14,7 +14,7 @@ from replicax._private.keras import attach_masks, current_scope, masks_of
 from replicax._util.types import PyTree
 from replicax.engine.blocks import gathered_here, regathering
 from replicax.engine.divergence import gradient_marks
-from replicax.engine.own_divisors import warn_of_own_divisor
+from replicax.engine.own_rows import warn_of_own_rows
 from replicax.engine.replay import (
     Perturbation,
     Reached,
@@ -83,7 +83,7 @@ def value_and_grad(
             with ChildScope(outer, given) as scope:
                 result = loss_fn(*args, **kwargs)
             loss, aux = result if has_aux else (result, None)
-            warn_of_own_divisor(loss, "mean")
+            warn_of_own_rows(loss, "mean")
             written[:] = scope.written.values()
             updates = [value for _, value in scope.updates()]
             return loss, (aux, masks_of(aux), updates)
@@ -225,7 +225,7 @@ class GradientTape:
             raise Reached(targets)
         if run.parent is None:
             for loss in targets:
-                warn_of_own_divisor(loss, "mean")
+                warn_of_own_rows(loss, "mean")
         if run.stop_at is None or run.is_recorded():
             weights = _weights(output_gradients, targets)
             places = [self._place(s) for s in flat]

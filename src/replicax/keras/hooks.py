@@ -35,7 +35,7 @@ from replicax.engine.blocks import (
     replicas_hold_blocks,
 )
 from replicax.engine.consistency import synchronize_random_state
-from replicax.engine.own_divisors import warn_of_own_divisor
+from replicax.engine.own_rows import warn_of_own_rows
 from replicax.engine.protocols import StrategyLike
 from replicax.engine.row_arrays import as_rows
 from replicax.engine.scope import (
@@ -263,7 +263,7 @@ def _compute_loss_and_updates(
         loss, rest = original(
             model, trainable_variables, non_trainable_variables, *args, **kwargs
         )
-        warn_of_own_divisor(loss, "mean")
+        warn_of_own_rows(loss, "mean")
         return loss, rest
     wholes = [primal_of(x) for x in [*trainable_variables, *non_trainable_variables]]
     num = len(trainable_variables)

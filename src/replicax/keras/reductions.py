@@ -22,7 +22,7 @@ from replicax._private.keras import current_scope
 from replicax._private.trainer import tracks_loss
 from replicax._private.wraps import Original
 from replicax._util.types import PyTree
-from replicax.engine.own_divisors import declare_of_batch, warn_of_own_divisor
+from replicax.engine.own_rows import declare_of_batch, warn_of_own_rows
 from replicax.engine.replica import ReplicaContext
 from replicax.engine.scope import current_call, current_model
 
@@ -54,10 +54,10 @@ def reduce_weighted_values(
     if reduction in (None, "none") or np.shape(values) == (0,):
         return loss
     if np.shape(values) == ():
-        warn_of_own_divisor(values, "mean")
+        warn_of_own_rows(values, "mean")
         return loss
     for summands in (values, sample_weight):
-        warn_of_own_divisor(summands, "sum")
+        warn_of_own_rows(summands, "sum")
     scale: PyTree = context.loss_scale
     is_weighted = sample_weight is not None or mask is not None
     if reduction == "sum":
