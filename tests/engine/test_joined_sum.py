@@ -116,7 +116,8 @@ def test_a_step_of_many_small_layers_sends_two_messages() -> None:
     batch = rx.PerReplica(np.ones((2, 2, 4), "float32"))
     strategy.run(step, (batch,))
     (program,) = strategy.runner.programs
-    text = program.text([v.value for v in program.inputs], [batch.array])
+    values = [v.value for v in program.inputs]
+    text = program.lower(values, [batch.array]).as_text()
     assert messages(text) == 2
 
 

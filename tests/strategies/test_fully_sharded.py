@@ -280,7 +280,7 @@ def test_the_step_gathers_weights_and_scatters_gradients(how: str) -> None:
 
     def call(program: Any, arrays: Any) -> Any:
         values = [v.value for v in program.inputs]
-        lowered.append(program.text(values, arrays))
+        lowered.append(program.lower(values, arrays).as_text())
         texts.append(program.lower(values, arrays).compile().as_text())
         return original(program, arrays)
 
@@ -356,7 +356,8 @@ def test_fit_where_gathers_and_sums_overlap(monkeypatch) -> None:
     original = strategy.runner.call
 
     def call(program: Any, arrays: Any) -> Any:
-        lowered.append(program.text([v.value for v in program.inputs], arrays))
+        values = [v.value for v in program.inputs]
+        lowered.append(program.lower(values, arrays).as_text())
         return original(program, arrays)
 
     strategy.runner.call = call

@@ -176,11 +176,10 @@ def require_equal(
     Raises:
         DivergenceError: Naming the variables that differ and where.
     """
-    layouts = group.layouts
     copied = [
         (v, x)
         for v, x in zip(variables, values, strict=True)
-        if layouts.dim_in(layouts.of(v)) is None
+        if group.layouts.dim_of(v) is None
     ]
     prints = checksums_of_replicas([x for _, x in copied], group.mesh, group.axis.name)
     differing = np.flatnonzero((prints != prints[:1]).any(axis=0))

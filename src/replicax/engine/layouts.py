@@ -73,6 +73,10 @@ class Layouts:
         """The sharding of an optimizer's slot; `path` is its weight's, or `""`."""
         return self._spec(path, shape, aggregation, self.split_slots)
 
+    def dim_of(self, variable: Variable) -> int | None:
+        """The dimension of which replicas hold blocks between steps; None: of none."""
+        return self.dim_in(self.of(variable))
+
     def dim_of_update(self, variable: Variable) -> int | None:
         """The dimension along which replicas divide a weight's update; None: not.
 

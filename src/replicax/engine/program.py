@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.sharding import NamedSharding, PartitionSpec
-from jax.stages import Lowered, Wrapped
+from jax.stages import Lowered, Traced, Wrapped
 from jax.typing import ArrayLike
 
 from replicax._private.keras import write_values
@@ -165,8 +165,7 @@ class Program:
     def lower(self, values: Shapes, leaves: Sequence[PyTree]) -> Lowered:
         """Lower the program, for values of `inputs` and arguments like these."""
         with explained_traces(self.name):
-            self._keep_empty_arrays_out(values, leaves)
-            return self._jitted.lower(*self._split(values), tuple(leaves))
+            return self._trace(values, leaves).lower()
 
     def check(self, values: Shapes, leaves: Sequence[PyTree]) -> None:
         """Trace the program in full, and refuse what its first call would refuse."""
@@ -177,10 +176,6 @@ class Program:
         """The shapes of the program's results, from the return value of `lower`."""
         *_, (flat, _) = lowered.out_info
         return self.results.unflatten(flat)
-
-    def text(self, values: Shapes, leaves: Sequence[PyTree]) -> str:
-        """The program as StableHLO, for values and arguments like these."""
-        return self.lower(values, leaves).as_text()
 
     def __call__(
         self,
@@ -231,9 +226,8 @@ class Program:
         """Trace and compile what the first call would, and may be interrupted in."""
         with Announced(f"compiling {self.name}"), explained_traces(self.name):
             self._check_divergence(values, leaves)
-            self._keep_empty_arrays_out(values, leaves)
             self._lift_heap_bound(values, leaves)
-            traced = self._jitted.trace(*self._split(values), tuple(leaves))
+            traced = self._trace(values, leaves)
             self._has_effects = bool(traced.jaxpr.effects)
             traced.lower().compile()  # The call finds it.
         if self._group.axis.is_of_cpus:
@@ -322,33 +316,21 @@ class Program:
 
     def _check_divergence(self, values: Shapes, leaves: Sequence[PyTree]) -> None:
         """Trace, and refuse mirrored variables that would get different values."""
-        if self._group.num_replicas == 1:
+        group = self._group
+        if group.num_replicas == 1:
             return
-        equation, found = self._diverging(values, leaves)
-        first = [self.written[i] for i in found]
-        first = {id(v) for v in first if v.aggregation == "only_first_replica"}
-        if first:
+        equation = self._replicas_part(values, leaves)
+        dims = [group.layouts.dim_of(v) for v in self.written]
+        found = differing(equation, group.axis.name, dims)
+        different = [self.written[i] for i in found]
+        first = {id(v) for v in different if v.aggregation == "only_first_replica"}
+        if first - self._step.from_first:
             # Known only now; the replicas take the first one's value instead.
             self._step.from_first = first
             self._jitted = self._jit()
-            equation, found = self._diverging(values, leaves)
-        if found:
+            self._check_divergence(values, leaves)
+        elif found:
             raise divergence_error(self.name, equation, self.written, found)
-
-    def _diverging(
-        self, values: Shapes, leaves: Sequence[PyTree]
-    ) -> tuple[JaxprEqn, list[int]]:
-        """The replicas' part of the program, and which variables differ in it."""
-        equation = self._replicas_part(values, leaves)
-        dims = [self._step.dim_of(v) for v in self.written]
-        return equation, differing(equation, self._group.axis.name, dims)
-
-    def _keep_empty_arrays_out(self, values: Shapes, leaves: Sequence[PyTree]) -> None:
-        """Trace anew with empty arrays made by the replicas, or XLA may crash."""
-        traced = self._jitted.trace(*self._split(values), tuple(leaves))
-        if uses_empty_arrays(traced.jaxpr) and not self._step.makes_empty_arrays:
-            self._step.makes_empty_arrays = True
-            self._jitted = self._jit()
 
     def _lift_heap_bound(self, values: Shapes, leaves: Sequence[PyTree]) -> None:
         """Compile without XLA's bound on heaps where an array is larger than that."""
@@ -360,8 +342,16 @@ class Program:
 
     def _replicas_part(self, values: Shapes, leaves: Sequence[PyTree]) -> JaxprEqn:
         """The `shard_map` in the traced program."""
+        return next(found_in(self._trace(values, leaves).jaxpr, "shard_map"))
+
+    def _trace(self, values: Shapes, leaves: Sequence[PyTree]) -> Traced:
+        """Trace the program; with empty arrays made inside, where XLA may crash."""
         traced = self._jitted.trace(*self._split(values), tuple(leaves))
-        return next(found_in(traced.jaxpr, "shard_map"))
+        if self._step.makes_empty_arrays or not uses_empty_arrays(traced.jaxpr):
+            return traced
+        self._step.makes_empty_arrays = True
+        self._jitted = self._jit()
+        return self._trace(values, leaves)
 
     def _require_values(self, values: Values, leaves: Sequence[ArrayLike]) -> None:
         """Raise if an array is gone. XLA does not, on several CPU devices: it crashes.

@@ -6,7 +6,7 @@ over all replicas, each by its own `aggregation`, which Keras declares.
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,7 @@ __all__ = ["ReplicaStep"]
 
 _logger = logging.getLogger("replicax")
 
+T = TypeVar("T")
 Arrays: TypeAlias = list[jax.Array]
 Leaves: TypeAlias = Sequence[jax.Array]
 
@@ -191,11 +192,12 @@ class ReplicaStep:
             for x in layouts  # Of other axes the partitioner takes care.
         ]
         written, read = specs[: len(self.written)], specs[len(self.written) :]
-        leaves = self.leaf_specs()
         if not self.updates:
             results = (self.out_spec(), PartitionSpec(), written)
-            return self.on_devices(self.run, (written, read, leaves), results)
-        num_steps, split = self._options.num_steps, PartitionSpec(axis)
+            return self.on_devices(
+                self._run, (written, read, self.leaf_specs()), results
+            )
+        split = PartitionSpec(axis)
         gradients = [
             [_split_along(group.layouts.dim_of_update(v), axis) for v in x.variables]
             for x in self.updates
@@ -216,14 +218,40 @@ class ReplicaStep:
                 out, gradients, values = step(values, read, leaves)
                 return self._updated(values, gradients, layouts), out
 
-            if num_steps is None:
-                new, out = once(written, leaves)
-            else:
-                new, out = lax.scan(once, written, leaves)
-                out = [x[-1] for x in out]
+            new, out = self._repeated(once, written, leaves)
             return end(out, [*new, *read]), [], new
 
         return program
+
+    def _run(
+        self, written: Arrays, read: Arrays, leaves: Leaves
+    ) -> tuple[Arrays, list[Arrays], Arrays]:
+        """One device's part of the program.
+
+        Returns the results, the gradients of deferred updates, and new values of
+        `written`.
+        """
+
+        def once(values: Arrays, leaves: Leaves) -> tuple[Arrays, PyTree]:
+            out, gradients, new = self._step(values, read, leaves)
+            return new, (out, gradients)
+
+        new, (out, gradients) = self._repeated(once, written, leaves)
+        return self._results(out, [*new, *read]), gradients, new
+
+    def _repeated(
+        self,
+        once: Callable[[Arrays, Leaves], tuple[Arrays, T]],
+        written: Arrays,
+        leaves: Leaves,
+    ) -> tuple[Arrays, T]:
+        """One step, or a scan over several: new values, and the results to keep."""
+        if self._options.num_steps is None:
+            return once(written, leaves)
+        new, out = lax.scan(once, written, leaves)
+        if self._options.outputs is not Outputs.ROWS:
+            out = jax.tree.map(lambda x: x[-1], out)
+        return new, out
 
     def _stacked_step(
         self, written: Arrays, read: Arrays, leaves: Leaves
@@ -255,62 +283,31 @@ class ReplicaStep:
 
     def out_spec(self) -> PartitionSpec:
         """The spec of the results of `run` over the devices."""
-        axis = self._group.axis.name
-        match self._options.outputs:
-            case Outputs.MIRRORED:
-                return PartitionSpec()
-            case Outputs.ROWS if self._group.num_replicas == 1:
-                return PartitionSpec()  # Which scalars have, too.
-            case Outputs.ROWS if self._options.num_steps:
-                return PartitionSpec(None, axis)
-            case _:
-                return PartitionSpec(axis)
-
-    def run(
-        self, written: Arrays, read: Arrays, leaves: Leaves
-    ) -> tuple[Arrays, list[Arrays], Arrays]:
-        """One device's part of the program: one step, or a scan over several.
-
-        Returns the results, the gradients of deferred updates, and new values of
-        `written`.
-        """
-        gradients: list[Arrays] = []
-        if self._options.num_steps is None:
-            out, gradients, written = self._step(written, read, leaves)
-        else:
-
-            def body(carry: Arrays, leaves: Leaves) -> tuple[Arrays, Arrays]:
-                out, _, carry = self._step(carry, read, leaves)
-                return carry, out
-
-            written, out = lax.scan(body, written, leaves)
-            if self._options.outputs is not Outputs.ROWS:
-                out = [x[-1] for x in out]
-        return self._results(out, [*written, *read]), gradients, written
+        outputs, num = self._options.outputs, self._group.num_replicas
+        # Rows of one replica may be scalars.
+        if outputs is Outputs.MIRRORED or (outputs is Outputs.ROWS and num == 1):
+            return PartitionSpec()
+        has_steps = outputs is Outputs.ROWS and self._options.num_steps
+        return PartitionSpec(*[None] if has_steps else [], self._group.axis.name)
 
     def _results(self, out: Arrays, values: Arrays) -> Arrays:
         """A device's last results as the program returns them; `values` are new."""
         if self._options.finish is not None:
             out = self._finished(self._options.finish, out, values)
-        several = self._group.num_per_device > 1
-        match self._options.outputs:
-            case Outputs.PER_REPLICA if not several:
-                out = [x[None] for x in out]
-            case Outputs.MIRRORED if several:
-                out = [x[0] for x in out]
-            case _:
-                pass
+        outputs, several = self._options.outputs, self._group.num_per_device > 1
+        if outputs is Outputs.PER_REPLICA and not several:
+            return [x[None] for x in out]
+        if outputs is Outputs.MIRRORED and several:
+            return [x[0] for x in out]
         return out
 
     def _step(
         self, written: Arrays, read: Arrays, leaves: Leaves
     ) -> tuple[Arrays, list[Arrays], Arrays]:
         """The step of one device's replicas, with their written variables combined."""
-
-        def run(leaves: Leaves) -> tuple[Arrays, list[Arrays], Arrays]:
-            return self._replica_step(written, read, leaves)
-
-        out, gradients, new = self._on_device(run, leaves)
+        out, gradients, new = self._on_device(
+            lambda leaves: self._replica_step(written, read, leaves), leaves
+        )
         if self._group.num_per_device > 1:
             # Equal on all of the device's replicas, as the divergence pass sees to.
             gradients, new = jax.tree.map(lambda x: x[0], (gradients, new))
@@ -348,27 +345,17 @@ class ReplicaStep:
                 # Replicas started from summands of weights: again, from the weights.
                 self._trained_sums |= context.trained_sums
                 return self._replica_step(written, read, leaves)
-            new = list(written)  # Not what the replica started from.
             changed = {
                 i: run.scope.state_mapping[id(v)]
                 for i, v in enumerate(self.written)
                 if id(v) in run.scope.written
             }
-            here = context.num_replicas_here > 1
-            home = self._group.strategy.home
-            if here or home.adds_up(trains=context.has_trained):
-                self._warn_of_no_sums(start, changed, among_replicas=here)
-            if here and context.batch is not None:
-                num_rows, num = num_rows_of(arguments), context.num_counted
-                for i, x in changed.items():
-                    warn_of_counts(
-                        self._name, self.written[i], start[i], x, num_rows, num
-                    )
-            for i, value in self._combined(context, written, changed).items():
-                new[i] = value
+            self._warn(context, arguments, start, changed)
+            combined = self._combined(context, written, changed)
             # A number assigned has a weak type; the next step would compile for it.
             new = [
-                jnp.asarray(x, old.dtype) for x, old in zip(new, written, strict=True)
+                jnp.asarray(combined.get(i, old), old.dtype)
+                for i, old in enumerate(written)
             ]
         self.trains = self.trains or context.has_trained
         return results, run.scope.deferred.gradients, new
@@ -408,20 +395,15 @@ class ReplicaStep:
         self, context: ReplicaContext, written: Arrays, read: Arrays
     ) -> Arrays:
         """The variables' values for this replica when the step starts."""
-
-        def of(variable: Variable, value: jax.Array, is_written: bool) -> jax.Array:
-            if is_seed_state(variable):
-                return fold_replica_into_seed(value, context.replica_id_in_sync_group)
-            if is_written and self._aggregation(variable) == "sum":
-                context.summands.add(id(variable))
-                return context.summand(value)
-            return value
-
         values = self._wholes(context, [*written, *read])
-        return [
-            of(v, x, i < len(written))
-            for i, (v, x) in enumerate(zip(self.inputs, values, strict=True))
-        ]
+        for i, variable in enumerate(self.inputs):
+            if is_seed_state(variable):
+                replica = context.replica_id_in_sync_group
+                values[i] = fold_replica_into_seed(values[i], replica)
+            elif i < len(written) and self._aggregation(variable) == "sum":
+                context.summands.add(id(variable))
+                values[i] = context.summand(values[i])
+        return values
 
     def _aggregation(self, variable: Variable) -> str:
         """How replicas' values are combined; an optimizer's are equal on all."""
@@ -429,68 +411,62 @@ class ReplicaStep:
 
     def _wholes(self, context: ReplicaContext, values: Arrays) -> Arrays:
         """The inputs' values, whole where replicas hold blocks."""
-        dims = [self.dim_of(v) for v in self.inputs]
+        dims = [self._group.layouts.dim_of(v) for v in self.inputs]
         return [
             x if dim is None else context.blocked.whole(Block(x, dim))
             for x, dim in zip(values, dims, strict=True)
         ]
 
-    def dim_of(self, variable: Variable) -> int | None:
-        """The dimension of which replicas hold blocks between steps."""
-        layouts = self._group.layouts
-        return layouts.dim_in(layouts.of(variable))
-
     def _combined(
         self, context: ReplicaContext, old: Arrays, new: Mapping[int, jax.Array]
     ) -> dict[int, jax.Array]:
         """Written variables' values for all replicas, by the variables' numbers."""
-
-        def of(aggregation: str) -> dict[int, jax.Array]:
-            return {
-                i: x
-                for i, x in new.items()
-                if self._aggregation(self.written[i]) == aggregation
-                and not is_seed_state(self.written[i])
-            }
-
+        combined: dict[int, jax.Array] = {}
         # All means at once, and all sums: replicas started from summands of those.
-        added = context.mean(of("mean")) | context.sum(of("sum"))
-        return added | {
-            i: self._mirrored(context, i, old[i], x)
-            for i, x in new.items()
-            if i not in added
-        }
-
-    def _warn_of_no_sums(
-        self, start: Arrays, new: Mapping[int, jax.Array], *, among_replicas: bool
-    ) -> None:
+        joined: dict[str, dict[int, jax.Array]] = {"mean": {}, "sum": {}}
         for i, value in new.items():
-            if self._aggregation(self.written[i]) == "sum":
-                warn_of_no_sum(
-                    self._name,
-                    self.written[i],
-                    start[i],
-                    value,
-                    among_replicas=among_replicas,
-                )
+            variable = self.written[i]
+            aggregation = self._aggregation(variable)
+            if is_seed_state(variable):
+                combined[i] = restore_seed(value, old[i])
+            elif aggregation in joined:
+                joined[aggregation][i] = value
+            else:
+                combined[i] = self._mirrored(context, i, value)
+        return combined | context.mean(joined["mean"]) | context.sum(joined["sum"])
 
     def _mirrored(
-        self, context: ReplicaContext, number: int, old: jax.Array, new: jax.Array
+        self, context: ReplicaContext, number: int, new: jax.Array
     ) -> jax.Array:
         """The value of a variable that replicas do not add up."""
         variable = self.written[number]
-        if is_seed_state(variable):
-            return restore_seed(new, old)
         if id(variable) in self.from_first:
             new = context.first(new)
-        dim = self.dim_of(variable)
+        dim = self._group.layouts.dim_of(variable)
         if dim is None:
             return new
         block = context.blocked.block_of(new)
         if block is None or block.dim != dim:
-            new = declare_whole(new, number)
-            block = cut(new, dim, self._group.axis)
+            block = cut(declare_whole(new, number), dim, self._group.axis)
         return block.data
+
+    def _warn(
+        self,
+        context: ReplicaContext,
+        arguments: PyTree,
+        start: Arrays,
+        new: Mapping[int, jax.Array],
+    ) -> None:
+        """Warn of assigned values that replicas or workers would not combine well."""
+        here = context.num_replicas_here > 1
+        among_workers = self._group.strategy.home.adds_up(trains=context.has_trained)
+        for i, value in new.items():
+            variable, old = self.written[i], start[i]
+            if (here or among_workers) and self._aggregation(variable) == "sum":
+                warn_of_no_sum(self._name, variable, old, value, among_replicas=here)
+            if here and context.batch is not None:
+                num_rows, num = num_rows_of(arguments), context.num_counted
+                warn_of_counts(self._name, variable, old, value, num_rows, num)
 
 
 def _split_along(dim: int | None, axis_name: str) -> PartitionSpec:

@@ -325,4 +325,4 @@ def _digest(
     program: Program, values: Sequence[jax.Array], arrays: Sequence[ArrayLike]
 ) -> str:
     with Announced(f"tracing {program.name}"):
-        return digest(program.text(values, arrays))
+        return digest(program.lower(values, arrays).as_text())
