@@ -20,7 +20,6 @@ from replicax.engine.replay import (
     Reached,
     Source,
     StepRun,
-    Watched,
     current_run,
     rebind,
 )
@@ -144,11 +143,11 @@ class GradientTape:
 
     def __enter__(self) -> "GradientTape":
         self._run = current_run("GradientTape")
-        self._index = self._run.start_tape()
+        self._index = next(self._run.tapes)
+        self._run.recording.add(self._index)
         self._watched = []
-        for perturbation in self._run.perturbations:
-            if perturbation.tape_index == self._index:
-                self._perturb_variables(self._run, perturbation)
+        for perturbation in self._perturbations(self._run):
+            self._perturb_variables(self._run, perturbation)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -174,10 +173,10 @@ class GradientTape:
             if isinstance(x, keras.Variable):
                 continue
             _require_differentiable(x)
-            for p in run.perturbations:
-                if p.tape_index == self._index:
-                    for i in p.positions_of_watched(len(self._watched)):
-                        run.rebound.append((x, p.perturb(i, x)))
+            for perturbation in self._perturbations(run):
+                for i, source in enumerate(perturbation.sources):
+                    if isinstance(source, int) and source == len(self._watched):
+                        run.rebound.append((x, perturbation.perturb(i, x)))
             self._watched.append(x)
 
     def gradient(
@@ -220,7 +219,7 @@ class GradientTape:
             )
         targets = [_float_target(t) for t in jax.tree.leaves(target)]
         flat, structure = jax.tree.flatten(sources)
-        call = run.next_call()
+        call = next(run.calls)
         if call == run.stop_at:
             raise Reached(targets)
         if run.parent is None:
@@ -258,13 +257,13 @@ class GradientTape:
             deltas: list[jax.Array],
         ) -> tuple[list[jax.Array], list[tuple[jax.Array, jax.Array]]]:
             nonlocal num_targets
-            again = run.replay_to(call, Perturbation(self._index, places, deltas))
-            targets = again.targets()
+            perturbation = Perturbation(self._index, places, deltas)
+            targets, rebound = run.replay(call, perturbation)
             num_targets = len(targets)
-            return targets, again.rebound
+            return targets, rebound
 
-        closed = jax.make_jaxpr(replay)(deltas)
-        closed = rebind(closed, num_targets)
+        made = jax.make_jaxpr(replay)(deltas)
+        closed = rebind(made, num_targets)
         marks = [1 << i for i in range(len(deltas))]
         reached = 0
         for mark in gradient_marks(closed.jaxpr, marks):
@@ -284,11 +283,15 @@ class GradientTape:
             return source
         for i, x in enumerate(self._watched):
             if x is source:
-                return Watched(i)
+                return i
         raise ValueError(
             f"GradientTape.gradient: source {source!r} is neither a variable nor "
             "watched. Call tape.watch(x) inside the tape before x is used."
         )
+
+    def _perturbations(self, run: StepRun) -> list[Perturbation]:
+        """Those of this tape."""
+        return [p for p in run.perturbations if p.tape_index == self._index]
 
     def _perturb_variables(self, run: StepRun, perturbation: Perturbation) -> None:
         for i, source in enumerate(perturbation.sources):

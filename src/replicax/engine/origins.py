@@ -1,83 +1,20 @@
-"""Finds in a trace what values are made of: gradients, and new values of variables.
+"""Finds in a trace what values are made of: the equations behind them.
 
 `packing` orders the gradients by the products that they wait for, and has some products
 made later.
 """
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
-import keras
 
-from replicax._private.jax import TracedEquation, equation_of, literal_of
-from replicax._util.types import PyTree
-from replicax.engine.divergence import (
-    AnyJaxpr,
-    inner_jaxprs,
-    is_declared_mirrored,
-    open_jaxpr,
-)
+from replicax._private.jax import TracedEquation, equation_of
+from replicax.engine.divergence import AnyJaxpr, inner_jaxprs, open_jaxpr
 
-__all__ = [
-    "PRODUCTS",
-    "Origin",
-    "equations_behind",
-    "is_combined",
-    "origins_of",
-    "path_to_product",
-    "warn_of_counts",
-    "warn_of_no_sum",
-]
+__all__ = ["PRODUCTS", "Origin", "equations_behind", "origins_of", "path_to_product"]
 
 PRODUCTS = ("dot_general", "conv_general_dilated")
-
-_SUMMING = (
-    "add",
-    "add_any",
-    "sub",
-    "convert_element_type",
-    "copy",
-    "reshape",
-    "squeeze",
-    "broadcast_in_dim",
-    "expand_dims",
-    "jit",
-    "pjit",
-    "scatter-add",
-    "select_n",
-)
-"""Primitives that add something to a value; `jit` is not looked into."""
-
-_ADDITIVE = (*_SUMMING, "mul", "div", "neg")
-"""Primitives that keep a sum a sum, so a decay does."""
-
-_NON_ADDITIVE = (
-    "max",
-    "min",
-    "pow",
-    "integer_pow",
-    "sqrt",
-    "exp",
-    "log",
-    "clamp",
-    "gt",
-    "ge",
-    "lt",
-    "le",
-    "and",
-    "or",
-    "not",
-)
-
-
-_REPLACING = {
-    "concatenate": slice(None),
-    "scatter": slice(2, 3),
-    "dynamic_update_slice": slice(1, 2),
-}
-"""Primitives that replace a part of a value, and their inputs that may be that part."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -127,7 +64,8 @@ def _find_depths(last: TracedEquation, depths: dict[int, int]) -> None:
         if id(equation) in depths:
             stack.pop()
             continue
-        before = list(_inputs_of(equation))
+        made_by = map(equation_of, equation.in_tracers)
+        before = [e for e in made_by if e is not None]
         unknown = [e for e in before if id(e) not in depths]
         stack += unknown
         if not unknown:
@@ -135,13 +73,6 @@ def _find_depths(last: TracedEquation, depths: dict[int, int]) -> None:
                 map(_num_products, inner_jaxprs(equation))
             )
             depths[id(equation)] = own + max((depths[id(e)] for e in before), default=0)
-
-
-def _inputs_of(equation: TracedEquation) -> Iterator[TracedEquation]:
-    for x in equation.in_tracers:
-        made_by = equation_of(x)
-        if made_by is not None:
-            yield made_by
 
 
 def _num_products(jaxpr: AnyJaxpr) -> int:
@@ -173,179 +104,6 @@ def path_to_product(
             if path:
                 return [(equation, number), *path]
     return []
-
-
-def is_combined(value: jax.Array, most: int = 8) -> bool:
-    """Whether a value is an all-reduce's result, or made from one element by element.
-
-    Args:
-        value: Inside a replica function.
-        most: Number of equations to look back.
-    """
-    equation = equation_of(value)
-    if equation is None or most == 0:
-        return False
-    if is_declared_mirrored(equation):
-        return True
-    if equation.primitive.name in PRODUCTS or equation.primitive.multiple_results:
-        return False
-    alike = [
-        is_combined(x, most - 1) for x in equation.in_tracers if x.size == value.size
-    ]
-    # A scalar's factors are scalars, too: such as a scale that all replicas share.
-    return any(alike) if value.size > 1 else bool(alike) and all(alike)
-
-
-_REMEDY = (
-    "replicas' values are added up. Make it with aggregation='none', and its new value "
-    "from all replicas', such as ops.max(context.all_gather(x, axis=0)) with context = "
-    "rx.get_replica_context(); or give it aggregation='mean'."
-)
-_REMEDY_OF_WORKERS = (
-    "workers' values are added up when they meet. Compute it in evaluate, where each "
-    "worker goes through all of the data; or give it aggregation='mean'."
-)
-
-
-def warn_of_no_sum(
-    caller: str,
-    variable: keras.Variable,
-    old: jax.Array,
-    new: jax.Array,
-    *,
-    among_replicas: bool = True,
-) -> None:
-    """Warn of a variable whose values are added up over replicas, but are no sums.
-
-    Args:
-        caller: The public call to name.
-        variable: Of aggregation `"sum"`.
-        old: Inside a replica function: the variable's value at first.
-        new: Likewise; what was assigned last.
-        among_replicas: False if only those of workers on parameter servers are.
-    """
-    name = _non_additive_use(new, old)
-    change = f"is changed by {name!r} of its value" if name else ""
-    if not name and not _adds_to(new, old) and _has_mean(new, old):
-        change = "is set to a mean over the batch, or to a moving average of such means"
-    if change:
-        warnings.warn(
-            f"{caller}: variable {variable.path!r} of aggregation='sum' {change}, and "
-            "is no sum over batches, as the "
-            + (_REMEDY if among_replicas else _REMEDY_OF_WORKERS),
-            stacklevel=2,
-        )
-
-
-def warn_of_counts(
-    caller: str,
-    variable: keras.Variable,
-    old: jax.Array,
-    new: jax.Array,
-    num_rows: int,
-    num_replicas: int,
-) -> None:
-    """Warn of a variable that counts rows or batches otherwise than one device does.
-
-    Args:
-        caller: The public call to name.
-        variable: What an assignment has changed.
-        old: Inside a replica function: the variable's value at first.
-        new: Likewise; what was assigned last.
-        num_rows: Number of the replica's rows. Of one row nobody can tell.
-        num_replicas: Number of replicas that share the batch.
-    """
-    increment = None if num_rows < 2 else _increment(new, old)
-    if variable.aggregation == "none" and increment == num_rows:
-        warnings.warn(
-            f"{caller}: variable {variable.path!r} grows by {num_rows}, which is the "
-            "number of rows that one replica has of the batch. All replicas keep the "
-            "value that each computes, so that it counts the rows of one. Make it with "
-            "aggregation='sum' to count those of all.",
-            stacklevel=2,
-        )
-    if variable.aggregation == "sum" and increment == 1 and num_replicas > 1:
-        warnings.warn(
-            f"{caller}: variable {variable.path!r} of aggregation='sum' grows by 1 on "
-            f"each of {num_replicas} replicas that share a batch, so that it counts a "
-            f"batch {num_replicas} times. Make it with aggregation='mean' to count "
-            "batches, and likewise a sum of the batches' means; or count rows, "
-            "ops.shape(x)[0], and add up the rows' values.",
-            stacklevel=2,
-        )
-
-
-def _increment(new: jax.Array, old: jax.Array) -> PyTree:
-    """The constant by which a new value is larger than the old one; None: no such."""
-    equation = equation_of(new)
-    if equation is None or equation.primitive.name != "add":
-        return None
-    added = [x for x in equation.in_tracers if x is not old]
-    return literal_of(added[0]) if len(added) == 1 else None
-
-
-def _non_additive_use(new: jax.Array, old: jax.Array, most: int = 64) -> str:
-    """Name of a primitive for which a new value is no sum of the old one and others.
-
-    Such as `max` where it is the larger one of both. Empty: none was found.
-
-    Args:
-        new: Inside a replica function.
-        old: Likewise; what a variable has at first.
-        most: Number of equations to look back.
-    """
-    for equation in _additive_path(new, old, most):
-        name, inputs = equation.primitive.name, equation.in_tracers
-        has_old = [x is old or _contains(x, old, most) for x in inputs]
-        is_replaced = name in _REPLACING and not all(has_old[_REPLACING[name]])
-        if any(has_old) and (name in _NON_ADDITIVE or is_replaced):
-            return name
-    return ""
-
-
-def _adds_to(new: jax.Array, old: jax.Array, most: int = 64) -> bool:
-    """Whether a new value is the old one, or a constant, and what is added to it."""
-    if new is old:
-        return True
-    return any(
-        x is old or _is_constant(x)
-        for equation in _additive_path(new, old, most, _SUMMING)
-        if equation.primitive.name in _SUMMING
-        for x in equation.in_tracers
-    )
-
-
-def _is_constant(value: jax.Array) -> bool:
-    equation = equation_of(value)
-    if equation is None:
-        return literal_of(value) is not None
-    return all(literal_of(x) is not None for x in equation.in_tracers)
-
-
-def _has_mean(new: jax.Array, old: jax.Array, most: int = 64) -> bool:
-    """Whether a mean, as `jnp.mean` makes it, is one of a new value's summands."""
-    for equation in _additive_path(new, old, most):
-        if equation.primitive.name == "div":
-            total, count = equation.in_tracers
-            summed = equation_of(total)
-            if summed is not None and summed.primitive.name == "reduce_sum":
-                (values,) = summed.in_tracers
-                if literal_of(count) == values.size / max(total.size, 1):
-                    return True
-    return False
-
-
-def _contains(value: jax.Array, old: jax.Array, most: int) -> bool:
-    return any(x is old for e in _additive_path(value, old, most) for x in e.in_tracers)
-
-
-def _additive_path(
-    value: jax.Array, old: jax.Array, most: int, through: Sequence[str] = _ADDITIVE
-) -> Iterator[TracedEquation]:
-    """The equations behind a value up to the first ones that are not additive."""
-    return equations_behind(
-        value, lambda e: e.primitive.name in through, most, seen={id(old)}
-    )
 
 
 def equations_behind(

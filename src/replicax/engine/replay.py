@@ -6,6 +6,7 @@ and differentiates that. XLA merges the repeated forward pass with the first one
 """
 
 import dataclasses
+import itertools
 import threading
 from collections.abc import Callable
 from typing import TypeAlias
@@ -23,21 +24,14 @@ __all__ = [
     "Perturbation",
     "Reached",
     "StepRun",
-    "Watched",
     "current_run",
     "is_in_run",
     "rebind",
 ]
 
 
-@dataclasses.dataclass(frozen=True)
-class Watched:
-    """A watched array, by the number of its `watch` on the tape."""
-
-    number: int
-
-
-Source: TypeAlias = Variable | Watched
+Source: TypeAlias = Variable | int
+"""A variable, or a watched array by the number of its `watch` on the tape."""
 
 
 class Perturbation:
@@ -56,14 +50,6 @@ class Perturbation:
         self.sources = sources
         self._deltas = deltas
         self._fixed: dict[int, jax.Array] = {}
-
-    def positions_of_watched(self, number: int) -> list[int]:
-        """Where array number `number` of `watch` is among the sources."""
-        return [
-            i
-            for i, source in enumerate(self.sources)
-            if isinstance(source, Watched) and source.number == number
-        ]
 
     def perturb(self, position: int, value: jax.Array) -> jax.Array:
         """The source's value as the replay shall see it."""
@@ -99,51 +85,36 @@ class StepRun:
         self.recording: set[int] = set()
         self.results: dict[int, list[jax.Array | None]] = {}
         self.rebound: list[tuple[jax.Array, jax.Array]] = []
-        self._num_tapes = 0
-        self._num_calls = 0
+        self.tapes = itertools.count()
+        self.calls = itertools.count()  # Of `gradient`.
 
     def execute(self) -> PyTree:
         """Run the step function; its writes are in `scope` afterwards."""
-        outer = getattr(_local, "run", None)
-        _local.run = self
+        outer, _local.run = _local.run, self
         try:
             with self.scope:
                 return self.call()
         finally:
             _local.run = outer
 
-    def replay_to(self, call: int, perturbation: Perturbation) -> "StepRun":
-        """A run from the start up to `gradient` call number `call`."""
-        return StepRun(
-            self.call,
-            self.make_scope,
-            self,
-            call,
-            (*self.perturbations, perturbation),
-        )
+    def replay(
+        self, call: int, perturbation: Perturbation
+    ) -> tuple[list[jax.Array], list[tuple[jax.Array, jax.Array]]]:
+        """Run again, from the start up to `gradient` call number `call`.
 
-    def targets(self) -> list[jax.Array]:
-        """Run a replay; the targets of the `gradient` call it stops at."""
+        Returns that call's targets, and the watched arrays with what stands for them.
+        """
+        perturbations = (*self.perturbations, perturbation)
+        again = StepRun(self.call, self.make_scope, self, call, perturbations)
         try:
-            self.execute()
+            again.execute()
         except Reached as reached:
-            return reached.targets
+            return reached.targets, again.rebound
         raise InternalError(
-            f"GradientTape.gradient: call number {self.stop_at} of the step function "
-            "did not happen when the function was traced again. Its Python code must "
-            "take the same path each time."
+            f"GradientTape.gradient: call number {call} of the step function did not "
+            "happen when the function was traced again. Its Python code must take the "
+            "same path each time."
         )
-
-    def start_tape(self) -> int:
-        """The number of the tape that is entered now."""
-        self._num_tapes += 1
-        self.recording.add(self._num_tapes - 1)
-        return self._num_tapes - 1
-
-    def next_call(self) -> int:
-        """The number of the `gradient` call that happens now."""
-        self._num_calls += 1
-        return self._num_calls - 1
 
     def is_recorded(self) -> bool:
         """Whether a tape that is being differentiated records at this point."""
@@ -158,24 +129,27 @@ class Reached(BaseException):
         self.targets = targets
 
 
-_local = threading.local()
+class _Local(threading.local):
+    run: StepRun | None = None
+
+
+_local = _Local()
 
 
 def is_in_run() -> bool:
     """Whether this thread traces a step function."""
-    return getattr(_local, "run", None) is not None
+    return _local.run is not None
 
 
 def current_run(caller: str) -> StepRun:
     """The run that this thread traces; an error that names `caller` without one."""
-    run = getattr(_local, "run", None)
-    if run is None:
+    if _local.run is None:
         raise ContextError(
             f"{caller}: used outside a function run by strategy.run. Put the step into "
             "a function and call strategy.run(step, args=...); without a strategy use "
             "rx.get_strategy().run, or rx.value_and_grad, which works anywhere."
         )
-    return run
+    return _local.run
 
 
 def rebind(closed: ClosedJaxpr, num_targets: int) -> ClosedJaxpr:

@@ -24,9 +24,9 @@ from replicax.engine.composites import (
 )
 from replicax.engine.divergence import declare_mirrored
 from replicax.engine.group import ReplicaGroup
-from replicax.engine.origins import is_combined
 from replicax.engine.replay import current_run
 from replicax.engine.scope import current_context, entered_context
+from replicax.engine.trace_warnings import warn_of_combined
 from replicax.engine.values import PerReplica, is_per_replica, spread
 from replicax.engine.variables import Update, Variable
 from replicax.errors import ContextError
@@ -319,8 +319,10 @@ class ReplicaContext:
         """
         self.has_trained = True
         grads = [densified(x, "optimizer.apply") for x in grads]
-        self._warn_of_combined(grads)
         group = self._group
+        if self._gradient_op is ReduceOp.SUM and group.num_replicas > 1:
+            # A mean of equal values, as `fit` makes, changes nothing.
+            warn_of_combined(grads, group.num_replicas)
         total = sum_gradients(
             list(grads),
             group.cross_device_ops,
@@ -336,24 +338,6 @@ class ReplicaContext:
         if self._gradient_op is ReduceOp.MEAN:
             return jax.tree.map(lambda x: x / self.num_counted, total)
         return total
-
-    def _warn_of_combined(self, grads: Sequence[Grad]) -> None:
-        """Warn of gradients that would be summed a second time.
-
-        A mean of equal values, as `fit` makes, changes nothing.
-        """
-        if self._gradient_op is not ReduceOp.SUM or self._group.num_replicas == 1:
-            return
-        num = sum(x is not None and is_combined(x) for x in grads)
-        if num:
-            warnings.warn(
-                f"optimizer.apply: {num} of {len(grads)} gradients are results of "
-                "ReplicaContext.all_reduce. They are summed over the "
-                f"{self._group.num_replicas} replicas once more. Pass each replica's "
-                "own gradients; to clip what the optimizer applies, set its clipnorm, "
-                "global_clipnorm or clipvalue.",
-                stacklevel=2,
-            )
 
     def apply_gradients(
         self,

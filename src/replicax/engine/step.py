@@ -19,12 +19,12 @@ from replicax.engine.divergence import declare_whole
 from replicax.engine.empty_arrays import made_inside
 from replicax.engine.group import ReplicaGroup
 from replicax.engine.options import Options, Outputs
-from replicax.engine.origins import warn_of_counts, warn_of_no_sum
 from replicax.engine.replay import StepRun
 from replicax.engine.replica import ReplicaContext
 from replicax.engine.row_results import num_rows_of, require_rows
 from replicax.engine.scope import entered_context
 from replicax.engine.signature import Arguments, ResultStructure
+from replicax.engine.trace_warnings import warn_of_counts, warn_of_no_sum
 from replicax.engine.variables import (
     RecordingScope,
     Update,
