@@ -419,8 +419,7 @@ class ReplicaContext:
         update = Update(
             optimizer, tuple(v for v, _ in pairs), type(self.strategy).__name__
         )
-        scope = current_run("optimizer.apply").scope
-        scope.deferred.add(update, [g for _, g in pairs])
+        current_run("optimizer.apply").scope.defer(update, [g for _, g in pairs])
         return update
 
     def _check(self, name: str) -> None:

@@ -155,7 +155,7 @@ class ReplicaStep:
             with entered_context(self._context()):
                 run.execute()
             recorder.written.update(run.scope.written)
-            updates[:] = run.scope.deferred.updates
+            updates[:] = run.scope.deferred
 
         traced = self.on_devices(step, (self.leaf_specs(),), PartitionSpec())
         with recorder:
@@ -358,7 +358,7 @@ class ReplicaStep:
                 for i, old in enumerate(written)
             ]
         self.trains = self.trains or context.has_trained
-        return results, run.scope.deferred.gradients, new
+        return results, list(run.scope.deferred.values()), new
 
     def _finished(
         self, finish: Callable[[PyTree], PyTree], out: Arrays, values: Arrays

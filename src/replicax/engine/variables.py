@@ -26,7 +26,6 @@ from replicax.errors import ContextError
 
 __all__ = [
     "ChildScope",
-    "DeferredUpdates",
     "PendingValue",
     "RecordingScope",
     "UndeclaredVariableError",
@@ -127,12 +126,18 @@ class UpdatePendingError(ContextError):
 
 
 class WritesScope(keras.StatelessScope):
-    """A scope that remembers, in order, which variables were written."""
+    """A scope that remembers, in order, which variables were written.
+
+    Attributes:
+        written: These, by id.
+        deferred: The updates that are made afterwards, with their gradients.
+    """
 
     def __init__(self) -> None:
         super().__init__(collect_losses=True)  # Else `add_loss` is lost.
         self.written: dict[int, Variable] = {}
-        self.deferred = DeferredUpdates()
+        self.deferred: dict[Update, list[jax.Array]] = {}
+        self._pending: dict[int, Update] = {}
         self._trace: object = None
 
     def __enter__(self) -> Self:
@@ -142,13 +147,13 @@ class WritesScope(keras.StatelessScope):
 
     def get_current_value(self, variable: Variable) -> jax.Array | None:
         """Keras calls this for `variable.value`."""
-        self.deferred.require_settled(variable)
+        self._require_settled(variable)
         return super().get_current_value(variable)
 
     def add_update(self, update: tuple[Variable, ArrayLike]) -> None:
         """Keras calls this for `variable.assign`."""
         variable, _ = update
-        self.deferred.require_settled(variable)
+        self._require_settled(variable)
         if find_top_trace(()) is not self._trace:
             # The value could not leave, or would be assigned whatever branch is taken.
             raise ContextError(
@@ -157,6 +162,29 @@ class WritesScope(keras.StatelessScope):
             )
         self.written[id(variable)] = variable
         super().add_update(update)
+
+    def defer(self, update: "Update", gradients: list[jax.Array]) -> None:
+        """Ask for an update, of variables that no other one of the step trains."""
+        trained = {id(v) for other in self.deferred for v in other.variables}
+        for variable in update.variables:
+            if id(variable) in trained:
+                raise UpdatePendingError(
+                    f"{update.owner}: optimizer.apply is called a second time for "
+                    f"variable {variable.path!r} in the same step. Add up its "
+                    "gradients and apply them once, or make two steps."
+                )
+        self.deferred[update] = gradients
+        self._pending |= {id(v): update for v in update.changed}
+
+    def _require_settled(self, variable: Variable) -> None:
+        """Raise if the variable has a new value by now that is not known here."""
+        update = self._pending.get(id(variable))
+        if update is not None:
+            raise UpdatePendingError(_message(variable.path, update))
+
+    def is_value_of(self, variable: Variable, value: jax.Array) -> bool:
+        """Whether `value` is what the variable has here; True where nobody knows."""
+        return self.get_current_value(variable) is value
 
     def updates(self) -> list[tuple[Variable, jax.Array]]:
         """The written variables with their latest values."""
@@ -190,10 +218,6 @@ class RecordingScope(WritesScope):
             value = jnp.zeros(variable.shape, dtype_on_devices(stored_dtype(variable)))
             self._unassigned[id(variable)] = value
         return value
-
-    def is_value_of(self, variable: Variable, value: jax.Array) -> bool:
-        """Whether `value` is what the variable has here."""
-        return self.get_current_value(variable) is value
 
     def add_update(self, update: tuple[Variable, ArrayLike]) -> None:
         """Keras calls this for `variable.assign`."""
@@ -238,7 +262,7 @@ class ValueScope(WritesScope):
 
     def is_value_of(self, variable: Variable, value: jax.Array) -> bool:
         """Whether `value` is what the variable has here; True where nobody knows."""
-        return id(variable) in self._unused or self.get_current_value(variable) is value
+        return id(variable) in self._unused or super().is_value_of(variable, value)
 
     def _require_known(self, variable: Variable) -> None:
         if id(variable) not in self._known:
@@ -333,36 +357,6 @@ class Update:
             self.optimizer.apply(list(gradients), list(self.variables))
             new = [scope.get_current_value(v) for v in self.changed]
         return [jnp.asarray(x, old.dtype) for x, old in zip(new, values, strict=True)]
-
-
-class DeferredUpdates:
-    """The updates that a run of a step function has asked for, with their gradients."""
-
-    def __init__(self) -> None:
-        self.updates: list[Update] = []
-        self.gradients: list[list[jax.Array]] = []
-        self._pending: dict[int, Update] = {}
-        self._trained: set[int] = set()
-
-    def add(self, update: Update, gradients: Iterable[jax.Array]) -> None:
-        """Ask for an update, of variables that no other one of the step trains."""
-        for variable in update.variables:
-            if id(variable) in self._trained:
-                raise UpdatePendingError(
-                    f"{update.owner}: optimizer.apply is called a second time for "
-                    f"variable {variable.path!r} in the same step. Add up its "
-                    "gradients and apply them once, or make two steps."
-                )
-        self._trained.update(map(id, update.variables))
-        self.updates.append(update)
-        self.gradients.append(list(gradients))
-        self._pending |= {id(v): update for v in update.changed}
-
-    def require_settled(self, variable: Variable) -> None:
-        """Raise if the variable has a new value by now that is not known here."""
-        update = self._pending.get(id(variable))
-        if update is not None:
-            raise UpdatePendingError(_message(variable.path, update))
 
 
 class PendingValue:
