@@ -38,28 +38,21 @@ __all__ = [
 
 # What is made of a gathered weight before it is used, such as a copy of lower
 # precision. It is not kept either; of activations it is cheap to make again.
-_NOT_KEPT = frozenset(
-    [
-        "all_gather",
-        "broadcast_in_dim",
-        "convert_element_type",
-        "copy",
-        "name",
-        "reshape",
-        "squeeze",
-        "transpose",
-    ]
+_NOT_KEPT = (
+    "all_gather",
+    "broadcast_in_dim",
+    "convert_element_type",
+    "copy",
+    "name",
+    "reshape",
+    "squeeze",
+    "transpose",
 )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Block:
-    """A replica's part of an array.
-
-    Attributes:
-        data: The part.
-        dim: The dimension along which the replicas' parts follow each other.
-    """
+    """A replica's part of an array: the parts follow each other along `dim`."""
 
     data: jax.Array
     dim: int
@@ -80,11 +73,7 @@ class BlockedValues:
     Invariant: an array is known by its identity within one trace, that of the context
     which holds this object. `whole` keeps each array that it returns, so no other can
     get its id. Whoever computes with an array, even `x + 0`, has another one, which is
-    not known and is cut: slower, and never wrong. A retrace has new arrays and a new
-    context, and so starts with none.
-
-    Args:
-        axis: The replicas' devices.
+    not known and is cut: slower, and never wrong. A retrace has a new context.
     """
 
     def __init__(self, axis: ReplicaAxis) -> None:
@@ -94,7 +83,7 @@ class BlockedValues:
     def whole(self, block: Block) -> jax.Array:
         """The whole of a block, which `block_of` will know."""
         value = lax.all_gather(block.data, self.axis.name, axis=block.dim, tiled=True)
-        self._known[id(value)] = (value, block)  # Kept, or the id could be another's.
+        self._known[id(value)] = (value, block)
         return value
 
     def block_of(self, value: jax.Array) -> Block | None:
@@ -114,9 +103,7 @@ def regathering(
 ) -> Callable[[PyTree], tuple[PyTree, PyTree]]:
     """`fn`, of which JAX keeps no gathered weight for the backward pass.
 
-    Args:
-        fn: Takes a pytree of arrays; gathers with `gathered_here`. Returns what is
-            differentiated, and what is not.
+    It gathers with `gathered_here`, and returns what is differentiated and what is not.
     """
     if not replicas_hold_blocks():
         return fn
@@ -132,9 +119,8 @@ def _with_backward_pass_inline(
     """A rematerialised function whose backward pass is equations, not one call.
 
     JAX makes one equation of it, with a barrier before: XLA then fuses nothing of it
-    with the forward pass, and keeps all that it takes; and `packing` cannot see which
-    gradient comes when. Only gathers need a barrier, or XLA would merge them with those
-    of the forward pass.
+    with the forward pass, and `packing` cannot see which gradient comes when. Only
+    gathers need a barrier, or XLA would merge them with those of the forward pass.
     """
 
     def forward(values: PyTree) -> tuple[PyTree, PyTree]:
@@ -148,12 +134,10 @@ def _with_backward_pass_inline(
         are_floats = [x.dtype != jax.dtypes.float0 for x in flat]
 
         def pulled() -> list[jax.Array]:
-            return list(
-                itertools.compress(jax.tree.leaves(pullback(cotangents[0])), are_floats)
-            )
+            pulled_back = jax.tree.leaves(pullback(cotangents[0]))
+            return list(itertools.compress(pulled_back, are_floats))
 
-        traced = jax.make_jaxpr(pulled)()
-        grads = iter(_inlined(traced, target))
+        grads = iter(_inlined(jax.make_jaxpr(pulled)(), target))
         flat = [
             next(grads) if is_float else np.zeros(x.shape, x.dtype)
             for x, is_float in zip(flat, are_floats, strict=True)
@@ -202,22 +186,17 @@ def _is_kept(primitive: Primitive, *_: object, **__: object) -> bool:
 def gathered_here(
     values: Iterable[jax.Array], wholes: Sequence[jax.Array]
 ) -> list[jax.Array]:
-    """Gather weights inside the function that is differentiated.
+    """Gather weights that are in blocks, inside the function that is differentiated.
 
-    Args:
-        values: The weights as the function got them. Gradients are for these.
-        wholes: What they are outside of it.
-
-    Returns:
-        The weights; those in blocks are gathered anew, the others are as they were.
+    `values` are the weights as that function got them, to which gradients go; `wholes`
+    what they are outside of it.
     """
     if not replicas_hold_blocks():
         return list(values)
-    context = required_context()
-    found = [context.blocked.block_of(x) for x in wholes]
-    axis_name = context.blocked.axis.name
+    blocked = required_context().blocked
+    found = map(blocked.block_of, wholes)
     return [
-        x if block is None else _gathered(x, block.data, block.dim, axis_name)
+        x if block is None else _gathered(x, block.data, block.dim, blocked.axis.name)
         for x, block in zip(values, found, strict=True)
     ]
 

@@ -71,15 +71,10 @@ def described(value: PyTree) -> str:
 
 
 def stacked(structure: TreeStructure, parts: Sequence[PyTree]) -> PyTree:
-    """The values of all replicas as one composite array.
+    """The values of all replicas as one composite array, of their parts `[R, ...]`.
 
-    Args:
-        structure: Tree structure of one replica's value.
-        parts: Its parts, `[R, ...]`.
-
-    Returns:
-        A sparse array with one batch dimension more, `[R, ...]`; an object of another
-        type as it was, but for its parts.
+    `structure` is that of one replica's value. A sparse array gets a batch dimension,
+    `[R, ...]`; an object of another type is as it was, but for its parts.
     """
     value = jax.tree.unflatten(structure, parts)
     if isinstance(value, sparse.BCOO | sparse.BCSR):
@@ -96,21 +91,13 @@ def one_of(value: PyTree, parts: Sequence[PyTree]) -> PyTree:
 
 
 def densified(value: PyTree, caller: str) -> PyTree:
-    """A sparse array as a dense one; anything else as it is.
-
-    Raises:
-        TypeError: For another composite array.
-    """
+    """A sparse array as a dense one; a TypeError for another composite array."""
     require_sparse(value, caller)
     return value.todense() if is_composite(value) else value
 
 
 def require_sparse(value: PyTree, caller: str) -> None:
-    """Raise for a composite array whose values cannot be combined.
-
-    Raises:
-        TypeError: Naming its type.
-    """
+    """Raise a TypeError for a composite array whose values cannot be combined."""
     if is_composite(value) and not isinstance(value, sparse.BCOO | sparse.BCSR):
         raise TypeError(
             f"{caller}: got {described(value)}, one array that consists of "

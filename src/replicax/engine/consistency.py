@@ -88,17 +88,10 @@ class Labels:
 def checksums_of_replicas(
     arrays: Sequence[jax.Array], mesh: Mesh, axis_name: str
 ) -> np.ndarray:
-    """A checksum of every replica's copy of every array.
+    """A checksum of every copy of arrays that are replicated over a mesh.
 
-    Args:
-        arrays: Arrays that are replicated over `mesh`.
-        mesh: The replicas' devices.
-        axis_name: Its axis.
-
-    Returns:
-        `uint32[R, len(arrays)]`. Copies that differ in one bit have other checksums;
-        several changes may cancel with a chance of 2**-32. Zeros where there is one
-        copy only.
+    `uint32[R, len(arrays)]`. Copies that differ in one bit have other checksums; more
+    changes may cancel with a chance of 2**-32. Zeros where there is one copy only.
     """
     num_copies = mesh.shape[axis_name]
     if not arrays or num_copies == 1:

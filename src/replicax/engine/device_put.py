@@ -90,13 +90,7 @@ def local_value(value: PyTree) -> PyTree:
 
 
 def rows(tree: PyTree, sharding: NamedSharding) -> PyTree:
-    """This process' rows of arrays that are split over all processes' devices.
-
-    Args:
-        tree: An array, or a pytree of them: the rows for this process' devices, in
-            their order.
-        sharding: Of each whole array.
-    """
+    """This process' rows of arrays that are split over all processes' devices."""
     if _is_nowhere(sharding):
         return tree
     warn_of_wide_integers(jax.tree.leaves(tree))
@@ -112,13 +106,10 @@ def rows(tree: PyTree, sharding: NamedSharding) -> PyTree:
 
 
 def warn_of_wide_integers(arrays: Iterable[PyTree]) -> None:
-    """Warn of 64-bit integers that JAX changes: those that 32 bits do not hold.
+    """Warn of NumPy's 64-bit integers that JAX changes: those that 32 bits do not hold.
 
     `jax.device_put` and compiled functions drop their upper bits without a word, unless
     `jax_enable_x64` is set.
-
-    Args:
-        arrays: NumPy's or others, which are left out.
     """
     for x in arrays:
         if not isinstance(x, np.ndarray) or x.dtype not in _WIDE or not x.size:

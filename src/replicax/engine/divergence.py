@@ -2,9 +2,8 @@
 
 A data-flow analysis: per-replica inputs, and the replica's own index, mark everything
 that is computed from them; a collective over all replicas removes the mark. The pass
-never fails to trace (unlike
-`shard_map(check_vma=True)`, which refuses Keras' RNN layers) and changes no gradient.
-The error for such a result names the line of the user's code that computes it.
+never fails to trace (unlike `shard_map(check_vma=True)`, which refuses Keras' RNN
+layers) and changes no gradient. The error names the user's line that computes a result.
 
 Marks are bits of an int, so that one pass can follow many inputs at once.
 """
@@ -79,8 +78,7 @@ def varying_marks(
         axis_name: The replicas' mesh axis.
 
     Returns:
-        The outputs' marks, non-zero for those that may differ, and the marks of arrays
-        given to `declare_whole`, by number.
+        The outputs' marks, and those of arrays given to `declare_whole`, by number.
     """
     run = _Pass(axis_name)
     return run.outputs(jaxpr, marks), run.wholes
@@ -90,7 +88,7 @@ def differing(equation: Eqn, axis_name: str, dims: Sequence[int | None]) -> list
     """Find the last results of a `shard_map` that may differ between replicas.
 
     Args:
-        equation: The `shard_map`, as an equation of a jaxpr.
+        equation: The `shard_map`.
         axis_name: The replicas' mesh axis.
         dims: For each of those results the dimension of which replicas hold blocks, or
             None where all hold it. Blocks always differ: what counts is the whole that
@@ -138,12 +136,12 @@ class _Pass:
     def _propagate(self, eqn: Eqn, ins: list[int]) -> list[int]:
         """The marks of an equation's outputs, from those of its inputs."""
         name = eqn.primitive.name
-        if name == "name":
-            self._note_whole(eqn.params["name"], ins[0])
+        if name == "name" and eqn.params["name"].startswith(_WHOLE):
+            number = int(eqn.params["name"].removeprefix(_WHOLE))
+            self.wholes[number] = self.wholes.get(number, 0) | ins[0]
         if name == "axis_index" and self._axis_name is not None:
-            return [
-                int(eqn.params["axis_name"] in (self._axis_name, (self._axis_name,)))
-            ]
+            axis = eqn.params["axis_name"]
+            return [int(axis in (self._axis_name, (self._axis_name,)))]
         if self._washes(eqn, name):
             return [0] * len(eqn.outvars)
         if name == "scan":
@@ -156,24 +154,16 @@ class _Pass:
             name in _DEALS_OUT or eqn.params.get("axis_index_groups") is not None
         ):
             return [1] * len(eqn.outvars)
-        inner = self._inner_jaxprs(eqn)
-        if len(inner) == 1 and len(inner[0].invars) == len(ins):
+        # The gradients of a `custom_vjp` follow a rule of their own.
+        has_rule = self._axis_name is None and name.startswith("custom_vjp_call")
+        inner = inner_jaxprs(eqn)
+        if not has_rule and len(inner) == 1 and len(inner[0].invars) == len(ins):
             return self.outputs(inner[0], ins)
         mark = _union(ins)
         if self._axis_name is not None:
             # A callback into Python may answer each replica differently.
             mark |= int("callback" in name or _uses_axis_index(eqn))
         return [mark] * len(eqn.outvars)
-
-    def _note_whole(self, name: str, mark: int) -> None:
-        if name.startswith(_WHOLE):
-            number = int(name.removeprefix(_WHOLE))
-            self.wholes[number] = self.wholes.get(number, 0) | mark
-
-    def _inner_jaxprs(self, eqn: Eqn) -> list[Jaxpr]:
-        if self._axis_name is None and eqn.primitive.name.startswith("custom_vjp_call"):
-            return []  # Its gradients follow a rule of their own.
-        return inner_jaxprs(eqn)
 
     def _washes(self, eqn: Eqn, name: str) -> bool:
         """Whether an equation removes the marks of its inputs."""
@@ -265,9 +255,7 @@ def inner_jaxprs(eqn: Eqn | TracedEquation) -> list[Jaxpr]:
 def found_in(jaxpr: AnyJaxpr, name: str) -> Iterator[Eqn]:
     """The equations of a primitive in a jaxpr and in those it calls, in their order.
 
-    Args:
-        jaxpr: To be searched; in what is found, nothing more is.
-        name: Of the primitive.
+    In what is found, nothing more is searched for.
     """
     for eqn in open_jaxpr(jaxpr).eqns:
         if eqn.primitive.name == name:
@@ -300,11 +288,8 @@ def divergence_error(
 ) -> DivergenceError:
     """Make the error for variables that would differ between replicas.
 
-    Args:
-        name: The program's.
-        equation: Its `shard_map`, whose last results are the variables' values.
-        variables: All variables that the program writes.
-        found: Positions of those that would differ.
+    The last results of `equation`, a `shard_map`, are the values of `variables`;
+    `found` are the positions of those that would differ.
     """
     names = ", ".join(f"{variables[i].path!r} {variables[i].shape}" for i in found)
     lines = [line_of(equation, i - len(variables)) for i in found]
@@ -321,12 +306,7 @@ def divergence_error(
 def line_of(equation: Eqn, position: int) -> str | None:
     """The user's line that computes a result of a `shard_map`: `"file.py, line 3"`.
 
-    Args:
-        equation: The `shard_map`, as an equation of a jaxpr.
-        position: Which of its results, counted from the last if negative.
-
-    Returns:
-        The innermost line outside of libraries, or None if no code of a user's is seen.
+    It is the innermost line outside of libraries; None if no code of a user's is seen.
     """
     jaxpr = open_jaxpr(equation.params["jaxpr"])
     atom: Atom = jaxpr.outvars[position]

@@ -41,12 +41,7 @@ def run_eagerly(
 ) -> PyTree:
     """Call `fn` as Python does; variables have their new values afterwards.
 
-    Args:
-        fn: The replica function.
-        arguments: How its arguments are made of the arrays.
-        arrays: The arrays.
-        group: Of one replica.
-        options: Of these, `gradient_op` and `finish` count.
+    `group` is of one replica. Of the options, `gradient_op` and `finish` count.
     """
     # Committed to no device, arrays go to where the variables are.
     free = [x if is_key(x) else jnp.asarray(np.asarray(x)) for x in arrays]

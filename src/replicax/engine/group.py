@@ -34,13 +34,7 @@ _ON_DEVICE = "replica_on_device"
 def mesh_of(
     devices: Sequence[Device], workers: Sequence[str], split: ModelSplit | None = None
 ) -> tuple[Mesh, ReplicaAxis]:
-    """The mesh of some devices, and its axis along which replicas lie.
-
-    Args:
-        devices: The devices, each worker's together.
-        workers: The workers' names.
-        split: How several devices work on one replica.
-    """
+    """The mesh of some devices, each worker's together, and its axis of replicas."""
     num = 1 if split is None else split.num_devices
     grid = np.array(devices).reshape(-1, num)
     num_per_worker = len(grid) // len(workers)

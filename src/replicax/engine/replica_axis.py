@@ -80,13 +80,7 @@ def part(joined: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def joined_sum(tree: PyTree, axis: ReplicaAxis, names: str | tuple[str, ...]) -> PyTree:
-    """Sum each array over the replicas, with as few messages as the devices want.
-
-    Args:
-        tree: A pytree of arrays, this replica's.
-        axis: The replicas' devices.
-        names: The mesh axes to sum over, for JAX.
-    """
+    """Sum each array over the replicas, with as few messages as the devices want."""
     if not axis.joined_bytes:
         return lax.psum(tree, names)
     leaves, structure = jax.tree.flatten(tree)

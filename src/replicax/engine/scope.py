@@ -48,11 +48,7 @@ def current_context() -> "ReplicaContext | None":
 
 
 def required_context() -> "ReplicaContext":
-    """`current_context`, for code that only replica functions call.
-
-    Raises:
-        ContextError: Outside a replica function.
-    """
+    """`current_context`, for code that only replica functions call."""
     if _state.context is None:
         raise ContextError("Called outside a replica function. Use strategy.run.")
     return _state.context
