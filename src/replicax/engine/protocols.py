@@ -59,8 +59,8 @@ class StepQueue(StepSource, Protocol):
         """
         ...
 
-    def end_epoch(self) -> bool:
-        """Called when this worker finds no step; whether the epoch is over for all."""
+    def end_epoch(self) -> None:
+        """Called when this worker finds no step; waits until the epoch ends for all."""
         ...
 
     def after_epoch(self) -> None:

@@ -237,12 +237,13 @@ class _FitLoop:
     def _end_steps(self) -> PyTree:
         """The logs of the epoch's last step."""
         model, session = self._model, self._session
-        is_over = session.work is not None and session.work.end_epoch()
+        if session.work is not None:
+            session.work.end_epoch()
         if session.recorder is not None:
             session.recorder.end_steps()  # Before metrics are computed.
         if self._logs:
             return self._logs
-        if is_over:
+        if session.work is not None:
             return model.get_metrics_result()  # Other workers have done all steps.
         if self._logs is None:
             raise building.without_data(model)

@@ -18,7 +18,7 @@ import numpy as np
 from replicax._private import keras as internals
 from replicax._util import json_codec, random_state
 from replicax._util.hashes import digest
-from replicax._util.types import JSONObject, PyTree
+from replicax._util.types import JSON, JSONObject, PyTree
 from replicax._util.waiting import announce_first
 from replicax.errors import ClusterMismatchError
 from replicax.input.split import leading_size
@@ -62,7 +62,6 @@ class WorkQueueFit:
         self._end = 0  # The epoch after the last one.
         self._batches = EpochBatches(self._data.adapter, self._data.steps_per_epoch)
         self._stops = False  # Whether anybody stopped in the middle of the epoch.
-        self._is_open = False
         self._ready: list[PlacedBatch] = []
         self._source: BatchIterator | None = None  # Of this epoch.
         # A distributed dataset: its batches are this worker's own already.
@@ -115,7 +114,6 @@ class WorkQueueFit:
         """Yield this worker's steps of the next epoch."""
         with self._waiting():
             self._begin_epoch()
-        self._is_open = True
         source = announce_first(
             self._own if self._is_own else self._claimed, "waiting for the first batch"
         )
@@ -159,15 +157,8 @@ class WorkQueueFit:
         steps = steps_of(self._model, self._strategy, "train")
         self._home.adopt(steps.program(place(batch, self._strategy.group)))
 
-    def end_epoch(self) -> bool:
-        """Wait until all updates of the epoch are applied; sum metrics, pull values.
-
-        Returns:
-            False if it is an evaluation that ends.
-        """
-        if not self._is_open:
-            return False
-        self._is_open = False
+    def end_epoch(self) -> None:
+        """Wait until all updates of the epoch are applied; sum metrics, pull values."""
         self._home.settle()
         if self._model.stop_training:  # In the middle of the epoch.
             if self._is_own and self._strategy.sync:
@@ -176,7 +167,6 @@ class WorkQueueFit:
             self._leases.stop()
         with self._waiting():
             self._meet_others()
-        return True
 
     def _make_begun_step(self) -> None:
         """After a stop: compute the share that others wait for, if they go on."""
@@ -207,21 +197,20 @@ class WorkQueueFit:
         # The chief sums up for all: each report is read once.
         total = f"{self._name}/total/{self._epoch}"
         summed = self._session.decided(total, topic, lambda: self._summed(topic))
-        for variable, value in zip(
-            metrics, json_codec.decode(summed["values"]), strict=True
-        ):
+        for variable, value in zip(metrics, json_codec.decode(summed), strict=True):
             variable.assign(value)
         self._home.refresh()
         # Nobody begins the next epoch before all have this one's values.
         self._session.barrier(f"{self._name}/values of epoch/{self._epoch}")
 
-    def _summed(self, topic: str) -> JSONObject:
-        """Sum the metrics of all workers; tell the chief who stops."""
-        metrics = self._model.metrics_variables
+    def _summed(self, topic: str) -> JSON:
+        """On the chief: who stops, and the sums of all workers' metrics."""
         reports = self._session.board("reports", topic=topic).values()
         self._stops = any(report["stop"] for report in reports)
-        _sum_up(metrics, [json_codec.decode(each["values"]) for each in reports])
-        return {"values": json_codec.encode([v.value for v in metrics], "the metrics")}
+        values = [json_codec.decode(report["values"]) for report in reports]
+        metrics = self._model.metrics_variables
+        summed = list(map(_total, metrics, zip(*values, strict=True)))
+        return json_codec.encode(summed, "the metrics")
 
     def _waiting(self) -> AbstractContextManager[None]:
         """Context of a wait for other workers, which the report records."""
@@ -314,9 +303,8 @@ class WorkQueueFit:
                 # cannot have passed it.
                 self._leases.finish_last()
                 continue
-            try:
-                batch = self._batches.at(index)
-            except StopIteration:
+            batch = self._batches.at(index)
+            if batch is None:
                 self._leases.truncate(index)
                 continue
             self._leases.last_index = index
@@ -360,14 +348,14 @@ class WorkQueueFit:
         if step and not self._is_made(step, not stops):
             leases.length = step
             return None
-        batch = self._batch(step)
+        batch = self._batches.at(step)
         if batch is None:
             raise ValueError(
                 f"fit: {self._session.name} has no batch of its own for epoch "
                 f"{self._epoch}. With sync=True all workers make each step together: "
                 "give each of them data."
             )
-        if stops or (step + 1 != leases.length and self._batch(step + 1) is None):
+        if stops or (step + 1 != leases.length and self._batches.at(step + 1) is None):
             self._is_made(step + 1, False)
         return batch
 
@@ -376,23 +364,12 @@ class WorkQueueFit:
         key = f"{self._name}/own steps {self._epoch}/{step}"
         return self._session.board("put", key=key, value=wanted)
 
-    def _batch(self, index: int) -> PyTree:
-        """The epoch's batch at an index; None: the data have ended."""
-        try:
-            return self._batches.at(index)
-        except StopIteration:
-            return None
 
-
-def _sum_up(
-    metrics: Sequence[keras.Variable], reported: Sequence[Sequence[np.ndarray]]
-) -> None:
-    """Set the metrics to the sums over all workers."""
-    for variable, *values in zip(metrics, *reported, strict=True):
-        total = np.sum(values, axis=0, dtype=values[0].dtype)
-        if variable.aggregation != "sum":
-            total = total / len(values)
-        variable.assign(total.astype(variable.dtype))
+def _total(metric: keras.Variable, values: Sequence[np.ndarray]) -> np.ndarray:
+    total = np.sum(values, axis=0, dtype=values[0].dtype)
+    if metric.aggregation != "sum":
+        total = total / len(values)
+    return total.astype(metric.dtype)
 
 
 def _refuse_stateful(model: keras.Model) -> None:

@@ -27,15 +27,10 @@ __all__ = ["ElasticInputShard", "EpochBatches", "StepLeases", "own_rows"]
 class StepLeases:
     """The steps that one worker holds in `fit`: claimed ahead, finished when applied.
 
-    Args:
-        strategy: Of a worker.
-        number: The number of the `fit` in the script.
-        waiting: Makes the context of a wait for other workers.
-        has_tickets: False where steps need none: all workers make each together.
-
-    Attributes:
-        length: Steps of the epoch; None: not known yet.
-        last_index: The last step that this worker has begun.
+    `number` is that of the `fit` in the script. `waiting` makes the context of a wait
+    for other workers. `has_tickets` is False where steps need none: all workers make
+    each together. `length` is the number of steps of the epoch, None: not known yet;
+    `last_index` the last step that this worker has begun.
     """
 
     def __init__(
@@ -107,24 +102,18 @@ class StepLeases:
 
     def _claim_ahead(self) -> bool:
         """Prefetch tickets for the next steps; False at the epoch's end."""
-        finished = self._take_applied()
-        count = self._num_ahead()
-        if self._bounds_staleness:
-            finished += self._drain()
-
-        reason = ""
+        count, reason = self._num_ahead(), ""
 
         def ask() -> JSONObject | None:
             nonlocal reason
+            finished = self._take_applied()
+            if self._bounds_staleness or reason:
+                finished += self._drain()
             answer = self._session.once(
-                "claim", stream=self._stream, finished=list(finished), count=count
+                "claim", stream=self._stream, finished=finished, count=count
             )
-            finished.clear()
-            if "wait" in answer:
-                reason = answer["wait"]
-                finished.extend(self._take_applied() or self._drain())
-                return None
-            return answer
+            reason = answer.get("wait", "")
+            return None if reason else answer
 
         with self._waiting():
             self._let_chief_begin()
@@ -243,18 +232,18 @@ class EpochBatches:
             set_iteration(self._adapter, iteration)
 
     def at(self, index: int) -> PyTree:
-        """Read forward to the epoch's batch at an index."""
+        """Read forward to the epoch's batch at an index; None: the data have ended."""
         index += self._first
         if index == self._last[0]:
             return self._last[1]  # Another part of the same step.
         if self._batches is None:
             self._batches = iter(self._adapter.get_jax_iterator())
-        while True:
-            batch = next(self._batches)
+        for batch in self._batches:
             self._next += 1
             if self._next > index:
                 self._last = index, by_rows(batch_of(batch))
                 return self._last[1]
+        return None
 
     def any(self) -> PyTree:
         """Return any batch that is available; None: there is none left."""
@@ -266,10 +255,7 @@ class EpochBatches:
 
     def next(self) -> PyTree:
         """The next batch; None at the end."""
-        try:
-            return self.at(self._next - self._first)
-        except StopIteration:
-            return None
+        return self.at(self._next - self._first)
 
 
 class ElasticInputShard(InputShard):
