@@ -6,11 +6,11 @@ it ends, and the others' scripts go the same way. A wait lasts while any closure
 progress.
 """
 
+import itertools
 import json
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
 
 from replicax._private import keras as internals
@@ -42,7 +42,6 @@ _DEEPEST = 8
 _LOOK_SECONDS = 1.0
 _NOW = "coordinator: now"
 _KEPT_BYTES = 16 * 2**20
-
 _FAMILY = 64  # The board keeps so many newest values of one.
 
 NOT_DONE: JSONObject = {"done": False}
@@ -107,20 +106,18 @@ def _outcome(
 
 
 class ClosureOwner:
-    """The closures that the chief has scheduled."""
+    """The closures that the chief has scheduled.
+
+    `unknown` are those whose outcome is not known, by id, with the results that each
+    waits for.
+    """
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._number = 0
-        # By id, with the results that each waits for.
-        self._unknown: dict[str, tuple[RemoteValue, list[RemoteValue]]] = {}
+        self._numbers = itertools.count(1)
+        self.unknown: dict[str, tuple[RemoteValue, list[RemoteValue]]] = {}
         self._to_forget: list[str] = []
         self._failed: dict[str, str] | None = None  # The last error.
-
-    @property
-    def knows_all(self) -> bool:
-        """Whether the outcomes of all closures are known."""
-        return not self._unknown
 
     def pack(
         self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
@@ -147,19 +144,18 @@ class ClosureOwner:
 
     def new_id(self) -> str:
         """Return the id of the next closure."""
-        self._number += 1
-        return f"{self._session.id} {self._number}"
+        return f"{self._session.id} {next(self._numbers)}"
 
-    def add(self, outcome: RemoteValue, needs: list[RemoteValue]) -> None:
+    def add(self, result: RemoteValue, needs: list[RemoteValue]) -> None:
         """Track a closure that was scheduled."""
-        assert outcome.id is not None
-        self._unknown[outcome.id] = outcome, needs
+        assert result.id is not None
+        self.unknown[result.id] = result, needs
         for need in needs:
             need.num_users += 1
 
     def collect(self) -> list[JSON]:
         """Poll the board for outcomes; return the finished closures' metric deltas."""
-        ids = list(islice(self._unknown, _AT_ONCE))
+        ids = list(itertools.islice(self.unknown, _AT_ONCE))
         if not ids and not self._to_forget:
             return []
         found = self._session.board("fetch", ids=ids, forget=self._to_forget)
@@ -179,7 +175,7 @@ class ClosureOwner:
         return changes
 
     def _settle(self, id: str, said: JSONObject) -> None:
-        result, needs = self._unknown.pop(id)
+        result, needs = self.unknown.pop(id)
         self._failed = said.get("error", self._failed)
         why = "the closure was cancelled, since another one has failed"
         result.outcome = _outcome(said, why, self._failed)
@@ -200,7 +196,7 @@ class ScriptSync:
         self.passed = 0
         self.has_moved = False
         self._session = session
-        self._known: dict[str, int] | None = None
+        self._known = {"starts": 0, "points": 0}  # Of the chief.
         self._kept: deque[tuple[str, int]] = deque()
         self._looked = 0.0
         self._pending: JSONObject = {"queued": 0, "running": {}}
@@ -220,9 +216,9 @@ class ScriptSync:
 
     def ended(self) -> JSONObject | None:
         """On the others: the next point's outcome; None: it is not reached yet."""
-        if self._known is None or self._known["points"] <= self.passed:
-            self._known = self._session.board("get", key=_NOW)
-        if self._known is None or self._known["points"] <= self.passed:
+        if self._known["points"] <= self.passed:
+            self._known = self._session.board("get", key=_NOW) or self._known
+        if self._known["points"] <= self.passed:
             return None
         record = self._session.board("get", key=self._key(self._known["starts"]))
         self.passed += 1
@@ -234,8 +230,7 @@ class ScriptSync:
         return f"coordinator {starts}.{block}/{number}"
 
     def _say(self) -> None:
-        now = {"starts": self._session.starts, "points": self.passed}
-        self._put(_NOW, now)
+        self._put(_NOW, {"starts": self._session.starts, "points": self.passed})
 
     def _put(self, key: str, value: JSON) -> None:
         self._session.board("put", key=key, value=value, first=False)
@@ -334,11 +329,6 @@ class ClosureWorker:
         self._trained_last: str | None = None
         self._own_used: list[int] = []  # Per-worker values of the closure that runs.
         self._broken: dict[int, dict[str, str]] = {}  # By these: what closures raised.
-
-    @property
-    def is_running(self) -> bool:
-        """Whether this thread runs a closure."""
-        return self._home.num_closures > 0
 
     def run_one(self) -> bool:
         """Run one queued closure, if any; whether there was one."""

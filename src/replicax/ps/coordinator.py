@@ -251,7 +251,7 @@ class ClusterCoordinator:
         )
 
     def _require_outside(self, name: str) -> None:
-        if self._worker.is_running:
+        if self.strategy.servers.num_closures:
             raise ContextError(
                 f"ClusterCoordinator.{name}: called in a function that the coordinator "
                 "runs. Only the script itself schedules and waits."
@@ -273,7 +273,7 @@ class ClusterCoordinator:
     def _all_over(self) -> bool:
         """Whether all closures are finished."""
         self._tend()
-        return self._script_sync.is_over and self._owner.knows_all
+        return self._script_sync.is_over and not self._owner.unknown
 
     def _end_round(self, at: str) -> None:
         """After all closures: publish the outcome, or raise the error of one."""
