@@ -113,26 +113,13 @@ class Board:
     """The job's shared state: membership, leases on steps, barriers, keys, closures.
 
     Clients call its methods over the network, by name and with keyword arguments; all
-    arguments and results are JSON values, and none must be changed afterwards. No
-    method waits: who has to wait asks again.
+    arguments and results are JSON values, and none must be changed afterwards.
 
     A `worker` is a name of the cluster, the chief's first, and a `session` one process
     of it, by a unique text. A worker that joins as a new session replaces the old one,
-    whose calls are refused from then on. Every call with a session is a sign of life.
-
-    `call` makes a call safe to repeat when its answer was lost: a number of the session
-    that increases with each new call of that method. The last number again gets the
-    last answer again, and nothing is done twice. A lower one is refused.
-
-    >>> board = Board(["worker:0", "worker:1"], Timeouts(heartbeat=5, chief=60))
-    >>> board.join("worker:0", "a1b2")["starts"]
-    1
-    >>> board.open("fit 0/epoch/0", limit=3)
-    {'over': False, 'length': 3}
-    >>> board.claim("fit 0/epoch/0", "worker:0", "a1b2", call=1, count=2)
-    {'indices': [0, 1]}
-    >>> board.finish("fit 0/epoch/0", "worker:0", "a1b2", call=1, indices=[0, 1])
-    {'late': False, 'late_indices': []}
+    whose calls are refused from then on. `call` is a number of the session that
+    increases with each new call of a method: the last one again gets the last answer
+    again, a lower one is refused.
     """
 
     def __init__(

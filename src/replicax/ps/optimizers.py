@@ -46,17 +46,20 @@ def can_split(optimizer: keras.optimizers.Optimizer) -> bool:
 
     Adafactor, Lamb and Muon need whole variables. Subclasses of Keras' optimizers are
     not looked into and are taken to need them too.
-
-    Example:
-        >>> can_split(keras.optimizers.Adam()), can_split(keras.optimizers.Lamb())
-        (True, False)
     """
-    inner = getattr(optimizer, "optimizers", None)
-    if inner is not None:
-        return all(can_split(each) for each in inner)
     # By name: Keras has it since 3.14 only.
     free = getattr(keras.optimizers, "ScheduleFreeAdamW", None)
-    return type(optimizer) in (*ELEMENTWISE, free)
+    return all(type(each) in (*ELEMENTWISE, free) for each in _steppers(optimizer))
+
+
+def _steppers(
+    optimizer: keras.optimizers.Optimizer,
+) -> list[keras.optimizers.Optimizer]:
+    """An optimizer, or those that a MultiOptimizer is made of."""
+    inner = getattr(optimizer, "optimizers", None)
+    if inner is None:
+        return [optimizer]
+    return [stepper for each in inner for stepper in _steppers(each)]
 
 
 def optimizer_rule(
@@ -75,12 +78,6 @@ def optimizer_rule(
     Raises:
         ValueError: If the optimizer cannot be built elsewhere, or scales its loss
             dynamically.
-
-    Example:
-        >>> w = keras.Variable([1.0, 2.0])
-        >>> rule = optimizer_rule(keras.optimizers.SGD(0.5), [w])
-        >>> rule["kind"], rule["config"]["class_name"], rule["iterations"]
-        ('optimizer', 'SGD', 0)
     """
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise ValueError(
@@ -100,7 +97,9 @@ def optimizer_rule(
             "keras.saving.register_keras_serializable."
         ) from error
     excluded = [
-        i for i, variable in enumerate(variables) if not _decays(optimizer, variable)
+        i
+        for i, variable in enumerate(variables)
+        if not all(decays(each, variable) for each in _steppers(optimizer))
     ]
     return {
         "kind": "optimizer",
@@ -158,13 +157,6 @@ def deserialize(config: JSONObject) -> keras.optimizers.Optimizer:
             "keras.optimizers.Optimizer other than LossScaleOptimizer."
         )
     return optimizer
-
-
-def _decays(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> bool:
-    inner = getattr(optimizer, "optimizers", None)
-    if inner is not None:
-        return all(_decays(each, variable) for each in inner)
-    return decays(optimizer, variable)
 
 
 def build_recording(

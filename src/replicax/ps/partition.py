@@ -5,9 +5,8 @@ several that split its first dimension, and each slice lies on one server. On th
 and in a server, a group is one flat vector per dtype: its slices on that server, row by
 row, one after another.
 
-A partitioner says into how many shards a variable is cut along its first dimension;
-`place` cuts the variables and deals the parts out so that servers hold about as many
-bytes each.
+A partitioner says into how many shards a variable is cut; `place` cuts the variables
+and deals the slices out.
 """
 
 import dataclasses
@@ -183,8 +182,32 @@ class Partitioner(Protocol):
         ...
 
 
+class _Partitioner:
+    """A partitioner whose options, fields of a dataclass, are at least 1."""
+
+    def __post_init__(self) -> None:
+        _require_positive(type(self).__name__, **vars(self))
+
+    def __call__(self, shape: Sequence[int], dtype: str, axis: int = 0) -> list[int]:
+        """The number of shards along each dimension: 1 except along `axis`.
+
+        Along that it is at most the number of rows.
+        """
+        if not -len(shape) <= axis < len(shape):
+            raise ValueError(
+                f"partitioner: got axis={axis} for shape {list(shape)}, expected an "
+                "axis of that shape."
+            )
+        counts = [1] * len(shape)
+        counts[axis] = max(1, min(self._num_shards(shape, dtype, axis), shape[axis]))
+        return counts
+
+    def _num_shards(self, shape: Sequence[int], dtype: str, axis: int) -> int:
+        raise NotImplementedError
+
+
 @dataclasses.dataclass(frozen=True)
-class FixedShardsPartitioner:
+class FixedShardsPartitioner(_Partitioner):
     """Cuts every variable into the same number of shards.
 
     (TensorFlow: `tf.distribute.experimental.partitioners.FixedShardsPartitioner`.)
@@ -202,16 +225,12 @@ class FixedShardsPartitioner:
 
     num_shards: int
 
-    def __post_init__(self) -> None:
-        _require_positive(type(self).__name__, **vars(self))
-
-    def __call__(self, shape: Sequence[int], dtype: str, axis: int = 0) -> list[int]:
-        """The number of shards along each dimension."""
-        return _along(shape, axis, self.num_shards)
+    def _num_shards(self, shape: Sequence[int], dtype: str, axis: int) -> int:
+        return self.num_shards
 
 
 @dataclasses.dataclass(frozen=True)
-class MinSizePartitioner:
+class MinSizePartitioner(_Partitioner):
     """Cuts a variable into many shards, none much smaller than a number of bytes.
 
     (TensorFlow: `tf.distribute.experimental.partitioners.MinSizePartitioner`.)
@@ -233,18 +252,13 @@ class MinSizePartitioner:
     max_shards: int = 1
     bytes_per_string: int = 16
 
-    def __post_init__(self) -> None:
-        _require_positive(type(self).__name__, **vars(self))
-
-    def __call__(self, shape: Sequence[int], dtype: str, axis: int = 0) -> list[int]:
-        """The number of shards along each dimension."""
+    def _num_shards(self, shape: Sequence[int], dtype: str, axis: int) -> int:
         total = math.prod(shape) * _item_bytes(dtype, self.bytes_per_string)
-        shards = math.ceil(total / self.min_shard_bytes)
-        return _along(shape, axis, min(shards, self.max_shards))
+        return min(math.ceil(total / self.min_shard_bytes), self.max_shards)
 
 
 @dataclasses.dataclass(frozen=True)
-class MaxSizePartitioner:
+class MaxSizePartitioner(_Partitioner):
     """Cuts a variable into few shards of at most a number of bytes.
 
     (TensorFlow: `tf.distribute.experimental.partitioners.MaxSizePartitioner`.)
@@ -267,17 +281,13 @@ class MaxSizePartitioner:
     max_shards: int | None = None
     bytes_per_string: int = 16
 
-    def __post_init__(self) -> None:
-        _require_positive(type(self).__name__, **vars(self))
-
-    def __call__(self, shape: Sequence[int], dtype: str, axis: int = 0) -> list[int]:
-        """The number of shards along each dimension."""
+    def _num_shards(self, shape: Sequence[int], dtype: str, axis: int) -> int:
         total = math.prod(shape) * _item_bytes(dtype, self.bytes_per_string)
         if not total:
-            return _along(shape, axis, 1)
+            return 1
         rows = max(1, self.max_shard_bytes * shape[axis] // total)
         shards = math.ceil(shape[axis] / rows)
-        return _along(shape, axis, min(shards, self.max_shards or shards))
+        return min(shards, self.max_shards or shards)
 
 
 def place(
@@ -295,12 +305,6 @@ def place(
     `can_split` says whether the rule may be applied to some rows of a variable alone. A
     partitioner that returns anything but the number of shards along each dimension, 1
     except for the first, raises `ValueError`.
-
-    Example:
-        >>> w = VariableInfo(path="dense/kernel", shape=(5, 4), dtype="float32")
-        >>> group = place("a", {"kind": "add"}, [w], 2, FixedShardsPartitioner(2))
-        >>> [(part.name, part.server) for part in group.parts]
-        [('dense/kernel[0:3]', 0), ('dense/kernel[3:5]', 1)]
     """
     _require_positive("place", num_servers=num_servers)
     cuts = [_cuts(variable, partitioner) for variable in variables]
@@ -380,18 +384,6 @@ def _item_bytes(dtype: str, bytes_per_string: int) -> int:
     if dtype is str or dtype == "string":
         return bytes_per_string
     return np.dtype(dtype).itemsize
-
-
-def _along(shape: Sequence[int], axis: int, shards: int) -> list[int]:
-    """`shards` along one dimension, at most its rows; 1 along the others."""
-    if not -len(shape) <= axis < len(shape):
-        raise ValueError(
-            f"partitioner: got axis={axis} for shape {list(shape)}, expected an axis "
-            "of that shape."
-        )
-    counts = [1] * len(shape)
-    counts[axis] = max(1, min(shards, shape[axis]))
-    return counts
 
 
 def _require_positive(who: str, **arguments: int | None) -> None:

@@ -116,14 +116,6 @@ class FunctionNames:
     A name is made of the function's module and qualified name, and of its place among
     the different functions of that name in the order of their first use. So it is the
     same wherever the same script runs.
-
-    Example:
-        >>> def step():
-        ...     pass
-        >>> functions = FunctionNames()
-        >>> name = functions.register(step)
-        >>> functions.register(step) == name, functions[name] is step
-        (True, True)
     """
 
     def __init__(self) -> None:
@@ -312,12 +304,7 @@ def error_to_json(
 
 
 def error_from_json(error: dict[str, str]) -> Exception:
-    """Decode an error, to its original type if that is builtin or of replicax.
-
-    Example:
-        >>> error_from_json({"type": "KeyError", "message": "7", "traceback": "At 1."})
-        KeyError('7')
-    """
+    """Decode an error, to its original type if that is builtin or of replicax."""
     made = _error(error)
     if error["traceback"]:
         made.add_note(error["traceback"].rstrip())

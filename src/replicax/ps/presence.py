@@ -233,11 +233,11 @@ class Presence:
 class Rendezvous(msgspec.Struct):
     """The key-value store, the barriers, and the reports of workers.
 
-    Keys that end in a number, such as `"fit 0/verdict/12"`, are kept for the newest 64
-    of their family; other keys for the whole job. Of reports the newest 4 topics are
-    kept. A barrier's name is used once, and so is each number of a family: who comes
-    later, such as a worker that was restarted, finds it complete, and those with lower
-    numbers.
+    Keys that end in `/` and a number, such as `"fit 0/verdict/12"`, are kept for the
+    newest 64 of their family (what precedes the number); other keys for the whole job.
+    Of reports the newest 4 topics are kept. A barrier's name is used once, and so is
+    each number of a family: who comes later, such as a worker that was restarted, finds
+    it complete, and those with lower numbers.
     """
 
     values: dict[str, tuple[Any, int]] = {}
@@ -248,12 +248,7 @@ class Rendezvous(msgspec.Struct):
     topics: dict[str, dict[str, Any]] = {}
 
     def put(self, key: Name, value: JSON, first: bool = True) -> JSON:
-        """Store a value, or with `first` keep the one there; return the stored one.
-
-        Keys that end in `/` and a number are kept for the newest 64 of their family
-        (what precedes the number), others for the whole job. With `first` a value that
-        is there already stands.
-        """
+        """Store a value, or with `first` keep the one there; return the stored one."""
         if value is None:
             raise RequestError(f"put: the value of {key!r} must not be null.")
         known, old_size = self.values.get(key, (None, 0))

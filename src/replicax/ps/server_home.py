@@ -27,6 +27,7 @@ from replicax.engine.variables import Variable, is_seed_state
 from replicax.errors import ClusterError
 from replicax.keras.session import FitSession
 from replicax.ps.fit import WorkQueueFit
+from replicax.ps.group_vectors import VariableSlot
 from replicax.ps.optimizers import clip_before_push, clips
 from replicax.ps.partition import Partitioner
 from replicax.ps.remote import RemoteGroup
@@ -103,7 +104,7 @@ class ServerHome(ReplicaHome):
         for group in self.remote.groups:
             self._follow_optimizer(group)
             group.pull()
-            if all(map(internals.has_value, group.variables)) and (
+            if _have_values(group) and (
                 follows or group.is_handed(internals.read_values(group.variables))
             ):
                 group.write()
@@ -126,8 +127,8 @@ class ServerHome(ReplicaHome):
         for group in self.remote.groups:
             mine = group.version, group.steps_ahead
             version, group.steps_ahead = versions.get(group.name, mine)
-            has_values = all(map(internals.has_value, group.variables))
-            if group.version > version and has_values and not self.session.is_chief:
+            is_ahead = group.version > version and _have_values(group)
+            if is_ahead and not self.session.is_chief:
                 # Others train already: what this script has assigned, as the chief's
                 # has, is not what the servers have now, and no cause for a warning.
                 group.write()
@@ -240,7 +241,7 @@ class ServerHome(ReplicaHome):
         """On the chief: send values and learning rates that the user has assigned."""
         for group in self.remote.groups if self.session.is_chief else ():
             self._follow_optimizer(group)
-            if all(map(internals.has_value, group.variables)) and group.follow(
+            if _have_values(group) and group.follow(
                 internals.read_values(group.variables)
             ):
                 group.write()
@@ -309,13 +310,8 @@ class ServerHome(ReplicaHome):
         if not self.session.is_chief:
             return
         self.settle()
-        split = {name: name.rpartition("/") for name in arrays}
         self.remote.restore_slots(
-            optimizer,
-            {
-                (parts[0], int(parts[2])) if parts[2].isdigit() else (name, None): x
-                for (name, parts), x in zip(split.items(), arrays.values(), strict=True)
-            },
+            optimizer, {_slot_named(name): array for name, array in arrays.items()}
         )
 
     def begin(self) -> None:
@@ -328,10 +324,19 @@ class ServerHome(ReplicaHome):
         return self.steps.settle()
 
 
+def _slot_named(name: str) -> VariableSlot:
+    slot, _, variable = name.rpartition("/")
+    return (slot, int(variable)) if variable.isdigit() else (name, None)
+
+
 def _stored(program: Program) -> dict[int, jax.Array]:
     """The values of a program's variables, by their ids."""
     values = internals.read_values(program.variables)
     return dict(zip(map(id, program.variables), values, strict=True))
+
+
+def _have_values(group: RemoteGroup) -> bool:
+    return all(map(internals.has_value, group.variables))
 
 
 @jax.jit

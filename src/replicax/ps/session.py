@@ -408,16 +408,15 @@ def _report_exceptions(session: Session) -> None:
                 report, kind="values lost", culprit=error.culprit
             )
         report.write()
-        if report.exit_code != ExitCode.RETRY:
-            session.leave(f"{kind.__name__}: {error}")
-            return
+        is_lost = report.exit_code == ExitCode.RETRY
         # The job has failed with a chief that leaves. One that is started again comes
         # back instead.
-        if not (session.is_chief and ATTEMPT in os.environ):
+        if not (is_lost and session.is_chief and ATTEMPT in os.environ):
             session.leave(f"{kind.__name__}: {error}")
-        sys.stderr.flush()
-        sys.stdout.flush()
-        os._exit(report.exit_code)
+        if is_lost:
+            sys.stderr.flush()
+            sys.stdout.flush()
+            os._exit(report.exit_code)
 
     sys.excepthook = hook
 
