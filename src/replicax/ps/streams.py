@@ -28,7 +28,7 @@ from replicax.ps.limits import (
 )
 from replicax.ps.tickets import PartTickets, StepTickets, Tickets
 
-__all__ = ["Settings", "Stream", "Streams"]
+__all__ = ["Stream", "Streams"]
 
 _logger = logging.getLogger("replicax")
 
@@ -36,39 +36,31 @@ _MAX_STREAMS = 256
 _LENGTHS_KEPT = 1024
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings of a stream, equal on all workers."""
-
-    limit: int | None = None
-    max_staleness: int | None = None
-    num_parts: int | None = None
-    backups: int = 0
-
-    def tickets(self) -> Tickets:
-        """Make the tickets of a stream; raise for contradictory settings."""
-        if self.num_parts is None:
-            if self.backups:
-                raise RequestError(
-                    f"backups={self.backups} needs num_parts: only parts of a "
-                    "synchronous step are given twice."
-                )
-            return StepTickets(length=self.limit, max_staleness=self.max_staleness)
-        if self.max_staleness is not None:
-            raise RequestError(
-                f"A stream with num_parts={self.num_parts} is synchronous, so nothing "
-                f"is stale; got max_staleness={self.max_staleness}. Leave one out."
-            )
-        return PartTickets(
-            num_parts=self.num_parts, length=self.limit, backups=self.backups
-        )
-
-
 class Stream(msgspec.Struct):
-    """A stream: its name, settings and tickets."""
+    """A stream: its name, the settings that it was opened with, and its tickets."""
 
     name: str
-    settings: Settings
+    settings: dict[str, int | None]
     tickets: Tickets
+
+
+def _tickets(
+    limit: int | None, max_staleness: int | None, num_parts: int | None, backups: int
+) -> Tickets:
+    """Make the tickets of a stream; raise for contradictory settings."""
+    if num_parts is None:
+        if backups:
+            raise RequestError(
+                f"backups={backups} needs num_parts: only parts of a synchronous step "
+                "are given twice."
+            )
+        return StepTickets(length=limit, max_staleness=max_staleness)
+    if max_staleness is not None:
+        raise RequestError(
+            f"A stream with num_parts={num_parts} is synchronous, so nothing is stale; "
+            f"got max_staleness={max_staleness}. Leave one out."
+        )
+    return PartTickets(num_parts=num_parts, length=limit, backups=backups)
 
 
 class _Entry(msgspec.Struct):
@@ -93,9 +85,9 @@ class Streams(msgspec.Struct):
     over: all workers have come to its end. So a name must never be used for something
     new.
 
-    `newest` has the streams by family, `ended` the newest number of families that had
-    to make room, `lengths` those of the last streams that are over, `steps` how many
-    each worker has finished, of all streams, `past` the totals of those that are over.
+    `newest` has the streams by family, `ended` the greatest number of its streams that
+    are over, `lengths` those of the last streams that are over, `steps` how many each
+    worker has finished, of all streams, `past` the totals of those that are over.
     """
 
     newest: dict[str, Stream] = {}
@@ -122,25 +114,25 @@ class Streams(msgspec.Struct):
         asynchronous. `backups` parts of a step may be given to a second worker too. The
         answer says whether it is `over`, and its `length` if that is known.
         """
-        wanted = Settings(
-            limit=limit,
-            max_staleness=max_staleness,
-            num_parts=num_parts,
-            backups=backups,
-        )
+        settings = {
+            "limit": limit,
+            "max_staleness": max_staleness,
+            "num_parts": num_parts,
+            "backups": backups,
+        }
         if self._is_over(stream):
             return {"over": True, "length": self.lengths.get(stream)}
         known = self._opened(stream)
         if known is None:
-            known = Stream(stream, wanted, wanted.tickets())
+            tickets = _tickets(limit, max_staleness, num_parts, backups)
+            known = Stream(stream, settings, tickets)
             if family_of(stream)[0] not in self.newest:
                 self._make_room()
             self._add(known)
-        if known.settings != wanted:
+        if known.settings != settings:
             raise RequestError(
-                f"The stream {stream!r} is open with "
-                f"{msgspec.to_builtins(known.settings)}; got "
-                f"{msgspec.to_builtins(wanted)}. All workers must open it alike."
+                f"The stream {stream!r} is open with {known.settings}; got {settings}. "
+                "All workers must open it alike."
             )
         return {"over": known.tickets.is_over, "length": known.tickets.length}
 
@@ -160,14 +152,14 @@ class Streams(msgspec.Struct):
         also what `finish` answers.
         """
         done = self._finish(stream, worker, finished) if finished else {}
-        tickets = self._tickets(stream)
+        tickets = self._open_tickets(stream)
         if tickets is None:
-            over = {"over": self.lengths.get(stream), "lost": 0, "complete": True}
-            return over | done
+            length = self.lengths.get(stream)
+            return {"over": length, "lost": 0, "complete": True, **done}
         if tickets.is_over:
-            is_complete = tickets.is_complete
-            over = {"over": tickets.length, "lost": tickets.lost}
-            return over | {"complete": is_complete} | done
+            length, is_complete = tickets.length, tickets.is_complete
+            over = {"over": length, "lost": tickets.lost, "complete": is_complete}
+            return over | done
         given = tickets.claim(worker, count)
         return {"wait" if isinstance(given, str) else "indices": given} | done
 
@@ -184,7 +176,7 @@ class Streams(msgspec.Struct):
         `late`: the worker did not hold some of them (it was dead for a while, or a
         backup was faster); `late_indices`: those.
         """
-        tickets = self._tickets(stream)
+        tickets = self._open_tickets(stream)
         if given_up and isinstance(tickets, PartTickets):
             raise RequestError(
                 f"Parts of the synchronous stream {stream!r} cannot be given up; got "
@@ -197,7 +189,7 @@ class Streams(msgspec.Struct):
     def _finish(
         self, stream: str, worker: str, indices: Sequence[Ticket]
     ) -> JSONObject:
-        tickets = self._tickets(stream)
+        tickets = self._open_tickets(stream)
         if tickets is None:
             return {"late": bool(indices), "late_indices": list(indices)}
         twice = tickets.twice
@@ -220,7 +212,7 @@ class Streams(msgspec.Struct):
         Tickets from there on are void. None: no further steps than those given already.
         The answer's `length` is the one that holds, the least that anybody gave.
         """
-        tickets = self._tickets(stream)
+        tickets = self._open_tickets(stream)
         if tickets is None:
             return {"length": self.lengths.get(stream)}
         tickets.end(length)
@@ -241,12 +233,9 @@ class Streams(msgspec.Struct):
     def _is_over(self, stream: str) -> bool:
         """Whether a newer stream of its family was opened, or it made room."""
         family, number = family_of(stream)
-        newest = self.ended.get(family, -1)
-        if family in self.newest:
-            newest = _number(self.newest[family])
-        return newest >= (number or 0) and self._opened(stream) is None
+        return self.ended.get(family, -1) >= (number or 0)
 
-    def _tickets(self, stream: str) -> Tickets | None:
+    def _open_tickets(self, stream: str) -> Tickets | None:
         """The tickets of a stream; None if it is over, and a newer one is open."""
         known = self._opened(stream)
         if known is not None:
@@ -261,11 +250,12 @@ class Streams(msgspec.Struct):
 
     def _add(self, stream: Stream) -> None:
         """Make a stream the newest of its family; the one before it is over."""
-        family, _ = family_of(stream.name)
+        family, number = family_of(stream.name)
         before = self.newest.get(family)
         if before is not None and before.name != stream.name:
             self._end(before)
         self.newest[family] = stream
+        remember(self.ended, family, (number or 0) - 1, most=_LENGTHS_KEPT)
 
     def _end(self, stream: Stream) -> None:
         remember(self.lengths, stream.name, stream.tickets.length, most=_LENGTHS_KEPT)
@@ -284,7 +274,8 @@ class Streams(msgspec.Struct):
                 f"nobody takes from any more."
             )
         stream = self.newest.pop(complete[0])
-        remember(self.ended, complete[0], _number(stream), most=_LENGTHS_KEPT)
+        _, number = family_of(stream.name)
+        remember(self.ended, complete[0], number or 0, most=_LENGTHS_KEPT)
         self._end(stream)
 
     def totals(self) -> dict[str, int]:
@@ -334,10 +325,6 @@ class Streams(msgspec.Struct):
         for stream in self.newest.values():
             if isinstance(stream.tickets, StepTickets):
                 stream.tickets.restart(held.get(stream.name))
-
-
-def _number(stream: Stream) -> int:
-    return family_of(stream.name)[1] or 0
 
 
 def _with(totals: dict[str, int], tickets: Tickets) -> dict[str, int]:
