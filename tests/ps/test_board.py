@@ -465,6 +465,23 @@ def test_a_restarted_server_may_take_back_what_was_held(board, clients, clock):
     assert ask(again, "status")["totals"] == {"given_up": 1, "twice": 0}
 
 
+def test_a_restarted_server_gives_nobody_a_part_that_another_worker_brings(
+    board, clients, clock
+):
+    ask(board, "open", stream=STREAM, num_parts=3)
+    for client in clients:
+        client(
+            "finish", stream=STREAM, indices=client("claim", stream=STREAM)["indices"]
+        )
+    assert clients[0]("claim", stream=STREAM) == {"indices": [[1, 0]]}
+    again = Board(NAMES, TIMEOUTS, now=clock)
+    again.load_state(json.loads(json.dumps(board.state())))
+    # The first worker waits for the others' parts, and so does not say what it has.
+    for part, client in enumerate(clients[1:], start=1):
+        client.board = again
+        assert client("claim", stream=STREAM) == {"indices": [[1, part]]}
+
+
 def test_closures_that_ran_before_a_restart_run_again_or_end_where_they_are(
     board, clients, clock
 ):

@@ -6,7 +6,6 @@ name of a worker: a session that is replaced loses its tickets before the next o
 claims.
 """
 
-import bisect
 import itertools
 from collections.abc import Sequence
 
@@ -186,9 +185,10 @@ class PartTickets(msgspec.Struct, kw_only=True, tag="parts"):
     one before are finished. A part that its worker lost is given again at once.
     `backups` parts of a step may be given a second time, to idle workers, while their
     holders are alive: what is finished first counts. `next` is the step in progress,
-    with its `finished` parts and the `holders` of others; parts from `num_given` on
-    were never given, and those of `given_back` below nobody has any more. `twice` stays
-    0: who is late changes nothing, parts are applied once.
+    with its `finished` parts and the `holders` of others; the rest are free. A worker
+    gets its `usual` part, if that is free: a server that was restarted does not know
+    which other parts are on their way. `twice` stays 0: who is late changes nothing,
+    parts are applied once.
     """
 
     num_parts: int
@@ -197,15 +197,14 @@ class PartTickets(msgspec.Struct, kw_only=True, tag="parts"):
     next: int = 0
     finished: set[int] = set()
     holders: dict[int, list[str]] = {}
-    num_given: int = 0
-    given_back: list[int] = []
+    usual: dict[str, int] = {}
     backups_given: int = 0
     lost: int = 0
     twice: int = 0
 
     def _start(self, step: int) -> None:
-        self.next, self.backups_given, self.num_given = step, 0, 0
-        self.finished, self.holders, self.given_back = set(), {}, []
+        self.next, self.backups_given = step, 0
+        self.finished, self.holders = set(), {}
 
     @property
     def is_over(self) -> bool:
@@ -219,14 +218,20 @@ class PartTickets(msgspec.Struct, kw_only=True, tag="parts"):
 
     def claim(self, worker: str, count: int) -> list[list[int]] | str:
         """Lease free shares of the current step, else a backup; or a reason to wait."""
-        given = self.given_back[:count]
-        del self.given_back[:count]
-        first = self.num_given
-        self.num_given = min(first + count - len(given), self.num_parts)
-        given += range(first, self.num_given)
+        given = self._free(worker, count)
+        if given:
+            self.usual.setdefault(worker, given[0])
         for part in given or (given := self._backup_for(worker)):
             self.holders.setdefault(part, []).append(worker)
         return [[self.next, part] for part in given] or self._waiting()
+
+    def _free(self, worker: str, count: int) -> list[int]:
+        if len(self.finished) + len(self.holders) == self.num_parts:
+            return []
+        usual = self.usual.get(worker, 0)
+        parts = itertools.chain([usual], range(usual), range(usual + 1, self.num_parts))
+        free = (p for p in parts if p not in self.finished and p not in self.holders)
+        return sorted(itertools.islice(free, count))
 
     def _backup_for(self, worker: str) -> list[int]:
         others = [p for p, holders in self.holders.items() if worker not in holders]
@@ -274,7 +279,6 @@ class PartTickets(msgspec.Struct, kw_only=True, tag="parts"):
                 self.backups_given -= 1
             else:
                 del self.holders[part]
-                bisect.insort(self.given_back, part)
         self.lost += len(mine)
         return len(mine)
 
