@@ -18,7 +18,7 @@ from replicax._util.listing import listed
 from replicax._util.types import JSON, JSONObject, PyTree
 from replicax.cluster.failure import ExitCode
 from replicax.errors import ClusterError, ClusterMismatchError
-from replicax.ps.closure_variables import AssignedVariables, MetricDeltas
+from replicax.ps.closure_variables import ClosureVariables
 from replicax.ps.payloads import (
     FunctionNames,
     PerWorkerSources,
@@ -136,9 +136,10 @@ class ClosureOwner:
             needs.append(value)
             return {"id": value.id}
 
-        items = [encode(x, f"args[{i}]", mark) for i, x in enumerate(args)]
-        named = [[k, encode(x, f"kwargs[{k!r}]", mark)] for k, x in kwargs.items()]
-        call = [{"$": "tuple", "v": items}, {"$": "dict", "v": named}]
+        call = [
+            encode(tuple(args), "args", mark),
+            encode(dict(kwargs), "kwargs", mark),
+        ]
         require_size(call, "the arguments of a closure")
         return call, needs
 
@@ -237,11 +238,6 @@ class ScriptSync:
 
     # Closures.
 
-    @property
-    def is_over(self) -> bool:
-        """Whether no closure was queued or running."""
-        return not self._pending["queued"] and not self._pending["running"]
-
     def look(self) -> None:
         """Poll the board: closures make progress where its counts change."""
         before = self._pending
@@ -249,8 +245,8 @@ class ScriptSync:
         self.has_moved |= self._pending != before
 
     def require_workers(self) -> None:
-        """Raise if closures are queued and all workers' scripts have ended."""
-        if self.is_over or not self.is_time():
+        """Raise if all workers' scripts have ended, for closures that wait for one."""
+        if not self.is_time():
             return
         session = self._session
         about = session.board("status")["workers"]
@@ -311,7 +307,7 @@ class ClosureWorker:
         self,
         strategy: "ParameterServerStrategy",
         functions: FunctionNames,
-        deltas: MetricDeltas,
+        variables: ClosureVariables,
         script_sync: ScriptSync,
         sources: PerWorkerSources,
     ) -> None:
@@ -319,10 +315,7 @@ class ClosureWorker:
         self._session = strategy.session
         self._home = strategy.servers
         self._functions = functions
-        self._metric_deltas = deltas
-        self._assigned = AssignedVariables(
-            strategy.servers.remote, strategy.home.labels
-        )
+        self._variables = variables
         self._script_sync = script_sync
         self._sources = sources
         self._held: JSONObject | None = None
@@ -359,8 +352,7 @@ class ClosureWorker:
         try:
             # The names of what it makes do not count: the chief's script makes none.
             with internals.names_counted_apart():
-                value = self._value_of(name, closure["payload"]["call"])
-            answer = {"value": value}
+                answer = {"value": self._value_of(name, closure["payload"]["call"])}
         except ClusterError:
             raise  # Of the cluster, not of the closure: another worker shall try.
         except SystemExit as error:
@@ -395,20 +387,15 @@ class ClosureWorker:
             self._home.refresh()
         is_own = self._session.is_chief  # What it assigns is there already.
         if not is_own:
-            self._assigned.begin(is_fresh=is_new)
+            self._variables.begin(is_fresh=is_new)
         steps = self._session.steps
-        self._metric_deltas.begin()
         value = self._functions[name](*args, **kwargs)
         # Its updates have to be there when the chief hears that it is done.
         self._home.settle()
-        if not is_own:
-            self._assigned.push()
+        sums = [] if is_own else self._variables.finish()
         # A training step brings the newest values with it.
         self._trained_last = name if self._session.steps > steps else None
-        answer = {
-            "value": encode(value, f"the result of {name}"),
-            "sums": [] if is_own else self._metric_deltas.changes(),
-        }
+        answer = {"value": encode(value, f"the result of {name}"), "sums": sums}
         require_size(answer, f"the result of {name}")
         return answer
 

@@ -2,10 +2,10 @@
 
 - What training steps change, such as weights, is in groups on the servers. The chief
   creates groups, and runs no closures: workers ask for them by `GroupRequests`.
-- Metrics are in each process. `MetricDeltas` bring their changes to the chief with the
-  closure's result, and the chief's totals to all.
+- Metrics are in each process. Their changes come to the chief with the closure's
+  result, and the chief's totals to all.
 - Other variables are each a group of its own once a closure has assigned them, to which
-  `AssignedVariables` add what changed.
+  workers add what changed.
 """
 
 import logging
@@ -28,18 +28,20 @@ from replicax.ps.payloads import decode, encode
 from replicax.ps.session import Session
 from replicax.ps.variables import RemoteVariables
 
-__all__ = ["AssignedVariables", "GroupRequests", "MetricDeltas"]
+__all__ = ["ClosureVariables", "GroupRequests"]
 
 _logger = logging.getLogger("replicax")
 
 
-class AssignedVariables:
-    """Variables such as a step counter, which servers store once a closure assigns one.
+class ClosureVariables:
+    """Variables that closures change and no training step does.
 
-    A worker adds to a variable on its server by how much a closure has changed it, and
-    fetches the newest value before its next closure. So the additions of all workers
-    count, each once, and the chief and later closures see them. Metrics, and what steps
-    change, such as trained variables, travel in other ways.
+    - Those with aggregation `"sum"`, such as metrics': a worker tells by how much a
+      closure has changed its own, and the chief adds that to its own, once for each
+      closure that counts.
+    - Others, such as a step counter: servers store one once a closure assigns it. A
+      worker adds to it there, and fetches the newest value before its next closure. So
+      the additions of all workers count, and the chief and later closures see them.
     """
 
     def __init__(self, remote: RemoteVariables, labels: Labels) -> None:
@@ -47,6 +49,7 @@ class AssignedVariables:
         self._labels = labels
         self._before: dict[Label, jax.Array] = {}
         self._warned: set[Label] = set()
+        self._touched: set[Label] = set()
 
     def begin(self, *, is_fresh: bool) -> None:
         """Record all values at the begin of a closure.
@@ -59,78 +62,53 @@ class AssignedVariables:
             group.write()
         self._before = {label: _value(v) for label, v in self._candidates()}
 
-    def push(self) -> None:
-        """Add the changes since `begin` to the values on the servers."""
-        for label, variable in self._candidates():
-            before, now = self._before.get(label), _value(variable)
-            if before is None or now is before or bool(jnp.array_equal(now, before)):
-                continue
-            if variable.dtype == "bool":
-                self._warn_of(label)
-                continue
-            group = self._remote.connect_assigned(variable, before)
-            group.finish(group.push([now - before], dict(group.versions), None))
-            group.write()
-
-    def _warn_of(self, label: Label) -> None:
-        if label not in self._warned:
-            self._warned.add(label)
-            _logger.warning(
-                "ClusterCoordinator: a function has assigned the bool variable %r, "
-                "which stays on this worker: servers add up changes, and truth values "
-                "have no sum. Make it an int32 variable.",
-                label[0],
-            )
-
-    def _candidates(self) -> Iterator[tuple[Label, Variable]]:
-        """Variables that closures may assign and that nothing else brings to others."""
-        known = self._remote.variables_of_steps()
-        for label, variable in self._labels:
-            if (
-                variable.aggregation != "sum"  # Those are metrics.
-                and internals.has_value(variable)
-                and id(variable) not in known
-                and not is_seed_state(variable)
-            ):
-                yield label, variable
-
-
-class MetricDeltas:
-    """Deltas of the variables with aggregation `"sum"`, such as those of metrics.
-
-    They are in each process. A worker tells by how much a closure has changed its own,
-    and the chief adds that to its own, once for each closure that counts.
-    """
-
-    def __init__(self, labels: Labels) -> None:
-        self._labels = labels
-        self._before: dict[Label, jax.Array] = {}
-        self._unknown: set[Label] = set()
-        self._touched: set[Label] = set()
-
-    def begin(self) -> None:
-        """Record the metrics' values at the begin of a closure."""
-        self._before = {label: _value(v) for label, v in self._metrics()}
-
-    def changes(self) -> list[Any]:
-        """The differences since `begin`, as JSON values."""
+    def finish(self) -> list[Any]:
+        """Add changes since `begin` to the servers' values; return those of metrics."""
         changes = []
-        for label, variable in self._metrics():
+        for label, variable in self._candidates():
             before, now = self._before.get(label), _value(variable)
             if now is before:
                 continue
-            change = _wide(now) - (0 if before is None else _wide(before))
-            if change.any():
-                changes.append([*label, encode(change, label[0])])
+            if variable.aggregation == "sum":
+                change = _wide(now) - (0 if before is None else _wide(before))
+                if change.any():
+                    changes.append([*label, encode(change, label[0])])
+            elif before is not None and not bool(jnp.array_equal(now, before)):
+                self._push(label, variable, before, now)
+        self._before = {}
         return changes
 
-    def _metrics(self) -> Iterator[tuple[Label, Variable]]:
+    def _push(
+        self, label: Label, variable: Variable, before: jax.Array, now: jax.Array
+    ) -> None:
+        if variable.dtype == "bool":
+            self._warn_once(
+                label,
+                "a function has assigned the bool variable %r, which stays on this "
+                "worker: servers add up changes, and truth values have no sum. Make it "
+                "an int32 variable.",
+            )
+            return
+        group = self._remote.connect_assigned(variable, before)
+        group.finish(group.push([now - before], dict(group.versions), None))
+        group.write()
+
+    def _warn_once(self, label: Label, text: str) -> None:
+        if label not in self._warned:
+            self._warned.add(label)
+            _logger.warning(f"ClusterCoordinator: {text}", label[0])
+
+    def _candidates(self) -> Iterator[tuple[Label, Variable]]:
+        """Metrics, and what closures may assign and nothing else brings to others."""
+        known = self._remote.variables_of_steps()
         for label, variable in self._labels:
-            if variable.aggregation == "sum" and internals.has_value(variable):
+            is_metric = variable.aggregation == "sum"
+            is_own = id(variable) not in known and not is_seed_state(variable)
+            if internals.has_value(variable) and (is_metric or is_own):
                 yield label, variable
 
     def add(self, changes: list[Any]) -> None:
-        """Add the closures' deltas to the totals."""
+        """On the chief: add closures' changes of metrics."""
         totals: dict[Label, np.ndarray] = {}
         for path, number, change in changes:
             label = (path, number)
@@ -141,17 +119,15 @@ class MetricDeltas:
                 self._touched.add(label)
                 value = np.asarray(variable.value) + total
                 variable.assign(value.astype(variable.dtype))
-            elif label not in self._unknown:
-                self._unknown.add(label)
-                _logger.warning(
-                    "ClusterCoordinator: closures change %r, which the chief does not "
-                    "have. Create metrics under strategy.scope() before they are "
-                    "scheduled, in every task.",
-                    label[0],
+            else:
+                self._warn_once(
+                    label,
+                    "closures change %r, which the chief does not have. Create metrics "
+                    "under strategy.scope() before they are scheduled, in every task.",
                 )
 
     def values(self) -> list[Any]:
-        """The chief's totals, as JSON values."""
+        """The metrics that closures have changed, as JSON values."""
         found = [(label, self._labels.find(label)) for label in sorted(self._touched)]
         return [
             [*label, encode(variable.value, label[0])]
@@ -160,7 +136,7 @@ class MetricDeltas:
         ]
 
     def assign(self, values: list[Any]) -> None:
-        """Assign the chief's totals to the variables."""
+        """Assign the chief's values of metrics."""
         for path, number, value in values:
             variable = self._labels.find((path, number))
             if variable is not None:
@@ -179,13 +155,15 @@ def _wide(value: jax.Array) -> np.ndarray:
 
 
 class _GroupRequest(msgspec.Struct):
-    """A worker's request for a group; variables are by their labels."""
+    """A worker's request for a group; variables are by their labels.
+
+    `numbers` are its optimizer's number of steps and learning rate.
+    """
 
     group: VariableGroup
     by: str
     variables: list[Label]
-    count: Label | None
-    rate: Label | None
+    numbers: list[Label | None]
 
 
 class GroupRequests:
@@ -217,22 +195,20 @@ class GroupRequests:
         self,
         group: VariableGroup,
         variables: Sequence[keras.Variable],
-        count: keras.Variable | None,
-        rate: keras.Variable | None,
+        numbers: Sequence[keras.Variable | None],
     ) -> bool:
         """Request a group from the chief, once.
 
-        `count` is the number of steps of the optimizer that trains it, `rate` its
-        learning rate, where these are variables. False: of moving statistics an earlier
-        request has some already, whose group is adopted now instead.
+        `numbers` are its optimizer's number of steps and learning rate, where these are
+        variables. False: of moving statistics an earlier request has some already,
+        whose group is adopted now instead.
         """
         of = self._labels.of
         request = _GroupRequest(
             group,
             self._session.name,
             [of(v) for v in variables],
-            None if count is None else of(count),
-            None if rate is None else of(rate),
+            [None if v is None else of(v) for v in numbers],
         )
         want = msgspec.to_builtins(request)
         number = self._next
@@ -275,16 +251,13 @@ class GroupRequests:
                 if variable is None:
                     return  # This script is not there yet.
                 variables.append(variable)
-            count = self._find(want.count)
+            count, rate = (x and self._labels.find(x) for x in want.numbers)
             group = self._remote.adopt(want.group, variables, count)
             if group is None:
                 return
             self._next += 1
             if group.optimizer is not None:
-                group.optimizer.watch(count, self._find(want.rate))
-
-    def _find(self, label: Label | None) -> keras.Variable | None:
-        return None if label is None else self._labels.find(label)
+                group.optimizer.watch(count, rate)
 
 
 def _request_key(number: int) -> str:

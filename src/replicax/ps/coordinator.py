@@ -18,7 +18,7 @@ from replicax.ps.closure_calls import (
     RemoteValue,
     ScriptSync,
 )
-from replicax.ps.closure_variables import GroupRequests, MetricDeltas
+from replicax.ps.closure_variables import ClosureVariables, GroupRequests
 from replicax.ps.payloads import (
     FunctionNames,
     PerWorkerSources,
@@ -80,14 +80,14 @@ class ClusterCoordinator:
         self._functions = FunctionNames()
         self._sources = PerWorkerSources()
         remote, labels = strategy.servers.remote, strategy.servers.labels
-        self._metric_deltas = MetricDeltas(labels)
+        self._variables = ClosureVariables(remote, labels)
         self._requests = remote.requests = GroupRequests(session, labels, remote)
         self._script_sync = ScriptSync(session)
         self._owner = ClosureOwner(session)
         self._worker = ClosureWorker(
             strategy,
             self._functions,
-            self._metric_deltas,
+            self._variables,
             self._script_sync,
             self._sources,
         )
@@ -262,18 +262,19 @@ class ClusterCoordinator:
     def _tend(self) -> None:
         """The chief's work in each poll."""
         self._requests.adopt()
-        self._metric_deltas.add(self._owner.collect())
+        self._variables.add(self._owner.collect())
         if len(self._session.workers) == 1:
             end = time.monotonic() + _PACE_SECONDS
             while self._worker.run_one() and time.monotonic() < end:
                 pass
         self._script_sync.look()
-        self._script_sync.require_workers()
+        if self._owner.unknown:
+            self._script_sync.require_workers()
 
     def _all_over(self) -> bool:
         """Whether all closures are finished."""
         self._tend()
-        return self._script_sync.is_over and not self._owner.unknown
+        return not self._owner.unknown
 
     def _end_round(self, at: str) -> None:
         """After all closures: publish the outcome, or raise the error of one."""
@@ -284,7 +285,7 @@ class ClusterCoordinator:
         if error is None and twice is not None and not is_alone:
             error = error_of("NotImplementedError", twice)
         done = {"done": True} if at == "done" else {}
-        self._end(at, error, sums=self._metric_deltas.values(), **done)
+        self._end(at, error, sums=self._variables.values(), **done)
 
     def _end(self, at: str, error: dict[str, str] | None, **record: JSON) -> None:
         """Publish the outcome of a call; raise its error."""
@@ -326,7 +327,7 @@ class ClusterCoordinator:
 
         record = self._script_sync.until(poll, f"coordinator.{at}")
         if "sums" in record:
-            self._metric_deltas.assign(record["sums"])
+            self._variables.assign(record["sums"])
             self.strategy.servers.refresh()
         if record.get("error") is not None:
             raise error_from_json(record["error"])

@@ -258,7 +258,7 @@ class RemoteVariables:
             )
             if requests is not None and not self._session.is_chief:
                 known = list(self.groups)
-                if not requests.ask(placed, variables, count, rate):
+                if not requests.ask(placed, variables, [count, rate]):
                     for each in self.groups:
                         if each not in known:
                             each.hand_out(stored)
