@@ -329,13 +329,8 @@ class Board:
         """The state as JSON values, for a snapshot."""
         with self._lock:
             self._begin_turn()
-            state = _State(
-                _STATE_VERSION,
-                self._presence.workers,
-                self._streams,
-                self._closures,
-                self._rendezvous,
-            )
+            parts = self._streams, self._closures, self._rendezvous
+            state = _State(_STATE_VERSION, self._presence.workers, *parts)
             return msgspec.to_builtins(state, str_keys=True)
 
     def load_state(self, state: JSONObject, journal: Journaled | None = None) -> None:

@@ -135,7 +135,7 @@ class ServerHome(ReplicaHome):
 
     def execute(self, program: Program, arrays: Sequence[ArrayLike]) -> PyTree:
         """Run a program on the newest values, and push its gradients."""
-        stored = _stored(program)
+        stored = _values(program.variables)
         # Taken first: after an error it must not be left to the next step.
         share = self.steps.next_share() if program.deferred_updates else None
         connected = self._connect(program, stored)
@@ -178,7 +178,7 @@ class ServerHome(ReplicaHome):
 
     def adopt(self, program: Program) -> None:
         """Give a program's variables the servers' values, as a step would."""
-        stored = _stored(program)
+        stored = _values(program.variables)
         self._connect(program, stored)
         internals.write_values(
             program.variables, [stored[id(v)] for v in program.variables]
@@ -192,8 +192,7 @@ class ServerHome(ReplicaHome):
         connected = self._connected.get(program)
         if connected is None:
             connected = self._connected[program] = self._connect_new(program, stored)
-        values = internals.read_values(connected.others)
-        stored |= zip(map(id, connected.others), values, strict=True)
+        stored |= _values(connected.others)
         for group in connected.groups:
             self._follow_optimizer(group, stored)
             group.follow([stored[id(v)] for v in group.variables])
@@ -329,10 +328,9 @@ def _slot_named(name: str) -> VariableSlot:
     return (slot, int(variable)) if variable.isdigit() else (name, None)
 
 
-def _stored(program: Program) -> dict[int, jax.Array]:
-    """The values of a program's variables, by their ids."""
-    values = internals.read_values(program.variables)
-    return dict(zip(map(id, program.variables), values, strict=True))
+def _values(variables: Sequence[Variable]) -> dict[int, jax.Array]:
+    """The values of variables, by their ids."""
+    return dict(zip(map(id, variables), internals.read_values(variables), strict=True))
 
 
 def _have_values(group: RemoteGroup) -> bool:

@@ -244,9 +244,8 @@ class PartTickets(msgspec.Struct, kw_only=True, tag="parts"):
         some = sorted(itertools.islice(self.holders.items(), _NAMED))
         parts = listed(f"part {part} of {' and '.join(who)}" for part, who in some)
         more = len(self.holders) - len(some)
-        return f"step {self.next} is in progress: {parts}" + f", {more} more" * (
-            more > 0
-        )
+        others = f", {more} more" if more else ""
+        return f"step {self.next} is in progress: {parts}{others}"
 
     def finish(self, worker: str, tickets: Sequence[Ticket]) -> list[list[int]]:
         """Finish shares; return those that the worker did in vain."""
