@@ -4,7 +4,8 @@ Calls of a `@tf.function` with a tape become `rx.get_strategy().run(f, args=...)
 model with a step of its own is made and compiled in the default strategy's scope.
 """
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 
 import libcst as cst
 
@@ -21,17 +22,17 @@ from replicax.migrate.tracing import (
     trace,
     with_called,
 )
-from replicax.migrate.tree import find, is_name, keyword_of, method_of
+from replicax.migrate.tree import find, is_name, keyword_of, last_name, method_of
 
 __all__ = ["plan_eager_steps", "plan_models"]
 
 _OBJECTS = ("model", "layer", "optimizer", "callback")
 """Kinds of objects that `run` does not take as arguments: they are no arrays."""
-_FITS = frozenset(["fit", "fit_generator"])
+_FITS = {"fit", "fit_generator"}
 _STEPS = {
     "train_step": _FITS,
-    "test_step": _FITS | {"evaluate", "evaluate_generator"},
-    "predict_step": frozenset(["predict", "predict_generator"]),
+    "test_step": {*_FITS, "evaluate", "evaluate_generator"},
+    "predict_step": {"predict", "predict_generator"},
 }
 """Steps of a model, and the methods that call them."""
 
@@ -49,13 +50,11 @@ def plan_eager_steps(script: Script) -> None:
     inner = {f for step in steps for f in with_called(script, [step]) - {step}}
     # Those that others call are run by them.
     for function in sorted(steps, key=lambda f: f in inner):
-        if all(is_traced(script, tape) for tape in steps[function]):
-            continue
-        calls = _calls_of(script, function)
-        if calls:
+        is_run = all(is_traced(script, tape) for tape in steps[function])
+        if not is_run and (calls := _calls_of(script, function)):
             trace(script, [function])
             for call in calls:
-                script.replacements[call] = _run(script, call)
+                script.replacements[call] = functools.partial(_run, script, call)
 
 
 def _tapes(script: Script, function: cst.FunctionDef) -> list[cst.Call]:
@@ -73,23 +72,21 @@ def _calls_of(script: Script, function: cst.FunctionDef) -> list[cst.Call] | Non
     owner = class_of(script, function)
     if owner is not None and is_class_of(script, owner, _OBJECTS):
         return None
-    uses: list[cst.CSTNode | None] = [
-        n for n in script.nodes(cst.Name) if n.value == name and n is not function.name
-    ]
-    if owner is not None:
-        parents = [script.parent(use) for use in uses if use]
-        uses = [p for p in parents if isinstance(p, cst.Attribute)]
-    calls = [script.parent(use) for use in uses if use]
+    names = script.nodes(cst.Attribute if owner is not None else cst.Name)
+    uses = [n for n in names if last_name(n) == name and n is not function.name]
     found = [
         call
-        for use, call in zip(uses, calls, strict=True)
-        if isinstance(call, cst.Call) and call.func is use and _takes(script, call)
+        for use in uses
+        if isinstance(call := script.parent(use), cst.Call)
+        and call.func is use
+        and _takes(script, call)
     ]
-    is_single = len(script.functions(name)) == 1 and len(found) == len(calls)
+    is_single = len(script.functions(name)) == 1 and len(found) == len(uses)
     return found if is_single else None
 
 
 def _takes(script: Script, call: cst.Call) -> bool:
+    """Whether `run` can make a call: of arrays and numbers, outside of other steps."""
     return not is_traced(script, call) and not any(
         arg.star
         or isinstance(arg.value, cst.BaseString | cst.Lambda)
@@ -98,28 +95,23 @@ def _takes(script: Script, call: cst.Call) -> bool:
     )
 
 
-def _run(script: Script, call: cst.Call) -> Callable[[cst.Call], Expression]:
+def _run(script: Script, call: cst.Call, updated: cst.Call) -> Expression:
     """Replace a call by `run` in the default strategy; a used result is reduced."""
-    is_alone = isinstance(script.parent(call), cst.Expr)
-
-    def replacement(updated: cst.Call) -> Expression:
-        code = script.code
-        given = [code(a.value) for a in updated.args if not a.keyword]
-        args = f", args=({', '.join(given)}{',' * (len(given) == 1)})" if given else ""
-        pairs = [
-            f"{script.string(keyword_of(a)).value}: {code(a.value)}"
-            for a in updated.args
-            if a.keyword
-        ]
-        args += f", kwargs={{{', '.join(pairs)}}}" if pairs else ""
-        strategy = f"{script.here('rx.get_strategy')}()"
-        text = f"{strategy}.run({code(updated.func)}{args})"
-        if not is_alone:
-            total = script.string("sum").value
-            text = f"{strategy}.reduce({total}, {text}, axis=None)"
-        return cst.parse_expression(text)
-
-    return replacement
+    code = script.code
+    given = [code(a.value) for a in updated.args if not a.keyword]
+    args = f", args=({', '.join(given)}{',' * (len(given) == 1)})" if given else ""
+    pairs = [
+        f"{script.string(keyword_of(a)).value}: {code(a.value)}"
+        for a in updated.args
+        if a.keyword
+    ]
+    args += f", kwargs={{{', '.join(pairs)}}}" if pairs else ""
+    strategy = f"{script.here('rx.get_strategy')}()"
+    text = f"{strategy}.run({code(updated.func)}{args})"
+    if not isinstance(script.parent(call), cst.Expr):
+        total = script.string("sum").value
+        text = f"{strategy}.reduce({total}, {text}, axis=None)"
+    return cst.parse_expression(text)
 
 
 def plan_models(script: Script) -> None:

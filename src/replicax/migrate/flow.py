@@ -7,17 +7,13 @@ from typing import TypeAlias
 
 import libcst as cst
 
+from replicax.migrate.tree import methods_of
+
 __all__ = ["Definition", "Flow"]
 
-_BLOCKS = (
-    cst.SimpleStatementLine,
-    cst.SimpleStatementSuite,
-    cst.IndentedBlock,
-    cst.Else,
-    cst.Finally,
-)
 _Key: TypeAlias = tuple[int, str]
 _Environment: TypeAlias = dict[_Key, frozenset["Definition"]]
+_NONE: frozenset["Definition"] = frozenset()
 
 
 @dataclass(eq=False)
@@ -70,7 +66,7 @@ class Flow:
         """The definitions that reach a use of a name or of an attribute of `self`."""
         if use in self._outer_uses:
             return frozenset(self._by_key[self._outer_uses[use]])
-        return self._reaching.get(use, frozenset())
+        return self._reaching.get(use, _NONE)
 
     def defined(self, node: cst.CSTNode) -> Definition | None:
         """The definition that an assignment's target makes; None if it makes none."""
@@ -90,9 +86,10 @@ class Flow:
 
     def value(self, node: cst.BaseExpression) -> cst.BaseExpression | None:
         """The one expression that a variable stands for; None if there may be more."""
-        found = [v for d in self.reaching(node) for v in d.values if d.index is None]
-        is_one = len(found) == 1 and len(self.reaching(node)) == 1
-        return found[0] if is_one else None
+        match [(each.values, each.index) for each in self.reaching(node)]:
+            case [([value], None)]:
+                return value
+        return None
 
     def resolved(self, node: cst.BaseExpression) -> cst.BaseExpression:
         """The one expression that a variable stands for; others as they are."""
@@ -109,26 +106,27 @@ class Flow:
         return env
 
     def _statement(self, node: cst.CSTNode, env: _Environment) -> _Environment | None:
-        if isinstance(node, _BLOCKS):
-            body = node.body
-            if isinstance(body, cst.BaseSuite):  # The body of `else` or `finally`.
-                return self._statement(body, env)
-            return self._block(body, env)
-        if isinstance(node, cst.FunctionDef | cst.ClassDef):
-            return self._named(node, env)
-        if isinstance(node, cst.For | cst.While):
-            return self._loop(node, env)
-        if isinstance(node, cst.Try | cst.TryStar):
-            return self._try(node, env)
-        if isinstance(node, cst.With):
-            for item in node.items:
-                self._read(item.item, env)
-                if item.asname:
-                    self._bind(item.asname.name, None, env)
-            return self._statement(node.body, env)
-        if isinstance(node, cst.If | cst.Match):
-            return self._branches(node, env)
-        return self._small(node, env)
+        match node:
+            case cst.SimpleStatementLine() | cst.BaseSuite():
+                return self._block(node.body, env)
+            case cst.Else() | cst.Finally():
+                return self._statement(node.body, env)
+            case cst.FunctionDef() | cst.ClassDef():
+                return self._named(node, env)
+            case cst.For() | cst.While():
+                return self._loop(node, env)
+            case cst.Try() | cst.TryStar():
+                return self._try(node, env)
+            case cst.With():
+                for item in node.items:
+                    self._read(item.item, env)
+                    if item.asname:
+                        self._bind(item.asname.name, None, env)
+                return self._statement(node.body, env)
+            case cst.If() | cst.Match():
+                return self._branches(node, env)
+            case _:
+                return self._small(node, env)
 
     def _branches(
         self, node: cst.If | cst.Match, env: _Environment
@@ -143,25 +141,26 @@ class Flow:
         return _merged([after, other])
 
     def _small(self, node: cst.CSTNode, env: _Environment) -> _Environment | None:
-        if isinstance(node, cst.Assign):
-            self._read(node.value, env)
-            for target in node.targets:
-                self._bind(target.target, node.value, env)
-        elif isinstance(node, cst.AnnAssign):
-            if node.value is not None:
+        match node:
+            case cst.Assign():
                 self._read(node.value, env)
-                self._bind(node.target, node.value, env)
-        elif isinstance(node, cst.AugAssign):
-            self._read(node.target, env)
-            self._read(node.value, env)
-            self._bind(node.target, None, env)
-        elif isinstance(node, cst.Continue | cst.Break):
-            if self._loops:
-                self._loops[-1].append(dict(env))
-        else:
-            self._read(node, env)
-        ends = (cst.Continue, cst.Break, cst.Return, cst.Raise)
-        return None if isinstance(node, ends) else env
+                for target in node.targets:
+                    self._bind(target.target, node.value, env)
+            case cst.AnnAssign():
+                if node.value is not None:
+                    self._read(node.value, env)
+                    self._bind(node.target, node.value, env)
+            case cst.AugAssign():
+                self._read(node.target, env)
+                self._read(node.value, env)
+                self._bind(node.target, None, env)
+            case cst.Continue() | cst.Break():
+                if self._loops:
+                    self._loops[-1].append(dict(env))
+                return None
+            case _:
+                self._read(node, env)
+        return None if isinstance(node, cst.Return | cst.Raise) else env
 
     def _named(
         self, node: cst.FunctionDef | cst.ClassDef, env: _Environment
@@ -178,9 +177,8 @@ class Flow:
                 self._read(base, env)
             self._statement(node.body, {})
             self._class = outer
-            for each in node.body.body:
-                if isinstance(each, cst.FunctionDef) and each.name.value == "__init__":
-                    self._called[node.name.value].append(each.params.params[1:])
+            if init := methods_of(node).get("__init__"):
+                self._called[node.name.value].append(init.params.params[1:])
         self._bind(node.name, None, env)
         return env
 
@@ -253,8 +251,7 @@ class Flow:
         index: int | None = None,
     ) -> Definition:
         if node not in self._by_node:
-            values = [] if value is None else [value]
-            made = Definition(node, values, index)
+            made = Definition(node, [] if value is None else [value], index)
             self._by_node[node] = made
             self._by_key[key].append(made)
             self.definitions.append(made)
@@ -262,58 +259,44 @@ class Flow:
 
     def _self_key(self, node: cst.CSTNode) -> _Key | None:
         """The key of `self.x`, one for each class."""
-        if not isinstance(node, cst.Attribute) or not isinstance(node.value, cst.Name):
-            return None
-        is_own = node.value.value == "self"
-        return (self._class, f"self.{node.attr.value}") if is_own else None
+        match node:
+            case cst.Attribute(value=cst.Name("self"), attr=cst.Name(name)):
+                return (self._class, f"self.{name}")
+        return None
 
     def _read(self, node: cst.CSTNode, env: _Environment) -> None:
         """Record the uses in an expression, from left to right."""
-        if isinstance(node, cst.Name):
-            self._use(node, env)
-        elif isinstance(node, cst.Lambda):
-            self._read(node.params, env)
-            self._bodies.append((node, self._class))
-        elif isinstance(node, cst.NamedExpr):
-            self._read(node.value, env)
-            self._bind(node.target, node.value, env)
-        elif isinstance(node, cst.Attribute):
-            if (key := self._self_key(node)) is not None:
-                self._outer_uses[node] = key
-            self._read(node.value, env)
-        elif isinstance(node, cst.Call):
-            self._calls.append(node)
-            for part in (node.func, *node.args):
-                self._read(part, env)
-        elif not isinstance(node, cst.Import | cst.ImportFrom):
-            for child in _read_parts(node):
-                self._read(child, env)
-
-    def _use(self, node: cst.Name, env: _Environment) -> None:
-        key = self._key(node)
-        if key is None:
-            return
-        if key in env:
-            seen = self._reaching.get(node, frozenset())
-            self._reaching[node] = seen | env[key]
-        else:
-            self._outer_uses[node] = key
+        match node:
+            case cst.Name():
+                if (key := self._key(node)) in env:
+                    self._reaching[node] = self._reaching.get(node, _NONE) | env[key]
+                elif key is not None:
+                    self._outer_uses[node] = key
+            case cst.Lambda():
+                self._read(node.params, env)
+                self._bodies.append((node, self._class))
+            case cst.NamedExpr():
+                self._read(node.value, env)
+                self._bind(node.target, node.value, env)
+            case _:
+                if isinstance(node, cst.Call):
+                    self._calls.append(node)
+                elif (key := self._self_key(node)) is not None:
+                    self._outer_uses[node] = key
+                for child in _read_parts(node):
+                    self._read(child, env)
 
     # Functions.
 
     def _parameters(self, node: cst.FunctionDef | cst.Lambda) -> None:
         env: _Environment = {}
-        params = node.params
-        stars = [params.star_arg, params.star_kwarg]
-        named = [*params.posonly_params, *params.params, *params.kwonly_params]
-        for param in [*named, *(p for p in stars if isinstance(p, cst.Param))]:
-            self._bind(param.name, None, env)
-        outer, self._loops = self._loops, []
+        for param in node.params.children:
+            if isinstance(param, cst.Param):
+                self._bind(param.name, None, env)
         if isinstance(node, cst.Lambda):
             self._read(node.body, env)
         else:
             self._statement(node.body, env)
-        self._loops = outer
 
     def _pass_arguments(self) -> None:
         """Add the arguments at each call site to the definitions of the parameters."""
@@ -326,26 +309,28 @@ class Flow:
 
 
 def _read_parts(node: cst.CSTNode) -> Sequence[cst.CSTNode]:
-    """The children that evaluation reads: no keywords; of parameters, the default."""
-    if isinstance(node, cst.Arg):
-        return [node.value]
-    if isinstance(node, cst.Param):
-        return [node.default] if node.default is not None else []
-    return node.children
+    """The children that evaluation reads: no keywords and names of attributes."""
+    match node:
+        case cst.Arg() | cst.Attribute():
+            return [node.value]
+        case cst.Param():
+            return [node.default] if node.default is not None else []
+        case cst.Import() | cst.ImportFrom():
+            return []
+        case _:
+            return node.children
 
 
 def _arguments(
     parameters: Sequence[cst.Param], call: cst.Call
 ) -> Iterator[tuple[cst.Name, cst.BaseExpression]]:
-    params = [p.name for p in parameters]
-    named = {p.value: p for p in params}
+    """The names of parameters, each with what a call passes for it."""
+    named = {param.name.value: param.name for param in parameters}
+    by_position = dict(enumerate(named.values()))
     for i, arg in enumerate(call.args):
-        if arg.keyword is not None:
-            param = named.get(arg.keyword.value)
-        else:
-            param = params[i] if i < len(params) and not arg.star else None
-        if param is not None:
-            yield param, arg.value
+        name = named.get(arg.keyword.value) if arg.keyword else by_position.get(i)
+        if name is not None and not arg.star:
+            yield name, arg.value
 
 
 def _merged(environments: Iterable[_Environment | None]) -> _Environment | None:

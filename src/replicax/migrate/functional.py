@@ -12,7 +12,7 @@ from typing import Any
 import libcst as cst
 
 from replicax.migrate.kinds import kind_of
-from replicax.migrate.origins import definitions, returned
+from replicax.migrate.origins import returned, values_of
 from replicax.migrate.script import Expression, Script
 from replicax.migrate.tables import MESSAGES, NAMES, find_target, kind_of_target
 from replicax.migrate.tracing import is_tensor
@@ -23,7 +23,9 @@ from replicax.migrate.tree import (
     method_of,
     named,
     object_of,
+    operands,
     parts_of,
+    reached,
     value_of,
 )
 
@@ -138,15 +140,8 @@ def report_functional(script: Script) -> None:
 
 def is_symbolic(script: Script, node: Expression) -> bool:
     """Whether an expression is made from a `keras.Input`, or from a model's output."""
-    pending, seen = [node], set[cst.CSTNode]()
-    while pending:
-        each = pending.pop()
-        if _is_input(script, each):
-            return True
-        if each not in seen:
-            seen.add(each)
-            pending += _operands(script, each)
-    return False
+    sources = reached([node], lambda each: _sources(script, each))
+    return any(_is_input(script, each) for each in sources)
 
 
 def _is_input(script: Script, node: Expression) -> bool:
@@ -155,29 +150,14 @@ def _is_input(script: Script, node: Expression) -> bool:
     return script.called(node) in _INPUTS
 
 
-def _operands(script: Script, node: Expression) -> Iterable[Expression]:
+def _sources(script: Script, node: Expression) -> Iterable[Expression]:
     """What a tensor is computed from; nothing for sizes and Keras' objects."""
-    if isinstance(node, cst.Call):
-        path = script.called(node)
-        if (
-            path in NAMES["sizes"]
-            or kind_of_target(find_target(path) or "") is not None
-        ):
-            return ()
-        values = list(returned(script, node))
-        return values or [arg.value for arg in node.args]
-    if isinstance(node, cst.BinaryOperation | cst.UnaryOperation | cst.Comparison):
-        return [each for each in node.children if isinstance(each, Expression)]
-    if isinstance(node, cst.Subscript):
-        return [node.value]
-    if isinstance(node, cst.List | cst.Tuple):
-        return parts_of(node)
-    found: list[Expression] = []
-    for each in definitions(script, node):
-        assigned = script.parent(each.node)
-        is_changed = isinstance(assigned, cst.AugAssign)
-        found += [assigned.target, assigned.value] if is_changed else each.values
-    return found
+    if not isinstance(node, cst.Call):
+        return [*operands(node), *parts_of(node), *values_of(script, node)]
+    path = script.called(node)
+    if path in NAMES["sizes"] or kind_of_target(find_target(path) or "") is not None:
+        return ()
+    return list(returned(script, node)) or [arg.value for arg in node.args]
 
 
 def _is_frozen(script: Script, node: cst.Call, value: Expression) -> bool:

@@ -7,7 +7,7 @@ A `StringLookup` of a list of words, which Keras makes with TensorFlow, becomes 
 dictionary. Words get the same indices: those of the list count from 1, others get 0.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import libcst as cst
 
@@ -33,7 +33,10 @@ from replicax.migrate.tree import (
     free_name,
     is_name,
     keyword,
+    keyword_of,
+    last_name,
     names_in,
+    reached,
 )
 
 __all__ = [
@@ -54,10 +57,8 @@ _HOST_MODULES = ("keras.utils.", "keras.datasets.", "keras.applications.")
 
 def host_functions_of(script: Script, node: Expression) -> set[cst.CSTNode]:
     """The functions of the script that `map(node)` runs, with those that they call."""
-    first: list[cst.CSTNode] = [node] if isinstance(node, cst.Lambda) else []
-    if text := dotted(partial_of(script, node) or node):
-        first += script.functions(text.rpartition(".")[2])
-    return with_called(script, first)
+    named = script.functions(last_name(partial_of(script, node) or node))
+    return with_called(script, [node] if isinstance(node, cst.Lambda) else named)
 
 
 def partial_of(script: Script, node: Expression) -> Expression | None:
@@ -94,18 +95,17 @@ def _references(
     script: Script, function: cst.CSTNode
 ) -> Iterator[tuple[cst.CSTNode, str]]:
     """The longest dotted names of TensorFlow in a function, with their paths."""
-    pending = list(function.children)
-    if isinstance(function, cst.FunctionDef):
-        pending = [function.params, function.body]
-    while pending:
-        node = pending.pop()
-        is_name = isinstance(node, cst.Name | cst.Attribute)
-        path = script.names.path(node) if is_name else None
-        if path is not None:
+
+    def inside(node: cst.CSTNode) -> Sequence[cst.CSTNode]:
+        if script.names.path(node) is not None:
+            return ()
+        return [node.value] if isinstance(node, cst.Attribute) else node.children
+
+    is_named = isinstance(function, cst.FunctionDef)
+    parts = [function.params, function.body] if is_named else function.children
+    for node in reached(parts, inside):
+        if (path := script.names.path(node)) is not None:
             yield node, path
-        else:
-            is_attribute = isinstance(node, cst.Attribute)
-            pending += [node.value] if is_attribute else node.children
 
 
 def _problem(script: Script, node: cst.CSTNode, path: str) -> str | None:
@@ -162,13 +162,11 @@ def example_function(
             return None
         name = made.params.params[0].name.value
         return made.with_changes(params=_parameters(name, *others))
-    text = dotted(partial_of(script, node) or node)
-    functions = script.functions(text.rpartition(".")[2]) if text else []
-    if not functions:
-        return None
-    args = node.args if isinstance(node, cst.Call) else ()
-    given = {arg.keyword.value for arg in args if arg.keyword}
-    numbers = {_num_parameters(f, "." in (text or ""), given) for f in functions}
+    called = partial_of(script, node) or node
+    is_method = isinstance(called, cst.Attribute)
+    given = {keyword_of(a) for a in node.args} if isinstance(node, cst.Call) else set()
+    functions = script.functions(last_name(called))
+    numbers = {_num_parameters(f, is_method, given) for f in functions}
     if numbers == {1}:
         return updated
     if len(numbers) != 1 or 0 in numbers:
@@ -213,9 +211,6 @@ class _Parts(cst.CSTTransformer):
         self._names = names
         self._example = example
 
-    def visit_Attribute_attr(self, node: cst.Attribute) -> None:
-        """Skip names after a dot, which are no parameters."""
-
     def leave_Attribute(
         self, original_node: cst.Attribute, updated_node: cst.Attribute
     ) -> cst.Attribute:
@@ -234,12 +229,12 @@ class _Parts(cst.CSTTransformer):
 
 def random_functions(script: Script, functions: set[cst.CSTNode]) -> set[cst.CSTNode]:
     """The functions among a `map`'s that draw random numbers, or call one that does."""
-    return {
-        function
-        for function in functions
-        for called in [with_called(script, [function])]
-        if any(p in HOST_RANDOM for f in called for _, p in _references(script, f))
-    }
+
+    def draws(function: cst.CSTNode) -> bool:
+        called = with_called(script, [function])
+        return any(p in HOST_RANDOM for f in called for _, p in _references(script, f))
+
+    return set(filter(draws, functions))
 
 
 def why_not_random(script: Script, functions: set[cst.CSTNode]) -> str | None:
@@ -332,8 +327,8 @@ def _plan_lookup(script: Script, made: cst.Call) -> None:
     calls = [_lookup_call(script, use) for use in uses]
     if not calls or any(script.flow.reaching(u) != {definition} for u in uses):
         raise Unported("its uses are not in sight")
-    for use, call in zip(uses, calls, strict=True):
-        _plan_lookup_call(script, script.code(use), call)
+    for call in calls:
+        _plan_lookup_call(script, call)
     script.frozen.add(made.func)
     script.replacements[made] = lambda updated: script.template(
         "{word: index for index, word in enumerate({words}, 1)}",
@@ -352,10 +347,9 @@ def _lookup_call(script: Script, use: cst.CSTNode) -> cst.Call:
     call = script.parent(use)
     if not isinstance(call, cst.Call) or call.func is not use or len(call.args) != 1:
         raise Unported("it is not called with words alone")
-    is_named_so = script.code(use) == "word"  # The port's lambda has this parameter.
-    if is_named_so or not (
-        script.runs_on_host(use) or _shown_words(script, call.args[0].value)
-    ):
+    is_named_so = is_name(use, "word")  # The port's lambda has this parameter.
+    words = _shown_words(script, call.args[0].value)
+    if is_named_so or (words is None and not script.runs_on_host(use)):
         raise Unported("it is used outside of a pipeline")
     return call
 
@@ -367,14 +361,13 @@ def _shown_words(script: Script, node: Expression) -> cst.List | None:
     return node if isinstance(node, cst.List) else None
 
 
-def _plan_lookup_call(script: Script, name: str, call: cst.Call) -> None:
+def _plan_lookup_call(script: Script, call: cst.Call) -> None:
     """Plan to port `lookup(x)` to the look-up of each word of an array."""
     if shown := _shown_words(script, call.args[0].value):
         script.replacements[call.args[0].value] = lambda updated: shown
-    function = (
-        f'np.vectorize(lambda word: {name}.get(word, 0), otypes=["int64"])'
-        '(np.asarray({words}, "str"))'
-    )
     script.replacements[call] = lambda updated: script.template(
-        function, words=updated.args[0].value
+        'np.vectorize(lambda word: {lookup}.get(word, 0), otypes=["int64"])'
+        '(np.asarray({words}, "str"))',
+        lookup=updated.func,
+        words=updated.args[0].value,
     )

@@ -12,6 +12,7 @@ from replicax.migrate.origins import (
     bound_values,
     definitions,
     elements,
+    ends_at_cycles,
     is_parameter,
     iterated,
     part,
@@ -23,6 +24,7 @@ from replicax.migrate.tree import attr_of, is_name, method_of, object_of
 
 __all__ = [
     "Maker",
+    "Origin",
     "is_class_of",
     "is_kind",
     "is_named_optimizer",
@@ -37,10 +39,6 @@ __all__ = [
 _PARTS = {("model", "optimizer"): "optimizer", ("callback", "model"): "model"}
 """Kinds of attributes, by the kind of their owner and their name."""
 _NAMED = ("model", "optimizer")
-
-
-_Seen = frozenset[cst.CSTNode]
-"""The expressions that a recursion is in; one of them again ends it: a cycle."""
 Maker: TypeAlias = cst.ClassDef | str | None
 """The maker of an object: a class of the script, a target or a kind; None: unknown."""
 Origin: TypeAlias = cst.Call | Maker
@@ -64,36 +62,35 @@ def is_kind(script: Script, node: Expression, kind: str) -> bool:
 def may_be_variable(script: Script, node: Expression) -> bool:
     """Whether an expression is a variable, or a parameter that may be given one."""
     kind = kind_of(script, node)
-    return kind == "variable" or (kind is None and _is_given(script, node, 8))
+    return kind == "variable" or (kind is None and _is_given(script, node))
 
 
-def _is_given(script: Script, node: Expression, depth: int) -> bool:
+@ends_at_cycles(False)
+def _is_given(script: Script, node: Expression) -> bool:
     """Whether a value comes from a parameter that may hold or contain variables.
 
     Parameters of what Keras calls hold tensors: of the `call` of a layer, of functions
     of `y_true, y_pred`.
     """
     if isinstance(node, cst.Subscript):
-        return _is_given(script, node.value, depth)
+        return _is_given(script, node.value)
     if attr_of(node) in NAMES["lists_of_variables"]:
         return True
-    if not isinstance(node, cst.Name | cst.Attribute) or not depth:
-        return False
-    found = definitions(script, node)
-    if not found:
-        each = iterated(script, node)
-        return each is not None and _is_given(script, each[0], depth - 1)
-    return any(_is_bound_to_given(script, each, depth) for each in found)
+    for made in definitions(script, node):
+        param = script.parent(made.node)
+        if not made.values and isinstance(param, cst.Param):
+            is_given = not _takes_tensors(script, param)
+        else:
+            is_given = any(_is_given(script, value) for value in made.values)
+        if is_given or _is_element_given(script, made.node):
+            return True
+    return _is_element_given(script, node)
 
 
-def _is_bound_to_given(script: Script, definition: Definition, depth: int) -> bool:
-    """Whether a definition is such a parameter, or has a value that comes from one."""
-    bound = definition.node
-    param, each = script.parent(bound), iterated(script, bound)
-    if not definition.values and isinstance(param, cst.Param):
-        return not _takes_tensors(script, param)
-    values = definition.values or ([each[0]] if each is not None else [])
-    return any(_is_given(script, value, depth - 1) for value in values)
+def _is_element_given(script: Script, node: cst.CSTNode) -> bool:
+    """Whether a loop binds a name to elements of such a parameter."""
+    each = iterated(script, node)
+    return each is not None and _is_given(script, each[0])
 
 
 def _takes_tensors(script: Script, param: cst.Param) -> bool:
@@ -122,15 +119,16 @@ def is_named_optimizer(script: Script, node: Expression) -> bool:
         return False
     if isinstance(node, cst.Attribute) and not definitions(script, node):
         return kind_of(script, node) is None
-    return _is_open(script, node, 4)
+    return _is_open(script, node)
 
 
-def _is_open(script: Script, node: Expression, depth: int) -> bool:
+@ends_at_cycles(False)
+def _is_open(script: Script, node: Expression) -> bool:
     """Whether an expression comes only from parameters without call sites in sight."""
-    found = definitions(script, node) if depth else ()
+    found = definitions(script, node)
     return bool(found) and all(
         (each.values or isinstance(script.parent(each.node), cst.Param))
-        and all(_is_open(script, value, depth - 1) for value in each.values)
+        and all(_is_open(script, value) for value in each.values)
         for each in found
     )
 
@@ -142,12 +140,12 @@ def kind_of(script: Script, node: Expression) -> str | None:
         The one kind of all definitions that reach the original node; None if there are
         none, if one of them is unknown, or if they differ.
     """
-    return _one(script, makers(script, node))
+    return _single(_kind(script, maker) for maker in makers(script, node))
 
 
 def is_class_of(script: Script, node: cst.ClassDef, kinds: tuple[str, ...]) -> bool:
     """Whether a class of the script derives from a class of one of `kinds`."""
-    return _of_class(script, node, frozenset()) in kinds
+    return _of_class(script, node) in kinds
 
 
 def renamed_optimizer(script: Script, node: cst.Call) -> str | None:
@@ -158,27 +156,29 @@ def renamed_optimizer(script: Script, node: cst.Call) -> str | None:
     value = script.flow.value(node.func) if isinstance(node.func, cst.Name) else None
     if is_parameter(script, node.func):
         return None  # Callers may pass another class.
-    path = script.names.path(value) if value is not None else None
+    path = script.names.path(value)
+    return path if _kind_of_path(path) == "optimizer" else None
+
+
+def _kind_of_path(path: str | None) -> str | None:
+    """The kind of object that a call of a path in TensorFlow makes."""
     target = find_target(path) if path else None
-    is_class = target is not None and kind_of_target(target) == "optimizer"
-    return path if is_class else None
+    return kind_of_target(target) if target else None
 
 
-def makes_optimizer(script: Script, node: Expression, depth: int = 6) -> bool:
+@ends_at_cycles(False)
+def makes_optimizer(script: Script, node: Expression) -> bool:
     """Whether an expression is a class of optimizers, and can be nothing else.
 
     As parameters, dicts and `getattr(tf.keras.optimizers, name)` give one.
     """
     path = script.names.path(node)
     if path is not None:
-        target = find_target(path)
-        return target is not None and kind_of_target(target) == "optimizer"
+        return _kind_of_path(path) == "optimizer"
     if isinstance(node, cst.Call) and is_name(node.func, "getattr") and node.args:
         return script.names.path(node.args[0].value) in NAMES["optimizer_modules"]
-    values = list(_values(script, node)) if depth else []
-    return bool(values) and all(
-        makes_optimizer(script, value, depth - 1) for value in values
-    )
+    values = list(_values(script, node))
+    return bool(values) and all(makes_optimizer(script, each) for each in values)
 
 
 def _values(script: Script, node: Expression) -> Iterator[Expression]:
@@ -210,151 +210,125 @@ def makers(script: Script, node: Expression) -> frozenset[Maker]:
     return frozenset[Maker]().union(*each)
 
 
+def _makers_of(script: Script, origin: Origin) -> frozenset[Maker]:
+    is_call = isinstance(origin, cst.Call)
+    return _called_makers(script, origin) if is_call else frozenset([origin])
+
+
+@ends_at_cycles(_UNKNOWN)
 def origins(script: Script, node: Expression) -> frozenset[Origin]:
     """The calls that make the object that an expression is, or else its makers."""
-    return _origins(script, node, frozenset())
-
-
-def _makers_of(script: Script, origin: Origin) -> frozenset[Maker]:
-    if isinstance(origin, cst.Call):
-        return _called_makers(script, origin, frozenset())
-    return frozenset([origin])
-
-
-def _origins(script: Script, node: Expression, seen: _Seen) -> frozenset[Origin]:
-    if node in seen:
-        return _UNKNOWN
-    seen = seen | {node}
-    if isinstance(node, cst.Call):
-        return _of_call(script, node, seen)
-    if isinstance(node, cst.IfExp):
-        return _of_all(script, (node.body, node.orelse), seen)
-    if isinstance(node, cst.BooleanOperation) and isinstance(node.operator, cst.Or):
-        left = _origins(script, node.left, seen) - _UNKNOWN
-        return left | _origins(script, node.right, seen)  # `given or Adam()`
-    if isinstance(node, cst.Subscript):
-        index = node.slice[0].slice
-        is_index = isinstance(index, cst.Index)
-        return _of_part(script, node.value, index.value, seen) if is_index else _UNKNOWN
-    if is_name(node, "self"):
-        return frozenset([script.class_around(node)])
+    match node:
+        case cst.Call():
+            if _called_makers(script, node):
+                return frozenset([node])
+            return _of_all(script, *returned(script, node))
+        case cst.IfExp():
+            return _of_all(script, node.body, node.orelse)
+        case cst.BooleanOperation(operator=cst.Or()):  # `given or Adam()`
+            left = origins(script, node.left) - _UNKNOWN
+            return left | origins(script, node.right)
+        case cst.Subscript(slice=[cst.SubscriptElement(slice=cst.Index(index)), *_]):
+            return _of_part(script, node.value, index)
+        case cst.Name(value="self"):
+            return frozenset([script.class_around(node)])
     if found := definitions(script, node):
-        known = (_of_definition(script, d, seen) for d in found)
+        known = (_of_definition(script, each) for each in found)
         return frozenset[Origin]().union(*known) or _UNKNOWN
     if isinstance(node, cst.Attribute):
         if node.attr.value in NAMES["variables"]:
             return frozenset(["variable"])
-        inner = _one(script, _origins(script, node.value, seen))
-        return frozenset([_PARTS.get((inner or "", node.attr.value))])
+        owner = kind_of(script, node.value) or ""
+        return frozenset([_PARTS.get((owner, node.attr.value))])
     each = iterated(script, node)
-    return _of_element(script, *each, seen) if each is not None else _UNKNOWN
+    return _of_element(script, *each) if each is not None else _UNKNOWN
 
 
-def _of_all(
-    script: Script, nodes: Iterable[Expression], seen: _Seen
-) -> frozenset[Origin]:
-    each = (_origins(script, node, seen) for node in nodes)
+def _of_all(script: Script, *nodes: Expression) -> frozenset[Origin]:
+    """The origins of what may be any of some expressions."""
+    each = (origins(script, node) for node in nodes)
     return frozenset[Origin]().union(*each) or _UNKNOWN
 
 
-def _one(script: Script, found: frozenset[Origin]) -> str | None:
-    """The kind of object that all of some makers make; None if they differ."""
-    return _single(_kind_of(script, maker) for maker in found)
-
-
-def _kind_of(script: Script, maker: Origin) -> str | None:
+def _kind(script: Script, maker: Origin) -> str | None:
+    """The kind of object that a maker makes."""
     if isinstance(maker, cst.Call):
-        return _single(_kind_of(script, m) for m in _makers_of(script, maker))
+        return _single(_kind(script, each) for each in _makers_of(script, maker))
     if isinstance(maker, cst.ClassDef):
-        return _of_class(script, maker, frozenset())
+        return _of_class(script, maker)
     return kind_of_target(maker) if maker and is_dotted(maker) else maker
 
 
 def _single(kinds: Iterable[str | None]) -> str | None:
+    """The kind that all are of; None if they differ."""
     found = set(kinds)
     return found.pop() if len(found) == 1 else None
 
 
-def _of_definition(
-    script: Script, definition: Definition, seen: _Seen
-) -> frozenset[Origin]:
-    """The makers of a definition's values; a value `None` is left out."""
+def _of_definition(script: Script, definition: Definition) -> frozenset[Origin]:
+    """The origins of a definition's values; a value `None` is left out."""
     if (each := iterated(script, definition.node)) is not None:
-        return _of_element(script, *each, seen)
+        return _of_element(script, *each)
     if not definition.values:
         return _UNKNOWN
     if definition.index is None:
         values = [v for v in definition.values if not is_name(v, "None")]
-        return _of_all(script, values, seen) if values else frozenset()
+        return _of_all(script, *values) if values else frozenset()
     index = cst.Integer(str(definition.index))
-    each = (_of_part(script, value, index, seen) for value in definition.values)
+    each = (_of_part(script, value, index) for value in definition.values)
     return frozenset[Origin]().union(*each)
 
 
-def _of_part(
-    script: Script,
-    node: Expression,
-    index: Expression,
-    seen: _Seen,
-) -> frozenset[Origin]:
-    """The makers of `node[index]`."""
-    if found := part(script, node, index):
-        return _of_all(script, found, seen)
-    return _of_element(script, node, True, seen)
+def _of_part(script: Script, node: Expression, index: Expression) -> frozenset[Origin]:
+    """The origins of `node[index]`."""
+    found = part(script, node, index)
+    return _of_all(script, *found) if found else _of_element(script, node, True)
 
 
-def _of_element(
-    script: Script, node: Expression, is_value: bool, seen: _Seen
-) -> frozenset[Origin]:
-    """The makers of elements, as of `model.layers`; `is_value`: of a dict's values."""
-    if isinstance(node, cst.Subscript) and isinstance(node.slice[0].slice, cst.Slice):
-        return _of_element(script, node.value, is_value, seen)
+def _of_element(script: Script, node: Expression, is_value: bool) -> frozenset[Origin]:
+    """The origins of elements, as of `model.layers`; `is_value`: of a dict's values."""
+    match node:
+        case cst.Subscript(slice=[cst.SubscriptElement(slice=cst.Slice()), *_]):
+            return _of_element(script, node.value, is_value)
+        case cst.Attribute(attr=cst.Name(value="layers")):
+            inner = kind_of(script, node.value)
+            name = script.code(node.value).lower()
+            if inner == "model" or (inner is None and name.endswith("model")):
+                return frozenset(["layer"])
     if attr_of(node) in NAMES["lists_of_variables"]:
         return frozenset(["variable"])
-    if isinstance(node, cst.Attribute) and attr_of(node) == "layers":
-        inner = _one(script, _origins(script, node.value, seen))
-        is_named = inner is None and script.code(node.value).lower().endswith("model")
-        if inner == "model" or is_named:
-            return frozenset(["layer"])
     value = script.flow.resolved(node)
     if not is_value and isinstance(value, cst.Dict | cst.DictComp):
         return _UNKNOWN
-    return _of_all(script, elements(script, node), seen)
+    return _of_all(script, *elements(script, node))
 
 
-def _of_call(script: Script, node: cst.Call, seen: _Seen) -> frozenset[Origin]:
-    if _called_makers(script, node, seen):
-        return frozenset([node])
-    return _of_all(script, returned(script, node), seen)
-
-
-def _called_makers(script: Script, node: cst.Call, seen: _Seen) -> frozenset[Maker]:
+def _called_makers(script: Script, node: cst.Call) -> frozenset[Maker]:
     """The makers of a call's result; none if a function of the script returns it."""
     path = script.names.path(node.func) or renamed_optimizer(script, node)
     if path is not None:
         return frozenset([find_target(path)])
     values = list(_values(script, node.func))
-    if values and all(isinstance(each, cst.Lambda) for each in values):
-        bodies = (each.body for each in values if isinstance(each, cst.Lambda))
-        kind = _one(script, _of_all(script, bodies, seen))
+    bodies = [each.body for each in values if isinstance(each, cst.Lambda)]
+    if values and len(bodies) == len(values):
+        kind = _single(_kind(script, each) for each in _of_all(script, *bodies))
         return frozenset([kind]) if kind else frozenset()
     if makes_optimizer(script, node.func):
         return frozenset(["optimizer"])
     if isinstance(node.func, cst.Name):
-        if found := script.classes(node.func.value):
-            return frozenset(found)
-    elif method_of(node) in {"add_weight", "add_variable"}:
+        return frozenset(script.classes(node.func.value))
+    if method_of(node) in {"add_weight", "add_variable"}:
         return frozenset(["variable"])
-    elif method_of(node) == "get_layer":
-        is_model = _one(script, _origins(script, object_of(node), seen)) == "model"
+    if method_of(node) == "get_layer":
+        is_model = kind_of(script, object_of(node)) == "model"
         return frozenset(["layer" if is_model else None])
     return frozenset()
 
 
-def _of_class(script: Script, node: cst.ClassDef, seen: _Seen) -> str | None:
-    if node in seen:
-        return None
+@ends_at_cycles(None)
+def _of_class(script: Script, node: cst.ClassDef) -> str | None:
+    """The kind of a class of the script, by its bases."""
     paths = (script.names.path(base.value) for base in node.bases)
-    kinds = {_kind_of(script, find_target(p)) for p in paths if p is not None}
-    kinds |= {_of_class(script, each, seen | {node}) for each in bases(script, node)}
+    kinds = {_kind(script, find_target(p)) for p in paths if p is not None}
+    kinds |= {_of_class(script, each) for each in bases(script, node)}
     return _single(kinds - {None})

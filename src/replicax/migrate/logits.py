@@ -8,7 +8,7 @@ sight, a note says so.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import TypeAlias
 
 import libcst as cst
 
@@ -18,11 +18,12 @@ from replicax.migrate.tables import MESSAGES, NAMES, find_target
 from replicax.migrate.tracing import is_traced
 from replicax.migrate.tree import (
     argument,
-    attr_of,
     dotted,
     keyword,
     method_of,
+    object_of,
     parts_of,
+    reached,
     text_of,
     value_of,
     walk,
@@ -37,68 +38,37 @@ _CLASSES = {
     "categorical_crossentropy": "CategoricalCrossentropy",
     "binary_crossentropy": "BinaryCrossentropy",
 }
-_LOSSES = {
-    name: "sigmoid" if "binary" in name.lower() else "softmax"
-    for pair in _CLASSES.items()
-    for name in pair
-}
-_PREDICTING = ("predict", "predict_on_batch")
-_FROM_LOGITS = {  # The position of `from_logits`.
-    **dict.fromkeys(_CLASSES.values(), 0),
-    **dict.fromkeys(_CLASSES, 2),
-}
-
-
-class _Loss(NamedTuple):
-    """A cross-entropy of probabilities: where it is, and its name in Keras."""
-
-    node: Expression
-    name: str
-
-    @property
-    def kind(self) -> str:
-        return _LOSSES[self.name]
-
-
-class _Model(NamedTuple):
-    """A model that ends with a softmax or a sigmoid.
-
-    Attributes:
-        made: The call that makes it.
-        kind: `"softmax"` or `"sigmoid"`.
-        last: The last layer's call.
-    """
-
-    made: cst.Call
-    kind: str
-    last: cst.Call
+_FROM_LOGITS = {**dict.fromkeys(_CLASSES.values(), 0), **dict.fromkeys(_CLASSES, 2)}
+"""Positions of `from_logits`."""
+_Losses: TypeAlias = dict[Expression, str]
+"""Cross-entropies of probabilities, and their names in Keras."""
 
 
 def plan_logits(script: Script) -> None:
     """Plan the port of models that end with an activation for the loss."""
-    losses = list(_losses(script))
+    losses = dict(_losses(script))
     for kind in ("softmax", "sigmoid"):
-        own = [loss for loss in losses if loss.kind == kind]
-        if not own:
-            continue
+        is_binary = kind == "sigmoid"
+        own = {k: v for k, v in losses.items() if ("binary" in v.lower()) == is_binary}
         try:
-            _Port(script, kind, own).plan()
+            if own:
+                _Port(script, kind, own).plan()
         except Unported:
             for loss in own:
-                script.note(loss.node, MESSAGES["probabilities"])
+                script.note(loss, MESSAGES["probabilities"])
 
 
-def _losses(script: Script) -> Iterator[_Loss]:
+def _losses(script: Script) -> Iterator[tuple[Expression, str]]:
     for node in script.calls:
         name = _name_in(script, node.func, "losses")
         given = value_of(node, _FROM_LOGITS.get(name, 0), "from_logits")
-        if name in _LOSSES and (given is None or script.code(given) != "True"):
-            yield _Loss(node, name)
+        if name in _FROM_LOGITS and (given is None or script.code(given) != "True"):
+            yield node, name
         value = _compiled_loss(node)
         if value is not None:
             name = text_of(value) or _name_in(script, value, "losses")
-            if name in _CLASSES or (text_of(value) and name in _LOSSES):
-                yield _Loss(value, name)
+            if name in _CLASSES or (text_of(value) and name in _FROM_LOGITS):
+                yield value, name
 
 
 def _compiled_loss(node: cst.Call) -> Expression | None:
@@ -118,11 +88,17 @@ def _name_in(script: Script, node: cst.CSTNode, module: str) -> str:
 class _Port:
     """Plans the port of all losses of one kind, and of the models that they are for."""
 
-    def __init__(self, script: Script, kind: str, losses: list[_Loss]) -> None:
+    def __init__(self, script: Script, kind: str, losses: _Losses) -> None:
         self._script = script
         self._kind = kind
         self._losses = losses
-        self._models = [m for m in _models(script) if m.kind == kind]
+        self._models = {  # The calls that make models, with those of their last layers.
+            call: last
+            for call in script.calls
+            if _is_model(script, call)
+            and (last := _last_layer(script, call)) is not None
+            and _activation(script, last) == kind
+        }
 
     def plan(self) -> None:
         """Plan the port of models, metrics, losses and predictions, or of none."""
@@ -138,7 +114,7 @@ class _Port:
             if method == "compile" and call is not None:
                 changes += self._metrics(call)
                 compiled.add(call)
-            elif method in _PREDICTING and call is not None:
+            elif method in {"predict", "predict_on_batch"} and call is not None:
                 wrapped.append(call)
             elif method in {"save", "export"} and call is not None:
                 saved.append(call)
@@ -152,11 +128,10 @@ class _Port:
         self._apply(changes, wrapped, saved)
 
     def _uses(self) -> Iterator[Expression]:
-        made = {model.made for model in self._models}
         for node in self._script.nodes(cst.Name, cst.Attribute):
-            found = _origins(self._script, node, set())
-            if found & made:
-                if found - made:
+            found = _origins(self._script, node)
+            if found & self._models.keys():
+                if found - self._models.keys():
                     raise Unported("one of several models")
                 yield node
 
@@ -204,13 +179,11 @@ class _Port:
         call = self._script.call_with(node)
         if call is None:
             return False
-        func: Expression = call.func
-        if attr_of(func) in {"update_state", "call"}:
-            func = func.value  # type: ignore[attr-defined]
-        losses = [loss.node for loss in self._losses]
-        makers = _origins(self._script, func, set()) or {func}
-        return call in losses or all(
-            made in losses or self._is_rank(made) for made in makers
+        is_method = method_of(call) in {"update_state", "call"}
+        func = object_of(call) if is_method else call.func
+        makers = _origins(self._script, func) or {func}
+        return call in self._losses or all(
+            made in self._losses or self._is_rank(made) for made in makers
         )
 
     def _is_rank(self, made: Expression) -> bool:
@@ -219,10 +192,8 @@ class _Port:
         return self._kind == "softmax" and name in NAMES["ranking_metrics"]
 
     def _is_harmless(self, use: cst.CSTNode, parent: cst.CSTNode | None) -> bool:
-        if isinstance(parent, cst.Attribute):
-            return (
-                parent.attr.value not in NAMES["unclear_attributes"]
-            )  # Such as trainable_variables.
+        if isinstance(parent, cst.Attribute):  # Such as trainable_variables.
+            return parent.attr.value not in NAMES["unclear_attributes"]
         if isinstance(parent, cst.AssignTarget | cst.Assign | cst.Return | cst.If):
             return True
         call = self._script.call_with(use)
@@ -234,11 +205,10 @@ class _Port:
     def _require_own(self, compiled: set[cst.CSTNode]) -> None:
         """Raise `Unported` unless all losses are of these models."""
         script = self._script
-        own = {model.made for model in self._models}
-        others = [n for n in script.calls if _is_model(script, n) and n not in own]
+        every = {call for call in script.calls if _is_model(script, call)}
+        others = every - self._models.keys()
         for loss in self._losses:
-            around = script.parents(loss.node)
-            calls = (parent for parent in around if isinstance(parent, cst.Call))
+            calls = (p for p in script.parents(loss) if isinstance(p, cst.Call))
             inside = {call for call in calls if _compiled_loss(call) is not None}
             if (others and not inside) or not inside <= compiled:
                 raise Unported("a loss that may be of another model")
@@ -266,11 +236,9 @@ class _Port:
         given = _compiled_loss(compiled)
         if given is None:
             return True  # A step of the model's own has the loss.
-        losses = {loss.node for loss in self._losses}
         name = dotted(given.func if isinstance(given, cst.Call) else given) or ""
-        places: list[cst.CSTNode] = [given, *self._script.functions(name)]
-        places += _origins(self._script, given, set())
-        return any(not losses.isdisjoint(walk(place)) for place in places)
+        places = [given, *self._script.functions(name), *_origins(self._script, given)]
+        return any(each in self._losses for place in places for each in walk(place))
 
     def _apply(
         self,
@@ -279,28 +247,17 @@ class _Port:
         saved: list[cst.Call],
     ) -> None:
         script = self._script
-        for model in self._models:
-            _take_activation(script, model)
         for node, value in changes:
             script.replacements[node] = lambda updated, value=value: value
-        for loss in self._losses:
-            _with_logits(script, loss)
+        for loss, name in self._losses.items():
+            _plan_loss(script, loss, name)
         for call in wrapped:
             script.wrapped[call] = f"keras.ops.{self._kind}({{x}})"
         for call in saved:
             script.note(call, f"the saved model gives logits now, without {self._kind}")
-        for model in self._models:
-            script.note(model.last, MESSAGES["activation_gone"].format(kind=self._kind))
-
-
-def _models(script: Script) -> Iterator[_Model]:
-    """The models whose last layer has a softmax or a sigmoid."""
-    for node in script.calls:
-        if _is_model(script, node):
-            last = _last_layer(script, node)
-            kind = _activation(script, last) if last is not None else None
-            if last is not None and kind is not None:
-                yield _Model(node, kind, last)
+        for last in self._models.values():
+            _take_activation(script, last)
+            script.note(last, MESSAGES["activation_gone"].format(kind=self._kind))
 
 
 def _is_model(script: Script, node: cst.Call) -> bool:
@@ -338,8 +295,7 @@ def _activation(script: Script, layer: cst.Call) -> str | None:
     return text if text in {"softmax", "sigmoid"} else None
 
 
-def _take_activation(script: Script, model: _Model) -> None:
-    layer = model.last
+def _take_activation(script: Script, layer: cst.Call) -> None:
     name = _name_in(script, layer.func, "layers")
     if name in {"Activation", "Softmax"}:
         parent = script.parent(layer)
@@ -366,35 +322,25 @@ def _without_last(updated: cst.List) -> cst.List:
     return updated.with_changes(elements=kept)
 
 
-def _with_logits(script: Script, loss: _Loss) -> None:
-    if not isinstance(loss.node, cst.Call):  # Its name, or the function.
-        text = f"keras.losses.{_CLASSES[loss.name]}(from_logits=True)"
-        script.replacements[loss.node] = lambda updated: script.template(text)
-        return
-    given = value_of(loss.node, _FROM_LOGITS[loss.name], "from_logits")
-    if given is not None:
+def _plan_loss(script: Script, loss: Expression, name: str) -> None:
+    """Plan `from_logits=True` for a loss: a call, a name of one, or the function."""
+    if not isinstance(loss, cst.Call):
+        text = f"keras.losses.{_CLASSES[name]}(from_logits=True)"
+        script.replacements[loss] = lambda updated: script.template(text)
+    elif (given := value_of(loss, _FROM_LOGITS[name], "from_logits")) is not None:
         script.replacements[given] = lambda updated: cst.Name("True")
     else:
         extra = keyword("from_logits", cst.Name("True"))
-        script.extra_arguments[loss.node] = extra
+        script.extra_arguments[loss] = extra
 
 
-def _origins(
-    script: Script, node: Expression, seen: set[cst.CSTNode]
-) -> set[Expression]:
+def _origins(script: Script, node: Expression) -> set[Expression]:
     """The expressions that a variable may stand for, followed through functions."""
-    found: set[Expression] = set()
-    for definition in script.flow.reaching(node):
-        for value in definition.values:
-            if value in seen:
-                continue
-            seen.add(value)
-            if isinstance(value, cst.Call) and isinstance(value.func, cst.Name):
-                results = list(returned(script, value))
-                for inner in results:
-                    if script.parent(inner) is not None:  # Else of a bare `return`.
-                        found |= _origins(script, inner, seen) or {inner}
-                if results:
-                    continue
-            found |= _origins(script, value, seen) or {value}
-    return found
+
+    def sources(each: Expression) -> list[Expression]:
+        results = list(returned(script, each)) if isinstance(each, cst.Call) else []
+        return results or [v for d in script.flow.reaching(each) for v in d.values]
+
+    # The None of a bare `return` has no parent.
+    found = (each for each in reached([node], sources) if script.parent(each))
+    return {each for each in found if each is not node and not sources(each)}

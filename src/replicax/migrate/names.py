@@ -1,5 +1,7 @@
 """Resolves the names of a script to paths in TensorFlow, through its imports."""
 
+from collections.abc import Iterator
+
 import libcst as cst
 from libcst.metadata import (
     GlobalScope,
@@ -11,7 +13,13 @@ from libcst.metadata import (
 )
 
 from replicax.migrate.tables import NEED_TENSORFLOW, OLD_PREFIXES, find_target
-from replicax.migrate.tree import dotted, find, module_of, root_of
+from replicax.migrate.tree import (
+    dotted,
+    find,
+    module_of,
+    root_of,
+    small_statements,
+)
 
 __all__ = ["Names", "path_in_tensorflow"]
 
@@ -50,13 +58,17 @@ class Names:
 
     def __init__(self, wrapper: MetadataWrapper) -> None:
         self._scopes = wrapper.resolve(ScopeProvider)
-        self.module = wrapper.module
         self.is_assumed = False
-        self._stars = _star_modules(self.module)
-        scopes = (s for s in self._all_scopes() if isinstance(s, GlobalScope))
+        self._stars = [  # Modules of `from x import *`, in the order of the text.
+            f"{'.' * len(node.relative)}{module_of(node)}"
+            for node in find(wrapper.module, cst.ImportFrom)
+            if isinstance(node.names, cst.ImportStar)
+        ]
+        self._all_scopes = {scope for scope in self._scopes.values() if scope}
+        scopes = (s for s in self._all_scopes if isinstance(s, GlobalScope))
         self._globals = next(scopes, None)
         self.aliases: dict[str, str] = {}
-        self.aliases = self._find_aliases()
+        self.aliases = dict(self._find_aliases(wrapper.module))
 
     def path(self, node: cst.CSTNode | None) -> str | None:
         """Resolve a dotted name to its path in TensorFlow.
@@ -65,23 +77,23 @@ class Names:
             Its path, such as `"keras.layers.Dense"` (`""` for the package itself), or
             None for everything else.
         """
-        text, root = dotted(node), root_of(node) if node else None
-        if text is None or root is None or node is None:
+        text, root = dotted(node), root_of(node)
+        scope = (self._scopes.get(root) if root else None) or self._globals
+        if text is None or root is None or scope is None:
             return None
-        scope = self._scopes.get(root) or self._globals
-        if scope is None:
-            return None
-        if scope is not self._globals and not self._reaches_globals(scope, root.value):
-            return self._imported(scope, text)
-        if root.value in self.aliases and text != root.value:
-            return self.aliases[root.value] + text[len(root.value) :]
-        if root.value == "tf" and not scope[root.value]:
-            self.is_assumed = True
-            return path_in_tensorflow("tensorflow" + text[2:])
-        if self._stars and not scope[root.value]:
-            path = self.starred(root.value)
-            return path + text[len(root.value) :] if path else None
-        return self._imported(scope, text)
+        name, rest = root.value, text[len(root.value) :]
+        bound = scope[name]
+        if all(each.scope is self._globals for each in bound):
+            if name in self.aliases and rest:
+                return self.aliases[name] + rest
+            if name == "tf" and not bound:
+                self.is_assumed = True
+                return path_in_tensorflow("tensorflow" + rest)
+            if self._stars and not bound:
+                path = self.starred(name)
+                return path + rest if path else None
+        full_name = self._module_name(scope, text)
+        return path_in_tensorflow(full_name) if full_name else None
 
     def starred(self, name: str) -> str | None:
         """The path of a name that `from tensorflow.keras.layers import *` may bind.
@@ -98,7 +110,7 @@ class Names:
         is_special = name.startswith("__") or self.is_bound(name)
         return f"{ours[-1]}.{name}" if is_ours and not is_special else None
 
-    def imported(self, node: cst.CSTNode) -> str | None:
+    def imported(self, node: cst.CSTNode | None) -> str | None:
         """The full name that a dotted name stands for, if its root was imported."""
         text, root = dotted(node), root_of(node)
         scope = self._scopes.get(root) if root else None
@@ -115,11 +127,7 @@ class Names:
 
     def is_bound(self, name: str) -> bool:
         """Whether any scope of the module binds `name`."""
-        return any(name in scope for scope in self._all_scopes())
-
-    def _imported(self, scope: Scope, text: str) -> str | None:
-        name = self._module_name(scope, text)
-        return path_in_tensorflow(name) if name else None
+        return any(name in scope for scope in self._all_scopes)
 
     def _module_name(self, scope: Scope, text: str) -> str | None:
         for qualified in scope.get_qualified_names_for(text):
@@ -127,34 +135,12 @@ class Names:
                 return qualified.name
         return None
 
-    def _reaches_globals(self, scope: Scope, name: str) -> bool:
-        found = scope[name]
-        return not found or all(a.scope is self._globals for a in found)
-
-    def _all_scopes(self) -> set[Scope]:
-        return {scope for scope in self._scopes.values() if scope is not None}
-
-    def _find_aliases(self) -> dict[str, str]:
+    def _find_aliases(self, module: cst.Module) -> Iterator[tuple[str, str]]:
         """Find the aliases at the top level, such as `layers = tf.keras.layers`."""
-        aliases = {}
-        for line in self.module.body:
-            for small in line.body if isinstance(line, cst.SimpleStatementLine) else ():
-                if not isinstance(small, cst.Assign) or len(small.targets) != 1:
-                    continue
+        for small in small_statements(module):
+            if isinstance(small, cst.Assign) and len(small.targets) == 1:
                 name, path = dotted(small.targets[0].target), self.path(small.value)
-                if path and name and self._is_bound_once(name):
-                    aliases[name] = path
-        return aliases
-
-    def _is_bound_once(self, name: str) -> bool:
-        found = list(self._globals[name] if self._globals else ())
-        return len(found) == 1 and not isinstance(found[0], ImportAssignment)
-
-
-def _star_modules(module: cst.Module) -> list[str]:
-    """The modules whose names a script imports with `*`, in the order of the text."""
-    return [
-        f"{'.' * len(node.relative)}{module_of(node)}"
-        for node in find(module, cst.ImportFrom)
-        if isinstance(node.names, cst.ImportStar)
-    ]
+                bound = list(self._globals[name]) if self._globals and name else []
+                is_once = len(bound) == 1 and not isinstance(bound[0], ImportAssignment)
+                if path and name and is_once:
+                    yield name, path

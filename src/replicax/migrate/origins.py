@@ -1,6 +1,8 @@
 """Resolves values through attributes of instances, containers and functions."""
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec, TypeVar
 
 import libcst as cst
 
@@ -13,6 +15,7 @@ from replicax.migrate.tree import (
     method_of,
     object_of,
     parts_of,
+    reached,
     text_of,
     walk,
 )
@@ -22,16 +25,44 @@ __all__ = [
     "bound_values",
     "definitions",
     "elements",
+    "ends_at_cycles",
     "is_parameter",
     "iterated",
     "part",
     "returned",
     "returned_by",
+    "values_of",
     "with_bases",
 ]
 
 _COPIES = ("list", "tuple", "reversed", "sorted", "iter", "set")
-_Seen = frozenset[cst.CSTNode]
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def ends_at_cycles(result: Any) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
+    """Make the decorator of a recursive function `f(script, node, ...)`.
+
+    A call for a node that the function is already resolved for gives `result`.
+    """
+
+    def decorator(function: Callable[_P, _T]) -> Callable[_P, _T]:
+        active = set[object]()
+
+        @functools.wraps(function)
+        def guarded(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+            node = args[1]
+            if node in active:
+                return result
+            active.add(node)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                active.remove(node)
+
+        return guarded
+
+    return decorator
 
 
 def bases(script: Script, node: cst.ClassDef) -> list[cst.ClassDef]:
@@ -42,13 +73,7 @@ def bases(script: Script, node: cst.ClassDef) -> list[cst.ClassDef]:
 
 def with_bases(script: Script, *owners: cst.ClassDef) -> list[cst.ClassDef]:
     """Classes and all bases of theirs that the script defines, each once."""
-    pending, found = list(owners), dict[cst.ClassDef, None]()
-    while pending:
-        each = pending.pop()
-        if each not in found:
-            found[each] = None
-            pending += bases(script, each)
-    return list(found)
+    return list(reached(owners, lambda each: bases(script, each)))
 
 
 def definitions(script: Script, node: Expression) -> frozenset[Definition]:
@@ -63,15 +88,21 @@ def definitions(script: Script, node: Expression) -> frozenset[Definition]:
         made = script.flow.value(node.value)
         name = made.func if isinstance(made, cst.Call) else None
         owners = script.classes(name.value) if isinstance(name, cst.Name) else []
-    bound: list[Definition] = []
-    for owner in with_bases(script, *owners):
-        bound += script.flow.attributes(owner, node.attr.value)
-    return frozenset(bound)
+    name, every = node.attr.value, with_bases(script, *owners)
+    return frozenset(d for owner in every for d in script.flow.attributes(owner, name))
 
 
-def _values_of(script: Script, node: Expression) -> list[Expression]:
-    """The values of all definitions of a name or attribute."""
-    return [value for each in definitions(script, node) for value in each.values]
+def values_of(script: Script, node: Expression) -> list[Expression]:
+    """The values of all definitions of a name or attribute.
+
+    An augmented assignment such as `x += y` has those of both sides.
+    """
+    found: list[Expression] = []
+    for each in definitions(script, node):
+        assigned = script.parent(each.node)
+        is_changed = isinstance(assigned, cst.AugAssign)
+        found += [assigned.target, assigned.value] if is_changed else each.values
+    return found
 
 
 def bound_values(script: Script, definition: Definition) -> list[Expression]:
@@ -87,30 +118,32 @@ def is_parameter(script: Script, node: Expression) -> bool:
     return any(isinstance(script.parent(each.node), cst.Param) for each in found)
 
 
-def elements(
-    script: Script, node: Expression, seen: _Seen = frozenset()
-) -> list[Expression]:
+@ends_at_cycles([])
+def elements(script: Script, node: Expression) -> list[Expression]:
     """The expressions of a container's elements; of a dict, those of its values.
 
     Returns:
         Those of all containers that the node may be; none if one is unknown.
     """
-    if node in seen:
-        return []
-    seen = seen | {node}
-    displayed = _displayed(node)
-    if displayed is not None:
-        return displayed
-    if isinstance(node, cst.Subscript) and isinstance(node.slice[0].slice, cst.Slice):
-        return elements(script, node.value, seen)
-    if isinstance(node, cst.Call):
-        return _of_call(script, node, seen)
+    match node:
+        case cst.List() | cst.Tuple() | cst.Set() | cst.Dict():
+            kinds = (cst.Element, cst.DictElement)
+            shown = [e.value for e in node.elements if isinstance(e, kinds)]
+            return shown if len(shown) == len(node.elements) else []
+        case cst.ListComp() | cst.SetComp() | cst.GeneratorExp():
+            return [node.elt]
+        case cst.DictComp():
+            return [node.value]
+        case cst.Subscript(slice=[cst.SubscriptElement(slice=cst.Slice()), *_]):
+            return elements(script, node.value)
+        case cst.Call():
+            return _of_call(script, node)
     found: list[Expression] = []
     for definition in definitions(script, node):
         if definition.index is not None or not definition.values:
             return []
         for value in definition.values:
-            inside = elements(script, value, seen)
+            inside = elements(script, value)
             is_display = isinstance(value, cst.List | cst.Tuple | cst.Dict)
             if not inside and not (is_display and not value.elements):
                 return []
@@ -119,33 +152,27 @@ def elements(
     return found
 
 
-def _displayed(node: Expression) -> list[Expression] | None:
-    """The elements of a list, dict or comprehension; None for other expressions."""
-    if isinstance(node, cst.List | cst.Tuple | cst.Set | cst.Dict):
-        kinds = (cst.Element, cst.DictElement)
-        found = [e.value for e in node.elements if isinstance(e, kinds)]
-        return found if len(found) == len(node.elements) else []
-    if isinstance(node, cst.ListComp | cst.SetComp | cst.GeneratorExp):
-        return [node.elt]
-    return [node.value] if isinstance(node, cst.DictComp) else None
-
-
 def part(script: Script, node: Expression, index: Expression) -> list[Expression]:
     """The expressions that `node[index]` may be: all elements if `index` is unknown."""
     found: list[Expression] = []
-    literals = list(_literals(script, node))
+    literals = _literals(script, node)
     for literal in literals:
         if isinstance(literal, cst.Dict) and isinstance(index, cst.SimpleString):
-            pairs = [e for e in literal.elements if isinstance(e, cst.DictElement)]
-            texts = [isinstance(e.key, cst.SimpleString) for e in pairs]
-            found += [
-                e.value
-                for e, is_text in zip(pairs, texts, strict=True)
-                if is_text and text_of(e.key) == text_of(index)
-            ]
+            pairs = (e for e in literal.elements if isinstance(e, cst.DictElement))
+            found += [e.value for e in pairs if text_of(e.key) == text_of(index)]
         elif isinstance(index, cst.Integer):
             found += parts_of(literal)[index.evaluated_value :][:1]
     return found if len(found) == len(literals) and found else elements(script, node)
+
+
+@ends_at_cycles([])
+def _literals(script: Script, node: Expression) -> list[Expression]:
+    """The literal lists, tuples and dicts that an expression may stand for."""
+    if isinstance(node, cst.List | cst.Tuple | cst.Dict):
+        return [node]
+    is_call = isinstance(node, cst.Call)
+    values = returned(script, node) if is_call else values_of(script, node)
+    return [literal for value in values for literal in _literals(script, value)]
 
 
 def iterated(script: Script, node: cst.CSTNode) -> tuple[Expression, bool] | None:
@@ -184,16 +211,16 @@ def _container(
     return (object_of(each), True) if method_of(each) == "items" and i == 1 else None
 
 
-def _of_call(script: Script, node: cst.Call, seen: _Seen) -> list[Expression]:
+def _of_call(script: Script, node: cst.Call) -> list[Expression]:
+    """The elements of a container that a call makes."""
     args = [arg.value for arg in node.args if not arg.star]
     if is_name(node.func, *_COPIES) and args:
-        return elements(script, args[0], seen)
+        return elements(script, args[0])
     if is_name(node.func, "dict"):
         return [arg.value for arg in node.args if arg.keyword]
     if method_of(node) == "values":
-        return elements(script, object_of(node), seen)
-    values = returned(script, node)
-    return [each for value in values for each in elements(script, value, seen)]
+        return elements(script, object_of(node))
+    return [e for value in returned(script, node) for e in elements(script, value)]
 
 
 def returned(script: Script, node: cst.Call) -> Iterator[Expression]:
@@ -212,25 +239,13 @@ def returned_by(script: Script, function: cst.FunctionDef) -> Iterator[Expressio
             yield each.value or cst.Name("None")
 
 
-def _literals(script: Script, node: Expression, depth: int = 5) -> Iterator[Expression]:
-    """The literal lists, tuples and dicts that an expression may stand for."""
-    if depth == 0 or isinstance(node, cst.List | cst.Tuple | cst.Dict):
-        yield node
-        return
-    is_call = isinstance(node, cst.Call)
-    for value in returned(script, node) if is_call else _values_of(script, node):
-        yield from _literals(script, value, depth - 1)
-
-
 def _added(script: Script, definition: Definition) -> Iterator[Expression]:
     """The expressions that are appended to a container, or assigned to its elements."""
     for use in script.flow.uses(definition):
-        parent = script.parent(use)
-        around = script.parent(parent) if parent else None
-        if attr_of(parent) == "append":
-            if isinstance(around, cst.Call) and around.args:
-                yield around.args[0].value
-        elif isinstance(parent, cst.Subscript) and isinstance(around, cst.AssignTarget):
-            assigned = script.parent(around)
-            if isinstance(assigned, cst.Assign):
-                yield assigned.value
+        parent, call = script.parent(use), script.method_call(use)
+        if call is not None and attr_of(parent) == "append" and call.args:
+            yield call.args[0].value
+        elif isinstance(parent, cst.Subscript):
+            assign = script.around(parent, cst.Assign)
+            if assign and any(each.target is parent for each in assign.targets):
+                yield assign.value

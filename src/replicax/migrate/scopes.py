@@ -12,24 +12,27 @@ import libcst as cst
 
 from replicax.migrate.functional import is_symbolic
 from replicax.migrate.kinds import is_class_of, kind_of, origins
-from replicax.migrate.origins import bound_values, definitions
+from replicax.migrate.origins import bound_values, definitions, ends_at_cycles
 from replicax.migrate.script import Expression, Replacement, Script, Statement
 from replicax.migrate.tables import DEVICE_OPERATORS, MESSAGES, NAMES
 from replicax.migrate.tracing import (
     has_scope,
     is_traced,
     scopes,
+    strategy_of,
 )
 from replicax.migrate.tree import (
     attr_of,
-    dotted,
     find,
+    in_with,
     is_name,
+    last_name,
     method_of,
     methods_of,
     names_in,
     object_of,
     only_of,
+    reached,
 )
 
 __all__ = ["plan_scopes", "wrap_in_scope"]
@@ -44,15 +47,10 @@ def wrap_in_scope(
         script.move(line)
 
     def replacement(updated: Statement) -> Replacement:
-        first, *rest = [*(script.moved[line] for line in others), updated]
         default = f"{script.here('rx.get_strategy')}()"
         item = cst.parse_expression(f"{strategy or default}.scope()")
-        inside = [first.with_changes(leading_lines=()), *rest]
-        return cst.With(
-            items=[cst.WithItem(item)],
-            body=cst.IndentedBlock(inside),
-            leading_lines=first.leading_lines,
-        )
+        inside = [*(script.moved[line] for line in others), updated]
+        return in_with(cst.WithItem(item), inside)
 
     script.replacements[last] = replacement
 
@@ -69,15 +67,15 @@ _PARTS = ("optimizer", "variable", *_OWNERS)
 def plan_scopes(script: Script) -> None:
     """Plan scopes around what is made outside and used in steps, or report it."""
     blocks = list(scopes(script))
+    inside = _ReachableCode(script, blocks)
     if has_scope(script):
-        reached = _ReachableCode(script, blocks)
-        compiled = [c for c in script.calls if _compiles_outside(script, c, reached)]
+        compiled = [c for c in script.calls if _compiles_outside(script, c, inside)]
         outside = _made_outside(script, _ReachableCode(script, [*blocks, *compiled]))
         moved = _ReachableCode(script, [*blocks, *map(script.statement_of, outside)])
         compiled = [c for c in script.calls if _compiles_outside(script, c, moved)]
         for call in [*outside, *compiled]:
             _plan_scope(script, call, blocks)
-        for node in _built_outside(script, reached):
+        for node in _built_outside(script, inside):
             if script.statement_of(node) not in script.replacements:
                 script.leave(node, MESSAGES["outside_scope"])
     variables = {c for c in script.calls if kind_of(script, c) == "variable"}
@@ -85,7 +83,7 @@ def plan_scopes(script: Script) -> None:
         for call in _constants(script, variables):
             if not has_scope(script):
                 script.leave(call, MESSAGES["constant_variable"])
-            elif not _ReachableCode(script, blocks).has(call):
+            elif not inside.has(call):
                 _plan_scope(script, call, blocks)
 
 
@@ -93,20 +91,16 @@ class _ReachableCode:
     """Blocks, and the functions and classes that they name, through others too."""
 
     def __init__(self, script: Script, blocks: _Nodes) -> None:
+        def step(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+            return (f for name in names_in(node) for f in _called(script, name))
+
         self.blocks = blocks
         self._script = script
-        self._functions = set[cst.CSTNode]()
-        pending = [*blocks]
-        while pending:
-            for name in names_in(pending.pop()):
-                found = {*_called(script, name)} - self._functions
-                pending += found
-                self._functions |= found
+        self._code = set(reached(blocks, step))
 
     def has(self, node: cst.CSTNode) -> bool:
         """Whether a node is in one of the blocks, or in such a function."""
-        around = {*self._script.parents(node)}
-        return self.is_around(node) or not around.isdisjoint(self._functions)
+        return not self._code.isdisjoint(self._script.parents(node))
 
     def is_around(self, node: cst.CSTNode) -> bool:
         """Whether a node is in one of the blocks."""
@@ -115,14 +109,16 @@ class _ReachableCode:
 
 def _called(script: Script, name: str) -> list[cst.FunctionDef]:
     """The functions that calls of a name run: of a class, those that make its parts."""
-    methods = [methods_of(owner) for owner in script.classes(name)]
     made = [
-        each[key] for each in methods for key in ("__init__", "build") if key in each
+        method
+        for owner in script.classes(name)
+        for key, method in methods_of(owner).items()
+        if key in {"__init__", "build"}
     ]
     return [*script.functions(name), *made]
 
 
-def _compiles_outside(script: Script, call: cst.Call, reached: _ReachableCode) -> bool:
+def _compiles_outside(script: Script, call: cst.Call, code: _ReachableCode) -> bool:
     """Whether a call compiles, outside of all scopes, a model that is made in one.
 
     The `compile` of TensorFlow enters the model's scope by itself, and so does `build`.
@@ -130,47 +126,42 @@ def _compiles_outside(script: Script, call: cst.Call, reached: _ReachableCode) -
     return (
         method_of(call) in {"compile", "build"}
         and isinstance(script.parent(call), cst.Expr)
-        and not reached.has(call)
-        and _is_model_of(script, object_of(call), reached)
+        and not code.has(call)
+        and _is_model_of(script, object_of(call), code)
     )
 
 
-def _is_model_of(
-    script: Script, model: Expression, reached: _ReachableCode, depth: int = 4
-) -> bool:
+@ends_at_cycles(False)
+def _is_model_of(script: Script, model: Expression, code: _ReachableCode) -> bool:
     """Whether a model was made in a scope, here or where a caller passes it."""
     made = origins(script, model)
-    if all(isinstance(each, cst.Call) and reached.has(each) for each in made):
+    if all(isinstance(each, cst.Call) and code.has(each) for each in made):
         return True
     found = definitions(script, model)
     return bool(found) and all(
-        reached.is_around(each.node)
-        or (
-            each.values
-            and depth > 0
-            and all(_is_model_of(script, v, reached, depth - 1) for v in each.values)
-        )
+        code.is_around(each.node)
+        or (each.values and all(_is_model_of(script, v, code) for v in each.values))
         for each in found
     )
 
 
-def _made_outside(script: Script, reached: _ReachableCode) -> list[cst.Call]:
+def _made_outside(script: Script, code: _ReachableCode) -> list[cst.Call]:
     """The calls that make what steps or scopes use, in no scope.
 
     Args:
         script: The script.
-        reached: The blocks of scopes, and what will be in one.
+        code: The blocks of scopes, and what will be in one.
     """
     made = {
         call
         for call in script.calls
         if kind_of(script, call) in _PARTS
         and not is_traced(script, call)
-        and not reached.has(call)
+        and not code.has(call)
         and not _has_owner(script, call)
     }
     used: set[cst.Call] = set()
-    for part in {*script.traced_functions, *reached.blocks} if made else ():
+    for part in {*script.traced_functions, *code.blocks} if made else ():
         is_step = part in script.traced_functions
         for node in find(part, cst.Name, cst.Attribute, cst.Subscript):
             found = made.intersection(origins(script, node))
@@ -190,24 +181,24 @@ def _is_part(script: Script, node: cst.CSTNode) -> bool:
 _BUILDING = ("__call__", "adapt", "build")
 
 
-def _built_outside(script: Script, reached: _ReachableCode) -> Iterator[cst.CSTNode]:
+def _built_outside(script: Script, code: _ReachableCode) -> Iterator[cst.CSTNode]:
     """What makes the layers that blocks of scopes use, and that are built before."""
     found: set[cst.CSTNode] = set()
-    for block in reached.blocks:
+    for block in code.blocks:
         for node in find(block, cst.Name):
             for definition in script.flow.reaching(node):
-                outside = [v for v in definition.values if not reached.has(v)]
-                found.update(v for v in outside if _is_built(script, v, reached))
+                outside = [v for v in definition.values if not code.has(v)]
+                found.update(v for v in outside if _is_built(script, v, code))
     yield from sorted(found, key=script.line)
 
 
-def _is_built(script: Script, made: Expression, reached: _ReachableCode) -> bool:
+def _is_built(script: Script, made: Expression, code: _ReachableCode) -> bool:
     """Whether a layer has its variables before the scopes: or an output of one."""
     if kind_of(script, made) != "layer":
         layer = made.func if isinstance(made, cst.Call) else None
         is_output = layer is not None and kind_of(script, layer) in {"layer", "model"}
         return is_output and is_symbolic(script, made)
-    uses = [use for use in script.uses_of(made) if not reached.has(use)]
+    uses = [use for use in script.uses_of(made) if not code.has(use)]
     calls = [script.method_call(use) for use in uses]
     is_called = any(
         isinstance(p := script.parent(u), cst.Call) and p.func is u for u in uses
@@ -240,15 +231,11 @@ def _places(
     if strategy and only_of(statement) and not is_functional:
         return [(statement, strategy)]
     function = script.function_of(node)
-    calls = [c for c in script.calls if function in _called(script, _name_of(c))]
+    calls = [c for c in script.calls if function in _called(script, last_name(c.func))]
     found = [_places(script, c, blocks, depth - 1) for c in calls if depth]
     if not found or None in found:
         return None
     return [place for each in found for place in each or ()]
-
-
-def _name_of(call: cst.Call) -> str:
-    return (dotted(call.func) or "").rpartition(".")[2]
 
 
 def _strategy_before(
@@ -257,9 +244,7 @@ def _strategy_before(
     """The script's strategy, if it has one that is there in a statement."""
     names = set()
     for block in blocks:
-        around = script.parent(block)
-        assert isinstance(around, cst.With)
-        strategy = object_of(around.items[0].item)
+        strategy = strategy_of(script, block)
         if not _is_there(script, strategy, block, statement):
             return None
         names.add(script.code(strategy))
@@ -305,10 +290,15 @@ def _constants(script: Script, variables: set[cst.Call]) -> list[cst.Call]:
 
     A loss is any function that no strategy runs, and no layer or callback has.
     """
+
+    def values(node: Expression) -> Iterator[Expression]:
+        made = definitions(script, node)
+        return (value for each in made for value in bound_values(script, each))
+
     written: set[cst.Call] = set()
     read: set[cst.Call] = set()
     for node in script.nodes(cst.Name, cst.Attribute):
-        found = variables.intersection(_calls(script, node, 6))
+        found = variables.intersection(reached([node], values))
         if found and _is_written(script, node):
             written |= found
         elif found and _is_read_in_loss(script, node):
@@ -318,16 +308,6 @@ def _constants(script: Script, variables: set[cst.Call]) -> list[cst.Call]:
         for call in script.calls
         if call in written & read and not _has_owner(script, call)
     ]
-
-
-def _calls(script: Script, node: Expression, depth: int) -> Iterator[Expression]:
-    """The calls that make what a variable of the script holds."""
-    if isinstance(node, cst.Call):
-        yield node
-    elif isinstance(node, cst.Name | cst.Attribute) and depth:
-        for definition in definitions(script, node):
-            for value in bound_values(script, definition):
-                yield from _calls(script, value, depth - 1)
 
 
 def _is_written(script: Script, node: Expression) -> bool:

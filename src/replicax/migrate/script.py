@@ -1,6 +1,7 @@
 """A script being ported: its syntax tree, its names and the findings so far."""
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
@@ -104,7 +105,7 @@ class Script:
         self.names = Names(wrapper)
         self.flow = Flow(self.module, self.names.key)
         self.findings: set[Finding] = set()
-        self._marks: dict[cst.CSTNode, list[str]] = {}
+        self._marks: dict[cst.CSTNode, dict[str, None]] = {}
         self.needed: set[str] = set()
         self.frozen: set[cst.CSTNode] = set()
         self.retained: dict[str, str] = {}
@@ -126,16 +127,16 @@ class Script:
         self.made_names: set[str] = set()
         self._positions = wrapper.resolve(PositionProvider)
         self._parents = wrapper.resolve(ParentNodeProvider)
-        self._aliases: dict[str, str] = {}
+        self._aliases = {root: self._find_alias(root) for root in ALIASES}
         self._quote = _usual_quote(self.module)
         self._nodes = list(walk(self.module))
         self.calls = list(self.nodes(cst.Call))
-        self._functions: dict[str, list[cst.FunctionDef]] = {}
-        self._classes: dict[str, list[cst.ClassDef]] = {}
+        self._functions = defaultdict[str, list[cst.FunctionDef]](list)
+        self._classes = defaultdict[str, list[cst.ClassDef]](list)
         for node in self.nodes(cst.FunctionDef):
-            self._functions.setdefault(node.name.value, []).append(node)
+            self._functions[node.name.value].append(node)
         for node in self.nodes(cst.ClassDef):
-            self._classes.setdefault(node.name.value, []).append(node)
+            self._classes[node.name.value].append(node)
 
     def code(self, node: cst.CSTNode) -> str:
         """The text of a node."""
@@ -147,10 +148,9 @@ class Script:
 
     def parents(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
         """The nodes around an original node, from inside to outside."""
-        parent = self._parents.get(node)
-        while parent is not None:
+        while (parent := self._parents.get(node)) is not None:
             yield parent
-            parent = self._parents.get(parent)
+            node = parent
 
     def nodes(self, *kinds: type[_Node]) -> Iterator[_Node]:
         """The original nodes of some kinds, in the order of the text."""
@@ -174,11 +174,11 @@ class Script:
 
     def functions(self, name: str) -> list[cst.FunctionDef]:
         """The functions and methods of the script that have a name."""
-        return self._functions.get(name, [])
+        return self._functions[name]
 
     def classes(self, name: str) -> list[cst.ClassDef]:
         """The classes of the script that have a name."""
-        return self._classes.get(name, [])
+        return self._classes[name]
 
     def line(self, node: cst.CSTNode) -> int:
         """The line on which an original node begins."""
@@ -221,12 +221,12 @@ class Script:
 
     def statement_of(self, node: cst.CSTNode) -> cst.CSTNode:
         """The innermost statement with lines of its own that an original node is in."""
+        # An `if` in an `if` is an `elif`.
+        blocks = (cst.IndentedBlock, cst.Module, cst.If)
         statement = node
         for candidate in [node, *self.parents(node)]:
             if isinstance(candidate, _STATEMENTS):
                 statement = candidate
-                # An `if` in an `if` is an `elif`.
-                blocks = (cst.IndentedBlock, cst.Module, cst.If)
                 if isinstance(self.parent(candidate), blocks):
                     break
         return statement
@@ -257,9 +257,7 @@ class Script:
     def leave(self, node: cst.CSTNode, reason: str) -> None:
         """Report an original node that stays as it is, and mark its statement."""
         self.findings.add(Finding(self.line(node), _short(self.code(node)), reason))
-        marks = self._marks.setdefault(self.statement_of(node), [])
-        if reason not in marks:
-            marks.append(reason)
+        self._marks.setdefault(self.statement_of(node), {})[reason] = None
 
     def note(self, node: cst.CSTNode, what: str) -> None:
         """Report an original node whose port behaves differently."""
@@ -268,7 +266,7 @@ class Script:
 
     def marks_of(self, statement: cst.CSTNode) -> list[str]:
         """The reasons to write above an original statement."""
-        return self._marks.get(statement, [])
+        return list(self._marks.get(statement, ()))
 
     def expression(self, target: str) -> cst.BaseExpression:
         """A target of the tables as an expression of this script."""
@@ -294,10 +292,9 @@ class Script:
                 parentheses.
         """
         for name, value in values.items():
-            is_open = isinstance(value, _OPERATIONS) and any(
-                f"{{{name}}}{sign}" in text for sign in ".("
-            )
-            values[name] = parenthesized(value) if is_open else value
+            is_followed = f"{{{name}}}." in text or f"{{{name}}}(" in text
+            if is_followed and isinstance(value, _OPERATIONS):
+                values[name] = parenthesized(value)
         here = _HERE.sub(lambda found: self.here(found.group()), text)
         config = self.module.config_for_parsing
         return parse_template_expression(here, config, **values)
@@ -308,8 +305,6 @@ class Script:
 
     def alias(self, root: str) -> str:
         """The name of a target's module, such as `"np"`, in this script."""
-        if root not in self._aliases:
-            self._aliases[root] = self._find_alias(root)
         return self._aliases[root]
 
     def _find_alias(self, root: str) -> str:
@@ -321,13 +316,10 @@ class Script:
                 return alias
         # A name that means something else in the script cannot be taken.
         for name in (root, module, f"{module}_"):
-            if not self.names.is_bound(name) or self._will_be_free(name):
+            is_keras = name == "keras" and self.names.aliases.get(name) == "keras"
+            if is_keras or not self.names.is_bound(name):
                 return name
         return f"_{module}"
-
-    def _will_be_free(self, name: str) -> bool:
-        path = self.names.aliases.get(name)
-        return name == "keras" and path == "keras"
 
 
 def _with_first_marks(module: cst.Module) -> cst.Module:
@@ -384,12 +376,11 @@ def mark_text(line: cst.EmptyLine) -> str:
 
 def with_marks(statement: Statement, reasons: list[str]) -> Statement:
     """`statement` below a comment for each of `reasons` that it does not have yet."""
-    lines = list(statement.leading_lines)
+    lines = statement.leading_lines
     there = {mark_text(line) for line in lines if is_mark(line)}
-    for reason in reasons:
-        if reason not in there:
-            lines.append(cst.EmptyLine(comment=cst.Comment(MARK + reason)))
-    return statement.with_changes(leading_lines=lines)
+    new = [cst.Comment(MARK + reason) for reason in reasons if reason not in there]
+    marks = [cst.EmptyLine(comment=comment) for comment in new]
+    return statement.with_changes(leading_lines=[*lines, *marks])
 
 
 def _short(source: str) -> str:

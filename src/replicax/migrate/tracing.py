@@ -13,10 +13,13 @@ from replicax.migrate.tree import (
     attr_of,
     find,
     is_name,
+    last_name,
     method_of,
     names_in,
     object_of,
     only_of,
+    operands,
+    reached,
     root_of,
 )
 
@@ -35,6 +38,7 @@ __all__ = [
     "report_gradients",
     "report_updates",
     "scopes",
+    "strategy_of",
     "trace",
     "with_called",
 ]
@@ -70,13 +74,7 @@ def trace(script: Script, functions: Iterable[cst.CSTNode]) -> None:
 
 def with_called(script: Script, functions: Iterable[cst.CSTNode]) -> set[cst.CSTNode]:
     """Functions and all functions of the script that they call, through others too."""
-    pending, found = [*functions], set[cst.CSTNode]()
-    while pending:
-        function = pending.pop()
-        if function not in found:
-            found.add(function)
-            pending += _called_functions(script, function)
-    return found
+    return set(reached(functions, lambda each: _called_functions(script, each)))
 
 
 def _called_functions(script: Script, function: cst.CSTNode) -> Iterator[cst.CSTNode]:
@@ -91,30 +89,20 @@ def _called_functions(script: Script, function: cst.CSTNode) -> Iterator[cst.CST
 
 def _run_by_strategies(script: Script) -> Iterator[cst.CSTNode]:
     for node in script.calls:
-        root = (
-            root_of(object_of(node))
-            if method_of(node) in NAMES["running_methods"]
-            else None
-        )
-        is_of_module = root is not None and script.names.imported(root)
-        if (
-            node.args
-            and method_of(node) in NAMES["running_methods"]
-            and not is_of_module
-        ):
+        is_run = method_of(node) in NAMES["running_methods"] and bool(node.args)
+        if is_run and not script.names.imported(root_of(node.func)):
             yield from _functions_of(script, node.args[0].value)
 
 
 def _functions_of(script: Script, node: Expression) -> Iterator[cst.CSTNode]:
+    """The functions that an expression such as `tf.function(step)` is of."""
     if isinstance(node, cst.Lambda):
         yield node
-    elif isinstance(node, cst.Call) and script.called(node) == "function":
-        if node.args:
+    elif isinstance(node, cst.Call):
+        if script.called(node) == "function" and node.args:
             yield from _functions_of(script, node.args[0].value)
     else:
-        name = node.attr if isinstance(node, cst.Attribute) else node
-        if isinstance(name, cst.Name):
-            yield from script.functions(name.value)
+        yield from script.functions(last_name(node))
 
 
 def _compiled_methods(script: Script) -> Iterator[cst.CSTNode]:
@@ -258,9 +246,15 @@ def scopes(script: Script) -> Iterator[cst.CSTNode]:
             yield node.body
 
 
+def strategy_of(script: Script, block: cst.CSTNode) -> Expression:
+    """The strategy whose scope a block is in."""
+    around = script.parent(block)
+    assert isinstance(around, cst.With)
+    return object_of(around.items[0].item)
+
+
 _MODULES_OF_ARRAYS = ("keras.activations.", "keras.ops.", "keras.random.")
 _STATIC = ("keras.ops.shape", "keras.ops.size", "keras.ops.ndim", "keras.ops.is_tensor")
-_IDENTITY = (cst.Is, cst.IsNot)
 
 
 _BRANCHING = ("cond", "case", "foldl", "map_fn", "scan", "switch_case", "while_loop")
@@ -304,7 +298,7 @@ def report_gradients(script: Script) -> None:
         is_written = method_of(call) in NAMES["assign_methods"] and bool(call.args)
         if is_written and is_traced(script, call):
             is_kept = kind_of(script, object_of(call)) in {"variable", None}
-            if is_kept and _is_gradient(script, call.args[0].value, 5):
+            if is_kept and _is_gradient(script, call.args[0].value):
                 script.leave(call, MESSAGES["kept_gradients"])
 
 
@@ -341,16 +335,17 @@ def _has_own(script: Script, step: str, runners: tuple[str, ...]) -> bool:
     return bool(script.functions(step)) or not is_run
 
 
-def _is_gradient(script: Script, node: cst.CSTNode, depth: int) -> bool:
+def _is_gradient(script: Script, node: Expression) -> bool:
     """Whether an expression is computed from what a tape's `gradient` gives."""
-    if any(method_of(each) == "gradient" for each in find(node, cst.Call)):
-        return True
-    values: list[cst.CSTNode] = []
-    for name in find(node, cst.Name):
-        for made in script.flow.reaching(name):
-            each = iterated(script, made.node)
-            values += [*made.values, *([each[0]] if each is not None else [])]
-    return depth > 1 and any(_is_gradient(script, each, depth - 1) for each in values)
+
+    def sources(node: Expression) -> Iterator[Expression]:
+        for name in find(node, cst.Name):
+            for made in script.flow.reaching(name):
+                each = iterated(script, made.node)
+                yield from [*made.values, *([each[0]] if each is not None else [])]
+
+    calls = (c for each in reached([node], sources) for c in find(each, cst.Call))
+    return any(method_of(call) == "gradient" for call in calls)
 
 
 def _tensors(script: Script, function: cst.FunctionDef) -> set[str]:
@@ -376,19 +371,8 @@ def is_tensor(script: Script, node: Expression, names: Collection[str] = ()) -> 
             operator.target.startswith(_MODULES_OF_ARRAYS)
             and operator.target not in _STATIC
         )
-    return any(is_tensor(script, part, names) for part in _operands(node))
-
-
-def _operands(node: Expression) -> list[Expression]:
-    """The operands of an expression; none of `is` and `is not`."""
-    if isinstance(node, (cst.BinaryOperation, cst.BooleanOperation)):
-        return [node.left, node.right]
-    if isinstance(node, cst.UnaryOperation):
-        return [node.expression]
-    if isinstance(node, cst.Subscript):
-        return [node.value]
-    if isinstance(node, cst.Comparison):
-        if any(isinstance(c.operator, _IDENTITY) for c in node.comparisons):
-            return []
-        return [node.left, *(c.comparator for c in node.comparisons)]
-    return []
+    if isinstance(node, cst.Comparison) and any(
+        isinstance(each.operator, cst.Is | cst.IsNot) for each in node.comparisons
+    ):
+        return False
+    return any(is_tensor(script, part, names) for part in operands(node))

@@ -13,7 +13,7 @@ from replicax.migrate.kinds import origins
 from replicax.migrate.origins import definitions, iterated
 from replicax.migrate.script import Expression, Replacement, Script, Statement
 from replicax.migrate.tables import MESSAGES, NAMES
-from replicax.migrate.tree import attr_of, is_name, method_of, object_of, only_of
+from replicax.migrate.tree import is_name, method_of, object_of, only_of
 
 __all__ = ["plan_trainable"]
 
@@ -21,26 +21,26 @@ __all__ = ["plan_trainable"]
 def plan_trainable(script: Script) -> None:
     """Plan to switch `trainable` on around training steps, or report assignments."""
     assigned = [
-        (node, node.targets[0].target)
+        (node, target)
         for node in script.nodes(cst.Assign)
-        if attr_of(node.targets[0].target) == "trainable"
+        if isinstance(target := node.targets[0].target, cst.Attribute)
+        and target.attr.value == "trainable"
     ]
     for node, target in assigned:
-        assert isinstance(target, cst.Attribute)
         owner = _owner_of_layers(script, target.value)
-        is_part, model = owner is not None, owner or target.value
         same = [t for _, t in assigned if script.code(t) == script.code(target)]
-        if len(same) == 1 or is_part:  # Else the script switches it by itself.
-            _plan_assignment(script, node, model, is_part=is_part)
+        if owner is not None:
+            _plan_assignment(script, node, owner, is_part=True)
+        elif len(same) == 1:  # Else the script switches it by itself.
+            _plan_assignment(script, node, target.value, is_part=False)
 
 
 def _owner_of_layers(script: Script, node: Expression) -> Expression | None:
     """The model whose layers a loop gives a name to; None for other names."""
     for made in definitions(script, node):
-        loop = iterated(script, made.node)
-        if loop is not None and attr_of(loop[0]) == "layers":
-            assert isinstance(loop[0], cst.Attribute)
-            return loop[0].value
+        match iterated(script, made.node):
+            case (cst.Attribute(attr=cst.Name("layers"), value=model), _):
+                return model
     return None
 
 
@@ -51,13 +51,13 @@ def _plan_assignment(
     trained = _calls_of(script, model, NAMES["training_methods"])
     if not trained or not _is_late(script, node, model):
         return
-    lines = {call: script.statement_of(call) for call in trained}
-    is_plain = all(_is_plain(script, line) for line in lines.values())
+    lines = {script.statement_of(call): call for call in trained}
+    is_plain = all(only_of(x) and x not in script.replacements for x in lines)
     if is_part or not is_plain or not is_name(node.value, "False"):
         script.leave(node, MESSAGES["late_trainable"])
         return
     script.note(node, MESSAGES["switched_trainable"])
-    for call, line in lines.items():
+    for line, call in lines.items():
         text = script.code(object_of(call))
         script.replacements[line] = functools.partial(_switched, text)
 
@@ -92,18 +92,9 @@ def _is_late(script: Script, node: cst.Assign, model: Expression) -> bool:
     return any(script.function_of(call) in made - {None} for call in compiled)
 
 
-def _is_plain(script: Script, line: cst.CSTNode) -> bool:
-    return only_of(line) is not None and line not in script.replacements
-
-
 def _switched(model: str, updated: Statement) -> Replacement:
     """A training step between lines that switch `trainable` on and off."""
     first = cst.parse_statement(f"{model}.trainable = True")
+    first = first.with_changes(leading_lines=updated.leading_lines)
     last = cst.parse_statement(f"{model}.trainable = False")
-    return cst.FlattenSentinel(
-        [
-            first.with_changes(leading_lines=updated.leading_lines),
-            updated.with_changes(leading_lines=()),
-            last,
-        ]
-    )
+    return cst.FlattenSentinel([first, updated.with_changes(leading_lines=()), last])

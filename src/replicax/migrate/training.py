@@ -7,6 +7,8 @@ Keras 3 has that metric in every model. Where a step logs nothing but `loss`, `f
 the metric instead, which is 0 unless the step updates it.
 """
 
+import functools
+
 import libcst as cst
 
 from replicax.migrate.kinds import is_class_of, is_kind
@@ -19,9 +21,10 @@ from replicax.migrate.tree import (
     dotted,
     find,
     free_name,
+    in_with,
     is_name,
-    is_named,
     keyword,
+    last_name,
     method_of,
     methods_of,
     named,
@@ -47,11 +50,9 @@ def plan_training(script: Script) -> None:
             script.leave(node, reason)
             script.replacements[node] = lambda updated: updated
         elif named(node, "tape") is not None:
-            script.replacements[node] = lambda updated: _with_given_tape(
-                script, updated
-            )
+            script.replacements[node] = functools.partial(_with_given_tape, script)
         elif makes_spec(script, function):
-            script.replacements[node] = lambda updated: _estimators(script, updated)
+            script.replacements[node] = functools.partial(_estimators, script)
         else:
             _plan_tape(script, node)
     for node in script.calls:
@@ -62,11 +63,11 @@ def plan_training(script: Script) -> None:
 def report_late_losses(script: Script) -> None:
     """Report `model.losses` that a step reads behind its tape, where they are gone."""
     taped = [block for block in script.nodes(cst.With) if _has_tape(script, block)]
-    inside = {node for block in taped for node in walk(block)}
     for block in taped:
         function = script.function_of(block)
         for node in find(function.body, cst.Attribute) if function else ():
-            is_late = node not in inside and script.line(node) > script.line(block)
+            is_inside = not {*script.parents(node)}.isdisjoint(taped)
+            is_late = not is_inside and script.line(node) > script.line(block)
             if attr_of(node) == "losses" and is_late and not script.names.path(node):
                 script.leave(node, MESSAGES["late_losses"])
 
@@ -82,39 +83,34 @@ def _is_minimize(node: cst.Call) -> bool:
 def _problem_of_minimize(script: Script, node: cst.Call) -> str | None:
     """Why a `minimize` call cannot become `tape.gradient` and `apply_gradients`."""
     tape = named(node, "tape")
-    losses = [arg.value for arg in node.args if is_named(arg, "grad_loss")]
-    losses += [a.value for a in node.args[2:3] if tape and a.keyword is None]
-    if any(not is_name(value, "None") for value in losses):
+    weight = value_of(node, 2 if tape else len(node.args), "grad_loss")
+    if weight is not None and not is_name(weight, "None"):
         return MESSAGES["grad_loss"]
     if tape is None:
         return None
     loss, variables = value_of(node, 0, "loss"), value_of(node, 1, "var_list")
     if loss is None or variables is None:
         return "minimize(tape=): name its arguments loss= and var_list="
-    is_unclear = _is_none(script, tape) or _is_function(script, loss)
-    return MESSAGES["minimize"] if is_unclear else None
-
-
-def _is_none(script: Script, node: Expression) -> bool:
-    bound = [value for each in script.flow.reaching(node) for value in each.values]
-    return is_name(node, "None") or any(is_name(value, "None") for value in bound)
-
-
-def _is_function(script: Script, loss: Expression) -> bool:
     value = script.flow.resolved(loss)
     is_defined = isinstance(value, cst.Name) and bool(script.functions(value.value))
-    return isinstance(value, cst.Lambda) or is_defined
+    is_function = isinstance(value, cst.Lambda) or is_defined
+    bound = [v for each in script.flow.reaching(tape) for v in each.values]
+    is_none = any(is_name(each, "None") for each in [tape, *bound])
+    return MESSAGES["minimize"] if is_none or is_function else None
 
 
 def _with_given_tape(script: Script, updated: cst.Call) -> Expression:
     """Port `o.minimize(loss, variables, tape=tape)` to `o.apply_gradients(...)`."""
-    given = (value_of(updated, 0, "loss"), value_of(updated, 1, "var_list"))
-    names = ("optimizer", "tape", "loss", "variables")
-    values = (object_of(updated), named(updated, "tape"), *given)
+    given = {
+        "tape": named(updated, "tape"),
+        "loss": value_of(updated, 0, "loss"),
+        "variables": value_of(updated, 1, "var_list"),
+    }
     return script.template(
         "{optimizer}.apply_gradients("
         "zip({tape}.gradient({loss}, {variables}), {variables}))",
-        **{n: v for n, v in zip(names, values, strict=True) if v is not None},
+        optimizer=object_of(updated),
+        **{name: value for name, value in given.items() if value is not None},
     )
 
 
@@ -152,8 +148,8 @@ def _plan_tape(script: Script, call: cst.Call) -> None:
     text = " + ".join(f"{name}.trainable_variables" for name in called)
     if variables is not None:
         text = script.code(variables)
-    script.replacements[line] = lambda updated: _with_tape(
-        script, line, inside, text, updated
+    script.replacements[line] = functools.partial(
+        _with_tape, script, line, inside, text
     )
     script.replacements[call] = lambda updated: updated
 
@@ -171,13 +167,9 @@ def _is_unused(
     uses = [node for node in find(block, cst.Name) if node.value in names]
     return all(
         script.statement_of(use) is line
-        or any(_is_waiting(script, parent) for parent in script.parents(use))
+        or "control_dependencies" in map(script.called, script.parents(use))
         for use in uses
     )
-
-
-def _is_waiting(script: Script, node: cst.CSTNode) -> bool:
-    return script.called(node) == "control_dependencies"
 
 
 def _called_models(script: Script, statement: cst.CSTNode) -> set[str]:
@@ -202,29 +194,25 @@ def _with_tape(
     call = next(filter(_is_minimize, find(updated, cst.Call)))
     loss = value_of(call, 0, "loss")
     assert loss is not None
-    code = cst.Module([]).code_for_node
-    first, *others = [script.moved[statement] for statement in inside]
-    lines = list(first.leading_lines)
-    item = cst.WithItem(
-        item=script.template("rx.GradientTape()"), asname=cst.AsName(cst.Name(tape))
-    )
-    body = cst.IndentedBlock([first.with_changes(leading_lines=()), *others])
-    with_tape = cst.With(items=[item], body=body, leading_lines=lines)
+    asname = cst.AsName(cst.Name(tape))
+    item = cst.WithItem(script.template("rx.GradientTape()"), asname)
+    moved = [script.moved[statement] for statement in inside]
     made = cst.parse_statement(
-        f"{gradients} = {tape}.gradient({code(loss)}, {variables})"
+        f"{gradients} = {tape}.gradient({script.code(loss)}, {variables})"
     )
     made = made.with_changes(leading_lines=updated.leading_lines)
-    pairs = f"zip({gradients}, {variables})"
-    applied = cst.parse_statement(f"{code(object_of(call))}.apply_gradients({pairs})")
-    return cst.FlattenSentinel([with_tape, made, applied])
+    optimizer = script.code(object_of(call))
+    applied = cst.parse_statement(
+        f"{optimizer}.apply_gradients(zip({gradients}, {variables}))"
+    )
+    return cst.FlattenSentinel([in_with(item, moved), made, applied])
 
 
 def _is_compiled_loss(script: Script, node: cst.Call) -> bool:
     """Whether a call is of a Keras model's `compiled_loss`, not the script's own."""
     if method_of(node) != "compiled_loss" or script.called(node):
         return False
-    root = root_of(node.func)
-    is_of_module = root is not None and script.names.imported(root) is not None
+    is_of_module = script.names.imported(root_of(node.func)) is not None
     return not is_of_module and not definitions(script, node.func)
 
 
@@ -239,18 +227,16 @@ def _plan_compiled_loss(script: Script, node: cst.Call) -> None:
     """Plan `compute_loss` and the update of the metric `loss`, or refuse a call."""
     line, function = script.statement_of(node), script.function_of(node)
     model, target = dotted(object_of(node)), script.target_of(node)
-    first = line.body[0] if isinstance(line, cst.SimpleStatementLine) else None
-    is_whole = isinstance(first, cst.Assign | cst.Expr) and first.value is node
+    small = only_of(line)
+    is_whole = isinstance(small, cst.Assign | cst.Expr) and small.value is node
     is_bound = target is None or isinstance(target, cst.Name)
-    if not (is_whole and is_bound) or line in script.replacements:
-        raise Unported(_BY_HAND)
-    if function is None or model is None:
+    is_clear = is_whole and is_bound and line not in script.replacements
+    if not is_clear or function is None or model is None:
         raise Unported(_BY_HAND)
     _check_compiled_loss(script, node, model, function)
     script.note(node, MESSAGES["loss_of_batches"])
-    name = free_name(names_in(function), "loss", "total_loss")
-    if isinstance(target, cst.Name):
-        name = target.value
+    unused = free_name(names_in(function), "loss", "total_loss")
+    name = last_name(target) or unused
     update = cst.parse_statement(_update_of_loss(script, function, model, name))
 
     def with_update(updated: cst.SimpleStatementLine) -> Replacement:

@@ -1,12 +1,13 @@
 """Questions to nodes of a syntax tree, and small nodes that ports are made of."""
 
 import itertools
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import libcst as cst
 
 _Node = TypeVar("_Node", bound=cst.CSTNode)
+_T = TypeVar("_T")
 
 
 def walk(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
@@ -23,6 +24,17 @@ def find(node: cst.CSTNode, *kinds: type[_Node]) -> Iterator[_Node]:
             yield each
 
 
+def reached(first: Iterable[_T], step: Callable[[_T], Iterable[_T]]) -> Iterator[_T]:
+    """Each of `first`, and all that repeated steps lead to from there, each once."""
+    pending, seen = [*first], set[_T]()
+    while pending:
+        each = pending.pop()
+        if each not in seen:
+            seen.add(each)
+            yield each
+            pending += step(each)
+
+
 def dotted(node: cst.CSTNode | None) -> str | None:
     """The text of a dotted name such as `a.b.c`; None for other expressions."""
     parts: list[str] = []
@@ -34,7 +46,7 @@ def dotted(node: cst.CSTNode | None) -> str | None:
     return ".".join([node.value, *reversed(parts)])
 
 
-def root_of(node: cst.CSTNode) -> cst.Name | None:
+def root_of(node: cst.CSTNode | None) -> cst.Name | None:
     """The name that a dotted name such as `a.b.c` begins with."""
     while isinstance(node, cst.Attribute):
         node = node.value
@@ -44,6 +56,11 @@ def root_of(node: cst.CSTNode) -> cst.Name | None:
 def is_name(node: cst.CSTNode | None, *names: str) -> bool:
     """Whether a node is exactly one of these names."""
     return isinstance(node, cst.Name) and node.value in names
+
+
+def last_name(node: cst.CSTNode | None) -> str:
+    """The name `c` of `a.b.c` or of `c`; `""` of other expressions."""
+    return node.value if isinstance(node, cst.Name) else attr_of(node)
 
 
 def attr_of(node: cst.CSTNode | None) -> str:
@@ -73,6 +90,20 @@ def parts_of(node: cst.CSTNode | None) -> list[cst.BaseExpression]:
     return [element.value for element in node.elements] if is_display else []
 
 
+def operands(node: cst.CSTNode) -> list[cst.BaseExpression]:
+    """The operands of an operation or subscript; none of other expressions."""
+    match node:
+        case cst.BinaryOperation() | cst.BooleanOperation():
+            return [node.left, node.right]
+        case cst.UnaryOperation():
+            return [node.expression]
+        case cst.Comparison():
+            return [node.left, *(each.comparator for each in node.comparisons)]
+        case cst.Subscript():
+            return [node.value]
+    return []
+
+
 def names_in(node: cst.CSTNode) -> set[str]:
     """The names in a node, bound ones and those of attributes and keywords included."""
     return {each.value for each in find(node, cst.Name)}
@@ -86,17 +117,14 @@ def free_name(used: Container[str], *wanted: str) -> str:
 
 def used_names(module: cst.CSTNode) -> set[str]:
     """The names that a module reads, roughly: all but those of imports."""
-    found: set[str] = set()
-    pending: list[cst.CSTNode] = [module]
-    while pending:
-        node = pending.pop()
-        if isinstance(node, (cst.Attribute, cst.Arg)):
-            pending.append(node.value)
-        elif isinstance(node, cst.Name):
-            found.add(node.value)
-        elif not isinstance(node, (cst.Import, cst.ImportFrom)):
-            pending += node.children
-    return found
+
+    def inside(node: cst.CSTNode) -> Sequence[cst.CSTNode]:
+        if isinstance(node, cst.Attribute | cst.Arg):
+            return [node.value]
+        return () if isinstance(node, cst.Import | cst.ImportFrom) else node.children
+
+    nodes = reached([module], inside)
+    return {node.value for node in nodes if isinstance(node, cst.Name)}
 
 
 # Imports.
@@ -121,13 +149,12 @@ def import_names(node: cst.Import | cst.ImportFrom) -> Iterable[tuple[str, str]]
 def imported_modules(module: cst.Module) -> list[tuple[str, str]]:
     """Pairs of local name and full name that a script imports at its top level."""
     found = []
-    for line in module.body:
-        for small in line.body if isinstance(line, cst.SimpleStatementLine) else ():
-            if isinstance(small, cst.Import):
-                names = [(a.evaluated_alias, a.evaluated_name) for a in small.names]
-                found += [(alias or name, name) for alias, name in names]
-            elif isinstance(small, cst.ImportFrom):
-                found += [pair for pair in import_names(small) if pair[0] != "*"]
+    for small in small_statements(module):
+        if isinstance(small, cst.Import):
+            names = [(a.evaluated_alias, a.evaluated_name) for a in small.names]
+            found += [(alias or name, name) for alias, name in names]
+        elif isinstance(small, cst.ImportFrom):
+            found += [pair for pair in import_names(small) if pair[0] != "*"]
     return found
 
 
@@ -242,6 +269,21 @@ def as_assignment(node: cst.AugAssign) -> cst.Assign:
         value=cst.BinaryOperation(node.target.deep_clone(), operator, value),
         semicolon=node.semicolon,
     )
+
+
+def in_with(item: cst.WithItem, lines: Sequence[cst.BaseStatement]) -> cst.With:
+    """A `with` around lines, below the comments of the first one."""
+    first, *others = lines
+    assert isinstance(first, cst.SimpleStatementLine | cst.BaseCompoundStatement)
+    body = cst.IndentedBlock([first.with_changes(leading_lines=()), *others])
+    return cst.With(items=[item], body=body, leading_lines=first.leading_lines)
+
+
+def small_statements(module: cst.Module) -> Iterator[cst.BaseSmallStatement]:
+    """The simple statements at the top level of a module."""
+    for line in module.body:
+        if isinstance(line, cst.SimpleStatementLine):
+            yield from line.body
 
 
 def only_of(line: cst.CSTNode | None) -> cst.BaseSmallStatement | None:
