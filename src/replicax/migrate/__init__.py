@@ -10,7 +10,7 @@ tree once, and replaces each node by its plan, by a rewrite rule or by the table
 
 Tables and rules. `tables.toml` has the data: names whose parameters correspond one by
 one, keywords, texts of calls, lists of names, and what reports say. A rule (`rules`)
-ports a call that needs more than a row: those in `calls`, `arrays`, `host_arrays`,
+ports a call that needs more than a row: those in `calls`, `arrays`, `host`,
 `keras_calls`, `optimizer_calls`, `methods` and `sources`. `members` ports attributes. A
 rule raises `Unported` where it is not sure: the expression stays unchanged, and a
 comment above the statement gives the reason.

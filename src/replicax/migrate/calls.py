@@ -12,7 +12,7 @@ import libcst as cst
 from replicax.migrate import keras_calls
 from replicax.migrate.arrays import DEVICE_RULES
 from replicax.migrate.files import newest_weights
-from replicax.migrate.host_arrays import HOST_RULES
+from replicax.migrate.host import HOST_RULES
 from replicax.migrate.kinds import kind_of, may_be_variable
 from replicax.migrate.optimizer_calls import with_float_rate
 from replicax.migrate.rules import (

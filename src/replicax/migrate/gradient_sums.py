@@ -57,7 +57,11 @@ _UNKNOWN: _Terms = frozenset(["unknown"])
 
 def plan_gradient_sums(script: Script) -> None:
     """Plan factors on the losses of `train_step`s, or report what is not understood."""
-    steps = [f for f in script.functions("train_step") if _is_of_model(script, f)]
+    steps = [
+        function
+        for function in script.functions("train_step")
+        if is_class_of(script, class_of(script, function), ("model",))
+    ]
     if not steps or not _may_have_replicas(script):
         return
     functions = sorted(with_called(script, steps), key=script.line)
@@ -84,11 +88,6 @@ def _may_have_replicas(script: Script) -> bool:
         if not paths.issubset(_OF_ONE_REPLICA):
             return True
     return False
-
-
-def _is_of_model(script: Script, function: cst.FunctionDef) -> bool:
-    owner = class_of(script, function)
-    return owner is not None and is_class_of(script, owner, ("model",))
 
 
 def _plan_loss(
@@ -261,10 +260,9 @@ def _given(script: Script, node: Expression) -> list[Expression]:
 
 def _is_own_method(script: Script, node: cst.Call) -> bool:
     """Whether `self.compute_loss` is defined by the script."""
-    owner = script.class_around(node)
-    if owner is None or not is_name(object_of(node), "self"):
-        return False
-    return any(method_of(node) in methods_of(c) for c in with_bases(script, owner))
+    is_own = is_name(object_of(node), "self")
+    owners = with_bases(script, script.class_around(node) if is_own else None)
+    return any(method_of(node) in methods_of(each) for each in owners)
 
 
 def _terms_of_loss(script: Script, made: Origin) -> _Terms:

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 
 import libcst as cst
 
-from replicax.migrate.host_arrays import HOST_RANDOM, HOST_RULES
-from replicax.migrate.rules import CallSite, bound
+from replicax.migrate.arrays import identity, pad, resize
+from replicax.migrate.rules import CallSite, Rule, bound, by_row, written
 from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.statements import is_static_shape
 from replicax.migrate.tables import (
@@ -28,7 +28,7 @@ from replicax.migrate.tables import (
 from replicax.migrate.tracing import class_of, with_called
 from replicax.migrate.tree import (
     as_assignment,
-    dotted,
+    attr_of,
     find,
     free_name,
     is_name,
@@ -37,9 +37,13 @@ from replicax.migrate.tree import (
     last_name,
     names_in,
     reached,
+    text_of,
+    with_args,
 )
 
 __all__ = [
+    "HOST_RANDOM",
+    "HOST_RULES",
     "example_function",
     "host_functions_of",
     "plan_in_place",
@@ -50,8 +54,104 @@ __all__ = [
     "why_not_random",
 ]
 
+
+def _cast(site: CallSite) -> Expression:
+    value, dtype = site.required(0, "x"), site.required(1, "dtype")
+    is_number = isinstance(value, (cst.Integer, cst.Float))
+    text = "np.array({x}, {dtype})" if is_number else "{x}.astype({dtype})"
+    return site.make(text, x=value, dtype=dtype)
+
+
+def _constant(site: CallSite) -> Expression:
+    value = site.required(0, "value")
+    made = by_row(site, HOST_OPERATORS[site.path])
+    kinds = {type(part) for part in find(value, cst.Float, cst.Integer)}
+    if len(made.args) > 1 or not kinds:
+        return made
+    # TensorFlow's dtypes of Python's numbers.
+    dtype = site.script.string("float32" if cst.Float in kinds else "int32")
+    return made.with_changes(args=[cst.Arg(value), cst.Arg(dtype)])
+
+
+def _random_image(site: CallSite) -> Expression:
+    made = by_row(site, HOST_OPERATORS[site.path])
+    return with_args(made, [*made.args, keyword("rng", _generator(site))])
+
+
+def _generator(site: CallSite) -> cst.Name:
+    return cst.Name(site.script.generators.get(site.node, "rng"))
+
+
+_OF_UNIFORM = ("shape", "minval", "maxval", "dtype", "seed", "name")
+_OF_NORMAL = ("shape", "mean", "stddev", "dtype", "seed", "name")
+
+
+def _drawn(site: CallSite) -> Expression:
+    """Port a draw to `rng.uniform(low, high, shape)`, `rng.normal`, `rng.integers`."""
+    is_uniform = "uniform" in site.path
+    names = _OF_UNIFORM if is_uniform else _OF_NORMAL
+    arguments = bound(site.updated.args, names).items()
+    given = {k: a.value for k, a in arguments if not is_name(a.value, "None")}
+    method = "uniform" if is_uniform else "normal"
+    required = ["shape"]
+    if is_uniform and _draws_integers(site):
+        method, required = "integers", ["shape", "maxval"]
+    if missing := [name for name in required if name not in given]:
+        raise Unported(f"tf.{site.path}: its argument {missing[0]!r} was not found")
+    return site.make(
+        f"{{rng}}.{method}({{a}}, {{b}}, {{shape}}).astype({{dtype}})",
+        rng=_generator(site),
+        a=given.get(names[1], cst.Integer("0")),
+        b=given.get(names[2], cst.Integer("1")),
+        shape=given["shape"],
+        dtype=given.get("dtype", site.script.string("float32")),
+    )
+
+
+def _draws_integers(site: CallSite) -> bool:
+    """Whether `tf.random.uniform` draws integers; refuses a dtype out of sight."""
+    script = site.script
+    given = bound(site.node.args, _OF_UNIFORM).get("dtype")
+    if given is None or is_name(given.value, "None"):
+        return False
+    value = script.flow.resolved(given.value)
+    name = script.names.path(value) or script.names.imported(value) or ""
+    dtype = text_of(value) or name.rpartition(".")[2]  # Of `tf.int32`, `np.int32`.
+    if dtype not in NAMES["dtypes"]:
+        raise Unported(
+            f"tf.{site.path}: its dtype is not in sight; pass one such as tf.int32"
+        )
+    return "int" in dtype
+
+
+_RANDOM_IMAGES = tuple(
+    path
+    for path, operator in HOST_OPERATORS.items()
+    if operator.target.startswith("rx.input.images.random_")
+)
+_NUMBERS = ("random.uniform", "random_uniform", "random.normal", "random_normal")
+HOST_RANDOM = (*_RANDOM_IMAGES, *_NUMBERS)
+"""Paths of functions that draw random numbers, and get the example's generator."""
+
+HOST_RULES: dict[str, Rule] = {
+    **dict.fromkeys(_RANDOM_IMAGES, _random_image),
+    **dict.fromkeys(_NUMBERS, _drawn),
+    "cast": _cast,
+    "one_hot": written(
+        'np.eye({depth}, dtype="float32")[{indices}]', "indices", "depth"
+    ),
+    "constant": _constant,
+    "convert_to_tensor": _constant,
+    "identity": identity,
+    "image.resize": resize,
+    "pad": pad,
+}
+"""Rules for input pipelines, by the path of the function."""
+
+
+# Calls that compute arrays.
+
 _NO_COUNTERPART = "which has no counterpart in NumPy"
-_GRAPH_METHODS = ("set_shape", "get_shape", "eval")
 _HOST_MODULES = ("keras.utils.", "keras.datasets.", "keras.applications.")
 
 
@@ -80,14 +180,12 @@ def why_not_on_host(script: Script, function: cst.CSTNode) -> str | None:
         if why := _problem(script, node, path):
             return f"{name} {why}"
     for node in find(function, cst.Name, cst.Attribute):
-        if isinstance(node, cst.Name):
-            path = script.called(script.flow.value(node))
-            if path in NEED_TENSORFLOW and path not in _LOOKUPS:
-                return f"{name} uses `{node.value}`, which Keras makes with it"
-        elif node.attr.value in _GRAPH_METHODS and not is_static_shape(
-            script, script.parent(node)
-        ):
-            return f"{name} uses .{node.attr.value}, {_NO_COUNTERPART}"
+        path = script.called(script.flow.value(node))
+        if path in NEED_TENSORFLOW and path not in _LOOKUPS:
+            return f"{name} uses `{script.code(node)}`, which Keras makes with it"
+        is_static = is_static_shape(script, script.parent(node))
+        if attr_of(node) in {"set_shape", "get_shape", "eval"} and not is_static:
+            return f"{name} uses .{attr_of(node)}, {_NO_COUNTERPART}"
     return None
 
 
@@ -176,9 +274,13 @@ def example_function(
     return cst.Lambda(_parameters("example", *others), cst.Call(updated, passed))
 
 
+def _has_star(function: cst.FunctionDef | cst.Lambda) -> bool:
+    return function.params.star_arg is not cst.MaybeSentinel.DEFAULT
+
+
 def _num_parameters(function: cst.FunctionDef, is_method: bool, given: set[str]) -> int:
     params = function.params.params
-    if function.params.star_arg is not cst.MaybeSentinel.DEFAULT and not params:
+    if _has_star(function) and not params:
         return 2  # `*example` takes a tuple's elements one by one.
     required = [p for p in params if p.default is None and p.name.value not in given]
     return len(required) - int(is_method)
@@ -190,9 +292,7 @@ def _parameters(*names: str) -> cst.Parameters:
 
 def _lambda_of_example(function: cst.Lambda) -> cst.Lambda | None:
     params = function.params.params
-    if function.params.star_arg is not cst.MaybeSentinel.DEFAULT or any(
-        p.default for p in params
-    ):
+    if _has_star(function) or any(p.default for p in params):
         return None
     if len(params) == 1:
         return function
@@ -222,9 +322,8 @@ class _Parts(cst.CSTTransformer):
     def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> Expression:
         if updated_node.value not in self._names:
             return updated_node
-        index = cst.Integer(str(self._names.index(updated_node.value)))
-        element = cst.SubscriptElement(cst.Index(index))
-        return cst.Subscript(cst.Name(self._example), [element])
+        index = self._names.index(updated_node.value)
+        return cst.parse_expression(f"{self._example}[{index}]")
 
 
 def random_functions(script: Script, functions: set[cst.CSTNode]) -> set[cst.CSTNode]:
@@ -254,8 +353,8 @@ def _why_no_generator(
     script: Script, function: cst.FunctionDef, mapped: set[cst.CSTNode]
 ) -> str | None:
     params = function.params
-    is_plain = params.star_arg is cst.MaybeSentinel.DEFAULT and not params.star_kwarg
-    if not is_plain or any(p.default for p in params.params):
+    has_stars = _has_star(function) or params.star_kwarg is not None
+    if has_stars or any(p.default for p in params.params):
         return "has arguments that may be left away"
     if class_of(script, function) is not None:
         return "is a method"
@@ -300,7 +399,6 @@ _LOOKUPS = (
 )
 _PARAMETERS = ("max_tokens", "num_oov_indices", "mask_token", "oov_token", "vocabulary")
 _USUAL = {"max_tokens": "None", "num_oov_indices": "1", "mask_token": "None"}
-_LISTS = ("list", "sorted")
 
 
 def plan_lookups(script: Script) -> None:
@@ -338,7 +436,7 @@ def _plan_lookup(script: Script, made: cst.Call) -> None:
 
 def _is_list(script: Script, node: Expression) -> bool:
     value = script.flow.resolved(node)
-    is_made = isinstance(value, cst.Call) and dotted(value.func) in _LISTS
+    is_made = isinstance(value, cst.Call) and is_name(value.func, "list", "sorted")
     return is_made or isinstance(value, cst.List | cst.Tuple | cst.ListComp)
 
 

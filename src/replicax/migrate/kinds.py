@@ -143,9 +143,11 @@ def kind_of(script: Script, node: Expression) -> str | None:
     return _single(_kind(script, maker) for maker in makers(script, node))
 
 
-def is_class_of(script: Script, node: cst.ClassDef, kinds: tuple[str, ...]) -> bool:
+def is_class_of(
+    script: Script, node: cst.ClassDef | None, kinds: tuple[str, ...]
+) -> bool:
     """Whether a class of the script derives from a class of one of `kinds`."""
-    return _of_class(script, node) in kinds
+    return node is not None and _of_class(script, node) in kinds
 
 
 def renamed_optimizer(script: Script, node: cst.Call) -> str | None:

@@ -13,13 +13,7 @@ from libcst.metadata import (
 )
 
 from replicax.migrate.tables import NEED_TENSORFLOW, OLD_PREFIXES, find_target
-from replicax.migrate.tree import (
-    dotted,
-    find,
-    module_of,
-    root_of,
-    small_statements,
-)
+from replicax.migrate.tree import dotted, find, module_of, root_of, small_statements
 
 __all__ = ["Names", "path_in_tensorflow"]
 

@@ -71,9 +71,9 @@ def bases(script: Script, node: cst.ClassDef) -> list[cst.ClassDef]:
     return [each for name in names for each in script.classes(name)]
 
 
-def with_bases(script: Script, *owners: cst.ClassDef) -> list[cst.ClassDef]:
+def with_bases(script: Script, *owners: cst.ClassDef | None) -> list[cst.ClassDef]:
     """Classes and all bases of theirs that the script defines, each once."""
-    return list(reached(owners, lambda each: bases(script, each)))
+    return list(reached(filter(None, owners), lambda each: bases(script, each)))
 
 
 def definitions(script: Script, node: Expression) -> frozenset[Definition]:
@@ -82,8 +82,7 @@ def definitions(script: Script, node: Expression) -> frozenset[Definition]:
     if found or not isinstance(node, cst.Attribute):
         return found
     if is_name(node.value, "self"):  # Perhaps a base of the class sets it.
-        owner = script.class_around(node)
-        owners = [owner] if owner is not None else []
+        owners = [script.class_around(node)]
     else:
         made = script.flow.value(node.value)
         name = made.func if isinstance(made, cst.Call) else None

@@ -12,42 +12,27 @@ from dataclasses import dataclass
 
 import libcst as cst
 
-from replicax.migrate.default_strategy import plan_eager_steps, plan_models
-from replicax.migrate.files import plan_files
-from replicax.migrate.functional import plan_operations, report_functional
-from replicax.migrate.gradient_sums import plan_gradient_sums
-from replicax.migrate.host import plan_lookups
-from replicax.migrate.imports import find_retained, ported_imports, uses_tensorflow
-from replicax.migrate.keras_calls import (
-    plan_arguments,
-    plan_identifiers,
-    plan_metrics,
-    plan_results,
+from replicax.migrate import (
+    files,
+    functional,
+    gradient_sums,
+    host,
+    imports,
+    keras_calls,
+    layer_calls,
+    logits,
+    methods,
+    optimizer_calls,
+    pipelines,
+    scopes,
+    sessions,
+    statements,
+    tensor_arrays,
+    tracing,
+    training,
 )
-from replicax.migrate.layer_calls import plan_input_shapes, plan_layer_calls
-from replicax.migrate.logits import plan_logits
-from replicax.migrate.methods import plan_resets
-from replicax.migrate.optimizer_calls import report_shared_optimizers
-from replicax.migrate.pipelines import plan_pipelines
 from replicax.migrate.rewrite import Rewriter
-from replicax.migrate.scopes import plan_scopes
 from replicax.migrate.script import MARK, Finding, Script
-from replicax.migrate.sessions import plan_sessions, plan_summaries
-from replicax.migrate.statements import plan_servers, plan_settings
-from replicax.migrate.tensor_arrays import plan_tensor_arrays
-from replicax.migrate.tracing import (
-    find_traced,
-    plan_randomness,
-    report_branches,
-    report_gradients,
-    report_updates,
-)
-from replicax.migrate.trainable import plan_trainable
-from replicax.migrate.training import (
-    plan_train_steps,
-    plan_training,
-    report_late_losses,
-)
 from replicax.migrate.tree import text_of
 
 __all__ = ["Ported", "port"]
@@ -94,46 +79,14 @@ def port(source: bytes) -> Ported:
     """
     module = cst.parse_module(source)
     marked = _marked_lines(source, module.encoding)
-    if not uses_tensorflow(module):
+    if not imports.uses_tensorflow(module):
         return Ported(source=source, left=tuple(marked), notes=())
     aligned = cst.PartialParserConfig(encoding=module.encoding)
     script = Script(cst.parse_module(_mark_alignment(module.code), aligned))
-    find_retained(script)
-    find_traced(script)
-    plan_eager_steps(script)
-    plan_servers(script)
-    plan_pipelines(script)
-    plan_lookups(script)
-    plan_settings(script)
-    plan_summaries(script)
-    plan_tensor_arrays(script)
-    plan_randomness(script)
-    plan_sessions(script)
-    plan_training(script)
-    plan_train_steps(script)
-    report_late_losses(script)
-    plan_gradient_sums(script)
-    plan_trainable(script)
-    plan_logits(script)
-    plan_files(script)
-    plan_arguments(script)
-    plan_identifiers(script)
-    plan_metrics(script)
-    plan_results(script)
-    report_shared_optimizers(script)
-    _report_backend(script)
-    report_branches(script)
-    report_gradients(script)
-    report_updates(script)
-    plan_models(script)
-    plan_scopes(script)
-    plan_resets(script)
-    plan_layer_calls(script)
-    plan_input_shapes(script)
-    report_functional(script)
-    plan_operations(script)
+    for plan in _PLANNERS:
+        plan(script)
     changed = script.module.visit(Rewriter(script))
-    changed = ported_imports(script, changed)
+    changed = imports.ported_imports(script, changed)
     if script.names.is_assumed:
         line = min((script.line(s) for s in script.module.body), default=1)
         what = "`tf` is nowhere imported: it is taken for TensorFlow"
@@ -150,16 +103,51 @@ def _report_backend(script: Script) -> None:
             script.leave(node, "replicax needs Keras on its 'jax' backend")
 
 
+_PLANNERS = (
+    imports.find_retained,
+    tracing.find_traced,
+    tracing.plan_eager_steps,
+    statements.plan_servers,
+    pipelines.plan_pipelines,
+    host.plan_lookups,
+    statements.plan_settings,
+    sessions.plan_summaries,
+    tensor_arrays.plan_tensor_arrays,
+    tracing.plan_randomness,
+    sessions.plan_sessions,
+    training.plan_training,
+    training.plan_train_steps,
+    training.report_late_losses,
+    gradient_sums.plan_gradient_sums,
+    training.plan_trainable,
+    logits.plan_logits,
+    files.plan_files,
+    keras_calls.plan_arguments,
+    keras_calls.plan_identifiers,
+    keras_calls.plan_metrics,
+    keras_calls.plan_results,
+    optimizer_calls.report_shared_optimizers,
+    _report_backend,
+    tracing.report_branches,
+    tracing.report_gradients,
+    tracing.report_updates,
+    scopes.plan_models,
+    scopes.plan_scopes,
+    methods.plan_resets,
+    layer_calls.plan_layer_calls,
+    layer_calls.plan_input_shapes,
+    functional.report_functional,
+    functional.plan_operations,
+)
+"""Look at the whole script, and plan or report; each knows what those before found."""
+
+
 def _ported(script: Script, source: bytes, marked: list[Finding]) -> Ported:
-    findings = script.findings
-    found = {f.reason for f in findings}
-    left = {f for f in findings if f.is_left}
-    left |= {f for f in marked if f.reason not in found}
-    return Ported(
-        source=source,
-        left=tuple(sorted(left)),
-        notes=tuple(sorted(f for f in findings if not f.is_left)),
-    )
+    reasons = {each.reason for each in script.findings}
+    found = {*script.findings, *(f for f in marked if f.reason not in reasons)}
+    left = tuple(sorted(f for f in found if f.is_left))
+    notes = tuple(sorted(f for f in found if not f.is_left))
+    return Ported(source=source, left=left, notes=notes)
 
 
 def _marked_lines(source: bytes, encoding: str) -> list[Finding]:

@@ -1,5 +1,10 @@
-"""Finds the functions that strategies trace, and what tracing changes in them."""
+"""Finds the functions that strategies trace, and what tracing changes in them.
 
+In a script without a strategy, calls of a `@tf.function` with a tape become
+`rx.get_strategy().run(f, args=...)`.
+"""
+
+import functools
 import itertools
 from collections.abc import Collection, Iterable, Iterator
 
@@ -13,8 +18,10 @@ from replicax.migrate.tree import (
     attr_of,
     find,
     is_name,
+    keyword_of,
     last_name,
     method_of,
+    methods_of,
     names_in,
     object_of,
     only_of,
@@ -33,17 +40,15 @@ __all__ = [
     "is_tensor",
     "is_traced",
     "makes_spec",
+    "plan_eager_steps",
     "plan_randomness",
     "report_branches",
     "report_gradients",
     "report_updates",
     "scopes",
     "strategy_of",
-    "trace",
     "with_called",
 ]
-
-_METHODS = frozenset(["train_step", "test_step", "predict_step", "call"])
 
 
 def is_graph_decorator(script: Script, decorator: cst.Decorator) -> bool:
@@ -64,12 +69,8 @@ def find_traced(script: Script) -> None:
     Methods of models and layers that `fit` compiles count, and so do model functions of
     estimators.
     """
-    trace(script, [*_run_by_strategies(script), *_compiled_methods(script)])
-
-
-def trace(script: Script, functions: Iterable[cst.CSTNode]) -> None:
-    """Record functions as traced, with those that they call."""
-    script.traced_functions |= with_called(script, functions)
+    first = [*_run_by_strategies(script), *_compiled_methods(script)]
+    script.traced_functions |= with_called(script, first)
 
 
 def with_called(script: Script, functions: Iterable[cst.CSTNode]) -> set[cst.CSTNode]:
@@ -106,15 +107,14 @@ def _functions_of(script: Script, node: Expression) -> Iterator[cst.CSTNode]:
 
 
 def _compiled_methods(script: Script) -> Iterator[cst.CSTNode]:
+    methods = {"train_step", "test_step", "predict_step", "call"}
     for node in script.nodes(cst.FunctionDef):
-        owner = class_of(script, node)
-        bases = foreign_bases(script, owner) if owner is not None else []
-        is_keras = node.name.value in _METHODS and bool(bases)
-        if is_keras or makes_spec(script, node):
+        bases = foreign_bases(script, class_of(script, node))
+        if (node.name.value in methods and bases) or makes_spec(script, node):
             yield node
 
 
-def foreign_bases(script: Script, owner: cst.ClassDef) -> list[Expression]:
+def foreign_bases(script: Script, owner: cst.ClassDef | None) -> list[Expression]:
     """The bases of a class, and of its bases, that the script does not define."""
     seen = with_bases(script, owner)
     named = {each.name.value for each in seen} | {"object", "ABC", "Protocol"}
@@ -122,9 +122,9 @@ def foreign_bases(script: Script, owner: cst.ClassDef) -> list[Expression]:
     return [base for base in found if script.code(base) not in named]
 
 
-def class_of(script: Script, function: cst.FunctionDef) -> cst.ClassDef | None:
+def class_of(script: Script, function: cst.FunctionDef | None) -> cst.ClassDef | None:
     """The class that a function is a method of; None if it is no method."""
-    block = script.parent(function)
+    block = script.parent(function) if function else None
     owner = script.parent(block) if block else None
     return owner if isinstance(owner, cst.ClassDef) else None
 
@@ -149,49 +149,55 @@ def plan_randomness(script: Script) -> None:
     Methods of layers and models have one of their own. Steps that cannot see a scope's
     variables get none, and are reported.
     """
+    blocks = list(scopes(script))
     for node in script.calls:
-        if script.called(node) in RANDOM and is_traced(script, node):
-            owner = _layer_around(script, node)
-            if owner is not None and _plan_generator(script, owner):
-                script.generators[node] = f"self.{_GENERATOR}"
-                continue
-            blocks = list(scopes(script))
-            around = {script.module, *script.parents(node)}
-            visible = (
-                b for b in blocks if (script.function_of(b) or script.module) in around
-            )
-            if (block := next(visible, None)) is not None:
-                name = script.generators[node] = _free_name(script)
-                made = f"{script.here('keras.random.SeedGenerator')}(seed=0)"
-                script.first_lines[block] = f"{name} = {made}"
-            elif not blocks:
-                _insert_generator(script, node)
+        if script.called(node) not in RANDOM or not is_traced(script, node):
+            continue
+        if _plan_own_generator(script, node):
+            script.generators[node] = f"self.{_GENERATOR}"
+            continue
+        around = {script.module, *script.parents(node)}
+        homes = {block: script.function_of(block) or script.module for block in blocks}
+        block = next((b for b in blocks if homes[b] in around), None)
+        line = f"{_free_name(script)} = {_made(script, 'seed=0')}"
+        if block is not None:
+            script.generators[node] = _free_name(script)
+            script.first_lines[block] = line
+        elif not blocks:
+            _insert_generator(script, node, line)
 
 
 _GENERATOR = "seed_generator"
 
 
-def _layer_around(script: Script, node: cst.CSTNode) -> cst.ClassDef | None:
-    """The class of layers or models that a node is in a method of; None outside."""
+def _free_name(script: Script) -> str:
+    return f"{_GENERATOR}_" if script.names.is_bound(_GENERATOR) else _GENERATOR
+
+
+def _made(script: Script, arguments: str = "") -> str:
+    return f"{script.here('keras.random.SeedGenerator')}({arguments})"
+
+
+def _plan_own_generator(script: Script, node: cst.Call) -> bool:
+    """Plan `self.seed_generator` in the constructor of the layer that a call is in.
+
+    Returns:
+        Whether that can be done, and the call is in a method of a layer or model.
+    """
     function = script.function_of(node)
-    owner = class_of(script, function) if function is not None else None
-    params = [p.name.value for p in function.params.params] if function else []
-    is_layer = owner and is_class_of(script, owner, ("layer", "model"))
-    return owner if is_layer and params[:1] == ["self"] else None
-
-
-def _plan_generator(script: Script, owner: cst.ClassDef) -> bool:
-    """Plan `self.seed_generator` in the constructor of a class; False if it cannot."""
-    if owner in script.with_generator:
-        return True
-    if _GENERATOR in names_in(owner):
+    owner = class_of(script, function)
+    names = [p.name.value for p in function.params.params] if function else []
+    is_layer = is_class_of(script, owner, ("layer", "model"))
+    if owner is None or not is_layer or names[:1] != ["self"]:
         return False
-    code = f"self.{_GENERATOR} = {script.here('keras.random.SeedGenerator')}()"
-    methods = [each for each in owner.body.body if isinstance(each, cst.FunctionDef)]
-    init = next((m for m in methods if m.name.value == "__init__"), None)
-    place: cst.CSTNode | None = methods[0]
+    if owner in script.with_generator or _GENERATOR in names_in(owner):
+        return owner in script.with_generator
+    code = f"self.{_GENERATOR} = {_made(script)}"
+    methods = methods_of(owner)
+    init = methods.get("__init__")
+    place: cst.CSTNode | None = next(iter(methods.values()))
     if init is not None:  # Below `super().__init__(...)`.
-        lines = (each for each in init.body.body if _calls_constructor(only_of(each)))
+        lines = (each for each in init.body.body if _calls_constructor(each))
         place = next(lines, None)
     if place is None or place in script.replacements:
         return False
@@ -206,7 +212,8 @@ def _plan_generator(script: Script, owner: cst.ClassDef) -> bool:
     return True
 
 
-def _calls_constructor(small: cst.CSTNode | None) -> bool:
+def _calls_constructor(line: cst.CSTNode) -> bool:
+    small = only_of(line)
     return isinstance(small, cst.Expr) and method_of(small.value) == "__init__"
 
 
@@ -219,18 +226,13 @@ def _below(text: str, updated: cst.FunctionDef) -> Replacement:
     return cst.FlattenSentinel([above, updated.with_changes(leading_lines=lines)])
 
 
-def _insert_generator(script: Script, node: cst.Call) -> None:
+def _insert_generator(script: Script, node: cst.Call, line: str) -> None:
     """Plan a generator above a function, for steps of the default strategy."""
     around = [n for n in script.parents(node) if isinstance(n, cst.FunctionDef)]
     if len(around) == 1 and script.parent(around[0]) is script.module:
-        name = script.generators[node] = _free_name(script)
-        line = f"{name} = {script.here('keras.random.SeedGenerator')}(seed=0)"
+        script.generators[node] = _free_name(script)
         if not any(line in lines for lines in script.inserted.values()):
             script.inserted[around[0]] = [line]
-
-
-def _free_name(script: Script) -> str:
-    return f"{_GENERATOR}_" if script.names.is_bound(_GENERATOR) else _GENERATOR
 
 
 def has_scope(script: Script) -> bool:
@@ -255,8 +257,6 @@ def strategy_of(script: Script, block: cst.CSTNode) -> Expression:
 
 _MODULES_OF_ARRAYS = ("keras.activations.", "keras.ops.", "keras.random.")
 _STATIC = ("keras.ops.shape", "keras.ops.size", "keras.ops.ndim", "keras.ops.is_tensor")
-
-
 _BRANCHING = ("cond", "case", "foldl", "map_fn", "scan", "switch_case", "while_loop")
 
 
@@ -309,7 +309,8 @@ def report_updates(script: Script) -> None:
     only a script's own steps keep.
     """
     calls = (f for f in script.functions("call") if class_of(script, f) is not None)
-    has_own_steps = all(_has_own(script, *each) for each in _STEPS)
+    run = {method_of(each) for each in script.calls}
+    has_own_steps = all(script.functions(s) or not run & _STEPS[s] for s in _STEPS)
     for function in sorted(with_called(script, calls), key=script.line):
         for call in find(function, cst.Call):
             name = method_of(call)
@@ -322,17 +323,11 @@ def report_updates(script: Script) -> None:
                 script.leave(call, MESSAGES["metric_in_call"])
 
 
-_STEPS = (
-    ("train_step", ("fit", "fit_generator", "train_on_batch")),
-    ("test_step", ("evaluate", "evaluate_generator", "test_on_batch")),
-)
+_STEPS = {
+    "train_step": {"fit", "fit_generator", "train_on_batch"},
+    "test_step": {"evaluate", "evaluate_generator", "test_on_batch"},
+}
 """Methods of models, with those that run them."""
-
-
-def _has_own(script: Script, step: str, runners: tuple[str, ...]) -> bool:
-    """Whether a script has a step of its own, or runs none."""
-    is_run = any(method_of(each) in runners for each in script.calls)
-    return bool(script.functions(step)) or not is_run
 
 
 def _is_gradient(script: Script, node: Expression) -> bool:
@@ -350,8 +345,7 @@ def _is_gradient(script: Script, node: Expression) -> bool:
 
 def _tensors(script: Script, function: cst.FunctionDef) -> set[str]:
     """The names to which a function assigns nothing but tensors."""
-    tensors: set[str] = set()
-    others: set[str] = set()
+    tensors, others = set[str](), set[str]()
     for node in find(function.body, cst.Assign):
         found = tensors if is_tensor(script, node.value, tensors) else others
         targets = (each.target for each in node.targets)
@@ -376,3 +370,86 @@ def is_tensor(script: Script, node: Expression, names: Collection[str] = ()) -> 
     ):
         return False
     return any(is_tensor(script, part, names) for part in operands(node))
+
+
+# Scripts without a strategy.
+
+_OBJECTS = ("model", "layer", "optimizer", "callback")
+"""Kinds of objects that `run` does not take as arguments: they are no arrays."""
+
+
+def plan_eager_steps(script: Script) -> None:
+    """Plan `rx.get_strategy().run` for calls of a `@tf.function` with a tape.
+
+    The tape may be in a function that it calls.
+    """
+    if has_scope(script):
+        return
+    steps = {
+        f: found for f in script.nodes(cst.FunctionDef) if (found := _tapes(script, f))
+    }
+    inner = {f for step in steps for f in with_called(script, [step]) - {step}}
+    # Those that others call are run by them.
+    for function in sorted(steps, key=lambda f: f in inner):
+        is_run = all(is_traced(script, tape) for tape in steps[function])
+        if not is_run and (calls := _calls_of(script, function)):
+            script.traced_functions |= with_called(script, [function])
+            for call in calls:
+                script.replacements[call] = functools.partial(_run, script, call)
+
+
+def _tapes(script: Script, function: cst.FunctionDef) -> list[cst.Call]:
+    """The tapes that a `@tf.function` makes, by itself or by what it calls."""
+    if not any(is_graph_decorator(script, d) for d in function.decorators):
+        return []
+    found = with_called(script, [function])
+    calls = (call for each in found for call in find(each, cst.Call))
+    return [call for call in calls if script.called(call) == "GradientTape"]
+
+
+def _calls_of(script: Script, function: cst.FunctionDef) -> list[cst.Call] | None:
+    """The call sites of a function; None unless `run` can make all of its uses."""
+    name = function.name.value
+    owner = class_of(script, function)
+    if is_class_of(script, owner, _OBJECTS):
+        return None
+    names = script.nodes(cst.Name if owner is None else cst.Attribute)
+    uses = [n for n in names if last_name(n) == name and n is not function.name]
+    found = [
+        call
+        for use in uses
+        if isinstance(call := script.parent(use), cst.Call)
+        and call.func is use
+        and _takes(script, call)
+    ]
+    is_single = len(script.functions(name)) == 1 and len(found) == len(uses)
+    return found if is_single else None
+
+
+def _takes(script: Script, call: cst.Call) -> bool:
+    """Whether `run` can make a call: of arrays and numbers, outside of other steps."""
+    return not is_traced(script, call) and not any(
+        arg.star
+        or isinstance(arg.value, cst.BaseString | cst.Lambda)
+        or kind_of(script, arg.value) in _OBJECTS
+        for arg in call.args
+    )
+
+
+def _run(script: Script, call: cst.Call, updated: cst.Call) -> Expression:
+    """Replace a call by `run` in the default strategy; a used result is reduced."""
+    code = script.code
+    given = [code(a.value) for a in updated.args if not a.keyword]
+    args = f", args=({', '.join(given)}{',' * (len(given) == 1)})" if given else ""
+    pairs = [
+        f"{script.string(keyword_of(a)).value}: {code(a.value)}"
+        for a in updated.args
+        if a.keyword
+    ]
+    args += f", kwargs={{{', '.join(pairs)}}}" if pairs else ""
+    strategy = f"{script.here('rx.get_strategy')}()"
+    text = f"{strategy}.run({code(updated.func)}{args})"
+    if not isinstance(script.parent(call), cst.Expr):
+        total = script.string("sum").value
+        text = f"{strategy}.reduce({total}, {text}, axis=None)"
+    return cst.parse_expression(text)

@@ -11,10 +11,10 @@ import functools
 
 import libcst as cst
 
-from replicax.migrate.kinds import is_class_of, is_kind
-from replicax.migrate.origins import definitions, with_bases
-from replicax.migrate.script import Expression, Replacement, Script, Unported
-from replicax.migrate.tables import MESSAGES
+from replicax.migrate.kinds import is_class_of, is_kind, origins
+from replicax.migrate.origins import definitions, iterated, with_bases
+from replicax.migrate.script import Expression, Replacement, Script, Statement, Unported
+from replicax.migrate.tables import MESSAGES, NAMES
 from replicax.migrate.tracing import class_of, makes_spec
 from replicax.migrate.tree import (
     attr_of,
@@ -37,7 +37,97 @@ from replicax.migrate.tree import (
     walk,
 )
 
-__all__ = ["plan_train_steps", "plan_training", "report_late_losses"]
+__all__ = [
+    "plan_train_steps",
+    "plan_trainable",
+    "plan_training",
+    "report_late_losses",
+]
+
+
+def plan_trainable(script: Script) -> None:
+    """Plan to switch `trainable` on around training steps, or report assignments."""
+    assigned = [
+        (node, target)
+        for node in script.nodes(cst.Assign)
+        if isinstance(target := node.targets[0].target, cst.Attribute)
+        and target.attr.value == "trainable"
+    ]
+    for node, target in assigned:
+        owner = _owner_of_layers(script, target.value)
+        same = [t for _, t in assigned if script.code(t) == script.code(target)]
+        if owner is not None:
+            _plan_assignment(script, node, owner, is_part=True)
+        elif len(same) == 1:  # Else the script switches it by itself.
+            _plan_assignment(script, node, target.value, is_part=False)
+
+
+def _owner_of_layers(script: Script, node: Expression) -> Expression | None:
+    """The model whose layers a loop gives a name to; None for other names."""
+    for made in definitions(script, node):
+        match iterated(script, made.node):
+            case (cst.Attribute(attr=cst.Name("layers"), value=model), _):
+                return model
+    return None
+
+
+def _plan_assignment(
+    script: Script, node: cst.Assign, model: Expression, *, is_part: bool
+) -> None:
+    """Plan the port of an assignment to a model's, or its layers', `trainable`."""
+    trained = _calls_of(script, model, NAMES["training_methods"])
+    if not trained or not _is_late(script, node, model):
+        return
+    lines = {script.statement_of(call): call for call in trained}
+    is_plain = all(only_of(x) and x not in script.replacements for x in lines)
+    if is_part or not is_plain or not is_name(node.value, "False"):
+        script.leave(node, MESSAGES["late_trainable"])
+        return
+    script.note(node, MESSAGES["switched_trainable"])
+    for line, call in lines.items():
+        text = script.code(object_of(call))
+        script.replacements[line] = functools.partial(_switched, text)
+
+
+def _calls_of(
+    script: Script, model: Expression, names: tuple[str, ...]
+) -> list[cst.Call]:
+    """The calls of some methods of a model, here or where it has another name."""
+    made = {each for each in origins(script, model) if isinstance(each, cst.Call)}
+    calls = (call for call in script.calls if method_of(call) in names)
+    return [
+        call
+        for call in calls
+        if script.code(object_of(call)) == script.code(model)
+        or not made.isdisjoint(origins(script, object_of(call)))
+    ]
+
+
+def _is_late(script: Script, node: cst.Assign, model: Expression) -> bool:
+    """Whether a model was compiled before an assignment, and is not compiled again.
+
+    It was where the function that makes it compiles it, and another one assigns.
+    """
+    around = script.function_of(node)
+    compiled = _calls_of(script, model, ("compile",))
+    here = [script.line(c) for c in compiled if script.function_of(c) is around]
+    if here:
+        return max(here) < script.line(node)
+    made = {
+        script.function_of(c) for c in origins(script, model) if isinstance(c, cst.Call)
+    }
+    return any(script.function_of(call) in made - {None} for call in compiled)
+
+
+def _switched(model: str, updated: Statement) -> Replacement:
+    """A training step between lines that switch `trainable` on and off."""
+    first = cst.parse_statement(f"{model}.trainable = True")
+    first = first.with_changes(leading_lines=updated.leading_lines)
+    last = cst.parse_statement(f"{model}.trainable = False")
+    return cst.FlattenSentinel([first, updated.with_changes(leading_lines=()), last])
+
+
+# Models that are frozen behind their compile.
 
 
 def plan_training(script: Script) -> None:
@@ -270,9 +360,8 @@ def _check_compiled_loss(
     has_both = value_of(node, 0, "y_true") and value_of(node, 1, "y_pred")
     if not has_both or any(arg.star for arg in args) or len(args) > 4:
         raise Unported(_COMPILED_LOSS)
-    owner = script.class_around(node)
-    owners = [owner] if model == "self" and owner is not None else []
-    if any("compute_loss" in methods_of(c) for c in with_bases(script, *owners)):
+    owner = script.class_around(node) if model == "self" else None
+    if any("compute_loss" in methods_of(c) for c in with_bases(script, owner)):
         raise Unported(MESSAGES["own_compute_loss"])
     losses = value_of(node, 3, "regularization_losses")
     adds = f"compute_loss adds {model}.losses"
@@ -301,11 +390,11 @@ def plan_train_steps(script: Script) -> None:
     """Plan updates of the metric `loss` in steps that log nothing but their loss."""
     for function in [*script.functions("train_step"), *script.functions("test_step")]:
         owner = class_of(script, function)
-        if owner is not None and is_class_of(script, owner, ("model",)):
-            owners = with_bases(script, owner)
-            has_metrics = any("metrics" in methods_of(each) for each in owners)
-            if not has_metrics and "compiled_loss" not in names_in(function):
-                _plan_log(script, function)
+        owners = with_bases(script, owner)
+        has_metrics = any("metrics" in methods_of(each) for each in owners)
+        is_plain = not has_metrics and "compiled_loss" not in names_in(function)
+        if is_plain and is_class_of(script, owner, ("model",)):
+            _plan_log(script, function)
 
 
 def _plan_log(script: Script, function: cst.FunctionDef) -> None:
