@@ -208,9 +208,9 @@ def _references(
 
 def _problem(script: Script, node: cst.CSTNode, path: str) -> str | None:
     """Why a name of TensorFlow has no counterpart in NumPy; None if it has."""
-    call, target = script.parent(node), EXACT.get(path)
+    call, target = script.call_of(node), EXACT.get(path)
     is_there = path.removeprefix("dtypes.") in NAMES["dtypes"] or path == "Tensor"
-    if isinstance(call, cst.Call) and call.func is node:
+    if call is not None:
         if path in HOST_RULES:
             try:
                 HOST_RULES[path](CallSite(script, call, call, path))
@@ -361,9 +361,8 @@ def _why_no_generator(
     for use in script.nodes(cst.Name):
         if use.value != function.name.value or use is function.name:
             continue
-        call = script.parent(use)
-        is_called = isinstance(call, cst.Call) and call.func is use
-        is_known = is_called and not mapped.isdisjoint(script.parents(use))
+        is_inside = not mapped.isdisjoint(script.parents(use))
+        is_known = is_inside and script.call_of(use) is not None
         if not is_known and script.call_with(use) not in script.maps:
             return "is used outside of `map`, too"
     return None
@@ -385,9 +384,9 @@ def plan_random(script: Script, call: cst.Call, functions: set[cst.CSTNode]) -> 
         for node in find(function, cst.Call):
             if script.called(node) in HOST_RANDOM:
                 script.generators[node] = name
-            elif isinstance(node.func, cst.Name) and not drawing.isdisjoint(
-                script.functions(node.func.value)
-            ):
+                continue
+            named = node.func.value if isinstance(node.func, cst.Name) else ""
+            if not drawing.isdisjoint(script.functions(named)):
                 script.extra_arguments[node] = keyword(name, cst.Name(name))
 
 
@@ -442,8 +441,8 @@ def _is_list(script: Script, node: Expression) -> bool:
 
 def _lookup_call(script: Script, use: cst.CSTNode) -> cst.Call:
     """The call of a layer at a use: in a pipeline's function, or of words in sight."""
-    call = script.parent(use)
-    if not isinstance(call, cst.Call) or call.func is not use or len(call.args) != 1:
+    call = script.call_of(use)
+    if call is None or len(call.args) != 1:
         raise Unported("it is not called with words alone")
     is_named_so = is_name(use, "word")  # The port's lambda has this parameter.
     words = _shown_words(script, call.args[0].value)

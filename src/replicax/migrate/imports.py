@@ -1,6 +1,7 @@
 """Ports imports: replaces those of TensorFlow by those that the ported code needs."""
 
 import itertools
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,15 +37,14 @@ def uses_tensorflow(module: cst.Module) -> bool:
 
     Names of the package `keras` that Keras 3 does not have count as TensorFlow's.
     """
-    imports = [*find(module, cst.Import, cst.ImportFrom)]
+    imports = find(module, cst.Import, cst.ImportFrom)
     pairs = [pair for node in imports for pair in import_names(node)]
-    targets = (node.target for node in find(module, cst.AssignTarget))
-    is_bound = any(is_name(target, "tf") for target in targets)
-    is_bound = is_bound or any(local == "tf" for local, _ in pairs)
-    attributes = find(module, cst.Attribute)
-    return any(_is_old(name) for _, name in pairs) or (
-        not is_bound and any(is_name(node.value, "tf") for node in attributes)
-    )
+    if any(_is_old(name) for _, name in pairs):
+        return True
+    assigned = any(is_name(x.target, "tf") for x in find(module, cst.AssignTarget))
+    is_bound = assigned or any(local == "tf" for local, _ in pairs)
+    is_used = any(is_name(x.value, "tf") for x in find(module, cst.Attribute))
+    return is_used and not is_bound
 
 
 def _is_old(name: str) -> bool:
@@ -87,19 +87,15 @@ def _module_target(name: str) -> str | None:
 
 def _name_target(name: str) -> str | None:
     """The target of an imported name in Keras, if both have the same last part."""
-    path = path_in_tensorflow(name)
-    target = _module_target(name)
-    if path is None or target is None or path in DEVICE_OPERATORS:
-        return None
+    path, target = path_in_tensorflow(name) or "", _module_target(name) or ""
     is_same = target.rpartition(".")[2] == path.rpartition(".")[2]
-    return target if is_same else None
+    return target if is_same and path not in DEVICE_OPERATORS else None
 
 
 def ported_imports(script: Script, module: cst.Module) -> cst.Module:
     """Port the imports of a module whose other code is ported."""
     used = used_names(module)
-    module = module.visit(_Imports(script, used))
-    return _with_new_imports(script, module, used)
+    return _with_new_imports(script, module.visit(_Imports(script, used)), used)
 
 
 class _Imports(cst.CSTTransformer):
@@ -172,19 +168,19 @@ class _Imports(cst.CSTTransformer):
     def _from_import(
         self, small: cst.ImportFrom, aliases: Sequence[cst.ImportAlias]
     ) -> list[cst.BaseSmallStatement]:
-        groups: dict[str, list[cst.ImportAlias]] = {}
+        groups = defaultdict[str, list[cst.ImportAlias]](list)
         module = module_of(small)
         for alias in aliases:
             name = alias.evaluated_name
             local = alias.evaluated_alias or name
             target = self._script.retained.get(local)
             if target is not None and self._stays(local):
-                groups.setdefault(target.rpartition(".")[0], []).append(alias)
+                groups[target.rpartition(".")[0]].append(alias)
             elif target is None and local in self._used:
                 reason = find_reason(path_in_tensorflow(f"{module}.{name}") or "")
                 if reason not in self._reported:  # Else its use was reported.
                     self._leave(small, reason)
-                groups.setdefault(module, []).append(alias)
+                groups[module].append(alias)
         made: list[cst.BaseSmallStatement] = []
         for home, names in groups.items():
             names[-1] = names[-1].with_changes(comma=aliases[-1].comma)
@@ -305,25 +301,29 @@ def _late_imports(module: cst.Module, place: int) -> set[str]:
 
 def _place(script: Script, module: cst.Module) -> int:
     """The index for new imports: that of the first import of Keras or TensorFlow."""
-    before = list(itertools.takewhile(lambda x: not _is_anchor(x), script.module.body))
-    if len(before) < len(script.module.body):
-        index = sum(len(script.outcomes.get(each, [each])) for each in before)
-        return min(index, len(module.body))
+    index = 0
+    for each in script.module.body:
+        if _is_anchor(each):
+            return min(index, len(module.body))
+        index += len(script.outcomes.get(each, [each]))
     return len(list(itertools.takewhile(_is_prologue, module.body)))
 
 
 def _is_anchor(statement: cst.CSTNode) -> bool:
     """Whether a line imports Keras or TensorFlow."""
-    small = statement.body if isinstance(statement, cst.SimpleStatementLine) else ()
-    imports = [x for x in small if isinstance(x, (cst.Import, cst.ImportFrom))]
-    names = [name for each in imports for _, name in import_names(each)]
+    if not isinstance(statement, cst.SimpleStatementLine):
+        return False
+    imports = find(statement, cst.Import, cst.ImportFrom)
+    names = (name for each in imports for _, name in import_names(each))
     return any(path_in_tensorflow(name) is not None for name in names)
 
 
 def _is_prologue(statement: cst.CSTNode) -> bool:
     """Whether a line is a docstring, or imports from `__future__`."""
-    body = statement.body if isinstance(statement, cst.SimpleStatementLine) else ()
-    small = body[0] if body else None
-    if isinstance(small, cst.Expr):
-        return isinstance(small.value, (cst.SimpleString, cst.ConcatenatedString))
-    return isinstance(small, cst.ImportFrom) and module_of(small) == "__future__"
+    match only_of(statement):
+        case cst.Expr(value=cst.SimpleString() | cst.ConcatenatedString()):
+            return True
+        case cst.ImportFrom(module=cst.Name("__future__")):
+            return True
+        case _:
+            return False

@@ -109,7 +109,7 @@ class _Port:
         saved: list[cst.Call] = []
         compiled: set[cst.CSTNode] = set()
         for use in self._uses():
-            parent, call = self._script.parent(use), self._script.method_call(use)
+            call = self._script.method_call(use)
             method = method_of(call)
             if method == "compile" and call is not None:
                 changes += self._metrics(call)
@@ -120,9 +120,9 @@ class _Port:
                 saved.append(call)
             elif method in NAMES["unclear_attributes"] and method != "add":
                 raise Unported(method)
-            elif isinstance(parent, cst.Call) and parent.func is use:
-                wrapped += self._called(parent)
-            elif call is None and not self._is_harmless(use, parent):
+            elif (called := self._script.call_of(use)) is not None:
+                wrapped += self._called(called)
+            elif call is None and not self._is_harmless(use):
                 raise Unported("used in other ways")
         self._require_own(compiled)
         self._apply(changes, wrapped, saved)
@@ -191,7 +191,8 @@ class _Port:
         name = _name_in(self._script, maker, "metrics")
         return self._kind == "softmax" and name in NAMES["ranking_metrics"]
 
-    def _is_harmless(self, use: cst.CSTNode, parent: cst.CSTNode | None) -> bool:
+    def _is_harmless(self, use: cst.CSTNode) -> bool:
+        parent = self._script.parent(use)
         if isinstance(parent, cst.Attribute):  # Such as trainable_variables.
             return parent.attr.value not in NAMES["unclear_attributes"]
         if isinstance(parent, cst.AssignTarget | cst.Assign | cst.Return | cst.If):

@@ -110,6 +110,12 @@ class Names:
         scope = self._scopes.get(root) if root else None
         return self._module_name(scope, text) if scope and text else None
 
+    def is_read(self, node: cst.Name) -> bool:
+        """Whether a name is read where it stands, not bound or a keyword."""
+        scope = self._scopes.get(node)
+        accesses = scope.accesses[node.value] if scope else ()
+        return any(access.node is node for access in accesses)
+
     def key(self, name: cst.Name) -> tuple[int, str] | None:
         """The key of a variable: the id of the scope that binds it, and its name."""
         scope = self._scopes.get(name)

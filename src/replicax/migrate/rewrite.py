@@ -18,13 +18,12 @@ from replicax.migrate.script import (
     Replacement,
     Script,
     Statement,
-    is_mark,
     mark_text,
     with_marks,
 )
 from replicax.migrate.tables import MESSAGES, NOTES, find_reason, find_target
 from replicax.migrate.tracing import is_graph_decorator
-from replicax.migrate.tree import only_of, renamed, root_of, walk, with_args
+from replicax.migrate.tree import only_of, renamed, walk, with_args
 
 __all__ = ["Rewriter"]
 
@@ -115,18 +114,8 @@ def _attribute(
 
 
 def _name(script: Script, node: cst.Name, updated: cst.Name) -> Expression:
-    is_ours = script.names.path(node) is not None and _is_read(script, node)
+    is_ours = script.names.path(node) is not None and script.names.is_read(node)
     return _reference(script, node) if is_ours else updated
-
-
-def _is_read(script: Script, node: cst.Name) -> bool:
-    parent = script.parent(node)
-    if isinstance(parent, cst.Arg):
-        return parent.keyword is not node
-    if isinstance(parent, (cst.Param, cst.FunctionDef, cst.ClassDef)):
-        return parent.name is not node
-    bindings = (cst.AssignTarget, cst.NameItem, cst.AsName, cst.CompFor, cst.AnnAssign)
-    return not isinstance(parent, bindings)
 
 
 def _reference(script: Script, node: cst.Name | cst.Attribute) -> Expression:
@@ -134,8 +123,6 @@ def _reference(script: Script, node: cst.Name | cst.Attribute) -> Expression:
     if path == "data.Dataset" and _is_hint(script, node):
         return script.template("grain.MapDataset | grain.IterDataset")
     target = find_target(path)
-    root = root_of(node)
-    local = root.value if root else ""
     if target is None:
         script.leave(node, find_reason(path) if path else _MODULE_AS_VALUE)
         return node
@@ -144,12 +131,7 @@ def _reference(script: Script, node: cst.Name | cst.Attribute) -> Expression:
         return node
     if note := NOTES.get(path):
         script.note(node, f"tf.{path}: {note}")
-    kept = script.retained.get(local)
-    if local in script.names.aliases:
-        kept = find_target(script.names.aliases[local])
-    if kept is not None and (f"{target}.").startswith(f"{kept}."):
-        return cst.parse_expression(local + target[len(kept) :])
-    return script.expression(target)
+    return script.reference(node, target)
 
 
 def _is_hint(script: Script, node: cst.CSTNode) -> bool:
@@ -326,10 +308,8 @@ def _without_repeated(
     Returns:
         The lines, and the reasons of pipelines' marks among them.
     """
-    marks = (mark_text(line) for line in lines if is_mark(line))
-    reasons = {mark for mark in marks if mark.startswith(STAYS)}
-    kept = [x for x in lines if not (is_mark(x) and mark_text(x) in shown)]
-    return kept, reasons
+    reasons = {mark_text(x) for x in lines if mark_text(x).startswith(STAYS)}
+    return [x for x in lines if mark_text(x) not in shown], reasons
 
 
 def _is_docstring(statement: cst.CSTNode) -> bool:

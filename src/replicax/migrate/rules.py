@@ -124,13 +124,10 @@ class CallSite:
         Raises:
             Unported: If Keras 3 does not have it.
         """
-        script, target = self.script, find_target(self.path)
+        target = find_target(self.path)
         if target is None or not exists(target):
             raise Unported(f"tf.{self.path} is not in Keras 3")
-        local, _, rest = script.code(self.node.func).partition(".")
-        kept = script.retained.get(local)
-        is_kept = kept is not None and ".".join(filter(None, [kept, rest])) == target
-        func = self.node.func if is_kept else script.expression(target)
+        func = self.script.reference(self.node.func, target)
         made = self.updated if args is None else with_args(self.updated, [*args])
         return made.with_changes(func=func)
 

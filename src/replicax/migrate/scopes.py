@@ -229,10 +229,9 @@ def _made_outside(script: Script, code: _ReachableCode) -> list[cst.Call]:
 
 def _is_part(script: Script, node: cst.CSTNode) -> bool:
     """Whether an object is called, compiled or in a list, as parts of a model are."""
-    parent = script.parent(node)
-    is_called = isinstance(parent, cst.Call) and parent.func is node
+    is_called = script.call_of(node) is not None
     is_compiled = method_of(script.method_call(node)) == "compile"
-    return is_called or is_compiled or isinstance(parent, cst.Element)
+    return is_called or is_compiled or isinstance(script.parent(node), cst.Element)
 
 
 _BUILDING = ("__call__", "adapt", "build")
@@ -255,12 +254,11 @@ def _is_built(script: Script, made: Expression, code: _ReachableCode) -> bool:
         layer = made.func if isinstance(made, cst.Call) else None
         is_output = layer is not None and kind_of(script, layer) in {"layer", "model"}
         return is_output and is_symbolic(script, made)
-    uses = [use for use in script.uses_of(made) if not code.has(use)]
-    calls = [script.method_call(use) for use in uses]
-    is_called = any(
-        isinstance(p := script.parent(u), cst.Call) and p.func is u for u in uses
+    return any(
+        script.call_of(use) or method_of(script.method_call(use)) in _BUILDING
+        for use in script.uses_of(made)
+        if not code.has(use)
     )
-    return is_called or any(method_of(call) in _BUILDING for call in calls)
 
 
 def _plan_scope(script: Script, call: cst.Call, blocks: _Nodes) -> None:

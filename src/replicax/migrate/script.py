@@ -12,7 +12,7 @@ from libcst.metadata import MetadataWrapper, ParentNodeProvider, PositionProvide
 
 from replicax.migrate.flow import Flow
 from replicax.migrate.names import Names, path_in_tensorflow
-from replicax.migrate.tables import ALIASES, is_dotted
+from replicax.migrate.tables import ALIASES, find_target, is_dotted
 from replicax.migrate.tree import find, imported_modules, parenthesized, root_of, walk
 
 __all__ = [
@@ -23,7 +23,6 @@ __all__ = [
     "Script",
     "Statement",
     "Unported",
-    "is_mark",
     "mark_text",
     "with_marks",
 ]
@@ -196,6 +195,11 @@ class Script:
         names = [self.names.imported(each) for each in (call.func, meant) if each]
         return any(name and ".compat.v1." in f"{name}." for name in names)
 
+    def call_of(self, node: cst.CSTNode) -> cst.Call | None:
+        """The call whose function an original node is; None if it is none's."""
+        call = self.parent(node)
+        return call if isinstance(call, cst.Call) and call.func is node else None
+
     def call_with(self, node: cst.CSTNode) -> cst.Call | None:
         """The call that an original node is an argument of; None if it is of none."""
         arg = self.parent(node)
@@ -205,8 +209,7 @@ class Script:
     def method_call(self, node: cst.CSTNode) -> cst.Call | None:
         """The call of a method of the object that an original node is, if it is one."""
         method = self.parent(node)
-        call = self.parent(method) if isinstance(method, cst.Attribute) else None
-        return call if isinstance(call, cst.Call) and call.func is method else None
+        return self.call_of(method) if isinstance(method, cst.Attribute) else None
 
     def target_of(self, node: cst.CSTNode) -> cst.BaseExpression | None:
         """The first target that an original node is assigned to; None if to none."""
@@ -272,6 +275,17 @@ class Script:
         """A target of the tables as an expression of this script."""
         return cst.parse_expression(self.here(target))
 
+    def reference(self, node: cst.CSTNode, target: str) -> cst.BaseExpression:
+        """A target for an original name, by the local name whose import stays."""
+        root = root_of(node)
+        local = root.value if root else ""
+        is_within = isinstance(node, cst.Attribute)
+        alias = self.names.aliases.get(local) if is_within else None
+        kept = find_target(alias) if alias else self.retained.get(local)
+        if kept is not None and f"{target}.".startswith(f"{kept}."):
+            return cst.parse_expression(local + target[len(kept) :])
+        return self.expression(target)
+
     def here(self, target: str) -> str:
         """The text of a target of the tables in this script."""
         if not is_dotted(target):
@@ -325,7 +339,7 @@ class Script:
 def _with_first_marks(module: cst.Module) -> cst.Module:
     """Move marks from the module's header, where LibCST has them, to its first line."""
     header = list(module.header)
-    while header and is_mark(header[-1]):
+    while header and mark_text(header[-1]):
         header.pop()
     marks = module.header[len(header) :]
     if not marks or not module.body:
@@ -364,20 +378,16 @@ class Finding:
         return f"{self.line}: {self.reason}  [{self.source}]"
 
 
-def is_mark(line: cst.EmptyLine) -> bool:
-    """Whether a line holds a mark of an earlier run."""
-    return line.comment is not None and line.comment.value.startswith(MARK)
-
-
 def mark_text(line: cst.EmptyLine) -> str:
-    """The reason that a mark gives."""
-    return line.comment.value.removeprefix(MARK) if line.comment else ""
+    """The reason that a mark of an earlier run gives; `""` of other lines."""
+    text = line.comment.value if line.comment else ""
+    return text.removeprefix(MARK) if text.startswith(MARK) else ""
 
 
 def with_marks(statement: Statement, reasons: list[str]) -> Statement:
     """`statement` below a comment for each of `reasons` that it does not have yet."""
     lines = statement.leading_lines
-    there = {mark_text(line) for line in lines if is_mark(line)}
+    there = {mark_text(line) for line in lines}
     new = [cst.Comment(MARK + reason) for reason in reasons if reason not in there]
     marks = [cst.EmptyLine(comment=comment) for comment in new]
     return statement.with_changes(leading_lines=[*lines, *marks])

@@ -88,36 +88,28 @@ def _templates(rows: Iterable[str]) -> dict[str, tuple[list[str], str]]:
 _FILE = resources.files("replicax.migrate").joinpath("tables.toml")
 _DATA = tomllib.loads(_FILE.read_text("utf-8"))
 
+# The tables have the names that they have in the file, which says what their rows are.
+# Rows of many names, `value = names`, are by name here.
+
 ALIASES = _texts(_DATA["aliases"])
-"""Modules by the first names of targets, such as `np`."""
 OLD_PREFIXES = _texts(_DATA["old_prefixes"])
-"""Today's prefixes of paths, by their former ones."""
 EXACT = _by_name(_DATA["targets"])
 """Targets of single names, by path."""
 PREFIXES = _texts(_DATA["prefixes"])
-"""Target modules by prefix of the path."""
 NOTES = _by_name(_DATA["notes"])
-"""How ported names behave differently, by path."""
 DROPPED = _by_name(_DATA["dropped"])
-"""Why calls that are statements by themselves are removed, by path."""
 _STAYING = _by_name(_DATA["need_tensorflow"])
 NEED_TENSORFLOW = frozenset(_STAYING)
 """Paths of what Keras 3 makes with TensorFlow on all backends."""
 _REASONS = {**_by_name(_DATA["reasons"]), **_STAYING}
 FOREIGN = _texts(_DATA["foreign"])
-"""Why packages stay, by name."""
 DEVICE_OPERATORS = _operators(_DATA["operators"]["device"])
-"""Operators that run on devices: operations of Keras by path."""
 GUARDED_OPERATORS = _operators(_DATA["operators"]["guarded"])
-"""Operators that run on devices, for calls that a rule has checked first."""
 HOST_OPERATORS = _operators(_DATA["operators"]["host"])
-"""Operators that run in an input pipeline: functions of NumPy by path."""
 WRITTEN = _templates(_DATA["operators"]["written"])
 """Templates of calls by path: TF's parameters, and the text with `{x}` for them."""
 INDEXED = _templates(_DATA["operators"]["indexed"])
-"""Templates of functions of indices `[..., n]`, for arrays."""
 ARGUMENTS = _lists(_DATA["arguments"])
-"""Names of arguments of Keras' functions: those by position, and those removed."""
 KEYWORDS = {
     table: {
         name: (row, "") if isinstance(row, str) else (str(row[0]), str(row[1]))
@@ -130,20 +122,15 @@ KEYWORDS = {
 OLD_KEYWORDS = _texts(_DATA["old_keywords"])
 OLD_LAYERS = _texts(_DATA["old_layers"])
 OLD_METRICS = _texts(_DATA["old_metrics"])
-"""Classes of Keras by the names of functions of `tf.layers` and `tf.metrics`."""
 OLD_LOSSES = {
     name: (row.split()[0], row.split()[1:])
     for name, row in _texts(_DATA["old_losses"]).items()
 }
 """Losses of `tf.losses` of TensorFlow 1: the class in Keras, and their parameters."""
 IDENTIFIERS = {kind: _texts(table) for kind, table in _DATA["identifiers"].items()}
-"""Names of losses and of arguments of layers that Keras 3 changed, by their kind."""
 NAMES = _lists(_DATA["names"])
-"""Lists of names that rules look for."""
 CALL_ORDERS = _lists(_DATA["call_orders"])
-"""Parameters of the `call` of layers that have another order in Keras 3, by layer."""
 MESSAGES = _texts(_DATA["messages"])
-"""What reports of rules say, by name."""
 CHANGED_DEFAULTS = [
     (path, int(where.split()[0]), where.split()[1])
     for where, paths in _texts(_DATA["changed_defaults"]).items()
@@ -154,21 +141,12 @@ READERS = _products(_DATA["readers"])
 """Paths of functions of Keras that read data in batches; `format="grain"` for Grain."""
 OPTIMIZERS = _products(_DATA["optimizers"])
 """Paths of the classes of optimizers."""
-ATTRIBUTES = {kind: _texts(table) for kind, table in _DATA["attributes"].items()}
-"""Why attributes of objects stay and what to do instead, by kind and name.
-
-An empty reason of an optimizer's attribute means another name of `learning_rate`.
-"""
-OVERRIDDEN = {kind: _texts(table) for kind, table in _DATA["overridden"].items()}
-"""Methods of subclasses that Keras 3 does not call, and what to write, by kind."""
+ATTRIBUTES = {kind: _by_name(table) for kind, table in _DATA["attributes"].items()}
+OVERRIDDEN = {kind: _by_name(table) for kind, table in _DATA["overridden"].items()}
 RENAMED_METHODS = _texts(_DATA["methods"]["renamed"])
 WRITTEN_METHODS = _texts(_DATA["methods"]["written"])
-"""Templates of calls of methods by name, with `{self}` for the object."""
-LEFT_METHODS = _texts(_DATA["methods"]["left"])
-"""Why methods stay and what to do instead, by name."""
-
+LEFT_METHODS = _by_name(_DATA["methods"]["left"])
 KINDS = _texts(_DATA["kinds"])
-"""Classes of Keras' objects, by their kind."""
 _MAKERS = _by_name(_DATA["makers"])
 _NOTHING = object()
 

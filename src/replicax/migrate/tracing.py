@@ -415,13 +415,8 @@ def _calls_of(script: Script, function: cst.FunctionDef) -> list[cst.Call] | Non
         return None
     names = script.nodes(cst.Name if owner is None else cst.Attribute)
     uses = [n for n in names if last_name(n) == name and n is not function.name]
-    found = [
-        call
-        for use in uses
-        if isinstance(call := script.parent(use), cst.Call)
-        and call.func is use
-        and _takes(script, call)
-    ]
+    calls = [script.call_of(use) for use in uses]
+    found = [call for call in calls if call is not None and _takes(script, call)]
     is_single = len(script.functions(name)) == 1 and len(found) == len(uses)
     return found if is_single else None
 
