@@ -3,7 +3,6 @@
 A name gets the suffix where all its uses are in sight; other names are reported.
 """
 
-import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -66,15 +65,15 @@ def plan_files(script: Script) -> None:
     for site in sites:
         for literal in _literals(script, site.path):
             groups.setdefault(text_of(literal), []).append((site, literal))
-    paths_here = {literal for group in groups.values() for _, literal in group}
-    others = [n for n in script.nodes(cst.SimpleString) if n not in paths_here]
+    here = {literal for group in groups.values() for _, literal in group}
+    others = [text_of(n) for n in script.nodes(cst.SimpleString) if n not in here]
     for text, group in groups.items():
         written = {site.endings for site, _ in group if site.endings}
         ends = {endings[0] for endings in written}
         stem = text.rstrip("/")
         # Other literals may name the file too, such as `cp.index`; `export/1` is a
         # version for a model server.
-        is_elsewhere = stem and any(text_of(n).startswith(stem) for n in others)
+        is_elsewhere = stem and any(other.startswith(stem) for other in others)
         is_version = stem.rpartition("/")[2].isdigit()
         if len(ends) != 1 or is_elsewhere or is_version:
             continue
@@ -84,10 +83,8 @@ def plan_files(script: Script) -> None:
             right = _CHECKPOINTS
         if any(site.is_trained for site, _ in group):
             right = MODELS[:1]
-        paths = [site.path for site, _ in group]
-        if not text.endswith(right) and all(
-            _is_for_files_alone(script, path, known) for path in paths
-        ):
+        is_alone = all(_is_for_files_alone(script, s.path, known) for s, _ in group)
+        if not text.endswith(right) and is_alone:
             for literal in {literal for _, literal in group}:
                 _plan_end(script, literal, end, right)
 
@@ -150,30 +147,32 @@ def is_weights_only(call: cst.Call) -> bool:
 
 
 def _literals(script: Script, node: Expression) -> list[cst.SimpleString]:
-    """The literals that a path may end with; empty if one of them is not in sight."""
-    if isinstance(node, cst.SimpleString):
-        return [node] if node.evaluated_value else []
-    if isinstance(node, cst.IfExp):
-        both = [_literals(script, each) for each in (node.body, node.orelse)]
-        return [*both[0], *both[1]] if all(both) else []
-    if isinstance(node, cst.Attribute):
-        return []  # The default of an option is not rewritten.
-    inner = _last_part(script, node)
-    return _literals(script, inner) if inner is not None else []
+    """The literals that a path may end with; empty if one of them is not in sight.
+
+    The default of an option is not rewritten.
+    """
+    nodes = list(_path_nodes(script, node))
+    ends = _ends(script, node)
+    found = [n for n in ends if isinstance(n, cst.SimpleString) and n.evaluated_value]
+    is_option = any(isinstance(each, cst.Attribute) for each in nodes)
+    return found if found == ends and not is_option else []
 
 
-def _path_nodes(script: Script, node: Expression) -> Iterator[cst.CSTNode]:
+def _path_nodes(script: Script, node: Expression) -> Iterator[Expression]:
     """A path, and the expressions that its last part resolves to."""
     yield node
-    if isinstance(node, cst.IfExp):
-        yield from _path_nodes(script, node.body)
-        yield from _path_nodes(script, node.orelse)
-    elif (inner := _last_part(script, node)) is not None:
-        yield from _path_nodes(script, inner)
+    for each in _last_parts(script, node):
+        yield from _path_nodes(script, each)
+
+
+def _ends(script: Script, node: Expression) -> list[Expression]:
+    """The expressions that a path ends with, as far as they resolve."""
+    nodes = _path_nodes(script, node)
+    return [each for each in nodes if not _last_parts(script, each)]
 
 
 def _is_for_files_alone(
-    script: Script, path: Expression, known: set[cst.CSTNode]
+    script: Script, path: Expression, known: set[Expression]
 ) -> bool:
     """Whether the variables that a path ends with are used for known paths alone."""
     for node in _path_nodes(script, path):
@@ -206,14 +205,16 @@ def report_path(
     path = value_of(node, position, "filepath")
     if path is None:
         return
-    end = _end(script, path)
+    texts = [_text(script, each) for each in _ends(script, path)]
+    ends = [text for text in texts if text is not None]
+    is_keras = all(end.endswith(MODELS[0]) for end in ends)
     wanted = f"Keras 3 wants a file name that ends with {' or '.join(endings[:2])}"
-    if end is None:
+    if len(ends) < len(texts):
         if not is_read:
             script.leave(node, f"{wanted}: see that `{script.code(path)}` does")
-    elif is_read and not end.endswith(MODELS[0]) and is_trained_later(script, node):
+    elif is_read and not is_keras and is_trained_later(script, node):
         script.leave(node, MESSAGES["hdf5"])
-    elif not end.endswith(endings):
+    elif not all(end.endswith(endings) for end in ends):
         script.leave(node, wanted)
     elif _default_of(script, path) is not None:
         script.note(node, f"{wanted}, also those that the command line gives")
@@ -259,39 +260,32 @@ def newest_weights(script: Script, node: cst.Call) -> bool:
     return is_read and any(site.endings == WEIGHTS for site in _sites(script))
 
 
-def _end(script: Script, node: Expression) -> str | None:
-    """The text that a path ends with; None if it is not in sight."""
+def _text(script: Script, node: Expression) -> str | None:
+    """The text of a literal, or what an f-string ends with; None if it is unknown."""
     if isinstance(node, cst.SimpleString) and node in script.files:
         return script.files[node]
     if isinstance(node, cst.SimpleString | cst.ConcatenatedString):
         return str(node.evaluated_value or "")
+    last = node.parts[-1:] if isinstance(node, cst.FormattedString) else ()
+    return next((p.value for p in last if isinstance(p, cst.FormattedStringText)), None)
+
+
+def _last_parts(script: Script, node: Expression) -> list[Expression]:
+    """The expressions that the text of a path may end with; none if it is unknown."""
     if isinstance(node, cst.IfExp):
-        one, other = _end(script, node.body), _end(script, node.orelse)
-        if one is None or other is None:
-            return None
-        pairs = zip(reversed(one), reversed(other), strict=False)
-        same = itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
-        return "".join(letter for letter, _ in same)[::-1]
-    if isinstance(node, cst.FormattedString):
-        last = node.parts[-1] if node.parts else None
-        return last.value if isinstance(last, cst.FormattedStringText) else None
-    inner = _last_part(script, node)
-    return _end(script, inner) if inner is not None else None
-
-
-def _last_part(script: Script, node: Expression) -> Expression | None:
-    """The expression that the text of a path ends with; None if it is unknown."""
+        return [node.body, node.orelse]
+    last: Expression | None = None
     if isinstance(node, cst.Name):
-        return script.flow.value(node)
-    if isinstance(node, cst.Attribute):
-        return _default_of(script, node)
-    if isinstance(node, cst.BinaryOperation):
-        return node.left if isinstance(node.operator, cst.Modulo) else node.right
-    if method_of(node) == "format":
-        return object_of(node)
-    if isinstance(node, cst.Call) and dotted(node.func) == "os.path.join" and node.args:
-        return node.args[-1].value
-    return None
+        last = script.flow.value(node)
+    elif isinstance(node, cst.Attribute):
+        last = _default_of(script, node)
+    elif isinstance(node, cst.BinaryOperation):
+        last = node.left if isinstance(node.operator, cst.Modulo) else node.right
+    elif method_of(node) == "format":
+        last = object_of(node)
+    elif isinstance(node, cst.Call) and dotted(node.func) == "os.path.join":
+        last = node.args[-1].value if node.args else None
+    return [last] if last is not None else []
 
 
 def _default_of(script: Script, node: Expression) -> Expression | None:
