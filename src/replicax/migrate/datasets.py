@@ -16,6 +16,7 @@ from replicax.migrate.tables import NAMES, READERS
 from replicax.migrate.tracing import class_of
 from replicax.migrate.tree import (
     argument,
+    attr_of,
     dotted,
     find,
     is_name,
@@ -69,79 +70,74 @@ class _Datasets:
     def __init__(self, script: Script) -> None:
         self._script = script
         self._returned = dict(_returned_parts(script))
-        self._known: set[_Key] = set()
         self._parent: dict[_Key, _Key] = {}
         self._seen: dict[Expression, _Key] = {}
 
     def groups(self) -> list[Pipelines]:
-        """Find datasets by iterating over the bindings to a fixed point; group them."""
-        bound = list(self._bound())
-        number = -1
-        while number != len(self._known):
-            number = len(self._known)
-            for key, value, index in bound:
-                if self._is_dataset(value, index):
-                    self._known.add(key)
+        """Record all chains of methods of datasets, and group them by their origins."""
         for node in self._script.calls:
             is_new = node not in self._seen and self._is_dataset(node)
             if is_new and not self._function_keys(node, None):
                 self._collect(node)
-        for key, value, index in bound:
-            if self._is_dataset(value, index):
-                self._join(key, self._key_of(value, index))
+        for key in [*self._script.flow.definitions, *self._returned]:
+            for value, index in self._bound_to(key):
+                if self._is_dataset(value, index):
+                    self._join(key, self._key_of(value, index))
         by_root: dict[_Key, Pipelines] = {}
         for node, key in self._seen.items():
             self._sort_in(by_root.setdefault(self._root(key), Pipelines()), node)
-        for x in self._weighted():
-            root = self._root(self._key_of(x.value))
-            by_root.setdefault(root, Pipelines()).weighted.append(x)
-        return list(by_root.values())
-
-    def _weighted(self) -> Iterator[cst.Arg]:
         for call in self._script.calls:
             x = argument(call.args, 0, "x") if method_of(call) == "fit" else None
             has_weights = named(call, "class_weight") is not None
             if x is not None and has_weights and self._is_dataset(x.value):
-                yield x
-
-    def _bound(self) -> Iterator[tuple[_Key, Expression, int | None]]:
-        for definition in self._script.flow.definitions:
-            for value in definition.values:
-                yield definition, value, definition.index
-        for key, values in self._returned.items():
-            for value in values:
-                yield key, value, None
+                root = self._root(self._key_of(x.value))
+                by_root.setdefault(root, Pipelines()).weighted.append(x)
+        return list(by_root.values())
 
     # Which expressions are datasets.
 
-    def _is_dataset(self, node: Expression, index: int | None = None) -> bool:
-        if self._source_path(node) or self._is_foreign(node) or self._is_maker(node):
+    def _is_dataset(
+        self,
+        node: Expression,
+        index: int | None = None,
+        seen: set[tuple[Expression, int | None]] | None = None,
+    ) -> bool:
+        """Whether an expression, or one element of it, may come from a dataset."""
+        seen = set() if seen is None else seen
+        if (node, index) in seen:
+            return False
+        seen.add((node, index))
+        if self._is_made(node):
             return True
-        if isinstance(node, cst.Call):
-            if self._operator(node):
-                return self._is_dataset(object_of(node)) or self._looks_like_one(node)
-            return not self._known.isdisjoint(self._function_keys(node, index))
-        if isinstance(node, cst.Subscript):  # Of a dictionary of datasets.
-            return self._is_dataset(node.value)
-        if choices := _choices(node):
-            return any(map(self._is_dataset, choices))
-        if self._property_key(node) is not None:
-            return True
-        return not self._known.isdisjoint(self._script.flow.reaching(node))
+        inside = [(each, None) for each in _choices(node)]
+        if self._operator(node):
+            if self._looks_like_one(node):
+                return True
+            inside = [(object_of(node), None)]
+        elif isinstance(node, cst.Subscript):  # Of a dictionary of datasets.
+            inside = [(node.value, None)]
+        for key in self._keys(node, index):
+            inside += self._bound_to(key)
+        return any(self._is_dataset(each, i, seen) for each, i in inside)
 
-    def _looks_like_one(self, call: cst.Call) -> bool:
+    def _is_made(self, node: Expression) -> bool:
+        """Whether a call makes a dataset."""
+        is_maker = method_of(node) in NAMES["dataset_makers"]
+        return is_maker or bool(self._source_path(node)) or self._is_foreign(node)
+
+    def _looks_like_one(self, call: Expression) -> bool:
         """Whether a method chain on an unknown object can only be a dataset's."""
-        used: set[str] = set()
-        node: Expression = call
-        number = 0
+        used: list[str] = []
+        node = call
         while name := self._operator(node):
-            used.add(name)
-            number += 1
+            used.append(name)
             node = object_of(node)
         if isinstance(node, cst.Name) and self._script.names.imported(node):
             return False
-        is_telling = number > 1 and not used.isdisjoint(NAMES["telling_methods"])
-        return is_telling or not used.isdisjoint(NAMES["sure_methods"])
+        is_telling = len(used) > 1 and not set(NAMES["telling_methods"]).isdisjoint(
+            used
+        )
+        return is_telling or bool({*used} & {*NAMES["sure_methods"]})
 
     def _operator(self, node: cst.CSTNode) -> str | None:
         name = method_of(node)
@@ -159,8 +155,20 @@ class _Datasets:
         name = self._script.names.imported(node.func) or ""
         return name.startswith("tensorflow_datasets.") and "load" in name
 
-    def _is_maker(self, node: Expression) -> bool:
-        return method_of(node) in NAMES["dataset_makers"]
+    # What names and calls stand for.
+
+    def _keys(self, node: Expression, index: int | None) -> list[_Key]:
+        """The keys of a name, of a function's result, or of a property of a class."""
+        if self._operator(node):
+            return []
+        if isinstance(node, cst.Call):
+            return self._function_keys(node, index)
+        name = attr_of(node)
+        functions = self._script.functions(name) if name else []
+        decorators = [d.decorator for f in functions for d in f.decorators]
+        if any(is_name(each, "property") for each in decorators):
+            return [(name, None)]
+        return [*self._script.flow.reaching(node)]
 
     def _function_keys(self, call: cst.Call, index: int | None) -> list[_Key]:
         """The keys of what a called function returns, or of one element of it."""
@@ -174,15 +182,12 @@ class _Datasets:
             return [(name, index)]
         return [key for key in self._returned if key[0] == name]
 
-    def _property_key(self, node: Expression) -> _Key | None:
-        """The key of what a property of a class of the script returns."""
-        if not isinstance(node, cst.Attribute):
-            return None
-        key = (node.attr.value, None)
-        functions = self._script.functions(node.attr.value)
-        decorators = [d.decorator for f in functions for d in f.decorators]
-        is_property = any(is_name(each, "property") for each in decorators)
-        return key if is_property and key in self._known else None
+    def _bound_to(self, key: _Key) -> list[tuple[Expression, int | None]]:
+        """The values of a key, each with the position of the element that it is."""
+        if isinstance(key, Definition):
+            return [(value, key.index) for value in key.values]
+        values = self._returned.get(key, []) if isinstance(key, tuple) else []
+        return [(value, None) for value in values]
 
     # Union-find.
 
@@ -211,13 +216,8 @@ class _Datasets:
             node = object_of(node)
         if isinstance(node, cst.Subscript):
             return self._key_of(node.value)
-        keys: list[_Key] = [*self._script.flow.reaching(node)]
-        if isinstance(node, cst.Call):
-            keys = [k for k in self._function_keys(node, index) if k in self._known]
-        elif choices := _choices(node):
-            keys = [self._key_of(each) for each in choices if self._is_dataset(each)]
-        elif (made := self._property_key(node)) is not None:
-            keys = [made]
+        keys = self._keys(node, index)
+        keys += [self._key_of(x) for x in _choices(node) if self._is_dataset(x)]
         for key in keys[1:]:
             self._join(keys[0], key)
         return keys[0] if keys else id(node)
@@ -233,15 +233,11 @@ class _Datasets:
             self._parent[other] = one
 
     def _sort_in(self, group: Pipelines, node: Expression) -> None:
-        if self._is_maker(node):
-            return
-        if not isinstance(node, cst.Call):
-            group.unknown += [] if self._is_made_here(node) else [node]
-        elif self._operator(node):
+        if self._operator(node) and isinstance(node, cst.Call):
             group.operators.append(node)
-        elif self._is_foreign(node):
+        elif isinstance(node, cst.Call) and self._is_foreign(node):
             group.foreign.append(node)
-        elif path := self._source_path(node):
+        elif isinstance(node, cst.Call) and (path := self._source_path(node)):
             group.sources.append((node, path))
         elif not self._is_made_here(node):
             group.unknown.append(node)
@@ -249,8 +245,7 @@ class _Datasets:
     def _is_made_here(self, node: Expression) -> bool:
         if isinstance(node, cst.Subscript):
             return self._is_made_here(node.value)
-        parts = _choices(node) or [node]
-        return all(map(self._is_dataset, parts))
+        return all(map(self._is_dataset, _choices(node) or [node]))
 
 
 def _choices(node: Expression) -> list[Expression]:

@@ -4,6 +4,8 @@ Datasets that are derived from each other are a pipeline, which is ported as a w
 not at all.
 """
 
+from collections.abc import Iterator, Sequence
+
 import libcst as cst
 
 from replicax.migrate.datasets import Pipelines, find_pipelines
@@ -26,14 +28,14 @@ from replicax.migrate.sources import (
     draws_before,
     dropped,
     is_endless,
+    is_in_order,
     is_looped,
     replacement,
     shuffle_and_repeat,
-    stream_problem,
     why_not_listed,
 )
 from replicax.migrate.tables import MESSAGES, NEED_TENSORFLOW
-from replicax.migrate.tfds import plan_loads, why_not_loaded
+from replicax.migrate.tfds import plan_loads, unknown_loads
 from replicax.migrate.tree import (
     argument,
     dotted,
@@ -60,51 +62,86 @@ def plan_pipelines(script: Script) -> None:
     operators = [call for group in groups for call in group.operators]
     script.maps |= {call for call in operators if method_of(call) == "map"}
     for group in groups:
-        problem = _problem(script, group)
+        problem = next(_problems(script, group), None)
         if problem is None:
             _plan(script, group)
-            for x in group.weighted:
-                _plan_weights(script, x)
         else:
             _freeze(script, group, *problem)
 
 
-def _problem(script: Script, group: Pipelines) -> tuple[cst.CSTNode, str] | None:
-    """The node and the reason that keep a pipeline from being ported, if any do."""
-    if problem := why_not_loaded(script, group.foreign):
-        return problem
+def _problems(script: Script, group: Pipelines) -> Iterator[tuple[cst.CSTNode, str]]:
+    """The nodes that keep a pipeline from being ported, each with the reason."""
+    yield from unknown_loads(script, group.foreign)
     for node, path in group.sources:
         if path not in KNOWN_SOURCES:
-            return node, f"tf.{path} has no counterpart in Grain"
-        if path == FROM_GENERATOR and (why := why_not_listed(script, node)):
-            return node, why
+            yield node, f"tf.{path} has no counterpart in Grain"
+        elif path == FROM_GENERATOR and (why := why_not_listed(script, node)):
+            yield node, why
+    calls = sorted(group.operators, key=script.line)
     if group.is_stream:
-        calls = sorted(group.operators, key=script.line)
-        for call in calls:
-            if method_of(call) == "cache" and draws_before(script, call):
-                return call, MESSAGES["drawn_anew"]
-        if problem := stream_problem(script, group.sources, calls):
-            return problem
-    return _operator_problem(script, group)
+        yield from _problems_of_stream(script, group, calls)
+    for call in calls:
+        yield from ((call, why) for why in _problems_of_operator(script, group, call))
 
 
-def _operator_problem(
-    script: Script, group: Pipelines
-) -> tuple[cst.CSTNode, str] | None:
-    for call in sorted(group.operators, key=script.line):
+_WITHOUT = {
+    "skip": "use `validation_split=` and `subset=` of image_dataset_from_directory",
+    "shard": "strategies give each worker its part",
+    "concatenate": "put the images into one folder",
+}
+"""Operators that Grain's streams of batches do not have, and what to do instead."""
+
+
+def _problems_of_stream(
+    script: Script, group: Pipelines, calls: Sequence[cst.Call]
+) -> Iterator[tuple[cst.CSTNode, str]]:
+    """What keeps a stream of batches from being ported."""
+    for call in calls:
+        if method_of(call) == "cache" and draws_before(script, call):
+            yield call, MESSAGES["drawn_anew"]
+    for node, path in group.sources:
+        if path == "data.Dataset.zip":
+            yield node, "Grain cannot zip a stream of batches with other datasets"
+    in_order = [node for node, _ in group.sources if is_in_order(script, node)]
+    for call in calls:
         name = method_of(call)
-        is_loop = name != "enumerate" or is_looped(script, call)
-        if name not in MAPPED or not is_loop:
-            return call, f"Grain's datasets have no `{name}` like tf.data's"
-        before = calls_before(script, call) if name == "shuffle" else ()
-        repeats = (each for each in before if method_of(each) == "repeat")
-        if any(is_endless(script, each) for each in repeats) and (
-            group.is_stream or _repeat_of_examples(script, call) is None
-        ):
-            return call, "Grain cannot shuffle after an endless `repeat()`: swap them"
-        if name == "map" and (why := _map_problem(script, call)):
-            return call, why
-    return None
+        if name in _WITHOUT:
+            yield call, f"Grain's stream of batches has no `{name}`: {_WITHOUT[name]}"
+        if name == "shuffle" and in_order:
+            yield in_order[0], MESSAGES["stream_in_order"]
+
+
+def _problems_of_operator(
+    script: Script, group: Pipelines, call: cst.Call
+) -> Iterator[str]:
+    name = method_of(call)
+    is_loop = name != "enumerate" or is_looped(script, call)
+    if name not in MAPPED or not is_loop:
+        yield f"Grain's datasets have no `{name}` like tf.data's"
+    before = calls_before(script, call) if name == "shuffle" else ()
+    repeats = (each for each in before if method_of(each) == "repeat")
+    if any(is_endless(script, each) for each in repeats) and (
+        group.is_stream or _repeat_of_examples(script, call) is None
+    ):
+        yield "Grain cannot shuffle after an endless `repeat()`: swap them"
+    if name == "map":
+        yield from _problems_of_map(script, call)
+
+
+def _problems_of_map(script: Script, call: cst.Call) -> Iterator[str]:
+    function = value_of(call, 0, "map_func")
+    if function is None:
+        yield "the function of `map` was not found"
+        return
+    if example_function(script, function, function) is None:
+        text = script.code(function)
+        yield f"how many arguments `{text}` takes cannot be seen"
+    found = host_functions_of(script, function)
+    for each in sorted(found, key=script.line):
+        if why := why_not_on_host(script, each):
+            yield why
+    if why := why_not_random(script, found):
+        yield why
 
 
 _OF_EXAMPLES = ("map", "cache", "prefetch", "with_options")
@@ -133,18 +170,7 @@ def _repeat_of_examples(script: Script, shuffle: Expression) -> cst.Call | None:
     return None
 
 
-def _map_problem(script: Script, call: cst.Call) -> str | None:
-    function = value_of(call, 0, "map_func")
-    if function is None:
-        return "the function of `map` was not found"
-    found = host_functions_of(script, function)
-    if example_function(script, function, function) is None:
-        text = script.code(function)
-        return f"how many arguments `{text}` takes cannot be seen"
-    for each in sorted(found, key=script.line):
-        if why := why_not_on_host(script, each):
-            return why
-    return why_not_random(script, found)
+_SWAPPED = "it comes after `shuffle`, which shuffles each epoch"
 
 
 def _plan(script: Script, group: Pipelines) -> None:
@@ -159,29 +185,36 @@ def _plan(script: Script, group: Pipelines) -> None:
                 script.frozen |= {*node.args} - {argument(node.args, 0, "generator")}
             script.replacements[node] = replacement(script, node, made_by)
     rules = {**MAPPED, **STREAM_RULES} if group.is_stream else MAPPED
-    repeated = {
-        call: _repeat_of_examples(script, call)
-        for call in group.operators
-        if method_of(call) == "shuffle" and not group.is_stream
-    }
+    plans = {call: rules[method_of(call)] for call in group.operators}
     for call in group.operators:
-        name = method_of(call)
         _freeze_dropped(script, call)
-        rule = rules[name]
-        if repeated.get(call) is not None:
-            rule = shuffle_and_repeat
-        elif call in repeated.values():
-            rule = dropped("it comes after `shuffle`, which shuffles each epoch")
-        script.replacements[call] = replacement(script, call, rule)
+        name = method_of(call)
         if name == "map":
-            function = value_of(call, 0, "map_func")
-            assert function is not None
-            found = host_functions_of(script, function)
-            script.host_functions |= found
-            plan_random(script, call, found)
-            for each in found:
-                plan_in_place(script, each)
-                _note_other_uses(script, each, call)
+            _plan_map(script, call)
+        is_swapped = name == "shuffle" and not group.is_stream
+        if repeat := _repeat_of_examples(script, call) if is_swapped else None:
+            plans[call] = shuffle_and_repeat
+            plans[repeat] = dropped(
+                "it comes after `shuffle`, which shuffles each epoch"
+            )
+    for call, rule in plans.items():
+        script.replacements[call] = replacement(script, call, rule)
+    for x in group.weighted:
+        _plan_weights(script, x)
+
+
+def _plan_map(script: Script, call: cst.Call) -> None:
+    """Plan the port of the functions of a `map` to NumPy."""
+    function = value_of(call, 0, "map_func")
+    assert function is not None
+    found = host_functions_of(script, function)
+    script.host_functions |= found
+    plan_random(script, call, found)
+    for each in found:
+        plan_in_place(script, each)
+        if each in script.traced_functions:
+            used = MESSAGES["used_in_step"].format(function=script.code(function))
+            script.leave(call, used)
 
 
 def _plan_weights(script: Script, x: cst.Arg) -> None:
@@ -198,32 +231,22 @@ def _plan_weights(script: Script, x: cst.Arg) -> None:
     )
 
 
-def _note_other_uses(script: Script, function: cst.CSTNode, call: cst.Call) -> None:
-    if function in script.traced_functions:
-        script.leave(
-            call,
-            MESSAGES["used_in_step"].format(function=script.code(call.args[0].value)),
-        )
-
-
 def _freeze(script: Script, group: Pipelines, where: cst.CSTNode, why: str) -> None:
     """Leave a pipeline to tf.data, with the functions that it maps."""
-    reason = f"{STAYS}: {why}"
-    script.leave(where, reason)
-    reported = {script.statement_of(where)}
+    reported = set[cst.CSTNode]()
     calls = [*group.operators, *(node for node, _ in group.sources)]
-    for call in sorted(calls, key=script.line):
+    for call in [where, *sorted(calls, key=script.line)]:
         statement = script.statement_of(call)
         if statement not in reported:
             reported.add(statement)
-            script.leave(call, reason)
+            script.leave(call, f"{STAYS}: {why}")
+    for call in calls:
         script.frozen.add(call)
         if method_of(call) == "map" and call.args:
             for function in host_functions_of(script, call.args[0].value):
                 if function not in script.traced_functions:
                     script.frozen.add(function)
-    for call in group.foreign:
-        script.frozen.add(call)
+    script.frozen |= {*group.foreign}
 
 
 def _freeze_dropped(script: Script, call: cst.Call) -> None:

@@ -4,7 +4,7 @@ Where a generator is a function of the script that ends, and draws no random num
 each epoch of TensorFlow's dataset has the same examples; Grain takes them as a list.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import libcst as cst
 
@@ -26,7 +26,6 @@ from replicax.migrate.tree import (
     value_of,
     walk,
     with_args,
-    without,
 )
 
 __all__ = [
@@ -39,9 +38,10 @@ __all__ = [
     "draws_before",
     "dropped",
     "is_endless",
+    "is_in_order",
+    "is_looped",
     "replacement",
     "shuffle_and_repeat",
-    "stream_problem",
     "why_not_listed",
 ]
 
@@ -286,7 +286,7 @@ def _map(site: CallSite) -> Expression:
     # A seed of its own, so that each `random_map` draws other numbers.
     drawing = [each for each in script.generators if method_of(each) == "map"]
     args.append(keyword("seed", cst.Integer(str(drawing.index(site.node)))))
-    return site.as_method("random_map", without(updated.args, args))
+    return site.as_method("random_map", args)
 
 
 def _batch(site: CallSite) -> Expression:
@@ -376,11 +376,11 @@ MAPPED: dict[str, Rule] = {
     **DROPPED,
     "cache": _cache,
     "enumerate": _enumerate,
-    "take": written("{self}[:{count}]", "count"),
-    "skip": written("{self}[{count}:]", "count"),
-    "shard": written("{self}[{index}::{num_shards}]", "num_shards", "index"),
+    "take": written("{self}[:{count}]", "count", "name"),
+    "skip": written("{self}[{count}:]", "count", "name"),
+    "shard": written("{self}[{index}::{num_shards}]", "num_shards", "index", "name"),
     "concatenate": written(
-        "grain.MapDataset.concatenate([{self}, {dataset}])", "dataset"
+        "grain.MapDataset.concatenate([{self}, {dataset}])", "dataset", "name"
     ),
 }
 """Rules for methods of tf.data's datasets that Grain has or does not need."""
@@ -388,35 +388,8 @@ MAPPED: dict[str, Rule] = {
 
 # Streams of batches.
 
-_WITHOUT = {
-    "skip": "use `validation_split=` and `subset=` of image_dataset_from_directory",
-    "shard": "strategies give each worker its part",
-    "concatenate": "put the images into one folder",
-}
 
-
-def stream_problem(
-    script: Script,
-    sources: Sequence[tuple[cst.Call, str]],
-    operators: Sequence[cst.Call],
-) -> tuple[cst.CSTNode, str] | None:
-    """The node and the reason that keep a stream of batches from Grain, if any do."""
-    for node, path in sources:
-        if path == "data.Dataset.zip":
-            return node, "Grain cannot zip a stream of batches with other datasets"
-    in_order = [node for node, _ in sources if _is_in_order(script, node)]
-    for call in operators:
-        name = method_of(call)
-        if name in _WITHOUT:
-            what = f"Grain's stream of batches has no `{name}`: {_WITHOUT[name]}"
-            return call, what
-        if name == "shuffle" and in_order:
-            why = MESSAGES["stream_in_order"]
-            return in_order[0], why
-    return None
-
-
-def _is_in_order(script: Script, source: cst.Call) -> bool:
+def is_in_order(script: Script, source: cst.Call) -> bool:
     """Whether a source does not shuffle; for folders `shuffle=True` is the default."""
     given = named(source, "shuffle")
     is_folder = script.called(source).endswith("_from_directory")
@@ -427,12 +400,16 @@ def _repeat_of_stream(site: CallSite) -> Expression:
     site.note("all repetitions have the order and random numbers of the first")
     is_counted = site.node.args and not is_endless(site.script, site.node)
     count = ", {count}" if is_counted else ""
-    rule = written(f"grain.experimental.RepeatIterDataset({{self}}{count})", "count")
+    rule = written(
+        f"grain.experimental.RepeatIterDataset({{self}}{count})", "count", "name"
+    )
     return rule(site)
 
 
 STREAM_RULES: dict[str, Rule] = {
-    "take": written("grain.experimental.LimitIterDataset({self}, {count})", "count"),
+    "take": written(
+        "grain.experimental.LimitIterDataset({self}, {count})", "count", "name"
+    ),
     "repeat": _repeat_of_stream,
     "shuffle": dropped(MESSAGES["stream_shuffled"]),
     "cache": dropped("the data are read again in each epoch"),

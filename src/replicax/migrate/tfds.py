@@ -15,7 +15,7 @@ from replicax.migrate.rules import bound
 from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.tree import is_name, parts_of, text_of
 
-__all__ = ["plan_loads", "why_not_loaded"]
+__all__ = ["plan_loads", "unknown_loads"]
 
 _PACKAGE = "tensorflow_datasets"
 _CLASSES = {"mnist": 10, "fashion_mnist": 10, "cifar10": 10, "cifar100": 100}
@@ -48,20 +48,19 @@ class _Load(NamedTuple):
     uses: dict[cst.CSTNode, str]
 
 
-def why_not_loaded(
+def unknown_loads(
     script: Script, calls: list[cst.Call]
-) -> tuple[cst.Call, str] | None:
-    """The first call without a counterpart in `keras.datasets`, and why; else None."""
+) -> Iterator[tuple[cst.Call, str]]:
+    """The calls without a counterpart in `keras.datasets`, and why."""
     for call in calls:
         try:
             _read(script, call)
         except Unported as why:
-            return call, f"its examples come from TensorFlow Datasets{why.reason}"
-    return None
+            yield call, f"its examples come from TensorFlow Datasets{why.reason}"
 
 
 def plan_loads(script: Script, calls: list[cst.Call]) -> None:
-    """Plan the port of calls that `why_not_loaded` has accepted."""
+    """Plan the port of calls, none of which is among `unknown_loads`."""
     for call in calls:
         _plan(script, call, _read(script, call))
     for node in script.calls:
@@ -174,15 +173,14 @@ def _plan(script: Script, call: cst.Call, load: _Load) -> None:
     loaded = script.here(f"keras.datasets.{load.name}.load_data")
     line = f"{', '.join(pairs)} = {loaded}()"
     script.inserted.setdefault(script.statement_of(call), []).append(line)
-    values = [_dataset(script, load, split, names) for split in splits]
+    values = [_dataset(load, split, names) for split in splits]
     if not load.splits:
-        keys = [script.string(split).value for split in splits]
-        values = [f"{key}: {value}" for key, value in zip(keys, values, strict=True)]
+        values = [f'"{key}": {x}' for key, x in zip(splits, values, strict=True)]
         begin, end = "{", "}"
     text = values[0]
     if not load.splits or load.is_list:
         text = "".join([begin, *(f"\n    {value}," for value in values), "\n", end])
-    value = cst.parse_expression(text)
+    value = script.template(text)
     script.note(call, _ORDER)
     script.frozen.add(call)
     script.replacements[call] = lambda updated: value
@@ -202,24 +200,19 @@ def _free(script: Script, name: str) -> str:
     return name
 
 
-def _dataset(
-    script: Script, load: _Load, split: str, names: dict[str, tuple[str, str]]
-) -> str:
-    """The code of a dataset of one split, such as `"train[:80%]"`."""
+def _dataset(load: _Load, split: str, names: dict[str, tuple[str, str]]) -> str:
+    """The template of a dataset of one split, such as `"train[:80%]"`."""
     match = _SPLIT.fullmatch(split)
     assert match is not None
     images, labels = names[match[1]]
     is_grey = load.name in _SHAPES
     x = f"{images}[..., None]" if is_grey else images
-    kind = script.string("int64").value
-    y = f"{labels}.astype({kind})" if is_grey else f"{labels}[:, 0].astype({kind})"
-    examples = f"({x}, {y})"
-    if not load.is_supervised:
-        image, label = script.string("image").value, script.string("label").value
-        examples = f"{{{image}: {x}, {label}: {y}}}"
-    made = script.here("rx.input.numpy_dataset")
+    y = f'{labels}.astype("int64")' if is_grey else f'{labels}[:, 0].astype("int64")'
+    is_pair = load.is_supervised
+    examples = f"({x}, {y})" if is_pair else f'{{"image": {x}, "label": {y}}}'
     ends = [_index(end, labels) for end in match.groups()[1:]]
-    return f"{made}({examples})" + (f"[{':'.join(ends)}]" if any(ends) else "")
+    index = f"[{':'.join(ends)}]" if any(ends) else ""
+    return f"rx.input.numpy_dataset({examples}){index}"
 
 
 def _index(text: str | None, labels: str) -> str:
