@@ -11,7 +11,7 @@ import pytest
 import replicax as rx
 from replicax.estimator.from_keras import start_from
 from replicax.estimator.made_variables import MadeVariables
-from replicax.keras.variable_reuse import current_reuse, made_alike
+from replicax.keras.variables import current_reuse, made_alike
 
 
 def calls(strategy: Any, function: Any) -> tuple[MadeVariables, Any]:

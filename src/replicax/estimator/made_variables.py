@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 from replicax._private.keras import current_scope
 from replicax.engine.variables import Variable
 from replicax.errors import ContextError
-from replicax.keras.variable_reuse import reusing
+from replicax.keras.variables import reusing
 
 __all__ = ["MadeVariables"]
 
@@ -47,7 +47,7 @@ class MadeVariables:
         if not self._is_complete:
             self.variables.clear()  # Of a first call that has failed.
         reuse = _Reuse(self, is_first=not self._is_complete)
-        with reusing(reuse), reuse:
+        with reusing(reuse.note), reuse:
             yield
         reuse.close()
         self._is_complete = True

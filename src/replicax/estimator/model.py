@@ -23,7 +23,7 @@ from replicax.errors import ContextError
 from replicax.estimator.made_variables import MadeVariables
 from replicax.estimator.spec import EstimatorSpec, ModeKeys, stepping
 from replicax.estimator.user_functions import ModelFunction
-from replicax.keras.variable_reuse import made_alike
+from replicax.keras.variables import made_alike
 from replicax.strategies.strategy import Strategy
 
 __all__ = ["EstimatorModel", "first_replica"]

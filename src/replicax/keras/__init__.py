@@ -16,7 +16,4 @@ is padded, so batch normalisation sees real rows only.
 Tiny models. A step of few microseconds takes longer to be called than to compute, so
 batches are ranges of rows until a whole execution's are cut out at once, and threads
 that read each batch's logs are left out where no callback asks for them.
-
-Variables made anew. `variable_reuse` reports the variables of a function that makes
-layers on each call, as an estimator's `model_fn`, to the estimator.
 """

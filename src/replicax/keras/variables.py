@@ -1,7 +1,14 @@
 """The class of variables in a strategy's scope, which sets their sharding.
 
-Installed by `hooks`, as `_private.wraps` says. Tested with Keras 3.14 to 3.15.
+`hooks` installs `init_variable`, as `_private.wraps` says. It also reports variables to
+functions that make the same ones anew on each trace, as an estimator's `model_fn` does.
+Tested with Keras 3.14 to 3.15.
 """
+
+import contextlib
+import random
+import threading
+from collections.abc import Callable, Generator
 
 import jax
 import jax.core
@@ -17,19 +24,28 @@ from replicax._private.keras import (
     has_value,
     layout_of,
     named_by,
+    names_counted_anew,
     read_values,
     scope_around,
+    seeds_drawn_from,
     set_current_scope,
 )
 from replicax._private.wraps import Original
 from replicax._util.types import PyTree
 from replicax.engine import device_put
 from replicax.engine.scope import current_call, current_context, current_strategy
+from replicax.engine.variables import Variable
 from replicax.errors import ContextError
 from replicax.keras.optimizers import hook_overrides
-from replicax.keras.variable_reuse import constant_in_trace, current_reuse
 
-__all__ = ["StrategyVariable", "adopt", "init_variable"]
+__all__ = [
+    "StrategyVariable",
+    "adopt",
+    "current_reuse",
+    "init_variable",
+    "made_alike",
+    "reusing",
+]
 
 
 class _StrategyPart(PlacedVariable):
@@ -145,7 +161,7 @@ def init_variable(
             "`with strategy.scope():`."
         )
     if is_traced:
-        initializer, shape, own = constant_in_trace(variable, initializer)
+        initializer, shape, own = _constant_in_trace(variable, initializer)
         dtype = own.name if dtype is None else dtype
     if strategy is not None and _is_state_of_replicas(dtype, kwargs):
         kwargs["aggregation"] = "mean"
@@ -156,7 +172,7 @@ def init_variable(
         if isinstance(owner, keras.Optimizer):  # It has variables from the beginning.
             hook_overrides(type(owner))
     original(variable, initializer, shape, dtype, *args, **kwargs)
-    if reuse is not None and not has_value(variable) and not reuse.note(variable):
+    if reuse is not None and not has_value(variable) and not reuse(variable):
         forget_uninitialized(variable)  # It stands for another one.
 
 
@@ -191,3 +207,56 @@ def _is_state_of_replicas(dtype: DTypeLike | None, kwargs: PyTree) -> bool:
     return is_float and isinstance(
         named_by(), keras.layers.BatchNormalization | keras.layers.JaxLayer
     )
+
+
+VariableReuse = Callable[[Variable], bool]
+"""Called for each variable that a function makes in a trace; whether it is to stay."""
+
+_of_thread = threading.local()
+
+
+def current_reuse() -> VariableReuse | None:
+    """The reuse that is open in this thread, or None."""
+    return getattr(_of_thread, "reuse", None)
+
+
+@contextlib.contextmanager
+def reusing(reuse: VariableReuse) -> Generator[None]:
+    """Report the variables that are made in this context."""
+    outer, _of_thread.reuse = current_reuse(), reuse
+    try:
+        yield
+    finally:
+        _of_thread.reuse = outer
+
+
+@contextlib.contextmanager
+def made_alike(seed: int) -> Generator[None]:
+    """Give what this context makes the same names and seeds each time.
+
+    Keras numbers names in the order in which a process makes objects, and draws seeds
+    that nobody gave from Python's random numbers.
+    """
+    with names_counted_anew(), seeds_drawn_from(random.Random(seed)):
+        yield
+
+
+def _constant_in_trace(variable: keras.Variable, initial: PyTree) -> PyTree:
+    """A number or array that a variable begins with, as initializer, shape and dtype.
+
+    Keras refuses them in a trace, as it cannot keep them; as an initializer it can.
+    """
+    if isinstance(initial, jax.core.Tracer):
+        raise TypeError(
+            f"{type(variable).__name__}: the initial value of a variable that is made "
+            "in a model function depends on its arguments or on other variables, as "
+            f"{initial!r} does. Give a number, an array or an initializer; for a "
+            "learning rate that changes, a schedule such as "
+            "keras.optimizers.schedules.ExponentialDecay."
+        )
+    value = np.asarray(initial)
+
+    def constant(shape: PyTree, dtype: DTypeLike | None = None) -> PyTree:
+        return jnp.asarray(value, dtype)
+
+    return constant, value.shape, jax.dtypes.canonicalize_dtype(value.dtype)
