@@ -20,7 +20,7 @@ from replicax.engine.scope import current_call
 from replicax.engine.signature import Arguments, FlatCall, Kind
 from replicax.input.prefetch import close_iterator
 from replicax.input.split import refuse_ragged, replicas_for, rows_with_copies
-from replicax.keras.lazy_batches import LazyBatch, batch_of
+from replicax.keras.adapters import LazyBatch, batch_of
 
 __all__ = [
     "BatchIterator",

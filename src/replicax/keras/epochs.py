@@ -25,12 +25,14 @@ from replicax.input.split import leading_size
 from replicax.keras.adapters import (
     DataAdapterLike,
     DistributedAdapter,
+    batch_of,
     fixed_number_of_batches,
+    inputs_of,
     is_array_adapter,
+    make_lazy,
     set_iteration,
 )
 from replicax.keras.batches import BatchIterator, PlacedBatch, host_batch
-from replicax.keras.lazy_batches import batch_of, inputs_of, make_lazy
 from replicax.keras.positions import Iteration, Position
 
 __all__ = ["Epochs"]

@@ -14,8 +14,7 @@ from replicax._util.types import JSONObject, PyTree
 from replicax.engine.row_arrays import by_rows
 from replicax.input import InputShard
 from replicax.input.split import leading_size
-from replicax.keras.adapters import set_iteration
-from replicax.keras.lazy_batches import batch_of, make_lazy
+from replicax.keras.adapters import batch_of, make_lazy, set_iteration
 from replicax.ps.limits import Ticket, tickets_at_once
 
 if TYPE_CHECKING:
