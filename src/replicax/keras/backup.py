@@ -23,8 +23,7 @@ from replicax.checkpoint.slots import encode
 from replicax.checkpoint.storage import Contents
 from replicax.cluster import workers
 from replicax.cluster.failure import ExitCode
-from replicax.keras.epochs import Epochs
-from replicax.keras.positions import Position
+from replicax.keras.epochs import Epochs, Position
 from replicax.keras.session import FitSession, LateCallback, session_of
 
 __all__ = ["BACKUP_NAME", "BackupAndRestore"]

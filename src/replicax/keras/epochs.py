@@ -2,10 +2,18 @@
 
 Keras' data adapters read the data; what Keras adds to them for its own loop is done
 here in the same way.
+
+Keras gives the state of a data pipeline to nobody, so a position in it is a count: from
+the random state and the number of past epochs in which an iteration began, so many
+batches were taken. To get there again, both are set back and as many batches are
+skipped.
 """
 
+import dataclasses
 import functools
+import logging
 import warnings
+from collections import deque
 from collections.abc import Iterable, Iterator
 
 import jax
@@ -20,6 +28,7 @@ from replicax.engine.group import ReplicaGroup
 from replicax.engine.protocols import RecorderLike, StrategyLike
 from replicax.engine.row_arrays import whole
 from replicax.engine.scope import current_call
+from replicax.input.grain_datasets import is_map_dataset
 from replicax.input.prefetch import close_iterator
 from replicax.input.split import leading_size
 from replicax.keras.adapters import (
@@ -33,9 +42,43 @@ from replicax.keras.adapters import (
     set_iteration,
 )
 from replicax.keras.batches import BatchIterator, PlacedBatch, host_batch
-from replicax.keras.positions import Iteration, Position
 
-__all__ = ["Epochs"]
+__all__ = ["Epochs", "Position"]
+
+_logger = logging.getLogger("replicax")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Position:
+    """The position of a run of `fit`.
+
+    Attributes:
+        epoch: The epoch.
+        step: Batches done in it.
+        epoch_began: The random state before the epoch.
+        data_began: The random state before the first batch of this iteration over the
+            data, which may go on over several epochs; None: a new one is due.
+        ends_before: Epochs that the data were told the end of before this iteration.
+        ends: Those until now.
+        consumed: Batches trained on in this iteration.
+        drawn: Batches taken from the data in this iteration, some of them for later.
+        iteration: The number of this iteration, or of the one that is due; None: the
+            data does not count them.
+        now: The random state.
+        num_batches: What was found out about the length of the data.
+    """
+
+    epoch: int
+    step: int
+    epoch_began: RandomState
+    data_began: RandomState | None
+    ends_before: int
+    ends: int
+    consumed: int
+    drawn: int
+    now: RandomState
+    num_batches: int | None
+    iteration: int | None = None
 
 
 class Epochs:
@@ -82,7 +125,7 @@ class Epochs:
         self._group = group
         self._only_inputs = only_inputs
         self._pending: Position | None = None
-        self._iteration: Iteration | None = None
+        self._iteration: _Iteration | None = None
         self._batches: BatchIterator | None = None
         self._seen = 0  # Steps begun in this iteration.
         self.ends = 0
@@ -114,7 +157,7 @@ class Epochs:
         """
         number = getattr(self.adapter, "iteration", None)
         self.adapter.on_epoch_begin()
-        batches = iter(self._host_batches(Iteration(self, None)))
+        batches = iter(self._host_batches(_Iteration(self, None)))
         try:
             return jax.tree.map(whole, batch_of(next(batches)))
         finally:
@@ -142,7 +185,7 @@ class Epochs:
         while number is None or first < number:
             if self.length and self._seen >= self.length:
                 if self.steps_per_epoch:
-                    self._warn()
+                    _warn_of_end()
                 break
             self._seen += size
             yield first, first + size - 1
@@ -166,7 +209,7 @@ class Epochs:
         """The data have ended before the epoch."""
         announced = self.steps_per_epoch or self.adapter.num_batches
         if announced:
-            self._warn()
+            _warn_of_end()
         if self.length is None:
             self.length = self._seen
         self._end_iteration()
@@ -176,22 +219,12 @@ class Epochs:
         self.ends += 1
         self.adapter.on_epoch_end()
 
-    @staticmethod
-    def _warn() -> None:
-        warnings.warn(
-            "Your input ran out of data; interrupting training. Make sure that your "
-            "dataset or generator can generate at least `steps_per_epoch * epochs` "
-            "batches. You may need to use the `.repeat()` function when building your "
-            "dataset.",
-            stacklevel=2,
-        )
-
     # One iteration over the data.
 
     def _begin_iteration(self) -> None:
         position, self._pending = self._pending, None
         self._end_iteration()
-        self._iteration = Iteration(self, position)
+        self._iteration = _Iteration(self, position)
         self.consumed = self._seen = 0 if position is None else position.consumed
         adapter = self.adapter
         self._batches = BatchIterator(
@@ -300,6 +333,16 @@ class Epochs:
             self._end_epoch()
 
 
+def _warn_of_end() -> None:
+    warnings.warn(
+        "Your input ran out of data; interrupting training. Make sure that your "
+        "dataset or generator can generate at least `steps_per_epoch * epochs` "
+        "batches. You may need to use the `.repeat()` function when building your "
+        "dataset.",
+        stacklevel=2,
+    )
+
+
 def _one_ahead(source: Iterable[PyTree]) -> Iterator[PyTree]:
     """Prefetch one batch: each is drawn when the one before is asked for."""
     batches = iter(source)
@@ -312,3 +355,79 @@ def _one_ahead(source: Iterable[PyTree]) -> Iterator[PyTree]:
             yield current
     finally:
         close_iterator(batches)
+
+
+class _Iteration:
+    """One iteration over the data, from its first batch or from a position in it.
+
+    `began`, `ends` and `drawn` are the position's `data_began`, `ends_before` and
+    `drawn`.
+    """
+
+    def __init__(self, epochs: Epochs, position: Position | None) -> None:
+        self.began: RandomState | None = None
+        self.ends = epochs.ends
+        self.drawn = 0
+        self._epochs = epochs
+        self._position = position
+        self._source: Iterator[PyTree] | None = None
+        self._ahead: deque[PyTree] = deque()
+
+    def __iter__(self) -> "_Iteration":
+        return self
+
+    def __next__(self) -> PyTree:
+        if self._source is None:
+            self._source = self._open()
+        return self._ahead.popleft() if self._ahead else self._draw(self._source)
+
+    def has_more(self) -> bool:
+        """Whether there is another batch; takes it if need be, for later."""
+        if not self._ahead and self._source is not None:
+            try:
+                self._ahead.append(self._draw(self._source))
+            except StopIteration:
+                return False
+        return bool(self._ahead)
+
+    def _draw(self, source: Iterator[PyTree]) -> PyTree:
+        batch = next(source)
+        self.drawn += 1
+        return batch
+
+    def _open(self) -> Iterator[PyTree]:
+        epochs, position = self._epochs, self._position
+        if position is None or position.data_began is None:
+            self.began = epochs.began()
+            return iter(epochs.adapter.get_jax_iterator())
+        after = position.now if position.step else random_state.capture()
+        random_state.restore(position.data_began)
+        self.began, self.ends = position.data_began, position.ends_before
+        source = _after(epochs.adapter, position.consumed)
+        self.drawn = position.consumed
+        while self.drawn < position.drawn:
+            self._ahead.append(self._draw(source))
+        epochs.end_epochs(position.ends)
+        random_state.restore(after)
+        return source
+
+
+def _after(adapter: DataAdapterLike, number: int) -> Iterator[PyTree]:
+    """The batches of an iteration after the first `number`."""
+    batches = adapter.get_jax_iterator()
+    if is_map_dataset(batches):
+        return iter(batches[number:])
+    source = iter(batches)
+    if not is_array_adapter(adapter):  # Of arrays nothing is read.
+        _logger.info(
+            "fit: reading %d batches again to get to where training was.", number
+        )
+    for i in range(number):
+        try:
+            next(source)
+        except StopIteration:
+            raise ValueError(
+                f"BackupAndRestore: the data ends after {i} batches, but the run that "
+                f"is continued had trained on {number}. Give fit the same data."
+            ) from None
+    return source
