@@ -6,7 +6,7 @@ from pathlib import Path
 import keras
 import pytest
 
-from replicax.keras.chief_files import discarded_files
+from replicax.keras.session import discarded_files
 
 
 @pytest.fixture

@@ -148,7 +148,10 @@ def _run(
         _warn_of_no_scope(name, model)
         if name != "fit" or not _wants_loop(kwargs.get("callbacks"), *args):
             return original(model, *args, **kwargs)
-        strategy = _default_strategy()
+        # Here, as it is above this folder, and needed by few.
+        from replicax.strategies.current import get_strategy
+
+        strategy = get_strategy()
     if not building.has_call(model):
         building.note_built(model)
     method = getattr(loop if name in _WITH_DATA else on_batch, name)
@@ -192,13 +195,6 @@ def _interrupt_of(error: BaseException) -> KeyboardInterrupt | None:
         return error
     context = error.__context__
     return context if isinstance(context, KeyboardInterrupt) else None
-
-
-def _default_strategy() -> PyTree:
-    # Here, as it is above this folder, and needed by few.
-    from replicax.strategies.current import get_strategy
-
-    return get_strategy()
 
 
 def _refuse_scope(original: Original, model: keras.Model) -> None:

@@ -20,10 +20,15 @@ from replicax.engine.protocols import RecorderLike, StepSource, StrategyLike
 from replicax.input.distributed import DistributedInput
 from replicax.keras import building
 from replicax.keras.adapters import DataAdapterLike, adapter_of
-from replicax.keras.chief_files import discarded_files
 from replicax.keras.epochs import Epochs
-from replicax.keras.session import FitSession, late_callbacks, session_of
-from replicax.keras.steps import Steps, group_of, ignores_targets, steps_of
+from replicax.keras.metric_results import is_of_keras
+from replicax.keras.session import (
+    FitSession,
+    discarded_files,
+    late_callbacks,
+    session_of,
+)
+from replicax.keras.steps import Steps, group_of, steps_of
 from replicax.report.callback import with_report
 from replicax.report.journal import REPORT
 
@@ -308,7 +313,8 @@ def predict(
 ) -> PyTree:
     """`model.predict` on a strategy's replicas, as Keras has it."""
     adapter = adapter_of(x, batch_size=batch_size, steps_per_epoch=steps)
-    data = _epochs(model, strategy, adapter, steps, only_inputs=ignores_targets(model))
+    only_inputs = is_of_keras(model, ["predict_step"])  # Another one may read targets.
+    data = _epochs(model, strategy, adapter, steps, only_inputs=only_inputs)
     try:
         if not building.is_built(model):
             building.build(model, strategy, "predict", data.first_batch)

@@ -76,14 +76,9 @@ def reduce_weighted_values(
 
 def _share_of(context: ReplicaContext, count: PyTree, what: str) -> PyTree:
     """A replica's part of a count over all replicas, by which losses are divided."""
-    _note_part_of_count(context, what)
-    return ops.divide_no_nan(count, context.sum(count))
-
-
-def _note_part_of_count(context: ReplicaContext, what: str) -> None:
-    """Say that a loss is not the mean over the global batch, where it is not."""
     if context.num_replicas_in_sync > context.num_replicas_here:
         _log_part_of_count(type(context.strategy).__name__, what)
+    return ops.divide_no_nan(count, context.sum(count))
 
 
 @functools.cache

@@ -1,17 +1,26 @@
-"""The state of one call of `fit`, for callbacks and parameter servers."""
+"""The state of one call of `fit`, for callbacks and parameter servers.
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+Of files that callbacks write, those of the chief stay.
+"""
+
+import os
+import re
+import tempfile
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import keras
 
 from replicax.cluster import workers
+from replicax.cluster.failure import REPORT_DIR
 from replicax.engine.protocols import RecorderLike, StepQueue, StrategyLike
 from replicax.keras.epochs import Epochs
 
 __all__ = [
     "FitSession",
     "LateCallback",
+    "discarded_files",
     "late_callbacks",
     "session_of",
 ]
@@ -95,3 +104,49 @@ def late_callbacks(
 ) -> list[LateCallback]:
     """The `LateCallback`s among some callbacks."""
     return [c for c in callbacks if isinstance(c, LateCallback)]
+
+
+_PATHS: dict[type[keras.callbacks.Callback], str] = {
+    keras.callbacks.ModelCheckpoint: "filepath",
+    keras.callbacks.CSVLogger: "filename",
+}
+"""The attribute with the path of the file that a callback writes."""
+
+
+@contextmanager
+def discarded_files(
+    callbacks: Iterable[keras.callbacks.Callback],
+) -> Generator[None]:
+    """Let callbacks write to a folder that is deleted at the end.
+
+    Workers of a cluster have the same paths, and what two write at once is damaged. The
+    others go on as the chief does, as reading weights may need all workers.
+
+    Args:
+        callbacks: Of a worker that is not the chief.
+    """
+    given = [
+        (callback, name, getattr(callback, name))
+        for callback in callbacks
+        for kind, name in _PATHS.items()
+        if isinstance(callback, kind)
+    ]
+    if not given:
+        yield
+        return
+    # There the launcher deletes what a worker that is killed leaves.
+    parent = os.environ.get(REPORT_DIR)
+    with tempfile.TemporaryDirectory(prefix="replicax-", dir=parent) as folder:
+        for number, (callback, name, path) in enumerate(given):
+            setattr(callback, name, _path_in(Path(folder, str(number)), path))
+        try:
+            yield
+        finally:
+            for callback, name, path in given:
+                setattr(callback, name, path)
+
+
+def _path_in(folder: Path, path: str) -> str:
+    """A path in a folder, with the end of another one, and the same in each epoch."""
+    folder.mkdir()
+    return str(folder / re.sub(r"\{.*?\}", "0", Path(path).name))

@@ -7,7 +7,6 @@ variable's aggregation says happens to metrics and moving statistics, and gradie
 through the optimizer seam.
 """
 
-import functools
 import inspect
 import itertools
 import json
@@ -42,7 +41,6 @@ __all__ = [
     "forget_steps",
     "group_of",
     "has_steps",
-    "ignores_targets",
     "make_variables",
     "require_examples",
     "restore_steps",
@@ -206,12 +204,6 @@ def require_examples(model: keras.Model, name: str, data: PyTree) -> None:
             f"{current_call()}: a batch for model {model.name!r} has no rows, and so "
             "no loss to train with. Leave empty batches out."
         )
-
-
-def ignores_targets(model: keras.Model) -> bool:
-    """Whether `predict` has no use for targets and weights: its step is Keras' own."""
-    step = getattr(model.predict_step, "__func__", None)
-    return step is keras.Model.predict_step
 
 
 def takes_state(model: keras.Model, name: str) -> bool:
@@ -442,18 +434,13 @@ def _rows(
 
     A row of a batch may make several of a prediction, but replicas make equally many.
     """
-
-    def counted(x: jax.Array, num_active: int) -> jax.Array:
-        return x[: x.shape[0] * num_active // num_replicas]
-
-    parts = [
-        result
-        if batch.num_active is None
-        else jax.tree.map(
-            functools.partial(counted, num_active=batch.num_active), result
-        )
-        for result, batch in zip(results, batches, strict=True)
-    ]
+    parts = []
+    for result, batch in zip(results, batches, strict=True):
+        if (num_active := batch.num_active) is not None:
+            result = jax.tree.map(
+                lambda x, n=num_active: x[: x.shape[0] * n // num_replicas], result
+            )
+        parts.append(result)
     return _concatenated(parts)
 
 
