@@ -249,15 +249,13 @@ class DistributedDataset(DistributedInput):
         input_shard: InputShard | None = None,
         num_replicas: int | None = None,
     ) -> None:
-        """Make a dataset; only strategies do.
+        """Make a dataset; only strategies do, by `experimental_distribute_dataset`.
 
         Args:
             dataset: A dataset that `replicax.input.batches` accepts.
             mesh: Mesh with an axis `"replica"`.
-            remainder: The policy for rows by which a batch exceeds a multiple of `R`.
-                Under `"drop"`, a batch of fewer than `R` rows is dropped too, except
-                the first one of an epoch, which is an error. `"keep"` drops what
-                workers have of data of their own.
+            remainder: As there. `"drop"` drops a batch of fewer than `R` rows whole,
+                except the first one of an epoch, which is an error.
             batch_size: `B`, if `dataset` is arrays.
             prefetch: Number of batches to prefetch; 0 uses no thread.
             auto_shard_policy: How workers shard the dataset.

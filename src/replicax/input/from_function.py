@@ -56,16 +56,13 @@ class DistributedDatasetFromFunction(DistributedInput):
         input_shard: InputShard | None = None,
         num_replicas: int | None = None,
     ) -> None:
-        """Make a dataset; only strategies do.
+        """Make a dataset; only strategies do, by `distribute_datasets_from_function`.
 
         Args:
-            fn: Takes the `InputContext` and returns a dataset of `[b, ...]` batches
-                that `replicax.input.batches` accepts without a batch size.
+            fn: `dataset_fn`; `replicax.input.batches` accepts what it returns.
             mesh: Mesh with an axis `"replica"`.
             context: The argument of `fn`.
-            remainder: The policy at the end of an epoch for fewer than `R` batches, or
-                for a shorter last batch: give them to fewer replicas (several workers
-                drop them), drop all of them, pad with masked copies, or raise.
+            remainder: As there; several workers drop what `"keep"` keeps in one.
             prefetch: Number of steps to prefetch; 0 uses no thread.
             input_shard: This worker's shard; None: there is one worker.
             num_replicas: `R`; None: one on each device along the axis.

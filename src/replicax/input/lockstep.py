@@ -73,21 +73,16 @@ class SharedEpoch(Generic[_Batch]):
     cancelled: Callable[[], bool] = lambda: False
 
 
-class _ReadWindow(TypedDict):
-    """A worker's message: the sizes and sparse capacities of its next batches."""
+class _WindowMessage(TypedDict):
+    """A worker's message about its next batches; `leaves` are those of the first one.
+
+    `entries` are the capacities of the sparse arrays in each batch.
+    """
 
     sizes: list[int]
     entries: list[list[int]]
-
-
-class _FirstWindow(_ReadWindow):
-    """A worker's message about an epoch's first batch."""
-
     leaves: list[LeafChecksum]
     num_batches: int | None
-
-
-_AnyWindow = TypeVar("_AnyWindow", bound=_ReadWindow)
 
 
 class _Cancelled(Exception):
@@ -98,8 +93,7 @@ def in_step(batches: Iterable[_Batch], epoch: SharedEpoch[_Batch]) -> Generator[
     """Yield batches as long as every worker has one of the same size.
 
     Workers exchange the sizes of four batches at a time through the coordination
-    service, while earlier steps run. If all know their number of batches, they exchange
-    it once.
+    service, while earlier steps run; if all know their number of batches, only once.
 
     Raises:
         InputError: On all workers, if one has no batch at all, or if first batches that
@@ -120,53 +114,48 @@ def _in_step(
 ) -> Generator[_Batch]:
     """Exchange messages about the next batches, and yield those that all have."""
     window = list(itertools.islice(batches, 1))
-    is_checked = epoch.same_data and epoch.check
-    mine: _FirstWindow = {
-        "sizes": [epoch.size_of(x) for x in window],
-        "leaves": leaf_checksums(window[0]) if window and is_checked else [],
-        "num_batches": epoch.num_batches,
-        "entries": _entries(window),
-    }
-    first = _exchange(epoch, mine)
-    _check_first(epoch, first)
-    counts = [t["num_batches"] for t in first if t["num_batches"] is not None]
-    told: Sequence[_ReadWindow] = first
+    told = _exchange(epoch, window, is_first=True)
+    _check_first(epoch, told)
+    counts = [t["num_batches"] for t in told if t["num_batches"] is not None]
     num_taken = 0
     while True:
         num_common = _num_common([t["sizes"] for t in told])
         _make_room(window, [t["entries"] for t in told])
         yield from window[:num_common]
         num_taken += num_common
+        left = window[num_common:]
         if num_common < max(len(t["sizes"]) for t in told) or not num_common:
-            left = window[num_common:]
             break
         if len(counts) == len(told):
             yield from itertools.islice(batches, min(counts) - num_taken)
             if len(set(counts)) == 1:
                 return
-            num_taken, left = min(counts), []
+            num_taken = min(counts)
             break
         window = list(itertools.islice(batches, _WINDOW))
-        told = _exchange(
-            epoch,
-            {
-                "sizes": [epoch.size_of(x) for x in window],
-                "entries": _entries(window),
-            },
-        )
+        told = _exchange(epoch, window)
     _report_left_over(epoch, num_taken, left, batches)
 
 
-def _exchange(epoch: SharedEpoch[_Batch], window: _AnyWindow) -> list[_AnyWindow]:
+def _exchange(
+    epoch: SharedEpoch[_Batch], window: Sequence[_Batch], *, is_first: bool = False
+) -> list[_WindowMessage]:
     """Exchange a message with the other workers, unless the consumer has stopped."""
 
     def stop_if_cancelled(missing: Sequence[int]) -> None:
         if epoch.cancelled():
             raise _Cancelled
 
+    is_compared = is_first and window and epoch.same_data and epoch.check
+    mine: _WindowMessage = {
+        "sizes": [epoch.size_of(x) for x in window],
+        "entries": [[x.capacity for x in _parted(batch)] for batch in window],
+        "leaves": leaf_checksums(window[0]) if is_compared else [],
+        "num_batches": epoch.num_batches,
+    }
     return epoch.workers.exchange(
         epoch.name,
-        window,
+        mine,
         # A worker may read its next batches for as long as a step may wait.
         timeout_seconds=epoch.workers.timeouts.step,
         while_waiting=stop_if_cancelled,
@@ -180,7 +169,7 @@ def _num_common(sizes: list[list[int]]) -> int:
     return len(list(itertools.takewhile(lambda column: len(set(column)) == 1, columns)))
 
 
-def _check_first(epoch: SharedEpoch[_Batch], told: list[_FirstWindow]) -> None:
+def _check_first(epoch: SharedEpoch[_Batch], told: list[_WindowMessage]) -> None:
     """Raise unless all workers have a first batch, an equal one where they should."""
     names = epoch.workers.names
     empty = [name for name, t in zip(names, told, strict=True) if not t["sizes"]]
@@ -209,11 +198,6 @@ def _check_first(epoch: SharedEpoch[_Batch], told: list[_FirstWindow]) -> None:
                 f"{epoch.name}: the first batch of {name} is another than that of "
                 f"{names[0]}: {found}. {_SAME_DATA}"
             )
-
-
-def _entries(window: Sequence[PyTree]) -> list[list[int]]:
-    """The capacity of each sparse array in this worker's batches."""
-    return [[x.capacity for x in _parted(batch)] for batch in window]
 
 
 def _make_room(window: Sequence[PyTree], told: list[list[list[int]]]) -> None:

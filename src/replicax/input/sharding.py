@@ -132,12 +132,7 @@ def worker_files(
 
 
 class Epoch(TypedDict):
-    """The identity of an epoch for `InputShard.in_step`.
-
-    Attributes:
-        name: The epoch's name, equal on all workers.
-        cancelled: Returns whether the consumer has stopped.
-    """
+    """The identity of an epoch for `InputShard.in_step`."""
 
     name: str
     cancelled: Callable[[], bool]
@@ -230,7 +225,7 @@ class InputShard:
         """Return a function that logs the taking of a batch, for the order check."""
         log = self._workers.log
         if log is None:
-            return _nothing
+            return lambda: None
         operation = Operation(f"the next batch of {name}", f"batch of {name};".encode())
         return functools.partial(log.take, operation)
 
@@ -264,7 +259,3 @@ class InputShard:
             cancelled=cancelled,
         )
         return in_step(batches, epoch)
-
-
-def _nothing() -> None:
-    pass

@@ -199,15 +199,7 @@ def split_global_batch(
         raise ValueError(f"{caller}: got num_replicas={num_replicas!r}, expected >= 1.")
     size = leading_size(batch, caller)
     extra = size % num_replicas
-    if policy is Remainder.KEEP and extra:
-        num_active = replicas_for(size, num_replicas)
-        assert num_active is not None
-        rows = rows_with_copies(size, num_active, num_replicas)
-        return Split(
-            batch=jax.tree.map(lambda x: _rows(x[rows], num_replicas), batch),
-            num_active=num_active,
-        )
-    if size < num_replicas and policy is not Remainder.PAD:
+    if size < num_replicas and policy not in (Remainder.KEEP, Remainder.PAD):
         raise ValueError(
             f"{caller}: a batch of {size} examples cannot be shared by {num_replicas} "
             "replicas, each needs one. Make batches larger, or pass remainder='keep' "
@@ -219,20 +211,20 @@ def split_global_batch(
             f"({extra} are left over). Choose a batch size that is a multiple of "
             f"{num_replicas}, or pass remainder='keep', 'drop' or 'pad'."
         )
-    if policy is Remainder.PAD:
-        num_padded = -size % num_replicas
-        mask = np.arange(size + num_padded) < size
-        return Split(
-            batch=jax.tree.map(
-                lambda x: _rows(_pad(x, num_padded), num_replicas), batch
-            ),
-            mask=_rows(mask, num_replicas),
-        )
-    if extra:
-        batch = jax.tree.map(lambda x: x[: size - extra], batch)
-    return Split(
-        batch=jax.tree.map(lambda x: _rows(x, num_replicas), batch), num_dropped=extra
-    )
+    num_active = replicas_for(size, num_replicas) if policy is Remainder.KEEP else None
+    mask, num_dropped = None, 0
+    rows: np.ndarray | slice = slice(size - extra)
+    if num_active is not None:
+        rows = rows_with_copies(size, num_active, num_replicas)
+    elif policy is Remainder.PAD:
+        rows = _padded_rows(size, -size % num_replicas)
+        mask = _rows(np.arange(len(rows)) < size, num_replicas)
+    else:
+        num_dropped = extra
+    if extra:  # Else all rows stay, of JAX's arrays without a copy.
+        batch = jax.tree.map(lambda x: x[rows], batch)
+    batch = jax.tree.map(lambda x: _rows(x, num_replicas), batch)
+    return Split(batch=batch, mask=mask, num_dropped=num_dropped, num_active=num_active)
 
 
 def stack_replica_batches(
@@ -345,14 +337,13 @@ def _rows(array: PyTree, num_replicas: int) -> PyTree:
 
 def _pad(array: PyTree, num_rows: int) -> PyTree:
     """Add `num_rows` rows: the array's last rows, repeated if need be."""
-    if not num_rows:
-        return array
-    every = np.arange(array.shape[0])
-    rows = np.resize(every[-num_rows:], num_rows)
-    if isinstance(array, RowArray):
-        return array[np.concatenate([every, rows])]
-    numpy = jnp if isinstance(array, jax.Array) else np
-    return numpy.concatenate([array, array[rows]])
+    return array[_padded_rows(array.shape[0], num_rows)] if num_rows else array
+
+
+def _padded_rows(size: int, num_rows: int) -> np.ndarray:
+    """The numbers of `size` rows, and `num_rows` of the last of them again."""
+    rows = np.arange(size)
+    return np.concatenate([rows, np.resize(rows[-num_rows:], num_rows)])
 
 
 def _joined(parts: Sequence[PyTree]) -> PyTree:
