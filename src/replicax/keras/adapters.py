@@ -265,22 +265,9 @@ def adapter_of(
 ) -> DataAdapterLike:
     """Make the adapter of a call's data: Keras', or one for a distributed dataset.
 
-    Args:
-        x: Arrays, or a dataset.
-        y: Targets.
-        sample_weight: Their weights.
-        batch_size: Examples in a batch of arrays.
-        steps_per_epoch: Batches in an epoch; None: until the data end.
-        shuffle: As `fit` takes it.
-        class_weight: Weights by class.
-        first_iteration: The number of the first iteration over data that are to be
-            read in another order each time; None: they are not.
-        caller: What the user called, for messages. Defaults to `current_call()`.
-
-    Raises:
-        ValueError: Without data, for what is no data, and for what a dataset has of its
-            own.
-        TypeError: For an iterator over a distributed dataset.
+    The arguments are those of `fit`. `first_iteration` is the number of the first
+    iteration over data that are to be read in another order each time; None: they are
+    not. Messages name the `caller`, by default `current_call()`.
     """
     caller = caller or current_call()
     if x is None:

@@ -58,11 +58,8 @@ def build(
 ) -> None:
     """Create the variables that steps of a kind use.
 
-    Args:
-        model: The model, whose losses, metrics and optimizer are built, too.
-        strategy: The model's.
-        kind: `"train"`, `"test"` or `"predict"`, for which only the model is built.
-        first_batch: Returns the first batch of the data; called where it is needed.
+    For `"predict"` they are the model's, for `"train"` and `"test"` those of its
+    losses, metrics and optimizer, too. `first_batch` is called where it is needed.
     """
 
     @functools.cache

@@ -297,14 +297,9 @@ class Epochs:
         )
 
     def go_to(self, position: Position, initial: RandomState) -> None:
-        """Make the next epoch begin at a position.
+        """Make the next epoch begin at a position, maybe of another process.
 
-        Args:
-            position: From `position`, maybe of another process.
-            initial: The random state at the beginning of the first epoch.
-
-        Raises:
-            ValueError: If steps of several batches do not meet it.
+        `initial` is the random state at the beginning of the first epoch.
         """
         if position.step % self.steps_per_execution:
             raise ValueError(

@@ -176,13 +176,10 @@ def _log_dropped(caller: str, name: str) -> None:
 def synchronized_moments(
     context: ReplicaContext, mean: PyTree, variance: PyTree, count: PyTree = None
 ) -> tuple[PyTree, PyTree]:
-    """Mean and variance over the global batch from each replica's own.
+    """Mean and variance of features over the global batch from each replica's own.
 
-    Args:
-        context: The replica's.
-        mean: The mean of its values of each feature.
-        variance: Their variance.
-        count: Their number, where a mask hides some; None: the same on all replicas.
+    `count` is the number of a replica's values, where a mask hides some; None: it is
+    the same on all replicas.
     """
     if count is not None:
         count = ops.reshape(ops.cast(count, mean.dtype), ops.shape(mean))

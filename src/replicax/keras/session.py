@@ -117,13 +117,10 @@ _PATHS: dict[type[keras.callbacks.Callback], str] = {
 def discarded_files(
     callbacks: Iterable[keras.callbacks.Callback],
 ) -> Generator[None]:
-    """Let callbacks write to a folder that is deleted at the end.
+    """Let callbacks of a worker write to a folder that is deleted at the end.
 
-    Workers of a cluster have the same paths, and what two write at once is damaged. The
-    others go on as the chief does, as reading weights may need all workers.
-
-    Args:
-        callbacks: Of a worker that is not the chief.
+    Workers of a cluster have the same paths, and what two write at once is damaged.
+    Those that are not the chief go on as it does, as reading weights may need all.
     """
     given = [
         (callback, name, getattr(callback, name))

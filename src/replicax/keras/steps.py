@@ -55,14 +55,7 @@ Groups = list[list[keras.Variable]]
 
 
 class _ModelStep:
-    """One of the model's step methods, as a function that each replica calls.
-
-    Args:
-        model: The Keras model.
-        name: `"train_step"`, `"test_step"` or `"predict_step"`.
-        groups: What Keras' state is the values of.
-        defers_updates: Whether the strategy makes the updates.
-    """
+    """One of the model's step methods, as a function that each replica calls."""
 
     def __init__(
         self, model: keras.Model, name: str, groups: Groups, *, defers_updates: bool
@@ -180,13 +173,7 @@ class _ModelStep:
 
 
 def require_examples(model: keras.Model, name: str, data: PyTree) -> None:
-    """Raise where Keras could not compute a compiled loss, or its gradient.
-
-    Args:
-        model: The model.
-        name: Of the step, such as `"train_step"`.
-        data: The step's batch.
-    """
+    """Raise where Keras could not compute a compiled loss, or its gradient."""
     losses = keras.tree.flatten(getattr(model, "loss", None))
     compiled = [loss for loss in losses if loss is not None]
     is_own = not is_of_keras(model, (name, "compute_loss"))
@@ -253,11 +240,6 @@ def _of_other_optimizers(model: keras.Model) -> list[PyTree]:
 
 class Steps:
     """One of a model's step methods, run on the replicas.
-
-    Args:
-        model: The model.
-        strategy: Its strategy.
-        kind: `"train"`, `"test"` or `"predict"`.
 
     Attributes:
         programs: What it is compiled to, for each kind of batch.
@@ -330,11 +312,7 @@ class Steps:
 
 
 def group_of(model: keras.Model, strategy: StrategyLike) -> ReplicaGroup:
-    """The replicas that a model's batches are for: one, where it runs eagerly.
-
-    Raises:
-        NotImplementedError: If that one would not have all variables.
-    """
+    """The replicas that a model's batches are for: one, where it runs eagerly."""
     if not _is_eager(model):
         return strategy.group
     num_workers = len(strategy.workers.names)
@@ -380,13 +358,7 @@ _STEPS = "_replicax_steps"
 
 
 def steps_of(model: keras.Model, strategy: StrategyLike, kind: str) -> Steps:
-    """A model's steps of a kind, whose programs stay compiled between calls.
-
-    Args:
-        model: The model.
-        strategy: The model's.
-        kind: `"train"`, `"test"` or `"predict"`.
-    """
+    """A model's steps of a kind, whose programs stay compiled between calls."""
     # Not by `setattr`: Keras looks for layers in what a model is given.
     kept = model.__dict__.setdefault(_STEPS, {})
     steps = kept.get((kind, strategy))

@@ -36,16 +36,7 @@ def turn_on(platform: str) -> Path | None:
     A later call for the same platform changes nothing, and neither does the first if
     the user told JAX about its cache, or in a job of several processes. To be called
     when JAX has started its devices, before anything is compiled; it compiles nothing.
-
-    Args:
-        platform: Of the devices that programs are for, as JAX says it.
-
-    Returns:
-        The folder; None if this left JAX's cache as it is.
-
-    Example:
-        >>> turn_on("cpu")  # doctest: +SKIP
-        PosixPath('/home/me/.cache/replicax/compiled/threads-8')
+    Returns the folder; None if this left JAX's cache as it is.
     """
     asked = os.environ.get(_SWITCH, "").strip()
     if asked.lower() in ("on", "1", "true"):

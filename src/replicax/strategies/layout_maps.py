@@ -56,16 +56,9 @@ Rule = Callable[[str, tuple[int, ...]], PartitionSpec]
 def rule(layout_map: object, num_devices: int, caller: str) -> Rule:
     """Convert a layout map to a function of a weight's path and shape.
 
-    Args:
-        layout_map: A `keras.distribution.LayoutMap`, a mapping of regular expressions
-            to tuples, or None for `largest_axis`.
-        num_devices: Size of the axis `"model"`.
-        caller: The public call to name in errors.
-
-    Raises:
-        TypeError: For a `layout_map` of another type.
-        ValueError: For other axis names; and, when a weight is created, if its path
-            matches several expressions, or the devices do not divide a dimension.
+    The map is a `keras.distribution.LayoutMap`, a mapping of regular expressions to
+    tuples, or None for `largest_axis`. Errors name the public call `caller`; those of
+    paths and shapes come when a weight is created.
     """
     if layout_map is None:
         return lambda _, shape: largest_axis(shape, num_devices)

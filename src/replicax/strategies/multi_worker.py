@@ -111,7 +111,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             "rx.CommunicationOptions(bytes_per_pack=2**20)",
         )
         options = communication_options or CommunicationOptions()
-        timeouts = checked_timeouts(timeouts, type(self).__name__)
+        timeouts = checked_timeouts(timeouts, name)
         if options.timeout_seconds is not None:
             timeouts = dataclasses.replace(timeouts, step=options.timeout_seconds)
         resolver = cluster_resolver or default_resolver()
@@ -129,7 +129,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             devices = list(dry_run.devices)
             host = devices[0].process_index
             num_local = sum(d.process_index == host for d in devices)
-        _check_devices(devices, workers, options, type(self).__name__)
+        _check_devices(devices, workers, options, name)
         super().__init__(
             devices,
             cross_device_ops,
@@ -228,8 +228,10 @@ class MultiWorkerMirroredStrategy(Strategy):
                 f"{getattr(x, 'dtype', type(x).__name__)}{list(np.shape(x))}"
                 for x in arrays
             ],
-            "the compiled program (its digest)": _digest(program, values, arrays),
         }
+        with Announced(f"tracing {program.name}"):
+            text = program.lower(values, arrays).as_text()
+        facts["the compiled program (its digest)"] = digest(text)
         new = [
             i
             for i, v in enumerate(program.variables)
@@ -319,10 +321,3 @@ def _check_devices(
             f"of one kind; got {each} ({', '.join(platforms)}). Hide devices with "
             "CUDA_VISIBLE_DEVICES, or use the same kind of machine."
         )
-
-
-def _digest(
-    program: Program, values: Sequence[jax.Array], arrays: Sequence[ArrayLike]
-) -> str:
-    with Announced(f"tracing {program.name}"):
-        return digest(program.lower(values, arrays).as_text())

@@ -58,12 +58,9 @@ _dispatch_order = threading.RLock()
 class ProgramRunner:
     """Runs functions on a strategy's replicas, each as one compiled program.
 
-    Args:
-        group: The replicas.
-        agree: Called before the first run of a program.
-        check_every: Number of steps between two comparisons of the replicas' variables.
-        dry_run: Receives programs in place of the devices, in a dry run.
-        num_dry_run_devices: Number of the dry run's devices to use; None: all.
+    `agree` is called before the first run of a program, and the replicas' variables are
+    compared once in `check_every` steps. A `dry_run` receives the programs in place of
+    the devices, for `num_dry_run_devices` of its own; None: for all.
 
     Attributes:
         group: The replicas that programs are compiled for.
@@ -159,12 +156,6 @@ class ProgramRunner:
         """Run `fn` on arrays that are placed on the replicas already.
 
         `run` and the steps of Keras' models call it, in the scope.
-
-        Args:
-            fn: The replica function.
-            call: The function's arguments.
-            options: The program's options.
-            programs: The cache of compiled programs.
         """
         program = self.program_of(fn, call, options, programs)
         is_new = program.is_new
@@ -243,9 +234,7 @@ class ProgramRunner:
     def dispatch(self, call: Callable[[], T], operation: Operation | None = None) -> T:
         """Dispatch a program: serialized over all threads, noted for the order check.
 
-        Args:
-            call: Calls the program.
-            operation: The collective operation; None: no other worker takes part.
+        Without a collective `operation` no other worker takes part in it.
         """
         watch = self._workers.watch
         with _dispatch_order:
