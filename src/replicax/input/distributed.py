@@ -6,7 +6,7 @@ Legend: `R` replicas, `b` examples in one replica's batch, `B = R * b` in a glob
 import dataclasses
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 
 import jax
@@ -20,7 +20,7 @@ from replicax.engine.device_put import warn_of_wide_integers
 from replicax.engine.row_arrays import PartedRows
 from replicax.input.context import per_replica
 from replicax.input.prefetch import DistributedIterator, Producer, prefetch
-from replicax.input.sharding import AutoShardPolicy, Epoch, InputShard, worker_files
+from replicax.input.sharding import AutoShardPolicy, InputShard, worker_files
 from replicax.input.sources import (
     Dataset,
     batches,
@@ -79,10 +79,8 @@ class DistributedInput(ABC):
         """Whether each of several workers has batches of its own."""
 
     @abstractmethod
-    def _splits(
-        self, iteration: int, epoch: Epoch, shard: InputShard
-    ) -> Generator[Split]:
-        """Yield one epoch's batches on the host: this worker's if local, else all."""
+    def _splits(self, iteration: int, name: str, shard: InputShard) -> Generator[Split]:
+        """Yield the batches of the epoch `name` on the host: this worker's if local."""
 
     def host_batches(
         self, iteration: int = 0, *, evaluates: bool = False
@@ -98,17 +96,18 @@ class DistributedInput(ABC):
                 "which fit cannot take. Use remainder='keep'."
             )
         shard = self._shard.of_evaluation if evaluates else self._shard
-        epoch = self._begin(lambda: False)
-        with closing(self._splits(iteration, epoch, shard)) as splits:
+        name = self._begin()
+        with closing(self._splits(iteration, name, shard)) as splits:
             for split in splits:
                 if split.batch is not None:
                     yield jax.tree.map(_joined, _of_examples(split))
 
-    def _begin(self, cancelled: Callable[[], bool]) -> Epoch:
+    def _begin(self) -> str:
+        """Begin an epoch; returns its name, which is equal on all workers."""
         self._num_epochs += 1
         name = f"{self._name}, epoch {self._num_epochs}"
         self._shard.begin(name)
-        return {"name": name, "cancelled": cancelled}
+        return name
 
     @property
     def element_spec(self) -> PyTree:
@@ -131,31 +130,28 @@ class DistributedInput(ABC):
 
     def _start(self, iteration: int, num_skipped: int) -> Iterator[PyTree]:
         self.iteration = iteration + 1
-        previous, own = self._previous, list[Producer[PyTree]]()
-        epoch = self._begin(lambda: any(producer.stopped for producer in own))
+        previous, name = self._previous, self._begin()
         iterator = prefetch(
-            lambda: self._epoch(previous, iteration, epoch, num_skipped),
+            lambda: self._epoch(previous, iteration, name, num_skipped),
             self._prefetch,
         )
         self._previous = getattr(iterator, "producer", None)
-        if self._previous is not None:
-            own.append(self._previous)
         return iterator
 
     def _epoch(
         self,
         previous: Producer[PyTree] | None,
         iteration: int,
-        epoch: Epoch,
+        name: str,
         num_skipped: int,
     ) -> Generator[PyTree]:
-        if previous is not None:
+        if previous is not None and previous.stopped:
             # The thread of an abandoned epoch may still read: two threads must not use
             # the same dataset object.
-            previous.join_if_stopped()
+            previous.join()
         num_dropped = 0
         shard = self._shard.of_loop
-        with closing(self._splits(iteration, epoch, shard)) as splits:
+        with closing(self._splits(iteration, name, shard)) as splits:
             for split in splits:
                 num_dropped += split.num_dropped
                 if split.batch is None:
@@ -315,9 +311,7 @@ class DistributedDataset(DistributedInput):
         self._started = True
         return super()._start(iteration, num_skipped)
 
-    def _splits(
-        self, iteration: int, epoch: Epoch, shard: InputShard
-    ) -> Generator[Split]:
+    def _splits(self, iteration: int, name: str, shard: InputShard) -> Generator[Split]:
         dataset, is_own = self._dataset, self._is_own
         if shard is not self._shard:
             dataset, is_own = self._files_of(shard)
@@ -325,13 +319,13 @@ class DistributedDataset(DistributedInput):
             if is_own:
                 pieces = self._divided(self._pieces(source, shard), self._num_local)
                 yield from shard.in_step(
-                    pieces, **epoch, same_data=False, size_of=num_examples
+                    pieces, name=name, same_data=False, size_of=num_examples
                 )
                 return
             is_known = is_arrays(dataset)
-            number = count_batches(dataset, self._batch_size)
+            number = count_batches(dataset, self._batch_size) if is_known else None
             together = shard.in_step(
-                source, **epoch, num_batches=number if is_known else None, size_of=_size
+                source, name=name, num_batches=number, size_of=_size
             )
             yield from self._divided(together, self._num_replicas)
 

@@ -13,7 +13,7 @@ from replicax._util.types import PyTree
 from replicax.engine.row_arrays import RowArray
 from replicax.input.context import InputContext
 from replicax.input.distributed import DistributedInput, num_examples
-from replicax.input.sharding import Epoch, InputShard
+from replicax.input.sharding import InputShard
 from replicax.input.sources import Dataset, batches
 from replicax.input.split import Remainder, Split, stack_replica_batches
 
@@ -82,9 +82,7 @@ class DistributedDatasetFromFunction(DistributedInput):
         """Whether there are several workers: each calls the function by itself."""
         return self._shard.count > 1
 
-    def _splits(
-        self, iteration: int, epoch: Epoch, shard: InputShard
-    ) -> Generator[Split]:
+    def _splits(self, iteration: int, name: str, shard: InputShard) -> Generator[Split]:
         context = dataclasses.replace(
             self._context,
             num_input_pipelines=shard.num_workers,
@@ -92,7 +90,7 @@ class DistributedDatasetFromFunction(DistributedInput):
         )
         yield from shard.in_step(
             self._groups(iteration, context),
-            **epoch,
+            name=name,
             same_data=False,
             size_of=num_examples,
         )

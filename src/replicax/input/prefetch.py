@@ -19,6 +19,7 @@ __all__ = [
     "Prefetched",
     "Producer",
     "close_iterator",
+    "is_abandoned",
     "prefetch",
 ]
 
@@ -64,11 +65,6 @@ class Producer(threading.Thread, Generic[T]):
         """Stop the thread after its current item, without blocking."""
         self.stopped = True
         self.slots.put(None)
-
-    def join_if_stopped(self) -> None:
-        """Wait until a stopped thread has released its source."""
-        if self.stopped:
-            self.join()
 
     def run(self) -> None:
         """Produce until the source ends, fails, or `stop` is called."""
@@ -197,6 +193,12 @@ def prefetch(
             f"prefetch: got depth={depth!r}, expected 0 (no thread) or more items."
         )
     return Prefetched(make_iterator, depth) if depth else _in_place(make_iterator)
+
+
+def is_abandoned() -> bool:
+    """Whether this thread produces items for a consumer that has stopped."""
+    thread = threading.current_thread()
+    return isinstance(thread, Producer) and thread.stopped
 
 
 def close_iterator(iterator: object) -> None:

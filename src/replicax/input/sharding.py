@@ -5,15 +5,16 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypedDict, TypeVar
+from typing import TypeVar
 
 from replicax.cluster.dispatch_log import Operation
 from replicax.cluster.workers import Workers
 from replicax.input.lockstep import SharedEpoch, in_step
+from replicax.input.prefetch import is_abandoned
 from replicax.input.sources import Dataset
 from replicax.input.split import leading_size
 
-__all__ = ["AutoShardPolicy", "Epoch", "FileDataset", "InputShard", "worker_files"]
+__all__ = ["AutoShardPolicy", "FileDataset", "InputShard", "worker_files"]
 
 _Batch = TypeVar("_Batch")
 
@@ -131,13 +132,6 @@ def worker_files(
     return (lambda: dataset(mine)), True
 
 
-class Epoch(TypedDict):
-    """The identity of an epoch for `InputShard.in_step`."""
-
-    name: str
-    cancelled: Callable[[], bool]
-
-
 class InputShard:
     """A worker's shard of the input, in lockstep with the other workers' shards.
 
@@ -237,7 +231,7 @@ class InputShard:
         same_data: bool = True,
         num_batches: int | None = None,
         size_of: Callable[[_Batch], int] = lambda batch: leading_size(batch, "fit"),
-        cancelled: Callable[[], bool] = lambda: False,
+        cancelled: Callable[[], bool] = is_abandoned,
     ) -> Iterator[_Batch]:
         """Yield batches as long as every worker has one.
 
