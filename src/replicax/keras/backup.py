@@ -112,11 +112,8 @@ class BackupAndRestore(LateCallback):
             NotImplementedError: For embeddings whose rows are on parameter servers.
         """
         session = session_of(self.model)
-        if session is None or session.epochs is None:
-            raise RuntimeError(
-                "BackupAndRestore: called outside of fit. Pass it to "
-                "fit(callbacks=[...])."
-            )
+        assert session is not None
+        assert session.epochs is not None
         if session.work is not None:
             _check_servers(self)
         others = [c for c in callbacks if c is not self]

@@ -21,14 +21,13 @@ from replicax.input.distributed import DistributedInput
 from replicax.keras import building
 from replicax.keras.adapters import DataAdapterLike, adapter_of
 from replicax.keras.epochs import Epochs
-from replicax.keras.metric_results import is_of_keras
 from replicax.keras.session import (
     FitSession,
     discarded_files,
     late_callbacks,
     session_of,
 )
-from replicax.keras.steps import Steps, group_of, steps_of
+from replicax.keras.steps import Steps, group_of, is_of_keras, steps_of
 from replicax.report.callback import with_report
 from replicax.report.journal import REPORT
 

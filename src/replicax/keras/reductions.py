@@ -7,11 +7,18 @@ the numbers of one device the count must be the global batch's. Local losses bec
 
 whose sum over replicas is the global loss. In `fit`, where gradients are averaged and
 not summed, shares are multiplied by the number of replicas.
+
+A step may log what it computes from a metric, such as the exponential of a mean loss.
+In a replica the metric's state is a part of a sum. The mean of what replicas compute
+from their parts is another number than what one device computes from the whole: so in
+such steps metrics have the results of all replicas.
 """
 
+import contextlib
 import functools
 import logging
 import warnings
+from collections.abc import Callable, Generator, Iterable
 
 import keras
 import numpy as np
@@ -24,9 +31,10 @@ from replicax._private.wraps import Original
 from replicax._util.types import PyTree
 from replicax.engine.own_rows import declare_of_batch, warn_of_own_rows
 from replicax.engine.replica import ReplicaContext
-from replicax.engine.scope import current_call, current_model
+from replicax.engine.scope import current_call, current_context, current_model
 
 __all__ = [
+    "global_results",
     "reduce_weighted_values",
     "synchronized_moments",
     "update_mean",
@@ -192,3 +200,62 @@ def synchronized_moments(
     global_mean = average(mean)
     # Variance inside the replicas plus variance of their means.
     return global_mean, average(variance + ops.square(mean - global_mean))
+
+
+@contextlib.contextmanager
+def global_results(
+    metrics: Iterable[keras.metrics.Metric],
+) -> Generator[list[PyTree]]:
+    """While open, `result` of metrics in a replica function is that of all replicas.
+
+    Args:
+        metrics: May contain others, as the metrics that a model compiles do.
+
+    Yields:
+        The results so far; of one that is a dictionary its values, too.
+    """
+    inside: list[keras.metrics.Metric] = []
+    results: list[PyTree] = []
+    before = [(x, x.__dict__.get("result")) for x in dict.fromkeys(metrics)]
+    for metric, _ in before:
+        metric.__dict__["result"] = functools.partial(
+            _noted,
+            results,
+            functools.partial(_global_result, metric, metric.result, inside),
+        )
+    try:
+        yield results
+    finally:
+        for metric, own in before:
+            del metric.__dict__["result"]
+            if own is not None:
+                metric.__dict__["result"] = own
+
+
+def _noted(results: list[PyTree], result: Callable[[], PyTree]) -> PyTree:
+    value = result()
+    results.append(value)
+    if isinstance(value, dict):
+        results += value.values()
+    return value
+
+
+def _global_result(
+    metric: keras.metrics.Metric,
+    result: Callable[[], PyTree],
+    inside: list[keras.metrics.Metric],
+) -> PyTree:
+    context = current_context()
+    if context is None or inside:  # Of a metric that contains this one.
+        return result()
+    variables = list(metric.variables)
+    values = {i: v.value for i, v in enumerate(variables)}
+    parts = {i: x for i, x in values.items() if id(variables[i]) in context.summands}
+    if parts:
+        values |= context.sum(parts)
+    inside.append(metric)
+    try:
+        with keras.StatelessScope([(variables[i], x) for i, x in values.items()]):
+            return result()
+    finally:
+        inside.clear()

@@ -12,7 +12,7 @@ import itertools
 import json
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -34,13 +34,14 @@ from replicax.engine.protocols import StrategyLike
 from replicax.engine.scope import current_call, required_context
 from replicax.engine.variables import PendingValue
 from replicax.keras.batches import PlacedBatch, place
-from replicax.keras.metric_results import global_results, is_of_keras
+from replicax.keras.reductions import global_results
 
 __all__ = [
     "Steps",
     "forget_steps",
     "group_of",
     "has_steps",
+    "is_of_keras",
     "make_variables",
     "require_examples",
     "restore_steps",
@@ -170,6 +171,14 @@ class _ModelStep:
                 if isinstance(result, dict):  # Of several metrics.
                     results.update(result)
         return results
+
+
+def is_of_keras(model: keras.Model, names: Iterable[str]) -> bool:
+    """Whether a model's methods of these names are those of `keras.Model`."""
+    return all(
+        getattr(getattr(model, name), "__func__", None) is getattr(keras.Model, name)
+        for name in names
+    )
 
 
 def require_examples(model: keras.Model, name: str, data: PyTree) -> None:
