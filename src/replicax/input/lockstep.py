@@ -1,5 +1,6 @@
 """Iterates an epoch in lockstep on all workers, and compares checksums of batches."""
 
+import contextlib
 import dataclasses
 import itertools
 import logging
@@ -102,11 +103,9 @@ def in_step(batches: Iterable[_Batch], epoch: SharedEpoch[_Batch]) -> Generator[
     if epoch.workers.count == 1:
         yield from batches
         return
-    try:
+    with contextlib.suppress(_Cancelled):
         # One iterator: Keras passes a Grain dataset, and each `iter` restarts it.
         yield from _in_step(iter(batches), epoch)
-    except _Cancelled:
-        return
 
 
 def _in_step(

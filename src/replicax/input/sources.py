@@ -277,7 +277,7 @@ def _as_array(path: tree_util.KeyPath, leaf: PyTree) -> PyTree:
     if isinstance(leaf, RowArray):
         return leaf
     refuse_ragged(leaf, leaf_name(path), "dataset")
-    if _is_tensor(leaf):
+    if _comes_from(leaf, "torch"):
         leaf = _from_torch(leaf)
     elif isinstance(leaf, (bool, int, float, complex)) or hasattr(leaf, "__array__"):
         leaf = np.asarray(leaf)
@@ -328,10 +328,6 @@ def _is_py_dataset(value: object) -> "TypeGuard[keras.utils.PyDataset]":
 
 def _is_tf_dataset(value: object) -> TypeGuard[_TensorFlowDataset]:
     return _comes_from(value, "tensorflow") and hasattr(value, "as_numpy_iterator")
-
-
-def _is_tensor(value: object) -> "TypeGuard[torch.Tensor]":
-    return _comes_from(value, "torch")
 
 
 def _comes_from(value: object, package: str) -> bool:

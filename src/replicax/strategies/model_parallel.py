@@ -121,8 +121,7 @@ class ModelParallelStrategy(MultiWorkerMirroredStrategy):
             raise DeviceError(
                 f"{name}: model_parallel={num} does not divide the {num_local} devices"
                 f"{' of a worker' if self._resolver.cluster_spec() else ''}. "
-                "Every replica "
-                "needs the same number of them."
+                "Every replica needs the same number of them."
             )
         self._rule = layout_maps.rule(self._layout_map, num, name)
         return ModelSplit(

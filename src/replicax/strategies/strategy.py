@@ -80,29 +80,12 @@ class Strategy(DatasetMaker):
         shard_weights: bool = False,
         split: ModelSplit | None = None,
     ) -> None:
-        """Make a strategy; only subclasses do.
+        """Make a strategy; only subclasses do, which say what most arguments are.
 
-        Args:
-            devices: One device per replica.
-            cross_device_ops: The all-reduce of gradients.
-            check_replicas_every: Number of steps between two comparisons of the
-                replicas' variables, which raise on a difference. None: no comparison.
-            workers: The processes of the devices, in the devices' order.
-            check_input: Whether to compare the workers' first batches of each epoch,
-                where all should read the same data.
-            defers_updates: Whether the home makes the updates, after a program.
-            first_replica: Index of the first of these replicas among all workers'.
-            communication_options: Options of the gradients' communication.
-            replicas_per_device: Number of replicas on each device.
-            shard_update: Whether to shard the optimizer's update and its slots over the
-                replicas.
-            shard_weights: Whether to shard the weights, too.
-            split: The sharding of a replica's weights over several devices.
-
-        Raises:
-            ValueError: For numbers that are not positive.
-            TypeError: If an argument has another type.
-            NotImplementedError: In a dry run, for variables outside the replicas.
+        `workers` are the processes of the devices, in the devices' order, and
+        `first_replica` is the number of the first of these replicas among all workers'.
+        With `defers_updates` the home makes the updates, after a program. `split` says
+        how a replica's weights are sharded over several devices.
         """
         name = type(self).__name__
         _check_options(
