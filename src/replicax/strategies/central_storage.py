@@ -5,9 +5,8 @@ import functools
 import itertools
 import operator
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -36,9 +35,6 @@ from replicax.strategies.home import ReplicaHome
 from replicax.strategies.strategy import Strategy
 
 __all__ = ["CentralStorageStrategy"]
-
-
-UpdateFn: TypeAlias = Callable[[list[jax.Array], list[jax.Array]], list[jax.Array]]
 
 
 class CentralStorageStrategy(Strategy):
@@ -148,16 +144,17 @@ class _ParameterDevice(ReplicaHome):
         stored |= zip(map(id, program.written), at_home, strict=True)
         pairs = list(zip(program.deferred_updates, gradients, strict=True))
         changed = [v for update in program.deferred_updates for v in update.changed]
+        variables = [*program.written, *changed]
         self._copies.forget(changed)
         if is_new or len(set(map(id, changed))) < len(changed):
+            in_turn = itertools.chain(at_home, self._updated(pairs, stored))
             with Announced("compiling the update") if is_new else nullcontext():
-                uninterrupted(lambda: self._update_in_turn(program, gradients, stored))
+                uninterrupted(lambda: internals.write_values(variables, in_turn))
         else:
             made = map(operator.call, [self._call(u, g, stored) for u, g in pairs])
             # In one call of C, like a program's: an interrupt finds all or none done.
             internals.write_values(
-                [*changed, *program.written],
-                itertools.chain(itertools.chain.from_iterable(made), at_home),
+                variables, itertools.chain(at_home, itertools.chain.from_iterable(made))
             )
         for variable, copy, value in zip(program.written, new, at_home, strict=True):
             self._copies.keep(variable, value, copy)
@@ -176,20 +173,16 @@ class _ParameterDevice(ReplicaHome):
         grads = jax.device_put(gradients, self._sharding)
         return functools.partial(self._function_of(update), before, grads)
 
-    def _update_in_turn(
+    def _updated(
         self,
-        program: Program,
-        gradients: Sequence[list[jax.Array]],
+        pairs: Iterable[tuple[Update, Sequence[jax.Array]]],
         stored: dict[int, jax.Array],
-    ) -> None:
+    ) -> Iterator[jax.Array]:
         """Make updates one after the other: they may change the same variables."""
-        for update, grads in zip(program.deferred_updates, gradients, strict=True):
+        for update, grads in pairs:
             after = self._call(update, grads, stored)()
-            internals.write_values(update.changed, after)
             stored |= zip(map(id, update.changed), after, strict=True)
-        internals.write_values(
-            program.written, [stored[id(v)] for v in program.written]
-        )
+            yield from after
 
     def _wait_for_the_step_before_the_last(self) -> None:
         # Back-pressure: JAX allocates memory for copies at the call. A host far ahead
@@ -212,12 +205,18 @@ class _ParameterDevice(ReplicaHome):
         """Compile an update as a function that donates its values."""
         make = self._made.get(update)
         if make is None:
-            make = jax.jit(
-                _update_function(weakref.ref(update)),
-                donate_argnums=0,
-                out_shardings=self._sharding,
+            of = weakref.ref(update)  # Which the function must not keep alive.
+
+            def make_update(
+                values: list[jax.Array], gradients: list[jax.Array]
+            ) -> list[jax.Array]:
+                update = of()
+                assert update is not None  # Only its program traces it.
+                return update.make(values, gradients)
+
+            make = self._made[update] = jax.jit(
+                make_update, donate_argnums=0, out_shardings=self._sharding
             )
-            self._made[update] = make
         return make
 
 
@@ -240,18 +239,6 @@ def _values_to_donate(
     num_owners = collections.Counter(map(id, stored.values()))
     values = [stored[n] for n in numbers]
     return [jnp.copy(x) if num_owners[id(x)] > 1 else x for x in values]
-
-
-def _update_function(of: "weakref.ref[Update]") -> UpdateFn:
-    def make_update(
-        values: list[jax.Array], gradients: list[jax.Array]
-    ) -> list[jax.Array]:
-        update = of()
-        if update is None:  # Only its program traces it.
-            raise ReferenceError("The update's program is gone.")
-        return update.make(values, gradients)
-
-    return make_update
 
 
 class _CopyCache:
