@@ -1,14 +1,14 @@
 """The contexts for a user's input functions and value functions."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
 from replicax._util.arrays import holds_numbers
-from replicax._util.types import PyTree, Shape
+from replicax._util.types import PyTree
 from replicax.engine import device_put
 from replicax.engine.row_arrays import PartedRows, RowArray, by_rows
 from replicax.engine.values import PerReplica
@@ -139,25 +139,18 @@ def per_replica(
 
 
 def _stack(*values: PyTree) -> np.ndarray | PartedRows:
-    if isinstance(values[0], RowArray):
-        _require_equal([x.shape for x in values])
-        return PartedRows(values)
-    arrays = list(map(np.asarray, values))
-    for array in arrays:
-        if not holds_numbers(array):
+    in_rows = isinstance(values[0], RowArray)
+    arrays = values if in_rows else tuple(map(np.asarray, values))
+    for i, array in enumerate(arrays):
+        if not in_rows and not holds_numbers(array):
             raise TypeError(
-                f"{_VALUES}: value_fn made {values[0]!r}, an array of {array.dtype}; "
+                f"{_VALUES}: value_fn made {values[i]!r}, an array of {array.dtype}; "
                 "expected numbers or booleans."
             )
-    _require_equal([x.shape for x in arrays])
-    return np.stack(arrays)
-
-
-def _require_equal(shapes: Sequence[Shape]) -> None:
-    for i, shape in enumerate(shapes):
-        if shape != shapes[0]:
+        if array.shape != arrays[0].shape:
             raise ValueError(
-                f"{_VALUES}: value_fn made "
-                f"shape {shape} for replica {i} and {shapes[0]} for replica 0; "
-                "expected equal shapes. Pad the values."
+                f"{_VALUES}: value_fn made shape {array.shape} for replica {i} and "
+                f"{arrays[0].shape} for replica 0; expected equal shapes. Pad the "
+                "values."
             )
+    return PartedRows(arrays) if in_rows else np.stack(arrays)

@@ -3,7 +3,6 @@
 Legend: `R` replicas, `b` examples in one replica's batch, `B = R * b` in a global one.
 """
 
-import dataclasses
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Iterator
@@ -159,7 +158,7 @@ class DistributedInput(ABC):
                 if num_skipped:  # Read, but not placed on the devices.
                     num_skipped -= 1
                     continue
-                yield self._place(self._own_replicas(split))
+                yield self._place(split)
         if num_dropped and num_dropped not in self._reported:
             self._reported.add(num_dropped)
             logging.getLogger("replicax").warning(
@@ -174,6 +173,10 @@ class DistributedInput(ABC):
     def _place(self, split: Split) -> PyTree:
         """Put `[R, b, ...]` arrays on the devices, row `i` on replica `i`'s device."""
         value = split.batch if split.mask is None else (split.batch, split.mask)
+        if not self.is_local and self._shard.count > 1:  # It is for all replicas.
+            start = self._shard.index * self._num_local
+            own = slice(start, start + self._num_local)
+            value = jax.tree.map(lambda x: x[own], value)
         if self._element_spec is None:
             self._element_spec = jax.tree.map(_spec, value)
         return per_replica(
@@ -181,18 +184,6 @@ class DistributedInput(ABC):
             self._sharding,
             split.num_active,
             is_batch=True,
-        )
-
-    def _own_replicas(self, split: Split) -> Split:
-        """Select this worker's replicas from a batch for all replicas."""
-        if self.is_local or self._shard.count == 1:
-            return split
-        start = self._shard.index * self._num_local
-        own = slice(start, start + self._num_local)
-        return dataclasses.replace(
-            split,
-            batch=jax.tree.map(lambda x: x[own], split.batch),
-            mask=None if split.mask is None else split.mask[own],
         )
 
     @property

@@ -183,8 +183,8 @@ def _open(
 ) -> Iterator[PyTree]:
     """Open an iterator over one epoch, in the way of the dataset's library."""
     dataset = reshuffled(dataset, iteration)
+    check_dataset(dataset, batch_size)
     if is_arrays(dataset):
-        check_dataset(dataset, batch_size)
         return _slices(jax.tree.map(_off_mesh, by_rows(dataset)), batch_size or 1)
     if _is_py_dataset(dataset):
         return _py_dataset_batches(dataset)
@@ -198,9 +198,7 @@ def _open(
     if _comes_from(dataset, "torch") and isinstance(dataset, Iterable):
         return _tuples(iter(dataset))
     if callable(dataset) and not isinstance(dataset, Iterable):
-        made = dataset()
-        check_dataset(made, batch_size)
-        return _open(made, batch_size, iteration)
+        return _open(dataset(), batch_size, iteration)
     return iter(dataset)  # type: ignore[call-overload]  # `check_dataset` has checked.
 
 
