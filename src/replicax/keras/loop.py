@@ -5,6 +5,7 @@ callbacks. The values of variables stay in the variables: whoever looks at one, 
 callback or after an interrupt, finds that of the last step that was made.
 """
 
+import dataclasses
 import os
 import warnings
 from collections import deque
@@ -90,10 +91,13 @@ def fit(
         data.reset()
         validation = None
         if validation_data is not None:
+            names = ("x", "y", "sample_weight")
+            parts = keras.utils.unpack_x_y_sample_weight(validation_data)
+            if not isinstance(parts[0], DistributedInput):  # It would warn of `fit`'s.
+                validation_batch_size = validation_batch_size or batch_size
             validation = _Validation(
-                *keras.utils.unpack_x_y_sample_weight(validation_data),
+                data=dict(zip(names, parts, strict=True)),
                 batch_size=validation_batch_size,
-                default_batch_size=batch_size,
                 steps=validation_steps,
                 freq=validation_freq,
             )
@@ -115,37 +119,25 @@ def fit(
     return model.history
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Validation:
     """The validation of `fit`: its data, and the epochs after which it is due."""
 
-    def __init__(
-        self,
-        x: PyTree,
-        y: PyTree,
-        sample_weight: PyTree,
-        *,
-        batch_size: int | None,
-        default_batch_size: int | None,
-        steps: int | None,
-        freq: int | Collection[int],
-    ) -> None:
-        self._data = {"x": x, "y": y, "sample_weight": sample_weight}
-        self._batch_size = batch_size
-        if not isinstance(x, DistributedInput):  # Which would warn of `fit`'s.
-            self._batch_size = batch_size or default_batch_size
-        self._steps = steps
-        self._freq = freq
+    data: dict[str, PyTree]
+    batch_size: int | None
+    steps: int | None
+    freq: int | Collection[int]
 
     def is_due(self, epoch: int) -> bool:
         """Whether to evaluate after that epoch, counted from 0."""
-        if isinstance(self._freq, int):
-            return (epoch + 1) % self._freq == 0
-        if isinstance(self._freq, list | tuple | set):
-            return epoch + 1 in self._freq
+        if isinstance(self.freq, int):
+            return (epoch + 1) % self.freq == 0
+        if isinstance(self.freq, list | tuple | set):
+            return epoch + 1 in self.freq
         raise ValueError(
             "fit: validation_freq must be a number of epochs, or a list or set of "
-            f"epochs counted from 1; got {self._freq!r} of type "
-            f"{type(self._freq).__name__}."
+            f"epochs counted from 1; got {self.freq!r} of type "
+            f"{type(self.freq).__name__}."
         )
 
     def run(
@@ -154,19 +146,19 @@ class _Validation:
         """Evaluate, by the model's own method; returns logs with `val_` in front."""
         if session.validation is None:  # The same data in each epoch.
             adapter = adapter_of(
-                **self._data,
-                batch_size=self._batch_size,
-                steps_per_epoch=self._steps,
+                **self.data,
+                batch_size=self.batch_size,
+                steps_per_epoch=self.steps,
                 caller="fit, validation_data",
             )
-            session.validation = _epochs(model, session.strategy, adapter, self._steps)
+            session.validation = _epochs(model, session.strategy, adapter, self.steps)
             session.callback(session.validation.close)
         # Keras tells it all again, for models with an `evaluate` of their own.
         evaluate: Callable[..., dict[str, PyTree]] = model.evaluate
         logs = evaluate(
-            **self._data,
-            batch_size=self._batch_size,
-            steps=self._steps,
+            **self.data,
+            batch_size=self.batch_size,
+            steps=self.steps,
             callbacks=callbacks,
             return_dict=True,
             **{trainer.IN_FIT: True},
@@ -174,25 +166,19 @@ class _Validation:
         return {f"val_{name}": value for name, value in logs.items()}
 
 
+@dataclasses.dataclass
 class _FitLoop:
-    """The epochs of one `fit`."""
+    """The epochs of one `fit`; `logs` are those of the last step."""
 
-    def __init__(
-        self,
-        model: keras.Model,
-        session: FitSession,
-        callbacks: PyTree,
-        validation: _Validation | None,
-    ) -> None:
-        self._model = model
-        self._session = session
-        self._callbacks = callbacks
-        self._validation = validation
-        self._logs: PyTree = None
+    model: keras.Model
+    session: FitSession
+    callbacks: PyTree
+    validation: _Validation | None
+    logs: PyTree = None
 
     def train(self, first: int, end: int) -> None:
         """Train the epochs from `first` to `end`, or to where somebody stops it."""
-        model, session, callbacks = self._model, self._session, self._callbacks
+        model, session, callbacks = self.model, self.session, self.callbacks
         logs: Mapping[str, PyTree] = {}
         model.stop_training = False
         callbacks.on_train_begin()
@@ -215,22 +201,22 @@ class _FitLoop:
         callbacks.on_train_end(logs=logs)
 
     def _epoch(self, epoch: int) -> dict[str, PyTree]:
-        model, session, callbacks = self._model, self._session, self._callbacks
+        model, session, callbacks = self.model, self.session, self.callbacks
         model.reset_metrics()
         callbacks.on_epoch_begin(epoch)
         source: StepSource | None = session.epochs
         if session.work is not None:
             # What it returned in another epoch says nothing of one that others made.
-            source, self._logs = session.work, None
+            source, self.logs = session.work, None
         assert source is not None
         steps = steps_of(model, session.strategy, "train")
-        for self._logs in _executions(
+        for self.logs in _executions(
             model, source, steps, callbacks, "train", session.recorder
         ):
             pass
         logs = dict(_results(model, self._end_steps()))
-        if self._validation is not None and self._validation.is_due(epoch):
-            logs |= self._validation.run(model, session, callbacks)
+        if self.validation is not None and self.validation.is_due(epoch):
+            logs |= self.validation.run(model, session, callbacks)
         callbacks.on_epoch_end(epoch, logs)
         for callback in late_callbacks(callbacks.callbacks):
             callback.after_epoch_end(epoch)
@@ -240,18 +226,18 @@ class _FitLoop:
 
     def _end_steps(self) -> PyTree:
         """The logs of the epoch's last step."""
-        model, session = self._model, self._session
+        model, session = self.model, self.session
         if session.work is not None:
             session.work.end_epoch()
         if session.recorder is not None:
             session.recorder.end_steps()  # Before metrics are computed.
-        if self._logs:
-            return self._logs
+        if self.logs:
+            return self.logs
         if session.work is not None:
             return model.get_metrics_result()  # Other workers have done all steps.
-        if self._logs is None:
+        if self.logs is None:
             raise building.without_data(model)
-        return self._logs
+        return self.logs
 
 
 def evaluate(
