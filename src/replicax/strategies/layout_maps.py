@@ -5,6 +5,7 @@ axis name or None for each dimension, as in `keras.distribution.LayoutMap`. The 
 the devices of one replica is `"model"`.
 """
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -80,35 +81,33 @@ def rule(layout_map: object, num_devices: int, caller: str) -> Rule:
     return _ByPath(axes, num_devices, caller)
 
 
+@dataclasses.dataclass(eq=False)
 class _ByPath:
     """The rule of a layout map; it records whether any path has matched."""
 
-    def __init__(
-        self, axes: Mapping[str, tuple[str | None, ...]], num_devices: int, caller: str
-    ) -> None:
-        self._axes = axes
-        self._num_devices = num_devices
-        self._caller = caller
-        self.has_matched = False
+    axes: Mapping[str, tuple[str | None, ...]]
+    num_devices: int
+    caller: str
+    has_matched: bool = False
 
     def __call__(self, path: str, shape: tuple[int, ...]) -> PartitionSpec:
-        matching = [p for p in self._axes if p == path] or [
-            p for p in self._axes if re.fullmatch(p, path)
+        matching = [p for p in self.axes if p == path] or [
+            p for p in self.axes if re.fullmatch(p, path)
         ]
         if len(matching) > 1:
             raise ValueError(
-                f"{self._caller}: {path!r} matches several expressions of layout_map, "
+                f"{self.caller}: {path!r} matches several expressions of layout_map, "
                 f"{matching}. Make them match one path only once."
             )
-        names = self._axes[matching[0]] if matching else ()
+        names = self.axes[matching[0]] if matching else ()
         # A slot may have fewer dimensions than its weight.
         if not matching or len(names) != len(shape):
             return PartitionSpec()
         for dim, name in enumerate(names):
-            if name is not None and shape[dim] % self._num_devices:
+            if name is not None and shape[dim] % self.num_devices:
                 raise ValueError(
-                    f"{self._caller}: layout_map[{matching[0]!r}] splits dimension "
-                    f"{dim} of {path!r} {shape} over {self._num_devices} devices, "
+                    f"{self.caller}: layout_map[{matching[0]!r}] splits dimension "
+                    f"{dim} of {path!r} {shape} over {self.num_devices} devices, "
                     "which does not divide it. Choose another dimension or another "
                     "model_parallel."
                 )
