@@ -3,7 +3,6 @@
 Each does nothing where there is no strategy. Tested with Keras 3.14 to 3.15.
 """
 
-import functools
 import inspect
 import logging
 import os
@@ -14,13 +13,11 @@ from collections.abc import Callable, Mapping
 import jax
 import jax.core
 import keras
-from keras import ops
 
 from replicax._private import wraps
 from replicax._private.keras import (
     attach_masks,
     masks_of,
-    replace_moments,
     tensorflow_is_installed,
     without_tensorflow,
 )
@@ -287,43 +284,6 @@ def _in_replica(replacement: Callable[..., PyTree]) -> Callable[..., PyTree]:
     return hook
 
 
-def _init_batch_normalization(
-    original: Original,
-    layer: keras.Layer,
-    *args: PyTree,
-    synchronized: bool = False,
-    **kwargs: PyTree,
-) -> None:
-    # Keras refuses `synchronized=True` on JAX.
-    original(layer, *args, **kwargs)
-    layer.synchronized = synchronized
-    if synchronized:
-        replace_moments(layer, functools.partial(_synchronized_moments, layer))
-
-
-def _synchronized_moments(
-    layer: keras.Layer, own: Original, inputs: PyTree, mask: PyTree
-) -> PyTree:
-    context = current_context()
-    layer.synchronized = False  # In a trace of one thread.
-    try:
-        moments = own(inputs, mask)
-    finally:
-        layer.synchronized = True
-    if context is None:
-        return moments
-    count = None if mask is None else _num_unmasked(layer, inputs, mask)
-    return reductions.synchronized_moments(context, *moments, count=count)
-
-
-def _num_unmasked(layer: keras.Layer, inputs: PyTree, mask: PyTree) -> PyTree:
-    """The number of values of each feature that a mask shows."""
-    shown = ops.broadcast_to(ops.expand_dims(mask, -1), ops.shape(inputs))
-    features = layer.axis % inputs.ndim
-    axes = [dim for dim in range(inputs.ndim) if dim != features]
-    return ops.sum(ops.cast(shown, "float32"), axes)
-
-
 def _initialize_foreign(
     original: Original, layer: keras.Layer, input_shape: PyTree
 ) -> None:
@@ -369,7 +329,7 @@ _HOOKS: Mapping[str, Callable[..., PyTree]] = {
     "LossScaleOptimizer.stateless_apply": optimizers.stateless_apply_with_loss_scale,
     "loss.reduce_weighted_values": _in_replica(reductions.reduce_weighted_values),
     "Mean.update_state": _in_replica(reductions.update_mean),
-    "BatchNormalization.__init__": _init_batch_normalization,
+    "BatchNormalization.__init__": reductions.init_batch_normalization,
     "JaxLayer._initialize_weights": _initialize_foreign,
     "distribution_lib._to_backend_device": _to_backend_device,
     "data_adapter_utils.scipy_sparse_to_jax_sparse": _sparse_batch,

@@ -25,7 +25,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from keras import ops
 
-from replicax._private.keras import current_scope
+from replicax._private.keras import current_scope, replace_moments
 from replicax._private.trainer import tracks_loss
 from replicax._private.wraps import Original
 from replicax._util.types import PyTree
@@ -35,8 +35,8 @@ from replicax.engine.scope import current_call, current_context, current_model
 
 __all__ = [
     "global_results",
+    "init_batch_normalization",
     "reduce_weighted_values",
-    "synchronized_moments",
     "update_mean",
     "warn_of_batch_losses",
 ]
@@ -181,14 +181,33 @@ def _log_dropped(caller: str, name: str) -> None:
     )
 
 
-def synchronized_moments(
-    context: ReplicaContext, mean: PyTree, variance: PyTree, count: PyTree = None
-) -> tuple[PyTree, PyTree]:
-    """Mean and variance of features over the global batch from each replica's own.
+def init_batch_normalization(
+    original: Original,
+    layer: keras.Layer,
+    *args: PyTree,
+    synchronized: bool = False,
+    **kwargs: PyTree,
+) -> None:
+    """`BatchNormalization.__init__`, which refuses `synchronized=True` on JAX."""
+    original(layer, *args, **kwargs)
+    layer.synchronized = synchronized
+    if synchronized:
+        replace_moments(layer, functools.partial(_synchronized_moments, layer))
 
-    `count` is the number of a replica's values, where a mask hides some; None: it is
-    the same on all replicas.
-    """
+
+def _synchronized_moments(
+    layer: keras.Layer, own: Original, inputs: PyTree, mask: PyTree
+) -> PyTree:
+    """Mean and variance of features over the global batch from each replica's own."""
+    context = current_context()
+    layer.synchronized = False  # In a trace of one thread.
+    try:
+        mean, variance = own(inputs, mask)
+    finally:
+        layer.synchronized = True
+    if context is None:
+        return mean, variance
+    count: PyTree = None if mask is None else _num_unmasked(layer, inputs, mask)
     if count is not None:
         count = ops.reshape(ops.cast(count, mean.dtype), ops.shape(mean))
 
@@ -200,6 +219,14 @@ def synchronized_moments(
     global_mean = average(mean)
     # Variance inside the replicas plus variance of their means.
     return global_mean, average(variance + ops.square(mean - global_mean))
+
+
+def _num_unmasked(layer: keras.Layer, inputs: PyTree, mask: PyTree) -> PyTree:
+    """The number of values of each feature that a mask shows."""
+    shown = ops.broadcast_to(ops.expand_dims(mask, -1), ops.shape(inputs))
+    features = layer.axis % inputs.ndim
+    axes = [dim for dim in range(inputs.ndim) if dim != features]
+    return ops.sum(ops.cast(shown, "float32"), axes)
 
 
 @contextlib.contextmanager
