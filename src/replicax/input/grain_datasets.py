@@ -47,17 +47,6 @@ def reshuffled(dataset: object, iteration: int) -> object:
     They depend only on the dataset's seeds and on the iteration, so they are the
     same in all processes, and after a restart. Datasets other than a `grain.MapDataset`
     or an `IterDataset` over one are returned unchanged.
-
-    Example:
-        >>> import grain
-        >>> numbers = grain.MapDataset.range(5).shuffle(seed=0)
-        >>> list(reshuffled(numbers, 1)) == list(numbers)
-        False
-        >>> sorted(reshuffled(numbers, 1))
-        [0, 1, 2, 3, 4]
-        >>> fixed = numbers.repeat(1, reseed_each_epoch=False)
-        >>> list(reshuffled(fixed, 1)) == list(numbers)
-        True
     """
     if iteration == 0 or not is_grain_dataset(dataset):
         return dataset

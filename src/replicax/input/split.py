@@ -143,10 +143,6 @@ def replicas_for(num_rows: int, num_replicas: int) -> int | None:
     A batch that does not divide by the replicas goes to the largest number of them that
     divides it. The others compute along on copies that count for nothing, which keeps
     the step exact, batch normalization included.
-
-    Example:
-        >>> replicas_for(6, 3), replicas_for(6, 4), replicas_for(5, 4)
-        (None, 3, 1)
     """
     if num_rows % num_replicas == 0:
         return None
@@ -156,9 +152,7 @@ def replicas_for(num_rows: int, num_replicas: int) -> int | None:
 def rows_with_copies(num_rows: int, num_active: int, num_replicas: int) -> np.ndarray:
     """The numbers of the rows of all replicas: those behind the active ones get copies.
 
-    Example:
-        >>> rows_with_copies(4, 2, 3).tolist()
-        [0, 1, 2, 3, 0, 1]
+    4 rows for 2 active replicas of 3: `[0, 1, 2, 3, 0, 1]`.
     """
     copies = np.tile(np.arange(num_rows // num_active), num_replicas - num_active)
     return np.concatenate([np.arange(num_rows), copies])
