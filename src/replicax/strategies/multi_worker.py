@@ -142,7 +142,8 @@ class MultiWorkerMirroredStrategy(Strategy):
             workers=workers,
             check_input=check_input,
         )
-        self._compared: dict[int, weakref.ref[Variable]] = {}
+        # The variables whose values the workers have compared, by id.
+        self._compared = weakref.WeakValueDictionary[int, Variable]()
         synchronize_random_state(workers)
         if workers.watch is not None:
             workers.watch.sampler.start(devices[0].platform)
@@ -236,7 +237,8 @@ class MultiWorkerMirroredStrategy(Strategy):
             i
             for i, v in enumerate(program.variables)
             # Workers have different shards of a sharded variable.
-            if not self._is_compared(v) and self.home.layout(v).is_fully_replicated
+            if self._compared.get(id(v)) is not v
+            and self.home.layout(v).is_fully_replicated
         ]
         if new:
             checksums = local_checksums([values[i] for i in new])
@@ -244,17 +246,11 @@ class MultiWorkerMirroredStrategy(Strategy):
                 f"{program.variables[i].path} {checksum:08x}"
                 for i, checksum in zip(new, checksums, strict=True)
             ]
-        kept = {key: ref for key, ref in self._compared.items() if ref() is not None}
-        self._compared = kept | {id(v): weakref.ref(v) for v in program.variables}
+        self._compared.update((id(v), v) for v in program.variables)
         number = self._workers.agree(facts, f"the program of {program.name}")
         program.operation = dataclasses.replace(
             program.operation, mark=f"program {number};".encode()
         )
-
-    def _is_compared(self, variable: Variable) -> bool:
-        """Whether the workers have compared the variable's value before."""
-        compared = self._compared.get(id(variable))
-        return compared is not None and compared() is variable
 
 
 class ExperimentalMultiWorkerMirroredStrategy(MultiWorkerMirroredStrategy):
