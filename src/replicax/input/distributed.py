@@ -99,7 +99,8 @@ class DistributedInput(ABC):
         with closing(self._splits(iteration, name, shard)) as splits:
             for split in splits:
                 if split.batch is not None:
-                    yield jax.tree.map(_joined, _of_examples(split))
+                    own = slice(split.num_active)
+                    yield jax.tree.map(lambda x, own=own: _joined(x[own]), split.batch)
 
     def _begin(self) -> str:
         """Begin an epoch; returns its name, which is equal on all workers."""
@@ -337,13 +338,6 @@ class DistributedDataset(DistributedInput):
             for start in range(0, _size(batch), size):
                 rows = slice(start, start + size)
                 yield jax.tree.map(lambda x, rows=rows: x[rows], batch)
-
-
-def _of_examples(split: Split) -> PyTree:
-    """The batch without copies, `[num_active, b, ...]`."""
-    if split.num_active is None:
-        return split.batch
-    return jax.tree.map(lambda x: x[: split.num_active], split.batch)
 
 
 def _joined(leaf: PyTree) -> PyTree:
