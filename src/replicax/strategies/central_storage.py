@@ -29,7 +29,7 @@ from replicax.engine.devices import (
 )
 from replicax.engine.group import ReplicaGroup
 from replicax.engine.program import Kept, Program
-from replicax.engine.variables import Update, Variable
+from replicax.engine.variables import Update
 from replicax.errors import DeviceError
 from replicax.strategies.home import ReplicaHome
 from replicax.strategies.strategy import Strategy
@@ -136,7 +136,7 @@ class _ParameterDevice(ReplicaHome):
             for update in program.deferred_updates:
                 self._trace(update)
         self._wait_for_the_step_before_the_last()
-        inputs = self._copies.of([(v, stored[id(v)]) for v in program.inputs])
+        inputs = self._copies.of([stored[id(v)] for v in program.inputs])
         kept = [Kept() for _ in program.written]
         out, gradients = program(inputs, arrays, kept)
         new = internals.read_values(kept)
@@ -145,7 +145,6 @@ class _ParameterDevice(ReplicaHome):
         pairs = list(zip(program.deferred_updates, gradients, strict=True))
         changed = [v for update in program.deferred_updates for v in update.changed]
         variables = [*program.written, *changed]
-        self._copies.forget(changed)
         if is_new or len(set(map(id, changed))) < len(changed):
             in_turn = itertools.chain(at_home, self._updated(pairs, stored))
             with Announced("compiling the update") if is_new else nullcontext():
@@ -156,8 +155,8 @@ class _ParameterDevice(ReplicaHome):
             internals.write_values(
                 variables, itertools.chain(at_home, itertools.chain.from_iterable(made))
             )
-        for variable, copy, value in zip(program.written, new, at_home, strict=True):
-            self._copies.keep(variable, value, copy)
+        for value, copy in zip(at_home, new, strict=True):
+            self._copies.keep(value, copy)
         if gradients:
             self._running.append(min(gradients[0], key=lambda g: g.nbytes))
         return out
@@ -242,56 +241,37 @@ def _values_to_donate(
 
 
 class _CopyCache:
-    """A cache of the variables' copies on the compute devices.
+    """A cache of stored values' copies on the compute devices, while the values live.
 
-    On the parameter device itself, a copy shares the stored value's memory, and is
-    deleted when that is donated.
+    Variables that share a value share the copy, so that programs see the sharing. On
+    the parameter device itself, a copy shares the stored value's memory, and is deleted
+    when that is donated.
     """
 
     def __init__(self, sharding: NamedSharding) -> None:
         self._sharding = sharding
-        self._known: dict[int, tuple[weakref.ref[Variable], jax.Array, jax.Array]] = {}
+        self._known: dict[int, tuple[weakref.ref[jax.Array], jax.Array]] = {}
 
-    def of(self, stored: Sequence[tuple[Variable, jax.Array]]) -> list[jax.Array]:
-        """Return the copies of variables with these stored values; make missing ones.
-
-        Variables that share a value share the copy, so that programs see the sharing.
-        """
-        copies: dict[int, jax.Array] = {}
-        new = []
-        for variable, value in stored:
-            copy = self._current(variable, value)
-            if copy is None:
-                new.append((variable, value))
-            else:
-                copies.setdefault(id(value), copy)
-        missing = {id(x): x for _, x in new if id(x) not in copies}
+    def of(self, stored: Sequence[jax.Array]) -> list[jax.Array]:
+        """Return the copies of stored values; make missing ones."""
+        missing = {id(x): x for x in stored if not self._has(x)}
         made = jax.device_put(list(missing.values()), self._sharding)
-        copies |= zip(missing, made, strict=True)
-        for variable, value in new:
-            self.keep(variable, value, copies[id(value)])
-        return [copies[id(x)] for _, x in stored]
+        for value, copy in zip(missing.values(), made, strict=True):
+            self.keep(value, copy)
+        return [self._known[id(x)][1] for x in stored]
 
-    def keep(self, variable: Variable, value: jax.Array, copy: jax.Array) -> None:
-        """Cache the copy of a variable while it has this value."""
+    def keep(self, value: jax.Array, copy: jax.Array) -> None:
+        """Cache the copy of a stored value."""
 
-        def gone(_: object, number: int = id(variable)) -> None:
+        def gone(_: object, number: int = id(value)) -> None:
             self._known.pop(number, None)
 
-        self._known[id(variable)] = (weakref.ref(variable, gone), value, copy)
-
-    def forget(self, variables: Sequence[Variable]) -> None:
-        """Invalidate the copies of variables that are about to change."""
-        for variable in variables:
-            self._known.pop(id(variable), None)
+        self._known[id(value)] = (weakref.ref(value, gone), copy)
 
     def drop(self) -> None:
         """Drop all copies."""
         self._known.clear()
 
-    def _current(self, variable: Variable, value: jax.Array) -> jax.Array | None:
-        known = self._known.get(id(variable))
-        if known is None or known[0]() is not variable or known[1] is not value:
-            return None
-        copy = known[2]
-        return None if copy.is_deleted() else copy
+    def _has(self, value: jax.Array) -> bool:
+        known = self._known.get(id(value))
+        return known is not None and not known[1].is_deleted()
