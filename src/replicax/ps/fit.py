@@ -66,12 +66,7 @@ class WorkQueueFit:
         self._source: BatchIterator | None = None  # Of this epoch.
         # A distributed dataset: its batches are this worker's own already.
         self._is_own = isinstance(self._data.adapter, DistributedAdapter)
-        self._leases = StepLeases(
-            strategy,
-            number,
-            self._waiting,
-            has_tickets=not (self._is_own and strategy.sync),
-        )
+        self._leases = StepLeases(strategy, number, self._waiting)
         if len(self._session.workers) > 1 and not self._is_own:
             _refuse_stateful(model)
         # Validation is with the values of the end of the epoch.

@@ -27,9 +27,8 @@ class StepLeases:
     """The steps that one worker holds in `fit`: claimed ahead, finished when applied.
 
     `number` is that of the `fit` in the script. `waiting` makes the context of a wait
-    for other workers. `has_tickets` is False where steps need none: all workers make
-    each together. `length` is the number of steps of the epoch, None: not known yet;
-    `last_index` the last step that this worker has begun.
+    for other workers. `length` is the number of steps of the epoch, None: not known
+    yet; `last_index` the last step that this worker has begun.
     """
 
     def __init__(
@@ -37,8 +36,6 @@ class StepLeases:
         strategy: "ParameterServerStrategy",
         number: int,
         waiting: Callable[[], AbstractContextManager[None]],
-        *,
-        has_tickets: bool,
     ) -> None:
         assert strategy.session is not None  # It is a worker.
         self._session = strategy.session
@@ -47,7 +44,6 @@ class StepLeases:
         self._bounds_staleness = strategy.max_staleness is not None
         self._number = number
         self._waiting = waiting
-        self._has_tickets = has_tickets
         self.length: int | None = None
         self.last_index = 0
         self._stream = ""
@@ -114,16 +110,21 @@ class StepLeases:
             reason = answer.get("wait", "")
             return None if reason else answer
 
+        session, begun = self._session, f"fit begun/{self._number}"
+        follows = (self._sync or self._bounds_staleness) and not session.is_chief
         with self._waiting():
-            self._let_chief_begin()
-            answer = self._session.wait(
+            if follows and not self._has_begun:
+                # The chief brings the initial values, for which this worker would wait
+                # with its ticket.
+                session.get(begun, f"the first step of fit {self._number}")
+            answer = session.wait(
                 ask,
                 f"a step of {self._stream}",
                 lambda: f"another worker ({reason})",
             )
-        if self._session.is_chief and not self._has_begun:
-            self._session.board("put", key=self._begun_key, value=True)
-            self._has_begun = True
+        if session.is_chief and not self._has_begun:
+            session.board("put", key=begun, value=True)
+        self._has_begun = True
         if "over" in answer:
             self.length = answer["over"]
             return False
@@ -142,26 +143,11 @@ class StepLeases:
         step_seconds = (now[0] - before[0]) / (now[1] - before[1])
         return tickets_at_once(len(self._session.workers), step_seconds, left)
 
-    def _let_chief_begin(self) -> None:
-        """In synchronous training, wait until the chief has begun the first step.
-
-        It brings the initial values, for which another one would wait with its ticket.
-        """
-        bounded = self._sync or self._bounds_staleness
-        if bounded and not self._session.is_chief and not self._has_begun:
-            what = f"the first step of fit {self._number}"
-            self._session.get(self._begun_key, what)
-            self._has_begun = True
-
-    @property
-    def _begun_key(self) -> str:
-        return f"fit begun/{self._number}"
-
     def _take_applied(self) -> list[Ticket]:
         """Return, once, the tickets whose updates are applied."""
         number = self._session.steps - self._applied
         self._applied += number
-        if not self._has_tickets:
+        if not self._pending:  # Steps that all workers make together need none.
             return []
         return [self._pending.popleft() for _ in range(number)]
 
