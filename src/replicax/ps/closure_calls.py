@@ -22,6 +22,7 @@ from replicax.ps.closure_variables import ClosureVariables
 from replicax.ps.payloads import (
     FunctionNames,
     PerWorkerSources,
+    PerWorkerValues,
     because_of,
     decode,
     encode,
@@ -126,9 +127,8 @@ class ClosureOwner:
         needs: list[RemoteValue] = []
 
         def mark(value: PyTree) -> JSONObject | None:
-            number = getattr(value, "per_worker_number", None)
-            if number is not None:
-                return {"number": number}
+            if isinstance(value, PerWorkerValues):
+                return {"number": value.per_worker_number}
             if not isinstance(value, RemoteValue):
                 return None
             if value.outcome is not None:
