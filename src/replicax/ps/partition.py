@@ -182,7 +182,7 @@ class Partitioner(Protocol):
         ...
 
 
-class _Partitioner:
+class _CheckedPartitioner:
     """A partitioner whose options, fields of a dataclass, are at least 1."""
 
     def __post_init__(self) -> None:
@@ -207,7 +207,7 @@ class _Partitioner:
 
 
 @dataclasses.dataclass(frozen=True)
-class FixedShardsPartitioner(_Partitioner):
+class FixedShardsPartitioner(_CheckedPartitioner):
     """Cuts every variable into the same number of shards.
 
     (TensorFlow: `tf.distribute.experimental.partitioners.FixedShardsPartitioner`.)
@@ -230,7 +230,7 @@ class FixedShardsPartitioner(_Partitioner):
 
 
 @dataclasses.dataclass(frozen=True)
-class MinSizePartitioner(_Partitioner):
+class MinSizePartitioner(_CheckedPartitioner):
     """Cuts a variable into many shards, none much smaller than a number of bytes.
 
     (TensorFlow: `tf.distribute.experimental.partitioners.MinSizePartitioner`.)
@@ -258,7 +258,7 @@ class MinSizePartitioner(_Partitioner):
 
 
 @dataclasses.dataclass(frozen=True)
-class MaxSizePartitioner(_Partitioner):
+class MaxSizePartitioner(_CheckedPartitioner):
     """Cuts a variable into few shards of at most a number of bytes.
 
     (TensorFlow: `tf.distribute.experimental.partitioners.MaxSizePartitioner`.)
