@@ -18,7 +18,7 @@ import numpy as np
 from replicax._private import keras as internals
 from replicax._util import json_codec, random_state
 from replicax._util.hashes import digest
-from replicax._util.types import JSON, JSONObject, PyTree
+from replicax._util.types import JSON, PyTree
 from replicax._util.waiting import announce_first
 from replicax.errors import ClusterMismatchError
 from replicax.input.split import leading_size
@@ -237,10 +237,6 @@ class WorkQueueFit:
 
     # What workers agree on before an epoch.
 
-    @property
-    def _stream(self) -> str:
-        return f"{self._name}/epoch/{self._epoch}"
-
     def _begin_epoch(self) -> None:
         mine = _described(self._model)
         if self._session.is_chief:  # Its callbacks have heard that the epoch begins.
@@ -269,19 +265,17 @@ class WorkQueueFit:
         self._home.begin_epoch(said["versions"])
         self._stops = False
         self._batches.begin(said["iteration"])
-        self._leases.begin(self._stream, self._open_stream()["length"])
-
-    def _open_stream(self) -> JSONObject:
-        """Open the epoch's work queue, with its length if known."""
+        stream = f"{self._name}/epoch/{self._epoch}"
         data, strategy = self._data, self._strategy
-        return self._session.board(
+        opened = self._session.board(
             "open",
-            stream=self._stream,
+            stream=stream,
             limit=data.steps_per_epoch or fixed_number_of_batches(data.adapter),
             max_staleness=strategy.max_staleness,
             num_parts=self._home.steps.num_parts if strategy.sync else None,
             backups=strategy.backup_workers,
         )
+        self._leases.begin(stream, opened["length"])
 
     # Batches.
 

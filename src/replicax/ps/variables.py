@@ -101,8 +101,7 @@ class RemoteVariables:
             new = [v for v in variables if id(v) not in there]
             if not new:
                 return shared
-            if (group := self._add("state", rule, new, stored)) is not None:
-                return [*shared, group]
+            self._add("state", rule, new, stored)
 
     @property
     def assigned(self) -> list[RemoteGroup]:
