@@ -264,7 +264,7 @@ def _layer(site: CallSite) -> Expression:
 def _loss(site: CallSite) -> Expression:
     """Port a mean loss of TensorFlow 1's `tf.losses` to a call of a loss object."""
     script, path = site.script, site.path
-    target, parameters = OLD_LOSSES[path.rpartition(".")[2]]
+    target, *parameters = OLD_LOSSES[path.rpartition(".")[2]]
     labels, outputs, *options = parameters
     is_new = any(is_named(arg, "y_true", "y_pred") for arg in site.node.args)
     if find_target(path) and (is_new or not _is_old(script, site.node)):

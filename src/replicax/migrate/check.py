@@ -45,21 +45,13 @@ def check(
         for other, text in ported.items():
             if other.parent == path.parent:
                 (Path(folder) / other.name).write_text(text, "utf-8")
-        inherited = os.environ.get("PYTHONPATH")
-        parts = [str(path.resolve().parent), *([inherited] if inherited else [])]
-        command = [
-            *(sys.executable, "-m", "replicax.planning", "--topology", "cpu:2"),
-            *(str(script), *arguments),
-        ]
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(parts),
-            "JAX_PLATFORMS": "cpu",
-        }
+        parts = [str(path.resolve().parent), os.environ.get("PYTHONPATH")]
+        search = os.pathsep.join(filter(None, parts))
+        plan = [sys.executable, "-m", "replicax.planning", "--topology", "cpu:2"]
         try:
             done = subprocess.run(
-                command,
-                env=environment,
+                [*plan, str(script), *arguments],
+                env={**os.environ, "PYTHONPATH": search, "JAX_PLATFORMS": "cpu"},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
@@ -89,16 +81,13 @@ def _of_all(original: str, reason: str) -> Finding:
 
 
 def _imports(text: str, module: str) -> bool:
+    names: list[str] = []
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names = [node.module or "", *(alias.name for alias in node.names)]
-        else:
-            continue
-        if any(module in name.split(".") for name in names):
-            return True
-    return False
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names += [alias.name for alias in node.names]
+        if isinstance(node, ast.ImportFrom):
+            names.append(node.module or "")
+    return any(module in name.split(".") for name in names)
 
 
 def _failure(output: str, script: str) -> tuple[int, str]:

@@ -6,8 +6,8 @@ a tensor at the right of their operators. Keras 3 takes the product of one and o
 number or an array for sparse, and layers of one's own fail with it.
 """
 
-from collections.abc import Callable, Iterable
-from typing import Any
+import functools
+from collections.abc import Iterable
 
 import libcst as cst
 
@@ -66,16 +66,15 @@ def plan_operations(script: Script) -> None:
             script.flow.resolved(left), (*_LISTS, cst.BaseNumber, cst.UnaryOperation)
         )
         if is_array and is_symbolic(script, right) and not is_symbolic(script, left):
-            script.replacements[node] = _called(
-                script, f"keras.ops.{name}({{x}}, {{y}})"
-            )
+            function = f"keras.ops.{name}"
+            script.replacements[node] = functools.partial(_called, script, function)
     for node in script.nodes(cst.BinaryOperation, cst.AugAssign, cst.Call):
         factors = [script.flow.resolved(each) for each in _factors(script, node)]
         kinds = {is_symbolic(script, each) for each in factors}
         if len(kinds) < 2 or any(isinstance(each, _LISTS) for each in factors):
             continue
         if isinstance(node, cst.AugAssign):
-            script.replacements[node] = lambda updated: _densified(script, updated)
+            script.replacements[node] = functools.partial(_densified, script)
         elif not _factors(script, script.parent(node)):
             script.wrapped[node] = _DENSE
 
@@ -90,28 +89,25 @@ def _sides(
     return node.left, first.comparator, first.operator
 
 
-def _called(script: Script, text: str) -> Callable[[Any], Expression]:
-    """A plan that writes an operation as a call."""
-
-    def replacement(updated: cst.BinaryOperation | cst.Comparison) -> Expression:
-        left, right, _ = _sides(updated)
-        return script.template(text, x=left, y=right)
-
-    return replacement
+def _called(
+    script: Script, function: str, updated: cst.BinaryOperation | cst.Comparison
+) -> Expression:
+    """Write an operation as a call."""
+    left, right, _ = _sides(updated)
+    return script.template(f"{function}({{x}}, {{y}})", x=left, y=right)
 
 
 def _factors(script: Script, node: cst.CSTNode | None) -> list[Expression]:
     """The two factors of a product; none of other nodes."""
-    if isinstance(node, cst.Call):
-        is_product = script.called(node) in NAMES["products"]
-        return [arg.value for arg in node.args[:2]] if is_product else []
-    if isinstance(node, cst.AugAssign):
-        is_product = isinstance(node.operator, cst.MultiplyAssign)
-        return [node.target, node.value] if is_product else []
-    if isinstance(node, cst.BinaryOperation):
-        is_product = isinstance(node.operator, cst.Multiply)
-        return [node.left, node.right] if is_product else []
-    return []
+    match node:
+        case cst.Call() if script.called(node) in NAMES["products"]:
+            return [arg.value for arg in node.args[:2]]
+        case cst.AugAssign(operator=cst.MultiplyAssign()):
+            return [node.target, node.value]
+        case cst.BinaryOperation(operator=cst.Multiply()):
+            return [node.left, node.right]
+        case _:
+            return []
 
 
 def _densified(script: Script, node: cst.AugAssign) -> cst.Assign:
@@ -166,10 +162,9 @@ def _is_frozen(script: Script, node: cst.Call, value: Expression) -> bool:
     Frozen batch normalization uses its moving statistics, and there is no dropout.
     """
     made = script.flow.value(node.func)
-    path = script.called(made)
-    if not isinstance(made, cst.Call) or not path.startswith("keras.applications."):
+    path, _, name = script.called(made).rpartition(".")
+    if not isinstance(made, cst.Call) or not path.startswith("keras.applications"):
         return False
-    name = path.rpartition(".")[2]
     frozen = f"{script.code(node.func)}.trainable"
     assigned = [
         each.value

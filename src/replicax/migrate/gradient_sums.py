@@ -26,7 +26,7 @@ from replicax.migrate.origins import (
 )
 from replicax.migrate.script import Expression, Script
 from replicax.migrate.tables import MESSAGES, NAMES, find_target
-from replicax.migrate.tracing import class_of, scopes, strategy_of, with_called
+from replicax.migrate.tracing import calls_in, class_of, scopes, strategy_of
 from replicax.migrate.tree import (
     attr_of,
     find,
@@ -64,9 +64,7 @@ def plan_gradient_sums(script: Script) -> None:
     ]
     if not steps or not _may_have_replicas(script):
         return
-    functions = sorted(with_called(script, steps), key=script.line)
-    calls = dict.fromkeys(c for f in functions for c in find(f, cst.Call))
-    for call in calls:
+    for call in calls_in(script, steps):
         if method_of(call) == "minimize" and named(call, "tape") is not None:
             _plan_loss(script, call, "loss")
         elif method_of(call) == "apply_gradients" and call.args:
@@ -272,5 +270,5 @@ def _terms_of_loss(script: Script, made: Origin) -> _Terms:
         return _UNKNOWN
     reduction = named(made, "reduction")
     is_none = is_name(reduction, "None") or text_of(reduction) == "none"
-    path = script.names.path(reduction) or ""
-    return _OWN if is_none or find_target(path) == "None" else _SCALED
+    is_none = is_none or find_target(script.names.path(reduction)) == "None"
+    return _OWN if is_none else _SCALED

@@ -55,102 +55,6 @@ __all__ = [
 ]
 
 
-def _cast(site: CallSite) -> Expression:
-    value, dtype = site.required(0, "x"), site.required(1, "dtype")
-    is_number = isinstance(value, (cst.Integer, cst.Float))
-    text = "np.array({x}, {dtype})" if is_number else "{x}.astype({dtype})"
-    return site.make(text, x=value, dtype=dtype)
-
-
-def _constant(site: CallSite) -> Expression:
-    value = site.required(0, "value")
-    made = by_row(site, HOST_OPERATORS[site.path])
-    kinds = {type(part) for part in find(value, cst.Float, cst.Integer)}
-    if len(made.args) > 1 or not kinds:
-        return made
-    # TensorFlow's dtypes of Python's numbers.
-    dtype = site.script.string("float32" if cst.Float in kinds else "int32")
-    return made.with_changes(args=[cst.Arg(value), cst.Arg(dtype)])
-
-
-def _random_image(site: CallSite) -> Expression:
-    made = by_row(site, HOST_OPERATORS[site.path])
-    return with_args(made, [*made.args, keyword("rng", _generator(site))])
-
-
-def _generator(site: CallSite) -> cst.Name:
-    return cst.Name(site.script.generators.get(site.node, "rng"))
-
-
-_OF_UNIFORM = ("shape", "minval", "maxval", "dtype", "seed", "name")
-_OF_NORMAL = ("shape", "mean", "stddev", "dtype", "seed", "name")
-
-
-def _drawn(site: CallSite) -> Expression:
-    """Port a draw to `rng.uniform(low, high, shape)`, `rng.normal`, `rng.integers`."""
-    is_uniform = "uniform" in site.path
-    names = _OF_UNIFORM if is_uniform else _OF_NORMAL
-    arguments = bound(site.updated.args, names).items()
-    given = {k: a.value for k, a in arguments if not is_name(a.value, "None")}
-    method = "uniform" if is_uniform else "normal"
-    required = ["shape"]
-    if is_uniform and _draws_integers(site):
-        method, required = "integers", ["shape", "maxval"]
-    if missing := [name for name in required if name not in given]:
-        raise Unported(f"tf.{site.path}: its argument {missing[0]!r} was not found")
-    return site.make(
-        f"{{rng}}.{method}({{a}}, {{b}}, {{shape}}).astype({{dtype}})",
-        rng=_generator(site),
-        a=given.get(names[1], cst.Integer("0")),
-        b=given.get(names[2], cst.Integer("1")),
-        shape=given["shape"],
-        dtype=given.get("dtype", site.script.string("float32")),
-    )
-
-
-def _draws_integers(site: CallSite) -> bool:
-    """Whether `tf.random.uniform` draws integers; refuses a dtype out of sight."""
-    script = site.script
-    given = bound(site.node.args, _OF_UNIFORM).get("dtype")
-    if given is None or is_name(given.value, "None"):
-        return False
-    value = script.flow.resolved(given.value)
-    name = script.names.path(value) or script.names.imported(value) or ""
-    dtype = text_of(value) or name.rpartition(".")[2]  # Of `tf.int32`, `np.int32`.
-    if dtype not in NAMES["dtypes"]:
-        raise Unported(
-            f"tf.{site.path}: its dtype is not in sight; pass one such as tf.int32"
-        )
-    return "int" in dtype
-
-
-_RANDOM_IMAGES = tuple(
-    path
-    for path, operator in HOST_OPERATORS.items()
-    if operator.target.startswith("rx.input.images.random_")
-)
-_NUMBERS = ("random.uniform", "random_uniform", "random.normal", "random_normal")
-HOST_RANDOM = (*_RANDOM_IMAGES, *_NUMBERS)
-"""Paths of functions that draw random numbers, and get the example's generator."""
-
-HOST_RULES: dict[str, Rule] = {
-    **dict.fromkeys(_RANDOM_IMAGES, _random_image),
-    **dict.fromkeys(_NUMBERS, _drawn),
-    "cast": _cast,
-    "one_hot": written(
-        'np.eye({depth}, dtype="float32")[{indices}]', "indices", "depth"
-    ),
-    "constant": _constant,
-    "convert_to_tensor": _constant,
-    "identity": identity,
-    "image.resize": resize,
-    "pad": pad,
-}
-"""Rules for input pipelines, by the path of the function."""
-
-
-# Calls that compute arrays.
-
 _NO_COUNTERPART = "which has no counterpart in NumPy"
 _HOST_MODULES = ("keras.utils.", "keras.datasets.", "keras.applications.")
 
@@ -225,9 +129,8 @@ def _problem(script: Script, node: cst.CSTNode, path: str) -> str | None:
 
 
 def _name_of(function: cst.CSTNode) -> str:
-    if isinstance(function, cst.FunctionDef):
-        return f"`{function.name.value}`"
-    return "a lambda"
+    is_named = isinstance(function, cst.FunctionDef)
+    return f"`{function.name.value}`" if is_named else "a lambda"
 
 
 def plan_in_place(script: Script, function: cst.CSTNode) -> None:
@@ -358,9 +261,8 @@ def _why_no_generator(
         return "has arguments that may be left away"
     if class_of(script, function) is not None:
         return "is a method"
-    for use in script.nodes(cst.Name):
-        if use.value != function.name.value or use is function.name:
-            continue
+    names = (n for n in script.nodes(cst.Name) if n is not function.name)
+    for use in (n for n in names if n.value == function.name.value):
         is_inside = not mapped.isdisjoint(script.parents(use))
         is_known = is_inside and script.call_of(use) is not None
         if not is_known and script.call_with(use) not in script.maps:
@@ -418,11 +320,10 @@ def _plan_lookup(script: Script, made: cst.Call) -> None:
         raise Unported("its words are not in sight")
     if any(_USUAL.get(k) != script.code(arg.value) for k, arg in given.items()):
         raise Unported("it has other indices")
-    target = script.target_of(made)
-    definition = script.flow.defined(target) if isinstance(target, cst.Name) else None
-    uses = script.flow.uses(definition) if definition is not None else []
+    is_named = isinstance(script.target_of(made), cst.Name)
+    uses = script.uses_of(made) if is_named else []
     calls = [_lookup_call(script, use) for use in uses]
-    if not calls or any(script.flow.reaching(u) != {definition} for u in uses):
+    if not calls or any(script.flow.value(call.func) is not made for call in calls):
         raise Unported("its uses are not in sight")
     for call in calls:
         _plan_lookup_call(script, call)
@@ -468,3 +369,100 @@ def _plan_lookup_call(script: Script, call: cst.Call) -> None:
         lookup=updated.func,
         words=updated.args[0].value,
     )
+
+
+# Calls that compute arrays.
+
+
+def _cast(site: CallSite) -> Expression:
+    value, dtype = site.required(0, "x"), site.required(1, "dtype")
+    is_number = isinstance(value, (cst.Integer, cst.Float))
+    text = "np.array({x}, {dtype})" if is_number else "{x}.astype({dtype})"
+    return site.make(text, x=value, dtype=dtype)
+
+
+def _constant(site: CallSite) -> Expression:
+    value = site.required(0, "value")
+    made = by_row(site, HOST_OPERATORS[site.path])
+    kinds = {type(part) for part in find(value, cst.Float, cst.Integer)}
+    if len(made.args) > 1 or not kinds:
+        return made
+    # TensorFlow's dtypes of Python's numbers.
+    dtype = site.script.string("float32" if cst.Float in kinds else "int32")
+    return made.with_changes(args=[cst.Arg(value), cst.Arg(dtype)])
+
+
+def _random_image(site: CallSite) -> Expression:
+    made = by_row(site, HOST_OPERATORS[site.path])
+    return with_args(made, [*made.args, keyword("rng", _generator(site))])
+
+
+def _generator(site: CallSite) -> cst.Name:
+    return cst.Name(site.script.generators.get(site.node, "rng"))
+
+
+_OF_UNIFORM = ("shape", "minval", "maxval", "dtype", "seed", "name")
+_OF_NORMAL = ("shape", "mean", "stddev", "dtype", "seed", "name")
+
+
+def _drawn(site: CallSite) -> Expression:
+    """Port a draw to `rng.uniform(low, high, shape)`, `rng.normal`, `rng.integers`."""
+    is_uniform = "uniform" in site.path
+    names = _OF_UNIFORM if is_uniform else _OF_NORMAL
+    arguments = bound(site.updated.args, names).items()
+    given = {k: a.value for k, a in arguments if not is_name(a.value, "None")}
+    method = "uniform" if is_uniform else "normal"
+    required = ["shape"]
+    if is_uniform and _draws_integers(site):
+        method, required = "integers", ["shape", "maxval"]
+    if missing := [name for name in required if name not in given]:
+        raise Unported(f"tf.{site.path}: its argument {missing[0]!r} was not found")
+    return site.make(
+        f"{{rng}}.{method}({{a}}, {{b}}, {{shape}}).astype({{dtype}})",
+        rng=_generator(site),
+        a=given.get(names[1], cst.Integer("0")),
+        b=given.get(names[2], cst.Integer("1")),
+        shape=given["shape"],
+        dtype=given.get("dtype", site.script.string("float32")),
+    )
+
+
+def _draws_integers(site: CallSite) -> bool:
+    """Whether `tf.random.uniform` draws integers; refuses a dtype out of sight."""
+    script = site.script
+    given = bound(site.node.args, _OF_UNIFORM).get("dtype")
+    if given is None or is_name(given.value, "None"):
+        return False
+    value = script.flow.resolved(given.value)
+    name = script.names.path(value) or script.names.imported(value) or ""
+    dtype = text_of(value) or name.rpartition(".")[2]  # Of `tf.int32`, `np.int32`.
+    if dtype not in NAMES["dtypes"]:
+        raise Unported(
+            f"tf.{site.path}: its dtype is not in sight; pass one such as tf.int32"
+        )
+    return "int" in dtype
+
+
+_RANDOM_IMAGES = tuple(
+    path
+    for path, operator in HOST_OPERATORS.items()
+    if operator.target.startswith("rx.input.images.random_")
+)
+_NUMBERS = ("random.uniform", "random_uniform", "random.normal", "random_normal")
+HOST_RANDOM = (*_RANDOM_IMAGES, *_NUMBERS)
+"""Paths of functions that draw random numbers, and get the example's generator."""
+
+HOST_RULES: dict[str, Rule] = {
+    **dict.fromkeys(_RANDOM_IMAGES, _random_image),
+    **dict.fromkeys(_NUMBERS, _drawn),
+    "cast": _cast,
+    "one_hot": written(
+        'np.eye({depth}, dtype="float32")[{indices}]', "indices", "depth"
+    ),
+    "constant": _constant,
+    "convert_to_tensor": _constant,
+    "identity": identity,
+    "image.resize": resize,
+    "pad": pad,
+}
+"""Rules for input pipelines, by the path of the function."""

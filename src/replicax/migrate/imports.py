@@ -23,6 +23,7 @@ from replicax.migrate.tree import (
     import_alias,
     import_names,
     imported_modules,
+    is_docstring,
     is_name,
     module_of,
     only_of,
@@ -320,10 +321,6 @@ def _is_anchor(statement: cst.CSTNode) -> bool:
 
 def _is_prologue(statement: cst.CSTNode) -> bool:
     """Whether a line is a docstring, or imports from `__future__`."""
-    match only_of(statement):
-        case cst.Expr(value=cst.SimpleString() | cst.ConcatenatedString()):
-            return True
-        case cst.ImportFrom(module=cst.Name("__future__")):
-            return True
-        case _:
-            return False
+    small = only_of(statement)
+    is_future = isinstance(small, cst.ImportFrom) and module_of(small) == "__future__"
+    return is_future or is_docstring(statement)

@@ -20,7 +20,7 @@ from replicax.migrate.origins import (
 )
 from replicax.migrate.script import Expression, Script
 from replicax.migrate.tables import NAMES, find_target, is_dotted, kind_of_target
-from replicax.migrate.tree import attr_of, is_name, method_of, object_of
+from replicax.migrate.tree import attr_of, is_name, last_name, method_of, object_of
 
 __all__ = [
     "Maker",
@@ -112,10 +112,8 @@ def is_named_optimizer(script: Script, node: Expression) -> bool:
     """
     if isinstance(node, cst.Subscript):
         node = node.value
-    text = script.code(node).rpartition(".")[2].lower()
-    if not any(
-        word in NAMES["optimizer_words"] for word in re.split(r"[\W\d_]+", text)
-    ):
+    words = re.split(r"[\W\d_]+", last_name(node).lower())
+    if not any(word in NAMES["optimizer_words"] for word in words):
         return False
     if isinstance(node, cst.Attribute) and not definitions(script, node):
         return kind_of(script, node) is None
@@ -159,13 +157,7 @@ def renamed_optimizer(script: Script, node: cst.Call) -> str | None:
     if is_parameter(script, node.func):
         return None  # Callers may pass another class.
     path = script.names.path(value)
-    return path if _kind_of_path(path) == "optimizer" else None
-
-
-def _kind_of_path(path: str | None) -> str | None:
-    """The kind of object that a call of a path in TensorFlow makes."""
-    target = find_target(path) if path else None
-    return kind_of_target(target) if target else None
+    return path if _kind(script, find_target(path)) == "optimizer" else None
 
 
 @ends_at_cycles(False)
@@ -176,7 +168,7 @@ def makes_optimizer(script: Script, node: Expression) -> bool:
     """
     path = script.names.path(node)
     if path is not None:
-        return _kind_of_path(path) == "optimizer"
+        return _kind(script, find_target(path)) == "optimizer"
     if isinstance(node, cst.Call) and is_name(node.func, "getattr") and node.args:
         return script.names.path(node.args[0].value) in NAMES["optimizer_modules"]
     values = list(_values(script, node))
@@ -331,6 +323,6 @@ def _called_makers(script: Script, node: cst.Call) -> frozenset[Maker]:
 def _of_class(script: Script, node: cst.ClassDef) -> str | None:
     """The kind of a class of the script, by its bases."""
     paths = (script.names.path(base.value) for base in node.bases)
-    kinds = {_kind(script, find_target(p)) for p in paths if p is not None}
+    kinds = {_kind(script, find_target(path)) for path in paths}
     kinds |= {_of_class(script, each) for each in bases(script, node)}
     return _single(kinds - {None})

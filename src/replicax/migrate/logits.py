@@ -80,8 +80,7 @@ def _name_in(script: Script, node: cst.CSTNode, module: str) -> str:
     path = script.names.path(node) or ""
     if isinstance(node, cst.Name) and not path:
         path = script.names.aliases.get(node.value, "")
-    target = find_target(path) or "" if path else ""
-    found, _, name = target.rpartition(".")
+    found, _, name = (find_target(path) or "").rpartition(".")
     return name if found == f"keras.{module}" else ""
 
 

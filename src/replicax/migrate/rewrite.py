@@ -23,14 +23,13 @@ from replicax.migrate.script import (
 )
 from replicax.migrate.tables import MESSAGES, NOTES, find_reason, find_target
 from replicax.migrate.tracing import is_graph_decorator
-from replicax.migrate.tree import only_of, renamed, walk, with_args
+from replicax.migrate.tree import is_docstring, only_of, renamed, walk, with_args
 
 __all__ = ["Rewriter"]
 
 _VERSIONS = ("__version__.", "VERSION.", "version.VERSION.")
 _STATEMENTS = (cst.SimpleStatementLine, cst.BaseCompoundStatement)
 _Block = TypeVar("_Block", cst.IndentedBlock, cst.Module)
-_MODULE_AS_VALUE = "the module `tensorflow` is used as a value: port it by hand"
 
 
 class Rewriter(cst.CSTTransformer):
@@ -75,14 +74,13 @@ def _finished(script: Script, original: Statement, result: Replacement) -> Repla
     if result is cst.RemovalSentinel.REMOVE:
         nodes = []
     if nodes:
-        lines = script.inserted.pop(original, ())
-        if lines:
-            first, *others = [cst.parse_statement(line) for line in lines]
-            first = first.with_changes(leading_lines=nodes[0].leading_lines)
-            blank = [n for n in nodes[0].leading_lines if not n.comment]
+        if lines := script.inserted.pop(original, None):
+            made: list[Any] = [cst.parse_statement(line) for line in lines]
+            above = nodes[0].leading_lines
+            made[0] = made[0].with_changes(leading_lines=above)
             is_code = isinstance(nodes[0], cst.SimpleStatementLine)
-            nodes[0] = nodes[0].with_changes(leading_lines=() if is_code else blank)
-            nodes[:0] = [first, *others]
+            blank = () if is_code else [line for line in above if not line.comment]
+            nodes = [*made, nodes[0].with_changes(leading_lines=blank), *nodes[1:]]
         lost = statements.lost_comments(original, nodes)
         first = nodes[0].with_changes(leading_lines=[*nodes[0].leading_lines, *lost])
         nodes[0] = with_marks(first, script.marks_of(original))
@@ -93,14 +91,6 @@ def _finished(script: Script, original: Statement, result: Replacement) -> Repla
 
 
 # Names.
-
-
-def _visit_attribute(script: Script, node: cst.Attribute) -> bool:
-    """Skip the parts of a dotted name of TensorFlow, which is ported as a whole."""
-    if script.names.path(node) is not None:
-        return False
-    script.frozen.add(node.attr)
-    return True
 
 
 def _attribute(
@@ -124,7 +114,7 @@ def _reference(script: Script, node: cst.Name | cst.Attribute) -> Expression:
         return script.template("grain.MapDataset | grain.IterDataset")
     target = find_target(path)
     if target is None:
-        script.leave(node, find_reason(path) if path else _MODULE_AS_VALUE)
+        script.leave(node, find_reason(path))
         return node
     if f"{path}.".startswith(_VERSIONS) and _is_compared(script, node):
         script.leave(node, "compares a version of TensorFlow: remove it")
@@ -181,7 +171,7 @@ def _visit_call(script: Script, node: cst.Call) -> bool:
         if path in calls.UNTOUCHED_ARGUMENTS:
             script.frozen |= set(node.args)
     elif find_target(path) is None:
-        script.leave(node.func, find_reason(path) if path else _MODULE_AS_VALUE)
+        script.leave(node.func, find_reason(path))
         script.frozen.add(node)
         return False
     return True
@@ -256,15 +246,11 @@ def _line(
         if why:
             script.note(node, why)
         return cst.RemoveFromParent()
-    small, was = only_of(updated), node.body[0]
-    is_idle = (  # `d = d`, from `d = d.prefetch(1)`
-        isinstance(small, cst.Assign)
-        and isinstance(was, cst.Assign)
-        and isinstance(was.value, cst.Call)
-        and len(small.targets) == 1
-        and small.targets[0].target.deep_equals(small.value)
-    )
-    return cst.RemoveFromParent() if is_idle else updated
+    match node.body[0], only_of(updated):
+        case cst.Assign(value=cst.Call()), cst.Assign(targets=[each], value=value):
+            if each.target.deep_equals(value):  # `d = d`, from `d = d.prefetch(1)`
+                return cst.RemoveFromParent()
+    return updated
 
 
 def _assembled(script: Script, block: _Block, updated: _Block) -> _Block:
@@ -278,7 +264,7 @@ def _assembled(script: Script, block: _Block, updated: _Block) -> _Block:
     shown: set[str] = set()
     line = script.first_lines.get(block)
     for statement in block.body:
-        if line and not _is_docstring(statement):
+        if line and not is_docstring(statement):
             body.append(cst.parse_statement(line))
             line = None
         nodes: list[Any] = [*script.outcomes.get(statement, [statement])]
@@ -312,18 +298,13 @@ def _without_repeated(
     return [x for x in lines if mark_text(x) not in shown], reasons
 
 
-def _is_docstring(statement: cst.CSTNode) -> bool:
-    small = only_of(statement)
-    return isinstance(small, cst.Expr) and isinstance(small.value, cst.SimpleString)
-
-
 def _gap(statement: Any) -> list[cst.EmptyLine]:
     lines = statement.leading_lines
     return list(itertools.takewhile(lambda line: line.comment is None, lines))
 
 
 _VISITS: dict[type, Callable[[Script, Any], bool]] = {
-    cst.Attribute: _visit_attribute,
+    cst.Attribute: lambda script, node: script.names.path(node) is None,  # Else whole.
     cst.Call: _visit_call,
     cst.ClassDef: _visit_class,
     cst.Decorator: lambda script, node: not is_graph_decorator(script, node),

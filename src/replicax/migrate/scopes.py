@@ -37,62 +37,7 @@ from replicax.migrate.tree import (
     reached,
 )
 
-__all__ = [
-    "plan_models",
-    "plan_scopes",
-    "wrap_in_scope",
-]
-
-_FITS = {"fit", "fit_generator"}
-_STEPS = {
-    "train_step": _FITS,
-    "test_step": {*_FITS, "evaluate", "evaluate_generator"},
-    "predict_step": {"predict", "predict_generator"},
-}
-"""Steps of a model, and the methods that call them."""
-
-
-def plan_models(script: Script) -> None:
-    """Plan a scope around models with a step of their own and `compile`, or report."""
-    if has_scope(script):
-        return
-    methods = {method_of(call) for call in script.calls}
-    for name, callers in _STEPS.items():
-        for function in script.functions(name) if methods & callers else ():
-            owner = class_of(script, function)
-            is_open = not all(map(script.names.path, foreign_bases(script, owner)))
-            is_model = is_open or is_class_of(script, owner, ("model",))
-            if owner is None or not is_model:
-                continue
-            lines = _compiled_lines(script, owner)
-            if lines is None:
-                script.leave(function.name, MESSAGES["no_strategy"].format(name))
-            elif lines[0] not in script.replacements:
-                wrap_in_scope(script, lines)
-
-
-def _compiled_lines(
-    script: Script, owner: cst.ClassDef
-) -> Sequence[cst.CSTNode] | None:
-    """The lines from a class's only instantiation to `compile`; None if unclear."""
-    made = [c for c in script.calls if is_name(c.func, owner.name.value)]
-    bound = script.parent(made[0]) if len(made) == 1 else None
-    if not isinstance(bound, cst.Assign) or len(bound.targets) != 1:
-        return None
-    compiles = f"{script.code(bound.targets[0].target)}.compile"
-    compiled = [c for c in script.calls if script.code(c.func) == compiles]
-    first = script.statement_of(bound)
-    block = script.parent(first)
-    lines = block.body if isinstance(block, cst.IndentedBlock | cst.Module) else ()
-    last = script.statement_of(compiled[0]) if len(compiled) == 1 else None
-    if last not in lines or first not in lines:
-        return None
-    found = lines[lines.index(first) : lines.index(last) + 1]
-    is_plain = all(isinstance(line, cst.SimpleStatementLine) for line in found)
-    return found if found and is_plain else None
-
-
-# Scripts without a strategy.
+__all__ = ["plan_models", "plan_scopes", "wrap_in_scope"]
 
 
 def wrap_in_scope(
@@ -399,3 +344,54 @@ def _has_owner(script: Script, call: cst.Call) -> bool:
     """Whether a layer, model or metric has an object, which makes it a model's."""
     is_own = isinstance(script.target_of(call), cst.Attribute)
     return is_own and is_class_of(script, script.class_around(call), _OWNERS)
+
+
+# Scripts without a strategy.
+
+_FITS = {"fit", "fit_generator"}
+_STEPS = {
+    "train_step": _FITS,
+    "test_step": {*_FITS, "evaluate", "evaluate_generator"},
+    "predict_step": {"predict", "predict_generator"},
+}
+"""Steps of a model, and the methods that call them."""
+
+
+def plan_models(script: Script) -> None:
+    """Plan a scope around models with a step of their own and `compile`, or report."""
+    if has_scope(script):
+        return
+    methods = {method_of(call) for call in script.calls}
+    for name, callers in _STEPS.items():
+        for function in script.functions(name) if methods & callers else ():
+            owner = class_of(script, function)
+            is_open = not all(map(script.names.path, foreign_bases(script, owner)))
+            is_model = is_open or is_class_of(script, owner, ("model",))
+            if owner is None or not is_model:
+                continue
+            lines = _compiled_lines(script, owner)
+            if lines is None:
+                script.leave(function.name, MESSAGES["no_strategy"].format(name))
+            elif lines[0] not in script.replacements:
+                wrap_in_scope(script, lines)
+
+
+def _compiled_lines(
+    script: Script, owner: cst.ClassDef
+) -> Sequence[cst.CSTNode] | None:
+    """The lines from a class's only instantiation to `compile`; None if unclear."""
+    made = [c for c in script.calls if is_name(c.func, owner.name.value)]
+    bound = script.parent(made[0]) if len(made) == 1 else None
+    if not isinstance(bound, cst.Assign) or len(bound.targets) != 1:
+        return None
+    compiles = f"{script.code(bound.targets[0].target)}.compile"
+    compiled = [c for c in script.calls if script.code(c.func) == compiles]
+    first = script.statement_of(bound)
+    block = script.parent(first)
+    lines = block.body if isinstance(block, cst.IndentedBlock | cst.Module) else ()
+    last = script.statement_of(compiled[0]) if len(compiled) == 1 else None
+    if last not in lines or first not in lines:
+        return None
+    found = lines[lines.index(first) : lines.index(last) + 1]
+    is_plain = all(isinstance(line, cst.SimpleStatementLine) for line in found)
+    return found if found and is_plain else None

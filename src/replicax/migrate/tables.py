@@ -122,10 +122,7 @@ KEYWORDS = {
 OLD_KEYWORDS = _texts(_DATA["old_keywords"])
 OLD_LAYERS = _texts(_DATA["old_layers"])
 OLD_METRICS = _texts(_DATA["old_metrics"])
-OLD_LOSSES = {
-    name: (row.split()[0], row.split()[1:])
-    for name, row in _texts(_DATA["old_losses"]).items()
-}
+OLD_LOSSES = _lists(_DATA["old_losses"])
 """Losses of `tf.losses` of TensorFlow 1: the class in Keras, and their parameters."""
 IDENTIFIERS = {kind: _texts(table) for kind, table in _DATA["identifiers"].items()}
 NAMES = _lists(_DATA["names"])
@@ -210,16 +207,13 @@ def default_of(target: str, parameter: str) -> object:
 @functools.cache
 def accepted_arguments(target: str) -> frozenset[str] | None:
     """The keywords that a target accepts; None if it may accept any."""
-    if target.partition(".")[0] not in {"keras", "rx"}:
+    if target.partition(".")[0] not in {"keras", "rx"} or not exists(target):
         return None
     found = _resolved(target)
-    if found is _NOTHING:
-        return None
     if not inspect.isclass(found):
         names, is_open = _keywords(found)
         return None if is_open else names
-    keras = importlib.import_module("keras")
-    is_optimizer = issubclass(found, keras.optimizers.Optimizer)
+    is_optimizer = issubclass(found, _resolved(KINDS["optimizer"]))
     accepted: frozenset[str] = frozenset()
     for each in found.__mro__[:-1]:
         init = vars(each).get("__init__")
@@ -243,11 +237,8 @@ def _keywords(function: Callable[..., object]) -> tuple[frozenset[str], bool]:
     except (TypeError, ValueError):
         return frozenset(), True
     is_open = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    names = {
-        "*" if p.kind is p.VAR_POSITIONAL else p.name
-        for p in parameters
-        if p.kind is not p.VAR_KEYWORD
-    }
+    named = (p for p in parameters if p.kind is not p.VAR_KEYWORD)
+    names = {"*" if p.kind is p.VAR_POSITIONAL else p.name for p in named}
     if is_open and inspect.isfunction(function):
         source = inspect.getsource(function)
         names |= set(re.findall(r"""kwargs\.(?:pop|get)\(\s*["'](\w+)""", source))
@@ -256,14 +247,14 @@ def _keywords(function: Callable[..., object]) -> tuple[frozenset[str], bool]:
 
 
 @functools.cache
-def find_target(path: str) -> str | None:
+def find_target(path: str | None) -> str | None:
     """The target of a path under `tensorflow`: a dotted name, a literal, or None.
 
     Example:
         >>> find_target("distribute.MirroredStrategy"), find_target("float32")
         ('rx.MirroredStrategy', '"float32"')
     """
-    if path in NEED_TENSORFLOW:
+    if path is None or path in NEED_TENSORFLOW:
         return None
     if path in EXACT:
         return EXACT[path]
@@ -286,7 +277,9 @@ def _by_prefix(path: str) -> str | None:
 
 
 def find_reason(path: str) -> str:
-    """Why a path has no target, and what to do instead."""
+    """Why a path has no target, and what to do instead; of `""`, the module's."""
+    if not path:
+        return "the module `tensorflow` is used as a value: port it by hand"
     for prefix, _ in _prefixes(path):
         if reason := _REASONS.get(prefix):
             is_predicate = reason.split()[0] in {"is", "has", "stays"}

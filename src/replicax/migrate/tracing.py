@@ -5,7 +5,6 @@ In a script without a strategy, calls of a `@tf.function` with a tape become
 """
 
 import functools
-import itertools
 from collections.abc import Collection, Iterable, Iterator
 
 import libcst as cst
@@ -32,6 +31,7 @@ from replicax.migrate.tree import (
 
 __all__ = [
     "RANDOM",
+    "calls_in",
     "class_of",
     "find_traced",
     "foreign_bases",
@@ -76,6 +76,12 @@ def find_traced(script: Script) -> None:
 def with_called(script: Script, functions: Iterable[cst.CSTNode]) -> set[cst.CSTNode]:
     """Functions and all functions of the script that they call, through others too."""
     return set(reached(functions, lambda each: _called_functions(script, each)))
+
+
+def calls_in(script: Script, functions: Iterable[cst.CSTNode]) -> list[cst.Call]:
+    """The calls in functions, and in those that they call, each once."""
+    every = sorted(with_called(script, functions), key=script.line)
+    return list(dict.fromkeys(call for each in every for call in find(each, cst.Call)))
 
 
 def _called_functions(script: Script, function: cst.CSTNode) -> Iterator[cst.CSTNode]:
@@ -277,19 +283,10 @@ def report_branches(script: Script) -> None:
         if script.called(call) == "while_loop" and is_traced(script, call):
             script.leave(call, MESSAGES["while_loop"])
         elif script.called(call) in _BRANCHING:
-            given = (_functions_of(script, arg.value) for arg in call.args)
-            if method := _effect(script, itertools.chain(*given)):
-                script.leave(call, MESSAGES["branch_effect"].format(method))
-
-
-def _effect(script: Script, functions: Iterable[cst.CSTNode]) -> str | None:
-    """The first method that some functions, or what they call, change variables by."""
-    found = (
-        method_of(node)
-        for function in sorted(with_called(script, functions), key=script.line)
-        for node in find(function, cst.Call)
-    )
-    return next((name for name in found if name in NAMES["effects"]), None)
+            given = [f for arg in call.args for f in _functions_of(script, arg.value)]
+            methods = map(method_of, calls_in(script, given))
+            if effects := [name for name in methods if name in NAMES["effects"]]:
+                script.leave(call, MESSAGES["branch_effect"].format(effects[0]))
 
 
 def report_gradients(script: Script) -> None:
@@ -311,16 +308,15 @@ def report_updates(script: Script) -> None:
     calls = (f for f in script.functions("call") if class_of(script, f) is not None)
     run = {method_of(each) for each in script.calls}
     has_own_steps = all(script.functions(s) or not run & _STEPS[s] for s in _STEPS)
-    for function in sorted(with_called(script, calls), key=script.line):
-        for call in find(function, cst.Call):
-            name = method_of(call)
-            if name in NAMES["assign_methods"]:
-                weight = script.flow.resolved(object_of(call))
-                if attr_of(weight) in NAMES["trained_attributes"]:
-                    script.leave(call, MESSAGES["assigned_weight"])
-            updated = object_of(call) if name == "update_state" else call.func
-            if not has_own_steps and kind_of(script, updated) == "metric":
-                script.leave(call, MESSAGES["metric_in_call"])
+    for call in calls_in(script, calls):
+        name = method_of(call)
+        if name in NAMES["assign_methods"]:
+            weight = script.flow.resolved(object_of(call))
+            if attr_of(weight) in NAMES["trained_attributes"]:
+                script.leave(call, MESSAGES["assigned_weight"])
+        updated = object_of(call) if name == "update_state" else call.func
+        if not has_own_steps and kind_of(script, updated) == "metric":
+            script.leave(call, MESSAGES["metric_in_call"])
 
 
 _STEPS = {
@@ -402,8 +398,7 @@ def _tapes(script: Script, function: cst.FunctionDef) -> list[cst.Call]:
     """The tapes that a `@tf.function` makes, by itself or by what it calls."""
     if not any(is_graph_decorator(script, d) for d in function.decorators):
         return []
-    found = with_called(script, [function])
-    calls = (call for each in found for call in find(each, cst.Call))
+    calls = calls_in(script, [function])
     return [call for call in calls if script.called(call) == "GradientTape"]
 
 

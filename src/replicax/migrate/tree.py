@@ -292,6 +292,12 @@ def only_of(line: cst.CSTNode | None) -> cst.BaseSmallStatement | None:
     return body[0] if len(body) == 1 else None
 
 
+def is_docstring(line: cst.CSTNode) -> bool:
+    """Whether a line is a string alone."""
+    small = only_of(line)
+    return isinstance(small, cst.Expr) and isinstance(small.value, cst.BaseString)
+
+
 def methods_of(owner: cst.ClassDef) -> dict[str, cst.FunctionDef]:
     """The methods in the body of a class, by name."""
     found = (each for each in owner.body.body if isinstance(each, cst.FunctionDef))
