@@ -138,3 +138,13 @@ def test_what_is_not_in_sight_is_noted(source: str) -> None:
     result, notes = text(source)
     assert "from_logits=True" not in result
     assert any("leave the last activation out" in note for note in notes)
+
+
+def test_a_model_that_a_function_gets_in_several_calls_is_one_model() -> None:
+    loss = "tf.keras.losses.categorical_crossentropy(y, model(x))"
+    function = f"def loss_of(model, x, y):\n    return {loss}\n"
+    result, _ = text(
+        f"{SEQUENTIAL}{function}loss_of(model, x, y)\nloss_of(model, z, y)"
+    )
+    assert "categorical_crossentropy(y, model(x), from_logits=True)" in result
+    assert "layers.Dense(9), layers.Dense(3)])" in result

@@ -544,3 +544,13 @@ def test_a_mark_on_the_first_line_does_not_double() -> None:
     ported = port(b"from tensorflow import *\nx = reduce_sum(y)\n")
     assert ported.source.startswith(b"# replicax: names of")
     assert port(ported.source).source == ported.source
+
+
+def test_calls_that_rules_port_keep_the_name_of_their_module() -> None:
+    text, left = ported(
+        "import tensorflow as tf\nk = tf.keras\n"
+        "model = k.models.load_model('m.keras')\noptimizer = k.optimizers.SGD(lr=0.1)"
+    )
+    assert left == []
+    assert "model = k.models.load_model('m.keras')" in text
+    assert "optimizer = k.optimizers.SGD(learning_rate=0.1)" in text

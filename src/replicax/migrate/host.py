@@ -42,7 +42,6 @@ from replicax.migrate.tree import (
 )
 
 __all__ = [
-    "HOST_RANDOM",
     "HOST_RULES",
     "example_function",
     "host_functions_of",
@@ -158,11 +157,7 @@ def example_function(
     """
     others = [generator] if generator else []
     if isinstance(updated, cst.Lambda):
-        made = _lambda_of_example(updated)
-        if made is None:
-            return None
-        name = made.params.params[0].name.value
-        return made.with_changes(params=_parameters(name, *others))
+        return _lambda_of_example(updated, others)
     called = partial_of(script, node) or node
     is_method = isinstance(called, cst.Attribute)
     given = {keyword_of(a) for a in node.args} if isinstance(node, cst.Call) else set()
@@ -193,17 +188,16 @@ def _parameters(*names: str) -> cst.Parameters:
     return cst.Parameters([cst.Param(cst.Name(name)) for name in names])
 
 
-def _lambda_of_example(function: cst.Lambda) -> cst.Lambda | None:
+def _lambda_of_example(function: cst.Lambda, others: list[str]) -> cst.Lambda | None:
     params = function.params.params
     if _has_star(function) or any(p.default for p in params):
         return None
-    if len(params) == 1:
-        return function
     names = [p.name.value for p in params]
+    if len(names) == 1:
+        return function.with_changes(params=_parameters(*names, *others))
     name = free_name(names_in(function.body), "example", "example_")
     body = function.body.visit(_Parts(names, name))
-    assert isinstance(body, Expression)
-    return function.with_changes(params=_parameters(name), body=body)
+    return function.with_changes(params=_parameters(name, *others), body=body)
 
 
 class _Parts(cst.CSTTransformer):
@@ -234,7 +228,7 @@ def random_functions(script: Script, functions: set[cst.CSTNode]) -> set[cst.CST
 
     def draws(function: cst.CSTNode) -> bool:
         called = with_called(script, [function])
-        return any(p in HOST_RANDOM for f in called for _, p in _references(script, f))
+        return any(p in _RANDOM for f in called for _, p in _references(script, f))
 
     return set(filter(draws, functions))
 
@@ -284,7 +278,7 @@ def plan_random(script: Script, call: cst.Call, functions: set[cst.CSTNode]) -> 
                 params=[*updated.params, cst.Param(cst.Name(name))]
             )
         for node in find(function, cst.Call):
-            if script.called(node) in HOST_RANDOM:
+            if script.called(node) in _RANDOM:
                 script.generators[node] = name
                 continue
             named = node.func.value if isinstance(node.func, cst.Name) else ""
@@ -449,7 +443,7 @@ _RANDOM_IMAGES = tuple(
     if operator.target.startswith("rx.input.images.random_")
 )
 _NUMBERS = ("random.uniform", "random_uniform", "random.normal", "random_normal")
-HOST_RANDOM = (*_RANDOM_IMAGES, *_NUMBERS)
+_RANDOM = (*_RANDOM_IMAGES, *_NUMBERS)
 """Paths of functions that draw random numbers, and get the example's generator."""
 
 HOST_RULES: dict[str, Rule] = {

@@ -28,7 +28,6 @@ from replicax.migrate.tree import is_docstring, only_of, renamed, walk, with_arg
 __all__ = ["Rewriter"]
 
 _VERSIONS = ("__version__.", "VERSION.", "version.VERSION.")
-_STATEMENTS = (cst.SimpleStatementLine, cst.BaseCompoundStatement)
 _Block = TypeVar("_Block", cst.IndentedBlock, cst.Module)
 
 
@@ -57,7 +56,7 @@ class Rewriter(cst.CSTTransformer):
         if original_node in script.wrapped:
             plain = result.with_changes(lpar=(), rpar=())
             result = script.template(script.wrapped[original_node], x=plain)
-        if isinstance(original_node, _STATEMENTS):
+        if isinstance(original_node, Statement):
             return _finished(script, original_node, result)
         if not isinstance(original_node, Expression) or not original_node.lpar:
             return result

@@ -37,10 +37,10 @@ from replicax.migrate.tree import (
     reached,
 )
 
-__all__ = ["plan_models", "plan_scopes", "wrap_in_scope"]
+__all__ = ["plan_models", "plan_scopes"]
 
 
-def wrap_in_scope(
+def _wrap_in_scope(
     script: Script, lines: Sequence[cst.CSTNode], strategy: str | None = None
 ) -> None:
     """Plan to move lines into `with strategy.scope():`; None: the default strategy."""
@@ -213,7 +213,7 @@ def _plan_scope(script: Script, call: cst.Call, blocks: _Nodes) -> None:
         script.leave(call, MESSAGES["outside_scope"])
     for statement, strategy in places or ():
         if statement not in script.replacements:
-            wrap_in_scope(script, [statement], strategy)
+            _wrap_in_scope(script, [statement], strategy)
 
 
 def _places(
@@ -373,7 +373,7 @@ def plan_models(script: Script) -> None:
             if lines is None:
                 script.leave(function.name, MESSAGES["no_strategy"].format(name))
             elif lines[0] not in script.replacements:
-                wrap_in_scope(script, lines)
+                _wrap_in_scope(script, lines)
 
 
 def _compiled_lines(

@@ -27,7 +27,6 @@ __all__ = [
     "with_marks",
 ]
 
-_STATEMENTS = (cst.SimpleStatementLine, cst.BaseCompoundStatement)
 _T = TypeVar("_T")
 _Node = TypeVar("_Node", bound=cst.CSTNode)
 _HERE = re.compile(rf'"[^"]*"|(?<![\w.}}])(?:{"|".join(ALIASES)})(?:\.\w+)+')
@@ -228,7 +227,7 @@ class Script:
         blocks = (cst.IndentedBlock, cst.Module, cst.If)
         statement = node
         for candidate in [node, *self.parents(node)]:
-            if isinstance(candidate, _STATEMENTS):
+            if isinstance(candidate, Statement):
                 statement = candidate
                 if isinstance(self.parent(candidate), blocks):
                     break

@@ -28,22 +28,16 @@ class Operator:
     defaults: dict[str, str] = field(default_factory=dict)
 
 
-def _texts(table: object) -> dict[str, str]:
-    """Check and convert a table whose values are strings."""
-    assert isinstance(table, Mapping)
-    return {str(key): str(value) for key, value in table.items()}
-
-
-def _lists(table: object) -> dict[str, tuple[str, ...]]:
+def _lists(table: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
     """The words of each row of a table."""
-    return {key: tuple(text.split()) for key, text in _texts(table).items()}
+    return {key: tuple(text.split()) for key, text in table.items()}
 
 
-def _by_name(table: object) -> dict[str, str]:
+def _by_name(table: Mapping[str, str]) -> dict[str, str]:
     """Invert a table of rows `value = names` to one entry for each name."""
     return {
         name: _with_last_part(value, name) if value.endswith(".*") else value
-        for value, names in _texts(table).items()
+        for value, names in table.items()
         for name in names.split()
     }
 
@@ -91,18 +85,18 @@ _DATA = tomllib.loads(_FILE.read_text("utf-8"))
 # The tables have the names that they have in the file, which says what their rows are.
 # Rows of many names, `value = names`, are by name here.
 
-ALIASES = _texts(_DATA["aliases"])
-OLD_PREFIXES = _texts(_DATA["old_prefixes"])
+ALIASES: dict[str, str] = _DATA["aliases"]
+OLD_PREFIXES: dict[str, str] = _DATA["old_prefixes"]
 EXACT = _by_name(_DATA["targets"])
 """Targets of single names, by path."""
-PREFIXES = _texts(_DATA["prefixes"])
+PREFIXES: dict[str, str] = _DATA["prefixes"]
 NOTES = _by_name(_DATA["notes"])
 DROPPED = _by_name(_DATA["dropped"])
 _STAYING = _by_name(_DATA["need_tensorflow"])
 NEED_TENSORFLOW = frozenset(_STAYING)
 """Paths of what Keras 3 makes with TensorFlow on all backends."""
 _REASONS = {**_by_name(_DATA["reasons"]), **_STAYING}
-FOREIGN = _texts(_DATA["foreign"])
+FOREIGN: dict[str, str] = _DATA["foreign"]
 DEVICE_OPERATORS = _operators(_DATA["operators"]["device"])
 GUARDED_OPERATORS = _operators(_DATA["operators"]["guarded"])
 HOST_OPERATORS = _operators(_DATA["operators"]["host"])
@@ -119,18 +113,18 @@ KEYWORDS = {
     for table, rows in _DATA["keywords"].items()
 }
 """What becomes of keywords, and the reason, by function or method and by keyword."""
-OLD_KEYWORDS = _texts(_DATA["old_keywords"])
-OLD_LAYERS = _texts(_DATA["old_layers"])
-OLD_METRICS = _texts(_DATA["old_metrics"])
+OLD_KEYWORDS: dict[str, str] = _DATA["old_keywords"]
+OLD_LAYERS: dict[str, str] = _DATA["old_layers"]
+OLD_METRICS: dict[str, str] = _DATA["old_metrics"]
 OLD_LOSSES = _lists(_DATA["old_losses"])
 """Losses of `tf.losses` of TensorFlow 1: the class in Keras, and their parameters."""
-IDENTIFIERS = {kind: _texts(table) for kind, table in _DATA["identifiers"].items()}
+IDENTIFIERS: dict[str, dict[str, str]] = _DATA["identifiers"]
 NAMES = _lists(_DATA["names"])
 CALL_ORDERS = _lists(_DATA["call_orders"])
-MESSAGES = _texts(_DATA["messages"])
+MESSAGES: dict[str, str] = _DATA["messages"]
 CHANGED_DEFAULTS = [
     (path, int(where.split()[0]), where.split()[1])
-    for where, paths in _texts(_DATA["changed_defaults"]).items()
+    for where, paths in _DATA["changed_defaults"].items()
     for path in paths.split()
 ]
 """Paths, and positions and names of arguments with other defaults in Keras 2."""
@@ -140,10 +134,10 @@ OPTIMIZERS = _products(_DATA["optimizers"])
 """Paths of the classes of optimizers."""
 ATTRIBUTES = {kind: _by_name(table) for kind, table in _DATA["attributes"].items()}
 OVERRIDDEN = {kind: _by_name(table) for kind, table in _DATA["overridden"].items()}
-RENAMED_METHODS = _texts(_DATA["methods"]["renamed"])
-WRITTEN_METHODS = _texts(_DATA["methods"]["written"])
+RENAMED_METHODS: dict[str, str] = _DATA["methods"]["renamed"]
+WRITTEN_METHODS: dict[str, str] = _DATA["methods"]["written"]
 LEFT_METHODS = _by_name(_DATA["methods"]["left"])
-KINDS = _texts(_DATA["kinds"])
+KINDS: dict[str, str] = _DATA["kinds"]
 _MAKERS = _by_name(_DATA["makers"])
 _NOTHING = object()
 
