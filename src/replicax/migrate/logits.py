@@ -140,12 +140,9 @@ class _Port:
         if given is not None and not isinstance(given, cst.List):
             raise Unported("metrics are not a list")
         for node in parts_of(given):
-            name = text_of(node)
-            if isinstance(node, cst.Call):
-                name = _name_in(self._script, node.func, "metrics")
-            if self._kind == "softmax" and name in NAMES["ranking_metrics"]:
+            if self._ranks(node):
                 continue
-            if self._kind == "sigmoid" and name in {"accuracy", "acc"}:
+            if self._kind == "sigmoid" and text_of(node) in {"accuracy", "acc"}:
                 text = "keras.metrics.BinaryAccuracy(name={name}, threshold=0)"
                 yield node, self._script.template(text, name=node)
             else:
@@ -182,12 +179,13 @@ class _Port:
         func = object_of(call) if is_method else call.func
         makers = _origins(self._script, func) or {func}
         return call in self._losses or all(
-            made in self._losses or self._is_rank(made) for made in makers
+            made in self._losses or self._ranks(made) for made in makers
         )
 
-    def _is_rank(self, made: Expression) -> bool:
-        maker = made.func if isinstance(made, cst.Call) else made
-        name = _name_in(self._script, maker, "metrics")
+    def _ranks(self, metric: Expression) -> bool:
+        """Whether a metric is equal for logits: it only ranks classes."""
+        maker = metric.func if isinstance(metric, cst.Call) else metric
+        name = text_of(metric) or _name_in(self._script, maker, "metrics")
         return self._kind == "softmax" and name in NAMES["ranking_metrics"]
 
     def _is_harmless(self, use: cst.CSTNode) -> bool:

@@ -155,21 +155,20 @@ def plan_randomness(script: Script) -> None:
     Methods of layers and models have one of their own. Steps that cannot see a scope's
     variables get none, and are reported.
     """
-    blocks = list(scopes(script))
+    homes = {block: script.function_of(block) for block in scopes(script)}
     for node in script.calls:
         if script.called(node) not in RANDOM or not is_traced(script, node):
             continue
         if _plan_own_generator(script, node):
             script.generators[node] = f"self.{_GENERATOR}"
             continue
-        around = {script.module, *script.parents(node)}
-        homes = {block: script.function_of(block) or script.module for block in blocks}
-        block = next((b for b in blocks if homes[b] in around), None)
+        around = {None, *script.parents(node)}
+        block = next((b for b, home in homes.items() if home in around), None)
         line = f"{_free_name(script)} = {_made(script, 'seed=0')}"
         if block is not None:
             script.generators[node] = _free_name(script)
             script.first_lines[block] = line
-        elif not blocks:
+        elif not homes:
             _insert_generator(script, node, line)
 
 
