@@ -56,7 +56,7 @@ def warn_of_own_rows(value: jax.Array | None, op: str) -> None:
     context = current_context()
     if value is None or not context or not context.batch or context.num_counted < 2:
         return
-    rows = _Rows(context.batch[0].shape[0], frozenset(map(id, context.batch)))
+    rows = _ReplicaRows(context.batch[0].shape[0], frozenset(map(id, context.batch)))
     if rows.number < 2:
         return
     for equation in _behind(primal_of(value), PRODUCTS):
@@ -86,7 +86,7 @@ def warn_of_own_rows(value: jax.Array | None, op: str) -> None:
         return
 
 
-class _Rows(NamedTuple):
+class _ReplicaRows(NamedTuple):
     """The rows of a replica: their number, and the ids of the batch's arrays."""
 
     number: int
@@ -113,7 +113,7 @@ class _Rows(NamedTuple):
         )
 
 
-def _compares_rows(equation: TracedEquation, rows: _Rows) -> bool:
+def _compares_rows(equation: TracedEquation, rows: _ReplicaRows) -> bool:
     """Whether an equation makes something of pairs of rows, or of their order."""
     inputs = equation.in_tracers
     if equation.primitive.name == "dot_general":
@@ -157,7 +157,7 @@ def _dim_of(params: Mapping[str, Any], ndim: int) -> int:
     return params.get("dimension", params.get("axis", ndim - 1))
 
 
-def _is_own_sum(divisor: jax.Array, rows: _Rows) -> bool:
+def _is_own_sum(divisor: jax.Array, rows: _ReplicaRows) -> bool:
     """Whether a divisor is one number, made of a sum over rows of the batch."""
     equation = equation_of(divisor)
     while divisor.size > 1 and equation and equation.primitive.name in _ALIKE:
