@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
@@ -151,28 +152,24 @@ def sum_gradients(
 ) -> list[jax.Array | None]:
     """Sum each gradient over the replicas, the way that the options say.
 
-    Traced into the replica program. In this order: the user's hook, `on_device`,
-    compression, packs, their sums, and all of it back.
+    In this order: the user's hook, `on_device`, compression, packs, their sums, and all
+    of it back. Results have the gradients' order and dtypes; None stays None.
 
     Args:
-        grads: This replica's gradients, any shapes and dtypes; None stays None.
+        grads: This replica's gradients, any shapes and dtypes.
         ops: Makes the sums.
         axis: The replicas' devices.
         options: None: the defaults.
         dims: For each gradient the dimension that its sum is cut along, so that each
-            replica gets a block; None: every replica gets the whole sum. None: so of
-            all.
-        on_device: Makes one value of what the replicas of a device have, of the same
-            shapes and dtypes. It gets the gradients that there are.
+            replica gets a block; None: every replica gets the whole sum.
+        on_device: Makes one value of what the replicas of a device have. It gets the
+            gradients that there are.
         weights: What the gradients are for. The list gets others for those that are not
             to be updated before the backward pass is done with them: they wait for
             their sums.
         updates_are_last: Whether updates wait for all packs of scattered sums but the
             last one, so that XLA hides these behind the backward pass. No gathers of
             new weights may follow.
-
-    Returns:
-        The sums, or this replica's blocks of them, in the gradients' order and dtypes.
 
     Raises:
         TypeError: If the hook or the operations return what is no array.
@@ -204,14 +201,12 @@ def sum_gradients(
         early, small = lax.optimization_barrier((early, small))
         received |= early
         sent = [small.get(k, x) for k, x in enumerate(sent)]
-    held = (
-        {} if weights is None else {n: weights[there[k]] for n, k in enumerate(whole)}
-    )
+    weights = [] if weights is None else weights
+    held = {n: weights[there[k]] for n, k in enumerate(whole) if weights}
     sums, held = _summed([sent[k] for k in whole], ops, axis, options, held)
     received |= zip(whole, sums, strict=True)
-    if weights is not None:
-        for n, weight in held.items():
-            weights[there[whole[n]]] = weight
+    for n, weight in held.items():
+        weights[there[whole[n]]] = weight
     total: list[jax.Array | None] = [None] * len(arrays)
     for k, i in enumerate(there):
         total[i] = received[k].astype(own[k].dtype)
@@ -270,8 +265,7 @@ def _summed(
     """Sum the gradients; also returns, by position, the weights that wait for sums."""
     if axis.size == 1:
         return grads, {}
-    sizes = [g.size * g.dtype.itemsize for g in grads]
-    dtypes = [g.dtype for g in grads]
+    sizes, dtypes = [g.nbytes for g in grads], [g.dtype for g in grads]
     origins = origins_of(grads) if axis.overlaps else []
     packs = plan_packs(
         sizes, dtypes, bytes_per_pack=options.bytes_per_pack, num_packs=ops.num_packs
@@ -288,14 +282,8 @@ def _summed(
     # The backward pass needs the kernel of a convolution transposed. XLA would make
     # that together with the kernel's update, and so wait for the sum.
     held = {i: w for i, w in weights.items() if origins and origins[i].is_convolution}
-    return packed_sums(
-        grads,
-        packs,
-        lambda pack: _reduced(pack, ops, axis),
-        axis,
-        put_off=put_off,
-        weights=held,
-    )
+    reduced = functools.partial(_reduced, ops=ops, axis=axis)
+    return packed_sums(grads, packs, reduced, axis, put_off=put_off, weights=held)
 
 
 def _scattered(
@@ -313,23 +301,16 @@ def _scattered(
     def scattered(i: int, grad: jax.Array) -> jax.Array:
         return ops.scatter(grad, axis, dims[i])
 
-    packs: list[list[int]] | None = None
-    blocks: dict[int, jax.Array] = {}
-    if axis.overlaps and axis.size > 1:
-        origins = origins_of(grads)
-        packs, _ = overlapping_packs(
-            [g.size * g.dtype.itemsize for g in grads],
-            [g.dtype for g in grads],
-            origins,
-            spans_hosts=axis.num_per_host < axis.size,
-        )
-        blocks = packed_blocks(
-            grads,
-            packs or [],
-            scattered,
-            origins,
-            updates_are_last=updates_are_last,
-        )
+    if not axis.overlaps or axis.size == 1:
+        return [scattered(i, g) for i, g in enumerate(grads)], []
+    origins = origins_of(grads)
+    sizes, dtypes = [g.nbytes for g in grads], [g.dtype for g in grads]
+    across = axis.num_per_host < axis.size
+    packs, _ = overlapping_packs(sizes, dtypes, origins, spans_hosts=across)
+    packs = packs or []
+    blocks = packed_blocks(
+        grads, packs, scattered, origins, updates_are_last=updates_are_last
+    )
     every = [blocks[i] if i in blocks else scattered(i, g) for i, g in enumerate(grads)]
     return every, packs[-1] if packs else []
 

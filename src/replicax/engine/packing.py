@@ -46,7 +46,7 @@ def plan_packs(
     """Plan which gradients are summed together, as lists of their positions.
 
     The last come first, since the backward pass has the last layers' gradients first.
-    A pack has one dtype. Empty gradients are in none.
+    A pack has one dtype. Empty gradients are in none. None: no packing is asked for.
 
     Args:
         sizes: The gradients' sizes in bytes.
@@ -54,9 +54,6 @@ def plan_packs(
         bytes_per_pack: The most bytes in a pack; a larger gradient is a pack by itself.
         num_packs: Without `bytes_per_pack`: split all into about that many packs of
             like size, one more for each further dtype in them.
-
-    Returns:
-        The packs in the order of their sums; None where no packing is asked for.
 
     Example:
         >>> plan_packs([4, 4, 40, 4], ["float32"] * 4, bytes_per_pack=16)
@@ -106,16 +103,10 @@ def overlapping_packs(
     product is left to be made while a pack travels, the last one of each is put off
     until the sum before that is there.
 
-    Args:
-        sizes: The gradients' sizes in bytes.
-        dtypes: Their dtypes.
-        origins: Their origins.
-        spans_hosts: Whether the sums go from host to host.
-
     Returns:
-        The packs, as `plan_packs` does. And for each gradient that is put off, by
-        position: the number of the pack whose sum it waits for. None in place of
-        packs where the gradients are too small for more than one.
+        The packs, as `plan_packs` does; None where the gradients are too small for more
+        than one. And for each gradient that is put off, by position: the number of the
+        pack whose sum it waits for.
     """
     total = sum(sizes)
     most = bytes_of_pack(total, spans_hosts=spans_hosts)
@@ -195,8 +186,8 @@ def packed_sums(
     reduced: Callable[[list[jax.Array]], list[jax.Array]],
     axis: ReplicaAxis,
     *,
-    put_off: Mapping[int, int] | None = None,
-    weights: Mapping[int, jax.Array] | None = None,
+    put_off: Mapping[int, int],
+    weights: Mapping[int, jax.Array],
 ) -> tuple[list[jax.Array], dict[int, jax.Array]]:
     """Sum the gradients, one pack after another.
 
@@ -206,14 +197,11 @@ def packed_sums(
         reduced: Sums arrays over the replicas.
         axis: The replicas' devices.
         put_off: See `overlapping_packs`.
-        weights: By position, weights of which an update is not to be made together
-            with something that the backward pass needs.
-
-    Returns:
-        The sums, and those weights, which are not there before their sums.
+        weights: By position, weights whose updates must not be made together with
+            something that the backward pass needs. Those returned wait for their sums.
     """
-    put_off, weights = put_off or {}, dict(weights or {})
-    sums = list(grads)  # Empty gradients are their own sums.
+    waiting: dict[int, jax.Array] = dict(weights)
+    sums = dict(enumerate(grads))  # Empty gradients are their own sums.
     totals: list[jax.Array] = []
     for pack in packs:
         packed = [
@@ -225,14 +213,12 @@ def packed_sums(
             bucket = _after(bucket, totals[-1], axis)
         (total,) = reduced([bucket])
         totals.append(total)
-        held = [i for i in pack if i in weights]
+        held = {i: weights[i] for i in pack if i in weights}
         if held:
-            own = [weights[i] for i in held]
-            *own, total = lax.optimization_barrier((*own, total))
-            weights |= zip(held, own, strict=True)
-        for i, x in zip(pack, part(total, packed), strict=True):
-            sums[i] = x
-    return sums, weights
+            *own, total = lax.optimization_barrier((*held.values(), total))
+            waiting |= zip(held, own, strict=True)
+        sums |= zip(pack, part(total, packed), strict=True)
+    return list(sums.values()), waiting
 
 
 def packed_blocks(
@@ -243,7 +229,7 @@ def packed_blocks(
     *,
     updates_are_last: bool = False,
 ) -> dict[int, jax.Array]:
-    """Scatter the sums of gradients, one pack after another.
+    """Scatter the sums of gradients, one pack after another: the blocks, by position.
 
     A pack's gradients stay arrays of their own, which XLA scatters together: a
     replica's block of what `join` makes would be no block of each.
@@ -255,28 +241,21 @@ def packed_blocks(
         origins: The gradients' origins.
         updates_are_last: Whether updates wait. Else gathers of new weights travel
             between packs, and XLA is to choose what is made meanwhile.
-
-    Returns:
-        The blocks, by position, of the gradients in packs.
     """
-    made = list(grads)
+    made = dict(enumerate(grads))
     blocks: dict[int, jax.Array] = {}
     before: list[jax.Array] = []  # What was there before the previous pack travelled.
     previous: list[jax.Array] = []
     meanwhile = made_meanwhile(packs, origins)
     for number, pack in enumerate(packs):
-        for i, awaited in meanwhile.items():
-            if awaited == number - 1:
-                made[i] = _made_after(grads[i], before)
+        late = [i for i, awaited in meanwhile.items() if awaited == number - 1]
+        made |= {i: _made_after(grads[i], before) for i in late}
         before = previous or [made[i] for i in pack]
         if previous:
-            waiting = list(pack)
-            if updates_are_last:  # Nothing else is to hide the previous pack.
-                waiting += [i for i, n in meanwhile.items() if n == number - 1]
-            waiting = [*dict.fromkeys(waiting)]
+            # With `updates_are_last` nothing else is to hide the previous pack.
+            waiting = [*pack, *(i for i in late if updates_are_last and i not in pack)]
             own, _ = lax.optimization_barrier(([made[i] for i in waiting], previous))
-            for i, x in zip(waiting, own, strict=True):
-                made[i] = x
+            made |= zip(waiting, own, strict=True)
         previous = [scattered(i, made[i]) for i in pack]
         blocks |= zip(pack, previous, strict=True)
     return blocks

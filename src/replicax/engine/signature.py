@@ -44,9 +44,6 @@ class Arguments:
         structure: Tree structure of `(args, kwargs)`.
         kinds: One per leaf.
         statics: The values of the STATIC leaves, in order.
-
-    Attributes:
-        statics: These values.
     """
 
     def __init__(
@@ -58,33 +55,23 @@ class Arguments:
         self.statics = tuple(statics)
         self._structure = structure
         self._kinds = tuple(kinds)
+        self._dynamic = [kind for kind in kinds if kind is not Kind.STATIC]
 
     def specs(
         self, axis_name: str, leading: tuple[None, ...]
     ) -> tuple[PartitionSpec, ...]:
         """The spec of each array, after `leading` dimensions that are not split."""
         split, whole = PartitionSpec(*leading, axis_name), PartitionSpec()
-        return tuple(
-            whole if kind is Kind.MIRRORED else split
-            for kind in self._kinds
-            if kind is not Kind.STATIC
-        )
+        return tuple(whole if x is Kind.MIRRORED else split for x in self._dynamic)
 
     def on_device(
         self, arrays: Sequence[jax.Array], num_replicas: int
     ) -> tuple[Sequence[jax.Array], list[int | None]]:
-        """One device's parts of the arrays, for a `vmap` over its replicas.
+        """One device's parts of the arrays, and `in_axes` for a `vmap` over its replicas.
 
-        Args:
-            arrays: The device's parts.
-            num_replicas: Number of replicas on the device.
-
-        Returns:
-            The arrays, where there are several replicas with a dimension of these in
-            front of those that are split, and `in_axes` for them.
+        Of several replicas, arrays that are split have a dimension in front.
         """
-        dynamic = [kind for kind in self._kinds if kind is not Kind.STATIC]
-        split = [None if kind is Kind.MIRRORED else 0 for kind in dynamic]
+        split = [None if kind is Kind.MIRRORED else 0 for kind in self._dynamic]
         parts = [
             x
             if axis is None or num_replicas == 1
@@ -225,35 +212,25 @@ class ResultStructure:
                 f"{name}: returned {described(composites[0])}. The replicas' results "
                 "are put together, which needs dense arrays: return x.todense()."
             )
-        self._has_composites = bool(composites)
         self._composites = [
             jax.tree.structure(x) if is_composite(x) else None for x in flat
         ]
 
     def arrays(self, out: PyTree) -> list[jax.Array]:
-        """The arrays of such results.
-
-        Raises:
-            TypeError: For anything else.
-        """
-        return [self._as_array(x) for x in jax.tree.leaves(out)]
+        """The arrays of such results; a TypeError for anything else."""
+        return [_as_array(x, self._name) for x in jax.tree.leaves(out)]
 
     def unflatten(self, arrays: Iterable[PyTree]) -> PyTree:
         """The results, of their arrays."""
         return jax.tree.unflatten(self._structure, arrays)
 
     def per_replica(self, out: PyTree, num_active: int | None) -> PyTree:
-        """Results of arrays `[R, ...]` as values of replicas.
-
-        Args:
-            out: The arrays.
-            num_active: Number of replicas that held examples; None: all.
-        """
+        """Results of arrays `[R, ...]` as values of replicas, some of them without examples."""
 
         def of_replicas(array: PyTree) -> PerReplica:
             return PerReplica(array, num_active)
 
-        if not self._has_composites:
+        if all(x is None for x in self._composites):
             return jax.tree.map(of_replicas, out)
         parts = iter(jax.tree.leaves(out))
         values = [
@@ -264,12 +241,13 @@ class ResultStructure:
         ]
         return jax.tree.unflatten(self._values, map(of_replicas, values))
 
-    def _as_array(self, x: object) -> jax.Array:
-        if isinstance(x, keras.Variable):
-            x = x.value
-        if isinstance(x, jax.Array | np.ndarray | np.generic | int | float | complex):
-            return jnp.asarray(x)
-        raise TypeError(
-            f"{self._name}: the function returned {x!r} of type {type(x).__name__}; "
-            "return arrays, numbers, None, or pytrees of them."
-        )
+
+def _as_array(x: object, name: str) -> jax.Array:
+    if isinstance(x, keras.Variable):
+        x = x.value
+    if isinstance(x, jax.Array | np.ndarray | np.generic | int | float | complex):
+        return jnp.asarray(x)
+    raise TypeError(
+        f"{name}: the function returned {x!r} of type {type(x).__name__}; "
+        "return arrays, numbers, None, or pytrees of them."
+    )

@@ -92,9 +92,6 @@ def explained_traces(caller: str) -> Generator[None]:
 
     The scopes here refuse an assignment that leaks one themselves. Where Keras runs a
     layer in a scope of its own, as in its train steps, JAX alone sees it.
-
-    Args:
-        caller: The public call to name.
     """
     try:
         yield
