@@ -11,7 +11,7 @@ import pytest
 import replicax as rx
 from replicax.cpu import settings
 from replicax.cpu.settings import HEAP_BYTES, compiler_options, keep_loops
-from replicax.engine import xla_options
+from replicax.engine import xla
 
 HEAP = "xla_multiheap_size_constraint_per_heap"
 FLAG = "--xla_backend_extra_options=xla_cpu_disable_loop_unrolling"
@@ -43,7 +43,7 @@ def test_former_variables_are_warned_of_once(name, monkeypatch, caplog) -> None:
 
 
 def test_steps_on_cpus_take_memory_in_pieces(monkeypatch) -> None:
-    options = xla_options.compiler_options("cpu", {})
+    options = xla.compiler_options("cpu", {})
     assert options == compiler_options({}) == {HEAP: HEAP_BYTES}
     step = jax.jit(lambda x: x + 1, compiler_options=dict(options))
     assert int(step(1)) == 2

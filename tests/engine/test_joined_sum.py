@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import replicax as rx
 from replicax.engine.collectives import ReplicaAxis, joined_sum
-from replicax.engine.empty_arrays import made_inside
+from replicax.engine.xla import made_inside
 
 SMALL = 2**18 // 4  # float32 elements
 

@@ -17,9 +17,9 @@ from jax.sharding import PartitionSpec as P
 
 import replicax as rx
 from replicax.engine.communication import sum_gradients
-from replicax.engine.empty_arrays import made_inside
 from replicax.engine.packing import plan_packs
 from replicax.engine.replica_axis import ReplicaAxis
+from replicax.engine.xla import made_inside
 from replicax.planning import compiler
 
 DTYPES = ["float32", "bfloat16", "int32", "float16"]

@@ -11,9 +11,8 @@ from keras import layers, ops
 from tests.conftest import mirrored
 
 import replicax as rx
-from replicax.engine.options import Options, Outputs
 from replicax.engine.program import Program
-from replicax.engine.signature import flatten_call
+from replicax.engine.signature import Options, Outputs, flatten_call
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ from jax.stages import Wrapped
 from replicax._private import keras as internals
 from replicax._util import random_state
 from replicax.cluster.workers import Workers
-from replicax.engine.empty_arrays import made_inside
 from replicax.engine.group import ReplicaGroup
 from replicax.engine.variables import Variable
+from replicax.engine.xla import made_inside
 from replicax.errors import ClusterMismatchError, DivergenceError
 
 __all__ = [

@@ -9,11 +9,10 @@ import numpy as np
 from replicax._util.types import PyTree
 from replicax.engine.composites import is_key
 from replicax.engine.group import ReplicaGroup
-from replicax.engine.options import Options
 from replicax.engine.replay import StepRun
 from replicax.engine.replica import ReplicaContext
 from replicax.engine.scope import entered_context
-from replicax.engine.signature import Arguments
+from replicax.engine.signature import Arguments, Options
 from replicax.engine.variables import ChildScope
 
 __all__ = ["one_replica", "run_eagerly"]

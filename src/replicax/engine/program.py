@@ -45,14 +45,12 @@ from replicax.engine.divergence import (
     found_in,
     open_jaxpr,
 )
-from replicax.engine.empty_arrays import uses_empty_arrays
 from replicax.engine.group import ReplicaGroup
-from replicax.engine.options import Options, Outputs
 from replicax.engine.scope import current_call
-from replicax.engine.signature import Arguments, ResultStructure
+from replicax.engine.signature import Arguments, Options, Outputs, ResultStructure
 from replicax.engine.step import ReplicaStep
 from replicax.engine.variables import Update, Variable, distinct, explained_traces
-from replicax.engine.xla_options import compiler_options, largest_array
+from replicax.engine.xla import compiler_options, largest_array, uses_empty_arrays
 from replicax.errors import LostValuesError
 
 __all__ = ["Kept", "Program", "StepResult"]

@@ -1,4 +1,4 @@
-"""The arguments and results of a replica function, as arrays of its program."""
+"""The arguments, options and results of a replica function's program."""
 
 import dataclasses
 import enum
@@ -12,8 +12,9 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from replicax._util.arrays import holds_numbers
-from replicax._util.types import PyTree, TreeStructure
+from replicax._util.types import JSON, PyTree, Shape, TreeStructure
 from replicax.engine.cache import static_key
+from replicax.engine.collectives import ReduceOp
 from replicax.engine.composites import described, is_composite, stacked
 from replicax.engine.row_arrays import whole
 from replicax.engine.sparse_rows import is_foreign
@@ -24,8 +25,19 @@ from replicax.engine.values import (
     num_active_in,
     spread,
 )
+from replicax.engine.variables import Variable
 
-__all__ = ["Arguments", "FlatCall", "Kind", "ResultStructure", "flatten_call"]
+__all__ = [
+    "Arguments",
+    "FlatCall",
+    "Kind",
+    "Options",
+    "Outputs",
+    "ResultStructure",
+    "flatten_call",
+    "num_rows_of",
+    "require_rows",
+]
 
 
 class Kind(enum.Enum):
@@ -67,7 +79,7 @@ class Arguments:
     def on_device(
         self, arrays: Sequence[jax.Array], num_replicas: int
     ) -> tuple[Sequence[jax.Array], list[int | None]]:
-        """One device's parts of the arrays, and `in_axes` for a `vmap` over its replicas.
+        """One device's parts of the arrays, and `in_axes` for `vmap` over its replicas.
 
         Of several replicas, arrays that are split have a dimension in front.
         """
@@ -225,7 +237,7 @@ class ResultStructure:
         return jax.tree.unflatten(self._structure, arrays)
 
     def per_replica(self, out: PyTree, num_active: int | None) -> PyTree:
-        """Results of arrays `[R, ...]` as values of replicas, some of them without examples."""
+        """Results of arrays `[R, ...]` as values of replicas, of which some had examples."""
 
         def of_replicas(array: PyTree) -> PerReplica:
             return PerReplica(array, num_active)
@@ -251,3 +263,112 @@ def _as_array(x: object, name: str) -> jax.Array:
         f"{name}: the function returned {x!r} of type {type(x).__name__}; "
         "return arrays, numbers, None, or pytrees of them."
     )
+
+
+class Outputs(enum.Enum):
+    """The form in which a program returns a replica function's results."""
+
+    PER_REPLICA = enum.auto()  # [R, ...]: one entry per replica
+    ROWS = enum.auto()  # [R*b, ...]: the replicas' rows, one after another
+    MIRRORED = enum.auto()  # [...]: already equal on all replicas
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of a program; the defaults are those of `strategy.run`.
+
+    Attributes:
+        gradient_op: How the optimizer seam combines gradients.
+        num_active: Replicas that hold examples of the batch; None: all.
+        num_steps: Steps in one dispatch; arguments then have them as first dimension.
+            None: one step, without that dimension.
+        outputs: The form of the results. Of several steps those of the last are
+            kept, except ROWS, which keeps all.
+        finish: Called with the last step's results when the variables have their new
+            values; what it returns are the results.
+        variables: All variables that the function may touch. None: they are discovered,
+            as those of deferred updates have to be.
+        facts: What else must be the same on all workers, by name.
+    """
+
+    gradient_op: ReduceOp = ReduceOp.SUM
+    num_active: int | None = None
+    num_steps: int | None = None
+    outputs: Outputs = Outputs.PER_REPLICA
+    finish: Callable[[PyTree], PyTree] | None = None
+    # The function decides on these, so they are no part of a program's key.
+    variables: Sequence[Variable] | None = dataclasses.field(
+        default=None, compare=False
+    )
+    facts: Mapping[str, JSON] = dataclasses.field(default_factory=dict, compare=False)
+
+
+# Results that are rows: `predict` concatenates those of the replicas along the first
+# dimension. That is what one device returns only if each row of a batch makes equally
+# many rows of a result.
+
+
+def num_rows_of(arguments: PyTree) -> int:
+    """The number of rows in one replica's part of a batch."""
+    return jax.tree.leaves(arguments, is_leaf=is_composite)[0].shape[0]
+
+
+def require_rows(
+    caller: str,
+    results: PyTree,
+    arguments: PyTree,
+    call: Callable[[PyTree], PyTree],
+) -> None:
+    """Raise a ValueError for results that do not grow, row by row, with the batch.
+
+    Args:
+        caller: The public call to name.
+        results: One replica's results, a pytree of arrays.
+        arguments: The replica's part of the batch that they were computed from.
+        call: Computes the results of other arguments. It is traced, with twice as many
+            rows, where the results' own shapes do not tell.
+    """
+    num_rows = num_rows_of(arguments)
+    named = jax.tree_util.tree_leaves_with_path(results)
+    shapes = [np.shape(x) for _, x in named]
+    if all(s[:1] == (num_rows,) and num_rows not in s[1:] for s in shapes):
+        return
+    try:
+        larger = _shapes_of_twice(arguments, call)
+    except Exception:  # noqa: BLE001
+        # Whatever it raises, the step takes batches of this size only. That must divide
+        # the results' sizes.
+        larger = [_doubled(s) if s and s[0] % num_rows == 0 else () for s in shapes]
+    for (path, _), shape, expected in zip(named, shapes, larger, strict=True):
+        if not shape or expected != _doubled(shape):
+            name = f"output {jax.tree_util.keystr(path)}" if path else "the output"
+            raise ValueError(
+                f"{caller}: {name} has shape {shape} for {num_rows} rows. Several "
+                "replicas share a batch, and their outputs are joined along the first "
+                "dimension, which must be that of the rows. Transpose the output; "
+                "leave out what belongs to no row, such as a weight, and read it from "
+                "the model; or use a strategy of one replica, such as "
+                "rx.OneDeviceStrategy('cpu:0')."
+            )
+
+
+def _shapes_of_twice(
+    arguments: PyTree, call: Callable[[PyTree], PyTree]
+) -> list[Shape]:
+    """The shapes of the results of a batch with twice as many rows."""
+    if any(map(is_composite, jax.tree.leaves(arguments, is_leaf=is_composite))):
+        raise TypeError("The arrays of composite ones have other dimensions.")
+    shapes: list[Shape] = []
+
+    def traced(arguments: PyTree) -> None:
+        shapes[:] = map(np.shape, jax.tree.leaves(call(arguments)))
+
+    def larger(x: jax.Array) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(_doubled(x.shape), x.dtype)
+
+    jax.eval_shape(traced, jax.tree.map(larger, arguments))
+    return shapes
+
+
+def _doubled(shape: Shape) -> Shape:
+    return (2 * shape[0], *shape[1:])

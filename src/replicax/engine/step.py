@@ -16,14 +16,18 @@ from jax.sharding import NamedSharding, PartitionSpec
 from replicax._util.types import PyTree
 from replicax.engine.blocks import Block, cut
 from replicax.engine.divergence import declare_whole
-from replicax.engine.empty_arrays import made_inside
 from replicax.engine.group import ReplicaGroup
-from replicax.engine.options import Options, Outputs
 from replicax.engine.replay import StepRun
 from replicax.engine.replica import ReplicaContext
-from replicax.engine.row_results import num_rows_of, require_rows
 from replicax.engine.scope import entered_context
-from replicax.engine.signature import Arguments, ResultStructure
+from replicax.engine.signature import (
+    Arguments,
+    Options,
+    Outputs,
+    ResultStructure,
+    num_rows_of,
+    require_rows,
+)
 from replicax.engine.trace_warnings import warn_of_counts, warn_of_no_sum
 from replicax.engine.variables import (
     RecordingScope,
@@ -36,6 +40,7 @@ from replicax.engine.variables import (
     is_seed_state,
     restore_seed,
 )
+from replicax.engine.xla import made_inside
 
 __all__ = ["ReplicaStep"]
 

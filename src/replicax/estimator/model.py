@@ -16,8 +16,8 @@ from replicax._private import keras as internals
 from replicax._util.types import PyTree
 from replicax.engine.collectives import ReduceOp
 from replicax.engine.gradients import value_and_grad
-from replicax.engine.options import Options
 from replicax.engine.scope import required_context
+from replicax.engine.signature import Options
 from replicax.engine.values import PerReplica, is_per_replica
 from replicax.errors import ContextError
 from replicax.estimator.made_variables import MadeVariables

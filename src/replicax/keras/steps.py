@@ -28,10 +28,10 @@ from replicax.engine.cache import ProgramCache
 from replicax.engine.collectives import ReduceOp
 from replicax.engine.eager import one_replica, run_eagerly
 from replicax.engine.group import ReplicaGroup
-from replicax.engine.options import Options, Outputs
 from replicax.engine.program import Program
 from replicax.engine.protocols import StrategyLike
 from replicax.engine.scope import current_call, required_context
+from replicax.engine.signature import Options, Outputs
 from replicax.engine.variables import PendingValue
 from replicax.keras.batches import PlacedBatch, place
 from replicax.keras.reductions import global_results

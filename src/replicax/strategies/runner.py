@@ -26,11 +26,10 @@ from replicax.engine import combine, device_put
 from replicax.engine.cache import ProgramCache, unwrap_partial
 from replicax.engine.consistency import require_equal
 from replicax.engine.group import ReplicaGroup
-from replicax.engine.options import Options, Outputs
 from replicax.engine.program import Program
 from replicax.engine.replay import is_in_run
 from replicax.engine.scope import called_in, current_call, current_context
-from replicax.engine.signature import FlatCall, Kind, flatten_call
+from replicax.engine.signature import FlatCall, Kind, Options, Outputs, flatten_call
 from replicax.engine.values import PerReplica, is_per_replica
 from replicax.engine.variables import UndeclaredVariableError, Variable
 from replicax.errors import ContextError
