@@ -419,7 +419,11 @@ class ReplicaContext:
         update = Update(
             optimizer, tuple(v for v, _ in pairs), type(self.strategy).__name__
         )
-        current_run("optimizer.apply").scope.defer(update, [g for _, g in pairs])
+        current_run("optimizer.apply").scope.defer(
+            update,
+            [g for _, g in pairs],
+            follows_writes=not self._group.defers_updates,
+        )
         return update
 
     def _check(self, name: str) -> None:

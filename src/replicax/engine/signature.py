@@ -237,7 +237,7 @@ class ResultStructure:
         return jax.tree.unflatten(self._structure, arrays)
 
     def per_replica(self, out: PyTree, num_active: int | None) -> PyTree:
-        """Results of arrays `[R, ...]` as values of replicas, of which some had examples."""
+        """Results of arrays `[R, ...]` as values of replicas."""
 
         def of_replicas(array: PyTree) -> PerReplica:
             return PerReplica(array, num_active)

@@ -4,6 +4,7 @@ The replicas of a device run the function. The variables that it writes are comb
 over all replicas, each by its own `aggregation`, which Keras declares.
 """
 
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias, TypeVar
@@ -49,6 +50,8 @@ _logger = logging.getLogger("replicax")
 T = TypeVar("T")
 Arrays: TypeAlias = list[jax.Array]
 Leaves: TypeAlias = Sequence[jax.Array]
+Stepped: TypeAlias = tuple[Arrays, list[Arrays], Arrays]
+"""Results, the gradients of deferred updates, and the written variables' new values."""
 
 
 class ReplicaStep:
@@ -122,26 +125,12 @@ class ReplicaStep:
             self.divides_updates = False
             updates = self._discover(leaves)
         if self._group.defers_updates:
-            self._refuse_assigned(updates)
             return updates
         self.updates = updates
         changed = [v for update in updates for v in update.changed]
         self.written = distinct([*self.written, *changed])
         self.inputs = distinct([*self.written, *self.inputs])
         return []
-
-    def _refuse_assigned(self, updates: Sequence[Update]) -> None:
-        """Raise for a variable that the step assigns and an update trains."""
-        written = set(map(id, self.written))
-        for update in updates:
-            for variable in update.variables:
-                if id(variable) in written:
-                    raise UpdatePendingError(
-                        f"{update.owner}: variable {variable.path!r} is assigned in a "
-                        "step with an optimizer.apply that trains it. Its update is "
-                        "made where the variable lives, of the value from before the "
-                        "step. Assign it in a step of its own, before this one."
-                    )
 
     def _discover(self, leaves: Sequence[PyTree]) -> list[Update]:
         recorder = RecordingScope()
@@ -154,9 +143,8 @@ class ReplicaStep:
 
         def replica_step(leaves: Leaves) -> None:
             args, kwargs = self._arguments.rebuild(leaves)
-            run = StepRun(
-                lambda: self._fn(*args, **kwargs), lambda: RecordingScope(recorder)
-            )
+            call = functools.partial(self._fn, *args, **kwargs)
+            run = StepRun(call, lambda: RecordingScope(recorder))
             with entered_context(self._context()):
                 run.execute()
             recorder.written.update(run.scope.written)
@@ -228,14 +216,8 @@ class ReplicaStep:
 
         return program
 
-    def _run(
-        self, written: Arrays, read: Arrays, leaves: Leaves
-    ) -> tuple[Arrays, list[Arrays], Arrays]:
-        """One device's part of the program.
-
-        Returns the results, the gradients of deferred updates, and new values of
-        `written`.
-        """
+    def _run(self, written: Arrays, read: Arrays, leaves: Leaves) -> Stepped:
+        """One device's part of the program."""
 
         def once(values: Arrays, leaves: Leaves) -> tuple[Arrays, PyTree]:
             out, gradients, new = self._step(values, read, leaves)
@@ -258,9 +240,7 @@ class ReplicaStep:
             out = jax.tree.map(lambda x: x[-1], out)
         return new, out
 
-    def _stacked_step(
-        self, written: Arrays, read: Arrays, leaves: Leaves
-    ) -> tuple[Arrays, list[Arrays], Arrays]:
+    def _stacked_step(self, written: Arrays, read: Arrays, leaves: Leaves) -> Stepped:
         out, gradients, new = self._step(written, read, leaves)
         return [x[None] for x in out], gradients, new
 
@@ -306,9 +286,7 @@ class ReplicaStep:
             return [x[0] for x in out]
         return out
 
-    def _step(
-        self, written: Arrays, read: Arrays, leaves: Leaves
-    ) -> tuple[Arrays, list[Arrays], Arrays]:
+    def _step(self, written: Arrays, read: Arrays, leaves: Leaves) -> Stepped:
         """The step of one device's replicas, with their written variables combined."""
         out, gradients, new = self._on_device(
             lambda leaves: self._replica_step(written, read, leaves), leaves
@@ -326,9 +304,7 @@ class ReplicaStep:
         leaves, split = self._arguments.on_device(leaves, group.num_per_device)
         return group.mapped(fn, (split,))(leaves)
 
-    def _replica_step(
-        self, written: Arrays, read: Arrays, leaves: Leaves
-    ) -> tuple[Arrays, list[Arrays], Arrays]:
+    def _replica_step(self, written: Arrays, read: Arrays, leaves: Leaves) -> Stepped:
         """Run the function for one replica and combine what it wrote."""
         context = self._context()
         arguments = self._arguments.rebuild(leaves)
@@ -337,9 +313,8 @@ class ReplicaStep:
 
             def run_of(arguments: PyTree) -> StepRun:
                 args, kwargs = arguments
-                return StepRun(
-                    lambda: self._fn(*args, **kwargs), lambda: self._scope_of(start)
-                )
+                call = functools.partial(self._fn, *args, **kwargs)
+                return StepRun(call, lambda: self._scope_of(start))
 
             run = run_of(arguments)
             out = run.execute()

@@ -160,10 +160,22 @@ class WritesScope(keras.StatelessScope):
         self.written[id(variable)] = variable
         super().add_update(update)
 
-    def defer(self, update: "Update", gradients: list[jax.Array]) -> None:
-        """Ask for an update, of variables that no other one of the step trains."""
+    def defer(
+        self, update: "Update", gradients: list[jax.Array], *, follows_writes: bool
+    ) -> None:
+        """Ask for an update, of variables that no other one of the step trains.
+
+        `follows_writes` says whether it is made of what the step has assigned.
+        """
         trained = {id(v) for other in self.deferred for v in other.variables}
         for variable in update.variables:
+            if id(variable) in self.written and not follows_writes:
+                raise UpdatePendingError(
+                    f"{update.owner}: variable {variable.path!r} is assigned in a "
+                    "step with an optimizer.apply that trains it. Its update is "
+                    "made where the variable lives, of the value from before the "
+                    "step. Assign it in a step of its own, before this one."
+                )
             if id(variable) in trained:
                 raise UpdatePendingError(
                     f"{update.owner}: optimizer.apply is called a second time for "
