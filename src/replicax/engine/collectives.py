@@ -99,10 +99,10 @@ class CrossDeviceOps(ABC):
             TypeError: If `sum` returns what is no array.
             ValueError: If `sum` returns another shape or dtype than it was given.
         """
-        summed = jax.tree.map(lambda x: self._checked_sum(jnp.asarray(x), axis), tree)
+        total = self._sums(tree, axis)
         if op is ReduceOp.SUM:
-            return summed
-        return jax.tree.map(lambda x: x / axis.size, summed)
+            return total
+        return jax.tree.map(lambda x: x / axis.size, total)
 
     def scatter(self, value: jax.Array, axis: ReplicaAxis, dim: int = 0) -> jax.Array:
         """This replica's block of the sum: block i of `axis.size` along `dim`.
@@ -122,6 +122,9 @@ class CrossDeviceOps(ABC):
         total = self._checked_sum(value, axis)
         start = lax.axis_index(axis.name) * size
         return lax.dynamic_slice_in_dim(total, start, size, dim)
+
+    def _sums(self, tree: PyTree, axis: ReplicaAxis) -> PyTree:
+        return jax.tree.map(lambda x: self._checked_sum(jnp.asarray(x), axis), tree)
 
     def _checked_sum(self, value: jax.Array, axis: ReplicaAxis) -> jax.Array:
         total = self.sum(value, axis)
@@ -189,14 +192,10 @@ class NcclAllReduce(CrossDeviceOps):
         """Sum `value` over the replicas with one all-reduce."""
         return lax.psum(value, axis.name)
 
-    def reduce(self, op: ReduceOp, tree: PyTree, axis: ReplicaAxis) -> PyTree:
-        """Combine every array of `tree`; on CPUs small ones travel together."""
+    def _sums(self, tree: PyTree, axis: ReplicaAxis) -> PyTree:
         if type(self).sum is not NcclAllReduce.sum:
-            return super().reduce(op, tree, axis)
-        total = joined_sum(tree, axis, axis.name)
-        if op is ReduceOp.SUM:
-            return total
-        return jax.tree.map(lambda x: x / axis.size, total)
+            return super()._sums(tree, axis)
+        return joined_sum(tree, axis, axis.name)  # On CPUs small ones travel together.
 
     def scatter(self, value: jax.Array, axis: ReplicaAxis, dim: int = 0) -> jax.Array:
         """This replica's block of the sum, with one reduce-scatter."""

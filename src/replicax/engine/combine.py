@@ -13,7 +13,7 @@ from replicax.engine.composites import (
     concatenated_sparse,
     is_composite,
     is_key,
-    one_of,
+    of_examples,
     reduced_sparse,
     require_sparse,
     stacked,
@@ -120,7 +120,7 @@ def _reducer(
     dims = 0 if axis is None else (0, axis + 1)
 
     def reduced(array: PyTree) -> PyTree:
-        array = _of_examples(array, num_active)
+        array = of_examples(array, num_active)
         if is_composite(array):
             return reduced_sparse(array, dims, is_mean=op is ReduceOp.MEAN)
         return array.sum(dims) if op is ReduceOp.SUM else array.mean(dims)
@@ -133,20 +133,12 @@ def _gatherer(
     axis: int, sharding: NamedSharding | None, num_active: int | None
 ) -> Callable[[PyTree], jax.Array]:
     def gathered(array: PyTree) -> PyTree:
-        array = _of_examples(array, num_active)
+        array = of_examples(array, num_active)
         if is_composite(array):
             return concatenated_sparse(array, axis)
         return jnp.concatenate([array[i] for i in range(array.shape[0])], axis)
 
     return jax.jit(gathered, out_shardings=sharding)
-
-
-def _of_examples(array: PyTree, num_active: int | None) -> PyTree:
-    """The values `[num_active, ...]` of replicas with examples; None: all."""
-    if num_active is None or not is_composite(array):
-        return array[:num_active] if num_active else array
-    one = one_of(array, [x[:num_active] for x in jax.tree.leaves(array)])
-    return stacked(jax.tree.structure(one), jax.tree.leaves(one))
 
 
 def _whole(array: PyTree) -> NamedSharding | None:

@@ -25,6 +25,7 @@ __all__ = [
     "is_array",
     "is_composite",
     "is_key",
+    "of_examples",
     "one_of",
     "reduced_sparse",
     "require_sparse",
@@ -88,6 +89,14 @@ def one_of(value: PyTree, parts: Sequence[PyTree]) -> PyTree:
     if isinstance(one, sparse.BCOO | sparse.BCSR):
         one.shape = one.shape[1:]
     return one
+
+
+def of_examples(array: PyTree, num_active: int | None) -> PyTree:
+    """The stacked values `[num_active, ...]` of replicas with examples; None: all."""
+    if num_active is None or not is_composite(array):
+        return array[:num_active] if num_active else array
+    one = one_of(array, [x[:num_active] for x in jax.tree.leaves(array)])
+    return stacked(jax.tree.structure(one), jax.tree.leaves(one))
 
 
 def densified(value: PyTree, caller: str) -> PyTree:

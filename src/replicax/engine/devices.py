@@ -197,20 +197,15 @@ def _resolve(device: str | Device, caller: str) -> Device:
     except RuntimeError:  # JAX's way to say that there is no such platform here.
         candidates = []
     if index >= len(candidates):
+        hint = (
+            f" For more CPU devices call rx.set_logical_devices({index + 1}) at the "
+            "top of the script."
+        )
         raise DeviceError(
             f"{caller}: device {device!r} is not there. Visible here: {_visible()}."
-            + _hint(platform, index)
+            + (hint if platform == "cpu" else "")
         )
     return candidates[index]
-
-
-def _hint(platform: str, index: int) -> str:
-    if platform != "cpu":
-        return ""
-    return (
-        f" For more CPU devices call rx.set_logical_devices({index + 1}) at the top of "
-        "the script."
-    )
 
 
 def device_name(device: Device) -> str:
@@ -325,7 +320,7 @@ def list_physical_devices(device_type: str | None = None) -> list[PhysicalDevice
     else:
         for platform, number in (
             ("gpu", len(visible_gpus(os.environ))),
-            ("tpu", _num_tpu_chips()),
+            ("tpu", len(list(Path("/dev").glob("accel*")))),
         ):
             devices += [
                 PhysicalDevice(f"{platform}:{i}", platform.upper())
@@ -360,10 +355,6 @@ def list_logical_devices(device_type: str | None = None) -> list[LogicalDevice]:
         kind = platform.upper()
         found += [LogicalDevice(f"{platform}:{i}", kind) for i in range(len(devices))]
     return [d for d in found if device_type in (None, d.device_type)]
-
-
-def _num_tpu_chips() -> int:
-    return len(list(Path("/dev").glob("accel*")))
 
 
 def _is_allowed(platform: str) -> bool:

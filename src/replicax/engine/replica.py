@@ -18,6 +18,7 @@ from replicax.engine.composites import (
     concatenated_sparse,
     densified,
     is_composite,
+    of_examples,
     reduced_sparse,
     require_sparse,
     stacked,
@@ -138,11 +139,8 @@ class ReplicaContext:
 
     def _reduced_sparse(self, op: ReduceOp, value: PyTree) -> PyTree:
         require_sparse(value, "ReplicaContext.all_reduce")
-        parts = [self._group.stacked(x) for x in jax.tree.leaves(value)]
-        counted = [x[: self.num_counted] for x in parts]
-        return reduced_sparse(
-            stacked(jax.tree.structure(value), counted), 0, is_mean=op is ReduceOp.MEAN
-        )
+        counted = of_examples(self._stacked(value), self._num_active)
+        return reduced_sparse(counted, 0, is_mean=op is ReduceOp.MEAN)
 
     def _stacked(self, value: PyTree) -> PyTree:
         """All replicas' values of an array, of composite ones too, `[R, ...]`."""

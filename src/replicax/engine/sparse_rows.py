@@ -5,7 +5,7 @@ Legend: `B` rows, `n` entries of a sparse array, of `s` sparse dimensions.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TypeAlias, TypedDict
+from typing import TypeAlias
 
 import jax
 import numpy as np
@@ -19,12 +19,6 @@ __all__ = ["RowIndex", "SparseRows", "is_foreign", "is_sparse", "sparse_rows"]
 
 RowIndex: TypeAlias = slice | np.ndarray
 """Which rows: a slice, or an array of their numbers."""
-
-
-class _Facts(TypedDict, total=False):
-    kind: type
-    is_sorted: bool
-    is_unique: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -166,7 +160,7 @@ def is_sparse(value: object) -> bool:
 
 def sparse_rows(value: PyTree) -> SparseRows:
     """A sparse array of JAX's, SciPy's or TensorFlow's by its rows."""
-    data, indices, facts = _entries(value)
+    data, indices = _entries(value)
     shape = tuple(map(int, getattr(value, "shape", None) or value.dense_shape))
     num_sparse = indices.shape[1]
     inside = (indices < np.asarray(shape[:num_sparse])).all(1)
@@ -181,34 +175,31 @@ def sparse_rows(value: PyTree) -> SparseRows:
         indices[:, 1:],
         np.searchsorted(rows, np.arange(shape[0] + 1)),
         shape,
-        **facts,
+        kind=sparse.BCSR if isinstance(value, sparse.BCSR) else sparse.BCOO,
+        is_sorted=getattr(value, "indices_sorted", False),
+        is_unique=getattr(value, "unique_indices", False),
     )
 
 
-def _entries(value: PyTree) -> tuple[np.ndarray, np.ndarray, _Facts]:
-    """A sparse array's entries, their indices `[n, s]`, and what else is known."""
-    if isinstance(value, sparse.BCOO | sparse.BCSR):
-        facts = _Facts(is_sorted=value.indices_sorted, is_unique=value.unique_indices)
-        if isinstance(value, sparse.BCOO):
-            return np.asarray(value.data), np.asarray(value.indices), facts
+def _entries(value: PyTree) -> tuple[np.ndarray, np.ndarray]:
+    """A sparse array's entries, and their indices `[n, s]`."""
+    if hasattr(value, "dense_shape"):  # TensorFlow's.
+        return np.asarray(value.values), np.asarray(value.indices).astype(np.int32)
+    if isinstance(value, sparse.BCOO):
+        return np.asarray(value.data), np.asarray(value.indices)
+    if isinstance(value, sparse.BCSR):
         columns, starts = np.asarray(value.indices), np.asarray(value.indptr)
         rows = np.repeat(
             np.arange(value.shape[0], dtype=columns.dtype), np.diff(starts)
         )
         columns, data = columns[: len(rows)], np.asarray(value.data)[: len(rows)]
-        return data, np.stack([rows, columns], 1), {**facts, "kind": sparse.BCSR}
-    if isinstance(value, sparse.COO):
-        indices = [np.asarray(value.row), np.asarray(value.col)]
-        return np.asarray(value.data), np.stack(indices, 1), {}
-    if isinstance(value, sparse.JAXSparse):  # CSR or CSC.
-        value = _in_scipy(value)
-    if hasattr(value, "tocoo"):
-        entries = value.tocoo()
-        coordinates = getattr(entries, "coords", None) or (entries.row, entries.col)
-        indices = np.stack([np.asarray(x, np.int32) for x in coordinates], 1)
-        return np.asarray(entries.data), indices, {}
-    # TensorFlow's.
-    return np.asarray(value.values), np.asarray(value.indices).astype(np.int32), {}
+        return data, np.stack([rows, columns], 1)
+    if isinstance(value, sparse.JAXSparse) and not isinstance(value, sparse.COO):
+        value = _in_scipy(value)  # CSR or CSC.
+    entries: PyTree = getattr(value, "tocoo", lambda: value)()
+    coordinates = getattr(entries, "coords", None) or (entries.row, entries.col)
+    indices = np.stack([np.asarray(x, np.int32) for x in coordinates], 1)
+    return np.asarray(entries.data), indices
 
 
 def _in_scipy(value: PyTree) -> PyTree:
