@@ -267,43 +267,25 @@ def by_outputs(
     outputs = kernel.shape[-1]
     batch = x.shape[-1] // groups
     weights = kernel.reshape(-1, groups, outputs // groups)
-    space = [w.outputs for w in windows]
+    length, space = len(weights), [w.outputs for w in windows]
     positions = _at_outputs(_pad(x, windows), windows)
-    length = weights.shape[0]
-    if groups == 1 and batch * math.prod(space) <= outputs:
+    product = functools.partial(jnp.einsum, precision=precision)
+    if groups > 1:
+        parts = [e.reshape(length, groups, batch) for e in positions]
+        y = jnp.stack([product("kgn,kgo->ngo", e, weights) for e in parts])
+        return y.reshape(*space, batch, outputs)
+    weights = weights[:, 0]  # Without the axis of groups products are not batched ones.
+    parts = [e.reshape(length, batch) for e in positions]
+    if batch * math.prod(space) <= outputs:
         # All elements together are no larger than the kernel, which is read once.
-        elements = jnp.stack([e.reshape(length, batch) for e in positions])
-        y = jnp.einsum("pkn,ko->pno", elements, weights[:, 0], precision=precision)
-        return y.reshape(*space, batch, outputs)
-    if groups == 1 and length * (batch + outputs) <= batch * outputs:
+        y = product("pkn,ko->pno", jnp.stack(parts), weights)
+    elif length * (batch + outputs) <= batch * outputs:
         # Copies of both operands are smaller than the result: write that once.
-        elements = jnp.stack([e.reshape(length, batch) for e in positions])
-        y = jnp.einsum(
-            "pkn,pko->pno",
-            elements,
-            jnp.broadcast_to(weights[:, 0], (len(elements), length, outputs)),
-            precision=precision,
-        )
-        return y.reshape(*space, batch, outputs)
-    results = []
-    for elements in positions:
-        if groups == 1:
-            # Without the axis of groups it is a plain product, not a batched one.
-            y = jnp.einsum(
-                "kn,ko->no",
-                elements.reshape(-1, batch),
-                weights[:, 0],
-                precision=precision,
-            )
-        else:
-            y = jnp.einsum(
-                "kgn,kgo->ngo",
-                elements.reshape(-1, groups, batch),
-                weights,
-                precision=precision,
-            )
-        results.append(y.reshape(batch, outputs))
-    return jnp.stack(results).reshape(*space, batch, outputs)
+        copies = jnp.broadcast_to(weights, (len(parts), *weights.shape))
+        y = product("pkn,pko->pno", jnp.stack(parts), copies)
+    else:
+        y = jnp.stack([product("kn,ko->no", e, weights) for e in parts])
+    return y.reshape(*space, batch, outputs)
 
 
 def by_sums(x: jax.Array, kernel: jax.Array, windows: Sequence[Window]) -> jax.Array:

@@ -31,36 +31,28 @@ _end = 0  # End of the heap at the last `madvise`.
 
 
 def share_one_heap() -> None:
-    """Make all future threads of this process use a single malloc heap.
+    """Make all future threads of this process use a single malloc heap, on one core.
 
     By default a thread gets its own heap (arena) at its first allocation. Huge pages do
     not cover it, and it returns arrays of 64 MiB and more to the kernel at once. JAX's
-    threads start with its backend, so call this before. It does nothing unless the
-    process has one core, as workers that share a machine do.
-
-    On two cores threads would contend for the heap: MobileNetV2 takes 28 s to compile
-    in place of 22, and 190 ms for a step on two devices in place of 138.
-
-    Example:
-        >>> share_one_heap()
+    threads start with its backend, so call this before. With one core, as workers that
+    share a machine have; on two cores threads would contend for the heap: MobileNetV2
+    takes 28 s to compile in place of 22, and 190 ms for a step on two devices, not 138.
     """
     if usable_cores() == 1 and _is_wanted():
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
 
 
 def use_huge_pages() -> bool:
-    """Keep freed memory of this process and back it with huge pages.
+    """Keep freed memory of this process, and back it with huge pages if possible.
 
     For processes that compute on CPUs under Linux with glibc. The process keeps the
-    memory of freed arrays for its next arrays. malloc stays as it is with
+    memory of freed arrays for its next arrays. malloc stays as it is (False) with
     `REPLICAX_CPU=off`, and if the user has configured or replaced it.
 
     Call it after the first step of a program, not before: the compiler allocates much
     memory in small pieces, which would be slower in new huge pages. This call returns
     the compiler's memory to the kernel.
-
-    Returns:
-        Whether huge pages are in use.
     """
     global _end
     libc = _libc()
@@ -75,7 +67,7 @@ def use_huge_pages() -> bool:
     _end = libc.sbrk(0)
     start = -(-_start() // _PAGE) * _PAGE
     if _end > start and libc.madvise(start, _end - start, _MADV_HUGEPAGE) != 0:
-        _tell_once("the kernel gives none")
+        _say_that_pages_are_small()
     return True
 
 
@@ -98,8 +90,8 @@ def _libc() -> ctypes.CDLL | None:
 
 
 @functools.cache
-def _tell_once(reason: str) -> None:
-    _log.info("Arrays on CPUs are not in huge pages: %s.", reason)
+def _say_that_pages_are_small() -> None:
+    _log.info("Arrays on CPUs are not in huge pages: the kernel gives none.")
 
 
 def _is_wanted() -> bool:
@@ -108,11 +100,8 @@ def _is_wanted() -> bool:
     if not is_on():
         return False
     # The user has configured malloc.
-    if any(name.startswith("MALLOC_") for name in os.environ):
-        return False
-    if "malloc" in os.environ.get("GLIBC_TUNABLES", "") + os.environ.get(
-        "LD_PRELOAD", ""
-    ):
+    replaced = os.environ.get("GLIBC_TUNABLES", "") + os.environ.get("LD_PRELOAD", "")
+    if "malloc" in replaced or any(name.startswith("MALLOC_") for name in os.environ):
         return False
     try:
         text = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()

@@ -53,8 +53,7 @@ _log = logging.getLogger("replicax")
 def is_on() -> bool:
     """Whether programs, memory and threads on CPUs are tuned, by `REPLICAX_CPU`.
 
-    Raises:
-        ValueError: If the variable has another value than "on" or "off".
+    Raises a ValueError if the variable has another value than "on" or "off".
     """
     for name in _FORMER:
         if name in os.environ:
@@ -82,9 +81,6 @@ def keep_loops(environ: MutableMapping[str, str]) -> None:
     XLA reads the variable once, when devices are first used. Nothing is added if it has
     extra options of the user, or names a file.
 
-    Args:
-        environ: The environment of a process on CPUs, which is changed.
-
     Example:
         >>> environ = {"XLA_FLAGS": "--xla_dump_to=folder"}
         >>> keep_loops(environ)
@@ -102,10 +98,8 @@ def compiler_options(
 ) -> dict[str, int] | None:
     """Return the `compiler_options` of `jax.jit` for a step on CPUs; None for none.
 
-    Args:
-        environ: The process' environment; flags in `XLA_FLAGS` are not overridden.
-        largest_bytes: Size of the largest intermediate array, if known. XLA would warn
-            of each array that is larger than `HEAP_BYTES`.
+    Flags of the user in `XLA_FLAGS` are not overridden. XLA would warn of each array
+    that is larger than `HEAP_BYTES`; the largest one has `largest_bytes`, if known.
 
     Raises:
         OSError: If `XLA_FLAGS` names a file of flags that cannot be read.
@@ -116,11 +110,7 @@ def compiler_options(
 
 
 def flags_in(environ: Mapping[str, str]) -> set[str]:
-    """Parse the names of the flags in `XLA_FLAGS`, or in the file that it names.
-
-    Raises:
-        OSError: If that file cannot be read.
-    """
+    """Parse the names of the flags in `XLA_FLAGS`, or in the file that it names."""
     text = environ.get("XLA_FLAGS", "").strip()
     if text and not text.startswith("-"):
         text = Path(text).read_text(encoding="utf-8")

@@ -67,24 +67,12 @@ def windows_of(
     input_dilation: Sequence[int],
     dilation: Sequence[int],
 ) -> tuple[Window, ...]:
-    """Make the windows of all spatial dimensions.
-
-    Example:
-        >>> same = dict(strides=[1], padding=[(1, 1)], input_dilation=[1], dilation=[1])
-        >>> windows_of([8], [3], **same)[0].outputs
-        8
-    """
+    """Make the windows of all spatial dimensions."""
+    columns = (strides, padding, input_dilation, dilation)
+    rows = zip(input_shape, kernel_shape, *columns, strict=True)
     return tuple(
         Window(size, taps, stride, low, high, spread, apart)
-        for size, taps, stride, (low, high), spread, apart in zip(
-            input_shape,
-            kernel_shape,
-            strides,
-            padding,
-            input_dilation,
-            dilation,
-            strict=True,
-        )
+        for size, taps, stride, (low, high), spread, apart in rows
     )
 
 
@@ -92,10 +80,6 @@ def widened(dtype: Any) -> np.dtype:
     """Return the dtype in which floats are summed: `float32` for 16-bit floats.
 
     `jnp.promote_types` would raise under strict dtype promotion.
-
-    Example:
-        >>> str(widened("float16")), str(widened("float64"))
-        ('float32', 'float64')
     """
     dtype = np.dtype(dtype)
     return np.dtype(np.float32) if dtype.itemsize < 4 else dtype
@@ -104,10 +88,8 @@ def widened(dtype: Any) -> np.dtype:
 def trimmed(window: Window) -> tuple[slice, Window]:
     """Find the taps that ever meet the input, and the window of these alone.
 
-    A 3x3 kernel over a 1x1 image, as at the end of a network, has one of nine.
-
-    Returns:
-        Taps, a slice without step, and the window. It keeps one tap at least.
+    A 3x3 kernel over a 1x1 image, as at the end of a network, has one of nine. It keeps
+    one tap at least.
 
     Example:
         >>> trimmed(Window(size=1, taps=3, low=1, high=1))[0]
