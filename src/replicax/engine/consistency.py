@@ -164,10 +164,8 @@ def require_equal(
 ) -> None:
     """Compare the devices' copies of variables, bit by bit.
 
-    Variables of which each device holds a block have no copies and are left out.
-
-    Raises:
-        DivergenceError: Naming the variables that differ and where.
+    Variables of which each device holds a block have no copies and are left out. A
+    DivergenceError names the variables that differ and where.
     """
     copied = [
         (v, x)
@@ -200,15 +198,9 @@ def synchronize_random_state(workers: Workers, call: str = "") -> None:
     """Make Python's, NumPy's and Keras' random numbers the same on all workers.
 
     Initial weights and shuffled orders depend on them. If the states are the same
-    already, as after `keras.utils.set_random_seed` with one seed, they stay.
-
-    Args:
-        workers: The processes that train together.
-        call: What this worker is about to do, in words that are the same on all workers
-            that do the same.
-
-    Raises:
-        ClusterMismatchError: If workers are about to do different things.
+    already, as after `keras.utils.set_random_seed` with one seed, they stay. `call`
+    says what this worker is about to do: other words than others' get a
+    ClusterMismatchError.
     """
     if workers.count == 1:
         return

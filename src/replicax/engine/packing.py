@@ -75,12 +75,7 @@ def plan_packs(
 
 
 def bytes_of_pack(total: int, *, spans_hosts: bool = False) -> int:
-    """The size of packs of so many bytes in all, whose sums are to overlap.
-
-    Example:
-        >>> bytes_of_pack(64 * 2**20) // 2**20
-        8
-    """
+    """The size of packs of so many bytes in all, whose sums are to overlap."""
     least = _LEAST_BYTES_ACROSS_HOSTS if spans_hosts else _LEAST_BYTES
     return min(max(total // _NUM_PACKS, least), _MOST_BYTES)
 
@@ -189,16 +184,11 @@ def packed_sums(
     put_off: Mapping[int, int],
     weights: Mapping[int, jax.Array],
 ) -> tuple[list[jax.Array], dict[int, jax.Array]]:
-    """Sum the gradients, one pack after another.
+    """Sum the gradients, one pack after another, with `reduced`.
 
-    Args:
-        grads: The gradients, each of them a replica's own.
-        packs: Their positions.
-        reduced: Sums arrays over the replicas.
-        axis: The replicas' devices.
-        put_off: See `overlapping_packs`.
-        weights: By position, weights whose updates must not be made together with
-            something that the backward pass needs. Those returned wait for their sums.
+    For `put_off` see `overlapping_packs`. The updates of `weights`, by position, must
+    not be made together with something that the backward pass needs: those returned
+    wait for their sums.
     """
     waiting: dict[int, jax.Array] = dict(weights)
     sums = dict(enumerate(grads))  # Empty gradients are their own sums.
@@ -232,15 +222,10 @@ def packed_blocks(
     """Scatter the sums of gradients, one pack after another: the blocks, by position.
 
     A pack's gradients stay arrays of their own, which XLA scatters together: a
-    replica's block of what `join` makes would be no block of each.
-
-    Args:
-        grads: The gradients, each of them a replica's own.
-        packs: Their positions.
-        scattered: This replica's block of the sum of a gradient, of that position.
-        origins: The gradients' origins.
-        updates_are_last: Whether updates wait. Else gathers of new weights travel
-            between packs, and XLA is to choose what is made meanwhile.
+    replica's block of what `join` makes would be no block of each. `scattered` makes
+    this replica's block of the sum of a gradient, of that position. Where updates are
+    not last, gathers of new weights travel between packs, and XLA is to choose what is
+    made meanwhile.
     """
     made = dict(enumerate(grads))
     blocks: dict[int, jax.Array] = {}

@@ -35,12 +35,9 @@ Source: TypeAlias = Variable | int
 
 
 class Perturbation:
-    """Sources of one tape, made inputs of a replay.
+    """Sources of one tape of the step, made inputs of a replay.
 
-    Args:
-        tape_index: Which tape of the step, counted in the order they are entered.
-        sources: Variables and watched arrays.
-        deltas: What is added to each source; the inputs to differentiate for.
+    What is added to each source, `deltas`, are the inputs to differentiate for.
     """
 
     def __init__(

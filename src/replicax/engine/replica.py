@@ -247,10 +247,15 @@ class ReplicaContext:
 
     def counted(self, tree: PyTree) -> PyTree:
         """`tree` on replicas that count, zeros on the others."""
+        return self._where_counted(tree, jnp.zeros_like)
+
+    def _where_counted(
+        self, tree: PyTree, other: Callable[[jax.Array], jax.Array]
+    ) -> PyTree:
         if self._num_active is None:
             return tree
         counts = self._group.index() < self._num_active
-        return jax.tree.map(lambda x: jnp.where(counts, x, jnp.zeros_like(x)), tree)
+        return jax.tree.map(lambda x: jnp.where(counts, x, other(x)), tree)
 
     def sum(self, tree: PyTree) -> PyTree:
         """Sum over the replicas that count, with XLA's all-reduce.
@@ -261,14 +266,10 @@ class ReplicaContext:
 
     def _of_counted_losses(self, tree: PyTree) -> PyTree:
         """The same arrays; no gradient comes back from replicas that do not count."""
-        if self._num_active is None:
-            return tree
         # An all-reduce adds what comes back from all replicas. The others compute
         # losses, too, and their own gradients are left out only when these are summed.
-        counts = self._group.index() < self._num_active
-        return declare_mirrored(
-            jax.tree.map(lambda x: jnp.where(counts, x, lax.stop_gradient(x)), tree)
-        )
+        tree = self._where_counted(tree, lax.stop_gradient)
+        return tree if self._num_active is None else declare_mirrored(tree)
 
     def mean(self, tree: PyTree) -> PyTree:
         """Mean over the replicas that count."""
@@ -397,29 +398,27 @@ class ReplicaContext:
             for x, dim in zip(self._combined_gradients(grads, dims), dims, strict=True)
         ]
         combined = self.strategy.home.prepared_gradients(optimizer, combined)
-        pairs = [
-            (v, g) for v, g in zip(variables, combined, strict=True) if g is not None
+        without = [
+            v.path for v, g in zip(variables, combined, strict=True) if g is None
         ]
-        if not pairs:
+        if len(without) == len(variables):
             raise ValueError(
-                f"optimizer.apply: none of {[v.path for v in variables]} has a "
-                "gradient. Does the loss depend on them?"
+                f"optimizer.apply: none of {without} has a gradient. Does the loss "
+                "depend on them?"
             )
-        if len(pairs) < len(variables):  # Keras says the same where it makes updates.
-            without = [
-                v.path for v, g in zip(variables, combined, strict=True) if g is None
-            ]
+        if without:  # Keras says the same where it makes updates.
             warnings.warn(
                 f"Gradients do not exist for variables {without} when minimizing the "
                 "loss. Does the loss depend on them?",
                 stacklevel=2,
             )
-        update = Update(
-            optimizer, tuple(v for v, _ in pairs), type(self.strategy).__name__
+        trained = tuple(
+            v for v, g in zip(variables, combined, strict=True) if g is not None
         )
+        update = Update(optimizer, trained, type(self.strategy).__name__)
         current_run("optimizer.apply").scope.defer(
             update,
-            [g for _, g in pairs],
+            [g for g in combined if g is not None],
             follows_writes=not self._group.defers_updates,
         )
         return update

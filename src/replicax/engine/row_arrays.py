@@ -32,12 +32,7 @@ __all__ = [
 
 
 class CompositeRows:
-    """A composite array that takes rows of itself, or of each of its parts.
-
-    Args:
-        value: The array.
-        take: Takes rows of it.
-    """
+    """A composite array that takes rows of itself, or of each part, with `take`."""
 
     __slots__ = ("_take", "_value", "dtype", "shape")
 
@@ -107,14 +102,11 @@ RowArray = (SparseRows, CompositeRows)
 
 
 class PartedRows:
-    """The rows of replicas, a row array for each: `[R, b, ...]`.
-
-    Args:
-        parts: One for each replica, of equal shapes.
-        capacity: Number of entries that each part has room for at least.
+    """The rows of replicas, a row array of equal shape for each: `[R, b, ...]`.
 
     Attributes:
-        capacity: That number; workers make it the same on all of them.
+        capacity: Number of entries that each part has room for at least. Workers make
+            it the same on all of them.
     """
 
     __slots__ = ("_parts", "capacity")
@@ -200,11 +192,7 @@ def as_rows(value: PyTree, path: tuple[object, ...] = ()) -> PyTree:
     """A sparse or composite array as a leaf that has rows; another leaf as it is.
 
     What pandas has becomes a NumPy array, whose rows are found by position: those of a
-    `Series` are found by label.
-
-    Args:
-        value: A leaf of a batch, or a composite array.
-        path: Where in the batch it is, for errors.
+    `Series` are found by label. `path` is where in the batch it is, for errors.
 
     Raises:
         TypeError: For a composite array of which nobody can take rows.

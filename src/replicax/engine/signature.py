@@ -137,12 +137,7 @@ def flatten_call(
 
     `PerReplica` leaves are split, arrays and Python numbers are given whole to every
     replica, and the rest (booleans, strings, models, variables) is part of the program.
-    SciPy's sparse arrays become JAX's.
-
-    Args:
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-        place: Puts an array where the replicas are.
+    SciPy's sparse arrays become JAX's. `place` puts an array where the replicas are.
 
     Raises:
         TypeError: For arrays of strings, dates or objects.
@@ -195,16 +190,10 @@ def flatten_call(
 
 
 class ResultStructure:
-    """The structure of a replica function's results.
+    """The structure of what a replica function, which messages call `name`, returns.
 
-    Args:
-        out: What the function returns for one replica.
-        name: How messages call the function.
-        only_dense: Whether replicas' results are put together, which takes dense ones.
-
-    Raises:
-        TypeError: If a composite array is returned where results are put together, or
-            a `PerReplica`.
+    With `only_dense` the replicas' results are put together: composite arrays get a
+    TypeError, as `PerReplica`s always do.
     """
 
     def __init__(self, out: PyTree, name: str, *, only_dense: bool = False) -> None:
@@ -321,12 +310,9 @@ def require_rows(
 ) -> None:
     """Raise a ValueError for results that do not grow, row by row, with the batch.
 
-    Args:
-        caller: The public call to name.
-        results: One replica's results, a pytree of arrays.
-        arguments: The replica's part of the batch that they were computed from.
-        call: Computes the results of other arguments. It is traced, with twice as many
-            rows, where the results' own shapes do not tell.
+    `arguments` are the replica's part of the batch that the `results` were computed
+    from. `call` computes the results of others: it is traced, with twice as many rows,
+    where the results' own shapes do not tell.
     """
     num_rows = num_rows_of(arguments)
     named = jax.tree_util.tree_leaves_with_path(results)

@@ -57,13 +57,6 @@ Stepped: TypeAlias = tuple[Arrays, list[Arrays], Arrays]
 class ReplicaStep:
     """A replica function, traced for the replicas of one device.
 
-    Args:
-        fn: The replica function.
-        group: The replicas.
-        arguments: Where each argument comes from.
-        options: See `Options`.
-        name: How messages call the function.
-
     Attributes:
         written: The variables that the function writes.
         inputs: The variables whose values it takes: `written`, then those only read.

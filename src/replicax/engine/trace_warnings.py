@@ -120,12 +120,8 @@ def warn_of_no_sum(
 ) -> None:
     """Warn of a variable whose values are added up over replicas, but are no sums.
 
-    Args:
-        caller: The public call to name.
-        variable: Of aggregation `"sum"`.
-        old: Inside a replica function: the variable's value at first.
-        new: Likewise; what was assigned last.
-        among_replicas: False if only those of workers on parameter servers are.
+    In a replica function it had the value `old` at first, and was assigned `new`. Not
+    `among_replicas` are only those of workers on parameter servers added up.
     """
     name = _non_additive_use(new, old)
     change = f"is changed by {name!r} of its value" if name else ""
@@ -150,13 +146,8 @@ def warn_of_counts(
 ) -> None:
     """Warn of a variable that counts rows or batches otherwise than one device does.
 
-    Args:
-        caller: The public call to name.
-        variable: What an assignment has changed.
-        old: Inside a replica function: the variable's value at first.
-        new: Likewise; what was assigned last.
-        num_rows: Number of the replica's rows. Of one row nobody can tell.
-        num_replicas: Number of replicas that share the batch.
+    It had the value `old` at first, and was assigned `new`. The replica has `num_rows`
+    of the batch, which `num_replicas` share; of one row nobody can tell.
     """
     increment = None if num_rows < 2 else _increment(new, old)
     if variable.aggregation == "none" and increment == num_rows:

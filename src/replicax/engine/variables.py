@@ -47,11 +47,7 @@ Variable = keras.Variable
 
 
 def checked_variables(given: object, caller: str) -> list[Variable]:
-    """The Keras variables in an iterable, or a single one.
-
-    Args:
-        given: An argument `variables`.
-        caller: The public call to name in the error.
+    """The Keras variables in an iterable, or a single one, that `caller` was given.
 
     Raises:
         TypeError: For anything else among them.
@@ -204,9 +200,7 @@ class RecordingScope(WritesScope):
     """Notes which variables a function reads, while it is traced abstractly.
 
     Variables created while it is open are initialised when the outermost scope closes.
-
-    Args:
-        recorder: Scope to report reads and writes to as well.
+    Reads are reported to `recorder` as well.
     """
 
     def __init__(self, recorder: "RecordingScope | None" = None) -> None:
@@ -235,13 +229,10 @@ class RecordingScope(WritesScope):
 
 
 class ValueScope(WritesScope):
-    """Gives a fixed set of variables the values of a program.
+    """Gives a fixed set of variables the values of a program, in the same order.
 
-    Args:
-        variables: All variables the function may touch.
-        values: Their values, same order and shapes.
-        caller: The public call to name in errors.
-        unused: Ids of variables that are read, but whose values make no difference.
+    The function may touch no others; `caller` is named in the error. Those of `unused`
+    ids are read, but their values make no difference.
     """
 
     def __init__(
@@ -286,9 +277,7 @@ class ValueScope(WritesScope):
 class ChildScope(WritesScope):
     """A scope inside another: sees the outer values but keeps its own writes.
 
-    Args:
-        outer: The enclosing scope, or None outside any.
-        values: Variables that have another value in here.
+    It may be outside any. Some variables may have other `values` in here.
     """
 
     def __init__(

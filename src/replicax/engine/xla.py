@@ -48,7 +48,8 @@ def compiler_options(
     """The `compiler_options` of `jax.jit` for a step on devices of `platform`.
 
     What the user set in `XLA_FLAGS` is left out, and so is what this version of XLA
-    does not know (logged once).
+    does not know (logged once). None where there are no options, as for TPUs, or for
+    GPUs where no sum is scattered.
 
     Args:
         platform: Of the devices, as JAX says it, such as `"gpu"`, `"cuda"` or `"tpu"`.
@@ -58,19 +59,8 @@ def compiler_options(
         spans_hosts: Whether these are on several hosts.
         largest_bytes: Size of the largest intermediate array, where it is known.
 
-    Returns:
-        Options by name; None where there are none, as for TPUs, or for GPUs where no
-        sum is scattered.
-
     Raises:
         OSError: If `XLA_FLAGS` names a file of flags that cannot be read.
-
-    Example:
-        >>> options = compiler_options("gpu", {}, scattered_bytes=64 * 2**20)
-        >>> options["xla_gpu_reduce_scatter_combine_threshold_bytes"] // 2**20
-        64
-        >>> compiler_options("tpu", {}) is None
-        True
     """
     if platform == "cpu":
         return settings.compiler_options(environ, largest_bytes=largest_bytes)
@@ -97,11 +87,6 @@ def largest_array(jaxpr: Jaxpr | ClosedJaxpr) -> int:
     """Bytes of the largest array that a jaxpr's equations make.
 
     Floating-point numbers count as 32 bits at least, as which XLA computes on CPUs.
-
-    Example:
-        >>> jaxpr = jax.make_jaxpr(lambda x: jnp.exp(x).sum())(jnp.zeros(8, "bfloat16"))
-        >>> largest_array(jaxpr)
-        32
     """
     largest = 0
     for eqn in open_jaxpr(jaxpr).eqns:
@@ -147,13 +132,7 @@ def uses_empty_arrays(jaxpr: AnyJaxpr) -> bool:
 
 
 def made_inside(body: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """Wrap a function for `shard_map`, so that it makes its empty arrays itself.
-
-    Example:
-        >>> body = made_inside(lambda x, empty: (x, empty * 2))
-        >>> body(jnp.ones(2), jnp.zeros((0, 3)))
-        (Array([1., 1.], dtype=float32), Array([], shape=(0, 3), dtype=float32))
-    """
+    """Wrap a function for `shard_map`, so that it makes its empty arrays itself."""
 
     @functools.wraps(body)
     def call(*args: PyTree) -> PyTree:
