@@ -170,7 +170,7 @@ def _lower(
 ) -> Any:
     """Lower an operation with the function of `serve`, or else with JAX's rule."""
     ours = None
-    if _is_static(ctx) and not _is_sharded_explicitly(ctx, params):
+    if _is_plain(ctx, params):
         ours = serve(ctx, operands, params)
     if ours is None:
         return rule_of_jax(ctx, *operands, **params)
@@ -178,22 +178,18 @@ def _lower(
     return rule(ctx, *operands)
 
 
-def _is_static(ctx: mlir.LoweringRuleContext) -> bool:
-    """Whether all sizes are numbers; those of `jax.export` may be symbolic."""
-    avals: list[Any] = [*ctx.avals_in, *ctx.avals_out]
-    return all(isinstance(n, int) for x in avals for n in getattr(x, "shape", ()))
+def _is_plain(ctx: mlir.LoweringRuleContext, params: dict[str, Any]) -> bool:
+    """Whether all sizes are numbers, and no type has an explicit sharding.
 
-
-def _is_sharded_explicitly(ctx: mlir.LoweringRuleContext, params: dict) -> bool:
-    """Whether types have explicit shardings, which the forms' reshapes would lose.
-
+    Sizes of `jax.export` may be symbolic, and the forms' reshapes would lose shardings.
     In a replica function the types have a mesh, but no axis of it.
     """
     avals: list[Any] = [*ctx.avals_in, *ctx.avals_out]
-    shardings = [aval.sharding for aval in avals]
+    specs = [aval.sharding.spec for aval in avals]
     if params.get("out_sharding") is not None:
-        shardings.append(params["out_sharding"])
-    return any(axis is not None for sharding in shardings for axis in sharding.spec)
+        specs.append(params["out_sharding"].spec)
+    has_sizes = all(isinstance(n, int) for x in avals for n in x.shape)
+    return has_sizes and all(axis is None for spec in specs for axis in spec)
 
 
 def _serve_convolution(

@@ -140,6 +140,17 @@ class ReplicaGroup:
             first_local=0,
         )
 
+    def alone(self) -> "ReplicaGroup":
+        """A group whose only replica gets the global batch, as one device would."""
+        first = self.mesh.devices.reshape(self.axis.size, -1)[0]
+        return dataclasses.replace(
+            self.on(list(first)),
+            num_per_device=1,
+            num_local=1,
+            first_replica=0,
+            defers_updates=False,
+        )
+
     def layout(self, variable: Variable) -> NamedSharding:
         """The sharding with which programs take and return a variable."""
         return NamedSharding(self.mesh, self.layouts.of(variable))

@@ -11,11 +11,13 @@ from typing import TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from replicax._util.types import PyTree
 from replicax.engine.blocks import Block, cut
+from replicax.engine.composites import is_key
 from replicax.engine.divergence import declare_whole
 from replicax.engine.group import ReplicaGroup
 from replicax.engine.replay import StepRun
@@ -31,6 +33,7 @@ from replicax.engine.signature import (
 )
 from replicax.engine.trace_warnings import warn_of_counts, warn_of_no_sum
 from replicax.engine.variables import (
+    ChildScope,
     RecordingScope,
     Update,
     UpdatePendingError,
@@ -91,12 +94,10 @@ class ReplicaStep:
         self.trains = False
         self.makes_empty_arrays = False
         self._trained_sums: set[int] = set()
-        self._joins_rows = options.outputs is Outputs.ROWS and group.num_replicas > 1
         self.results = ResultStructure(None, name)
+        self._are_rows = options.outputs is Outputs.ROWS
         # Predictions, which are rows, need no update.
-        self.divides_updates = group.divides_updates and (
-            options.outputs is not Outputs.ROWS
-        )
+        self.divides_updates = group.divides_updates and not self._are_rows
 
     def discover(self, leaves: Sequence[PyTree]) -> list[Update]:
         """Find the variables, and the updates that follow the program: returned.
@@ -150,6 +151,23 @@ class ReplicaStep:
         read = [v for k, v in recorder.read.items() if k not in recorder.written]
         self.inputs = [*self.written, *read]
         return updates
+
+    def run_eagerly(self, arrays: Sequence[PyTree]) -> PyTree:
+        """Call the function of one replica as Python does, for debugging.
+
+        Variables have their new values afterwards.
+        """
+        # Committed to no device, arrays go to where the variables are.
+        free = [x if is_key(x) else jnp.asarray(np.asarray(x)) for x in arrays]
+        args, kwargs = self._arguments.rebuild(free)
+        with entered_context(self._context()):
+            call = functools.partial(self._fn, *args, **kwargs)
+            run = StepRun(call, lambda: ChildScope(None))
+            results = run.execute()
+            for variable, value in run.scope.updates():
+                variable.assign(value)
+            finish = self._options.finish
+            return results if finish is None else finish(results)
 
     def on_devices(
         self, body: Callable[..., PyTree], in_specs: PyTree, out_specs: PyTree
@@ -229,9 +247,7 @@ class ReplicaStep:
         if self._options.num_steps is None:
             return once(written, leaves)
         new, out = lax.scan(once, written, leaves)
-        if self._options.outputs is not Outputs.ROWS:
-            out = jax.tree.map(lambda x: x[-1], out)
-        return new, out
+        return new, out if self._are_rows else jax.tree.map(lambda x: x[-1], out)
 
     def _stacked_step(self, written: Arrays, read: Arrays, leaves: Leaves) -> Stepped:
         out, gradients, new = self._step(written, read, leaves)
@@ -261,17 +277,24 @@ class ReplicaStep:
 
     def out_spec(self) -> PartitionSpec:
         """The spec of the results of `run` over the devices."""
-        outputs, num = self._options.outputs, self._group.num_replicas
-        # Rows of one replica may be scalars.
-        if outputs is Outputs.MIRRORED or (outputs is Outputs.ROWS and num == 1):
+        is_alone = self._group.num_replicas == 1  # Its rows may be scalars.
+        if self._options.outputs is Outputs.MIRRORED or (self._are_rows and is_alone):
             return PartitionSpec()
-        has_steps = outputs is Outputs.ROWS and self._options.num_steps
+        has_steps = self._are_rows and self._options.num_steps is not None
         return PartitionSpec(*[None] if has_steps else [], self._group.axis.name)
 
     def _results(self, out: Arrays, values: Arrays) -> Arrays:
         """A device's last results as the program returns them; `values` are new."""
-        if self._options.finish is not None:
-            out = self._finished(self._options.finish, out, values)
+        finish = self._options.finish
+        if finish is not None:
+
+            def finished(out: Arrays) -> Arrays:
+                context = self._context()
+                wholes = self._wholes(context, values)
+                with entered_context(context), self._scope_of(wholes):
+                    return self._flat_results(finish(self.results.unflatten(out)))
+
+            out = self._group.mapped(finished)(out)
         outputs, several = self._options.outputs, self._group.num_per_device > 1
         if outputs is Outputs.PER_REPLICA and not several:
             return [x[None] for x in out]
@@ -287,7 +310,7 @@ class ReplicaStep:
         if self._group.num_per_device > 1:
             # Equal on all of the device's replicas, as the divergence pass sees to.
             gradients, new = jax.tree.map(lambda x: x[0], (gradients, new))
-            if self._options.outputs is Outputs.ROWS:
+            if self._are_rows:
                 out = [x.reshape(-1, *x.shape[2:]) for x in out]
         return out, gradients, new
 
@@ -312,7 +335,7 @@ class ReplicaStep:
             run = run_of(arguments)
             out = run.execute()
             results = self._flat_results(out)
-            if self._joins_rows:
+            if self._are_rows and context.num_replicas_here > 1:
                 require_rows(self._name, out, arguments, lambda x: run_of(x).execute())
             if context.trained_sums - self._trained_sums:
                 # Replicas started from summands of weights: again, from the weights.
@@ -332,19 +355,6 @@ class ReplicaStep:
             ]
         self.trains = self.trains or context.has_trained
         return results, list(run.scope.deferred.values()), new
-
-    def _finished(
-        self, finish: Callable[[PyTree], PyTree], out: Arrays, values: Arrays
-    ) -> Arrays:
-        """The results, made when the variables have their new values."""
-
-        def run(out: Arrays) -> Arrays:
-            context = self._context()
-            wholes = self._wholes(context, values)
-            with entered_context(context), self._scope_of(wholes):
-                return self._flat_results(finish(self.results.unflatten(out)))
-
-        return self._group.mapped(run)(out)
 
     def _flat_results(self, out: PyTree) -> Arrays:
         only_dense = self._options.outputs is not Outputs.PER_REPLICA
@@ -434,12 +444,12 @@ class ReplicaStep:
         here = context.num_replicas_here > 1
         among_workers = self._group.strategy.home.adds_up(trains=context.has_trained)
         for i, value in new.items():
-            variable, old = self.written[i], start[i]
-            if (here or among_workers) and self._aggregation(variable) == "sum":
-                warn_of_no_sum(self._name, variable, old, value, among_replicas=here)
+            assigned = (self._name, self.written[i], start[i], value)
+            is_summed = self._aggregation(self.written[i]) == "sum"
+            if is_summed and (here or among_workers):
+                warn_of_no_sum(*assigned, among_replicas=here)
             if here and context.batch is not None:
-                num_rows, num = num_rows_of(arguments), context.num_counted
-                warn_of_counts(self._name, variable, old, value, num_rows, num)
+                warn_of_counts(*assigned, num_rows_of(arguments), context.num_counted)
 
 
 def _split_along(dim: int | None, axis_name: str) -> PartitionSpec:

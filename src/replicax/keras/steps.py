@@ -26,12 +26,12 @@ from replicax._util.signatures import positional_count
 from replicax._util.types import PyTree
 from replicax.engine.cache import ProgramCache
 from replicax.engine.collectives import ReduceOp
-from replicax.engine.eager import one_replica, run_eagerly
 from replicax.engine.group import ReplicaGroup
 from replicax.engine.program import Program
 from replicax.engine.protocols import StrategyLike
 from replicax.engine.scope import current_call, required_context
 from replicax.engine.signature import Options, Outputs
+from replicax.engine.step import ReplicaStep
 from replicax.engine.variables import PendingValue
 from replicax.keras.batches import PlacedBatch, place
 from replicax.keras.reductions import global_results
@@ -314,9 +314,8 @@ class Steps:
             if batch.num_steps is not None:
                 steps = [[x[i] for x in batch.arrays] for i in range(batch.num_steps)]
             arguments, options = batch.make_arguments(), step.options(batch)
-            results += [
-                run_eagerly(step, arguments, arrays, group, options) for arrays in steps
-            ]
+            once = ReplicaStep(step, group, arguments, options, current_call())
+            results += map(once.run_eagerly, steps)
         return _concatenated(results) if self._kind == "predict" else results[-1]
 
 
@@ -333,7 +332,7 @@ def group_of(model: keras.Model, strategy: StrategyLike) -> ReplicaGroup:
             f"{where}. Debug the model in one process, with rx.OneDeviceStrategy() or "
             "rx.MirroredStrategy(); jax.debug.print looks into compiled steps."
         )
-    return one_replica(strategy.group)
+    return strategy.group.alone()
 
 
 def _is_eager(model: keras.Model) -> bool:
