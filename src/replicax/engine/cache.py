@@ -46,35 +46,95 @@ def static_key(value: object) -> Hashable:
 
 
 class _Read:
-    """What a function's key was made of, to see at once that it still holds.
+    """A function's key, and what it was made of, to see at once that it still holds.
 
     Attributes:
-        key: The key.
-        functions: Those that are in the key, which has a number where one comes again;
-            none when it is made.
-        cells: What functions close over, with the contents.
-        names: Globals and defaults, as a dictionary, a name in it and its value.
+        parts: The keys of what the function closes over, its defaults and globals, with
+            names. Functions of the same code have as many.
+        key: Its key.
     """
 
-    def __init__(self, fn: types.FunctionType, *, with_globals: bool) -> None:
-        self.key: Hashable = None
+    def __init__(self, fn: types.FunctionType, *, with_globals: bool = True) -> None:
         self._fn = weakref.ref(fn)
-        self.with_globals = with_globals
-        self.functions: list[types.FunctionType] = []
-        self.cells: list[tuple[types.CellType, object]] = []
-        self.names: list[tuple[dict[str, object], str, object]] = []
+        self._with_globals = with_globals
+        self._functions = [fn]  # Those in the key: where one comes again is a number.
+        self._cells: list[tuple[types.CellType, object]] = []
+        self._names: list[tuple[dict[str, object], str, object]] = []
+        self.parts = self._parts_of(fn)
+        self.key = _joined(fn, self.parts)
+        self._functions.clear()
 
     def is_current(self, fn: types.FunctionType) -> bool:
         """Whether it is this function's, and everything the same object as it was."""
         return (
             self._fn() is fn  # `functools.wraps` copies attributes to other functions.
-            and all(values.get(name) is value for values, name, value in self.names)
-            and all(_content(cell) is content for cell, content in self.cells)
+            and all(values.get(name) is value for values, name, value in self._names)
+            and all(_content(cell) is content for cell, content in self._cells)
         )
+
+    def refers_to(self, fn: types.FunctionType) -> bool:
+        """Whether the function is among what its key was made of."""
+        return any(x is fn for *_, x in [*self._cells, *self._names])
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         """Pickle as None, with a function that has this as an attribute."""
         return (type(None), ())
+
+    def _parts_of(self, fn: types.FunctionType) -> list[tuple[str, Hashable]]:
+        parts: list[tuple[str, Hashable]] = []
+        names = fn.__code__.co_freevars
+        for name, cell in zip(names, fn.__closure__ or (), strict=True):
+            content = _content(cell)
+            self._cells.append((cell, content))
+            parts.append((name, self._content_key(content)))
+        for i, value in enumerate(fn.__defaults__ or ()):
+            parts.append((f"default {i}", static_key(value)))
+        defaults, known = fn.__kwdefaults__ or {}, fn.__globals__
+        for name in defaults:
+            value = self._value_of(defaults, name)
+            parts.append((f"default {name}", static_key(value)))
+        for name in _global_names(fn.__code__) if self._with_globals else ():
+            value = self._value_of(known, name)
+            parts.append((name, self._global_key(value, known)))
+        return parts
+
+    def _value_of(self, values: dict[str, object], name: str) -> object:
+        value = values.get(name)
+        self._names.append((values, name, value))
+        return value
+
+    def _content_key(self, content: object) -> Hashable:
+        if isinstance(content, types.MethodType):
+            return (Identity(content.__self__), self._content_key(content.__func__))
+        is_function = isinstance(content, types.FunctionType)
+        return self._inner_key(content) if is_function else static_key(content)
+
+    def _global_key(self, value: object, known: dict[str, object]) -> Hashable:
+        """A key of a global; of functions of the same module also what they use."""
+        if isinstance(value, types.FunctionType) and value.__globals__ is known:
+            return self._inner_key(value)
+        kind = type(value)
+        if kind.__eq__ is object.__eq__ and kind.__hash__ is object.__hash__:
+            return value  # Modules, models: compared by identity, and in C.
+        return static_key(value)
+
+    def _inner_key(self, fn: types.FunctionType) -> Hashable:
+        if fn in self._functions:
+            return self._functions.index(fn)
+        self._functions.append(fn)
+        return _joined(fn, self._parts_of(fn))
+
+
+def _joined(fn: types.FunctionType, parts: list[tuple[str, Hashable]]) -> Hashable:
+    return (fn.__code__, Identity(fn.__globals__), tuple(part for _, part in parts))
+
+
+def _content(cell: types.CellType) -> object:
+    """What a cell has; None for a name of the outer function that is not bound yet."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
 
 
 # Making a key takes longer than all else that `run` does on the host, so that functions
@@ -103,72 +163,9 @@ def function_key(fn: Callable[..., PyTree], *, with_globals: bool = True) -> Has
     if made is not None and made.is_current(fn):
         return made.key
     read = _Read(fn, with_globals=with_globals)
-    read.key = _key(fn, read)
-    is_recursive = any(x is fn for *_, x in [*read.cells, *read.names])
-    read.functions.clear()
-    if with_globals and not is_recursive:  # Else it would refer to itself.
+    if with_globals and not read.refers_to(fn):  # Else it would refer to itself.
         fn.__dict__[_KEY] = read
     return read.key
-
-
-def _key(fn: types.FunctionType, read: _Read) -> Hashable:
-    if fn in read.functions:
-        return read.functions.index(fn)
-    read.functions.append(fn)
-    parts = tuple(part for _, part in _parts(fn, read))
-    return (fn.__code__, Identity(fn.__globals__), parts)
-
-
-def _parts(fn: types.FunctionType, read: _Read) -> list[tuple[str, Hashable]]:
-    """The keys of what a function closes over, its defaults and globals, with names.
-
-    Functions of the same code have as many.
-    """
-    parts: list[tuple[str, Hashable]] = []
-    for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
-        content = _content(cell)
-        read.cells.append((cell, content))
-        parts.append((name, _content_key(content, read)))
-    for i, value in enumerate(fn.__defaults__ or ()):
-        parts.append((f"default {i}", static_key(value)))
-    defaults = fn.__kwdefaults__ or {}
-    for name in defaults:
-        parts.append((f"default {name}", static_key(_value_of(defaults, name, read))))
-    known = fn.__globals__
-    for name in _global_names(fn.__code__) if read.with_globals else ():
-        parts.append((name, _global_key(_value_of(known, name, read), known, read)))
-    return parts
-
-
-def _value_of(values: dict[str, object], name: str, read: _Read) -> object:
-    value = values.get(name)
-    read.names.append((values, name, value))
-    return value
-
-
-def _content(cell: types.CellType) -> object:
-    """What a cell has; None for a name of the outer function that is not bound yet."""
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return None
-
-
-def _content_key(content: object, read: _Read) -> Hashable:
-    if isinstance(content, types.MethodType):
-        return (Identity(content.__self__), _content_key(content.__func__, read))
-    is_function = isinstance(content, types.FunctionType)
-    return _key(content, read) if is_function else static_key(content)
-
-
-def _global_key(value: object, known: dict[str, object], read: _Read) -> Hashable:
-    """A key of a global; of functions of the same module also what they use."""
-    if isinstance(value, types.FunctionType) and value.__globals__ is known:
-        return _key(value, read)
-    kind = type(value)
-    if kind.__eq__ is object.__eq__ and kind.__hash__ is object.__hash__:
-        return value  # Modules, models: compared by identity, and in C.
-    return static_key(value)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -330,9 +327,7 @@ class ProgramCache(Generic[T]):
         fn = getattr(fn, "__func__", fn)
         if not isinstance(fn, types.FunctionType) or fn.__code__ in self._warned:
             return
-        read = _Read(fn, with_globals=True)
-        read.functions.append(fn)
-        parts = _parts(fn, read)
+        parts = _Read(fn).parts
         # Hashes, which unlike the keys keep nothing alive.
         version = [hash(part) for _, part in parts]
         versions = self._versions.setdefault(fn.__code__, [])
@@ -341,12 +336,11 @@ class ProgramCache(Generic[T]):
         if len(versions) < 3:
             return
         self._warned.add(fn.__code__)
+        hashes = zip(*versions, strict=True)
         changed = [
             name
-            for (name, _), hashes in zip(
-                parts, zip(*versions, strict=True), strict=True
-            )
-            if len(set(hashes)) > 1
+            for (name, _), found in zip(parts, hashes, strict=True)
+            if len(set(found)) > 1
         ]
         _logger.warning(
             "%s has been compiled %d times because it is made anew with other "

@@ -91,22 +91,20 @@ def explained_traces(caller: str) -> Generator[None]:
     """
     try:
         yield
-    except _NEEDS_A_VALUE as error:
-        error.add_note(
-            f"{caller}: the function is compiled, so its arrays have no values while "
-            "its Python code runs. Use keras.ops.where or jax.lax.cond in place of "
-            "`if`, and keras.ops or jax.numpy in place of NumPy, float() and int(); or "
-            "return the array, and look at it outside."
-        )
-        raise
-    except TypeError as error:
-        leaked = isinstance(error, jax.errors.UnexpectedTracerError)
-        if not (leaked or "Tracer'>" in str(error)):
-            raise
-        error.add_note(
-            f"{caller}: a value has left {_TRACED_APART}: it was assigned to a "
-            f"variable there, or kept in a Python object. {_RETURN_IT}"
-        )
+    except TypeError as error:  # All of these are.
+        is_leaked = isinstance(error, jax.errors.UnexpectedTracerError)
+        if isinstance(error, _NEEDS_A_VALUE):
+            error.add_note(
+                f"{caller}: the function is compiled, so its arrays have no values "
+                "while its Python code runs. Use keras.ops.where or jax.lax.cond in "
+                "place of `if`, and keras.ops or jax.numpy in place of NumPy, float() "
+                "and int(); or return the array, and look at it outside."
+            )
+        elif is_leaked or "Tracer'>" in str(error):
+            error.add_note(
+                f"{caller}: a value has left {_TRACED_APART}: it was assigned to a "
+                f"variable there, or kept in a Python object. {_RETURN_IT}"
+            )
         raise
 
 
