@@ -96,27 +96,16 @@ class Layouts:
     def _spec(
         self, path: str, shape: tuple[int, ...], aggregation: str, is_split: bool
     ) -> PartitionSpec:
-        spec = PartitionSpec()
-        if self.of_path is not None:
-            spec = self.of_path(path, shape)
-        if (
-            not is_split
-            or self.num_devices == 1
-            or math.prod(shape) < FEWEST_ELEMENTS
-            or aggregation not in _SHARABLE
-        ):
-            return spec
-        return self._split(spec, shape)
-
-    def _split(self, spec: PartitionSpec, shape: tuple[int, ...]) -> PartitionSpec:
-        """`spec` with the largest dimension that can be split over the replicas."""
+        spec = PartitionSpec() if self.of_path is None else self.of_path(path, shape)
         names = [*spec, *(None for _ in shape[len(spec) :])]
         free = [
             dim
             for dim, size in enumerate(shape)
             if names[dim] is None and size % self.num_devices == 0
         ]
-        if not free:
+        is_sharable = aggregation in _SHARABLE and math.prod(shape) >= FEWEST_ELEMENTS
+        if not (is_split and is_sharable and free) or self.num_devices == 1:
             return spec
+        # The largest dimension that can be split over the replicas.
         names[max(free, key=lambda dim: shape[dim])] = self.axis_name
         return PartitionSpec(*names)

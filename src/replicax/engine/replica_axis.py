@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from replicax._util.types import PyTree
@@ -70,7 +69,9 @@ def join(arrays: Sequence[jax.Array]) -> jax.Array:
 
 
 def part(joined: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
-    """Split an array that `join` made, into the shapes that it was given."""
+    """Split an array that `join` made of arrays like these."""
+    if len(like) == 1:
+        return [joined]
     flat, parts, start = jnp.ravel(joined), [], 0
     for x in like:
         stop = start + x.size
@@ -85,17 +86,13 @@ def joined_sum(tree: PyTree, axis: ReplicaAxis, names: str | tuple[str, ...]) ->
         return lax.psum(tree, names)
     leaves, structure = jax.tree.flatten(tree)
     leaves = [jnp.asarray(x) for x in leaves]
-    of_dtype: dict[np.dtype, list[int]] = {}
+    packs: dict[str | int, list[int]] = {}  # By dtype; large arrays are alone.
     for i, x in enumerate(leaves):
-        if 0 < x.size * x.dtype.itemsize <= axis.joined_bytes:
-            of_dtype.setdefault(x.dtype, []).append(i)
-    joined = [numbers for numbers in of_dtype.values() if len(numbers) > 1]
-    inside = {i for numbers in joined for i in numbers}
-    alone = [i for i in range(len(leaves)) if i not in inside]
-    packs = [join([leaves[i] for i in numbers]) for numbers in joined]
-    sums = lax.psum(packs + [leaves[i] for i in alone], names)
-    results = dict(zip(alone, sums[len(packs) :], strict=True))
-    for numbers, pack in zip(joined, sums, strict=False):
-        parts = part(pack, [leaves[i] for i in numbers])
-        results.update(zip(numbers, parts, strict=True))
+        is_small = 0 < x.size * x.dtype.itemsize <= axis.joined_bytes
+        packs.setdefault(x.dtype.name if is_small else i, []).append(i)
+    arrays = [[leaves[i] for i in pack] for pack in packs.values()]
+    sums = lax.psum([join(pack) for pack in arrays], names)
+    results: dict[int, jax.Array] = {}
+    for pack, total, like in zip(packs.values(), sums, arrays, strict=True):
+        results |= zip(pack, part(total, like), strict=True)
     return jax.tree.unflatten(structure, [results[i] for i in range(len(leaves))])

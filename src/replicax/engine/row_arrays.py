@@ -113,9 +113,9 @@ class PartedRows:
 
     def __init__(self, parts: Sequence[PyTree], capacity: int = 0) -> None:
         self._parts = list(parts)
-        self.capacity = max(
-            capacity, *(max(x.capacity, _room(x.num_entries)) for x in self._parts)
-        )
+        most = max(x.num_entries for x in self._parts)
+        room = 1 << max(0, most - 1).bit_length()  # Few numbers, so few programs.
+        self.capacity = max(capacity, room, *(x.capacity for x in self._parts))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -184,10 +184,6 @@ def is_one_array(value: object) -> bool:
     return is_composite(value) or is_foreign(value)
 
 
-def _is_of_pandas(value: object) -> bool:
-    return not isinstance(value, np.ndarray) and hasattr(value, "iloc")
-
-
 def as_rows(value: PyTree, path: tuple[object, ...] = ()) -> PyTree:
     """A sparse or composite array as a leaf that has rows; another leaf as it is.
 
@@ -199,7 +195,8 @@ def as_rows(value: PyTree, path: tuple[object, ...] = ()) -> PyTree:
         ValueError: For one without rows.
     """
     if not is_one_array(value):
-        return value.to_numpy() if _is_of_pandas(value) else value
+        is_of_pandas = hasattr(value, "iloc")
+        return value.to_numpy() if is_of_pandas else value
     name = f"leaf {jax.tree_util.keystr(path)}" if path else "the batch"
     if is_foreign(value):
         return sparse_rows(value)
@@ -225,11 +222,6 @@ def as_rows(value: PyTree, path: tuple[object, ...] = ()) -> PyTree:
             "batch, each with one row per example."
         )
     return CompositeRows(value, _rows_of_aligned)
-
-
-def _room(num_entries: int) -> int:
-    """A number of entries to make room for: few numbers, so few programs."""
-    return 1 << max(0, num_entries - 1).bit_length()
 
 
 def _is_aligned(value: PyTree) -> bool:

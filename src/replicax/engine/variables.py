@@ -370,7 +370,7 @@ class PendingValue:
         # JAX asks for `__jax_array__` before it computes with something unknown.
         if name.startswith("_") and name != "__jax_array__":
             raise AttributeError(name)
-        raise UpdatePendingError(self._message)
+        self._refuse()
 
     def _refuse(self, *_: object) -> NoReturn:
         raise UpdatePendingError(self._message)
