@@ -302,7 +302,8 @@ def program(
     call = flatten_call((rx.PerReplica(x),), {}, place)
     known = Options(**options, variables=variables)
     made = Program(fn, strategy.group, call.make_arguments(), call.arrays, known)
-    return made([v.value for v in made.variables], call.arrays)
+    result = made([v.value for v in made.variables], call.arrays)
+    return result.results, result.gradients
 
 
 def test_several_steps_in_one_dispatch(strategy) -> None:

@@ -53,17 +53,11 @@ from replicax.engine.variables import Update, Variable, distinct, explained_trac
 from replicax.engine.xla import compiler_options, largest_array, uses_empty_arrays
 from replicax.errors import LostValuesError
 
-__all__ = ["Kept", "Program", "StepResult"]
+__all__ = ["Program", "StepResult"]
 
 T = TypeVar("T")
 Values = Sequence[jax.Array]
 Shapes = Sequence[jax.Array | jax.ShapeDtypeStruct]
-
-
-class Kept:
-    """Keeps a value that a program writes, in a variable's place."""
-
-    __slots__ = ("_value",)
 
 
 class StepResult(NamedTuple):
@@ -72,10 +66,13 @@ class StepResult(NamedTuple):
     Attributes:
         results: What the replica function returned, as arrays.
         gradients: For each deferred update the summed gradients.
+        written: With deferred updates the new values of the program's `written`, which
+            it has not stored.
     """
 
     results: PyTree
     gradients: list[list[jax.Array]]
+    written: list[jax.Array]
 
 
 class Program:
@@ -175,20 +172,13 @@ class Program:
         *_, (flat, _) = lowered.out_info
         return self.results.unflatten(flat)
 
-    def __call__(
-        self,
-        values: Values,
-        leaves: Sequence[ArrayLike],
-        targets: Sequence[Variable | Kept] | None = None,
-    ) -> StepResult:
-        """Run the program, and store the new values of `written`.
+    def __call__(self, values: Values, leaves: Sequence[ArrayLike]) -> StepResult:
+        """Run the program; store the new values of `written` if no updates follow.
 
         Args:
             values: The values of `inputs`, on the replicas' devices. Those of `written`
                 are donated, but for deferred updates: the arrays are gone afterwards.
             leaves: The arguments' arrays.
-            targets: What the new values are stored in, such as `Kept`. Defaults to
-                `written`.
 
         Raises:
             LostValuesError: If an array was donated or deleted before.
@@ -209,16 +199,30 @@ class Program:
             # it, or a variable's value is an argument as well.
             written = [jnp.copy(x) for x in written]
         call = (written, read, tuple(leaves))
-        targets = self.written if targets is None else targets
-        # JAX calls a program in Python the first time, and always if it may print.
-        if (is_first or self._has_effects) and self._donates:
-            flat, gradients = uninterrupted(
-                lambda: _dispatch(self._jitted, call, targets)
-            )
+        new: list[jax.Array] = []
+        if not self._donates:
+            *new, (flat, gradients) = self._jitted(*call)
+        elif is_first or self._has_effects:
+            # JAX calls a program in Python the first time, and always if it may print.
+            flat, gradients = uninterrupted(lambda: self._dispatch(call))
         else:
-            flat, gradients = _dispatch(self._jitted, call, targets)
+            flat, gradients = self._dispatch(call)
         self._checked = True
-        return StepResult(self._step.results.unflatten(flat), gradients)
+        return StepResult(self._step.results.unflatten(flat), gradients, new)
+
+    def _dispatch(
+        self, arguments: tuple[PyTree, ...]
+    ) -> tuple[list[jax.Array], list[list[jax.Array]]]:
+        """Call the compiled program and store what it writes, as one call of C.
+
+        It returns a value for each variable, and one thing more, which is returned: the
+        results' arrays and the gradients.
+        """
+        calls = itertools.starmap(self._jitted, (arguments,))
+        outputs = itertools.chain.from_iterable(calls)
+        write_values(self.written, outputs)
+        (rest,) = outputs
+        return rest
 
     def prepare(self, values: Shapes, leaves: Sequence[PyTree]) -> None:
         """Trace and compile what the first call would, and may be interrupted in."""
@@ -375,19 +379,3 @@ class Program:
 
 
 _is_deleted = operator.methodcaller("is_deleted")
-
-
-def _dispatch(
-    compiled: Callable[..., PyTree],
-    arguments: tuple[PyTree, ...],
-    targets: Sequence[Variable | Kept],
-) -> tuple[list[jax.Array], list[list[jax.Array]]]:
-    """Call a compiled program and store what it writes, as one call of C.
-
-    It returns a value for each target, and one thing more, which is returned: the
-    results' arrays and the gradients.
-    """
-    outputs = itertools.chain.from_iterable(itertools.starmap(compiled, (arguments,)))
-    write_values(targets, outputs)
-    (rest,) = outputs
-    return rest

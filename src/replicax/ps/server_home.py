@@ -22,7 +22,7 @@ from jax.typing import ArrayLike
 
 from replicax._private import keras as internals
 from replicax._util.types import PyTree
-from replicax.engine.program import Kept, Program, StepResult
+from replicax.engine.program import Program, StepResult
 from replicax.engine.variables import Variable, is_seed_state
 from replicax.errors import ClusterError
 from replicax.keras.session import FitSession
@@ -148,17 +148,15 @@ class ServerHome(ReplicaHome):
         # so it may run again where a server with rows is lost, a part that others have
         # brought is as if never computed, and an error leaves all variables as they
         # were.
-        def run() -> tuple[StepResult, list[jax.Array]]:
-            written = [Kept() for _ in program.written]
-            inputs = [stored[id(v)] for v in program.inputs]
-            return program(inputs, arrays, written), internals.read_values(written)
+        def run() -> StepResult:
+            return program([stored[id(v)] for v in program.inputs], arrays)
 
         if connected.looks_up:
             begins = {} if step is None else step.begins_of_tables
-            result, written = self.rows.complete(run, begins)
+            result = self.rows.complete(run, begins)
         else:
-            result, written = run()
-        stored |= zip(map(id, program.written), written, strict=True)
+            result = run()
+        stored |= zip(map(id, program.written), result.written, strict=True)
         if step is not None:
             deltas = [
                 [_difference(stored[id(v)], before[id(v)]) for v in group.variables]

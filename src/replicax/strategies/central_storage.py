@@ -28,7 +28,7 @@ from replicax.engine.devices import (
     resolve_devices,
 )
 from replicax.engine.group import ReplicaGroup
-from replicax.engine.program import Kept, Program
+from replicax.engine.program import Program
 from replicax.engine.variables import Update
 from replicax.errors import DeviceError
 from replicax.strategies.home import ReplicaHome
@@ -137,9 +137,7 @@ class _ParameterDevice(ReplicaHome):
                 self._trace(update)
         self._wait_for_the_step_before_the_last()
         inputs = self._copies.of([stored[id(v)] for v in program.inputs])
-        kept = [Kept() for _ in program.written]
-        out, gradients = program(inputs, arrays, kept)
-        new = internals.read_values(kept)
+        out, gradients, new = program(inputs, arrays)
         at_home = jax.device_put(new, self._sharding)
         stored |= zip(map(id, program.written), at_home, strict=True)
         pairs = list(zip(program.deferred_updates, gradients, strict=True))

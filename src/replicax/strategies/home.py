@@ -101,8 +101,7 @@ class ReplicaHome(Home):
 
     def execute(self, program: Program, arrays: Sequence[ArrayLike]) -> PyTree:
         """Run a program on the variables' values, and store the new values."""
-        out, _ = program(internals.read_values(program.inputs), arrays)
-        return out
+        return program(internals.read_values(program.inputs), arrays).results
 
     def prepared_gradients(
         self, optimizer: keras.Optimizer, grads: list[jax.Array | None]
