@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from replicax._util.types import PyTree
-from replicax.engine.devices import name_in_cluster, short_name
+from replicax.engine.devices import names_of
 from replicax.engine.replica_axis import ReplicaAxis, joined_sum
 
 __all__ = [
@@ -351,8 +351,7 @@ class ReductionToOneDevice(CrossDeviceOps):
     def _root(self, axis: ReplicaAxis) -> int:
         if self.reduce_to_device is None:
             return 0
-        device = self.reduce_to_device
-        wanted = (name_in_cluster(device), short_name(device))
+        wanted = names_of(self.reduce_to_device)
         name = next((n for n in wanted if n in axis.devices), None)
         if name is None:
             raise ValueError(

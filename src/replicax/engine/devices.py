@@ -30,10 +30,9 @@ __all__ = [
     "devices_of_one_kind",
     "list_logical_devices",
     "list_physical_devices",
-    "name_in_cluster",
+    "names_of",
     "resolve_devices",
     "set_logical_devices",
-    "short_name",
 ]
 
 _PATTERN = re.compile(
@@ -217,23 +216,19 @@ def device_name(device: Device) -> str:
     return f"{_short_platform(device.platform)}:{local.index(device)}"
 
 
-def short_name(device: str) -> str | None:
-    """Convert a device string of any form to `device_name`'s; None: it is none."""
-    match = _PATTERN.match(device)
-    if match is None:
-        return None
-    return f"{_short_platform(match['platform'].lower())}:{int(match['index'])}"
+def names_of(device: str) -> tuple[str, ...]:
+    """Convert a device string of any form to `device_name`'s; none if it is no such.
 
-
-def name_in_cluster(device: str) -> str | None:
-    """Convert a device string with a task to `"worker:1/gpu:0"`; None without a task.
-
-    TF's long form says it: `"/job:worker/replica:0/task:1/device:GPU:0"`.
+    With a task, `"worker:1/gpu:0"` comes first. TF's long form says it:
+    `"/job:worker/replica:0/task:1/device:GPU:0"`.
     """
     match = _PATTERN.match(device)
-    if match is None or match["job"] is None:
-        return None
-    return f"{match['job']}:{int(match['task'] or 0)}/{short_name(device)}"
+    if match is None:
+        return ()
+    name = f"{_short_platform(match['platform'].lower())}:{int(match['index'])}"
+    if match["job"] is None:
+        return (name,)
+    return (f"{match['job']}:{int(match['task'] or 0)}/{name}", name)
 
 
 def _short_platform(platform: str) -> str:

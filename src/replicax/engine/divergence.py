@@ -274,9 +274,7 @@ def _num_consts_and_carry(params: dict[str, Any]) -> tuple[int, int]:
 
 def _uses_axis_index(eqn: Eqn) -> bool:
     return any(
-        e.primitive.name == "axis_index" or _uses_axis_index(e)
-        for jaxpr in inner_jaxprs(eqn)
-        for e in jaxpr.eqns
+        True for jaxpr in inner_jaxprs(eqn) for _ in found_in(jaxpr, "axis_index")
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import jax
 
 from replicax._private.jax import TracedEquation, equation_of
-from replicax.engine.divergence import AnyJaxpr, inner_jaxprs, open_jaxpr
+from replicax.engine.divergence import found_in, inner_jaxprs
 
 __all__ = ["PRODUCTS", "Origin", "equations_behind", "origins_of", "path_to_product"]
 
@@ -69,17 +69,14 @@ def _find_depths(last: TracedEquation, depths: dict[int, int]) -> None:
         unknown = [e for e in before if id(e) not in depths]
         stack += unknown
         if not unknown:
-            own = int(equation.primitive.name in PRODUCTS) or sum(
-                map(_num_products, inner_jaxprs(equation))
+            products = (
+                product
+                for jaxpr in inner_jaxprs(equation)
+                for name in PRODUCTS
+                for product in found_in(jaxpr, name)
             )
+            own = int(equation.primitive.name in PRODUCTS) or len(list(products))
             depths[id(equation)] = own + max((depths[id(e)] for e in before), default=0)
-
-
-def _num_products(jaxpr: AnyJaxpr) -> int:
-    return sum(
-        e.primitive.name in PRODUCTS or sum(map(_num_products, inner_jaxprs(e)))
-        for e in open_jaxpr(jaxpr).eqns
-    )
 
 
 def path_to_product(
