@@ -184,7 +184,7 @@ def by_groups(
     # Without the barrier XLA would compute the padding again for each tap.
     x = lax.optimization_barrier(_pad(x, windows))
     features, outputs = kernel.shape[-2:]
-    result = None
+    terms = []
     for tap, elements in _taps(x, windows):
         split = elements.reshape(*elements.shape[:-1], groups, features)
         ones = (1,) * (elements.ndim - 1)
@@ -194,9 +194,8 @@ def by_groups(
                 y = elements * kernel[tap].reshape(*ones, outputs)
             else:
                 y = split[..., feature, None] * weights[..., feature, :, :]
-            result = y if result is None else result + y
-    if result is None:
-        raise ValueError(f"a kernel of shape {kernel.shape} has no taps")
+            terms.append(y)
+    result = functools.reduce(operator.add, terms)
     return result.reshape(x.shape[0], *(w.outputs for w in windows), outputs)
 
 
@@ -330,7 +329,7 @@ def _sum_of_products(x: jax.Array, y: jax.Array) -> jax.Array:
         while (size := x.shape[axis]) > 1:
             terms = min(_TERMS, size)
             length, rest = divmod(size, terms)
-            total = None
+            parts = []
             for start in [*range(0, terms * length, length), *range(size - rest, size)]:
                 stop = start + (length if start < terms * length else 1)
                 part = lax.slice_in_dim(x, start, stop, axis=axis)
@@ -340,9 +339,8 @@ def _sum_of_products(x: jax.Array, y: jax.Array) -> jax.Array:
                     edges = [(0, 0)] * part.ndim
                     edges[axis] = (0, length - part.shape[axis])
                     part = jnp.pad(part, edges)
-                total = part if total is None else total + part
-            if total is None:
-                raise ValueError(f"nothing to sum in {x.shape}")
+                parts.append(part)
+            total = functools.reduce(operator.add, parts)
             # Without the barrier XLA would fuse the steps, and repeat all terms.
             x = product = lax.optimization_barrier(total)
     return (x if product is not None else x * y).reshape(-1)
