@@ -60,22 +60,16 @@ def gather(value: PyTree, axis: int, num_replicas: int) -> PyTree:
 
 def local_results(value: PyTree) -> tuple[PyTree, ...]:
     """This process' values of the `PerReplica`s in a pytree, one tree per replica."""
-    found = [
-        leaf.values
-        for leaf in jax.tree.leaves(value, is_leaf=is_per_replica)
-        if isinstance(leaf, PerReplica)
-    ]
-    if not found:
+    leaves, structure = jax.tree.flatten(value, is_leaf=is_per_replica)
+    found = [x.values if isinstance(x, PerReplica) else None for x in leaves]
+    counts = [len(values) for values in found if values is not None]
+    if not counts:
         return (value,)
-
-    def of_replica(index: int) -> PyTree:
-        return jax.tree.map(
-            lambda x: x.values[index] if isinstance(x, PerReplica) else x,
-            value,
-            is_leaf=is_per_replica,
-        )
-
-    return tuple(of_replica(i) for i in range(min(map(len, found))))
+    pairs = list(zip(leaves, found, strict=True))
+    return tuple(
+        structure.unflatten(x if values is None else values[i] for x, values in pairs)
+        for i in range(min(counts))
+    )
 
 
 def require_all_replicas(value: PerReplica, num_replicas: int, name: str) -> None:

@@ -75,7 +75,7 @@ class PerReplica:
         with arrays on any device: JAX copies it there.
         """
         array = self.array
-        if not is_array(array) and is_composite(array):
+        if is_composite(array):
             parts = [self.with_array(x).values for x in jax.tree.leaves(array)]
             return tuple(one_of(array, row) for row in zip(*parts, strict=True))
         if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
@@ -100,7 +100,7 @@ class PerReplica:
     ) -> np.ndarray:
         if isinstance(self.array, jax.core.Tracer):
             raise _refusal(self, "np.asarray(value), while JAX traces")
-        if not is_array(self.array) and is_composite(self.array):
+        if is_composite(self.array):
             raise TypeError(
                 f"np.asarray({self!r}): the values are no dense arrays. Take "
                 "value.values[i], such as value.values[0].todense()."
@@ -184,7 +184,7 @@ class PerReplica:
         array = self.array
         if not hasattr(array, "dtype"):  # Something else mapped over the pytree.
             return f"PerReplica({array!r})"
-        if not is_array(array) and is_composite(array):
+        if is_composite(array):
             return f"PerReplica({described(array)})"
         dtype = array.dtype if is_key(array) else np.dtype(array.dtype)
         text = (
@@ -354,9 +354,7 @@ def spread(tree: PyTree) -> PyTree:
     """`tree`, with each stacked composite array as one replica's, of `PerReplica`s."""
 
     def one(value: PyTree) -> PyTree:
-        if not isinstance(value, PerReplica) or is_array(value.array):
-            return value
-        if not is_composite(value.array):
+        if not isinstance(value, PerReplica) or not is_composite(value.array):
             return value
         return one_of(
             value.array, [value.with_array(x) for x in jax.tree.leaves(value.array)]
