@@ -45,12 +45,9 @@ class Window:
 
 
 class Phase(NamedTuple):
-    """Every `input_dilation`-th output, a convolution of some taps without dilation.
+    """Every `input_dilation`-th output from `first` on, a convolution of some taps.
 
-    Attributes:
-        first: The first output.
-        taps: The kernel's taps that meet elements of the input.
-        window: The convolution of these outputs; None if no tap meets the input.
+    It is without dilation, and has no window if no tap meets the input.
     """
 
     first: int

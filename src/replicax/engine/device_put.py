@@ -62,7 +62,7 @@ def is_spread(value: object) -> bool:
 def gathered(array: jax.Array) -> jax.Array:
     """This process' copy of an array of which processes have parts.
 
-    All processes have to call it, for the same arrays in the same order.
+    All of them have to call it, for the same arrays in the same order.
     """
     log = workers.current().log
     if log is not None:

@@ -122,13 +122,7 @@ def devices_of_one_kind(
 ) -> list[Device]:
     """Find devices by their strings, or all visible ones; all are of one platform.
 
-    Args:
-        devices: As for `resolve_devices`; None: the visible ones.
-        caller: The public call to name in errors.
-        argument: Its argument, likewise.
-
-    Raises:
-        DeviceError: As `resolve_devices`, and for devices of several kinds.
+    A DeviceError names the public call, `caller`, and its `argument`.
     """
     if devices is None:
         return default_devices()
@@ -144,13 +138,9 @@ def devices_of_one_kind(
 def resolve_devices(devices: Sequence[str | Device], caller: str) -> list[Device]:
     """Find the devices that strings such as `"gpu:0"` or `"/gpu:0"` name.
 
-    Args:
-        devices: Strings `"cpu:1"`, `"/gpu:0"`, TF's long form
-            `"/job:localhost/replica:0/task:0/device:GPU:0"`, or JAX devices.
-        caller: The public call to name in errors.
-
-    Raises:
-        DeviceError: For an unknown, absent or repeated device, or an empty list.
+    TF's long form `"/job:localhost/replica:0/task:0/device:GPU:0"` and JAX devices are
+    understood. A DeviceError names `caller` for an unknown, absent or repeated device,
+    or an empty list.
     """
     if isinstance(devices, str):
         raise DeviceError(

@@ -22,8 +22,7 @@ class Origin:
     """The origin of a gradient in the backward pass.
 
     Attributes:
-        depth: Number of products and convolutions, one after another, that it waits
-            for: the longest chain.
+        depth: Length of the longest chain of products that it waits for.
         product: Name of the product or convolution that makes it; empty: none does.
             Nothing else needs that one, so that it may be made later.
     """

@@ -112,11 +112,8 @@ class Arguments:
 class FlatCall:
     """The arguments of a call as arrays that are where the replicas want them.
 
-    Attributes:
-        key: Equal for calls that may share a program.
-        arrays: The arrays.
-        make_arguments: Makes the `Arguments`.
-        num_active: Number of replicas with examples of their own; None: all.
+    Calls of equal `key` may share a program, whose arguments `make_arguments` makes;
+    `num_active` replicas have examples of their own (None: all).
     """
 
     key: Hashable
