@@ -1,7 +1,7 @@
 """Rules for calls that compute arrays on devices.
 
-They cover calls whose arguments Keras or NumPy has in another form: constants, random
-numbers, products of matrices, windows of convolutions and pooling, images.
+They cover calls that need more than a row of the tables: constants, casts, random
+numbers, products of matrices, images.
 """
 
 import itertools
@@ -10,13 +10,17 @@ import libcst as cst
 
 from replicax.migrate.functional import is_symbolic
 from replicax.migrate.kinds import is_class_of
-from replicax.migrate.rules import CallSite, Rule, bound, bound_to, by_row
+from replicax.migrate.rules import (
+    CallSite,
+    Rule,
+    array,
+    bound,
+    bound_to,
+    by_row,
+)
 from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.tables import (
     DEVICE_OPERATORS,
-    GUARDED_OPERATORS,
-    HOST_OPERATORS,
-    INDEXED,
     MESSAGES,
     find_target,
 )
@@ -34,14 +38,9 @@ from replicax.migrate.tree import (
     with_args,
 )
 
-__all__ = ["DEVICE_RULES", "identity", "pad", "resize"]
+__all__ = ["DEVICE_RULES", "resize"]
 
 _STRINGS = (cst.SimpleString, cst.FormattedString)
-
-
-def identity(site: CallSite) -> Expression:
-    """Port `tf.identity` to its argument."""
-    return site.required(0, "input")
 
 
 def _constant(site: CallSite) -> Expression:
@@ -50,11 +49,11 @@ def _constant(site: CallSite) -> Expression:
     parts = find(value, *_STRINGS) if is_display else [value]
     if any(isinstance(part, _STRINGS) for part in parts):
         raise Unported(f"tf.{site.path} of a string stays: arrays are of numbers")
-    return by_row(site, DEVICE_OPERATORS[site.path])
+    return by_row(site)
 
 
 def _variable(site: CallSite) -> Expression:
-    made = by_row(site, DEVICE_OPERATORS[site.path])
+    made = by_row(site)
     is_integer = made.args and _is_number(made.args[0].value, cst.Integer)
     if is_integer and named(made, "dtype") is None:  # Keras' default is a float.
         dtype = keyword("dtype", site.script.string("int32"))
@@ -114,26 +113,26 @@ def _cast(site: CallSite) -> Expression:
         is_shape = script.called(script.flow.resolved(size.value)) == "shape"
         if is_shape and not isinstance(size.slice[0].slice, cst.Slice):
             return site.required(0, "x")
-    return by_row(site, DEVICE_OPERATORS[site.path])
+    return by_row(site)
 
 
 def _ctc(site: CallSite) -> Expression:
     if not is_name(site.given(4, "logits_time_major"), "False"):
         raise site.stays("give it logits_time_major=False")
-    return by_row(site, GUARDED_OPERATORS[site.path])
+    return by_row(site)
 
 
 def _where(site: CallSite) -> Expression:
     if len(site.updated.args) < 3:
         raise Unported("tf.where of a condition alone stays: use keras.ops.nonzero")
-    return by_row(site, DEVICE_OPERATORS[site.path])
+    return by_row(site)
 
 
 def _split(site: CallSite) -> Expression:
     """Port `tf.split` to a number of parts, or sizes in sight to positions."""
     given = site.given(1, "num_or_size_splits")
     sizes = site.script.flow.resolved(given) if given else None
-    made = by_row(site, GUARDED_OPERATORS[site.path])
+    made = by_row(site)
     if isinstance(site.ported(1, "num_or_size_splits"), cst.Integer):
         return made
     parts = parts_of(sizes)
@@ -179,78 +178,13 @@ def _band(site: CallSite) -> Expression:
     return made
 
 
-def _windowed(target: str, *names: str) -> Rule:
-    """Make the rule for a convolution or pooling, whose strides TF has for all axes.
-
-    Args:
-        target: The operation of Keras; it takes `names` in this order.
-        names: TF's parameters: the input, the kernel or its size, the strides.
-    """
-
-    def rule(site: CallSite) -> Expression:
-        given = {}
-        others = {"filters": "filter", names[0]: "value"}
-        every = [*names, "padding", "data_format", "dilations", "name"]
-        for i, name in enumerate(every):
-            value = site.ported(i, name)
-            if value is None and name in others:
-                value = site.ported(i, others[name])
-            if value is not None:
-                given[name] = value
-        if "data_format" in given or "dilations" in given or len(given) < 4:
-            raise site.stays(f"use {target}")
-        if not isinstance(given["padding"], cst.SimpleString):
-            raise site.stays("its padding is not a string here")
-        values = [given[names[0]]]
-        for name in names[1:]:
-            value = given[name]
-            values.append(value if name == "filters" else _inner(site, value))
-        padding = site.script.string(text_of(given["padding"]).lower())
-        args = [cst.Arg(value) for value in values]
-        return site.with_args(args, keyword("padding", padding), func=target)
-
-    return rule
-
-
-def _inner(site: CallSite, value: Expression) -> Expression:
-    """Port a window `[1, height, width, 1]` to `(height, width)`; an integer stays."""
-    if isinstance(value, cst.Integer):
-        return value
-    if not isinstance(value, cst.List | cst.Tuple):
-        raise site.stays("write its window as [1, height, width, 1]")
-    parts = parts_of(value)
-    if len(parts) == 4:
-        parts = parts[1:3]
-    if len(parts) == 1:
-        parts *= 2
-    return cst.parse_expression(f"({', '.join(map(site.script.code, parts))})")
-
-
-def _patches(site: CallSite) -> Expression:
-    made = by_row(site, GUARDED_OPERATORS[site.path])
-    args = []
-    for i, arg in enumerate(made.args):
-        if is_named(arg, "padding"):
-            arg = arg.with_changes(value=_lower(site, arg.value, "padding"))
-        elif i > 0 and not is_named(arg, "images"):
-            arg = arg.with_changes(value=_inner(site, arg.value))
-        args.append(arg)
-    return made.with_changes(args=args)
-
-
-def _lower(site: CallSite, value: Expression, what: str) -> cst.SimpleString:
-    if not isinstance(value, cst.SimpleString):
-        raise site.stays(f"its {what} is not a string here")
-    return cst.SimpleString(value.value.lower())
-
-
 def _gather(site: CallSite) -> Expression:
     """Port `tf.gather`; with `batch_dims=1` to a map over the arrays and indices."""
     names = [*DEVICE_OPERATORS[site.path].parameters]
     given = bound_to(site, names)
     number = given["batch_dims"].value if "batch_dims" in given else None
     if number is None:
-        return by_row(site, DEVICE_OPERATORS[site.path])
+        return by_row(site)
     axis = given["axis"].value if "axis" in given else number
     if not isinstance(number, cst.Integer) or not isinstance(axis, cst.Integer):
         raise site.stays("its batch_dims and axis are no numbers in sight")
@@ -259,36 +193,10 @@ def _gather(site: CallSite) -> Expression:
         raise site.stays(MESSAGES["symbolic_gather"])
     depth = int(number.value)
     take = f"lambda x, i: keras.ops.take(x, i, axis={int(axis.value) - depth})"
-    params, indices = (_array(site, before[k], given[k]) for k in names[:2])
+    params, indices = (array(site, before[k].value, given[k].value) for k in names[:2])
     text = f"{'jax.vmap(' * depth}{take}{')' * depth}"
     text = f"{text}({{x}}, {{i}})" if depth else f"({text})({{x}}, {{i}})"
     return site.make(text, x=params, i=indices)
-
-
-def _indexed(site: CallSite) -> Expression:
-    """Port a function of indices `[..., n]`; Keras and JAX take a tuple of arrays."""
-    script, (names, text) = site.script, INDEXED[site.path]
-    before, given = bound(site.node.args, names), bound_to(site, names)
-    if len(given) != len(names):
-        raise site.stays(f"it takes {', '.join(names)}")
-    if "shape" in before:
-        shape = script.flow.resolved(before["shape"].value)
-        is_shown = isinstance(shape, cst.List | cst.Tuple)
-        if not is_shown and script.called(shape) != "shape":
-            raise site.stays("its shape is not in sight")
-    values = {
-        name: arg.value if name == "shape" else _array(site, before[name], arg)
-        for name, arg in given.items()
-    }
-    return site.make(text, **values)
-
-
-def _array(site: CallSite, old: cst.Arg, new: cst.Arg) -> Expression:
-    """The port of an argument as an array, which lists and variables are not."""
-    made = site.script.called(site.script.flow.resolved(old.value))
-    if made in DEVICE_OPERATORS and isinstance(new.value, cst.Name | cst.Call):
-        return new.value
-    return site.make("keras.ops.convert_to_tensor({x})", x=new.value)
 
 
 def _clip_by_norm(site: CallSite) -> Expression:
@@ -305,13 +213,13 @@ def _clip_by_norm(site: CallSite) -> Expression:
 def _norm(site: CallSite) -> Expression:
     """Port `tf.norm`, which without an axis is of all elements as one vector."""
     order, axis = site.ported(1, "ord"), site.ported(2, "axis")
-    made = by_row(site, DEVICE_OPERATORS[site.path])
-    kept = [arg for arg in made.args if arg.value is not order]
+    made = by_row(site)
+    if order is None:
+        return made
     is_flat = axis is None or is_name(axis, "None")
     text = text_of(order)
-    if order is None or text == "euclidean" or (is_flat and text == "fro"):
-        kept = [a if a is made.args[0] else _as_named(a, axis) for a in kept]
-        return made if order is None else with_args(made, kept)
+    if text == "euclidean" or (is_flat and text == "fro"):
+        return with_args(made, [a for a in made.args if a.value is not order])
     if not is_flat:
         return made
     if site.given(3, "keepdims") is not None:
@@ -320,14 +228,9 @@ def _norm(site: CallSite) -> Expression:
     return site.make(text, x=site.required(0, "tensor"), ord=order)
 
 
-def _as_named(arg: cst.Arg, axis: Expression | None) -> cst.Arg:
-    """An argument behind one that is taken out, by its name."""
-    return renamed(arg, "axis" if arg.value is axis else "keepdims")
-
-
 def _random(site: CallSite) -> Expression:
     script, node = site.script, site.node
-    made = by_row(site, DEVICE_OPERATORS[site.path])
+    made = by_row(site)
     dtype = named(made, "dtype")
     if isinstance(dtype, cst.SimpleString) and "int" in dtype.value:
         made = made.with_changes(func=script.expression("keras.random.randint"))
@@ -344,12 +247,9 @@ def _random(site: CallSite) -> Expression:
     return with_args(made, [*made.args, seed])
 
 
-# Images and arrays that input pipelines have, too.
-
-
 def resize(site: CallSite) -> Expression:
     """Port `tf.image.resize` of TensorFlow 2; bilinear results are float32 as there."""
-    script, made = site.script, by_row(site, GUARDED_OPERATORS[site.path])
+    script, made = site.script, by_row(site)
     value = named(made, "interpolation") or script.string("bilinear")
     name = script.names.path(value)  # None if the argument is ported already.
     text = str(find_target(name) if name else script.code(value)).strip("\"'")
@@ -367,61 +267,18 @@ def resize(site: CallSite) -> Expression:
     return site.make("np.asarray({x})", x=made) if on_host else made
 
 
-def pad(site: CallSite) -> Expression:
-    """Port `tf.pad`: paddings must be numbers in sight, modes become lower case."""
-    script = site.script
-    table = HOST_OPERATORS if script.runs_on_host(site.node) else GUARDED_OPERATORS
-    given, margins = site.given(1, "paddings"), None
-    made = script.flow.resolved(given) if given else None
-    if isinstance(made, cst.Call):
-        is_tensor = script.called(made) in {"constant", "convert_to_tensor"}
-        margins = made.args[0].value if is_tensor else made
-    if margins is not None and not _is_of_numbers(margins):
-        raise site.stays("its paddings are not numbers in sight")
-    mode = site.ported(2, "mode")
-    args = []
-    for old, arg in zip(site.node.args, site.updated.args, strict=True):
-        if old.value is given and margins is not None:
-            arg = arg.with_changes(value=margins.deep_clone())
-        elif mode is not None and arg.value is mode:
-            arg = arg.with_changes(value=_lower(site, mode, "mode"))
-        args.append(arg)
-    site = CallSite(script, site.node, site.updated.with_changes(args=args), site.path)
-    return by_row(site, table[site.path])
-
-
-def _is_of_numbers(node: Expression) -> bool:
-    if isinstance(node, cst.List | cst.Tuple):
-        return all(map(_is_of_numbers, parts_of(node)))
-    return isinstance(node, cst.Integer)
-
-
-_conv = _windowed("keras.ops.conv", "input", "filters", "strides")
-_max_pool = _windowed("keras.ops.max_pool", "input", "ksize", "strides")
-_average_pool = _windowed("keras.ops.average_pool", "input", "ksize", "strides")
-
 DEVICE_RULES: dict[str, Rule] = {
     "constant": _constant,
     "convert_to_tensor": _constant,
-    "identity": identity,
     "Variable": _variable,
     "gather": _gather,
     "matmul": _matmul,
     "linalg.matmul": _matmul,
     "linalg.band_part": _band,
-    "nn.conv2d": _conv,
-    "nn.conv1d": _conv,
-    "nn.max_pool": _max_pool,
-    "nn.max_pool2d": _max_pool,
-    "nn.avg_pool": _average_pool,
-    "nn.avg_pool2d": _average_pool,
-    "image.extract_patches": _patches,
     "image.resize": resize,
-    "pad": pad,
     "cast": _cast,
     "nn.ctc_loss": _ctc,
     "where": _where,
-    **dict.fromkeys(INDEXED, _indexed),
     "split": _split,
     "clip_by_norm": _clip_by_norm,
     "norm": _norm,

@@ -13,13 +13,13 @@ from replicax.migrate import keras_calls
 from replicax.migrate.arrays import DEVICE_RULES
 from replicax.migrate.files import newest_weights
 from replicax.migrate.host import HOST_RULES
-from replicax.migrate.kinds import kind_of, may_be_variable
-from replicax.migrate.optimizer_calls import with_float_rate
+from replicax.migrate.kinds import kind_of
 from replicax.migrate.rules import (
     CallSite,
     Rule,
     bound,
     bound_to,
+    by_keywords,
     by_row,
     with_keywords,
     written,
@@ -30,7 +30,6 @@ from replicax.migrate.tables import (
     GUARDED_OPERATORS,
     HOST_OPERATORS,
     MESSAGES,
-    NAMES,
     NOTES,
     OLD_LAYERS,
     OLD_LOSSES,
@@ -47,9 +46,7 @@ from replicax.migrate.tree import (
     keyword,
     named,
     names_in,
-    parts_of,
     text_of,
-    with_args,
     without,
 )
 
@@ -65,9 +62,7 @@ _SEEDED = ("keras.initializers.", "keras.layers.", "keras.random.")
 
 def has_rule(script: Script, node: cst.Call, path: str) -> bool:
     """Whether a rule or a row of the tables ports a call where it stands."""
-    if script.runs_on_host(node):
-        return path in HOST_RULES or path in HOST_OPERATORS
-    return path in _RULES or path in DEVICE_OPERATORS or path in GUARDED_OPERATORS
+    return path in (_HOST_RULES if script.runs_on_host(node) else _RULES)
 
 
 def ported(script: Script, node: cst.Call, updated: cst.Call, path: str) -> Expression:
@@ -77,55 +72,11 @@ def ported(script: Script, node: cst.Call, updated: cst.Call, path: str) -> Expr
         Unported: If it must stay as it is.
     """
     on_host = script.runs_on_host(node)
-    if find_target(path) in NAMES["no_variables"] and not on_host:
-        updated = _with_arrays(script, node, updated, path)
-    rule = (HOST_RULES if on_host else _RULES).get(path)
-    if rule is not None:
-        result = rule(CallSite(script, node, updated, path))
-    else:
-        rows = GUARDED_OPERATORS if path in GUARDED_OPERATORS else DEVICE_OPERATORS
-        rows = HOST_OPERATORS if on_host else rows
-        updated = _without_stars(script, node, updated)
-        result = by_row(CallSite(script, node, updated, path), rows[path])
-    result = with_float_rate(script, node, result, path)
+    rules = _HOST_RULES if on_host else _RULES
+    result = rules[path](CallSite(script, node, updated, path))
     if (note := NOTES.get(path)) and not on_host:
         script.note(node, f"tf.{path}: {note}")
     return result
-
-
-def _without_stars(script: Script, node: cst.Call, updated: cst.Call) -> cst.Call:
-    """Expand `*SIZE` in a call to `SIZE[0], SIZE[1]`, if its length is in sight."""
-    if len(node.args) != len(updated.args):
-        return updated
-    args: list[cst.Arg] = []
-    for old, new in zip(node.args, updated.args, strict=True):
-        shown = script.flow.value(old.value) if old.star == "*" else None
-        if isinstance(shown, cst.Tuple | cst.List):
-            texts = (f"{{x}}[{i}]" for i in range(len(parts_of(shown))))
-            args += [cst.Arg(script.template(text, x=new.value)) for text in texts]
-        else:
-            args.append(new)
-    return with_args(updated, args)
-
-
-def _with_arrays(
-    script: Script, node: cst.Call, updated: cst.Call, path: str
-) -> cst.Call:
-    """Convert the tensors among the arguments of a call, which may be variables."""
-    is_starred = any(arg.star for arg in node.args)
-    if is_starred or len(node.args) != len(updated.args):
-        return updated
-    text = "keras.ops.convert_to_tensor({x})"
-    operator = DEVICE_OPERATORS.get(path) or GUARDED_OPERATORS[path]
-    given = bound_to(CallSite(script, node, node, path), [*operator.parameters])
-    tensors = [arg for name, arg in given.items() if name in NAMES["arrays"]]
-    args = [
-        new.with_changes(value=script.template(text, x=new.value))
-        if old in tensors and may_be_variable(script, old.value)
-        else new
-        for old, new in zip(node.args, updated.args, strict=True)
-    ]
-    return with_args(updated, args)
 
 
 def leave_unknown_arguments(
@@ -157,17 +108,7 @@ def _range(site: CallSite) -> Expression:
         if any(arg.keyword or arg.star for arg in site.updated.args):
             raise Unported("tf.range in a `for`: write Python's `range`")
         return site.updated.with_changes(func=cst.Name("range"))
-    return by_row(site, DEVICE_OPERATORS[site.path])
-
-
-def _renaming(target: str, dropped: str = "name") -> Rule:
-    """Make a rule that changes the function's name, for any number of arguments."""
-
-    def rule(site: CallSite) -> Expression:
-        kept = [a for a in site.updated.args if not is_named(a, dropped)]
-        return site.with_args(kept, func=target)
-
-    return rule
+    return by_row(site)
 
 
 def _app_run(site: CallSite) -> Expression:
@@ -349,7 +290,7 @@ def _initializer(site: CallSite) -> Expression:
     name = "maxval" if "uniform" in site.path else "stddev"
     if _is_old(site.script, site.node) and site.given(1, name) is None:
         raise Unported(f"{name} is 1 in TensorFlow 1, 0.05 in Keras 3: write {name}=")
-    return by_row(site, GUARDED_OPERATORS[site.path])
+    return by_row(site)
 
 
 def _decay(site: CallSite) -> Expression:
@@ -364,7 +305,7 @@ def _decay(site: CallSite) -> Expression:
     is_alone = all(c and kind_of(script, c) == "optimizer" for c in calls)
     if script.called(step) not in _STEPS or not (calls and is_alone):
         raise site.stays(MESSAGES["decay"].format(target=operator.target))
-    return by_row(site, operator)
+    return by_row(site)
 
 
 _STEPS = ("train.get_global_step", "train.get_or_create_global_step")
@@ -389,12 +330,11 @@ _OLD_RULES: dict[str, Rule] = {
 }
 
 _RULES: dict[str, Rule] = {
+    **dict.fromkeys([*DEVICE_OPERATORS, *GUARDED_OPERATORS], by_row),
     "function": lambda site: site.required(0, "func"),
     "range": _range,
-    "profiler.experimental.Trace": _renaming("jax.profiler.StepTraceAnnotation", "_r"),
-    "einsum": _renaming("keras.ops.einsum"),
-    "linalg.einsum": _renaming("keras.ops.einsum"),
-    "meshgrid": _renaming("keras.ops.meshgrid"),
+    "profiler.experimental.Trace": by_keywords("Trace"),
+    **dict.fromkeys(("einsum", "linalg.einsum", "meshgrid"), by_keywords("named")),
     **{path: written(text, *names) for path, (names, text) in WRITTEN.items()},
     "app.run": _app_run,
     "print": _print,
@@ -405,3 +345,9 @@ _RULES: dict[str, Rule] = {
     **keras_calls.RULES,
     **_OLD_RULES,
 }
+"""Rules for code that devices run, by the path of the function."""
+_HOST_RULES = {
+    **dict.fromkeys(HOST_OPERATORS, lambda site: by_row(site, HOST_OPERATORS)),
+    **HOST_RULES,
+}
+"""Rules for input pipelines."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import libcst as cst
 
-from replicax.migrate.arrays import identity, pad, resize
+from replicax.migrate.arrays import resize
 from replicax.migrate.rules import CallSite, Rule, bound, by_row, written
 from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.statements import is_static_shape
@@ -377,7 +377,7 @@ def _cast(site: CallSite) -> Expression:
 
 def _constant(site: CallSite) -> Expression:
     value = site.required(0, "value")
-    made = by_row(site, HOST_OPERATORS[site.path])
+    made = by_row(site, HOST_OPERATORS)
     kinds = {type(part) for part in find(value, cst.Float, cst.Integer)}
     if len(made.args) > 1 or not kinds:
         return made
@@ -387,7 +387,7 @@ def _constant(site: CallSite) -> Expression:
 
 
 def _random_image(site: CallSite) -> Expression:
-    made = by_row(site, HOST_OPERATORS[site.path])
+    made = by_row(site, HOST_OPERATORS)
     return with_args(made, [*made.args, keyword("rng", _generator(site))])
 
 
@@ -455,8 +455,8 @@ HOST_RULES: dict[str, Rule] = {
     ),
     "constant": _constant,
     "convert_to_tensor": _constant,
-    "identity": identity,
+    "identity": written("{input}", "input", "name"),
     "image.resize": resize,
-    "pad": pad,
+    "pad": lambda site: by_row(site, HOST_OPERATORS),
 }
 """Rules for input pipelines, by the path of the function."""

@@ -1,20 +1,17 @@
 """Rules for calls of Keras that changed between tf.keras and Keras 3."""
 
-import functools
 import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypeAlias
 
 import libcst as cst
 
 from replicax.migrate.files import MODELS, WEIGHTS, is_weights_only, report_path
-from replicax.migrate.kinds import is_class_of, kind_of, makers
+from replicax.migrate.kinds import is_class_of, kind_of, own_methods
 from replicax.migrate.optimizer_calls import config_problem, optimizer_arguments
-from replicax.migrate.origins import elements, returned, with_bases
-from replicax.migrate.rules import CallSite, Rule, with_keywords
+from replicax.migrate.origins import elements, returned
+from replicax.migrate.rules import CallSite, Rule, by_keywords, with_keywords
 from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.tables import (
-    ARGUMENTS,
     CHANGED_DEFAULTS,
     IDENTIFIERS,
     MESSAGES,
@@ -28,11 +25,9 @@ from replicax.migrate.tree import (
     argument,
     find,
     is_name,
-    is_named,
     keyword,
     keyword_of,
     method_of,
-    methods_of,
     named,
     text_of,
     value_of,
@@ -48,10 +43,6 @@ __all__ = [
     "plan_results",
     "problems",
 ]
-
-
-def _with_keywords(table: str) -> Rule:
-    return lambda site: site.of_target(with_keywords(site, table))
 
 
 def _reader(site: CallSite) -> Expression:
@@ -88,21 +79,10 @@ def _model_checkpoint(site: CallSite) -> Expression:
 
 
 def _tensorboard(site: CallSite) -> Expression:
-    script, args = site.script, site.updated.args
-    by_position = [a for a in args if a.keyword is None]
-    if len(by_position) > 2 or any(arg.star for arg in args):
+    by_position = [arg for arg in site.updated.args if arg.keyword is None]
+    if len(by_position) > 2 or any(arg.star for arg in by_position):
         raise Unported("rx.callbacks.TensorBoard: name its arguments")
-    gone = [arg for arg in args if is_named(arg, *ARGUMENTS["not_in_tensorboard"])]
-    off = {"0", "False", "None"}
-    if lost := [keyword_of(a) for a in gone if script.code(a.value) not in off]:
-        names = ", ".join(f"{name}=" for name in lost)
-        verb = "is" if len(lost) == 1 else "are"
-        site.note(f"{names} {verb} taken out; for profiles use jax.profiler")
-    kept = [arg for arg in args if arg not in gone]
-    for arg in kept:
-        if arg.keyword and not is_named(arg, *ARGUMENTS["tensorboard"]):
-            raise Unported(f"rx.callbacks.TensorBoard has no {arg.keyword.value}=")
-    return site.of_target(kept)
+    return site.of_target(with_keywords(site, "TensorBoard"))
 
 
 def _loss_scale(site: CallSite) -> Expression:
@@ -121,15 +101,11 @@ def plan_arguments(script: Script) -> None:
     """Plan arguments that Keras 3 and replicax take as other types."""
     for call in script.calls:
         if change := _CHANGES.get(script.called(call)):
-            position, name, text_of_change = change
-            found = argument(call.args, position, name)
-            text = text_of_change(script, found.value) if found is not None else None
-            if found is not None and text is not None:
-                script.replacements[found] = functools.partial(_with, script, text)
-
-
-def _with(script: Script, text: str, updated: cst.Arg) -> cst.Arg:
-    return updated.with_changes(value=script.template(text, x=updated.value))
+            name, text_of_change = change
+            value = value_of(call, 0, name)
+            text = text_of_change(script, value) if value is not None else None
+            if value is not None and text is not None:
+                script.wrapped[value] = text
 
 
 def _shape(script: Script, node: Expression) -> str | None:
@@ -150,14 +126,13 @@ def _devices(script: Script, node: Expression) -> str | None:
     return "[device.name for device in {x}]" if is_list else None
 
 
-_Change: TypeAlias = Callable[[Script, Expression], str | None]
-_CHANGES: dict[str, tuple[int, str, _Change]] = {
-    "keras.Input": (0, "shape", _shape),
-    "keras.layers.Input": (0, "shape", _shape),
-    "keras.layers.Dense": (0, "units", _units),
-    "distribute.MirroredStrategy": (0, "devices", _devices),
+_CHANGES: dict[str, tuple[str, Callable[[Script, Expression], str | None]]] = {
+    "keras.Input": ("shape", _shape),
+    "keras.layers.Input": ("shape", _shape),
+    "keras.layers.Dense": ("units", _units),
+    "distribute.MirroredStrategy": ("devices", _devices),
 }
-"""An argument of functions, and the template of another value, or None, by path."""
+"""First arguments of functions, and the template of another value, or None, by path."""
 
 
 def plan_metrics(script: Script) -> None:
@@ -169,7 +144,8 @@ def plan_metrics(script: Script) -> None:
     for call in (c for c in script.calls if method_of(c) == "compile"):
         for each in _parts(script, value_of(call, 1, "loss")):
             # Keras widens the labels of functions.
-            _plan_labels(script, _methods(script, each, "call"), is_loss=True)
+            methods = own_methods(script, each, "call")
+            _plan_labels(script, methods, is_loss=True)
             functions = _metric_functions(script, each)
             _plan_labels(script, functions, is_loss=True, widen=False)
         for each in _parts(script, value_of(call, 2, "metrics")):
@@ -231,14 +207,6 @@ def _is_uncast(
     return any(_is_uncast(script, each, name, seen) for each in inside)
 
 
-def _methods(script: Script, node: Expression, name: str) -> Iterator[cst.FunctionDef]:
-    """The methods of a name of the classes of the script that make an object."""
-    made = [m for m in makers(script, node) if isinstance(m, cst.ClassDef)]
-    for each in with_bases(script, *made):
-        if (method := methods_of(each).get(name)) is not None:
-            yield method
-
-
 def _parts(
     script: Script, node: Expression | None, resolved: bool = False
 ) -> list[Expression]:
@@ -253,7 +221,7 @@ def _parts(
 def _metric_functions(script: Script, node: Expression) -> Iterator[cst.FunctionDef]:
     """The functions of the script that compute a metric of labels and predictions."""
     if isinstance(node, cst.Call):
-        yield from _methods(script, node, "update_state")
+        yield from own_methods(script, node, "update_state")
         for value in returned(script, node):
             if isinstance(value, cst.Name):
                 yield from _metric_functions(script, value)
@@ -285,14 +253,7 @@ def plan_results(script: Script) -> None:
             pairs = node.value.elements if isinstance(node.value, cst.Dict) else ()
             for each in [node.value, *(pair.value for pair in pairs)]:
                 if each is not None and kind_of(script, each) == "variable":
-                    text = "keras.ops.convert_to_tensor({x})"
-                    script.replacements[each] = functools.partial(
-                        _written, script, text
-                    )
-
-
-def _written(script: Script, text: str, updated: Expression) -> Expression:
-    return script.template(text, x=updated)
+                    script.wrapped[each] = "keras.ops.convert_to_tensor({x})"
 
 
 def plan_identifiers(script: Script) -> None:
@@ -396,9 +357,9 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(READERS, _reader),
     **dict.fromkeys(NAMES["average_poolings"], _pooling),
     "keras.mixed_precision.experimental.LossScaleOptimizer": _loss_scale,
-    "keras.callbacks.LambdaCallback": _with_keywords("LambdaCallback"),
+    "keras.callbacks.LambdaCallback": by_keywords("LambdaCallback"),
     "keras.callbacks.ModelCheckpoint": _model_checkpoint,
-    "keras.callbacks.ReduceLROnPlateau": _with_keywords("ReduceLROnPlateau"),
+    "keras.callbacks.ReduceLROnPlateau": by_keywords("ReduceLROnPlateau"),
     "keras.callbacks.TensorBoard": _tensorboard,
     "keras.models.save_model": _save_model,
     "keras.models.load_model": _load_model,

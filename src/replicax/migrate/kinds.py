@@ -17,10 +17,18 @@ from replicax.migrate.origins import (
     iterated,
     part,
     returned,
+    with_bases,
 )
 from replicax.migrate.script import Expression, Script
 from replicax.migrate.tables import NAMES, find_target, is_dotted, kind_of_target
-from replicax.migrate.tree import attr_of, is_name, last_name, method_of, object_of
+from replicax.migrate.tree import (
+    attr_of,
+    is_name,
+    last_name,
+    method_of,
+    methods_of,
+    object_of,
+)
 
 __all__ = [
     "Maker",
@@ -33,6 +41,7 @@ __all__ = [
     "makes_optimizer",
     "may_be_variable",
     "origins",
+    "own_methods",
     "renamed_optimizer",
 ]
 
@@ -207,6 +216,15 @@ def makers(script: Script, node: Expression) -> frozenset[Maker]:
 def _makers_of(script: Script, origin: Origin) -> frozenset[Maker]:
     is_call = isinstance(origin, cst.Call)
     return _called_makers(script, origin) if is_call else frozenset([origin])
+
+
+def own_methods(
+    script: Script, owner: Expression | cst.ClassDef, name: str
+) -> list[cst.FunctionDef]:
+    """The methods of a name of a class of the script, or of those of an object."""
+    made = [owner] if isinstance(owner, cst.ClassDef) else makers(script, owner)
+    classes = with_bases(script, *(m for m in made if isinstance(m, cst.ClassDef)))
+    return [found[name] for found in map(methods_of, classes) if name in found]
 
 
 @ends_at_cycles(_UNKNOWN)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import libcst as cst
 
-from replicax.migrate.kinds import Maker, is_class_of, is_kind, makers
+from replicax.migrate.kinds import Maker, is_class_of, is_kind, makers, own_methods
 from replicax.migrate.origins import bases, bound_values, definitions, with_bases
 from replicax.migrate.script import Expression, Script
 from replicax.migrate.tables import (
@@ -132,8 +132,8 @@ def _is_called_by_keras(script: Script, owner: Maker) -> bool:
     """Whether calls of a maker's objects go through `Layer.__call__`."""
     if not isinstance(owner, cst.ClassDef):
         return owner in _KINDS or (_of_target(owner) is not None if owner else False)
-    methods = (name for c in with_bases(script, owner) for name in methods_of(c))
-    return is_class_of(script, owner, _KINDS) and "__call__" not in methods
+    is_own = bool(own_methods(script, owner, "__call__"))
+    return is_class_of(script, owner, _KINDS) and not is_own
 
 
 def _needs_name(

@@ -12,8 +12,7 @@ from replicax.migrate.kinds import (
     kind_of,
     makers,
 )
-from replicax.migrate.origins import definitions, iterated, with_bases
-from replicax.migrate.rules import CallSite, with_keywords
+from replicax.migrate.origins import definitions, iterated
 from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.tables import (
     ATTRIBUTES,
@@ -25,7 +24,6 @@ from replicax.migrate.tables import (
     exists,
     is_dotted,
 )
-from replicax.migrate.tracing import class_of, foreign_bases
 from replicax.migrate.tree import (
     attr_of,
     dotted,
@@ -41,14 +39,11 @@ from replicax.migrate.tree import (
 
 __all__ = [
     "is_logged_rate",
+    "is_logs",
     "is_rate",
     "ported_attribute",
-    "rate",
     "report_overridden",
     "report_unknown",
-    "reset",
-    "updated_logs",
-    "variables",
 ]
 
 _OF_OPTIMIZERS = ATTRIBUTES["optimizer"]
@@ -230,46 +225,6 @@ def _is_foreign(script: Script, node: cst.Attribute, kind: str) -> bool:
     return not script.functions(name) and is_kind(script, node.value, kind)
 
 
-# Methods.
-
-
-def variables(site: CallSite) -> Expression:
-    """Refuse `optimizer.variables()`, which is a list in Keras 3."""
-    if is_kind(site.script, site.owner, "optimizer"):
-        raise Unported("variables of an optimizer is a list, in another order")
-    return site.updated
-
-
-def reset(site: CallSite) -> Expression:
-    """Port `reset_states` of a metric, a recurrent layer, or a model of such layers.
-
-    That of a class of the script's own, which is none of Keras, stays.
-    """
-    script = site.script
-    made = [m for m in makers(script, site.owner) if isinstance(m, cst.ClassDef)]
-    if any(_has_own_reset(script, each) for each in made):
-        return site.updated
-    if is_kind(script, site.owner, "model"):
-        methods = {class_of(script, f) for f in script.functions("reset_states")}
-        if not methods.isdisjoint(with_bases(script, *made)):
-            return site.updated
-        text = (
-            "[layer.reset_state() for layer in {x}.layers "
-            'if getattr(layer, "stateful", False)]'
-        )
-        return site.make(text, x=site.receiver)
-    if site.updated.args:
-        raise Unported("reset_state of Keras 3 takes no values: assign to each state")
-    return site.as_method("reset_state")
-
-
-def _has_own_reset(script: Script, owner: cst.ClassDef) -> bool:
-    """Whether a class defines `reset_states`, and is no class of Keras."""
-    methods = (class_of(script, f) for f in script.functions("reset_states"))
-    is_own = not set(methods).isdisjoint(with_bases(script, owner))
-    return is_own and not any(map(script.names.path, foreign_bases(script, owner)))
-
-
 def report_overridden(script: Script, node: cst.ClassDef) -> None:
     """Report methods of a class of the script that Keras 3 does not call."""
     for kind, why in OVERRIDDEN.items():
@@ -306,17 +261,6 @@ def report_unknown(script: Script, node: cst.Call, result: Expression) -> None:
                 script.leave(node, f"{what} in Keras 3")
 
 
-def rate(site: CallSite) -> Expression:
-    """Port a call of a schedule, `optimizer.learning_rate(optimizer.iterations)`."""
-    script, args = site.script, site.node.args
-    if not is_kind(script, site.owner, "optimizer"):
-        return site.updated
-    now = f"{script.code(site.owner)}.iterations"
-    if len(args) == 1 and script.code(args[0].value) == now:
-        return site.updated.func
-    raise Unported(MESSAGES["no_schedule"])
-
-
 # Keys of logs.
 
 
@@ -328,10 +272,10 @@ def is_logged_rate(script: Script, node: cst.SimpleString) -> bool:
     around = script.parents(node) if node.evaluated_value == "lr" else ()
     for parent in itertools.islice(around, 4):
         if isinstance(parent, cst.Subscript):
-            return node not in walk(parent.value) and _is_logs(script, parent.value)
+            return node not in walk(parent.value) and is_logs(script, parent.value)
         if isinstance(parent, cst.Comparison):
             is_first = parent.left is node
-            return is_first and _is_logs(script, parent.comparisons[0].comparator)
+            return is_first and is_logs(script, parent.comparisons[0].comparator)
         if isinstance(parent, cst.Call):
             return _names_rate(script, parent, node)
     return False
@@ -350,15 +294,16 @@ def _names_rate(script: Script, call: cst.Call, node: cst.SimpleString) -> bool:
         keys = [pair.key for pair in pairs if isinstance(pair, cst.DictElement)]
     elif method_of(call) not in {"get", "pop", "setdefault"}:
         return False
-    return node in keys and _is_logs(script, object_of(call))
+    return node in keys and is_logs(script, object_of(call))
 
 
-def _is_logs(script: Script, node: Expression) -> bool:
+def is_logs(script: Script, node: Expression) -> bool:
+    """Whether an expression is the logs of a callback, a history or a config."""
     if isinstance(node, cst.BooleanOperation):  # `(logs or {})`
-        return _is_logs(script, node.left)
+        return is_logs(script, node.left)
     value = script.flow.resolved(node)
     if isinstance(value, cst.Call) and dotted(value.func) in NAMES["copies_of_logs"]:
-        return bool(value.args) and _is_logs(script, value.args[0].value)
+        return bool(value.args) and is_logs(script, value.args[0].value)
     if method_of(value):
         is_config = method_of(value) == "get_config"
         return is_config and is_kind(script, object_of(value), "optimizer")
@@ -366,9 +311,3 @@ def _is_logs(script: Script, node: Expression) -> bool:
     text = script.code(node)
     is_named = re.fullmatch(r"(?!self\.history$)(.*\.history|logs)", text) is not None
     return is_named and not is_own
-
-
-def updated_logs(site: CallSite) -> Expression:
-    """Port `logs.update(lr=rate)` to the key of Keras 3, `learning_rate`."""
-    is_logs = _is_logs(site.script, site.owner)
-    return site.with_args(with_keywords(site, "logs")) if is_logs else site.updated

@@ -2,7 +2,6 @@
 
 import libcst as cst
 
-from replicax.migrate import members
 from replicax.migrate.files import (
     MODELS,
     WEIGHTS,
@@ -11,9 +10,9 @@ from replicax.migrate.files import (
     plan_folder,
     report_path,
 )
-from replicax.migrate.kinds import is_class_of, is_kind, kind_of, makers
-from replicax.migrate.origins import with_bases
-from replicax.migrate.rules import CallSite, Rule, with_keywords, written
+from replicax.migrate.kinds import is_class_of, is_kind, kind_of, makers, own_methods
+from replicax.migrate.members import is_logs
+from replicax.migrate.rules import CallSite, Rule, by_keywords, with_keywords, written
 from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.tables import (
     ARGUMENTS,
@@ -47,6 +46,9 @@ def ported_method(site: CallSite) -> Expression:
     name = site.method
     if not name or _is_of_module(site.script, site.node):
         return site.updated
+    is_other = bool(site.script.functions(name))  # One that the script defines.
+    if name in {*LEFT_METHODS, *WRITTEN_METHODS} and is_other:
+        return site.updated
     if name in LEFT_METHODS:
         raise Unported(f".{name}: {LEFT_METHODS[name]}")
     if name in RENAMED_METHODS:
@@ -76,28 +78,6 @@ def _numpy(site: CallSite) -> Expression:
     return site.make("keras.ops.convert_to_numpy({x})", x=value)
 
 
-def _attribute(name: str) -> Rule:
-    """Make the rule for a method without arguments that becomes an attribute."""
-
-    def rule(site: CallSite) -> Expression:
-        func = site.as_method(name).func
-        return site.updated if site.updated.args else func
-
-    return rule
-
-
-def _next(site: CallSite) -> Expression:
-    return (
-        site.updated if site.updated.args else site.make("next({x})", x=site.receiver)
-    )
-
-
-def _as_list(site: CallSite) -> Expression:
-    if site.updated.args or site.script.functions("as_list"):
-        return site.updated
-    return site.make("list({x})", x=site.receiver)
-
-
 def _of_optional(text: str) -> Rule:
     """Make the rule for a method of a result of `get_next_as_optional`."""
 
@@ -112,13 +92,6 @@ def _of_optional(text: str) -> Rule:
     return rule
 
 
-def _set_shape(site: CallSite) -> Expression:
-    """Refuse what is no statement of its own; such statements are taken out."""
-    if site.script.functions("set_shape"):
-        return site.updated
-    raise Unported(".set_shape: arrays have their shapes: remove it")
-
-
 def _experimental_run(site: CallSite) -> Expression:
     """Port `strategy.experimental_run(step, iterator)`, the oldest form of `run`."""
     step, iterator = site.ported(0, "fn"), site.ported(1, "input_iterator")
@@ -128,10 +101,6 @@ def _experimental_run(site: CallSite) -> Expression:
     if iterator is not None:
         args.append(keyword("args", site.make("(next({x}),)", x=iterator)))
     return site.as_method("run", args)
-
-
-def _dataset_iterator(name: str) -> Rule:
-    return lambda site: site.make("iter({x})", x=site.as_method(name))
 
 
 # Keras' objects.
@@ -154,25 +123,21 @@ def plan_resets(script: Script) -> None:
             script.replacements[function.name] = lambda _: cst.Name("reset_state")
 
 
-def _with_keywords(table: str) -> Rule:
-    return lambda site: site.with_args(with_keywords(site, table))
-
-
 def _compiled(site: CallSite) -> Expression:
     """Port `model.compile(...)`: drop or rename arguments that Keras 3 lacks."""
     has_metrics = site.given(2, "metrics") is not None
     if has_metrics and any(_masks(site.script, each) for each in site.script.calls):
         site.note(MESSAGES["masked_metrics"])
-    args = with_keywords(site, "compile")
-    positional = [arg for arg in site.updated.args if not (arg.keyword or arg.star)]
-    if len(positional) > len(ARGUMENTS["compile"]):
-        raise Unported("compile: name its arguments, Keras 3 has another order")
     # Keras 3 has the weights of losses third.
-    names = dict(zip(positional[2:], ARGUMENTS["compile"][2:], strict=False))
-    args = [renamed(a, names[a]) if a in names else a for a in args]
+    args = with_keywords(site.with_names(ARGUMENTS["compile"], 2), "compile")
     given = site.given(2, "metrics")
     if given is not None and _is_one_metric(site.script, given):
-        args = [_in_list(site, a) if is_named(a, "metrics") else a for a in args]
+        args = [
+            a.with_changes(value=site.make("[{x}]", x=a.value))
+            if is_named(a, "metrics")
+            else a
+            for a in args
+        ]
     return site.with_args(args)
 
 
@@ -184,10 +149,6 @@ def _is_one_metric(script: Script, node: Expression) -> bool:
     return is_name_of_one or is_function or kind_of(script, node) == "metric"
 
 
-def _in_list(site: CallSite, arg: cst.Arg) -> cst.Arg:
-    return arg.with_changes(value=site.make("[{x}]", x=arg.value))
-
-
 def _masks(script: Script, call: cst.Call) -> bool:
     """Whether a call makes a layer that masks time steps."""
     has_zero = named(call, "mask_zero") is not None
@@ -196,23 +157,14 @@ def _masks(script: Script, call: cst.Call) -> bool:
 
 def _fitted(site: CallSite) -> Expression:
     """Port `fit`, `evaluate`, `predict` and their `_generator` forms to Keras 3."""
-    parameters = ARGUMENTS.get(site.method, ())
-    args = list(site.updated.args)
-    for i, arg in enumerate(args):
-        if parameters and arg.keyword is None and i > 0:
-            if arg.star or i >= len(parameters):
-                raise Unported(f"{site.method}: name its arguments")
-            args[i] = renamed(arg, parameters[i])
     weights = named(site.node, "sample_weight")
     is_dict = weights and isinstance(site.script.flow.resolved(weights), cst.Dict)
     if is_dict and any(_lists_outputs(site.script, c) for c in site.script.calls):
         site.script.leave(site.node, MESSAGES["named_weights"])
-    inner = CallSite(site.script, site.node, site.with_args(args))
-    made = inner.with_args(with_keywords(inner, "fit"))
+    names = ARGUMENTS.get(site.method)
+    inner = site.with_names(names, 1) if names else site
     name = site.method.removesuffix("_generator")
-    if name == site.method:
-        return made
-    return CallSite(site.script, site.node, made).as_method(name)
+    return inner.as_method(name, with_keywords(inner, "fit"))
 
 
 def _lists_outputs(script: Script, call: cst.Call) -> bool:
@@ -251,9 +203,9 @@ def _build(site: CallSite) -> Expression:
     """Port `build` of a subclassed model, a no-op in Keras 3, to a call with zeros."""
     script = site.script
     made = makers(script, site.owner)
-    owners = with_bases(script, *(m for m in made if isinstance(m, cst.ClassDef)))
-    is_own = any(class_of(script, f) in owners for f in script.functions("build"))
-    if not owners or is_own or not is_kind(script, site.owner, "model"):
+    is_subclass = any(isinstance(each, cst.ClassDef) for each in made)
+    is_own = bool(own_methods(script, site.owner, "build"))
+    if not is_subclass or is_own or not is_kind(script, site.owner, "model"):
         return site.updated
     given = site.given(0, "input_shape")
     shape = script.flow.resolved(given) if given else None
@@ -274,12 +226,7 @@ def _add_weight(site: CallSite) -> Expression:
     texts = (cst.SimpleString, cst.FormattedString)
     if not is_old and not (given and isinstance(given[0].value, texts)):
         return site.updated
-    if len(given) > len(names) or any(arg.star for arg in args):
-        raise Unported("add_weight: name its arguments")
-    return site.as_method(
-        "add_weight",
-        [a if a.keyword else renamed(a, names[i]) for i, a in enumerate(args)],
-    )
+    return site.with_names(names).as_method("add_weight")
 
 
 def _adapt(site: CallSite) -> Expression:
@@ -287,15 +234,6 @@ def _adapt(site: CallSite) -> Expression:
     if site.script.called(made).endswith(".Discretization"):
         raise Unported(MESSAGES["discretization"])
     return site.updated
-
-
-def _initial_state(site: CallSite) -> Expression:
-    """Port `rnn.get_initial_state(x)`, which takes `batch_size=` in Keras 3."""
-    inputs, args = site.ported(0, "inputs"), site.updated.args
-    if inputs is None or len(args) > 1 or site.script.functions(site.method):
-        return site.updated
-    size = site.make("keras.ops.shape({x})[0]", x=inputs)
-    return site.updated.with_changes(args=[keyword("batch_size", size)])
 
 
 def _constructor(site: CallSite) -> Expression:
@@ -317,9 +255,7 @@ def _constructor(site: CallSite) -> Expression:
     bases = foreign_bases(site.script, around) if around else ()
     if "keras.losses.Loss" not in map(site.script.names.path, bases):
         return site.updated
-    names = dict(zip(args, ("reduction", "name"), strict=False))
-    is_plain = {a for a in names if not (a.keyword or a.star)}
-    return site.with_args(renamed(a, names[a]) if a in is_plain else a for a in args)
+    return site.with_names(("reduction", "name")).updated
 
 
 def _update_state(site: CallSite) -> Expression:
@@ -361,52 +297,84 @@ def _unscaled(site: CallSite) -> Expression:
     return gradients
 
 
-_checkpoint = _with_keywords("checkpoint")
-_on_batch = _with_keywords("train_on_batch")
+def _variables(site: CallSite) -> Expression:
+    """Refuse `optimizer.variables()`, which is a list in Keras 3."""
+    if is_kind(site.script, site.owner, "optimizer"):
+        raise Unported("variables of an optimizer is a list, in another order")
+    return site.updated
+
+
+def _reset(site: CallSite) -> Expression:
+    """Port `reset_states` of a metric, a recurrent layer, or a model of such layers.
+
+    That of a class of the script's own, which is none of Keras, stays.
+    """
+    script = site.script
+    methods = own_methods(script, site.owner, "reset_states")
+    owners = filter(None, (class_of(script, each) for each in methods))
+    bases = [map(script.names.path, foreign_bases(script, each)) for each in owners]
+    is_model = is_kind(script, site.owner, "model")
+    if not all(map(any, bases)) or (methods and is_model):
+        return site.updated
+    if is_model:
+        text = (
+            "[layer.reset_state() for layer in {x}.layers "
+            'if getattr(layer, "stateful", False)]'
+        )
+        return site.make(text, x=site.receiver)
+    if site.updated.args:
+        raise Unported("reset_state of Keras 3 takes no values: assign to each state")
+    return site.as_method("reset_state")
+
+
+def _rate(site: CallSite) -> Expression:
+    """Port a call of a schedule, `optimizer.learning_rate(optimizer.iterations)`."""
+    script, args = site.script, site.node.args
+    if not is_kind(script, site.owner, "optimizer"):
+        return site.updated
+    now = f"{script.code(site.owner)}.iterations"
+    if len(args) == 1 and script.code(args[0].value) == now:
+        return site.updated.func
+    raise Unported(MESSAGES["no_schedule"])
+
+
+def _updated_logs(site: CallSite) -> Expression:
+    """Port `logs.update(lr=rate)` to the key of Keras 3, `learning_rate`."""
+    if not is_logs(site.script, site.owner):
+        return site.updated
+    return site.with_args(with_keywords(site, "logs"))
+
 
 _METHODS: dict[str, Rule] = {
-    **{name: written(text) for name, text in WRITTEN_METHODS.items()},
+    **{name: written(text, *names) for name, (names, text) in WRITTEN_METHODS.items()},
+    **dict.fromkeys(("restore", "write", "read"), by_keywords("checkpoint")),
+    **dict.fromkeys(("train_on_batch", "test_on_batch"), by_keywords("train_on_batch")),
+    **dict.fromkeys(("fit", "evaluate", "predict"), _fitted),
+    **dict.fromkeys(
+        ("fit_generator", "evaluate_generator", "predict_generator"), _fitted
+    ),
     "numpy": _numpy,
-    "get_shape": _attribute("shape"),
-    "read_value": _attribute("value"),
-    "as_list": _as_list,
-    "get_next": _next,
     "has_value": _of_optional("({x} is not None)"),
     "get_value": _of_optional("{x}"),
     "experimental_run": _experimental_run,
-    "make_dataset_iterator": _dataset_iterator("experimental_distribute_dataset"),
-    "make_input_fn_iterator": _dataset_iterator("distribute_datasets_from_function"),
-    "set_shape": _set_shape,
     "compile": _compiled,
-    "fit": _fitted,
-    "fit_generator": _fitted,
-    "evaluate": _fitted,
-    "evaluate_generator": _fitted,
-    "predict": _fitted,
-    "predict_generator": _fitted,
     "save": _save,
-    "restore": _checkpoint,
-    "write": _checkpoint,
-    "read": _checkpoint,
     "save_weights": lambda site: _written(site, WEIGHTS, "save_weights"),
-    "train_on_batch": _on_batch,
-    "test_on_batch": _on_batch,
     "load_weights": _load_weights,
-    "add_loss": _with_keywords("add_loss"),
+    "add_loss": by_keywords("add_loss"),
     "add_weight": _add_weight,
     "add_variable": _add_weight,
     "adapt": _adapt,
-    "get_initial_state": _initial_state,
     "__init__": _constructor,
     "build": _build,
     "update_state": _update_state,
     "apply_gradients": _apply_gradients,
     "minimize": _minimize,
     "get_unscaled_gradients": _unscaled,
-    "reset_states": members.reset,
-    "update": members.updated_logs,
-    "variables": members.variables,
-    "lr": members.rate,
-    "learning_rate": members.rate,
+    "reset_states": _reset,
+    "update": _updated_logs,
+    "variables": _variables,
+    "lr": _rate,
+    "learning_rate": _rate,
 }
 """Rules by the name of the method."""

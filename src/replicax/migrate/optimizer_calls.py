@@ -5,14 +5,13 @@ import libcst as cst
 from replicax.migrate.kinds import kind_of, makes_optimizer, origins
 from replicax.migrate.members import is_rate
 from replicax.migrate.origins import is_parameter
-from replicax.migrate.rules import CallSite, with_keywords
+from replicax.migrate.rules import CallSite, as_float, with_keywords
 from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.tables import (
     MESSAGES,
     NAMES,
     default_of,
     find_target,
-    kind_of_target,
 )
 from replicax.migrate.tree import (
     argument,
@@ -33,7 +32,6 @@ __all__ = [
     "optimizer_arguments",
     "ported_class_call",
     "report_shared_optimizers",
-    "with_float_rate",
 ]
 
 _OLD = ("lr", "decay")
@@ -59,6 +57,10 @@ def optimizer_arguments(site: CallSite) -> list[cst.Arg]:
     if rate is not None and kind_of(script, rate) == "variable":
         raise Unported(MESSAGES["variable_rate"])
     args = with_keywords(site, "optimizer")
+    new = argument(args, 0, "learning_rate")
+    if rate is not None and new is not None:
+        value = as_float(site, rate, new.value)
+        args = [a.with_changes(value=value) if a is new else a for a in args]
     if decay is not None and script.code(decay) not in {"0", "0.0", "0.", "None"}:
         return _decayed(site, args, decay)
     if named(site.node, "lr") is not None and ".legacy." not in site.path:
@@ -77,9 +79,8 @@ def _decayed(site: CallSite, args: list[cst.Arg], decay: Expression) -> list[cst
     is_made = old is not None and isinstance(script.flow.resolved(old), cst.Call)
     if target is None or is_made or _is_rate_set(script):
         raise Unported(MESSAGES["optimizer_decay"])
-    rate: Expression = cst.Float(str(default_of(target, "learning_rate")))
-    if old is not None and new is not None:
-        rate = _as_float(script, old, new.value)
+    usual = cst.Float(str(default_of(target, "learning_rate")))
+    rate = new.value if new is not None else usual
     site.note("decay= is a schedule, and learning_rate the rate of this step")
     text = "({rate}, decay_steps=1, decay_rate={decay})"
     text = f"keras.optimizers.schedules.InverseTimeDecay{text}"
@@ -152,43 +153,9 @@ def _keys(script: Script, node: Expression) -> set[str] | None:
     return set(keys) if is_alone and "" not in keys else None
 
 
-def with_float_rate(
-    script: Script, node: cst.Call, result: Expression, path: str
-) -> Expression:
-    """Convert an integer learning rate of an optimizer to a float.
-
-    Keras 3 refuses integers.
-    """
-    target = find_target(path) or ""
-    if not isinstance(result, cst.Call) or kind_of_target(target) != "optimizer":
-        return result
-    old, new = _rate(node), value_of(result, 0, "learning_rate")
-    if old is None or new is None or isinstance(new, cst.Call):
-        return result
-    value = _as_float(script, old, new)
-    args = [a.with_changes(value=value) if a.value is new else a for a in result.args]
-    return result if value is new else result.with_changes(args=args)
-
-
 def _rate(node: cst.Call) -> Expression | None:
     """The learning rate among the original arguments of an optimizer."""
     return value_of(node, 0, "learning_rate") or named(node, "lr")
-
-
-def _as_float(script: Script, old: Expression, new: Expression) -> Expression:
-    """The port `new` of a number, as a float if it is an integer."""
-    if isinstance(old, cst.Integer):
-        return cst.Float(f"{old.evaluated_value}.0")
-    return script.template("float({x})", x=new) if _is_integer(script, old) else new
-
-
-def _is_integer(script: Script, node: Expression) -> bool:
-    """Whether a variable is an integer; a parameter's default may be a number, too."""
-    if not isinstance(script.flow.value(node), cst.Integer):
-        return False
-    bound = [script.parent(each.node) for each in script.flow.reaching(node)]
-    defaults = [p.default for p in bound if isinstance(p, cst.Param)]
-    return all(d is None or isinstance(d, cst.Integer | cst.Float) for d in defaults)
 
 
 def report_shared_optimizers(script: Script) -> None:

@@ -27,7 +27,6 @@ from replicax.migrate import (
     scopes,
     sessions,
     statements,
-    tensor_arrays,
     tracing,
     training,
 )
@@ -112,7 +111,7 @@ _PLANNERS = (
     host.plan_lookups,
     statements.plan_settings,
     sessions.plan_summaries,
-    tensor_arrays.plan_tensor_arrays,
+    sessions.plan_tensor_arrays,
     tracing.plan_randomness,
     sessions.plan_sessions,
     training.plan_training,

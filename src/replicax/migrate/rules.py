@@ -1,14 +1,17 @@
 """Rules: how calls are ported, by rows of the tables or by functions for call sites."""
 
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import libcst as cst
 
+from replicax.migrate.kinds import may_be_variable
 from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.tables import (
+    DEVICE_OPERATORS,
+    GUARDED_OPERATORS,
     KEYWORDS,
     OLD_KEYWORDS,
     Operator,
@@ -21,6 +24,7 @@ from replicax.migrate.tree import (
     keyword_of,
     method_of,
     object_of,
+    parts_of,
     renamed,
     value_of,
     with_args,
@@ -30,8 +34,11 @@ from replicax.migrate.tree import (
 __all__ = [
     "CallSite",
     "Rule",
+    "array",
+    "as_float",
     "bound",
     "bound_to",
+    "by_keywords",
     "by_row",
     "with_keywords",
     "written",
@@ -112,11 +119,25 @@ class CallSite:
 
     def as_method(self, name: str, args: Iterable[cst.Arg] | None = None) -> cst.Call:
         """The call as one of another method of the object."""
-        func = self.updated.func
-        assert isinstance(func, cst.Attribute)
-        func = func.with_changes(attr=cst.Name(name))
-        args = self.updated.args if args is None else args
-        return self.updated.with_changes(func=func, args=[*args])
+        made = self.with_args(args)
+        assert isinstance(made.func, cst.Attribute)
+        func = made.func.with_changes(attr=cst.Name(name))
+        return made.with_changes(func=func)
+
+    def with_names(self, names: Sequence[str], first: int = 0) -> "CallSite":
+        """The call with names for its arguments by position, from `first` on.
+
+        Raises:
+            Unported: If an argument has no name.
+        """
+        args = []
+        for i, arg in enumerate(self.updated.args):
+            if arg.keyword is None and i >= first and arg.star != "**":
+                if arg.star or i >= len(names):
+                    raise Unported(f"{self.method}: name its arguments")
+                arg = renamed(arg, names[i])
+            args.append(arg)
+        return replace(self, updated=self.with_args(args))
 
     def of_target(self, args: Iterable[cst.Arg] | None = None) -> cst.Call:
         """The call of the target in Keras, by the original name if its import stays.
@@ -170,37 +191,60 @@ def bound_to(site: CallSite, parameters: Sequence[str]) -> dict[str, cst.Arg]:
         raise site.stays(why.reason) from None
 
 
-def by_row(site: CallSite, operator: Operator) -> cst.Call:
-    """Port a call to one of an operator's target, with its arguments mapped.
+def by_row(site: CallSite, rows: Mapping[str, Operator] | None = None) -> cst.Call:
+    """Port a call to one of its row's target, with its arguments mapped.
+
+    Args:
+        site: The call.
+        rows: The rows by path; by default those of operators on devices.
 
     Raises:
         Unported: If the target has no such argument.
     """
-    given = bound_to(site, list(operator.parameters))
+    path = site.path
+    row = rows[path] if rows else GUARDED_OPERATORS.get(path) or DEVICE_OPERATORS[path]
+    site = _without_stars(site)
+    given = bound_to(site, list(row.parameters))
     kept: list[cst.Arg] = []
     must_be_named = False
     for name, arg in given.items():
-        target = operator.parameters[name]
-        if name == "axis" and operator.target.startswith("np."):
+        target = row.parameters[name]
+        if form := row.forms.get(name):
+            arg = arg.with_changes(value=_formed(site, name, form, arg.value))
+        if name == "axis" and row.target.startswith("np."):
             arg = _with_tuple(arg)  # NumPy takes no list of axes.
         if target == "-" or (target == "!" and is_name(arg.value, "None", "False")):
             must_be_named = True
         elif target == "!":
-            raise site.stays(f"{operator.target} has no argument {name!r}")
+            raise site.stays(f"{row.target} has no argument {name!r}")
         elif arg.keyword or must_be_named or target.startswith("*"):
             kept.append(renamed(arg, target.lstrip("*")))
         else:
             kept.append(arg)
-    there = {operator.parameters[name].lstrip("*") for name in given}
+    there = {row.parameters[name].lstrip("*") for name in given}
     extra = [
         keyword(name, cst.parse_expression(value))
-        for name, value in operator.defaults.items()
+        for name, value in row.defaults.items()
         if name not in there
     ]
     return site.updated.with_changes(
-        func=site.script.expression(operator.target),
+        func=site.script.expression(row.target),
         args=without(site.updated.args, kept, extra),
     )
+
+
+def _without_stars(site: CallSite) -> CallSite:
+    """Expand `*SIZE` in a call to `SIZE[0], SIZE[1]`, if its length is in sight."""
+    old, new = site.node.args, site.updated.args
+    args: list[cst.Arg] = []
+    for before, arg in zip(old, new, strict=True) if len(old) == len(new) else ():
+        shown = site.script.flow.value(before.value) if before.star == "*" else None
+        if isinstance(shown, cst.Tuple | cst.List):
+            texts = (f"{{x}}[{i}]" for i in range(len(parts_of(shown))))
+            args += [cst.Arg(site.make(text, x=arg.value)) for text in texts]
+        else:
+            args.append(arg)
+    return replace(site, updated=site.with_args(args or new))
 
 
 def _with_tuple(arg: cst.Arg) -> cst.Arg:
@@ -213,29 +257,152 @@ def _with_tuple(arg: cst.Arg) -> cst.Arg:
     return arg.with_changes(value=made)
 
 
+_PLACE = re.compile(r"{(\w+):?(\w*)}")
+
+
 def written(text: str, *parameters: str) -> Rule:
     """Make the rule for a call that becomes a text.
 
     Args:
-        text: A template, with `{self}` for the object whose method is called, and
-            `{x}` for an argument of that name.
+        text: A template, with `{self}` for the object whose method is called, `{x}` for
+            an argument of that name, and `{x:form}` for one in another form.
         *parameters: TF's parameters in their order.
     """
-    needed = re.findall(r"{(\w+)}", text)
+    forms: dict[str, str] = {}
+    for name, form in _PLACE.findall(text):
+        forms[name] = forms.get(name) or form
+    template = _PLACE.sub(r"{\1}", text)
 
     def rule(site: CallSite) -> Expression:
-        values = {}
-        if site.path:
-            given = bound_to(site, parameters)
-            values = {name: arg.value for name, arg in given.items() if name in needed}
-        for name in needed:
-            if name == "self":
-                values[name] = site.receiver
-            elif name not in values:
-                values[name] = site.required(parameters.index(name), name)
-        return site.script.template(text, **values)
+        try:
+            values = _captured(site, parameters, forms)
+        except Unported:
+            if site.path:
+                raise
+            return site.updated  # A method of that name of something else.
+        return site.script.template(template, **values)
 
     return rule
+
+
+def _captured(
+    site: CallSite, parameters: Sequence[str], forms: Mapping[str, str]
+) -> dict[str, Expression]:
+    """The values of the names in a template, in their forms."""
+    given = {name: arg.value for name, arg in bound_to(site, parameters).items()}
+    given["self"] = site.receiver
+    for name, form in forms.items():
+        if name not in given:
+            raise Unported(f"tf.{site.path}: its argument {name!r} was not found")
+        if form:
+            given[name] = _formed(site, name, form, given[name])
+    return {name: given[name] for name in forms}
+
+
+# Forms of arguments, which rows name behind a colon.
+
+
+def _formed(site: CallSite, name: str, form: str, value: Expression) -> Expression:
+    """The ported argument of a name in another form."""
+    args = zip(site.node.args, site.updated.args, strict=False)
+    is_same = len(site.node.args) == len(site.updated.args)
+    before = (old.value for old, new in args if is_same and new.value is value)
+    try:
+        return _FORMS[form](site, next(before, value), value)
+    except Unported as why:
+        raise site.stays(f"its {name} {why.reason}") from None
+
+
+def _tensor(site: CallSite, before: Expression, value: Expression) -> Expression:
+    """A value as an array, where it may be a variable, which fails in Keras on JAX."""
+    is_variable = may_be_variable(site.script, before)
+    text = "keras.ops.convert_to_tensor({x})"
+    return site.make(text, x=value) if is_variable else value
+
+
+def _lower(site: CallSite, _: Expression, value: Expression) -> Expression:
+    """A string in lower case, such as `"SAME"`."""
+    if not isinstance(value, cst.SimpleString):
+        raise Unported("is not a string here")
+    return cst.SimpleString(value.value.lower())
+
+
+def _window(site: CallSite, _: Expression, value: Expression) -> Expression:
+    """A window `[1, height, width, 1]` as `(height, width)`; an integer stays."""
+    if isinstance(value, cst.Integer):
+        return value
+    if not isinstance(value, cst.List | cst.Tuple):
+        raise Unported("is not written as [1, height, width, 1]")
+    parts = parts_of(value)
+    if len(parts) == 4:
+        parts = parts[1:3]
+    if len(parts) == 1:
+        parts *= 2
+    return cst.parse_expression(f"({', '.join(map(site.script.code, parts))})")
+
+
+def _numbers(site: CallSite, before: Expression, value: Expression) -> Expression:
+    """The numbers of a tensor of constants, which Keras wants to be Python's."""
+    script, made = site.script, site.script.flow.resolved(before)
+    if not isinstance(made, cst.Call):
+        return value
+    is_tensor = script.called(made) in {"constant", "convert_to_tensor"}
+    numbers = made.args[0].value if is_tensor else made
+    if not _is_of_numbers(numbers):
+        raise Unported("are not numbers in sight")
+    return numbers.deep_clone()
+
+
+def _is_of_numbers(node: Expression) -> bool:
+    if isinstance(node, cst.List | cst.Tuple):
+        return all(map(_is_of_numbers, parts_of(node)))
+    return isinstance(node, cst.Integer)
+
+
+def array(site: CallSite, before: Expression, value: Expression) -> Expression:
+    """A value as an array, which lists and variables are not."""
+    made = site.script.called(site.script.flow.resolved(before))
+    if made in DEVICE_OPERATORS and isinstance(value, cst.Name | cst.Call):
+        return value
+    return site.make("keras.ops.convert_to_tensor({x})", x=value)
+
+
+def as_float(site: CallSite, before: Expression, value: Expression) -> Expression:
+    """A learning rate as a float, where it is an integer: Keras 3 refuses those."""
+    if isinstance(before, cst.Integer):
+        return cst.Float(f"{before.evaluated_value}.0")
+    is_integer = _is_integer(site.script, before)
+    return site.make("float({x})", x=value) if is_integer else value
+
+
+def _is_integer(script: Script, node: Expression) -> bool:
+    """Whether a variable is an integer; a parameter's default may be a number, too."""
+    if not isinstance(script.flow.value(node), cst.Integer):
+        return False
+    bound = [script.parent(each.node) for each in script.flow.reaching(node)]
+    defaults = [p.default for p in bound if isinstance(p, cst.Param)]
+    return all(d is None or isinstance(d, cst.Integer | cst.Float) for d in defaults)
+
+
+def _shape(site: CallSite, before: Expression, value: Expression) -> Expression:
+    """A shape that is in sight."""
+    shape = site.script.flow.resolved(before)
+    is_shown = isinstance(shape, cst.List | cst.Tuple)
+    if not is_shown and site.script.called(shape) != "shape":
+        raise Unported("is not in sight")
+    return value
+
+
+_FORMS: dict[str, Callable[[CallSite, Expression, Expression], Expression]] = {
+    "array": array,
+    "float": as_float,
+    "lower": _lower,
+    "numbers": _numbers,
+    "shape": _shape,
+    "tensor": _tensor,
+    "window": _window,
+}
+"""Functions of the call, the original value and its port, by the name of the form."""
 
 
 def with_keywords(site: CallSite, table: str) -> list[cst.Arg]:
@@ -251,7 +418,10 @@ def with_keywords(site: CallSite, table: str) -> list[cst.Arg]:
         kind, *values = action.split() or [""]
         is_other = bool(values) and site.script.code(arg.value) not in values
         why = why.format(call=site.method.removesuffix("_generator"), keyword=name)
-        if kind not in {"", "-", "!"}:
+        if kind == "?":
+            if is_other:
+                site.note(why)
+        elif kind not in {"", "-", "!"}:
             kept.append(renamed(arg, kind))
             if why:
                 site.note(why)
@@ -262,3 +432,13 @@ def with_keywords(site: CallSite, table: str) -> list[cst.Arg]:
         elif why and not values:
             site.note(why)
     return kept
+
+
+def by_keywords(table: str) -> Rule:
+    """Make the rule for a call whose keywords have rows in a table."""
+
+    def rule(site: CallSite) -> Expression:
+        args = with_keywords(site, table)
+        return site.of_target(args) if site.path else site.with_args(args)
+
+    return rule

@@ -21,11 +21,13 @@ class Operator:
             drops an argument; `!` refuses values other than None and False; `*` before
             a name passes the argument by keyword.
         defaults: Defaults of TF's that the target does not have, as source text.
+        forms: Forms that the target takes some parameters in, see `rules`.
     """
 
     target: str
     parameters: dict[str, str]
     defaults: dict[str, str] = field(default_factory=dict)
+    forms: dict[str, str] = field(default_factory=dict)
 
 
 def _lists(table: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
@@ -58,14 +60,16 @@ def _operators(rows: Iterable[str]) -> dict[str, Operator]:
     table: dict[str, Operator] = {}
     for row in rows:
         names, parameters, target, targets, *defaults = map(str.strip, row.split("|"))
-        pairs = zip(parameters.split(), targets.split(), strict=True)
+        pairs = dict(zip(parameters.split(), targets.split(), strict=True))
+        parameters_of = {k: text.partition(":")[0] for k, text in pairs.items()}
         written = dict(text.split("=") for text in defaults)
-        parameters_of = dict(pairs)
+        forms = {k: v.partition(":")[2] for k, v in pairs.items() if ":" in v}
         for name in names.split():
             table[name] = Operator(
                 target=_with_last_part(target, name),
                 parameters=parameters_of,
                 defaults=written,
+                forms=forms,
             )
     return table
 
@@ -102,7 +106,6 @@ GUARDED_OPERATORS = _operators(_DATA["operators"]["guarded"])
 HOST_OPERATORS = _operators(_DATA["operators"]["host"])
 WRITTEN = _templates(_DATA["operators"]["written"])
 """Templates of calls by path: TF's parameters, and the text with `{x}` for them."""
-INDEXED = _templates(_DATA["operators"]["indexed"])
 ARGUMENTS = _lists(_DATA["arguments"])
 KEYWORDS = {
     table: {
@@ -135,7 +138,7 @@ OPTIMIZERS = _products(_DATA["optimizers"])
 ATTRIBUTES = {kind: _by_name(table) for kind, table in _DATA["attributes"].items()}
 OVERRIDDEN = {kind: _by_name(table) for kind, table in _DATA["overridden"].items()}
 RENAMED_METHODS: dict[str, str] = _DATA["methods"]["renamed"]
-WRITTEN_METHODS: dict[str, str] = _DATA["methods"]["written"]
+WRITTEN_METHODS = _templates(_DATA["methods"]["written"])
 LEFT_METHODS = _by_name(_DATA["methods"]["left"])
 KINDS: dict[str, str] = _DATA["kinds"]
 _MAKERS = _by_name(_DATA["makers"])
