@@ -239,13 +239,13 @@ def _logical_devices(site: CallSite) -> Expression:
 
 def _length(node: Expression | None) -> Expression | None:
     """The length of `[x, y]` or of `[x] * n`; None where it is not in sight."""
-    if isinstance(node, cst.List):
-        return cst.Integer(str(len(node.elements)))
-    if isinstance(node, cst.BinaryOperation) and isinstance(
-        node.operator, cst.Multiply
-    ):
-        is_one = isinstance(node.left, cst.List) and len(node.left.elements) == 1
-        return node.right if is_one else None
+    match node:
+        case cst.List():
+            return cst.Integer(str(len(node.elements)))
+        case cst.BinaryOperation(
+            left=cst.List(elements=[_]), operator=cst.Multiply(), right=number
+        ):
+            return number
     return None
 
 

@@ -8,7 +8,7 @@ import libcst as cst
 from replicax.migrate.files import MODELS, WEIGHTS, is_weights_only, report_path
 from replicax.migrate.kinds import is_class_of, kind_of, own_methods
 from replicax.migrate.optimizer_calls import config_problem, optimizer_arguments
-from replicax.migrate.origins import elements, returned
+from replicax.migrate.origins import elements, ends_at_cycles, returned
 from replicax.migrate.rules import CallSite, Rule, by_keywords, with_keywords
 from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.tables import (
@@ -184,27 +184,24 @@ def _has_indices(script: Script, function: cst.FunctionDef, labels: str) -> bool
         for call in calls
         if script.called(call) in NAMES["indexing"] and len(call.args) > 1
     ]
-    return any(_is_uncast(script, each, labels, frozenset()) for each in given)
+    return any(_is_uncast(script, each, labels) for each in given)
 
 
-def _is_uncast(
-    script: Script, node: Expression, name: str, seen: frozenset[cst.CSTNode]
-) -> bool:
+@ends_at_cycles(False)
+def _is_uncast(script: Script, node: Expression, name: str) -> bool:
     """Whether a value is made of a parameter, without a `cast`."""
-    if node in seen or "cast" in script.called(node):
+    if "cast" in script.called(node):
         return False
-    seen = seen | {node}
-    if isinstance(node, cst.Call):
-        inside = [arg.value for arg in node.args]
-    elif isinstance(node, cst.Subscript):
-        inside = [node.value]
-    elif is_name(node, name) and not any(
-        made.values for made in script.flow.reaching(node)
-    ):
-        return True
-    else:
-        inside = [v for made in script.flow.reaching(node) for v in made.values]
-    return any(_is_uncast(script, each, name, seen) for each in inside)
+    match node:
+        case cst.Call():
+            inside = [arg.value for arg in node.args]
+        case cst.Subscript():
+            inside = [node.value]
+        case _:
+            inside = [v for made in script.flow.reaching(node) for v in made.values]
+            if not inside and is_name(node, name):
+                return True
+    return any(_is_uncast(script, each, name) for each in inside)
 
 
 def _parts(

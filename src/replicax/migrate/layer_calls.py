@@ -11,7 +11,13 @@ from typing import NamedTuple
 import libcst as cst
 
 from replicax.migrate.kinds import Maker, is_class_of, is_kind, makers, own_methods
-from replicax.migrate.origins import bases, bound_values, definitions, with_bases
+from replicax.migrate.origins import (
+    bases,
+    bound_values,
+    definitions,
+    ends_at_cycles,
+    with_bases,
+)
 from replicax.migrate.script import Expression, Script
 from replicax.migrate.tables import (
     CALL_ORDERS,
@@ -25,6 +31,7 @@ from replicax.migrate.tables import (
 from replicax.migrate.tree import (
     is_name,
     is_named,
+    last_name,
     method_of,
     methods_of,
     object_of,
@@ -142,7 +149,7 @@ def _needs_name(
     """Whether a positional argument needs a keyword, as far as can be seen."""
     if arg.keyword is not None or position == 0 or _is_passed_on(script, arg):
         return False
-    is_tensor = None if arg.star else _is_tensor(script, arg.value, 5)
+    is_tensor = None if arg.star else _is_tensor(script, arg.value)
     if order is None or position >= len(order):
         return is_tensor is False
     parameter = order[position]
@@ -184,33 +191,34 @@ def _order(script: Script, owner: Maker) -> tuple[_Parameter, ...] | None:
     return None
 
 
-def _is_tensor(script: Script, node: Expression, depth: int) -> bool | None:
+@ends_at_cycles(None)
+def _is_tensor(script: Script, node: Expression) -> bool | None:
     """Whether an expression is a tensor or None; None where it is not in sight."""
-    if isinstance(node, cst.Call):
-        is_plain = is_name(node.func, *NAMES["plain_builtins"])
-        return not is_plain and script.called(node) not in NAMES["sizes"]
-    if isinstance(node, cst.BaseNumber | cst.BaseString | cst.BooleanOperation):
-        return False
-    if isinstance(node, cst.UnaryOperation):
-        is_not = isinstance(node.operator, cst.Not)
-        return False if is_not else _is_tensor(script, node.expression, depth)
-    if isinstance(node, cst.BinaryOperation):
-        sides = {_is_tensor(script, n, depth) for n in (node.left, node.right)}
-        return True if True in sides else None if None in sides else False
-    if isinstance(node, cst.Subscript):
-        is_shape = script.code(node.value).endswith(".shape")
-        return (
-            False if is_shape or script.called(node.value) in NAMES["sizes"] else None
-        )
-    if isinstance(node, cst.List | cst.Tuple):
-        parts = parts_of(node)
-    else:
-        text = script.code(node).rpartition(".")[2].lstrip("_")
-        if text in {"None", "True", "False", *NAMES["flags"]}:
-            return text == "None"
-        found = definitions(script, node) if depth else ()
-        parts = [value for each in found for value in bound_values(script, each)]
-    kinds = {_is_tensor(script, part, depth - 1) for part in parts}
+    match node:
+        case cst.Call():
+            is_plain = is_name(node.func, *NAMES["plain_builtins"])
+            return not is_plain and script.called(node) not in NAMES["sizes"]
+        case cst.BaseNumber() | cst.BaseString() | cst.BooleanOperation():
+            return False
+        case cst.UnaryOperation():
+            is_not = isinstance(node.operator, cst.Not)
+            return False if is_not else _is_tensor(script, node.expression)
+        case cst.BinaryOperation():
+            sides = {_is_tensor(script, each) for each in (node.left, node.right)}
+            return True if True in sides else None if None in sides else False
+        case cst.Subscript():
+            is_shape = script.code(node.value).endswith(".shape")
+            is_size = is_shape or script.called(node.value) in NAMES["sizes"]
+            return False if is_size else None
+        case cst.List() | cst.Tuple():
+            parts = parts_of(node)
+        case _:
+            text = last_name(node).lstrip("_")
+            if text in {"None", "True", "False", *NAMES["flags"]}:
+                return text == "None"
+            found = definitions(script, node)
+            parts = [value for each in found for value in bound_values(script, each)]
+    kinds = {_is_tensor(script, part) for part in parts}
     return False if False in kinds else True if kinds == {True} else None
 
 
