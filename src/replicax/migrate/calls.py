@@ -309,19 +309,12 @@ def _decay(site: CallSite) -> Expression:
 
 
 _STEPS = ("train.get_global_step", "train.get_or_create_global_step")
-_DECAYS = [
-    path
-    for path, operator in GUARDED_OPERATORS.items()
-    if operator.target.startswith("keras.optimizers.schedules.")
-]
-_INITIALIZERS = [
-    path
-    for path, operator in GUARDED_OPERATORS.items()
-    if operator.target.startswith("keras.initializers.")
-]
+_BY_TARGET = {"optimizers": _decay, "initializers": _initializer}
 _OLD_RULES: dict[str, Rule] = {
-    **dict.fromkeys(_DECAYS, _decay),
-    **dict.fromkeys(_INITIALIZERS, _initializer),
+    path: _BY_TARGET[module]
+    for path, operator in GUARDED_OPERATORS.items()
+    if (module := operator.target.split(".")[1]) in _BY_TARGET
+} | {
     **{f"layers.{name}": _layer for name in OLD_LAYERS},
     **{f"losses.{name}": _loss for name in OLD_LOSSES},
     **{f"metrics.{name}": _summed_metric for name in OLD_METRICS},

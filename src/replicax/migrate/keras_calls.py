@@ -32,7 +32,6 @@ from replicax.migrate.tree import (
     text_of,
     value_of,
     walk,
-    with_args,
 )
 
 __all__ = [
@@ -63,8 +62,7 @@ def _pooling(site: CallSite) -> Expression:
 
 def _save_model(site: CallSite) -> Expression:
     report_path(site.script, site.node, MODELS, position=1)
-    made = site.of_target()
-    return with_args(made, with_keywords(site, "save"))
+    return site.of_target(with_keywords(site, "save"))
 
 
 def _load_model(site: CallSite) -> Expression:

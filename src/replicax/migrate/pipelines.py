@@ -171,6 +171,7 @@ def _repeat_of_examples(script: Script, shuffle: Expression) -> cst.Call | None:
 
 
 _SWAPPED = "it comes after `shuffle`, which shuffles each epoch"
+"""Why an endless `repeat` before a `shuffle` is taken out."""
 
 
 def _plan(script: Script, group: Pipelines) -> None:
@@ -194,9 +195,7 @@ def _plan(script: Script, group: Pipelines) -> None:
         is_swapped = name == "shuffle" and not group.is_stream
         if repeat := _repeat_of_examples(script, call) if is_swapped else None:
             plans[call] = shuffle_and_repeat
-            plans[repeat] = dropped(
-                "it comes after `shuffle`, which shuffles each epoch"
-            )
+            plans[repeat] = dropped(_SWAPPED)
     for call, rule in plans.items():
         script.replacements[call] = replacement(script, call, rule)
     for x in group.weighted:
