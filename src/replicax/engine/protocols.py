@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from replicax.engine.cache import ProgramCache
     from replicax.engine.consistency import Labels
     from replicax.engine.group import ReplicaGroup
-    from replicax.engine.signature import FlatCall, Options
     from replicax.engine.program import Program
+    from replicax.engine.signature import FlatCall, Options
     from replicax.input import InputShard
 
 __all__ = ["Home", "RecorderLike", "Runner", "StepQueue", "StepSource", "StrategyLike"]
