@@ -175,7 +175,6 @@ class _BackedUpFit:
         self._data = data
         self._epoch, self._step = 0, 0
         self._total = 0  # Steps of all epochs, also those before a restart.
-        self._first_epoch: int | None = None
         self._initial = random_state.capture()
         self._is_due = False
         self._metrics: list[PyTree] | None = None
@@ -191,8 +190,6 @@ class _BackedUpFit:
         self._last_saved = self._total
 
     def begin_epoch(self, epoch: int) -> None:
-        if self._first_epoch is None:
-            self._first_epoch = epoch
         if epoch != self._epoch:
             self._epoch, self._step = epoch, 0
         if self._metrics is not None:
@@ -273,7 +270,6 @@ class _BackedUpFit:
         progress = {
             "position": dataclasses.asdict(position),
             "total": self._total,
-            "first_epoch": self._first_epoch,
             "initial": self._initial,
             "stop_training": bool(self._model.stop_training),
             "callbacks": [_state_of(callback) for callback in self._callbacks],
@@ -318,7 +314,6 @@ class _BackedUpFit:
         self._total = progress["total"]
         if self._worker.watch is not None:
             self._worker.watch.resume_at(self._total)
-        self._first_epoch = progress["first_epoch"]
         self._initial = progress["initial"]
         self._data.go_to(position, self._initial)
         self._restore_callbacks(progress["callbacks"])
