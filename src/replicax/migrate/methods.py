@@ -103,6 +103,11 @@ def _experimental_run(site: CallSite) -> Expression:
     return site.as_method("run", args)
 
 
+def _dataset_iterator(name: str) -> Rule:
+    """Make the rule for `iter(strategy.name(...))`, which keeps its lines."""
+    return lambda site: site.make("iter({x})", x=site.as_method(name))
+
+
 # Keras' objects.
 
 _WITH_RESET = ("keras.metrics.", "metrics.", "keras.layers.")
@@ -357,6 +362,8 @@ _METHODS: dict[str, Rule] = {
     "has_value": _of_optional("({x} is not None)"),
     "get_value": _of_optional("{x}"),
     "experimental_run": _experimental_run,
+    "make_dataset_iterator": _dataset_iterator("experimental_distribute_dataset"),
+    "make_input_fn_iterator": _dataset_iterator("distribute_datasets_from_function"),
     "compile": _compiled,
     "save": _save,
     "save_weights": lambda site: _written(site, WEIGHTS, "save_weights"),
