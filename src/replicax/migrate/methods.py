@@ -37,6 +37,10 @@ from replicax.migrate.tree import (
 __all__ = ["plan_resets", "ported_method"]
 
 
+_OFTEN_OWN = ("as_list", "get_initial_state", "set_shape")
+"""Methods that are others than TensorFlow's where the script defines one."""
+
+
 def ported_method(site: CallSite) -> Expression:
     """Port a call of a method; the call itself where no rule is for it.
 
@@ -46,8 +50,7 @@ def ported_method(site: CallSite) -> Expression:
     name = site.method
     if not name or _is_of_module(site.script, site.node):
         return site.updated
-    is_other = bool(site.script.functions(name))  # One that the script defines.
-    if name in {*LEFT_METHODS, *WRITTEN_METHODS} and is_other:
+    if name in _OFTEN_OWN and site.script.functions(name):
         return site.updated
     if name in LEFT_METHODS:
         raise Unported(f".{name}: {LEFT_METHODS[name]}")
