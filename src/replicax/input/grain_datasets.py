@@ -130,12 +130,10 @@ def numpy_dataset(arrays: PyTree) -> "grain.MapDataset[PyTree]":
     import grain  # A late import: it takes long.
 
     arrays = by_rows(arrays)
-    return grain.MapDataset.source(
-        _RowSource(arrays, leading_size(arrays, "numpy_dataset"))
-    )
+    return grain.MapDataset.source(_Rows(arrays, leading_size(arrays, "numpy_dataset")))
 
 
-class _RowSource:
+class _Rows:
     """Grain's random-access data source. Its `repr` goes into Grain's checkpoints."""
 
     def __init__(self, arrays: PyTree, num_rows: int) -> None:
