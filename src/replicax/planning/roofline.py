@@ -163,7 +163,7 @@ def step_time(
         links=waited + hidden,
         network=network,
         exposed=exposed,
-        total=busy + exposed,
+        total=max(busy, hidden) + waited + network,
     )
 
 
