@@ -62,7 +62,6 @@ _POLLS_PER_SECOND = 500
 _CLAIMS_PER_SECOND = 400
 _WORKERS_PER_TICKET = 32
 _MOST_TICKETS = 64
-_SOON_SECONDS = 0.1  # For so long a ticket may wait in a small job, too.
 
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
@@ -166,23 +165,20 @@ def tickets_at_once(
 ) -> int:
     """Number of tickets of an asynchronous stream that a worker prefetches.
 
-    In a small job those of a moment, and near the end one: nobody should hold steps for
-    which others are free, or which come late if it dies. A call takes about a
-    millisecond, which is a twentieth of a short step.
+    One in a small job, and near the end: nobody should hold steps for which others are
+    free, or which are lost if it dies.
 
     Args:
         num_workers: Of the job.
         step_seconds: How long this worker's last steps took, each.
         steps_left: Of all workers together; None: nobody knows.
 
-    >>> tickets_at_once(4, 0.1, None), tickets_at_once(4, 0.02, None)
-    (1, 5)
-    >>> tickets_at_once(1000, 0.1, None), tickets_at_once(1000, 0.1, 3000)
-    (25, 1)
+    >>> tickets_at_once(4, 0.1, None), tickets_at_once(1000, 0.1, None)
+    (1, 25)
+    >>> tickets_at_once(1000, 0.1, 3000)
+    1
     """
-    step_seconds = max(step_seconds, 1e-3)
-    seldom = math.ceil(num_workers / (_CLAIMS_PER_SECOND * step_seconds))
-    seldom = min(seldom, int(num_workers / _WORKERS_PER_TICKET))
-    most = min(max(seldom, int(_SOON_SECONDS / step_seconds)), _MOST_TICKETS)
-    fair = most if steps_left is None else steps_left // (2 * num_workers)
-    return max(1, min(most, fair))
+    seldom = math.ceil(num_workers / (_CLAIMS_PER_SECOND * max(step_seconds, 1e-3)))
+    fair = seldom if steps_left is None else steps_left // (2 * num_workers)
+    most = min(int(num_workers / _WORKERS_PER_TICKET), _MOST_TICKETS)
+    return max(1, min(seldom, fair, most))
