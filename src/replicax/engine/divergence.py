@@ -252,17 +252,17 @@ def inner_jaxprs(eqn: Eqn | TracedEquation) -> list[Jaxpr]:
     return found
 
 
-def found_in(jaxpr: AnyJaxpr, name: str) -> Iterator[Eqn]:
-    """The equations of a primitive in a jaxpr and in those it calls, in their order.
+def found_in(jaxpr: AnyJaxpr, *names: str) -> Iterator[Eqn]:
+    """The equations of some primitives in a jaxpr and those it calls, in their order.
 
     In what is found, nothing more is searched for.
     """
     for eqn in open_jaxpr(jaxpr).eqns:
-        if eqn.primitive.name == name:
+        if eqn.primitive.name in names:
             yield eqn
         else:
             for inner in inner_jaxprs(eqn):
-                yield from found_in(inner, name)
+                yield from found_in(inner, *names)
 
 
 def _num_consts_and_carry(params: dict[str, Any]) -> tuple[int, int]:

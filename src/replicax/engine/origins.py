@@ -71,8 +71,7 @@ def _find_depths(last: TracedEquation, depths: dict[int, int]) -> None:
             products = (
                 product
                 for jaxpr in inner_jaxprs(equation)
-                for name in PRODUCTS
-                for product in found_in(jaxpr, name)
+                for product in found_in(jaxpr, *PRODUCTS)
             )
             own = int(equation.primitive.name in PRODUCTS) or len(list(products))
             depths[id(equation)] = own + max((depths[id(e)] for e in before), default=0)

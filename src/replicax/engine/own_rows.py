@@ -8,22 +8,18 @@
 """
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import JaxprEqn
 
 from replicax._private.jax import TracedEquation, equation_of
 from replicax._util.types import Shape
 from replicax.engine.blocks import primal_of
-from replicax.engine.divergence import (
-    AnyJaxpr,
-    inner_jaxprs,
-    is_declared_mirrored,
-    open_jaxpr,
-)
+from replicax.engine.divergence import found_in, inner_jaxprs, is_declared_mirrored
 from replicax.engine.origins import PRODUCTS, equations_behind
 from replicax.engine.scope import current_call, current_context, current_model
 
@@ -128,8 +124,11 @@ def _compares_rows(equation: TracedEquation, rows: _ReplicaRows) -> bool:
     if equation.primitive.name in _ORDERING:
         is_of_rows = rows.is_dim(inputs[0], _dim_of(equation.params, inputs[0].ndim))
     else:
-        shapes = _shapes_in_order(inner_jaxprs(equation))
-        is_of_rows = any(shape[0] % rows.number == 0 for shape in shapes)
+        is_of_rows = any(
+            _num_in_order(inner) % rows.number == 0
+            for jaxpr in inner_jaxprs(equation)
+            for inner in found_in(jaxpr, *_ORDERING)
+        )
     return is_of_rows and any(map(rows.make, inputs))
 
 
@@ -140,16 +139,10 @@ def _meet_each(one: Shape, other: Shape, *, num_rows: int) -> bool:
     return meets and num > 1 and num % num_rows == 0
 
 
-def _shapes_in_order(jaxprs: Iterable[AnyJaxpr]) -> Iterator[tuple[int, ...]]:
-    """The shapes of arrays whose order along the first dimension counts in jaxprs."""
-    for jaxpr in jaxprs:
-        for equation in open_jaxpr(jaxpr).eqns:
-            first = next(iter(equation.invars), None)
-            shape = getattr(first and first.aval, "shape", ())
-            is_ordering = equation.primitive.name in _ORDERING
-            if is_ordering and _dim_of(equation.params, len(shape)) == 0:
-                yield shape
-            yield from _shapes_in_order(inner_jaxprs(equation))
+def _num_in_order(equation: JaxprEqn) -> int:
+    """Number of elements in order along the first dimension; 1: along another one."""
+    shape = [*getattr(equation.invars[0].aval, "shape", ())]
+    return shape[0] if _dim_of(equation.params, len(shape)) == 0 else 1
 
 
 def _dim_of(params: Mapping[str, Any], ndim: int) -> int:

@@ -64,7 +64,8 @@ class MessageStream:
         self.reader = reader
         self.writer = writer
         self._memory = memory
-        self._comes_shared = False  # The message whose header was received last.
+        # What has the bytes of the message whose header was received last.
+        self._filled: SharedMemory | None = None
         writer.begin(_schema(), options=write_options())
 
     def send(
@@ -120,11 +121,12 @@ class MessageStream:
         if chunk.data is not None or chunk.app_metadata is None:
             raise WireError("bytes of a vector came where a message's header should be")
         header = read_json(chunk.app_metadata)
-        self._comes_shared = header.pop("shared", False) is True
-        if self._comes_shared:
-            if self._memory is None:
-                raise WireError("the header says shared, and no memory is shared here")
-            self._memory.is_agreed = True
+        is_shared = header.pop("shared", False) is True
+        self._filled = self._memory if is_shared else None
+        if self._filled is not None:
+            self._filled.is_agreed = True
+        elif is_shared:
+            raise WireError("the header says shared, and no memory is shared here")
         return header
 
     def receive_vectors(
@@ -137,7 +139,7 @@ class MessageStream:
         One that came in a single chunk is a view of what was received; others are
         copied once. `progress` is called after each chunk.
         """
-        if not self._comes_shared or self._memory is None:
+        if self._filled is None:
             return {
                 name: _receive_vector(self.reader, name, dtype, length, progress)
                 for name, dtype, length in announcement
@@ -146,7 +148,7 @@ class MessageStream:
             name: aligned(dtype.itemsize * length)
             for name, dtype, length in announcement
         }
-        self._empty_windows(self._memory, list(received.values()), progress)
+        self._empty_windows(self._filled, list(received.values()), progress)
         vectors = {name: received[name].view(dtype) for name, dtype, _ in announcement}
         for vector in vectors.values():
             vector.flags.writeable = False
