@@ -254,6 +254,19 @@ def test_filter_gradients_of_few_channels(channels, outputs, served) -> None:
     assert_equal(*both(gradient, x, dy))
 
 
+@pytest.mark.parametrize(
+    ("taps", "channels", "served"),
+    [(3, 1, True), (4, 1, False), (2, 2, True), (3, 2, False)],
+)
+def test_layers_of_few_terms(taps, channels, served) -> None:
+    """Up to 9 products make an element of the output."""
+    rng = np.random.default_rng(7)
+    x, w = whole(rng, (2, 7, 7, channels)), whole(rng, (taps, taps, channels, 3))
+    assert ("stablehlo.convolution" in lowered(conv, x, w)) is not served
+    for strides in ((1, 1), (2, 1)):
+        assert_equal(*both(partial(conv, window_strides=strides), x, w))
+
+
 def test_other_platforms_are_left_alone() -> None:
     x, w = jnp.ones((2, 9, 9, 4)), jnp.ones((3, 3, 1, 4))
     for platform in ("tpu", "cuda"):

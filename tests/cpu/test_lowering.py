@@ -65,6 +65,8 @@ CONVOLUTIONS = [
     ("patches", (1, 3, 3, 3, 4), (2, 2, 2, 2, 4), {"feature_group_count": 2}),
     ("groups", (2, 5, 5, 3), (3, 3, 1, 3), {"feature_group_count": 3}),
     ("groups", (2, 5, 5, 4), (2, 2, 2, 4), {"feature_group_count": 2}),
+    ("groups", (2, 5, 5, 1), (3, 3, 1, 4), {}),
+    ("groups", (2, 6, 1), (3, 1, 4), {"padding": "VALID"}),
     ("groups", (1, 4, 4, 2), (3, 3, 1, 2), {"feature_group_count": 2, "spread": 2}),
     ("taps", (2, 3, 3, 4), (1, 1, 8, 4), {"spec": "HWOI"}),
     ("outputs", (1, 8, 8, 2), (7, 7, 2, 32), {"padding": "VALID"}),

@@ -1,12 +1,16 @@
 """The switch of what is done for CPUs, and what XLA is told there."""
 
+import functools
 import logging
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import pytest
+from jax import lax
 
 import replicax as rx
 from replicax.cpu import settings
@@ -42,16 +46,45 @@ def test_former_variables_are_warned_of_once(name, monkeypatch, caplog) -> None:
     assert "REPLICAX_CPU=off" in caplog.text
 
 
-def test_steps_on_cpus_take_memory_in_pieces(monkeypatch) -> None:
+def test_steps_on_cpus_take_memory_in_pieces() -> None:
     options = xla.compiler_options("cpu", {})
-    assert options == compiler_options({}) == {HEAP: HEAP_BYTES}
+    assert options == compiler_options({})
+    assert options[HEAP] == HEAP_BYTES
     step = jax.jit(lambda x: x + 1, compiler_options=dict(options))
     assert int(step(1)) == 2
     assert compiler_options({}, largest_bytes=HEAP_BYTES) == options
-    assert compiler_options({}, largest_bytes=HEAP_BYTES + 1) is None
-    assert compiler_options({"XLA_FLAGS": f"--{HEAP}=-1"}) is None
+    assert HEAP not in compiler_options({}, largest_bytes=HEAP_BYTES + 1)
+
+
+def test_convolutions_use_all_cores() -> None:
+    """YNNPACK computes them on one; products stay with it."""
+
+    def text(fn: Callable[..., jax.Array], *args: jax.Array) -> str:
+        options = dict(compiler_options({}))
+        step = jax.jit(fn, compiler_options=options)
+        return str(step.lower(*args).compile().as_text())
+
+    image, kernel = jnp.ones((2, 8, 8, 4)), jnp.ones((3, 3, 4, 8))
+    numbers = ("NHWC", "HWIO", "NHWC")
+    convolve = functools.partial(
+        lax.conv_general_dilated,
+        window_strides=(1, 1),
+        padding="SAME",
+        dimension_numbers=numbers,
+    )
+    assert " convolution(" in text(convolve, image, kernel)
+    assert "ynn" not in text(convolve, image, kernel)
+    square = jnp.ones((64, 64))
+    plain = str(jax.jit(jnp.matmul).lower(square, square).compile().as_text())
+    assert ("ynn" in text(jnp.matmul, square, square)) == ("ynn" in plain)
+
+
+def test_options_of_the_user_are_not_overridden(monkeypatch) -> None:
+    for name in compiler_options({}):
+        others = compiler_options({"XLA_FLAGS": f"--{name}=mine"})
+        assert others.keys() == compiler_options({}).keys() - {name}
     monkeypatch.setenv("REPLICAX_CPU", "off")
-    assert compiler_options({}) is None
+    assert compiler_options({}) == {}
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Chooses the form of each convolution on CPUs, from measurements.
 
-XLA computes most convolutions on CPUs with Eigen, which is fast; those stay with XLA.
+XLA computes most convolutions on CPUs with Eigen (`settings` asks for it), which is
+fast; those stay with XLA.
 The forms replace those that XLA computes by scalar loops, and a few more. Times below
 are milliseconds on two cores with JAX 0.10.2, XLA's first; unless noted for float32,
 3x3 kernels and batches of 16.
@@ -27,6 +28,11 @@ _GROUP_WEIGHTS = 16
 # 9.5 with the kernel moved; at 7x7 11 or 15 and 11 or 19; 256 at 4x4 0.9 or 1.4. With
 # half as many weights, 128 channels at 8x8, it is no longer quicker.
 _MANY_WEIGHTS = 4
+# Maximal products in an element of a layer's output. XLA computes them anew in each
+# operation that reads the layer, so that more cost more than they save. One channel,
+# 3x3, 32 outputs at 28x28, batch 256: 5.5 or 1.2, and the benchmark's CNN of MNIST 43.7
+# or 40.8; with 5x5 a step takes 8.4 or 13.7, with three channels 10.8 or 16.5.
+_FEW_TERMS = 9
 # Maximal number of taps, outputs or phases: each becomes operations of the program.
 _MOST = 128
 
@@ -68,6 +74,19 @@ def choose(lhs: Any, rhs: Any, out: Any, params: Mapping[str, Any]) -> Form | No
         return "patches" if len(windows) == 3 and taps <= _MOST else None
     if of_batch > 1:
         return _of_batch_groups(lhs, params, all_outputs, taps, outputs)
+    return _of_one_group(lhs, rhs, out, params, windows)
+
+
+def _of_one_group(
+    lhs: Any, rhs: Any, out: Any, params: Mapping[str, Any], windows: Sequence[Window]
+) -> Form | None:
+    """Choose the form of a convolution without groups."""
+    taps = math.prod(w.taps for w in windows)
+    outputs = math.prod(w.outputs for w in windows)
+    _, rhs_spec, _ = params["dimension_numbers"]
+    features, all_outputs = rhs.shape[rhs_spec[1]], rhs.shape[rhs_spec[0]]
+    if taps > 1 and features * taps <= _FEW_TERMS:
+        return "groups"
     is_swapped = rhs_spec[1] > rhs_spec[0]  # As gradients by the input have it.
     inputs, weights, results = (math.prod(x.shape) for x in (lhs, rhs, out))
     if weights >= _MANY_WEIGHTS * max(inputs, results) and 1 < taps <= _MOST:
