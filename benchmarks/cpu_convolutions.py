@@ -1,4 +1,4 @@
-"""Convolutions on CPUs: matrix products of ours over XLA's convolutions.
+"""Convolutions on CPUs: replicax' lowerings and compiler options, over XLA's own.
 
 And gradients of max pooling. Layers are timed forward and with all gradients, networks
 as whole training steps with SGD. Both programs are compiled first and take turns in
@@ -8,6 +8,7 @@ each round; the table has the median of the rounds' ratios, and below 1 ours is 
 """
 
 import argparse
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -20,7 +21,7 @@ import keras  # isort: skip
 import numpy as np  # isort: skip
 from jax import lax  # isort: skip
 
-from replicax.cpu import lowering  # isort: skip
+from replicax.cpu import lowering, settings  # isort: skip
 
 # Name, batch, size, kernel, stride, features, outputs, groups.
 LAYERS = [
@@ -166,8 +167,10 @@ def timed(program, arguments: tuple) -> float:
 
 def compare(case: Case, rounds: int) -> None:
     name, step, arguments = case
+    options = settings.compiler_options(os.environ)
     programs = [
-        jax.jit(f).lower(*arguments).compile() for f in (step, lowering.apply(step))
+        jax.jit(step).lower(*arguments).compile(),
+        jax.jit(lowering.apply(step)).lower(*arguments).compile(options),
     ]
     for program in programs:
         timed(program, arguments)
