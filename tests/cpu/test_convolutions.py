@@ -255,6 +255,61 @@ def test_filter_gradients_of_few_channels(channels, outputs, served) -> None:
 
 
 @pytest.mark.parametrize(
+    ("taps", "strides", "dilation", "padding", "layout"),
+    [
+        ((3, 3, 3), (1, 1, 1), (1, 1, 1), "SAME", "NDHWC"),
+        ((3, 2, 3), (2, 2, 2), (1, 1, 1), "SAME", "NDHWC"),
+        ((2, 1, 3), (2, 1, 1), (2, 1, 1), "VALID", "NCDHW"),
+        ((1, 3, 3), (1, 1, 1), (1, 1, 1), "VALID", "NDHWC"),
+        ((3, 1, 1), (1, 1, 1), (2, 1, 1), "SAME", "NCDHW"),
+    ],
+)
+def test_volumes(taps, strides, dilation, padding, layout) -> None:
+    """Layers, also transposed ones, and both gradients."""
+    rng = np.random.default_rng(8)
+    is_last = layout == "NDHWC"
+    x = whole(rng, (2, 5, 4, 6, 3) if is_last else (2, 3, 5, 4, 6))
+    w = whole(rng, (*taps, 3, 4) if is_last else (4, 3, *taps))
+    numbers = (layout, "DHWIO" if is_last else "OIDHW", layout)
+    for spread in ((1, 1, 1), strides):
+        f = partial(
+            lax.conv_general_dilated,
+            window_strides=(1, 1, 1) if spread == strides else strides,
+            padding=padding if spread == (1, 1, 1) else [(1, 1)] * 3,
+            lhs_dilation=spread,
+            rhs_dilation=dilation,
+            dimension_numbers=numbers,
+        )
+        dy = whole(rng, jax.eval_shape(f, x, w).shape)
+
+        def step(x, w, dy, f=f):
+            y, back = jax.vjp(f, x, w)
+            return y, *back(dy)
+
+        for theirs, ours in zip(*both(step, x, w, dy), strict=True):
+            assert_equal(theirs, ours)
+
+
+@pytest.mark.parametrize(("taps", "strides"), [(3, 2), (4, 2), (2, 3), (5, 1)])
+def test_kernel_gradients_of_transposed_layers(taps, strides) -> None:
+    rng = np.random.default_rng(9)
+    x, w = whole(rng, (2, 6, 5, 3)), whole(rng, (taps, taps, 3, 4))
+    f = partial(
+        conv,
+        padding=[(taps - 1, taps - 1 + strides)] * 2,
+        window_strides=(1, 1),
+        lhs_dilation=(strides, strides),
+    )
+    dy = whole(rng, jax.eval_shape(f, x, w).shape)
+
+    def gradient(x, dy):
+        return jax.linear_transpose(partial(f, x), w)(dy)
+
+    assert "stablehlo.convolution" not in lowered(gradient, x, dy)
+    assert_equal(*both(gradient, x, dy))
+
+
+@pytest.mark.parametrize(
     ("taps", "channels", "served"),
     [(3, 1, True), (4, 1, False), (2, 2, True), (3, 2, False)],
 )

@@ -17,7 +17,7 @@ from replicax.cpu.windows import Window, widened, windows_of
 
 __all__ = ["Form", "choose", "spatial_windows"]
 
-Form = Literal["patches", "groups", "outputs", "sums", "taps"]
+Form = Literal["patches", "groups", "outputs", "sums", "taps", "planes"]
 
 # Maximal weights of one tap and group. 1: a depthwise layer of 32 channels at 48x48
 # takes 92.6 or 2.7, and its gradient by the input 73.2 or 2.5; 4x4 at 24x24 14.4 or
@@ -98,6 +98,8 @@ def _of_one_group(
         return "outputs"  # Gradients of the kernels.
     if taps == 1 and is_swapped:
         return "taps"
+    if len(windows) == 3 and min(taps, outputs) > 1:
+        return "planes"
     if not _is_slow_by_xla(windows, taps, outputs):
         return None
     return "outputs" if outputs < taps or taps > _MOST else "patches"
@@ -146,10 +148,6 @@ def _is_of_few_channels(
 
 
 def _is_slow_by_xla(windows: Sequence[Window], taps: int, outputs: int) -> bool:
-    if len(windows) == 3:
-        # Volumes: a layer of 12x12x12, 16 to 32 channels, takes 37.2 or 16.6, its
-        # filter gradient 44.3 or 9.2, and strides 2x2x2 by the input 210 or 1.4.
-        return True
     if taps == 1 or outputs == 1:
         # 1x1 layers and their filter gradients: at 48x48, 16 to 96 channels, 4.2 or
         # 2.1 and 15.9 or 2.0.

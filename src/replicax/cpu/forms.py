@@ -11,6 +11,7 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -215,32 +216,57 @@ def without_zeros(
     cuts = [trimmed(w) for w in windows]
     kernel = kernel[tuple(taps for taps, _ in cuts)]
     windows = [w for _, w in cuts]
-    if not any(w.input_dilation > 1 and w.stride == 1 for w in windows):
+    if not _has_phases(windows):
         return form(x, kernel, windows, groups, precision)
+    return _in_phases(
+        lambda taps, some: form(x, kernel[taps], some, groups, precision),
+        windows,
+        (x.shape[0],),
+        (kernel.shape[-1],),
+        x.dtype,
+    )
+
+
+def _has_phases(windows: Sequence[Window]) -> bool:
+    return any(w.input_dilation > 1 and w.stride == 1 for w in windows)
+
+
+def _in_phases(
+    compute: Callable[[tuple[slice, ...], Sequence[Window]], jax.Array],
+    windows: Sequence[Window],
+    before: tuple[int, ...],
+    after: tuple[int, ...],
+    dtype: Any,
+) -> jax.Array:
+    """Compute a dilated input's phases, and interleave them.
+
+    `compute` makes a phase of the taps and windows that it is given, of shape
+    `[*before, *space, *after]`.
+    """
     # A dimension without dilation, or with strides, has a single phase.
     spread = [w.input_dilation if w.stride == 1 else 1 for w in windows]
     counts = [-(-w.outputs // s) for w, s in zip(windows, spread, strict=True)]
+    shape = (*before, *counts, *after)
     parts = []
     choices = [_parts(w, s) for w, s in zip(windows, spread, strict=True)]
     for chosen in itertools.product(*choices):
         some = [window for _, window in chosen if window is not None]
-        shape = (x.shape[0], *counts, kernel.shape[-1])
         if len(some) < len(chosen):
-            parts.append(jnp.zeros(shape, x.dtype))
+            parts.append(jnp.zeros(shape, dtype))
             continue
-        y = form(x, kernel[tuple(taps for taps, _ in chosen)], some, groups, precision)
+        y = compute(tuple(taps for taps, _ in chosen), some)
         missing = [(0, n - m) for n, m in zip(shape, y.shape, strict=True)]
         parts.append(jnp.pad(y, missing))
-    y = jnp.stack(parts).reshape(*spread, *parts[0].shape)
-    dims = len(windows)
-    order = [dims]
+    y = jnp.stack(parts).reshape(*spread, *shape)
+    dims, lead = len(windows), len(before)
+    order = [*range(dims, dims + lead)]
     for i in range(dims):
-        order += [dims + 1 + i, i]
-    y = jnp.transpose(y, (*order, 2 * dims + 1))
+        order += [dims + lead + i, i]
+    y = jnp.transpose(y, (*order, *range(2 * dims + lead, y.ndim)))
     y = y.reshape(
-        x.shape[0], *(n * s for n, s in zip(counts, spread, strict=True)), y.shape[-1]
+        *before, *(n * s for n, s in zip(counts, spread, strict=True)), *after
     )
-    return y[(slice(None), *(slice(w.outputs) for w in windows))]
+    return y[(slice(None),) * lead + tuple(slice(w.outputs) for w in windows)]
 
 
 def _parts(window: Window, spread: int) -> list[tuple[slice, Window | None]]:
@@ -265,6 +291,16 @@ def by_outputs(
     """
     outputs = kernel.shape[-1]
     batch = x.shape[-1] // groups
+    if _has_phases(windows):  # Kernel gradients of transposed layers.
+        return _in_phases(
+            lambda taps, some: by_outputs(
+                x, kernel[(slice(None), *taps)], some, groups, precision
+            ),
+            windows,
+            (),
+            (batch, outputs),
+            x.dtype,
+        )
     weights = kernel.reshape(-1, groups, outputs // groups)
     length, space = len(weights), [w.outputs for w in windows]
     positions = _at_outputs(_pad(x, windows), windows)

@@ -43,6 +43,7 @@ from replicax.cpu.forms import (
     by_taps,
     without_zeros,
 )
+from replicax.cpu.planes import by_planes
 from replicax.cpu.settings import SWITCH, is_on
 from replicax.cpu.windows import widened
 
@@ -296,6 +297,8 @@ def _convolve(
     # As in XLA, products of halves are summed in float32.
     wide = widened(lhs.dtype)
     lhs, rhs = lhs.astype(wide), rhs.astype(wide)
+    if form == "planes":
+        return by_planes(lhs, rhs, windows, params).astype(dtype)
     if form in ("outputs", "sums"):
         x = jnp.transpose(lhs, (lhs_spec[1], *lhs_spec[2:], lhs_spec[0]))
         kernel = jnp.transpose(rhs, (rhs_spec[1], *rhs_spec[2:], rhs_spec[0]))

@@ -1,0 +1,82 @@
+"""Computes convolutions of volumes as one convolution of planes, which XLA does faster.
+
+The first spatial dimension becomes part of others: for each tap there, the planes that
+it meets are further features. Of kernel gradients, which have few outputs and many taps
+there, the planes that each output reads are further elements of the batch.
+
+Times of 8 volumes of 12x12x12, 16 to 32 channels, 3x3x3, on two cores, with the forms
+of `forms` first: forward 6.9 or 2.9, by the input 18.4 or 4.5, by the kernel 10.1 or
+6.0.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from replicax.cpu.windows import Window
+
+__all__ = ["by_planes"]
+
+
+def by_planes(
+    lhs: jax.Array, rhs: jax.Array, windows: Sequence[Window], params: Mapping[str, Any]
+) -> jax.Array:
+    """Compute `lax.conv_general_dilated_p` of volumes without groups."""
+    first, *others = windows
+    (batch, features, *space), (outputs, inputs, *taps), out = params[
+        "dimension_numbers"
+    ]
+    by_tap = first.taps <= first.outputs
+    # The dimension that takes the first spatial one comes before it, in order: then no
+    # data move for layers with channels last.
+    ends = (batch, features) if by_tap else (features, batch)
+    x = _padded(jnp.transpose(lhs, (ends[0], *space, ends[1])), first)
+    count, step = (
+        (first.outputs, first.stride) if by_tap else (first.taps, first.dilation)
+    )
+    number, apart = (
+        (first.taps, first.dilation) if by_tap else (first.outputs, first.stride)
+    )
+    planes = [
+        lax.slice_in_dim(x, i * apart, i * apart + (count - 1) * step + 1, step, axis=1)
+        for i in range(number)
+    ]
+    x = jnp.concatenate(planes, -1)
+    x = x.reshape(-1, *x.shape[2:])
+    if by_tap:
+        kernel = jnp.transpose(rhs, (*taps[1:], taps[0], inputs, outputs))
+        kernel = kernel.reshape(*kernel.shape[:2], -1, kernel.shape[-1])
+        numbers = ("NHWC", "HWIO", "NHWC")
+    else:
+        kernel = jnp.transpose(rhs, (inputs, *taps, outputs))
+        kernel = kernel.reshape(-1, *kernel.shape[2:])
+        numbers = ("CHWN", "IHWO", "HWNC")
+    y = lax.conv_general_dilated(
+        x,
+        kernel,
+        [w.stride for w in others],
+        [(w.low, w.high) for w in others],
+        lhs_dilation=[w.input_dilation for w in others],
+        rhs_dilation=[w.dilation for w in others],
+        dimension_numbers=numbers,
+        precision=params["precision"],
+    )
+    if by_tap:  # To the batch, three spatial dimensions, outputs.
+        y = y.reshape(-1, first.outputs, *y.shape[1:])
+    else:
+        y = y.reshape(*y.shape[:2], first.outputs, -1, y.shape[-1])
+        y = jnp.transpose(y, (3, 2, 0, 1, 4))
+    order = (out[0], *out[2:], out[1])
+    return jnp.transpose(y, sorted(range(5), key=order.__getitem__))
+
+
+def _padded(x: jax.Array, window: Window) -> jax.Array:
+    """Pad the dimension 1, and spread its elements."""
+    edges = (window.low, window.high, window.input_dilation - 1)
+    if edges == (0, 0, 0):
+        return x
+    others = [(0, 0, 0)] * (x.ndim - 2)
+    return lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), edges, *others])
