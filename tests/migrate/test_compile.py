@@ -253,6 +253,17 @@ def test_a_metric_whose_result_is_a_variable() -> None:
         ("x = k.layers.Dense(np.prod(s))", "k.layers.Dense(int(np.prod(s)))"),
         ("n = np.prod(s)\nx = k.layers.Dense(n)", "k.layers.Dense(int(n))"),
         ("x = k.layers.Dense(units=4)", "k.layers.Dense(units=4)"),
+        ("n = np.max(y) + 1\nx = k.layers.Dense(n)", "k.layers.Dense(int(n))"),
+        ("x = k.layers.Dense(y.max() + 1)", "k.layers.Dense(int(y.max() + 1))"),
+        (
+            "def net(n=2):\n    return k.layers.Dense(n)\nx = net(y.max() + 1)",
+            "k.layers.Dense(int(n))",
+        ),
+        (
+            "x = k.layers.Dense(tf.reduce_prod(s).numpy())",
+            "k.layers.Dense(int(keras.ops.convert_to_numpy(keras.ops.prod(s))))",
+        ),
+        ("x = k.layers.RepeatVector(np.prod(s))", "RepeatVector(int(np.prod(s)))"),
         (
             "gpus = tf.config.list_logical_devices('GPU')\n"
             "s = tf.distribute.MirroredStrategy(gpus)",

@@ -8,11 +8,12 @@ import libcst as cst
 from replicax.migrate.files import MODELS, WEIGHTS, is_weights_only, report_path
 from replicax.migrate.kinds import is_class_of, kind_of, own_methods
 from replicax.migrate.optimizer_calls import config_problem, optimizer_arguments
-from replicax.migrate.origins import elements, ends_at_cycles, returned
+from replicax.migrate.origins import elements, ends_at_cycles, returned, values_of
 from replicax.migrate.rules import CallSite, Rule, by_keywords, with_keywords
 from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.tables import (
     CHANGED_DEFAULTS,
+    DEVICE_OPERATORS,
     IDENTIFIERS,
     MESSAGES,
     NAMES,
@@ -29,6 +30,7 @@ from replicax.migrate.tree import (
     keyword_of,
     method_of,
     named,
+    operands,
     text_of,
     value_of,
     walk,
@@ -113,9 +115,20 @@ def _shape(script: Script, node: Expression) -> str | None:
 
 def _units(script: Script, node: Expression) -> str | None:
     """NumPy's integers are none of Python's, which `Dense` wants."""
-    value = script.flow.resolved(node)
-    name = script.names.imported(value.func) if isinstance(value, cst.Call) else None
-    return "int({x})" if name is not None and name.startswith("numpy.") else None
+    return "int({x})" if _is_of_numpy(script, node) else None
+
+
+@ends_at_cycles(False)
+def _is_of_numpy(script: Script, node: Expression) -> bool:
+    """Whether a number is computed by NumPy, or by a function or method of arrays."""
+    if not isinstance(node, cst.Call):
+        inside = [*values_of(script, node), *operands(node)]
+        return any(_is_of_numpy(script, each) for each in inside)
+    if method_of(node) in NAMES["numbers_of_arrays"]:
+        return not script.functions(method_of(node))
+    name, path = script.names.imported(node.func) or "", script.called(node)
+    is_array = path in DEVICE_OPERATORS and path not in NAMES["sizes"]
+    return is_array or name.startswith("numpy.")
 
 
 def _devices(script: Script, node: Expression) -> str | None:
@@ -128,6 +141,7 @@ _CHANGES: dict[str, tuple[str, Callable[[Script, Expression], str | None]]] = {
     "keras.Input": ("shape", _shape),
     "keras.layers.Input": ("shape", _shape),
     "keras.layers.Dense": ("units", _units),
+    "keras.layers.RepeatVector": ("n", _units),
     "distribute.MirroredStrategy": ("devices", _devices),
 }
 """First arguments of functions, and the template of another value, or None, by path."""
