@@ -369,3 +369,22 @@ def test_methods_of_the_script_and_right_names_of_files_stay(line: str) -> None:
     text, left = ported(f"{START}class Net:\n{method}{line}")
     assert left == []
     assert f"\n{line}\n" in text
+
+
+DTYPES = """\
+import tensorflow as tf
+layer = tf.keras.layers.Dense(2)
+x = layer(tf.keras.Input((3,)))
+seen = [x.dtype.name, layer.kernel.dtype.name, *[w.dtype.name for w in layer.weights]]
+v, a, i = tf.Variable(1.0), tf.constant([1.0]), tf.constant([1])
+seen += [v.dtype.name, v.dtype.base_dtype == a.dtype.base_dtype, a.dtype.name]
+seen += [t.dtype.is_floating for t in (v, a, i)] + [i.dtype.is_integer]
+seen += [a.dtype.as_numpy_dtype(3), float(a.dtype.min) < -3e38 < 3e38 < a.dtype.max]
+"""
+
+
+def test_attributes_of_dtypes() -> None:
+    text, left = ported(DTYPES)
+    assert left == []
+    floats, flags = ["float32"] * 5, [True, True, False, True]
+    assert executed(text)["seen"] == [*floats, True, "float32", *flags, 3.0, True]

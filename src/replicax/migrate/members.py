@@ -5,6 +5,7 @@ import re
 
 import libcst as cst
 
+from replicax.migrate.functional import is_symbolic
 from replicax.migrate.kinds import (
     is_class_of,
     is_kind,
@@ -16,6 +17,7 @@ from replicax.migrate.origins import definitions, iterated
 from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.tables import (
     ATTRIBUTES,
+    DTYPE_ATTRIBUTES,
     KINDS,
     MESSAGES,
     NAMES,
@@ -74,8 +76,8 @@ def ported_attribute(
         return cst.Attribute(output, cst.Name("shape"))
     if name in {"input", "output"} and _is_sequential(script, node.value):
         return script.template(f"{{x}}.{name}s[0]", x=owner)
-    if name in {"rank", "ndims", "value"}:
-        return _of_shape(script, node, updated)
+    if attr_of(node.value) == "dtype" or name in {"rank", "ndims", "value"}:
+        return _of_tensor(script, node, updated)
     if name == "name" and _is_weight(script, node.value):
         uses = [node, *script.uses_of(node)]
         is_key = any(_needs_path(script, each) for each in uses)
@@ -87,11 +89,13 @@ def ported_attribute(
     return updated
 
 
-def _of_shape(
+def _of_tensor(
     script: Script, node: cst.Attribute, updated: cst.Attribute
 ) -> Expression:
-    """Port `shape.rank`, and `shape[i].value` of TensorFlow 1; `updated` of others."""
+    """Port attributes of dtypes, `shape.rank`, and `shape[i].value` of TensorFlow 1."""
     of, owner = node.value, updated.value
+    if attr_of(of) == "dtype":
+        return _of_dtype(script, node, updated)
     if attr_of(node) == "value":
         is_size = isinstance(of, cst.Subscript) and _is_shape(script, of.value)
         return owner if is_size else updated
@@ -100,6 +104,20 @@ def _of_shape(
     if isinstance(owner, cst.Attribute) and attr_of(owner) == "shape":
         return cst.Attribute(owner.value, cst.Name("ndim"))
     return script.template("len({x})", x=owner)
+
+
+def _of_dtype(
+    script: Script, node: cst.Attribute, updated: cst.Attribute
+) -> Expression:
+    """Port `x.dtype.is_floating` and its like; dtypes of Keras' objects are names."""
+    assert isinstance(node.value, cst.Attribute)
+    name, owner = node.attr.value, node.value.value
+    if name == "name":
+        is_keras = kind_of(script, owner) in {"variable", "layer", "model"}
+        is_keras = is_keras or is_symbolic(script, owner)
+        return updated.value if is_keras else updated
+    text = DTYPE_ATTRIBUTES.get(name)
+    return script.template(text, d=updated.value) if text else updated
 
 
 def _is_weight(script: Script, node: Expression) -> bool:

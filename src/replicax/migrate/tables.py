@@ -136,6 +136,7 @@ READERS = _products(_DATA["readers"])
 OPTIMIZERS = _products(_DATA["optimizers"])
 """Paths of the classes of optimizers."""
 ATTRIBUTES = {kind: _by_name(table) for kind, table in _DATA["attributes"].items()}
+DTYPE_ATTRIBUTES: dict[str, str] = _DATA["attributes_of_dtypes"]
 OVERRIDDEN = {kind: _by_name(table) for kind, table in _DATA["overridden"].items()}
 RENAMED_METHODS: dict[str, str] = _DATA["methods"]["renamed"]
 WRITTEN_METHODS = _templates(_DATA["methods"]["written"])
