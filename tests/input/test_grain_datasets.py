@@ -51,6 +51,14 @@ def test_rows_of_pandas_are_found_by_position(of_columns: bool) -> None:
     assert found == [[1, 4], [2, 5], [3, 6]]
 
 
+def test_lists_of_numbers_and_strings_are_arrays() -> None:
+    lists = {"a": [1, 2], "b": [0.5, 1], "c": [True, False], "d": ["u", "v"]}
+    second = numpy_dataset((dict(lists), X[:2]))[1][0]
+    assert second == {"a": 2, "b": 1.0, "c": False, "d": "v"}
+    kinds = [second[key].dtype.str[1:] for key in "abcd"]
+    assert kinds == ["i4", "f4", "b1", "U1"]
+
+
 def test_arrays_must_agree():
     with pytest.raises(ValueError, match=r"leaf \[0\]: 10, leaf \[1\]: 4"):
         numpy_dataset((X, Y[:4]))

@@ -7,7 +7,7 @@ iteration `n` here reads epoch `n` of the repeated dataset.
 
 import sys
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import jax
 import numpy as np
@@ -105,7 +105,8 @@ def numpy_dataset(arrays: PyTree) -> "grain.MapDataset[PyTree]":
 
     Args:
         arrays: Pytree of `[N, ...]` NumPy arrays, such as `(x, y)`, which are not
-            copied; or of data frames and series of pandas.
+            copied; of data frames and series of pandas; or of lists of Python's
+            numbers and strings, which become arrays, numbers with 32 bits.
 
     Returns:
         A `grain.MapDataset` of `N` elements, pytrees of `[...]` arrays.
@@ -129,8 +130,25 @@ def numpy_dataset(arrays: PyTree) -> "grain.MapDataset[PyTree]":
             )
     import grain  # A late import: it takes long.
 
+    arrays = jax.tree.map(
+        lambda x: _as_array(x) if _is_list(x) else x, arrays, is_leaf=_is_list
+    )
     arrays = by_rows(arrays)
     return grain.MapDataset.source(_Rows(arrays, leading_size(arrays, "numpy_dataset")))
+
+
+def _is_list(value: object) -> TypeGuard[list[Any]]:
+    """Whether a value is a list of Python's numbers or strings."""
+    kinds = (int, float, str)
+    is_list = isinstance(value, list) and bool(value)
+    return is_list and all(isinstance(x, kinds) for x in value)
+
+
+def _as_array(values: list[Any]) -> np.ndarray:
+    """A list as an array; numbers get the dtypes that TensorFlow gives them."""
+    array = np.asarray(values)
+    small = {"f": "float32", "i": "int32"}.get(array.dtype.kind)
+    return array.astype(small) if small else array
 
 
 class _Rows:
