@@ -119,6 +119,13 @@ class Log:
         ("n = tf.cast(tf.shape(x)[0], tf.int64)", "n = keras.ops.shape(x)[0]"),
         ("s = tf.shape(x)\nn = tf.cast(s[0], dtype='int32')", "n = s[0]"),
         ("n = tf.cast(tf.shape(x)[0], tf.float32)", "cast(keras.ops.shape(x)[0], "),
+        ("y = tf.layers.Conv2D(3, 1)(x)", "y = keras.layers.Conv2D(3, 1)(x)"),
+        (
+            "r = tf.keras.layers.CuDNNGRU(3, 'zeros')",
+            "r = keras.layers.GRU(3, kernel_initializer='zeros')",
+        ),
+        ("s = tf.multinomial(x, 1, n)", "keras.random.categorical(x, 1, seed=n)"),
+        ("tf.compat.v1.compat.v1.disable_eager_execution()\nx = 1", "x = 1"),
     ],
 )
 def test_what_is_ported(before: str, after: str) -> None:
@@ -425,6 +432,14 @@ def test_methods_that_steps_call_on_objects_get_random_state() -> None:
         ),
         ("tf.keras.layers.StringLookup(vocabulary=v)", "is made with TensorFlow"),
         ("x = tf.constant(['a', 'b'])", "of a string stays"),
+        ("d = tf.layers.Dropout(0.5)", "use the layer of `keras.layers`"),
+        ("import tf_slim", "tf_slim needs TensorFlow"),
+        (
+            "tf.keras.utils.SidecarEvaluator(model, d, f).start()\n"
+            "c = tf.keras.callbacks.ModelCheckpoint(f + '/{epoch}.weights.h5', "
+            "save_weights_only=True)",
+            "waits for what rx.Checkpoint writes",
+        ),
     ],
 )
 def test_what_is_left(before: str, reason: str) -> None:

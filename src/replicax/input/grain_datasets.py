@@ -139,9 +139,9 @@ def numpy_dataset(arrays: PyTree) -> "grain.MapDataset[PyTree]":
 
 def _is_list(value: object) -> TypeGuard[list[Any]]:
     """Whether a value is a list of Python's numbers or strings."""
-    kinds = (int, float, str)
-    is_list = isinstance(value, list) and bool(value)
-    return is_list and all(isinstance(x, kinds) for x in value)
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(x, int | float | str) for x in value)
 
 
 def _as_array(values: list[Any]) -> np.ndarray:

@@ -319,7 +319,8 @@ def problems(script: Script, node: cst.Call, path: str) -> Iterator[str]:
     """The reasons why a ported call would fail, or silently compute something else."""
     name = path.removeprefix("keras.")
     is_loaded = name == "models.load_model" and named(node, "safe_mode") is None
-    if is_loaded and "keras.layers.Lambda" in map(script.called, script.calls):
+    called = set(map(script.called, script.calls))
+    if is_loaded and "keras.layers.Lambda" in called:
         yield MESSAGES["lambda_layer"]
     for changed, position, parameter in CHANGED_DEFAULTS:
         if path == changed and argument(node.args, position, parameter) is None:
@@ -333,6 +334,9 @@ def problems(script: Script, node: cst.Call, path: str) -> Iterator[str]:
         problem := config_problem(script, node)
     ):
         yield problem
+    is_sidecar = name.endswith("SidecarEvaluator") and "train.Checkpoint" not in called
+    if is_sidecar and "keras.callbacks.ModelCheckpoint" in called:
+        yield MESSAGES["sidecar"]
     if path == "keras.layers.Bidirectional":
         made = (call.func for call in find(node, cst.Call))
         for name in (each.value for each in made if isinstance(each, cst.Name)):

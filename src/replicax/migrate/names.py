@@ -36,7 +36,7 @@ def path_in_tensorflow(name: str) -> str | None:
         return ""
     for old, new in OLD_PREFIXES.items():
         if path.startswith(old):
-            return new + path[len(old) :]
+            return path_in_tensorflow(f"tensorflow.{new}{path[len(old) :]}")
         if f"{path}." == old:
             return new.rstrip(".")
     return path
