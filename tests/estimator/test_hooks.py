@@ -46,7 +46,10 @@ def model_fn(features: Any, labels: Any, mode: str) -> EstimatorSpec:
         predictions={"y": prediction},
         loss=loss,
         optimizer=keras.optimizers.SGD(0.1),
-        training_hooks=[LoggingTensorHook({"largest": error}, every_n_iter=2)],
+        training_hooks=[
+            LoggingTensorHook({"largest": error}, every_n_iter=2),
+            LoggingTensorHook([2 * error, loss], every_n_iter=2),
+        ],
     )
 
 
@@ -133,6 +136,8 @@ def test_logs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     logged = [record.getMessage() for record in caplog.records]
     # In the first step, and each time two or three further ones are done.
     assert sum(m.startswith("largest = ") for m in logged) == 3
+    assert sum(m.startswith("tensors[0] = ") for m in logged) == 3
+    assert sum(", tensors[1] = " in m for m in logged) == 3
     assert sum(", global_step = " in m for m in logged) == 2
     assert [m for m in logged if m.startswith("last")] == ["last ['value']"]
     assert sum(m.startswith("global_step/sec: ") for m in logged) == 2

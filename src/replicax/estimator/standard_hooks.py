@@ -143,8 +143,8 @@ class LoggingTensorHook(SessionRunHook):
     `"replicax"`. (TF: `tf.estimator.LoggingTensorHook`.)
 
     Args:
-        tensors: Names, as in `SessionRunArgs`; or a dict of labels with names or, in a
-            `model_fn`, arrays.
+        tensors: Names, as in `SessionRunArgs`, or, in a `model_fn`, arrays; or a dict
+            of labels with those.
         every_n_iter: Interval in steps.
         every_n_secs: Interval in seconds, in place of steps.
         at_end: Log at the end; without an interval, only then.
@@ -171,14 +171,18 @@ class LoggingTensorHook(SessionRunHook):
 
     def __init__(
         self,
-        tensors: Mapping[str, str | jax.Array] | Sequence[str],
+        tensors: Mapping[str, str | jax.Array] | Sequence[str | jax.Array],
         every_n_iter: int | None = None,
         every_n_secs: float | None = None,
         at_end: bool = False,
         formatter: Callable[[dict[str, np.ndarray]], str] | None = None,
     ) -> None:
-        named = tensors if isinstance(tensors, Mapping) else {n: n for n in tensors}
-        self.tensors: dict[str, str | jax.Array] = dict(named)
+        if not isinstance(tensors, Mapping):  # Arrays have no names: count them.
+            tensors = {
+                value if isinstance(value, str) else f"tensors[{i}]": value
+                for i, value in enumerate(tensors)
+            }
+        self.tensors: dict[str, str | jax.Array] = dict(tensors)
         self._every = (
             None
             if at_end and every_n_iter is None and every_n_secs is None
