@@ -388,3 +388,17 @@ def test_attributes_of_dtypes() -> None:
     assert left == []
     floats, flags = ["float32"] * 5, [True, True, False, True]
     assert executed(text)["seen"] == [*floats, True, "float32", *flags, 3.0, True]
+
+
+def test_the_identity_of_a_variable_keeps_its_value() -> None:
+    text, left = ported(
+        "import tensorflow as tf\nv = tf.Variable(1.0)\nold = tf.identity(v)\n"
+        "layer = tf.keras.layers.Dense(1, kernel_initializer='zeros')\n"
+        "y = tf.identity(layer(tf.ones([1, 1])))\n"
+        "kernel = tf.identity(layer.weights[0])\n"
+        "v.assign(2.0)\nlayer.kernel.assign([[3.0]])\n"
+    )
+    assert left == []
+    assert "y = layer(keras.ops.ones([1, 1]))\n" in text
+    names = executed(text)
+    assert (float(names["old"]), float(names["kernel"][0, 0])) == (1.0, 0.0)
