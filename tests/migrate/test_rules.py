@@ -124,6 +124,11 @@ class Log:
             "r = tf.keras.layers.CuDNNGRU(3, 'zeros')",
             "r = keras.layers.GRU(3, kernel_initializer='zeros')",
         ),
+        (
+            "n = 2\ntf.config.set_logical_device_configuration("
+            "d, [tf.config.LogicalDeviceConfiguration() for _ in range(n)])",
+            "rx.set_logical_devices(n)",
+        ),
         ("s = tf.multinomial(x, 1, n)", "keras.random.categorical(x, 1, seed=n)"),
         ("tf.compat.v1.compat.v1.disable_eager_execution()\nx = 1", "x = 1"),
     ],
@@ -317,6 +322,10 @@ def test_a_step_of_keras_without_a_strategy_gets_the_default_or_is_left() -> Non
     _, left = lines(step.replace("model.compile", "for _ in x: model.compile"))
     assert ["passes train_step other arguments" in each for each in left] == [True]
     assert lines(step.replace("model.fit", "run"))[1] == []
+    before = "model = tf.keras.Sequential()\nmodel.compile('sgd', 'mse')\n"
+    text, left = lines(f"{before}{step}")
+    assert left == []
+    exec(text, {})
     _, left = lines(
         "class Net(tf.keras.Model):\n    def predict_step(self, x): pass\n"
         "Net().predict(x)"

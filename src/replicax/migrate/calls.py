@@ -238,12 +238,20 @@ def _logical_devices(site: CallSite) -> Expression:
 
 
 def _length(node: Expression | None) -> Expression | None:
-    """The length of `[x, y]` or of `[x] * n`; None where it is not in sight."""
+    """The length of `[x]`, `[x] * n` or `[x for _ in range(n)]`; None for others."""
     match node:
         case cst.List():
             return cst.Integer(str(len(node.elements)))
         case cst.BinaryOperation(
             left=cst.List(elements=[_]), operator=cst.Multiply(), right=number
+        ):
+            return number
+        case cst.ListComp(
+            for_in=cst.CompFor(
+                iter=cst.Call(cst.Name("range"), [cst.Arg(number)]),
+                ifs=[],
+                inner_for_in=None,
+            )
         ):
             return number
     return None

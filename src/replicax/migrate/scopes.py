@@ -386,6 +386,9 @@ def _compiled_lines(
         return None
     compiles = f"{script.code(bound.targets[0].target)}.compile"
     compiled = [c for c in script.calls if script.code(c.func) == compiles]
+    if len(compiled) > 1:  # The name stands for other models, too.
+        values = ((c, script.flow.resolved(object_of(c))) for c in compiled)
+        compiled = [c for c, value in values if value is made[0]]
     first = script.statement_of(bound)
     block = script.parent(first)
     lines = block.body if isinstance(block, cst.IndentedBlock | cst.Module) else ()
