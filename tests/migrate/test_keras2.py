@@ -396,3 +396,35 @@ def test_losses_get_labels_of_the_shape_of_predictions(loss: str) -> None:
     assert left == []
     names = executed(text)
     assert names["value"] == pytest.approx(names["expected"], rel=1e-5)
+
+
+WIDE = """\
+import tensorflow as tf
+model = tf.keras.Sequential([tf.keras.Input((1,)), tf.keras.layers.Dense(
+    1, activation="sigmoid", kernel_initializer="ones")])
+more = [tf.keras.metrics.BinaryCrossentropy(name="smooth", label_smoothing=0.5)]
+model.compile("sgd", "mse", metrics=[
+    "binary_crossentropy", tf.keras.losses.hinge, tf.keras.metrics.Poisson(), *more])
+logs = [model.evaluate(x, labels, return_dict=True) for labels in (y, y[:, None])]
+"""
+
+
+def test_metrics_of_keras_get_labels_of_the_shape_of_predictions() -> None:
+    text, left = ported(WIDE)
+    assert left == []
+    y = np.array([0.0, 1.0, 1.0])
+    x = np.array([[-1.0], [0.5], [2.0]], "float32")
+    flat, wide = executed(text, {"x": x, "y": y})["logs"]
+    assert flat == pytest.approx(wide)
+    p = 1 / (1 + np.exp(-x[:, 0]))
+    assert flat["poisson"] == pytest.approx(np.mean(p - y * np.log(p)), rel=1e-5)
+    s = 0.5 * y + 0.25
+    entropy = -np.mean(s * np.log(p) + (1 - s) * np.log(1 - p))
+    assert flat["smooth"] == pytest.approx(entropy, rel=1e-5)
+
+
+def test_metrics_of_models_that_are_loaded_or_have_classes_stay() -> None:
+    _, left = ported(f"{WIDE}tf.keras.models.load_model('m.keras')\n")
+    assert len([each for each in left if "see that labels are [n, 1]" in each]) == 4
+    text, _ = ported(WIDE.replace('"mse"', '"categorical_crossentropy"'))
+    assert "MeanMetricWrapper" not in text

@@ -19,6 +19,7 @@ from replicax.migrate.tables import (
     NAMES,
     OPTIMIZERS,
     READERS,
+    WIDE_METRICS,
     kind_of_target,
 )
 from replicax.migrate.tracing import class_of
@@ -26,6 +27,7 @@ from replicax.migrate.tree import (
     argument,
     find,
     is_name,
+    is_named,
     keyword,
     keyword_of,
     method_of,
@@ -34,6 +36,7 @@ from replicax.migrate.tree import (
     text_of,
     value_of,
     walk,
+    with_args,
 )
 
 __all__ = [
@@ -160,8 +163,50 @@ def plan_metrics(script: Script) -> None:
             _plan_labels(script, methods, is_loss=True)
             functions = _metric_functions(script, each)
             _plan_labels(script, functions, is_loss=True, widen=False)
+        loss = value_of(call, 1, "loss")
+        is_wide = "categorical" in script.code(loss).lower() if loss else False
         for each in _parts(script, value_of(call, 2, "metrics")):
             _plan_labels(script, _metric_functions(script, each))
+            if not is_wide and (function := _wide_function(script, each)):
+                _plan_wide(script, each, function)
+
+
+def _wide_function(script: Script, metric: Expression) -> str:
+    """The function of a metric that does not widen labels; `""` of others."""
+    path = script.called(metric) or script.names.path(metric) or text_of(metric)
+    module, _, name = path.rpartition(".")
+    if module not in {"", "keras.losses", "keras.metrics"}:
+        return ""
+    if isinstance(metric, cst.Call):
+        return WIDE_METRICS.get(name, "")
+    return name if name in WIDE_METRICS.values() else ""
+
+
+def _plan_wide(script: Script, metric: Expression, function: str) -> None:
+    """Plan a metric that gives labels the shape of predictions, as Keras 2 does."""
+    if any(script.called(c).endswith("load_model") for c in script.calls):
+        # A model that is saved with a function of its own cannot be loaded.
+        name = script.code(metric)
+        script.leave(metric, MESSAGES["wide_metric"].format(name=name))
+        return
+
+    def replacement(updated: Expression) -> Expression:
+        args = updated.args if isinstance(updated, cst.Call) else ()
+        kept = [a for a in args if is_named(a, "name", "dtype")]
+        options = [a for a in args if a not in kept]
+        if not any(is_named(a, "name") for a in kept):
+            kept.insert(0, keyword("name", script.string(function)))
+        text = f"keras.losses.{function}(keras.ops.reshape(y, p.shape), p)"
+        inner = script.template(text)
+        assert isinstance(inner, cst.Call)
+        inner = with_args(inner, [*inner.args, *options])
+        made = script.template(
+            "keras.metrics.MeanMetricWrapper(lambda y, p: {x})", x=inner
+        )
+        assert isinstance(made, cst.Call)
+        return with_args(made, [*made.args, *kept])
+
+    script.replacements[metric] = replacement
 
 
 def _plan_labels(

@@ -127,8 +127,11 @@ def elements(script: Script, node: Expression) -> list[Expression]:
     match node:
         case cst.List() | cst.Tuple() | cst.Set() | cst.Dict():
             kinds = (cst.Element, cst.DictElement)
-            shown = [e.value for e in node.elements if isinstance(e, kinds)]
-            return shown if len(shown) == len(node.elements) else []
+            shown = [
+                [e.value] if isinstance(e, kinds) else elements(script, e.value)
+                for e in node.elements
+            ]
+            return [each for part in shown for each in part] if all(shown) else []
         case cst.ListComp() | cst.SetComp() | cst.GeneratorExp():
             return [node.elt]
         case cst.DictComp():

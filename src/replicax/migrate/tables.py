@@ -121,6 +121,7 @@ OLD_LAYERS: dict[str, str] = _DATA["old_layers"]
 OLD_METRICS: dict[str, str] = _DATA["old_metrics"]
 OLD_LOSSES = _lists(_DATA["old_losses"])
 """Losses of `tf.losses` of TensorFlow 1: the class in Keras, and their parameters."""
+WIDE_METRICS: dict[str, str] = _DATA["wide_metrics"]
 IDENTIFIERS: dict[str, dict[str, str]] = _DATA["identifiers"]
 NAMES = _lists(_DATA["names"])
 CALL_ORDERS = _lists(_DATA["call_orders"])
