@@ -525,3 +525,30 @@ def test_a_dataset_as_a_type() -> None:
     assert "def made(n: int) -> grain.MapDataset | grain.IterDataset:" in text
     text, _ = ported(LOOP.replace(".take(4)", ".window(4)"))
     assert "def made(n: int) -> tf.data.Dataset:" in text
+
+
+@pytest.mark.parametrize(
+    ("statement", "reason"),
+    [
+        ("print(examples.element_spec)", "Grain's datasets have no element_spec"),
+        ("print(len(images))", "Grain's stream of batches has no length"),
+        ("n = images.cardinality()", "no `cardinality`: count the files"),
+        ("n = examples.reduce(0, f)", "Grain's datasets have no `reduce`"),
+    ],
+)
+def test_what_grain_does_not_know_of_a_dataset_is_left(
+    statement: str, reason: str
+) -> None:
+    start = (
+        "import tensorflow as tf\n"
+        "examples = tf.data.Dataset.range(4).batch(2)\n"
+        "images = tf.keras.utils.image_dataset_from_directory('d')\n"
+        "@tf.function(input_signature=[examples.element_spec])\n"
+        "def f(x): return x\n"
+        "n = len(examples) + examples.cardinality().numpy()\n"
+    )
+    text, left = ported(start)
+    assert left == []
+    assert "n = len(examples) + keras.ops.convert_to_numpy(len(examples))\n" in text
+    text, left = ported(start + statement)
+    assert [each for each in left if reason in each], left

@@ -45,6 +45,7 @@ class Pipelines:
         unknown: Expressions of unknown origin that are taken for datasets.
         foreign: Calls of packages that need TensorFlow.
         weighted: The `x` of calls of `fit` that have `class_weight=` too.
+        asked: Attributes of datasets, and calls of `len`, that Grain may not have.
     """
 
     sources: list[tuple[cst.Call, str]] = field(default_factory=list)
@@ -52,6 +53,7 @@ class Pipelines:
     unknown: list[Expression] = field(default_factory=list)
     foreign: list[cst.Call] = field(default_factory=list)
     weighted: list[cst.Arg] = field(default_factory=list)
+    asked: list[cst.Attribute | cst.Call] = field(default_factory=list)
 
     @property
     def is_stream(self) -> bool:
@@ -86,13 +88,31 @@ class _Datasets:
         by_root: dict[_Key, Pipelines] = {}
         for node, key in self._seen.items():
             self._sort_in(by_root.setdefault(self._root(key), Pipelines()), node)
-        for call in self._script.calls:
-            x = argument(call.args, 0, "x") if method_of(call) == "fit" else None
-            has_weights = named(call, "class_weight") is not None
-            if x is not None and has_weights and self._is_dataset(x.value):
-                root = self._root(self._key_of(x.value))
-                by_root.setdefault(root, Pipelines()).weighted.append(x)
+        for node, dataset in self._uses():
+            if self._is_dataset(dataset):
+                root = self._root(self._key_of(dataset))
+                group = by_root.setdefault(root, Pipelines())
+                if isinstance(node, cst.Arg):
+                    group.weighted.append(node)
+                else:
+                    group.asked.append(node)
         return list(by_root.values())
+
+    def _uses(self) -> Iterator[tuple[cst.Arg | cst.Attribute | cst.Call, Expression]]:
+        """What Grain may not have of a dataset, and the `x` of `fit` with weights.
+
+        Yields:
+            An attribute, a call of `len` or an argument, and its dataset.
+        """
+        for node in self._script.nodes(cst.Attribute):
+            if node.attr.value in NAMES["dataset_attributes"]:
+                yield node, node.value
+        for call in self._script.calls:
+            if is_name(call.func, "len") and call.args:
+                yield call, call.args[0].value
+            x = argument(call.args, 0, "x") if method_of(call) == "fit" else None
+            if x is not None and named(call, "class_weight") is not None:
+                yield x, x.value
 
     # Which expressions are datasets.
 

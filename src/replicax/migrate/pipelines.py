@@ -85,6 +85,7 @@ def _problems(script: Script, group: Pipelines) -> Iterator[tuple[cst.CSTNode, s
 
 
 _WITHOUT = {
+    "cardinality": "count the files",
     "skip": "use `validation_split=` and `subset=` of image_dataset_from_directory",
     "shard": "strategies give each worker its part",
     "concatenate": "put the images into one folder",
@@ -200,6 +201,18 @@ def _plan(script: Script, group: Pipelines) -> None:
         script.replacements[call] = replacement(script, call, rule)
     for x in group.weighted:
         _plan_weights(script, x)
+    _report_asked(script, group)
+
+
+def _report_asked(script: Script, group: Pipelines) -> None:
+    """Report what Grain's datasets do not have, but for arguments of decorators."""
+    for node in group.asked:
+        if isinstance(node, cst.Call):
+            if group.is_stream:
+                script.leave(node, MESSAGES["stream_length"])
+        elif script.around(node, cst.Decorator) is None:
+            name = node.attr.value
+            script.leave(node, MESSAGES["dataset_attribute"].format(name=name))
 
 
 def _plan_map(script: Script, call: cst.Call) -> None:

@@ -376,6 +376,7 @@ MAPPED: dict[str, Rule] = {
     **DROPPED,
     "cache": _cache,
     "enumerate": _enumerate,
+    "cardinality": written("len({self})"),
     "take": written("{self}[:{count}]", "count", "name"),
     "skip": written("{self}[{count}:]", "count", "name"),
     "shard": written("{self}[{index}::{num_shards}]", "num_shards", "index", "name"),
