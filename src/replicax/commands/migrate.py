@@ -27,7 +27,7 @@ def migrate(
     scripts: Annotated[
         list[str],
         typer.Argument(
-            help="Python scripts, folders of them, or - for standard input."
+            help="Python scripts, notebooks, folders of them, or - for standard input."
         ),
     ],
     diff: Annotated[
@@ -96,7 +96,9 @@ def _files(scripts: list[str]) -> list[str]:
     files: list[str] = []
     for script in scripts:
         if script != "-" and Path(script).is_dir():
-            files += [str(path) for path in sorted(Path(script).rglob("*.py"))]
+            found = [*Path(script).rglob("*.py"), *Path(script).rglob("*.ipynb")]
+            copies = ".ipynb_checkpoints"
+            files += [str(path) for path in sorted(found) if copies not in path.parts]
         else:
             files.append(script)
     if not files:
@@ -108,12 +110,12 @@ def _migrate(file: str, diff: bool, write: bool, quiet: bool, done: _Ports) -> i
     """Port one script and add it to `done`; return the exit status."""
     from libcst import ParserSyntaxError
 
-    from replicax.migrate import port
+    from replicax.migrate import port, port_notebook
 
     name = "<stdin>" if file == "-" else file
     try:
         source = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
-        ported = port(source)
+        ported = port_notebook(source) if _is_notebook(file) else port(source)
     except OSError as error:
         typer.echo(f"{name}: cannot be read: {error.strerror}", err=True)
         return _UNREADABLE
@@ -126,6 +128,11 @@ def _migrate(file: str, diff: bool, write: bool, quiet: bool, done: _Ports) -> i
         return _UNREADABLE
     except RecursionError:
         typer.echo(f"{name}:1: its expressions are nested too deeply", err=True)
+        return _UNREADABLE
+    except ValueError as error:
+        if not _is_notebook(file):
+            raise
+        typer.echo(f"{name}: cannot be read as a notebook: {error}", err=True)
         return _UNREADABLE
     done[file] = (source, ported)
     if diff:
@@ -145,9 +152,15 @@ def _migrate(file: str, diff: bool, write: bool, quiet: bool, done: _Ports) -> i
 def _check(ports: _Ports, arguments: Sequence[str], limit_seconds: float) -> int:
     """Check the completely ported scripts by running them; return the exit status."""
     from replicax.migrate.check import check
+    from replicax.migrate.notebooks import in_cells, script_of
+
+    def code(file: str, text: bytes) -> str:
+        return script_of(text) if _is_notebook(file) else text.decode()
 
     texts = {
-        Path("stdin.py" if file == "-" else file): ported.source.decode()
+        Path("stdin.py" if file == "-" else file).with_suffix(".py"): code(
+            file, ported.source
+        )
         for file, (_, ported) in ports.items()
     }
     status = _NOTHING_LEFT
@@ -155,13 +168,20 @@ def _check(ports: _Ports, arguments: Sequence[str], limit_seconds: float) -> int
         if ported.left:
             typer.echo(f"{file}: not checked, as something is left", err=True)
             continue
-        found = check(path, source.decode(), texts, arguments, limit_seconds)
+        original = code(file, source)
+        found = check(path, original, texts, arguments, limit_seconds)
         if found is None:
             typer.echo(f"{file}: checked", err=True)
         else:
-            typer.echo(f"{file}:{found.line}: check: {found.reason}", err=True)
+            if _is_notebook(file):
+                found = in_cells([found], original)[0]
+            typer.echo(f"{file}:{found.place}: check: {found.reason}", err=True)
             status = _SOMETHING_LEFT
     return status
+
+
+def _is_notebook(file: str) -> bool:
+    return file.endswith(".ipynb")
 
 
 def _print_diff(name: str, before: bytes, after: bytes) -> None:
@@ -175,10 +195,10 @@ def _print_diff(name: str, before: bytes, after: bytes) -> None:
 
 def _report(name: str, ported: "Ported", quiet: bool) -> None:
     for finding in () if quiet else ported.notes:
-        typer.echo(f"{name}:{finding.line}: note: {finding.reason}", err=True)
+        typer.echo(f"{name}:{finding.place}: note: {finding.reason}", err=True)
     for finding in ported.left:
         typer.echo(
-            f"{name}:{finding.line}: left: {finding.reason}  [{finding.source}]",
+            f"{name}:{finding.place}: left: {finding.reason}  [{finding.source}]",
             err=True,
         )
     number = len(ported.left)

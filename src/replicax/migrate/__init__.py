@@ -8,6 +8,8 @@ of probabilities (`logits`) or training steps (`training`). Then `rewrite` visit
 tree once, and replaces each node by its plan, by a rewrite rule or by the tables.
 `imports` comes last.
 
+Notebooks. `notebooks` makes one script of a notebook's code cells, and splits its port.
+
 Tables and rules. `tables.toml` has the data: names whose parameters correspond one by
 one, keywords, texts of calls, lists of names, and what reports say. A rule (`rules`)
 ports a call that needs more than a row: those in `calls`, `arrays`, `host`,
@@ -22,7 +24,8 @@ This folder maps source text to source text. Of the library it imports only the 
 targets, to check that they exist. It needs LibCST: `pip install 'replicax[migrate]'`.
 """
 
+from replicax.migrate.notebooks import port_notebook
 from replicax.migrate.port import Ported, port
 from replicax.migrate.script import Finding
 
-__all__ = ["Finding", "Ported", "port"]
+__all__ = ["Finding", "Ported", "port", "port_notebook"]

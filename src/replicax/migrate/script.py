@@ -366,15 +366,22 @@ class Finding:
         source: The text there, on one line.
         reason: What could not be ported, and what to do; or what differs now.
         is_left: Whether it was left as it was, and marked. Otherwise it is a note.
+        cell: The number of the code cell of a notebook whose line it is; 0 in scripts.
     """
 
     line: int
     source: str
     reason: str
     is_left: bool = True
+    cell: int = 0
+
+    @property
+    def place(self) -> str:
+        """The line, or the cell and its line."""
+        return f"cell {self.cell}:{self.line}" if self.cell else f"{self.line}"
 
     def __str__(self) -> str:
-        return f"{self.line}: {self.reason}  [{self.source}]"
+        return f"{self.place}: {self.reason}  [{self.source}]"
 
 
 def mark_text(line: cst.EmptyLine) -> str:
