@@ -75,7 +75,6 @@ def test_a_step_of_a_class_of_the_script_is_run_as_well() -> None:
 @pytest.mark.parametrize(
     "use",
     [
-        "train_step(model, y)",  # No array.
         "train_step(*batch)",
         "step = train_step\nstep(x, y)",
         "strategy = tf.distribute.MirroredStrategy()\n"
@@ -84,6 +83,64 @@ def test_a_step_of_a_class_of_the_script_is_run_as_well() -> None:
 )
 def test_a_step_with_other_uses_is_left(use: str) -> None:
     _, left = ported(f"{STEP}{use}")
+    assert any("works in a function that a strategy runs" in why for why in left)
+
+
+EAGER = """\
+import tensorflow as tf
+def train_step(model, optimizer, x, y):
+    with tf.GradientTape() as tape:
+        predicted = model(x, training=True)
+        loss = loss_fn(y, predicted)
+    grads = tape.gradient(loss, model.trainable_variables)
+    optimizer.apply_gradients(zip(grads, model.trainable_variables))
+    mean(loss)
+    return loss
+def train(model, optimizer, n):
+    for epoch in range(n):
+        for step, (x, y) in enumerate(dataset):
+            loss = train_step(model, optimizer, x, y)
+    return float(loss)
+loss_fn = tf.keras.losses.MeanSquaredError()
+mean = tf.keras.metrics.Mean()
+net = tf.keras.Sequential([tf.keras.layers.Dense(1, kernel_initializer="zeros")])
+final = train(net, tf.keras.optimizers.SGD(0.25), 2)
+"""
+
+
+def test_an_eager_step_that_jax_can_trace_is_run() -> None:
+    text, left = ported(EAGER)
+    assert left == []
+    assert "strategy().run(train_step, args=(model, optimizer, x, y))" in text
+    x = np.eye(2, dtype="float32")
+    names = executed(text, {"dataset": [(x, np.ones((2, 1), "float32"))]})
+    # The weights and the bias are 0, then 0.25, 0.25 and 0.5.
+    assert names["final"] == pytest.approx(0.25**2)
+    assert float(names["mean"].result()) == pytest.approx((1 + 0.25**2) / 2)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("    mean(loss)\n", "    print(loss)\n"),
+        ("    mean(loss)\n", "    losses.append(loss)\n"),
+        ("    mean(loss)\n", "    model.loss = loss\n"),
+        ("return loss", "return loss.numpy()"),
+        ("loss_fn(y, predicted)", "loss_fn(np.sqrt(y), predicted)"),
+        ("optimizer, x, y)\n    return", "optimizer, step, y)\n    return"),
+        ("optimizer, x, y)\n    return", "optimizer, epoch, y)\n    return"),
+        ("optimizer, x, y)\n    return", "optimizer, 2, y)\n    return"),
+        ("    with tf.G", "    for x, y in dataset:\n      with tf.G"),
+    ],
+)
+def test_an_eager_step_that_does_more_is_left(before: str, after: str) -> None:
+    assert EAGER.count(before) == 1
+    if after.endswith("tf.G"):
+        text = EAGER.replace("        predicted", "          predicted")
+        text = text.replace("        loss = loss_fn", "          loss = loss_fn")
+    else:
+        text = EAGER
+    _, left = ported(text.replace(before, after))
     assert any("works in a function that a strategy runs" in why for why in left)
 
 

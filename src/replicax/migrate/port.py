@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import libcst as cst
 
 from replicax.migrate import (
+    eager_steps,
     files,
     functional,
     gradient_sums,
@@ -105,7 +106,7 @@ def _report_backend(script: Script) -> None:
 _PLANNERS = (
     imports.find_retained,
     tracing.find_traced,
-    tracing.plan_eager_steps,
+    eager_steps.plan_eager_steps,
     statements.plan_servers,
     pipelines.plan_pipelines,
     host.plan_lookups,

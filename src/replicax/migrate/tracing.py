@@ -1,10 +1,5 @@
-"""Finds the functions that strategies trace, and what tracing changes in them.
+"""Finds the functions that strategies trace, and what tracing changes in them."""
 
-In a script without a strategy, calls of a `@tf.function` with a tape become
-`rx.get_strategy().run(f, args=...)`.
-"""
-
-import functools
 from collections.abc import Collection, Iterable, Iterator
 
 import libcst as cst
@@ -17,7 +12,6 @@ from replicax.migrate.tree import (
     attr_of,
     find,
     is_name,
-    keyword_of,
     last_name,
     method_of,
     methods_of,
@@ -40,7 +34,6 @@ __all__ = [
     "is_tensor",
     "is_traced",
     "makes_spec",
-    "plan_eager_steps",
     "plan_randomness",
     "report_branches",
     "report_gradients",
@@ -365,80 +358,3 @@ def is_tensor(script: Script, node: Expression, names: Collection[str] = ()) -> 
     ):
         return False
     return any(is_tensor(script, part, names) for part in operands(node))
-
-
-# Scripts without a strategy.
-
-_OBJECTS = ("model", "layer", "optimizer", "callback")
-"""Kinds of objects that `run` does not take as arguments: they are no arrays."""
-
-
-def plan_eager_steps(script: Script) -> None:
-    """Plan `rx.get_strategy().run` for calls of a `@tf.function` with a tape.
-
-    The tape may be in a function that it calls.
-    """
-    if has_scope(script):
-        return
-    steps = {
-        f: found for f in script.nodes(cst.FunctionDef) if (found := _tapes(script, f))
-    }
-    inner = {f for step in steps for f in with_called(script, [step]) - {step}}
-    # Those that others call are run by them.
-    for function in sorted(steps, key=lambda f: f in inner):
-        is_run = all(is_traced(script, tape) for tape in steps[function])
-        if not is_run and (calls := _calls_of(script, function)):
-            script.traced_functions |= with_called(script, [function])
-            for call in calls:
-                script.replacements[call] = functools.partial(_run, script, call)
-
-
-def _tapes(script: Script, function: cst.FunctionDef) -> list[cst.Call]:
-    """The tapes that a `@tf.function` makes, by itself or by what it calls."""
-    if not any(is_graph_decorator(script, d) for d in function.decorators):
-        return []
-    calls = calls_in(script, [function])
-    return [call for call in calls if script.called(call) == "GradientTape"]
-
-
-def _calls_of(script: Script, function: cst.FunctionDef) -> list[cst.Call] | None:
-    """The call sites of a function; None unless `run` can make all of its uses."""
-    name = function.name.value
-    owner = class_of(script, function)
-    if is_class_of(script, owner, _OBJECTS):
-        return None
-    names = script.nodes(cst.Name if owner is None else cst.Attribute)
-    uses = [n for n in names if last_name(n) == name and n is not function.name]
-    calls = [script.call_of(use) for use in uses]
-    found = [call for call in calls if call is not None and _takes(script, call)]
-    is_single = len(script.functions(name)) == 1 and len(found) == len(uses)
-    return found if is_single else None
-
-
-def _takes(script: Script, call: cst.Call) -> bool:
-    """Whether `run` can make a call: of arrays and numbers, outside of other steps."""
-    return not is_traced(script, call) and not any(
-        arg.star
-        or isinstance(arg.value, cst.BaseString | cst.Lambda)
-        or kind_of(script, arg.value) in _OBJECTS
-        for arg in call.args
-    )
-
-
-def _run(script: Script, call: cst.Call, updated: cst.Call) -> Expression:
-    """Replace a call by `run` in the default strategy; a used result is reduced."""
-    code = script.code
-    given = [code(a.value) for a in updated.args if not a.keyword]
-    args = f", args=({', '.join(given)}{',' * (len(given) == 1)})" if given else ""
-    pairs = [
-        f"{script.string(keyword_of(a)).value}: {code(a.value)}"
-        for a in updated.args
-        if a.keyword
-    ]
-    args += f", kwargs={{{', '.join(pairs)}}}" if pairs else ""
-    strategy = f"{script.here('rx.get_strategy')}()"
-    text = f"{strategy}.run({code(updated.func)}{args})"
-    if not isinstance(script.parent(call), cst.Expr):
-        total = script.string("sum").value
-        text = f"{strategy}.reduce({total}, {text}, axis=None)"
-    return cst.parse_expression(text)

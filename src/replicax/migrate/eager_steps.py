@@ -1,0 +1,175 @@
+"""Ports training steps of scripts without a strategy: the default strategy runs them.
+
+Calls of a `@tf.function` with a tape become `rx.get_strategy().run(f, args=...)`. So do
+those of a function without the decorator, if JAX can trace all that it does.
+"""
+
+import functools
+from collections.abc import Iterable
+
+import libcst as cst
+
+from replicax.migrate.kinds import is_class_of, is_kind
+from replicax.migrate.script import Expression, Script
+from replicax.migrate.tables import DEVICE_OPERATORS, find_target
+from replicax.migrate.tracing import (
+    calls_in,
+    class_of,
+    has_scope,
+    is_graph_decorator,
+    is_traced,
+    with_called,
+)
+from replicax.migrate.tree import (
+    find,
+    is_name,
+    keyword_of,
+    last_name,
+    method_of,
+    parts_of,
+)
+
+__all__ = ["plan_eager_steps"]
+
+_OBJECTS = ("model", "layer", "optimizer", "callback")
+"""Kinds of objects whose own steps Keras runs."""
+
+
+def plan_eager_steps(script: Script) -> None:
+    """Plan `rx.get_strategy().run` for calls of steps with a tape.
+
+    The tape of a `@tf.function` may be in a function that it calls.
+    """
+    if has_scope(script):
+        return
+    steps = {
+        f: found for f in script.nodes(cst.FunctionDef) if (found := _tapes(script, f))
+    }
+    inner = {f for step in steps for f in with_called(script, [step]) - {step}}
+    # Those that others call are run by them.
+    for function in sorted(steps, key=lambda f: f in inner):
+        is_run = all(is_traced(script, tape) for tape in steps[function])
+        if not is_run and (calls := _calls_of(script, function)):
+            script.traced_functions |= with_called(script, [function])
+            for call in calls:
+                script.replacements[call] = functools.partial(_run, script, call)
+
+
+def _tapes(script: Script, function: cst.FunctionDef) -> list[cst.Call]:
+    """The tapes that a step makes, by itself or by what it calls."""
+    calls = calls_in(script, [function])
+    tapes = [call for call in calls if script.called(call) == "GradientTape"]
+    if any(is_graph_decorator(script, d) for d in function.decorators):
+        return tapes
+    own = [tape for tape in tapes if script.function_of(tape) is function]
+    return tapes if own and _is_traceable(script, function, calls) else []
+
+
+_EFFECTS = (
+    *(cst.Global, cst.Nonlocal, cst.Yield, cst.Await, cst.While, cst.Try, cst.Del),
+    *(cst.Assert, cst.Raise),
+)
+_BUILTINS = ("dict", "enumerate", "isinstance", "len", "list", "range", "tuple", "zip")
+_METHODS = ("apply_gradients", "gradient", "update_state", "watch")
+_PURE = ("keras.activations.", "keras.losses.", "keras.ops.")
+_CALLED = ("layer", "loss", "metric", "model")
+
+
+def _is_traceable(
+    script: Script, function: cst.FunctionDef, calls: Iterable[cst.Call]
+) -> bool:
+    """Whether a step of eager code only computes, and applies gradients.
+
+    Such a step computes the same where JAX traces it once for all of its calls.
+    """
+    if function.decorators or any(True for _ in find(function, *_EFFECTS)):
+        return False
+    loops = (each.iter for each in find(function, cst.For))
+    if not all(is_name(getattr(each, "func", each), *_BUILTINS) for each in loops):
+        return False  # Of a dataset, say.
+    for node in find(function, cst.AssignTarget, cst.AugAssign):
+        if isinstance(node.target, cst.Attribute | cst.Subscript):
+            return False
+    return all(_is_pure(script, call) for call in calls)
+
+
+def _is_pure(script: Script, call: cst.Call) -> bool:
+    """Whether a call computes tensors, or changes variables as JAX can trace it."""
+    path = script.called(call)
+    if path:
+        target = find_target(path) or ""
+        is_known = path in DEVICE_OPERATORS or path in ("GradientTape", "print")
+        return is_known or target.startswith(_PURE)
+    if isinstance(call.func, cst.Name) and (
+        is_name(call.func, *_BUILTINS) or script.functions(call.func.value)
+    ):
+        return True
+    name = method_of(call)
+    methods = (class_of(script, found) for found in script.functions(name))
+    is_method = name in _METHODS or any(owner is not None for owner in methods)
+    return is_method or any(is_kind(script, call.func, kind) for kind in _CALLED)
+
+
+def _calls_of(script: Script, function: cst.FunctionDef) -> list[cst.Call] | None:
+    """The call sites of a function; None unless `run` can make all of its uses."""
+    name = function.name.value
+    owner = class_of(script, function)
+    if is_class_of(script, owner, _OBJECTS):
+        return None
+    names = script.nodes(cst.Name if owner is None else cst.Attribute)
+    uses = [n for n in names if last_name(n) == name and n is not function.name]
+    calls = [script.call_of(use) for use in uses]
+    may_count = bool(function.decorators)
+    found = [c for c in calls if c is not None and _takes(script, c, may_count)]
+    is_single = len(script.functions(name)) == 1 and len(found) == len(uses)
+    return found if is_single else None
+
+
+def _takes(script: Script, call: cst.Call, may_count: bool) -> bool:
+    """Whether `run` can make a call, outside of other steps.
+
+    Numbers become arrays. A `@tf.function` would be compiled for each of them anew.
+    """
+    return not is_traced(script, call) and not any(
+        arg.star
+        or isinstance(arg.value, cst.BaseString | cst.Lambda)
+        or (not may_count and _is_number(script, arg.value))
+        for arg in call.args
+    )
+
+
+def _is_number(script: Script, node: Expression) -> bool:
+    """Whether an expression is seen to be a number of Python."""
+    if isinstance(script.flow.resolved(node), cst.BaseNumber):
+        return True
+    for made in script.flow.reaching(node):
+        loops = (p for p in script.parents(made.node) if isinstance(p, cst.For))
+        for loop in loops:
+            by = getattr(loop.iter, "func", None)
+            first = (
+                loop.target
+                if is_name(by, "range")
+                else [*parts_of(loop.target), None][0]
+            )
+            if is_name(by, "range", "enumerate") and made.node is first:
+                return True
+    return False
+
+
+def _run(script: Script, call: cst.Call, updated: cst.Call) -> Expression:
+    """Replace a call by `run` in the default strategy; a used result is reduced."""
+    code = script.code
+    given = [code(a.value) for a in updated.args if not a.keyword]
+    args = f", args=({', '.join(given)}{',' * (len(given) == 1)})" if given else ""
+    pairs = [
+        f"{script.string(keyword_of(a)).value}: {code(a.value)}"
+        for a in updated.args
+        if a.keyword
+    ]
+    args += f", kwargs={{{', '.join(pairs)}}}" if pairs else ""
+    strategy = f"{script.here('rx.get_strategy')}()"
+    text = f"{strategy}.run({code(updated.func)}{args})"
+    if not isinstance(script.parent(call), cst.Expr):
+        total = script.string("sum").value
+        text = f"{strategy}.reduce({total}, {text}, axis=None)"
+    return cst.parse_expression(text)
