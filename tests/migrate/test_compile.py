@@ -367,3 +367,40 @@ def test_weights_that_are_assigned_in_a_call_are_left() -> None:
     )
     _, left = ported(START + layer)
     assert ["through this assignment" in each for each in left] == [True]
+
+
+TWO = """\
+import numpy as np
+import tensorflow as tf
+inputs = tf.keras.Input((1,))
+ones = dict(kernel_initializer="ones")
+first = tf.keras.layers.Dense(1, name="b", **ones)(inputs)
+second = tf.keras.layers.Dense(1, name="a", **ones)(first)
+model = tf.keras.Model(inputs, [first, second])
+"""
+EVALUATE = "total = model.evaluate(x, [x - 1, x - 2], return_dict=True)['loss']"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        'loss="mse", loss_weights=[0.5, 0.25]',
+        '"mse", None, (0.5, 0.25)',
+        "tf.keras.losses.MeanSquaredError(), loss_weights=[0.5, 0.25]",
+        'loss=["mse", "mse"], loss_weights=[0.5, 0.25]',
+        'loss={"a": "mse", "b": "mse"}, loss_weights={"b": 0.5, "a": 0.25}',
+    ],
+)
+def test_weights_of_losses_are_those_of_outputs(arguments: str) -> None:
+    text, left = ported(f"{TWO}model.compile('sgd', {arguments})\n{EVALUATE}")
+    assert left == []
+    names = executed(text, {"x": np.ones((2, 1), "float32")})
+    assert names["total"] == pytest.approx(0.5 * 1 + 0.25 * 4)
+
+
+@pytest.mark.parametrize("loss", ['"mse"', '["mse", "mse"]', '{"a": "mse"}'])
+def test_weights_by_name_need_losses_by_name(loss: str) -> None:
+    weights = '{"b": 0.5, "a": 0.25}'
+    source = f"{TWO}model.compile('sgd', {loss}, loss_weights={weights})"
+    _, (reason,) = ported(source)
+    assert "in the structure of loss" in reason

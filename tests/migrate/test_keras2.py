@@ -33,6 +33,14 @@ def lines(source: str) -> tuple[str, list[str]]:
     [
         ("K.concatenate([a, b])", "keras.ops.concatenate([a, b], axis=-1)"),
         ("K.argmax(x)", "keras.ops.argmax(x, axis=-1)"),
+        (
+            "B = tf.keras.backend\nB = tf.keras.backend\nB.argmax(x)",
+            "keras.ops.argmax(x, axis=-1)",
+        ),
+        (
+            "def f(x):\n    B = tf.keras.backend\n    return B.argmax(x)",
+            "return keras.ops.argmax(x, axis=-1)",
+        ),
         ("K.clip(x, min_value=0, max_value=1)", "keras.ops.clip(x, x_min=0, x_max=1)"),
         ("K.expand_dims(K.squeeze(x, 0))", "squeeze(x, 0), axis=-1)"),
         ("K.eval(x)", "keras.ops.convert_to_numpy(x)"),
@@ -72,6 +80,9 @@ def lines(source: str) -> tuple[str, list[str]]:
             "FLAGS = absl.flags.FLAGS\nprint(FLAGS.steps)",
         ),
         ("print(tf.__version__)", "print(keras.__version__)"),
+        ("i = tf.keras.Input(x.shape[-1])", "keras.Input((x.shape[-1],))"),
+        ("i = tf.keras.Input(x.shape[1:])", "keras.Input(x.shape[1:])"),
+        ("assert tf.__version__ >= '2.0'\nx = tf.abs(y)", "\nx = keras.ops.abs(y)"),
         ("o = tf.keras.optimizers.SGD(1)", "o = keras.optimizers.SGD(1.0)"),
         ("o = tf.keras.optimizers.Adam(lr=1)", "Adam(learning_rate=1.0)"),
         ("r = 1\no = tf.keras.optimizers.AdamW(r)", "keras.optimizers.AdamW(float(r))"),
@@ -148,7 +159,13 @@ def test_what_is_ported(before: str, after: str) -> None:
         ("model.train_on_batch(x, y, reset_metrics=False)", "no reset_metrics="),
         ("print(model.metrics_names)", "return_dict=True"),
         ("opt.apply_gradients(g, global_step=s)", "counts optimizer.iterations"),
-        ("assert tf.__version__.startswith('2')", "compares a version"),
+        ("if tf.__version__.startswith('2'): x = 1", "compares a version"),
+        (f"{MODEL}model.metrics[-1].threshold", "keep the metric in a variable"),
+        ("x = tf.keras.layers.Dense(2, dynamic=True)", "has no argument 'dynamic'"),
+        (
+            "class M(tf.keras.Model): pass\nmodel = M(dynamic=True)",
+            "run_eagerly=True",
+        ),
         ("x = tf.compat.v1.keras.layers.LSTM(3)", "hard_sigmoid in TensorFlow 1"),
         (
             "x = tf.compat.v1.keras.layers.GRU(3, recurrent_activation='sigmoid')",

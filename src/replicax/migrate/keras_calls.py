@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 import libcst as cst
 
 from replicax.migrate.files import MODELS, WEIGHTS, is_weights_only, report_path
-from replicax.migrate.kinds import is_class_of, kind_of, own_methods
+from replicax.migrate.kinds import is_class_of, is_kind, kind_of, own_methods
 from replicax.migrate.optimizer_calls import config_problem, optimizer_arguments
 from replicax.migrate.origins import elements, ends_at_cycles, returned, values_of
 from replicax.migrate.rules import CallSite, Rule, by_keywords, with_keywords
@@ -17,6 +17,7 @@ from replicax.migrate.tables import (
     IDENTIFIERS,
     MESSAGES,
     NAMES,
+    NOTES,
     OPTIMIZERS,
     READERS,
     WIDE_METRICS,
@@ -78,7 +79,49 @@ def _load_model(site: CallSite) -> Expression:
 def _model_checkpoint(site: CallSite) -> Expression:
     endings = WEIGHTS if is_weights_only(site.node) else MODELS[:2]
     report_path(site.script, site.node, endings)
-    return site.of_target(with_keywords(site, "ModelCheckpoint"))
+    return _monitoring(site)
+
+
+_MONITORS = {
+    "EarlyStopping": (0, 4, r".*(acc|accuracy|auc)$"),
+    "ModelCheckpoint": (1, 5, r".*acc|fmeasure"),
+    "ReduceLROnPlateau": (0, 4, r".*acc"),
+}
+"""Positions of `monitor` and `mode`, and names whose largest value is the best."""
+_LARGE = re.compile(r".*(auc|precision|recall|top_k|f1|iou|io_u|dice)")
+_USUAL = ("acc", "accuracy")
+
+
+def _monitoring(site: CallSite) -> Expression:
+    """Port a callback that compares epochs, with the `mode=` of Keras 2.
+
+    Keras 2 takes it from the name that is monitored. Keras 3 asks the metric of that
+    name, and fails where that has no direction, such as a function of the script or
+    the loss of an output.
+    """
+    script, name = site.script, site.path.rpartition(".")[2]
+    args = [*with_keywords(site, name)]
+    at, position, largest = _MONITORS[name]
+    given, mode = site.given(at, "monitor"), argument(args, position, "mode")
+    value = script.flow.resolved(given) if given else None
+    monitor = text_of(value) if value else ""
+    metric = monitor.removeprefix("val_")
+    best = site.given(3, "save_best_only")
+    is_unused = name == "ModelCheckpoint" and (best is None or is_name(best, "False"))
+    is_set = mode is not None and text_of(mode.value) != "auto"
+    strings = (node for node in script.nodes(cst.SimpleString) if node is not value)
+    is_compiled = metric in _USUAL and any(text_of(each) == metric for each in strings)
+    is_known = is_compiled or metric in ("", "loss")
+    if is_unused or is_set or is_known or any(arg.star for arg in args):
+        return site.of_target(args)
+    is_large = re.match(largest, monitor) is not None
+    if _LARGE.match(monitor) and not is_large:
+        site.note(MESSAGES["smallest"].format(monitor=monitor))
+    made = keyword("mode", script.string("max" if is_large else "min"))
+    if mode is None:
+        return site.of_target([*args, made])
+    value = made.value
+    return site.of_target(a.with_changes(value=value) if a is mode else a for a in args)
 
 
 def _tensorboard(site: CallSite) -> Expression:
@@ -109,11 +152,29 @@ def plan_arguments(script: Script) -> None:
             text = text_of_change(script, value) if value is not None else None
             if value is not None and text is not None:
                 script.wrapped[value] = text
+        is_made = method_of(call) == "__init__" or kind_of(script, call) in _DYNAMIC
+        if is_made and named(call, "dynamic") is not None:
+            script.leave(call, MESSAGES["dynamic"])
+    for node in script.nodes(cst.Subscript):
+        match node.value:
+            case cst.Attribute(value=model, attr=cst.Name("metrics")):
+                if is_kind(script, model, "model"):
+                    script.leave(node, MESSAGES["compiled_metric"])
+
+
+_DYNAMIC = ("layer", "model")
 
 
 def _shape(script: Script, node: Expression) -> str | None:
-    is_integer = isinstance(script.flow.resolved(node), cst.Integer)
-    return "({x},)" if is_integer else None
+    value = script.flow.resolved(node)
+    match value:
+        case cst.Subscript(
+            value=cst.Attribute(attr=cst.Name("shape")),
+            slice=[cst.SubscriptElement(cst.Index())],
+        ):
+            return "({x},)"
+    is_length = isinstance(value, cst.Call) and is_name(value.func, "len")
+    return "({x},)" if is_length or isinstance(value, cst.Integer) else None
 
 
 def _units(script: Script, node: Expression) -> str | None:
@@ -320,6 +381,9 @@ def plan_identifiers(script: Script) -> None:
             _plan_compiled(script, call, losses)
         for arg in call.args:
             before, _, kind = keyword_of(arg).rpartition("_")
+            note = NOTES.get(f"keras.activations.{text_of(arg.value)}")
+            if note and kind == "activation":
+                script.note(arg.value, f"{text_of(arg.value)!r} {note}")
             if kind in IDENTIFIERS and (before or kind == "reduction"):
                 _plan_identifier(script, arg.value, IDENTIFIERS[kind])
     for param in script.nodes(cst.Param):
@@ -329,6 +393,8 @@ def plan_identifiers(script: Script) -> None:
 
 def _plan_compiled(script: Script, call: cst.Call, losses: dict[str, str]) -> None:
     """Plan the names of losses in a `compile`, and report those of metrics."""
+    if text_of(value_of(call, 0, "optimizer")).lower() == "nadam":
+        script.note(call, f"'nadam' {NOTES['keras.optimizers.Nadam']}")
     for part in _parts(script, value_of(call, 1, "loss"), resolved=True):
         _plan_identifier(script, part, losses)
     for part in _parts(script, value_of(call, 2, "metrics"), resolved=True):
@@ -417,7 +483,8 @@ RULES: dict[str, Rule] = {
     "keras.mixed_precision.experimental.LossScaleOptimizer": _loss_scale,
     "keras.callbacks.LambdaCallback": by_keywords("LambdaCallback"),
     "keras.callbacks.ModelCheckpoint": _model_checkpoint,
-    "keras.callbacks.ReduceLROnPlateau": by_keywords("ReduceLROnPlateau"),
+    "keras.callbacks.EarlyStopping": _monitoring,
+    "keras.callbacks.ReduceLROnPlateau": _monitoring,
     "keras.callbacks.TensorBoard": _tensorboard,
     "keras.models.save_model": _save_model,
     "keras.models.load_model": _load_model,

@@ -68,8 +68,9 @@ def plan_layer_calls(script: Script) -> None:
 
 def _is_of_numbers(node: Expression) -> bool:
     """Whether a node displays a list of numbers, which Keras 3 takes for no tensor."""
-    is_list = isinstance(node, cst.List | cst.Tuple)
-    parts = parts_of(node) if is_list else []
+    parts = [
+        p.expression if isinstance(p, cst.UnaryOperation) else p for p in parts_of(node)
+    ]
     return bool(parts) and all(
         isinstance(each, cst.BaseNumber) or _is_of_numbers(each) for each in parts
     )

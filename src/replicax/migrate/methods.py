@@ -23,6 +23,7 @@ from replicax.migrate.tables import (
 )
 from replicax.migrate.tracing import class_of, foreign_bases, makes_spec
 from replicax.migrate.tree import (
+    argument,
     is_name,
     is_named,
     keyword,
@@ -31,6 +32,7 @@ from replicax.migrate.tree import (
     parts_of,
     renamed,
     root_of,
+    text_of,
     value_of,
 )
 
@@ -139,22 +141,56 @@ def _compiled(site: CallSite) -> Expression:
     # Keras 3 has the weights of losses third.
     args = with_keywords(site.with_names(ARGUMENTS["compile"], 2), "compile")
     given = site.given(2, "metrics")
-    if given is not None and _is_one_metric(site.script, given):
-        args = [
-            a.with_changes(value=site.make("[{x}]", x=a.value))
-            if is_named(a, "metrics")
-            else a
-            for a in args
-        ]
+    if given is not None and _is_one(site.script, given, "metric"):
+        args = _changed(site, args, argument(args, 2, "metrics"), "[{x}]")
+    number = _num_weights(site)
+    if number > 1:
+        args = _changed(site, args, argument(args, 1, "loss"), f"[{{x}}] * {number}")
     return site.with_args(args)
 
 
-def _is_one_metric(script: Script, node: Expression) -> bool:
-    """Whether an expression is a metric, or its name, of which Keras 3 takes a list."""
+def _changed(
+    site: CallSite, args: list[cst.Arg], changed: cst.Arg | None, text: str
+) -> list[cst.Arg]:
+    """The arguments with a template applied to one of them."""
+    return [
+        arg.with_changes(value=site.make(text, x=arg.value)) if arg is changed else arg
+        for arg in args
+    ]
+
+
+def _is_one(script: Script, node: Expression, kind: str) -> bool:
+    """Whether an expression is one loss or metric, or the name of one, and no list."""
     value = script.flow.resolved(node)
     is_function = isinstance(value, cst.Name) and bool(script.functions(value.value))
-    is_name_of_one = isinstance(value, cst.SimpleString)
-    return is_name_of_one or is_function or kind_of(script, node) == "metric"
+    is_known = isinstance(value, cst.SimpleString) or script.names.path(value)
+    return bool(is_known) or is_function or kind_of(script, node) == kind
+
+
+def _num_weights(site: CallSite) -> int:
+    """The number of outputs that get one loss, by their weights in a list.
+
+    Keras 3 takes `loss_weights` in the structure of `loss` alone.
+
+    Raises:
+        Unported: If the weights have names that the losses do not have.
+    """
+    loss, weights = site.given(1, "loss"), site.given(3, "loss_weights")
+    if loss is None or weights is None:
+        return 0
+    by_name, names = (_names(site.script, each) for each in (loss, weights))
+    is_one = _is_one(site.script, loss, "loss")
+    is_list = bool(parts_of(site.script.flow.resolved(loss)))
+    if names != by_name and (names and (by_name or is_one or is_list)):
+        raise Unported(MESSAGES["loss_weights"])
+    return len(parts_of(site.script.flow.resolved(weights))) if is_one else 0
+
+
+def _names(script: Script, node: Expression) -> set[str]:
+    """The names that are the keys of a dict."""
+    value = script.flow.resolved(node)
+    pairs = value.elements if isinstance(value, cst.Dict) else ()
+    return {text_of(pair.key) for pair in pairs if isinstance(pair, cst.DictElement)}
 
 
 def _masks(script: Script, call: cst.Call) -> bool:

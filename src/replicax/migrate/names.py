@@ -1,11 +1,11 @@
 """Resolves the names of a script to paths in TensorFlow, through its imports."""
 
+from collections import defaultdict
 from collections.abc import Iterator
 
 import libcst as cst
 from libcst.metadata import (
     GlobalScope,
-    ImportAssignment,
     MetadataWrapper,
     QualifiedNameSource,
     Scope,
@@ -13,7 +13,7 @@ from libcst.metadata import (
 )
 
 from replicax.migrate.tables import NEED_TENSORFLOW, OLD_PREFIXES, find_target
-from replicax.migrate.tree import dotted, find, module_of, root_of, small_statements
+from replicax.migrate.tree import dotted, find, module_of, root_of
 
 __all__ = ["Names", "path_in_tensorflow"]
 
@@ -77,9 +77,9 @@ class Names:
             return None
         name, rest = root.value, text[len(root.value) :]
         bound = scope[name]
+        if name in self.aliases and rest:
+            return self.aliases[name] + rest
         if all(each.scope is self._globals for each in bound):
-            if name in self.aliases and rest:
-                return self.aliases[name] + rest
             if name == "tf" and not bound:
                 self.is_assumed = True
                 return path_in_tensorflow("tensorflow" + rest)
@@ -136,11 +136,14 @@ class Names:
         return None
 
     def _find_aliases(self, module: cst.Module) -> Iterator[tuple[str, str]]:
-        """Find the aliases at the top level, such as `layers = tf.keras.layers`."""
-        for small in small_statements(module):
-            if isinstance(small, cst.Assign) and len(small.targets) == 1:
-                name, path = dotted(small.targets[0].target), self.path(small.value)
-                bound = list(self._globals[name]) if self._globals and name else []
-                is_once = len(bound) == 1 and not isinstance(bound[0], ImportAssignment)
-                if path and name and is_once:
-                    yield name, path
+        """Find the names that stand for one path wherever they are bound."""
+        paths = defaultdict[str, dict[cst.CSTNode, str]](dict)
+        for node in find(module, cst.Assign):
+            target, path = node.targets[0].target, self.path(node.value)
+            if path and isinstance(target, cst.Name) and len(node.targets) == 1:
+                paths[target.value][target] = path
+        for name, found in paths.items():
+            bound = (each for scope in self._all_scopes for each in scope[name])
+            is_all = all(getattr(each, "node", None) in found for each in bound)
+            if is_all and len(set(found.values())) == 1:
+                yield name, next(iter(found.values()))

@@ -27,7 +27,6 @@ from replicax.migrate.tree import is_docstring, only_of, renamed, walk, with_arg
 
 __all__ = ["Rewriter"]
 
-_VERSIONS = ("__version__.", "VERSION.", "version.VERSION.")
 _Block = TypeVar("_Block", cst.IndentedBlock, cst.Module)
 
 
@@ -115,7 +114,7 @@ def _reference(script: Script, node: cst.Name | cst.Attribute) -> Expression:
     if target is None:
         script.leave(node, find_reason(path))
         return node
-    if f"{path}.".startswith(_VERSIONS) and _is_compared(script, node):
+    if statements.is_version_of_tensorflow(script, node) and _is_compared(script, node):
         script.leave(node, "compares a version of TensorFlow: remove it")
         return node
     if note := NOTES.get(path):

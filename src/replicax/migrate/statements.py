@@ -26,6 +26,7 @@ __all__ = [
     "body_in_place",
     "comment_lines",
     "is_static_shape",
+    "is_version_of_tensorflow",
     "lost_comments",
     "plan_servers",
     "plan_settings",
@@ -36,12 +37,19 @@ __all__ = [
     "why_dropped",
 ]
 
+_VERSIONS = ("__version__.", "VERSION.", "version.VERSION.")
 _TRANSPARENT = ("control_dependencies", "Graph.as_default", "init_scope")
 
 
 def why_dropped(script: Script, line: cst.SimpleStatementLine) -> str | None:
     """Why a line is taken out, which only TensorFlow needs; None for other lines."""
     small = only_of(line)
+    if isinstance(small, cst.Assert) and not isinstance(
+        small.test, cst.BooleanOperation
+    ):
+        names = find(small.test, cst.Attribute, cst.Name)
+        is_version = any(is_version_of_tensorflow(script, each) for each in names)
+        return MESSAGES["asserted_version"] if is_version else None
     call = small.value if isinstance(small, cst.Expr) else None
     if not isinstance(call, cst.Call):
         return None
@@ -51,6 +59,11 @@ def why_dropped(script: Script, line: cst.SimpleStatementLine) -> str | None:
     if not path and isinstance(object_of(call), cst.Call):
         path = f"{script.called(object_of(call))}().{method_of(call)}"
     return f"tf.{path} is taken out: {DROPPED[path]}" if path in DROPPED else None
+
+
+def is_version_of_tensorflow(script: Script, node: cst.CSTNode) -> bool:
+    """Whether a node is a name of TensorFlow's version, such as `tf.__version__`."""
+    return f"{script.names.path(node)}.".startswith(_VERSIONS)
 
 
 def is_static_shape(script: Script, node: cst.CSTNode | None) -> bool:
