@@ -160,6 +160,11 @@ def test_what_is_ported(before: str, after: str) -> None:
         ("print(model.metrics_names)", "return_dict=True"),
         ("opt.apply_gradients(g, global_step=s)", "counts optimizer.iterations"),
         ("if tf.__version__.startswith('2'): x = 1", "compares a version"),
+        (
+            "class M(tf.keras.Model): pass\nM().save('m')\n"
+            "model = tf.keras.models.load_model('m')",
+            "loads no M without its class",
+        ),
         (f"{MODEL}model.metrics[-1].threshold", "keep the metric in a variable"),
         ("x = tf.keras.layers.Dense(2, dynamic=True)", "has no argument 'dynamic'"),
         (

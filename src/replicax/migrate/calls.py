@@ -135,7 +135,7 @@ def _print(site: CallSite) -> Expression:
     text = " ".join(texts)
     is_plain = '"' not in text and "\\" not in text
     code = repr(text).replace("'", '"') if is_plain else repr(text)
-    site.note("jax.debug.print prints once for each replica")
+    site.note("jax.debug.print prints once for each replica, and in a tape twice")
     args = [cst.Arg(value) for value in (cst.SimpleString(code), *shown)]
     return cst.Call(site.script.expression("jax.debug.print"), args)
 

@@ -31,6 +31,7 @@ from replicax.migrate.tree import (
     is_named,
     keyword,
     keyword_of,
+    last_name,
     method_of,
     named,
     operands,
@@ -433,6 +434,8 @@ def problems(script: Script, node: cst.Call, path: str) -> Iterator[str]:
     called = set(map(script.called, script.calls))
     if is_loaded and "keras.layers.Lambda" in called:
         yield MESSAGES["lambda_layer"]
+    if is_loaded and (own := _unregistered(script, node)):
+        yield MESSAGES["own_classes"].format(own)
     for changed, position, parameter in CHANGED_DEFAULTS:
         if path == changed and argument(node.args, position, parameter) is None:
             yield f"{parameter} has another default in Keras 2: write {parameter}="
@@ -454,6 +457,23 @@ def problems(script: Script, node: cst.Call, path: str) -> Iterator[str]:
             if any(not owner.decorators for owner in script.classes(name)):
                 yield MESSAGES["unregistered"].format(name)
     yield from _old_defaults(script, node, path)
+
+
+def _unregistered(script: Script, load: cst.Call) -> str:
+    """A class of the script that a loaded model may need; `""` if there is none.
+
+    Files of HDF5 need it in Keras 2, too. A SavedModel does without.
+    """
+    path = value_of(load, 0, "filepath")
+    name = text_of(script.flow.resolved(path)) if path else ""
+    if not name or name.endswith(MODELS) or named(load, "custom_objects") is not None:
+        return ""
+    made = {last_name(each.func) for each in script.calls}
+    for each in script.nodes(cst.ClassDef):
+        is_own = is_class_of(script, each, ("layer", "model")) and not each.decorators
+        if is_own and each.name.value in made:
+            return each.name.value
+    return ""
 
 
 _OLD_RECURRENT = [

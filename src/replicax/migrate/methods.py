@@ -145,6 +145,7 @@ def _compiled(site: CallSite) -> Expression:
         args = _changed(site, args, argument(args, 2, "metrics"), "[{x}]")
     number = _num_weights(site)
     if number > 1:
+        site.note(MESSAGES["one_log"])
         args = _changed(site, args, argument(args, 1, "loss"), f"[{{x}}] * {number}")
     return site.with_args(args)
 

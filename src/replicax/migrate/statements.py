@@ -53,12 +53,20 @@ def why_dropped(script: Script, line: cst.SimpleStatementLine) -> str | None:
     call = small.value if isinstance(small, cst.Expr) else None
     if not isinstance(call, cst.Call):
         return None
-    if is_static_shape(script, call):
+    if is_static_shape(script, call) or begins_iterator(script, call):
         return ""
     path = script.called(call)
     if not path and isinstance(object_of(call), cst.Call):
         path = f"{script.called(object_of(call))}().{method_of(call)}"
     return f"tf.{path} is taken out: {DROPPED[path]}" if path in DROPPED else None
+
+
+def begins_iterator(script: Script, call: cst.Call) -> bool:
+    """Whether a call is `initialize()` of an iterator that a strategy has just made."""
+    made = script.flow.resolved(object_of(call))
+    is_new = method_of(made) in {"make_dataset_iterator", "make_input_fn_iterator"}
+    in_loop = script.around(call, cst.For, cst.While) is not None
+    return method_of(call) == "initialize" and is_new and not in_loop
 
 
 def is_version_of_tensorflow(script: Script, node: cst.CSTNode) -> bool:
