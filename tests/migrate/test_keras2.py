@@ -80,6 +80,18 @@ def lines(source: str) -> tuple[str, list[str]]:
             "FLAGS = absl.flags.FLAGS\nprint(FLAGS.steps)",
         ),
         ("print(tf.__version__)", "print(keras.__version__)"),
+        ("m = tf.keras.Sequential(layers, 'm')", "Sequential(layers, name='m')"),
+        ("i = tf.keras.Input((3,), 8, 'i')", "keras.Input((3,), 8, name='i')"),
+        (
+            "x = tf.keras.losses.sparse_categorical_crossentropy(y, p, True, -1)",
+            "keras.losses.sparse_categorical_crossentropy(y, p, True, axis=-1)",
+        ),
+        (
+            "class M(tf.keras.metrics.Metric):\n"
+            "    def __init__(self, name, d): super().__init__(name, d)",
+            "super().__init__(name=name, dtype=d)",
+        ),
+        ("x = tf.keras.utils.to_categorical(y=y)", "keras.utils.to_categorical(x=y)"),
         ("i = tf.keras.Input(x.shape[-1])", "keras.Input((x.shape[-1],))"),
         ("i = tf.keras.Input(x.shape[1:])", "keras.Input(x.shape[1:])"),
         ("assert tf.__version__ >= '2.0'\nx = tf.abs(y)", "\nx = keras.ops.abs(y)"),

@@ -19,6 +19,7 @@ from replicax.migrate.tables import (
     NAMES,
     NOTES,
     OPTIMIZERS,
+    ORDERS,
     READERS,
     WIDE_METRICS,
     kind_of_target,
@@ -497,6 +498,7 @@ def _old_defaults(script: Script, node: cst.Call, path: str) -> Iterator[str]:
 
 
 RULES: dict[str, Rule] = {
+    **dict.fromkeys(ORDERS, lambda site: site.in_order(site.path).of_target()),
     **dict.fromkeys(OPTIMIZERS, lambda site: site.of_target(optimizer_arguments(site))),
     **dict.fromkeys(READERS, _reader),
     **dict.fromkeys(NAMES["average_poolings"], _pooling),
@@ -507,6 +509,7 @@ RULES: dict[str, Rule] = {
     "keras.callbacks.ReduceLROnPlateau": _monitoring,
     "keras.callbacks.TensorBoard": _tensorboard,
     "keras.models.save_model": _save_model,
+    "keras.utils.to_categorical": by_keywords("to_categorical"),
     "keras.models.load_model": _load_model,
 }
 """Rules by the path of the function."""

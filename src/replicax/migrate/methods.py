@@ -284,8 +284,8 @@ def _adapt(site: CallSite) -> Expression:
 def _constructor(site: CallSite) -> Expression:
     """Port `super().__init__(self)`, which Keras 3 refuses, to `super().__init__()`.
 
-    The arguments of a loss get their names, of which Keras 3 has another order, and so
-    does the name of a layer.
+    The arguments of a loss or metric get their names, of which Keras 3 has another
+    order, and so does the name of a layer.
     """
     args, owner = site.updated.args, site.receiver
     if not (isinstance(owner, cst.Call) and is_name(owner.func, "super")):
@@ -297,10 +297,8 @@ def _constructor(site: CallSite) -> Expression:
     if is_layer and len(args) == 1 and isinstance(args[0].value, cst.SimpleString):
         # Keras 2 took it for `trainable`; what it says is a name.
         return site.with_args([renamed(args[0], "name")])
-    bases = foreign_bases(site.script, around) if around else ()
-    if "keras.losses.Loss" not in map(site.script.names.path, bases):
-        return site.updated
-    return site.with_names(("reduction", "name")).updated
+    paths = [site.script.names.path(b) for b in foreign_bases(site.script, around)]
+    return site.in_order(paths[0]).updated if paths and paths[0] else site.updated
 
 
 def _update_state(site: CallSite) -> Expression:

@@ -14,6 +14,7 @@ from replicax.migrate.tables import (
     GUARDED_OPERATORS,
     KEYWORDS,
     OLD_KEYWORDS,
+    ORDERS,
     Operator,
     exists,
     find_target,
@@ -138,6 +139,11 @@ class CallSite:
                 arg = renamed(arg, names[i])
             args.append(arg)
         return replace(self, updated=self.with_args(args))
+
+    def in_order(self, path: str) -> "CallSite":
+        """The call with names for arguments that have another position in Keras 3."""
+        names = ORDERS.get(path, ())
+        return self.with_names(names, sum(n == "-" for n in names)) if names else self
 
     def of_target(self, args: Iterable[cst.Arg] | None = None) -> cst.Call:
         """The call of the target in Keras, by the original name if its import stays.

@@ -124,6 +124,8 @@ OLD_LOSSES = _lists(_DATA["old_losses"])
 WIDE_METRICS: dict[str, str] = _DATA["wide_metrics"]
 IDENTIFIERS: dict[str, dict[str, str]] = _DATA["identifiers"]
 NAMES = _lists(_DATA["names"])
+ORDERS = _lists(_DATA["orders"])
+"""Parameters by position of what has another order in Keras 3; `"-"` for equal ones."""
 CALL_ORDERS = _lists(_DATA["call_orders"])
 MESSAGES: dict[str, str] = _DATA["messages"]
 CHANGED_DEFAULTS = [
