@@ -120,6 +120,23 @@ def test_an_eager_step_that_jax_can_trace_is_run() -> None:
 
 
 @pytest.mark.parametrize(
+    "outside",
+    [
+        "rate = 1\nrate = 2",
+        "for rate in range(3): pass",
+        "rate = 1\nrate += 1",
+        "rate = [1]\nrate[0] = 2",
+        "rate = 1\nnet.layers[0].trainable = False",
+    ],
+)
+def test_an_eager_step_that_reads_what_changes_is_left(outside: str) -> None:
+    text = EAGER.replace("loss_fn(y, predicted)", "loss_fn(y, predicted) * rate")
+    _, (reason,) = ported(f"{text}{outside}\n")
+    assert "works in a function that a strategy runs" in reason
+    assert ported(f"{text}rate = 1\n")[1] == []
+
+
+@pytest.mark.parametrize(
     ("before", "after"),
     [
         ("    mean(loss)\n", "    print(loss)\n"),

@@ -21,12 +21,14 @@ from replicax.migrate.tracing import (
     with_called,
 )
 from replicax.migrate.tree import (
+    attr_of,
     find,
     is_name,
     keyword_of,
     last_name,
     method_of,
     parts_of,
+    walk,
 )
 
 __all__ = ["plan_eager_steps"]
@@ -72,6 +74,7 @@ _EFFECTS = (
 _BUILTINS = ("dict", "enumerate", "isinstance", "len", "list", "range", "tuple", "zip")
 _METHODS = ("apply_gradients", "gradient", "update_state", "watch")
 _PURE = ("keras.activations.", "keras.losses.", "keras.ops.")
+_CONSTRUCTORS = ("__init__", "build")
 _CALLED = ("layer", "loss", "metric", "model")
 
 
@@ -90,7 +93,40 @@ def _is_traceable(
     for node in find(function, cst.AssignTarget, cst.AugAssign):
         if isinstance(node.target, cst.Attribute | cst.Subscript):
             return False
-    return all(_is_pure(script, call) for call in calls)
+    every = with_called(script, [function])
+    is_pure = all(_is_pure(script, call) for call in calls)
+    return is_pure and not any(_reads_changing(script, each) for each in every)
+
+
+def _reads_changing(script: Script, function: cst.CSTNode) -> bool:
+    """Whether a function reads what the script may change between its calls.
+
+    Eager code reads what a number is by then, a compiled step what it was at first.
+    """
+    own = set(walk(function))
+    for node in find(function, cst.Name, cst.Attribute):
+        outer = [d.node for d in script.flow.reaching(node) if d.node not in own]
+        if len(outer) > 1 or any(_is_repeated(script, each) for each in outer):
+            return True
+    read = {script.code(node) for node in find(function, cst.Name, cst.Attribute)}
+    names = {attr_of(node) for node in find(function, cst.Attribute)}
+    if any(name.startswith("trainable") for name in names):
+        names.add("trainable")
+    for node in script.nodes(cst.AssignTarget, cst.AugAssign):
+        around = script.function_of(node)
+        is_first = around is not None and around.name.value in _CONSTRUCTORS
+        match node.target:
+            case cst.Attribute(attr=cst.Name(name)) if name in names and not is_first:
+                return True
+            case cst.Subscript(value=value) if script.code(value) in read:
+                return True
+    return False
+
+
+def _is_repeated(script: Script, node: cst.CSTNode) -> bool:
+    """Whether an assignment is in a loop, or adds to what was there."""
+    is_sum = isinstance(script.parent(node), cst.AugAssign)
+    return is_sum or script.around(node, cst.For, cst.While) is not None
 
 
 def _is_pure(script: Script, call: cst.Call) -> bool:
