@@ -223,3 +223,21 @@ def test_names_that_another_star_may_import_stay() -> None:
     )
     assert "plot(Dense(1), Elu(2))" in text
     assert left == []
+
+
+def test_a_second_import_of_keras_leaves_that_of_replicax_first() -> None:
+    again = "from tensorflow import keras\nx = keras.layers.Dense(3)\n"
+    text, left = ported(f"{again}{again}")
+    assert left == []
+    assert text.startswith("import replicax as rx  # Before keras")
+    assert text.count("import keras") == 2
+
+
+def test_a_second_port_writes_no_line_twice() -> None:
+    loss = "def loss(y, p):\n    return tf.reduce_mean((y - p) ** 2)\n"
+    text, left = ported(
+        f"import tensorflow as tf\n{loss}m = tf.keras.Model()\n"
+        "m.compile(metrics=[loss])\ntf.image.rot90(x)"
+    )
+    assert left
+    assert text.count("y.ndim < p.ndim") == 1

@@ -292,11 +292,13 @@ def _late_imports(module: cst.Module, place: int) -> set[str]:
     """Names that the top level reads from `place` on before it imports them."""
     read: set[str] = set()
     late: set[str] = set()
+    known: set[str] = set()
     for statement in module.body[place:]:
         if isinstance(statement, cst.SimpleStatementLine):
             for small in find(statement, cst.Import, cst.ImportFrom):
-                late |= read & {local for local, _ in import_names(small)}
-        read |= used_names(statement)
+                known |= {local for local, _ in import_names(small)}
+                late |= read & known
+        read |= used_names(statement) - known
     return late
 
 

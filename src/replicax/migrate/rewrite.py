@@ -263,7 +263,9 @@ def _assembled(script: Script, block: _Block, updated: _Block) -> _Block:
     line = script.first_lines.get(block)
     for statement in block.body:
         if line and not is_docstring(statement):
-            body.append(cst.parse_statement(line))
+            first_small = only_of(statement)  # An earlier run may have written it.
+            if first_small is None or script.code(first_small) != line:
+                body.append(cst.parse_statement(line))
             line = None
         nodes: list[Any] = [*script.outcomes.get(statement, [statement])]
         if not nodes:
