@@ -1,10 +1,9 @@
 """Chooses the form of each convolution on CPUs, from measurements.
 
 XLA computes most convolutions on CPUs with Eigen (`settings` asks for it), which is
-fast; those stay with XLA.
-The forms replace those that XLA computes by scalar loops, and a few more. Times below
-are milliseconds on two cores with JAX 0.10.2, XLA's first; unless noted for float32,
-3x3 kernels and batches of 16.
+fast; those stay with XLA. The forms replace those that XLA computes by scalar loops,
+and a few more. Times below are milliseconds on two cores with JAX 0.10.2, XLA's first;
+unless noted for float32, 3x3 kernels and batches of 16.
 """
 
 import math

@@ -25,6 +25,7 @@ __all__ = [
     "by_patches",
     "by_sums",
     "by_taps",
+    "pad",
     "without_zeros",
 ]
 
@@ -52,7 +53,8 @@ def _slice(
     )
 
 
-def _pad(x: jax.Array, windows: Sequence[Window]) -> jax.Array:
+def pad(x: jax.Array, windows: Sequence[Window]) -> jax.Array:
+    """Pad the dimensions of windows in `x: [n, *space, m]`, and spread its elements."""
     edges = [(w.low, w.high, w.input_dilation - 1) for w in windows]
     if not any(itertools.chain(*edges)):
         return x
@@ -85,7 +87,7 @@ def by_patches(
     Of `x[batch, *space, features]` and `kernel[*taps, features / groups, outputs]`:
     `[batch, *space, outputs]`.
     """
-    x = _pad(x, windows)
+    x = pad(x, windows)
     first, *others = windows
     numbers = math.prod(w.taps * w.outputs for w in windows) * x.shape[0] * x.shape[-1]
     if first.taps == 1 or numbers * x.dtype.itemsize <= _PATCHES_BYTES:
@@ -164,7 +166,7 @@ def by_taps(
     taps = list(itertools.product(*(range(w.taps) for w in windows)))
     products = products.reshape(*x.shape[:-1], len(taps), outputs)
     parts = [
-        _at_tap(tap, _pad(products[..., i, :], windows), windows)
+        _at_tap(tap, pad(products[..., i, :], windows), windows)
         for i, tap in enumerate(reversed(taps))
     ]
     return functools.reduce(operator.add, parts)
@@ -183,7 +185,7 @@ def by_groups(
     `by_patches`; `precision` is ignored, since there is no matrix product.
     """
     # Without the barrier XLA would compute the padding again for each tap.
-    x = lax.optimization_barrier(_pad(x, windows))
+    x = lax.optimization_barrier(pad(x, windows))
     features, outputs = kernel.shape[-2:]
     terms = []
     for tap, elements in _taps(x, windows):
@@ -303,7 +305,7 @@ def by_outputs(
         )
     weights = kernel.reshape(-1, groups, outputs // groups)
     length, space = len(weights), [w.outputs for w in windows]
-    positions = _at_outputs(_pad(x, windows), windows)
+    positions = _at_outputs(pad(x, windows), windows)
     product = functools.partial(jnp.einsum, precision=precision)
     if groups > 1:
         parts = [e.reshape(length, groups, batch) for e in positions]
@@ -337,7 +339,7 @@ def by_sums(x: jax.Array, kernel: jax.Array, windows: Sequence[Window]) -> jax.A
     outputs = kernel.shape[-1]
     multiplier = outputs // x.shape[-1]
     # Without the barrier XLA would compute the padding again for each tap.
-    padded = lax.optimization_barrier(_pad(x, windows))
+    padded = lax.optimization_barrier(pad(x, windows))
     results = []
     for elements in _at_outputs(padded, windows):
         if multiplier > 1:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from replicax.cpu.forms import pad
 from replicax.cpu.windows import Window
 
 __all__ = ["by_planes"]
@@ -33,13 +34,11 @@ def by_planes(
     # The dimension that takes the first spatial one comes before it, in order: then no
     # data move for layers with channels last.
     ends = (batch, features) if by_tap else (features, batch)
-    x = _padded(jnp.transpose(lhs, (ends[0], *space, ends[1])), first)
-    count, step = (
-        (first.outputs, first.stride) if by_tap else (first.taps, first.dilation)
-    )
-    number, apart = (
-        (first.taps, first.dilation) if by_tap else (first.outputs, first.stride)
-    )
+    alone = [first, *(Window(size=w.size, taps=1) for w in others)]
+    x = pad(jnp.transpose(lhs, (ends[0], *space, ends[1])), alone)
+    of_taps, of_outputs = (first.taps, first.dilation), (first.outputs, first.stride)
+    numbers_of = (of_taps, of_outputs) if by_tap else (of_outputs, of_taps)
+    (number, apart), (count, step) = numbers_of
     planes = [
         lax.slice_in_dim(x, i * apart, i * apart + (count - 1) * step + 1, step, axis=1)
         for i in range(number)
@@ -71,12 +70,3 @@ def by_planes(
         y = jnp.transpose(y, (3, 2, 0, 1, 4))
     order = (out[0], *out[2:], out[1])
     return jnp.transpose(y, sorted(range(5), key=order.__getitem__))
-
-
-def _padded(x: jax.Array, window: Window) -> jax.Array:
-    """Pad the dimension 1, and spread its elements."""
-    edges = (window.low, window.high, window.input_dilation - 1)
-    if edges == (0, 0, 0):
-        return x
-    others = [(0, 0, 0)] * (x.ndim - 2)
-    return lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), edges, *others])

@@ -131,13 +131,13 @@ def numpy_dataset(arrays: PyTree) -> "grain.MapDataset[PyTree]":
     import grain  # A late import: it takes long.
 
     arrays = jax.tree.map(
-        lambda x: _as_array(x) if _is_list(x) else x, arrays, is_leaf=_is_list
+        lambda x: _as_array(x) if isinstance(x, list) else x, arrays, is_leaf=_is_list
     )
     arrays = by_rows(arrays)
     return grain.MapDataset.source(_Rows(arrays, leading_size(arrays, "numpy_dataset")))
 
 
-def _is_list(value: object) -> TypeGuard[list[Any]]:
+def _is_list(value: object) -> bool:
     """Whether a value is a list of Python's numbers or strings."""
     if not isinstance(value, list) or not value:
         return False

@@ -30,9 +30,8 @@ __all__ = ["problems"]
 def problems(script: Script, node: cst.Call, path: str) -> Iterator[str]:
     """The reasons why a ported call would fail, or silently compute something else."""
     name = path.removeprefix("keras.")
-    called = set(map(script.called, script.calls))
     if name == "models.load_model" and named(node, "safe_mode") is None:
-        yield from _not_loaded(script, node, called)
+        yield from _not_loaded(script, node)
     for changed, position, parameter in CHANGED_DEFAULTS:
         if path == changed and argument(node.args, position, parameter) is None:
             yield f"{parameter} has another default in Keras 2: write {parameter}="
@@ -44,8 +43,7 @@ def problems(script: Script, node: cst.Call, path: str) -> Iterator[str]:
         problem := config_problem(script, node)
     ):
         yield problem
-    is_sidecar = name.endswith("SidecarEvaluator") and "train.Checkpoint" not in called
-    if is_sidecar and "keras.callbacks.ModelCheckpoint" in called:
+    if name.endswith("SidecarEvaluator") and _saves_other_files(script):
         yield MESSAGES["sidecar"]
     if path == "keras.layers.Bidirectional":
         made = (call.func for call in find(node, cst.Call))
@@ -55,11 +53,18 @@ def problems(script: Script, node: cst.Call, path: str) -> Iterator[str]:
     yield from _old_defaults(script, node, path)
 
 
-def _not_loaded(script: Script, node: cst.Call, called: set[str]) -> Iterator[str]:
-    if "keras.layers.Lambda" in called:
+def _not_loaded(script: Script, node: cst.Call) -> Iterator[str]:
+    if "keras.layers.Lambda" in map(script.called, script.calls):
         yield MESSAGES["lambda_layer"]
     if own := _unregistered(script, node):
         yield MESSAGES["own_classes"].format(own)
+
+
+def _saves_other_files(script: Script) -> bool:
+    """Whether a script saves files of Keras alone, for which no evaluator waits."""
+    called = set(map(script.called, script.calls))
+    saves = "keras.callbacks.ModelCheckpoint" in called
+    return saves and "train.Checkpoint" not in called
 
 
 def _is_stateful(node: cst.Call) -> bool:
