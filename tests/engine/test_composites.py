@@ -83,6 +83,7 @@ KINDS = {
 }
 
 
+@pytest.mark.slow(but=["drop-csr", "drop-bcsr", "pad-bcoo of rows"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("remainder", ["drop", "pad"])
 def test_datasets_cut_rows(kind, remainder):
@@ -117,6 +118,7 @@ def test_sparse_tensors_of_tensorflow():
     np.testing.assert_array_equal(dense(batch[0]), X[:8])
 
 
+@pytest.mark.slow(but=["0-1", "2-1", "0-3"])
 @pytest.mark.parametrize(
     ("n_batch", "n_dense"), [(0, 0), (0, 1), (1, 0), (1, 1), (2, 1), (0, 3)]
 )

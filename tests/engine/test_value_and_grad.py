@@ -63,6 +63,7 @@ def dense(sizes: tuple[int, ...]) -> list[keras.layers.Layer]:
     return [keras.layers.Dense(n, "relu") for n in sizes]
 
 
+@pytest.mark.slow(but=["mlp"])
 @pytest.mark.parametrize("kind", ["mlp", "lstm"])
 def test_flops_of_replay_once_compiled(strategy, kind) -> None:
     with strategy.scope():

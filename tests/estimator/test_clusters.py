@@ -86,6 +86,7 @@ def values(folder: Any) -> dict[str, np.ndarray]:
     return {name: estimator.get_variable_value(name) for name in names}
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.timeout(150)
 def test_two_workers_and_an_evaluator(tmp_path: Path) -> None:

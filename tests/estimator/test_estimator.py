@@ -99,6 +99,7 @@ def on_one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
     return values(estimator)
 
 
+@pytest.mark.slow(but=["mirrored", "sharded"])
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_two_replicas_with_half_the_batch_train_as_one(
     name: str, tmp_path: Path, on_one: dict[str, np.ndarray]
@@ -118,6 +119,7 @@ def halves() -> Iterator[Any]:
         yield x[half:], y[half:]
 
 
+@pytest.mark.slow(but=["3"])
 @pytest.mark.parametrize("num_replicas", [2, 3])
 def test_evaluation_leaves_nothing_out(num_replicas: int, tmp_path: Path) -> None:
     alone = trained(None, tmp_path, lambda: batches(repeat=2), 5)

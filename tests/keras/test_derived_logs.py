@@ -104,6 +104,7 @@ STRATEGIES = {
 }
 
 
+@pytest.mark.slow(but=["InMetrics-two", "InSteps-three", "InSteps-fully sharded"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("kind", [InMetrics, InSteps])
 def test_logs_are_those_of_one_device(

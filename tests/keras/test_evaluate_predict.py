@@ -80,9 +80,7 @@ def run(case: Callable[[Any], Any], strategy: Any) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
-@pytest.mark.slow(
-    but=["evaluate with weights", "evaluate more steps", "predict some steps", "lines"]
-)
+@pytest.mark.slow(but=["evaluate with weights", "predict some steps"])
 @pytest.mark.parametrize("name", CASES)
 def test_one_replica_is_keras_bit_by_bit(name: str) -> None:
     result, text = run(CASES[name], None)

@@ -247,18 +247,10 @@ def run(case: Any, strategy: Any) -> tuple[Any, Any, Any, list[np.ndarray]]:
 @pytest.mark.slow(
     but=[
         "arrays",
-        "validation_split",
-        "validation_data with weights",
-        "validation_freq as a list",
         "class_weight",
-        "sample_weight",
-        "initial_epoch at the end",
+        "validation_split",
         "no epochs",
         "steps_per_epoch below",
-        "steps_per_epoch beyond",
-        "steps_per_execution and steps_per_epoch",
-        "a shuffled PyDataset",
-        "a generator with steps_per_epoch",
         "stopped at batch_end 2",
     ]
 )

@@ -213,6 +213,7 @@ class Functional(keras.Sequential):
         return own_metrics(self, data, y_pred)
 
 
+@pytest.mark.slow(but=["Taped-mirrored_2", "Functional-fully_sharded"])
 @pytest.mark.parametrize("name", ["mirrored_2", "fully_sharded"])
 @pytest.mark.parametrize("kind", [Taped, Functional])
 def test_own_train_steps(name: str, kind: Any, assert_same: Any) -> None:

@@ -232,6 +232,7 @@ COMPARED = {
 }
 
 
+@pytest.mark.slow(but=["two views", "sums of those before", "in the model"])
 @pytest.mark.parametrize("case", COMPARED)
 def test_losses_that_compare_rows(strategy_of: Any, case: str) -> None:
     with pytest.warns(UserWarning, match=r"^fit: the loss of model .* compares the ro"):
@@ -277,6 +278,7 @@ WITHIN = {
 }
 
 
+@pytest.mark.slow(but=["attention", "pairs of features", "product with a constant"])
 @pytest.mark.parametrize("case", WITHIN)
 def test_comparisons_within_a_row_are_not_warned_of(
     strategy_of: Any, assert_same: Any, case: str

@@ -136,10 +136,7 @@ def expected() -> Any:
     return outcome(Classifier())
 
 
-QUICK = {
-    "an option with a tape",
-    "decorated with a tape",
-}
+QUICK = {"decorated with a tape"}
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ def two_rows_each(_: Any, y: Any) -> Any:
     return {"halves": ops.reshape(y, (-1, 2)), "whole": y}
 
 
+@pytest.mark.slow(but=["2"])
 @pytest.mark.parametrize("num_replicas", [2, 3, 4])
 def test_an_example_may_make_several_rows(
     same_as_one_device: Any, num_replicas: int

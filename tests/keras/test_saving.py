@@ -89,6 +89,7 @@ def test_files_open_in_plain_keras(data, strategy_of, tmp_path):
         np.testing.assert_allclose(np.load(tmp_path / name), expected, 1e-5, 1e-6)
 
 
+@pytest.mark.slow(but=["0-2", "8-2"])
 @pytest.mark.parametrize("saved_on", [0, 2])
 @pytest.mark.parametrize("loaded_on", [0, 8])
 def test_training_goes_on_after_loading(

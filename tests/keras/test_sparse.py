@@ -92,6 +92,7 @@ def on_two_replicas():
         return model_of()
 
 
+@pytest.mark.slow(but=["bcoo", "csr", "jax csr"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind(on_two_replicas, kind):
     expected = on_two_replicas.predict(X, batch_size=8, verbose=0)

@@ -126,6 +126,7 @@ ASSIGNED: dict[str, Callable[[Any, Any], None]] = {
 }
 
 
+@pytest.mark.slow(but=["1-array", "2-variable", "2-initial"])
 @pytest.mark.parametrize("how", ASSIGNED)
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_what_was_assigned_stays(data, strategy_of, replicas, how):

@@ -182,6 +182,7 @@ def test_check_has_a_deadline(tmp_path: Path) -> None:
     assert "no training step within 0.5 s" in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.timeout(120)
 def test_check_reports_a_script_that_does_not_train(tmp_path: Path) -> None:

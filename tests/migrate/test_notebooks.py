@@ -137,6 +137,7 @@ def test_the_command_ports_the_notebooks_of_a_folder(tmp_path: Path) -> None:
     assert f"{path}: cannot be read as a notebook: the notebook" in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.timeout(120)
 def test_check_names_the_cell_that_fails(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def test_fit(topology: str) -> None:
     assert_known_answers(plan, topology)
 
 
-@hardware(["cpu:8", "v5e:2x4"])
+@hardware(["cpu:4", "v5e:2x4"])
 def test_a_custom_loop(topology: str) -> None:
     strategy = local_strategy()
     model = make_model(strategy)
@@ -164,6 +164,7 @@ def test_a_model_that_never_trained_trains_afterwards() -> None:
     strategy.check_replicas()
 
 
+@pytest.mark.slow
 def test_several_steps_per_execution_count_for_one() -> None:
     strategy = local_strategy()
     model = make_model(strategy)

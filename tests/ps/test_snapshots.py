@@ -202,6 +202,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.timeout(120)
 def test_a_process_killed_while_it_writes_leaves_whole_ones(tmp_path, caplog) -> None:

@@ -203,6 +203,7 @@ def test_a_wrong_token_is_refused_at_once(server, how):
     assert server.connection.call("board.alive") == []
 
 
+@pytest.mark.slow
 def test_a_flood_of_idle_connections_hides_no_wrong_token(tmp_path):
     token = new_token()
     environment = {"REPLICAX_PS_TOKEN": token}

@@ -65,6 +65,7 @@ def test_every_file_is_used() -> None:
     assert len({program.name for program in PROGRAMS}) == len(PROGRAMS)
 
 
+@pytest.mark.slow
 def test_the_page_has_all_programs_and_their_lines(tmp_path: Path) -> None:
     """Results are those of the run that wrote it; lines are counted again here."""
     rows = re.findall(r"^\| `(\d\d\d_\w+)` \|(.*)\|$", PAGE.read_text("utf-8"), re.M)

@@ -179,6 +179,7 @@ class Loop:
         )
 
 
+@pytest.mark.slow(but=["one", "inside"])
 @pytest.mark.parametrize("place", PLACES)
 def test_loop_with_a_tape(digits: Any, place: str) -> None:
     oracle, loop = (Loop(strategy) for strategy in both(place))

@@ -159,6 +159,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.slow(but=["clipped, averaged", "scaled"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers(data: Any, name: str) -> None:
     used = overflowing(data) if name == "scaled" else data

@@ -97,6 +97,7 @@ def assert_same_training(
     loop.strategy.check_replicas()
 
 
+@pytest.mark.slow(but=["1-value_and_grad", "4-tape", "8-value_and_grad"])
 @pytest.mark.parametrize("gradients", ["tape", "value_and_grad"])
 @pytest.mark.parametrize("num_replicas", REPLICAS)
 def test_loop_equals_one_device(num_replicas, gradients, digits) -> None:
@@ -154,6 +155,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.slow(but=["global_clipnorm", "clipnorm", "decay", "clipvalue"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_clipping_and_the_like_come_after_the_sum(name, digits) -> None:
     loop = Loop(mirrored(4), OPTIMIZERS[name])

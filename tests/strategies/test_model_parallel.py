@@ -74,7 +74,7 @@ def same_as_mirrored(strategy: Any, make: Callable[[], Any], rows: int = 72) -> 
     [
         (MAP, 2, {}),
         pytest.param(MAP, 2, {"shard_update": True}, marks=pytest.mark.slow),
-        (MAP, None, {}),
+        pytest.param(MAP, None, {}, marks=pytest.mark.slow),
         pytest.param(MAP, 1, {}, marks=pytest.mark.slow),
         pytest.param(None, 4, {}, marks=pytest.mark.slow),
         pytest.param(rx.layout_maps.DENSE, 2, {}, marks=pytest.mark.slow),

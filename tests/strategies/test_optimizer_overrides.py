@@ -74,6 +74,14 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.slow(
+    but=[
+        "mirrored-clipped",
+        "shard_update-halved",
+        "fully sharded-lookahead",
+        "central-lookahead",
+    ]
+)
 @pytest.mark.parametrize("maker", MAKERS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_fit(strategy: str, maker: str) -> None:
@@ -84,6 +92,14 @@ def test_fit(strategy: str, maker: str) -> None:
     assert_same(outcome(STRATEGIES[strategy]()), outcome(rx.OneDeviceStrategy("cpu:0")))
 
 
+@pytest.mark.slow(
+    but=[
+        "mirrored-halved",
+        "shard_update-clipped",
+        "fully sharded-halved",
+        "central-clipped",
+    ]
+)
 @pytest.mark.parametrize("maker", ["halved", "clipped"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_loops(strategy: str, maker: str) -> None:

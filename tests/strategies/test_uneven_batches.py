@@ -98,9 +98,7 @@ def slots(optimizer: Any) -> list[np.ndarray]:
     return [np.asarray(v) for v in optimizer.variables]
 
 
-@pytest.mark.slow(
-    but=["5-3 replicas", "8-2 replicas", "5-shard_update", "8-one worker"]
-)
+@pytest.mark.slow(but=["8-2 replicas", "5-shard_update"])
 @several
 @pytest.mark.parametrize("size", [5, 8])  # The last batch has 3 rows, or 5.
 def test_loops_are_those_of_one_device(name: str, size: int) -> None:
@@ -114,7 +112,7 @@ def trained_on_one_device(size: int) -> dict[str, Any]:
     return trained(STRATEGIES["one device"](), size)
 
 
-@pytest.mark.slow(but=["3 replicas", "fully sharded", "one worker"])
+@pytest.mark.slow(but=["fully sharded", "one worker"])
 @several
 def test_fit_takes_them(name: str) -> None:
     require_close(fitted(STRATEGIES[name](), distributes=True), fitted_as_arrays())

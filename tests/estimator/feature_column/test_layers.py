@@ -254,6 +254,7 @@ def diabetes():
     return features, (table.target / 100).astype("float32")[:, None]
 
 
+@pytest.mark.slow
 def test_linear_model_learns_diabetes_on_replicas(diabetes) -> None:
     """Buckets of age and BMI, sex, their cross, blood pressure: as least squares."""
     features, target = diabetes
