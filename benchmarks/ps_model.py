@@ -397,8 +397,8 @@ class Cluster:
     def _watches(self) -> Process:
         """What another server does: it asks for the end of the job."""
         while True:
-            for method in ("is_done", "failed"):
-                yield from self.on_board(method)
+            yield from self.on_board("get", key="the job is over")
+            yield from self.on_board("failed")
             yield self.world.sleep(watch_seconds(self.job.servers))
 
     def start(self) -> None:

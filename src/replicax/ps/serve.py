@@ -31,6 +31,8 @@ __all__ = ["serve"]
 
 _POLL_SECONDS = 0.2
 _LINGER_SECONDS = 0.5
+_DONE_JOB = "the job before"  # Keys of the board.
+_OVER = "the job is over"
 _LINGERED_BEATS = 2.5  # After a failure, of which workers hear in their heartbeats.
 _logger = logging.getLogger("replicax")
 
@@ -45,6 +47,9 @@ def serve(
     snapshot_every_seconds: float | None = None,
 ) -> NoReturn:
     """Serve until the job is over, then end the process.
+
+    Server 0 marks the job's snapshots as done before others hear of it. A job that is
+    killed between the marks of two servers is so done for both.
 
     `SystemExit` has 0 when the chief has ended with success, 1 when the job has failed.
     Without a `snapshot_dir` there are no snapshots.
@@ -67,34 +72,43 @@ def serve(
     store = VariableStore(server, num_servers, note=note)
     workers = [task.name for task in config.cluster.workers]
     board = Board(workers, timeouts, note=note) if server == 0 else None
-    if snapshots is not None:
-        _restore(snapshots, store, board)
-        store.flush = snapshots.flush
-    if board is not None:
-        board.put(JOB, uuid.uuid4().hex)  # The one of a snapshot stands.
-    # The other servers learn of the end from the first one's board.
-    first = config.cluster.task_address("ps", 0)
     service = Service(address, store, board, credentials)
-    service.serve_in_thread()
-    _logger.info("ps:%d serves at %s", server, address)
     failure = None
-    try:
-        if board is None:
-            failure = _watch_first(server, num_servers, first, credentials, timeouts)
-        else:
-            beat = beat_seconds(len(workers), timeouts.heartbeat)
-            failure = _until_over(board, num_servers, _LINGERED_BEATS * beat)
-    finally:
-        service.close()
-        _log_losses(store)
-        _report(store, board)
-        if snapshots is not None:
-            # With the board of a failed job the next one would fail at once.
-            snapshots.close(write=failure is None)
+    # The other servers learn of the job, and of its end, from the first one's board.
+    first = Connection(
+        config.cluster.task_address("ps", 0),
+        credentials,
+        task="ps:0",
+        caller=f"ps:{server}",
+        retry_timeout_seconds=timeouts.startup,
+    )
+    with first:
+        try:
+            if board is not None:
+                _begin_job(snapshots, store, board)
+            elif snapshots is not None:
+                _join_job(snapshots, store, first)
+            service.serve_in_thread()
+            _logger.info("ps:%d serves at %s", server, address)
+            if board is None:
+                failure = _watch_first(server, num_servers, first, timeouts)
+            else:
+                beat = beat_seconds(len(workers), timeouts.heartbeat)
+                linger = _LINGERED_BEATS * beat
+                failure = _until_over(board, snapshots, num_servers, linger)
+        except (ConnectionLost, ClusterMismatchError) as error:
+            failure = str(error)
+        finally:
+            service.close()
+            _log_losses(store)
+            _report(store, board)
+            if snapshots is not None:
+                # With the board of a failed job the next one would fail at once.
+                snapshots.close(write=failure is None)
     if failure is not None:
         _logger.error("ps:%d ends: %s", server, failure)
         raise SystemExit(int(ExitCode.FAILED))
-    if snapshots is not None:
+    if snapshots is not None and board is None:
         snapshots.finish()
     _logger.info("ps:%d ends: the job is done", server)
     raise SystemExit(int(ExitCode.DONE))
@@ -123,9 +137,36 @@ def _report(store: VariableStore, board: Board | None) -> None:
         write_whole(Path(folder) / STATUS_FILE, json.dumps(status))
 
 
-def _restore(snapshots: Snapshots, store: VariableStore, board: Board | None) -> None:
-    """Restore the newest snapshot, if there is one; write others from now on."""
-    if (found := snapshots.restore()) is not None:
+def _begin_job(snapshots: Snapshots | None, store: VariableStore, board: Board) -> None:
+    """On server 0: begin a job, or go on with the one of the newest snapshot."""
+    if snapshots is not None:
+        _restore(snapshots, store, board)
+    job = str(board.put(JOB, uuid.uuid4().hex))  # The one of a snapshot stands.
+    if snapshots is not None:
+        snapshots.job = job
+        board.put(_DONE_JOB, snapshots.done[1], first=False)
+        snapshots.start(store, board.state)
+
+
+def _join_job(snapshots: Snapshots, store: VariableStore, first: Connection) -> None:
+    """On another server: take part in the job of server 0.
+
+    Server 0 may have marked the job before as done, and this server been killed before
+    it could.
+    """
+    snapshots.job = first.call("board.get", key=JOB)
+    _restore(snapshots, store, done_job=first.call("board.get", key=_DONE_JOB) or "")
+    snapshots.start(store)
+
+
+def _restore(
+    snapshots: Snapshots,
+    store: VariableStore,
+    board: Board | None = None,
+    done_job: str = "",
+) -> None:
+    """Restore the newest snapshot, if there is one; answers wait for later ones."""
+    if (found := snapshots.restore(done_job)) is not None:
         journal = snapshots.journal.newest
         store.load_state(found.state, journal)
         if board is not None and found.board is not None:
@@ -136,17 +177,25 @@ def _restore(snapshots: Snapshots, store: VariableStore, board: Board | None) ->
             found.path,
             store.num_updates,
         )
-    snapshots.start(store, None if board is None else board.state)
+    store.flush = snapshots.flush
 
 
 def _until_over(
-    board: Board, num_servers: int, linger_after_failure: float
+    board: Board,
+    snapshots: Snapshots | None,
+    num_servers: int,
+    linger_after_failure: float,
 ) -> str | None:
     """Wait until the job ends; return the failure, or None."""
     failure = None
     while failure is None and not board.is_done():
         failure = board.failed()
         time.sleep(_POLL_SECONDS)
+    if failure is None:
+        # First here: whoever is killed from now on finds that the job is done.
+        if snapshots is not None:
+            snapshots.finish()
+        board.put(_OVER, True)
     # The others have to hear of it before the board is gone.
     others = {_heard(i) for i in range(1, num_servers)}
     wait_for(
@@ -165,33 +214,15 @@ def _heard(server: int) -> str:
 
 
 def _watch_first(
-    server: int,
-    num_servers: int,
-    first: str,
-    credentials: Credentials,
-    timeouts: Timeouts,
+    server: int, num_servers: int, first: Connection, timeouts: Timeouts
 ) -> str | None:
     """Poll the first server until the job ends; return the failure, or None."""
-    with Connection(
-        first,
-        credentials,
-        task="ps:0",
-        caller=f"ps:{server}",
-        retry_timeout_seconds=timeouts.startup,
-    ) as connection:
-        seen = False
-        while True:
-            try:
-                done = connection.call("board.is_done")
-                failure: Any = connection.call("board.failed")
-                if done or failure is not None:
-                    connection.call("board.put", key=_heard(server), value=True)
-                    return None if done else failure
-            except ConnectionLost as lost:
-                return str(lost) if seen else f"the job did not begin: {lost}"
-            except ClusterMismatchError as mismatch:
-                return str(mismatch)
-            if not seen:
-                seen = True
-                connection.retry_timeout_seconds = timeouts.server
-            time.sleep(watch_seconds(num_servers))
+    while True:
+        is_over = first.call("board.get", key=_OVER)
+        failure: Any = first.call("board.failed")
+        if is_over or failure is not None:
+            first.call("board.put", key=_heard(server), value=True)
+            return None if is_over else failure
+        # It was there: from now on it may be away for a restart.
+        first.retry_timeout_seconds = timeouts.server
+        time.sleep(watch_seconds(num_servers))

@@ -11,7 +11,6 @@ One is written under a temporary name, its manifest last, and renamed after fsyn
 Nothing in it is code.
 """
 
-import contextlib
 import dataclasses
 import json
 import logging
@@ -49,7 +48,7 @@ _logger = logging.getLogger("replicax")
 
 _ARRAYS = "arrays.bin"
 _STATE = "state.json"
-# Beside the snapshots: the number of the last one of a job that is done.
+# Beside the snapshots: the number of the last one of a job that is done, and its id.
 _DONE = "done"
 _NAME = re.compile(r"snapshot-(\d{9})")
 _FORMAT = FolderFormat("snapshot", "replicax-snapshot", 1, "It is skipped.")
@@ -59,9 +58,10 @@ _RETRY_SECONDS = 5.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Snapshot:
-    """A restored snapshot: its folder, the state of the store and of the board."""
+    """A restored snapshot: its folder and job, the state of the store and the board."""
 
     path: Path
+    job: str
     state: JSONObject
     board: JSONObject | None
 
@@ -72,7 +72,8 @@ class Snapshots:
     After `start` a thread writes a snapshot of the first update, and then when
     `every_updates` were applied or `every_seconds` have passed since the first one that
     is not on disk; with neither only `write` writes. Pushes are not held up. The newest
-    `keep` stay. `journal` says what was done since the newest one.
+    `keep` stay. `journal` says what was done since the newest one, `job` is the id of
+    the job that they are of.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class Snapshots:
                 )
         self.folder = Path(folder) / f"server-{server}"
         self.journal = WriteAheadLog(self.folder / "journal")
+        self.job = ""
         self._every_updates = every_updates
         self._every_seconds = every_seconds
         self._keep = keep
@@ -139,11 +141,12 @@ class Snapshots:
         self._source = None
 
     def finish(self) -> None:
-        """Mark the job as finished: the next one in this folder starts from scratch."""
+        """Mark the job as done: the next one in this folder starts from scratch."""
         numbers = self._numbers()
         try:
-            if numbers:
-                write_whole(self.folder / _DONE, str(numbers[-1]))
+            if numbers or self.job:
+                last = numbers[-1] if numbers else 0
+                write_whole(self.folder / _DONE, f"{last} {self.job}")
         except OSError as error:
             _logger.error(
                 "%s could not be written: %s. Delete %s before another job uses it: it "
@@ -153,6 +156,15 @@ class Snapshots:
                 self.folder,
             )
         self.journal.clear()
+
+    @property
+    def done(self) -> tuple[int, str]:
+        """The number of the last snapshot of a job that is done, and the job's id."""
+        try:
+            number, job = (self.folder / _DONE).read_text().split(" ")
+            return int(number), job
+        except (FileNotFoundError, ValueError):
+            return 0, ""
 
     def write(self, state: JSONObject, board: JSONObject | None = None) -> Path:
         """Write a snapshot of a store and a board; delete the oldest ones.
@@ -164,33 +176,32 @@ class Snapshots:
         for left in leftovers(self.folder, _NAME.pattern):
             shutil.rmtree(left)
         with temporary_folder(part_of(path)) as part:
-            _write_files(part, state, board)
+            _write_files(part, self.job, state, board)
             publish(part, path)
         self._remove_old()
         return path
 
-    def restore(self) -> Snapshot | None:
+    def restore(self, done_job: str = "") -> Snapshot | None:
         """Read the newest complete snapshot; None if there is none.
 
         Damaged ones are named in the log and skipped, and so are those of a job that
-        is done.
+        is done, as is that of the id `done_job`.
         """
-        over = 0
-        with contextlib.suppress(FileNotFoundError, ValueError):
-            over = int((self.folder / _DONE).read_text())
-        if over:
-            _logger.warning(
-                "snapshots up to %s are of a job that is done; they are not restored",
-                self._path(over),
-            )
+        last, job = self.done
         for number in reversed(self._numbers()):
             path = self._path(number)
-            if number <= over:
-                break
             try:
-                return _read(path)
+                found = None if number <= last else _read(path)
             except CheckpointError as error:
                 _logger.warning("%s", error)
+                continue
+            if found is not None and found.job not in {job, done_job} - {""}:
+                return found
+            _logger.warning(
+                "snapshots up to %s are of a job that is done; they are not restored",
+                path,
+            )
+            break
         self.journal.clear()  # It tells of what happened after a snapshot.
         return None
 
@@ -275,14 +286,16 @@ class Snapshots:
                 )
 
 
-def _write_files(folder: Path, state: JSONObject, board: JSONObject | None) -> None:
+def _write_files(
+    folder: Path, job: str, state: JSONObject, board: JSONObject | None
+) -> None:
     table = []
     offset = 0
     with (folder / _ARRAYS).open("wb") as file:
         for name, array in state["arrays"].items():
             table.append([name, str(array.dtype), list(array.shape), offset])
             offset += file.write(bytes_of(array).data)
-    values = {"arrays": table, "meta": state["meta"], "board": board}
+    values = {"job": job, "arrays": table, "meta": state["meta"], "board": board}
     (folder / _STATE).write_text(json.dumps(values), encoding="utf-8")
     _FORMAT.write_manifest(folder, {})
 
@@ -298,6 +311,7 @@ def _read(path: Path) -> Snapshot:
         arrays[name] = array_of(data[offset : offset + size].tobytes(), dtype, shape)
     return Snapshot(
         path=path,
+        job=state["job"],
         state={"meta": state["meta"], "arrays": arrays},
         board=state["board"],
     )
