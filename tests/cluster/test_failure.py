@@ -134,6 +134,47 @@ def test_the_last_words_of_a_task(tmp_path: Path) -> None:
         assert FailureReport.read_all(folder) == [last]
 
 
+NO_ROOM = """
+import os, threading, time
+from replicax.cluster.failure import FailureReport, end_process
+
+os.environ["REPLICAX_REPORT_DIR"] = "/dev/null/no-folder"
+report = FailureReport(
+    task="worker:0", culprit=None, kind="lost", message="Gone.", exit_code=138
+)
+threading.Thread(target=end_process, args=[report], daemon=True).start()
+time.sleep(100)
+"""
+
+
+@pytest.mark.multiprocess
+def test_a_task_ends_though_it_can_write_neither_report_nor_message() -> None:
+    with open("/dev/full", "wb") as full:
+        process = subprocess.run(
+            [sys.executable, "-c", NO_ROOM],
+            stdout=full,
+            stderr=full,
+            timeout=30,
+            check=False,
+        )
+    assert process.returncode == 138
+
+
+def test_a_report_that_cannot_be_written_is_no_other_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "reports"
+    folder.touch()  # No folder.
+    monkeypatch.setenv(REPORT_DIR, str(folder))
+    report().write()
+    assert "worker-0.json for the launcher cannot be written to" in caplog.text
+    folder.unlink()
+    folder.mkdir()
+    report().write()
+    assert "worker-0.json for the launcher is written, after 1 that" in caplog.text
+    assert FailureReport.read_all(folder) != []
+
+
 def test_progress_of_tasks_that_leave_no_report(tmp_path, monkeypatch) -> None:
     assert FailureReport.last_progress(tmp_path) == -1
     monkeypatch.setenv("REPLICAX_REPORT_DIR", str(tmp_path))

@@ -1,6 +1,5 @@
 """Failure reports, exit codes, and the classification of transient exceptions."""
 
-import contextlib
 import dataclasses
 import enum
 import errno
@@ -16,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
-from replicax._util.files import write_whole
+from replicax._util.files import FailedWrites, write_whole
 from replicax._util.interrupts import described
 from replicax._util.listing import listed
 from replicax.errors import ClusterError, ClusterMismatchError
@@ -31,6 +30,7 @@ __all__ = [
     "exit_status",
     "is_retryable",
     "is_transient",
+    "leave_for_launcher",
     "report_of",
 ]
 
@@ -41,6 +41,8 @@ REPORT_DIR = "REPLICAX_REPORT_DIR"
 """Environment variable: the folder for a task's `FailureReport`."""
 STATUS_FILE = "last-status"
 """File in that folder with a parameter server's final counts, as JSON."""
+
+_failed = FailedWrites()
 
 _TRANSIENT_ERRNOS = frozenset(
     getattr(errno, f"E{name}", None)
@@ -121,15 +123,13 @@ class FailureReport:
 
     def write(self) -> None:
         """Write the report to the folder that `REPORT_DIR` names, if it is set."""
-        if path := _own_file(self.task, "json"):
-            write_whole(path, json.dumps(dataclasses.asdict(self)))
+        name = _own_file(self.task, "json")
+        leave_for_launcher(name, json.dumps(dataclasses.asdict(self)))
 
     @staticmethod
     def note_progress(task: str, steps: int) -> None:
         """Write a task's step count there, for the case that the task is killed."""
-        if path := _own_file(task, "steps"):
-            with contextlib.suppress(OSError):  # The launcher may be gone.
-                write_whole(path, str(steps))
+        leave_for_launcher(_own_file(task, "steps"), str(steps))
 
     @staticmethod
     def last_progress(folder: str | Path) -> int:
@@ -145,19 +145,43 @@ class FailureReport:
         return sorted(reports, key=lambda report: report.time)
 
 
-def _own_file(task: str, suffix: str) -> Path | None:
-    """The path of a task's file in `REPORT_DIR`; None if that is not set."""
+def _own_file(task: str, suffix: str) -> str:
+    return f"{task.replace(':', '-')}.{suffix}"
+
+
+def leave_for_launcher(name: str, text: str) -> None:
+    """Write a file to the folder that `REPORT_DIR` names, if it is set.
+
+    A failure, as on a full disk, is logged. The launcher then goes by the task's exit
+    status, which must stay what it is.
+    """
     folder = os.environ.get(REPORT_DIR)
-    return Path(folder) / f"{task.replace(':', '-')}.{suffix}" if folder else None
+    if not folder:
+        return
+    try:
+        write_whole(Path(folder) / name, text)
+    except OSError as error:
+        _failed.add(f"{name} for the launcher cannot be written to {folder}: {error}.")
+    else:
+        _failed.end(f"{name} for the launcher")
 
 
 def end_process(report: FailureReport) -> NoReturn:
     """Print a report, write it for the launcher, and end the process at once.
 
     It skips exit handlers: they may wait for peers, and the main thread may be inside a
-    collective that never returns.
+    collective that never returns. Nothing keeps it from the end, also where neither
+    report nor message can be written.
     """
-    report.write()
+    try:
+        report.write()
+        _print_last_words(report)
+    finally:
+        faulthandler.disable()
+        os._exit(report.exit_code)
+
+
+def _print_last_words(report: FailureReport) -> None:
     is_own = report.culprit == report.task and report.kind in ("exception", "mismatch")
     is_above = is_own or report.kind == "start-up"
     why = "because of the exception above" if is_above else report.message
@@ -173,8 +197,6 @@ def end_process(report: FailureReport) -> NoReturn:
     lines.append(f"Exit code {report.exit_code} ({meaning}).")
     print("\n".join(lines), file=sys.stderr, flush=True)
     sys.stdout.flush()
-    faulthandler.disable()
-    os._exit(report.exit_code)
 
 
 def is_transient(error: BaseException) -> bool:

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import time
 import uuid
 from pathlib import Path
@@ -11,10 +10,9 @@ from typing import Any, NoReturn
 import jax
 
 from replicax._private.jax import has_devices
-from replicax._util.files import write_whole
 from replicax._util.waiting import wait_for
 from replicax.cluster.config import TaskConfig
-from replicax.cluster.failure import REPORT_DIR, STATUS_FILE, ExitCode
+from replicax.cluster.failure import STATUS_FILE, ExitCode, leave_for_launcher
 from replicax.cluster.timeouts import Timeouts
 from replicax.errors import ClusterMismatchError
 from replicax.ps.board import Board
@@ -130,11 +128,9 @@ def _log_losses(store: VariableStore) -> None:
 
 
 def _report(store: VariableStore, board: Board | None) -> None:
-    """Write the last counts for the launcher's table."""
-    folder = os.environ.get(REPORT_DIR)
-    if folder:
-        status = {"server": store.status(), "board": board and board.status()}
-        write_whole(Path(folder) / STATUS_FILE, json.dumps(status))
+    """Leave the last counts for the launcher's table."""
+    status = {"server": store.status(), "board": board and board.status()}
+    leave_for_launcher(STATUS_FILE, json.dumps(status))
 
 
 def _begin_job(snapshots: Snapshots | None, store: VariableStore, board: Board) -> None:
