@@ -11,14 +11,17 @@ from replicax.launch import bootstrap
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(60)]
 
 
-def run_guard(announced: bytes, said: bytes) -> None:
+def run_guard(announced: bytes, said: bytes, folder: str = "") -> None:
     """Let a guard hear this, and wait for its end."""
     reading, writing = os.pipe()
     os.write(writing, announced)
     os.close(writing)
     try:
         subprocess.run(
-            [sys.executable, "-I", "-S", bootstrap.__file__, "guard", str(reading)],
+            [
+                *(sys.executable, "-I", "-S", bootstrap.__file__),
+                *("guard", str(reading), folder),
+            ],
             input=said,
             pass_fds=(reading,),
             timeout=20,

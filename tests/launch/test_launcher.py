@@ -475,13 +475,18 @@ def test_tasks_are_killed_after_the_grace_period(tmp_path: Path) -> None:
     assert "did not end after SIGTERM" in output
 
 
-def test_a_killed_launcher_leaves_no_task(tmp_path: Path) -> None:
+def test_a_killed_launcher_leaves_neither_tasks_nor_folders(tmp_path: Path) -> None:
     with launcher(tmp_path, STUBBORN) as process:
         pids = task_pids(tmp_path)
+        assert len(list(tmp_path.glob("replicax-*"))) == 1
         os.kill(pids[0], signal.SIGSTOP)
         process.kill()
         process.wait(10)
         assert gone(pids)
+    end = time.monotonic() + 10
+    while list(tmp_path.glob("replicax-*")) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not list(tmp_path.glob("replicax-*"))
 
 
 @pytest.mark.slow

@@ -3,20 +3,23 @@
 `replicax.launch.processes` starts it by its path, with only the standard library, so
 that it takes milliseconds. It has two parts. The task's part registers the process with
 the guard, pins it to its cores and executes the task. The guard waits for the end of
-the process that started the cluster, and kills the process groups that are left. It
-works even if the starter was killed. Unlike a parent-death signal on the task, it
-reaches the tasks' own children.
+the process that started the cluster, kills the process groups that are left, and
+deletes the tasks' temporary folder. It works even if the starter was killed. Unlike a
+parent-death signal on the task, it reaches the tasks' own children.
 """
 
 import contextlib
 import os
 import select
+import shutil
 import signal
 import sys
+import time
 from typing import NoReturn
 
 _CANNOT_START = 127  # What a shell says to a command that it cannot find.
 _LAST_WORDS_S = 1.0  # For processes that were only just starting.
+_DELETIONS = 5
 
 
 def become_task(guard: int, parent: int, cores: str, command: list[str]) -> NoReturn:
@@ -44,12 +47,13 @@ def become_task(guard: int, parent: int, cores: str, command: list[str]) -> NoRe
         sys.exit(_CANNOT_START)
 
 
-def guard(announcements: int) -> None:
+def guard(announcements: int, folder: str) -> None:
     """Wait until the starter exits or closes its pipe; then kill the groups left.
 
     Starting processes write their ids to the file descriptor `announcements`. Standard
     input is the starter's pipe, and its end is the end of the starter. The end of
     `announcements` is not: a process that is frozen while it starts may hold it open.
+    The tasks' temporary `folder` is deleted at last; empty: there is none.
     """
     starter = sys.stdin.fileno()
     for descriptor in (starter, announcements):
@@ -67,6 +71,8 @@ def guard(announcements: int) -> None:
             (groups.add if line.startswith(b"+") else groups.discard)(int(line[1:]))
         if starter not in parts:
             _kill(groups)
+    if folder:
+        _delete(folder)
 
 
 def _read_lines(descriptor: int, parts: dict[int, bytes]) -> list[bytes]:
@@ -93,8 +99,16 @@ def _kill(groups: set[int]) -> None:
             os.killpg(groups.pop(), signal.SIGKILL)
 
 
+def _delete(folder: str) -> None:
+    for _ in range(_DELETIONS):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not os.path.exists(folder):
+            return
+        time.sleep(_LAST_WORDS_S)  # A task that was killed may have made a last file.
+
+
 if __name__ == "__main__":
     if sys.argv[1] == "guard":
-        guard(int(sys.argv[2]))
+        guard(int(sys.argv[2]), sys.argv[3])
     else:
         become_task(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:])

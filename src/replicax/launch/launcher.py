@@ -54,6 +54,7 @@ def _run(command: ClusterCommand, policy: RestartPolicy, signals: Sequence[int])
             {name: own for gang in gangs for name, own in gang.begin().items()},
             on_output=console.take,
             cores=command.cores,
+            folder=Path(folder),
         ) as processes:
             job = Job(command, policy, gangs, processes, console, signals)
             with live_table(gangs, command.environment, console) as job.status:

@@ -98,14 +98,15 @@ class TaskProcess:
 class _Guard:
     """A process that kills the tasks when this process dies, even by SIGKILL.
 
-    Starting tasks write their ids to its file descriptor `announcements`.
+    Starting tasks write their ids to its file descriptor `announcements`. At the end
+    it deletes the tasks' temporary `folder`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path | None) -> None:
         its_end, self.announcements = os.pipe()
         try:
             self._process = subprocess.Popen(
-                [*_PYTHON, "guard", str(its_end)],
+                [*_PYTHON, "guard", str(its_end), str(folder or "")],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 pass_fds=(its_end,),
@@ -144,13 +145,14 @@ class TaskProcesses:
     """Context manager that starts a cluster's tasks as processes, and kills them.
 
     One thread reads the output of all tasks, and notices their exits. A guard process
-    kills them if this process dies.
+    kills them if this process dies, and deletes their temporary folder.
 
     Args:
         commands: The program and its arguments for each task, by name.
         environments: The complete environment of each task, by name.
         on_output: Called in the thread with the tasks' output to stdout and stderr.
         cores: The cores that each task is pinned to; other tasks may use all.
+        folder: The tasks' temporary folder, which is deleted with their end.
         new_task: Makes the object of a task from its name and process.
 
     Attributes:
@@ -164,6 +166,7 @@ class TaskProcesses:
         *,
         on_output: OnOutput,
         cores: Mapping[str, Sequence[int]] | None = None,
+        folder: Path | None = None,
         new_task: Callable[[str, subprocess.Popen[bytes]], TaskProcess] = TaskProcess,
     ) -> None:
         self.tasks: dict[str, TaskProcess] = {}
@@ -171,6 +174,7 @@ class TaskProcesses:
         self._environments = environments
         self._on_output = on_output
         self._cores = cores or {}
+        self._folder = folder
         self._new_task = new_task
         self._outputs: dict[str, IO[bytes]] = {}
         self._changed = threading.Condition()
@@ -186,7 +190,7 @@ class TaskProcesses:
 
     def __enter__(self) -> "TaskProcesses":
         try:
-            self._guard = _Guard()
+            self._guard = _Guard(self._folder)
             for name in self._commands:
                 self._start(name)
             self._thread.start()

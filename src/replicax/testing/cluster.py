@@ -189,6 +189,7 @@ class Cluster:
             },
             {name: {**common, "TF_CONFIG": text} for name, text in configs.items()},
             on_output=self._take,
+            folder=folder,
             new_task=self._new_task,
         )
 
