@@ -107,3 +107,28 @@ def test_its_part_is_computed_again_from_the_values_of_its_step(tmp_path, kind, 
     # The sum of two parts is the same in any order.
     np.testing.assert_array_equal(found["outputs"], undisturbed["outputs"])
     assert "computed from newer ones" not in results["worker:1"].output
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"), [("push", False), ("push", True), ("push_rows", True)]
+)
+def test_also_where_the_whole_job_is_killed_then(tmp_path, kind, words):
+    durable = {"snapshot_dir": str(tmp_path), "snapshot_every_updates": 1}
+    with Job(tmp_path / "1", in_step, options={}, words=words) as cluster:
+        undisturbed = all_done(cluster.ended(60))
+    job = {"options": durable, "kind": kind, "words": words}
+    with Job(tmp_path / "2", in_step, **job) as cluster:
+        cluster.task("worker:1").wait_for("dies now")
+        assert cluster.task("worker:1").wait(timeout_seconds=10) == -signal.SIGKILL
+        others = ("worker:0", "ps:0", "ps:1")
+        for name in others:
+            cluster.kill(name)
+        for name in (*others, "worker:1"):
+            cluster.restart(name)
+        results = cluster.ended(90)
+    found = all_done(results)
+    for server in found["servers"]:
+        assert (server["applied"], server["lost"]) == (STEPS, 0)
+    np.testing.assert_array_equal(found["outputs"], undisturbed["outputs"])
+    for name in ("worker:0", "worker:1"):
+        assert "computed from newer ones" not in results[name].output

@@ -191,6 +191,10 @@ def test_values_of_the_last_steps_begin_are_kept() -> None:
         assert begin_of(step) == [[-0.5 * step] * 8]
         assert begin_of(step + 1) == [[-0.5 * (step + 1)] * 8]
     assert begin_of(0) == begin_of(3) == []
+    state, store = store.state(), VariableStore(0)
+    store.load_state(state)
+    assert (begin_of(1), begin_of(2)) == ([[-0.5] * 8], [[-1.0] * 8])
+    assert begin_of(0) == begin_of(3) == []
 
 
 def test_a_synchronous_step_is_one_update_with_the_weighted_mean() -> None:

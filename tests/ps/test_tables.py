@@ -418,10 +418,14 @@ def test_rows_of_the_last_steps_begin_are_kept():
         ones = np.ones((len(ids), DIM))
         push(table, np.array(ids, int), ones, step, share=sync(step, 0, 1))
         now, before = whole(table), begins[-1]
-        np.testing.assert_array_equal(table.rows(everything, begin_of=step), before)
-        # Those of the next step, or of one that is not the last, are the newest.
-        for other in (step + 1, step - 1, None):
-            np.testing.assert_array_equal(table.rows(everything, begin_of=other), now)
+        restored = Table(spec_of())
+        restored.load_state(*table.state())
+        for each in (table, restored):
+            np.testing.assert_array_equal(each.rows(everything, begin_of=step), before)
+            # Those of the next step, or of one that is not the last, are the newest.
+            for other in (step + 1, step - 1, None):
+                found = each.rows(everything, begin_of=other)
+                np.testing.assert_array_equal(found, now)
     assert (begins[1] != begins[0]).any()
 
 

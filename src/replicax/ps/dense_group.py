@@ -40,7 +40,7 @@ class DenseGroup(Group):
             self._optimizer = ServerOptimizer(group, server)
             self.vectors, self._slots = self._optimizer.start(vectors)
         # The last synchronous step, and the vectors before it.
-        self._begin: tuple[int, Mapping[str, jax.Array]] = -1, {}
+        self._begin: tuple[int, Mapping[str, jax.Array | np.ndarray]] = -1, {}
         self.norms = self._optimizer.norms
         self.unweighted = [
             dtype
@@ -73,7 +73,7 @@ class DenseGroup(Group):
         self.step = None
         self.condition.notify_all()
 
-    def begin_of(self, step: int) -> Mapping[str, jax.Array]:
+    def begin_of(self, step: int) -> Mapping[str, jax.Array | np.ndarray]:
         """The vectors from which a synchronous step is computed.
 
         None are there if this server is behind, or further by more than one step.
@@ -138,15 +138,19 @@ class DenseGroup(Group):
     def state(self) -> tuple[dict[str, np.ndarray | jax.Array], JSONObject]:
         """The state: arrays by name, the rest as JSON values."""
         arrays: dict[str, np.ndarray | jax.Array]
+        step, begin = self._begin
         arrays = {f"values/{dtype}": vector for dtype, vector in self.vectors.items()}
+        arrays |= {f"begin/{dtype}": vector for dtype, vector in begin.items()}
         arrays |= {f"slots/{i}": slot for i, slot in enumerate(_copies(self._slots))}
-        return arrays, {"group": self.group.to_json(), **self._counts()}
+        meta = {"group": self.group.to_json(), "begin": step, **self._counts()}
+        return arrays, meta
 
     def load_state(
         self, arrays: Arrays, meta: JSONObject, journal: Journaled | None = None
     ) -> None:
         """Restore the state that `state` returned, in a group made with its values."""
-        slots = [arrays[f"slots/{i}"] for i in range(len(arrays) - len(self.vectors))]
+        num_slots = sum(name.startswith("slots/") for name in arrays)
+        slots = [arrays[f"slots/{i}"] for i in range(num_slots)]
         shapes, expected = (
             [(x.shape, str(x.dtype)) for x in each] for each in (slots, self._slots)
         )
@@ -159,6 +163,9 @@ class DenseGroup(Group):
             jax.device_put(np.array(new), old.device)
             for new, old in zip(slots, self._slots, strict=True)
         ]
+        step = meta.get("begin", -1)
+        begin = {} if step < 0 else {x: arrays[f"begin/{x}"] for x in self.lengths}
+        self._begin = step, begin
         self._load_counts(meta, journal or {})
 
 

@@ -281,8 +281,11 @@ class Table(Group):
         """The state: copies of arrays by name, the rest as JSON values."""
         arrays: dict[str, np.ndarray | jax.Array]
         arrays = {name: array.copy() for name, array in self._arrays().items()}
+        step, places, before = self._begin
+        arrays |= {"begin/places": places, "begin/values": before}
         return arrays, {
             "spec": self.spec.to_json(),
+            "begin": step,
             "server": self.server,
             "num_servers": self._num_servers,
             "offsets": dict(self.offsets),
@@ -301,6 +304,10 @@ class Table(Group):
         mine = {"server": self.server, "num_servers": self._num_servers}
         its = {key: meta[key] for key in mine}
         shapes = {name: array.shape for name, array in self._arrays().items()}
+        arrays = dict(arrays)
+        if "begin" in meta:
+            begin = arrays.pop("begin/places"), arrays.pop("begin/values")
+            self._begin = meta["begin"], *begin
         found = {k: v.shape for k, v in arrays.items()}
         if (its, found) != (mine, shapes):
             raise TableError(
