@@ -266,6 +266,15 @@ def test_what_a_finished_job_has_left_is_not_restored(tmp_path, caplog) -> None:
     assert found.path == path
 
 
+def test_a_folder_that_cannot_be_changed_is_no_failure_of_a_done_job(
+    tmp_path, caplog
+) -> None:
+    snapshots = Snapshots(tmp_path, 0)
+    (snapshots.folder / "journal").mkdir(parents=True)  # It cannot be unlinked.
+    snapshots.finish()
+    assert f"Delete {snapshots.folder} before another job uses it" in caplog.text
+
+
 def test_the_end_of_a_failed_job_is_not_written(tmp_path) -> None:
     snapshots = Snapshots(tmp_path, 0, every_updates=100)
     snapshots.start(store := filled(1))

@@ -146,7 +146,9 @@ class Snapshots:
         try:
             if numbers or self.job:
                 last = numbers[-1] if numbers else 0
+                self.folder.mkdir(parents=True, exist_ok=True)
                 write_whole(self.folder / _DONE, f"{last} {self.job}")
+            self.journal.clear()
         except OSError as error:
             _logger.error(
                 "%s could not be written: %s. Delete %s before another job uses it: it "
@@ -155,7 +157,6 @@ class Snapshots:
                 error,
                 self.folder,
             )
-        self.journal.clear()
 
     @property
     def done(self) -> tuple[int, str]:
@@ -259,7 +260,7 @@ class Snapshots:
             why = why_not_written(error, self.folder, f"its arrays have {size:,} bytes")
             self._failed.add(
                 f"no snapshot could be written to {self.folder}: {why}. The last one "
-                "is kept, and it is tried again. Make room there."
+                "is kept, and it is tried again. Make room there, or make it writable."
             )
             return False
         self._failed.end(f"snapshot {path}")
