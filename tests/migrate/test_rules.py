@@ -443,6 +443,9 @@ def test_methods_that_steps_call_on_objects_get_random_state() -> None:
         ("x = tf.constant(['a', 'b'])", "of a string stays"),
         ("d = tf.layers.Dropout(0.5)", "use the layer of `keras.layers`"),
         ("import tf_slim", "tf_slim needs TensorFlow"),
+        ("import tensorflow_docs.modeling", "tensorflow_docs needs TensorFlow"),
+        ("import efficientnet.tfkeras", "efficientnet is of Keras 2"),
+        ("from transformers import TFBertModel, AutoTokenizer", "transformers.TFBert"),
         (
             "tf.keras.utils.SidecarEvaluator(model, d, f).start()\n"
             "c = tf.keras.callbacks.ModelCheckpoint(f + '/{epoch}.weights.h5', "

@@ -13,9 +13,9 @@ from replicax.migrate.statements import comment_lines
 from replicax.migrate.tables import (
     ALIASES,
     DEVICE_OPERATORS,
-    FOREIGN,
     find_reason,
     find_target,
+    foreign_problem,
 )
 from replicax.migrate.tree import (
     dotted,
@@ -126,8 +126,8 @@ class _Imports(cst.CSTTransformer):
             return [small]
         pairs, is_kept = list(import_names(small)), isinstance(small, cst.ImportFrom)
         names = [name for local, name in pairs if is_kept or self._stays(local)]
-        for root in sorted({name.partition(".")[0] for name in names} & FOREIGN.keys()):
-            self._leave(small, f"{root} {FOREIGN[root]}")
+        for why in sorted(set(map(foreign_problem, names)) - {""}):
+            self._leave(small, why)
         if isinstance(small, cst.Import):
             return self._import(small)
         if all(path_in_tensorflow(name) is None for _, name in pairs):

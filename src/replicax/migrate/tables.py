@@ -1,5 +1,6 @@
 """Reads `tables.toml`: the target of each name of TensorFlow, or why it has none."""
 
+import fnmatch
 import functools
 import importlib
 import inspect
@@ -100,7 +101,8 @@ _STAYING = _by_name(_DATA["need_tensorflow"])
 NEED_TENSORFLOW = frozenset(_STAYING)
 """Paths of what Keras 3 makes with TensorFlow on all backends."""
 _REASONS = {**_by_name(_DATA["reasons"]), **_STAYING}
-FOREIGN = _by_name(_DATA["foreign"])
+_FOREIGN = _by_name(_DATA["foreign"])
+"""Why packages stay, by patterns of names."""
 DEVICE_OPERATORS = _operators(_DATA["operators"]["device"])
 GUARDED_OPERATORS = _operators(_DATA["operators"]["guarded"])
 HOST_OPERATORS = _operators(_DATA["operators"]["host"])
@@ -286,6 +288,15 @@ def find_reason(path: str) -> str:
             is_predicate = reason.split()[0] in {"is", "has", "stays"}
             return f"tf.{path} {reason if is_predicate else f'stays: {reason}'}"
     return f"tf.{path} has no counterpart here"
+
+
+def foreign_problem(name: str) -> str:
+    """Why an imported name stays that needs TensorFlow; `""` for other names."""
+    prefixes = [prefix for prefix, _ in _prefixes(name)][::-1]
+    for pattern, why in _FOREIGN.items():
+        if found := fnmatch.filter(prefixes, pattern):
+            return f"{found[0]} {why}" if why else ""
+    return ""
 
 
 def _prefixes(path: str) -> Iterator[tuple[str, str]]:
