@@ -442,6 +442,20 @@ def test_methods_that_steps_call_on_objects_get_random_state() -> None:
         ("tf.keras.layers.StringLookup(vocabulary=v)", "is made with TensorFlow"),
         ("x = tf.constant(['a', 'b'])", "of a string stays"),
         ("d = tf.layers.Dropout(0.5)", "use the layer of `keras.layers`"),
+        (
+            "K = tf.keras.backend\ny = K.sum(x)\nK = 5",
+            "`K` is tf.keras.backend here, and is assigned something else",
+        ),
+        (
+            "a = tf.keras.layers.ReLU()\n"
+            "m = tf.keras.Sequential([tf.keras.layers.Dense(3), a, a])",
+            "Keras 2 applies a layer once",
+        ),
+        (
+            "a = tf.keras.layers.ReLU()\nm = tf.keras.Sequential()\n"
+            "for n in sizes:\n    m.add(tf.keras.layers.Dense(n))\n    m.add(a)",
+            "Keras 2 applies a layer once",
+        ),
         ("import tf_slim", "tf_slim needs TensorFlow"),
         ("import tensorflow_docs.modeling", "tensorflow_docs needs TensorFlow"),
         ("import efficientnet.tfkeras", "efficientnet is of Keras 2"),

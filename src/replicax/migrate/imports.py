@@ -13,9 +13,11 @@ from replicax.migrate.statements import comment_lines
 from replicax.migrate.tables import (
     ALIASES,
     DEVICE_OPERATORS,
+    MESSAGES,
     find_reason,
     find_target,
     foreign_problem,
+    is_module,
 )
 from replicax.migrate.tree import (
     dotted,
@@ -30,7 +32,7 @@ from replicax.migrate.tree import (
     used_names,
 )
 
-__all__ = ["find_retained", "ported_imports", "uses_tensorflow"]
+__all__ = ["find_retained", "ported_imports", "report_rebound", "uses_tensorflow"]
 
 
 def uses_tensorflow(module: cst.Module) -> bool:
@@ -69,6 +71,19 @@ def find_retained(script: Script) -> None:
                 _retain_starred(script, name)
             elif target := _name_target(name):
                 script.retained[local] = target
+
+
+def report_rebound(script: Script) -> None:
+    """Report uses of a module by a name that stands for something else, too."""
+    names = script.names
+    for node in script.nodes(cst.Attribute):
+        if not isinstance(node.value, cst.Name) or not names.rebound:
+            continue
+        path = names.rebound.get(names.key(node.value) or (0, ""))
+        values = (v for d in script.flow.reaching(node.value) for v in d.values)
+        if path and is_module(path) and any(names.path(v) == path for v in values):
+            reason = MESSAGES["rebound"].format(name=node.value.value, path=path)
+            script.leave(node, reason)
 
 
 def _retain_starred(script: Script, module: str) -> None:
@@ -120,7 +135,8 @@ class _Imports(cst.CSTTransformer):
     def _ported(self, small: cst.BaseSmallStatement) -> list[cst.BaseSmallStatement]:
         if isinstance(small, cst.Assign):  # `keras = keras`, from `keras = tf.keras`.
             name = dotted(small.targets[0].target) if len(small.targets) == 1 else ""
-            is_idle = name in self._script.names.aliases and dotted(small.value) == name
+            is_same = bool(name) and dotted(small.value) == name
+            is_idle = is_same and any(self._script.names.alias_paths(name or ""))
             return [] if is_idle else [small]
         if not isinstance(small, cst.Import | cst.ImportFrom):
             return [small]

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import libcst as cst
 
 from replicax.migrate.files import MODELS
-from replicax.migrate.kinds import is_class_of
+from replicax.migrate.kinds import is_class_of, kind_of
 from replicax.migrate.optimizer_calls import config_problem
 from replicax.migrate.script import Script
 from replicax.migrate.tables import (
@@ -20,6 +20,7 @@ from replicax.migrate.tree import (
     last_name,
     method_of,
     named,
+    parts_of,
     text_of,
     value_of,
 )
@@ -46,11 +47,56 @@ def problems(script: Script, node: cst.Call, path: str) -> Iterator[str]:
     if name.endswith("SidecarEvaluator") and _saves_other_files(script):
         yield MESSAGES["sidecar"]
     if path == "keras.layers.Bidirectional":
-        made = (call.func for call in find(node, cst.Call))
-        for name in (each.value for each in made if isinstance(each, cst.Name)):
-            if any(not owner.decorators for owner in script.classes(name)):
-                yield MESSAGES["unregistered"].format(name)
+        yield from _unregistered_cells(script, node)
+    if path in NAMES["sequential"] and _applies_once(script, node):
+        yield MESSAGES["applied_once"]
     yield from _old_defaults(script, node, path)
+
+
+def _unregistered_cells(script: Script, node: cst.Call) -> Iterator[str]:
+    made = (call.func for call in find(node, cst.Call))
+    for name in (each.value for each in made if isinstance(each, cst.Name)):
+        if any(not owner.decorators for owner in script.classes(name)):
+            yield MESSAGES["unregistered"].format(name)
+
+
+_INPUTS = ("keras.Input", "keras.layers.Input", "keras.layers.InputLayer")
+_SHAPES = ("batch_input_shape", "input_dim", "input_shape")
+
+
+def _applies_once(script: Script, node: cst.Call) -> bool:
+    """Whether Keras 2 applies a layer once that a `Sequential` has several times.
+
+    It does so where the first layer has no shape of its inputs.
+    """
+    uses = map(script.method_call, script.uses_of(node))
+    added = sorted((c for c in uses if method_of(c) == "add" and c), key=script.line)
+    given = value_of(node, 0, "layers")
+    shown = script.flow.resolved(given) if given is not None else None
+    layers = [*parts_of(shown), *(arg.value for call in added for arg in call.args)]
+    first = script.flow.resolved(layers[0]) if layers else None
+    has_shape = (
+        script.called(first) in _INPUTS
+        or (isinstance(first, cst.Call) and named(first, *_SHAPES) is not None)
+        or (first is not None and kind_of(script, first) == "model")
+    )
+    if has_shape:
+        return False
+    seen = [script.flow.reaching(layer) for layer in layers]
+    made = [found for found in seen if found]
+    is_in_loop = any(_is_added_again(script, layer) for layer in layers)
+    return is_in_loop or len(set(made)) < len(made)
+
+
+def _is_added_again(script: Script, layer: cst.BaseExpression) -> bool:
+    """Whether a loop adds a layer that is made outside of the loop."""
+    loop = script.around(layer, cst.For, cst.While)
+    made = [each.node for each in script.flow.reaching(layer)]
+    return (
+        loop is not None
+        and bool(made)
+        and all(loop not in script.parents(each) for each in made)
+    )
 
 
 def _not_loaded(script: Script, node: cst.Call) -> Iterator[str]:

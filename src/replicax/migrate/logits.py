@@ -79,7 +79,7 @@ def _name_in(script: Script, node: cst.CSTNode, module: str) -> str:
     """The last part of a path in a module of Keras, such as `"losses"`; else `""`."""
     path = script.names.path(node) or ""
     if isinstance(node, cst.Name) and not path:
-        path = script.names.aliases.get(node.value, "")
+        path = script.names.alias(node) or ""
     found, _, name = (find_target(path) or "").rpartition(".")
     return name if found == f"keras.{module}" else ""
 

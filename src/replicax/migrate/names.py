@@ -1,7 +1,6 @@
 """Resolves the names of a script to paths in TensorFlow, through its imports."""
 
 from collections import defaultdict
-from collections.abc import Iterator
 
 import libcst as cst
 from libcst.metadata import (
@@ -47,7 +46,7 @@ class Names:
 
     Attributes:
         is_assumed: Whether `tf` is used and nowhere bound, and taken for TensorFlow.
-        aliases: Paths by the names that stand for them: `layers = tf.keras.layers`.
+        rebound: Paths by the keys of names that stand for them, and for other things.
     """
 
     def __init__(self, wrapper: MetadataWrapper) -> None:
@@ -61,8 +60,9 @@ class Names:
         self._all_scopes = {scope for scope in self._scopes.values() if scope}
         scopes = (s for s in self._all_scopes if isinstance(s, GlobalScope))
         self._globals = next(scopes, None)
-        self.aliases: dict[str, str] = {}
-        self.aliases = dict(self._find_aliases(wrapper.module))
+        self.rebound: dict[tuple[int, str], str] = {}
+        self._aliases: dict[tuple[int, str], str] = {}
+        self._find_aliases(wrapper.module)
 
     def path(self, node: cst.CSTNode | None) -> str | None:
         """Resolve a dotted name to its path in TensorFlow.
@@ -77,8 +77,8 @@ class Names:
             return None
         name, rest = root.value, text[len(root.value) :]
         bound = scope[name]
-        if name in self.aliases and rest:
-            return self.aliases[name] + rest
+        if rest and (alias := self.alias(root)):
+            return alias + rest
         if all(each.scope is self._globals for each in bound):
             if name == "tf" and not bound:
                 self.is_assumed = True
@@ -135,15 +135,26 @@ class Names:
                 return qualified.name
         return None
 
-    def _find_aliases(self, module: cst.Module) -> Iterator[tuple[str, str]]:
-        """Find the names that stand for one path wherever they are bound."""
-        paths = defaultdict[str, dict[cst.CSTNode, str]](dict)
+    def alias(self, name: cst.Name) -> str | None:
+        """The path that a name such as `layers` of `layers = tf.keras.layers` is."""
+        return self._aliases.get(self.key(name) or (0, ""))
+
+    def alias_paths(self, name: str) -> set[str | None]:
+        """The paths that a name is an alias of; None for scopes where it is none."""
+        bound = (each for scope in self._all_scopes for each in scope[name])
+        return {self._aliases.get((id(each.scope), name)) for each in bound}
+
+    def _find_aliases(self, module: cst.Module) -> None:
+        """Find the names that stand for one path wherever their scope binds them."""
+        paths = defaultdict[tuple[int, str], dict[cst.CSTNode, str]](dict)
         for node in find(module, cst.Assign):
             target, path = node.targets[0].target, self.path(node.value)
             if path and isinstance(target, cst.Name) and len(node.targets) == 1:
-                paths[target.value][target] = path
-        for name, found in paths.items():
-            bound = (each for scope in self._all_scopes for each in scope[name])
+                paths[self.key(target) or (0, "")][target] = path
+        scopes = {id(scope): scope for scope in self._all_scopes}
+        for key, found in paths.items():
+            bound = scopes[key[0]][key[1]] if key[0] in scopes else ()
             is_all = all(getattr(each, "node", None) in found for each in bound)
-            if is_all and len(set(found.values())) == 1:
-                yield name, next(iter(found.values()))
+            is_one = is_all and len(set(found.values())) == 1
+            table = self._aliases if is_one else self.rebound
+            table[key] = next(iter(found.values()))

@@ -105,6 +105,7 @@ def _report_backend(script: Script) -> None:
 
 _PLANNERS = (
     imports.find_retained,
+    imports.report_rebound,
     tracing.find_traced,
     eager_steps.plan_eager_steps,
     statements.plan_servers,

@@ -279,7 +279,7 @@ class Script:
         root = root_of(node)
         local = root.value if root else ""
         is_within = isinstance(node, cst.Attribute)
-        alias = self.names.aliases.get(local) if is_within else None
+        alias = self.names.alias(root) if root and is_within else None
         kept = find_target(alias) if alias else self.retained.get(local)
         if kept is not None and f"{target}.".startswith(f"{kept}."):
             return cst.parse_expression(local + target[len(kept) :])
@@ -329,7 +329,7 @@ class Script:
                 return alias
         # A name that means something else in the script cannot be taken.
         for name in (root, module, f"{module}_"):
-            is_keras = name == "keras" and self.names.aliases.get(name) == "keras"
+            is_keras = name == "keras" and self.names.alias_paths(name) == {"keras"}
             if is_keras or not self.names.is_bound(name):
                 return name
         return f"_{module}"

@@ -4,6 +4,7 @@ import fnmatch
 import functools
 import importlib
 import inspect
+import itertools
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -154,6 +155,12 @@ _NOTHING = object()
 def is_dotted(target: str) -> bool:
     """Whether a target is a name in a module, not a literal or a builtin."""
     return target.partition(".")[0] in ALIASES
+
+
+def is_module(path: str) -> bool:
+    """Whether the tables have names of a module of TensorFlow, such as `"nn"`."""
+    names = itertools.chain(EXACT, PREFIXES, DEVICE_OPERATORS, _REASONS)
+    return path in PREFIXES or any(name.startswith(f"{path}.") for name in names)
 
 
 @functools.cache
