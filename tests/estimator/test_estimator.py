@@ -466,6 +466,22 @@ def test_losses_that_layers_add_count(tmp_path: Path) -> None:
     assert found == pytest.approx(expected, rel=1e-5)
 
 
+def test_a_loss_of_one_element_is_a_scalar(tmp_path: Path) -> None:
+    def in_a_vector(features: Any, labels: Any, mode: str, params: Any) -> Any:
+        spec = model_fn(features, labels, mode, params)
+        loss = keras.ops.reshape(spec.loss, [1])
+        update = minimize(keras.optimizers.Adam(0.01), loss)
+        return dataclasses.replace(spec, loss=loss, train_op=update)
+
+    found = []
+    for function in (model_fn, in_a_vector):
+        folder = tmp_path / function.__name__
+        estimator = Estimator(function, folder, RunConfig(tf_random_seed=7), {})
+        estimator.train(lambda: batches(), steps=2)
+        found.append(estimator.evaluate(lambda: batches())["loss"])
+    assert found[0] == found[1]
+
+
 def test_predictions_of_two_checkpoints_at_once(tmp_path: Path) -> None:
     calls = []
 

@@ -438,7 +438,8 @@ model = tf.keras.Sequential([tf.keras.Input((1,)), tf.keras.layers.Dense(
     1, activation="sigmoid", kernel_initializer="ones")])
 more = [tf.keras.metrics.BinaryCrossentropy(name="smooth", label_smoothing=0.5)]
 model.compile("sgd", "mse", metrics=[
-    "binary_crossentropy", tf.keras.losses.hinge, tf.keras.metrics.Poisson(), *more])
+    "binary_crossentropy", tf.keras.losses.hinge, tf.keras.metrics.Poisson(),
+    "categorical_accuracy", *more])
 logs = [model.evaluate(x, labels, return_dict=True) for labels in (y, y[:, None])]
 """
 
@@ -459,6 +460,10 @@ def test_metrics_of_keras_get_labels_of_the_shape_of_predictions() -> None:
 
 def test_metrics_of_models_that_are_loaded_or_have_classes_stay() -> None:
     _, left = ported(f"{WIDE}tf.keras.models.load_model('m.keras')\n")
-    assert len([each for each in left if "see that labels are [n, 1]" in each]) == 4
-    text, _ = ported(WIDE.replace('"mse"', '"categorical_crossentropy"'))
+    assert len([each for each in left if "see that labels are [n, 1]" in each]) == 5
+    score = WIDE.replace("*more", "tf.keras.metrics.F1Score(threshold=0.5)")
+    _, left = ported(score)
+    assert ["Keras 3 refuses labels [n]" in each for each in left] == [True]
+    text, left = ported(score.replace('"mse"', '"categorical_crossentropy"'))
+    assert left == []
     assert "MeanMetricWrapper" not in text

@@ -196,7 +196,8 @@ class EstimatorModel:
         def loss_fn() -> tuple[jax.Array, tuple[jax.Array, _Tensors]]:
             spec = self._call(features, labels)
             tensors = self._tensors(spec) if watched else {}
-            return spec.loss * scales[0], (spec.loss, tensors)
+            loss = spec.scalar_loss
+            return loss * scales[0], (loss, tensors)
 
         # Optimizers divide by their scale, which may be a variable that they change.
         scales = [optimizer.scale_loss(1.0) for optimizer, _ in self._updates]
@@ -214,9 +215,9 @@ class EstimatorModel:
 
     def _eval_step(self, features: PyTree, labels: PyTree, watched: bool) -> _Tensors:
         spec = self._call(features, labels)
-        self.loss.update_state(spec.loss)
+        self.loss.update_state(spec.scalar_loss)
         tensors = self._tensors(spec) if watched else {}
-        return tensors | {"loss": required_context().mean(spec.loss)}
+        return tensors | {"loss": required_context().mean(spec.scalar_loss)}
 
     def _result_step(self) -> dict[str, PyTree]:
         metrics = self.metrics | {"loss": self.loss}

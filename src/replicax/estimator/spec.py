@@ -106,8 +106,8 @@ class EstimatorSpec:
     Args:
         mode: The mode that the `model_fn` was called for.
         predictions: `[b, ...]`, or a dict of those. Needed in PREDICT mode.
-        loss: `float32[]`, the mean over the replica's examples. Needed in TRAIN and
-            EVAL mode.
+        loss: `float32[]` or `[1]`, the mean over the replica's examples. Needed in
+            TRAIN and EVAL mode.
         train_op: The result of `minimize`, or a list of those.
         eval_metric_ops: Keras metrics by name, which the `model_fn` has made and
             updated.
@@ -161,10 +161,11 @@ class EstimatorSpec:
                 "EstimatorSpec: got both train_op and optimizer. optimizer=x stands "
                 "for train_op=minimize(x, loss); give one of them."
             )
-        if self.loss is not None and getattr(self.loss, "shape", ()) != ():
+        shape = tuple(getattr(self.loss, "shape", ()))
+        if shape not in ((), (1,)):  # As tf.estimator takes them.
             raise ValueError(
                 "EstimatorSpec: loss must be a scalar; got shape "
-                f"{tuple(self.loss.shape)}. Take the mean over the examples."
+                f"{shape}. Take the mean over the examples."
             )
         self._check_metrics()
         self._check_train_ops()
@@ -206,6 +207,11 @@ class EstimatorSpec:
                     "All must be for the same one; for several losses write the step "
                     "yourself and call strategy.run."
                 )
+
+    @property
+    def scalar_loss(self) -> Tensor:
+        """The loss as `float32[]`."""
+        return keras.ops.reshape(self.loss, ())
 
     @property
     def train_ops(self) -> list[TrainOp]:

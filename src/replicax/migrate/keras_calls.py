@@ -229,6 +229,8 @@ def plan_metrics(script: Script) -> None:
             _plan_labels(script, _metric_functions(script, each))
             if not is_wide and (function := _wide_function(script, each)):
                 _plan_wide(script, each, function)
+            if not is_wide and _is_score(script, each) and _is_narrow(script):
+                script.leave(each, MESSAGES["f_score"])
 
 
 def _wide_function(script: Script, metric: Expression) -> str:
@@ -240,6 +242,19 @@ def _wide_function(script: Script, metric: Expression) -> str:
     if isinstance(metric, cst.Call):
         return WIDE_METRICS.get(name, "")
     return name if name in WIDE_METRICS.values() else ""
+
+
+def _is_score(script: Script, metric: Expression) -> bool:
+    made = script.called(script.flow.resolved(metric))
+    return made in {"keras.metrics.F1Score", "keras.metrics.FBetaScore"}
+
+
+def _is_narrow(script: Script) -> bool:
+    """Whether a layer of the script has one output, so that labels may be `[n]`."""
+    made = (c for c in script.calls if script.called(c) == "keras.layers.Dense")
+    units = (value_of(call, 0, "units") for call in made)
+    values = (script.flow.resolved(each) for each in units if each is not None)
+    return any(isinstance(v, cst.Integer) and v.evaluated_value == 1 for v in values)
 
 
 def _plan_wide(script: Script, metric: Expression, function: str) -> None:
@@ -256,7 +271,7 @@ def _plan_wide(script: Script, metric: Expression, function: str) -> None:
         options = [a for a in args if a not in kept]
         if not any(is_named(a, "name") for a in kept):
             kept.insert(0, keyword("name", script.string(function)))
-        text = f"keras.losses.{function}(keras.ops.reshape(y, p.shape), p)"
+        text = f"keras.metrics.{function}(keras.ops.reshape(y, p.shape), p)"
         inner = script.template(text)
         assert isinstance(inner, cst.Call)
         inner = with_args(inner, [*inner.args, *options])
