@@ -351,13 +351,15 @@ def test_a_strategy_that_is_an_argument_is_not_there_elsewhere() -> None:
     assert text.count("with strategy.scope():\n") == 1
 
 
-def test_a_model_of_the_scope_is_built_in_it() -> None:
+@pytest.mark.parametrize("build", ["model.build((None, 2))", "y = 1 + model(x)"])
+def test_a_model_of_the_scope_is_built_in_it(build: str) -> None:
     text, left = ported(
         f"{STRATEGY}with strategy.scope():\n"
         "    model = tf.keras.Sequential([tf.keras.layers.Dense(1)])\n"
-        f"    model.compile('sgd', 'mse')\nmodel.build((None, 2))\n{FIT}"
+        f"    model.compile('sgd', 'mse')\n{build}\n{FIT}print(model(x))\n"
     )
     assert left == []
+    assert text.count("with strategy.scope():\n") == 2
     assert len(executed(text, {**DATA})["history"]["loss"]) == 2
 
 
@@ -472,6 +474,7 @@ DENSE = "layer = tf.keras.layers.Dense(2)"
         ("layer = tf.keras.layers.Normalization()\nlayer.adapt(np.ones((4, 3)))", 1),
         (DENSE, 0),
         (f"with strategy.scope():\n    {DENSE}\nlayer.build((None, 3))", 0),
+        (f"with strategy.scope():\n    {DENSE}\ny = layer(tf.zeros((1, 3)))", 0),
     ],
 )
 def test_layers_that_are_built_before_the_scope_are_left(

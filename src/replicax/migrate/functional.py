@@ -29,9 +29,16 @@ from replicax.migrate.tree import (
     value_of,
 )
 
-__all__ = ["is_symbolic", "plan_operations", "report_functional"]
+__all__ = [
+    "has_input_shape",
+    "is_symbolic",
+    "layers_of",
+    "plan_operations",
+    "report_functional",
+]
 
 _INPUTS = ("keras.Input", "keras.layers.Input")
+_SHAPES = ("batch_input_shape", "input_dim", "input_shape")
 _DENSE = "keras.ops.convert_to_tensor({x}, sparse=False)"
 _FUNCTIONS = {
     cst.Add: "add",
@@ -47,6 +54,23 @@ _FUNCTIONS = {
 }
 """Names of functions of `keras.ops`, by the operator."""
 _LISTS = (cst.List, cst.Tuple, cst.ListComp)
+
+
+def layers_of(script: Script, sequential: cst.Call) -> list[Expression]:
+    """The layers that a `Sequential` is given, and those that are added to it."""
+    uses = map(script.method_call, script.uses_of(sequential))
+    added = sorted((c for c in uses if method_of(c) == "add" and c), key=script.line)
+    given = value_of(sequential, 0, "layers")
+    shown = script.flow.resolved(given) if given is not None else None
+    return [*parts_of(shown), *(arg.value for call in added for arg in call.args)]
+
+
+def has_input_shape(script: Script, layers: list[Expression]) -> bool:
+    """Whether the first of some layers has the shape of its inputs, or is a model."""
+    first = script.flow.resolved(layers[0]) if layers else cst.Name("None")
+    is_input = script.called(first) in (*_INPUTS, "keras.layers.InputLayer")
+    has_shape = isinstance(first, cst.Call) and named(first, *_SHAPES) is not None
+    return is_input or has_shape or kind_of(script, first) == "model"
 
 
 def plan_operations(script: Script) -> None:

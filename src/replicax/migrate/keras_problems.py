@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import libcst as cst
 
 from replicax.migrate.files import MODELS
-from replicax.migrate.kinds import is_class_of, kind_of
+from replicax.migrate.functional import has_input_shape, layers_of
+from replicax.migrate.kinds import is_class_of
 from replicax.migrate.optimizer_calls import config_problem
 from replicax.migrate.script import Script
 from replicax.migrate.tables import (
@@ -20,7 +21,6 @@ from replicax.migrate.tree import (
     last_name,
     method_of,
     named,
-    parts_of,
     text_of,
     value_of,
 )
@@ -60,27 +60,13 @@ def _unregistered_cells(script: Script, node: cst.Call) -> Iterator[str]:
             yield MESSAGES["unregistered"].format(name)
 
 
-_INPUTS = ("keras.Input", "keras.layers.Input", "keras.layers.InputLayer")
-_SHAPES = ("batch_input_shape", "input_dim", "input_shape")
-
-
 def _applies_once(script: Script, node: cst.Call) -> bool:
     """Whether Keras 2 applies a layer once that a `Sequential` has several times.
 
     It does so where the first layer has no shape of its inputs.
     """
-    uses = map(script.method_call, script.uses_of(node))
-    added = sorted((c for c in uses if method_of(c) == "add" and c), key=script.line)
-    given = value_of(node, 0, "layers")
-    shown = script.flow.resolved(given) if given is not None else None
-    layers = [*parts_of(shown), *(arg.value for call in added for arg in call.args)]
-    first = script.flow.resolved(layers[0]) if layers else None
-    has_shape = (
-        script.called(first) in _INPUTS
-        or (isinstance(first, cst.Call) and named(first, *_SHAPES) is not None)
-        or (first is not None and kind_of(script, first) == "model")
-    )
-    if has_shape:
+    layers = layers_of(script, node)
+    if has_input_shape(script, layers):
         return False
     seen = [script.flow.reaching(layer) for layer in layers]
     made = [found for found in seen if found]

@@ -10,9 +10,14 @@ from collections.abc import Iterator, Sequence
 
 import libcst as cst
 
-from replicax.migrate.functional import is_symbolic
-from replicax.migrate.kinds import is_class_of, kind_of, origins
-from replicax.migrate.origins import bound_values, definitions, ends_at_cycles
+from replicax.migrate.functional import has_input_shape, is_symbolic, layers_of
+from replicax.migrate.kinds import Origin, is_class_of, kind_of, origins
+from replicax.migrate.origins import (
+    bound_values,
+    definitions,
+    ends_at_cycles,
+    is_parameter,
+)
 from replicax.migrate.script import Expression, Replacement, Script, Statement
 from replicax.migrate.tables import DEVICE_OPERATORS, MESSAGES, NAMES
 from replicax.migrate.tracing import (
@@ -75,7 +80,8 @@ def plan_scopes(script: Script) -> None:
         outside = _made_outside(script, _ReachableCode(script, [*blocks, *compiled]))
         moved = _ReachableCode(script, [*blocks, *map(script.statement_of, outside)])
         compiled = [c for c in script.calls if _compiles_outside(script, c, moved)]
-        for call in [*outside, *compiled]:
+        built = [c for c in script.calls if _builds_outside(script, c, moved)]
+        for call in [*outside, *compiled, *built]:
             _plan_scope(script, call, blocks)
         for node in _built_outside(script, inside):
             if script.statement_of(node) not in script.replacements:
@@ -131,6 +137,37 @@ def _compiles_outside(script: Script, call: cst.Call, code: _ReachableCode) -> b
         and not code.has(call)
         and _is_model_of(script, object_of(call), code)
     )
+
+
+def _builds_outside(script: Script, call: cst.Call, code: _ReachableCode) -> bool:
+    """Whether a call of a model, or of a layer, that is made in a scope builds it.
+
+    That is the first call, outside of all scopes and steps, before all training.
+    """
+    function, model = script.function_of(call), call.func
+    if not isinstance(model, cst.Name) or is_traced(script, call) or code.has(call):
+        return False
+    if is_parameter(script, model) or not _is_model_of(script, model, code):
+        return False
+    if not all(_is_unbuilt(script, each) for each in origins(script, model)):
+        return False
+    before = [c for c in script.calls if script.function_of(c) is function]
+    before = before[: before.index(call)]
+    running = (*NAMES["running_methods"], *NAMES["methods_with_steps"], "build")
+    return not any(
+        method_of(each) in running or is_name(each.func, model.value) for each in before
+    ) and not any(is_symbolic(script, arg.value) for arg in call.args)
+
+
+def _is_unbuilt(script: Script, made: Origin) -> bool:
+    """Whether a model or layer that a call makes has no variables before its call."""
+    if not isinstance(made, cst.Call):
+        return False
+    if script.called(made) in NAMES["sequential"]:
+        return not has_input_shape(script, layers_of(script, made))
+    kind = kind_of(script, made)
+    is_own = bool(script.classes(last_name(made.func)))
+    return kind == "layer" or (kind == "model" and is_own)
 
 
 @ends_at_cycles(False)
