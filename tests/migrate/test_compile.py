@@ -264,6 +264,11 @@ def test_a_metric_whose_result_is_a_variable() -> None:
             "k.layers.Dense(int(keras.ops.convert_to_numpy(keras.ops.prod(s))))",
         ),
         ("x = k.layers.RepeatVector(np.prod(s))", "RepeatVector(int(np.prod(s)))"),
+        ("x = k.layers.GRU(np.max(s))", "k.layers.GRU(int(np.max(s)))"),
+        (
+            "x = k.layers.Embedding(np.max(y) + 1, output_dim=np.prod(s))",
+            "k.layers.Embedding(int(np.max(y) + 1), output_dim=int(np.prod(s)))",
+        ),
         (
             "gpus = tf.config.list_logical_devices('GPU')\n"
             "s = tf.distribute.MirroredStrategy(gpus)",

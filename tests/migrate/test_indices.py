@@ -45,6 +45,25 @@ def test_tensors_are_changed_at_indices(name: str, value: float) -> None:
 
 
 @pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ("v[0].assign(5.)", [5.0, 2.0, 3.0]),
+        ("v[i + 1].assign_add(v[2])", [1.0, 2.0, 6.0]),
+        ("v[1:].assign_sub(delta=[1., 2.])", [1.0, 1.0, 1.0]),
+        ("vs[1].assign([1., 2., 4.])", [1.0, 2.0, 4.0]),
+    ],
+)
+def test_parts_of_variables_are_assigned(change: str, expected: list[float]) -> None:
+    made = "i = 1\nv = tf.Variable([1., 2., 3.])\nvs = [tf.Variable(0.), v]"
+    assert computed(f"{made}\n{change}\ny = v") == expected
+
+
+@pytest.mark.parametrize(("field", "found"), [("values", 9.0), ("indices", 1.0)])
+def test_fields_of_top_k_are_its_elements(field: str, found: float) -> None:
+    assert computed(f"t = tf.math.top_k([1., 9., 3.])\ny = t.{field}") == [found]
+
+
+@pytest.mark.parametrize(
     "call",
     [
         "tf.scatter_nd(i, x, f())",

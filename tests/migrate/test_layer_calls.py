@@ -278,3 +278,20 @@ def test_layers_are_called_with_arrays_of_lists_of_numbers(source: str) -> None:
     )
     assert left == []
     assert executed(text)["shape"] == (2, 4)
+
+
+def test_models_get_arrays_of_lists_of_numbers() -> None:
+    text, left = ported(
+        "import tensorflow as tf\n"
+        "dense = tf.keras.layers.Dense(1, kernel_initializer='ones')\n"
+        "model = tf.keras.Sequential([tf.keras.Input((1,)), dense])\n"
+        "xs = [1, 2.0, -3]\nmodel.compile('sgd', 'mse')\n"
+        "model.fit(xs, [[1.0], [2], [-3]], verbose=0)\n"
+        "y = model.predict([10.0], 1, verbose=0)\n"
+        "loss = model.evaluate(x=xs, y=xs, verbose=0)\n"
+        "others = [each.fit([1, 2]) for each in scalers]"
+    )
+    assert left == []
+    assert "each.fit([1, 2])" in text
+    names = executed(text, {"scalers": []})
+    assert (names["y"].tolist(), names["loss"]) == ([[10.0]], 0.0)

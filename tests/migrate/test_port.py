@@ -1,8 +1,9 @@
 """Properties of the port that hold for any script."""
 
 import libcst
+import numpy as np
 import pytest
-from tests.migrate.porting import ported
+from tests.migrate.porting import executed, ported
 
 from replicax.migrate import port
 
@@ -214,6 +215,15 @@ def test_names_that_a_star_imports_are_ported() -> None:
     assert "print(Adam(learning_rate=1.0), Add, __file__)\n" in text
     assert any("CuDNNLSTM" in reason for reason in left)
     assert any("file name" in reason for reason in left)
+
+
+def test_names_that_a_star_imports_from_keras_are_ported() -> None:
+    text, left = ported(
+        "from tensorflow.keras import *\nx = optimizers.Adam(lr=0.1).learning_rate"
+    )
+    assert left == []
+    assert text.startswith("import replicax as rx  # Before keras")
+    assert executed(text)["x"] == np.float32(0.1)
 
 
 def test_names_that_another_star_may_import_stay() -> None:

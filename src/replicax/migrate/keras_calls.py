@@ -19,6 +19,7 @@ from replicax.migrate.tables import (
     NOTES,
     OPTIMIZERS,
     ORDERS,
+    PYTHON_INTEGERS,
     READERS,
     WIDE_METRICS,
     kind_of_target,
@@ -145,9 +146,9 @@ def _loss_scale(site: CallSite) -> Expression:
 def plan_arguments(script: Script) -> None:
     """Plan arguments that Keras 3 and replicax take as other types."""
     for call in script.calls:
-        if change := _CHANGES.get(script.called(call)):
-            name, text_of_change = change
-            value = value_of(call, 0, name)
+        path = script.called(call)
+        for _, at, name, text_of_change in (c for c in _CHANGES if c[0] == path):
+            value = value_of(call, at, name)
             text = text_of_change(script, value) if value is not None else None
             if value is not None and text is not None:
                 script.wrapped[value] = text
@@ -177,7 +178,7 @@ def _shape(script: Script, node: Expression) -> str | None:
 
 
 def _units(script: Script, node: Expression) -> str | None:
-    """NumPy's integers are none of Python's, which `Dense` wants."""
+    """NumPy's integers are none of Python's, which `Dense` and others want."""
     return "int({x})" if _is_of_numpy(script, node) else None
 
 
@@ -200,14 +201,13 @@ def _devices(script: Script, node: Expression) -> str | None:
     return "[device.name for device in {x}]" if is_list else None
 
 
-_CHANGES: dict[str, tuple[str, Callable[[Script, Expression], str | None]]] = {
-    "keras.Input": ("shape", _shape),
-    "keras.layers.Input": ("shape", _shape),
-    "keras.layers.Dense": ("units", _units),
-    "keras.layers.RepeatVector": ("n", _units),
-    "distribute.MirroredStrategy": ("devices", _devices),
-}
-"""First arguments of functions, and the template of another value, or None, by path."""
+_CHANGES: list[tuple[str, int, str, Callable[[Script, Expression], str | None]]] = [
+    ("keras.Input", 0, "shape", _shape),
+    ("keras.layers.Input", 0, "shape", _shape),
+    ("distribute.MirroredStrategy", 0, "devices", _devices),
+    *((path, at, name, _units) for path, at, name in PYTHON_INTEGERS),
+]
+"""Paths, and positions and names of arguments, with the template of another value."""
 
 
 def plan_metrics(script: Script) -> None:

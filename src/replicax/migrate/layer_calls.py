@@ -1,7 +1,8 @@
-"""Names the arguments of calls of layers and models that Keras 3 refuses by position.
+"""Ports arguments of calls of layers and models that Keras 3 refuses.
 
 Keras 3 takes tensors alone by position: `dropout(x, training)` becomes
 `dropout(x, training=training)`. Some of its layers have other arguments in their order.
+Lists of numbers become arrays.
 """
 
 import functools
@@ -31,12 +32,14 @@ from replicax.migrate.tables import (
 from replicax.migrate.tree import (
     is_name,
     is_named,
+    is_of_numbers,
     last_name,
     method_of,
     methods_of,
     object_of,
     parts_of,
     root_of,
+    value_of,
 )
 
 __all__ = ["plan_input_shapes", "plan_layer_calls"]
@@ -62,18 +65,19 @@ def plan_layer_calls(script: Script) -> None:
         if found is not None and _is_layer(script, *found):
             _plan(script, node, found[1])
             first = node.args[0].value
-            if _is_of_numbers(script.flow.resolved(first)):
+            if is_of_numbers(script.flow.resolved(first)):
                 script.wrapped[first] = "keras.ops.convert_to_tensor({x})"
+        for value in _batches(script, node):  # Keras 3 takes lists for several inputs.
+            if is_of_numbers(script.flow.resolved(value)):
+                script.wrapped[value] = "np.array({x})"
 
 
-def _is_of_numbers(node: Expression) -> bool:
-    """Whether a node displays a list of numbers, which Keras 3 takes for no tensor."""
-    parts = [
-        p.expression if isinstance(p, cst.UnaryOperation) else p for p in parts_of(node)
-    ]
-    return bool(parts) and all(
-        isinstance(each, cst.BaseNumber) or _is_of_numbers(each) for each in parts
-    )
+def _batches(script: Script, call: cst.Call) -> Iterator[Expression]:
+    """The values of `x` and `y` of a call of a model's method for batches."""
+    is_ours = method_of(call) in NAMES["methods_with_batches"]
+    if is_ours and is_kind(script, object_of(call), "model"):
+        given = (value_of(call, at, name) for at, name in enumerate("xy"))
+        yield from filter(None, given)
 
 
 def _called_object(

@@ -76,7 +76,7 @@ def ported_attribute(
         return cst.Attribute(output, cst.Name("shape"))
     if name in {"input", "output"} and _is_sequential(script, node.value):
         return script.template(f"{{x}}.{name}s[0]", x=owner)
-    if attr_of(node.value) == "dtype" or name in {"rank", "ndims", "value"}:
+    if attr_of(node.value) == "dtype" or name in _OF_TENSORS:
         return _of_tensor(script, node, updated)
     if name == "name" and _is_weight(script, node.value):
         uses = [node, *script.uses_of(node)]
@@ -89,14 +89,23 @@ def ported_attribute(
     return updated
 
 
+_OF_TOP_K = ("values", "indices")
+"""Fields of the result of `tf.math.top_k`, which is a list here."""
+_OF_TENSORS = ("rank", "ndims", "value", *_OF_TOP_K)
+
+
 def _of_tensor(
     script: Script, node: cst.Attribute, updated: cst.Attribute
 ) -> Expression:
     """Port attributes of dtypes, `shape.rank`, and `shape[i].value` of TensorFlow 1."""
-    of, owner = node.value, updated.value
+    of, owner, name = node.value, updated.value, attr_of(node)
     if attr_of(of) == "dtype":
         return _of_dtype(script, node, updated)
-    if attr_of(node) == "value":
+    if name in _OF_TOP_K:
+        is_result = script.called(script.flow.resolved(of)).endswith(".top_k")
+        text = f"{{x}}[{_OF_TOP_K.index(name)}]"
+        return script.template(text, x=owner) if is_result else updated
+    if name == "value":
         is_size = isinstance(of, cst.Subscript) and _is_shape(script, of.value)
         return owner if is_size else updated
     if not _is_shape(script, of):

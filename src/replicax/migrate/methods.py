@@ -316,6 +316,21 @@ def _update_state(site: CallSite) -> Expression:
     return site.updated.with_changes(func=func, args=[x, *args])
 
 
+_UPDATES = {"assign": "set", "assign_add": "add", "assign_sub": "subtract"}
+
+
+def _assigned(site: CallSite) -> Expression:
+    """Port `v[i].assign(x)` of a variable, whose elements are arrays in Keras 3."""
+    of, args = site.receiver, site.updated.args
+    whole = site.owner.value if isinstance(site.owner, cst.Subscript) else None
+    is_part = whole is not None and kind_of(site.script, whole) == "variable"
+    if not (isinstance(of, cst.Subscript) and is_part and args):
+        return site.updated
+    at = of.with_changes(value=site.make("{x}.value.at", x=of.value))
+    text = f"{{v}}.assign({{at}}.{_UPDATES[site.method]}({{x}}))"
+    return site.make(text, v=of.value, at=at, x=args[0].value)
+
+
 def _apply_gradients(site: CallSite) -> Expression:
     function = site.script.function_of(site.node)
     is_counted = function is not None and makes_spec(site.script, function)
@@ -412,6 +427,7 @@ _METHODS: dict[str, Rule] = {
     "adapt": _adapt,
     "__init__": _constructor,
     "build": _build,
+    **dict.fromkeys(_UPDATES, _assigned),
     "update_state": _update_state,
     "apply_gradients": _apply_gradients,
     "minimize": _minimize,

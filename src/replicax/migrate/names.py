@@ -96,7 +96,7 @@ class Names:
         unless names of another package are imported with `*`, too.
         """
         paths = [path_in_tensorflow(module) for module in self._stars]
-        ours = [p for p in paths if p is not None and p.startswith("keras.")]
+        ours = [p for p in paths if p and f"{p}.".startswith("keras.")]
         for path in reversed(ours):
             if find_target(f"{path}.{name}") or f"{path}.{name}" in NEED_TENSORFLOW:
                 return f"{path}.{name}"

@@ -21,6 +21,7 @@ from replicax.migrate.tables import (
 )
 from replicax.migrate.tree import (
     is_name,
+    is_of_numbers,
     keyword,
     keyword_of,
     method_of,
@@ -320,10 +321,12 @@ def _formed(site: CallSite, name: str, form: str, value: Expression) -> Expressi
 
 
 def _tensor(site: CallSite, before: Expression, value: Expression) -> Expression:
-    """A value as an array, where it may be a variable, which fails in Keras on JAX."""
-    is_variable = may_be_variable(site.script, before)
+    """A value as an array, where it may be a variable or a list: those fail on JAX."""
+    is_none = may_be_variable(site.script, before) or is_of_numbers(
+        site.script.flow.resolved(before)
+    )
     text = "keras.ops.convert_to_tensor({x})"
-    return site.make(text, x=value) if is_variable else value
+    return site.make(text, x=value) if is_none else value
 
 
 def _lower(site: CallSite, _: Expression, value: Expression) -> Expression:
@@ -354,15 +357,9 @@ def _numbers(site: CallSite, before: Expression, value: Expression) -> Expressio
         return value
     is_tensor = script.called(made) in {"constant", "convert_to_tensor"}
     numbers = made.args[0].value if is_tensor else made
-    if not _is_of_numbers(numbers):
+    if not is_of_numbers(numbers):
         raise Unported("are not numbers in sight")
     return numbers.deep_clone()
-
-
-def _is_of_numbers(node: Expression) -> bool:
-    if isinstance(node, cst.List | cst.Tuple):
-        return all(map(_is_of_numbers, parts_of(node)))
-    return isinstance(node, cst.Integer)
 
 
 def array(site: CallSite, before: Expression, value: Expression) -> Expression:

@@ -57,6 +57,12 @@ def _products(table: Mapping[str, str]) -> list[str]:
     return [f"{module}.{name}" for module in modules for name in names]
 
 
+def _arguments(table: Mapping[str, str]) -> list[tuple[str, int, str]]:
+    """Parse rows `position name = paths`; a path, position and name for each path."""
+    rows = ((*where.split(), paths.split()) for where, paths in table.items())
+    return [(path, int(at), name) for at, name, paths in rows for path in paths]
+
+
 def _operators(rows: Iterable[str]) -> dict[str, Operator]:
     """Parse rows `names | parameters | target | its parameters`; operators by name."""
     table: dict[str, Operator] = {}
@@ -131,12 +137,10 @@ ORDERS = _lists(_DATA["orders"])
 """Parameters by position of what has another order in Keras 3; `"-"` for equal ones."""
 CALL_ORDERS = _lists(_DATA["call_orders"])
 MESSAGES: dict[str, str] = _DATA["messages"]
-CHANGED_DEFAULTS = [
-    (path, int(where.split()[0]), where.split()[1])
-    for where, paths in _DATA["changed_defaults"].items()
-    for path in paths.split()
-]
+CHANGED_DEFAULTS = _arguments(_DATA["changed_defaults"])
 """Paths, and positions and names of arguments with other defaults in Keras 2."""
+PYTHON_INTEGERS = _arguments(_DATA["python_integers"])
+"""Paths, and positions and names of arguments that cannot be NumPy's integers."""
 READERS = _products(_DATA["readers"])
 """Paths of functions of Keras that read data in batches; `format="grain"` for Grain."""
 OPTIMIZERS = _products(_DATA["optimizers"])

@@ -90,6 +90,16 @@ def parts_of(node: cst.CSTNode | None) -> list[cst.BaseExpression]:
     return [element.value for element in node.elements] if is_display else []
 
 
+def is_of_numbers(node: cst.BaseExpression) -> bool:
+    """Whether a node displays a list of numbers, or of such lists."""
+    parts = [
+        p.expression if isinstance(p, cst.UnaryOperation) else p for p in parts_of(node)
+    ]
+    return bool(parts) and all(
+        isinstance(each, cst.BaseNumber) or is_of_numbers(each) for each in parts
+    )
+
+
 def operands(node: cst.CSTNode) -> list[cst.BaseExpression]:
     """The operands of an operation or subscript; none of other expressions."""
     match node:
@@ -154,7 +164,7 @@ def imported_modules(module: cst.Module) -> list[tuple[str, str]]:
             names = [(a.evaluated_alias, a.evaluated_name) for a in small.names]
             found += [(alias or name, name) for alias, name in names]
         elif isinstance(small, cst.ImportFrom):
-            found += [pair for pair in import_names(small) if pair[0] != "*"]
+            found += import_names(small)
     return found
 
 
