@@ -221,9 +221,23 @@ def test_names_that_a_star_imports_from_keras_are_ported() -> None:
     text, left = ported(
         "from tensorflow.keras import *\nx = optimizers.Adam(lr=0.1).learning_rate"
     )
+    again, _ = ported("import tensorflow as tf\nfrom keras import *\ntf.keras.Input")
     assert left == []
+    assert "import keras\nfrom keras import *\nkeras.Input" in again
     assert text.startswith("import replicax as rx  # Before keras")
     assert executed(text)["x"] == np.float32(0.1)
+
+
+def test_names_of_keras_preprocessing_are_those_of_keras() -> None:
+    text, left = ported(
+        "from keras_preprocessing.sequence import pad_sequences\n"
+        "from keras_preprocessing.image import ImageDataGenerator\n"
+        "x = pad_sequences([[1]], 3)\nimages = ImageDataGenerator()"
+    )
+    assert "from keras.preprocessing.sequence import pad_sequences\n" in text
+    assert [reason.partition(" ")[0] for reason in left] == [
+        "tf.keras.preprocessing.image.ImageDataGenerator"
+    ]
 
 
 def test_names_that_another_star_may_import_stay() -> None:

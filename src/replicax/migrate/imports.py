@@ -29,6 +29,7 @@ from replicax.migrate.tree import (
     is_name,
     module_of,
     only_of,
+    small_statements,
     used_names,
 )
 
@@ -286,7 +287,9 @@ def _new_lines(
     there = {name: alias for alias, name in modules if alias not in late}
     wanted = {(ALIASES[root], script.alias(root)) for root in script.needed}
     wanted = {(n, a) for n, a in wanted if a in used and there.get(n) != a}
-    names = {*there, *(name for name, _ in wanted)}
+    names = [*there, *(name for name, _ in wanted)]
+    sources = (x for x in small_statements(module) if isinstance(x, cst.ImportFrom))
+    names += map(module_of, sources)  # With those of `from keras import *`.
     has_keras = any(name.partition(".")[0] == "keras" for name in names)
     if has_keras and "replicax" not in there:
         wanted.add(("replicax", script.alias("rx")))

@@ -16,7 +16,12 @@ from replicax.migrate.tree import dotted, find, module_of, root_of
 
 __all__ = ["Names", "path_in_tensorflow"]
 
-_ROOTS = ("tensorflow", "tensorflow_core", "tf_keras", "keras")
+_ROOTS = {
+    **dict.fromkeys(("tensorflow", "tensorflow_core"), ""),
+    **dict.fromkeys(("tf_keras", "keras"), "keras"),  # Keras 2 was also a package.
+    "keras_preprocessing": "keras.preprocessing",
+}
+"""Packages whose names are TensorFlow's, and their paths there."""
 
 
 def path_in_tensorflow(name: str) -> str | None:
@@ -29,8 +34,7 @@ def path_in_tensorflow(name: str) -> str | None:
     root, _, path = name.partition(".")
     if root not in _ROOTS:
         return None
-    if root in {"keras", "tf_keras"}:  # Keras 2 was a package of its own, too.
-        path = f"keras.{path}" if path else "keras"
+    path = ".".join(filter(None, [_ROOTS[root], path]))
     if path in {"compat.v1", "compat.v2", "_api.v2"}:
         return ""
     for old, new in OLD_PREFIXES.items():

@@ -164,7 +164,7 @@ def imported_modules(module: cst.Module) -> list[tuple[str, str]]:
             names = [(a.evaluated_alias, a.evaluated_name) for a in small.names]
             found += [(alias or name, name) for alias, name in names]
         elif isinstance(small, cst.ImportFrom):
-            found += import_names(small)
+            found += [pair for pair in import_names(small) if pair[0] != "*"]
     return found
 
 
