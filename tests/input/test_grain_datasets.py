@@ -4,7 +4,12 @@ import grain
 import numpy as np
 import pytest
 
-from replicax.input.grain_datasets import class_weighted, numpy_dataset, reshuffled
+from replicax.input.grain_datasets import (
+    class_weighted,
+    numpy_dataset,
+    reshuffled,
+    windows,
+)
 
 X = np.arange(20, dtype=np.float32).reshape(10, 2)
 Y = np.arange(10)
@@ -97,3 +102,22 @@ def test_a_class_without_a_weight_is_an_error() -> None:
     dataset = class_weighted(numpy_dataset((X, Y)).batch(4), {0: 1.0, 1: 1.0, 3: 1.0})
     with pytest.raises(ValueError, match="class 2 has no weight"):
         list(dataset)
+
+
+@pytest.mark.parametrize(
+    ("size", "shift", "first"), [(3, 1, [*range(8)]), (4, 3, [0, 3, 6]), (10, 2, [0])]
+)
+def test_windows_have_neighbouring_examples(
+    size: int, shift: int, first: list[int]
+) -> None:
+    pairs = numpy_dataset({"a": np.arange(10), "b": np.ones((10, 2))})
+    found = list(windows(pairs, size, shift))
+    expected = [[*range(i, i + size)] for i in first]
+    assert [each["a"].tolist() for each in found] == expected
+    assert {each["b"].shape for each in found} == {(size, 2)}
+
+
+@pytest.mark.parametrize(("size", "shift"), [(0, 1), (5, 1), (2, 0)])
+def test_windows_that_do_not_fit_are_an_error(size: int, shift: int) -> None:
+    with pytest.raises(ValueError, match=f"size={size} and shift={shift} fit no"):
+        windows(numpy_dataset(np.arange(4)), size, shift)

@@ -13,7 +13,7 @@ from replicax.input import images
 from replicax.input.context import InputContext
 from replicax.input.distributed import DistributedDataset
 from replicax.input.from_function import DistributedDatasetFromFunction
-from replicax.input.grain_datasets import class_weighted, numpy_dataset
+from replicax.input.grain_datasets import class_weighted, numpy_dataset, windows
 from replicax.input.prefetch import prefetch
 from replicax.input.sharding import AutoShardPolicy, FileDataset, InputShard
 from replicax.input.sources import batches
@@ -34,4 +34,5 @@ __all__ = [
     "numpy_dataset",
     "prefetch",
     "split_global_batch",
+    "windows",
 ]

@@ -28,6 +28,7 @@ __all__ = [
     "is_map_dataset",
     "numpy_dataset",
     "reshuffled",
+    "windows",
 ]
 
 ENDLESS = 2**40
@@ -213,3 +214,40 @@ def class_weighted(
         return x, y, weights * given[0] if given else weights
 
     return dataset.map(weighted)
+
+
+def windows(
+    dataset: "grain.MapDataset[PyTree]", size: int, shift: int = 1
+) -> "grain.MapDataset[PyTree]":
+    """Make a Grain dataset of sliding windows: stacks of neighbouring examples.
+
+    Window `i` has the examples from `i * shift` on. The last window is the last one
+    that has all its examples.
+
+    Args:
+        dataset: The examples, such as the values of a time series.
+        size: The number of examples of a window.
+        shift: The number of examples from the start of a window to that of the next.
+
+    Returns:
+        A dataset of arrays `[size, ...]`, in the structure of the examples.
+
+    Raises:
+        ValueError: If `size` or `shift` is less than 1, or no window fits.
+
+    Example:
+        >>> [w.tolist() for w in windows(numpy_dataset(np.arange(5)), 3)]
+        [[0, 1, 2], [1, 2, 3], [2, 3, 4]]
+    """
+    if not 1 <= size <= len(dataset) or shift < 1:
+        raise ValueError(
+            f"windows: size={size} and shift={shift} fit no dataset of {len(dataset)} "
+            "examples. Give a size of 1 to that number, and a shift of at least 1."
+        )
+    import grain  # A late import: it takes long.
+
+    def window(start: int) -> PyTree:
+        examples = [dataset[i] for i in range(start, start + size)]
+        return jax.tree.map(lambda *parts: np.stack(parts), *examples)
+
+    return grain.MapDataset.range(0, len(dataset) - size + 1, shift).map(window)
