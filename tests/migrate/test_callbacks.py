@@ -82,3 +82,59 @@ def test_own_metrics_and_losses_of_outputs_are_compared() -> None:
     assert left == []
     history = executed(text)["history"].history
     assert len(history["first_far"]) == len(history["second_loss"]) == 2
+
+
+OWN = """
+import numpy as np
+import tensorflow as tf
+
+
+class Show(tf.keras.callbacks.Callback):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+        self.shown = [len(self.model.weights)]
+
+    def set_model(self, model):
+        self.model = model
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.shown.append(len(self.model.weights))
+
+
+model = tf.keras.Sequential([tf.keras.layers.Input((3,)), tf.keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+show = Show(model)
+show.model = model
+model.fit(np.ones((4, 3)), np.ones((4, 1)), callbacks=[show], verbose=0)
+"""
+
+
+def test_the_model_of_a_callback_is_set_by_the_method_of_keras_3() -> None:
+    text, left = ported(OWN)
+    assert left == []
+    assert text.count("self.set_model(model)") == 1
+    assert text.count("super().set_model(model)") == 1
+    assert "show.set_model(model)" in text
+    assert executed(text)["show"].shown == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("base", "line", "name"),
+    [
+        ("callbacks.Callback", "self.model, self.x = x", "model of a callback"),
+        ("layers.Layer", "self.path = x", "path of a layer"),
+        ("Model", "self.path = x", "path of a model"),
+        ("losses.Loss", "self.dtype = x", "dtype of a loss"),
+    ],
+)
+def test_attributes_that_keras_3_does_not_let_one_set_are_left(
+    base: str, line: str, name: str
+) -> None:
+    source = (
+        f"{START}class Own(tf.keras.{base}):\n    def use(self, x):\n        {line}\n"
+    )
+    _, left = ported(source)
+    assert [finding for finding in left if name in finding]
+    plain = source.replace(f"tf.keras.{base}", "object")
+    assert ported(plain)[1] == []

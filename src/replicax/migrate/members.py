@@ -22,6 +22,7 @@ from replicax.migrate.tables import (
     MESSAGES,
     NAMES,
     OVERRIDDEN,
+    READ_ONLY,
     accepted_arguments,
     exists,
     is_dotted,
@@ -43,6 +44,7 @@ __all__ = [
     "is_logged_rate",
     "is_logs",
     "is_rate",
+    "ported_assignment",
     "ported_attribute",
     "report_overridden",
     "report_unknown",
@@ -69,6 +71,7 @@ def ported_attribute(
             raise Unported(MESSAGES["no_schedule"])
         return updated.with_changes(attr=cst.Name("learning_rate"))
     _refuse(script, node)
+    _refuse_to_set(script, node)
     if name == "output_shape" and (
         _is_foreign(script, node, "layer") or "layers" in script.code(node.value)
     ):
@@ -208,6 +211,43 @@ def _refuse(script: Script, node: cst.Attribute) -> None:
             raise Unported(f"Keras 3 has no {name} of a {kind}: {gone[name]}")
     if name == "metrics_names":
         raise Unported(MESSAGES["metrics_names"])
+
+
+def _refuse_to_set(script: Script, node: cst.Attribute) -> None:
+    """Raise `Unported` where Keras 3 has a property that no one can set."""
+    name, definitions = node.attr.value, script.flow.definitions
+    for kind, names in READ_ONLY.items():
+        is_set = name in names and any(each.node is node for each in definitions)
+        if (
+            is_set
+            and is_kind(script, node.value, kind)
+            and not _sets_model(script, node)
+        ):
+            raise Unported(MESSAGES["read_only"].format(name=name, kind=kind))
+
+
+def ported_assignment(
+    script: Script, node: cst.Assign, updated: cst.Assign
+) -> cst.Assign | cst.Expr:
+    """Port `self.model = model` of a callback, which Keras 3 sets by a method."""
+    first, target = node.targets[0].target, updated.targets[0].target
+    if not isinstance(first, cst.Attribute) or not _sets_model(script, first):
+        return updated
+    assert isinstance(target, cst.Attribute)
+    function = script.function_of(node)
+    is_setter = function is not None and function.name.value == "set_model"
+    owner = script.template("super()") if is_setter else target.value
+    call = script.template("{o}.set_model({x})", o=owner, x=updated.value)
+    return cst.Expr(call)
+
+
+def _sets_model(script: Script, node: cst.Attribute) -> bool:
+    """Whether an attribute is a callback's model, and its statement sets it alone."""
+    target = script.parent(node)
+    statement = script.parent(target) if isinstance(target, cst.AssignTarget) else None
+    is_alone = isinstance(statement, cst.Assign) and len(statement.targets) == 1
+    is_model = is_alone and node.attr.value == "model"
+    return is_model and is_kind(script, node.value, "callback")
 
 
 def _is_assigned(script: Script, node: cst.Attribute) -> bool:

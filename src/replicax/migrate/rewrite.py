@@ -315,6 +315,7 @@ _VISITS: dict[type, Callable[[Script, Any], bool]] = {
 }
 """Whether the children of a node are visited, by its kind."""
 _PORTS: dict[type, Callable[[Script, Any, Any], Any]] = {
+    cst.Assign: members.ported_assignment,
     cst.Attribute: _attribute,
     cst.Call: _call,
     cst.Decorator: _decorator,

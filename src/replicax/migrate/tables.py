@@ -148,6 +148,7 @@ OPTIMIZERS = _products(_DATA["optimizers"])
 ATTRIBUTES = {kind: _by_name(table) for kind, table in _DATA["attributes"].items()}
 DTYPE_ATTRIBUTES: dict[str, str] = _DATA["attributes_of_dtypes"]
 OVERRIDDEN = {kind: _by_name(table) for kind, table in _DATA["overridden"].items()}
+READ_ONLY = _lists(_DATA["read_only"])
 RENAMED_METHODS: dict[str, str] = _DATA["methods"]["renamed"]
 WRITTEN_METHODS = _templates(_DATA["methods"]["written"])
 LEFT_METHODS = _by_name(_DATA["methods"]["left"])
