@@ -508,3 +508,31 @@ def test_models_that_are_compiled_in_a_scope_are_made_and_built_there() -> None:
     )
     assert left == []
     assert executed(text)["model"].built
+
+
+CLOSURE = """
+import numpy as np
+import tensorflow as tf
+
+
+def main():
+    def make():
+        model = tf.keras.Sequential([tf.keras.layers.Input((3,)), part])
+        model.compile(optimizer, "mse")
+        return model
+
+    strategy = tf.distribute.MirroredStrategy()
+    optimizer = tf.keras.optimizers.Adam()
+    part = tf.keras.Sequential([tf.keras.layers.Input((3,)), tf.keras.layers.Dense(1)])
+    with strategy.scope():
+        model = make()
+    return model.fit(np.ones((8, 3)), np.ones((8, 1)), verbose=0).history
+"""
+
+
+def test_what_functions_of_the_scope_use_is_made_in_it() -> None:
+    text, left = ported(CLOSURE)
+    assert left == []
+    assert "    with strategy.scope():\n        optimizer =" in text
+    assert "    with strategy.scope():\n        part =" in text
+    assert len(executed(text)["main"]()["loss"]) == 1

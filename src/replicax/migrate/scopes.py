@@ -103,12 +103,12 @@ class _ReachableCode:
             return (f for name in names_in(node) for f in _called(script, name))
 
         self.blocks = blocks
+        self.parts = set(reached(blocks, step))
         self._script = script
-        self._code = set(reached(blocks, step))
 
     def has(self, node: cst.CSTNode) -> bool:
         """Whether a node is in one of the blocks, or in such a function."""
-        return not self._code.isdisjoint(self._script.parents(node))
+        return not self.parts.isdisjoint(self._script.parents(node))
 
     def is_around(self, node: cst.CSTNode) -> bool:
         """Whether a node is in one of the blocks."""
@@ -200,7 +200,7 @@ def _made_outside(script: Script, code: _ReachableCode) -> list[cst.Call]:
         and not _has_owner(script, call)
     }
     used: set[cst.Call] = set()
-    for part in {*script.traced_functions, *code.blocks} if made else ():
+    for part in {*script.traced_functions, *code.parts} if made else ():
         is_step = part in script.traced_functions
         for node in find(part, cst.Name, cst.Attribute, cst.Subscript):
             found = made.intersection(origins(script, node))
