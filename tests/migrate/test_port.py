@@ -85,6 +85,7 @@ def test_names_are_seen_through_imports(imported: str, used: str) -> None:
             "from keras.layers import Dense\n",
         ),
         ("import tf_keras as keras", "import keras\n"),
+        ("import tf_keras", "import keras as tf_keras\n"),
     ],
 )
 def test_replicax_is_imported_before_keras(imported: str, expected: str) -> None:

@@ -460,6 +460,11 @@ def test_methods_that_steps_call_on_objects_get_random_state() -> None:
         ("import tensorflow_docs.modeling", "tensorflow_docs needs TensorFlow"),
         ("import efficientnet.tfkeras", "efficientnet is of Keras 2"),
         ("from transformers import TFBertModel, AutoTokenizer", "transformers.TFBert"),
+        ("import smdistributed.dataparallel.tensorflow as d", "use `rx.Mirrored"),
+        ("from transformers import AutoTokenizer, TFAutoModel", "or KerasHub"),
+        ("d = data.to_tf_dataset(batch_size=4)", "it needs TensorFlow: pass arrays"),
+        ("def f(x, sess):\n    return sess.run(x)", "nothing runs in a session"),
+        ("x = s.graph.get_tensor_by_name('x')", "there are no graphs"),
         (
             "tf.keras.utils.SidecarEvaluator(model, d, f).start()\n"
             "c = tf.keras.callbacks.ModelCheckpoint(f + '/{epoch}.weights.h5', "

@@ -63,9 +63,9 @@ def find_retained(script: Script) -> None:
     """Record the imported names that stay, because Keras has them by the same name."""
     for node in script.nodes(cst.Import):
         for alias in node.names:
-            target = _module_target(alias.evaluated_name)
-            if target and alias.asname:
-                script.retained[alias.evaluated_alias or ""] = target
+            name, target = alias.evaluated_name, _module_target(alias.evaluated_name)
+            if target and (alias.asname or name == "tf_keras"):
+                script.retained[alias.evaluated_alias or name] = target
     for node in script.nodes(cst.ImportFrom):
         for local, name in import_names(node):
             if local == "*":

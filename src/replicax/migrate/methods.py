@@ -12,6 +12,7 @@ from replicax.migrate.files import (
 )
 from replicax.migrate.kinds import is_class_of, is_kind, kind_of, makers, own_methods
 from replicax.migrate.members import is_logs
+from replicax.migrate.origins import definitions
 from replicax.migrate.rules import CallSite, Rule, by_keywords, with_keywords, written
 from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.tables import (
@@ -27,6 +28,7 @@ from replicax.migrate.tree import (
     is_name,
     is_named,
     keyword,
+    last_name,
     method_of,
     named,
     parts_of,
@@ -111,6 +113,15 @@ def _experimental_run(site: CallSite) -> Expression:
 def _dataset_iterator(name: str) -> Rule:
     """Make the rule for `iter(strategy.name(...))`, which keeps its lines."""
     return lambda site: site.make("iter({x})", x=site.as_method(name))
+
+
+def _run(site: CallSite) -> Expression:
+    """Leave what runs in a session that the script does not make."""
+    values = (v for each in definitions(site.script, site.owner) for v in each.values)
+    is_made = any(isinstance(value, cst.Call) for value in values)
+    if last_name(site.owner).strip("_") in {"sess", "session"} and not is_made:
+        raise Unported(MESSAGES["session"])
+    return site.updated
 
 
 # Keras' objects.
@@ -412,6 +423,7 @@ _METHODS: dict[str, Rule] = {
         ("fit_generator", "evaluate_generator", "predict_generator"), _fitted
     ),
     "numpy": _numpy,
+    "run": _run,
     "has_value": _of_optional("({x} is not None)"),
     "get_value": _of_optional("{x}"),
     "experimental_run": _experimental_run,
