@@ -95,6 +95,11 @@ def lines(source: str) -> tuple[str, list[str]]:
         ("i = tf.keras.Input(x.shape[-1])", "keras.Input((x.shape[-1],))"),
         ("i = tf.keras.Input(x.shape[1:])", "keras.Input(x.shape[1:])"),
         ("assert tf.__version__ >= '2.0'\nx = tf.abs(y)", "\nx = keras.ops.abs(y)"),
+        (
+            "if Version(tf.__version__) < '2.0':\n    raise E('old')\nx = tf.abs(y)",
+            "\nx = keras.ops.abs(y)",
+        ),
+        ("if tf.__version__ < '2.0': raise E\nx = tf.abs(y)", "\nx = keras.ops.abs(y)"),
         ("o = tf.keras.optimizers.SGD(1)", "o = keras.optimizers.SGD(1.0)"),
         ("o = tf.keras.optimizers.Adam(lr=1)", "Adam(learning_rate=1.0)"),
         ("r = 1\no = tf.keras.optimizers.AdamW(r)", "keras.optimizers.AdamW(float(r))"),
@@ -234,6 +239,34 @@ def test_names_of_the_package_keras_are_those_of_keras_2(end: str) -> None:
     left = port(source.encode()).left
     assert [finding.line for finding in left] == [2]
     assert all("use `rx.MirroredStrategy`" in finding.reason for finding in left)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("model.fit_generator(batches, 9)", "model.fit(batches, steps_per_epoch=9)"),
+        ("RMSprop(lr=0.01)", "RMSprop(learning_rate=0.01)"),
+        ("K.exp(x)", "keras.ops.exp(x)"),
+    ],
+)
+def test_a_script_for_the_package_keras_2_is_ported(before: str, after: str) -> None:
+    imports = "from keras import backend as K\nfrom keras.optimizers import RMSprop\n"
+    text, left = ported(f"{imports}{before}")
+    assert after in text
+    assert not left
+
+
+def test_lists_of_numbers_are_arrays_where_keras_reads_them() -> None:
+    text, left = lines(
+        f"{MODEL}model.compile('sgd', 'mse')\nx = [[1.0], [-2.0]]\n"
+        "model.fit(x, [[1, 2], [3, 4]], validation_data=(x, x), epochs=2)\n"
+        "result = model.predict([100.0])\n"
+        "y = model.fit([a, b], c)\n"
+    )
+    assert not left
+    assert "model.fit([a, b], c)" in text
+    names = executed(text.rpartition("y = ")[0])
+    assert names["result"].shape == (1, 2)
 
 
 def test_a_script_for_keras_3_stays_byte_for_byte() -> None:

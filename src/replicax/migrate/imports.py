@@ -12,8 +12,12 @@ from replicax.migrate.script import Replacement, Script, Statement, with_marks
 from replicax.migrate.statements import comment_lines
 from replicax.migrate.tables import (
     ALIASES,
+    ARGUMENTS,
     DEVICE_OPERATORS,
     MESSAGES,
+    NEED_TENSORFLOW,
+    OPTIMIZERS,
+    exists,
     find_reason,
     find_target,
     foreign_problem,
@@ -27,6 +31,7 @@ from replicax.migrate.tree import (
     imported_modules,
     is_docstring,
     is_name,
+    is_named,
     module_of,
     only_of,
     small_statements,
@@ -39,11 +44,11 @@ __all__ = ["find_retained", "ported_imports", "report_rebound", "uses_tensorflow
 def uses_tensorflow(module: cst.Module) -> bool:
     """Whether a module imports TensorFlow, or uses `tf` without importing it.
 
-    Names of the package `keras` that Keras 3 does not have count as TensorFlow's.
+    What Keras 3 does not have of the package `keras` counts as TensorFlow's.
     """
     imports = find(module, cst.Import, cst.ImportFrom)
     pairs = [pair for node in imports for pair in import_names(node)]
-    if any(_is_old(name) for _, name in pairs):
+    if any(_is_old(name) for _, name in pairs) or _uses_keras_2(module, dict(pairs)):
         return True
     assigned = any(is_name(x.target, "tf") for x in find(module, cst.AssignTarget))
     is_bound = assigned or any(local == "tf" for local, _ in pairs)
@@ -56,7 +61,26 @@ def _is_old(name: str) -> bool:
     path = path_in_tensorflow(name)
     if path is None or name.partition(".")[0] != "keras":
         return path is not None
-    return find_target(path) is None
+    return find_target(path) is None or not exists(name)
+
+
+def _uses_keras_2(module: cst.Module, imported: dict[str, str]) -> bool:
+    """Whether a module uses the package `keras` in a way that Keras 3 lacks."""
+    if not any(name.partition(".")[0] == "keras" for name in imported.values()):
+        return False
+    for node in find(module, cst.Attribute, cst.Call):
+        func = node.func if isinstance(node, cst.Call) else node
+        local, dot, rest = (dotted(func) or "").partition(".")
+        name = f"{imported.get(local, '')}{dot}{rest}"
+        if isinstance(node, cst.Call):
+            is_optimizer = path_in_tensorflow(name) in OPTIMIZERS
+            is_old = is_optimizer and any(is_named(a, "lr", "decay") for a in node.args)
+        else:
+            is_method = node.attr.value in ARGUMENTS and node.attr.value != "compile"
+            is_old = is_method or (_is_old(name) and name not in NEED_TENSORFLOW)
+        if is_old:
+            return True
+    return False
 
 
 def find_retained(script: Script) -> None:

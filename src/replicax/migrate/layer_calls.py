@@ -6,7 +6,7 @@ Lists of numbers become arrays.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import libcst as cst
@@ -64,20 +64,26 @@ def plan_layer_calls(script: Script) -> None:
         found = _called_object(script, node) if is_ours else None
         if found is not None and _is_layer(script, *found):
             _plan(script, node, found[1])
-            first = node.args[0].value
-            if is_of_numbers(script.flow.resolved(first)):
-                script.wrapped[first] = "keras.ops.convert_to_tensor({x})"
-        for value in _batches(script, node):  # Keras 3 takes lists for several inputs.
-            if is_of_numbers(script.flow.resolved(value)):
-                script.wrapped[value] = "np.array({x})"
+            _plan_lists(script, [node.args[0].value], "keras.ops.convert_to_tensor")
+        _plan_lists(script, _batches(script, node), "np.array")
 
 
-def _batches(script: Script, call: cst.Call) -> Iterator[Expression]:
-    """The values of `x` and `y` of a call of a model's method for batches."""
+def _batches(script: Script, call: cst.Call) -> Iterator[Expression | None]:
+    """The data of a call of a model's method for batches."""
     is_ours = method_of(call) in NAMES["methods_with_batches"]
     if is_ours and is_kind(script, object_of(call), "model"):
-        given = (value_of(call, at, name) for at, name in enumerate("xy"))
-        yield from filter(None, given)
+        yield from (value_of(call, 0, "x"), value_of(call, 1, "y"))
+        if method_of(call) == "fit":
+            yield from parts_of(value_of(call, 7, "validation_data"))
+
+
+def _plan_lists(
+    script: Script, values: Iterable[Expression | None], function: str
+) -> None:
+    """Plan arrays of lists of numbers, which Keras 3 takes for no tensors."""
+    for each in values:
+        if each is not None and is_of_numbers(script.flow.resolved(each)):
+            script.wrapped[each] = f"{function}({{x}})"
 
 
 def _called_object(

@@ -44,11 +44,8 @@ _TRANSPARENT = ("control_dependencies", "Graph.as_default", "init_scope")
 def why_dropped(script: Script, line: cst.SimpleStatementLine) -> str | None:
     """Why a line is taken out, which only TensorFlow needs; None for other lines."""
     small = only_of(line)
-    if isinstance(small, cst.Assert) and not isinstance(
-        small.test, cst.BooleanOperation
-    ):
-        names = find(small.test, cst.Attribute, cst.Name)
-        is_version = any(is_version_of_tensorflow(script, each) for each in names)
+    if isinstance(small, cst.Assert):
+        is_version = _asks_version(script, small.test)
         return MESSAGES["asserted_version"] if is_version else None
     call = small.value if isinstance(small, cst.Expr) else None
     if not isinstance(call, cst.Call):
@@ -59,6 +56,13 @@ def why_dropped(script: Script, line: cst.SimpleStatementLine) -> str | None:
     if not path and isinstance(object_of(call), cst.Call):
         path = f"{script.called(object_of(call))}().{method_of(call)}"
     return f"tf.{path} is taken out: {DROPPED[path]}" if path in DROPPED else None
+
+
+def _asks_version(script: Script, test: cst.BaseExpression) -> bool:
+    """Whether a condition is about TensorFlow's version alone."""
+    names = find(test, cst.Attribute, cst.Name)
+    is_version = any(is_version_of_tensorflow(script, each) for each in names)
+    return is_version and not isinstance(test, cst.BooleanOperation)
 
 
 def begins_iterator(script: Script, call: cst.Call) -> bool:
@@ -262,12 +266,20 @@ def _without_first_branch(updated: cst.If) -> Replacement:
 def plan_settings(script: Script) -> None:
     """Plan to remove variables of `tf.data.Options()`, `ConfigProto()` and `AUTOTUNE`.
 
-    So are lists of `tf.TensorSpec` that are signatures of a `tf.function`.
+    So are lists of `tf.TensorSpec` that are signatures of a `tf.function`, and an `if`
+    that only raises for a version of TensorFlow.
 
     A variable with a use that is not ported stays, with the assignments to its
     attributes.
     """
     _drop_arguments(script)
+    for node in script.nodes(cst.If):
+        first, *rest = node.body.body
+        is_raise = isinstance(only_of(first) or first, cst.Raise) and not rest
+        is_alone = node.orelse is None and not isinstance(script.parent(node), cst.If)
+        if is_raise and is_alone and _asks_version(script, node.test):
+            script.note(node.test, MESSAGES["asserted_version"])
+            script.take_out(node)
     settings = {d for d in script.flow.definitions if _is_setting(script, d)}
     unused = set(settings)
     number = -1

@@ -90,7 +90,7 @@ def parts_of(node: cst.CSTNode | None) -> list[cst.BaseExpression]:
     return [element.value for element in node.elements] if is_display else []
 
 
-def is_of_numbers(node: cst.BaseExpression) -> bool:
+def is_of_numbers(node: cst.CSTNode) -> bool:
     """Whether a node displays a list of numbers, or of such lists."""
     parts = [
         p.expression if isinstance(p, cst.UnaryOperation) else p for p in parts_of(node)
