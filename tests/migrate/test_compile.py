@@ -409,3 +409,40 @@ def test_weights_by_name_need_losses_by_name(loss: str) -> None:
     source = f"{TWO}model.compile('sgd', {loss}, loss_weights={weights})"
     _, (reason,) = ported(source)
     assert "in the structure of loss" in reason
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "['mse', 'mae'], metrics=['mse', 'mae']",
+        "'mse', metrics=metrics",
+        "{'a': 'mse', 'b': 'mse'}, metrics=[['mse', 'mae'], ['mse', 'mae']]",
+    ],
+)
+def test_metrics_in_one_list_are_those_of_all_outputs(arguments: str) -> None:
+    text, left = ported(
+        f"{TWO}metrics = ['mse', tf.keras.metrics.MeanAbsoluteError(name='mae')]\n"
+        f"model.compile('sgd', {arguments})\n"
+        "names = set(model.evaluate(x, [x, x], return_dict=True))"
+    )
+    assert not left
+    names = executed(text, {"x": np.ones((4, 1))})["names"]
+    assert {"a_mse", "a_mae", "b_mse", "b_mae"} <= names
+
+
+@pytest.mark.parametrize(
+    ("read", "is_left"),
+    [
+        ("loss, b, a, b_mse, a_mse = model.evaluate(x, y)", True),
+        ("loss, b, a = model.evaluate(x, y)", False),
+        ("r = model.evaluate(x, y)\nprint(r[0], r[2])", False),
+        ("r = model.evaluate(x, y)\nprint(r[3])", True),
+        ("r = model.evaluate(x, y, return_dict=True)\nprint(r['b_mse'])", False),
+    ],
+)
+def test_the_order_of_metrics_of_several_outputs_is_left(
+    read: str, is_left: bool
+) -> None:
+    compiled = "model.compile('sgd', ['mse', 'mae'], metrics=[['mse'], ['mse']])\n"
+    _, left = ported(f"{TWO}{compiled}{read}")
+    assert any("return_dict=True" in each for each in left) == is_left

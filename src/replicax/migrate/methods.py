@@ -19,6 +19,7 @@ from replicax.migrate.tables import (
     ARGUMENTS,
     LEFT_METHODS,
     MESSAGES,
+    NAMES,
     RENAMED_METHODS,
     WRITTEN_METHODS,
 )
@@ -31,6 +32,7 @@ from replicax.migrate.tree import (
     last_name,
     method_of,
     named,
+    object_of,
     parts_of,
     renamed,
     root_of,
@@ -154,6 +156,11 @@ def _compiled(site: CallSite) -> Expression:
     given = site.given(2, "metrics")
     if given is not None and _is_one(site.script, given, "metric"):
         args = _changed(site, args, argument(args, 2, "metrics"), "[{x}]")
+    count = _num_outputs(site.script, site.node)
+    if given is not None and count > 1 and _is_flat(site.script, given):
+        # Keras 2 gives all metrics to each output.
+        text = f"[{{x}} for _ in range({count})]"
+        args = _changed(site, args, argument(args, 2, "metrics"), text)
     number = _num_weights(site)
     if number > 1:
         site.note(MESSAGES["one_log"])
@@ -177,6 +184,33 @@ def _is_one(script: Script, node: Expression, kind: str) -> bool:
     is_function = isinstance(value, cst.Name) and bool(script.functions(value.value))
     is_known = isinstance(value, cst.SimpleString) or script.names.path(value)
     return bool(is_known) or is_function or kind_of(script, node) == kind
+
+
+def _num_outputs(script: Script, node: cst.Call) -> int:
+    """The number of outputs of a model that a call compiles; 0 if it is not in sight.
+
+    It is that of the losses, of their weights, or of the `outputs` of its making.
+    """
+    made = script.flow.resolved(object_of(node))
+    is_made = isinstance(made, cst.Call) and script.called(made) in NAMES["models"]
+    outputs = value_of(made, 1, "outputs") if is_made else None
+    for each in (value_of(node, 1, "loss"), value_of(node, 3, "loss_weights"), outputs):
+        value = script.flow.resolved(each) if each else None
+        pairs = value.elements if isinstance(value, cst.Dict) else ()
+        if number := len(parts_of(value) or pairs):
+            return number
+    return 0
+
+
+def _is_flat(script: Script, metrics: Expression) -> bool:
+    """Whether metrics are one, or a list without lists for the outputs."""
+    value = script.flow.resolved(metrics)
+    inner = [script.flow.resolved(part) for part in parts_of(value)]
+    is_list = bool(inner) and not any(
+        is_name(each, "None") or isinstance(each, cst.List | cst.Tuple | cst.Dict)
+        for each in inner
+    )
+    return is_list or _is_one(script, metrics, "metric")
 
 
 def _num_weights(site: CallSite) -> int:
@@ -219,8 +253,25 @@ def _fitted(site: CallSite) -> Expression:
         site.script.leave(site.node, MESSAGES["named_weights"])
     names = ARGUMENTS.get(site.method)
     inner = site.with_names(names, 1) if names else site
+    if site.method == "evaluate" and _reads_order(site):
+        raise Unported(MESSAGES["order"])
     name = site.method.removesuffix("_generator")
     return inner.as_method(name, with_keywords(inner, "fit"))
+
+
+def _reads_order(site: CallSite) -> bool:
+    """Whether metrics of several outputs are taken from the list of `evaluate`."""
+    script, node = site.script, site.node
+    compiled = [c for c in script.calls if method_of(c) == "compile"]
+    compiled = [c for c in compiled if value_of(c, 2, "metrics") is not None]
+    count = max((_num_outputs(script, c) for c in compiled), default=0)
+    if count < 2 or named(node, "return_dict") is not None:
+        return False
+    inside = [script.parent(each) for each in (node, *script.uses_of(node))]
+    taken = [each.slice[0].slice for each in inside if isinstance(each, cst.Subscript)]
+    known = [str(i) for i in range(count + 1)]
+    is_taken = any(script.code(each) not in known for each in taken)
+    return is_taken or len(parts_of(script.target_of(node))) > count + 1
 
 
 def _lists_outputs(script: Script, call: cst.Call) -> bool:
