@@ -100,3 +100,20 @@ def test_a_scan_of_a_function_that_assigns_is_left() -> None:
     )
     assert len(left) == 1
     assert "assign_add in a branch or a loop's body" in left[0]
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        ("v1.nn.in_top_k(rows, tf.constant([1, 0, 1]), 1)", [True, False, True]),
+        ("tf.nn.in_top_k(tf.constant([1, 0, 1]), rows, 1)", [True, False, True]),
+        ("v1.transpose(rows, [1, 0], 't')", ROWS.T),
+        ("v1.dtypes.cast(rows, tf.int32)", ROWS.astype(int)),
+    ],
+)
+def test_functions_of_version_1_have_its_order(call: str, expected: Any) -> None:
+    imports = "import tensorflow as tf\nimport tensorflow.compat.v1 as v1\n"
+    text, left = ported(f"{imports}result = {call}")
+    assert not left
+    result = executed(text, {"rows": ROWS})["result"]
+    np.testing.assert_array_equal(np.asarray(result), expected)

@@ -192,8 +192,9 @@ def _num_outputs(script: Script, node: cst.Call) -> int:
     It is that of the losses, of their weights, or of the `outputs` of its making.
     """
     made = script.flow.resolved(object_of(node))
-    is_made = isinstance(made, cst.Call) and script.called(made) in NAMES["models"]
-    outputs = value_of(made, 1, "outputs") if is_made else None
+    outputs = None
+    if isinstance(made, cst.Call) and script.called(made) in NAMES["models"]:
+        outputs = value_of(made, 1, "outputs")
     for each in (value_of(node, 1, "loss"), value_of(node, 3, "loss_weights"), outputs):
         value = script.flow.resolved(each) if each else None
         pairs = value.elements if isinstance(value, cst.Dict) else ()

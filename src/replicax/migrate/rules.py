@@ -14,6 +14,7 @@ from replicax.migrate.tables import (
     GUARDED_OPERATORS,
     KEYWORDS,
     OLD_KEYWORDS,
+    OLD_ORDERS,
     ORDERS,
     Operator,
     exists,
@@ -211,9 +212,11 @@ def by_row(site: CallSite, rows: Mapping[str, Operator] | None = None) -> cst.Ca
     path = site.path
     row = rows[path] if rows else GUARDED_OPERATORS.get(path) or DEVICE_OPERATORS[path]
     site = _without_stars(site)
-    given = bound_to(site, list(row.parameters))
+    old = OLD_ORDERS.get(path) if site.script.is_of_version_1(site.node) else None
+    given = bound_to(site, old or list(row.parameters))
     kept: list[cst.Arg] = []
-    must_be_named = False
+    is_moved = [*given] != [name for name in row.parameters if name in given]
+    must_be_named = old is not None and is_moved
     for name, arg in given.items():
         target = row.parameters[name]
         if form := row.forms.get(name):

@@ -126,6 +126,8 @@ KEYWORDS = {
 }
 """What becomes of keywords, and the reason, by function or method and by keyword."""
 OLD_KEYWORDS: dict[str, str] = _DATA["old_keywords"]
+OLD_ORDERS = {k: v.split() for k, v in _by_name(_DATA["old_orders"]).items()}
+"""Parameters in the order of TensorFlow 1, by path."""
 OLD_LAYERS: dict[str, str] = _DATA["old_layers"]
 OLD_METRICS: dict[str, str] = _DATA["old_metrics"]
 OLD_LOSSES = _lists(_DATA["old_losses"])
