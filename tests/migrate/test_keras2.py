@@ -271,7 +271,23 @@ def test_lists_of_numbers_are_arrays_where_keras_reads_them() -> None:
 
 def test_a_script_for_keras_3_stays_byte_for_byte() -> None:
     source = b"import keras\nfrom keras import ops\nprint(ops.ones(3), keras.Model)\n"
+    source += b"torch.optim.Adam(lr=0.1)\n"
     assert port(source).source == source
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("optimizers.Nadam(lr=0.1)", "optimizers.Nadam(learning_rate=0.1)"),
+        ("m.fit_generator(g, epochs=2)", "m.fit(g, epochs=2)"),
+        ("f(x, batch_input_shape=(2, 3))", "f(x, batch_input_shape=(2, 3))"),
+    ],
+)
+def test_a_script_of_the_package_keras_2_is_ported(before: str, after: str) -> None:
+    text, left = ported(f"from keras import optimizers\nx = {before}")
+    assert text.startswith("import replicax as rx  # Before keras")
+    assert text.endswith(f"\nfrom keras import optimizers\nx = {after}\n")
+    assert left == []
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,9 @@ def _is_old(name: str) -> bool:
     return find_target(path) is None or not exists(name)
 
 
+_KERAS_2_METHODS = (ARGUMENTS.keys() | {"predict_classes"}) - {"compile"}
+
+
 def _uses_keras_2(module: cst.Module, imported: dict[str, str]) -> bool:
     """Whether a module uses the package `keras` in a way that Keras 3 lacks."""
     if not any(name.partition(".")[0] == "keras" for name in imported.values()):
@@ -74,9 +77,10 @@ def _uses_keras_2(module: cst.Module, imported: dict[str, str]) -> bool:
         name = f"{imported.get(local, '')}{dot}{rest}"
         if isinstance(node, cst.Call):
             is_optimizer = path_in_tensorflow(name) in OPTIMIZERS
-            is_old = is_optimizer and any(is_named(a, "lr", "decay") for a in node.args)
+            old = ("lr", "decay") if is_optimizer else ("batch_input_shape",)
+            is_old = any(is_named(each, *old) for each in node.args)
         else:
-            is_method = node.attr.value in ARGUMENTS and node.attr.value != "compile"
+            is_method = node.attr.value in _KERAS_2_METHODS
             is_old = is_method or (_is_old(name) and name not in NEED_TENSORFLOW)
         if is_old:
             return True
