@@ -282,7 +282,8 @@ class Table(Group):
         arrays: dict[str, np.ndarray | jax.Array]
         arrays = {name: array.copy() for name, array in self._arrays().items()}
         step, places, before = self._begin
-        arrays |= {"begin/places": places, "begin/values": before}
+        if step >= 0:
+            arrays |= {"begin/places": places, "begin/values": before}
         return arrays, {
             "spec": self.spec.to_json(),
             "begin": step,
@@ -305,7 +306,7 @@ class Table(Group):
         its = {key: meta[key] for key in mine}
         shapes = {name: array.shape for name, array in self._arrays().items()}
         arrays = dict(arrays)
-        if "begin" in meta:
+        if meta.get("begin", -1) >= 0:
             begin = arrays.pop("begin/places"), arrays.pop("begin/values")
             self._begin = meta["begin"], *begin
         found = {k: v.shape for k, v in arrays.items()}
