@@ -22,9 +22,16 @@ def push(store, group, *, vectors, deadline_seconds=600.0, **fields) -> SimpleNa
     return ask(store, message, vectors)
 
 
-def push_rows(store, table, group, share, *, ids, gradients, **fields):
+def push_rows(
+    store, table, group, share, *, ids, gradients, deadline_seconds=600.0, **fields
+) -> SimpleNamespace:
     message = PushRows(
-        table=table, group=group, share=share, num_rows=len(ids), **fields
+        table=table,
+        group=group,
+        share=share,
+        num_rows=len(ids),
+        deadline_seconds=deadline_seconds,
+        **fields,
     )
     return ask(store, message, {"ids": ids, "gradients": gradients.reshape(-1)})
 

@@ -66,14 +66,28 @@ def die_between(kind):
     MessageStream.send = send_or_die
 
 
-def in_step(options, kind=None, words=False):
+def hold_between(kind):
+    """Hold the second message of this process's 6th push of a kind for a while."""
+    send, sent = MessageStream.send, itertools.count()
+
+    def send_late(stream, header, *others):
+        is_due = header.get("op") == kind and header["sequence"] == 6
+        if is_due and next(sent) == 1:
+            print("holds now", flush=True)
+            time.sleep(4)
+        return send(stream, header, *others)
+
+    MessageStream.send = send_late
+
+
+def in_step(options, kind=None, words=False, holds=False):
     """Train in step with the others; the outputs, and what servers have counted."""
     strategy = make(options | {"sync": True})
     session = strategy.session
     with strategy.scope():
         model = words_network() if words else network()
     if kind is not None and session.index == 1 and session.starts == 1:
-        die_between(kind)
+        (hold_between if holds else die_between)(kind)
     model.fit(
         WORDS if words else POINTS,
         LABELS,
@@ -132,3 +146,26 @@ def test_also_where_the_whole_job_is_killed_then(tmp_path, kind, words):
     np.testing.assert_array_equal(found["outputs"], undisturbed["outputs"])
     for name in ("worker:0", "worker:1"):
         assert "computed from newer ones" not in results[name].output
+
+
+@pytest.mark.parametrize(("kind", "words"), [("push", False), ("push_rows", True)])
+def test_a_killed_server_gets_again_what_it_has_of_a_step(tmp_path, kind, words):
+    """Of the part that one worker has brought, while another's is on its way."""
+    durable = {"snapshot_dir": str(tmp_path), "snapshot_every_updates": 1}
+    with Job(tmp_path / "1", in_step, options={}, words=words) as cluster:
+        undisturbed = all_done(cluster.ended(60))
+    job = {"options": durable, "kind": kind, "words": words, "holds": True}
+    with Job(tmp_path / "2", in_step, **job) as cluster:
+        cluster.task("worker:1").wait_for("holds now")
+        time.sleep(1)  # The other worker's parts come.
+        for name in ("ps:0", "ps:1"):
+            cluster.kill(name)
+        for name in ("ps:0", "ps:1"):
+            cluster.restart(name)
+        results = cluster.ended(90)
+    found = all_done(results)
+    for server in found["servers"]:
+        assert (server["applied"], server["lost"]) == (STEPS, 0)
+    np.testing.assert_array_equal(found["outputs"], undisturbed["outputs"])
+    for name in ("ps:0", "ps:1"):
+        assert "were lost" not in results[name].output

@@ -1,6 +1,7 @@
 """A server's tables over a real connection: rows out, gradients in, nothing more."""
 
 import socket
+from concurrent.futures import ThreadPoolExecutor
 
 import ml_dtypes
 import numpy as np
@@ -98,6 +99,7 @@ def push(connection, ids, value=1.0, sequence=1, dtype=np.float32, **changes):
         "worker": "worker:0",
         "session": "a",
         "sequence": sequence,
+        "deadline_seconds": 60.0,
         "share": None,
     } | changes
     vectors = {
@@ -194,6 +196,7 @@ def test_other_messages_are_refused_before_their_bytes_are_read(
         "worker": "worker:0",
         "session": "a",
         "sequence": 1,
+        "deadline_seconds": 60.0,
         "share": None,
     } | header
     complete["vectors"] = [
@@ -293,7 +296,7 @@ def test_steps_are_those_of_each_group():
     tables.set_rule("words", sgd(), "first")
     ids, gradients = np.array([3]), np.ones((1, DIM), np.float32)
 
-    def push_part(group, step, part, sequence):
+    def push_part(group, step, part, sequence, may_leave=False):
         return asking.push_rows(
             tables,
             "words",
@@ -304,20 +307,26 @@ def test_steps_are_those_of_each_group():
             worker=f"worker:{part}",
             session="a",
             sequence=sequence,
+            may_leave=may_leave,
         )
 
-    for step in (4, 5):  # The group had steps without the table.
-        push_part("first", step, 0, step)
-        assert tables.table("words").version == step - 4
-        push_part("first", step, 1, step)
-        assert tables.table("words").version == step - 3
+    with ThreadPoolExecutor(1) as pool:
+        for step in (4, 5):  # The group had steps without the table.
+            first = pool.submit(push_part, "first", step, 0, step)
+            # Its server may be lost before the others' parts come: then it is again.
+            with pytest.raises(TimeoutError):
+                first.result(timeout=0.2)
+            assert tables.table("words").version == step - 4
+            assert push_part("first", step, 1, step).applied
+            assert first.result(timeout=20).applied
+            assert tables.table("words").version == step - 3
     mean = (1 * 1 + 2 * 2) / 3
     expected = np.float32(1 - 2 * 0.5 * mean)
     np.testing.assert_allclose(tables.table("words").rows(ids), expected, rtol=1e-6)
     with pytest.raises(TableError, match="nobody has said how it is updated"):
         push_part("second", 0, 0, 10)
     tables.set_rule("words", sgd(), "second")
-    assert push_part("second", 0, 0, 10).applied
+    assert push_part("second", 0, 0, 10, may_leave=True).applied
     assert push_part("second", 0, 1, 10).version == 3
     assert not push_part("first", 5, 0, 11).applied  # Too late.
 

@@ -18,18 +18,24 @@ import msgspec
 from replicax._util.types import JSONObject, PyTree
 from replicax.errors import ClusterError
 from replicax.ps.connection import Connection, ServerRefused, ValuesLostError
-from replicax.ps.messages import Commit, Pull, Push
+from replicax.ps.messages import Commit, Pull, Push, PushRows
 from replicax.ps.partition import VariableGroup
 from replicax.ps.session import Session
 
-__all__ = ["Answer", "GroupPush", "GroupServers", "Vectors", "require_all_known"]
+__all__ = [
+    "Answer",
+    "GroupPush",
+    "GroupServers",
+    "Vectors",
+    "exchange_push",
+    "require_all_known",
+]
 
 Vectors: TypeAlias = dict[str, PyTree]
 Answer: TypeAlias = tuple[JSONObject, Vectors]
 """The header and the vectors of a server's answer."""
 
 _SLACK_SECONDS = 10.0
-"""For the server to say first that other workers' shares did not come in time."""
 
 
 def require_all_known(
@@ -50,6 +56,28 @@ def require_all_known(
             "server goes on from its own.",
             culprit=f"ps:{new[0]}",
         )
+
+
+def exchange_push(
+    session: Session,
+    connection: Connection,
+    message: Push | PushRows,
+    vectors: Vectors,
+) -> Answer:
+    """Exchange a push; an error names who has not brought a part of its step."""
+    share, step = message.share, session.timeouts.step
+    # The server says first when other workers' parts do not come in time.
+    seconds = None if share is None else step + _SLACK_SECONDS
+    try:
+        return connection.exchange(message, vectors, reply_timeout_seconds=seconds)
+    except ServerRefused as refused:
+        if share is None or refused.kind != "SyncTimeout":
+            raise
+        raise ClusterError(
+            f"{session.name}: {session.absent()} did not bring a part of step "
+            f"{share.step} within {step:.0f} s. See what it prints, or give it more "
+            "time (rx.Timeouts(step=...))."
+        ) from refused
 
 
 class GroupServers:
@@ -113,21 +141,7 @@ class GroupPush:
     def _exchange(self, server: int, connection: Connection) -> Answer:
         message = self._messages[server]
         vectors = self._vectors(server)  # Here the thread waits for the step's values.
-        step = self._session.timeouts.step
-        try:
-            # The server says first when other workers' parts do not come in time.
-            return connection.exchange(
-                message, vectors, reply_timeout_seconds=step + _SLACK_SECONDS
-            )
-        except ServerRefused as refused:
-            if refused.kind != "SyncTimeout":
-                raise
-            raise ClusterError(
-                f"{self._session.name}: {self._session.absent()} did not bring a part "
-                f"of step {message.share and message.share.step} "
-                f"within {step:.0f} s. See what it "
-                "prints, or give it more time (rx.Timeouts(step=...))."
-            ) from refused
+        return exchange_push(self._session, connection, message, vectors)
 
     def answers(self, *, stays: bool | None) -> dict[int, Answer]:
         """Wait for the servers' answers; see `RemoteGroup.finish`."""

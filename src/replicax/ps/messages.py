@@ -256,7 +256,12 @@ class PullRows(Message, tag="rows"):
 
 
 class PushRows(Message, tag="push_rows"):
-    """Push gradients of a table's rows."""
+    """Push gradients of a table's rows.
+
+    A part of a step waits for the others, as in `Push`: what a server has of a step
+    that is not complete is lost with it, and pushed again by who waits for an answer.
+    One of a worker that `may_leave` does not wait.
+    """
 
     table: str
     group: str
@@ -264,7 +269,9 @@ class PushRows(Message, tag="push_rows"):
     worker: str
     session: str
     sequence: int
+    deadline_seconds: float
     share: StepShare | None
+    may_leave: bool = False
 
     def expected(self, store: VariableStore) -> Mapping[str, Allowed]:
         spec, count = store.table(self.table).spec, self.num_rows
@@ -280,15 +287,20 @@ class PushRows(Message, tag="push_rows"):
         }
 
     def handle(self, store: VariableStore, vectors: Vectors) -> Answer:
+        deadline = time.monotonic() + self.deadline_seconds
         table = store.table(self.table)
+        share = table.share_of(self.group, self.share)
         pushed = table.push_rows(
             vectors["ids"],
             vectors["gradients"].reshape(self.num_rows, table.spec.dim),
             worker=self.worker,
             session=self.session,
             sequence=self.sequence,
-            share=table.share_of(self.group, self.share),
+            share=share,
         )
+        if share is not None and pushed.applied and not self.may_leave:
+            with table.condition:
+                table.wait(share.step, deadline)
         return {"version": pushed.version, "applied": pushed.applied}, {}
 
 

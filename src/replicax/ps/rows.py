@@ -6,6 +6,7 @@ not wait for JAX. When the program is over the strategy has the gradients pushed
 
 import functools
 import logging
+import math
 import threading
 import time
 from collections import Counter, defaultdict
@@ -21,7 +22,7 @@ import numpy as np
 
 from replicax._util.types import JSONObject
 from replicax.ps.connection import Connection, ConnectionLost, ServerRefused
-from replicax.ps.group_servers import require_all_known
+from replicax.ps.group_servers import exchange_push, require_all_known
 from replicax.ps.groups import StepShare
 from replicax.ps.messages import CreateTable, PullRows, PushRows
 from replicax.ps.partition import VariableGroup
@@ -171,9 +172,17 @@ class RemoteTables:
             self._call_all(lambda x: x.call("hello"))
 
     def push(
-        self, group: str, tables: Sequence[str], share: StepShare | None
+        self,
+        group: str,
+        tables: Sequence[str],
+        share: StepShare | None,
+        *,
+        may_leave: bool = False,
     ) -> list[RowPush]:
         """Start the push of the program's row gradients; `finish` waits for it.
+
+        With a `share` that lasts until the step is made, unless this worker `may_leave`
+        it to others to end the step.
 
         Every table gets a push on every server, with no rows where there are none: each
         counts as an update, so that schedules and Adam's correction go in step.
@@ -194,15 +203,28 @@ class RemoteTables:
                     self._session.name,
                     self._session.id,
                     self._sequences[name],
+                    self._session.timeouts.step,
                     share,
+                    may_leave,
                 )
-                pushes.append(self._exchange(server, message, vectors))
+                push = functools.partial(self._push_to, message, vectors)
+                # Those before it in the queue may wait for other workers.
+                pushes.append(self._submit(server, push, math.inf))
         return pushes
 
+    def _push_to(
+        self,
+        message: PushRows,
+        vectors: dict[str, np.ndarray],
+        connection: Connection,
+    ) -> tuple[JSONObject, dict[str, np.ndarray]]:
+        connection.retry_timeout_seconds = self._session.timeouts.server
+        return exchange_push(self._session, connection, message, vectors)
+
     def finish(self, pushes: Sequence[RowPush]) -> None:
-        """Wait for the push in flight."""
+        """Wait for the push in flight, while the job runs."""
         for push in pushes:
-            push.result()
+            self._session.result(push)
 
     def _fetch(self, name: str, ids: np.ndarray, *, in_program: bool) -> np.ndarray:
         rows = np.empty((len(ids), self._dims[name]), np.float32)

@@ -207,13 +207,15 @@ class TrainingSteps:
             self._session.steps += 1
             return False
         self.settle()
+        may_leave = self._strategy.backup_workers > 0
         rows: list[RowPush] = []
         for group, share, _ in step.groups:
             if group.tables:
-                rows += self._rows.push(group.name, group.tables, share)
+                rows += self._rows.push(
+                    group.name, group.tables, share, may_leave=may_leave
+                )
         if self._strategy.sync and rows:  # When a step is over, so are its rows.
             self._rows.finish(rows)
-        may_leave = self._strategy.backup_workers > 0
         self._in_flight = [
             (group, group.push(given, based_on, share, may_leave=may_leave))
             for (group, share, based_on), given in zip(
