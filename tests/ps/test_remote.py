@@ -407,3 +407,18 @@ def test_a_server_that_was_restarted_before_its_commit_gets_the_part_again(serve
         assert job.remote.finish(push).counts
         assert_equal(job.remote.values, [np.full(2, -0.5, "float32")] * 2)
         assert {store.status()["applied"] for store in job.stores} == {1}
+
+
+@pytest.mark.parametrize("server", [0, 1])
+def test_a_server_that_was_restarted_gets_again_the_part_of_who_may_leave(server):
+    """Such a worker has its answers before the other parts are there."""
+    with Clipped() as job, ThreadPoolExecutor(2) as threads:
+        push = job.push(5.0, 0, may_leave=True)
+        for future in push.futures.values():
+            assert not future.result(20)[0]["is_over"]
+        job.restart(server)
+        other = functools.partial(job.push_of, "worker:1", "b", may_leave=True)
+        others = [threads.submit(other, i, 3.0, 1) for i in range(2)]
+        assert job.remote.finish(push).counts
+        assert_equal(job.remote.values, [np.full(2, -0.5, "float32")] * 2)
+        assert all(each.result(20).applied for each in others)

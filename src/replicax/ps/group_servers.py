@@ -133,6 +133,7 @@ class GroupPush:
         self._session = servers.session
         self._messages = messages
         self._vectors = vectors
+        self._incarnations: dict[int, str] = {}  # Of servers, as they got the push.
         self.futures = {server: self._send(server) for server in messages}
 
     def _send(self, server: int) -> Future[Answer]:
@@ -141,7 +142,9 @@ class GroupPush:
     def _exchange(self, server: int, connection: Connection) -> Answer:
         message = self._messages[server]
         vectors = self._vectors(server)  # Here the thread waits for the step's values.
-        return exchange_push(self._session, connection, message, vectors)
+        answer = exchange_push(self._session, connection, message, vectors)
+        self._incarnations[server] = connection.incarnation
+        return answer
 
     def answers(self, *, stays: bool | None) -> dict[int, Answer]:
         """Wait for the servers' answers; see `RemoteGroup.finish`."""
@@ -171,13 +174,15 @@ class GroupPush:
                 for each in norms:
                     total.update(each)
                 commit = Commit(name, step, dict(total))
-            asked = {
-                server: self._servers.ask(
-                    server, commit or Pull(name, said["version"], step)
-                )
-                for server, (said, _) in answers.items()
-                if not said["is_over"]
-            }
+            asked = {}
+            for server, (said, _) in answers.items():
+                if said["is_over"]:
+                    continue
+                if self._has_forgotten(server):
+                    asked[server] = self._send(server)
+                    continue
+                message = commit or Pull(name, said["version"], step)
+                asked[server] = self._servers.ask(server, message)
             for server, future in asked.items():
                 answers[server] = self._end_of(server, future, answers[server])
             return all(said["is_over"] for said, _ in answers.values()) or None
@@ -185,6 +190,11 @@ class GroupPush:
         self._session.wait(
             poll, f"the end of step {step} of {name!r}", self._session.absent
         )
+
+    def _has_forgotten(self, server: int) -> bool:
+        """Whether a server was restarted since, without the parts of the step."""
+        now = self._session.connections[server].incarnation
+        return now != self._incarnations[server]
 
     def _end_of(self, server: int, asked: Future[Answer], before: Answer) -> Answer:
         """Take a server's answer on the progress of a step."""
