@@ -489,6 +489,25 @@ def test_a_killed_launcher_leaves_neither_tasks_nor_folders(tmp_path: Path) -> N
     assert not list(tmp_path.glob("replicax-*"))
 
 
+def test_a_job_is_restarted_where_the_disk_of_its_reports_is_full(
+    run: Callable[..., Result],
+    mounted: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    disk = str(mounted("nr_inodes=8"))
+    monkeypatch.setattr("tempfile.tempdir", disk)
+    result = run(f"""
+        try:
+            for number in range(8 * (attempt == 0)):
+                open({disk!r} + f"/{{number}}", "w")
+        except OSError:
+            os.kill(os.getpid(), signal.SIGKILL)
+        print("attempt", attempt)
+    """)
+    assert result.exit_code == 0, result.output
+    assert result.stdout == "worker:0 | attempt 1\n"
+
+
 @pytest.mark.slow
 def test_an_output_that_nobody_reads_ends_the_tasks_in_order(tmp_path: Path) -> None:
     code = """

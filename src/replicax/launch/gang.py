@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -45,7 +46,7 @@ class Gang:
 
     Attributes:
         names: The tasks' names.
-        folder: The folder for a folder of reports of each start.
+        folder: The folder of the tasks' reports since the last start.
         environment: The variables that are the same in each start.
         variables: Further ones of single tasks, by task name.
         configs: Makes the `TF_CONFIG` of each task for the next start.
@@ -91,24 +92,19 @@ class Gang:
         return self.ended or "running"
 
     @property
-    def report_folder(self) -> Path:
-        """The folder of the tasks' reports since the last start."""
-        return self.folder / str(self.num_restarts)
-
-    @property
     def reports(self) -> list[FailureReport]:
         """The tasks' reports since the last start."""
-        return FailureReport.read_all(self.report_folder)
+        return FailureReport.read_all(self.folder)
 
     def begin(self) -> dict[str, dict[str, str]]:
         """Begin the next start; return the complete environment of each task."""
         self.num_starts += 1
         self.exited, self.failed = {}, []
         self.restart_at = self.ended = self.leaving_until = None
-        self.report_folder.mkdir(parents=True)
+        self._clear_folder()
         variables = {
             **self.environment,
-            REPORT_DIR: str(self.report_folder),
+            REPORT_DIR: str(self.folder),
             ATTEMPT: str(self.num_restarts),
         }
         configs = self.configs()
@@ -121,9 +117,21 @@ class Gang:
             for name in self.names
         }
 
+    def _clear_folder(self) -> None:
+        """Delete reports of the last start, and files of tasks that were killed.
+
+        The folder itself stays: on a full disk no other one could be made.
+        """
+        self.folder.mkdir(exist_ok=True)
+        for path in self.folder.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+
     def last_status(self) -> JSONObject | None:
         """The final counts of a parameter server; None: it was killed."""
-        path = self.report_folder / STATUS_FILE
+        path = self.folder / STATUS_FILE
         return json.loads(path.read_text()) if path.exists() else None
 
 

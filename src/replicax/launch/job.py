@@ -182,7 +182,7 @@ class Job(Supervisor):
             look = self.status.progress_of_chief if is_chief else self.status.progress
             return look(gang.names[0])
         reported = [step for report in reports for step in report.steps.values()]
-        return max([*reported, FailureReport.last_progress(gang.report_folder)])
+        return max([*reported, FailureReport.last_progress(gang.folder)])
 
     def _permanently_failing(self) -> str | None:
         """Find a task that has reported a permanent failure but not yet exited."""
