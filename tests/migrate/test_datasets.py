@@ -214,6 +214,51 @@ def test_windows_of_a_series(module: str) -> None:
     assert x[..., 0].tolist() == [[i + 1, i + 2] for i in range(7)]
 
 
+WINDOWS = """
+import numpy as np
+import tensorflow as tf
+n = 3
+def batched(w):
+    batch = w.batch(n, drop_remainder=True)
+    return batch
+d = tf.data.Dataset.from_tensor_slices(tf.range(6))
+d = d.window({}
+d = d.map(lambda w: (w[:-1], w[-1])).batch(4)
+"""
+SHIFTED = "n, shift=1, drop_remainder=True)\nd = d"
+
+
+@pytest.mark.parametrize(
+    ("windows", "targets"),
+    [
+        (f"{SHIFTED}.flat_map(lambda w: w.batch(n))", [2, 3, 4, 5]),
+        (f"{SHIFTED}.flat_map(map_func=batched)", [2, 3, 4, 5]),
+        ("size=n, shift=2).flat_map(batched)", [2, 4]),
+        ("n, drop_remainder=True).flat_map(lambda w: w.batch(n))", [2, 5]),
+    ],
+)
+def test_windows_of_a_dataset(windows: str, targets: list[int]) -> None:
+    ((inputs, found),) = run(WINDOWS.format(windows))["d"]
+    assert inputs.tolist() == [[i - 2, i - 1] for i in targets]
+    assert found.tolist() == targets
+
+
+@pytest.mark.parametrize(
+    "windows",
+    [
+        "n, shift=1).flat_map(lambda w: w.batch(n))",
+        "n, 1, 2, True).flat_map(lambda w: w.batch(n))",
+        f"{SHIFTED}.flat_map(lambda w: w.batch(n + 1))",
+        f"{SHIFTED}.flat_map(lambda w: w.skip(n))",
+        f"{SHIFTED}.repeat(2).window({SHIFTED}.flat_map(batched)",
+        f"{SHIFTED}.map(batched)",
+    ],
+)
+def test_windows_that_are_no_arrays_of_one_size_are_left(windows: str) -> None:
+    _, left = ported(WINDOWS.format(windows))
+    assert any("like tf.data's" in each for each in left)
+
+
 def test_windows_in_order_that_are_shuffled_later_are_left() -> None:
     _, left = ported(SERIES.format("utils", "") + "d = d.shuffle(9)")
     assert all("pass `shuffle=True`" in each for each in left)

@@ -17,6 +17,7 @@ from replicax.migrate.host import (
     why_not_on_host,
     why_not_random,
 )
+from replicax.migrate.origins import returned_by
 from replicax.migrate.script import Expression, Script
 from replicax.migrate.sources import (
     DROPPED,
@@ -117,7 +118,8 @@ def _problems_of_operator(
 ) -> Iterator[str]:
     name = method_of(call)
     is_loop = name != "enumerate" or is_looped(script, call)
-    if name not in MAPPED or not is_loop:
+    is_other = name in _OF_WINDOWS and call not in _window_calls(script, group)
+    if name not in MAPPED or not is_loop or is_other:
         yield f"Grain's datasets have no `{name}` like tf.data's"
     before = calls_before(script, call) if name == "shuffle" else ()
     repeats = (each for each in before if method_of(each) == "repeat")
@@ -127,6 +129,36 @@ def _problems_of_operator(
         yield "Grain cannot shuffle after an endless `repeat()`: swap them"
     if name == "map":
         yield from _problems_of_map(script, call)
+
+
+_OF_WINDOWS = ("window", "flat_map")
+
+
+def _window_calls(script: Script, group: Pipelines) -> set[cst.Call]:
+    """Calls of `window`, each with the `flat_map` that makes its windows arrays."""
+    maps = [call for call in group.operators if method_of(call) == "flat_map"]
+    pairs = ((call, _window_of(script, call)) for call in maps if not group.is_stream)
+    return {call for pair in pairs if pair[1] is not None for call in pair if call}
+
+
+def _window_of(script: Script, call: cst.Call) -> cst.Call | None:
+    """The `window` of `window(n).flat_map(lambda w: w.batch(n))`; None of others."""
+    window, *before = [*calls_before(script, object_of(call)), None]
+    given = value_of(call, 0, "map_func")
+    functions = script.functions(dotted(given) or "")
+    made = [given.body] if isinstance(given, cst.Lambda) else []
+    made += [each for f in functions for each in returned_by(script, f)]
+    batch = script.flow.resolved(made[0]) if len(made) == 1 else None
+    names = [method_of(each) for each in (window, batch)]
+    if names != ["window", "batch"] or window is None or value_of(window, 2, "stride"):
+        return None
+    assert isinstance(batch, cst.Call)
+    sizes = (value_of(window, 0, "size"), value_of(batch, 0, "batch_size"))
+    is_whole = len({script.code(each) for each in sizes if each}) == 1
+    drops = [value_of(c, at, "drop_remainder") for c, at in ((window, 3), (batch, 1))]
+    is_full = any(is_name(each, "True") for each in drops)
+    is_in_order = all(method_of(each) not in {"shuffle", "repeat"} for each in before)
+    return window if is_whole and is_full and is_in_order else None
 
 
 def _problems_of_map(script: Script, call: cst.Call) -> Iterator[str]:

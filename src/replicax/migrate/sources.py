@@ -353,6 +353,13 @@ def is_looped(script: Script, node: cst.CSTNode) -> bool:
     return isinstance(script.parent(node), cst.For | cst.CompFor)
 
 
+def _windows(site: CallSite) -> Expression:
+    size = site.required(0, "size")
+    shift = site.ported(1, "shift")
+    text = "rx.input.windows({x}, {size}, shift={shift})"
+    return site.make(text, x=site.receiver, size=size, shift=shift or size)
+
+
 def _enumerate(site: CallSite) -> Expression:
     site.note(MESSAGES["python_numbers"])
     args = [cst.Arg(site.receiver), *site.updated.args]
@@ -375,6 +382,8 @@ MAPPED: dict[str, Rule] = {
     "repeat": _repeat,
     **DROPPED,
     "cache": _cache,
+    "window": _windows,
+    "flat_map": dropped("the windows are arrays"),
     "enumerate": _enumerate,
     "cardinality": written("len({self})"),
     "take": written("{self}[:{count}]", "count", "name"),
