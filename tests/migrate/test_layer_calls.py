@@ -295,3 +295,25 @@ def test_models_get_arrays_of_lists_of_numbers() -> None:
     assert "each.fit([1, 2])" in text
     names = executed(text, {"scalers": []})
     assert (names["y"].tolist(), names["loss"]) == ([[10.0]], 0.0)
+
+
+NAMED = """
+import numpy as np
+import tensorflow as tf
+x, y = np.ones((4, 2)), np.ones((4, 1))
+inputs = tf.keras.Input((2,))
+outputs = tf.keras.layers.Dense(1, name="a")(inputs)
+model = tf.keras.Model(inputs, {})
+model.compile("sgd", "mse")
+labels = {{"a": y}}
+model.fit(x, labels, verbose=0)
+loss = model.evaluate(x, y={{"a": y}}, verbose=0)
+"""
+
+
+@pytest.mark.parametrize("outputs", ["outputs", "[outputs]", "{'a': outputs}"])
+def test_labels_of_one_output_are_no_dict(outputs: str) -> None:
+    text, left = ported(NAMED.format(outputs))
+    assert left == []
+    assert ("list(labels.values())" in text) == ("{" not in outputs)
+    assert executed(text)["loss"] >= 0.0

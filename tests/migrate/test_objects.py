@@ -4,6 +4,7 @@ import pytest
 from tests.migrate.porting import executed, ported
 
 from replicax.migrate import port
+from replicax.migrate.tables import MESSAGES
 
 START = (
     "import tensorflow as tf\n"
@@ -296,12 +297,26 @@ def test_input_and_output_of_a_sequential_are_those_of_its_lists() -> None:
         "base = tf.keras.Sequential([tf.keras.Input((2,)), tf.keras.layers.Dense(3)])\n"
         "out = tf.keras.layers.Dense(1)(base.output)\n"
         "model = tf.keras.Model(base.input, out)\n"
-        "again = tf.keras.Model(model.input, model.output)"
+        "again = tf.keras.Model(model.input, model.output)\n"
+        "first = again.layers[0]\nhidden = again.layers[1].output\n"
+        "parts = [tf.keras.Model(again.layers[0].input, hidden)]\n"
+        "parts.append(tf.keras.Model(first.input, hidden))"
     )
     assert left == []
+    assert "keras.Model(again.inputs[0], hidden)" in text
     assert "keras.Model(base.inputs[0], out)" in text
     assert "keras.Model(model.input, model.output)" in text
-    assert executed(text)["again"].output.shape == (None, 1)
+    names = executed(text)
+    assert names["again"].output.shape == (None, 1)
+    assert [each.output.shape for each in names["parts"]] == [(None, 3)] * 2
+
+
+def test_output_shapes_in_a_list_are_left() -> None:
+    _, left = ported(
+        "import tensorflow as tf\nmodel = tf.keras.applications.VGG16()\n"
+        "size = model.layers[0].output_shape[0][1:3]"
+    )
+    assert left == [MESSAGES["output_shapes"]]
 
 
 WEIGHTS = """\

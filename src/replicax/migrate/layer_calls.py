@@ -66,6 +66,9 @@ def plan_layer_calls(script: Script) -> None:
             _plan(script, node, found[1])
             _plan_lists(script, [node.args[0].value], "keras.ops.convert_to_tensor")
         _plan_lists(script, _batches(script, node), "np.array")
+        labels = [*_batches(script, node), None, None][1]
+        if labels is not None and _is_of_one(script, node, labels):
+            script.wrapped[labels] = "list({x}.values())"
 
 
 def _batches(script: Script, call: cst.Call) -> Iterator[Expression | None]:
@@ -84,6 +87,20 @@ def _plan_lists(
     for each in values:
         if each is not None and is_of_numbers(script.flow.resolved(each)):
             script.wrapped[each] = f"{function}({{x}})"
+
+
+def _is_of_one(script: Script, call: cst.Call, labels: Expression) -> bool:
+    """Whether labels are a dict with those of the one output of a functional model.
+
+    Keras 3 takes such a dict for an array, unless the model's outputs are a dict, too.
+    """
+    made = makers(script, object_of(call))
+    models = (c for c in script.calls if script.called(c) in NAMES["models"])
+    given = (value_of(each, 1, "outputs") for each in models)
+    is_named = any(isinstance(script.flow.resolved(x), cst.Dict) for x in given if x)
+    shown = script.flow.resolved(labels)
+    is_one = isinstance(shown, cst.Dict) and len(shown.elements) == 1
+    return is_one and not is_named and bool(made) and made.issubset(NAMES["models"])
 
 
 def _called_object(

@@ -75,10 +75,9 @@ def ported_attribute(
     if name == "output_shape" and (
         _is_foreign(script, node, "layer") or "layers" in script.code(node.value)
     ):
-        output = updated.with_changes(attr=cst.Name("output"))
-        return cst.Attribute(output, cst.Name("shape"))
-    if name in {"input", "output"} and _is_sequential(script, node.value):
-        return script.template(f"{{x}}.{name}s[0]", x=owner)
+        return _of_output(script, node, updated)
+    if name in {"input", "output"}:
+        return _of_ends(script, node, updated)
     if attr_of(node.value) == "dtype" or name in _OF_TENSORS:
         return _of_tensor(script, node, updated)
     if name == "name" and _is_weight(script, node.value):
@@ -90,6 +89,35 @@ def ported_attribute(
             return owner
         raise Unported("there is no strategy.extended: use the strategy's methods")
     return updated
+
+
+def _of_output(
+    script: Script, node: cst.Attribute, updated: cst.Attribute
+) -> Expression:
+    """Port `layer.output_shape`; that of an input layer was a list in Keras 2."""
+    parent = script.parent(node)
+    is_part = isinstance(parent, cst.Subscript)
+    if is_part and isinstance(script.parent(parent), cst.Subscript):
+        raise Unported(MESSAGES["output_shapes"])
+    output = updated.with_changes(attr=cst.Name("output"))
+    return cst.Attribute(output, cst.Name("shape"))
+
+
+def _of_ends(script: Script, node: cst.Attribute, updated: cst.Attribute) -> Expression:
+    """Port `input` and `output` of a `Sequential`, and `input` of an input layer.
+
+    Keras 3 lacks these. What is called `model.layers[0]` may be an input layer.
+    """
+    name, owner = node.attr.value, updated.value
+    if _is_sequential(script, node.value):
+        return script.template(f"{{x}}.{name}s[0]", x=owner)
+    layer = script.flow.resolved(node.value)
+    if name == "output" or not re.fullmatch(r".*\.layers\[0\]", script.code(layer)):
+        return updated
+    match owner:
+        case cst.Subscript(value=cst.Attribute(value=model)):
+            return script.template("{x}.inputs[0]", x=model)
+    return script.template("keras.utils.get_source_inputs({x}.output)[0]", x=owner)
 
 
 _OF_TOP_K = ("values", "indices")
