@@ -116,6 +116,16 @@ def test_what_is_no_notebook_is_refused(source: bytes, error: str) -> None:
         port_notebook(source)
 
 
+def test_cells_that_are_indented_are_python() -> None:
+    source = notebook(
+        "import tensorflow as tf", "  if 1:\n    tf.abs(x)\n  %time tf.abs(x)"
+    )
+    ported = port_notebook(source)
+    assert ported.left == ()
+    code = "".join(json.loads(ported.source)["cells"][-1]["source"])
+    assert code == "if 1:\n  keras.ops.abs(x)\n%time tf.abs(x)"
+
+
 def invoke(*arguments: object) -> Result:
     return CliRunner().invoke(app, ["migrate", *map(str, arguments)])
 

@@ -142,13 +142,15 @@ def _script(notebook: dict[str, Any]) -> str:
 
 
 def _as_python(code: str) -> str:
-    """A cell with IPython's commands as comments."""
+    """A cell with IPython's commands as comments, without a first line's indent."""
     try:
         ast.parse(code)
     except SyntaxError:
         pass
     else:
         return code
+    if indent := re.match(r"[ \t]+", code):
+        code = re.sub(f"^{indent[0]}", "", code, flags=re.MULTILINE)
     is_text = code.startswith("%%") and not code.startswith(_PYTHON_CELLS)
     lines, blanks, continues = [], "", False
     for line in code.split("\n"):
