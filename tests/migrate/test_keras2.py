@@ -256,6 +256,13 @@ def test_a_script_for_the_package_keras_2_is_ported(before: str, after: str) -> 
     assert not left
 
 
+@pytest.mark.parametrize("value", ["m.result().numpy()", "K.get_value(m.result())"])
+def test_a_number_that_is_rounded_is_one_of_python(value: str) -> None:
+    text, left = lines(f"m = tf.keras.metrics.Mean()\nm(0.26)\nx = round({value}, 1)")
+    assert not left
+    assert executed(text)["x"] == 0.3
+
+
 def test_lists_of_numbers_are_arrays_where_keras_reads_them() -> None:
     text, left = lines(
         f"{MODEL}model.compile('sgd', 'mse')\nx = [[1.0], [-2.0]]\n"
