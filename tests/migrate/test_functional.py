@@ -1,5 +1,6 @@
 """What functional models of Keras 3 overrule or refuse is reported."""
 
+import jax
 import keras
 import numpy as np
 import pytest
@@ -137,3 +138,32 @@ def test_lists_beside_tensors_are_arrays(source: str) -> None:
     plain = {"rewards": [0.0, 1.0], "tf": np, "total": np.ones(2)}
     np.testing.assert_allclose(names["y"], eval(source, plain))
     assert names["both"] == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("made", "shape"),
+    [
+        ("tf.tile(x, tf.stack([1, s[1]]))", (3, 16)),
+        ("tf.reshape(x, tf.concat([tf.shape(x)[:1], [2, 2]], axis=0))", (3, 2, 2)),
+        (
+            "tf.tile(x[None], tf.concat([tf.expand_dims(s[0], -1), "
+            "tf.constant([1, 1], dtype=tf.int32)], 0))",
+            (3, 3, 4),
+        ),
+        ("tf.reshape(x, [-1, tf.reduce_prod(tf.shape(x)[1:])])", (3, 4)),
+        ("tf.zeros(tf.concat([x.shape[:1]], axis=-1)) + x[:, 0]", (3,)),
+        ("tf.cast(tf.stack([s[0], 2]), tf.float32) * x[0, 0]", (2,)),
+    ],
+)
+def test_shapes_that_are_made_of_sizes_are_tuples(
+    made: str, shape: tuple[int, ...]
+) -> None:
+    text, left = ported(
+        "import tensorflow as tf\n"
+        "class Shaped(tf.keras.layers.Layer):\n"
+        f"    def call(self, x):\n        s = tf.shape(x)\n        return {made}\n"
+        "result = jax.eval_shape(Shaped(), x)\n"
+    )
+    assert not left
+    names = {"jax": jax, "x": np.ones((3, 4), "float32")}
+    assert executed(text, names)["result"].shape == shape

@@ -4,6 +4,9 @@ A functional model of Keras 3 calls its layers with its own `training`, so that
 `training=False` of `base(x, training=False)` is lost in `fit`. JAX's arrays refuse such
 a tensor at the right of their operators. Keras 3 takes the product of one and of a
 number or an array for sparse, and layers of one's own fail with it.
+
+Shapes are tuples of numbers, which JAX cannot take from an array: those that
+TensorFlow stacks or concatenates become tuples.
 """
 
 import functools
@@ -12,7 +15,7 @@ from collections.abc import Iterable
 import libcst as cst
 
 from replicax.migrate.kinds import kind_of
-from replicax.migrate.origins import returned, values_of
+from replicax.migrate.origins import ends_at_cycles, returned, values_of
 from replicax.migrate.script import Expression, Script
 from replicax.migrate.tables import MESSAGES, NAMES, find_target, kind_of_target
 from replicax.migrate.tracing import is_tensor
@@ -34,6 +37,7 @@ __all__ = [
     "is_symbolic",
     "layers_of",
     "plan_operations",
+    "plan_shapes",
     "report_functional",
 ]
 
@@ -156,6 +160,73 @@ def report_functional(script: Script) -> None:
             continue
         if is_symbolic(script, inputs) and not _is_frozen(script, node, given):
             script.leave(node, MESSAGES["overruled"])
+
+
+def plan_shapes(script: Script) -> None:
+    """Plan tuples for shapes that `stack` and `concat` make of sizes."""
+    for call in script.calls:
+        path, first = script.called(call), value_of(call, 0, "values")
+        axis = value_of(call, 1, "axis")
+        is_first = axis is None or script.code(axis) in {"0", "-1"}
+        if path == "reduce_prod" and len(call.args) == 1 and first is not None:
+            if _is_shape(script, script.flow.resolved(first)):
+                script.replacements[call] = functools.partial(_product, script)
+        elif path in {"stack", "concat"} and is_first and not script.runs_on_host(call):
+            uses = script.uses_of(call) or [call]
+            is_used = all(_takes_shape(script, each) for each in uses)
+            if is_used and any(_has_size(script, p) for p in parts_of(first)):
+                made = functools.partial(_tuple, is_flat=path == "stack")
+                script.replacements[call] = made
+
+
+def _is_shape(script: Script, node: Expression) -> bool:
+    """Whether a node is a shape, or a slice of one."""
+    if isinstance(node, cst.Subscript) and isinstance(node.slice[0].slice, cst.Slice):
+        node = script.flow.resolved(node.value)
+    return script.called(node) == "shape" or attr_of(node) == "shape"
+
+
+@ends_at_cycles(False)
+def _has_size(script: Script, node: Expression) -> bool:
+    if script.called(node) in NAMES["sizes"] or attr_of(node) == "shape":
+        return True
+    args = [a.value for a in node.args] if isinstance(node, cst.Call) else []
+    inside = [*values_of(script, node), *operands(node), *parts_of(node), *args]
+    return any(_has_size(script, each) for each in inside)
+
+
+def _takes_shape(script: Script, node: cst.CSTNode) -> bool:
+    """Whether a node is an argument that is a shape, such as of `reshape`."""
+    call = script.call_with(node)
+    path = script.called(call)
+    position = 0 if path in NAMES["makers_of_arrays"] else 1
+    is_taken = path in NAMES["reshaping"] or position == 0
+    names = ("shape", "multiples", "dims")
+    return (
+        is_taken
+        and call is not None
+        and any(value_of(call, position, name) is node for name in names)
+    )
+
+
+def _product(script: Script, updated: cst.Call) -> Expression:
+    return script.template("int(np.prod({x}))", x=updated.args[0].value)
+
+
+def _tuple(updated: cst.Call, *, is_flat: bool) -> cst.Tuple:
+    """The tuple of what `stack` gets, or of the elements of what `concat` gets."""
+    parts: list[cst.BaseElement] = []
+    for each in parts_of(updated.args[0].value):
+        inner = [each] if is_flat else parts_of(each)
+        if isinstance(each, cst.Call) and not is_flat:
+            first = each.args[0].value
+            is_one = method_of(each) == "expand_dims"
+            is_list = method_of(each) in {"array", "convert_to_tensor"}
+            inner = [first] if is_one else parts_of(first) if is_list else []
+        parts += map(cst.Element, inner) if inner else [cst.StarredElement(each)]
+    if len(parts) == 1:
+        parts[0] = parts[0].with_changes(comma=cst.Comma())
+    return cst.Tuple(parts)
 
 
 def is_symbolic(script: Script, node: Expression) -> bool:

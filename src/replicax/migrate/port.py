@@ -139,6 +139,7 @@ _PLANNERS = (
     layer_calls.plan_input_shapes,
     functional.report_functional,
     functional.plan_operations,
+    functional.plan_shapes,
 )
 """Look at the whole script, and plan or report; each knows what those before found."""
 
