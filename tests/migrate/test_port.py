@@ -266,3 +266,27 @@ def test_a_second_port_writes_no_line_twice() -> None:
     )
     assert left
     assert text.count("y.ndim < p.ndim") == 1
+
+
+def test_functions_that_import_tensorflow_themselves_import_what_they_need() -> None:
+    """Such functions are sent elsewhere by their text."""
+    ported = text(
+        "import json\n\n\n"
+        "def train():\n"
+        "    import tensorflow as tf\n"
+        "    from tensorflow import keras\n"
+        "    return tf.keras.Model, keras.Input, tf.reduce_sum(3)\n\n\n"
+        "def load(name):\n"
+        "    from tensorflow.keras.models import load_model\n"
+        "    return load_model(name)\n"
+    )
+    first = "    import replicax as rx  # Before keras: it settles the backend.\n"
+    assert ported == (
+        "import json\n\n\n"
+        f"def train():\n{first}"
+        "    import keras\n"
+        "    return keras.Model, keras.Input, keras.ops.sum(3)\n\n\n"
+        f"def load(name):\n{first}"
+        "    from keras.models import load_model\n"
+        "    return load_model(name)\n"
+    )

@@ -129,9 +129,10 @@ class Names:
             return (id(assignment.scope), name.value)
         return (0, name.value)
 
-    def is_bound(self, name: str) -> bool:
-        """Whether any scope of the module binds `name`."""
-        return any(name in scope for scope in self._all_scopes)
+    def is_bound(self, name: str, path: str | None = None) -> bool:
+        """Whether any scope of the module binds `name`, and not to a path alone."""
+        names = (self._module_name(s, name) for s in self._all_scopes if name in s)
+        return any(path is None or path_in_tensorflow(n or "") != path for n in names)
 
     def _module_name(self, scope: Scope, text: str) -> str | None:
         for qualified in scope.get_qualified_names_for(text):

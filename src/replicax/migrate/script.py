@@ -330,7 +330,7 @@ class Script:
         # A name that means something else in the script cannot be taken.
         for name in (root, module, f"{module}_"):
             is_keras = name == "keras" and self.names.alias_paths(name) == {"keras"}
-            if is_keras or not self.names.is_bound(name):
+            if is_keras or not self.names.is_bound(name, root):
                 return name
         return f"_{module}"
 

@@ -125,13 +125,16 @@ def free_name(used: Container[str], *wanted: str) -> str:
     return next(n for n in itertools.chain(wanted, numbered) if n not in used)
 
 
-def used_names(module: cst.CSTNode) -> set[str]:
+def used_names(
+    module: cst.CSTNode, leave_out: Callable[[cst.CSTNode], bool] = lambda node: False
+) -> set[str]:
     """The names that a module reads, roughly: all but those of imports."""
 
     def inside(node: cst.CSTNode) -> Sequence[cst.CSTNode]:
         if isinstance(node, cst.Attribute | cst.Arg):
             return [node.value]
-        return () if isinstance(node, cst.Import | cst.ImportFrom) else node.children
+        is_import = isinstance(node, cst.Import | cst.ImportFrom)
+        return () if is_import or leave_out(node) else node.children
 
     nodes = reached([module], inside)
     return {node.value for node in nodes if isinstance(node, cst.Name)}
@@ -156,7 +159,7 @@ def import_names(node: cst.Import | cst.ImportFrom) -> Iterable[tuple[str, str]]
                 yield (local, f"{module}.{alias.evaluated_name}")
 
 
-def imported_modules(module: cst.Module) -> list[tuple[str, str]]:
+def imported_modules(module: cst.Module | cst.IndentedBlock) -> list[tuple[str, str]]:
     """Pairs of local name and full name that a script imports at its top level."""
     found = []
     for small in small_statements(module):
@@ -289,7 +292,9 @@ def in_with(item: cst.WithItem, lines: Sequence[cst.BaseStatement]) -> cst.With:
     return cst.With(items=[item], body=body, leading_lines=first.leading_lines)
 
 
-def small_statements(module: cst.Module) -> Iterator[cst.BaseSmallStatement]:
+def small_statements(
+    module: cst.Module | cst.IndentedBlock,
+) -> Iterator[cst.BaseSmallStatement]:
     """The simple statements at the top level of a module."""
     for line in module.body:
         if isinstance(line, cst.SimpleStatementLine):
