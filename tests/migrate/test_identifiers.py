@@ -133,3 +133,45 @@ def test_averages_of_weights_begin_as_the_note_says() -> None:
     optimizer.apply([np.ones(1, "float32")], [weight])
     optimizer.finalize_variable_values([weight])
     np.testing.assert_allclose(weight, [4.0])  # TensorFlow's: 0.9 * 5 + 0.1 * 4.
+
+
+NAMED = """
+import tensorflow as tf
+
+
+class Block(tf.keras.layers.Layer):
+    def __init__(self, name):
+        super().__init__(name=name)
+        self.dense = tf.keras.layers.Dense(1, name=f"{name}/dense")
+
+    def build(self, shape):
+        self.scale = self.add_weight(name="a/scale", shape=(1,))
+
+    def call(self, x):
+        return self.dense(x) * self.scale
+
+
+inputs = tf.keras.Input((3,), name="in/x")
+hidden = Block(name="block/{}".format(1))(inputs)
+outputs = tf.keras.layers.Dense(1, name="head" + "/out")(hidden)
+model = tf.keras.Model(inputs, outputs, name="all/of/it")
+units = model.get_layer("head/out").units
+"""
+
+
+def test_names_of_layers_and_weights_have_no_slashes() -> None:
+    text, left = ported(NAMED)
+    assert left == []
+    names = executed(text)
+    assert [layer.name for layer in names["model"].layers] == [
+        "in_x",
+        "block_1",
+        "head_out",
+    ]
+    assert names["units"] == 1
+    assert names["model"].name == "all_of_it"
+
+
+def test_a_name_with_slashes_that_is_a_key_is_left() -> None:
+    _, left = ported(f"{NAMED}data = {{'in/x': 1}}".replace("'in/x'", '"in/x"'))
+    assert left == ["names of layers and variables have no slashes in Keras 3"]

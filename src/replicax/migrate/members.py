@@ -43,6 +43,7 @@ from replicax.migrate.tree import (
 __all__ = [
     "is_logged_rate",
     "is_logs",
+    "is_part_of_name",
     "is_rate",
     "ported_assignment",
     "ported_attribute",
@@ -354,6 +355,23 @@ def report_unknown(script: Script, node: cst.Call, result: Expression) -> None:
             if arg.keyword and accepted is not None and not is_named(arg, *accepted):
                 what = f"{target}.{name} has no argument {arg.keyword.value!r}"
                 script.leave(node, f"{what} in Keras 3")
+
+
+# Names.
+
+
+def is_part_of_name(script: Script, node: cst.CSTNode) -> bool:
+    """Whether a string is in a name of a layer, model or variable, or asks for one."""
+    arg = script.around(node, cst.Arg)
+    call = script.parent(arg) if arg is not None else None
+    if not isinstance(call, cst.Call) or arg is None:
+        return False
+    method, path = method_of(call), script.called(call) or ""
+    if method == "get_layer":
+        return True
+    is_owner = kind_of(script, call) in {"layer", "model", "variable"}
+    is_owner = is_owner or method == "add_weight" or path.endswith(".Input")
+    return is_owner and is_named(arg, "name")
 
 
 # Keys of logs.

@@ -137,8 +137,19 @@ def _is_compared(script: Script, node: cst.CSTNode) -> bool:
     )
 
 
-def _string(script: Script, node: cst.SimpleString, updated: cst.SimpleString) -> Any:
-    """Rename the key `"lr"` of logs to Keras 3's `"learning_rate"`."""
+def _string(
+    script: Script, node: cst.SimpleString | cst.FormattedStringText, updated: Any
+) -> Any:
+    """Port the key `"lr"` of logs, and names with slashes, which Keras 3 refuses."""
+    if "/" in node.value and members.is_part_of_name(script, node):
+        equal = (n for n in script.nodes(type(node)) if n.value == node.value)
+        if not all(members.is_part_of_name(script, each) for each in equal):
+            script.leave(node, MESSAGES["slash"])
+            return updated
+        script.note(node, MESSAGES["slash"])
+        return updated.with_changes(value=updated.value.replace("/", "_"))
+    if isinstance(node, cst.FormattedStringText):
+        return updated
     is_rate = members.is_logged_rate(script, node)
     return script.string("learning_rate") if is_rate else updated
 
@@ -321,6 +332,7 @@ _PORTS: dict[type, Callable[[Script, Any, Any], Any]] = {
     cst.Decorator: _decorator,
     cst.For: statements.unless_empty,
     cst.FormattedString: _formatted,
+    cst.FormattedStringText: _string,
     cst.If: statements.unless_empty,
     cst.IndentedBlock: _assembled,
     cst.Module: _assembled,
