@@ -108,6 +108,15 @@ final = train(net, tf.keras.optimizers.SGD(0.25), 2)
 """
 
 
+@pytest.mark.parametrize(
+    "line", ["z = [1] * options['n']", "for i in range(options):\n        pass"]
+)
+def test_a_step_that_counts_with_what_it_gets_is_left(line: str) -> None:
+    step = STEP.replace("y, scale=1.0):", f"y, options, scale=1.0):\n    {line}")
+    _, left = ported(f"{step}loss, p = train_step(x, y, {{'n': 3}})")
+    assert ["rx.GradientTape works in a function" in each for each in left] == [True]
+
+
 def test_an_eager_step_that_jax_can_trace_is_run() -> None:
     text, left = ported(EAGER)
     assert left == []

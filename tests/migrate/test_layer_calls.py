@@ -317,3 +317,40 @@ def test_labels_of_one_output_are_no_dict(outputs: str) -> None:
     assert left == []
     assert ("list(labels.values())" in text) == ("{" not in outputs)
     assert executed(text)["loss"] >= 0.0
+
+
+REQUIRED = """
+import numpy as np
+import tensorflow as tf
+
+
+class Twice(tf.keras.layers.Layer):
+    def call(self, x, training):
+        return 2 * x if training else x
+
+
+inputs = tf.keras.Input((3,))
+model = tf.keras.Model(inputs, Twice()(inputs))
+seen = [float(np.mean(model(np.ones((1, 3)), training=t))) for t in (True, False)]
+"""
+
+
+def test_keras_3_fills_in_the_training_of_layers_that_require_it() -> None:
+    text, left = ported(REQUIRED)
+    assert left == []
+    assert "def call(self, x, training=None):" in text
+    assert executed(text)["seen"] == [2.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("base", "parameters"),
+    [
+        ("object", "self, x, training"),
+        ("tf.keras.layers.Layer", "self, x, training, memory"),
+        ("tf.keras.layers.Layer", "self, x, training=False"),
+    ],
+)
+def test_other_parameters_of_call_stay(base: str, parameters: str) -> None:
+    line = f"def call({parameters}):"
+    source = f"import tensorflow as tf\nclass A({base}):\n    {line}\n        return x"
+    assert line in ported(source)[0]

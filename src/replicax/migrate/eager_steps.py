@@ -123,6 +123,18 @@ def _reads_changing(script: Script, function: cst.CSTNode) -> bool:
     return False
 
 
+def _needs_numbers(function: cst.FunctionDef) -> bool:
+    """Whether a step counts with what it gets: numbers become arrays, in dicts too."""
+    params = [p.name.value for p in function.params.params if p.default is None]
+    calls = [c for c in find(function, cst.Call) if is_name(c.func, "range")]
+    counts = [arg.value for call in calls for arg in call.args]
+    for node in find(function, cst.BinaryOperation):
+        if isinstance(node.left, cst.List) and isinstance(node.operator, cst.Multiply):
+            counts.append(node.right)
+    owners = (n.value if isinstance(n, cst.Subscript) else n for n in counts)
+    return any(is_name(owner, *params) for owner in owners)
+
+
 def _is_repeated(script: Script, node: cst.CSTNode) -> bool:
     """Whether an assignment is in a loop, or adds to what was there."""
     is_sum = isinstance(script.parent(node), cst.AugAssign)
@@ -150,7 +162,7 @@ def _calls_of(script: Script, function: cst.FunctionDef) -> list[cst.Call] | Non
     """The call sites of a function; None unless `run` can make all of its uses."""
     name = function.name.value
     owner = class_of(script, function)
-    if is_class_of(script, owner, _OBJECTS):
+    if is_class_of(script, owner, _OBJECTS) or _needs_numbers(function):
         return None
     names = script.nodes(cst.Name if owner is None else cst.Attribute)
     uses = [n for n in names if last_name(n) == name and n is not function.name]

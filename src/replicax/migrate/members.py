@@ -47,6 +47,7 @@ __all__ = [
     "is_rate",
     "ported_assignment",
     "ported_attribute",
+    "ported_parameter",
     "report_overridden",
     "report_unknown",
 ]
@@ -355,6 +356,22 @@ def report_unknown(script: Script, node: cst.Call, result: Expression) -> None:
             if arg.keyword and accepted is not None and not is_named(arg, *accepted):
                 what = f"{target}.{name} has no argument {arg.keyword.value!r}"
                 script.leave(node, f"{what} in Keras 3")
+
+
+def ported_parameter(script: Script, node: cst.Param, updated: cst.Param) -> cst.Param:
+    """Port `training` and `mask` of `call`, which Keras 3 fills in if they may miss."""
+    function = script.function_of(node)
+    params = function.params.params if function is not None else ()
+    later = params[params.index(node) :] if node in params else ()
+    is_filled = all(is_name(p.name, "training", "mask") or p.default for p in later)
+    if function is None or function.name.value != "call" or node.default:
+        return updated
+    is_own = is_class_of(script, script.class_around(function), ("layer", "model"))
+    if not (later and is_filled and is_own):
+        return updated
+    blank = cst.SimpleWhitespace(" " * (node.annotation is not None))
+    equal = cst.AssignEqual(blank, blank)
+    return updated.with_changes(default=cst.Name("None"), equal=equal)
 
 
 # Names.

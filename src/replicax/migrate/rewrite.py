@@ -337,6 +337,7 @@ _PORTS: dict[type, Callable[[Script, Any, Any], Any]] = {
     cst.IndentedBlock: _assembled,
     cst.Module: _assembled,
     cst.Name: _name,
+    cst.Param: members.ported_parameter,
     cst.SimpleStatementLine: _line,
     cst.SimpleString: _string,
     cst.With: statements.unwrapped,
