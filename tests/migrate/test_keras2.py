@@ -523,3 +523,32 @@ def test_metrics_of_models_that_are_loaded_or_have_classes_stay() -> None:
     text, left = ported(score.replace('"mse"', '"categorical_crossentropy"'))
     assert left == []
     assert "MeanMetricWrapper" not in text
+
+
+FRACTIONS = """
+import numpy as np
+import tensorflow as tf
+
+x = np.ones((20, 3), "float32")
+def batches():
+    while True:
+        yield x[:8], x[:8, :1]
+steps = np.ceil(len(x) / 8)
+model = tf.keras.Sequential([tf.keras.Input((3,)), tf.keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+model.fit(batches(), steps_per_epoch=len(x) / 8, verbose=0)
+model.fit(batches(), steps_per_epoch=steps, verbose=0)
+rows = len(model.predict(batches(), steps=1 + len(x) / 8, verbose=0))
+count = int(model.optimizer.iterations.numpy())
+model.fit(batches(), steps_per_epoch=len(x) // 8, verbose=0)
+"""
+
+
+@pytest.mark.filterwarnings("ignore:`shuffle=True` was passed")
+def test_numbers_of_steps_are_integers() -> None:
+    """TensorFlow runs 3 batches for 2.5 steps."""
+    text, left = ported(FRACTIONS)
+    assert left == []
+    assert text.count("steps_per_epoch=int(") == 2
+    names = executed(text)
+    assert (names["count"], names["rows"]) == (6, 32)

@@ -146,6 +146,9 @@ def _loss_scale(site: CallSite) -> Expression:
 def plan_arguments(script: Script) -> None:
     """Plan arguments that Keras 3 and replicax take as other types."""
     for call in script.calls:
+        for arg in call.args if method_of(call) in NAMES["methods_with_steps"] else ():
+            if is_named(arg, *_STEPS) and (text := _steps(script, arg.value)):
+                script.wrapped[arg.value] = text
         path = script.called(call)
         for _, at, name, text_of_change in (c for c in _CHANGES if c[0] == path):
             value = value_of(call, at, name)
@@ -193,6 +196,20 @@ def _shape(script: Script, node: Expression) -> str | None:
 def _units(script: Script, node: Expression) -> str | None:
     """NumPy's integers are none of Python's, which `Dense` and others want."""
     return "int({x})" if _is_of_numpy(script, node) else None
+
+
+_STEPS = ("steps", "steps_per_epoch", "validation_steps")
+
+
+def _steps(script: Script, node: Expression) -> str | None:
+    """Keras 2 counts up to a fraction, too; Keras 3 wants Python's integers."""
+    is_ratio = _is_ratio(script.flow.resolved(node))
+    return "int(np.ceil({x}))" if is_ratio else _units(script, node)
+
+
+def _is_ratio(node: Expression) -> bool:
+    divides = isinstance(getattr(node, "operator", None), cst.Divide)
+    return divides or any(map(_is_ratio, operands(node)))
 
 
 @ends_at_cycles(False)
