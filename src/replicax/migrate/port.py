@@ -7,8 +7,8 @@ new column replace the form feeds after it.
 
 import io
 import tokenize
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 import libcst as cst
 
@@ -19,6 +19,7 @@ from replicax.migrate import (
     gradient_sums,
     host,
     imports,
+    inline_steps,
     keras_calls,
     layer_calls,
     logits,
@@ -33,6 +34,7 @@ from replicax.migrate import (
 )
 from replicax.migrate.rewrite import Rewriter
 from replicax.migrate.script import MARK, Finding, Script
+from replicax.migrate.tables import MESSAGES
 from replicax.migrate.tree import text_of
 
 __all__ = ["Ported", "port"]
@@ -83,6 +85,17 @@ def port(source: bytes) -> Ported:
         return Ported(source=source, left=tuple(marked), notes=())
     aligned = cst.PartialParserConfig(encoding=module.encoding)
     script = Script(cst.parse_module(_mark_alignment(module.code), aligned))
+    changed = _changed(script)
+    findings = script.findings
+    if any(found.reason == MESSAGES["tape_outside"] for found in findings):
+        changed, findings = _with_functions(script, changed)
+    has_marks = script.module.code != module.code
+    text = _realigned(changed.code) if has_marks else changed.code
+    return _ported(findings, text.encode(module.encoding), marked)
+
+
+def _changed(script: Script) -> cst.Module:
+    """The ported tree of a script, whose findings are in it."""
     for plan in _PLANNERS:
         plan(script)
     changed = script.module.visit(Rewriter(script))
@@ -91,9 +104,28 @@ def port(source: bytes) -> Ported:
         line = min((script.line(s) for s in script.module.body), default=1)
         what = "`tf` is nowhere imported: it is taken for TensorFlow"
         script.findings.add(Finding(line, "tf", what, is_left=False))
-    has_marks = script.module.code != module.code
-    text = _realigned(changed.code) if has_marks else changed.code
-    return _ported(script, text.encode(module.encoding), marked)
+    return changed
+
+
+def _with_functions(
+    script: Script, changed: cst.Module
+) -> tuple[cst.Module, set[Finding]]:
+    """The port with functions of those steps in loops that fewer is left of then."""
+    findings = script.findings
+    chosen: list[inline_steps.InlineStep] = []
+    for step in inline_steps.inline_steps(script):
+        tree, lines = inline_steps.with_functions(script, [*chosen, step])
+        other = Script(tree)
+        made = _changed(other)
+        if len(_left(other.findings)) < len(_left(findings)):
+            chosen.append(step)
+            changed = made
+            findings = {replace(f, line=lines[f.line]) for f in other.findings}
+    return changed, findings
+
+
+def _left(findings: Iterable[Finding]) -> list[Finding]:
+    return [found for found in findings if found.is_left]
 
 
 def _report_backend(script: Script) -> None:
@@ -144,10 +176,10 @@ _PLANNERS = (
 """Look at the whole script, and plan or report; each knows what those before found."""
 
 
-def _ported(script: Script, source: bytes, marked: list[Finding]) -> Ported:
-    reasons = {each.reason for each in script.findings}
-    found = {*script.findings, *(f for f in marked if f.reason not in reasons)}
-    left = tuple(sorted(f for f in found if f.is_left))
+def _ported(findings: set[Finding], source: bytes, marked: list[Finding]) -> Ported:
+    reasons = {each.reason for each in findings}
+    found = {*findings, *(f for f in marked if f.reason not in reasons)}
+    left = tuple(sorted(_left(found)))
     notes = tuple(sorted(f for f in found if not f.is_left))
     return Ported(source=source, left=left, notes=notes)
 
