@@ -9,9 +9,10 @@ from collections.abc import Iterable
 
 import libcst as cst
 
-from replicax.migrate.kinds import is_class_of, is_kind
+from replicax.migrate.arrays import DEVICE_RULES
+from replicax.migrate.kinds import is_class_of, is_kind, kind_of
 from replicax.migrate.script import Expression, Script
-from replicax.migrate.tables import DEVICE_OPERATORS, find_target
+from replicax.migrate.tables import DEVICE_OPERATORS, NAMES, WRITTEN, find_target
 from replicax.migrate.tracing import (
     calls_in,
     class_of,
@@ -27,6 +28,7 @@ from replicax.migrate.tree import (
     keyword_of,
     last_name,
     method_of,
+    object_of,
     parts_of,
     walk,
 )
@@ -71,7 +73,17 @@ _EFFECTS = (
     *(cst.Global, cst.Nonlocal, cst.Yield, cst.Await, cst.While, cst.Try, cst.Del),
     *(cst.Assert, cst.Raise),
 )
-_BUILTINS = ("dict", "enumerate", "isinstance", "len", "list", "range", "tuple", "zip")
+_BUILTINS = (
+    "dict",
+    "enumerate",
+    "isinstance",
+    "len",
+    "list",
+    "range",
+    "sum",
+    "tuple",
+    "zip",
+)
 _METHODS = ("apply_gradients", "gradient", "update_state", "watch")
 _PURE = ("keras.activations.", "keras.losses.", "keras.ops.")
 _CONSTRUCTORS = ("__init__", "build")
@@ -147,12 +159,16 @@ def _is_pure(script: Script, call: cst.Call) -> bool:
     if path:
         target = find_target(path) or ""
         is_known = path in DEVICE_OPERATORS or path in ("GradientTape", "print")
-        return is_known or target.startswith(_PURE)
+        is_written = path in WRITTEN and "keras.ops." in WRITTEN[path][1]
+        has_rule = path in DEVICE_RULES and path != "Variable"
+        return is_known or is_written or has_rule or target.startswith(_PURE)
     if isinstance(call.func, cst.Name) and (
         is_name(call.func, *_BUILTINS) or script.functions(call.func.value)
     ):
         return True
     name = method_of(call)
+    if name in NAMES["assign_methods"]:
+        return kind_of(script, object_of(call)) == "variable"
     methods = (class_of(script, found) for found in script.functions(name))
     is_method = name in _METHODS or any(owner is not None for owner in methods)
     return is_method or any(is_kind(script, call.func, kind) for kind in _CALLED)
