@@ -57,6 +57,7 @@ IMAGES = np.arange(48.0, dtype="float32").reshape(2, 2, 3, 4) ** 2
             "tf.nn.depth_to_space(tf.reshape(range(8), [1, 1, 2, 4]), 2)[0, ..., 0]",
             [[0, 1, 4, 5], [2, 3, 6, 7]],
         ),
+        ("tf.float16.max / 2 + tf.dtypes.uint8.min", 65504 / 2),
         ("1 / tf.image.psnr(x, x + 0.1, max_val=1.0)", 1 / 20),
         ("tf.image.psnr(images, images - 2, 255)", 2 * [20 * np.log10(255 / 2)]),
         (

@@ -77,6 +77,18 @@ def test_splits_and_sizes_of_tensorflow_datasets() -> None:
 
 
 @pytest.mark.usefixtures("files")
+def test_a_split_of_tensorflow_datasets_that_a_condition_chooses() -> None:
+    names = run(
+        f"{START}def f(train):\n    split = 'train' if train else 'test[2:5]'\n"
+        "    a = tfds.load('mnist', split=split, as_supervised=True)\n"
+        "    b = tfds.load('mnist', split='train[:9]' if train else 'test',\n"
+        "                  as_supervised=True)\n    return [len(a), len(b)]\n"
+        "data = f(True), f(False)"
+    )
+    assert names["data"] == ([20, 9], [3, 10])
+
+
+@pytest.mark.usefixtures("files")
 def test_all_splits_of_tensorflow_datasets() -> None:
     names = run(f"{START}def f():\n    return tfds.load(name='mnist')\ndata = f()")
     sizes = {split: len(data) for split, data in names["data"].items()}
@@ -591,9 +603,11 @@ def test_what_grain_does_not_know_of_a_dataset_is_left(
         "@tf.function(input_signature=[examples.element_spec])\n"
         "def f(x): return x\n"
         "n = len(examples) + examples.cardinality().numpy()\n"
+        "m = tf.data.experimental.cardinality(examples) // 2\n"
     )
     text, left = ported(start)
     assert left == []
     assert "n = len(examples) + keras.ops.convert_to_numpy(len(examples))\n" in text
+    assert "m = len(examples) // 2\n" in text
     text, left = ported(start + statement)
     assert [each for each in left if reason in each], left

@@ -26,8 +26,10 @@ from replicax.migrate.tree import (
     parts_of,
 )
 
-__all__ = ["Pipelines", "find_pipelines"]
+__all__ = ["LENGTHS", "Pipelines", "find_pipelines"]
 
+LENGTHS = ("data.experimental.cardinality",)
+"""Functions that give the length of a dataset."""
 _Key: TypeAlias = Definition | tuple[str, int | None] | int
 """A key of the union-find.
 
@@ -45,7 +47,8 @@ class Pipelines:
         unknown: Expressions of unknown origin that are taken for datasets.
         foreign: Calls of packages that need TensorFlow.
         weighted: The `x` of calls of `fit` that have `class_weight=` too.
-        asked: Attributes of datasets, and calls of `len`, that Grain may not have.
+        asked: Attributes of datasets that Grain may not have, and calls of `len` and
+            `cardinality`.
     """
 
     sources: list[tuple[cst.Call, str]] = field(default_factory=list)
@@ -108,7 +111,8 @@ class _Datasets:
             if node.attr.value in NAMES["dataset_attributes"]:
                 yield node, node.value
         for call in self._script.calls:
-            if is_name(call.func, "len") and call.args:
+            is_asked = self._script.called(call) in LENGTHS or is_name(call.func, "len")
+            if is_asked and call.args:
                 yield call, call.args[0].value
             x = argument(call.args, 0, "x") if method_of(call) == "fit" else None
             if x is not None and named(call, "class_weight") is not None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import libcst as cst
 
-from replicax.migrate.datasets import Pipelines, find_pipelines
+from replicax.migrate.datasets import LENGTHS, Pipelines, find_pipelines
 from replicax.migrate.host import (
     example_function,
     host_functions_of,
@@ -242,6 +242,11 @@ def _report_asked(script: Script, group: Pipelines) -> None:
         if isinstance(node, cst.Call):
             if group.is_stream:
                 script.leave(node, MESSAGES["stream_length"])
+            elif script.called(node) in LENGTHS:
+                script.frozen.add(node.func)
+                script.replacements[node] = lambda updated: script.template(
+                    "len({x})", x=updated.args[0].value
+                )
         elif script.around(node, cst.Decorator) is None:
             name = node.attr.value
             script.leave(node, MESSAGES["dataset_attribute"].format(name=name))

@@ -277,6 +277,10 @@ def find_target(path: str | None) -> str | None:
         return EXACT[path]
     if path.removeprefix("dtypes.") in NAMES["dtypes"]:
         return f'"{path.removeprefix("dtypes.")}"'
+    dtype, _, limit = path.removeprefix("dtypes.").rpartition(".")
+    if dtype in NAMES["limited_dtypes"] and limit in {"max", "min"}:
+        info = "finfo" if dtype.startswith("float") else "iinfo"
+        return f'np.{info}("{dtype}").{limit}'
     if path in DEVICE_OPERATORS:
         return DEVICE_OPERATORS[path].target
     if path.startswith(("flags.FLAGS.", "app.flags.FLAGS.")):

@@ -13,7 +13,7 @@ import libcst as cst
 from replicax.migrate.origins import is_parameter
 from replicax.migrate.rules import bound
 from replicax.migrate.script import Expression, Script, Unported
-from replicax.migrate.tree import is_name, parts_of, text_of
+from replicax.migrate.tree import find, is_name, parts_of, text_of
 
 __all__ = ["plan_loads", "unknown_loads"]
 
@@ -35,6 +35,7 @@ class _Load(NamedTuple):
         name: The data set, as `keras.datasets` has it.
         splits: The names of splits; none if the script gets all, in a dictionary.
         is_list: Whether the script names several splits, in a list.
+        test: The condition that chooses between two splits; else `""`.
         is_supervised: Whether examples are pairs, and no dictionaries.
         info: The target that the `info` object is bound to, if there is one.
         uses: Expressions of that object, with the code that replaces each.
@@ -43,6 +44,7 @@ class _Load(NamedTuple):
     name: str
     splits: list[str]
     is_list: bool
+    test: str
     is_supervised: bool
     info: cst.Name | None
     uses: dict[cst.CSTNode, str]
@@ -89,10 +91,10 @@ def _read(script: Script, call: cst.Call) -> _Load:
     is_supervised = _is_true(script, given.get("as_supervised"))
     if not is_supervised and name not in _SHAPES:
         raise Unported(f": without as_supervised=True those of {name} have an id")
-    is_list, splits = _splits(script, given.get("split"))
+    is_list, test, splits = _splits(script, given.get("split"))
     info = _info(script, call) if _is_true(script, given.get("with_info")) else None
     uses = dict(_uses(script, info, name)) if info is not None else {}
-    return _Load(name, splits, is_list, is_supervised, info, uses)
+    return _Load(name, splits, is_list, test, is_supervised, info, uses)
 
 
 def _value(script: Script, node: Expression) -> Expression:
@@ -116,16 +118,26 @@ def _is_true(script: Script, node: Expression | None) -> bool:
     return text == "True"
 
 
-def _splits(script: Script, node: Expression | None) -> tuple[bool, list[str]]:
-    """Whether the splits are a list, and their names; no names mean all splits."""
+def _splits(script: Script, node: Expression | None) -> tuple[bool, str, list[str]]:
+    """Whether the splits are a list, the condition that chooses one, and their names.
+
+    No names mean all splits.
+    """
     if node is None:
-        return False, []
-    value = _value(script, node)
+        return False, "", []
+    value, test = _value(script, node), ""
     is_list = isinstance(value, cst.List | cst.Tuple)
-    splits = [_text(script, n) or "" for n in (parts_of(value) if is_list else [value])]
+    parts = parts_of(value) if is_list else [value]
+    if isinstance(value, cst.IfExp):
+        parts, test = [value.body, value.orelse], script.code(value.test)
+        if value is not node:
+            test = f"{script.code(node)} == {script.code(value.body)}"
+        elif any(map(script.names.path, find(value.test, cst.Name, cst.Attribute))):
+            raise Unported(f": whether it is {test} is not seen")
+    splits = [_text(script, each) or "" for each in parts]
     if not all(_SPLIT.fullmatch(split) for split in splits):
         raise Unported(f": the split {script.code(node)} has no counterpart")
-    return is_list, splits
+    return is_list, test, splits
 
 
 def _info(script: Script, call: cst.Call) -> cst.Name:
@@ -180,6 +192,8 @@ def _plan(script: Script, call: cst.Call, load: _Load) -> None:
     text = values[0]
     if not load.splits or load.is_list:
         text = "".join([begin, *(f"\n    {value}," for value in values), "\n", end])
+    if load.test:
+        text = f"({values[0]} if {load.test} else {values[1]})"
     value = script.template(text)
     script.note(call, _ORDER)
     script.frozen.add(call)
