@@ -27,6 +27,13 @@ def results(call: str) -> list[Any]:
     return [np.asarray(names["f"](IMAGE)), np.asarray(names["made"](IMAGE))[0]]
 
 
+def resized(size: tuple[int, int], interpolation: str, **options: bool) -> np.ndarray:
+    image = IMAGE.astype("float32")
+    return np.asarray(
+        keras.ops.image.resize(image, size, interpolation=interpolation, **options)
+    )
+
+
 @pytest.mark.parametrize(
     ("call", "total"),  # What TensorFlow 2.21 gives.
     [
@@ -35,6 +42,12 @@ def results(call: str) -> list[Any]:
         ("tf.image.flip_left_right(x)", "flip"),
         ("tf.image.resize(x, (4, 5), method='nearest')", "nearest"),
         ("tf.image.resize(x, (9, 4), tf.image.ResizeMethod.BILINEAR)", "bilinear"),
+        ("tf.image.resize(x, (9, 4), 'bicubic')", "bicubic"),
+        (
+            "tf.image.resize(x, [3, 3], tf.image.ResizeMethod.LANCZOS3, "
+            "antialias=True)",
+            "lanczos",
+        ),
         ("tf.image.rgb_to_grayscale(x)", "gray"),
         ("tf.image.grayscale_to_rgb(x[..., :1])", "rgb"),
     ],
@@ -46,6 +59,8 @@ def test_images_are_the_same_in_steps_and_pipelines(call: str, total: str) -> No
         "flip": lambda: IMAGE[:, ::-1],
         "nearest": lambda: IMAGE[[0, 2, 3, 5]][:, [0, 2, 3, 4, 6]],
         "bilinear": lambda: np.asarray(keras.ops.image.resize(IMAGE, (9, 4))),
+        "bicubic": lambda: resized((9, 4), "bicubic"),
+        "lanczos": lambda: resized((3, 3), "lanczos3", antialias=True),
         "gray": lambda: IMAGE @ np.array([[0.2989], [0.587], [0.114]], "float32"),
         "rgb": lambda: np.repeat(IMAGE[..., :1], 3, axis=-1),
     }[total]()
@@ -70,7 +85,7 @@ def test_patches_are_cut_as_tensorflow_does() -> None:
     [
         "tf.pad(x, margins())",
         "tf.image.resize(x, (2, 2), method='area')",
-        "tf.image.resize(x, (2, 2), antialias=True)",
+        "tf.image.resize(x, (2, 2), preserve_aspect_ratio=True)",
         "tf.pad(x, [[1, 1]], mode=m)",
         "tf.map_fn(tf.image.resize, x)",
         "tf.compat.v1.random_normal_initializer()",

@@ -248,21 +248,24 @@ def _random(site: CallSite) -> Expression:
 
 
 def resize(site: CallSite) -> Expression:
-    """Port `tf.image.resize` of TensorFlow 2; bilinear results are float32 as there."""
+    """Port `tf.image.resize` of TensorFlow 2; results are float32 but for nearest."""
     script, made = site.script, by_row(site)
     value = named(made, "interpolation") or script.string("bilinear")
     name = script.names.path(value)  # None if the argument is ported already.
     text = str(find_target(name) if name else script.code(value)).strip("\"'")
-    if text not in {"bilinear", "nearest"}:
-        raise site.stays("only bilinear and nearest have a counterpart")
+    if text not in {"bicubic", "bilinear", "lanczos3", "lanczos5", "nearest"}:
+        raise site.stays("area, gaussian and mitchellcubic have no counterpart")
     if script.is_of_version_1(site.node):
         raise Unported(f"tf.{site.path} of TensorFlow 1 stays: it has other pixels")
     on_host = script.runs_on_host(site.node)
-    if text == "bilinear":
+    if text == "bicubic" and not is_name(named(made, "antialias"), "True"):
+        site.note(f"tf.{site.path}: {MESSAGES['bicubic']}")
+    if text != "nearest":
         first, *rest = made.args
         cast = '{x}.astype("float32")' if on_host else 'keras.ops.cast({x}, "float32")'
         first = first.with_changes(value=site.make(cast, x=first.value))
-        kept = [arg for arg in rest if not is_named(arg, "interpolation")]
+        is_default = text == "bilinear"
+        kept = [a for a in rest if not (is_default and is_named(a, "interpolation"))]
         made = with_args(made, [first, *kept])
     return site.make("np.asarray({x})", x=made) if on_host else made
 

@@ -67,11 +67,7 @@ def ported_attribute(
     if name == "_decayed_lr" or (
         name in _OF_OPTIMIZERS and _is_foreign(script, node, "optimizer")
     ):
-        if reason := _OF_OPTIMIZERS[name]:
-            raise Unported(f".{name}: {reason}")
-        if _is_tested(script, node):
-            raise Unported(MESSAGES["no_schedule"])
-        return updated.with_changes(attr=cst.Name("learning_rate"))
+        return _of_optimizer(script, node, updated)
     _refuse(script, node)
     _refuse_to_set(script, node)
     if name == "output_shape" and (
@@ -80,8 +76,12 @@ def ported_attribute(
         return _of_output(script, node, updated)
     if name in {"input", "output"}:
         return _of_ends(script, node, updated)
-    if attr_of(node.value) == "dtype" or name in _OF_TENSORS:
-        return _of_tensor(script, node, updated)
+    if attr_of(node.value) == "dtype":
+        return _of_dtype(script, node, updated)
+    if name in _OF_TOP_K:
+        return _of_top_k(script, node, updated)
+    if name in {"rank", "ndims", "value"}:
+        return _of_shape(script, node, updated)
     if name == "name" and _is_weight(script, node.value):
         uses = [node, *script.uses_of(node)]
         is_key = any(_needs_path(script, each) for each in uses)
@@ -124,21 +124,32 @@ def _of_ends(script: Script, node: cst.Attribute, updated: cst.Attribute) -> Exp
 
 _OF_TOP_K = ("values", "indices")
 """Fields of the result of `tf.math.top_k`, which is a list here."""
-_OF_TENSORS = ("rank", "ndims", "value", *_OF_TOP_K)
 
 
-def _of_tensor(
+def _of_top_k(
     script: Script, node: cst.Attribute, updated: cst.Attribute
 ) -> Expression:
-    """Port attributes of dtypes, `shape.rank`, and `shape[i].value` of TensorFlow 1."""
-    of, owner, name = node.value, updated.value, attr_of(node)
-    if attr_of(of) == "dtype":
-        return _of_dtype(script, node, updated)
-    if name in _OF_TOP_K:
-        is_result = script.called(script.flow.resolved(of)).endswith(".top_k")
-        text = f"{{x}}[{_OF_TOP_K.index(name)}]"
-        return script.template(text, x=owner) if is_result else updated
-    if name == "value":
+    is_result = script.called(script.flow.resolved(node.value)).endswith(".top_k")
+    text = f"{{x}}[{_OF_TOP_K.index(node.attr.value)}]"
+    return script.template(text, x=updated.value) if is_result else updated
+
+
+def _of_optimizer(
+    script: Script, node: cst.Attribute, updated: cst.Attribute
+) -> Expression:
+    if reason := _OF_OPTIMIZERS[node.attr.value]:
+        raise Unported(f".{node.attr.value}: {reason}")
+    if _is_tested(script, node):
+        raise Unported(MESSAGES["no_schedule"])
+    return updated.with_changes(attr=cst.Name("learning_rate"))
+
+
+def _of_shape(
+    script: Script, node: cst.Attribute, updated: cst.Attribute
+) -> Expression:
+    """Port `shape.rank`, and `shape[i].value` of TensorFlow 1."""
+    of, owner = node.value, updated.value
+    if attr_of(node) == "value":
         is_size = isinstance(of, cst.Subscript) and _is_shape(script, of.value)
         return owner if is_size else updated
     if not _is_shape(script, of):
