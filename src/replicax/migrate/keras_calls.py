@@ -47,6 +47,7 @@ __all__ = [
     "plan_identifiers",
     "plan_metrics",
     "plan_results",
+    "report_compiled_metrics",
 ]
 
 
@@ -146,9 +147,7 @@ def _loss_scale(site: CallSite) -> Expression:
 def plan_arguments(script: Script) -> None:
     """Plan arguments that Keras 3 and replicax take as other types."""
     for call in script.calls:
-        for arg in call.args if method_of(call) in NAMES["methods_with_steps"] else ():
-            if is_named(arg, *_STEPS) and (text := _steps(script, arg.value)):
-                script.wrapped[arg.value] = text
+        _plan_steps(script, call)
         path = script.called(call)
         for _, at, name, text_of_change in (c for c in _CHANGES if c[0] == path):
             value = value_of(call, at, name)
@@ -160,11 +159,6 @@ def plan_arguments(script: Script) -> None:
         is_made = method_of(call) == "__init__" or kind_of(script, call) in _DYNAMIC
         if is_made and named(call, "dynamic") is not None:
             script.leave(call, MESSAGES["dynamic"])
-    for node in script.nodes(cst.Subscript):
-        match node.value:
-            case cst.Attribute(value=model, attr=cst.Name("metrics")):
-                if is_kind(script, model, "model"):
-                    script.leave(node, MESSAGES["compiled_metric"])
 
 
 _DYNAMIC = ("layer", "model")
@@ -199,6 +193,13 @@ def _units(script: Script, node: Expression) -> str | None:
 
 
 _STEPS = ("steps", "steps_per_epoch", "validation_steps")
+
+
+def _plan_steps(script: Script, call: cst.Call) -> None:
+    """Plan integers of the numbers of steps that a model's method gets."""
+    for arg in call.args if method_of(call) in NAMES["methods_with_steps"] else ():
+        if is_named(arg, *_STEPS) and (text := _steps(script, arg.value)):
+            script.wrapped[arg.value] = text
 
 
 def _steps(script: Script, node: Expression) -> str | None:
@@ -238,6 +239,15 @@ _CHANGES: list[tuple[str, int, str, Callable[[Script, Expression], str | None]]]
     *((path, at, name, _units) for path, at, name in PYTHON_INTEGERS),
 ]
 """Paths, and positions and names of arguments, with the template of another value."""
+
+
+def report_compiled_metrics(script: Script) -> None:
+    """Report metrics of a model by their place, those of compile have one place."""
+    for node in script.nodes(cst.Subscript):
+        match node.value:
+            case cst.Attribute(value=model, attr=cst.Name("metrics")):
+                if is_kind(script, model, "model"):
+                    script.leave(node, MESSAGES["compiled_metric"])
 
 
 def plan_metrics(script: Script) -> None:

@@ -156,6 +156,7 @@ _PLANNERS = (
     logits.plan_logits,
     files.plan_files,
     keras_calls.plan_arguments,
+    keras_calls.report_compiled_metrics,
     keras_calls.plan_identifiers,
     keras_calls.plan_metrics,
     keras_calls.plan_results,
