@@ -354,3 +354,24 @@ def test_other_parameters_of_call_stay(base: str, parameters: str) -> None:
     line = f"def call({parameters}):"
     source = f"import tensorflow as tf\nclass A({base}):\n    {line}\n        return x"
     assert line in ported(source)[0]
+
+
+@pytest.mark.parametrize(
+    "signature", ["x, y=None, mask=None", "x, y=None, *, training=False, mask=None"]
+)
+def test_the_mask_of_the_first_of_two_tensors_is_passed(signature: str) -> None:
+    text, left = ported(
+        "import tensorflow as tf\n"
+        "class Masked(tf.keras.layers.Layer):\n"
+        "    supports_masking = True\n"
+        f"    def call(self, {signature}):\n"
+        "        return x if mask is None else x * tf.cast(mask, x.dtype)[..., None]\n"
+        "i = tf.keras.Input((3,))\n"
+        "x = tf.keras.layers.Embedding(4, 2, 'ones', mask_zero=True)(i)\n"
+        "model = tf.keras.Model(i, [Masked()(x, x), Masked()(x)])\n"
+        "two, one = model.predict(ids)\n"
+    )
+    assert not left
+    names = executed(text, {"ids": np.array([[1, 2, 0]])})
+    np.testing.assert_array_equal(names["one"][0, :, 0], [1, 1, 0])
+    np.testing.assert_array_equal(names["two"][0, :, 0], [1, 1, 0])

@@ -69,6 +69,30 @@ def plan_layer_calls(script: Script) -> None:
         labels = [*_batches(script, node), None, None][1]
         if labels is not None and _is_of_one(script, node, labels):
             script.wrapped[labels] = "list({x}.values())"
+    for function in script.functions("call"):
+        owner = script.class_around(function)
+        if is_class_of(script, owner, _KINDS):
+            _plan_mask(script, function)
+
+
+def _plan_mask(script: Script, function: cst.FunctionDef) -> None:
+    """Plan the parameter in which Keras 3 passes the mask of the first of two tensors.
+
+    In Keras 2 that is `mask`; Keras 3 leaves it None where there are two.
+    """
+    params = function.params
+    names = [p.name.value for p in (*params.params, *params.kwonly_params)]
+    tensors = [n for n in names[1:] if n not in {*NAMES["flags"], "mask"}]
+    mask = f"{tensors[0]}_mask" if tensors else ""
+    if len(tensors) > 1 and "mask" in names and mask not in names:
+        made = cst.parse_statement(f"def f({mask}=None): pass")
+        assert isinstance(made, cst.FunctionDef)
+        (added,) = made.params.params
+        kind = "kwonly_params" if params.kwonly_params else "params"
+        script.replacements[params] = lambda updated: updated.with_changes(
+            **{kind: [*getattr(updated, kind), added]}
+        )
+        script.first_lines[function.body] = f"mask = {mask} if mask is None else mask"
 
 
 def _batches(script: Script, call: cst.Call) -> Iterator[Expression | None]:
