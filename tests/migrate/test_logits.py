@@ -140,6 +140,15 @@ def test_what_is_not_in_sight_is_noted(source: str) -> None:
     assert any("leave the last activation out" in note for note in notes)
 
 
+@pytest.mark.parametrize(
+    "loss", ["['mse', 'binary_crossentropy']", "{'a': 'categorical_crossentropy'}"]
+)
+def test_losses_of_several_outputs_are_noted(loss: str) -> None:
+    source = f"import tensorflow as tf\nloss = {loss}\nmodel.compile('sgd', loss=loss)"
+    _, notes = text(source)
+    assert ["leave the last activation out" in note for note in notes] == [True]
+
+
 def test_a_model_that_a_function_gets_in_several_calls_is_one_model() -> None:
     loss = "tf.keras.losses.categorical_crossentropy(y, model(x))"
     function = f"def loss_of(model, x, y):\n    return {loss}\n"

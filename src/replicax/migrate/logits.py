@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import libcst as cst
 
-from replicax.migrate.origins import returned
+from replicax.migrate.origins import elements, returned
 from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.tables import MESSAGES, NAMES, find_target
 from replicax.migrate.tracing import is_traced
@@ -56,6 +56,10 @@ def plan_logits(script: Script) -> None:
         except Unported:
             for loss in own:
                 script.note(loss, MESSAGES["probabilities"])
+    for given in filter(None, map(_compiled_loss, script.calls)):
+        for loss in elements(script, script.flow.resolved(given)):
+            if _loss_name(script, loss):  # One of several outputs.
+                script.note(loss, MESSAGES["probabilities"])
 
 
 def _losses(script: Script) -> Iterator[tuple[Expression, str]]:
@@ -65,10 +69,15 @@ def _losses(script: Script) -> Iterator[tuple[Expression, str]]:
         if name in _FROM_LOGITS and (given is None or script.code(given) != "True"):
             yield node, name
         value = _compiled_loss(node)
-        if value is not None:
-            name = text_of(value) or _name_in(script, value, "losses")
-            if name in _CLASSES or (text_of(value) and name in _FROM_LOGITS):
-                yield value, name
+        if value is not None and (name := _loss_name(script, value)):
+            yield value, name
+
+
+def _loss_name(script: Script, value: Expression) -> str:
+    """The name of a cross-entropy that is no call, as `compile` takes it; else `""`."""
+    name = text_of(value) or _name_in(script, value, "losses")
+    is_known = name in _CLASSES or (text_of(value) and name in _FROM_LOGITS)
+    return name if is_known else ""
 
 
 def _compiled_loss(node: cst.Call) -> Expression | None:
