@@ -175,3 +175,9 @@ def test_names_of_layers_and_weights_have_no_slashes() -> None:
 def test_a_name_with_slashes_that_is_a_key_is_left() -> None:
     _, left = ported(f"{NAMED}data = {{'in/x': 1}}".replace("'in/x'", '"in/x"'))
     assert left == ["names of layers and variables have no slashes in Keras 3"]
+
+
+def test_the_private_name_of_a_model_is_its_name() -> None:
+    text, left = ported(f"{NAMED}model._name = 'other'\nbatch._name = 'other'")
+    assert left == []
+    assert text.endswith("model.name = 'other'\nbatch._name = 'other'\n")

@@ -544,6 +544,8 @@ strategy.run(step, args=(x,))
         ("while tf.reduce_any(x > 3): pass", 1),
         ("assert -loss + 1 > 0 and n", 1),
         ("y = 1 if n > 3 else 2", 0),
+        ("if x % 2 == 0: pass", 1),
+        ("if x is None or x == 'a': pass", 0),
     ],
 )
 def test_branches_on_tensors_are_left(statement: str, num_left: int) -> None:

@@ -82,15 +82,23 @@ def ported_attribute(
         return _of_top_k(script, node, updated)
     if name in {"rank", "ndims", "value"}:
         return _of_shape(script, node, updated)
-    if name == "name" and _is_weight(script, node.value):
-        uses = [node, *script.uses_of(node)]
-        is_key = any(_needs_path(script, each) for each in uses)
-        return updated.with_changes(attr=cst.Name("path")) if is_key else updated
+    if name in {"name", "_name"}:
+        return _of_name(script, node, updated)
     if name == "extended" and "strategy" in script.code(node.value).lower():
         if attr_of(script.parent(node)) == "call_for_each_replica":
             return owner
         raise Unported("there is no strategy.extended: use the strategy's methods")
     return updated
+
+
+def _of_name(script: Script, node: cst.Attribute, updated: cst.Attribute) -> Expression:
+    """Port the names of weights that are keys, and `_name`, no property in Keras 3."""
+    if attr_of(node) == "_name":
+        is_owner = kind_of(script, node.value) in {"layer", "model"}
+        return updated.with_changes(attr=cst.Name("name")) if is_owner else updated
+    uses = [node, *script.uses_of(node)] if _is_weight(script, node.value) else ()
+    is_key = any(_needs_path(script, each) for each in uses)
+    return updated.with_changes(attr=cst.Name("path")) if is_key else updated
 
 
 def _of_output(

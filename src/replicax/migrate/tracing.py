@@ -264,11 +264,13 @@ def report_branches(script: Script) -> None:
     Those are conditions on tensors in traced functions, and functions of `tf.cond` and
     its like that change variables.
     """
+    entries = set(_run_by_strategies(script))
     for node in script.nodes(cst.If, cst.While, cst.IfExp, cst.Assert):
         if is_traced(script, node):
             function = script.function_of(node)
             names = _tensors(script, function) if function else set()
-            if is_tensor(script, node.test, names):
+            is_given = function in entries and _compares_given(function, node.test)
+            if is_given or is_tensor(script, node.test, names):
                 test = script.code(node.test)
                 script.leave(node.test, MESSAGES["autograph"].format(test=test))
     for call in script.calls:
@@ -279,6 +281,19 @@ def report_branches(script: Script) -> None:
             methods = map(method_of, calls_in(script, given))
             if effects := [name for name in methods if name in NAMES["effects"]]:
                 script.leave(call, MESSAGES["branch_effect"].format(effects[0]))
+
+
+def _compares_given(function: cst.FunctionDef | None, test: Expression) -> bool:
+    """Whether a parameter is compared with a number: `run` makes arrays of numbers."""
+    given = function.params.params if function is not None else ()
+    names = [param.name.value for param in given if param.default is None]
+    match test:
+        case cst.Comparison(
+            left=left, comparisons=[cst.ComparisonTarget(comparator=number)]
+        ):
+            compared = any(is_name(each, *names) for each in [left, *operands(left)])
+            return compared and isinstance(number, cst.BaseNumber)
+    return False
 
 
 def report_gradients(script: Script) -> None:
