@@ -25,6 +25,7 @@ from replicax.migrate.tables import (
     NAMES,
     NOTES,
     PREFIXES,
+    PYTHON_INTEGERS,
     WRITTEN,
     Operator,
     accepted_arguments,
@@ -150,9 +151,9 @@ def test_the_page_has_all_dataset_operators() -> None:
         assert f"`{name}`" in page, name
 
 
-@pytest.mark.parametrize(("path", "position", "name"), CHANGED_DEFAULTS)
-def test_arguments_with_changed_defaults_are_there(
-    path: str, position: int, name: str
-) -> None:
+@pytest.mark.parametrize(
+    ("path", "position", "name"), [*CHANGED_DEFAULTS, *PYTHON_INTEGERS]
+)
+def test_arguments_of_the_tables_are_there(path: str, position: int, name: str) -> None:
     parameters = list(inspect.signature(found(path)).parameters)
     assert parameters[position] == name
