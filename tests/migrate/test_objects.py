@@ -291,6 +291,26 @@ def test_shapes_that_layers_are_given_are_tuples() -> None:
     assert names["scale"].compute_output_shape((3, 2)) == (3, 4)
 
 
+OWN_SHAPE = "def compute_output_shape(self, input_shape): return input_shape[:2]"
+
+
+@pytest.mark.parametrize("own", ["", OWN_SHAPE])
+def test_output_shapes_are_computed(own: str) -> None:
+    text, left = ported(
+        "import tensorflow as tf\n"
+        "class Block(tf.keras.layers.Layer):\n"
+        f"    {own}\n"
+        "    def call(self, x): return tf.reduce_sum(x, axis=-1)\n"
+        "block = Block()\n"
+        "shape = block.compute_output_shape(input_shape=(None, 5, 7))\n"
+        "other = tf.keras.layers.Dense(3).compute_output_shape((None, 7))"
+    )
+    assert left == []
+    assert ("keras.KerasTensor((None, 5, 7))" in text) == (not own)
+    names = executed(text)
+    assert (names["shape"], names["other"]) == ((None, 5), (None, 3))
+
+
 def test_input_and_output_of_a_sequential_are_those_of_its_lists() -> None:
     text, left = ported(
         "import tensorflow as tf\n"

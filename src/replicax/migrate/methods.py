@@ -325,6 +325,18 @@ def _build(site: CallSite) -> Expression:
     return site.make(f"{{x}}(keras.ops.zeros(({numbers})))", x=site.receiver)
 
 
+def _output_shape(site: CallSite) -> Expression:
+    """Port `compute_output_shape` of a layer of the script that does not define it."""
+    script, shape = site.script, site.ported(0, "input_shape")
+    made = makers(script, site.owner)
+    is_ours = bool(made) and all(isinstance(each, cst.ClassDef) for each in made)
+    methods = own_methods(script, site.owner, site.method)
+    if shape is None or methods or not is_ours:
+        return site.updated
+    text = "{x}.compute_output_spec(keras.KerasTensor({shape})).shape"
+    return site.make(text, x=site.receiver, shape=shape)
+
+
 def _add_weight(site: CallSite) -> Expression:
     """Name the arguments of `add_weight`, where the shape comes first in Keras 3."""
     names = ["name", "shape", "dtype", "initializer"]
@@ -491,6 +503,7 @@ _METHODS: dict[str, Rule] = {
     "adapt": _adapt,
     "__init__": _constructor,
     "build": _build,
+    "compute_output_shape": _output_shape,
     **dict.fromkeys(_UPDATES, _assigned),
     "update_state": _update_state,
     "apply_gradients": _apply_gradients,
