@@ -264,6 +264,7 @@ def test_windows_of_a_dataset(windows: str, targets: list[int]) -> None:
         f"{SHIFTED}.flat_map(lambda w: w.skip(n))",
         f"{SHIFTED}.repeat(2).window({SHIFTED}.flat_map(batched)",
         f"{SHIFTED}.map(batched)",
+        f"{SHIFTED}.flat_map(batched) if [*d] else d",
     ],
 )
 def test_windows_that_are_no_arrays_of_one_size_are_left(windows: str) -> None:

@@ -457,6 +457,5 @@ HOST_RULES: dict[str, Rule] = {
     "convert_to_tensor": _constant,
     "identity": written("{input}", "input", "name"),
     "image.resize": resize,
-    "pad": lambda site: by_row(site, HOST_OPERATORS),
 }
 """Rules for input pipelines, by the path of the function."""

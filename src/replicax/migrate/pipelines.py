@@ -135,30 +135,33 @@ _OF_WINDOWS = ("window", "flat_map")
 
 
 def _window_calls(script: Script, group: Pipelines) -> set[cst.Call]:
-    """Calls of `window`, each with the `flat_map` that makes its windows arrays."""
-    maps = [call for call in group.operators if method_of(call) == "flat_map"]
-    pairs = ((call, _window_of(script, call)) for call in maps if not group.is_stream)
-    return {call for pair in pairs if pair[1] is not None for call in pair if call}
+    """Calls of `window(n)` and of the `flat_map` that makes arrays of `n` of them.
 
-
-def _window_of(script: Script, call: cst.Call) -> cst.Call | None:
-    """The `window` of `window(n).flat_map(lambda w: w.batch(n))`; None of others."""
-    window, *before = [*calls_before(script, object_of(call)), None]
-    given = value_of(call, 0, "map_func")
-    functions = script.functions(dotted(given) or "")
-    made = [given.body] if isinstance(given, cst.Lambda) else []
-    made += [each for f in functions for each in returned_by(script, f)]
-    batch = script.flow.resolved(made[0]) if len(made) == 1 else None
-    names = [method_of(each) for each in (window, batch)]
-    if names != ["window", "batch"] or window is None or value_of(window, 2, "stride"):
-        return None
-    assert isinstance(batch, cst.Call)
-    sizes = (value_of(window, 0, "size"), value_of(batch, 0, "batch_size"))
-    is_whole = len({script.code(each) for each in sizes if each}) == 1
-    drops = [value_of(c, at, "drop_remainder") for c, at in ((window, 3), (batch, 1))]
-    is_full = any(is_name(each, "True") for each in drops)
-    is_in_order = all(method_of(each) not in {"shuffle", "repeat"} for each in before)
-    return window if is_whole and is_full and is_in_order else None
+    Nothing else may use the windows, which are datasets.
+    """
+    found: set[cst.Call] = set()
+    for call in group.operators if not group.is_stream else ():
+        window, *before = [*calls_before(script, object_of(call)), None]
+        given = value_of(call, 0, "map_func")
+        made = [given.body] if isinstance(given, cst.Lambda) else []
+        for function in script.functions(dotted(given) or ""):
+            made += returned_by(script, function)
+        batch = script.flow.resolved(made[0]) if len(made) == 1 else None
+        if window is None or not isinstance(batch, cst.Call):
+            continue
+        names = [method_of(each) for each in (call, window, batch)]
+        sizes = (value_of(window, 0, "size"), value_of(batch, 0, "batch_size"))
+        drops = (value_of(c, i, "drop_remainder") for c, i in ((window, 3), (batch, 1)))
+        uses = script.uses_of(window) if script.target_of(window) else [call]
+        if (
+            names == ["flat_map", "window", "batch"]
+            and len({script.code(each) for each in sizes if each}) == len(uses) == 1
+            and any(is_name(each, "True") for each in drops)
+            and value_of(window, 2, "stride") is None
+            and all(method_of(each) not in {"shuffle", "repeat"} for each in before)
+        ):
+            found |= {call, window}
+    return found
 
 
 def _problems_of_map(script: Script, call: cst.Call) -> Iterator[str]:
