@@ -57,6 +57,21 @@ IMAGES = np.arange(48.0, dtype="float32").reshape(2, 2, 3, 4) ** 2
             "tf.nn.depth_to_space(tf.reshape(range(8), [1, 1, 2, 4]), 2)[0, ..., 0]",
             [[0, 1, 4, 5], [2, 3, 6, 7]],
         ),
+        (
+            "[tf.case([(i < 0, lambda: i - 1), (i < 2, lambda: i * 4)], "
+            "default=lambda: i) for i in tf.constant([-3, 1, 2])]",
+            [-4, 4, 2],
+        ),
+        (
+            "[tf.switch_case(i, [lambda: i, lambda: i * 4], lambda: i - 7) "
+            "for i in tf.constant([-3, 0, 1, 2])]",
+            [-10, 0, 4, -5],
+        ),
+        (
+            "[tf.switch_case(i, branch_fns=[lambda: i, lambda: i * 4]) "
+            "for i in tf.constant([-3, 0])]",
+            [-12, 0],
+        ),
         ("tf.float16.max / 2 + tf.dtypes.uint8.min", 65504 / 2),
         ("1 / tf.image.psnr(x, x + 0.1, max_val=1.0)", 1 / 20),
         ("tf.image.psnr(images, images - 2, 255)", 2 * [20 * np.log10(255 / 2)]),

@@ -270,6 +270,30 @@ def resize(site: CallSite) -> Expression:
     return site.make("np.asarray({x})", x=made) if on_host else made
 
 
+def _case(site: CallSite) -> Expression:
+    """Port `tf.case` to a `cond` in the other branch of each `cond`."""
+    pairs = [parts_of(pair) for pair in parts_of(site.required(0, "pred_fn_pairs"))]
+    made, text = site.ported(1, "default"), "keras.ops.cond({p}, {f}, {rest})"
+    if made is None or not pairs or any(len(pair) != 2 for pair in pairs):
+        raise site.stays("use keras.ops.cond, or give it a list of pairs and default=")
+    for test, function in reversed(pairs):
+        made = site.make(text, p=test, f=function, rest=made)
+        text = "keras.ops.cond({p}, {f}, lambda: {rest})"
+    return made
+
+
+def _switch(site: CallSite) -> Expression:
+    """Port `tf.switch_case`, whose last function is for all other indices, too."""
+    given, index = site.required(1, "branch_fns"), site.required(0, "branch_index")
+    functions, default = parts_of(given), site.ported(2, "default")
+    functions += [default] if default is not None else []
+    if not parts_of(given) or not isinstance(index, cst.Name):
+        raise site.stays("use keras.ops.switch, or give it a name and a list")
+    last, these = cst.Integer(f"{len(functions) - 1}"), map(cst.Element, functions)
+    text = "keras.ops.switch(keras.ops.where({i} < 0, {last}, {i}), {x})"
+    return site.make(text, i=index, last=last, x=cst.List([*these]))
+
+
 DEVICE_RULES: dict[str, Rule] = {
     "constant": _constant,
     "convert_to_tensor": _constant,
@@ -279,10 +303,12 @@ DEVICE_RULES: dict[str, Rule] = {
     "linalg.matmul": _matmul,
     "linalg.band_part": _band,
     "image.resize": resize,
+    "case": _case,
     "cast": _cast,
     "nn.ctc_loss": _ctc,
     "where": _where,
     "split": _split,
+    "switch_case": _switch,
     "clip_by_norm": _clip_by_norm,
     "norm": _norm,
     "linalg.norm": _norm,
