@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import libcst as cst
 
 from replicax.migrate.functional import has_input_shape, is_symbolic, layers_of
-from replicax.migrate.kinds import is_class_of, kind_of, origins
+from replicax.migrate.kinds import Origin, is_class_of, kind_of, origins
 from replicax.migrate.origins import (
     bound_values,
     definitions,
@@ -142,19 +142,18 @@ def _compiles_outside(script: Script, call: cst.Call, code: _ReachableCode) -> b
 def _builds_outside(script: Script, call: cst.Call, code: _ReachableCode) -> bool:
     """Whether a call of a model, or of a layer, that is made in a scope builds it.
 
-    That is the first call, outside of all scopes and steps, before all training. Only
-    the function that makes the model is looked at: others may be called later.
+    That is the first call, outside of all scopes and steps, before all training.
     """
     function, model = script.function_of(call), call.func
     if not isinstance(model, cst.Name) or is_traced(script, call) or code.has(call):
         return False
+    bound = [each.node for each in script.flow.reaching(model)]
     if is_parameter(script, model) or not _is_model_of(script, model, code):
         return False
-    for made in origins(script, model):
-        if not isinstance(made, cst.Call) or not _is_unbuilt(script, made):
-            return False
-        if script.function_of(made) is not function:
-            return False
+    if any(script.function_of(each) is not function for each in bound):
+        return False  # Its calls are not in the order of the text.
+    if not all(_is_unbuilt(script, each) for each in origins(script, model)):
+        return False
     before = [c for c in script.calls if script.function_of(c) is function]
     before = before[: before.index(call)]
     running = (*NAMES["running_methods"], *NAMES["methods_with_steps"], "build")
@@ -163,8 +162,10 @@ def _builds_outside(script: Script, call: cst.Call, code: _ReachableCode) -> boo
     ) and not any(is_symbolic(script, arg.value) for arg in call.args)
 
 
-def _is_unbuilt(script: Script, made: cst.Call) -> bool:
+def _is_unbuilt(script: Script, made: Origin) -> bool:
     """Whether a model or layer that a call makes has no variables before its call."""
+    if not isinstance(made, cst.Call):
+        return False
     if script.called(made) in NAMES["sequential"]:
         return not has_input_shape(script, layers_of(script, made))
     kind = kind_of(script, made)
