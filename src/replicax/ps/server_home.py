@@ -177,10 +177,13 @@ class ServerHome(ReplicaHome):
     def adopt(self, program: Program) -> None:
         """Give a program's variables the servers' values, as a step would."""
         stored = _values(program.variables)
-        self._connect(program, stored)
+        connected = self._connect(program, stored)
         internals.write_values(
             program.variables, [stored[id(v)] for v in program.variables]
         )
+        for group in connected.groups:
+            if group.optimizer is not None:
+                group.optimizer.write_steps()
 
     def _connect(self, program: Program, stored: dict[int, jax.Array]) -> _Connected:
         """Return a program's groups; add the values of its variables to `stored`.
