@@ -18,3 +18,13 @@ def executed(text: str, names: dict[str, Any] | None = None) -> dict[str, Any]:
     names = {} if names is None else names
     exec(text, names)
     return names
+
+
+def run(source: str) -> dict[str, Any]:
+    """The names of a script, once it is ported and run; nothing is left by hand."""
+    text, left = ported(source)
+    assert left == []
+    assert "tensorflow" not in text
+    names: dict[str, Any] = {}
+    exec(compile(text, "ported", "exec"), names)
+    return names

@@ -157,3 +157,19 @@ def test_a_model_that_a_function_gets_in_several_calls_is_one_model() -> None:
     )
     assert "categorical_crossentropy(y, model(x), from_logits=True)" in result
     assert "layers.Dense(9), layers.Dense(3)])" in result
+
+
+def test_logits_of_a_model_with_an_activation_are_what_goes_into_it() -> None:
+    """TensorFlow takes them there, also where `from_logits=True`."""
+    loss = "tf.keras.losses.CategoricalCrossentropy(from_logits=True)"
+    compiled = f"model.compile('adam', {loss})\n"
+    result, _ = text(f"{SEQUENTIAL}{compiled}p = model.predict(x)\n")
+    assert "layers.Dense(9), layers.Dense(3)])" in result
+    assert f"model.compile('adam', {LOGITS})" in result
+    assert "p = keras.ops.softmax(model.predict(x))" in result
+    plain = SEQUENTIAL.replace(', activation="softmax"', "")
+    result, notes = text(f"{plain}{compiled}p = model.predict(x)\n")
+    assert "p = model.predict(x)" in result
+    assert notes == []
+    left = port(f"{SEQUENTIAL}{compiled}f(model)\np = model(x) + 1\n".encode()).left
+    assert any("Keras 3 applies it twice" in each.reason for each in left)

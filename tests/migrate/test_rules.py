@@ -335,57 +335,6 @@ def test_a_step_of_keras_without_a_strategy_gets_the_default_or_is_left() -> Non
     assert lines(trainer)[1] == []
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        (
-            "model.save('m/')\nm = tf.keras.models.load_model('m/')",
-            "model.save('m.keras')\nm = keras.models.load_model('m.keras')\n",
-        ),
-        (
-            "model.save_weights('w.h5')\nmodel.load_weights('w.h5')",
-            "model.save_weights('w.weights.h5')\nmodel.load_weights('w.weights.h5')\n",
-        ),
-        (
-            "p = os.path.join(d, 'ckpt')\ntf.keras.callbacks.ModelCheckpoint(p)\n"
-            "model.save(p)\nprint(p)",
-            "p = os.path.join(d, 'ckpt.keras')\n",
-        ),
-        (
-            "p = 'c' if a else 'cp-{epoch}'\nmodel.save_weights(p.format(epoch=0))",
-            "p = 'c.weights.h5' if a else 'cp-{epoch}.weights.h5'\n",
-        ),
-    ],
-)
-def test_files_whose_uses_are_in_sight_get_the_end_that_keras_wants(
-    before: str, after: str
-) -> None:
-    text, left = lines(before)
-    assert after in text
-    assert left == []
-
-
-@pytest.mark.parametrize(
-    "before",
-    [
-        "p = 'm'\nmodel.save(p)\nos.remove(p)",
-        "model.save('m')\nprint(os.path.exists('m'))",
-        "model.save_weights('m')\nprint(os.path.exists('m.index'))",
-        "model.save('m/')\nprint(os.path.exists('m/saved_model.pb'))",
-        "import gensim\nw2v_model = gensim.W()\nw2v_model.save('m')",
-        "model.save('export/1')",
-        "m = tf.keras.models.load_model('m')",
-        "model.save('m')\nmodel.save_weights('m')",
-        "def f(p): model.save(p)\nf('m')\nf('n.keras')",
-    ],
-)
-def test_other_files_are_left_by_their_names(before: str) -> None:
-    text, left = lines(before)
-    assert all("wants a file name that ends with" in each for each in left)
-    assert left
-    assert ".keras')" not in text.replace("f('n.keras')", "")
-
-
 def test_methods_that_steps_call_on_objects_get_random_state() -> None:
     text, left = lines(
         "class Net:\n    def draw(self):\n        return tf.random.normal([2])\n"
@@ -500,28 +449,6 @@ def test_what_gives_other_numbers_is_noted(statement: str, notes: list[str]) -> 
     assert not ported.left
     reasons = [note.reason for note in ported.notes]
     assert [n in r for n, r in zip(notes, reasons, strict=True)] == [True] * len(notes)
-
-
-def test_a_path_that_cannot_be_seen_is_left() -> None:
-    ported = port(b"import tensorflow as tf\nmodel.save(args.path)\n")
-    assert [left.line for left in ported.left] == [2]
-    assert "see that `args.path` does" in ported.left[0].reason
-
-
-@pytest.mark.parametrize(
-    ("default", "num_left"), [("default='m.h5'", 0), ("default='m'", 1), ("", 1)]
-)
-def test_a_path_of_the_command_line_ends_as_its_default(
-    default: str, num_left: int
-) -> None:
-    ported = port(
-        "import tensorflow as tf\nparser.add_argument('--path', type=str, "
-        f"{default})\nargs = parser.parse_args()\nmodel.save(args.path)\n".encode()
-    )
-    assert len(ported.left) == num_left
-    assert len(ported.notes) == 1 - num_left
-    for note in ported.notes:
-        assert "also those that the command line gives" in note.reason
 
 
 STEP = """import tensorflow as tf

@@ -592,9 +592,8 @@ def test_many_steps_without_waiting(digits: Any) -> None:
         Loop(s, lambda: keras.optimizers.SGD(0.01, 0.9)) for s in both("inside")
     )
     for each in (oracle, loop):
-        batch = next(
-            iter(each.strategy.experimental_distribute_dataset(digits, batch_size=24))
-        )
+        data = each.strategy.experimental_distribute_dataset(digits, batch_size=24)
+        batch = next(iter(data))
         for _ in range(1000):
             each.strategy.run(each.step, batch)
     for a, e in zip(loop.state(), oracle.state(), strict=True):

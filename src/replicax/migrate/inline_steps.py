@@ -287,6 +287,6 @@ def _lines_before(script: Script, module: cst.Module) -> dict[int, int]:
         if script.parent(node) is not None:
             lines.setdefault(positions[node].start.line, script.line(node))
     last = 1
-    for number in range(1, max(lines, default=1) + 1):
+    for number in range(1, positions[module].end.line + 1):
         last = lines.setdefault(number, last)
     return lines

@@ -4,7 +4,8 @@ TensorFlow's cross-entropies see that probabilities come from a softmax or a sig
 and take what went into it. Keras on JAX clips the probabilities, whose gradients vanish
 where inputs are not scaled. So the last activation goes, the loss gets
 `from_logits=True`, and predictions get the activation. Where not all of that is in
-sight, a note says so.
+sight, a note says so. TensorFlow does the same where a loss has `from_logits=True` and
+gets probabilities.
 """
 
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from replicax.migrate.tracing import is_traced
 from replicax.migrate.tree import (
     argument,
     dotted,
+    is_name,
     keyword,
     method_of,
     object_of,
@@ -41,7 +43,7 @@ _CLASSES = {
 _FROM_LOGITS = {**dict.fromkeys(_CLASSES.values(), 0), **dict.fromkeys(_CLASSES, 2)}
 """Positions of `from_logits`."""
 _Losses: TypeAlias = dict[Expression, str]
-"""Cross-entropies of probabilities, and their names in Keras."""
+"""Cross-entropies, and their names in Keras."""
 
 
 def plan_logits(script: Script) -> None:
@@ -50,12 +52,18 @@ def plan_logits(script: Script) -> None:
     for kind in ("softmax", "sigmoid"):
         is_binary = kind == "sigmoid"
         own = {k: v for k, v in losses.items() if ("binary" in v.lower()) == is_binary}
+        logits = {k: v for k, v in own.items() if _is_of_logits(script, k)}
+        given = {k: v for k, v in own.items() if k not in logits} or logits
+        port = _Port(script, kind, given)
         try:
-            if own:
-                _Port(script, kind, own).plan()
+            if given:
+                port.plan()
         except Unported:
-            for loss in own:
-                script.note(loss, MESSAGES["probabilities"])
+            for loss in given:
+                if loss not in logits:
+                    script.note(loss, MESSAGES["probabilities"])
+                elif port.models:
+                    script.leave(loss, MESSAGES["applied_twice"].format(kind=kind))
     for given in filter(None, map(_compiled_loss, script.calls)):
         for loss in elements(script, script.flow.resolved(given)):
             if _loss_name(script, loss):  # One of several outputs.
@@ -65,12 +73,19 @@ def plan_logits(script: Script) -> None:
 def _losses(script: Script) -> Iterator[tuple[Expression, str]]:
     for node in script.calls:
         name = _name_in(script, node.func, "losses")
-        given = value_of(node, _FROM_LOGITS.get(name, 0), "from_logits")
-        if name in _FROM_LOGITS and (given is None or script.code(given) != "True"):
+        if name in _FROM_LOGITS:
             yield node, name
         value = _compiled_loss(node)
         if value is not None and (name := _loss_name(script, value)):
             yield value, name
+
+
+def _is_of_logits(script: Script, loss: Expression) -> bool:
+    """Whether a loss is a call with `from_logits=True`."""
+    if not isinstance(loss, cst.Call):
+        return False
+    name = _name_in(script, loss.func, "losses")
+    return is_name(value_of(loss, _FROM_LOGITS.get(name, 0), "from_logits"), "True")
 
 
 def _loss_name(script: Script, value: Expression) -> str:
@@ -100,7 +115,7 @@ class _Port:
         self._script = script
         self._kind = kind
         self._losses = losses
-        self._models = {  # The calls that make models, with those of their last layers.
+        self.models = {  # The calls that make models, with those of their last layers.
             call: last
             for call in script.calls
             if _is_model(script, call)
@@ -110,7 +125,7 @@ class _Port:
 
     def plan(self) -> None:
         """Plan the port of models, metrics, losses and predictions, or of none."""
-        if not self._models:
+        if not self.models:
             raise Unported("no model in sight")
         changes: list[tuple[cst.CSTNode, Expression]] = []
         wrapped: list[cst.Call] = []
@@ -138,8 +153,8 @@ class _Port:
     def _uses(self) -> Iterator[Expression]:
         for node in self._script.nodes(cst.Name, cst.Attribute):
             found = _origins(self._script, node)
-            if found & self._models.keys():
-                if found - self._models.keys():
+            if found & self.models.keys():
+                if found - self.models.keys():
                     raise Unported("one of several models")
                 yield node
 
@@ -213,7 +228,7 @@ class _Port:
         """Raise `Unported` unless all losses are of these models."""
         script = self._script
         every = {call for call in script.calls if _is_model(script, call)}
-        others = every - self._models.keys()
+        others = every - self.models.keys()
         for loss in self._losses:
             calls = (p for p in script.parents(loss) if isinstance(p, cst.Call))
             inside = {call for call in calls if _compiled_loss(call) is not None}
@@ -262,7 +277,7 @@ class _Port:
             script.wrapped[call] = f"keras.ops.{self._kind}({{x}})"
         for call in saved:
             script.note(call, f"the saved model gives logits now, without {self._kind}")
-        for last in self._models.values():
+        for last in self.models.values():
             _take_activation(script, last)
             script.note(last, MESSAGES["activation_gone"].format(kind=self._kind))
 
