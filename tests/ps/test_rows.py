@@ -140,8 +140,13 @@ def everything(rows, name="words"):
     return rows.pull(name, np.arange(NUM_ROWS))
 
 
-def step(rows, ids, value=1.0, group=SGD_GROUP, share=None, name="words"):
+def step(rows, ids, value=1.0, group=SGD_GROUP, name="words"):
     """What a program and the strategy do with one replica's rows."""
+    rows.finish(begun(rows, ids, value, group, None, name))
+
+
+def begun(rows, ids, value, group=SGD_GROUP, share=None, name="words"):
+    """A step's pushes, which are under way."""
     ids = np.asarray(ids)
 
     def program():
@@ -149,7 +154,7 @@ def step(rows, ids, value=1.0, group=SGD_GROUP, share=None, name="words"):
         rows.collect(name, ids, np.full((len(ids), DIM), value, np.float32))
 
     rows.complete(program)
-    rows.finish(rows.push(group.name, [name], share))
+    return rows.push(group.name, [name], share)
 
 
 def test_it_is_a_row_source(rows):
@@ -318,9 +323,12 @@ def test_parts_of_a_step_make_one_update(rows, make_rows):
     other.connect(SGD_GROUP, [Anchor("words")])
     before = everything(rows)
     for number in range(2):
+        pushes = {}
         for i, source in enumerate((rows, other)):
             share = StepShare(step=number, part=i, num_parts=2, weight=1.0 + 2 * i)
-            step(source, [1 + i, 9], value=4.0, share=share)
+            pushes[source] = begun(source, [1 + i, 9], 4.0, share=share)
+        for source, under_way in pushes.items():
+            source.finish(under_way)
     change = before - everything(rows)
     np.testing.assert_allclose(change[[1, 2, 9]][:, 0], [1.0, 3.0, 4.0], rtol=1e-5)
 
