@@ -5,6 +5,7 @@ run that nobody disturbed; asynchronously every batch is counted once. With
 `snapshot_every_updates=1` that is so whatever is lost.
 """
 
+import itertools
 import random
 import signal
 import time
@@ -35,7 +36,7 @@ NUM_FAULTS = 4
 
 
 def disturb(cluster, seed):
-    """Cause the faults of a seed; the killed tasks in order."""
+    """Cause the faults of a seed; the tasks that were killed, fault by fault."""
     choices = random.Random(seed)
     killed = []
     print(f"seed {seed}:")
@@ -56,8 +57,12 @@ def disturb(cluster, seed):
             else:
                 cluster.task(name).wait(timeout_seconds=30)
                 cluster.restart(name)
-                killed.append(name)
+        killed.append([] if fault == "SIGSTOP" else names)
     return killed
+
+
+def is_worker(name):
+    return name.startswith("worker")
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -88,8 +93,15 @@ def test_asynchronously_each_batch_is_counted_once(tmp_path, seed):
     assert totals["twice"] == 0
     assert sum(found["steps"].values()) + totals["given_up"] == given
     # A worker holds one batch, and the one before whose push is under way.
-    assert totals["given_up"] <= 2 * sum(name.startswith("worker") for name in killed)
-    for server in found["servers"]:
-        assert server["lost"] == 0
+    every = [name for names in killed for name in names]
+    assert totals["given_up"] <= 2 * sum(map(is_worker, every))
+    for i, server in enumerate(found["servers"]):
+        # A worker that is killed with a server, or just before, may have pushed and had
+        # no answer, and does not send its push again.
+        together = sum(
+            f"ps:{i}" in names and any(map(is_worker, [*names, *before]))
+            for before, names in itertools.pairwise([[], *killed])
+        )
+        assert server["lost"] <= together
         assert 0 <= given - server["applied"] <= totals["given_up"]
     assert found["accuracy"] > 0.9
