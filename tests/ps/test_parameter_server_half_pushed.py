@@ -104,22 +104,31 @@ def in_step(options, kind=None, words=False, holds=False):
     }
 
 
+def undisturbed_outputs(tmp_path, words):
+    with Job(tmp_path / "1", in_step, options={}, words=words) as cluster:
+        return all_done(cluster.ended(60))["outputs"]
+
+
+def assert_as_undisturbed(results, expected):
+    """Each step was made once, and the model is that of an undisturbed run."""
+    found = all_done(results)
+    for server in found["servers"]:
+        assert (server["applied"], server["lost"]) == (STEPS, 0)
+    # The sum of two parts is the same in any order.
+    np.testing.assert_array_equal(found["outputs"], expected)
+
+
 @pytest.mark.parametrize(
     ("kind", "words"), [("push", False), ("push", True), ("push_rows", True)]
 )
 def test_its_part_is_computed_again_from_the_values_of_its_step(tmp_path, kind, words):
-    with Job(tmp_path / "1", in_step, options={}, words=words) as cluster:
-        undisturbed = all_done(cluster.ended(60))
+    expected = undisturbed_outputs(tmp_path, words)
     with Job(tmp_path / "2", in_step, options={}, kind=kind, words=words) as cluster:
         cluster.task("worker:1").wait_for("dies now")
         assert cluster.task("worker:1").wait(timeout_seconds=10) == -signal.SIGKILL
         cluster.restart("worker:1")
         results = cluster.ended(60)
-    found = all_done(results)
-    for server in found["servers"]:
-        assert (server["applied"], server["lost"]) == (STEPS, 0)
-    # The sum of two parts is the same in any order.
-    np.testing.assert_array_equal(found["outputs"], undisturbed["outputs"])
+    assert_as_undisturbed(results, expected)
     assert "computed from newer ones" not in results["worker:1"].output
 
 
@@ -128,8 +137,7 @@ def test_its_part_is_computed_again_from_the_values_of_its_step(tmp_path, kind, 
 )
 def test_also_where_the_whole_job_is_killed_then(tmp_path, kind, words):
     durable = {"snapshot_dir": str(tmp_path), "snapshot_every_updates": 1}
-    with Job(tmp_path / "1", in_step, options={}, words=words) as cluster:
-        undisturbed = all_done(cluster.ended(60))
+    expected = undisturbed_outputs(tmp_path, words)
     job = {"options": durable, "kind": kind, "words": words}
     with Job(tmp_path / "2", in_step, **job) as cluster:
         cluster.task("worker:1").wait_for("dies now")
@@ -140,10 +148,7 @@ def test_also_where_the_whole_job_is_killed_then(tmp_path, kind, words):
         for name in (*others, "worker:1"):
             cluster.restart(name)
         results = cluster.ended(90)
-    found = all_done(results)
-    for server in found["servers"]:
-        assert (server["applied"], server["lost"]) == (STEPS, 0)
-    np.testing.assert_array_equal(found["outputs"], undisturbed["outputs"])
+    assert_as_undisturbed(results, expected)
     for name in ("worker:0", "worker:1"):
         assert "computed from newer ones" not in results[name].output
 
@@ -152,8 +157,7 @@ def test_also_where_the_whole_job_is_killed_then(tmp_path, kind, words):
 def test_a_killed_server_gets_again_what_it_has_of_a_step(tmp_path, kind, words):
     """Of the part that one worker has brought, while another's is on its way."""
     durable = {"snapshot_dir": str(tmp_path), "snapshot_every_updates": 1}
-    with Job(tmp_path / "1", in_step, options={}, words=words) as cluster:
-        undisturbed = all_done(cluster.ended(60))
+    expected = undisturbed_outputs(tmp_path, words)
     job = {"options": durable, "kind": kind, "words": words, "holds": True}
     with Job(tmp_path / "2", in_step, **job) as cluster:
         cluster.task("worker:1").wait_for("holds now")
@@ -163,9 +167,6 @@ def test_a_killed_server_gets_again_what_it_has_of_a_step(tmp_path, kind, words)
         for name in ("ps:0", "ps:1"):
             cluster.restart(name)
         results = cluster.ended(90)
-    found = all_done(results)
-    for server in found["servers"]:
-        assert (server["applied"], server["lost"]) == (STEPS, 0)
-    np.testing.assert_array_equal(found["outputs"], undisturbed["outputs"])
+    assert_as_undisturbed(results, expected)
     for name in ("ps:0", "ps:1"):
         assert "were lost" not in results[name].output

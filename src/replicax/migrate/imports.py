@@ -105,8 +105,8 @@ def find_retained(script: Script) -> None:
 def report_rebound(script: Script) -> None:
     """Report uses of a module by a name that stands for something else, too."""
     names = script.names
-    for node in script.nodes(cst.Attribute):
-        if not isinstance(node.value, cst.Name) or not names.rebound:
+    for node in script.nodes(cst.Attribute) if names.rebound else ():
+        if not isinstance(node.value, cst.Name):
             continue
         path = names.rebound.get(names.key(node.value) or (0, ""))
         values = (v for d in script.flow.reaching(node.value) for v in d.values)

@@ -35,19 +35,9 @@ __all__ = ["InlineStep", "inline_steps", "with_functions"]
 _LOOPS = (cst.For, cst.While)
 _ENDS = ("apply_gradients", "gradient")
 _REFUSED = (
-    *(
-        cst.Assert,
-        cst.FormattedString,
-        cst.Return,
-        cst.Break,
-        cst.Continue,
-        cst.Yield,
-        cst.Await,
-        cst.Del,
-        cst.Lambda,
-    ),
-    *(cst.FunctionDef, cst.ClassDef, cst.Import, cst.ImportFrom, cst.NamedExpr),
-    *(cst.Global, cst.Nonlocal),
+    *(cst.Assert, cst.FormattedString, cst.Lambda, cst.NamedExpr, cst.Global),
+    *(cst.Return, cst.Break, cst.Continue, cst.Yield, cst.Await, cst.Del),
+    *(cst.FunctionDef, cst.ClassDef, cst.Import, cst.ImportFrom, cst.Nonlocal),
 )
 
 

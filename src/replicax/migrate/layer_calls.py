@@ -65,10 +65,7 @@ def plan_layer_calls(script: Script) -> None:
         if found is not None and _is_layer(script, *found):
             _plan(script, node, found[1])
             _plan_lists(script, [node.args[0].value], "keras.ops.convert_to_tensor")
-        _plan_lists(script, _batches(script, node), "np.array")
-        labels = [*_batches(script, node), None, None][1]
-        if labels is not None and _is_of_one(script, node, labels):
-            script.wrapped[labels] = "list({x}.values())"
+        _plan_batches(script, node)
     for function in script.functions("call"):
         owner = script.class_around(function)
         if is_class_of(script, owner, _KINDS):
@@ -95,13 +92,18 @@ def _plan_mask(script: Script, function: cst.FunctionDef) -> None:
         script.first_lines[function.body] = f"mask = {mask} if mask is None else mask"
 
 
-def _batches(script: Script, call: cst.Call) -> Iterator[Expression | None]:
-    """The data of a call of a model's method for batches."""
-    is_ours = method_of(call) in NAMES["methods_with_batches"]
-    if is_ours and is_kind(script, object_of(call), "model"):
-        yield from (value_of(call, 0, "x"), value_of(call, 1, "y"))
-        if method_of(call) == "fit":
-            yield from parts_of(value_of(call, 7, "validation_data"))
+def _plan_batches(script: Script, call: cst.Call) -> None:
+    """Plan the data of a call of a model's method for batches."""
+    name = method_of(call)
+    is_ours = name in NAMES["methods_with_batches"]
+    if not is_ours or not is_kind(script, object_of(call), "model"):
+        return
+    labels = value_of(call, 1, "y")
+    validation = value_of(call, 7, "validation_data") if name == "fit" else None
+    data = [value_of(call, 0, "x"), labels, *parts_of(validation)]
+    _plan_lists(script, data, "np.array")
+    if labels is not None and _is_of_one(script, call, labels):
+        script.wrapped[labels] = "list({x}.values())"
 
 
 def _plan_lists(

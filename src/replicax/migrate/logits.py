@@ -54,10 +54,11 @@ def plan_logits(script: Script) -> None:
         own = {k: v for k, v in losses.items() if ("binary" in v.lower()) == is_binary}
         logits = {k: v for k, v in own.items() if _is_of_logits(script, k)}
         given = {k: v for k, v in own.items() if k not in logits} or logits
+        if not given:
+            continue
         port = _Port(script, kind, given)
         try:
-            if given:
-                port.plan()
+            port.plan()
         except Unported:
             for loss in given:
                 if loss not in logits:

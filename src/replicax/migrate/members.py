@@ -264,14 +264,12 @@ def _refuse(script: Script, node: cst.Attribute) -> None:
 
 def _refuse_to_set(script: Script, node: cst.Attribute) -> None:
     """Raise `Unported` where Keras 3 has a property that no one can set."""
-    name, definitions = node.attr.value, script.flow.definitions
-    for kind, names in READ_ONLY.items():
-        is_set = name in names and any(each.node is node for each in definitions)
-        if (
-            is_set
-            and is_kind(script, node.value, kind)
-            and not _sets_model(script, node)
-        ):
+    name = node.attr.value
+    kinds = [kind for kind, names in READ_ONLY.items() if name in names]
+    if not kinds or script.flow.defined(node) is None or _sets_model(script, node):
+        return
+    for kind in kinds:
+        if is_kind(script, node.value, kind):
             raise Unported(MESSAGES["read_only"].format(name=name, kind=kind))
 
 

@@ -72,37 +72,34 @@ def serve(
     board = Board(workers, timeouts, note=note) if server == 0 else None
     service = Service(address, store, board, credentials)
     failure = None
-    # The other servers learn of the job, and of its end, from the first one's board.
-    first = Connection(
-        config.cluster.task_address("ps", 0),
-        credentials,
-        task="ps:0",
-        caller=f"ps:{server}",
-        retry_timeout_seconds=timeouts.startup,
-    )
-    with first:
-        try:
-            if board is not None:
-                _begin_job(snapshots, store, board)
-            elif snapshots is not None:
-                _join_job(snapshots, store, first)
+    try:
+        if board is not None:
+            _begin_job(snapshots, store, board)
             service.serve_in_thread()
-            _logger.info("ps:%d serves at %s", server, address)
-            if board is None:
+            linger = _LINGERED_BEATS * beat_seconds(len(workers), timeouts.heartbeat)
+            failure = _until_over(board, snapshots, num_servers, linger)
+        else:
+            # It learns of the job, and of its end, from the first server's board.
+            with Connection(
+                config.cluster.task_address("ps", 0),
+                credentials,
+                task="ps:0",
+                caller=f"ps:{server}",
+                retry_timeout_seconds=timeouts.startup,
+            ) as first:
+                if snapshots is not None:
+                    _join_job(snapshots, store, first)
+                service.serve_in_thread()
                 failure = _watch_first(server, num_servers, first, timeouts)
-            else:
-                beat = beat_seconds(len(workers), timeouts.heartbeat)
-                linger = _LINGERED_BEATS * beat
-                failure = _until_over(board, snapshots, num_servers, linger)
-        except (ConnectionLost, ClusterMismatchError) as error:
-            failure = str(error)
-        finally:
-            service.close()
-            _log_losses(store)
-            _report(store, board)
-            if snapshots is not None:
-                # With the board of a failed job the next one would fail at once.
-                snapshots.close(write=failure is None)
+    except (ConnectionLost, ClusterMismatchError) as error:
+        failure = str(error)
+    finally:
+        service.close()
+        _log_losses(store)
+        _report(store, board)
+        if snapshots is not None:
+            # With the board of a failed job the next one would fail at once.
+            snapshots.close(write=failure is None)
     if failure is not None:
         _logger.error("ps:%d ends: %s", server, failure)
         raise SystemExit(int(ExitCode.FAILED))

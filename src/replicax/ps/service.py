@@ -109,6 +109,7 @@ class Service:
                 f"The parameter server cannot listen at {self.address}: {error}"
             ) from error
         self._connections.start()
+        _logger.info("ps:%d serves at %s", self._store.server, self.address)
 
     def close(self, deadline: float = 10.0) -> None:
         """Finish calls in progress, close all connections, free the port.
