@@ -14,13 +14,14 @@ from typing import Any
 
 import replicax  # noqa: F401 - It chooses JAX as Keras' backend.
 from discrete_events import Event, Process, Shared, Turns, World, all_of
+from replicax._util.waiting import BACK_OFF
 from replicax.cluster.timeouts import Timeouts
 from replicax.ps.board import Board
 from replicax.ps.call_log import Sessions, note_nothing
 from replicax.ps.groups import Group, StepShare
 from replicax.ps.limits import (
     beat_seconds,
-    longest_pause,
+    poll_pauses,
     tickets_at_once,
     watch_seconds,
 )
@@ -237,15 +238,15 @@ class Worker:
 
     def _meet(self, barrier: str) -> Process:
         """A barrier: ask again until all are there."""
-        pause = 0.001
+        pause, longest = poll_pauses(self._job.workers)
         while not (yield from self.call("arrive", barrier=barrier))["complete"]:
             yield self._world.sleep(pause)
-            pause = min(2 * pause, longest_pause(self._job.workers))
+            pause = min(BACK_OFF * pause, longest)
 
     def _claim(self) -> Process:
         """Tickets for the next steps; whether there are any."""
-        job, pause = self._job, 0.001
-        count = 1
+        job, count = self._job, 1
+        pause, longest = poll_pauses(job.workers)
         if not job.sync and job.max_staleness is None:
             left = None if job.limit is None else job.limit - self._cluster.frontier
             count = tickets_at_once(job.workers, self._pace(), left)
@@ -267,7 +268,7 @@ class Worker:
                 return False
             yield from self._settle()
             yield self._world.sleep(pause)
-            pause = min(2 * pause, longest_pause(job.workers))
+            pause = min(BACK_OFF * pause, longest)
 
     def _pace(self) -> float:
         return self._world.now / self.steps if self.steps else float("inf")

@@ -129,11 +129,11 @@ def test_a_wait_ends_with_the_first_result(clock: Clock) -> None:
         lambda: next(answers),
         60,
         late=lambda: pytest.fail("too early"),
-        pauses=(1.0, 3.0),
+        pauses=(1.0, 1.5),
         sleep=clock.sleep,
     )
     assert found == 0
-    assert clock.pauses == [1, 2, 3, 3]
+    assert clock.pauses == [1, 1.25, 1.5, 1.5]
 
 
 def test_a_wait_ends_in_time_and_asks_once_more_before(clock: Clock) -> None:

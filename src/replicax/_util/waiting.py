@@ -9,8 +9,13 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-__all__ = ["Announced", "announce_first", "wait_for"]
+__all__ = ["BACK_OFF", "Announced", "announce_first", "wait_for"]
 
+BACK_OFF = 1.25
+"""Ratio of a pause between two polls to the one before.
+
+So whoever waits notices the result late by at most a quarter of what the wait took.
+"""
 FIRST_SECONDS = 3.0
 EVERY_SECONDS = 10.0
 _LOOK_SECONDS = 0.5
@@ -62,8 +67,8 @@ def wait_for(
         reminder: Returns a sentence for the log that says what the wait is for; called
             every 10 s with the seconds waited. None: nothing is logged.
         is_early: Whether no step was made yet: the first reminder comes after 3 s.
-        pauses: The first pause between two polls, and the longest; each is twice the
-            one before (exponential back-off).
+        pauses: The first pause between two polls, and the longest; each is a quarter
+            longer than the one before (exponential back-off).
         sleep: Sleeps; may return sooner, as `threading.Thread.join` does.
 
     Returns:
@@ -89,7 +94,7 @@ def wait_for(
                     "%s; at most %.0f s more", text, max(0.0, timeout - waited)
                 )
             sleep(min(pause, max(0.0, timeout - waited)))
-            pause = min(2 * pause, longest)
+            pause = min(BACK_OFF * pause, longest)
     return result
 
 

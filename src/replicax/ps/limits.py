@@ -34,8 +34,8 @@ __all__ = [
     "beat_seconds",
     "check_size",
     "family_of",
-    "longest_pause",
     "message_of",
+    "poll_pauses",
     "remember",
     "tickets_at_once",
     "watch_seconds",
@@ -151,13 +151,14 @@ def watch_seconds(num_servers: int) -> float:
     return max(0.2, num_servers / _WATCHES_PER_SECOND)
 
 
-def longest_pause(num_callers: int) -> float:
-    """The longest back-off between two polls of a waiting client, in seconds.
+def poll_pauses(num_callers: int) -> tuple[float, float]:
+    """The first and the longest pause between two polls of a waiting client, in s.
 
-    >>> longest_pause(4), longest_pause(1000)
-    (0.1, 2.0)
+    >>> poll_pauses(4), poll_pauses(1000)
+    ((0.001, 0.1), (0.02, 2.0))
     """
-    return max(0.1, num_callers / _POLLS_PER_SECOND)
+    longest = max(0.1, num_callers / _POLLS_PER_SECOND)
+    return longest / 100, longest
 
 
 def tickets_at_once(

@@ -35,7 +35,7 @@ from replicax.cluster.timeouts import Timeouts
 from replicax.errors import ClusterError, ClusterMismatchError
 from replicax.ps.connection import Connection, ServerRefused, ValuesLostError
 from replicax.ps.credentials import Credentials
-from replicax.ps.limits import beat_seconds, family_of, longest_pause, remember
+from replicax.ps.limits import beat_seconds, family_of, poll_pauses, remember
 
 __all__ = ["FAREWELL_SECONDS", "JOB", "ReplayLog", "Session"]
 
@@ -46,7 +46,6 @@ JOB = "job"
 """The key under which a board says which job it is of."""
 
 _CHIEF_LEFT = "the chief has left"
-_FIRST_PAUSE = 0.001
 # Other replicas may wait in a collective for one whose callback waits for rows, and XLA
 # ends the process after 40 s of that; see `rows`.
 _ROW_CONNECT_SECONDS = 7.0
@@ -278,7 +277,7 @@ class Session:
                 f"{self.name} waits for {missing()} ({what}) for {waited:.0f} s"
             ),
             is_early=not self.steps,
-            pauses=(_FIRST_PAUSE, longest_pause(len(self.workers))),
+            pauses=poll_pauses(len(self.workers)),
         )
 
     def barrier(self, name: str) -> None:
