@@ -1,5 +1,6 @@
 """Training steps that stand in a loop: they become a function that a strategy runs."""
 
+import re
 from typing import Any
 
 import numpy as np
@@ -57,6 +58,12 @@ def test_a_step_in_a_loop_becomes_a_function(loop: str) -> None:
     assert float(names["mean"].result()) == pytest.approx((1 + 0.25**2) / 2)
 
 
+STEP = """\
+    with tf.GradientTape() as tape:
+        loss = loss_fn(y, net(x))
+    grads = tape.gradient(loss, net.trainable_variables)
+    optimizer.apply_gradients(zip(grads, net.trainable_variables))
+"""
 VARIABLES = """\
 import tensorflow as tf
 w = tf.Variable([[1.0], [1.0]])
@@ -91,6 +98,54 @@ def test_two_steps_are_two_functions_and_the_other_lines_keep_their_places() -> 
     ]
     before, _, _ = text.replace("import tensorflow as tf\n", "").partition("# replicax")
     assert len(names_for(before)["losses"]) == 4
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "out = loss * 2.0",
+        "out = -loss",
+        "out = predicted[0]",
+        "out = [loss, predicted]",
+        "out = [tf.norm(grad) for grad in grads]",
+        "out = loss",
+    ],
+)
+def test_a_step_returns_what_is_seen_to_be_arrays(line: str) -> None:
+    update = "        optimizer.apply"
+    loop = LOOP.replace(update, f"        {line}\n{update}") + "        print(out)\n"
+    text, left = ported(f"{MODEL}{loop}")
+    assert left == []
+    results = re.search(r"( *)(.*) = rx.get_strategy\(\).reduce\(", text)
+    assert results is not None
+    assert "out" in results[2].split(", ")
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        "for x, y in dataset:",
+        "for x, y in zip(xs, ys):",
+        "for x, y in [(x0, y0), (x1, y1)]:",
+        "for i, (x, y) in enumerate(dataset):",
+        "for x, y in dataset.take(3):",
+        "for x, n in dataset:\n    y = np.eye(3)[n]",
+        "for x, n in dataset:\n    y = n * 2.0 - x.max()",
+    ],
+)
+def test_a_step_gets_the_arrays_of_the_data(loop: str) -> None:
+    text, left = ported(f"import numpy as np\n{MODEL}{loop}\n{STEP}")
+    assert left == []
+    assert "def train_step(y, x):" in text
+
+
+@pytest.mark.parametrize(
+    "loop", ["for y in range(3):", "for y, x in enumerate(dataset):"]
+)
+def test_a_step_that_counts_stays(loop: str) -> None:
+    text, left = ported(f"{MODEL}x = data\n{loop}\n{STEP}")
+    assert ["works in a function" in each for each in left] == [True]
+    assert "def train_step" not in text
 
 
 @pytest.mark.parametrize(
