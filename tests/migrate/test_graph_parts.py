@@ -133,3 +133,23 @@ def test_conditions_on_variables_are_left(test: str, num_left: int) -> None:
     left = port(script.encode()).left
     assert len(left) == num_left
     assert all("AutoGraph is gone" in f.reason for f in left)
+
+
+@pytest.mark.parametrize("name", ["/gpu:0", "/device:GPU:0", "GPU", "/TPU:0"])
+def test_the_default_device_needs_no_context(name: str) -> None:
+    text, left = ported(
+        f"import tensorflow as tf\nname = {name!r}\n"
+        "with tf.device(name):\n    x = tf.ones(2)\n"
+        f"with tf.device({name!r}), tf.device('/CPU:0'):\n    y = x + 1\n"
+    )
+    assert left == []
+    assert "\nx = keras.ops.ones(2)\n" in text
+    assert "\nwith keras.device('cpu:0'):\n    y = x + 1\n" in text
+    # Machines without a GPU run it, as with TensorFlow.
+    assert executed(text)["y"].tolist() == [2.0, 2.0]
+
+
+def test_another_device_is_named() -> None:
+    found = port(b"import tensorflow as tf\nwith tf.device('/gpu:1'):\n    x = 1\n")
+    assert b"with keras.device('gpu:1'):" in found.source
+    assert ["fails without a 'gpu:1'" in each.reason for each in found.notes] == [True]

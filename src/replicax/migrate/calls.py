@@ -159,10 +159,12 @@ def _latest(site: CallSite) -> Expression:
 
 
 def _device(site: CallSite) -> Expression:
-    value = site.required(0, "device_name")
+    value = site.script.flow.resolved(site.required(0, "device_name"))
     if not isinstance(value, cst.SimpleString):
         raise Unported("tf.device stays: give keras.device a name such as 'gpu:0'")
     name = text_of(value).lower().lstrip("/").removeprefix("device:")
+    if not name.startswith("cpu"):
+        site.note(f"fails without a {name!r}, where TensorFlow takes another device")
     return site.make("keras.device({name})", name=site.script.string(name))
 
 

@@ -1,6 +1,7 @@
 """Takes out or unwraps what only TensorFlow needs: statements, servers, settings."""
 
 import itertools
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ from replicax.migrate.tree import (
     object_of,
     only_of,
     parts_of,
+    text_of,
+    value_of,
     walk,
 )
 
@@ -39,6 +42,7 @@ __all__ = [
 
 _VERSIONS = ("__version__.", "VERSION.", "version.VERSION.")
 _TRANSPARENT = ("control_dependencies", "Graph.as_default", "init_scope")
+_DEFAULT_DEVICE = re.compile(r"/?(device:)?(gpu|tpu)(:0)?", re.IGNORECASE)
 
 
 def why_dropped(script: Script, line: cst.SimpleStatementLine) -> str | None:
@@ -93,16 +97,23 @@ def is_static_shape(script: Script, node: cst.CSTNode | None) -> bool:
 
 
 def transparent_items(script: Script, node: cst.With) -> list[cst.WithItem]:
-    """The items of a `with` that are contexts which only graphs needed."""
-    return [
-        item
-        for item in node.items
-        if (script.called(item.item) or script.names.path(item.item)) in _TRANSPARENT
-    ]
+    """The items of a `with` that only graphs needed, or name the default device."""
+    return [item for item in node.items if _is_transparent(script, item.item)]
+
+
+def _is_transparent(script: Script, context: cst.BaseExpression) -> bool:
+    if script.called(context) != "device":
+        return (script.called(context) or script.names.path(context)) in _TRANSPARENT
+    # The first GPU is where arrays are anyway; TensorFlow, too, takes the CPU if there
+    # is none.
+    assert isinstance(context, cst.Call)
+    name = value_of(context, 0, "device_name")
+    text = text_of(name and script.flow.resolved(name))
+    return bool(_DEFAULT_DEVICE.fullmatch(text))
 
 
 def unwrapped(script: Script, node: cst.With, updated: cst.With) -> Replacement:
-    """Remove contexts that only graphs needed; unwrap a `with` that has no others."""
+    """Remove transparent contexts; unwrap a `with` that has no others."""
     gone = transparent_items(script, node)
     pairs = zip(node.items, updated.items, strict=True)
     kept = [new for item, new in pairs if item not in gone]
