@@ -257,10 +257,21 @@ def test_a_script_for_the_package_keras_2_is_ported(before: str, after: str) -> 
 
 
 @pytest.mark.parametrize("value", ["m.result().numpy()", "K.get_value(m.result())"])
-def test_a_number_that_is_rounded_is_one_of_python(value: str) -> None:
-    text, left = lines(f"m = tf.keras.metrics.Mean()\nm(0.26)\nx = round({value}, 1)")
+@pytest.mark.parametrize("use", ["round({}, 1)", "v = {}\nx = round(v, 1)"])
+def test_a_value_that_is_rounded_is_a_number(value: str, use: str) -> None:
+    use = use if "\n" in use else f"x = {use}"
+    text, left = lines(f"m = tf.keras.metrics.Mean()\nm(0.26)\n{use.format(value)}")
     assert not left
-    assert executed(text)["x"] == 0.3
+    assert executed(text)["x"] == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize(
+    "made", ["{3: 'c'}", "dict([(3, 'c')])", "{3: c for c in 'c'}"]
+)
+def test_a_value_that_is_a_key_is_a_number(made: str) -> None:
+    text, left = lines(f"d = {made}\nk = tf.constant([3])[0].numpy()\nx = d[k]")
+    assert not left
+    assert executed(text)["x"] == "c"
 
 
 def test_lists_of_numbers_are_arrays_where_keras_reads_them() -> None:

@@ -31,6 +31,8 @@ from replicax.migrate.tree import (
     is_name,
     is_named,
     keyword,
+    last_name,
+    method_of,
     named,
     parts_of,
     renamed,
@@ -38,9 +40,44 @@ from replicax.migrate.tree import (
     with_args,
 )
 
-__all__ = ["DEVICE_RULES", "resize"]
+__all__ = ["DEVICE_RULES", "plan_scalars", "resize"]
 
+_GET_VALUE = ("keras.backend.get_value", "keras.backend.eval")
+_DICTS = ("Counter", "OrderedDict", "defaultdict", "dict")
 _STRINGS = (cst.SimpleString, cst.FormattedString)
+
+
+def plan_scalars(script: Script) -> None:
+    """Plan arrays without dimensions that are rounded, or keys of a dict.
+
+    NumPy's values of TensorFlow's tensors are numbers there; arrays have neither
+    `__round__` nor a hash.
+    """
+    for call in script.calls:
+        if _gives_value(script, call):
+            is_bound = script.target_of(call) is not None
+            uses = script.uses_of(call) if is_bound else [call]
+            if any(_is_rounded(script, use) or _is_key(script, use) for use in uses):
+                script.wrapped[call] = "{x}[()]"
+
+
+def _gives_value(script: Script, call: cst.Call) -> bool:
+    path = script.called(call)
+    return path in _GET_VALUE if path else method_of(call) == "numpy"
+
+
+def _is_rounded(script: Script, node: cst.CSTNode) -> bool:
+    call = script.call_with(node)
+    return call is not None and is_name(call.func, "round")
+
+
+def _is_key(script: Script, node: cst.CSTNode) -> bool:
+    mapping = script.around(node, cst.Subscript)
+    if mapping is None or not isinstance(script.parent(node), cst.Index):
+        return False
+    made = script.flow.resolved(mapping.value)
+    is_made = isinstance(made, cst.Call) and last_name(made.func) in _DICTS
+    return is_made or isinstance(made, cst.Dict | cst.DictComp)
 
 
 def _constant(site: CallSite) -> Expression:

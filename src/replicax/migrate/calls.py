@@ -159,7 +159,8 @@ def _latest(site: CallSite) -> Expression:
 
 
 def _device(site: CallSite) -> Expression:
-    value = site.script.flow.resolved(site.required(0, "device_name"))
+    given = site.given(0, "device_name")
+    value = given and site.script.flow.resolved(given)
     if not isinstance(value, cst.SimpleString):
         raise Unported("tf.device stays: give keras.device a name such as 'gpu:0'")
     name = text_of(value).lower().lstrip("/").removeprefix("device:")

@@ -154,25 +154,12 @@ def plan_arguments(script: Script) -> None:
             text = text_of_change(script, value) if value is not None else None
             if value is not None and text is not None:
                 script.wrapped[value] = text
-        for value in _rounded(script, call):
-            script.wrapped[value] = "{x}.item()"
         is_made = method_of(call) == "__init__" or kind_of(script, call) in _DYNAMIC
         if is_made and named(call, "dynamic") is not None:
             script.leave(call, MESSAGES["dynamic"])
 
 
 _DYNAMIC = ("layer", "model")
-
-
-def _rounded(script: Script, call: cst.Call) -> list[Expression]:
-    """Numbers that `round` gets, which are arrays here and numbers in TensorFlow."""
-    values = [a.value for a in call.args[:1]] if is_name(call.func, "round") else []
-    return [
-        each
-        for each in values
-        if (method_of(each) == "numpy" and not script.called(each))
-        or script.called(each) in ("keras.backend.get_value", "keras.backend.eval")
-    ]
 
 
 def _shape(script: Script, node: Expression) -> str | None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import libcst as cst
 
 from replicax.migrate import (
+    arrays,
     eager_steps,
     files,
     functional,
@@ -155,6 +156,7 @@ _PLANNERS = (
     training.plan_trainable,
     logits.plan_logits,
     files.plan_files,
+    arrays.plan_scalars,
     keras_calls.plan_arguments,
     keras_calls.report_compiled_metrics,
     keras_calls.plan_identifiers,
