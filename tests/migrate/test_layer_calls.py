@@ -5,7 +5,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from tests.migrate.porting import executed, ported
+from tests.migrate.porting import executed, ported, run
 
 START = """import tensorflow as tf
 from nets import Encoder
@@ -375,3 +375,22 @@ def test_the_mask_of_the_first_of_two_tensors_is_passed(signature: str) -> None:
     names = executed(text, {"ids": np.array([[1, 2, 0]])})
     np.testing.assert_array_equal(names["one"][0, :, 0], [1, 1, 0])
     np.testing.assert_array_equal(names["two"][0, :, 0], [1, 1, 0])
+
+
+UNPACKED = """import tensorflow as tf
+class Sum(tf.keras.layers.Layer):
+    def call(self, inputs, mask=None):
+        a, b = inputs
+        if mask is not None:
+            a = a * tf.cast(mask[0], tf.float32)[:, None]
+        return a + b
+i = tf.keras.Input((2,))
+model = tf.keras.Model(i, Sum()([i, i]))
+total = float(tf.reduce_sum(model(tf.ones((3, 2)))))
+"""
+
+
+@pytest.mark.parametrize("unpacked", ["a, b = inputs", "a = inputs[0]; b = inputs[1]"])
+def test_the_mask_of_a_list_without_masks_is_none(unpacked: str) -> None:
+    source = UNPACKED.replace("a, b = inputs", unpacked)
+    assert run(source)["total"] == 12

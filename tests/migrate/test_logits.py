@@ -173,3 +173,51 @@ def test_logits_of_a_model_with_an_activation_are_what_goes_into_it() -> None:
     assert notes == []
     left = port(f"{SEQUENTIAL}{compiled}f(model)\np = model(x) + 1\n".encode()).left
     assert any("Keras 3 applies it twice" in each.reason for each in left)
+
+
+CROSSED = """import tensorflow as tf
+UNITS = 3
+model = tf.keras.Sequential([tf.keras.layers.Dense(UNITS, activation={activation})])
+model.compile("adam", "{loss}", metrics=["accuracy"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("activation", "loss", "name"),
+    [
+        (
+            '"sigmoid"',
+            "sparse_categorical_crossentropy",
+            "SparseCategoricalCrossentropy",
+        ),
+        ('"softmax"', "binary_crossentropy", "BinaryCrossentropy"),
+    ],
+)
+def test_a_loss_takes_the_logits_of_an_activation_for_another_loss(
+    activation: str, loss: str, name: str
+) -> None:
+    result, _ = text(CROSSED.format(activation=activation, loss=loss))
+    assert "Dense(UNITS)])" in result
+    assert f'{name}(from_logits=True), metrics=["accuracy"])' in result
+
+
+def test_an_activation_for_another_loss_that_stays_is_reported() -> None:
+    source = CROSSED.format(activation='"softmax"', loss="binary_crossentropy")
+    ported = port(source.replace("UNITS = 3", "UNITS = 1").encode())
+    assert [(each.line, each.reason.split(":")[0]) for each in ported.left] == [
+        (4, "TensorFlow takes what goes into the softmax, whatever the cross-entropy")
+    ]
+
+
+def test_probabilities_of_a_function_of_tensorflow_stay_for_another_loss() -> None:
+    crossed = {"activation": "tf.nn.sigmoid", "loss": "categorical_crossentropy"}
+    result, _ = text(CROSSED.format(**crossed))
+    assert "Dense(UNITS, activation=keras.activations.sigmoid)" in result
+
+
+def test_the_accuracy_of_several_sigmoids_compares_the_largest() -> None:
+    given = {"activation": '"sigmoid"', "loss": "binary_crossentropy"}
+    result, _ = text(CROSSED.format(**given))
+    assert 'metrics=["accuracy"]' in result
+    result, _ = text(CROSSED.format(**given).replace("UNITS = 3", "UNITS = 1"))
+    assert 'BinaryAccuracy(name="accuracy", threshold=0)' in result

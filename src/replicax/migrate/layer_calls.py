@@ -30,6 +30,7 @@ from replicax.migrate.tables import (
     kind_of_target,
 )
 from replicax.migrate.tree import (
+    find,
     is_name,
     is_named,
     is_of_numbers,
@@ -66,7 +67,7 @@ def plan_layer_calls(script: Script) -> None:
             _plan(script, node, found[1])
             _plan_lists(script, [node.args[0].value], "keras.ops.convert_to_tensor")
         _plan_batches(script, node)
-    for function in script.functions("call"):
+    for function in (*script.functions("call"), *script.functions("compute_mask")):
         owner = script.class_around(function)
         if is_class_of(script, owner, _KINDS):
             _plan_mask(script, function)
@@ -75,12 +76,16 @@ def plan_layer_calls(script: Script) -> None:
 def _plan_mask(script: Script, function: cst.FunctionDef) -> None:
     """Plan the parameter in which Keras 3 passes the mask of the first of two tensors.
 
-    In Keras 2 that is `mask`; Keras 3 leaves it None where there are two.
+    In Keras 2 that is `mask`; Keras 3 leaves it None where there are two. Of a list of
+    tensors without masks, Keras 2 passes None, and Keras 3 a list of None.
     """
     params = function.params
     names = [p.name.value for p in (*params.params, *params.kwonly_params)]
     tensors = [n for n in names[1:] if n not in {*NAMES["flags"], "mask"}]
     mask = f"{tensors[0]}_mask" if tensors else ""
+    if len(tensors) == 1 and "mask" in names and _is_list(function, tensors[0]):
+        text = "mask = mask if any(m is not None for m in keras.tree.flatten(mask))"
+        script.first_lines[function.body] = f"{text} else None"
     if len(tensors) > 1 and "mask" in names and mask not in names:
         made = cst.parse_statement(f"def f({mask}=None): pass")
         assert isinstance(made, cst.FunctionDef)
@@ -90,6 +95,19 @@ def _plan_mask(script: Script, function: cst.FunctionDef) -> None:
             **{kind: [*getattr(updated, kind), added]}
         )
         script.first_lines[function.body] = f"mask = {mask} if mask is None else mask"
+
+
+def _is_list(function: cst.FunctionDef, name: str) -> bool:
+    """Whether a function unpacks a parameter, or takes an item of it."""
+    values = [
+        *(x.value for x in find(function.body, cst.Subscript) if len(x.slice) == 1),
+        *(x.value for x in find(function.body, cst.Assign) if _is_unpacking(x)),
+    ]
+    return any(is_name(value, name) for value in values)
+
+
+def _is_unpacking(node: cst.Assign) -> bool:
+    return isinstance(node.targets[0].target, cst.Tuple | cst.List)
 
 
 def _plan_batches(script: Script, call: cst.Call) -> None:

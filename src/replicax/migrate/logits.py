@@ -8,7 +8,7 @@ sight, a note says so. TensorFlow does the same where a loss has `from_logits=Tr
 gets probabilities.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TypeAlias
 
 import libcst as cst
@@ -49,7 +49,7 @@ _Losses: TypeAlias = dict[Expression, str]
 def plan_logits(script: Script) -> None:
     """Plan the port of models that end with an activation for the loss."""
     losses = dict(_losses(script))
-    for kind in ("softmax", "sigmoid"):
+    for kind, other in (("softmax", "sigmoid"), ("sigmoid", "softmax")):
         is_binary = kind == "sigmoid"
         own = {k: v for k, v in losses.items() if ("binary" in v.lower()) == is_binary}
         logits = {k: v for k, v in own.items() if _is_of_logits(script, k)}
@@ -57,18 +57,29 @@ def plan_logits(script: Script) -> None:
         if not given:
             continue
         port = _Port(script, kind, given)
+        crossed = _Port(script, other, given, is_crossed=True)
+        if crossed.models and not port.models and given is not logits:
+            port = crossed
         try:
             port.plan()
         except Unported:
-            for loss in given:
-                if loss not in logits:
-                    script.note(loss, MESSAGES["probabilities"])
-                elif port.models:
-                    script.leave(loss, MESSAGES["applied_twice"].format(kind=kind))
+            _report(script, port, [k for k in given if k not in logits])
+            for loss in logits.keys() & given.keys() if port.models else ():
+                script.leave(loss, MESSAGES["applied_twice"].format(kind=kind))
     for given in filter(None, map(_compiled_loss, script.calls)):
         for loss in elements(script, script.flow.resolved(given)):
             if _loss_name(script, loss):  # One of several outputs.
                 script.note(loss, MESSAGES["probabilities"])
+
+
+def _report(script: Script, port: "_Port", losses: Iterable[Expression]) -> None:
+    """Report losses of probabilities that stay, or note them."""
+    made = {call for call in script.calls if _is_model(script, call)}
+    for loss in losses:
+        if port.is_crossed and made == port.models.keys():
+            script.leave(loss, MESSAGES["crossed"].format(kind=port.kind))
+        else:
+            script.note(loss, MESSAGES["probabilities"])
 
 
 def _losses(script: Script) -> Iterator[tuple[Expression, str]]:
@@ -112,16 +123,19 @@ def _name_in(script: Script, node: cst.CSTNode, module: str) -> str:
 class _Port:
     """Plans the port of all losses of one kind, and of the models that they are for."""
 
-    def __init__(self, script: Script, kind: str, losses: _Losses) -> None:
+    def __init__(
+        self, script: Script, kind: str, losses: _Losses, *, is_crossed: bool = False
+    ) -> None:
         self._script = script
-        self._kind = kind
+        self.kind = kind
+        self.is_crossed = is_crossed
         self._losses = losses
         self.models = {  # The calls that make models, with those of their last layers.
             call: last
             for call in script.calls
             if _is_model(script, call)
             and (last := _last_layer(script, call)) is not None
-            and _activation(script, last) == kind
+            and _activation(script, last, is_crossed) == kind
         }
 
     def plan(self) -> None:
@@ -164,10 +178,14 @@ class _Port:
         given = value_of(call, 3, "metrics") or value_of(call, 9, "metrics")
         if given is not None and not isinstance(given, cst.List):
             raise Unported("metrics are not a list")
+        units = {_units(self._script, last) for last in self.models.values()}
+        is_binary = any("binary" in name.lower() for name in self._losses.values())
+        is_one = units == {"1"} or (is_binary and units == {""})
         for node in parts_of(given):
-            if self._ranks(node):
+            is_accuracy = text_of(node) in {"accuracy", "acc"}
+            if self._ranks(node) and not (is_accuracy and is_one):
                 continue
-            if self._kind == "sigmoid" and text_of(node) in {"accuracy", "acc"}:
+            if self.kind == "sigmoid" and is_accuracy:
                 text = "keras.metrics.BinaryAccuracy(name={name}, threshold=0)"
                 yield node, self._script.template(text, name=node)
             else:
@@ -211,7 +229,7 @@ class _Port:
         """Whether a metric is equal for logits: it only ranks classes."""
         maker = metric.func if isinstance(metric, cst.Call) else metric
         name = text_of(metric) or _name_in(self._script, maker, "metrics")
-        return self._kind == "softmax" and name in NAMES["ranking_metrics"]
+        return name in NAMES["ranking_metrics"]
 
     def _is_harmless(self, use: cst.CSTNode) -> bool:
         parent = self._script.parent(use)
@@ -275,12 +293,12 @@ class _Port:
         for loss, name in self._losses.items():
             _plan_loss(script, loss, name)
         for call in wrapped:
-            script.wrapped[call] = f"keras.ops.{self._kind}({{x}})"
+            script.wrapped[call] = f"keras.ops.{self.kind}({{x}})"
         for call in saved:
-            script.note(call, f"the saved model gives logits now, without {self._kind}")
+            script.note(call, f"the saved model gives logits now, without {self.kind}")
         for last in self.models.values():
             _take_activation(script, last)
-            script.note(last, MESSAGES["activation_gone"].format(kind=self._kind))
+            script.note(last, MESSAGES["activation_gone"].format(kind=self.kind))
 
 
 def _is_model(script: Script, node: cst.Call) -> bool:
@@ -305,16 +323,30 @@ def _last_added(script: Script, made: cst.Call) -> Expression | None:
     return max(added, key=script.line, default=None)
 
 
-def _activation(script: Script, layer: cst.Call) -> str | None:
+def _units(script: Script, layer: cst.Call) -> str:
+    """The number of a dense layer's outputs, as text; `""` if it is not in sight."""
+    is_dense = _name_in(script, layer.func, "layers") == "Dense"
+    given = value_of(layer, 0, "units") if is_dense else None
+    value = script.flow.resolved(given) if given is not None else None
+    return value.value if isinstance(value, cst.Integer) else ""
+
+
+def _activation(script: Script, layer: cst.Call, is_crossed: bool) -> str | None:
+    """The activation of a last layer; of Keras alone if the loss is for another.
+
+    Keras' activations keep their inputs with the result, for cross-entropies of any
+    kind. TensorFlow's `tf.nn.sigmoid` does not.
+    """
     name = _name_in(script, layer.func, "layers")
-    if name == "Softmax" and not layer.args:
+    if name == "Softmax" and not layer.args and not is_crossed:
         return "softmax"
     if name not in _LAYERS:
         return None
     given = value_of(layer, _LAYERS[name], "activation")
     if given is None:
         return None
-    text = text_of(given) or (script.names.path(given) or "").rpartition(".")[2]
+    module, _, text = (script.names.path(given) or "").rpartition(".")
+    text = text_of(given) or ("" if is_crossed and module.endswith("nn") else text)
     return text if text in {"softmax", "sigmoid"} else None
 
 
