@@ -12,7 +12,7 @@ from replicax.migrate.files import (
 )
 from replicax.migrate.kinds import is_class_of, is_kind, kind_of, makers, own_methods
 from replicax.migrate.members import is_logs
-from replicax.migrate.origins import definitions
+from replicax.migrate.origins import definitions, with_bases
 from replicax.migrate.rules import CallSite, Rule, by_keywords, with_keywords, written
 from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.tables import (
@@ -31,6 +31,7 @@ from replicax.migrate.tree import (
     keyword,
     last_name,
     method_of,
+    methods_of,
     named,
     object_of,
     parts_of,
@@ -368,6 +369,9 @@ def _constructor(site: CallSite) -> Expression:
     if len(args) == 1 and is_name(args[0].value, "self"):
         return site.updated.with_changes(args=[])
     around = site.script.class_around(site.node)
+    ours = (each for each in with_bases(site.script, around) if each is not around)
+    if any("__init__" in methods_of(each) for each in ours):
+        return site.updated  # It is the method of a class of the script.
     is_layer = around and is_class_of(site.script, around, ("layer", "model"))
     if is_layer and len(args) == 1 and isinstance(args[0].value, cst.SimpleString):
         # Keras 2 took it for `trainable`; what it says is a name.

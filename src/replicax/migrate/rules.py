@@ -26,6 +26,7 @@ from replicax.migrate.tree import (
     keyword,
     keyword_of,
     method_of,
+    named,
     object_of,
     parts_of,
     renamed,
@@ -131,12 +132,12 @@ class CallSite:
         """The call with names for its arguments by position, from `first` on.
 
         Raises:
-            Unported: If an argument has no name.
+            Unported: If an argument has no name, or gets one that is given.
         """
         args = []
         for i, arg in enumerate(self.updated.args):
             if arg.keyword is None and i >= first and arg.star != "**":
-                if arg.star or i >= len(names):
+                if arg.star or i >= len(names) or named(self.updated, names[i]):
                     raise Unported(f"{self.method}: name its arguments")
                 arg = renamed(arg, names[i])
             args.append(arg)
