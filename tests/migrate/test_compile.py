@@ -446,3 +446,27 @@ def test_the_order_of_metrics_of_several_outputs_is_left(
     compiled = "model.compile('sgd', ['mse', 'mae'], metrics=[['mse'], ['mse']])\n"
     _, left = ported(f"{TWO}{compiled}{read}")
     assert any("return_dict=True" in each for each in left) == is_left
+
+
+PER_EXAMPLE = """import tensorflow as tf
+class Focal(tf.keras.losses.Loss):
+    def __init__(self, reduction=tf.keras.losses.Reduction.NONE):
+        super().__init__(reduction=reduction)
+loss = {}
+model.compile("sgd", loss)
+"""
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_left"),
+    [
+        ("tf.keras.losses.MeanSquaredError(reduction='none')", True),
+        ("[tf.keras.losses.MeanSquaredError(reduction=None)]", True),
+        ("Focal()", True),
+        ("Focal(reduction='sum')", False),
+        ("tf.keras.losses.MeanSquaredError()", False),
+    ],
+)
+def test_a_compiled_loss_without_a_reduction_is_left(loss: str, is_left: bool) -> None:
+    _, left = ported(PER_EXAMPLE.replace("{}", loss))
+    assert ["without a reduction" in each for each in left] == [True] * is_left

@@ -18,6 +18,7 @@ from replicax.migrate.flow import Definition
 from replicax.migrate.kinds import Origin, is_class_of, kind_of, origins
 from replicax.migrate.origins import (
     definitions,
+    elements,
     ends_at_cycles,
     iterated,
     returned,
@@ -62,6 +63,12 @@ def plan_gradient_sums(script: Script) -> None:
         for function in script.functions("train_step")
         if is_class_of(script, class_of(script, function), ("model",))
     ]
+    compiled = [call for call in script.calls if method_of(call) == "compile"]
+    for call in () if steps or script.functions("compile") else compiled:
+        given = value_of(call, 1, "loss")
+        for loss in [given, *elements(script, given)] if given is not None else ():
+            if _has_no_reduction(script, script.flow.resolved(loss)):
+                script.leave(loss, MESSAGES["not_reduced"])
     if not steps or not _may_have_replicas(script):
         return
     for call in calls_in(script, steps):
@@ -268,7 +275,18 @@ def _terms_of_loss(script: Script, made: Origin) -> _Terms:
     target = find_target(script.called(made)) if isinstance(made, cst.Call) else None
     if not isinstance(made, cst.Call) or not (target or "").startswith("keras.losses."):
         return _UNKNOWN
+    return _OWN if _has_no_reduction(script, made) else _SCALED
+
+
+def _has_no_reduction(script: Script, made: Expression) -> bool:
+    """Whether a call makes a loss that gives one value for each example."""
+    if not isinstance(made, cst.Call):
+        return False
     reduction = named(made, "reduction")
+    for owner in script.classes(last_name(made.func)) if reduction is None else ():
+        init = methods_of(owner).get("__init__")
+        params = init.params.params if init is not None else ()
+        defaults = (p.default for p in params if p.name.value == "reduction")
+        reduction = next(defaults, None)
     is_none = is_name(reduction, "None") or text_of(reduction) == "none"
-    is_none = is_none or find_target(script.names.path(reduction)) == "None"
-    return _OWN if is_none else _SCALED
+    return is_none or find_target(script.names.path(reduction)) == "None"
