@@ -4,7 +4,7 @@ import jax
 import keras
 import numpy as np
 import pytest
-from tests.migrate.porting import executed, ported
+from tests.migrate.porting import executed, ported, run
 
 START = (
     "import tensorflow as tf\n"
@@ -167,3 +167,18 @@ def test_shapes_that_are_made_of_sizes_are_tuples(
     assert not left
     names = {"jax": jax, "x": np.ones((3, 4), "float32")}
     assert executed(text, names)["result"].shape == shape
+
+
+def test_a_lambda_that_reshapes_the_batch_has_its_output_shape() -> None:
+    names = run(
+        "import tensorflow as tf\n"
+        "import numpy as np\n"
+        "frames, size = 12, np.prod([2, 3])\n"
+        "i = tf.keras.Input((2, 3))\n"
+        "L = tf.keras.layers.Lambda\n"
+        "j = L(lambda y: tf.reshape(y, (-1, frames, size)))(i)\n"
+        "model = tf.keras.Model(i, j)\n"
+        "shape = model(tf.ones((24, 2, 3))).shape\n"
+    )
+    assert names["model"].output_shape == (None, 12, 6)
+    assert names["shape"] == (2, 12, 6)

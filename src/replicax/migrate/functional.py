@@ -23,6 +23,7 @@ from replicax.migrate.tree import (
     as_assignment,
     attr_of,
     is_name,
+    keyword,
     method_of,
     named,
     object_of,
@@ -163,7 +164,7 @@ def report_functional(script: Script) -> None:
 
 
 def plan_shapes(script: Script) -> None:
-    """Plan tuples for shapes that `stack` and `concat` make of sizes."""
+    """Plan tuples of what `stack` and `concat` make, and output shapes of `Lambda`s."""
     for call in script.calls:
         path, first = script.called(call), value_of(call, 0, "values")
         axis = value_of(call, 1, "axis")
@@ -171,12 +172,38 @@ def plan_shapes(script: Script) -> None:
         if path == "reduce_prod" and len(call.args) == 1 and first is not None:
             if _is_shape(script, script.flow.resolved(first)):
                 script.replacements[call] = functools.partial(_product, script)
+        elif (
+            path == "keras.layers.Lambda" and value_of(call, 1, "output_shape") is None
+        ):
+            _plan_output_shape(script, call)
         elif path in {"stack", "concat"} and is_first and not script.runs_on_host(call):
             uses = script.uses_of(call) or [call]
             is_used = all(_takes_shape(script, each) for each in uses)
             if is_used and any(_has_size(script, p) for p in parts_of(first)):
                 made = functools.partial(_tuple, is_flat=path == "stack")
                 script.replacements[call] = made
+
+
+def _plan_output_shape(script: Script, call: cst.Call) -> None:
+    """Plan the output shape of a `Lambda` that reshapes to `(-1, a, b)`.
+
+    Keras 3 would try it with a number of examples that may not fit.
+    """
+
+    def size(node: Expression) -> str:  # Keras takes no numbers of NumPy here.
+        text = script.code(node)
+        is_known = isinstance(script.flow.resolved(node), cst.Integer)
+        return text if is_known else f"int({text})"
+
+    function = value_of(call, 0, "function")
+    body = function.body if isinstance(function, cst.Lambda) else None
+    if isinstance(body, cst.Call) and script.called(body) in NAMES["reshaping"]:
+        first, *others = parts_of(value_of(body, 1, "shape")) or [body]
+        is_simple = all(isinstance(each, cst.Integer | cst.Name) for each in others)
+        if others and is_simple and script.code(first) == "-1":
+            sizes = ", ".join(map(size, others)) + "," * (len(others) == 1)
+            made = script.expression(f"({sizes})")
+            script.extra_arguments[call] = keyword("output_shape", made)
 
 
 def _is_shape(script: Script, node: Expression) -> bool:
