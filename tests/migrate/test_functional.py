@@ -175,8 +175,8 @@ def test_a_lambda_that_reshapes_the_batch_has_its_output_shape() -> None:
         "import numpy as np\n"
         "frames, size = 12, np.prod([2, 3])\n"
         "i = tf.keras.Input((2, 3))\n"
-        "L = tf.keras.layers.Lambda\n"
-        "j = L(lambda y: tf.reshape(y, (-1, frames, size)))(i)\n"
+        "j = tf.keras.layers.Lambda(\n"
+        "    lambda y: tf.reshape(y, (-1, frames, size)))(i)\n"
         "model = tf.keras.Model(i, j)\n"
         "shape = model(tf.ones((24, 2, 3))).shape\n"
     )
