@@ -100,6 +100,13 @@ def test_layers_that_are_frozen_after_compile_are_left() -> None:
     assert ["when it was compiled" in each for each in left] == [True]
 
 
+def test_a_frozen_model_that_another_module_trains_is_left() -> None:
+    steps = PARTS[PARTS.index("def train") : PARTS.index("d = make_d()")]
+    source = PARTS.replace(steps, "from gan import train\n")
+    _, left = ported(source.replace("train(d, both)", "train((d, both))"))
+    assert ["when it was compiled" in each for each in left] == [True]
+
+
 def test_a_model_that_is_compiled_after_it_was_frozen_stays() -> None:
     text, left = ported(
         f"{START}def freeze(d):\n    d.trainable = False\n"

@@ -304,6 +304,7 @@ def test_a_script_for_keras_3_stays_byte_for_byte() -> None:
     [
         ("optimizers.Nadam(lr=0.1)", "optimizers.Nadam(learning_rate=0.1)"),
         ("m.fit_generator(g, epochs=2)", "m.fit(g, epochs=2)"),
+        ("y.shape.as_list()", "list(y.shape)"),
         ("f(x, batch_input_shape=(2, 3))", "f(x, batch_input_shape=(2, 3))"),
     ],
 )

@@ -64,7 +64,7 @@ def _is_old(name: str) -> bool:
     return find_target(path) is None or not exists(name)
 
 
-_KERAS_2_METHODS = (ARGUMENTS.keys() | {"predict_classes"}) - {"compile"}
+_KERAS_2_METHODS = {*ARGUMENTS, "predict_classes", "as_list", "get_shape"} - {"compile"}
 
 
 def _uses_keras_2(module: cst.Module, imported: dict[str, str]) -> bool:

@@ -354,11 +354,12 @@ def _plan_assignment(
 ) -> None:
     """Plan the port of an assignment to a model's, or its layers', `trainable`."""
     trained = _calls_of(script, model, NAMES["training_methods"])
-    if not trained or not _is_late(script, node, model):
+    if not _is_late(script, node, model):
         return
     lines = {script.statement_of(call): call for call in trained}
     is_plain = all(only_of(x) and x not in script.replacements for x in lines)
-    if is_part or not is_plain or not is_name(node.value, "False"):
+    # A compiled model that nothing here trains is trained by another module.
+    if not trained or is_part or not is_plain or not is_name(node.value, "False"):
         script.leave(node, MESSAGES["late_trainable"])
         return
     script.note(node, MESSAGES["switched_trainable"])
