@@ -202,3 +202,40 @@ def test_check_runs_the_ported_modules_up_to_the_first_step(tmp_path: Path) -> N
     result = invoke("--check", "--arguments", "3", "--write", tmp_path)
     assert result.exit_code == 0, result.stderr
     assert result.stderr.count(": checked\n") == 2
+
+
+ALONE = """import numpy as np
+import tensorflow as tf
+
+x = np.ones((4, 3), "float32")
+model = tf.keras.Sequential([tf.keras.Input((3,)), tf.keras.layers.Dense(3)])
+model.compile("sgd", "mse", metrics=["mae"])
+print(model.predict(x).shape, model.evaluate(x, x))
+model.train_on_batch(x, x)
+raise ValueError("A step was run.")
+"""
+STEP = """
+
+def step(x):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(model(x) ** 2)
+    gradients = tape.gradient(loss, model.trainable_variables)
+    model.optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+
+
+step(x)
+"""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(120)
+def test_check_stops_at_the_step_of_a_script_without_a_strategy(tmp_path: Path) -> None:
+    call = "model.train_on_batch(x, x)\n"
+    names = {"batch.py": ALONE, "tape.py": ALONE.replace(call, STEP)}
+    names["wrong.py"] = ALONE.replace('["mae"]', "[lambda y, p: y @ p]")
+    for name, text in names.items():
+        (tmp_path / name).write_text(text)
+    result = invoke("--check", "--diff", *(tmp_path / name for name in names))
+    assert result.stderr.count(": checked\n") == 2, result.stderr
+    assert f"{tmp_path / 'wrong.py'}:6: check: TypeError: dot_general " in result.stderr
+    assert "TRACEBACK" not in result.stderr

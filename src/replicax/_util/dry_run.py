@@ -34,6 +34,11 @@ class DryRun(Protocol):
         """The sharding of variables, since described devices cannot hold arrays."""
         ...
 
+    @property
+    def takes_default(self) -> bool:
+        """Whether it receives the default strategy's programs, too."""
+        ...
+
     def call(
         self,
         group: "ReplicaGroup",

@@ -23,6 +23,7 @@ from replicax._private.keras import (
 )
 from replicax._private.trainer import IN_FIT
 from replicax._private.wraps import Original
+from replicax._util.dry_run import current_dry_run
 from replicax._util.interrupts import heeding_interrupts, shortened
 from replicax._util.types import PyTree
 from replicax.engine.blocks import (
@@ -143,7 +144,10 @@ def _run(
     if strategy is None:
         _refuse_scope(original, model)
         _warn_of_no_scope(name, model)
-        if name != "fit" or not _wants_loop(kwargs.get("callbacks"), *args):
+        dry_run = current_dry_run()
+        is_planned = dry_run is not None and dry_run.takes_default
+        wants_loop = name == "fit" and _wants_loop(kwargs.get("callbacks"), *args)
+        if not (is_planned or wants_loop):
             return original(model, *args, **kwargs)
         # Here, as it is above this folder, and needed by few.
         from replicax.strategies.current import get_strategy

@@ -16,6 +16,10 @@ from replicax.migrate.tables import MESSAGES
 __all__ = ["check"]
 
 _NO_STEP = "ended without a training step"
+_ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "JAX_TRACEBACK_FILTERING": "off",  # Else JAX adds lines to errors' texts.
+}
 _NOT_COVERED = "which plans do not cover"
 
 
@@ -48,10 +52,11 @@ def check(
         parts = [str(path.resolve().parent), os.environ.get("PYTHONPATH")]
         search = os.pathsep.join(filter(None, parts))
         plan = [sys.executable, "-m", "replicax.planning", "--topology", "cpu:2"]
+        plan.append("--default-strategy")  # Of a script without a strategy.
         try:
             done = subprocess.run(
                 [*plan, str(script), *arguments],
-                env={**os.environ, "PYTHONPATH": search, "JAX_PLATFORMS": "cpu"},
+                env={**os.environ, **_ENVIRONMENT, "PYTHONPATH": search},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,

@@ -22,6 +22,7 @@ def main() -> None:
     parser.add_argument("--json", default=None)
     parser.add_argument("--figure", default=None)
     parser.add_argument("--module", action="store_true")
+    parser.add_argument("--default-strategy", action="store_true")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     given = parser.parse_args()
@@ -36,7 +37,11 @@ def main() -> None:
     )
     try:
         capture = capture_script(
-            given.script, given.arguments, topology, is_module=given.module
+            given.script,
+            given.arguments,
+            topology,
+            is_module=given.module,
+            takes_default=given.default_strategy,
         )
     except NoTrainingStepError as error:
         sys.exit(f"Error: {error}")

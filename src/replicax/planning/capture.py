@@ -31,6 +31,7 @@ from replicax.engine.values import PerReplica, is_per_replica
 from replicax.keras.steps import forget_steps, restore_steps
 from replicax.planning.cards import Card
 from replicax.planning.topology import DeviceTopology
+from replicax.strategies.current import get_strategy
 from replicax.strategies.strategy import Strategy
 
 __all__ = [
@@ -59,12 +60,16 @@ class Capture:
 
     Args:
         topology: What it is for.
+        takes_default: Whether training without a strategy counts, too.
 
     Attributes:
         lowered: The program as `jax.stages.Lowered`; None: it did not come yet.
     """
 
-    def __init__(self, topology: DeviceTopology) -> None:
+    def __init__(
+        self, topology: DeviceTopology, *, takes_default: bool = False
+    ) -> None:
+        self.takes_default = takes_default
         self.devices: Sequence[Device] = topology.devices
         cpu = jax.local_devices(backend="cpu")[0]
         self.home = NamedSharding(Mesh(np.array([cpu]), ("home",)), PartitionSpec())
@@ -134,10 +139,15 @@ def attention_of(topology: DeviceTopology) -> contextlib.AbstractContextManager[
 
 
 def capture_script(
-    script: str, arguments: Sequence[str], topology: DeviceTopology, *, is_module: bool
+    script: str,
+    arguments: Sequence[str],
+    topology: DeviceTopology,
+    *,
+    is_module: bool,
+    takes_default: bool = False,
 ) -> Capture:
     """Run a script up to its first training step."""
-    capture = Capture(topology)
+    capture = Capture(topology, takes_default=takes_default)
     sys.argv = [script, *arguments]
     if not is_module:  # As Python does for a script.
         sys.path[0] = str(Path(script).resolve().parent)
@@ -146,6 +156,8 @@ def capture_script(
         "makes an update. Let it reach `fit`, or a `strategy.run` that calls "
         "optimizer.apply, with a strategy such as rx.MirroredStrategy()."
     ):
+        if takes_default:
+            get_strategy()  # Binds Keras, which the script need not do.
         if is_module:
             runpy.run_module(script, run_name="__main__", alter_sys=True)
         else:

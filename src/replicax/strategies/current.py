@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+from replicax._util.dry_run import current_dry_run
 from replicax.engine.devices import default_devices
 from replicax.engine.replica import ReplicaContext
 from replicax.engine.scope import current_context, current_strategy
@@ -24,11 +25,15 @@ class DefaultStrategy(Strategy):
     Unlike the others it also runs variables that were created outside its scope.
     """
 
-    _joins_dry_runs = False  # A dry run executes what a script does besides training.
+    _num_dry_run_devices = 1
 
     def __init__(self) -> None:
+        dry_run = current_dry_run()
+        # Else a dry run executes what a script does besides training.
+        self._joins_dry_runs = dry_run is not None and dry_run.takes_default
         super().__init__(default_devices()[:1])
-        self.home = ReplicaHome(self.group, adopts=True)
+        home = dry_run.home if dry_run and dry_run.takes_default else None
+        self.home = ReplicaHome(self.group, home, adopts=True)
 
 
 @functools.cache
