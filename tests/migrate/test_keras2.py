@@ -571,3 +571,25 @@ def test_numbers_of_steps_are_integers() -> None:
     assert text.count("steps_per_epoch=int(") == 2
     names = executed(text)
     assert (names["count"], names["rows"]) == (6, 32)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("from keras.layers.core import Dense\nx = Dense(2)", "layers import Dense\n"),
+        (
+            "import keras.layers.core as core\nx = core.LSTM(2)",
+            "keras.layers as core\n",
+        ),
+        ("from keras.utils import np_utils\nx = np_utils.to_categorical([1])", ""),
+        (
+            "from keras.layers import core as c\nx = c.Dense(2)",
+            "= keras.layers.Dense(2)",
+        ),
+    ],
+)
+def test_modules_that_keras_2_had_within_its_own(before: str, after: str) -> None:
+    text, left = ported(before)
+    assert left == []
+    assert after in text
+    executed(text)

@@ -16,10 +16,9 @@ from replicax.migrate.tables import MESSAGES
 __all__ = ["check"]
 
 _NO_STEP = "ended without a training step"
-_ENVIRONMENT = {
-    "JAX_PLATFORMS": "cpu",
-    "JAX_TRACEBACK_FILTERING": "off",  # Else JAX adds lines to errors' texts.
-}
+_PLAN = ("-m", "replicax.planning", "--topology", "cpu:2", "--default-strategy")
+# With filtering JAX adds lines to errors' texts.
+_ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "JAX_TRACEBACK_FILTERING": "off"}
 _NOT_COVERED = "which plans do not cover"
 
 
@@ -51,11 +50,9 @@ def check(
                 (Path(folder) / other.name).write_text(text, "utf-8")
         parts = [str(path.resolve().parent), os.environ.get("PYTHONPATH")]
         search = os.pathsep.join(filter(None, parts))
-        plan = [sys.executable, "-m", "replicax.planning", "--topology", "cpu:2"]
-        plan.append("--default-strategy")  # Of a script without a strategy.
         try:
             done = subprocess.run(
-                [*plan, str(script), *arguments],
+                [sys.executable, *_PLAN, str(script), *arguments],
                 env={**os.environ, **_ENVIRONMENT, "PYTHONPATH": search},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -76,8 +73,7 @@ def check(
     if _NOT_COVERED in error:
         error = f"not checked: {error}"
     number = _original_line(original, ported[path], line)
-    lines = original.splitlines()
-    source = lines[number - 1].strip() if number <= len(lines) else ""
+    source = "".join(original.splitlines()[number - 1 : number]).strip()
     return Finding(number, source[:70], error)
 
 

@@ -125,15 +125,14 @@ def _retain_starred(script: Script, module: str) -> None:
 
 
 def _module_target(name: str) -> str | None:
-    path = path_in_tensorflow(name)
-    target = find_target(path) if path else None
-    return target if target and target.partition(".")[0] == "keras" else None
+    target = find_target(path_in_tensorflow(name) or "") or ""
+    return target if target.partition(".")[0] == "keras" else None
 
 
 def _name_target(name: str) -> str | None:
     """The target of an imported name in Keras, if both have the same last part."""
     path, target = path_in_tensorflow(name) or "", _module_target(name) or ""
-    is_same = target.rpartition(".")[2] == path.rpartition(".")[2]
+    is_same = target.rpartition(".")[2] == name.rpartition(".")[2]
     return target if is_same and path not in DEVICE_OPERATORS else None
 
 
