@@ -89,6 +89,8 @@ def migrate(
     if check:
         split = shlex.split(arguments)
         statuses.append(_check(scripts_and_ports, split, check_seconds))
+    elif _NOTHING_LEFT in statuses and not quiet:
+        typer.echo("Pass --check to run ports up to their first step.", err=True)
     raise typer.Exit(max(statuses, default=_NOTHING_LEFT))
 
 
