@@ -31,6 +31,7 @@ parser.add_argument("--seeds", type=int, default=5)
 parser.add_argument("--turns", type=int, default=8)
 parser.add_argument("--updates", type=int, default=40, help="in a turn")
 parser.add_argument("--target", type=float, default=0.5, help="mean loss of a turn")
+parser.add_argument("--max-staleness", default="", help="of replicax")
 parser.add_argument("--figure", type=Path)
 parser.add_argument("--limit-seconds", type=float, default=300.0)
 options = parser.parse_args()
@@ -72,6 +73,7 @@ def trained(size: str, seed: int) -> dict[str, Curve]:
         "BENCH_MODEL": options.model,
         "BENCH_DATA": str(options.data.resolve()),
         "BENCH_SEED": str(seed),
+        "BENCH_MAX_STALENESS": options.max_staleness,
     }
     curves = {name: Curve() for name in entries}
     with contextlib.ExitStack() as stack:

@@ -1,7 +1,8 @@
 """replicax: a task of a parameter-server cluster; its workers train with `fit`.
 
 With BENCH_DEVICE_SECONDS a step also takes that long on an accelerator, which is none:
-it sleeps. Then workers on one machine need little of its cores.
+it sleeps. Then workers on one machine need little of its cores. BENCH_MAX_STALENESS is
+the strategy's `max_staleness`.
 """
 
 import functools
@@ -11,7 +12,9 @@ import time
 
 import replicax as rx
 
-strategy = rx.ParameterServerStrategy()  # A server stays here.
+BOUND = os.environ.get("BENCH_MAX_STALENESS")
+# A server stays here.
+strategy = rx.ParameterServerStrategy(max_staleness=int(BOUND) if BOUND else None)
 
 import jax  # noqa: E402
 import keras  # noqa: E402
