@@ -230,6 +230,7 @@ step(x)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.timeout(120)
 def test_check_stops_at_the_step_of_a_script_without_a_strategy(tmp_path: Path) -> None:
