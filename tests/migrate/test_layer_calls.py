@@ -394,3 +394,20 @@ total = float(tf.reduce_sum(model(tf.ones((3, 2)))))
 def test_the_mask_of_a_list_without_masks_is_none(unpacked: str) -> None:
     source = UNPACKED.replace("a, b = inputs", unpacked)
     assert run(source)["total"] == 12
+
+
+def test_the_mask_of_a_list_is_looked_at_in_a_script_that_imports_names_alone() -> None:
+    start = (
+        "import tensorflow as tf\nfrom tensorflow.keras.layers import Input, Layer\n"
+    )
+    end = UNPACKED.replace("import tensorflow as tf\n", "")
+    source = f"{start}from tensorflow.keras.models import Model\n{end}"
+    for name in ("layers.Layer", "Input", "Model"):
+        source = source.replace(f"tf.keras.{name}", name.rpartition(".")[2])
+    source = source.partition("total =")[0].replace(
+        "a = a * tf.cast(mask[0], tf.float32)[:, None]", "a = 0 * a"
+    )
+    text, left = ported(source)
+    assert left == []
+    assert "import keras\n" in text
+    executed(text)

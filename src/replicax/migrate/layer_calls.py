@@ -84,8 +84,9 @@ def _plan_mask(script: Script, function: cst.FunctionDef) -> None:
     tensors = [n for n in names[1:] if n not in {*NAMES["flags"], "mask"}]
     mask = f"{tensors[0]}_mask" if tensors else ""
     if len(tensors) == 1 and "mask" in names and _is_list(function, tensors[0]):
-        text = "mask = mask if any(m is not None for m in keras.tree.flatten(mask))"
-        script.first_lines[function.body] = f"{text} else None"
+        masks = f"{script.here('keras.tree.flatten')}(mask)"
+        text = f"mask = mask if any(m is not None for m in {masks}) else None"
+        script.first_lines[function.body] = text
     if len(tensors) > 1 and "mask" in names and mask not in names:
         made = cst.parse_statement(f"def f({mask}=None): pass")
         assert isinstance(made, cst.FunctionDef)
