@@ -14,7 +14,7 @@ from typing import Any
 
 import replicax  # noqa: F401 - It chooses JAX as Keras' backend.
 from discrete_events import Event, Process, Shared, Turns, World, all_of
-from replicax._util.waiting import BACK_OFF
+from replicax._util.waiting import back_off
 from replicax.cluster.timeouts import Timeouts
 from replicax.ps.board import Board
 from replicax.ps.call_log import Sessions, note_nothing
@@ -238,15 +238,14 @@ class Worker:
 
     def _meet(self, barrier: str) -> Process:
         """A barrier: ask again until all are there."""
-        pause, longest = poll_pauses(self._job.workers)
+        pause = back_off(*poll_pauses(self._job.workers))
         while not (yield from self.call("arrive", barrier=barrier))["complete"]:
-            yield self._world.sleep(pause)
-            pause = min(BACK_OFF * pause, longest)
+            yield self._world.sleep(next(pause))
 
     def _claim(self) -> Process:
         """Tickets for the next steps; whether there are any."""
         job, count = self._job, 1
-        pause, longest = poll_pauses(job.workers)
+        pause = back_off(*poll_pauses(job.workers))
         if not job.sync and job.max_staleness is None:
             left = None if job.limit is None else job.limit - self._cluster.frontier
             count = tickets_at_once(job.workers, self._pace(), left)
@@ -267,8 +266,7 @@ class Worker:
             if "over" in answer:
                 return False
             yield from self._settle()
-            yield self._world.sleep(pause)
-            pause = min(BACK_OFF * pause, longest)
+            yield self._world.sleep(next(pause))
 
     def _pace(self) -> float:
         return self._world.now / self.steps if self.steps else float("inf")

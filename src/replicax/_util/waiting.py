@@ -9,13 +9,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-__all__ = ["BACK_OFF", "Announced", "announce_first", "wait_for"]
+__all__ = ["Announced", "announce_first", "back_off", "wait_for"]
 
-BACK_OFF = 1.25
-"""Ratio of a pause between two polls to the one before.
-
-So whoever waits notices the result late by at most a quarter of what the wait took.
-"""
 FIRST_SECONDS = 3.0
 EVERY_SECONDS = 10.0
 _LOOK_SECONDS = 0.5
@@ -47,6 +42,21 @@ class _Nested:
         return there[-1:] == [weakref.ref(self)]
 
 
+def back_off(first: float, longest: float) -> Iterator[float]:
+    """Pauses between polls, each a quarter longer than the one before, to the longest.
+
+    So whoever waits notices the result late by at most a quarter of what the wait took.
+
+    Example:
+        >>> list(itertools.islice(back_off(1.0, 1.5), 4))
+        [1.0, 1.25, 1.5, 1.5]
+    """
+    pause = first
+    while True:
+        yield pause
+        pause = min(1.25 * pause, longest)
+
+
 def wait_for(
     poll: Callable[[], _Result | None],
     timeout: float,
@@ -67,8 +77,7 @@ def wait_for(
         reminder: Returns a sentence for the log that says what the wait is for; called
             every 10 s with the seconds waited. None: nothing is logged.
         is_early: Whether no step was made yet: the first reminder comes after 3 s.
-        pauses: The first pause between two polls, and the longest; each is a quarter
-            longer than the one before (exponential back-off).
+        pauses: The first pause between two polls, and the longest; see `back_off`.
         sleep: Sleeps; may return sooner, as `threading.Thread.join` does.
 
     Returns:
@@ -79,7 +88,7 @@ def wait_for(
         >>> wait_for(lambda: next(answers), timeout=60, late=lambda: 0)
         42
     """
-    began, (pause, longest) = time.monotonic(), pauses
+    began, pause = time.monotonic(), back_off(*pauses)
     due = min(FIRST_SECONDS, EVERY_SECONDS) if is_early else EVERY_SECONDS
     with contextlib.nullcontext() if reminder is None else _Nested():
         while (result := poll()) is None:
@@ -93,8 +102,7 @@ def wait_for(
                 _logger.warning(
                     "%s; at most %.0f s more", text, max(0.0, timeout - waited)
                 )
-            sleep(min(pause, max(0.0, timeout - waited)))
-            pause = min(BACK_OFF * pause, longest)
+            sleep(min(next(pause), max(0.0, timeout - waited)))
     return result
 
 

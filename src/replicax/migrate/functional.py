@@ -172,9 +172,7 @@ def plan_shapes(script: Script) -> None:
         if path == "reduce_prod" and len(call.args) == 1 and first is not None:
             if _is_shape(script, script.flow.resolved(first)):
                 script.replacements[call] = functools.partial(_product, script)
-        elif (
-            path == "keras.layers.Lambda" and value_of(call, 1, "output_shape") is None
-        ):
+        elif path == "keras.layers.Lambda":
             _plan_output_shape(script, call)
         elif path in {"stack", "concat"} and is_first and not script.runs_on_host(call):
             uses = script.uses_of(call) or [call]
@@ -195,6 +193,8 @@ def _plan_output_shape(script: Script, call: cst.Call) -> None:
         is_known = isinstance(script.flow.resolved(node), cst.Integer)
         return text if is_known else f"int({text})"
 
+    if value_of(call, 1, "output_shape") is not None:
+        return
     function = value_of(call, 0, "function")
     body = function.body if isinstance(function, cst.Lambda) else None
     if isinstance(body, cst.Call) and script.called(body) in NAMES["reshaping"]:

@@ -45,7 +45,7 @@ from replicax.migrate.tree import (
     value_of,
 )
 
-__all__ = ["plan_gradient_sums"]
+__all__ = ["plan_gradient_sums", "report_unreduced"]
 
 _Term: TypeAlias = Literal["own", "scaled", "unknown"]
 """Where a term of a loss is from: the script, a function that scales it, or unknown."""
@@ -56,19 +56,28 @@ _SCALED: _Terms = frozenset(["scaled"])
 _UNKNOWN: _Terms = frozenset(["unknown"])
 
 
-def plan_gradient_sums(script: Script) -> None:
-    """Plan factors on the losses of `train_step`s, or report what is not understood."""
-    steps = [
-        function
-        for function in script.functions("train_step")
-        if is_class_of(script, class_of(script, function), ("model",))
-    ]
+def report_unreduced(script: Script) -> None:
+    """Report losses without a reduction that are given to Keras' own steps."""
     compiled = [call for call in script.calls if method_of(call) == "compile"]
-    for call in () if steps or script.functions("compile") else compiled:
+    for call in () if _steps(script) or script.functions("compile") else compiled:
         given = value_of(call, 1, "loss")
         for loss in [given, *elements(script, given)] if given is not None else ():
             if _has_no_reduction(script, script.flow.resolved(loss)):
                 script.leave(loss, MESSAGES["not_reduced"])
+
+
+def _steps(script: Script) -> list[cst.FunctionDef]:
+    """The `train_step`s of the script's models."""
+    return [
+        function
+        for function in script.functions("train_step")
+        if is_class_of(script, class_of(script, function), ("model",))
+    ]
+
+
+def plan_gradient_sums(script: Script) -> None:
+    """Plan factors on the losses of `train_step`s, or report what is not understood."""
+    steps = _steps(script)
     if not steps or not _may_have_replicas(script):
         return
     for call in calls_in(script, steps):

@@ -152,6 +152,7 @@ _PLANNERS = (
     training.plan_training,
     training.plan_train_steps,
     training.report_late_losses,
+    gradient_sums.report_unreduced,
     gradient_sums.plan_gradient_sums,
     training.plan_trainable,
     logits.plan_logits,

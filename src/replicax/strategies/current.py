@@ -29,10 +29,11 @@ class DefaultStrategy(Strategy):
 
     def __init__(self) -> None:
         dry_run = current_dry_run()
-        # Else a dry run executes what a script does besides training.
-        self._joins_dry_runs = dry_run is not None and dry_run.takes_default
+        if dry_run is not None and not dry_run.takes_default:
+            dry_run = None  # It executes what a script does besides training.
+        self._joins_dry_runs = dry_run is not None
         super().__init__(default_devices()[:1])
-        home = dry_run.home if dry_run and dry_run.takes_default else None
+        home = None if dry_run is None else dry_run.home
         self.home = ReplicaHome(self.group, home, adopts=True)
 
 
