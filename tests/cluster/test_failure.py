@@ -111,7 +111,8 @@ for i, fields in enumerate(json.loads(sys.argv[1])):
         os.mkdir(folder)
         os.dup2(os.open(f"{folder}/stderr", os.O_WRONLY | os.O_CREAT), 2)
         end_process(FailureReport(**fields))
-    print(os.waitstatus_to_exitcode(os.wait()[1]))
+    # Else the next fork has it in its buffer, too.
+    print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
 """
 
 
