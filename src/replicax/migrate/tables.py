@@ -170,6 +170,12 @@ def is_module(path: str) -> bool:
     return path in PREFIXES or any(name.startswith(f"{path}.") for name in names)
 
 
+def is_module_of_keras(target: str) -> bool:
+    """Whether a dotted target is a module of Keras 3, which one can import."""
+    is_there = target.partition(".")[0] == "keras" and exists(target)
+    return is_there and inspect.ismodule(_resolved(target))
+
+
 @functools.cache
 def exists(target: str) -> bool:
     """Whether a dotted target such as `"keras.layers.Dense"` is public there."""
@@ -295,6 +301,12 @@ def _by_prefix(path: str) -> str | None:
         if is_dotted(home) and exists(target):
             return target
     return None
+
+
+def is_known(path: str) -> bool:
+    """Whether a path has a target, a rule or a reason of its own."""
+    tables = (WRITTEN, GUARDED_OPERATORS, DROPPED, _REASONS)
+    return any(path in table for table in tables) or find_target(path) is not None
 
 
 def find_reason(path: str) -> str:
