@@ -184,6 +184,10 @@ def _split(site: CallSite) -> Expression:
 
 def _matmul(site: CallSite) -> Expression:
     args = []
+    for i, name in ((4, "adjoint_a"), (5, "adjoint_b"), (8, "output_type")):
+        value = site.ported(i, name)
+        if value is not None and not is_name(value, "False", "None"):
+            raise site.stays(f"keras.ops.matmul has no argument {name!r}")
     for i, (name, here) in enumerate((("a", "x1"), ("b", "x2"))):
         site.required(i, name)
         arg = argument(site.updated.args, i, name)

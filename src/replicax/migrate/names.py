@@ -1,6 +1,7 @@
 """Resolves the names of a script to paths in TensorFlow, through its imports."""
 
 import functools
+import re
 from collections import defaultdict
 
 import libcst as cst
@@ -29,6 +30,8 @@ _ROOTS = {
     "keras_preprocessing": "keras.preprocessing",
 }
 """Packages whose names are TensorFlow's, and their paths there."""
+_OF_KERAS = re.compile(r"optimizers\.|(initializers|losses|metrics)\.[A-Z]")
+"""What TensorFlow 2 has of Keras by a second name; TensorFlow 1 has other functions."""
 
 
 @functools.cache
@@ -50,7 +53,7 @@ def path_in_tensorflow(name: str) -> str | None:
             return path_in_tensorflow(f"tensorflow.{new}{path[len(old) :]}")
         if f"{path}." == old:
             return new.rstrip(".")
-    return _public(path)
+    return _public(f"keras.{path}" if _OF_KERAS.match(path) else path)
 
 
 def _public(path: str) -> str:
