@@ -156,6 +156,9 @@ def _string(
         return updated.with_changes(value=updated.value.replace("/", "_"))
     if isinstance(node, cst.FormattedStringText):
         return updated
+    if members.is_kind_of_tensors(script, node):
+        script.note(node, MESSAGES["numpy_tensors"])
+        return script.string("np")
     is_rate = members.is_logged_rate(script, node)
     return script.string("learning_rate") if is_rate else updated
 
