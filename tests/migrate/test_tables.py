@@ -45,7 +45,8 @@ OPERATORS = [
 
 def found(target: str) -> Any:
     root, *parts = target.split(".")
-    value: Any = importlib.import_module(ALIASES[root])
+    value: Any = importlib.import_module(ALIASES.get(root, "builtins"))
+    parts = parts if root in ALIASES else [root]
     if root == "absl":
         return importlib.import_module(target) if len(parts) == 1 else value
     for part in parts:

@@ -34,6 +34,7 @@ from replicax.migrate.tree import (
     last_name,
     method_of,
     named,
+    parenthesized,
     parts_of,
     renamed,
     text_of,
@@ -184,6 +185,10 @@ def _split(site: CallSite) -> Expression:
 
 def _matmul(site: CallSite) -> Expression:
     args = []
+    for i, name in ((4, "adjoint_a"), (5, "adjoint_b"), (8, "output_type")):
+        value = site.ported(i, name)
+        if value is not None and not is_name(value, "False", "None"):
+            raise site.stays(f"keras.ops.matmul has no argument {name!r}")
     for i, (name, here) in enumerate((("a", "x1"), ("b", "x2"))):
         site.required(i, name)
         arg = argument(site.updated.args, i, name)
@@ -197,6 +202,25 @@ def _matmul(site: CallSite) -> Expression:
             arg = arg.with_changes(value=swapped)
         args.append(renamed(arg, here) if arg.keyword else arg)
     return site.with_args(args, func="keras.ops.matmul")
+
+
+def _normalized(site: CallSite) -> Expression:
+    """Port `tf.nn.batch_normalization`, whose moments may have any shape."""
+    names = ["x", "mean", "variance", "offset", "scale", "variance_epsilon", "name"]
+    given = {name: arg.value for name, arg in bound_to(site, names).items()}
+    if not {*names[:6]} <= {*given}:
+        raise site.stays("its arguments were not found")
+    text = "({x} - {mean}) * keras.ops.rsqrt({variance} + {variance_epsilon})"
+    if not is_name(given["scale"], "None"):
+        text += " * {scale}"
+    if not is_name(given["offset"], "None"):
+        text = f"({text} + {{offset}})"
+    values = {
+        name: parenthesized(v) if isinstance(v, cst.BinaryOperation) else v
+        for name, v in given.items()
+        if f"{{{name}}}" in text
+    }
+    return site.make(text, **values)
 
 
 def _band(site: CallSite) -> Expression:
@@ -344,6 +368,7 @@ DEVICE_RULES: dict[str, Rule] = {
     "cast": _cast,
     "nn.ctc_loss": _ctc,
     "where": _where,
+    "nn.batch_normalization": _normalized,
     "split": _split,
     "switch_case": _switch,
     "clip_by_norm": _clip_by_norm,

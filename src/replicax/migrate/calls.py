@@ -37,6 +37,7 @@ from replicax.migrate.tables import (
     WRITTEN,
     accepted_arguments,
     find_target,
+    most_positions,
 )
 from replicax.migrate.tracing import is_traced, makes_spec
 from replicax.migrate.tree import (
@@ -73,7 +74,8 @@ def ported(script: Script, node: cst.Call, updated: cst.Call, path: str) -> Expr
     """
     on_host = script.runs_on_host(node)
     rules = _HOST_RULES if on_host else _RULES
-    result = rules[path](CallSite(script, node, updated, path))
+    site = CallSite(script, node, updated, path).in_order(path)
+    result = rules[path](site)
     if (note := NOTES.get(path)) and not on_host:
         script.note(node, f"tf.{path}: {note}")
     return result
@@ -96,6 +98,16 @@ def leave_unknown_arguments(
         script.note(node, f"{target} draws other numbers from a seed than TF does")
     if isinstance(result.func, cst.Name) and hasattr(builtins, result.func.value):
         return  # A rule has replaced the call by one of a builtin.
+    _leave_unknown(script, node, result, target)
+
+
+def _leave_unknown(
+    script: Script, node: cst.Call, result: cst.Call, target: str
+) -> None:
+    """Report arguments of a ported call that its target does not take."""
+    by_position = [arg for arg in result.args if not arg.keyword]
+    if len(by_position) > most_positions(target):
+        script.leave(node, MESSAGES["by_name"].format(target=target))
     accepted = accepted_arguments(target)
     for arg in result.args:
         if arg.keyword and accepted is not None and arg.keyword.value not in accepted:
@@ -200,8 +212,12 @@ def _layer(site: CallSite) -> Expression:
     if not training and name in {"dropout", "batch_normalization"}:
         training = [keyword("training", cst.Name("False"))]
     training = [a.with_changes(comma=cst.MaybeSentinel.DEFAULT) for a in training]
-    layer = site.script.expression(f"keras.layers.{OLD_LAYERS[name]}")
-    layer = cst.Call(layer, without(args, made))
+    if name == "dropout" and not any(is_named(arg, "rate") for arg in made):
+        made = [*made, keyword("rate", cst.Float("0.5"))]
+    made = [arg for arg in made if not is_named(arg, "fused")]  # It is only faster.
+    target = f"keras.layers.{OLD_LAYERS[name]}"
+    layer = cst.Call(site.script.expression(target), without(args, made))
+    _leave_unknown(site.script, site.node, layer, target)
     return cst.Call(layer, [cst.Arg(inputs), *training])
 
 

@@ -39,6 +39,7 @@ __all__ = [
     "layers_of",
     "plan_operations",
     "plan_shapes",
+    "plan_sizes",
     "report_functional",
 ]
 
@@ -161,6 +162,64 @@ def report_functional(script: Script) -> None:
             continue
         if is_symbolic(script, inputs) and not _is_frozen(script, node, given):
             script.leave(node, MESSAGES["overruled"])
+
+
+_ARITHMETIC = (
+    cst.Add | cst.Subtract | cst.Multiply | cst.Divide | cst.FloorDivide | cst.Modulo
+)
+
+
+def plan_sizes(script: Script) -> None:
+    """Plan arrays of shapes that are operands, which are tuples in Keras 3.
+
+    Sizes of symbolic tensors that are None there are reported.
+    """
+    for node in script.nodes(cst.BinaryOperation):
+        sides = (node.left, node.right)
+        shapes = [each for each in sides if _shape_in(script, each)]
+        if not shapes or not isinstance(node.operator, _ARITHMETIC):
+            continue
+        if any(_may_be_none(script, each) for each in shapes):
+            script.leave(node, MESSAGES["size_none"])
+            continue
+        for each in shapes:
+            shown = script.flow.resolved(each)
+            if not isinstance(shown, cst.Subscript) or _is_slice(shown):
+                script.wrapped[each] = "np.array({x})"
+
+
+def _is_slice(node: cst.Subscript) -> bool:
+    return isinstance(node.slice[0].slice, cst.Slice)
+
+
+def _shape_in(script: Script, node: Expression) -> cst.Call | None:
+    """The call of `tf.shape` that an expression is the result, or a part of it."""
+    shown = script.flow.resolved(node)
+    if isinstance(shown, cst.Subscript) and len(shown.slice) == 1:
+        shown = script.flow.resolved(shown.value)
+    is_shape = script.called(shown) in {"shape", "keras.backend.shape"}
+    return shown if is_shape and isinstance(shown, cst.Call) else None
+
+
+def _may_be_none(script: Script, node: Expression) -> bool:
+    """Whether a shape or size is of dimensions that a `keras.Input` leaves open."""
+    shape, size = _shape_in(script, node), script.flow.resolved(node)
+    assert shape is not None
+    tensor = value_of(shape, 0, "input") or value_of(shape, 0, "x")
+    if tensor is None or not is_symbolic(script, tensor):
+        return False
+    sources = reached([tensor], lambda each: _sources(script, each))
+    calls = (each for each in sources if isinstance(each, cst.Call))
+    made = [call for call in calls if script.called(call) in _INPUTS]
+    index = script.code(size.slice[0]) if isinstance(size, cst.Subscript) else ":"
+    place = index.strip(" ,")
+    is_first = place == "0" or place.startswith(":")
+    at, name = (1, "batch_size") if is_first else (0, "shape")
+    given = [value_of(call, at, name) for call in made]
+    if place.isdigit() and at == 0:
+        parts = ((each, parts_of(each)[int(place) - 1 :]) for each in given)
+        given = [found[0] if found else each for each, found in parts]
+    return any(each is None or "None" in script.code(each) for each in given)
 
 
 def plan_shapes(script: Script) -> None:

@@ -8,7 +8,13 @@ from typing import Any
 import libcst as cst
 
 from replicax.migrate.names import path_in_tensorflow
-from replicax.migrate.script import Replacement, Script, Statement, with_marks
+from replicax.migrate.script import (
+    Replacement,
+    Script,
+    Statement,
+    mark_text,
+    with_marks,
+)
 from replicax.migrate.statements import comment_lines
 from replicax.migrate.tables import (
     ALIASES,
@@ -22,6 +28,7 @@ from replicax.migrate.tables import (
     find_target,
     foreign_problem,
     is_module,
+    is_module_of_keras,
 )
 from replicax.migrate.tree import (
     dotted,
@@ -129,6 +136,16 @@ def _module_target(name: str) -> str | None:
     return target if target.partition(".")[0] == "keras" else None
 
 
+def _of_existing(alias: cst.ImportAlias) -> cst.ImportAlias:
+    """An import that binds `keras`, of the innermost package that Keras 3 has."""
+    parts = alias.evaluated_name.split(".")
+    if alias.asname or parts[0] != "keras":
+        return alias
+    names = (".".join(parts[:n]) for n in range(len(parts), 1, -1))
+    found = next((each for each in names if is_module_of_keras(each)), "keras")
+    return alias.with_changes(name=cst.parse_expression(found))
+
+
 def _name_target(name: str) -> str | None:
     """The target of an imported name in Keras, if both have the same last part."""
     path, target = path_in_tensorflow(name) or "", _module_target(name) or ""
@@ -200,7 +217,7 @@ class _Imports(cst.CSTTransformer):
             target = self._script.retained.get(local)
             is_ours = path_in_tensorflow(alias.evaluated_name) is not None
             if is_ours and target is None:
-                kept += [alias] if local in self._used else []
+                kept += [_of_existing(alias)] if local in self._used else []
             elif self._stays(local):
                 kept.append(
                     import_alias(target, local) if is_ours and target else alias
@@ -283,8 +300,10 @@ def _with_new_imports(script: Script, module: cst.Module, used: set[str]) -> cst
     if lines:
         if place < len(body) and (_is_nothing(body[place]) or _is_anchor(body[place])):
             leading = body[place].leading_lines
-            lines[0] = lines[0].with_changes(leading_lines=leading)
-            body[place] = body[place].with_changes(leading_lines=())
+            marks = [line for line in leading if mark_text(line)]
+            above = [line for line in leading if line not in marks]
+            lines[0] = lines[0].with_changes(leading_lines=above)
+            body[place] = body[place].with_changes(leading_lines=marks)
         body[place:place] = lines
     return module.with_changes(body=body).visit(_WithoutNothing())
 

@@ -468,7 +468,7 @@ def _plan_identifier(script: Script, node: Expression, names: dict[str, str]) ->
 
 
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(ORDERS, lambda site: site.in_order(site.path).of_target()),
+    **dict.fromkeys(ORDERS, CallSite.of_target),
     **dict.fromkeys(OPTIMIZERS, lambda site: site.of_target(optimizer_arguments(site))),
     **dict.fromkeys(READERS, _reader),
     **dict.fromkeys(NAMES["average_poolings"], _pooling),

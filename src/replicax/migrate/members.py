@@ -33,6 +33,7 @@ from replicax.migrate.tree import (
     find,
     is_name,
     is_named,
+    last_name,
     method_of,
     methods_of,
     object_of,
@@ -41,6 +42,7 @@ from replicax.migrate.tree import (
 )
 
 __all__ = [
+    "is_kind_of_tensors",
     "is_logged_rate",
     "is_logs",
     "is_part_of_name",
@@ -68,6 +70,7 @@ def ported_attribute(
         name in _OF_OPTIMIZERS and _is_foreign(script, node, "optimizer")
     ):
         return _of_optimizer(script, node, updated)
+    _refuse_numpy(script, node)
     _refuse(script, node)
     _refuse_to_set(script, node)
     if name == "output_shape" and (
@@ -89,6 +92,18 @@ def ported_attribute(
             return owner
         raise Unported("there is no strategy.extended: use the strategy's methods")
     return updated
+
+
+def _refuse_numpy(script: Script, node: cst.Attribute) -> None:
+    """Raise `Unported` for the method `numpy` that is not called where it stands."""
+    if node.attr.value != "numpy" or script.call_of(node):
+        return
+    bound = (each.node for each in script.flow.definitions)
+    found = [each for each in bound if last_name(each) == "numpy"]
+    is_own = any(attr_of(each) or script.class_around(each) for each in found)
+    is_module = script.names.imported(node) is not None
+    if not (is_own or is_module or script.functions("numpy")):
+        raise Unported(MESSAGES["numpy_method"])
 
 
 def _of_name(script: Script, node: cst.Attribute, updated: cst.Attribute) -> Expression:
@@ -395,7 +410,24 @@ def ported_parameter(script: Script, node: cst.Param, updated: cst.Param) -> cst
 
 
 def is_part_of_name(script: Script, node: cst.CSTNode) -> bool:
-    """Whether a string is in a name of a layer, model or variable, or asks for one."""
+    """Whether a string is in a name of a layer, model or variable, or asks for one.
+
+    It may get there by variables and parameters of functions of the script.
+    """
+    holders = {node, *itertools.takewhile(_is_text, script.parents(node))}
+    found = script.flow.definitions
+    bound = (each for each in found if not holders.isdisjoint(each.values))
+    uses = [use for each in bound for use in script.flow.uses(each)]
+    return _is_in_name(script, node) or any(_is_in_name(script, use) for use in uses)
+
+
+def _is_text(node: cst.CSTNode) -> bool:
+    """Whether a node may be a text that has a string as a part."""
+    kinds = cst.BinaryOperation | cst.ConcatenatedString | cst.FormattedString
+    return isinstance(node, kinds | cst.IfExp)
+
+
+def _is_in_name(script: Script, node: cst.CSTNode) -> bool:
     arg = script.around(node, cst.Arg)
     call = script.parent(arg) if arg is not None else None
     if not isinstance(call, cst.Call) or arg is None:
@@ -406,6 +438,13 @@ def is_part_of_name(script: Script, node: cst.CSTNode) -> bool:
     is_owner = kind_of(script, call) in {"layer", "model", "variable"}
     is_owner = is_owner or method == "add_weight" or path.endswith(".Input")
     return is_owner and is_named(arg, "name")
+
+
+def is_kind_of_tensors(script: Script, node: cst.CSTNode) -> bool:
+    """Whether a string asks a tokenizer or an image processor for TF's tensors."""
+    arg = script.parent(node)
+    is_asked = isinstance(arg, cst.Arg) and is_named(arg, "return_tensors")
+    return is_asked and text_of(node) == "tf"
 
 
 # Keys of logs.

@@ -1,5 +1,7 @@
 """Rules for methods of strategies, iterators, checkpoints and Keras' objects."""
 
+from dataclasses import replace
+
 import libcst as cst
 
 from replicax.migrate.files import (
@@ -39,6 +41,7 @@ from replicax.migrate.tree import (
     root_of,
     text_of,
     value_of,
+    without,
 )
 
 __all__ = ["plan_resets", "ported_method"]
@@ -341,6 +344,8 @@ def _output_shape(site: CallSite) -> Expression:
 def _add_weight(site: CallSite) -> Expression:
     """Name the arguments of `add_weight`, where the shape comes first in Keras 3."""
     names = ["name", "shape", "dtype", "initializer"]
+    kept = [a for a in site.updated.args if not _is_usual(a)]
+    site = replace(site, updated=site.with_args(without(site.updated.args, kept)))
     args = site.updated.args
     given = [a for a in args if a.keyword is None]
     is_old = site.method == "add_variable" or any(is_named(a, "shape") for a in args)
@@ -348,6 +353,12 @@ def _add_weight(site: CallSite) -> Expression:
     if not is_old and not (given and isinstance(given[0].value, texts)):
         return site.updated
     return site.with_names(names).as_method("add_weight")
+
+
+def _is_usual(arg: cst.Arg) -> bool:
+    """Whether an argument says when variables are equal, as those of Keras 3 are."""
+    usual = ("auto", "on_write")
+    return is_named(arg, "synchronization") and text_of(arg.value) in usual
 
 
 def _adapt(site: CallSite) -> Expression:

@@ -1,5 +1,7 @@
 """Resolves the names of a script to paths in TensorFlow, through its imports."""
 
+import functools
+import re
 from collections import defaultdict
 
 import libcst as cst
@@ -11,7 +13,13 @@ from libcst.metadata import (
     ScopeProvider,
 )
 
-from replicax.migrate.tables import NEED_TENSORFLOW, OLD_PREFIXES, find_target
+from replicax.migrate.tables import (
+    NAMES,
+    NEED_TENSORFLOW,
+    OLD_PREFIXES,
+    find_target,
+    is_known,
+)
 from replicax.migrate.tree import dotted, find, module_of, root_of
 
 __all__ = ["Names", "path_in_tensorflow"]
@@ -22,8 +30,11 @@ _ROOTS = {
     "keras_preprocessing": "keras.preprocessing",
 }
 """Packages whose names are TensorFlow's, and their paths there."""
+_OF_KERAS = re.compile(r"optimizers\.|(initializers|losses|metrics)\.[A-Z]")
+"""What TensorFlow 2 has of Keras by a second name; TensorFlow 1 has other functions."""
 
 
+@functools.cache
 def path_in_tensorflow(name: str) -> str | None:
     """The path of a full name under `tensorflow`, in TF 2's spelling; None for others.
 
@@ -42,6 +53,24 @@ def path_in_tensorflow(name: str) -> str | None:
             return path_in_tensorflow(f"tensorflow.{new}{path[len(old) :]}")
         if f"{path}." == old:
             return new.rstrip(".")
+    return _public(f"keras.{path}" if _OF_KERAS.match(path) else path)
+
+
+def _public(path: str) -> str:
+    """The public path of what Keras 2 had in a module within a package.
+
+    Such is `keras.layers.core.dense.Dense`. A module by itself is its package.
+    """
+    *package, name = path.split(".")
+    if package[:1] != ["keras"] or len(package) < 2 or is_known(path):
+        return path
+    if name in NAMES["old_modules"]:
+        return _public(".".join(package))
+    if any(module.endswith("_v1") for module in package):
+        return path  # They had another class of that name.
+    for n in range(len(package) - 1, 1, -1):
+        if is_known(public := ".".join([*package[:n], name])):
+            return public
     return path
 
 

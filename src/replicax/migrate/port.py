@@ -174,6 +174,7 @@ _PLANNERS = (
     layer_calls.plan_layer_calls,
     layer_calls.plan_input_shapes,
     functional.report_functional,
+    functional.plan_sizes,
     functional.plan_operations,
     functional.plan_shapes,
 )

@@ -21,7 +21,13 @@ from replicax.migrate.script import (
     mark_text,
     with_marks,
 )
-from replicax.migrate.tables import MESSAGES, NOTES, find_reason, find_target
+from replicax.migrate.tables import (
+    MESSAGES,
+    NOTES,
+    find_reason,
+    find_target,
+    is_module_of_keras,
+)
 from replicax.migrate.tracing import is_graph_decorator
 from replicax.migrate.tree import is_docstring, only_of, renamed, walk, with_args
 
@@ -150,6 +156,9 @@ def _string(
         return updated.with_changes(value=updated.value.replace("/", "_"))
     if isinstance(node, cst.FormattedStringText):
         return updated
+    if members.is_kind_of_tensors(script, node):
+        script.note(node, MESSAGES["numpy_tensors"])
+        return script.string("np")
     is_rate = members.is_logged_rate(script, node)
     return script.string("learning_rate") if is_rate else updated
 
@@ -179,8 +188,9 @@ def _visit_call(script: Script, node: cst.Call) -> bool:
         script.frozen.add(node.func)
         if path in calls.UNTOUCHED_ARGUMENTS:
             script.frozen |= set(node.args)
-    elif find_target(path) is None:
-        script.leave(node.func, find_reason(path))
+    elif (target := find_target(path)) is None or is_module_of_keras(target):
+        is_called = MESSAGES["module_called"].format(target=target)
+        script.leave(node.func, is_called if target else find_reason(path))
         script.frozen.add(node)
         return False
     return True

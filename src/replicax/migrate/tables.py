@@ -5,6 +5,7 @@ import functools
 import importlib
 import inspect
 import itertools
+import math
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -135,7 +136,7 @@ OLD_LOSSES = _lists(_DATA["old_losses"])
 WIDE_METRICS: dict[str, str] = _DATA["wide_metrics"]
 IDENTIFIERS: dict[str, dict[str, str]] = _DATA["identifiers"]
 NAMES = _lists(_DATA["names"])
-ORDERS = _lists(_DATA["orders"])
+ORDERS = {k: v.split() for k, v in _by_name(_DATA["orders"]).items()}
 """Parameters by position of what has another order in Keras 3; `"-"` for equal ones."""
 CALL_ORDERS = _lists(_DATA["call_orders"])
 MESSAGES: dict[str, str] = _DATA["messages"]
@@ -157,6 +158,10 @@ LEFT_METHODS = _by_name(_DATA["methods"]["left"])
 KINDS: dict[str, str] = _DATA["kinds"]
 _MAKERS = _by_name(_DATA["makers"])
 _NOTHING = object()
+_BY_POSITION = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+)
 
 
 def is_dotted(target: str) -> bool:
@@ -168,6 +173,12 @@ def is_module(path: str) -> bool:
     """Whether the tables have names of a module of TensorFlow, such as `"nn"`."""
     names = itertools.chain(EXACT, PREFIXES, DEVICE_OPERATORS, _REASONS)
     return path in PREFIXES or any(name.startswith(f"{path}.") for name in names)
+
+
+def is_module_of_keras(target: str) -> bool:
+    """Whether a dotted target is a module of Keras 3, which one can import."""
+    is_there = target.partition(".")[0] == "keras" and exists(target)
+    return is_there and inspect.ismodule(_resolved(target))
 
 
 @functools.cache
@@ -224,13 +235,15 @@ def default_of(target: str, parameter: str) -> object:
 @functools.cache
 def accepted_arguments(target: str) -> frozenset[str] | None:
     """The keywords that a target accepts; None if it may accept any."""
-    if target.partition(".")[0] not in {"keras", "rx"} or not exists(target):
+    if not is_dotted(target) or not exists(target):
         return None
     found = _resolved(target)
     if not inspect.isclass(found):
         names, is_open = _keywords(found)
         return None if is_open else names
     is_optimizer = issubclass(found, _resolved(KINDS["optimizer"]))
+    if found.__init__ is object.__init__:
+        return frozenset()
     accepted: frozenset[str] = frozenset()
     for each in found.__mro__[:-1]:
         init = vars(each).get("__init__")
@@ -242,6 +255,21 @@ def accepted_arguments(target: str) -> frozenset[str] | None:
             return accepted
     # The innermost constructor of optimizers refuses what is left over.
     return accepted if is_optimizer else None
+
+
+@functools.cache
+def most_positions(target: str) -> float:
+    """How many arguments a target accepts by position; infinite if unknown."""
+    found: Any = _resolved(target) if is_dotted(target) else _NOTHING
+    is_made = inspect.isclass(found) and inspect.isfunction(found.__init__)
+    function = found.__init__ if is_made else found
+    try:
+        kinds = [p.kind for p in inspect.signature(function).parameters.values()]
+    except (TypeError, ValueError):
+        return math.inf
+    if inspect.Parameter.VAR_POSITIONAL in kinds:
+        return math.inf
+    return sum(kind in _BY_POSITION for kind in kinds) - is_made
 
 
 def _keywords(function: Callable[..., object]) -> tuple[frozenset[str], bool]:
@@ -295,6 +323,12 @@ def _by_prefix(path: str) -> str | None:
         if is_dotted(home) and exists(target):
             return target
     return None
+
+
+def is_known(path: str) -> bool:
+    """Whether a path has a target, a rule or a reason of its own."""
+    tables = (WRITTEN, GUARDED_OPERATORS, DROPPED, _REASONS)
+    return any(path in table for table in tables) or find_target(path) is not None
 
 
 def find_reason(path: str) -> str:

@@ -1,0 +1,102 @@
+"""What a port once let pass, and what failed when it ran."""
+
+import numpy as np
+import pytest
+from tests.migrate.porting import ported, run
+
+from replicax.migrate import port
+
+START = "import tensorflow as tf\nfrom tensorflow.keras import backend as K\n"
+FUNCTIONAL = "i = tf.keras.Input((None, 4))\nx = i + 1\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "num_left"),
+    [
+        ("f = x.numpy\ny = f()", 1),
+        ("y = list(map(lambda t: t.numpy, [x]))", 1),
+        ("import jax\ny = jax.numpy.ones(2)", 0),
+        ("class A:\n    numpy = 1\ny = A().numpy", 0),
+        (f"{FUNCTIONAL}y = tf.reshape(x, [tf.shape(x)[0] * 2, 4])", 1),
+        (f"{FUNCTIONAL}y = tf.shape(x) * 2", 1),
+        (f"{FUNCTIONAL}y = tf.shape(x)[1:3] * 2", 1),
+        (f"{FUNCTIONAL}s = tf.shape(x)\ny = s[1] // 2", 1),
+        (f"{FUNCTIONAL}y = tf.shape(x)[2] // 2", 0),
+        ("x = tf.ones([2, 3])\ny = tf.shape(x)[0] * 2", 0),
+    ],
+)
+def test_what_would_fail_is_left(source: str, num_left: int) -> None:
+    assert len(ported(f"{START}{source}")[1]) == num_left
+
+
+def test_shapes_are_arrays_where_they_are_operands() -> None:
+    source = """x = tf.ones([2, 3, 5, 1])
+s = tf.shape(x)
+y = [tf.shape(x)[1:3] * 2, s // 2, s[-1:] + [1], s[1] * 2]
+z = tf.image.resize(x, s[1:3] * 2 - 1)
+i = tf.keras.Input((6, 5, 1))
+w = tf.image.resize(i, tf.shape(i)[1:3] * 2)
+"""
+    names = run(f"{START}{source}")
+    assert [np.array(each).tolist() for each in names["y"]] == [
+        [6, 10],
+        [1, 1, 2, 0],
+        [2],
+        6,
+    ]
+    assert names["z"].shape == (2, 5, 9, 1)
+    assert names["w"].shape == (None, 12, 10, 1)
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("n = 'a/b'\nx = tf.keras.layers.Dense(1, name=n)", "a_b"),
+        (
+            "p = 'a%d/' % 2\nx = tf.keras.layers.Dense(1, name=p + 'c')",
+            "a2_c",
+        ),
+        (
+            "def f(n):\n    return tf.keras.layers.Dense(1, name=n)\nx = f('a/b')",
+            "a_b",
+        ),
+    ],
+)
+def test_slashes_of_names_in_variables(source: str, name: str) -> None:
+    assert run(f"{START}{source}")["x"].name == name
+
+
+def test_slashes_of_paths_stay() -> None:
+    source = "c = {'dir': 'a/b', 'name': 'd'}\nx = tf.keras.Input((2,), name=c['name'])"
+    assert "'a/b'" in ported(f"{START}{source}")[0]
+
+
+def test_tokenizers_give_arrays_of_numpy() -> None:
+    result = port(f"{START}x = tok('a', return_tensors='tf')\n".encode())
+    assert b"return_tensors='np'" in result.source
+    assert [note.reason for note in result.notes] == ["its arrays are NumPy's"]
+
+
+@pytest.mark.parametrize("scale", ["None", "s"])
+@pytest.mark.parametrize("offset", ["None", "o + 1"])
+def test_batches_are_normalized_by_given_moments(offset: str, scale: str) -> None:
+    x = "tf.constant([[1.0, 2.0], [5.0, 8.0]])"
+    source = f"""s, o, x = tf.constant([2.0, 3.0]), tf.constant([1.0, -1.0]), {x}
+m, v = tf.nn.moments(x, [0])
+y = K.bias_add(tf.nn.batch_normalization(x, m, v, {offset}, {scale}, 1e-3), o)
+"""
+    # By TensorFlow: the rows of the normalized array are these, and their opposites.
+    row = np.array([0.99987495, 0.99994445])
+    normal = np.array([-row, row])
+    normal = normal * ([2, 3] if scale == "s" else 1)
+    expected = normal + ([2, 0] if offset != "None" else 0) + [1, -1]
+    np.testing.assert_allclose(
+        run(f"{START}{source}")["y"], expected, rtol=1e-5, atol=1e-6
+    )
+
+
+def test_variables_that_are_equal_on_write_need_no_argument() -> None:
+    source = """x = tf.keras.layers.Layer().add_weight(
+    shape=(2,), synchronization=tf.VariableSynchronization.AUTO, aggregation="sum")
+"""
+    assert run(f"{START}{source}")["x"].aggregation == "sum"
