@@ -193,9 +193,13 @@ def _is_pure(script: Script, call: cst.Call) -> bool:
         is_known = path in (*DEVICE_OPERATORS, *GUARDED_OPERATORS, *_KNOWN)
         is_written = path in WRITTEN and "keras.ops." in WRITTEN[path][1]
         has_rule = path in DEVICE_RULES and path != "Variable"
-        return is_known or is_written or has_rule or target.startswith(_PURE)
+        is_metric = target.startswith("keras.metrics.") and target.islower()
+        is_function = target.startswith(_PURE) or is_metric
+        return is_known or is_written or has_rule or is_function
     if isinstance(call.func, cst.Name) and (
-        is_name(call.func, *_BUILTINS) or script.functions(call.func.value)
+        is_name(call.func, *_BUILTINS)
+        or script.functions(call.func.value)
+        or isinstance(script.flow.value(call.func), cst.Lambda)
     ):
         return True
     name = method_of(call)
