@@ -230,3 +230,92 @@ def test_a_model_with_a_step_is_made_and_compiled_in_a_scope() -> None:
 def test_a_model_whose_lines_are_not_in_sight_is_left(lines: str) -> None:
     _, (reason,) = ported(f"{MODEL}{lines}")
     assert "only models of a strategy get (data)" in reason
+
+
+ACTORS = """\
+import tensorflow as tf
+class Critic:
+    def __init__(self):
+        self.opt = tf.keras.optimizers.SGD(0.25)
+        self.model = tf.keras.Sequential(
+            [tf.keras.layers.Dense(1, kernel_initializer="zeros")])
+    def predict(self, states):
+        return self.model.predict(states, verbose=0)
+    def train(self, states, targets):
+        targets = tf.stop_gradient(targets)
+        with tf.GradientTape() as tape:
+            values = self.model(states, training=True)
+            assert values.shape == targets.shape
+            loss = tf.reduce_mean(tf.square(targets - values))
+        grads = tape.gradient(loss, self.model.trainable_variables)
+        self.opt.apply_gradients(zip(grads, self.model.trainable_variables))
+        return loss
+class Actor(Critic):
+    def train(self, states, targets):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.abs(targets - self.model(states)))
+        grads = tape.gradient(loss, self.model.trainable_variables)
+        self.opt.apply_gradients(zip(grads, self.model.trainable_variables))
+        return loss
+class Agent:
+    def __init__(self):
+        self.actor = Actor()
+        self.critic = Critic()
+    def train(self, states, n):
+        for _ in range(n):
+            targets = self.critic.predict(states)
+            targets[:] = targets + 1
+            self.critic.train(states, targets)
+            loss = self.actor.train(states, targets)
+        return loss
+"""
+
+
+def test_steps_of_one_name_are_run_by_the_class_of_their_object() -> None:
+    text, left = ported(f"{ACTORS}agent = Agent()\nloss = agent.train(states, 2)\n")
+    assert left == []
+    assert "run(self.critic.train, args=(states, targets))" in text
+    assert "run(self.actor.train, args=(states, targets))" in text
+    assert "agent.train(states, 2)" in text
+    names = executed(text, {"states": np.zeros((4, 2), "float32")})
+    # The critic's bias goes from 0 by 0.25 * 2 in each step, its targets are 1 more.
+    critic = names["agent"].critic.model
+    assert float(critic.layers[0].bias.value[0]) == pytest.approx(1.0)
+    assert float(names["loss"]) == pytest.approx(1.5 - 0.25)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("assert values.shape == targets.shape", "assert targets[0] == 1"),
+        ("self.critic = Critic()", "self.critic = critic"),
+        ("    def train(self, states, n):", "    def train(self, states, n, act):"),
+    ],
+)
+def test_steps_of_one_name_are_left_where_their_object_is_not_in_sight(
+    before: str, after: str
+) -> None:
+    text = ACTORS.replace(before, after)
+    if after.endswith("act):"):
+        text = text.replace("self.actor.train", "act.train")
+    _, left = ported(text)
+    assert any("works in a function that a strategy runs" in why for why in left)
+
+
+def test_a_step_may_list_the_variables_of_a_dict() -> None:
+    text, left = ported(
+        "import tensorflow as tf\n"
+        'weights = {"w": tf.Variable(tf.zeros([2, 1])), "b": tf.Variable([0.0])}\n'
+        "opt = tf.keras.optimizers.SGD(0.25)\n"
+        "def step(x, y):\n"
+        "    with tf.GradientTape() as tape:\n"
+        '        loss = tf.reduce_mean((x @ weights["w"] + weights["b"] - y) ** 2)\n'
+        "    variables = list(weights.values())\n"
+        "    gradients = tape.gradient(loss, variables)\n"
+        "    opt.apply_gradients(zip(gradients, variables))\n"
+        "step(x, y)\n"
+    )
+    assert left == []
+    given = {"x": np.ones((4, 2), "float32"), "y": np.ones((4, 1), "float32")}
+    names = executed(text, given)
+    assert float(names["weights"]["b"].value[0]) == pytest.approx(0.5)

@@ -153,3 +153,32 @@ def test_another_device_is_named() -> None:
     found = port(b"import tensorflow as tf\nwith tf.device('/gpu:1'):\n    x = 1\n")
     assert b"with keras.device('gpu:1'):" in found.source
     assert ["fails without a 'gpu:1'" in each.reason for each in found.notes] == [True]
+
+
+_ITERATOR = """\
+import tensorflow as tf
+strategy = tf.distribute.MirroredStrategy(["/cpu:0"])
+data = tf.data.Dataset.from_tensor_slices([1.0, 2.0]).batch(2)
+with strategy.scope():
+    iterator = strategy.make_dataset_iterator(data)
+def total():
+    return strategy.experimental_run(lambda x: tf.reduce_sum(x), iterator)
+found = []
+"""
+
+
+def test_an_iterator_that_a_loop_initializes_is_made_anew() -> None:
+    text, left = ported(
+        f"{_ITERATOR}for epoch in range(3):\n"
+        "    iterator.initialize()  # From its start.\n"
+        "    found.append(float(total()))\n"
+    )
+    assert left == []
+    line = "iterator = iter(strategy.experimental_distribute_dataset(data))"
+    assert f"    {line}  # From its start.\n" in text
+    assert executed(text)["found"] == [3.0, 3.0, 3.0]
+
+
+def test_an_iterator_that_another_function_initializes_is_left() -> None:
+    text = f"{_ITERATOR}def train():\n    for _ in range(2): iterator.initialize()\n"
+    assert "has no initialize()" in ported(text)[1][0]

@@ -171,3 +171,43 @@ def test_steps_that_cannot_be_compiled_stay(old: str, new: str) -> None:
     text, left = ported(f"{MODEL}n = seen = []\n{loop}")
     assert ["works in a function" in each for each in left] == [True]
     assert "def train_step" not in text
+
+
+@pytest.mark.parametrize(
+    "mean_of",
+    [
+        "mean_of = lambda y, p: tf.reduce_mean(tf.square(y - p))",
+        "def mean_of(y, p):\n    return tf.reduce_mean(tf.square(y - p))",
+    ],
+)
+def test_results_of_functions_and_lambdas_of_the_script_are_returned(
+    mean_of: str,
+) -> None:
+    text, left = ported(
+        "import tensorflow as tf\n"
+        "w = tf.Variable(tf.zeros([2, 1]))\n"
+        "predict = lambda x: tf.matmul(x, w)\n"
+        f"{mean_of}\n"
+        "near = lambda y, p: tf.keras.metrics.mean_absolute_error(y, p)\n"
+        "optimizer = tf.keras.optimizers.SGD(0.5)\n"
+        "for x, y in dataset:\n"
+        "    with tf.GradientTape() as tape:\n"
+        "        p = predict(x)\n"
+        "        loss = mean_of(y, p)\n"
+        "    error = near(y, p)\n"
+        "    grads = tape.gradient(loss, [w])\n"
+        "    optimizer.apply_gradients(zip(grads, [w]))\n"
+        "    print(loss.numpy(), error)\n"
+    )
+    assert left == []
+    assert "loss, error = rx.get_strategy().reduce(" in text
+    names = names_for(text)
+    assert float(names["loss"]) == pytest.approx(1.0)
+    np.testing.assert_allclose(names["w"].value, 0.5)
+
+
+def test_results_of_functions_that_count_are_no_arrays() -> None:
+    text = (MODEL + LOOP).replace("grads =", "n = count(x)\n        grads =")
+    text = text.replace("print(step,", "print(n,")
+    count = "count = lambda x: len(x)\n"
+    assert any("works in a function" in why for why in ported(count + text)[1])

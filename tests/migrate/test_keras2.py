@@ -80,6 +80,7 @@ def lines(source: str) -> tuple[str, list[str]]:
             "FLAGS = absl.flags.FLAGS\nprint(FLAGS.steps)",
         ),
         ("print(tf.__version__)", "print(keras.__version__)"),
+        ("if a: b = 1\nelse: b = tf.__version__", "else: b = keras.__version__"),
         ("m = tf.keras.Sequential(layers, 'm')", "Sequential(layers, name='m')"),
         ("i = tf.keras.Input((3,), 8, 'i')", "keras.Input((3,), 8, name='i')"),
         (

@@ -10,9 +10,21 @@ from collections.abc import Iterable
 import libcst as cst
 
 from replicax.migrate.arrays import DEVICE_RULES
-from replicax.migrate.kinds import is_class_of, is_kind, kind_of
+from replicax.migrate.kinds import (
+    is_class_of,
+    is_kind,
+    kind_of,
+    makers,
+    own_methods,
+)
 from replicax.migrate.script import Expression, Script
-from replicax.migrate.tables import DEVICE_OPERATORS, NAMES, WRITTEN, find_target
+from replicax.migrate.tables import (
+    DEVICE_OPERATORS,
+    GUARDED_OPERATORS,
+    NAMES,
+    WRITTEN,
+    find_target,
+)
 from replicax.migrate.tracing import (
     calls_in,
     class_of,
@@ -71,8 +83,11 @@ def _tapes(script: Script, function: cst.FunctionDef) -> list[cst.Call]:
 
 _EFFECTS = (
     *(cst.Global, cst.Nonlocal, cst.Yield, cst.Await, cst.While, cst.Try, cst.Del),
-    *(cst.Assert, cst.Raise),
+    cst.Raise,
 )
+_STATIC = ("dtype", "ndim", "shape")
+"""Attributes of arrays that JAX knows when it traces."""
+
 _BUILTINS = (
     "dict",
     "enumerate",
@@ -84,7 +99,11 @@ _BUILTINS = (
     "tuple",
     "zip",
 )
-_METHODS = ("apply_gradients", "gradient", "update_state", "watch")
+_METHODS = (
+    *("apply_gradients", "as_list", "get_shape", "gradient", "update_state", "watch"),
+)
+_VIEWS = ("items", "keys", "values")
+_KNOWN = ("GradientTape", "print")
 _PURE = ("keras.activations.", "keras.losses.", "keras.ops.")
 _CONSTRUCTORS = ("__init__", "build")
 _CALLED = ("layer", "loss", "metric", "model")
@@ -99,6 +118,8 @@ def _is_traceable(
     """
     if function.decorators or any(True for _ in find(function, *_EFFECTS)):
         return False
+    if not all(_is_static(each.test) for each in find(function, cst.Assert)):
+        return False
     loops = (each.iter for each in find(function, cst.For))
     if not all(is_name(getattr(each, "func", each), *_BUILTINS) for each in loops):
         return False  # Of a dataset, say.
@@ -110,17 +131,28 @@ def _is_traceable(
     return is_pure and not any(_reads_changing(script, each) for each in every)
 
 
+def _is_static(test: Expression) -> bool:
+    """Whether a condition compares shapes or dtypes alone."""
+    if not isinstance(test, cst.Comparison):
+        return False
+    sides = (test.left, *(each.comparator for each in test.comparisons))
+    return all(attr_of(side) in _STATIC for side in sides)
+
+
 def _reads_changing(script: Script, function: cst.CSTNode) -> bool:
     """Whether a function reads what the script may change between its calls.
 
     Eager code reads what a number is by then, a compiled step what it was at first.
     """
     own = set(walk(function))
+    read = set[str]()
     for node in find(function, cst.Name, cst.Attribute):
-        outer = [d.node for d in script.flow.reaching(node) if d.node not in own]
+        made = [d.node for d in script.flow.reaching(node)]
+        outer = [each for each in made if each not in own]
         if len(outer) > 1 or any(_is_repeated(script, each) for each in outer):
             return True
-    read = {script.code(node) for node in find(function, cst.Name, cst.Attribute)}
+        if outer or not (made or script.flow.defined(node)):
+            read.add(script.code(node))
     names = {attr_of(node) for node in find(function, cst.Attribute)}
     if any(name.startswith("trainable") for name in names):
         names.add("trainable")
@@ -158,17 +190,23 @@ def _is_pure(script: Script, call: cst.Call) -> bool:
     path = script.called(call)
     if path:
         target = find_target(path) or ""
-        is_known = path in DEVICE_OPERATORS or path in ("GradientTape", "print")
+        is_known = path in (*DEVICE_OPERATORS, *GUARDED_OPERATORS, *_KNOWN)
         is_written = path in WRITTEN and "keras.ops." in WRITTEN[path][1]
         has_rule = path in DEVICE_RULES and path != "Variable"
-        return is_known or is_written or has_rule or target.startswith(_PURE)
+        is_metric = target.startswith("keras.metrics.") and target.islower()
+        is_function = target.startswith(_PURE) or is_metric
+        return is_known or is_written or has_rule or is_function
     if isinstance(call.func, cst.Name) and (
-        is_name(call.func, *_BUILTINS) or script.functions(call.func.value)
+        is_name(call.func, *_BUILTINS)
+        or script.functions(call.func.value)
+        or isinstance(script.flow.value(call.func), cst.Lambda)
     ):
         return True
     name = method_of(call)
     if name in NAMES["assign_methods"]:
         return kind_of(script, object_of(call)) == "variable"
+    if name in _VIEWS:
+        return isinstance(script.flow.value(object_of(call)), cst.Dict)
     methods = (class_of(script, found) for found in script.functions(name))
     is_method = name in _METHODS or any(owner is not None for owner in methods)
     return is_method or any(is_kind(script, call.func, kind) for kind in _CALLED)
@@ -182,11 +220,25 @@ def _calls_of(script: Script, function: cst.FunctionDef) -> list[cst.Call] | Non
         return None
     names = script.nodes(cst.Name if owner is None else cst.Attribute)
     uses = [n for n in names if last_name(n) == name and n is not function.name]
+    meant = {use: _meant(script, use) for use in uses}
+    uses = [use for use in uses if function in meant[use]]
     calls = [script.call_of(use) for use in uses]
     may_count = bool(function.decorators)
     found = [c for c in calls if c is not None and _takes(script, c, may_count)]
-    is_single = len(script.functions(name)) == 1 and len(found) == len(uses)
+    is_single = all(len(meant[use]) == 1 for use in uses) and len(found) == len(uses)
     return found if is_single else None
+
+
+def _meant(script: Script, use: cst.Name | cst.Attribute) -> list[cst.FunctionDef]:
+    """The functions of the script that a name may be; of an object, its methods."""
+    name = last_name(use)
+    if isinstance(use, cst.Attribute):
+        made = makers(script, use.value)
+        owners = [each for each in made if isinstance(each, cst.ClassDef)]
+        if owners and len(owners) == len(made):
+            found = (own_methods(script, each, name) for each in owners)
+            return [each for methods in found for each in methods[:1]]
+    return script.functions(name)
 
 
 def _takes(script: Script, call: cst.Call, may_count: bool) -> bool:

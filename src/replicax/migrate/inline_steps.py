@@ -16,7 +16,7 @@ from libcst.metadata import MetadataWrapper, PositionProvider
 
 from replicax.migrate.flow import Definition
 from replicax.migrate.kinds import kind_of
-from replicax.migrate.origins import bound_values, ends_at_cycles, iterated
+from replicax.migrate.origins import bound_values, ends_at_cycles, iterated, returned
 from replicax.migrate.script import Expression, Script
 from replicax.migrate.tables import NAMES
 from replicax.migrate.tree import (
@@ -189,6 +189,9 @@ def _makes_array(script: Script, node: cst.Call) -> bool:
         return name not in ("prod", "size", "shape")
     if is_name(node.func, "next") or name == "gradient":
         return True
+    values = list(returned(script, node))
+    if values:
+        return all(_is_array(script, value) for value in values)
     is_called = kind_of(script, node.func) in {"layer", "loss", "model"}
     is_made = kind_of(script, node) in {"model", "optimizer"}
     return is_called or is_made or (bool(name) and _is_array(script, object_of(node)))

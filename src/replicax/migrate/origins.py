@@ -226,8 +226,11 @@ def _of_call(script: Script, node: cst.Call) -> list[Expression]:
 
 
 def returned(script: Script, node: cst.Call) -> Iterator[Expression]:
-    """The values that a called function or method of the script returns."""
+    """The values that a called function, lambda or method of the script returns."""
     func = node.func
+    for value in values_of(script, func):
+        if isinstance(value, cst.Lambda):
+            yield value.body
     if isinstance(func, cst.Attribute) and is_name(func.value, "self"):
         func = func.attr
     for function in script.functions(func.value) if isinstance(func, cst.Name) else ():

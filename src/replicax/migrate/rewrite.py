@@ -138,7 +138,7 @@ def _is_compared(script: Script, node: cst.CSTNode) -> bool:
     """Whether a value is in a condition: a comparison, an assertion or an `if`."""
     return any(
         isinstance(parent, cst.Assert | cst.Comparison)
-        or (isinstance(parent, cst.If) and node not in walk(parent.body))
+        or (isinstance(parent, cst.If) and node in walk(parent.test))
         for parent in script.parents(node)
     )
 

@@ -8,6 +8,7 @@ from typing import Any
 import libcst as cst
 
 from replicax.migrate.flow import Definition
+from replicax.migrate.iterators import begins_iterator
 from replicax.migrate.script import Replacement, Script, Statement
 from replicax.migrate.tables import DROPPED, MESSAGES
 from replicax.migrate.tree import (
@@ -67,14 +68,6 @@ def _asks_version(script: Script, test: cst.BaseExpression) -> bool:
     names = find(test, cst.Attribute, cst.Name)
     is_version = any(is_version_of_tensorflow(script, each) for each in names)
     return is_version and not isinstance(test, cst.BooleanOperation)
-
-
-def begins_iterator(script: Script, call: cst.Call) -> bool:
-    """Whether a call is `initialize()` of an iterator that a strategy has just made."""
-    made = script.flow.resolved(object_of(call))
-    is_new = method_of(made) in {"make_dataset_iterator", "make_input_fn_iterator"}
-    in_loop = script.around(call, cst.For, cst.While) is not None
-    return method_of(call) == "initialize" and is_new and not in_loop
 
 
 def is_version_of_tensorflow(script: Script, node: cst.CSTNode) -> bool:

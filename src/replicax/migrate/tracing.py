@@ -82,6 +82,8 @@ def _called_functions(script: Script, function: cst.CSTNode) -> Iterator[cst.CST
     for node in find(function, cst.Call):
         if isinstance(node.func, cst.Name):
             yield from script.functions(node.func.value)
+            made = script.flow.value(node.func)
+            yield from [made] if isinstance(made, cst.Lambda) else []
         for found in script.functions(method_of(node)):
             if class_of(script, found) is not None:
                 yield found
