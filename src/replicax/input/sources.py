@@ -141,8 +141,12 @@ def is_dataset(value: object) -> bool:
 
 
 def is_one_shot(dataset: Dataset) -> bool:
-    """Whether `dataset` can be iterated only once, as generator objects can."""
-    return isinstance(dataset, Iterator)
+    """Whether `dataset` can be iterated only once, as generator objects can.
+
+    A `PyDataset` cannot, though it be an iterator too, as those of Keras'
+    `ImageDataGenerator` are.
+    """
+    return isinstance(dataset, Iterator) and not _is_py_dataset(dataset)
 
 
 def num_batches(dataset: Dataset, batch_size: int | None = None) -> int | None:
