@@ -247,7 +247,7 @@ class WorkQueueFit:
             lambda: {
                 "random": json_codec.encode(random_state.capture(), "the random state"),
                 "iteration": self._batches.iteration,
-                "versions": self._home.versions(),
+                "steps": self._home.steps_made(),
                 "model": mine,
             },
         )
@@ -262,7 +262,7 @@ class WorkQueueFit:
         random_state.restore(json_codec.decode(said["random"]))
         if not self._session.is_chief:
             self._home.refresh_values()  # It may have assigned some.
-        self._home.begin_epoch(said["versions"])
+        self._home.begin_epoch(said["steps"])
         self._stops = False
         self._batches.begin(said["iteration"])
         stream = f"{self._name}/epoch/{self._epoch}"
