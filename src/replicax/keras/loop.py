@@ -228,7 +228,7 @@ class _FitLoop:
         """The logs of the epoch's last step."""
         model, session = self.model, self.session
         if session.work is not None:
-            session.work.end_epoch()
+            self.logs = session.work.end_epoch(self.logs)
         if session.recorder is not None:
             session.recorder.end_steps()  # Before metrics are computed.
         if self.logs:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
+import jax
 import keras
 import numpy as np
 
@@ -152,16 +153,22 @@ class WorkQueueFit:
         steps = steps_of(self._model, self._strategy, "train")
         self._home.adopt(steps.program(place(batch, self._strategy.group)))
 
-    def end_epoch(self) -> None:
-        """Wait until all updates of the epoch are applied; sum metrics, pull values."""
+    def end_epoch(self, logs: PyTree) -> PyTree:
+        """Wait until all updates of the epoch are applied; sum metrics, pull values.
+
+        Logs that are no results of metrics are means of the workers' last ones.
+        """
         self._home.settle()
         if self._model.stop_training:  # In the middle of the epoch.
             if self._is_own and self._strategy.sync:
                 self._make_begun_step()
             # Before this worker's part is finished: no step begins that misses it.
             self._leases.stop()
+        steps = steps_of(self._model, self._strategy, "train")
+        own = jax.tree.map(np.asarray, steps.own_logs(logs))
         with self._waiting():
-            self._meet_others()
+            own = self._meet_others(own)
+        return steps.logs_now(logs, own)
 
     def _make_begun_step(self) -> None:
         """After a stop: compute the share that others wait for, if they go on."""
@@ -173,10 +180,13 @@ class WorkQueueFit:
         steps_of(self._model, self._strategy, "train")(batches)
         self._home.settle()
 
-    def _meet_others(self) -> None:
+    def _meet_others(self, logs: dict[str, PyTree]) -> dict[str, PyTree]:
+        """Give metrics the sums of all workers'; returns the mean of their logs."""
         self._leases.finish_applied()
         metrics = self._model.metrics_variables
-        size = sum(int(np.prod(v.shape)) for v in metrics)
+        size = sum(
+            int(np.prod(np.shape(v))) for v in (*metrics, *jax.tree.leaves(logs))
+        )
         if size > _MOST_REPORTED:
             raise NotImplementedError(
                 f"ParameterServerStrategy: the metrics of {self._model.name!r} hold "
@@ -186,26 +196,30 @@ class WorkQueueFit:
         topic = f"{self._name}/metrics/{self._epoch}"
         values = json_codec.encode([v.value for v in metrics], "the metrics")
         stop = bool(self._model.stop_training)
-        report = {"values": values, "stop": stop}
+        mine = json_codec.encode(logs, "the logs")
+        report = {"values": values, "stop": stop, "logs": mine}
         self._session.as_worker("report", topic=topic, values=report)
         self._session.barrier(f"{self._name}/end of epoch/{self._epoch}")
         # The chief sums up for all: each report is read once.
         total = f"{self._name}/total/{self._epoch}"
         summed = self._session.decided(total, topic, lambda: self._summed(topic))
-        for variable, value in zip(metrics, json_codec.decode(summed), strict=True):
+        totals, logs = json_codec.decode(summed)
+        for variable, value in zip(metrics, totals, strict=True):
             variable.assign(value)
         self._home.refresh()
         # Nobody begins the next epoch before all have this one's values.
         self._session.barrier(f"{self._name}/values of epoch/{self._epoch}")
+        return logs
 
     def _summed(self, topic: str) -> JSON:
-        """On the chief: who stops, and the sums of all workers' metrics."""
+        """On the chief: who stops, sums of all metrics, means of all logs."""
         reports = self._session.board("reports", topic=topic).values()
         self._stops = any(report["stop"] for report in reports)
         values = [json_codec.decode(report["values"]) for report in reports]
         metrics = self._model.metrics_variables
         summed = list(map(_total, metrics, zip(*values, strict=True)))
-        return json_codec.encode(summed, "the metrics")
+        logs = [json_codec.decode(report["logs"]) for report in reports]
+        return json_codec.encode((summed, _mean(logs)), "the metrics")
 
     def _waiting(self) -> AbstractContextManager[None]:
         """Context of a wait for other workers, which the report records."""
@@ -359,6 +373,18 @@ def _total(metric: keras.Variable, values: Sequence[np.ndarray]) -> np.ndarray:
     if metric.aggregation != "sum":
         total = total / len(values)
     return total.astype(metric.dtype)
+
+
+def _mean(logs: Sequence[dict[str, PyTree]]) -> dict[str, PyTree]:
+    """The mean of logs by name, over those that have it."""
+    found: dict[str, list[PyTree]] = {}
+    for each in logs:
+        for name, value in each.items():
+            found.setdefault(name, []).append(value)
+    return {
+        name: jax.tree.map(lambda *x: np.mean(x, axis=0), *values)
+        for name, values in found.items()
+    }
 
 
 def _refuse_stateful(model: keras.Model) -> None:
