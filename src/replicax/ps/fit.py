@@ -253,6 +253,8 @@ class WorkQueueFit:
 
     def _begin_epoch(self) -> None:
         mine = _described(self._model)
+        limit = self._data.steps_per_epoch
+        limit = limit or fixed_number_of_batches(self._data.adapter)
         if self._session.is_chief:  # Its callbacks have heard that the epoch begins.
             self._home.publish()
         said = self._session.decided(
@@ -263,6 +265,7 @@ class WorkQueueFit:
                 "iteration": self._batches.iteration,
                 "steps": self._home.steps_made(),
                 "model": mine,
+                "length": limit,
             },
         )
         if mine != said["model"]:
@@ -272,6 +275,12 @@ class WorkQueueFit:
                 ". All tasks must run the same script with the same arguments and "
                 "versions."
             )
+        if limit != said["length"]:
+            raise ClusterMismatchError(
+                f"{self._session.name}: an epoch of {self._name} has "
+                f"{_batches_of(limit)}, and the chief's {_batches_of(said['length'])}. "
+                "Pass the same data, batch size and steps_per_epoch in all tasks."
+            )
         # Shuffling depends on it, and all have to take the batches in the same order.
         random_state.restore(json_codec.decode(said["random"]))
         if not self._session.is_chief:
@@ -280,11 +289,11 @@ class WorkQueueFit:
         self._stops = False
         self._batches.begin(said["iteration"])
         stream = f"{self._name}/epoch/{self._epoch}"
-        data, strategy = self._data, self._strategy
+        strategy = self._strategy
         opened = self._session.board(
             "open",
             stream=stream,
-            limit=data.steps_per_epoch or fixed_number_of_batches(data.adapter),
+            limit=limit,
             max_staleness=strategy.max_staleness,
             num_parts=self._home.steps.num_parts if strategy.sync else None,
             backups=strategy.backup_workers,
@@ -366,6 +375,10 @@ class WorkQueueFit:
         """Whether all workers make a step of own data; the first to ask decides."""
         key = f"{self._name}/own steps {self._epoch}/{step}"
         return self._session.board("put", key=key, value=wanted)
+
+
+def _batches_of(length: int | None) -> str:
+    return "batches of an unknown number" if length is None else f"{length} batches"
 
 
 def _total(metric: keras.Variable, values: Sequence[np.ndarray]) -> np.ndarray:
