@@ -35,7 +35,9 @@ def assign_steps_and_keep_states():
     with pytest.raises(NotImplementedError) as refused:
         recurrent.fit(np.ones((40, 4, 3)), np.ones((40, 2)), **options)
     found["refused"] = str(refused.value)
-    return found
+    with pytest.raises(NotImplementedError) as refused:
+        model.fit(x, x[:, :1], callbacks=[keras.callbacks.SwapEMAWeights()], **options)
+    return found | {"swaps": str(refused.value), "after": train(100)}
 
 
 @pytest.mark.slow
@@ -55,3 +57,5 @@ def test_steps_that_are_assigned_and_states_that_others_would_need():
         assert [m > 0.001 for m in moved] == [False, True, False, True]
         assert "layer 'gru' of model" in found["refused"]
         assert "Use one worker" in found["refused"]
+        assert "SwapEMAWeights exchanges weights" in found["swaps"]
+        assert found["after"] == (104, 0.0)

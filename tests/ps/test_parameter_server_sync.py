@@ -176,6 +176,20 @@ def a_distributed_dataset():
     return outcome(model, model.fit(data, epochs=2, verbose=0))
 
 
+class Assigns(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 1:
+            self.model.set_weights([v * 0 + 9 for v in self.model.get_weights()])
+
+
+def values_that_are_assigned_within_an_epoch():
+    model = keras.Sequential([keras.Input((6,)), layers.Dense(1)])
+    # Its gradients are those of any values: others may have begun the next step.
+    model.compile(keras.optimizers.SGD(1.0), lambda y, outputs: outputs)
+    history = model.fit(X, Y, epochs=2, shuffle=False, callbacks=[Assigns()], **OPTIONS)
+    return outcome(model, history)["weights"], int(model.optimizer.iterations)
+
+
 def own_data_of_unequal_length():
     """The worker with fewer batches ends the epoch for both."""
     model = classifier("sgd")
@@ -252,14 +266,28 @@ def masked_inputs_and_weighted_rows():
     return in_loops("weighted rows", batch_size=7)
 
 
-def messages_about_masked_steps(strategy):
-    """What is logged where a loss is divided by a count that no worker knows."""
+def masked_steps():
+    """A loss is divided by a count that no worker knows."""
+    in_loops("masked steps", batch_size=7)
+
+
+def sums_in_steps():
+    """Statistics and sums over replicas of which no worker knows all."""
+    model = classifier("sgd", layers.BatchNormalization(synchronized=True))
+    model.fit(X, Y, **OPTIONS)
+    rx.get_strategy().run(
+        lambda: rx.get_replica_context().all_reduce("sum", keras.ops.ones(()))
+    )
+
+
+def messages_about(strategy, case):
+    """What is logged of a case."""
     handler = logging.handlers.BufferingHandler(1000)
     logger = logging.getLogger("replicax")
     logger.addHandler(handler)
     try:
         with strategy.scope():
-            in_loops("masked steps", batch_size=7)
+            case()
     finally:
         logger.removeHandler(handler)
     return [record.getMessage() for record in handler.buffer]
@@ -326,6 +354,7 @@ CASES = [
     variables_that_steps_count_in,
 ]
 SLOW_CASES = [
+    values_that_are_assigned_within_an_epoch,
     clipped_by_each_norm,
     adamw_with_exclusions_and_a_schedule,
     several_steps_per_execution,
@@ -363,7 +392,8 @@ def in_step(is_slow):
     )
     if is_slow:
         results = run_cases(strategy, SLOW_CASES)
-        results["messages"] = messages_about_masked_steps(strategy)
+        results["messages"] = messages_about(strategy, masked_steps)
+        results["of sums"] = messages_about(strategy, sums_in_steps)
     else:
         results = run_cases(strategy, [*CASES, a_custom_loop])
     return results, strategy.num_replicas_in_sync, strategy.staleness()
@@ -500,6 +530,15 @@ def test_masked_losses_are_said_to_be_means_of_means(two_in_other_ways):
     for results, _, _ in two_in_other_ways:
         (message,) = [m for m in results["messages"] if "own rows only" in m]
         assert "number of its unmasked values" in message
+
+
+@pytest.mark.slow
+def test_sums_over_replicas_are_said_to_be_of_one_worker(two_in_other_ways):
+    for results, _, _ in two_in_other_ways:
+        found = [m for m in results["of sums"] if "own rows only" in m]
+        assert len(found) == 2, found
+        assert "BatchNormalization normalises by mean and variance" in found[0]
+        assert "ReplicaContext.all_reduce" in found[1]
 
 
 @pytest.mark.slow

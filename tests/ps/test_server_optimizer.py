@@ -9,7 +9,12 @@ import numpy as np
 import pytest
 
 from replicax.ps.group_vectors import SlotKey
-from replicax.ps.optimizers import can_split, clip_before_push, optimizer_rule
+from replicax.ps.optimizers import (
+    can_split,
+    can_spread,
+    clip_before_push,
+    optimizer_rule,
+)
 from replicax.ps.partition import (
     FixedShardsPartitioner,
     VariableGroup,
@@ -33,7 +38,7 @@ def variables(rng, constraint=None) -> list[keras.Variable]:
 
 
 def grouped(
-    rule, trained, num_servers=1, partitioner=None, split=True
+    rule, trained, num_servers=1, partitioner=None, split=True, spread=True
 ) -> VariableGroup:
     infos = [
         VariableInfo(
@@ -44,7 +49,7 @@ def grouped(
         )
         for v in trained
     ]
-    group = place("weights", rule, infos, num_servers, partitioner, split)
+    group = place("weights", rule, infos, num_servers, partitioner, split, spread)
     # As it comes over the wire.
     return VariableGroup.from_json(json.loads(json.dumps(group.to_json())))
 
@@ -84,7 +89,8 @@ def compare(
     rule = optimizer_rule(optimizer, trained, clipped_by_worker=clipped)
     partitioner = FixedShardsPartitioner(2) if split else None
     servers = 2 if split else 1
-    group = grouped(rule, trained, servers, partitioner, can_split(optimizer))
+    reach = can_split(optimizer), can_spread(optimizer)
+    group = grouped(rule, trained, servers, partitioner, *reach)
     rules = [ServerOptimizer(group, server) for server in range(servers)]
     start = [np.asarray(v) for v in trained]
     states = [r.start(flat(group, i, start)) for i, r in enumerate(rules)]
@@ -170,6 +176,51 @@ def test_a_subclass_is_not_split() -> None:
         pass
 
     assert not can_split(MySGD())
+
+
+@keras.saving.register_keras_serializable()
+class Normalizing(keras.optimizers.SGD):
+    """Divides gradients by the norm of all of them."""
+
+    def apply(self, grads, trainable_variables=None):
+        norm = keras.ops.sqrt(sum(keras.ops.sum(g * g) for g in grads))
+        return super().apply([g / norm for g in grads], trainable_variables)
+
+
+@keras.saving.register_keras_serializable()
+class OneByOne(keras.optimizers.SGD):
+    def update_step(self, gradient, variable, learning_rate):
+        super().update_step(keras.ops.sign(gradient), variable, learning_rate)
+
+
+TOGETHER = {
+    "accumulated": lambda: keras.optimizers.Adam(
+        0.1, global_clipnorm=0.5, gradient_accumulation_steps=3
+    ),
+    "own class": lambda: Normalizing(0.1),
+}
+if hasattr(keras.optimizers, "OptimizerMap"):
+    TOGETHER["multiple"] = lambda: keras.optimizers.MultiOptimizer(
+        keras.optimizers.OptimizerMap(
+            default_optimizer=keras.optimizers.Adam(0.1),
+            optimizer_map={"dense": keras.optimizers.SGD(0.5, global_clipnorm=0.5)},
+        )
+    )
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_optimizers_that_need_all_gradients_have_one_server(name, caplog) -> None:
+    *_, group, _, _ = compare(TOGETHER[name](), split=True, rtol=1e-5)
+    assert {part.server for part in group.parts} == {0}
+    assert "needs all gradients at once" in caplog.text
+
+
+def test_optimizers_that_need_whole_gradients_are_spread() -> None:
+    clipped = keras.optimizers.SGD(0.5, clipnorm=0.3, gradient_accumulation_steps=2)
+    for optimizer in (clipped, OneByOne(0.1)):
+        *_, group, _, _ = compare(optimizer, split=True, rtol=1e-5)
+        assert all(part.rows is None for part in group.parts)
+        assert {part.server for part in group.parts} == {0, 1}
 
 
 @pytest.mark.parametrize("clip", ["clipnorm", "global_clipnorm"])

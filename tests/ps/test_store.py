@@ -15,7 +15,7 @@ from tests.ps import asking
 from replicax.ps.group_vectors import SlotKey
 from replicax.ps.groups import StepShare
 from replicax.ps.limits import RequestError, Superseded, SyncTimeout
-from replicax.ps.messages import Create, Pull, Push
+from replicax.ps.messages import Create, Pull, Push, Replace
 from replicax.ps.optimizers import optimizer_rule
 from replicax.ps.partition import FixedShardsPartitioner, VariableInfo, place
 from replicax.ps.store import UnknownGroup, VariableStore
@@ -195,6 +195,25 @@ def test_values_of_the_last_steps_begin_are_kept() -> None:
     store.load_state(state)
     assert (begin_of(1), begin_of(2)) == ([[-0.5] * 8], [[-1.0] * 8])
     assert begin_of(0) == begin_of(3) == []
+
+
+def test_values_that_are_assigned_between_steps_are_no_step() -> None:
+    _, [store] = held(sgd(learning_rate=1.0))
+    push(store, 1, share=share_of(0, 0, 1))
+    first = share_of(1, 0, 2)
+    with ThreadPoolExecutor(1) as pool:  # A part of it is here before them.
+        early = pool.submit(push, store, 1, worker="worker:1", share=first)
+        while store.group("weights").step is None:
+            time.sleep(0.01)
+        replaced = {"float32": np.full(8, 9, np.float32)}
+        asking.ask(store, Replace("weights"), replaced)
+        push(store, 2, share=share_of(1, 1, 2))
+        pushed = early.result(timeout=60)
+    assert (pushed.version, pushed.steps, values(store)) == (3, 2, [7.0] * 8)
+    state, store = store.state(), VariableStore(0)
+    store.load_state(state)
+    pushed = push(store, 3, share=share_of(2, 0, 1))
+    assert (pushed.version, pushed.steps, values(store)) == (4, 3, [6.0] * 8)
 
 
 def test_a_synchronous_step_is_one_update_with_the_weighted_mean() -> None:

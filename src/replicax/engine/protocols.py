@@ -58,8 +58,15 @@ class StepQueue(StepSource, Protocol):
         """
         ...
 
-    def end_epoch(self) -> None:
-        """Called when this worker finds no step; waits until the epoch ends for all."""
+    def end_epoch(self, logs: PyTree) -> PyTree:
+        """Called when this worker finds no step; waits until the epoch ends for all.
+
+        Args:
+            logs: Those of this worker's last step; None: it made none.
+
+        Returns:
+            The logs of all workers; None or empty if they are those of the metrics.
+        """
         ...
 
     def after_epoch(self) -> None:

@@ -1,5 +1,7 @@
 """The replica context: collectives and the optimizer seam, in a replica function."""
 
+import functools
+import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias, TypeVar
@@ -35,6 +37,7 @@ from replicax.errors import ContextError
 __all__ = ["ReplicaContext"]
 
 
+_logger = logging.getLogger("replicax")
 T = TypeVar("T")
 Grad: TypeAlias = jax.Array | None
 
@@ -123,6 +126,7 @@ class ReplicaContext:
             ValueError: For an unknown `op`.
         """
         self._check("all_reduce")
+        self.log_own_rows("ReplicaContext.all_reduce combines values")
         op = ReduceOp.of(op, "ReplicaContext.all_reduce")
         flat, structure = jax.tree.flatten(value, is_leaf=is_composite)
         if any(map(is_composite, flat)):
@@ -161,6 +165,7 @@ class ReplicaContext:
             ValueError: For scalars or an unknown axis.
         """
         self._check("all_gather")
+        self.log_own_rows("ReplicaContext.all_gather combines values")
 
         def gather(x: PyTree) -> PyTree:
             require_sparse(x, "ReplicaContext.all_gather")
@@ -239,6 +244,11 @@ class ReplicaContext:
         Less than those in sync where workers meet at parameter servers only.
         """
         return self._group.num_replicas
+
+    def log_own_rows(self, what: str, effect: str = "") -> None:
+        """Log, once, what is of a worker's rows alone where others join its step."""
+        if self.num_replicas_in_sync > self.num_replicas_here:
+            _log_own_rows(type(self.strategy).__name__, what, effect)
 
     @property
     def num_counted(self) -> int:
@@ -436,3 +446,12 @@ class ReplicaContext:
 def _countable(x: ArrayLike) -> jax.Array:
     x = jnp.asarray(x)
     return x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
+
+
+@functools.cache
+def _log_own_rows(strategy: str, what: str, effect: str) -> None:
+    _logger.warning(
+        "%s: %s, which each worker knows of its own rows only. %sUse "
+        "rx.MultiWorkerMirroredStrategy for the same as on one device.",
+        *(strategy, what, effect),
+    )

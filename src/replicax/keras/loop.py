@@ -26,6 +26,7 @@ from replicax.keras.session import (
     FitSession,
     discarded_files,
     late_callbacks,
+    refuse_averages_elsewhere,
     session_of,
 )
 from replicax.keras.steps import Steps, group_of, is_of_keras, steps_of
@@ -180,6 +181,7 @@ class _FitLoop:
         """Train the epochs from `first` to `end`, or to where somebody stops it."""
         model, session, callbacks = self.model, self.session, self.callbacks
         logs: Mapping[str, PyTree] = {}
+        refuse_averages_elsewhere(callbacks.callbacks, session.strategy)
         model.stop_training = False
         callbacks.on_train_begin()
         for callback in late_callbacks(callbacks.callbacks):
@@ -228,7 +230,7 @@ class _FitLoop:
         """The logs of the epoch's last step."""
         model, session = self.model, self.session
         if session.work is not None:
-            session.work.end_epoch()
+            self.logs = session.work.end_epoch(self.logs)
         if session.recorder is not None:
             session.recorder.end_steps()  # Before metrics are computed.
         if self.logs:

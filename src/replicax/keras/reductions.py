@@ -84,21 +84,12 @@ def reduce_weighted_values(
 
 def _share_of(context: ReplicaContext, count: PyTree, what: str) -> PyTree:
     """A replica's part of a count over all replicas, by which losses are divided."""
-    if context.num_replicas_in_sync > context.num_replicas_here:
-        _log_part_of_count(type(context.strategy).__name__, what)
-    return ops.divide_no_nan(count, context.sum(count))
-
-
-@functools.cache
-def _log_part_of_count(strategy: str, what: str) -> None:
-    _logger.warning(
-        "%s: a loss is divided by %s, which each worker knows of its own rows only. "
+    context.log_own_rows(
+        f"a loss is divided by {what}",
         "Gradients are the means of the workers' own, weighted by their rows, and "
-        "differ from those of the global batch where workers have other shares. Use "
-        "rx.MultiWorkerMirroredStrategy for the same as on one device.",
-        strategy,
-        what,
+        "differ from those of the global batch where workers have other shares. ",
     )
+    return ops.divide_no_nan(count, context.sum(count))
 
 
 def warn_of_batch_losses(model: keras.Model, num_replicas: int) -> None:
@@ -207,6 +198,7 @@ def _synchronized_moments(
         layer.synchronized = True
     if context is None:
         return mean, variance
+    context.log_own_rows("BatchNormalization normalises by mean and variance")
     count: PyTree = None if mask is None else _num_unmasked(layer, inputs, mask)
     if count is not None:
         count = ops.reshape(ops.cast(count, mean.dtype), ops.shape(mean))

@@ -22,6 +22,7 @@ __all__ = [
     "LateCallback",
     "discarded_files",
     "late_callbacks",
+    "refuse_averages_elsewhere",
     "session_of",
 ]
 
@@ -104,6 +105,20 @@ def late_callbacks(
 ) -> list[LateCallback]:
     """The `LateCallback`s among some callbacks."""
     return [c for c in callbacks if isinstance(c, LateCallback)]
+
+
+def refuse_averages_elsewhere(
+    callbacks: Sequence[keras.callbacks.Callback], strategy: StrategyLike
+) -> None:
+    """Raise for callbacks that change averages of weights which lie on servers."""
+    swaps = any(isinstance(c, keras.callbacks.SwapEMAWeights) for c in callbacks)
+    if swaps and not strategy.home.keeps_slots:
+        raise NotImplementedError(
+            "fit: SwapEMAWeights exchanges weights and their averages, which lie where "
+            f"{type(strategy).__name__} makes the updates. Leave it out: with "
+            "use_ema=True the model has the averages at the end of fit, and with "
+            "ema_overwrite_frequency also within it."
+        )
 
 
 _PATHS: dict[type[keras.callbacks.Callback], str] = {

@@ -76,6 +76,7 @@ class _ModelStep:
             model, (name, "compute_metrics", "get_metrics_result")
         )
         self._written: set[int] = set()
+        self._names: list[str] = []
         self._results: set[str] = set()
         self._options: dict[tuple[int | None, int | None], Options] = {}
 
@@ -89,6 +90,7 @@ class _ModelStep:
             else:
                 result = self._stateless(self._groups, data)
         if isinstance(result, dict):
+            self._names = list(result)
             self._results = {
                 name
                 for name, value in result.items()
@@ -161,6 +163,19 @@ class _ModelStep:
             else mean(jax.tree.map(jnp.asarray, value))
             for name, value in logs.items()
         }
+
+    def own_logs(self, logs: PyTree) -> dict[str, PyTree]:
+        """What a step of the user's logs beside the results of metrics."""
+        if not self._has_own_logs or not isinstance(logs, dict):
+            return {}
+        return {x: value for x, value in logs.items() if x not in self._results}
+
+    def logs_now(self, logs: PyTree, own: dict[str, PyTree]) -> PyTree:
+        """The logs of a step as metrics are now, with the `own_logs` of all workers."""
+        if not self._has_own_logs or not isinstance(logs, dict | None):
+            return logs
+        found = self._metric_results() | own
+        return {x: found[x] for x in self._names if x in found}
 
     def _metric_results(self) -> dict[str, PyTree]:
         """The results of the metrics that the step updates."""
@@ -286,6 +301,14 @@ class Steps:
         if self._kind != "predict":
             found.append(model.metrics_variables)
         return found
+
+    def own_logs(self, logs: PyTree) -> dict[str, PyTree]:
+        """What a step of the user's logs beside the results of metrics."""
+        return self._step.own_logs(logs)
+
+    def logs_now(self, logs: PyTree, own: dict[str, PyTree]) -> PyTree:
+        """The logs of a step as metrics are now, with the `own_logs` of all workers."""
+        return self._step.logs_now(logs, own)
 
     def program(self, batch: PlacedBatch) -> Program:
         """The program for batches like this one."""

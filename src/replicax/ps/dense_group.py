@@ -67,11 +67,13 @@ class DenseGroup(Group):
             )
 
     def replace(self, vectors: Arrays) -> None:
-        """Take other values; the optimizer's slots stay. It counts as an update."""
+        """Take other values; the optimizer's slots stay, and a step in progress.
+
+        It is another version, but no step.
+        """
         self.vectors, _ = self._optimizer.start(vectors)
         self.version += 1
-        self.step = None
-        self.condition.notify_all()
+        self.replaced += 1
 
     def begin_of(self, step: int) -> Mapping[str, jax.Array | np.ndarray]:
         """The vectors from which a synchronous step is computed.

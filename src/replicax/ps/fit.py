@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
+import jax
 import keras
 import numpy as np
 
@@ -152,16 +153,22 @@ class WorkQueueFit:
         steps = steps_of(self._model, self._strategy, "train")
         self._home.adopt(steps.program(place(batch, self._strategy.group)))
 
-    def end_epoch(self) -> None:
-        """Wait until all updates of the epoch are applied; sum metrics, pull values."""
+    def end_epoch(self, logs: PyTree) -> PyTree:
+        """Wait until all updates of the epoch are applied; sum metrics, pull values.
+
+        Logs that are no results of metrics are means of the workers' last ones.
+        """
         self._home.settle()
         if self._model.stop_training:  # In the middle of the epoch.
             if self._is_own and self._strategy.sync:
                 self._make_begun_step()
             # Before this worker's part is finished: no step begins that misses it.
             self._leases.stop()
+        steps = steps_of(self._model, self._strategy, "train")
+        own = jax.tree.map(np.asarray, steps.own_logs(logs))
         with self._waiting():
-            self._meet_others()
+            own = self._meet_others(own)
+        return steps.logs_now(logs, own)
 
     def _make_begun_step(self) -> None:
         """After a stop: compute the share that others wait for, if they go on."""
@@ -173,10 +180,13 @@ class WorkQueueFit:
         steps_of(self._model, self._strategy, "train")(batches)
         self._home.settle()
 
-    def _meet_others(self) -> None:
+    def _meet_others(self, logs: dict[str, PyTree]) -> dict[str, PyTree]:
+        """Give metrics the sums of all workers'; returns the mean of their logs."""
         self._leases.finish_applied()
         metrics = self._model.metrics_variables
-        size = sum(int(np.prod(v.shape)) for v in metrics)
+        size = sum(
+            int(np.prod(np.shape(v))) for v in (*metrics, *jax.tree.leaves(logs))
+        )
         if size > _MOST_REPORTED:
             raise NotImplementedError(
                 f"ParameterServerStrategy: the metrics of {self._model.name!r} hold "
@@ -186,26 +196,30 @@ class WorkQueueFit:
         topic = f"{self._name}/metrics/{self._epoch}"
         values = json_codec.encode([v.value for v in metrics], "the metrics")
         stop = bool(self._model.stop_training)
-        report = {"values": values, "stop": stop}
+        mine = json_codec.encode(logs, "the logs")
+        report = {"values": values, "stop": stop, "logs": mine}
         self._session.as_worker("report", topic=topic, values=report)
         self._session.barrier(f"{self._name}/end of epoch/{self._epoch}")
         # The chief sums up for all: each report is read once.
         total = f"{self._name}/total/{self._epoch}"
         summed = self._session.decided(total, topic, lambda: self._summed(topic))
-        for variable, value in zip(metrics, json_codec.decode(summed), strict=True):
+        totals, logs = json_codec.decode(summed)
+        for variable, value in zip(metrics, totals, strict=True):
             variable.assign(value)
         self._home.refresh()
         # Nobody begins the next epoch before all have this one's values.
         self._session.barrier(f"{self._name}/values of epoch/{self._epoch}")
+        return logs
 
     def _summed(self, topic: str) -> JSON:
-        """On the chief: who stops, and the sums of all workers' metrics."""
+        """On the chief: who stops, sums of all metrics, means of all logs."""
         reports = self._session.board("reports", topic=topic).values()
         self._stops = any(report["stop"] for report in reports)
         values = [json_codec.decode(report["values"]) for report in reports]
         metrics = self._model.metrics_variables
         summed = list(map(_total, metrics, zip(*values, strict=True)))
-        return json_codec.encode(summed, "the metrics")
+        logs = [json_codec.decode(report["logs"]) for report in reports]
+        return json_codec.encode((summed, _mean(logs)), "the metrics")
 
     def _waiting(self) -> AbstractContextManager[None]:
         """Context of a wait for other workers, which the report records."""
@@ -239,6 +253,8 @@ class WorkQueueFit:
 
     def _begin_epoch(self) -> None:
         mine = _described(self._model)
+        limit = self._data.steps_per_epoch
+        limit = limit or fixed_number_of_batches(self._data.adapter)
         if self._session.is_chief:  # Its callbacks have heard that the epoch begins.
             self._home.publish()
         said = self._session.decided(
@@ -247,8 +263,9 @@ class WorkQueueFit:
             lambda: {
                 "random": json_codec.encode(random_state.capture(), "the random state"),
                 "iteration": self._batches.iteration,
-                "versions": self._home.versions(),
+                "steps": self._home.steps_made(),
                 "model": mine,
+                "length": limit,
             },
         )
         if mine != said["model"]:
@@ -258,19 +275,25 @@ class WorkQueueFit:
                 ". All tasks must run the same script with the same arguments and "
                 "versions."
             )
+        if limit != said["length"]:
+            raise ClusterMismatchError(
+                f"{self._session.name}: an epoch of {self._name} has "
+                f"{_batches_of(limit)}, and the chief's {_batches_of(said['length'])}. "
+                "Pass the same data, batch size and steps_per_epoch in all tasks."
+            )
         # Shuffling depends on it, and all have to take the batches in the same order.
         random_state.restore(json_codec.decode(said["random"]))
         if not self._session.is_chief:
             self._home.refresh_values()  # It may have assigned some.
-        self._home.begin_epoch(said["versions"])
+        self._home.begin_epoch(said["steps"])
         self._stops = False
         self._batches.begin(said["iteration"])
         stream = f"{self._name}/epoch/{self._epoch}"
-        data, strategy = self._data, self._strategy
+        strategy = self._strategy
         opened = self._session.board(
             "open",
             stream=stream,
-            limit=data.steps_per_epoch or fixed_number_of_batches(data.adapter),
+            limit=limit,
             max_staleness=strategy.max_staleness,
             num_parts=self._home.steps.num_parts if strategy.sync else None,
             backups=strategy.backup_workers,
@@ -354,11 +377,27 @@ class WorkQueueFit:
         return self._session.board("put", key=key, value=wanted)
 
 
+def _batches_of(length: int | None) -> str:
+    return "batches of an unknown number" if length is None else f"{length} batches"
+
+
 def _total(metric: keras.Variable, values: Sequence[np.ndarray]) -> np.ndarray:
     total = np.sum(values, axis=0, dtype=values[0].dtype)
     if metric.aggregation != "sum":
         total = total / len(values)
     return total.astype(metric.dtype)
+
+
+def _mean(logs: Sequence[dict[str, PyTree]]) -> dict[str, PyTree]:
+    """The mean of logs by name, over those that have it."""
+    found: dict[str, list[PyTree]] = {}
+    for each in logs:
+        for name, value in each.items():
+            found.setdefault(name, []).append(value)
+    return {
+        name: jax.tree.map(lambda *x: np.mean(x, axis=0), *values)
+        for name, values in found.items()
+    }
 
 
 def _refuse_stateful(model: keras.Model) -> None:

@@ -11,8 +11,8 @@ of an embedding table (`table`). Both kinds take pushes in the same way.
   the parts. Other workers' copies of a part change nothing.
 - A step that needs a norm of the whole gradient is applied by a commit, which any
   worker may send, any number of times.
-- A synchronous step has the number of the version that it begins with. A restarted
-  server is behind the others: it skips the steps that it has lost.
+- A synchronous step has the number of the steps before it. A restarted server is
+  behind the others: it skips the steps that it has lost.
 """
 
 import abc
@@ -104,11 +104,11 @@ class Group(abc.ABC):
     """One group. Its fields are read and written under its condition.
 
     `what` names it in messages, such as `"group 'weights'"`. `version` counts updates
-    and assignments, those included that a restart has lost; `step` is the synchronous
-    step in progress. `norms` is what must be known of the whole gradient
-    before it can be applied, see `ServerOptimizer`; `unweighted` are dtypes of its
-    values that have no weighted mean. `assignments` counts those of its optimizer's
-    variables.
+    and assignments, those included that a restart has lost, and `replaced` the
+    assignments alone; `step` is the synchronous step in progress. `norms` is what must
+    be known of the whole gradient before it can be applied, see `ServerOptimizer`;
+    `unweighted` are dtypes of its values that have no weighted mean. `assignments`
+    counts those of its optimizer's variables.
     """
 
     norms: str | None = None
@@ -121,6 +121,7 @@ class Group(abc.ABC):
         self.server = server
         self.condition = threading.Condition()
         self.version = 0
+        self.replaced = 0
         self.assignments = 0
         self.step: SyncStep | None = None
         self.closed = False
@@ -139,7 +140,7 @@ class Group(abc.ABC):
     @property
     def steps(self) -> int:
         """The number of the next synchronous step; those before it are over."""
-        return self.version
+        return self.version - self.replaced
 
     @property
     @abc.abstractmethod
@@ -317,7 +318,7 @@ class Group(abc.ABC):
         self._end_steps(step.step)
 
     def _end_steps(self, last: int) -> None:
-        self.version = last + 1
+        self.version = last + 1 + self.replaced
         self.step = None
         self._is_restored = False
         self.condition.notify_all()
@@ -396,7 +397,7 @@ class Group(abc.ABC):
     @property
     def _num_behind(self) -> int:
         """Number of steps that a restart has lost and that workers may make again."""
-        return max(0, self._steps_noted - self.version)
+        return max(0, self._steps_noted - self.steps)
 
     def _log_lost_steps(self, last_step: int) -> None:
         _logger.warning(
@@ -431,6 +432,7 @@ class Group(abc.ABC):
         }
         return {
             "version": self.version,
+            "replaced": self.replaced,
             "last": done,
             "staleness": {w: sorted(h.items()) for w, h in self.staleness.items()},
             "pushes": self.pushes.state(),
@@ -441,6 +443,7 @@ class Group(abc.ABC):
 
     def _load_counts(self, meta: JSONObject, journal: Journaled) -> None:
         self.version = meta["version"]
+        self.replaced = meta.get("replaced", 0)
         self.last = {worker: LastPush(**last) for worker, last in meta["last"].items()}
         self.staleness = {w: dict(h) for w, h in meta["staleness"].items()}
         self.pushes.load_state(meta["pushes"], journal)

@@ -46,6 +46,11 @@ class Message(msgspec.Struct, tag_field="op"):
         raise NotImplementedError
 
 
+def _versions(held: DenseGroup) -> JSONObject:
+    """The group's version, and the number of steps in it."""
+    return {"version": held.version, "steps": held.steps}
+
+
 def _progress(held: DenseGroup, step: int | None) -> JSONObject:
     """Whether a step is applied; this server's summand of the norms it needs."""
     is_over = step is None or step < held.steps
@@ -108,9 +113,9 @@ class Pull(_OfGroup, tag="pull"):
 
     def apply(self, held: DenseGroup, vectors: Vectors) -> _Applied:
         if self.begin_of is not None:
-            return {"version": held.version}, held.begin_of(self.begin_of)
+            return _versions(held), held.begin_of(self.begin_of)
         is_known = held.version == self.have
-        header: JSONObject = {"version": held.version, "unchanged": is_known}
+        header = _versions(held) | {"unchanged": is_known}
         if self.step is not None:
             header |= _progress(held, self.step)
         return header, {} if is_known else held.vectors
@@ -157,7 +162,7 @@ class Push(_OfGroup, tag="push"):
                 if not self.may_leave:
                     raise
         header = {
-            "version": held.version,
+            **_versions(held),
             "staleness": last.staleness,
             "applied": last.applied,
             **_progress(held, last.step),
@@ -173,7 +178,7 @@ class Commit(_OfGroup, tag="commit"):
 
     def apply(self, held: DenseGroup, vectors: Vectors) -> _Applied:
         held.commit(self.step, self.squared_norms)
-        return {"version": held.version, "is_over": True}, held.vectors
+        return _versions(held) | {"is_over": True}, held.vectors
 
 
 class Replace(_OfGroup, tag="replace"):
@@ -184,7 +189,7 @@ class Replace(_OfGroup, tag="replace"):
 
     def apply(self, held: DenseGroup, vectors: Vectors) -> _Applied:
         held.replace(vectors)
-        return {"version": held.version}, held.vectors
+        return _versions(held), held.vectors
 
 
 class GetSlots(_OfGroup, tag="slots"):

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +19,7 @@ __all__ = [
     "ELEMENTWISE",
     "build_recording",
     "can_split",
+    "can_spread",
     "clip_before_push",
     "clips",
     "clips_on_worker",
@@ -45,11 +47,47 @@ def can_split(optimizer: keras.optimizers.Optimizer) -> bool:
     """Whether rows of a variable may be updated apart from its other rows.
 
     Adafactor, Lamb and Muon need whole variables. Subclasses of Keras' optimizers are
-    not looked into and are taken to need them too.
+    not looked into and are taken to need them too. So does `clipnorm` of gradients that
+    servers accumulate.
     """
     # By name: Keras has it since 3.14 only.
     free = getattr(keras.optimizers, "ScheduleFreeAdamW", None)
-    return all(type(each) in (*ELEMENTWISE, free) for each in _steppers(optimizer))
+    steppers = _steppers(optimizer)
+    if not clips_on_worker(optimizer) and any(each.clipnorm for each in steppers):
+        return False
+    return all(type(each) in (*ELEMENTWISE, free) for each in steppers)
+
+
+def can_spread(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Whether each variable may be updated apart from the others, on other servers.
+
+    Not where a norm of all gradients is needed that neither workers nor a second round
+    between servers can know: that of accumulated gradients, or of those of one part of
+    a MultiOptimizer. Nor where a class outside Keras overrides more than what Keras
+    calls for one variable at a time, as its update may mix variables.
+    """
+    if not all(map(_is_one_by_one, _steppers(optimizer))):
+        return False
+    if clips_on_worker(optimizer):
+        return True
+    return all(each.global_clipnorm is None for each in _steppers(optimizer))
+
+
+_ONE_BY_ONE = {"build", "from_config", "get_config", "update_step"}
+"""Methods of optimizers, overridden by users, that mix no variables."""
+
+
+def _is_one_by_one(optimizer: keras.optimizers.Optimizer) -> bool:
+    own = itertools.takewhile(
+        lambda each: not each.__module__.startswith("keras."), type(optimizer).__mro__
+    )
+    overridden = {
+        name
+        for each in own
+        for name in vars(each)
+        if not name.startswith("__") and hasattr(keras.optimizers.Optimizer, name)
+    }
+    return overridden <= _ONE_BY_ONE
 
 
 def _steppers(

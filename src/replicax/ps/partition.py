@@ -297,18 +297,24 @@ def place(
     num_servers: int,
     partitioner: Partitioner | None = None,
     can_split: bool = True,
+    can_spread: bool = True,
 ) -> VariableGroup:
     """Cut variables into parts, and give each part a server.
 
     The largest part goes first, each to the server that has the fewest bytes yet, so no
     two servers differ by more than the largest part. Equal calls give equal groups.
-    `can_split` says whether the rule may be applied to some rows of a variable alone. A
+    `can_split` says whether the rule may be applied to some rows of a variable alone,
+    `can_spread` whether to some variables alone: if not, one server has all, whole. A
     partitioner that returns anything but the number of shards along each dimension, 1
     except for the first, raises `ValueError`.
     """
     _require_positive("place", num_servers=num_servers)
     cuts = [_cuts(variable, partitioner) for variable in variables]
-    _keep_whole(name, variables, cuts, can_split)
+    _keep_whole(name, variables, cuts, can_split and can_spread)
+    if num_servers > 1 and not can_spread:
+        reason = "its optimizer needs all gradients at once"
+        _logger.warning("group %r: all of it is on one server: %s.", name, reason)
+        num_servers = 1
     pieces = [(i, rows) for i, ranges in enumerate(cuts) for rows in ranges]
     parts = [_slice(variables[i], i, rows) for i, rows in pieces]
     sizes = [part.size * np.dtype(part.dtype).itemsize for part in parts]

@@ -59,9 +59,9 @@ class RemoteGroup:
 
     `placement` says on which servers its variables lie, `optimizer` is what trains it;
     None: workers add to its values. `steps_ahead` is how many more steps the optimizer
-    has made than the version says; `num_assigned` counts assignments of values by this
-    process. `tables` are those whose rows are updated with it. float32 gradients travel
-    in the dtype `compression`.
+    has made than this job; `num_assigned` counts assignments of values by this process.
+    `tables` are those whose rows are updated with it. float32 gradients travel in the
+    dtype `compression`.
     """
 
     def __init__(
@@ -80,6 +80,7 @@ class RemoteGroup:
         self.tables = tables_of(variables)
         self.values: list[jax.Array] = []
         self.versions: dict[int, int] = {}
+        self._steps: dict[int, int] = {}  # Those in the values, by server.
         self.steps_ahead = 0
         self.num_assigned = 0
         self.optimizer: RemoteOptimizer | None = None
@@ -113,6 +114,11 @@ class RemoteGroup:
     def version(self) -> int:
         """The newest of `versions`: the number of updates and assignments."""
         return max(self.versions.values(), default=0)
+
+    @property
+    def steps(self) -> int:
+        """The number of steps in the newest of `versions`."""
+        return max(self._steps.values(), default=0)
 
     # The beginning.
 
@@ -203,17 +209,17 @@ class RemoteGroup:
         A restarted server may have none of these; the step's gradients bring it there.
         """
         return all(
-            version >= step or server in self._behind
-            for server, version in self.versions.items()
+            made >= step or server in self._behind
+            for server, made in self._steps.items()
         )
 
     def has_ended(self, step: int) -> bool:
         """Whether all servers have applied a synchronous step."""
-        return min(self.versions.values()) > step
+        return min(self._steps.values()) > step
 
     def is_ahead_of(self, step: int) -> bool:
         """Whether any server has applied a synchronous step."""
-        return self.version > step
+        return self.steps > step
 
     def pull_begin(self, step: int) -> None:
         """Cache the values from which a synchronous step is computed.
@@ -221,11 +227,12 @@ class RemoteGroup:
         Servers that have applied it are asked again. One that was restarted since does
         not have them any more: its newest values stand, which is logged.
         """
-        ahead = [server for server, x in self.versions.items() if x > step]
+        ahead = {server: x - step for server, x in self._steps.items() if x > step}
         asked = {x: self.servers.ask(x, Pull(self.name, begin_of=step)) for x in ahead}
         for server, (_, vectors) in self.servers.results(asked).items():
             if vectors:
-                self._held[server], self.versions[server] = vectors, step
+                self._held[server], self._steps[server] = vectors, step
+                self.versions[server] -= ahead[server]
                 continue
             _logger.warning(
                 "%s: ps:%d has no values of the begin of step %d of %s, which is not "
@@ -242,7 +249,6 @@ class RemoteGroup:
         """Replace the servers' values."""
         self.servers.ask_all(Replace(self.name), self._layout.all_vectors(values))
         self.num_assigned += 1
-        self.steps_ahead -= 1  # No step has made this version.
         self.pull()
 
     def push(
@@ -302,6 +308,7 @@ class RemoteGroup:
                 self._behind[server] = before
             self._note_restart(server)
             self.versions[server] = header["version"]
+            self._steps[server] = header["steps"]
             if header["version"] >= self._behind.get(server, 0):
                 self._behind.pop(server, None)
             if vectors:

@@ -3,8 +3,8 @@
 A worker has none of its slots. It has two of its numbers as variables of its own: the
 number of steps and, where no schedule sets it, the learning rate.
 
-- Versions of a group count its updates and the assignments of its values. So the number
-  of steps is the version and the group's `steps_ahead`, and no message brings it.
+- A group counts the steps that it has made in this job. The optimizer has made the
+  group's `steps_ahead` more.
 - All workers have the chief's `steps_ahead`: from the board when they meet the group,
   and when an epoch begins.
 - A number that was not noted here was assigned by the user. The chief's counts.
@@ -74,7 +74,7 @@ class RemoteOptimizer:
             internals.write_values([self._steps.variable], [value])
 
     def _next_steps(self, steps: "_SharedNumber") -> jax.Array:
-        made = self.group.version + self.group.steps_ahead
+        made = self.group.steps + self.group.steps_ahead
         array = device_put.laid_out(steps.cast(made), self._sharding)
         steps.note(array, made)
         return array
@@ -97,8 +97,8 @@ class RemoteOptimizer:
         return rate
 
     def _count_from(self, steps: float) -> None:
-        """Take the present version for the one after a number of steps."""
-        self.group.steps_ahead = int(steps) - self.group.version
+        """Take the present values for those after a number of steps."""
+        self.group.steps_ahead = int(steps) - self.group.steps
 
     # Its slots.
 

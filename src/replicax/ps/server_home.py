@@ -117,17 +117,17 @@ class ServerHome(ReplicaHome):
         for group in self.remote.groups:
             group.pull()
 
-    def versions(self) -> dict[str, list[int]]:
-        """Each group's version, and how many more steps its optimizer has made."""
-        return {x.name: [x.version, x.steps_ahead] for x in self.remote.groups}
+    def steps_made(self) -> dict[str, list[int]]:
+        """Each group's steps, and how many more its optimizer has made."""
+        return {x.name: [x.steps, x.steps_ahead] for x in self.remote.groups}
 
-    def begin_epoch(self, versions: Mapping[str, Sequence[int]]) -> None:
-        """Begin an epoch with the chief's `versions`, from which its steps count."""
-        self.steps.first = {name: version for name, (version, _) in versions.items()}
+    def begin_epoch(self, made: Mapping[str, Sequence[int]]) -> None:
+        """Begin an epoch with the chief's `made`, from which its steps count."""
+        self.steps.first = {name: steps for name, (steps, _) in made.items()}
         for group in self.remote.groups:
-            mine = group.version, group.steps_ahead
-            version, group.steps_ahead = versions.get(group.name, mine)
-            is_ahead = group.version > version and _have_values(group)
+            mine = group.steps, group.steps_ahead
+            steps, group.steps_ahead = made.get(group.name, mine)
+            is_ahead = group.steps > steps and _have_values(group)
             if is_ahead and not self.session.is_chief:
                 # Others train already: what this script has assigned, as the chief's
                 # has, is not what the servers have now, and no cause for a warning.

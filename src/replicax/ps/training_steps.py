@@ -2,8 +2,8 @@
 
 - Between steps at most one push is in flight, the last step's. `settle` waits for it;
   who needs its values, or counts steps, calls that first.
-- A synchronous step has the number of the version that it is computed from, in each of
-  its groups. Each part of it is applied once, whoever brings it.
+- A synchronous step has the number of the steps before it, in each of its groups. Each
+  part of it is applied once, whoever brings it.
 - A server keeps the values of a step's begin until the next step is over. So a part
   whose worker died between two of its pushes is computed again, from the same values.
 - With backup workers a worker may go on before its step is over. It waits for the end
@@ -137,7 +137,7 @@ class TrainingSteps:
         return TrainingStep(begun, is_due)
 
     def _share_of(self, group: RemoteGroup, share: StepShare) -> StepShare:
-        step = group.version
+        step = group.steps
         if share.step == NEXT_STEP:
             self._warn_of_restart(step)
         else:

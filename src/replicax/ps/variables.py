@@ -14,7 +14,7 @@ from replicax._util.types import JSONObject
 from replicax.engine.scope import outside_scopes
 from replicax.engine.variables import Update
 from replicax.ps.group_vectors import VariableSlot
-from replicax.ps.optimizers import can_split, clips, optimizer_rule
+from replicax.ps.optimizers import can_split, can_spread, clips, optimizer_rule
 from replicax.ps.partition import (
     ASSIGNED,
     AVERAGED,
@@ -254,6 +254,7 @@ class RemoteVariables:
                 len(self._session.connections),
                 self._partitioner,
                 optimizer is None or can_split(optimizer),
+                optimizer is None or can_spread(optimizer),
             )
             if requests is not None and not self._session.is_chief:
                 known = list(self.groups)

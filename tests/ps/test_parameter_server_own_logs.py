@@ -1,0 +1,89 @@
+"""What steps of the user's log is that of all workers at the end of an epoch."""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import replicax as rx
+import replicax.testing
+
+pytest.importorskip("pyarrow")
+pytestmark = pytest.mark.multiprocess
+
+X = np.random.default_rng(2).normal(size=(48, 5)).astype("float32")
+LABELS = (X.sum(1) > 0).astype("int32")
+
+
+class Steps(keras.Model):
+    """Logs its metrics in two ways, and a number that is no metric."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden = layers.Dense(4, activation="tanh")
+        self.outer = layers.Dense(2)
+
+    def call(self, x):
+        return self.outer(self.hidden(x))
+
+    def train_step(self, data):
+        x, y = data
+        with rx.GradientTape() as tape:
+            logits = self(x, training=True)
+            loss = self.compute_loss(y=y, y_pred=logits)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        for metric in self.metrics:
+            if metric.name == "loss":
+                metric.update_state(loss)
+            else:
+                metric.update_state(y, logits)
+        return {"size": ops.mean(ops.abs(x))} | {
+            m.name: m.result() for m in self.metrics
+        }
+
+
+def histories(strategy):
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = Steps()
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("sgd", loss, metrics=["accuracy"])
+    options = {"verbose": 0, "shuffle": False}
+    several = model.fit(X, LABELS, batch_size=16, epochs=2, **options)
+    one = model.fit(
+        X, LABELS, batch_size=48, **options
+    )  # By one worker, if not in step.
+    return [several.history, one.history]
+
+
+def train(sync):
+    timeouts = rx.Timeouts(step=40)
+    return histories(rx.ParameterServerStrategy(sync=sync, timeouts=timeouts))
+
+
+def of_workers(sync):
+    results = replicax.testing.run(
+        train,
+        args=(sync,),
+        tasks={"worker": 2, "ps": 1},
+        logical_devices=1,
+        deadline_seconds=100,
+    )
+    return [results[f"worker:{i}"].value for i in range(2)]
+
+
+def test_in_step_it_is_that_of_two_devices():
+    expected = histories(rx.MirroredStrategy(["cpu:0", "cpu:1"]))
+    for found in of_workers(sync=True):
+        for mine, one in zip(found, expected, strict=True):
+            assert mine.keys() == one.keys() == {"size", "accuracy", "loss"}
+            for name, values in one.items():
+                np.testing.assert_allclose(mine[name], values, rtol=1e-5, err_msg=name)
+
+
+def test_asynchronously_all_workers_have_the_same():
+    first, second = of_workers(sync=False)
+    assert first == second
+    assert all(h.keys() == {"size", "accuracy", "loss"} for h in first)
+    np.testing.assert_allclose(first[1]["size"], np.abs(X).mean(), rtol=1e-5)
