@@ -68,15 +68,15 @@ def test_generators_and_tokenizers_are_those_that_keras_keeps_for_old_scripts() 
     source = (
         "import numpy as np\n"
         "from tensorflow.keras.preprocessing import image, text\n"
-        "from tensorflow.keras.preprocessing.image import ImageDataGenerator, load_img\n"
+        "from tensorflow.keras.preprocessing.image import load_img, random_shift\n"
         "from tensorflow.keras.preprocessing.sequence import TimeseriesGenerator\n"
         "from tensorflow.keras.preprocessing.sequence import pad_sequences\n"
         "words = text.Tokenizer(num_words=10, oov_token='?')\n"
         "words.fit_on_texts(['a b c', 'a b'])\n"
         "x = pad_sequences(words.texts_to_sequences(['a d']), 3)\n"
         "series = TimeseriesGenerator(np.arange(9.0), np.arange(9.0), length=3)\n"
-        "images = ImageDataGenerator(rescale=0.5).flow(np.ones((6, 4, 4, 3)))\n"
-        "moved = image.random_shift(np.ones((4, 4, 3)), 0.0, 0.0, 0, 1, 2)\n"
+        "images = image.ImageDataGenerator(rescale=0.5).flow(np.ones((6, 4, 4, 3)))\n"
+        "moved = random_shift(np.ones((4, 4, 3)), 0.0, 0.0, 0, 1, 2)\n"
     )
     found = run(source)
     assert found["x"].tolist() == [[0, 2, 1]]
