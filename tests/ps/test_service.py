@@ -125,10 +125,11 @@ def created(connection):
 
 def test_create_pull_and_push(created):
     header, vectors = created.exchange({"op": "pull", "group": "weights"})
-    assert header == {"version": 0, "unchanged": False}
+    assert header == {"version": 0, "steps": 0, "unchanged": False}
     np.testing.assert_array_equal(vectors["float32"], values(1)["float32"])
     header, vectors = created.exchange(push(1), values(2))
-    assert (header["version"], header["staleness"], header["applied"]) == (1, 0, True)
+    assert (header["version"], header["steps"], header["staleness"]) == (1, 1, 0)
+    assert header["applied"]
     np.testing.assert_array_equal(vectors["float32"], values(3)["float32"])
     np.testing.assert_array_equal(vectors["int32"], values(3)["int32"])
 
@@ -136,7 +137,7 @@ def test_create_pull_and_push(created):
 def test_who_has_the_newest_version_gets_no_bytes(created):
     before = created.bytes_received
     header, vectors = created.exchange({"op": "pull", "group": "weights", "have": 0})
-    assert header == {"version": 0, "unchanged": True}
+    assert header == {"version": 0, "steps": 0, "unchanged": True}
     assert vectors == {}
     assert created.bytes_received == before
 
