@@ -157,6 +157,7 @@ def _compiled(site: CallSite) -> Expression:
         site.note(MESSAGES["masked_metrics"])
     # Keras 3 has the weights of losses third.
     args = with_keywords(site.with_names(ARGUMENTS["compile"], 2), "compile")
+    args = [_without_name(site, arg) for arg in args]
     given = site.given(2, "metrics")
     if given is not None and _is_one(site.script, given, "metric"):
         args = _changed(site, args, argument(args, 2, "metrics"), "[{x}]")
@@ -170,6 +171,17 @@ def _compiled(site: CallSite) -> Expression:
         site.note(MESSAGES["one_log"])
         args = _changed(site, args, argument(args, 1, "loss"), f"[{{x}}] * {number}")
     return site.with_args(args)
+
+
+def _without_name(site: CallSite, arg: cst.Arg) -> cst.Arg:
+    """The loss of a `Sequential`, whose one output Keras 3 does not name."""
+    made, is_loss = makers(site.script, site.owner), is_named(arg, "loss")
+    is_loss = is_loss or arg is argument(site.updated.args, 1, "loss")
+    match arg.value:
+        case cst.Dict(elements=[cst.DictElement(value=loss)]) if is_loss and made:
+            is_one = made.issubset(NAMES["sequential"])
+            return arg.with_changes(value=loss) if is_one else arg
+    return arg
 
 
 def _changed(
