@@ -111,3 +111,20 @@ def test_variables_that_are_equal_on_write_need_no_argument() -> None:
     shape=(2,), synchronization=tf.VariableSynchronization.AUTO, aggregation="sum")
 """
     assert run(f"{START}{source}")["x"].aggregation == "sum"
+
+
+@pytest.mark.parametrize(
+    ("layers", "num_notes"),
+    [
+        ("Dense(1, input_shape=(None, 5))", 1),
+        ("Input((None, 5)), tf.keras.layers.Dense(1)", 1),
+        ("Dense(1, input_shape=(5,))", 0),
+        ("Dense(1, input_shape=(None, 5)), tf.keras.layers.LSTM(2)", 0),
+    ],
+)
+def test_inputs_whose_rank_only_keras_3_holds_are_reported(
+    layers: str, num_notes: int
+) -> None:
+    source = f"{START}m = tf.keras.Sequential([tf.keras.layers.{layers}])\n"
+    notes = [each.reason for each in port(source.encode()).notes]
+    assert sum("have not 3 dimensions" in note for note in notes) == num_notes

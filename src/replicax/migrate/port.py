@@ -178,6 +178,7 @@ _PLANNERS = (
     layer_calls.plan_layer_calls,
     layer_calls.plan_input_shapes,
     functional.report_functional,
+    functional.report_ranks,
     functional.plan_sizes,
     functional.plan_operations,
     functional.plan_shapes,
