@@ -52,6 +52,7 @@ def test_arguments_whose_position_has_changed_are_named(
         ("keras.layers.Conv2D(2, 3, 1, 'same', None, 1, 'relu')", "name its arguments"),
         ("zeros_initializer(dtype=d)", "no argument 'dtype'"),
         ("layers.batch_normalization(x, virtual_batch_size=2)", "no argument 'virt"),
+        ("keras.utils.plot_model(m, layer_range=['a', 'b'])", "no argument 'layer_"),
         ("matmul(a, b, adjoint_a=True)", "no argument 'adjoint_a'"),
     ],
 )
@@ -72,6 +73,14 @@ y = f.dropout(f.batch_normalization(y, -1, 0.9, fused=True))
     assert "BatchNormalization(-1, 0.9)(y, training=False)" in text
     assert "Dropout(rate=0.5)(" in text
     run(f"{START}{source}")
+
+
+def test_columns_of_tensorflow_1_take_their_arguments_by_position() -> None:
+    call = "feature_column.categorical_column_with_vocabulary_file('a', 'b', 9, 2)"
+    text, left = ported(f"{START}x, y = tf.compat.v1.{call}, tf.{call}")
+    assert left == []
+    assert "'b', 9, num_oov_buckets=2), rx." in text
+    assert text.endswith("'b', 9, 2)\n")
 
 
 def test_files_are_opened_and_found_by_keyword() -> None:

@@ -7,6 +7,7 @@ from tests.migrate.porting import ported, run
 from replicax.migrate import port
 
 START = "import tensorflow as tf\nfrom tensorflow.keras import backend as K\n"
+MODEL = "class M(tf.keras.Model):\n    def __init__(self, n):\n"
 FUNCTIONAL = "i = tf.keras.Input((None, 4))\nx = i + 1\n"
 
 
@@ -60,6 +61,16 @@ w = tf.image.resize(i, tf.shape(i)[1:3] * 2)
             "def f(n):\n    return tf.keras.layers.Dense(1, name=n)\nx = f('a/b')",
             "a_b",
         ),
+        ("x = tf.keras.layers.Dense(1, name='a/{}'.format('b/c'))", "a_b_c"),
+        ("for i in (1, 2):\n    x = tf.keras.layers.Dense(1, name=f'a/{i}')", "a_2"),
+        ("for n in ['a/b']:\n    x = tf.keras.layers.Dense(1, name=n)", "a_b"),
+        ("n = {'k': 'a/b'}\nx = tf.keras.layers.Dense(1, name=n['k'])", "a_b"),
+        ("n = {'name': 'a/b'}\nx = tf.keras.layers.Dense(1, **n)", "a_b"),
+        ("x = tf.keras.layers.Dense(1, **dict(name='a/b'))", "a_b"),
+        ("x = tf.keras.layers.Dense(1, name='/'.join(['a', 'b/c']))", "a_b_c"),
+        ("x = tf.keras.Sequential([], 'a/b')", "a_b"),
+        (f"{MODEL}        super().__init__(name='a/b')\nx = M(0)", "a_b"),
+        (f"{MODEL}        super().__init__(name=n)\nx = M('a/b')", "a_b"),
     ],
 )
 def test_slashes_of_names_in_variables(source: str, name: str) -> None:
@@ -100,3 +111,20 @@ def test_variables_that_are_equal_on_write_need_no_argument() -> None:
     shape=(2,), synchronization=tf.VariableSynchronization.AUTO, aggregation="sum")
 """
     assert run(f"{START}{source}")["x"].aggregation == "sum"
+
+
+@pytest.mark.parametrize(
+    ("layers", "num_notes"),
+    [
+        ("Dense(1, input_shape=(None, 5))", 1),
+        ("Input((None, 5)), tf.keras.layers.Dense(1)", 1),
+        ("Dense(1, input_shape=(5,))", 0),
+        ("Dense(1, input_shape=(None, 5)), tf.keras.layers.LSTM(2)", 0),
+    ],
+)
+def test_inputs_whose_rank_only_keras_3_holds_are_reported(
+    layers: str, num_notes: int
+) -> None:
+    source = f"{START}m = tf.keras.Sequential([tf.keras.layers.{layers}])\n"
+    notes = [each.reason for each in port(source.encode()).notes]
+    assert sum("have not 3 dimensions" in note for note in notes) == num_notes

@@ -14,8 +14,9 @@ Notebooks. `notebooks` makes one script of a notebook's code cells, and splits i
 Tables and rules. `tables.toml` has the data: names whose parameters correspond one by
 one, keywords, texts of calls, lists of names, and what reports say. A rule (`rules`)
 ports a call that needs more than a row: those in `calls`, `arrays`, `host`,
-`keras_calls`, `optimizer_calls`, `methods` and `sources`. `members` ports attributes,
-and `keras_problems` finds what the tables would port to something else. A rule raises
+`keras_calls`, `optimizer_calls`, `compile_calls`, `methods` and `sources`. `members`
+ports attributes, `layer_names` names with slashes, `labels` labels that are dicts, and
+`keras_problems` finds what the tables would port to something else. A rule raises
 `Unported` where it is not sure: the expression stays unchanged, and a comment above the
 statement gives the reason.
 

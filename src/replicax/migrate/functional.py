@@ -41,6 +41,7 @@ __all__ = [
     "plan_shapes",
     "plan_sizes",
     "report_functional",
+    "report_ranks",
 ]
 
 _INPUTS = ("keras.Input", "keras.layers.Input")
@@ -77,6 +78,26 @@ def has_input_shape(script: Script, layers: list[Expression]) -> bool:
     is_input = script.called(first) in (*_INPUTS, "keras.layers.InputLayer")
     has_shape = isinstance(first, cst.Call) and named(first, *_SHAPES) is not None
     return is_input or has_shape or kind_of(script, first) == "model"
+
+
+def report_ranks(script: Script) -> None:
+    """Report inputs of open size in models whose layers take data of any rank.
+
+    TensorFlow warns of data of another rank than the input's. Keras 3 refuses them.
+    """
+    called = {path for c in script.calls if (path := script.called(c))}
+    layers = {path for path in called if path.startswith("keras.layers.")}
+    made = layers - set(_INPUTS)
+    if not made or not made.issubset(NAMES["layers_of_any_rank"]):
+        return
+    for call in script.calls:
+        is_input = script.called(call) in _INPUTS
+        is_layer = script.called(call) in made
+        given = value_of(call, 0, "shape") if is_input else None
+        shape = named(call, "input_shape") if is_layer else given
+        sizes = parts_of(script.flow.resolved(shape)) if shape is not None else []
+        if sizes and is_name(sizes[0], "None"):
+            script.note(call, MESSAGES["rank"].format(len(sizes) + 1))
 
 
 def plan_operations(script: Script) -> None:

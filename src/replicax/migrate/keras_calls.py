@@ -17,6 +17,7 @@ from replicax.migrate.tables import (
     MESSAGES,
     NAMES,
     NOTES,
+    OLD_ORDERS,
     OPTIMIZERS,
     ORDERS,
     PYTHON_INTEGERS,
@@ -469,6 +470,7 @@ def _plan_identifier(script: Script, node: Expression, names: dict[str, str]) ->
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(ORDERS, CallSite.of_target),
+    **{path: CallSite.of_target for path, old in OLD_ORDERS.items() if "-" in old},
     **dict.fromkeys(OPTIMIZERS, lambda site: site.of_target(optimizer_arguments(site))),
     **dict.fromkeys(READERS, _reader),
     **dict.fromkeys(NAMES["average_poolings"], _pooling),

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import libcst as cst
 
 from replicax.migrate.kinds import Maker, is_class_of, is_kind, makers, own_methods
+from replicax.migrate.labels import is_of_one
 from replicax.migrate.origins import (
     bases,
     bound_values,
@@ -121,7 +122,7 @@ def _plan_batches(script: Script, call: cst.Call) -> None:
     validation = value_of(call, 7, "validation_data") if name == "fit" else None
     data = [value_of(call, 0, "x"), labels, *parts_of(validation)]
     _plan_lists(script, data, "np.array")
-    if labels is not None and _is_of_one(script, call, labels):
+    if labels is not None and is_of_one(script, call, labels):
         script.wrapped[labels] = "list({x}.values())"
 
 
@@ -132,20 +133,6 @@ def _plan_lists(
     for each in values:
         if each is not None and is_of_numbers(script.flow.resolved(each)):
             script.wrapped[each] = f"{function}({{x}})"
-
-
-def _is_of_one(script: Script, call: cst.Call, labels: Expression) -> bool:
-    """Whether labels are a dict with those of the one output of a functional model.
-
-    Keras 3 takes such a dict for an array, unless the model's outputs are a dict, too.
-    """
-    made = makers(script, object_of(call))
-    models = (c for c in script.calls if script.called(c) in NAMES["models"])
-    given = (value_of(each, 1, "outputs") for each in models)
-    is_named = any(isinstance(script.flow.resolved(x), cst.Dict) for x in given if x)
-    shown = script.flow.resolved(labels)
-    is_one = isinstance(shown, cst.Dict) and len(shown.elements) == 1
-    return is_one and not is_named and bool(made) and made.issubset(NAMES["models"])
 
 
 def _called_object(

@@ -45,7 +45,6 @@ __all__ = [
     "is_kind_of_tensors",
     "is_logged_rate",
     "is_logs",
-    "is_part_of_name",
     "is_rate",
     "ported_assignment",
     "ported_attribute",
@@ -407,37 +406,6 @@ def ported_parameter(script: Script, node: cst.Param, updated: cst.Param) -> cst
 
 
 # Names.
-
-
-def is_part_of_name(script: Script, node: cst.CSTNode) -> bool:
-    """Whether a string is in a name of a layer, model or variable, or asks for one.
-
-    It may get there by variables and parameters of functions of the script.
-    """
-    holders = {node, *itertools.takewhile(_is_text, script.parents(node))}
-    found = script.flow.definitions
-    bound = (each for each in found if not holders.isdisjoint(each.values))
-    uses = [use for each in bound for use in script.flow.uses(each)]
-    return _is_in_name(script, node) or any(_is_in_name(script, use) for use in uses)
-
-
-def _is_text(node: cst.CSTNode) -> bool:
-    """Whether a node may be a text that has a string as a part."""
-    kinds = cst.BinaryOperation | cst.ConcatenatedString | cst.FormattedString
-    return isinstance(node, kinds | cst.IfExp)
-
-
-def _is_in_name(script: Script, node: cst.CSTNode) -> bool:
-    arg = script.around(node, cst.Arg)
-    call = script.parent(arg) if arg is not None else None
-    if not isinstance(call, cst.Call) or arg is None:
-        return False
-    method, path = method_of(call), script.called(call) or ""
-    if method == "get_layer":
-        return True
-    is_owner = kind_of(script, call) in {"layer", "model", "variable"}
-    is_owner = is_owner or method == "add_weight" or path.endswith(".Input")
-    return is_owner and is_named(arg, "name")
 
 
 def is_kind_of_tensors(script: Script, node: cst.CSTNode) -> bool:

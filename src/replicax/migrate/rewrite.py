@@ -144,18 +144,9 @@ def _is_compared(script: Script, node: cst.CSTNode) -> bool:
 
 
 def _string(
-    script: Script, node: cst.SimpleString | cst.FormattedStringText, updated: Any
-) -> Any:
-    """Port the key `"lr"` of logs, and names with slashes, which Keras 3 refuses."""
-    if "/" in node.value and members.is_part_of_name(script, node):
-        equal = (n for n in script.nodes(type(node)) if n.value == node.value)
-        if not all(members.is_part_of_name(script, each) for each in equal):
-            script.leave(node, MESSAGES["slash"])
-            return updated
-        script.note(node, MESSAGES["slash"])
-        return updated.with_changes(value=updated.value.replace("/", "_"))
-    if isinstance(node, cst.FormattedStringText):
-        return updated
+    script: Script, node: cst.SimpleString, updated: cst.SimpleString
+) -> cst.SimpleString:
+    """Port the key `"lr"` of logs, and what asks a tokenizer for TF's tensors."""
     if members.is_kind_of_tensors(script, node):
         script.note(node, MESSAGES["numpy_tensors"])
         return script.string("np")
@@ -342,7 +333,6 @@ _PORTS: dict[type, Callable[[Script, Any, Any], Any]] = {
     cst.Decorator: _decorator,
     cst.For: statements.unless_empty,
     cst.FormattedString: _formatted,
-    cst.FormattedStringText: _string,
     cst.If: statements.unless_empty,
     cst.IndentedBlock: _assembled,
     cst.Module: _assembled,

@@ -145,7 +145,9 @@ class CallSite:
 
     def in_order(self, path: str) -> "CallSite":
         """The call with names for arguments that have another position in Keras 3."""
-        names = ORDERS.get(path, ())
+        is_old = self.script.is_of_version_1(self.node)
+        old = OLD_ORDERS.get(path, ()) if is_old else ()
+        names = old if "-" in old else ORDERS.get(path, ())  # Rows bind the others.
         return self.with_names(names, sum(n == "-" for n in names)) if names else self
 
     def of_target(self, args: Iterable[cst.Arg] | None = None) -> cst.Call:

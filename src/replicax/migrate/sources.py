@@ -98,6 +98,8 @@ def _tensors(site: CallSite) -> Expression:
 
 def _arrays(site: CallSite, before: Expression, after: Expression) -> Expression:
     """Convert the lists in a structure of tensors to arrays, as TF does to tensors."""
+    if isinstance(before, cst.Dict) and not isinstance(after, cst.Dict):
+        before = before.elements[0].value  # `labels` takes it out of the dict.
     if isinstance(before, cst.Tuple | cst.Dict):
         assert isinstance(after, cst.Tuple | cst.Dict)
         elements = [

@@ -286,8 +286,12 @@ def _keywords(function: Callable[..., object]) -> tuple[frozenset[str], bool]:
     names = {"*" if p.kind is p.VAR_POSITIONAL else p.name for p in named}
     if is_open and inspect.isfunction(function):
         source = inspect.getsource(function)
-        names |= set(re.findall(r"""kwargs\.(?:pop|get)\(\s*["'](\w+)""", source))
+        # `if kwargs.pop("x", None) is not None` refuses an argument.
+        found = r"""(?<!if )kwargs\.(?:pop|get)\(\s*["'](\w+)"""
+        names |= set(re.findall(found, source))
         names |= set(re.findall(r"""["'](\w+)["'] in kwargs""", source))
+        # What is left over is refused.
+        is_open = re.search(r"if kwargs:\s+raise ", source) is None
     return frozenset(names), is_open
 
 
