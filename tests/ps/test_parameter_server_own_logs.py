@@ -51,9 +51,8 @@ def histories(strategy):
         model.compile("sgd", loss, metrics=["accuracy"])
     options = {"verbose": 0, "shuffle": False}
     several = model.fit(X, LABELS, batch_size=16, epochs=2, **options)
-    one = model.fit(
-        X, LABELS, batch_size=48, **options
-    )  # By one worker, if not in step.
+    # By one worker, if not in step.
+    one = model.fit(X, LABELS, batch_size=48, **options)
     return [several.history, one.history]
 
 
@@ -73,6 +72,7 @@ def of_workers(sync):
     return [results[f"worker:{i}"].value for i in range(2)]
 
 
+@pytest.mark.slow
 def test_in_step_it_is_that_of_two_devices():
     expected = histories(rx.MirroredStrategy(["cpu:0", "cpu:1"]))
     for found in of_workers(sync=True):
