@@ -59,9 +59,8 @@ class RemoteGroup:
 
     `placement` says on which servers its variables lie, `optimizer` is what trains it;
     None: workers add to its values. `steps_ahead` is how many more steps the optimizer
-    has made than this job; `num_assigned` counts assignments of values by this process.
-    `tables` are those whose rows are updated with it. float32 gradients travel in the
-    dtype `compression`.
+    has made than this job. `tables` are those whose rows are updated with it. float32
+    gradients travel in the dtype `compression`.
     """
 
     def __init__(
@@ -82,7 +81,6 @@ class RemoteGroup:
         self.versions: dict[int, int] = {}
         self._steps: dict[int, int] = {}  # Those in the values, by server.
         self.steps_ahead = 0
-        self.num_assigned = 0
         self.optimizer: RemoteOptimizer | None = None
         if placement.is_trained:
             self.optimizer = RemoteOptimizer(self, sharding)
@@ -248,7 +246,6 @@ class RemoteGroup:
     def assign(self, values: Sequence[jax.Array]) -> None:
         """Replace the servers' values."""
         self.servers.ask_all(Replace(self.name), self._layout.all_vectors(values))
-        self.num_assigned += 1
         self.pull()
 
     def push(

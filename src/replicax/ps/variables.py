@@ -67,7 +67,7 @@ class RemoteVariables:
         self._trained: dict[int, tuple[keras.optimizers.Optimizer, RemoteGroup]] = {}
         self._restored: dict[int, tuple[keras.optimizers.Optimizer, _Slots]] = {}
         self.requests: GroupRequests | None = None
-        self._num_updates: dict[str, int] = {}  # At the last `trained_twice`, by group.
+        self._num_steps: dict[str, int] = {}  # At the last `trained_twice`, by group.
 
     def connect(
         self,
@@ -152,10 +152,9 @@ class RemoteVariables:
         """
         found, trainers = None, dict[int, RemoteGroup]()
         for group in self.groups:
-            before = self._num_updates.get(group.name, 0)
-            now = group.version - group.num_assigned
-            self._num_updates[group.name] = now
-            trains = group.optimizer is not None and now > before
+            before = self._num_steps.get(group.name, 0)
+            self._num_steps[group.name] = group.steps
+            trains = group.optimizer is not None and group.steps > before
             for variable in group.variables if trains else ():
                 other = trainers.setdefault(id(variable), group)
                 if other is not group:
@@ -341,7 +340,7 @@ class RemoteVariables:
         )
         self.groups = [each for each in self.groups if each not in before]
         self.groups += [] if is_late else [group]
-        self._num_updates[group.name] = group.version
+        self._num_steps[group.name] = group.steps
         return group
 
 
