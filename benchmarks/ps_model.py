@@ -187,6 +187,7 @@ class Worker:
         self._pending: deque[Any] = deque()
         self._finished: list[Any] = []
         self._in_flight: Event | None = None
+        self._has_waited = False
 
     def call(self, method: str, **arguments: Any) -> Process:
         """A call of the board as this worker."""
@@ -212,8 +213,9 @@ class Worker:
         while True:
             if not self._ahead and not (yield from self._claim()):
                 break
-            if bounded:
+            if bounded or self._has_waited:
                 yield from self._pull()
+                self._has_waited = False
             self._cluster.began = min(self._cluster.began, self._world.now)
             ticket = self._ahead.popleft()
             self._pending.append(ticket)
@@ -265,6 +267,7 @@ class Worker:
                 return True
             if "over" in answer:
                 return False
+            self._has_waited = True
             yield from self._settle()
             yield self._world.sleep(next(pause))
 

@@ -543,7 +543,7 @@ def test_a_call_writes_down_nothing_of_other_workers(clock) -> None:
     clients = [Client(board, name, f"{name}-1") for name in names]
     for client in clients:
         client("join")
-    ask(board, "open", stream=STREAM)
+    ask(board, "open", stream=STREAM, max_staleness=1000)
     given = [client("claim", stream=STREAM, count=3)["indices"] for client in clients]
     for client, steps in zip(clients, given, strict=True):
         client("claim", stream=STREAM, finished=steps[:1])

@@ -25,10 +25,13 @@ from replicax._util.types import JSONObject
 from replicax.cluster.timeouts import Timeouts
 from replicax.ps.call_log import Journaled, Note, note_nothing
 from replicax.ps.closures import Closures
+from replicax.ps.concurrency import ConcurrencyLimit
 from replicax.ps.limits import (
     Count,
+    Few,
     Name,
     RequestError,
+    Tickets256,
     check_size,
     family_of,
     message_of,
@@ -137,6 +140,7 @@ class Board:
         self._failure: str | None = None
         self._presence = Presence(workers, timeouts, now=self._now)
         self._streams = Streams()
+        self._limit = ConcurrencyLimit()
         self._closures = Closures()
         self._rendezvous = Rendezvous()
 
@@ -189,6 +193,7 @@ class Board:
             _logger.warning("%s is gone, with %d steps of fit.", worker, given_up)
             for stream in self._streams.newest.values():
                 self._write_down(stream.name, worker)
+        self._limit.release(worker)
         self._closures.release(worker, died=died)
 
     def _write_down(self, stream: str, worker: str) -> None:
@@ -270,6 +275,7 @@ class Board:
         Who dies is not waited for. Ask again until it is complete; one that is complete
         stays so, so use a name once.
         """
+        self._limit.leave(worker)
         return self._rendezvous.arrive(barrier, worker, self._presence.alive())
 
     report = _action_of("_rendezvous", Rendezvous.report)
@@ -278,7 +284,22 @@ class Board:
     # Who does which step.
 
     open = _action_of("_streams", Streams.open)
-    claim = _action_of("_streams", Streams.claim, once=True)
+
+    @_action
+    def claim(
+        self,
+        stream: Name,
+        worker: Name,
+        session: Name,
+        call: Count,
+        count: Few = 1,
+        finished: Tickets256 = (),  # type: ignore[assignment]
+    ) -> JSONObject:
+        """Lease tickets for the next steps; see `Streams.claim`."""
+        return self._streams.claim(
+            stream, worker, count, finished, self._limit, self._now
+        )
+
     finish = _action_of("_streams", Streams.finish, once=True)
     end = _action_of("_streams", Streams.end)
 

@@ -56,7 +56,8 @@ class ParameterServerStrategy(Strategy):
             batch that slow ones have not brought are computed by others as well.
         max_staleness: Most updates that may be made by others between the moment when a
             worker fetches the values for a step of `fit` and that step's own update.
-            None: any number.
+            None: any number, but no more workers make steps at a time than bring more
+            updates.
         overlap: Whether a worker begins a step before its last one's update has come
             back, so that sending and computing overlap. Its gradients are then of
             values that lack that update. For asynchronous workers on slow networks.
@@ -252,7 +253,7 @@ def _check_options(
     if backup_workers and not sync:
         raise ValueError(
             f"{name}: backup_workers={backup_workers!r} needs sync=True; asynchronous "
-            "workers wait for nobody."
+            "steps have no parts."
         )
     if max_staleness is not None and (sync or max_staleness < 0):
         raise ValueError(

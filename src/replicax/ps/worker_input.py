@@ -51,7 +51,7 @@ class StepLeases:
         self._pending: deque[Ticket] = deque()  # Of updates that are under way.
         self._claimed_at: tuple[float, int] | None = None  # When, and after which step.
         self._applied = 0
-        self._has_begun = False
+        self._has_begun = self._has_waited = False
 
     def begin(self, stream: str, length: int | None) -> None:
         """Begin an epoch, whose work queue is `stream`."""
@@ -64,8 +64,9 @@ class StepLeases:
         """Lease the next step; None at the epoch's end."""
         if not self._ahead and not self._claim_ahead():
             return None
-        if self._bounds_staleness:  # Staleness counts from here.
+        if self._bounds_staleness or self._has_waited:  # Staleness counts from here.
             self._home.refresh_values()
+            self._has_waited = False
         self._pending.append(self._ahead.popleft())
         return self._pending[-1]
 
@@ -98,6 +99,8 @@ class StepLeases:
     def _claim_ahead(self) -> bool:
         """Prefetch tickets for the next steps; False at the epoch's end."""
         count, reason = self._num_ahead(), ""
+        answer: JSONObject = {}
+        soon = 0.0  # Half of the deadline is over.
 
         def ask() -> JSONObject | None:
             nonlocal reason
@@ -107,8 +110,13 @@ class StepLeases:
             answer = self._session.once(
                 "claim", stream=self._stream, finished=finished, count=count
             )
-            reason = answer.get("wait", "")
-            return None if reason else answer
+            before, reason = reason, answer.get("wait", "")
+            if not reason:
+                return answer
+            self._has_waited = True
+            # Others get on, or the reason would be the same: the deadline begins anew.
+            is_moving = before not in ("", reason)
+            return {} if is_moving and time.monotonic() > soon else None
 
         session, begun = self._session, f"fit begun/{self._number}"
         follows = (self._sync or self._bounds_staleness) and not session.is_chief
@@ -117,11 +125,13 @@ class StepLeases:
                 # The chief brings the initial values, for which this worker would wait
                 # with its ticket.
                 session.get(begun, f"the first step of fit {self._number}")
-            answer = session.wait(
-                ask,
-                f"a step of {self._stream}",
-                lambda: f"another worker ({reason})",
-            )
+            while not answer:
+                soon = time.monotonic() + session.timeouts.step / 2
+                answer = session.wait(
+                    ask,
+                    f"a step of {self._stream}",
+                    lambda: f"another worker ({reason})",
+                )
         if session.is_chief and not self._has_begun:
             session.board("put", key=begun, value=True)
         self._has_begun = True
