@@ -1,4 +1,4 @@
-"""The limit of workers that make asynchronous steps at a time, under a simulated clock."""
+"""The limit of workers that make asynchronous steps at a time, in simulated time."""
 
 import heapq
 import itertools
@@ -21,6 +21,7 @@ class Job:
     def __init__(self, num_workers, seconds) -> None:
         self.limit = ConcurrencyLimit()
         self.seconds = seconds
+        self.slowness = {}
         self.now = 0.0
         self.steps = Counter()
         self.busy = set()
@@ -47,7 +48,7 @@ class Job:
             if self.limit.claim(worker, self.now) is None:
                 self.limit.begin(worker, 1, self.now)
                 self.busy.add(worker)
-                wait = self.seconds(len(self.busy))
+                wait = self.seconds(len(self.busy)) * self.slowness.get(worker, 1)
             heapq.heappush(self._due, (self.now + wait, next(self._order), worker))
         self.now = until
         return self.steps - before
@@ -93,6 +94,15 @@ def test_as_many_make_steps_as_servers_keep_up_with() -> None:
     job.run(120)
     assert job.limit.most == 8
     assert sum(job.run(100).values()) > 0.9 * 100 * 8 / 0.1
+
+
+@pytest.mark.parametrize("fast", range(4))
+def test_slow_workers_with_cores_of_their_own_are_no_reason_to_wait(fast) -> None:
+    job = Job(4, of_their_own)
+    job.slowness = {f"worker:{i}": 10 for i in range(4) if i != fast}
+    job.run(60)
+    assert job.limit.most == 4
+    assert job.run(10).total() > 9.5 * (10 + 3)
 
 
 @pytest.mark.parametrize("is_busy", [True, False])

@@ -8,6 +8,7 @@ updates a second. Workers that find no room wait for their turn.
 No clock: times come in as arguments, in seconds.
 """
 
+import itertools
 import logging
 from statistics import median
 
@@ -20,11 +21,8 @@ _logger = logging.getLogger("replicax")
 # Workers that are let in must add a fifth of the updates that they would with servers
 # and cores of their own: else older gradients cost more than they bring.
 _LEAST_GAIN = 0.2
-# Steps between two changes: of each worker, and at least.
-_STEPS_EACH = 4
-_LEAST_STEPS = 8
-# What was found is measured again after so many times these.
-_AGAIN = 128
+_STEPS = 6  # Of each worker, from one measurement to the next.
+_AGAIN = 1000  # Steps of each, after which what was found is measured again.
 # A turn takes so many of the longest pauses between two calls of who waits: a twentieth
 # of the time is lost at most when one worker follows another.
 _PAUSES_IN_A_TURN = 20
@@ -56,10 +54,11 @@ class ConcurrencyLimit:
         self._claims: dict[str, tuple[float, int]] = {}  # Each one's last, its size.
         self._waiting: dict[str, float] = {}  # When they asked last; longest first.
         self._changed_at = 0.0  # The present limit holds since then.
-        self._seconds: list[float] = []  # Of each step with the present limit.
+        self._seconds: dict[str, list[float]] = {}  # Of steps since, by worker.
         self._step_seconds = float("inf")  # Of anybody's last one.
-        self._before = 0, 0.0  # The limit before, and the updates a second.
-        self._settled_for: int | None = None  # Measurements; None: `most` may grow.
+        self._before = 0  # The limit before, with medians of the steps there.
+        self._medians: dict[str, float] = {}
+        self._settled_for: int | None = None  # Steps; None: `most` may grow.
 
     def claim(self, worker: str, now: float) -> str | None:
         """None if a worker may begin steps now, or the reason to wait."""
@@ -69,10 +68,9 @@ class ConcurrencyLimit:
             self._known.add(worker)
             self._search(now)
             return None
-        pause = poll_pauses(len(self._known))[1]
-        self._end_turns(worker, now, pause)
-        if worker in self._turns or self._has_place(worker, now):
+        if self.most >= len(self._known) or self._has_turn(worker, now):
             self._turns.setdefault(worker, now)
+            self._waiting.pop(worker, None)
             return None
         some, makes = ("one", "makes") if self.most == 1 else (self.most, "make")
         return (
@@ -94,68 +92,81 @@ class ConcurrencyLimit:
         self.leave(worker)
         self._known.discard(worker)
 
-    def _end_turns(self, worker: str, now: float, pause: float) -> None:
-        """End turns that are over, and forget workers that do not ask any more."""
-        is_wanted = any(other != worker for other in self._waiting)
-        turn = now - self._turns.get(worker, now)
-        if is_wanted and turn > _PAUSES_IN_A_TURN * pause:
-            self.leave(worker)
-        for other in set(self._turns) - {worker}:
-            since, count = self._claims.get(other, (self._turns[other], 1))
+    def _has_turn(self, worker: str, now: float) -> bool:
+        """Whether it is a worker's turn: its own is not over, or there is a place."""
+        pause = poll_pauses(len(self._known))[1]
+        if worker in self._turns:
+            # Measurements are of the same workers before and after.
+            is_settled = self._settled_for is not None
+            turn = now - self._turns[worker]
+            if not (is_settled and self._waiting and turn > _PAUSES_IN_A_TURN * pause):
+                return True
+            del self._turns[worker]
+        for other, began in list(self._turns.items()):
+            since, count = self._claims.get(other, (began, 1))
             if now - since > _OVERDUE * count * self._step_seconds + pause:
-                self.leave(other)
+                del self._turns[other]
+        self._waiting[worker] = now
         for other, asked in list(self._waiting.items()):
             if now - asked > _OVERDUE * pause:
                 del self._waiting[other]
-
-    def _has_place(self, worker: str, now: float) -> bool:
-        """Whether there is a place for a worker, before those that came later."""
-        self._waiting[worker] = now
         free = max(0, self.most - len(self._turns))
-        if worker not in list(self._waiting)[:free]:
-            return False
-        del self._waiting[worker]
-        return True
+        return worker in itertools.islice(self._waiting, free)
 
     def _count(self, worker: str, since: float, count: int, now: float) -> None:
         """Count steps that a worker has made; after enough of them change the limit."""
         self._step_seconds = (now - since) / count
-        is_full = len(self._turns) >= min(self.most, len(self._known))
-        if worker not in self._turns or not is_full or since < self._changed_at:
+        if worker not in self._turns or since < self._changed_at:
             return  # They say nothing about this limit.
-        self._seconds += [self._step_seconds] * count
-        if len(self._seconds) < max(_LEAST_STEPS, _STEPS_EACH * len(self._turns)):
-            return
-        rate = len(self._turns) / max(median(self._seconds), 1e-9)
-        self._seconds.clear()
-        if self._settled_for is None:
-            self._grow(rate, now)
-        else:
-            self._settled_for += 1
-            if self._settled_for >= _AGAIN:
+        if self._settled_for is not None:
+            self._settled_for += count
+            if self._settled_for >= _AGAIN * self.most:
                 self._search(now)
+            return
+        mine = self._seconds.setdefault(worker, [])
+        mine += [self._step_seconds] * count
+        if len(mine) - count < _STEPS <= len(mine):
+            self._compare(now)
 
-    def _grow(self, rate: float, now: float) -> None:
-        """Let in twice as many workers; settle where the last ones brought little."""
-        before, rate_before = self._before
-        gain = 1 + _LEAST_GAIN * (self.most / before - 1) if before else 0.0
-        if rate < rate_before * gain:
-            _logger.info(
-                "%d workers at a time make %.3g updates/s and %d make %.3g: so %d make "
-                "steps at a time, in turns with the others.",
-                *(before, rate_before, self.most, rate, before),
-            )
-            self._set(before, now)
+    def _compare(self, now: float) -> None:
+        """Change the limit once half of the workers have made enough steps."""
+        compared = self._medians.keys() & self._turns or self._turns
+        full = [x for w in compared if len(x := self._seconds.get(w, [])) >= _STEPS]
+        num_wanted = min(self.most, len(self._known))
+        if len(self._turns) < num_wanted or 2 * len(full) < len(compared):
+            return
+        medians = {w: median(x) for w, x in self._seconds.items() if len(x) >= _STEPS}
+        self._grow(medians, now)
+
+    def _grow(self, medians: dict[str, float], now: float) -> None:
+        """Let in twice as many workers; settle where the last ones brought little.
+
+        Each worker is compared with itself, as some may be slower than others.
+        """
+        slower = [
+            x / self._medians[w] for w, x in medians.items() if w in self._medians
+        ]
+        if slower:
+            more, slowdown = self.most / self._before, max(1e-9, median(slower))
+            gain = more / slowdown
+            if gain < 1 + _LEAST_GAIN * (more - 1):
+                _logger.info(
+                    "%d workers at a time make %.2f times as many updates as %d: so %d "
+                    "make steps at a time, in turns with the others.",
+                    *(self.most, gain, self._before, self._before),
+                )
+                self._set(self._before, now)
+                self._settled_for = 0
+                return
+        if self.most >= len(self._known):
             self._settled_for = 0
-        elif self.most >= len(self._known):
-            self._settled_for = 0
-        else:
-            self._before = self.most, rate
-            self._set(min(2 * self.most, len(self._known)), now)
+            return
+        self._before, self._medians = self.most, medians
+        self._set(min(2 * self.most, len(self._known)), now)
 
     def _search(self, now: float) -> None:
         """Measure anew, from half as many workers on."""
-        self._before, self._settled_for = (0, 0.0), None
+        self._medians, self._settled_for = {}, None
         self._set(max(1, min(self.most, len(self._known)) // 2), now)
 
     def _set(self, most: int, now: float) -> None:
