@@ -43,7 +43,7 @@ class Found:
 
 
 def simulate(
-    job: Job, times: Times, *, rounds: int = 4, warm_rounds: int = 2, limit: float = 1e4
+    job: Job, times: Times, *, rounds: int = 4, warm_rounds: int = 16, limit: float = 1e4
 ) -> Found:
     """Run a job, and look at it once it is under way.
 
@@ -51,7 +51,8 @@ def simulate(
         job: What is simulated.
         times: The service times.
         rounds: Steps of each worker, on average, during which it is looked at.
-        warm_rounds: Those before.
+        warm_rounds: Those before, in which the board finds how many workers at a time
+            are worth it.
         limit: At most so many simulated seconds each.
 
     Raises:

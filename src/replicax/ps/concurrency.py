@@ -18,13 +18,12 @@ __all__ = ["ConcurrencyLimit"]
 
 _logger = logging.getLogger("replicax")
 
-# Workers that are let in must add a fifth of the updates that they would with servers
+# Workers that are let in must add a tenth of the updates that they would with servers
 # and cores of their own: else older gradients cost more than they bring.
-_LEAST_GAIN = 0.2
+_LEAST_GAIN = 0.1
 _STEPS = 6  # Of each worker, from one measurement to the next.
 _AGAIN = 1000  # Steps of each, after which what was found is measured again.
-# A turn takes so many of the longest pauses between two calls of who waits: a twentieth
-# of the time is lost at most when one worker follows another.
+# A turn takes so many of the longest pauses between two calls of who waits.
 _PAUSES_IN_A_TURN = 20
 # A worker that takes so many times as long as a step may have died: its turn is over.
 # So is the wait of one that does not ask for so many pauses.
@@ -93,25 +92,38 @@ class ConcurrencyLimit:
         self._known.discard(worker)
 
     def _has_turn(self, worker: str, now: float) -> bool:
-        """Whether it is a worker's turn: its own is not over, or there is a place."""
+        """Whether it is a worker's turn: its own goes on, or there is a place."""
         pause = poll_pauses(len(self._known))[1]
         if worker in self._turns:
-            # Measurements are of the same workers before and after.
-            is_settled = self._settled_for is not None
-            turn = now - self._turns[worker]
-            if not (is_settled and self._waiting and turn > _PAUSES_IN_A_TURN * pause):
+            if not (self._waiting and self._is_over(worker, now, pause)):
                 return True
             del self._turns[worker]
-        for other, began in list(self._turns.items()):
-            since, count = self._claims.get(other, (began, 1))
-            if now - since > _OVERDUE * count * self._step_seconds + pause:
-                del self._turns[other]
         self._waiting[worker] = now
         for other, asked in list(self._waiting.items()):
             if now - asked > _OVERDUE * pause:
                 del self._waiting[other]
-        free = max(0, self.most - len(self._turns))
-        return worker in itertools.islice(self._waiting, free)
+        places = self.most - len(self._turns)
+        for other in list(self._turns):
+            # Who is in its last step is followed at once: so no time is lost.
+            is_last = next(iter(self._waiting)) == worker and places <= 0
+            if self._is_silent(other, now, pause) or (
+                is_last and self._is_over(other, now, pause)
+            ):
+                del self._turns[other]
+                places += 1
+        return worker in itertools.islice(self._waiting, max(0, places))
+
+    def _is_over(self, worker: str, now: float, pause: float) -> bool:
+        """Whether a turn was long enough, and the worker has made a step in it."""
+        # Measurements are of the same workers before and after.
+        began, is_settled = self._turns[worker], self._settled_for is not None
+        has_made_one = self._claims.get(worker, (now, 1))[0] > began
+        is_long = now - began > _PAUSES_IN_A_TURN * pause
+        return is_settled and is_long and has_made_one
+
+    def _is_silent(self, worker: str, now: float, pause: float) -> bool:
+        since, count = self._claims.get(worker, (self._turns[worker], 1))
+        return now - since > _OVERDUE * count * self._step_seconds + pause
 
     def _count(self, worker: str, since: float, count: int, now: float) -> None:
         """Count steps that a worker has made; after enough of them change the limit."""
