@@ -322,6 +322,15 @@ def test_words_are_looked_up_as_tensorflow_does() -> None:
     assert {x.dtype for x in examples} == {np.dtype("int64")}
 
 
+def test_indices_start_at_zero_where_no_other_words_are_allowed() -> None:
+    words = "['x', 'b', 'a']"
+    names = run(LOOKUP.format(f"{words}, num_oov_indices=0, mask_token=None"))
+    assert [x.tolist() for x in names["d"]] == [[1, 0], [2, 1]]
+    unknown = run(LOOKUP.format("['a', 'b'], num_oov_indices=0"))["d"]
+    with pytest.raises(KeyError, match="x"):  # TensorFlow refuses it, too.
+        list(unknown)
+
+
 @pytest.mark.parametrize(
     "source",
     [
