@@ -1,6 +1,7 @@
 import pickle
 
 import grain
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -36,6 +37,12 @@ def test_shuffle_and_batch():
 
 def test_one_array():
     assert [row.tolist() for row in numpy_dataset(X[:2])] == [[0, 1], [2, 3]]
+
+
+def test_rows_of_arrays_of_jax_are_arrays_of_numpy() -> None:
+    dataset = numpy_dataset({"x": jnp.asarray(X), "y": Y}).map(lambda row: row["x"])
+    assert {type(row) for row in dataset} == {np.ndarray}
+    np.testing.assert_array_equal(list(dataset), X)
 
 
 def test_source_can_go_to_worker_processes():

@@ -106,8 +106,9 @@ def numpy_dataset(arrays: PyTree) -> "grain.MapDataset[PyTree]":
 
     Args:
         arrays: Pytree of `[N, ...]` NumPy arrays, such as `(x, y)`, which are not
-            copied; of data frames and series of pandas; or of lists of Python's
-            numbers and strings, which become arrays, numbers with 32 bits.
+            copied; of arrays of JAX, which become NumPy's; of data frames and series
+            of pandas; or of lists of Python's numbers and strings, which become
+            arrays, numbers with 32 bits.
 
     Returns:
         A `grain.MapDataset` of `N` elements, pytrees of `[...]` arrays.
@@ -131,10 +132,7 @@ def numpy_dataset(arrays: PyTree) -> "grain.MapDataset[PyTree]":
             )
     import grain  # A late import: it takes long.
 
-    arrays = jax.tree.map(
-        lambda x: _as_array(x) if isinstance(x, list) else x, arrays, is_leaf=_is_list
-    )
-    arrays = by_rows(arrays)
+    arrays = by_rows(jax.tree.map(_as_array, arrays, is_leaf=_is_list))
     return grain.MapDataset.source(_Rows(arrays, leading_size(arrays, "numpy_dataset")))
 
 
@@ -145,8 +143,15 @@ def _is_list(value: object) -> bool:
     return all(isinstance(x, int | float | str) for x in value)
 
 
-def _as_array(values: list[Any]) -> np.ndarray:
-    """A list as an array; numbers get the dtypes that TensorFlow gives them."""
+def _as_array(values: Any) -> Any:
+    """A list as an array, with the dtypes that TensorFlow gives numbers.
+
+    Arrays of JAX become NumPy's: a row of those would be a program that JAX runs.
+    """
+    if isinstance(values, jax.Array):
+        return np.asarray(values)
+    if not isinstance(values, list):
+        return values
     array = np.asarray(values)
     small = {"f": "float32", "i": "int32"}.get(array.dtype.kind)
     return array.astype(small) if small else array
