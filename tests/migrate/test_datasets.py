@@ -282,6 +282,42 @@ def test_the_generator_has_a_name_that_is_free() -> None:
     assert len(list(names["d"])) == 64
 
 
+LOOPS = """
+import tensorflow as tf
+d = tf.data.Dataset.range(8).shuffle(8).batch(4)
+plain = tf.data.Dataset.range(4)
+def read(dataset):
+    return [[int(x) for x in batch] for batch in dataset]
+seen, first, numbers = [], [], []
+for epoch in range(3):
+    seen.append(read(d))
+    for batch in d.take(1):
+        first.append([int(x) for x in batch])
+    for i, batch in d.enumerate():
+        numbers.append(int(i))
+    for x in plain:
+        numbers.append(int(x))
+"""
+
+
+def test_loops_through_shuffled_datasets_have_an_order_of_their_own_each() -> None:
+    names = run(LOOPS)
+    assert all(sorted(a + b) == list(range(8)) for a, b in names["seen"])
+    assert len({str(each) for each in names["seen"] + names["first"]}) == 6
+    assert names["numbers"] == [0, 1, 0, 1, 2, 3] * 3
+    text, _ = ported(LOOPS)
+    assert "for x in plain:" in text
+    kept = LOOPS.replace("shuffle(8)", "shuffle(8, reshuffle_each_iteration=False)")
+    assert len({str(each) for each in run(kept)["seen"]}) == 1
+
+
+def test_a_loop_that_runs_once_stays() -> None:
+    start = "import tensorflow as tf\nd = tf.data.Dataset.range(8).shuffle(8)\n"
+    text, left = ported(f"{start}for x in d.take(1): print(x.shape)")
+    assert "for x in d[:1]: print(x.shape)" in text
+    assert not left
+
+
 LOOKUP = """
 import numpy as np
 import tensorflow as tf

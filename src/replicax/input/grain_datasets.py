@@ -6,8 +6,9 @@ iteration `n` here reads epoch `n` of the repeated dataset.
 """
 
 import sys
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
+import weakref
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
 import jax
 import numpy as np
@@ -26,6 +27,7 @@ __all__ = [
     "class_weighted",
     "is_grain_dataset",
     "is_map_dataset",
+    "next_epoch",
     "numpy_dataset",
     "reshuffled",
     "windows",
@@ -64,6 +66,50 @@ def reshuffled(dataset: object, iteration: int) -> object:
     return dataset
 
 
+def next_epoch(dataset: T) -> T:
+    """Return a Grain dataset as its next epoch has it: shuffled anew by each call.
+
+    `for batch in dataset` reads a dataset of Grain in the order of its first epoch each
+    time, as `fit` and strategies do not. Datasets that come from one shuffled dataset
+    count their epochs together, so that `next_epoch(dataset[:n])` goes on, too.
+
+    Args:
+        dataset: A dataset of Grain. Others are returned unchanged.
+
+    Returns:
+        The dataset with the order and the random numbers of another epoch, which is
+        the first one for the first call.
+
+    Example:
+        >>> dataset = numpy_dataset(np.arange(6)).shuffle(seed=0)
+        >>> orders = [[int(x) for x in next_epoch(dataset)] for _ in range(2)]
+        >>> orders[0] == orders[1], sorted(orders[0]) == sorted(orders[1])
+        (False, True)
+    """
+    if not is_grain_dataset(dataset):
+        return dataset
+    drawing = [x for x in _origins(dataset) if _draws(x)]
+    iteration = max((_EPOCHS.get(x, 0) for x in drawing), default=0)
+    for each in drawing:
+        _EPOCHS[each] = iteration + 1
+    return cast("T", reshuffled(dataset, iteration))
+
+
+_EPOCHS: MutableMapping[object, int] = weakref.WeakKeyDictionary()
+"""How many epochs were begun of datasets that draw random numbers."""
+
+
+def _origins(dataset: object) -> Iterator[object]:
+    """Yield a dataset and all that it is made from, of both kinds of Grain's."""
+    yield dataset
+    for parent in private.parents_of(dataset):
+        yield from _origins(parent)
+
+
+def _draws(dataset: object) -> bool:
+    return any(word in type(dataset).__name__ for word in _RANDOM)
+
+
 def is_grain_dataset(value: object) -> bool:
     """Whether a value is a dataset of Grain's, without importing Grain."""
     grain = sys.modules.get("grain")
@@ -86,9 +132,7 @@ def _later(dataset: "grain.MapDataset[T]", iteration: int) -> "grain.MapDataset[
 
 
 def _is_random(dataset: "grain.MapDataset[T]") -> bool:
-    return any(
-        word in type(x).__name__ for x in _ancestors(dataset) for word in _RANDOM
-    )
+    return any(_draws(x) for x in _ancestors(dataset))
 
 
 def _ancestors(dataset: "grain.MapDataset[T]") -> Iterator["grain.MapDataset[T]"]:
