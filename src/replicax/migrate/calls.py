@@ -9,7 +9,7 @@ import re
 
 import libcst as cst
 
-from replicax.migrate import keras_calls, keras_problems
+from replicax.migrate import keras_calls
 from replicax.migrate.arrays import DEVICE_RULES
 from replicax.migrate.files import newest_weights
 from replicax.migrate.host import HOST_RULES
@@ -85,7 +85,7 @@ def leave_unknown_arguments(
     script: Script, node: cst.Call, result: Expression, path: str
 ) -> None:
     """Report arguments that a target in Keras 3 refuses or understands otherwise."""
-    for reason in keras_problems.problems(script, node, path):
+    for reason in keras_calls.problems(script, node, path):
         script.leave(node, reason)
     target = find_target(path)
     if not isinstance(result, cst.Call) or target is None:

@@ -25,7 +25,6 @@ from replicax.migrate.tree import (
 __all__ = [
     "MODELS",
     "WEIGHTS",
-    "is_trained_later",
     "is_weights_only",
     "latest_checkpoint",
     "newest_weights",

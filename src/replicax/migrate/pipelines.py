@@ -20,7 +20,6 @@ from replicax.migrate.host import (
 from replicax.migrate.origins import returned_by
 from replicax.migrate.script import Expression, Script
 from replicax.migrate.sources import (
-    DROPPED,
     FROM_GENERATOR,
     KNOWN_SOURCES,
     MAPPED,
@@ -35,7 +34,7 @@ from replicax.migrate.sources import (
     shuffle_and_repeat,
     why_not_listed,
 )
-from replicax.migrate.tables import MESSAGES, NEED_TENSORFLOW
+from replicax.migrate.tables import DROPPED, MESSAGES, NEED_TENSORFLOW
 from replicax.migrate.tfds import plan_loads, unknown_loads
 from replicax.migrate.tree import (
     argument,

@@ -29,7 +29,6 @@ from replicax.migrate.tree import (
 )
 
 __all__ = [
-    "DROPPED",
     "FROM_GENERATOR",
     "KNOWN_SOURCES",
     "MAPPED",
