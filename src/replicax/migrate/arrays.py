@@ -27,6 +27,7 @@ from replicax.migrate.tables import (
 from replicax.migrate.tracing import RANDOM, class_of, is_traced
 from replicax.migrate.tree import (
     argument,
+    changed,
     find,
     is_name,
     is_named,
@@ -55,21 +56,13 @@ def plan_scalars(script: Script) -> None:
     `__round__` nor a hash.
     """
     for call in script.calls:
-        if _gives_value(script, call):
-            is_bound = script.target_of(call) is not None
-            uses = script.uses_of(call) if is_bound else [call]
-            if any(_is_rounded(script, use) or _is_key(script, use) for use in uses):
-                script.wrapped[call] = "{x}[()]"
-
-
-def _gives_value(script: Script, call: cst.Call) -> bool:
-    path = script.called(call)
-    return path in _GET_VALUE if path else method_of(call) == "numpy"
-
-
-def _is_rounded(script: Script, node: cst.CSTNode) -> bool:
-    call = script.call_with(node)
-    return call is not None and is_name(call.func, "round")
+        path = script.called(call)
+        if path in _GET_VALUE if path else method_of(call) == "numpy":
+            for use in script.results(call):
+                taker = script.call_with(use)
+                is_rounded = taker is not None and is_name(taker.func, "round")
+                if is_rounded or _is_key(script, use):
+                    script.wrapped[call] = "{x}[()]"
 
 
 def _is_key(script: Script, node: cst.CSTNode) -> bool:
@@ -145,7 +138,7 @@ def _cast(site: CallSite) -> Expression:
     """Port `tf.cast(tf.shape(x)[0], tf.int64)` to the size, a number of Python."""
     script = site.script
     value, dtype = site.given(0, "x"), site.given(1, "dtype")
-    size = script.flow.resolved(value) if value else None
+    size = script.flow.resolved(value)
     name = script.names.path(dtype) or script.code(dtype) if dtype else ""
     if isinstance(size, cst.Subscript) and "int" in name:
         is_shape = script.called(script.flow.resolved(size.value)) == "shape"
@@ -168,8 +161,7 @@ def _where(site: CallSite) -> Expression:
 
 def _split(site: CallSite) -> Expression:
     """Port `tf.split` to a number of parts, or sizes in sight to positions."""
-    given = site.given(1, "num_or_size_splits")
-    sizes = site.script.flow.resolved(given) if given else None
+    sizes = site.script.shown(site.node, 1, "num_or_size_splits")
     made = by_row(site)
     if isinstance(site.ported(1, "num_or_size_splits"), cst.Integer):
         return made
@@ -179,8 +171,7 @@ def _split(site: CallSite) -> Expression:
     *inner, _ = itertools.accumulate(int(site.script.code(each)) for each in parts)
     found = argument(made.args, 1, "indices_or_sections")
     value = cst.parse_expression(str(inner))
-    args = [a.with_changes(value=value) if a is found else a for a in made.args]
-    return with_args(made, args)
+    return with_args(made, changed(made.args, found, value))
 
 
 def _matmul(site: CallSite) -> Expression:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import libcst as cst
 
@@ -29,6 +30,7 @@ from replicax.migrate.tree import (
     method_of,
     named,
     object_of,
+    pairs_of,
     parts_of,
     text_of,
     value_of,
@@ -53,20 +55,21 @@ def compiled(site: CallSite) -> Expression:
         site.note(MESSAGES["masked_metrics"])
     # Keras 3 has the weights of losses third.
     args = with_keywords(site.with_names(ARGUMENTS["compile"], 2), "compile")
-    args = [_without_name(site, arg) for arg in args]
+    inner = replace(
+        site, updated=site.with_args(_without_name(site, arg) for arg in args)
+    )
     given = site.given(2, "metrics")
     if given is not None and _is_one(site.script, given, "metric"):
-        args = _changed(site, args, argument(args, 2, "metrics"), "[{x}]")
+        inner = inner.with_value(2, "metrics", "[{x}]")
     count = _num_outputs(site.script, site.node)
     if given is not None and count > 1 and _is_flat(site.script, given):
         # Keras 2 gives all metrics to each output.
-        text = f"[{{x}} for _ in range({count})]"
-        args = _changed(site, args, argument(args, 2, "metrics"), text)
+        inner = inner.with_value(2, "metrics", f"[{{x}} for _ in range({count})]")
     number = _num_weights(site)
     if number > 1:
         site.note(MESSAGES["one_log"])
-        args = _changed(site, args, argument(args, 1, "loss"), f"[{{x}}] * {number}")
-    return site.with_args(args)
+        inner = inner.with_value(1, "loss", f"[{{x}}] * {number}")
+    return inner.updated
 
 
 def _without_name(site: CallSite, arg: cst.Arg) -> cst.Arg:
@@ -78,16 +81,6 @@ def _without_name(site: CallSite, arg: cst.Arg) -> cst.Arg:
             is_one = made.issubset(NAMES["sequential"])
             return arg.with_changes(value=loss) if is_one else arg
     return arg
-
-
-def _changed(
-    site: CallSite, args: list[cst.Arg], changed: cst.Arg | None, text: str
-) -> list[cst.Arg]:
-    """The arguments with a template applied to one of them."""
-    return [
-        arg.with_changes(value=site.make(text, x=arg.value)) if arg is changed else arg
-        for arg in args
-    ]
 
 
 def _is_one(script: Script, node: Expression, kind: str) -> bool:
@@ -108,9 +101,8 @@ def _num_outputs(script: Script, node: cst.Call) -> int:
     if isinstance(made, cst.Call) and script.called(made) in NAMES["models"]:
         outputs = value_of(made, 1, "outputs")
     for each in (value_of(node, 1, "loss"), value_of(node, 3, "loss_weights"), outputs):
-        value = script.flow.resolved(each) if each else None
-        pairs = value.elements if isinstance(value, cst.Dict) else ()
-        if number := len(parts_of(value) or pairs):
+        value = script.flow.resolved(each)
+        if number := len(parts_of(value) or pairs_of(value)):
             return number
     return 0
 
@@ -147,9 +139,7 @@ def _num_weights(site: CallSite) -> int:
 
 def _names(script: Script, node: Expression) -> set[str]:
     """The names that are the keys of a dict."""
-    value = script.flow.resolved(node)
-    pairs = value.elements if isinstance(value, cst.Dict) else ()
-    return {text_of(pair.key) for pair in pairs if isinstance(pair, cst.DictElement)}
+    return {text_of(pair.key) for pair in pairs_of(script.flow.resolved(node))}
 
 
 def _masks(script: Script, call: cst.Call) -> bool:
@@ -189,11 +179,8 @@ def _reads_order(site: CallSite) -> bool:
 
 def _lists_outputs(script: Script, call: cst.Call) -> bool:
     """Whether a call makes a functional model whose outputs are a list."""
-    outputs = value_of(call, 1, "outputs")
     is_model = script.called(call) in {"keras.Model", "keras.models.Model"}
-    return is_model and bool(
-        parts_of(script.flow.resolved(outputs) if outputs else None)
-    )
+    return is_model and bool(parts_of(script.shown(call, 1, "outputs")))
 
 
 def report_compiled_metrics(script: Script) -> None:
@@ -247,8 +234,7 @@ def _is_score(script: Script, metric: Expression) -> bool:
 def _is_narrow(script: Script) -> bool:
     """Whether a layer of the script has one output, so that labels may be `[n]`."""
     made = (c for c in script.calls if script.called(c) == "keras.layers.Dense")
-    units = (value_of(call, 0, "units") for call in made)
-    values = (script.flow.resolved(each) for each in units if each is not None)
+    values = (script.shown(call, 0, "units") for call in made)
     return any(isinstance(v, cst.Integer) and v.evaluated_value == 1 for v in values)
 
 
@@ -325,7 +311,7 @@ def _is_uncast(script: Script, node: Expression, name: str) -> bool:
         case cst.Subscript():
             inside = [node.value]
         case _:
-            inside = [v for made in script.flow.reaching(node) for v in made.values]
+            inside = script.flow.values(node)
             if not inside and is_name(node, name):
                 return True
     return any(_is_uncast(script, each, name) for each in inside)
@@ -374,8 +360,7 @@ def plan_results(script: Script) -> None:
         if owner is None or not is_class_of(script, owner, ("metric",)):
             continue
         for node in find(function, cst.Return):
-            pairs = node.value.elements if isinstance(node.value, cst.Dict) else ()
-            for each in [node.value, *(pair.value for pair in pairs)]:
+            for each in [node.value, *(p.value for p in pairs_of(node.value))]:
                 if each is not None and kind_of(script, each) == "variable":
                     script.wrapped[each] = "keras.ops.convert_to_tensor({x})"
 

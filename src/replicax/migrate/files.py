@@ -239,7 +239,7 @@ def plan_folder(script: Script, node: cst.Call, updated: cst.Call) -> None:
         text = 'os.makedirs(os.path.dirname({path}) or ".", exist_ok=True)'
     values = {} if isinstance(path, cst.SimpleString) else {"path": path}
     line = script.code(script.template(text, **values))
-    script.inserted.setdefault(statement, []).append(line)
+    script.insert(statement, line)
 
 
 def latest_checkpoint(script: Script, node: Expression) -> cst.Call | None:
@@ -253,9 +253,8 @@ def latest_checkpoint(script: Script, node: Expression) -> cst.Call | None:
 
 def newest_weights(script: Script, node: cst.Call) -> bool:
     """Whether a `tf.train.latest_checkpoint` finds weights that the script writes."""
-    is_bound = script.target_of(node) is not None
-    uses = script.uses_of(node) if is_bound else [node]
-    is_read = any(method_of(script.call_with(use)) == "load_weights" for use in uses)
+    takers = map(script.call_with, script.results(node))
+    is_read = any(method_of(taker) == "load_weights" for taker in takers)
     return is_read and any(site.endings == WEIGHTS for site in _sites(script))
 
 

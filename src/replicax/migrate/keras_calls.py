@@ -26,6 +26,7 @@ from replicax.migrate.tables import (
 )
 from replicax.migrate.tree import (
     argument,
+    changed,
     find,
     is_name,
     is_named,
@@ -94,9 +95,11 @@ def _monitoring(site: CallSite) -> Expression:
     script, name = site.script, site.path.rpartition(".")[2]
     args = [*with_keywords(site, name)]
     at, position, largest = _MONITORS[name]
-    given, mode = site.given(at, "monitor"), argument(args, position, "mode")
-    value = script.flow.resolved(given) if given else None
-    monitor = text_of(value) if value else ""
+    value, mode = (
+        script.shown(site.node, at, "monitor"),
+        argument(args, position, "mode"),
+    )
+    monitor = text_of(value)
     metric = monitor.removeprefix("val_")
     best = site.given(3, "save_best_only")
     is_unused = name == "ModelCheckpoint" and (best is None or is_name(best, "False"))
@@ -112,8 +115,7 @@ def _monitoring(site: CallSite) -> Expression:
     made = keyword("mode", script.string("max" if is_large else "min"))
     if mode is None:
         return site.of_target([*args, made])
-    value = made.value
-    return site.of_target(a.with_changes(value=value) if a is mode else a for a in args)
+    return site.of_target(changed(args, mode, made.value))
 
 
 def _tensorboard(site: CallSite) -> Expression:
@@ -272,7 +274,7 @@ def _plan_input(script: Script, node: cst.Call, shape: Expression) -> bool:
     if script.called(model) not in NAMES["sequential"] or first is not added_to:
         return False
     line = f"{script.code(added_to)}.add({script.code(made)})"
-    script.inserted.setdefault(script.statement_of(call), []).append(line)
+    script.insert(call, line)
     return True
 
 
@@ -290,8 +292,8 @@ def problems(script: Script, node: cst.Call, path: str) -> Iterator[str]:
     name = path.removeprefix("keras.")
     if name == "models.load_model" and named(node, "safe_mode") is None:
         yield from _not_loaded(script, node)
-    for changed, position, parameter in CHANGED_DEFAULTS:
-        if path == changed and argument(node.args, position, parameter) is None:
+    for layer, position, parameter in CHANGED_DEFAULTS:
+        if path == layer and argument(node.args, position, parameter) is None:
             yield f"{parameter} has another default in Keras 2: write {parameter}="
     if _is_stateful(node) and any(
         method_of(each) in NAMES["methods_with_steps"] for each in script.calls
@@ -366,8 +368,7 @@ def _unregistered(script: Script, load: cst.Call) -> str:
 
     Files of HDF5 need it in Keras 2, too. A SavedModel does without.
     """
-    path = value_of(load, 0, "filepath")
-    name = text_of(script.flow.resolved(path)) if path else ""
+    name = text_of(script.shown(load, 0, "filepath"))
     if not name or name.endswith(MODELS) or named(load, "custom_objects") is not None:
         return ""
     made = {last_name(each.func) for each in script.calls}

@@ -34,6 +34,7 @@ from replicax.migrate.tree import (
     find,
     is_name,
     is_of_numbers,
+    is_of_super,
     last_name,
     method_of,
     methods_of,
@@ -146,7 +147,7 @@ def _called_object(
     if method not in {"call", "__call__"}:
         return node.func, makers(script, node.func)
     owners = makers(script, owner)
-    if isinstance(owner, cst.Call) and is_name(owner.func, "super"):
+    if is_of_super(node):
         around = script.class_around(node)
         owners = frozenset(_above(script, around)) if around else frozenset[Maker]()
     is_direct = any(o not in CALL_ORDERS for o in owners) and method == "call"
@@ -332,8 +333,7 @@ def _gets_batches(script: Script, call: cst.Call) -> bool:
 def _has_named_outputs(script: Script) -> bool:
     """Whether a functional model of the script has a dict of outputs."""
     models = (c for c in script.calls if script.called(c) in NAMES["models"])
-    given = (value_of(each, 1, "outputs") for each in models)
-    return any(isinstance(script.flow.resolved(x), cst.Dict) for x in given if x)
+    return any(isinstance(script.shown(c, 1, "outputs"), cst.Dict) for c in models)
 
 
 def _only_key(script: Script, labels: Expression) -> str | None:
@@ -363,8 +363,7 @@ def _functions(
     script: Script, fitted: list[cst.Call]
 ) -> Iterator[cst.FunctionDef | cst.Lambda]:
     """The functions of the script that make examples or batches."""
-    given = [value_of(each, 0, "x") for each in fitted]
-    made = [script.flow.resolved(value) for value in given if value is not None]
+    made = [script.shown(each, 0, "x") for each in fitted]
     passed = [value.func for value in made if isinstance(value, cst.Call)]
     generator = "data.Dataset.from_generator"
     feeding = [

@@ -21,6 +21,7 @@ from replicax.migrate.script import Expression, Script
 from replicax.migrate.tables import MESSAGES
 from replicax.migrate.tree import (
     is_name,
+    is_of_super,
     keyword_of,
     method_of,
     named,
@@ -86,9 +87,8 @@ def _names(script: Script, call: cst.Call) -> Iterator[cst.CSTNode]:
 
 def _is_constructor(script: Script, call: cst.Call) -> bool:
     """Whether a call is `super().__init__(...)` of a class of layers or models."""
-    owner = object_of(call)
-    is_super = isinstance(owner, cst.Call) and is_name(owner.func, "super")
-    return is_super and is_class_of(script, script.class_around(call), _NAMED)
+    is_own = is_class_of(script, script.class_around(call), _NAMED)
+    return is_of_super(call) and is_own
 
 
 def _in_dict(script: Script, node: Expression) -> list[Expression]:

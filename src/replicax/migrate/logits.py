@@ -326,8 +326,7 @@ def _last_added(script: Script, made: cst.Call) -> Expression | None:
 def _units(script: Script, layer: cst.Call) -> str:
     """The number of a dense layer's outputs, as text; `""` if it is not in sight."""
     is_dense = _name_in(script, layer.func, "layers") == "Dense"
-    given = value_of(layer, 0, "units") if is_dense else None
-    value = script.flow.resolved(given) if given is not None else None
+    value = script.shown(layer, 0, "units") if is_dense else None
     return value.value if isinstance(value, cst.Integer) else ""
 
 
@@ -394,7 +393,7 @@ def _origins(script: Script, node: Expression) -> set[Expression]:
 
     def sources(each: Expression) -> list[Expression]:
         results = list(returned(script, each)) if isinstance(each, cst.Call) else []
-        return results or [v for d in script.flow.reaching(each) for v in d.values]
+        return results or script.flow.values(each)
 
     # The None of a bare `return` has no parent.
     found = (each for each in reached([node], sources) if script.parent(each))

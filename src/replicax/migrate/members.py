@@ -37,6 +37,7 @@ from replicax.migrate.tree import (
     method_of,
     methods_of,
     object_of,
+    pairs_of,
     text_of,
     walk,
 )
@@ -444,8 +445,7 @@ def _names_rate(script: Script, call: cst.Call, node: cst.SimpleString) -> bool:
         return is_second and is_kind(script, values[0], "optimizer")
     keys: list[Expression] = values[:1]
     if values and isinstance(values[0], cst.Dict) and method_of(call) == "update":
-        pairs = values[0].elements
-        keys = [pair.key for pair in pairs if isinstance(pair, cst.DictElement)]
+        keys = [pair.key for pair in pairs_of(values[0])]
     elif method_of(call) not in {"get", "pop", "setdefault"}:
         return False
     return node in keys and is_logs(script, object_of(call))

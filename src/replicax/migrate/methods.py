@@ -28,6 +28,7 @@ from replicax.migrate.tracing import class_of, foreign_bases, makes_spec
 from replicax.migrate.tree import (
     is_name,
     is_named,
+    is_of_super,
     keyword,
     last_name,
     method_of,
@@ -176,8 +177,7 @@ def _build(site: CallSite) -> Expression:
     is_own = bool(own_methods(script, site.owner, "build"))
     if not is_subclass or is_own or not is_kind(script, site.owner, "model"):
         return site.updated
-    given = site.given(0, "input_shape")
-    shape = script.flow.resolved(given) if given else None
+    shape = script.shown(site.node, 0, "input_shape")
     first, *sizes = [script.code(part) for part in parts_of(shape)] or ["", "None"]
     if "None" in sizes:
         raise Unported(MESSAGES["build"])
@@ -231,8 +231,8 @@ def _constructor(site: CallSite) -> Expression:
     The arguments of a loss or metric get their names, of which Keras 3 has another
     order, and so does the name of a layer.
     """
-    args, owner = site.updated.args, site.receiver
-    if not (isinstance(owner, cst.Call) and is_name(owner.func, "super")):
+    args = site.updated.args
+    if not is_of_super(site.updated):
         return site.updated
     if len(args) == 1 and is_name(args[0].value, "self"):
         return site.updated.with_changes(args=[])

@@ -15,6 +15,7 @@ from replicax.migrate.tables import (
 )
 from replicax.migrate.tree import (
     argument,
+    changed,
     find,
     is_name,
     is_named,
@@ -59,8 +60,7 @@ def optimizer_arguments(site: CallSite) -> list[cst.Arg]:
     args = with_keywords(site, "optimizer")
     new = argument(args, 0, "learning_rate")
     if rate is not None and new is not None:
-        value = as_float(site, rate, new.value)
-        args = [a.with_changes(value=value) if a is new else a for a in args]
+        args = changed(args, new, as_float(site, rate, new.value))
     if decay is not None and script.code(decay) not in {"0", "0.0", "0.", "None"}:
         return _decayed(site, args, decay)
     if named(site.node, "lr") is not None and ".legacy." not in site.path:
@@ -76,7 +76,7 @@ def _decayed(site: CallSite, args: list[cst.Arg], decay: Expression) -> list[cst
     """
     script, target = site.script, find_target(site.path)
     old, new = _rate(site.node), argument(args, 0, "learning_rate")
-    is_made = old is not None and isinstance(script.flow.resolved(old), cst.Call)
+    is_made = isinstance(script.flow.resolved(old), cst.Call)
     if target is None or is_made or _is_rate_set(script):
         raise Unported(MESSAGES["optimizer_decay"])
     usual = cst.Float(str(default_of(target, "learning_rate")))
@@ -87,7 +87,7 @@ def _decayed(site: CallSite, args: list[cst.Arg], decay: Expression) -> list[cst
     schedule = site.make(text, rate=rate, decay=decay)
     if new is None:
         return [*args, keyword("learning_rate", schedule)]
-    return [a.with_changes(value=schedule) if a is new else a for a in args]
+    return changed(args, new, schedule)
 
 
 def _is_rate_set(script: Script) -> bool:
@@ -128,8 +128,7 @@ def _is_named_class(script: Script, node: Expression) -> bool:
 
 def config_problem(script: Script, node: cst.Call) -> str | None:
     """Why Keras 3 refuses the config of an optimizer, a dict; None if it does not."""
-    given = value_of(node, 0, "identifier")
-    value = script.flow.resolved(given) if given is not None else None
+    value = script.shown(node, 0, "identifier")
     if not isinstance(value, cst.Dict):
         return None
     found = {script.code(text)[1:-1] for text in find(value, cst.SimpleString)}

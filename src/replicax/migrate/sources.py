@@ -106,8 +106,7 @@ def _arrays(site: CallSite, before: Expression, after: Expression) -> Expression
             for old, new in zip(before.elements, after.elements, strict=True)
         ]
         return after.with_changes(elements=elements)
-    flow = site.script.flow
-    values = [v for d in flow.reaching(before) for v in d.values]
+    values = site.script.flow.values(before)
     is_display = isinstance(before, cst.List | cst.ListComp)
     if not is_display and not any(map(_makes_list, [before, *values])):
         return after
@@ -229,10 +228,8 @@ KNOWN_SOURCES: dict[str, Rule | None] = {
 
 def is_endless(script: Script, repeat: cst.Call) -> bool:
     """Whether a call of `repeat` has no count, or one of None or -1."""
-    count = value_of(repeat, 0, "count")
-    if count is None:
-        return True
-    return script.code(script.flow.resolved(count)) in {"None", "-1"}
+    count = script.shown(repeat, 0, "count")
+    return count is None or script.code(count) in {"None", "-1"}
 
 
 def calls_before(
@@ -244,7 +241,7 @@ def calls_before(
         node = node.func.value
     if node in seen:
         return
-    values = [v for d in script.flow.reaching(node) for v in d.values]
+    values = script.flow.values(node)
     if isinstance(node, cst.Call):
         values = list(returned(script, node))
     for value in values:

@@ -22,7 +22,6 @@ from replicax.migrate.tree import (
     only_of,
     parts_of,
     text_of,
-    value_of,
     walk,
 )
 
@@ -99,9 +98,7 @@ def _is_transparent(script: Script, context: cst.BaseExpression) -> bool:
         return (script.called(context) or script.names.path(context)) in _TRANSPARENT
     # The first GPU is where arrays are anyway; TensorFlow, too, takes the CPU if there
     # is none.
-    assert isinstance(context, cst.Call)
-    name = value_of(context, 0, "device_name")
-    text = text_of(name and script.flow.resolved(name))
+    text = text_of(script.shown(context, 0, "device_name"))
     return bool(_DEFAULT_DEVICE.fullmatch(text))
 
 

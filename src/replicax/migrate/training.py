@@ -94,8 +94,8 @@ def _problem_of_minimize(script: Script, node: cst.Call) -> str | None:
     value = script.flow.resolved(loss)
     is_defined = isinstance(value, cst.Name) and bool(script.functions(value.value))
     is_function = isinstance(value, cst.Lambda) or is_defined
-    bound = [v for each in script.flow.reaching(tape) for v in each.values]
-    is_none = any(is_name(each, "None") for each in [tape, *bound])
+    meant = [tape, *script.flow.values(tape)]
+    is_none = any(is_name(each, "None") for each in meant)
     return MESSAGES["minimize"] if is_none or is_function else None
 
 
@@ -316,7 +316,7 @@ def _plan_log(script: Script, function: cst.FunctionDef) -> None:
             continue
         if isinstance(pair.value, cst.Name):
             update = _update_of_loss(script, function, "self", pair.value.value)
-            script.inserted.setdefault(script.statement_of(node), []).append(update)
+            script.insert(node, update)
             script.note(node, MESSAGES["loss_of_epoch"])
 
 
