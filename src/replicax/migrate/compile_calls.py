@@ -1,6 +1,5 @@
 """Ports what `compile` and methods such as `fit` get: losses, metrics, their names."""
 
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
@@ -12,12 +11,9 @@ from replicax.migrate.rules import CallSite, with_keywords
 from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.tables import (
     ARGUMENTS,
-    IDENTIFIERS,
     MESSAGES,
     NAMES,
-    NOTES,
     WIDE_METRICS,
-    kind_of_target,
 )
 from replicax.migrate.tracing import class_of
 from replicax.migrate.tree import (
@@ -26,7 +22,6 @@ from replicax.migrate.tree import (
     is_name,
     is_named,
     keyword,
-    keyword_of,
     method_of,
     named,
     object_of,
@@ -41,7 +36,7 @@ from replicax.migrate.tree import (
 __all__ = [
     "compiled",
     "fitted",
-    "plan_identifiers",
+    "losses_in",
     "plan_metrics",
     "plan_results",
     "report_compiled_metrics",
@@ -199,7 +194,7 @@ def plan_metrics(script: Script) -> None:
     passes losses the labels as floats, which are no indices.
     """
     for call in (c for c in script.calls if method_of(c) == "compile"):
-        for each in _parts(script, value_of(call, 1, "loss")):
+        for each in losses_in(script, value_of(call, 1, "loss")):
             # Keras widens the labels of functions.
             methods = own_methods(script, each, "call")
             _plan_labels(script, methods, is_loss=True)
@@ -207,7 +202,7 @@ def plan_metrics(script: Script) -> None:
             _plan_labels(script, functions, is_loss=True, widen=False)
         loss = value_of(call, 1, "loss")
         is_wide = "categorical" in script.code(loss).lower() if loss else False
-        for each in _parts(script, value_of(call, 2, "metrics")):
+        for each in losses_in(script, value_of(call, 2, "metrics")):
             _plan_labels(script, _metric_functions(script, each))
             if not is_wide and (function := _wide_function(script, each)):
                 _plan_wide(script, each, function)
@@ -317,7 +312,7 @@ def _is_uncast(script: Script, node: Expression, name: str) -> bool:
     return any(_is_uncast(script, each, name) for each in inside)
 
 
-def _parts(
+def losses_in(
     script: Script, node: Expression | None, resolved: bool = False
 ) -> list[Expression]:
     """The losses or metrics in nested lists and dicts, as `compile` takes them."""
@@ -325,7 +320,9 @@ def _parts(
         return []
     node = script.flow.resolved(node) if resolved else node
     inner = elements(script, node)
-    return [part for each in inner for part in _parts(script, each, resolved)] or [node]
+    return [part for each in inner for part in losses_in(script, each, resolved)] or [
+        node
+    ]
 
 
 def _metric_functions(script: Script, node: Expression) -> Iterator[cst.FunctionDef]:
@@ -363,58 +360,3 @@ def plan_results(script: Script) -> None:
             for each in [node.value, *(p.value for p in pairs_of(node.value))]:
                 if each is not None and kind_of(script, each) == "variable":
                     script.wrapped[each] = "keras.ops.convert_to_tensor({x})"
-
-
-def plan_identifiers(script: Script) -> None:
-    """Plan the names of Keras 3 for literals that it does not know, or report them."""
-    losses = IDENTIFIERS["loss"]
-    if _loads_h5(script):
-        losses = {**losses, **IDENTIFIERS["loaded_loss"]}
-    for call in script.calls:
-        if method_of(call) == "compile":
-            _plan_compiled(script, call, losses)
-        for arg in call.args:
-            before, _, kind = keyword_of(arg).rpartition("_")
-            note = NOTES.get(f"keras.activations.{text_of(arg.value)}")
-            if note and kind == "activation":
-                script.note(arg.value, f"{text_of(arg.value)!r} {note}")
-            if kind in IDENTIFIERS and (before or kind == "reduction"):
-                _plan_identifier(script, arg.value, IDENTIFIERS[kind])
-    for param in script.nodes(cst.Param):
-        if param.name.value == "reduction" and param.default is not None:
-            _plan_identifier(script, param.default, IDENTIFIERS["reduction"])
-
-
-def _plan_compiled(script: Script, call: cst.Call, losses: dict[str, str]) -> None:
-    """Plan the names of losses in a `compile`, and report those of metrics."""
-    if text_of(value_of(call, 0, "optimizer")).lower() == "nadam":
-        script.note(call, f"'nadam' {NOTES['keras.optimizers.Nadam']}")
-    for part in _parts(script, value_of(call, 1, "loss"), resolved=True):
-        _plan_identifier(script, part, losses)
-    for part in _parts(script, value_of(call, 2, "metrics"), resolved=True):
-        name = text_of(part)
-        if name in NAMES["no_metrics"]:
-            script.leave(part, MESSAGES["no_metric"].format(name=name))
-        if name.isidentifier() and kind_of_target(f"keras.metrics.{name}") == "metric":
-            # Keras 3 calls the log `Precision`, where Keras 2 calls it `precision`.
-            _plan_identifier(script, part, {name: _snake_case(name)})
-
-
-def _snake_case(name: str) -> str:
-    """The name of a class in snake case, as `"top_k"` of `"TopK"`."""
-    words = re.sub(r"(.)([A-Z][a-z]+)", r"\1_\2", name)
-    return re.sub(r"([a-z])([A-Z])", r"\1_\2", words).lower()
-
-
-def _loads_h5(script: Script) -> bool:
-    """Whether a script loads models, and has names of files of HDF5."""
-    texts = (text_of(node) for node in script.nodes(cst.SimpleString))
-    is_loaded = any(script.called(c).endswith("load_model") for c in script.calls)
-    return is_loaded and any(text.endswith((".h5", ".hdf5")) for text in texts)
-
-
-def _plan_identifier(script: Script, node: Expression, names: dict[str, str]) -> None:
-    new = names.get(text_of(node))
-    if new is not None and isinstance(node, cst.SimpleString):
-        made = f"{node.prefix}{node.quote}{new}{node.quote}"
-        script.replacements[node] = lambda _: cst.SimpleString(made)

@@ -120,10 +120,10 @@ def _sites(script: Script) -> Iterator[_Site]:
                 endings = MODELS
         given = value_of(call, position, "filepath")
         if endings is not None and given is not None:
-            yield _Site(given, endings, is_trained_later(script, call))
+            yield _Site(given, endings, _is_trained_later(script, call))
 
 
-def is_trained_later(script: Script, load: cst.Call) -> bool:
+def _is_trained_later(script: Script, load: cst.Call) -> bool:
     """Whether a call of `load_model` gives a compiled model that is trained."""
     if not script.called(load).endswith("models.load_model"):
         return False
@@ -211,7 +211,7 @@ def report_path(
     if len(ends) < len(texts):
         if not is_read:
             script.leave(node, f"{wanted}: see that `{script.code(path)}` does")
-    elif is_read and not is_keras and is_trained_later(script, node):
+    elif is_read and not is_keras and _is_trained_later(script, node):
         script.leave(node, MESSAGES["hdf5"])
     elif not all(end.endswith(endings) for end in ends):
         script.leave(node, wanted)

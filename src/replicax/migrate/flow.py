@@ -65,9 +65,11 @@ class Flow:
 
     def reaching(self, use: cst.CSTNode | None) -> frozenset[Definition]:
         """The definitions that reach a use of a name or of an attribute of `self`."""
+        if use is None:
+            return _NONE
         if use in self._outer_uses:
             return frozenset(self._by_key[self._outer_uses[use]])
-        return self._reaching.get(use, _NONE) if use is not None else _NONE
+        return self._reaching.get(use, _NONE)
 
     def defined(self, node: cst.CSTNode) -> Definition | None:
         """The definition that an assignment's target makes; None if it makes none."""

@@ -14,7 +14,7 @@ from replicax.migrate.files import (
     report_path,
 )
 from replicax.migrate.kinds import is_class_of, is_kind, kind_of, makers, own_methods
-from replicax.migrate.members import is_logs
+from replicax.migrate.optimizer_calls import is_logs
 from replicax.migrate.origins import definitions, with_bases
 from replicax.migrate.rules import CallSite, Rule, by_keywords, with_keywords, written
 from replicax.migrate.script import Expression, Script, Unported

@@ -1,10 +1,12 @@
-"""Ports calls of the classes of optimizers, and their learning rates."""
+"""Ports calls of optimizers' classes, their learning rates, and keys of logs."""
+
+import itertools
+import re
 
 import libcst as cst
 
-from replicax.migrate.kinds import kind_of, makes_optimizer, origins
-from replicax.migrate.members import is_rate
-from replicax.migrate.origins import is_parameter
+from replicax.migrate.kinds import is_kind, kind_of, makes_optimizer, origins
+from replicax.migrate.origins import definitions, is_parameter
 from replicax.migrate.rules import CallSite, as_float, with_keywords
 from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.tables import (
@@ -15,7 +17,9 @@ from replicax.migrate.tables import (
 )
 from replicax.migrate.tree import (
     argument,
+    attr_of,
     changed,
+    dotted,
     find,
     is_name,
     is_named,
@@ -24,12 +28,17 @@ from replicax.migrate.tree import (
     method_of,
     named,
     object_of,
+    pairs_of,
     text_of,
     value_of,
+    walk,
 )
 
 __all__ = [
     "config_problem",
+    "is_logged_rate",
+    "is_logs",
+    "is_rate",
     "optimizer_arguments",
     "ported_class_call",
     "report_shared_optimizers",
@@ -169,3 +178,60 @@ def report_shared_optimizers(script: Script) -> None:
                 found.add(script.code(object_of(call)))
                 if len(found) == 2:
                     script.leave(call, MESSAGES["shared_optimizer"])
+
+
+def is_rate(script: Script, node: cst.CSTNode) -> bool:
+    """Whether a node is the learning rate of an optimizer."""
+    return (
+        isinstance(node, cst.Attribute)
+        and attr_of(node) in {"lr", "learning_rate"}
+        and is_kind(script, node.value, "optimizer")
+    )
+
+
+def is_logged_rate(script: Script, node: cst.SimpleString) -> bool:
+    """Whether a string is the key `"lr"` of a callback's logs or of a history.
+
+    The name of the attribute in `hasattr(optimizer, "lr")` counts, too.
+    """
+    around = script.parents(node) if node.evaluated_value == "lr" else ()
+    for parent in itertools.islice(around, 4):
+        if isinstance(parent, cst.Subscript):
+            return node not in walk(parent.value) and is_logs(script, parent.value)
+        if isinstance(parent, cst.Comparison):
+            is_first = parent.left is node
+            return is_first and is_logs(script, parent.comparisons[0].comparator)
+        if isinstance(parent, cst.Call):
+            return _names_rate(script, parent, node)
+    return False
+
+
+def _names_rate(script: Script, call: cst.Call, node: cst.SimpleString) -> bool:
+    """Whether a string is the key in a call of logs, or an optimizer's attribute."""
+    values = [arg.value for arg in call.args]
+    if isinstance(call.func, cst.Name):
+        is_access = is_name(call.func, "hasattr", "getattr", "setattr")
+        is_second = is_access and node in values[1:2]
+        return is_second and is_kind(script, values[0], "optimizer")
+    keys: list[Expression] = values[:1]
+    if values and isinstance(values[0], cst.Dict) and method_of(call) == "update":
+        keys = [pair.key for pair in pairs_of(values[0])]
+    elif method_of(call) not in {"get", "pop", "setdefault"}:
+        return False
+    return node in keys and is_logs(script, object_of(call))
+
+
+def is_logs(script: Script, node: Expression) -> bool:
+    """Whether an expression is the logs of a callback, a history or a config."""
+    if isinstance(node, cst.BooleanOperation):  # `(logs or {})`
+        return is_logs(script, node.left)
+    value = script.flow.resolved(node)
+    if isinstance(value, cst.Call) and dotted(value.func) in NAMES["copies_of_logs"]:
+        return bool(value.args) and is_logs(script, value.args[0].value)
+    if method_of(value):
+        is_config = method_of(value) == "get_config"
+        return is_config and is_kind(script, object_of(value), "optimizer")
+    is_own = isinstance(node, cst.Attribute) and bool(definitions(script, node))
+    text = script.code(node)
+    is_named = re.fullmatch(r"(?!self\.history$)(.*\.history|logs)", text) is not None
+    return is_named and not is_own

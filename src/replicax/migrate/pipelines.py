@@ -20,6 +20,7 @@ from replicax.migrate.host import (
 from replicax.migrate.origins import returned_by
 from replicax.migrate.script import Expression, Script
 from replicax.migrate.sources import (
+    DROPPED_METHODS,
     FROM_GENERATOR,
     KNOWN_SOURCES,
     MAPPED,
@@ -34,7 +35,7 @@ from replicax.migrate.sources import (
     shuffle_and_repeat,
     why_not_listed,
 )
-from replicax.migrate.tables import DROPPED, MESSAGES, NEED_TENSORFLOW
+from replicax.migrate.tables import MESSAGES, NEED_TENSORFLOW
 from replicax.migrate.tfds import plan_loads, unknown_loads
 from replicax.migrate.tree import (
     argument,
@@ -305,5 +306,5 @@ def _freeze_dropped(script: Script, call: cst.Call) -> None:
     for arg in call.args:
         path = script.names.path(arg.value) or ""
         is_autotune = path.startswith("data.") and path.endswith("AUTOTUNE")
-        if is_autotune or method_of(call) in DROPPED:
+        if is_autotune or method_of(call) in DROPPED_METHODS:
             script.frozen.add(arg)

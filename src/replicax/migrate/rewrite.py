@@ -10,7 +10,7 @@ from libcst import matchers
 from replicax.migrate import calls, members, statements
 from replicax.migrate.kinds import renamed_optimizer
 from replicax.migrate.methods import ported_method
-from replicax.migrate.optimizer_calls import ported_class_call
+from replicax.migrate.optimizer_calls import is_logged_rate, ported_class_call
 from replicax.migrate.pipelines import STAYS
 from replicax.migrate.rules import CallSite
 from replicax.migrate.script import (
@@ -150,7 +150,7 @@ def _string(
     if members.is_kind_of_tensors(script, node):
         script.note(node, MESSAGES["numpy_tensors"])
         return script.string("np")
-    is_rate = members.is_logged_rate(script, node)
+    is_rate = is_logged_rate(script, node)
     return script.string("learning_rate") if is_rate else updated
 
 

@@ -29,6 +29,7 @@ from replicax.migrate.tree import (
 )
 
 __all__ = [
+    "DROPPED_METHODS",
     "FROM_GENERATOR",
     "KNOWN_SOURCES",
     "MAPPED",
@@ -328,7 +329,7 @@ def _cache(site: CallSite) -> Expression:
     before = calls_before(site.script, site.owner)
     is_shuffled = any(method_of(each) == "shuffle" for each in before)
     if not (is_shuffled or draws_before(site.script, site.node)):
-        return DROPPED["cache"](site)
+        return DROPPED_METHODS["cache"](site)
     site.note("`repeat` keeps the draws of the first epoch, as the cache did")
     return site.make("{x}.repeat(1, reseed_each_epoch=False)", x=site.receiver)
 
@@ -364,7 +365,7 @@ def _enumerate(site: CallSite) -> Expression:
     return cst.Call(cst.Name("enumerate"), args)
 
 
-DROPPED: dict[str, Rule] = {
+DROPPED_METHODS: dict[str, Rule] = {
     "cache": dropped("examples are arrays in memory, and maps run as they are read"),
     "prefetch": dropped("strategies read ahead by themselves"),
     "with_options": dropped(
@@ -378,7 +379,7 @@ MAPPED: dict[str, Rule] = {
     "batch": _batch,
     "shuffle": _shuffle,
     "repeat": _repeat,
-    **DROPPED,
+    **DROPPED_METHODS,
     "cache": _cache,
     "window": _windows,
     "flat_map": dropped("the windows are arrays"),

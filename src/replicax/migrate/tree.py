@@ -98,7 +98,7 @@ def pairs_of(node: cst.CSTNode | None) -> list[cst.DictElement]:
 
 def is_of_super(node: cst.CSTNode | None) -> bool:
     """Whether a node calls a method of `super()`."""
-    owner = node.func.value if method_of(node) else None
+    owner = object_of(node) if isinstance(node, cst.Call) else None
     return isinstance(owner, cst.Call) and is_name(owner.func, "super")
 
 
