@@ -37,7 +37,6 @@ from replicax.migrate.tree import (
     named,
     parenthesized,
     parts_of,
-    renamed,
     text_of,
     with_args,
 )
@@ -175,24 +174,16 @@ def _split(site: CallSite) -> Expression:
 
 
 def _matmul(site: CallSite) -> Expression:
-    args = []
-    for i, name in ((4, "adjoint_a"), (5, "adjoint_b"), (8, "output_type")):
-        value = site.ported(i, name)
-        if value is not None and not is_name(value, "False", "None"):
-            raise site.stays(f"keras.ops.matmul has no argument {name!r}")
-    for i, (name, here) in enumerate((("a", "x1"), ("b", "x2"))):
+    """Port `matmul`, with `swapaxes` of what it transposes."""
+    for i, name in enumerate("ab"):
         site.required(i, name)
-        arg = argument(site.updated.args, i, name)
-        assert arg is not None
         flag = site.ported(i + 2, f"transpose_{name}")
         text = site.script.code(flag) if flag else "False"
         if text not in {"True", "False"}:
             raise site.stays(f"whether transpose_{name} is not seen")
         if text == "True":
-            swapped = site.make("keras.ops.swapaxes({x}, -1, -2)", x=arg.value)
-            arg = arg.with_changes(value=swapped)
-        args.append(renamed(arg, here) if arg.keyword else arg)
-    return site.with_args(args, func="keras.ops.matmul")
+            site = site.with_value(i, name, "keras.ops.swapaxes({x}, -1, -2)")
+    return by_row(site)
 
 
 def _normalized(site: CallSite) -> Expression:

@@ -17,6 +17,7 @@ from replicax.migrate.tree import (
     method_of,
     named,
     object_of,
+    reached,
     root_of,
     text_of,
     value_of,
@@ -150,18 +151,16 @@ def _literals(script: Script, node: Expression) -> list[cst.SimpleString]:
 
     The default of an option is not rewritten.
     """
-    nodes = list(_path_nodes(script, node))
+    nodes = _path_nodes(script, node)
     ends = _ends(script, node)
     found = [n for n in ends if isinstance(n, cst.SimpleString) and n.evaluated_value]
     is_option = any(isinstance(each, cst.Attribute) for each in nodes)
     return found if found == ends and not is_option else []
 
 
-def _path_nodes(script: Script, node: Expression) -> Iterator[Expression]:
+def _path_nodes(script: Script, node: Expression) -> list[Expression]:
     """A path, and the expressions that its last part resolves to."""
-    yield node
-    for each in _last_parts(script, node):
-        yield from _path_nodes(script, each)
+    return list(reached([node], lambda each: _last_parts(script, each)))
 
 
 def _ends(script: Script, node: Expression) -> list[Expression]:

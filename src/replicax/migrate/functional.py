@@ -250,7 +250,9 @@ def plan_shapes(script: Script) -> None:
         is_first = axis is None or script.code(axis) in {"0", "-1"}
         if path == "reduce_prod" and len(call.args) == 1 and first is not None:
             if _is_shape(script, script.flow.resolved(first)):
-                script.replacements[call] = functools.partial(_product, script)
+                script.replacements[call] = lambda updated: script.template(
+                    "int(np.prod({x}))", x=updated.args[0].value
+                )
         elif path == "keras.layers.Lambda":
             _plan_output_shape(script, call)
         elif path in {"stack", "concat"} and is_first and not script.runs_on_host(call):
@@ -313,10 +315,6 @@ def _takes_shape(script: Script, node: cst.CSTNode) -> bool:
         and call is not None
         and any(value_of(call, position, name) is node for name in names)
     )
-
-
-def _product(script: Script, updated: cst.Call) -> Expression:
-    return script.template("int(np.prod({x}))", x=updated.args[0].value)
 
 
 def _tuple(updated: cst.Call, *, is_flat: bool) -> cst.Tuple:

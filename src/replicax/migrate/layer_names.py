@@ -50,7 +50,6 @@ _POSITIONS = {
 """Positions of `name`, where it is often given without a keyword."""
 _MANY = 99
 _NAMED = ("layer", "model", "variable")
-_Text = cst.SimpleString | cst.FormattedStringText
 
 
 def plan_names(script: Script) -> None:
@@ -67,11 +66,9 @@ def plan_names(script: Script) -> None:
             script.leave(node, MESSAGES["slash"])
             continue
         script.note(node, MESSAGES["slash"])
-        script.replacements[node] = _without_slashes
-
-
-def _without_slashes(updated: _Text) -> _Text:
-    return updated.with_changes(value=updated.value.replace("/", "_"))
+        script.replacements[node] = lambda updated: updated.with_changes(
+            value=updated.value.replace("/", "_")
+        )
 
 
 def _names(script: Script, call: cst.Call) -> Iterator[cst.CSTNode]:

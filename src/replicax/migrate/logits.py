@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 import libcst as cst
 
+from replicax.migrate.functional import layers_of
 from replicax.migrate.origins import elements, returned
 from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.tables import MESSAGES, NAMES, find_target
@@ -307,20 +308,13 @@ def _is_model(script: Script, node: cst.Call) -> bool:
 
 def _last_layer(script: Script, made: cst.Call) -> cst.Call | None:
     if script.called(made).endswith("Sequential"):
-        layers = parts_of(value_of(made, 0, "layers"))
-        found = layers[-1] if layers else _last_added(script, made)
+        layers = layers_of(script, made)
+        found = layers[-1] if layers else None
     else:
         outputs = value_of(made, 1, "outputs")
         value = script.flow.value(outputs) if outputs else None
         found = value.func if isinstance(value, cst.Call) else None
     return found if isinstance(found, cst.Call) else None
-
-
-def _last_added(script: Script, made: cst.Call) -> Expression | None:
-    """The layer that the last `model.add(...)` in the text adds."""
-    calls = [script.method_call(use) for use in script.uses_of(made)]
-    added = [c.args[0].value for c in calls if c and method_of(c) == "add" and c.args]
-    return max(added, key=script.line, default=None)
 
 
 def _units(script: Script, layer: cst.Call) -> str:

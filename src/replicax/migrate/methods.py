@@ -355,9 +355,7 @@ _METHODS: dict[str, Rule] = {
     **dict.fromkeys(("restore", "write", "read"), by_keywords("checkpoint")),
     **dict.fromkeys(("train_on_batch", "test_on_batch"), by_keywords("train_on_batch")),
     **dict.fromkeys(("fit", "evaluate", "predict"), fitted),
-    **dict.fromkeys(
-        ("fit_generator", "evaluate_generator", "predict_generator"), fitted
-    ),
+    **{f"{name}_generator": fitted for name in ("fit", "evaluate", "predict")},
     "numpy": _numpy,
     "run": _run,
     "has_value": _of_optional("({x} is not None)"),

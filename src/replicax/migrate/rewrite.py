@@ -238,10 +238,6 @@ def _decorator(script: Script, node: cst.Decorator, updated: cst.Decorator) -> A
     return cst.RemoveFromParent() if is_graph_decorator(script, node) else updated
 
 
-def _visit_line(script: Script, node: cst.SimpleStatementLine) -> bool:
-    return statements.why_dropped(script, node) is None
-
-
 def _visit_with(script: Script, node: cst.With) -> bool:
     script.frozen |= set(statements.transparent_items(script, node))
     return True
@@ -322,7 +318,7 @@ _VISITS: dict[type, Callable[[Script, Any], bool]] = {
     cst.Decorator: lambda script, node: not is_graph_decorator(script, node),
     cst.Import: lambda script, node: False,  # Imports are ported later.
     cst.ImportFrom: lambda script, node: False,
-    cst.SimpleStatementLine: _visit_line,
+    cst.SimpleStatementLine: lambda s, node: statements.why_dropped(s, node) is None,
     cst.With: _visit_with,
 }
 """Whether the children of a node are visited, by its kind."""
