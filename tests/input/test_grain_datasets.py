@@ -1,11 +1,13 @@
 import pickle
 
 import grain
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from replicax.input.grain_datasets import (
     class_weighted,
+    next_epoch,
     numpy_dataset,
     reshuffled,
     windows,
@@ -36,6 +38,30 @@ def test_shuffle_and_batch():
 
 def test_one_array():
     assert [row.tolist() for row in numpy_dataset(X[:2])] == [[0, 1], [2, 3]]
+
+
+def test_rows_of_arrays_of_jax_are_arrays_of_numpy() -> None:
+    dataset = numpy_dataset({"x": jnp.asarray(X), "y": Y}).map(lambda row: row["x"])
+    assert {type(row) for row in dataset} == {np.ndarray}
+    np.testing.assert_array_equal(list(dataset), X)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_each_epoch_is_shuffled_anew(is_stream: bool) -> None:
+    rows = numpy_dataset(Y).shuffle(seed=0)
+    dataset = rows.to_iter_dataset() if is_stream else rows
+    epochs = [[int(y) for y in next_epoch(dataset)] for _ in range(3)]
+    assert epochs[0] == [int(y) for y in rows]
+    assert len({tuple(each) for each in epochs}) == 3
+    assert [sorted(each) for each in epochs] == [Y.tolist()] * 3
+
+
+def test_datasets_of_one_shuffled_dataset_count_their_epochs_together() -> None:
+    dataset = numpy_dataset(Y).shuffle(seed=0)
+    parts = [[int(y) for y in next_epoch(dataset[:4])] for _ in range(3)]
+    assert len({tuple(each) for each in parts}) == 3
+    assert [int(y) for y in next_epoch(numpy_dataset(Y))] == Y.tolist()
+    assert next_epoch(parts) is parts
 
 
 def test_source_can_go_to_worker_processes():

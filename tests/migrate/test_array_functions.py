@@ -1,5 +1,6 @@
 """Functions of arrays that Keras has by another name or form compute the same."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -133,3 +134,23 @@ def test_functions_of_version_1_have_its_order(call: str, expected: Any) -> None
     assert not left
     result = executed(text, {"rows": ROWS})["result"]
     np.testing.assert_array_equal(np.asarray(result), expected)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "x = words.index_word[k]",
+        "x = words.index_word.get(k)",
+        "x = {1: 'a', 3: 'c'}[k] if k in seen else None",
+        "x = {k: 'c'}[3]",
+        "x = 'c' if {k} == {3} else None",
+        "def last(): return tf.constant([3])[-1].numpy()\nx = words.index_word[last()]",
+    ],
+)
+def test_a_value_that_something_hashes_is_a_number(use: str) -> None:
+    names = {"seen": {3}, "words": SimpleNamespace(index_word={3: "c"})}
+    text, left = ported(
+        f"import tensorflow as tf\nk = tf.constant([3])[0].numpy()\n{use}"
+    )
+    assert not left
+    assert executed(text, names)["x"] == "c"

@@ -282,6 +282,42 @@ def test_the_generator_has_a_name_that_is_free() -> None:
     assert len(list(names["d"])) == 64
 
 
+LOOPS = """
+import tensorflow as tf
+d = tf.data.Dataset.range(8).shuffle(8).batch(4)
+plain = tf.data.Dataset.range(4)
+def read(dataset):
+    return [[int(x) for x in batch] for batch in dataset]
+seen, first, numbers = [], [], []
+for epoch in range(3):
+    seen.append(read(d))
+    for batch in d.take(1):
+        first.append([int(x) for x in batch])
+    for i, batch in d.enumerate():
+        numbers.append(int(i))
+    for x in plain:
+        numbers.append(int(x))
+"""
+
+
+def test_loops_through_shuffled_datasets_have_an_order_of_their_own_each() -> None:
+    names = run(LOOPS)
+    assert all(sorted(a + b) == list(range(8)) for a, b in names["seen"])
+    assert len({str(each) for each in names["seen"] + names["first"]}) == 6
+    assert names["numbers"] == [0, 1, 0, 1, 2, 3] * 3
+    text, _ = ported(LOOPS)
+    assert "for x in plain:" in text
+    kept = LOOPS.replace("shuffle(8)", "shuffle(8, reshuffle_each_iteration=False)")
+    assert len({str(each) for each in run(kept)["seen"]}) == 1
+
+
+def test_a_loop_that_runs_once_stays() -> None:
+    start = "import tensorflow as tf\nd = tf.data.Dataset.range(8).shuffle(8)\n"
+    text, left = ported(f"{start}for x in d.take(1): print(x.shape)")
+    assert "for x in d[:1]: print(x.shape)" in text
+    assert not left
+
+
 LOOKUP = """
 import numpy as np
 import tensorflow as tf
@@ -320,6 +356,15 @@ def test_words_are_looked_up_as_tensorflow_does() -> None:
     # What TensorFlow 2.21 gives.
     assert [x.tolist() for x in examples] == [[2, 0], [1, 2]]
     assert {x.dtype for x in examples} == {np.dtype("int64")}
+
+
+def test_indices_start_at_zero_where_no_other_words_are_allowed() -> None:
+    words = "['x', 'b', 'a']"
+    names = run(LOOKUP.format(f"{words}, num_oov_indices=0, mask_token=None"))
+    assert [x.tolist() for x in names["d"]] == [[1, 0], [2, 1]]
+    unknown = run(LOOKUP.format("['a', 'b'], num_oov_indices=0"))["d"]
+    with pytest.raises(KeyError, match="x"):  # TensorFlow refuses it, too.
+        list(unknown)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,12 @@ from replicax.input import images
 from replicax.input.context import InputContext
 from replicax.input.distributed import DistributedDataset
 from replicax.input.from_function import DistributedDatasetFromFunction
-from replicax.input.grain_datasets import class_weighted, numpy_dataset, windows
+from replicax.input.grain_datasets import (
+    class_weighted,
+    next_epoch,
+    numpy_dataset,
+    windows,
+)
 from replicax.input.prefetch import prefetch
 from replicax.input.sharding import AutoShardPolicy, FileDataset, InputShard
 from replicax.input.sources import batches
@@ -31,6 +36,7 @@ __all__ = [
     "batches",
     "class_weighted",
     "images",
+    "next_epoch",
     "numpy_dataset",
     "prefetch",
     "split_global_batch",

@@ -6,8 +6,9 @@ iteration `n` here reads epoch `n` of the repeated dataset.
 """
 
 import sys
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
+import weakref
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
 import jax
 import numpy as np
@@ -26,6 +27,7 @@ __all__ = [
     "class_weighted",
     "is_grain_dataset",
     "is_map_dataset",
+    "next_epoch",
     "numpy_dataset",
     "reshuffled",
     "windows",
@@ -64,6 +66,50 @@ def reshuffled(dataset: object, iteration: int) -> object:
     return dataset
 
 
+def next_epoch(dataset: T) -> T:
+    """Return a Grain dataset as its next epoch has it: shuffled anew by each call.
+
+    `for batch in dataset` reads a dataset of Grain in the order of its first epoch each
+    time, as `fit` and strategies do not. Datasets that come from one shuffled dataset
+    count their epochs together, so that `next_epoch(dataset[:n])` goes on, too.
+
+    Args:
+        dataset: A dataset of Grain. Others are returned unchanged.
+
+    Returns:
+        The dataset with the order and the random numbers of another epoch, which is
+        the first one for the first call.
+
+    Example:
+        >>> dataset = numpy_dataset(np.arange(6)).shuffle(seed=0)
+        >>> orders = [[int(x) for x in next_epoch(dataset)] for _ in range(2)]
+        >>> orders[0] == orders[1], sorted(orders[0]) == sorted(orders[1])
+        (False, True)
+    """
+    if not is_grain_dataset(dataset):
+        return dataset
+    drawing = [x for x in _origins(dataset) if _draws(x)]
+    iteration = max((_EPOCHS.get(x, 0) for x in drawing), default=0)
+    for each in drawing:
+        _EPOCHS[each] = iteration + 1
+    return cast("T", reshuffled(dataset, iteration))
+
+
+_EPOCHS: MutableMapping[object, int] = weakref.WeakKeyDictionary()
+"""How many epochs were begun of datasets that draw random numbers."""
+
+
+def _origins(dataset: object) -> Iterator[object]:
+    """Yield a dataset and all that it is made from, of both kinds of Grain's."""
+    yield dataset
+    for parent in private.parents_of(dataset):
+        yield from _origins(parent)
+
+
+def _draws(dataset: object) -> bool:
+    return any(word in type(dataset).__name__ for word in _RANDOM)
+
+
 def is_grain_dataset(value: object) -> bool:
     """Whether a value is a dataset of Grain's, without importing Grain."""
     grain = sys.modules.get("grain")
@@ -86,9 +132,7 @@ def _later(dataset: "grain.MapDataset[T]", iteration: int) -> "grain.MapDataset[
 
 
 def _is_random(dataset: "grain.MapDataset[T]") -> bool:
-    return any(
-        word in type(x).__name__ for x in _ancestors(dataset) for word in _RANDOM
-    )
+    return any(_draws(x) for x in _ancestors(dataset))
 
 
 def _ancestors(dataset: "grain.MapDataset[T]") -> Iterator["grain.MapDataset[T]"]:
@@ -106,8 +150,9 @@ def numpy_dataset(arrays: PyTree) -> "grain.MapDataset[PyTree]":
 
     Args:
         arrays: Pytree of `[N, ...]` NumPy arrays, such as `(x, y)`, which are not
-            copied; of data frames and series of pandas; or of lists of Python's
-            numbers and strings, which become arrays, numbers with 32 bits.
+            copied; of arrays of JAX, which become NumPy's; of data frames and series
+            of pandas; or of lists of Python's numbers and strings, which become
+            arrays, numbers with 32 bits.
 
     Returns:
         A `grain.MapDataset` of `N` elements, pytrees of `[...]` arrays.
@@ -131,10 +176,7 @@ def numpy_dataset(arrays: PyTree) -> "grain.MapDataset[PyTree]":
             )
     import grain  # A late import: it takes long.
 
-    arrays = jax.tree.map(
-        lambda x: _as_array(x) if isinstance(x, list) else x, arrays, is_leaf=_is_list
-    )
-    arrays = by_rows(arrays)
+    arrays = by_rows(jax.tree.map(_as_array, arrays, is_leaf=_is_list))
     return grain.MapDataset.source(_Rows(arrays, leading_size(arrays, "numpy_dataset")))
 
 
@@ -145,8 +187,15 @@ def _is_list(value: object) -> bool:
     return all(isinstance(x, int | float | str) for x in value)
 
 
-def _as_array(values: list[Any]) -> np.ndarray:
-    """A list as an array; numbers get the dtypes that TensorFlow gives them."""
+def _as_array(values: Any) -> Any:
+    """A list as an array, with the dtypes that TensorFlow gives numbers.
+
+    Arrays of JAX become NumPy's: a row of those would be a program that JAX runs.
+    """
+    if isinstance(values, jax.Array):
+        return np.asarray(values)
+    if not isinstance(values, list):
+        return values
     array = np.asarray(values)
     small = {"f": "float32", "i": "int32"}.get(array.dtype.kind)
     return array.astype(small) if small else array

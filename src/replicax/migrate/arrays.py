@@ -10,6 +10,7 @@ import libcst as cst
 
 from replicax.migrate.functional import is_symbolic
 from replicax.migrate.kinds import is_class_of
+from replicax.migrate.origins import returned
 from replicax.migrate.rules import (
     CallSite,
     Rule,
@@ -32,7 +33,6 @@ from replicax.migrate.tree import (
     is_name,
     is_named,
     keyword,
-    last_name,
     method_of,
     named,
     parenthesized,
@@ -44,33 +44,54 @@ from replicax.migrate.tree import (
 __all__ = ["DEVICE_RULES", "plan_scalars", "resize"]
 
 _GET_VALUE = ("keras.backend.get_value", "keras.backend.eval")
-_DICTS = ("Counter", "OrderedDict", "defaultdict", "dict")
+_HASHING = ("add", "get", "pop", "setdefault")
 _STRINGS = (cst.SimpleString, cst.FormattedString)
 
 
 def plan_scalars(script: Script) -> None:
-    """Plan arrays without dimensions that are rounded, or keys of a dict.
+    """Plan arrays without dimensions that are rounded, or may be keys of a dict.
 
     NumPy's values of TensorFlow's tensors are numbers there; arrays have neither
     `__round__` nor a hash.
     """
     for call in script.calls:
-        path = script.called(call)
-        if path in _GET_VALUE if path else method_of(call) == "numpy":
-            for use in script.results(call):
-                taker = script.call_with(use)
-                is_rounded = taker is not None and is_name(taker.func, "round")
-                if is_rounded or _is_key(script, use):
-                    script.wrapped[call] = "{x}[()]"
+        values = [call, *map(script.flow.resolved, returned(script, call))]
+        found = [value for value in values if _gives_value(script, value)]
+        for use in script.results(call) if found else ():
+            taker = script.call_with(use)
+            is_rounded = taker is not None and is_name(taker.func, "round")
+            if is_rounded or _is_hashed(script, use):
+                script.wrapped |= dict.fromkeys(found, "{x}[()]")
 
 
-def _is_key(script: Script, node: cst.CSTNode) -> bool:
-    mapping = script.around(node, cst.Subscript)
-    if mapping is None or not isinstance(script.parent(node), cst.Index):
-        return False
-    made = script.flow.resolved(mapping.value)
-    is_made = isinstance(made, cst.Call) and last_name(made.func) in _DICTS
-    return is_made or isinstance(made, cst.Dict | cst.DictComp)
+def _gives_value(script: Script, call: cst.CSTNode) -> bool:
+    path = script.called(call)
+    return path in _GET_VALUE if path else method_of(call) == "numpy"
+
+
+def _is_hashed(script: Script, node: cst.CSTNode) -> bool:
+    """Whether a value is looked up in what may be a dict or set, or put into one."""
+    parent, call = script.parent(node), script.call_with(node)
+    match parent:
+        case cst.Index():
+            mapping = script.around(node, cst.Subscript)
+            return mapping is not None and _may_be_dict(script, mapping.value)
+        case cst.Comparison(comparisons=[cst.ComparisonTarget(operator=operator)]):
+            return parent.left is node and isinstance(operator, cst.In | cst.NotIn)
+        case cst.DictElement():
+            return parent.key is node
+        case cst.Element():
+            return isinstance(script.parent(parent), cst.Set)
+    return call is not None and method_of(call) in _HASHING
+
+
+def _may_be_dict(script: Script, node: Expression) -> bool:
+    """Whether an object is not seen to be an array or a list."""
+    made = script.flow.resolved(node)
+    if isinstance(made, cst.Call):
+        module = script.names.imported(made.func) or ""
+        return not script.called(made) and not module.startswith(("numpy.", "jax."))
+    return not isinstance(made, cst.List | cst.ListComp | cst.Tuple | cst.BaseString)
 
 
 def _constant(site: CallSite) -> Expression:

@@ -293,7 +293,8 @@ _LOOKUPS = (
     "keras.layers.experimental.preprocessing.StringLookup",
 )
 _PARAMETERS = ("max_tokens", "num_oov_indices", "mask_token", "oov_token", "vocabulary")
-_USUAL = {"max_tokens": "None", "num_oov_indices": "1", "mask_token": "None"}
+_USUAL = {"max_tokens": {"None"}, "mask_token": {"None"}}
+_USUAL["num_oov_indices"] = {"0", "1"}
 
 
 def plan_lookups(script: Script) -> None:
@@ -312,18 +313,21 @@ def _plan_lookup(script: Script, made: cst.Call) -> None:
     words = given.pop("vocabulary", None)
     if words is None or not _is_list(script, words.value):
         raise Unported("its words are not in sight")
-    if any(_USUAL.get(k) != script.code(arg.value) for k, arg in given.items()):
+    texts = {name: script.code(arg.value) for name, arg in given.items()}
+    if any(text not in _USUAL.get(name, ()) for name, text in texts.items()):
         raise Unported("it has other indices")
+    first = texts.get("num_oov_indices", "1")  # The index 0 is that of other words.
     is_named = isinstance(script.target_of(made), cst.Name)
     uses = script.uses_of(made) if is_named else []
     calls = [_lookup_call(script, use) for use in uses]
     if not calls or any(script.flow.value(call.func) is not made for call in calls):
         raise Unported("its uses are not in sight")
     for call in calls:
-        _plan_lookup_call(script, call)
+        _plan_lookup_call(script, call, "[word]" if first == "0" else ".get(word, 0)")
     script.frozen.add(made.func)
+    start = "" if first == "0" else ", 1"
     script.replacements[made] = lambda updated: script.template(
-        "{word: index for index, word in enumerate({words}, 1)}",
+        f"{{word: index for index, word in enumerate({{words}}{start})}}",
         words=bound(updated.args, _PARAMETERS)["vocabulary"].value,
     )
 
@@ -353,12 +357,12 @@ def _shown_words(script: Script, node: Expression) -> cst.List | None:
     return node if isinstance(node, cst.List) else None
 
 
-def _plan_lookup_call(script: Script, call: cst.Call) -> None:
+def _plan_lookup_call(script: Script, call: cst.Call, item: str) -> None:
     """Plan to port `lookup(x)` to the look-up of each word of an array."""
     if shown := _shown_words(script, call.args[0].value):
         script.replacements[call.args[0].value] = lambda updated: shown
     script.replacements[call] = lambda updated: script.template(
-        'np.vectorize(lambda word: {lookup}.get(word, 0), otypes=["int64"])'
+        f'np.vectorize(lambda word: {{lookup}}{item}, otypes=["int64"])'
         '(np.asarray({words}, "str"))',
         lookup=updated.func,
         words=updated.args[0].value,

@@ -17,7 +17,7 @@ from replicax.migrate.host import (
     why_not_on_host,
     why_not_random,
 )
-from replicax.migrate.origins import returned_by
+from replicax.migrate.origins import returned_by, values_of
 from replicax.migrate.script import Expression, Script
 from replicax.migrate.sources import (
     DROPPED_METHODS,
@@ -44,6 +44,7 @@ from replicax.migrate.tree import (
     is_named,
     method_of,
     object_of,
+    reached,
     value_of,
 )
 
@@ -236,7 +237,38 @@ def _plan(script: Script, group: Pipelines) -> None:
         script.replacements[call] = replacement(script, call, rule)
     for x in group.weighted:
         _plan_weights(script, x)
+    _plan_epochs(script, group)
     _report_asked(script, group)
+
+
+def _plan_epochs(script: Script, group: Pipelines) -> None:
+    """Plan a new order for each time that a loop goes through a shuffled dataset.
+
+    Strategies and `fit` give it themselves. Loops that run once have one order anyway.
+    """
+    made = {*group.operators, *(node for node, _ in group.sources)}
+    kept = "reshuffle_each_iteration"
+    orders = [
+        value_of(c, 2, kept) for c in group.operators if method_of(c) == "shuffle"
+    ]
+    if not group.is_stream and all(is_name(each, "False") for each in orders):
+        return
+    for loop in script.nodes(cst.For, cst.CompFor):
+        each = loop.iter
+        while isinstance(each, cst.Call) and each.args and each not in made:
+            if each.args[0].star or not is_name(each.func, *_ITERATING):
+                break
+            each = each.args[0].value
+        if method_of(each) == "enumerate":
+            each = object_of(each)
+        found = reached([each], lambda node: values_of(script, node))
+        is_repeated = script.around(loop, cst.For, cst.While, cst.FunctionDef)
+        if is_repeated is not None and not made.isdisjoint(found):
+            script.wrapped[each] = "rx.input.next_epoch({x})"
+
+
+_ITERATING = ("enumerate", "tqdm", "zip")
+"""Functions that yield what they get, with something beside it."""
 
 
 def _report_asked(script: Script, group: Pipelines) -> None:
