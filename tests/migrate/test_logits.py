@@ -221,3 +221,10 @@ def test_the_accuracy_of_several_sigmoids_compares_the_largest() -> None:
     assert 'metrics=["accuracy"]' in result
     result, _ = text(CROSSED.format(**given).replace("UNITS = 3", "UNITS = 1"))
     assert 'BinaryAccuracy(name="accuracy", threshold=0)' in result
+
+
+def test_the_last_layer_of_a_list_may_be_added_later() -> None:
+    start, added = SEQUENTIAL.rpartition(", layers.Dense(3")[::2]
+    after, _ = text(f"{start}])\nmodel.add(layers.Dense(3{added[:-3]})\n{COMPILED}")
+    assert "model.add(layers.Dense(3))" in after
+    assert LOGITS in after

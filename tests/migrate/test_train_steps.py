@@ -184,3 +184,27 @@ LATE = (
     "the losses of a model are gone behind the tape: give them a name in its `with`, "
     "and use that"
 )
+
+
+TWIN = """import tensorflow as tf
+class Net(tf.keras.Model):
+    def compute_loss(self, x):
+        return tf.reduce_mean(x)
+class Twin(tf.keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = self.net.compute_loss(data)
+        variables = self.trainable_variables
+        gradients = tape.gradient(loss, variables)
+        self.optimizer.apply_gradients(zip(gradients, variables))
+        return {"mean": loss}
+with tf.distribute.MirroredStrategy().scope():
+    model = Twin()
+"""
+
+
+def test_a_compute_loss_of_a_part_of_the_model_is_multiplied() -> None:
+    assert f"tape.gradient(loss{FACTOR}" in ported(TWIN)[0]

@@ -15,10 +15,9 @@ Tables and rules. `tables.toml` has the data: names whose parameters correspond 
 one, keywords, texts of calls, lists of names, and what reports say. A rule (`rules`)
 ports a call that needs more than a row: those in `calls`, `arrays`, `host`,
 `keras_calls`, `optimizer_calls`, `compile_calls`, `methods` and `sources`. `members`
-ports attributes, `layer_names` names with slashes, `labels` labels that are dicts, and
-`keras_problems` finds what the tables would port to something else. A rule raises
-`Unported` where it is not sure: the expression stays unchanged, and a comment above the
-statement gives the reason.
+ports attributes, and `layer_names` names with slashes. A rule raises `Unported` where
+it is not sure: the expression stays unchanged, and a comment above the statement gives
+the reason.
 
 The check. `check` runs the ported script in a process of its own up to its first
 training step, under the dry run of `replicax plan`.

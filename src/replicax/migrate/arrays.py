@@ -28,6 +28,7 @@ from replicax.migrate.tables import (
 from replicax.migrate.tracing import RANDOM, class_of, is_traced
 from replicax.migrate.tree import (
     argument,
+    changed,
     find,
     is_name,
     is_named,
@@ -36,7 +37,6 @@ from replicax.migrate.tree import (
     named,
     parenthesized,
     parts_of,
-    renamed,
     text_of,
     with_args,
 )
@@ -57,20 +57,16 @@ def plan_scalars(script: Script) -> None:
     for call in script.calls:
         values = [call, *map(script.flow.resolved, returned(script, call))]
         found = [value for value in values if _gives_value(script, value)]
-        is_bound = bool(found) and script.target_of(call) is not None
-        uses = script.uses_of(call) if is_bound else [call]
-        if any(_is_rounded(script, use) or _is_hashed(script, use) for use in uses):
-            script.wrapped |= dict.fromkeys(found, "{x}[()]")
+        for use in script.results(call) if found else ():
+            taker = script.call_with(use)
+            is_rounded = taker is not None and is_name(taker.func, "round")
+            if is_rounded or _is_hashed(script, use):
+                script.wrapped |= dict.fromkeys(found, "{x}[()]")
 
 
 def _gives_value(script: Script, call: cst.CSTNode) -> bool:
     path = script.called(call)
     return path in _GET_VALUE if path else method_of(call) == "numpy"
-
-
-def _is_rounded(script: Script, node: cst.CSTNode) -> bool:
-    call = script.call_with(node)
-    return call is not None and is_name(call.func, "round")
 
 
 def _is_hashed(script: Script, node: cst.CSTNode) -> bool:
@@ -162,7 +158,7 @@ def _cast(site: CallSite) -> Expression:
     """Port `tf.cast(tf.shape(x)[0], tf.int64)` to the size, a number of Python."""
     script = site.script
     value, dtype = site.given(0, "x"), site.given(1, "dtype")
-    size = script.flow.resolved(value) if value else None
+    size = script.flow.resolved(value)
     name = script.names.path(dtype) or script.code(dtype) if dtype else ""
     if isinstance(size, cst.Subscript) and "int" in name:
         is_shape = script.called(script.flow.resolved(size.value)) == "shape"
@@ -185,8 +181,7 @@ def _where(site: CallSite) -> Expression:
 
 def _split(site: CallSite) -> Expression:
     """Port `tf.split` to a number of parts, or sizes in sight to positions."""
-    given = site.given(1, "num_or_size_splits")
-    sizes = site.script.flow.resolved(given) if given else None
+    sizes = site.script.shown(site.node, 1, "num_or_size_splits")
     made = by_row(site)
     if isinstance(site.ported(1, "num_or_size_splits"), cst.Integer):
         return made
@@ -196,29 +191,20 @@ def _split(site: CallSite) -> Expression:
     *inner, _ = itertools.accumulate(int(site.script.code(each)) for each in parts)
     found = argument(made.args, 1, "indices_or_sections")
     value = cst.parse_expression(str(inner))
-    args = [a.with_changes(value=value) if a is found else a for a in made.args]
-    return with_args(made, args)
+    return with_args(made, changed(made.args, found, value))
 
 
 def _matmul(site: CallSite) -> Expression:
-    args = []
-    for i, name in ((4, "adjoint_a"), (5, "adjoint_b"), (8, "output_type")):
-        value = site.ported(i, name)
-        if value is not None and not is_name(value, "False", "None"):
-            raise site.stays(f"keras.ops.matmul has no argument {name!r}")
-    for i, (name, here) in enumerate((("a", "x1"), ("b", "x2"))):
+    """Port `matmul`, with `swapaxes` of what it transposes."""
+    for i, name in enumerate("ab"):
         site.required(i, name)
-        arg = argument(site.updated.args, i, name)
-        assert arg is not None
         flag = site.ported(i + 2, f"transpose_{name}")
         text = site.script.code(flag) if flag else "False"
         if text not in {"True", "False"}:
             raise site.stays(f"whether transpose_{name} is not seen")
         if text == "True":
-            swapped = site.make("keras.ops.swapaxes({x}, -1, -2)", x=arg.value)
-            arg = arg.with_changes(value=swapped)
-        args.append(renamed(arg, here) if arg.keyword else arg)
-    return site.with_args(args, func="keras.ops.matmul")
+            site = site.with_value(i, name, "keras.ops.swapaxes({x}, -1, -2)")
+    return by_row(site)
 
 
 def _normalized(site: CallSite) -> Expression:

@@ -9,7 +9,7 @@ import re
 
 import libcst as cst
 
-from replicax.migrate import keras_calls, keras_problems
+from replicax.migrate import keras_calls
 from replicax.migrate.arrays import DEVICE_RULES
 from replicax.migrate.files import newest_weights
 from replicax.migrate.host import HOST_RULES
@@ -85,7 +85,7 @@ def leave_unknown_arguments(
     script: Script, node: cst.Call, result: Expression, path: str
 ) -> None:
     """Report arguments that a target in Keras 3 refuses or understands otherwise."""
-    for reason in keras_problems.problems(script, node, path):
+    for reason in keras_calls.problems(script, node, path):
         script.leave(node, reason)
     target = find_target(path)
     if not isinstance(result, cst.Call) or target is None:
@@ -171,8 +171,7 @@ def _latest(site: CallSite) -> Expression:
 
 
 def _device(site: CallSite) -> Expression:
-    given = site.given(0, "device_name")
-    value = given and site.script.flow.resolved(given)
+    value = site.script.shown(site.node, 0, "device_name")
     if not isinstance(value, cst.SimpleString):
         raise Unported("tf.device stays: give keras.device a name such as 'gpu:0'")
     name = text_of(value).lower().lstrip("/").removeprefix("device:")
@@ -300,7 +299,7 @@ def _summed_metric(site: CallSite) -> Expression:
     update = cst.Attribute(cst.Name(local), cst.Name("update_state"))
     made = f"{local} = {script.here(f'keras.metrics.{target}')}()"
     lines = [made, script.code(cst.Call(update, without(args, args)))]
-    script.inserted.setdefault(script.statement_of(site.node), []).extend(lines)
+    script.insert(site.node, *lines)
     return cst.Name(local)
 
 
@@ -324,11 +323,9 @@ def _decay(site: CallSite) -> Expression:
     """Port a decay by the global step to a schedule, where only optimizers use it."""
     script, operator = site.script, GUARDED_OPERATORS[site.path]
     is_piecewise = "piecewise" in site.path
-    given = site.given(0, "x") if is_piecewise else site.given(1, "global_step")
-    step = script.flow.resolved(given) if given else None
-    is_bound = script.target_of(site.node) is not None
-    uses = script.uses_of(site.node) if is_bound else [site.node]
-    calls = [script.call_with(use) for use in uses]
+    place = (0, "x") if is_piecewise else (1, "global_step")
+    step = script.shown(site.node, *place)
+    calls = [script.call_with(use) for use in script.results(site.node)]
     is_alone = all(c and kind_of(script, c) == "optimizer" for c in calls)
     if script.called(step) not in _STEPS or not (calls and is_alone):
         raise site.stays(MESSAGES["decay"].format(target=operator.target))

@@ -1,24 +1,46 @@
-"""Rules for what `compile` and methods such as `fit` get in Keras 3."""
+"""Ports what `compile` and methods such as `fit` get: losses, metrics, their names."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import libcst as cst
 
-from replicax.migrate.kinds import kind_of, makers
+from replicax.migrate.kinds import is_class_of, is_kind, kind_of, makers, own_methods
+from replicax.migrate.origins import elements, ends_at_cycles, returned
 from replicax.migrate.rules import CallSite, with_keywords
 from replicax.migrate.script import Expression, Script, Unported
-from replicax.migrate.tables import ARGUMENTS, MESSAGES, NAMES
+from replicax.migrate.tables import (
+    ARGUMENTS,
+    MESSAGES,
+    NAMES,
+    WIDE_METRICS,
+)
+from replicax.migrate.tracing import class_of
 from replicax.migrate.tree import (
     argument,
+    find,
     is_name,
     is_named,
+    keyword,
     method_of,
     named,
     object_of,
+    pairs_of,
     parts_of,
     text_of,
     value_of,
+    walk,
+    with_args,
 )
 
-__all__ = ["compiled", "fitted"]
+__all__ = [
+    "compiled",
+    "fitted",
+    "losses_in",
+    "plan_metrics",
+    "plan_results",
+    "report_compiled_metrics",
+]
 
 
 def compiled(site: CallSite) -> Expression:
@@ -28,20 +50,21 @@ def compiled(site: CallSite) -> Expression:
         site.note(MESSAGES["masked_metrics"])
     # Keras 3 has the weights of losses third.
     args = with_keywords(site.with_names(ARGUMENTS["compile"], 2), "compile")
-    args = [_without_name(site, arg) for arg in args]
+    inner = replace(
+        site, updated=site.with_args(_without_name(site, arg) for arg in args)
+    )
     given = site.given(2, "metrics")
     if given is not None and _is_one(site.script, given, "metric"):
-        args = _changed(site, args, argument(args, 2, "metrics"), "[{x}]")
+        inner = inner.with_value(2, "metrics", "[{x}]")
     count = _num_outputs(site.script, site.node)
     if given is not None and count > 1 and _is_flat(site.script, given):
         # Keras 2 gives all metrics to each output.
-        text = f"[{{x}} for _ in range({count})]"
-        args = _changed(site, args, argument(args, 2, "metrics"), text)
+        inner = inner.with_value(2, "metrics", f"[{{x}} for _ in range({count})]")
     number = _num_weights(site)
     if number > 1:
         site.note(MESSAGES["one_log"])
-        args = _changed(site, args, argument(args, 1, "loss"), f"[{{x}}] * {number}")
-    return site.with_args(args)
+        inner = inner.with_value(1, "loss", f"[{{x}}] * {number}")
+    return inner.updated
 
 
 def _without_name(site: CallSite, arg: cst.Arg) -> cst.Arg:
@@ -53,16 +76,6 @@ def _without_name(site: CallSite, arg: cst.Arg) -> cst.Arg:
             is_one = made.issubset(NAMES["sequential"])
             return arg.with_changes(value=loss) if is_one else arg
     return arg
-
-
-def _changed(
-    site: CallSite, args: list[cst.Arg], changed: cst.Arg | None, text: str
-) -> list[cst.Arg]:
-    """The arguments with a template applied to one of them."""
-    return [
-        arg.with_changes(value=site.make(text, x=arg.value)) if arg is changed else arg
-        for arg in args
-    ]
 
 
 def _is_one(script: Script, node: Expression, kind: str) -> bool:
@@ -83,9 +96,8 @@ def _num_outputs(script: Script, node: cst.Call) -> int:
     if isinstance(made, cst.Call) and script.called(made) in NAMES["models"]:
         outputs = value_of(made, 1, "outputs")
     for each in (value_of(node, 1, "loss"), value_of(node, 3, "loss_weights"), outputs):
-        value = script.flow.resolved(each) if each else None
-        pairs = value.elements if isinstance(value, cst.Dict) else ()
-        if number := len(parts_of(value) or pairs):
+        value = script.flow.resolved(each)
+        if number := len(parts_of(value) or pairs_of(value)):
             return number
     return 0
 
@@ -122,9 +134,7 @@ def _num_weights(site: CallSite) -> int:
 
 def _names(script: Script, node: Expression) -> set[str]:
     """The names that are the keys of a dict."""
-    value = script.flow.resolved(node)
-    pairs = value.elements if isinstance(value, cst.Dict) else ()
-    return {text_of(pair.key) for pair in pairs if isinstance(pair, cst.DictElement)}
+    return {text_of(pair.key) for pair in pairs_of(script.flow.resolved(node))}
 
 
 def _masks(script: Script, call: cst.Call) -> bool:
@@ -164,8 +174,189 @@ def _reads_order(site: CallSite) -> bool:
 
 def _lists_outputs(script: Script, call: cst.Call) -> bool:
     """Whether a call makes a functional model whose outputs are a list."""
-    outputs = value_of(call, 1, "outputs")
     is_model = script.called(call) in {"keras.Model", "keras.models.Model"}
-    return is_model and bool(
-        parts_of(script.flow.resolved(outputs) if outputs else None)
-    )
+    return is_model and bool(parts_of(script.shown(call, 1, "outputs")))
+
+
+def report_compiled_metrics(script: Script) -> None:
+    """Report metrics of a model by their place, those of compile have one place."""
+    for node in script.nodes(cst.Subscript):
+        match node.value:
+            case cst.Attribute(value=model, attr=cst.Name("metrics")):
+                if is_kind(script, model, "model"):
+                    script.leave(node, MESSAGES["compiled_metric"])
+
+
+def plan_metrics(script: Script) -> None:
+    """Plan to convert labels in metrics and losses of the script, as TF passes them.
+
+    Keras 3 passes `[n]`, which broadcasts with predictions `[n, 1]` to `[n, n]`. It
+    passes losses the labels as floats, which are no indices.
+    """
+    for call in (c for c in script.calls if method_of(c) == "compile"):
+        for each in losses_in(script, value_of(call, 1, "loss")):
+            # Keras widens the labels of functions.
+            methods = own_methods(script, each, "call")
+            _plan_labels(script, methods, is_loss=True)
+            functions = _metric_functions(script, each)
+            _plan_labels(script, functions, is_loss=True, widen=False)
+        loss = value_of(call, 1, "loss")
+        is_wide = "categorical" in script.code(loss).lower() if loss else False
+        for each in losses_in(script, value_of(call, 2, "metrics")):
+            _plan_labels(script, _metric_functions(script, each))
+            if not is_wide and (function := _wide_function(script, each)):
+                _plan_wide(script, each, function)
+            if not is_wide and _is_score(script, each) and _is_narrow(script):
+                script.leave(each, MESSAGES["f_score"])
+
+
+def _wide_function(script: Script, metric: Expression) -> str:
+    """The function of a metric that does not widen labels; `""` of others."""
+    path = script.called(metric) or script.names.path(metric) or text_of(metric)
+    module, _, name = path.rpartition(".")
+    if module not in {"", "keras.losses", "keras.metrics"}:
+        return ""
+    if isinstance(metric, cst.Call):
+        return WIDE_METRICS.get(name, "")
+    return name if name in WIDE_METRICS.values() else ""
+
+
+def _is_score(script: Script, metric: Expression) -> bool:
+    made = script.called(script.flow.resolved(metric))
+    return made in {"keras.metrics.F1Score", "keras.metrics.FBetaScore"}
+
+
+def _is_narrow(script: Script) -> bool:
+    """Whether a layer of the script has one output, so that labels may be `[n]`."""
+    made = (c for c in script.calls if script.called(c) == "keras.layers.Dense")
+    values = (script.shown(call, 0, "units") for call in made)
+    return any(isinstance(v, cst.Integer) and v.evaluated_value == 1 for v in values)
+
+
+def _plan_wide(script: Script, metric: Expression, function: str) -> None:
+    """Plan a metric that gives labels the shape of predictions, as Keras 2 does."""
+    if any(script.called(c).endswith("load_model") for c in script.calls):
+        # A model that is saved with a function of its own cannot be loaded.
+        name = script.code(metric)
+        script.leave(metric, MESSAGES["wide_metric"].format(name=name))
+        return
+
+    def replacement(updated: Expression) -> Expression:
+        args = updated.args if isinstance(updated, cst.Call) else ()
+        kept = [a for a in args if is_named(a, "name", "dtype")]
+        options = [a for a in args if a not in kept]
+        if not any(is_named(a, "name") for a in kept):
+            kept.insert(0, keyword("name", script.string(function)))
+        text = f"keras.metrics.{function}(keras.ops.reshape(y, p.shape), p)"
+        inner = script.template(text)
+        assert isinstance(inner, cst.Call)
+        inner = with_args(inner, [*inner.args, *options])
+        made = script.template(
+            "keras.metrics.MeanMetricWrapper(lambda y, p: {x})", x=inner
+        )
+        assert isinstance(made, cst.Call)
+        return with_args(made, [*made.args, *kept])
+
+    script.replacements[metric] = replacement
+
+
+def _plan_labels(
+    script: Script,
+    functions: Iterable[cst.FunctionDef],
+    *,
+    is_loss: bool = False,
+    widen: bool = True,
+) -> None:
+    """Plan to convert the labels that losses or metrics get at their begin."""
+    for function in functions:
+        names = [p.name.value for p in function.params.params]
+        labels, *rest = names[1:] if names[:1] == ["self"] else names
+        if not rest:
+            continue
+        made = labels
+        if widen and _is_used_plainly(script, function, labels):
+            wide = f"{labels}[:, None] if {labels}.ndim < {rest[0]}.ndim == 2"
+            made = f"{wide} else {labels}"
+        if is_loss and _has_indices(script, function, labels):
+            dtype = script.string("int32").value
+            made = f"{script.here('keras.ops.cast')}({made}, {dtype})"
+        if made != labels:
+            script.first_lines[function.body] = f"{labels} = {made}"
+
+
+def _has_indices(script: Script, function: cst.FunctionDef, labels: str) -> bool:
+    """Whether a function takes elements of an array by labels that it does not cast."""
+    calls = [c for c in find(function, cst.Call) if script.called(c)]
+    given = [
+        call.args[1].value
+        for call in calls
+        if script.called(call) in NAMES["indexing"] and len(call.args) > 1
+    ]
+    return any(_is_uncast(script, each, labels) for each in given)
+
+
+@ends_at_cycles(False)
+def _is_uncast(script: Script, node: Expression, name: str) -> bool:
+    """Whether a value is made of a parameter, without a `cast`."""
+    if "cast" in script.called(node):
+        return False
+    match node:
+        case cst.Call():
+            inside = [arg.value for arg in node.args]
+        case cst.Subscript():
+            inside = [node.value]
+        case _:
+            inside = script.flow.values(node)
+            if not inside and is_name(node, name):
+                return True
+    return any(_is_uncast(script, each, name) for each in inside)
+
+
+def losses_in(
+    script: Script, node: Expression | None, resolved: bool = False
+) -> list[Expression]:
+    """The losses or metrics in nested lists and dicts, as `compile` takes them."""
+    if node is None:
+        return []
+    node = script.flow.resolved(node) if resolved else node
+    inner = elements(script, node)
+    return [part for each in inner for part in losses_in(script, each, resolved)] or [
+        node
+    ]
+
+
+def _metric_functions(script: Script, node: Expression) -> Iterator[cst.FunctionDef]:
+    """The functions of the script that compute a metric of labels and predictions."""
+    if isinstance(node, cst.Call):
+        yield from own_methods(script, node, "update_state")
+        for value in returned(script, node):
+            if isinstance(value, cst.Name):
+                yield from _metric_functions(script, value)
+    elif isinstance(node, cst.Name):
+        found = script.functions(node.value)
+        yield from (f for f in found if len(f.params.params) == 2)
+
+
+_OF_ANY_SHAPE = ("keras.backend.flatten", "keras.losses.", "keras.metrics.")
+
+
+def _is_used_plainly(script: Script, function: cst.FunctionDef, name: str) -> bool:
+    """Whether a function uses labels in other ways than to flatten them by Keras."""
+    used = [n for n in walk(function.body) if is_name(n, name)]
+    called = (script.called(script.call_with(n)) for n in used)
+    return not all(path.startswith(_OF_ANY_SHAPE) for path in called)
+
+
+def plan_results(script: Script) -> None:
+    """Plan arrays where the `result` of a metric returns a variable.
+
+    JAX traces the method, and takes no variable as a result.
+    """
+    for function in script.functions("result"):
+        owner = class_of(script, function)
+        if owner is None or not is_class_of(script, owner, ("metric",)):
+            continue
+        for node in find(function, cst.Return):
+            for each in [node.value, *(p.value for p in pairs_of(node.value))]:
+                if each is not None and kind_of(script, each) == "variable":
+                    script.wrapped[each] = "keras.ops.convert_to_tensor({x})"

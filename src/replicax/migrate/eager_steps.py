@@ -87,21 +87,6 @@ _EFFECTS = (
 )
 _STATIC = ("dtype", "ndim", "shape")
 """Attributes of arrays that JAX knows when it traces."""
-
-_BUILTINS = (
-    "dict",
-    "enumerate",
-    "isinstance",
-    "len",
-    "list",
-    "range",
-    "sum",
-    "tuple",
-    "zip",
-)
-_METHODS = (
-    *("apply_gradients", "as_list", "get_shape", "gradient", "update_state", "watch"),
-)
 _VIEWS = ("items", "keys", "values")
 _KNOWN = ("GradientTape", "print")
 _PURE = ("keras.activations.", "keras.losses.", "keras.ops.")
@@ -121,7 +106,10 @@ def _is_traceable(
     if not all(_is_static(each.test) for each in find(function, cst.Assert)):
         return False
     loops = (each.iter for each in find(function, cst.For))
-    if not all(is_name(getattr(each, "func", each), *_BUILTINS) for each in loops):
+    if not all(
+        is_name(getattr(each, "func", each), *NAMES["traced_builtins"])
+        for each in loops
+    ):
         return False  # Of a dataset, say.
     for node in find(function, cst.AssignTarget, cst.AugAssign):
         if isinstance(node.target, cst.Attribute | cst.Subscript):
@@ -197,7 +185,7 @@ def _is_pure(script: Script, call: cst.Call) -> bool:
         is_function = target.startswith(_PURE) or is_metric
         return is_known or is_written or has_rule or is_function
     if isinstance(call.func, cst.Name) and (
-        is_name(call.func, *_BUILTINS)
+        is_name(call.func, *NAMES["traced_builtins"])
         or script.functions(call.func.value)
         or isinstance(script.flow.value(call.func), cst.Lambda)
     ):
@@ -208,7 +196,9 @@ def _is_pure(script: Script, call: cst.Call) -> bool:
     if name in _VIEWS:
         return isinstance(script.flow.value(object_of(call)), cst.Dict)
     methods = (class_of(script, found) for found in script.functions(name))
-    is_method = name in _METHODS or any(owner is not None for owner in methods)
+    is_method = name in NAMES["traced_methods"] or any(
+        owner is not None for owner in methods
+    )
     return is_method or any(is_kind(script, call.func, kind) for kind in _CALLED)
 
 

@@ -17,6 +17,7 @@ from replicax.migrate.tree import (
     method_of,
     named,
     object_of,
+    reached,
     root_of,
     text_of,
     value_of,
@@ -25,7 +26,6 @@ from replicax.migrate.tree import (
 __all__ = [
     "MODELS",
     "WEIGHTS",
-    "is_trained_later",
     "is_weights_only",
     "latest_checkpoint",
     "newest_weights",
@@ -121,10 +121,10 @@ def _sites(script: Script) -> Iterator[_Site]:
                 endings = MODELS
         given = value_of(call, position, "filepath")
         if endings is not None and given is not None:
-            yield _Site(given, endings, is_trained_later(script, call))
+            yield _Site(given, endings, _is_trained_later(script, call))
 
 
-def is_trained_later(script: Script, load: cst.Call) -> bool:
+def _is_trained_later(script: Script, load: cst.Call) -> bool:
     """Whether a call of `load_model` gives a compiled model that is trained."""
     if not script.called(load).endswith("models.load_model"):
         return False
@@ -151,18 +151,16 @@ def _literals(script: Script, node: Expression) -> list[cst.SimpleString]:
 
     The default of an option is not rewritten.
     """
-    nodes = list(_path_nodes(script, node))
+    nodes = _path_nodes(script, node)
     ends = _ends(script, node)
     found = [n for n in ends if isinstance(n, cst.SimpleString) and n.evaluated_value]
     is_option = any(isinstance(each, cst.Attribute) for each in nodes)
     return found if found == ends and not is_option else []
 
 
-def _path_nodes(script: Script, node: Expression) -> Iterator[Expression]:
+def _path_nodes(script: Script, node: Expression) -> list[Expression]:
     """A path, and the expressions that its last part resolves to."""
-    yield node
-    for each in _last_parts(script, node):
-        yield from _path_nodes(script, each)
+    return list(reached([node], lambda each: _last_parts(script, each)))
 
 
 def _ends(script: Script, node: Expression) -> list[Expression]:
@@ -212,7 +210,7 @@ def report_path(
     if len(ends) < len(texts):
         if not is_read:
             script.leave(node, f"{wanted}: see that `{script.code(path)}` does")
-    elif is_read and not is_keras and is_trained_later(script, node):
+    elif is_read and not is_keras and _is_trained_later(script, node):
         script.leave(node, MESSAGES["hdf5"])
     elif not all(end.endswith(endings) for end in ends):
         script.leave(node, wanted)
@@ -240,7 +238,7 @@ def plan_folder(script: Script, node: cst.Call, updated: cst.Call) -> None:
         text = 'os.makedirs(os.path.dirname({path}) or ".", exist_ok=True)'
     values = {} if isinstance(path, cst.SimpleString) else {"path": path}
     line = script.code(script.template(text, **values))
-    script.inserted.setdefault(statement, []).append(line)
+    script.insert(statement, line)
 
 
 def latest_checkpoint(script: Script, node: Expression) -> cst.Call | None:
@@ -254,9 +252,8 @@ def latest_checkpoint(script: Script, node: Expression) -> cst.Call | None:
 
 def newest_weights(script: Script, node: cst.Call) -> bool:
     """Whether a `tf.train.latest_checkpoint` finds weights that the script writes."""
-    is_bound = script.target_of(node) is not None
-    uses = script.uses_of(node) if is_bound else [node]
-    is_read = any(method_of(script.call_with(use)) == "load_weights" for use in uses)
+    takers = map(script.call_with, script.results(node))
+    is_read = any(method_of(taker) == "load_weights" for taker in takers)
     return is_read and any(site.endings == WEIGHTS for site in _sites(script))
 
 

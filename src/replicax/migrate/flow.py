@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import libcst as cst
 
@@ -14,6 +14,7 @@ __all__ = ["Definition", "Flow"]
 _Key: TypeAlias = tuple[int, str]
 _Environment: TypeAlias = dict[_Key, frozenset["Definition"]]
 _NONE: frozenset["Definition"] = frozenset()
+_Given = TypeVar("_Given", bound=cst.BaseExpression | None)
 
 
 @dataclass(eq=False)
@@ -62,8 +63,10 @@ class Flow:
             self._parameters(body)
         self._pass_arguments()
 
-    def reaching(self, use: cst.CSTNode) -> frozenset[Definition]:
+    def reaching(self, use: cst.CSTNode | None) -> frozenset[Definition]:
         """The definitions that reach a use of a name or of an attribute of `self`."""
+        if use is None:
+            return _NONE
         if use in self._outer_uses:
             return frozenset(self._by_key[self._outer_uses[use]])
         return self._reaching.get(use, _NONE)
@@ -84,14 +87,18 @@ class Flow:
                     self._uses[each].append(node)
         return self._uses.get(definition, [])
 
-    def value(self, node: cst.BaseExpression) -> cst.BaseExpression | None:
+    def values(self, node: cst.CSTNode | None) -> list[cst.BaseExpression]:
+        """The expressions that a variable may stand for, as far as they are known."""
+        return [value for each in self.reaching(node) for value in each.values]
+
+    def value(self, node: cst.CSTNode | None) -> cst.BaseExpression | None:
         """The one expression that a variable stands for; None if there may be more."""
         match [(each.values, each.index) for each in self.reaching(node)]:
             case [([value], None)]:
                 return value
         return None
 
-    def resolved(self, node: cst.BaseExpression) -> cst.BaseExpression:
+    def resolved(self, node: _Given) -> _Given | cst.BaseExpression:
         """The one expression that a variable stands for; others as they are."""
         return self.value(node) or node
 

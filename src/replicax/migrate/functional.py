@@ -67,8 +67,7 @@ def layers_of(script: Script, sequential: cst.Call) -> list[Expression]:
     """The layers that a `Sequential` is given, and those that are added to it."""
     uses = map(script.method_call, script.uses_of(sequential))
     added = sorted((c for c in uses if method_of(c) == "add" and c), key=script.line)
-    given = value_of(sequential, 0, "layers")
-    shown = script.flow.resolved(given) if given is not None else None
+    shown = script.shown(sequential, 0, "layers")
     return [*parts_of(shown), *(arg.value for call in added for arg in call.args)]
 
 
@@ -95,7 +94,7 @@ def report_ranks(script: Script) -> None:
         is_layer = script.called(call) in made
         given = value_of(call, 0, "shape") if is_input else None
         shape = named(call, "input_shape") if is_layer else given
-        sizes = parts_of(script.flow.resolved(shape)) if shape is not None else []
+        sizes = parts_of(script.flow.resolved(shape))
         if sizes and is_name(sizes[0], "None"):
             script.note(call, MESSAGES["rank"].format(len(sizes) + 1))
 
@@ -251,7 +250,9 @@ def plan_shapes(script: Script) -> None:
         is_first = axis is None or script.code(axis) in {"0", "-1"}
         if path == "reduce_prod" and len(call.args) == 1 and first is not None:
             if _is_shape(script, script.flow.resolved(first)):
-                script.replacements[call] = functools.partial(_product, script)
+                script.replacements[call] = lambda updated: script.template(
+                    "int(np.prod({x}))", x=updated.args[0].value
+                )
         elif path == "keras.layers.Lambda":
             _plan_output_shape(script, call)
         elif path in {"stack", "concat"} and is_first and not script.runs_on_host(call):
@@ -314,10 +315,6 @@ def _takes_shape(script: Script, node: cst.CSTNode) -> bool:
         and call is not None
         and any(value_of(call, position, name) is node for name in names)
     )
-
-
-def _product(script: Script, updated: cst.Call) -> Expression:
-    return script.template("int(np.prod({x}))", x=updated.args[0].value)
 
 
 def _tuple(updated: cst.Call, *, is_flat: bool) -> cst.Tuple:

@@ -15,7 +15,7 @@ from typing import Literal, TypeAlias
 import libcst as cst
 
 from replicax.migrate.flow import Definition
-from replicax.migrate.kinds import Origin, is_class_of, kind_of, origins
+from replicax.migrate.kinds import Origin, is_class_of, kind_of, origins, own_methods
 from replicax.migrate.origins import (
     definitions,
     elements,
@@ -23,7 +23,6 @@ from replicax.migrate.origins import (
     iterated,
     returned,
     returned_by,
-    with_bases,
 )
 from replicax.migrate.script import Expression, Script
 from replicax.migrate.tables import MESSAGES, NAMES, find_target
@@ -222,7 +221,8 @@ def _terms_of_call(script: Script, node: cst.Call) -> _Terms:
     if path or is_name(node.func, "sum", "float"):
         inside = _all(script, *arguments)
         return inside if "scaled" in inside else _OWN
-    if method in {"compute_loss", "compiled_loss"} and not _is_own_method(script, node):
+    is_loss = method in {"compute_loss", "compiled_loss"}
+    if is_loss and not own_methods(script, object_of(node), method):
         return _SCALED
     if method in {"get_scaled_loss", "scale_loss"}:
         return _all(script, *arguments)
@@ -270,13 +270,6 @@ def _given(script: Script, node: Expression) -> list[Expression]:
         given = [value_of(call, position, name) for call in calls]
         found += [value for value in given if value is not None]
     return found
-
-
-def _is_own_method(script: Script, node: cst.Call) -> bool:
-    """Whether `self.compute_loss` is defined by the script."""
-    is_own = is_name(object_of(node), "self")
-    owners = with_bases(script, script.class_around(node) if is_own else None)
-    return any(method_of(node) in methods_of(each) for each in owners)
 
 
 def _terms_of_loss(script: Script, made: Origin) -> _Terms:

@@ -116,8 +116,8 @@ def report_rebound(script: Script) -> None:
         if not isinstance(node.value, cst.Name):
             continue
         path = names.rebound.get(names.key(node.value) or (0, ""))
-        values = (v for d in script.flow.reaching(node.value) for v in d.values)
-        if path and is_module(path) and any(names.path(v) == path for v in values):
+        values = map(names.path, script.flow.values(node.value))
+        if path and is_module(path) and path in values:
             reason = MESSAGES["rebound"].format(name=node.value.value, path=path)
             script.leave(node, reason)
 

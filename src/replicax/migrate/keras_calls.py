@@ -1,55 +1,46 @@
-"""Rules for calls of Keras that changed between tf.keras and Keras 3."""
+"""Ports calls of Keras that changed between tf.keras and Keras 3, or reports them."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 import libcst as cst
 
 from replicax.migrate.files import MODELS, WEIGHTS, is_weights_only, report_path
-from replicax.migrate.kinds import is_class_of, is_kind, kind_of, own_methods
-from replicax.migrate.optimizer_calls import optimizer_arguments
-from replicax.migrate.origins import elements, ends_at_cycles, returned, values_of
+from replicax.migrate.functional import has_input_shape, layers_of
+from replicax.migrate.kinds import is_class_of, kind_of
+from replicax.migrate.optimizer_calls import config_problem, optimizer_arguments
+from replicax.migrate.origins import ends_at_cycles, values_of
 from replicax.migrate.rules import CallSite, Rule, by_keywords, with_keywords
 from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.tables import (
+    CHANGED_DEFAULTS,
     DEVICE_OPERATORS,
-    IDENTIFIERS,
     MESSAGES,
     NAMES,
-    NOTES,
     OLD_ORDERS,
     OPTIMIZERS,
     ORDERS,
     PYTHON_INTEGERS,
     READERS,
-    WIDE_METRICS,
-    kind_of_target,
+    find_target,
 )
-from replicax.migrate.tracing import class_of
 from replicax.migrate.tree import (
     argument,
+    changed,
     find,
     is_name,
     is_named,
     keyword,
-    keyword_of,
+    last_name,
     method_of,
     named,
+    object_of,
     operands,
     text_of,
     value_of,
-    walk,
-    with_args,
 )
 
-__all__ = [
-    "RULES",
-    "plan_arguments",
-    "plan_identifiers",
-    "plan_metrics",
-    "plan_results",
-    "report_compiled_metrics",
-]
+__all__ = ["RULES", "plan_arguments", "plan_input_shapes", "problems"]
 
 
 def _reader(site: CallSite) -> Expression:
@@ -104,9 +95,11 @@ def _monitoring(site: CallSite) -> Expression:
     script, name = site.script, site.path.rpartition(".")[2]
     args = [*with_keywords(site, name)]
     at, position, largest = _MONITORS[name]
-    given, mode = site.given(at, "monitor"), argument(args, position, "mode")
-    value = script.flow.resolved(given) if given else None
-    monitor = text_of(value) if value else ""
+    value, mode = (
+        script.shown(site.node, at, "monitor"),
+        argument(args, position, "mode"),
+    )
+    monitor = text_of(value)
     metric = monitor.removeprefix("val_")
     best = site.given(3, "save_best_only")
     is_unused = name == "ModelCheckpoint" and (best is None or is_name(best, "False"))
@@ -122,8 +115,7 @@ def _monitoring(site: CallSite) -> Expression:
     made = keyword("mode", script.string("max" if is_large else "min"))
     if mode is None:
         return site.of_target([*args, made])
-    value = made.value
-    return site.of_target(a.with_changes(value=value) if a is mode else a for a in args)
+    return site.of_target(changed(args, mode, made.value))
 
 
 def _tensorboard(site: CallSite) -> Expression:
@@ -229,245 +221,6 @@ _CHANGES: list[tuple[str, int, str, Callable[[Script, Expression], str | None]]]
 """Paths, and positions and names of arguments, with the template of another value."""
 
 
-def report_compiled_metrics(script: Script) -> None:
-    """Report metrics of a model by their place, those of compile have one place."""
-    for node in script.nodes(cst.Subscript):
-        match node.value:
-            case cst.Attribute(value=model, attr=cst.Name("metrics")):
-                if is_kind(script, model, "model"):
-                    script.leave(node, MESSAGES["compiled_metric"])
-
-
-def plan_metrics(script: Script) -> None:
-    """Plan to convert labels in metrics and losses of the script, as TF passes them.
-
-    Keras 3 passes `[n]`, which broadcasts with predictions `[n, 1]` to `[n, n]`. It
-    passes losses the labels as floats, which are no indices.
-    """
-    for call in (c for c in script.calls if method_of(c) == "compile"):
-        for each in _parts(script, value_of(call, 1, "loss")):
-            # Keras widens the labels of functions.
-            methods = own_methods(script, each, "call")
-            _plan_labels(script, methods, is_loss=True)
-            functions = _metric_functions(script, each)
-            _plan_labels(script, functions, is_loss=True, widen=False)
-        loss = value_of(call, 1, "loss")
-        is_wide = "categorical" in script.code(loss).lower() if loss else False
-        for each in _parts(script, value_of(call, 2, "metrics")):
-            _plan_labels(script, _metric_functions(script, each))
-            if not is_wide and (function := _wide_function(script, each)):
-                _plan_wide(script, each, function)
-            if not is_wide and _is_score(script, each) and _is_narrow(script):
-                script.leave(each, MESSAGES["f_score"])
-
-
-def _wide_function(script: Script, metric: Expression) -> str:
-    """The function of a metric that does not widen labels; `""` of others."""
-    path = script.called(metric) or script.names.path(metric) or text_of(metric)
-    module, _, name = path.rpartition(".")
-    if module not in {"", "keras.losses", "keras.metrics"}:
-        return ""
-    if isinstance(metric, cst.Call):
-        return WIDE_METRICS.get(name, "")
-    return name if name in WIDE_METRICS.values() else ""
-
-
-def _is_score(script: Script, metric: Expression) -> bool:
-    made = script.called(script.flow.resolved(metric))
-    return made in {"keras.metrics.F1Score", "keras.metrics.FBetaScore"}
-
-
-def _is_narrow(script: Script) -> bool:
-    """Whether a layer of the script has one output, so that labels may be `[n]`."""
-    made = (c for c in script.calls if script.called(c) == "keras.layers.Dense")
-    units = (value_of(call, 0, "units") for call in made)
-    values = (script.flow.resolved(each) for each in units if each is not None)
-    return any(isinstance(v, cst.Integer) and v.evaluated_value == 1 for v in values)
-
-
-def _plan_wide(script: Script, metric: Expression, function: str) -> None:
-    """Plan a metric that gives labels the shape of predictions, as Keras 2 does."""
-    if any(script.called(c).endswith("load_model") for c in script.calls):
-        # A model that is saved with a function of its own cannot be loaded.
-        name = script.code(metric)
-        script.leave(metric, MESSAGES["wide_metric"].format(name=name))
-        return
-
-    def replacement(updated: Expression) -> Expression:
-        args = updated.args if isinstance(updated, cst.Call) else ()
-        kept = [a for a in args if is_named(a, "name", "dtype")]
-        options = [a for a in args if a not in kept]
-        if not any(is_named(a, "name") for a in kept):
-            kept.insert(0, keyword("name", script.string(function)))
-        text = f"keras.metrics.{function}(keras.ops.reshape(y, p.shape), p)"
-        inner = script.template(text)
-        assert isinstance(inner, cst.Call)
-        inner = with_args(inner, [*inner.args, *options])
-        made = script.template(
-            "keras.metrics.MeanMetricWrapper(lambda y, p: {x})", x=inner
-        )
-        assert isinstance(made, cst.Call)
-        return with_args(made, [*made.args, *kept])
-
-    script.replacements[metric] = replacement
-
-
-def _plan_labels(
-    script: Script,
-    functions: Iterable[cst.FunctionDef],
-    *,
-    is_loss: bool = False,
-    widen: bool = True,
-) -> None:
-    """Plan to convert the labels that losses or metrics get at their begin."""
-    for function in functions:
-        names = [p.name.value for p in function.params.params]
-        labels, *rest = names[1:] if names[:1] == ["self"] else names
-        if not rest:
-            continue
-        made = labels
-        if widen and _is_used_plainly(script, function, labels):
-            wide = f"{labels}[:, None] if {labels}.ndim < {rest[0]}.ndim == 2"
-            made = f"{wide} else {labels}"
-        if is_loss and _has_indices(script, function, labels):
-            dtype = script.string("int32").value
-            made = f"{script.here('keras.ops.cast')}({made}, {dtype})"
-        if made != labels:
-            script.first_lines[function.body] = f"{labels} = {made}"
-
-
-def _has_indices(script: Script, function: cst.FunctionDef, labels: str) -> bool:
-    """Whether a function takes elements of an array by labels that it does not cast."""
-    calls = [c for c in find(function, cst.Call) if script.called(c)]
-    given = [
-        call.args[1].value
-        for call in calls
-        if script.called(call) in NAMES["indexing"] and len(call.args) > 1
-    ]
-    return any(_is_uncast(script, each, labels) for each in given)
-
-
-@ends_at_cycles(False)
-def _is_uncast(script: Script, node: Expression, name: str) -> bool:
-    """Whether a value is made of a parameter, without a `cast`."""
-    if "cast" in script.called(node):
-        return False
-    match node:
-        case cst.Call():
-            inside = [arg.value for arg in node.args]
-        case cst.Subscript():
-            inside = [node.value]
-        case _:
-            inside = [v for made in script.flow.reaching(node) for v in made.values]
-            if not inside and is_name(node, name):
-                return True
-    return any(_is_uncast(script, each, name) for each in inside)
-
-
-def _parts(
-    script: Script, node: Expression | None, resolved: bool = False
-) -> list[Expression]:
-    """The losses or metrics in nested lists and dicts, as `compile` takes them."""
-    if node is None:
-        return []
-    node = script.flow.resolved(node) if resolved else node
-    inner = elements(script, node)
-    return [part for each in inner for part in _parts(script, each, resolved)] or [node]
-
-
-def _metric_functions(script: Script, node: Expression) -> Iterator[cst.FunctionDef]:
-    """The functions of the script that compute a metric of labels and predictions."""
-    if isinstance(node, cst.Call):
-        yield from own_methods(script, node, "update_state")
-        for value in returned(script, node):
-            if isinstance(value, cst.Name):
-                yield from _metric_functions(script, value)
-    elif isinstance(node, cst.Name):
-        found = script.functions(node.value)
-        yield from (f for f in found if len(f.params.params) == 2)
-
-
-_OF_ANY_SHAPE = ("keras.backend.flatten", "keras.losses.", "keras.metrics.")
-
-
-def _is_used_plainly(script: Script, function: cst.FunctionDef, name: str) -> bool:
-    """Whether a function uses labels in other ways than to flatten them by Keras."""
-    used = [n for n in walk(function.body) if is_name(n, name)]
-    called = (script.called(script.call_with(n)) for n in used)
-    return not all(path.startswith(_OF_ANY_SHAPE) for path in called)
-
-
-def plan_results(script: Script) -> None:
-    """Plan arrays where the `result` of a metric returns a variable.
-
-    JAX traces the method, and takes no variable as a result.
-    """
-    for function in script.functions("result"):
-        owner = class_of(script, function)
-        if owner is None or not is_class_of(script, owner, ("metric",)):
-            continue
-        for node in find(function, cst.Return):
-            pairs = node.value.elements if isinstance(node.value, cst.Dict) else ()
-            for each in [node.value, *(pair.value for pair in pairs)]:
-                if each is not None and kind_of(script, each) == "variable":
-                    script.wrapped[each] = "keras.ops.convert_to_tensor({x})"
-
-
-def plan_identifiers(script: Script) -> None:
-    """Plan the names of Keras 3 for literals that it does not know, or report them."""
-    losses = IDENTIFIERS["loss"]
-    if _loads_h5(script):
-        losses = {**losses, **IDENTIFIERS["loaded_loss"]}
-    for call in script.calls:
-        if method_of(call) == "compile":
-            _plan_compiled(script, call, losses)
-        for arg in call.args:
-            before, _, kind = keyword_of(arg).rpartition("_")
-            note = NOTES.get(f"keras.activations.{text_of(arg.value)}")
-            if note and kind == "activation":
-                script.note(arg.value, f"{text_of(arg.value)!r} {note}")
-            if kind in IDENTIFIERS and (before or kind == "reduction"):
-                _plan_identifier(script, arg.value, IDENTIFIERS[kind])
-    for param in script.nodes(cst.Param):
-        if param.name.value == "reduction" and param.default is not None:
-            _plan_identifier(script, param.default, IDENTIFIERS["reduction"])
-
-
-def _plan_compiled(script: Script, call: cst.Call, losses: dict[str, str]) -> None:
-    """Plan the names of losses in a `compile`, and report those of metrics."""
-    if text_of(value_of(call, 0, "optimizer")).lower() == "nadam":
-        script.note(call, f"'nadam' {NOTES['keras.optimizers.Nadam']}")
-    for part in _parts(script, value_of(call, 1, "loss"), resolved=True):
-        _plan_identifier(script, part, losses)
-    for part in _parts(script, value_of(call, 2, "metrics"), resolved=True):
-        name = text_of(part)
-        if name in NAMES["no_metrics"]:
-            script.leave(part, MESSAGES["no_metric"].format(name=name))
-        if name.isidentifier() and kind_of_target(f"keras.metrics.{name}") == "metric":
-            # Keras 3 calls the log `Precision`, where Keras 2 calls it `precision`.
-            _plan_identifier(script, part, {name: _snake_case(name)})
-
-
-def _snake_case(name: str) -> str:
-    """The name of a class in snake case, as `"top_k"` of `"TopK"`."""
-    words = re.sub(r"(.)([A-Z][a-z]+)", r"\1_\2", name)
-    return re.sub(r"([a-z])([A-Z])", r"\1_\2", words).lower()
-
-
-def _loads_h5(script: Script) -> bool:
-    """Whether a script loads models, and has names of files of HDF5."""
-    texts = (text_of(node) for node in script.nodes(cst.SimpleString))
-    is_loaded = any(script.called(c).endswith("load_model") for c in script.calls)
-    return is_loaded and any(text.endswith((".h5", ".hdf5")) for text in texts)
-
-
-def _plan_identifier(script: Script, node: Expression, names: dict[str, str]) -> None:
-    new = names.get(text_of(node))
-    if new is not None and isinstance(node, cst.SimpleString):
-        made = f"{node.prefix}{node.quote}{new}{node.quote}"
-        script.replacements[node] = lambda _: cst.SimpleString(made)
-
-
 RULES: dict[str, Rule] = {
     **dict.fromkeys(ORDERS, CallSite.of_target),
     **{path: CallSite.of_target for path, old in OLD_ORDERS.items() if "-" in old},
@@ -485,3 +238,163 @@ RULES: dict[str, Rule] = {
     "keras.models.load_model": _load_model,
 }
 """Rules by the path of the function."""
+
+
+def plan_input_shapes(script: Script) -> None:
+    """Plan an `Input` for `batch_input_shape=` of a Sequential's first layer."""
+    for node in script.calls:
+        for arg in node.args if find_target(script.called(node)) else ():
+            is_shape = is_named(arg, "batch_input_shape")
+            if is_shape and _plan_input(script, node, arg.value):
+                script.dropped_arguments.add(arg)
+
+
+def _plan_input(script: Script, node: cst.Call, shape: Expression) -> bool:
+    """Plan the `Input` of a layer; False if it is not the first of a Sequential."""
+    made = script.template("keras.Input(batch_shape={x})", x=shape.deep_clone())
+    element = script.parent(node)
+    layers = script.parent(element) if isinstance(element, cst.Element) else node
+    call = script.call_with(layers) if layers is not None else None
+    if (
+        isinstance(layers, cst.List | cst.Tuple)
+        and script.called(call) in NAMES["sequential"]
+    ):
+        if layers.elements[0] is not element:
+            return False
+        script.replacements[layers] = lambda updated: _with_first(updated, made)
+        return True
+    if call is None or method_of(call) != "add":
+        return False
+    added_to = object_of(call)
+    model = script.flow.value(added_to)
+    if not isinstance(model, cst.Call) or model.args:
+        return False
+    (definition,) = script.flow.reaching(added_to)
+    first = min(script.flow.uses(definition), key=script.line, default=None)
+    if script.called(model) not in NAMES["sequential"] or first is not added_to:
+        return False
+    line = f"{script.code(added_to)}.add({script.code(made)})"
+    script.insert(call, line)
+    return True
+
+
+def _with_first(updated: cst.List | cst.Tuple, made: Expression) -> Expression:
+    """A display with one more element before the others, laid out like them."""
+    comma = updated.elements[0].comma
+    if len(updated.elements) == 1 or not isinstance(comma, cst.Comma):
+        comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+    elements = [cst.Element(made, comma=comma), *updated.elements]
+    return updated.with_changes(elements=elements)
+
+
+def problems(script: Script, node: cst.Call, path: str) -> Iterator[str]:
+    """The reasons why a ported call would fail, or silently compute something else."""
+    name = path.removeprefix("keras.")
+    if name == "models.load_model" and named(node, "safe_mode") is None:
+        yield from _not_loaded(script, node)
+    for layer, position, parameter in CHANGED_DEFAULTS:
+        if path == layer and argument(node.args, position, parameter) is None:
+            yield f"{parameter} has another default in Keras 2: write {parameter}="
+    if _is_stateful(node) and any(
+        method_of(each) in NAMES["methods_with_steps"] for each in script.calls
+    ):
+        yield MESSAGES["forgotten_states"]
+    if name in {"optimizers.get", "optimizers.deserialize"} and (
+        problem := config_problem(script, node)
+    ):
+        yield problem
+    if name.endswith("SidecarEvaluator") and _saves_other_files(script):
+        yield MESSAGES["sidecar"]
+    if path == "keras.layers.Bidirectional":
+        yield from _unregistered_cells(script, node)
+    if path in NAMES["sequential"] and _applies_once(script, node):
+        yield MESSAGES["applied_once"]
+    yield from _old_defaults(script, node, path)
+
+
+def _unregistered_cells(script: Script, node: cst.Call) -> Iterator[str]:
+    made = (call.func for call in find(node, cst.Call))
+    for name in (each.value for each in made if isinstance(each, cst.Name)):
+        if any(not owner.decorators for owner in script.classes(name)):
+            yield MESSAGES["unregistered"].format(name)
+
+
+def _applies_once(script: Script, node: cst.Call) -> bool:
+    """Whether Keras 2 applies a layer once that a `Sequential` has several times.
+
+    It does so where the first layer has no shape of its inputs.
+    """
+    layers = layers_of(script, node)
+    if has_input_shape(script, layers):
+        return False
+    seen = [script.flow.reaching(layer) for layer in layers]
+    made = [found for found in seen if found]
+    is_in_loop = any(_is_added_again(script, layer) for layer in layers)
+    return is_in_loop or len(set(made)) < len(made)
+
+
+def _is_added_again(script: Script, layer: cst.BaseExpression) -> bool:
+    """Whether a loop adds a layer that is made outside of the loop."""
+    loop = script.around(layer, cst.For, cst.While)
+    made = [each.node for each in script.flow.reaching(layer)]
+    return (
+        loop is not None
+        and bool(made)
+        and all(loop not in script.parents(each) for each in made)
+    )
+
+
+def _not_loaded(script: Script, node: cst.Call) -> Iterator[str]:
+    if "keras.layers.Lambda" in map(script.called, script.calls):
+        yield MESSAGES["lambda_layer"]
+    if own := _unregistered(script, node):
+        yield MESSAGES["own_classes"].format(own)
+
+
+def _saves_other_files(script: Script) -> bool:
+    """Whether a script saves files of Keras alone, for which no evaluator waits."""
+    called = set(map(script.called, script.calls))
+    saves = "keras.callbacks.ModelCheckpoint" in called
+    return saves and "train.Checkpoint" not in called
+
+
+def _is_stateful(node: cst.Call) -> bool:
+    stateful = named(node, "stateful")
+    return stateful is not None and not is_name(stateful, "False")
+
+
+def _unregistered(script: Script, load: cst.Call) -> str:
+    """A class of the script that a loaded model may need; `""` if there is none.
+
+    Files of HDF5 need it in Keras 2, too. A SavedModel does without.
+    """
+    name = text_of(script.shown(load, 0, "filepath"))
+    if not name or name.endswith(MODELS) or named(load, "custom_objects") is not None:
+        return ""
+    made = {last_name(each.func) for each in script.calls}
+    for each in script.nodes(cst.ClassDef):
+        is_own = is_class_of(script, each, ("layer", "model")) and not each.decorators
+        if is_own and each.name.value in made:
+            return each.name.value
+    return ""
+
+
+_OLD_RECURRENT = [
+    f"keras.layers.{name}" for name in ("GRU", "GRUCell", "LSTM", "LSTMCell")
+]
+
+_HARD_SIGMOID = ("hard_sigmoid", "keras.activations.hard_sigmoid")
+
+
+def _old_defaults(script: Script, node: cst.Call, path: str) -> Iterator[str]:
+    """The reasons why a layer with TensorFlow's defaults differs in Keras 3."""
+    for arg in node.args if path.startswith("keras.layers.") else ():
+        if (text_of(arg.value) or script.names.path(arg.value)) in _HARD_SIGMOID:
+            yield MESSAGES["hard_sigmoid"]
+    if path in _HARD_SIGMOID:
+        yield MESSAGES["hard_sigmoid"]
+    if path in _OLD_RECURRENT and script.is_of_version_1(node):
+        if argument(node.args, 2, "recurrent_activation") is None:
+            yield MESSAGES["recurrent_activation"]
+        if "GRU" in path and named(node, "reset_after") is None:
+            yield "reset_after is False in TensorFlow 1: write reset_after="

@@ -2,7 +2,7 @@
 
 Keras 3 takes tensors alone by position: `dropout(x, training)` becomes
 `dropout(x, training=training)`. Some of its layers have other arguments in their order.
-Lists of numbers become arrays.
+Lists of numbers become arrays. Labels of one output are taken out of their dict.
 """
 
 import functools
@@ -12,7 +12,6 @@ from typing import NamedTuple
 import libcst as cst
 
 from replicax.migrate.kinds import Maker, is_class_of, is_kind, makers, own_methods
-from replicax.migrate.labels import is_of_one
 from replicax.migrate.origins import (
     bases,
     bound_values,
@@ -31,20 +30,22 @@ from replicax.migrate.tables import (
     kind_of_target,
 )
 from replicax.migrate.tree import (
+    dotted,
     find,
     is_name,
-    is_named,
     is_of_numbers,
+    is_of_super,
     last_name,
     method_of,
     methods_of,
     object_of,
     parts_of,
     root_of,
+    text_of,
     value_of,
 )
 
-__all__ = ["plan_input_shapes", "plan_layer_calls"]
+__all__ = ["plan_labels", "plan_layer_calls"]
 
 _IN_MODELS = ("inputs", "training", "mask")
 """Parameters of the `call` of Keras' models."""
@@ -115,14 +116,13 @@ def _is_unpacking(node: cst.Assign) -> bool:
 def _plan_batches(script: Script, call: cst.Call) -> None:
     """Plan the data of a call of a model's method for batches."""
     name = method_of(call)
-    is_ours = name in NAMES["methods_with_batches"]
-    if not is_ours or not is_kind(script, object_of(call), "model"):
+    if name.endswith("_generator") or not _gets_batches(script, call):
         return
     labels = value_of(call, 1, "y")
     validation = value_of(call, 7, "validation_data") if name == "fit" else None
     data = [value_of(call, 0, "x"), labels, *parts_of(validation)]
     _plan_lists(script, data, "np.array")
-    if labels is not None and is_of_one(script, call, labels):
+    if labels is not None and _is_of_one(script, call, labels):
         script.wrapped[labels] = "list({x}.values())"
 
 
@@ -147,7 +147,7 @@ def _called_object(
     if method not in {"call", "__call__"}:
         return node.func, makers(script, node.func)
     owners = makers(script, owner)
-    if isinstance(owner, cst.Call) and is_name(owner.func, "super"):
+    if is_of_super(node):
         around = script.class_around(node)
         owners = frozenset(_above(script, around)) if around else frozenset[Maker]()
     is_direct = any(o not in CALL_ORDERS for o in owners) and method == "call"
@@ -282,48 +282,102 @@ def _is_tensor(script: Script, node: Expression) -> bool | None:
     return False if False in kinds else True if kinds == {True} else None
 
 
-def plan_input_shapes(script: Script) -> None:
-    """Plan an `Input` for `batch_input_shape=` of a Sequential's first layer."""
-    for node in script.calls:
-        for arg in node.args if find_target(script.called(node)) else ():
-            is_shape = is_named(arg, "batch_input_shape")
-            if is_shape and _plan_input(script, node, arg.value):
-                script.dropped_arguments.add(arg)
+# Labels that are dicts with those of a model's one output. Keras 3 takes such a dict
+# for an array, unless the model's outputs are a dict, too.
+
+_ONLY_VALUE = "next(iter({x}.values()))"
+_SOURCES = ("data.Dataset.from_tensor_slices", "data.Dataset.from_tensors")
 
 
-def _plan_input(script: Script, node: cst.Call, shape: Expression) -> bool:
-    """Plan the `Input` of a layer; False if it is not the first of a Sequential."""
-    made = script.template("keras.Input(batch_shape={x})", x=shape.deep_clone())
-    element = script.parent(node)
-    layers = script.parent(element) if isinstance(element, cst.Element) else node
-    call = script.call_with(layers) if layers is not None else None
-    if (
-        isinstance(layers, cst.List | cst.Tuple)
-        and script.called(call) in NAMES["sequential"]
-    ):
-        if layers.elements[0] is not element:
-            return False
-        script.replacements[layers] = lambda updated: _with_first(updated, made)
-        return True
-    if call is None or method_of(call) != "add":
-        return False
-    added_to = object_of(call)
-    model = script.flow.value(added_to)
-    if not isinstance(model, cst.Call) or model.args:
-        return False
-    (definition,) = script.flow.reaching(added_to)
-    first = min(script.flow.uses(definition), key=script.line, default=None)
-    if script.called(model) not in NAMES["sequential"] or first is not added_to:
-        return False
-    line = f"{script.code(added_to)}.add({script.code(made)})"
-    script.inserted.setdefault(script.statement_of(call), []).append(line)
-    return True
+def _is_of_one(script: Script, call: cst.Call, labels: Expression) -> bool:
+    """Whether labels that a model's method gets are a dict with those of one output."""
+    made = makers(script, object_of(call))
+    is_known = bool(made) and made.issubset(NAMES["models"])
+    is_dict = _only_key(script, labels) is not None
+    return is_dict and is_known and not _has_named_outputs(script)
 
 
-def _with_first(updated: cst.List | cst.Tuple, made: Expression) -> Expression:
-    """A display with one more element before the others, laid out like them."""
-    comma = updated.elements[0].comma
-    if len(updated.elements) == 1 or not isinstance(comma, cst.Comma):
-        comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
-    elements = [cst.Element(made, comma=comma), *updated.elements]
-    return updated.with_changes(elements=elements)
+def plan_labels(script: Script) -> None:
+    """Plan the labels of the examples that generators, sequences and datasets give."""
+    fitted = [call for call in script.calls if _gets_batches(script, call)]
+    owners = (o for c in fitted for o in makers(script, object_of(c)))
+    is_known = all(owner is None or owner in NAMES["models"] for owner in owners)
+    is_own = any(is_class_of(script, c, ("model",)) for c in script.nodes(cst.ClassDef))
+    if not fitted or is_own or not is_known or _has_named_outputs(script):
+        return
+    for example in _examples(script, fitted):
+        for labels in parts_of(example)[1:3] if isinstance(example, cst.Tuple) else ():
+            if (key := _only_key(script, labels)) is not None:
+                _plan_labels(script, labels, key)
+
+
+def _plan_labels(script: Script, labels: Expression, key: str) -> None:
+    """Plan the only value of a dict; one that the script reads itself is left."""
+    read = (s for node in script.nodes(cst.Subscript) for s in node.slice)
+    indices = (s.slice.value for s in read if isinstance(s.slice, cst.Index))
+    if any(text_of(index) == key for index in indices):
+        script.leave(labels, MESSAGES["one_label"])
+    elif isinstance(labels, cst.Dict):
+        script.replacements[labels] = lambda updated: updated.elements[0].value
+    else:
+        script.wrapped[labels] = _ONLY_VALUE
+
+
+def _gets_batches(script: Script, call: cst.Call) -> bool:
+    """Whether a call is one of a model's method that gets batches."""
+    name = method_of(call).removesuffix("_generator")
+    is_ours = name in NAMES["methods_with_batches"]
+    return is_ours and is_kind(script, object_of(call), "model")
+
+
+def _has_named_outputs(script: Script) -> bool:
+    """Whether a functional model of the script has a dict of outputs."""
+    models = (c for c in script.calls if script.called(c) in NAMES["models"])
+    return any(isinstance(script.shown(c, 1, "outputs"), cst.Dict) for c in models)
+
+
+def _only_key(script: Script, labels: Expression) -> str | None:
+    """The key of a dict of one element; None if labels are something else."""
+    shown = script.flow.resolved(labels)
+    match shown:
+        case cst.Dict(elements=[cst.DictElement(key=key)]):
+            return text_of(key)
+    return None
+
+
+def _examples(script: Script, fitted: list[cst.Call]) -> Iterator[Expression]:
+    """The examples or batches that the script makes for `fit` and datasets."""
+    for function in _functions(script, fitted):
+        if isinstance(function, cst.Lambda):
+            yield function.body
+        else:
+            for node in find(function.body, cst.Yield, cst.Return):
+                if isinstance(node.value, cst.BaseExpression):
+                    yield script.flow.resolved(node.value)
+    for call in script.calls:
+        if script.called(call) in _SOURCES and call.args:
+            yield script.flow.resolved(call.args[0].value)
+
+
+def _functions(
+    script: Script, fitted: list[cst.Call]
+) -> Iterator[cst.FunctionDef | cst.Lambda]:
+    """The functions of the script that make examples or batches."""
+    made = [script.shown(each, 0, "x") for each in fitted]
+    passed = [value.func for value in made if isinstance(value, cst.Call)]
+    generator = "data.Dataset.from_generator"
+    feeding = [
+        *script.maps,
+        *(c for c in script.calls if script.called(c) == generator),
+    ]
+    passed += [call.args[0].value for call in feeding if call.args]
+    for each in passed:
+        if isinstance(each, cst.Lambda):
+            yield each
+        else:
+            yield from script.functions(dotted(each) or "")
+    for owner in script.nodes(cst.ClassDef):
+        paths = {script.names.path(base.value) for base in owner.bases}
+        if not paths.isdisjoint(NAMES["sequences"]):
+            found = methods_of(owner)
+            yield from [found["__getitem__"]] if "__getitem__" in found else []

@@ -1,13 +1,15 @@
-"""Finds strings in names of layers, models and variables, to port their slashes.
+"""Ports names: of layers, models and variables, and those that Keras looks up.
 
 Keras 3 refuses names with slashes. A name may come through variables, containers,
 functions of the script and what puts texts together.
 """
 
+import re
 from collections.abc import Iterator
 
 import libcst as cst
 
+from replicax.migrate.compile_calls import losses_in
 from replicax.migrate.kinds import is_class_of, kind_of
 from replicax.migrate.origins import (
     bound_values,
@@ -17,10 +19,13 @@ from replicax.migrate.origins import (
     part,
     returned,
 )
-from replicax.migrate.script import Expression, Script
-from replicax.migrate.tables import MESSAGES
+from replicax.migrate.script import Expression, Script, Unported
+from replicax.migrate.tables import IDENTIFIERS, MESSAGES, NAMES, NOTES, kind_of_target
 from replicax.migrate.tree import (
+    dotted,
+    find,
     is_name,
+    is_of_super,
     keyword_of,
     method_of,
     named,
@@ -28,10 +33,11 @@ from replicax.migrate.tree import (
     operands,
     parts_of,
     reached,
+    text_of,
     value_of,
 )
 
-__all__ = ["plan_names"]
+__all__ = ["is_weight", "needs_path", "plan_identifiers", "plan_names"]
 
 _POSITIONS = {
     "keras.Input": 2,
@@ -44,7 +50,6 @@ _POSITIONS = {
 """Positions of `name`, where it is often given without a keyword."""
 _MANY = 99
 _NAMED = ("layer", "model", "variable")
-_Text = cst.SimpleString | cst.FormattedStringText
 
 
 def plan_names(script: Script) -> None:
@@ -61,11 +66,9 @@ def plan_names(script: Script) -> None:
             script.leave(node, MESSAGES["slash"])
             continue
         script.note(node, MESSAGES["slash"])
-        script.replacements[node] = _without_slashes
-
-
-def _without_slashes(updated: _Text) -> _Text:
-    return updated.with_changes(value=updated.value.replace("/", "_"))
+        script.replacements[node] = lambda updated: updated.with_changes(
+            value=updated.value.replace("/", "_")
+        )
 
 
 def _names(script: Script, call: cst.Call) -> Iterator[cst.CSTNode]:
@@ -86,9 +89,8 @@ def _names(script: Script, call: cst.Call) -> Iterator[cst.CSTNode]:
 
 def _is_constructor(script: Script, call: cst.Call) -> bool:
     """Whether a call is `super().__init__(...)` of a class of layers or models."""
-    owner = object_of(call)
-    is_super = isinstance(owner, cst.Call) and is_name(owner.func, "super")
-    return is_super and is_class_of(script, script.class_around(call), _NAMED)
+    is_own = is_class_of(script, script.class_around(call), _NAMED)
+    return is_of_super(call) and is_own
 
 
 def _in_dict(script: Script, node: Expression) -> list[Expression]:
@@ -149,3 +151,102 @@ def _of_variable(script: Script, node: Expression) -> Iterator[cst.CSTNode]:
     bound = [node, *(each.node for each in found)]
     loops = [each for name in bound if (each := iterated(script, name)) is not None]
     yield from (value for each, _ in loops for value in elements(script, each))
+
+
+def plan_identifiers(script: Script) -> None:
+    """Plan the names of Keras 3 for literals that it does not know, or report them."""
+    losses = IDENTIFIERS["loss"]
+    if _loads_h5(script):
+        losses = {**losses, **IDENTIFIERS["loaded_loss"]}
+    for call in script.calls:
+        if method_of(call) == "compile":
+            _plan_compiled(script, call, losses)
+        for arg in call.args:
+            before, _, kind = keyword_of(arg).rpartition("_")
+            note = NOTES.get(f"keras.activations.{text_of(arg.value)}")
+            if note and kind == "activation":
+                script.note(arg.value, f"{text_of(arg.value)!r} {note}")
+            if kind in IDENTIFIERS and (before or kind == "reduction"):
+                _plan_identifier(script, arg.value, IDENTIFIERS[kind])
+    for param in script.nodes(cst.Param):
+        if param.name.value == "reduction" and param.default is not None:
+            _plan_identifier(script, param.default, IDENTIFIERS["reduction"])
+
+
+def _plan_compiled(script: Script, call: cst.Call, losses: dict[str, str]) -> None:
+    """Plan the names of losses in a `compile`, and report those of metrics."""
+    if text_of(value_of(call, 0, "optimizer")).lower() == "nadam":
+        script.note(call, f"'nadam' {NOTES['keras.optimizers.Nadam']}")
+    for each in losses_in(script, value_of(call, 1, "loss"), resolved=True):
+        _plan_identifier(script, each, losses)
+    for each in losses_in(script, value_of(call, 2, "metrics"), resolved=True):
+        name = text_of(each)
+        if name in NAMES["no_metrics"]:
+            script.leave(each, MESSAGES["no_metric"].format(name=name))
+        if name.isidentifier() and kind_of_target(f"keras.metrics.{name}") == "metric":
+            # Keras 3 calls the log `Precision`, where Keras 2 calls it `precision`.
+            _plan_identifier(script, each, {name: _snake_case(name)})
+
+
+def _snake_case(name: str) -> str:
+    """The name of a class in snake case, as `"top_k"` of `"TopK"`."""
+    words = re.sub(r"(.)([A-Z][a-z]+)", r"\1_\2", name)
+    return re.sub(r"([a-z])([A-Z])", r"\1_\2", words).lower()
+
+
+def _loads_h5(script: Script) -> bool:
+    """Whether a script loads models, and has names of files of HDF5."""
+    texts = (text_of(node) for node in script.nodes(cst.SimpleString))
+    is_loaded = any(script.called(c).endswith("load_model") for c in script.calls)
+    return is_loaded and any(text.endswith((".h5", ".hdf5")) for text in texts)
+
+
+def _plan_identifier(script: Script, node: Expression, names: dict[str, str]) -> None:
+    new = names.get(text_of(node))
+    if new is not None and isinstance(node, cst.SimpleString):
+        made = f"{node.prefix}{node.quote}{new}{node.quote}"
+        script.replacements[node] = lambda _: cst.SimpleString(made)
+
+
+def is_weight(script: Script, node: Expression) -> bool:
+    """Whether an expression is a variable, or an element of what is called `vars`."""
+    kind, each = kind_of(script, node), iterated(script, node)
+    name = script.code(each[0]).lower() if each is not None else ""
+    is_named = name.endswith(("vars", "variables", "weights"))
+    return kind == "variable" or (kind is None and is_named)
+
+
+def needs_path(script: Script, use: cst.CSTNode) -> bool:
+    """Whether the name of a variable is a key, or is tested for a part of it.
+
+    In Keras 3 several variables have one name, which is without their layers' names.
+    Those are in `path`.
+
+    Raises:
+        Unported: If it is tested for what neither of them has.
+    """
+    parent, method = script.parent(use), script.method_call(use)
+    holder = script.parent(parent) if isinstance(parent, cst.ComparisonTarget) else None
+    holder = holder or method or script.call_with(use) or parent or use
+    texts = [text_of(each) for each in find(holder, cst.SimpleString)]
+    is_key = _is_key(script, use)
+    is_begin = method_of(method) in {"partition", "split", "startswith"}
+    is_begin = is_begin and texts != [":"]
+    foreign = ":" if is_key else ":/" if isinstance(holder, cst.Comparison) else ""
+    if is_begin or any(sign in text for text in texts for sign in foreign):
+        raise Unported(MESSAGES["variable_name"])
+    return is_key
+
+
+def _is_key(script: Script, use: cst.CSTNode) -> bool:
+    parent, call = script.parent(use), script.call_with(use)
+    if isinstance(parent, cst.ComparisonTarget):
+        return isinstance(parent.operator, cst.In | cst.NotIn)
+    if isinstance(parent, cst.DictElement | cst.DictComp):
+        return parent.key is use
+    if call is None:
+        found = method_of(script.method_call(use)) in {"count", "endswith", "find"}
+        return found or isinstance(parent, cst.Index)
+    is_of_re = (script.names.imported(call.func) or "").startswith("re.")
+    name = (dotted(call.func) or "").rpartition(".")[2]
+    return is_of_re or bool(script.functions(name))

@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 import libcst as cst
 
+from replicax.migrate.functional import layers_of
 from replicax.migrate.origins import elements, returned
 from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.tables import MESSAGES, NAMES, find_target
@@ -307,8 +308,8 @@ def _is_model(script: Script, node: cst.Call) -> bool:
 
 def _last_layer(script: Script, made: cst.Call) -> cst.Call | None:
     if script.called(made).endswith("Sequential"):
-        layers = parts_of(value_of(made, 0, "layers"))
-        found = layers[-1] if layers else _last_added(script, made)
+        layers = layers_of(script, made)
+        found = layers[-1] if layers else None
     else:
         outputs = value_of(made, 1, "outputs")
         value = script.flow.value(outputs) if outputs else None
@@ -316,18 +317,10 @@ def _last_layer(script: Script, made: cst.Call) -> cst.Call | None:
     return found if isinstance(found, cst.Call) else None
 
 
-def _last_added(script: Script, made: cst.Call) -> Expression | None:
-    """The layer that the last `model.add(...)` in the text adds."""
-    calls = [script.method_call(use) for use in script.uses_of(made)]
-    added = [c.args[0].value for c in calls if c and method_of(c) == "add" and c.args]
-    return max(added, key=script.line, default=None)
-
-
 def _units(script: Script, layer: cst.Call) -> str:
     """The number of a dense layer's outputs, as text; `""` if it is not in sight."""
     is_dense = _name_in(script, layer.func, "layers") == "Dense"
-    given = value_of(layer, 0, "units") if is_dense else None
-    value = script.flow.resolved(given) if given is not None else None
+    value = script.shown(layer, 0, "units") if is_dense else None
     return value.value if isinstance(value, cst.Integer) else ""
 
 
@@ -394,7 +387,7 @@ def _origins(script: Script, node: Expression) -> set[Expression]:
 
     def sources(each: Expression) -> list[Expression]:
         results = list(returned(script, each)) if isinstance(each, cst.Call) else []
-        return results or [v for d in script.flow.reaching(each) for v in d.values]
+        return results or script.flow.values(each)
 
     # The None of a bare `return` has no parent.
     found = (each for each in reached([node], sources) if script.parent(each))

@@ -1,6 +1,5 @@
-"""Ports attributes of Keras' objects, of strategies and shapes, and keys of logs."""
+"""Ports attributes of Keras' objects, of strategies and shapes."""
 
-import itertools
 import re
 
 import libcst as cst
@@ -13,7 +12,8 @@ from replicax.migrate.kinds import (
     kind_of,
     makers,
 )
-from replicax.migrate.origins import definitions, iterated
+from replicax.migrate.layer_names import is_weight, needs_path
+from replicax.migrate.optimizer_calls import is_rate
 from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.tables import (
     ATTRIBUTES,
@@ -29,8 +29,6 @@ from replicax.migrate.tables import (
 )
 from replicax.migrate.tree import (
     attr_of,
-    dotted,
-    find,
     is_name,
     is_named,
     last_name,
@@ -38,14 +36,10 @@ from replicax.migrate.tree import (
     methods_of,
     object_of,
     text_of,
-    walk,
 )
 
 __all__ = [
     "is_kind_of_tensors",
-    "is_logged_rate",
-    "is_logs",
-    "is_rate",
     "ported_assignment",
     "ported_attribute",
     "ported_parameter",
@@ -110,8 +104,8 @@ def _of_name(script: Script, node: cst.Attribute, updated: cst.Attribute) -> Exp
     if attr_of(node) == "_name":
         is_owner = kind_of(script, node.value) in {"layer", "model"}
         return updated.with_changes(attr=cst.Name("name")) if is_owner else updated
-    uses = [node, *script.uses_of(node)] if _is_weight(script, node.value) else ()
-    is_key = any(_needs_path(script, each) for each in uses)
+    uses = [node, *script.uses_of(node)] if is_weight(script, node.value) else ()
+    is_key = any(needs_path(script, each) for each in uses)
     return updated.with_changes(attr=cst.Name("path")) if is_key else updated
 
 
@@ -193,50 +187,6 @@ def _of_dtype(
         return updated.value if is_keras else updated
     text = DTYPE_ATTRIBUTES.get(name)
     return script.template(text, d=updated.value) if text else updated
-
-
-def _is_weight(script: Script, node: Expression) -> bool:
-    """Whether an expression is a variable, or an element of what is called `vars`."""
-    kind, each = kind_of(script, node), iterated(script, node)
-    name = script.code(each[0]).lower() if each is not None else ""
-    is_named = name.endswith(("vars", "variables", "weights"))
-    return kind == "variable" or (kind is None and is_named)
-
-
-def _needs_path(script: Script, use: cst.CSTNode) -> bool:
-    """Whether the name of a variable is a key, or is tested for a part of it.
-
-    In Keras 3 several variables have one name, which is without their layers' names.
-    Those are in `path`.
-
-    Raises:
-        Unported: If it is tested for what neither of them has.
-    """
-    parent, method = script.parent(use), script.method_call(use)
-    holder = script.parent(parent) if isinstance(parent, cst.ComparisonTarget) else None
-    holder = holder or method or script.call_with(use) or parent or use
-    texts = [text_of(each) for each in find(holder, cst.SimpleString)]
-    is_key = _is_key(script, use)
-    is_begin = method_of(method) in {"partition", "split", "startswith"}
-    is_begin = is_begin and texts != [":"]
-    foreign = ":" if is_key else ":/" if isinstance(holder, cst.Comparison) else ""
-    if is_begin or any(sign in text for text in texts for sign in foreign):
-        raise Unported(MESSAGES["variable_name"])
-    return is_key
-
-
-def _is_key(script: Script, use: cst.CSTNode) -> bool:
-    parent, call = script.parent(use), script.call_with(use)
-    if isinstance(parent, cst.ComparisonTarget):
-        return isinstance(parent.operator, cst.In | cst.NotIn)
-    if isinstance(parent, cst.DictElement | cst.DictComp):
-        return parent.key is use
-    if call is None:
-        found = method_of(script.method_call(use)) in {"count", "endswith", "find"}
-        return found or isinstance(parent, cst.Index)
-    is_of_re = (script.names.imported(call.func) or "").startswith("re.")
-    name = (dotted(call.func) or "").rpartition(".")[2]
-    return is_of_re or bool(script.functions(name))
 
 
 def _is_sequential(script: Script, node: Expression) -> bool:
@@ -330,15 +280,6 @@ def _is_assigned(script: Script, node: cst.Attribute) -> bool:
     return isinstance(parent, cst.AssignTarget) or is_backend
 
 
-def is_rate(script: Script, node: cst.CSTNode) -> bool:
-    """Whether a node is the learning rate of an optimizer."""
-    return (
-        isinstance(node, cst.Attribute)
-        and attr_of(node) in {"lr", "learning_rate"}
-        and is_kind(script, node.value, "optimizer")
-    )
-
-
 def _is_tested(script: Script, node: cst.Attribute) -> bool:
     """Whether a value's type is tested, as in `isinstance(optimizer.lr, Schedule)`."""
     call = script.call_with(node)
@@ -405,63 +346,8 @@ def ported_parameter(script: Script, node: cst.Param, updated: cst.Param) -> cst
     return updated.with_changes(default=cst.Name("None"), equal=equal)
 
 
-# Names.
-
-
 def is_kind_of_tensors(script: Script, node: cst.CSTNode) -> bool:
     """Whether a string asks a tokenizer or an image processor for TF's tensors."""
     arg = script.parent(node)
     is_asked = isinstance(arg, cst.Arg) and is_named(arg, "return_tensors")
     return is_asked and text_of(node) == "tf"
-
-
-# Keys of logs.
-
-
-def is_logged_rate(script: Script, node: cst.SimpleString) -> bool:
-    """Whether a string is the key `"lr"` of a callback's logs or of a history.
-
-    The name of the attribute in `hasattr(optimizer, "lr")` counts, too.
-    """
-    around = script.parents(node) if node.evaluated_value == "lr" else ()
-    for parent in itertools.islice(around, 4):
-        if isinstance(parent, cst.Subscript):
-            return node not in walk(parent.value) and is_logs(script, parent.value)
-        if isinstance(parent, cst.Comparison):
-            is_first = parent.left is node
-            return is_first and is_logs(script, parent.comparisons[0].comparator)
-        if isinstance(parent, cst.Call):
-            return _names_rate(script, parent, node)
-    return False
-
-
-def _names_rate(script: Script, call: cst.Call, node: cst.SimpleString) -> bool:
-    """Whether a string is the key in a call of logs, or an optimizer's attribute."""
-    values = [arg.value for arg in call.args]
-    if isinstance(call.func, cst.Name):
-        is_access = is_name(call.func, "hasattr", "getattr", "setattr")
-        is_second = is_access and node in values[1:2]
-        return is_second and is_kind(script, values[0], "optimizer")
-    keys: list[Expression] = values[:1]
-    if values and isinstance(values[0], cst.Dict) and method_of(call) == "update":
-        pairs = values[0].elements
-        keys = [pair.key for pair in pairs if isinstance(pair, cst.DictElement)]
-    elif method_of(call) not in {"get", "pop", "setdefault"}:
-        return False
-    return node in keys and is_logs(script, object_of(call))
-
-
-def is_logs(script: Script, node: Expression) -> bool:
-    """Whether an expression is the logs of a callback, a history or a config."""
-    if isinstance(node, cst.BooleanOperation):  # `(logs or {})`
-        return is_logs(script, node.left)
-    value = script.flow.resolved(node)
-    if isinstance(value, cst.Call) and dotted(value.func) in NAMES["copies_of_logs"]:
-        return bool(value.args) and is_logs(script, value.args[0].value)
-    if method_of(value):
-        is_config = method_of(value) == "get_config"
-        return is_config and is_kind(script, object_of(value), "optimizer")
-    is_own = isinstance(node, cst.Attribute) and bool(definitions(script, node))
-    text = script.code(node)
-    is_named = re.fullmatch(r"(?!self\.history$)(.*\.history|logs)", text) is not None
-    return is_named and not is_own

@@ -14,7 +14,7 @@ from replicax.migrate.files import (
     report_path,
 )
 from replicax.migrate.kinds import is_class_of, is_kind, kind_of, makers, own_methods
-from replicax.migrate.members import is_logs
+from replicax.migrate.optimizer_calls import is_logs
 from replicax.migrate.origins import definitions, with_bases
 from replicax.migrate.rules import CallSite, Rule, by_keywords, with_keywords, written
 from replicax.migrate.script import Expression, Script, Unported
@@ -28,6 +28,7 @@ from replicax.migrate.tracing import class_of, foreign_bases, makes_spec
 from replicax.migrate.tree import (
     is_name,
     is_named,
+    is_of_super,
     keyword,
     last_name,
     method_of,
@@ -176,8 +177,7 @@ def _build(site: CallSite) -> Expression:
     is_own = bool(own_methods(script, site.owner, "build"))
     if not is_subclass or is_own or not is_kind(script, site.owner, "model"):
         return site.updated
-    given = site.given(0, "input_shape")
-    shape = script.flow.resolved(given) if given else None
+    shape = script.shown(site.node, 0, "input_shape")
     first, *sizes = [script.code(part) for part in parts_of(shape)] or ["", "None"]
     if "None" in sizes:
         raise Unported(MESSAGES["build"])
@@ -231,8 +231,8 @@ def _constructor(site: CallSite) -> Expression:
     The arguments of a loss or metric get their names, of which Keras 3 has another
     order, and so does the name of a layer.
     """
-    args, owner = site.updated.args, site.receiver
-    if not (isinstance(owner, cst.Call) and is_name(owner.func, "super")):
+    args = site.updated.args
+    if not is_of_super(site.updated):
         return site.updated
     if len(args) == 1 and is_name(args[0].value, "self"):
         return site.updated.with_changes(args=[])
@@ -355,9 +355,7 @@ _METHODS: dict[str, Rule] = {
     **dict.fromkeys(("restore", "write", "read"), by_keywords("checkpoint")),
     **dict.fromkeys(("train_on_batch", "test_on_batch"), by_keywords("train_on_batch")),
     **dict.fromkeys(("fit", "evaluate", "predict"), fitted),
-    **dict.fromkeys(
-        ("fit_generator", "evaluate_generator", "predict_generator"), fitted
-    ),
+    **{f"{name}_generator": fitted for name in ("fit", "evaluate", "predict")},
     "numpy": _numpy,
     "run": _run,
     "has_value": _of_optional("({x} is not None)"),

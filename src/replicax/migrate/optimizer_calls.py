@@ -1,10 +1,12 @@
-"""Ports calls of the classes of optimizers, and their learning rates."""
+"""Ports calls of optimizers' classes, their learning rates, and keys of logs."""
+
+import itertools
+import re
 
 import libcst as cst
 
-from replicax.migrate.kinds import kind_of, makes_optimizer, origins
-from replicax.migrate.members import is_rate
-from replicax.migrate.origins import is_parameter
+from replicax.migrate.kinds import is_kind, kind_of, makes_optimizer, origins
+from replicax.migrate.origins import definitions, is_parameter
 from replicax.migrate.rules import CallSite, as_float, with_keywords
 from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.tables import (
@@ -15,6 +17,9 @@ from replicax.migrate.tables import (
 )
 from replicax.migrate.tree import (
     argument,
+    attr_of,
+    changed,
+    dotted,
     find,
     is_name,
     is_named,
@@ -23,12 +28,17 @@ from replicax.migrate.tree import (
     method_of,
     named,
     object_of,
+    pairs_of,
     text_of,
     value_of,
+    walk,
 )
 
 __all__ = [
     "config_problem",
+    "is_logged_rate",
+    "is_logs",
+    "is_rate",
     "optimizer_arguments",
     "ported_class_call",
     "report_shared_optimizers",
@@ -59,8 +69,7 @@ def optimizer_arguments(site: CallSite) -> list[cst.Arg]:
     args = with_keywords(site, "optimizer")
     new = argument(args, 0, "learning_rate")
     if rate is not None and new is not None:
-        value = as_float(site, rate, new.value)
-        args = [a.with_changes(value=value) if a is new else a for a in args]
+        args = changed(args, new, as_float(site, rate, new.value))
     if decay is not None and script.code(decay) not in {"0", "0.0", "0.", "None"}:
         return _decayed(site, args, decay)
     if named(site.node, "lr") is not None and ".legacy." not in site.path:
@@ -76,7 +85,7 @@ def _decayed(site: CallSite, args: list[cst.Arg], decay: Expression) -> list[cst
     """
     script, target = site.script, find_target(site.path)
     old, new = _rate(site.node), argument(args, 0, "learning_rate")
-    is_made = old is not None and isinstance(script.flow.resolved(old), cst.Call)
+    is_made = isinstance(script.flow.resolved(old), cst.Call)
     if target is None or is_made or _is_rate_set(script):
         raise Unported(MESSAGES["optimizer_decay"])
     usual = cst.Float(str(default_of(target, "learning_rate")))
@@ -87,7 +96,7 @@ def _decayed(site: CallSite, args: list[cst.Arg], decay: Expression) -> list[cst
     schedule = site.make(text, rate=rate, decay=decay)
     if new is None:
         return [*args, keyword("learning_rate", schedule)]
-    return [a.with_changes(value=schedule) if a is new else a for a in args]
+    return changed(args, new, schedule)
 
 
 def _is_rate_set(script: Script) -> bool:
@@ -128,8 +137,7 @@ def _is_named_class(script: Script, node: Expression) -> bool:
 
 def config_problem(script: Script, node: cst.Call) -> str | None:
     """Why Keras 3 refuses the config of an optimizer, a dict; None if it does not."""
-    given = value_of(node, 0, "identifier")
-    value = script.flow.resolved(given) if given is not None else None
+    value = script.shown(node, 0, "identifier")
     if not isinstance(value, cst.Dict):
         return None
     found = {script.code(text)[1:-1] for text in find(value, cst.SimpleString)}
@@ -170,3 +178,60 @@ def report_shared_optimizers(script: Script) -> None:
                 found.add(script.code(object_of(call)))
                 if len(found) == 2:
                     script.leave(call, MESSAGES["shared_optimizer"])
+
+
+def is_rate(script: Script, node: cst.CSTNode) -> bool:
+    """Whether a node is the learning rate of an optimizer."""
+    return (
+        isinstance(node, cst.Attribute)
+        and attr_of(node) in {"lr", "learning_rate"}
+        and is_kind(script, node.value, "optimizer")
+    )
+
+
+def is_logged_rate(script: Script, node: cst.SimpleString) -> bool:
+    """Whether a string is the key `"lr"` of a callback's logs or of a history.
+
+    The name of the attribute in `hasattr(optimizer, "lr")` counts, too.
+    """
+    around = script.parents(node) if node.evaluated_value == "lr" else ()
+    for parent in itertools.islice(around, 4):
+        if isinstance(parent, cst.Subscript):
+            return node not in walk(parent.value) and is_logs(script, parent.value)
+        if isinstance(parent, cst.Comparison):
+            is_first = parent.left is node
+            return is_first and is_logs(script, parent.comparisons[0].comparator)
+        if isinstance(parent, cst.Call):
+            return _names_rate(script, parent, node)
+    return False
+
+
+def _names_rate(script: Script, call: cst.Call, node: cst.SimpleString) -> bool:
+    """Whether a string is the key in a call of logs, or an optimizer's attribute."""
+    values = [arg.value for arg in call.args]
+    if isinstance(call.func, cst.Name):
+        is_access = is_name(call.func, "hasattr", "getattr", "setattr")
+        is_second = is_access and node in values[1:2]
+        return is_second and is_kind(script, values[0], "optimizer")
+    keys: list[Expression] = values[:1]
+    if values and isinstance(values[0], cst.Dict) and method_of(call) == "update":
+        keys = [pair.key for pair in pairs_of(values[0])]
+    elif method_of(call) not in {"get", "pop", "setdefault"}:
+        return False
+    return node in keys and is_logs(script, object_of(call))
+
+
+def is_logs(script: Script, node: Expression) -> bool:
+    """Whether an expression is the logs of a callback, a history or a config."""
+    if isinstance(node, cst.BooleanOperation):  # `(logs or {})`
+        return is_logs(script, node.left)
+    value = script.flow.resolved(node)
+    if isinstance(value, cst.Call) and dotted(value.func) in NAMES["copies_of_logs"]:
+        return bool(value.args) and is_logs(script, value.args[0].value)
+    if method_of(value):
+        is_config = method_of(value) == "get_config"
+        return is_config and is_kind(script, object_of(value), "optimizer")
+    is_own = isinstance(node, cst.Attribute) and bool(definitions(script, node))
+    text = script.code(node)
+    is_named = re.fullmatch(r"(?!self\.history$)(.*\.history|logs)", text) is not None
+    return is_named and not is_own

@@ -14,6 +14,7 @@ from replicax.migrate.tree import (
     is_name,
     method_of,
     object_of,
+    pairs_of,
     parts_of,
     reached,
     text_of,
@@ -160,8 +161,8 @@ def part(script: Script, node: Expression, index: Expression) -> list[Expression
     literals = _literals(script, node)
     for literal in literals:
         if isinstance(literal, cst.Dict) and isinstance(index, cst.SimpleString):
-            pairs = (e for e in literal.elements if isinstance(e, cst.DictElement))
-            found += [e.value for e in pairs if text_of(e.key) == text_of(index)]
+            same = (e for e in pairs_of(literal) if text_of(e.key) == text_of(index))
+            found += [each.value for each in same]
         elif isinstance(index, cst.Integer):
             found += parts_of(literal)[index.evaluated_value :][:1]
     return found if len(found) == len(literals) and found else elements(script, node)

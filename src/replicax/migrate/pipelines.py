@@ -20,7 +20,7 @@ from replicax.migrate.host import (
 from replicax.migrate.origins import returned_by, values_of
 from replicax.migrate.script import Expression, Script
 from replicax.migrate.sources import (
-    DROPPED,
+    DROPPED_METHODS,
     FROM_GENERATOR,
     KNOWN_SOURCES,
     MAPPED,
@@ -338,5 +338,5 @@ def _freeze_dropped(script: Script, call: cst.Call) -> None:
     for arg in call.args:
         path = script.names.path(arg.value) or ""
         is_autotune = path.startswith("data.") and path.endswith("AUTOTUNE")
-        if is_autotune or method_of(call) in DROPPED:
+        if is_autotune or method_of(call) in DROPPED_METHODS:
             script.frozen.add(arg)

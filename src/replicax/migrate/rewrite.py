@@ -10,7 +10,7 @@ from libcst import matchers
 from replicax.migrate import calls, members, statements
 from replicax.migrate.kinds import renamed_optimizer
 from replicax.migrate.methods import ported_method
-from replicax.migrate.optimizer_calls import ported_class_call
+from replicax.migrate.optimizer_calls import is_logged_rate, ported_class_call
 from replicax.migrate.pipelines import STAYS
 from replicax.migrate.rules import CallSite
 from replicax.migrate.script import (
@@ -150,7 +150,7 @@ def _string(
     if members.is_kind_of_tensors(script, node):
         script.note(node, MESSAGES["numpy_tensors"])
         return script.string("np")
-    is_rate = members.is_logged_rate(script, node)
+    is_rate = is_logged_rate(script, node)
     return script.string("learning_rate") if is_rate else updated
 
 
@@ -238,10 +238,6 @@ def _decorator(script: Script, node: cst.Decorator, updated: cst.Decorator) -> A
     return cst.RemoveFromParent() if is_graph_decorator(script, node) else updated
 
 
-def _visit_line(script: Script, node: cst.SimpleStatementLine) -> bool:
-    return statements.why_dropped(script, node) is None
-
-
 def _visit_with(script: Script, node: cst.With) -> bool:
     script.frozen |= set(statements.transparent_items(script, node))
     return True
@@ -322,7 +318,7 @@ _VISITS: dict[type, Callable[[Script, Any], bool]] = {
     cst.Decorator: lambda script, node: not is_graph_decorator(script, node),
     cst.Import: lambda script, node: False,  # Imports are ported later.
     cst.ImportFrom: lambda script, node: False,
-    cst.SimpleStatementLine: _visit_line,
+    cst.SimpleStatementLine: lambda s, node: statements.why_dropped(s, node) is None,
     cst.With: _visit_with,
 }
 """Whether the children of a node are visited, by its kind."""

@@ -21,6 +21,8 @@ from replicax.migrate.tables import (
     find_target,
 )
 from replicax.migrate.tree import (
+    argument,
+    changed,
     is_name,
     is_of_numbers,
     keyword,
@@ -120,6 +122,14 @@ class CallSite:
         kept = self.updated.args if args is None else args
         made = with_args(self.updated, [*kept, *extra])
         return made.with_changes(func=self.script.expression(func)) if func else made
+
+    def with_value(self, position: int, name: str, text: str) -> "CallSite":
+        """The call with a template for one of its arguments, if it is given."""
+        old = argument(self.updated.args, position, name)
+        args = self.updated.args
+        if old is not None:
+            args = changed(args, old, self.make(text, x=old.value))
+        return replace(self, updated=self.with_args(args))
 
     def as_method(self, name: str, args: Iterable[cst.Arg] | None = None) -> cst.Call:
         """The call as one of another method of the object."""

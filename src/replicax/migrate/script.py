@@ -13,7 +13,14 @@ from libcst.metadata import MetadataWrapper, ParentNodeProvider, PositionProvide
 from replicax.migrate.flow import Flow
 from replicax.migrate.names import Names, path_in_tensorflow
 from replicax.migrate.tables import ALIASES, find_target, is_dotted
-from replicax.migrate.tree import find, imported_modules, parenthesized, root_of, walk
+from replicax.migrate.tree import (
+    find,
+    imported_modules,
+    parenthesized,
+    root_of,
+    value_of,
+    walk,
+)
 
 __all__ = [
     "MARK",
@@ -232,6 +239,21 @@ class Script:
                 if isinstance(self.parent(candidate), blocks):
                     break
         return statement
+
+    def shown(
+        self, call: cst.CSTNode | None, position: int, name: str
+    ) -> cst.BaseExpression | None:
+        """What an argument of an original call is, if given: a variable's value."""
+        given = isinstance(call, cst.Call) and value_of(call, position, name)
+        return self.flow.resolved(given or None)
+
+    def results(self, node: cst.CSTNode) -> list[cst.CSTNode]:
+        """Where the value of an original node is used: its variable, or the node."""
+        return [node] if self.target_of(node) is None else self.uses_of(node)
+
+    def insert(self, node: cst.CSTNode, *lines: str) -> None:
+        """Plan code above the statement that an original node is in."""
+        self.inserted.setdefault(self.statement_of(node), []).extend(lines)
 
     def take_out(self, statement: cst.CSTNode) -> None:
         """Plan to remove a statement, without visiting it."""

@@ -33,6 +33,7 @@ from replicax.migrate.tree import (
     object_of,
     only_of,
     parts_of,
+    reached,
     renamed,
     value_of,
 )
@@ -161,15 +162,13 @@ class _GraphSession:
 
     def _needed(self, values: list[str]) -> list[cst.SimpleStatementLine]:
         """The lines that make values, in their order."""
-        found: set[cst.SimpleStatementLine] = set()
-        pending = list(values)
-        while pending:
-            line = self._values[pending.pop()]
-            if line not in found:
-                found.add(line)
-                assign = line.body[0]
-                assert isinstance(assign, cst.Assign)
-                pending += names_in(assign.value) & self._values.keys()
+
+        def inside(name: str) -> set[str]:
+            assign = self._values[name].body[0]
+            assert isinstance(assign, cst.Assign)
+            return names_in(assign.value) & self._values.keys()
+
+        found = {self._values[name] for name in reached(values, inside)}
         return [line for line in dict.fromkeys(self._values.values()) if line in found]
 
     def _plan_run(

@@ -29,7 +29,7 @@ from replicax.migrate.tree import (
 )
 
 __all__ = [
-    "DROPPED",
+    "DROPPED_METHODS",
     "FROM_GENERATOR",
     "KNOWN_SOURCES",
     "MAPPED",
@@ -107,8 +107,7 @@ def _arrays(site: CallSite, before: Expression, after: Expression) -> Expression
             for old, new in zip(before.elements, after.elements, strict=True)
         ]
         return after.with_changes(elements=elements)
-    flow = site.script.flow
-    values = [v for d in flow.reaching(before) for v in d.values]
+    values = site.script.flow.values(before)
     is_display = isinstance(before, cst.List | cst.ListComp)
     if not is_display and not any(map(_makes_list, [before, *values])):
         return after
@@ -230,10 +229,8 @@ KNOWN_SOURCES: dict[str, Rule | None] = {
 
 def is_endless(script: Script, repeat: cst.Call) -> bool:
     """Whether a call of `repeat` has no count, or one of None or -1."""
-    count = value_of(repeat, 0, "count")
-    if count is None:
-        return True
-    return script.code(script.flow.resolved(count)) in {"None", "-1"}
+    count = script.shown(repeat, 0, "count")
+    return count is None or script.code(count) in {"None", "-1"}
 
 
 def calls_before(
@@ -245,7 +242,7 @@ def calls_before(
         node = node.func.value
     if node in seen:
         return
-    values = [v for d in script.flow.reaching(node) for v in d.values]
+    values = script.flow.values(node)
     if isinstance(node, cst.Call):
         values = list(returned(script, node))
     for value in values:
@@ -332,7 +329,7 @@ def _cache(site: CallSite) -> Expression:
     before = calls_before(site.script, site.owner)
     is_shuffled = any(method_of(each) == "shuffle" for each in before)
     if not (is_shuffled or draws_before(site.script, site.node)):
-        return DROPPED["cache"](site)
+        return DROPPED_METHODS["cache"](site)
     site.note("`repeat` keeps the draws of the first epoch, as the cache did")
     return site.make("{x}.repeat(1, reseed_each_epoch=False)", x=site.receiver)
 
@@ -368,7 +365,7 @@ def _enumerate(site: CallSite) -> Expression:
     return cst.Call(cst.Name("enumerate"), args)
 
 
-DROPPED: dict[str, Rule] = {
+DROPPED_METHODS: dict[str, Rule] = {
     "cache": dropped("examples are arrays in memory, and maps run as they are read"),
     "prefetch": dropped("strategies read ahead by themselves"),
     "with_options": dropped(
@@ -382,7 +379,7 @@ MAPPED: dict[str, Rule] = {
     "batch": _batch,
     "shuffle": _shuffle,
     "repeat": _repeat,
-    **DROPPED,
+    **DROPPED_METHODS,
     "cache": _cache,
     "window": _windows,
     "flat_map": dropped("the windows are arrays"),

@@ -184,7 +184,7 @@ def _plan(script: Script, call: cst.Call, load: _Load) -> None:
     pairs = [f"({', '.join(names[k])})" if k in names else "_" for k in both]
     loaded = script.here(f"keras.datasets.{load.name}.load_data")
     line = f"{', '.join(pairs)} = {loaded}()"
-    script.inserted.setdefault(script.statement_of(call), []).append(line)
+    script.insert(call, line)
     values = [_dataset(load, split, names) for split in splits]
     if not load.splits:
         values = [f'"{key}": {x}' for key, x in zip(splits, values, strict=True)]

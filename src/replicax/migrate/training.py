@@ -11,8 +11,8 @@ import functools
 
 import libcst as cst
 
-from replicax.migrate.kinds import is_class_of, is_kind, origins
-from replicax.migrate.origins import definitions, iterated, with_bases
+from replicax.migrate.kinds import is_class_of, is_kind, origins, own_methods
+from replicax.migrate.origins import definitions, iterated
 from replicax.migrate.script import Expression, Replacement, Script, Statement, Unported
 from replicax.migrate.tables import MESSAGES, NAMES
 from replicax.migrate.tracing import class_of, makes_spec
@@ -26,7 +26,6 @@ from replicax.migrate.tree import (
     keyword,
     last_name,
     method_of,
-    methods_of,
     named,
     names_in,
     object_of,
@@ -94,8 +93,8 @@ def _problem_of_minimize(script: Script, node: cst.Call) -> str | None:
     value = script.flow.resolved(loss)
     is_defined = isinstance(value, cst.Name) and bool(script.functions(value.value))
     is_function = isinstance(value, cst.Lambda) or is_defined
-    bound = [v for each in script.flow.reaching(tape) for v in each.values]
-    is_none = any(is_name(each, "None") for each in [tape, *bound])
+    meant = [tape, *script.flow.values(tape)]
+    is_none = any(is_name(each, "None") for each in meant)
     return MESSAGES["minimize"] if is_none or is_function else None
 
 
@@ -270,8 +269,7 @@ def _check_compiled_loss(
     has_both = value_of(node, 0, "y_true") and value_of(node, 1, "y_pred")
     if not has_both or any(arg.star for arg in args) or len(args) > 4:
         raise Unported(_COMPILED_LOSS)
-    owner = script.class_around(node) if model == "self" else None
-    if any("compute_loss" in methods_of(c) for c in with_bases(script, owner)):
+    if own_methods(script, object_of(node), "compute_loss"):
         raise Unported(MESSAGES["own_compute_loss"])
     losses = value_of(node, 3, "regularization_losses")
     adds = f"compute_loss adds {model}.losses"
@@ -300,10 +298,10 @@ def plan_train_steps(script: Script) -> None:
     """Plan updates of the metric `loss` in steps that log nothing but their loss."""
     for function in [*script.functions("train_step"), *script.functions("test_step")]:
         owner = class_of(script, function)
-        owners = with_bases(script, owner)
-        has_metrics = any("metrics" in methods_of(each) for each in owners)
-        is_plain = not has_metrics and "compiled_loss" not in names_in(function)
-        if is_plain and is_class_of(script, owner, ("model",)):
+        if owner is None or not is_class_of(script, owner, ("model",)):
+            continue
+        has_metrics = bool(own_methods(script, owner, "metrics"))
+        if not has_metrics and "compiled_loss" not in names_in(function):
             _plan_log(script, function)
 
 
@@ -316,7 +314,7 @@ def _plan_log(script: Script, function: cst.FunctionDef) -> None:
             continue
         if isinstance(pair.value, cst.Name):
             update = _update_of_loss(script, function, "self", pair.value.value)
-            script.inserted.setdefault(script.statement_of(node), []).append(update)
+            script.insert(node, update)
             script.note(node, MESSAGES["loss_of_epoch"])
 
 

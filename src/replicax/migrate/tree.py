@@ -90,6 +90,18 @@ def parts_of(node: cst.CSTNode | None) -> list[cst.BaseExpression]:
     return [element.value for element in node.elements] if is_display else []
 
 
+def pairs_of(node: cst.CSTNode | None) -> list[cst.DictElement]:
+    """The pairs of a dict display; none of other expressions."""
+    found = node.elements if isinstance(node, cst.Dict) else ()
+    return [each for each in found if isinstance(each, cst.DictElement)]
+
+
+def is_of_super(node: cst.CSTNode | None) -> bool:
+    """Whether a node calls a method of `super()`."""
+    owner = object_of(node) if isinstance(node, cst.Call) else None
+    return isinstance(owner, cst.Call) and is_name(owner.func, "super")
+
+
 def is_of_numbers(node: cst.CSTNode) -> bool:
     """Whether a node displays a list of numbers, or of such lists."""
     parts = [
@@ -230,6 +242,13 @@ def renamed(arg: cst.Arg, name: str) -> cst.Arg:
     space = cst.SimpleWhitespace("")
     equal = cst.AssignEqual(whitespace_before=space, whitespace_after=space)
     return arg.with_changes(keyword=cst.Name(name), equal=equal)
+
+
+def changed(
+    args: Sequence[cst.Arg], old: cst.Arg | None, value: cst.BaseExpression
+) -> list[cst.Arg]:
+    """`args` with another value for one of them."""
+    return [arg.with_changes(value=value) if arg is old else arg for arg in args]
 
 
 def without(
