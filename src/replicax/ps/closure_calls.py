@@ -88,6 +88,12 @@ class RemoteValue:
         """The same as `fetch`."""
         return self._fetch(self)
 
+    def known(self) -> PyTree:
+        """Return the result, which a function has used that has it as an argument."""
+        if self.outcome is None or "error" in self.outcome:
+            raise ClusterError("The result is not known in this task.")
+        return decode(self.outcome["value"])
+
 
 def _outcome(
     said: JSONObject, why_cancelled: str, failed: dict[str, str] | None = None
@@ -327,6 +333,7 @@ class ClosureWorker:
         variables: ClosureVariables,
         script_sync: ScriptSync,
         sources: PerWorkerSources,
+        random_numbers: RandomStream,
     ) -> None:
         assert strategy.session is not None
         self._session = strategy.session
@@ -340,8 +347,7 @@ class ClosureWorker:
         self._own_used: list[int] = []  # Per-worker values of the closure that runs.
         self._broken: dict[int, dict[str, str]] = {}  # By these: what closures raised.
         # The script's stay those of all tasks, whichever functions this worker runs.
-        session = self._session
-        self.random_numbers = RandomStream(f"{session.name} {session.starts}")
+        self.random_numbers = random_numbers
         self.newest = (0, 0)  # Of the closures taken: see `ScriptSync.place`.
 
     def run_one(self) -> bool:

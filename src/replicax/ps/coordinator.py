@@ -7,6 +7,7 @@ from typing import NoReturn
 
 import jax
 
+from replicax._util.random_state import RandomStream
 from replicax._util.types import JSON, JSONObject, PyTree
 from replicax._util.waiting import wait_for
 from replicax.errors import ClusterMismatchError, ContextError
@@ -29,6 +30,7 @@ from replicax.ps.payloads import (
     error_of,
     require_size,
 )
+from replicax.ps.rehearsal import Rehearsals
 from replicax.ps.session import Session
 from replicax.ps.strategy import ParameterServerStrategy
 from replicax.ps.worker_input import ElasticInputShard
@@ -81,8 +83,12 @@ class ClusterCoordinator:
         self._functions = FunctionNames()
         self._sources = PerWorkerSources()
         remote, labels = strategy.servers.remote, strategy.servers.labels
-        self._variables = ClosureVariables(remote, labels)
-        self._requests = remote.requests = GroupRequests(session, labels, remote)
+        random_numbers = RandomStream(f"{session.name} {session.starts}")
+        self._rehearsals = Rehearsals(strategy, random_numbers)
+        find = self._rehearsals.find
+        self._variables = ClosureVariables(remote, labels, find)
+        self._requests = GroupRequests(session, labels, remote, find)
+        remote.requests = self._requests
         self._script_sync = ScriptSync(session)
         self._owner = ClosureOwner(session)
         self._worker = ClosureWorker(
@@ -91,6 +97,7 @@ class ClusterCoordinator:
             self._variables,
             self._script_sync,
             self._sources,
+            random_numbers,
         )
         strategy.coordinator = self
 
@@ -123,6 +130,7 @@ class ClusterCoordinator:
         """
         self._require_outside("schedule")
         name = self._functions.register(fn)
+        self._rehearsals.note(name, fn, args or (), kwargs or {})
         self._script_sync.scheduled += 1
         if not self._session.is_chief:
             if self._script_sync.scheduled % _MOST_AHEAD == 0:
@@ -351,6 +359,7 @@ class ClusterCoordinator:
         with self._worker.random_numbers:
             record = self._script_sync.until(poll, f"coordinator.{at}")
         if "sums" in record:
+            self._requests.adopt(builds=True)
             self._variables.assign(record["sums"])
             self.strategy.servers.refresh()
         if record.get("error") is not None:
