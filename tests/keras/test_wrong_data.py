@@ -52,6 +52,11 @@ def test_what_is_no_data(model: keras.Model, method: str, case: str) -> None:
 
 
 OTHERS: dict[str, tuple[Callable[[Any], object], str]] = {
+    "steps of an epoch": (
+        lambda model: model.fit(X, Y, steps_per_epoch=-1),
+        "^fit: got -1 steps. Give their number, or None for all of the data",
+    ),
+    "steps": (lambda model: model.predict(X, steps=-2), "^predict: got -2 steps"),
     "y": (lambda model: model.fit(X, ["a"] * 8), r"^fit: y must be arrays; got list"),
     "texts": (lambda model: model.fit(X, np.array(["a"] * 8)), "^fit: y is an array"),
     "weights": (

@@ -1,4 +1,7 @@
-"""What steps of the user's log is that of all workers at the end of an epoch."""
+"""What steps of the user's log is that of all workers at the end of an epoch.
+
+It is shown in a line, by default.
+"""
 
 import keras
 import numpy as np
@@ -53,7 +56,8 @@ def histories(strategy):
     several = model.fit(X, LABELS, batch_size=16, epochs=2, **options)
     # By one worker, if not in step.
     one = model.fit(X, LABELS, batch_size=48, **options)
-    return [several.history, one.history]
+    shown = model.fit(X, LABELS, batch_size=16)
+    return [several.history, one.history], shown.params["verbose"]
 
 
 def train(sync):
@@ -69,12 +73,19 @@ def of_workers(sync):
         logical_devices=1,
         deadline_seconds=100,
     )
-    return [results[f"worker:{i}"].value for i in range(2)]
+    workers = [results[f"worker:{i}"] for i in range(2)]
+    for worker in workers:
+        assert worker.value[1] == 2
+        assert "3/3 - " in worker.output
+        assert "\r" not in worker.output
+        assert "\b" not in worker.output
+    return [worker.value[0] for worker in workers]
 
 
 @pytest.mark.slow
 def test_in_step_it_is_that_of_two_devices():
-    expected = histories(rx.MirroredStrategy(["cpu:0", "cpu:1"]))
+    expected, verbose = histories(rx.MirroredStrategy(["cpu:0", "cpu:1"]))
+    assert verbose == "auto"
     for found in of_workers(sync=True):
         for mine, one in zip(found, expected, strict=True):
             assert mine.keys() == one.keys() == {"size", "accuracy", "loss"}

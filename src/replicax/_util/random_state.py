@@ -1,6 +1,7 @@
 """Captures and restores a process' random state: Python's and NumPy's generators.
 
-Keras uses both, for shuffling and for seeding its own generators.
+Keras uses both, for shuffling and for seeding its own generators. A `RandomStream` has
+them draw other numbers for a while.
 """
 
 import random
@@ -10,7 +11,7 @@ import numpy as np
 
 from replicax._util.hashes import digest
 
-__all__ = ["RandomState", "capture", "fingerprint", "restore"]
+__all__ = ["RandomState", "RandomStream", "capture", "fingerprint", "restore"]
 
 
 class RandomState(TypedDict):
@@ -49,3 +50,44 @@ def fingerprint() -> str:
     """Hash the random state, the same in every process for equal states."""
     numpy = [np.asarray(part).tolist() for part in np.random.get_state()]
     return digest(repr((random.getstate(), numpy)))
+
+
+class RandomStream:
+    """Random numbers apart from those that are drawn outside of it.
+
+    While it is entered the process draws the stream's numbers, and afterwards goes on
+    where it was before. It may be entered again inside.
+
+    Args:
+        name: Streams of other names, or made in another random state, differ.
+
+    Example:
+        >>> random.seed(0)
+        >>> stream = RandomStream("a")
+        >>> with stream:
+        ...     number = random.random()
+        >>> random.random()  # The first one after the seed.
+        0.8444218515250481
+    """
+
+    def __init__(self, name: str) -> None:
+        outside = capture()
+        seed = int(digest(f"{name} {fingerprint()}", 4), 16)
+        random.seed(seed)
+        np.random.seed(seed)
+        self._inside = capture()
+        restore(outside)
+        self._outside = outside
+        self._depth = 0
+
+    def __enter__(self) -> None:
+        if self._depth == 0:
+            self._outside = capture()
+            restore(self._inside)
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._inside = capture()
+            restore(self._outside)

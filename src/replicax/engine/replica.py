@@ -107,7 +107,7 @@ class ReplicaContext:
     def replica_id_in_sync_group(self) -> jax.Array:
         """This replica's number, an `int32[]` tracer from 0."""
         self._check("replica_id_in_sync_group")
-        return self._group.index() + self._group.first_replica
+        return self._group.index() + self._group.first_in_sync
 
     def all_reduce(self, op: ReduceOp | str, value: PyTree) -> PyTree:
         """Combine `value` over the replicas; every replica gets the result.

@@ -381,7 +381,7 @@ class ReplicaStep:
         values = self._wholes(context, [*written, *read])
         for i, variable in enumerate(self.inputs):
             if is_seed_state(variable):
-                replica = context.replica_id_in_sync_group
+                replica = self._group.index() + self._group.first_seed
                 values[i] = fold_replica_into_seed(values[i], replica)
             elif i < len(written) and self._aggregation(variable) == "sum":
                 context.summands.add(id(variable))

@@ -110,6 +110,11 @@ class Epochs:
         steps_per_execution: int,
         only_inputs: bool = False,
     ) -> None:
+        if steps_per_epoch is not None and steps_per_epoch < 0:
+            raise ValueError(
+                f"{current_call()}: got {steps_per_epoch} steps. Give their number, or "
+                "None for all of the data."
+            )
         most = keras.config.max_steps_per_epoch()
         if most and (not steps_per_epoch or most < steps_per_epoch):
             warnings.warn(f"Limiting steps_per_epoch to {most}", stacklevel=2)

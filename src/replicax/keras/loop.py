@@ -106,7 +106,12 @@ def fit(
         if session.work is not None:
             session.callback(session.work.close)
         callbacks = _callback_list(
-            model, callbacks, verbose, data, epochs=epochs, add_history=True
+            model,
+            callbacks,
+            _verbosity(verbose, session),
+            data,
+            epochs=epochs,
+            add_history=True,
         )
         if not strategy.is_chief:
             session.enter_context(discarded_files(callbacks.callbacks))
@@ -382,6 +387,11 @@ def _epochs(
         steps_per_execution=model.steps_per_execution,
         only_inputs=only_inputs,
     )
+
+
+def _verbosity(verbose: str | int, fit: FitSession) -> str | int:
+    """How `fit` shows its progress: a bar would count one worker's steps of many."""
+    return 2 if verbose == "auto" and fit.work is not None else verbose
 
 
 def _callback_list(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from replicax._private import keras as internals
 from replicax._util.listing import listed
+from replicax._util.random_state import RandomStream
 from replicax._util.types import JSON, JSONObject, PyTree
 from replicax.cluster.failure import ExitCode
 from replicax.errors import ClusterError, ClusterMismatchError
@@ -86,6 +87,12 @@ class RemoteValue:
     def get(self) -> PyTree:
         """The same as `fetch`."""
         return self._fetch(self)
+
+    def known(self) -> PyTree:
+        """Return the result, which a function has used that has it as an argument."""
+        if self.outcome is None or "error" in self.outcome:
+            raise ClusterError("The result is not known in this task.")
+        return decode(self.outcome["value"])
 
 
 def _outcome(
@@ -189,12 +196,14 @@ class ClosureOwner:
 class ScriptSync:
     """Synchronization points of a script, in order, and progress of closures meanwhile.
 
-    `passed` is the number of points that this task's script has passed. `has_moved`
-    is set where a closure makes progress.
+    `passed` is the number of points that this task's script has passed, `scheduled`
+    that of its calls of `schedule` since the last one. `has_moved` is set where a
+    closure makes progress.
     """
 
     def __init__(self, session: Session) -> None:
         self.passed = 0
+        self.scheduled = 0
         self.has_moved = False
         self._session = session
         self._known = {"starts": 0, "points": 0}  # Of the chief.
@@ -212,18 +221,32 @@ class ScriptSync:
             self._kept.append((key, len(json.dumps(record))))
             while sum(size for _, size in self._kept) > _KEPT_BYTES:
                 self._put(self._kept.popleft()[0], {"gone": True})
-        self.passed += 1
+        self._pass()
         self._say()
 
-    def ended(self) -> JSONObject | None:
-        """On the others: the next point's outcome; None: it is not reached yet."""
+    def ended(self, at: str | None = None) -> JSONObject | None:
+        """On the others: the next point's outcome; None: it is not reached yet.
+
+        This script has then passed the point; with `at` only if it is such a call.
+        """
         if self._known["points"] <= self.passed:
             self._known = self._session.board("get", key=_NOW) or self._known
         if self._known["points"] <= self.passed:
             return None
         record = self._session.board("get", key=self._key(self._known["starts"]))
+        record = record or NOT_DONE
+        if at is None or record.get("at") == at:
+            self._pass()
+        return record
+
+    def _pass(self) -> None:
         self.passed += 1
-        return record or NOT_DONE
+        self.scheduled = 0
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The place of a call of `schedule` in the script."""
+        return self.passed, self.scheduled
 
     def _key(self, starts: int) -> str:
         # A restarted chief begins anew, and so do the numbers of its points.
@@ -310,6 +333,7 @@ class ClosureWorker:
         variables: ClosureVariables,
         script_sync: ScriptSync,
         sources: PerWorkerSources,
+        random_numbers: RandomStream,
     ) -> None:
         assert strategy.session is not None
         self._session = strategy.session
@@ -322,6 +346,9 @@ class ClosureWorker:
         self._trained_last: str | None = None
         self._own_used: list[int] = []  # Per-worker values of the closure that runs.
         self._broken: dict[int, dict[str, str]] = {}  # By these: what closures raised.
+        # The script's stay those of all tasks, whichever functions this worker runs.
+        self.random_numbers = random_numbers
+        self.newest = (0, 0)  # Of the closures taken: see `ScriptSync.place`.
 
     def run_one(self) -> bool:
         """Run one queued closure, if any; whether there was one."""
@@ -332,7 +359,9 @@ class ClosureWorker:
         if closure is None:
             self._trained_last = None  # Others may have gone on in the meantime.
             return False
-        if closure["payload"]["points"] > self._script_sync.passed:
+        points, number = closure["payload"]["place"]
+        self.newest = max(self.newest, (points, number))
+        if points > self._script_sync.passed:
             # The chief is past a point where this script still is, and what the closure
             # needs comes after it.
             self._held = closure
@@ -340,7 +369,8 @@ class ClosureWorker:
         self._home.num_closures += 1
         outer, self._own_used = self._own_used, []
         try:
-            self._run(closure)
+            with self.random_numbers:
+                self._run(closure)
         finally:
             self._home.num_closures -= 1
             self._own_used = outer

@@ -9,7 +9,7 @@
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -30,6 +30,8 @@ from replicax.ps.variables import RemoteVariables
 
 __all__ = ["ClosureVariables", "GroupRequests"]
 
+Find = Callable[[Label], Variable | None]
+
 _logger = logging.getLogger("replicax")
 
 
@@ -44,9 +46,10 @@ class ClosureVariables:
       the additions of all workers count, and the chief and later closures see them.
     """
 
-    def __init__(self, remote: RemoteVariables, labels: Labels) -> None:
+    def __init__(self, remote: RemoteVariables, labels: Labels, find: Find) -> None:
         self._remote = remote
         self._labels = labels
+        self._find = find
         self._before: dict[Label, jax.Array] = {}
         self._warned: set[Label] = set()
         self._touched: set[Label] = set()
@@ -114,7 +117,7 @@ class ClosureVariables:
             label = (path, number)
             totals[label] = totals.get(label, 0) + decode(change)
         for label, total in totals.items():
-            variable = self._labels.find(label)
+            variable = self._find(label)
             if variable is not None:
                 self._touched.add(label)
                 value = np.asarray(variable.value) + total
@@ -138,7 +141,7 @@ class ClosureVariables:
     def assign(self, values: list[Any]) -> None:
         """Assign the chief's values of metrics."""
         for path, number, value in values:
-            variable = self._labels.find((path, number))
+            variable = self._find((path, number))
             if variable is not None:
                 variable.assign(decode(value))
 
@@ -174,11 +177,14 @@ class GroupRequests:
     """
 
     def __init__(
-        self, session: Session, labels: Labels, remote: RemoteVariables
+        self, session: Session, labels: Labels, remote: RemoteVariables, find: Find
     ) -> None:
         self._session = session
         self._labels = labels
         self._remote = remote
+        self._find = find
+        # A chief that was started again schedules later what builds them.
+        self._is_back = session.starts > 1
         self._next = 0
 
     def name_of(
@@ -233,14 +239,18 @@ class GroupRequests:
         chief = self._session.workers[0]
         self._session.wait(poll, "a group of moving statistics", lambda: chief)
 
-    def adopt(self) -> None:
-        """Adopt requested groups; the chief creates them first."""
+    def adopt(self, *, builds: bool = False) -> None:
+        """Adopt requested groups; the chief creates them first.
+
+        `builds`: Variables that are not there yet are built, as on the chief.
+        """
+        find = self._find if builds or self._session.is_chief else self._labels.find
         while found := self._session.board("get", key=_request_key(self._next)):
             want = msgspec.convert(found, _GroupRequest)
             variables: list[keras.Variable] = []
             for label in want.variables:
-                variable = self._labels.find(label)
-                if variable is None and self._session.is_chief:
+                variable = find(label)
+                if variable is None and self._session.is_chief and not self._is_back:
                     raise ClusterMismatchError(
                         f"ClusterCoordinator: a closure on {want.by} changes "
                         f"{label[0]!r}, which the chief does not have. Create models "

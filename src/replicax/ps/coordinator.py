@@ -7,6 +7,7 @@ from typing import NoReturn
 
 import jax
 
+from replicax._util.random_state import RandomStream
 from replicax._util.types import JSON, JSONObject, PyTree
 from replicax._util.waiting import wait_for
 from replicax.errors import ClusterMismatchError, ContextError
@@ -29,6 +30,7 @@ from replicax.ps.payloads import (
     error_of,
     require_size,
 )
+from replicax.ps.rehearsal import Rehearsals
 from replicax.ps.session import Session
 from replicax.ps.strategy import ParameterServerStrategy
 from replicax.ps.worker_input import ElasticInputShard
@@ -36,6 +38,7 @@ from replicax.ps.worker_input import ElasticInputShard
 __all__ = ["ClusterCoordinator", "RemoteValue"]
 
 _PACE_SECONDS = 0.05
+_MOST_AHEAD = 1024
 _logger = logging.getLogger("replicax")
 
 
@@ -80,8 +83,12 @@ class ClusterCoordinator:
         self._functions = FunctionNames()
         self._sources = PerWorkerSources()
         remote, labels = strategy.servers.remote, strategy.servers.labels
-        self._variables = ClosureVariables(remote, labels)
-        self._requests = remote.requests = GroupRequests(session, labels, remote)
+        random_numbers = RandomStream(f"{session.name} {session.starts}")
+        self._rehearsals = Rehearsals(strategy, random_numbers)
+        find = self._rehearsals.find
+        self._variables = ClosureVariables(remote, labels, find)
+        self._requests = GroupRequests(session, labels, remote, find)
+        remote.requests = self._requests
         self._script_sync = ScriptSync(session)
         self._owner = ClosureOwner(session)
         self._worker = ClosureWorker(
@@ -90,6 +97,7 @@ class ClusterCoordinator:
             self._variables,
             self._script_sync,
             self._sources,
+            random_numbers,
         )
         strategy.coordinator = self
 
@@ -122,12 +130,16 @@ class ClusterCoordinator:
         """
         self._require_outside("schedule")
         name = self._functions.register(fn)
+        self._rehearsals.note(name, fn, args or (), kwargs or {})
+        self._script_sync.scheduled += 1
         if not self._session.is_chief:
+            if self._script_sync.scheduled % _MOST_AHEAD == 0:
+                self._let_the_chief_come()
             return RemoteValue(self.fetch)
         self.strategy.servers.publish()
         call, needs = self._owner.pack(args or (), kwargs or {})
         result = RemoteValue(self.fetch, self._owner.new_id())
-        payload = {"call": call, "points": self._script_sync.passed}
+        payload = {"call": call, "place": self._script_sync.place}
 
         def poll() -> JSONObject | None:
             answer = self._session.once(
@@ -316,6 +328,24 @@ class ClusterCoordinator:
 
     # The other workers.
 
+    def _let_the_chief_come(self) -> None:
+        """Run closures until the chief has scheduled as many as this script.
+
+        A script that schedules until an error stops it would not come to a `join`.
+        """
+
+        def poll() -> JSONObject | None:
+            record = self._script_sync.ended("schedule")
+            if record is None and self._worker.newest < self._script_sync.place:
+                self._run_one()
+                return None
+            return record or NOT_DONE
+
+        with self._worker.random_numbers:
+            record = self._script_sync.until(poll, "coordinator.schedule")
+        if record.get("at") == "schedule":
+            raise error_from_json(record["error"])
+
     def _follow(self, at: str) -> JSONObject:
         """Run closures until the chief has passed this point; return its outcome."""
 
@@ -325,8 +355,11 @@ class ClusterCoordinator:
                 self._run_one()
             return record
 
-        record = self._script_sync.until(poll, f"coordinator.{at}")
+        # Threads that read ahead for iterators draw random numbers between closures.
+        with self._worker.random_numbers:
+            record = self._script_sync.until(poll, f"coordinator.{at}")
         if "sums" in record:
+            self._requests.adopt(builds=True)
             self._variables.assign(record["sums"])
             self.strategy.servers.refresh()
         if record.get("error") is not None:

@@ -130,11 +130,13 @@ class ParameterServerStrategy(Strategy):
         self._num_parts = len(workers) - backup_workers if sync else 1
         devices = default_devices()
         index = config.process_id
+        first = (index or 0) * len(devices)
         super().__init__(
             devices,
             cross_device_ops,
             defers_updates=index is not None,
-            first_replica=(index or 0) * len(devices),
+            first_in_sync=first if sync else 0,
+            first_seed=first,
         )
         if index is None:
             return  # The evaluator.

@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from replicax._private import keras as internals
+from replicax._util.arrays import dtype_on_devices
 from replicax._util.hashes import digest
 from replicax._util.types import JSONObject
 from replicax.engine.scope import outside_scopes
@@ -362,6 +363,7 @@ def _info(variable: keras.Variable) -> VariableInfo:
     return VariableInfo(
         path=variable.path,
         shape=tuple(variable.shape),
-        dtype=str(variable.dtype),
+        # Of the array: without JAX's x64 a variable of "int64" holds int32.
+        dtype=str(dtype_on_devices(internals.stored_dtype(variable))),
         constraint=config,
     )

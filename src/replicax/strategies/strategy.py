@@ -73,7 +73,8 @@ class Strategy(DatasetMaker):
         workers: Workers | None = None,
         check_input: bool = True,
         defers_updates: bool = False,
-        first_replica: int = 0,
+        first_in_sync: int = 0,
+        first_seed: int = 0,
         communication_options: CommunicationOptions | None = None,
         replicas_per_device: int = 1,
         shard_update: bool = False,
@@ -83,7 +84,8 @@ class Strategy(DatasetMaker):
         """Make a strategy; only subclasses do, which say what most arguments are.
 
         `workers` are the processes of the devices, in the devices' order, and
-        `first_replica` is the number of the first of these replicas among all workers'.
+        `first_in_sync` and `first_seed` are the number of the first of these replicas
+        among those in sync, and among those of all workers.
         With `defers_updates` the home makes the updates, after a program. `split` says
         how a replica's weights are sharded over several devices.
         """
@@ -119,7 +121,8 @@ class Strategy(DatasetMaker):
             communication=communication_options or CommunicationOptions(),
             num_local=num_local * replicas_per_device,
             first_local=num_local * self._workers.index * replicas_per_device,
-            first_replica=first_replica,
+            first_in_sync=first_in_sync,
+            first_seed=first_seed,
             defers_updates=defers_updates,
         )
         dry_run = current_dry_run() if self._joins_dry_runs else None

@@ -1,0 +1,225 @@
+"""What scripts of a `ClusterCoordinator` rely on, whichever worker runs a function."""
+
+import random
+import time
+
+import numpy as np
+import pytest
+
+import replicax.testing
+
+pytestmark = [pytest.mark.slow, pytest.mark.multiprocess, pytest.mark.timeout(120)]
+
+TASKS = {"chief": 1, "worker": 2, "ps": 1}
+
+
+def run_all():
+    import replicax as rx
+
+    strategy = rx.ParameterServerStrategy(timeouts=rx.Timeouts(step=40, chief=20))
+    coordinator = rx.ClusterCoordinator(strategy)
+    programs = (
+        draw_random_numbers,
+        number_replicas,
+        use_wide_dtypes,
+        schedule_until_an_error,
+        build_in_a_function,
+    )
+    return {each.__name__: each(strategy, coordinator) for each in programs}
+
+
+@pytest.fixture(scope="module")
+def found():
+    """What each program returned in the chief and in both workers."""
+    results = replicax.testing.run(
+        run_all, tasks=TASKS, logical_devices=2, deadline_seconds=100
+    )
+    return [results[name].value for name in ("chief:0", "worker:0", "worker:1")]
+
+
+def on_both(strategy, coordinator, fn, *args):
+    """What a function returns on each of two workers."""
+
+    def slowly(*args):
+        time.sleep(0.5)  # The other worker takes the next one.
+        return strategy.session.name, fn(*args)
+
+    found = coordinator.fetch([coordinator.schedule(slowly, args) for _ in range(2)])
+    assert len(dict(found)) == 2
+    return dict(found)
+
+
+def draw_random_numbers(strategy, coordinator):
+    def shuffled():
+        return np.random.permutation(100)
+
+    def drawn():
+        while True:
+            yield random.random()
+
+    def take(iterator):
+        return [float(next(iterator)) for _ in range(5)]
+
+    found = {}
+    for dataset_fn in (shuffled, drawn):
+        iterator = iter(coordinator.create_per_worker_dataset(dataset_fn))
+        found[dataset_fn.__name__] = on_both(strategy, coordinator, take, iterator)
+    return found | {"script": (random.random(), np.random.rand())}
+
+
+def test_workers_draw_other_random_numbers_and_scripts_the_same(found):
+    chief, *workers = [each["draw_random_numbers"] for each in found]
+    assert workers == [chief, chief]
+    for name in ("shuffled", "drawn"):
+        first, second = chief[name].values()
+        assert first != second
+
+
+def number_replicas(strategy, coordinator):
+    import keras
+    import numpy as np
+
+    import replicax as rx
+
+    with strategy.scope():
+        dropout = keras.layers.Dropout(0.5, seed=1)
+
+    def replica_fn():
+        context = rx.get_replica_context()
+        mask = dropout(np.ones((64,), "float32"), training=True)
+        return context.replica_id_in_sync_group, mask
+
+    def step():
+        numbers, masks = strategy.run(replica_fn)
+        local = strategy.experimental_local_results
+        return [int(x) for x in local(numbers)], [x.tolist() for x in local(masks)]
+
+    return on_both(strategy, coordinator, step), strategy.num_replicas_in_sync
+
+
+def test_replicas_of_an_asynchronous_step_are_its_workers_own(found):
+    by_worker, number = found[0]["number_replicas"]
+    assert number == 2
+    assert [numbers for numbers, _ in by_worker.values()] == [[0, 1]] * 2
+    # All four have masks of their own.
+    masks = [tuple(mask) for _, both in by_worker.values() for mask in both]
+    assert len(set(masks)) == 4
+
+
+def use_wide_dtypes(strategy, coordinator):
+    import jax.numpy as jnp
+    import keras
+
+    with strategy.scope():
+        count = keras.Variable(0, dtype="int64", trainable=False)
+        weight = keras.Variable(1.0, dtype="float64")
+        optimizer = keras.optimizers.SGD(0.25)
+
+    def step():
+        count.assign_add(2)
+        strategy.run(lambda: optimizer.apply([jnp.ones(())], [weight]))
+
+    for _ in range(3):
+        coordinator.schedule(step)
+    coordinator.join()
+    return int(count.value), float(weight.value)
+
+
+def test_variables_may_ask_for_wider_dtypes_than_jax_gives(found):
+    # Two replicas, whose gradients are summed.
+    expected = (6, 1.0 - 3 * 2 * 0.25)
+    assert [each["use_wide_dtypes"] for each in found] == [expected] * 3
+
+
+def schedule_until_an_error(strategy, coordinator):
+    found = []
+
+    def fail():
+        raise FloatingPointError("not a number")
+
+    def schedule(most):
+        for i in range(most):
+            coordinator.schedule(len, ([i],))
+
+    for _ in range(2):
+        coordinator.schedule(fail)
+        try:
+            schedule(10**9)
+        except FloatingPointError as error:
+            found.append(str(error))
+    coordinator.join()
+    schedule(3000)  # More than a script is ahead of the chief's.
+    coordinator.join()
+    found.append(coordinator.schedule(pow, (2, 3)).fetch())
+    return found
+
+
+def test_a_script_may_schedule_until_an_error_stops_it(found):
+    expected = ["not a number"] * 2 + [8]
+    assert [each["schedule_until_an_error"] for each in found] == [expected] * 3
+
+
+def build_in_a_function(strategy, coordinator):
+    import keras
+
+    import replicax as rx
+
+    with strategy.scope():
+        model = keras.Sequential(
+            [
+                keras.layers.Dense(4, "relu", kernel_initializer="ones"),
+                keras.layers.BatchNormalization(),
+                keras.layers.Dense(3, kernel_initializer="zeros"),
+            ]
+        )
+        optimizer = keras.optimizers.RMSprop(0.01)
+        score = keras.metrics.F1Score(threshold=0.5)
+
+    def dataset_fn():
+        x = np.random.default_rng(0).normal(size=(6, 10)).astype("float32")
+        while True:
+            yield x, np.eye(3, dtype="float32")[[0, 1, 2] * 2]
+
+    def replica_fn(x, y):
+        with rx.GradientTape() as tape:
+            logits = model(x, training=True)
+            losses = keras.losses.categorical_crossentropy(y, logits, from_logits=True)
+            loss = rx.compute_average_loss(losses, global_batch_size=6)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(
+            zip(gradients, model.trainable_variables, strict=True)
+        )
+        score.update_state(y, y)
+        return loss
+
+    def step(iterator, times):
+        for _ in range(times):
+            losses = strategy.run(replica_fn, args=next(iterator))
+        return float(strategy.reduce("sum", losses))
+
+    iterator = iter(coordinator.create_per_worker_dataset(dataset_fn))
+    first = coordinator.schedule(step, (iterator, 1))
+    coordinator.join()
+    assert len(model.weights) == 8  # Also on the worker that has not run it.
+    for _ in range(4):
+        coordinator.schedule(step, (iterator, 5))
+    coordinator.join()
+    counts = [float(np.sum(v.value)) for v in score.variables]
+    weights = [np.asarray(w) for w in model.get_weights()]
+    return first.fetch(), int(optimizer.iterations.value), counts, weights
+
+
+def test_a_function_may_build_the_model_that_it_trains(found):
+    chief, *workers = [each["build_in_a_function"] for each in found]
+    loss, iterations, counts, weights = chief
+    # Each of the two replicas has all six examples.
+    assert loss == pytest.approx(2 * np.log(3))
+    assert iterations == 21
+    assert counts == [2 * 21 * 2.0 * 3, 0, 0, 2 * 21 * 2.0 * 3]
+    assert [w.shape for w in weights] == [(10, 4), *[(4,)] * 5, (4, 3), (3,)]
+    assert all(np.isfinite(w).all() for w in weights)
+    assert not np.array_equal(weights[0], np.ones((10, 4)))
+    for _, other, totals, values in workers:
+        assert (other, totals) == (iterations, counts)
+        for a, b in zip(values, weights, strict=True):
+            np.testing.assert_array_equal(a, b)
