@@ -96,6 +96,23 @@ def test_as_many_make_steps_as_servers_keep_up_with() -> None:
     assert sum(job.run(100).values()) > 0.9 * 100 * 8 / 0.1
 
 
+def test_steps_beside_a_worker_that_compiles_do_not_count() -> None:
+    job = Job(2, shared)
+    limit = job.limit
+    for i, name in enumerate(("a", "b")):
+        assert limit.claim(name, float(i)) is None
+        limit.begin(name, 1, float(i))
+    for step in range(20):  # "b" compiles on the same cores.
+        assert limit.claim("a", 2 + 0.2 * step) is None
+        limit.begin("a", 1, 2 + 0.2 * step)
+    assert limit.most == 1
+    assert limit.claim("b", 7.0) is not None
+    for step in range(20):
+        assert limit.claim("a", 7 + 0.1 * step) is None
+        limit.begin("a", 1, 7 + 0.1 * step)
+    assert limit.most == 2
+
+
 @pytest.mark.parametrize("fast", range(4))
 def test_slow_workers_with_cores_of_their_own_are_no_reason_to_wait(fast) -> None:
     job = Job(4, of_their_own)

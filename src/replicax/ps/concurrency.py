@@ -49,6 +49,7 @@ class ConcurrencyLimit:
     def __init__(self) -> None:
         self.most = 1
         self._known: set[str] = set()
+        self._first: set[str] = set()  # Who makes its first step, and compiles.
         self._turns: dict[str, float] = {}  # Who makes steps, and since when.
         self._claims: dict[str, tuple[float, int]] = {}  # Each one's last, its size.
         self._waiting: dict[str, float] = {}  # When they asked last; longest first.
@@ -63,8 +64,12 @@ class ConcurrencyLimit:
         """None if a worker may begin steps now, or the reason to wait."""
         if (last := self._claims.pop(worker, None)) is not None:
             self._count(worker, *last, now)
+        if worker in self._first:
+            self._first.discard(worker)
+            self._changed_at = now  # What others' steps took until now says nothing.
         if worker not in self._known:
             self._known.add(worker)
+            self._first.add(worker)
             self._search(now)
             return None
         if self.most >= len(self._known) or self._has_turn(worker, now):
@@ -83,6 +88,7 @@ class ConcurrencyLimit:
 
     def leave(self, worker: str) -> None:
         """Record that a worker makes no steps for now."""
+        self._first.discard(worker)
         for held in (self._turns, self._claims, self._waiting):
             held.pop(worker, None)
 
@@ -128,7 +134,7 @@ class ConcurrencyLimit:
     def _count(self, worker: str, since: float, count: int, now: float) -> None:
         """Count steps that a worker has made; after enough of them change the limit."""
         self._step_seconds = (now - since) / count
-        if worker not in self._turns or since < self._changed_at:
+        if worker not in self._turns or since < self._changed_at or self._first:
             return  # They say nothing about this limit.
         if self._settled_for is not None:
             self._settled_for += count
