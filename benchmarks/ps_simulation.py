@@ -43,7 +43,12 @@ class Found:
 
 
 def simulate(
-    job: Job, times: Times, *, rounds: int = 4, warm_rounds: int = 16, limit: float = 1e4
+    job: Job,
+    times: Times,
+    *,
+    rounds: int = 4,
+    warm_rounds: int = 16,
+    limit: float = 1e4,
 ) -> Found:
     """Run a job, and look at it once it is under way.
 
