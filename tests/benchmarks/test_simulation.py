@@ -77,7 +77,7 @@ def test_what_is_too_slow_is_the_busiest():
     slow_update = dataclasses.replace(TIMES, update_byte=1e-8)
     found = simulate(dataclasses.replace(JOB, workers=16, cores=16), slow_update)
     assert found.busiest == "a server's updates"
-    # 20 MB on two servers, 0.1 s each. No more workers make steps at a time than bring
-    # within a tenth of what all of them would.
-    assert 9 < found.updates < 10.2
+    # 20 MB on two servers, 0.1 s each. Of workers that would add less than a quarter of
+    # their own share none make steps at the same time.
+    assert 8 < found.updates < 10.2
     assert found.staleness < 4

@@ -18,11 +18,13 @@ __all__ = ["ConcurrencyLimit"]
 
 _logger = logging.getLogger("replicax")
 
-# Workers that are let in must add a tenth of the updates that they would with servers
+# Workers that are let in must add a quarter of the updates that they would with servers
 # and cores of their own: else older gradients cost more than they bring.
-_LEAST_GAIN = 0.1
+_LEAST_GAIN = 0.25
 _STEPS = 6  # Of each worker, from one measurement to the next.
-_AGAIN = 1000  # Steps of each, after which what was found is measured again.
+# Steps of each, after which what was found is measured again: the first time, when
+# machines may still be busy with their start, and at most.
+_SOON, _AGAIN = 10, 1000
 # A turn takes so many of the longest pauses between two calls of who waits.
 _PAUSES_IN_A_TURN = 20
 # A worker that takes so many times as long as a step may have died: its turn is over.
@@ -59,6 +61,7 @@ class ConcurrencyLimit:
         self._before = 0  # The limit before, with medians of the steps there.
         self._medians: dict[str, float] = {}
         self._settled_for: int | None = None  # Steps; None: `most` may grow.
+        self._again = _SOON
 
     def claim(self, worker: str, now: float) -> str | None:
         """None if a worker may begin steps now, or the reason to wait."""
@@ -138,7 +141,8 @@ class ConcurrencyLimit:
             return  # They say nothing about this limit.
         if self._settled_for is not None:
             self._settled_for += count
-            if self._settled_for >= _AGAIN * self.most:
+            if self._settled_for >= self._again * self.most:
+                self._again = min(2 * self._again, _AGAIN)
                 self._search(now)
             return
         mine = self._seconds.setdefault(worker, [])
