@@ -113,7 +113,7 @@ class StepLeases:
             before, reason = reason, answer.get("wait", "")
             if not reason:
                 return answer
-            self._has_waited = True
+            self._has_waited = not self._sync  # Those steps fetch their begin.
             # Others get on, or the reason would be the same: the deadline begins anew.
             is_moving = before not in ("", reason)
             return {} if is_moving and time.monotonic() > soon else None
