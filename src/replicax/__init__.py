@@ -71,12 +71,12 @@ if TYPE_CHECKING:  # For editors, type checkers and the pages of the API.
     from replicax.input import AutoShardPolicy, FileDataset, InputContext
     from replicax.keras.backup import BackupAndRestore
     from replicax.planning.analysis import plan
-    from replicax.ps.closure_calls import RemoteValue
     from replicax.ps.coordinator import ClusterCoordinator
     from replicax.ps.payloads import (
         ClosureCancelledError,
         ClosureError,
         PerWorkerValues,
+        RemoteValue,
     )
     from replicax.ps.strategy import ParameterServerStrategy
     from replicax.report.tensorboard import SummaryWriter
@@ -205,7 +205,7 @@ _MODULES = {
     "PerWorkerValues": "ps.payloads",
     "ReduceOp": "engine.collectives",
     "ReductionToOneDevice": "engine.collectives",
-    "RemoteValue": "ps.closure_calls",
+    "RemoteValue": "ps.payloads",
     "ReplicaContext": "engine.replica",
     "RestoreStatus": "checkpoint",
     "SidecarEvaluator": "checkpoint.sidecar",

@@ -14,7 +14,7 @@ Where what runs:
     a worker      strategy, session, connection, server_home, training_steps,
                   variables, remote, remote_optimizer, group_servers; tables: rows,
                   embedding; fit, worker_input
-    coordinators  coordinator, closure_calls, closure_variables, payloads, rehearsal
+    coordinators  coordinator, closure_calls, closure_variables, payloads
 
 Slices. What one `optimizer.apply` trains is a group; its variables are cut into slices,
 balanced over the servers by bytes. In a server, and on the wire, a group is one flat

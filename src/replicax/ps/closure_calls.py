@@ -24,6 +24,7 @@ from replicax.ps.payloads import (
     FunctionNames,
     PerWorkerSources,
     PerWorkerValues,
+    RemoteValue,
     because_of,
     decode,
     encode,
@@ -37,7 +38,7 @@ from replicax.ps.session import Session
 if TYPE_CHECKING:
     from replicax.ps.strategy import ParameterServerStrategy
 
-__all__ = ["NOT_DONE", "ClosureOwner", "ClosureWorker", "RemoteValue", "ScriptSync"]
+__all__ = ["NOT_DONE", "ClosureOwner", "ClosureWorker", "ScriptSync"]
 
 _AT_ONCE = 256
 _DEEPEST = 8
@@ -50,49 +51,6 @@ NOT_DONE: JSONObject = {"done": False}
 """The outcome of a point that no record is kept of: a script may ask very often."""
 
 _Result = TypeVar("_Result")
-
-
-class RemoteValue:
-    """The result of a scheduled function. `ClusterCoordinator.schedule` returns it.
-
-    As an argument of another `schedule` it becomes the result itself. (TF:
-    `tf.distribute.experimental.coordinator.RemoteValue`.)
-
-    Example:
-        >>> import replicax as rx
-        >>> strategy = rx.ParameterServerStrategy()  # doctest: +SKIP
-        >>> coordinator = rx.ClusterCoordinator(strategy)  # doctest: +SKIP
-        >>> three = coordinator.schedule(sum, ([1, 2],))  # doctest: +SKIP
-        >>> coordinator.schedule(pow, (three, 2)).fetch()  # doctest: +SKIP
-        9
-    """
-
-    def __init__(
-        self, fetch: Callable[["RemoteValue"], PyTree], id: str | None = None
-    ) -> None:
-        self.id = id  # None in tasks that did not schedule it.
-        self.outcome: JSONObject | None = None  # Its value or error, once it is known.
-        self.num_users = 0  # Closures with this argument whose outcome is not known.
-        self._fetch = fetch
-
-    def fetch(self) -> PyTree:
-        """Wait for the result and return it, like `coordinator.fetch(self)`.
-
-        Raises:
-            Exception: That of the function, if it has raised one.
-            ClosureCancelledError: If another function's error has cancelled it.
-        """
-        return self._fetch(self)
-
-    def get(self) -> PyTree:
-        """The same as `fetch`."""
-        return self._fetch(self)
-
-    def known(self) -> PyTree:
-        """Return the result, which a function has used that has it as an argument."""
-        if self.outcome is None or "error" in self.outcome:
-            raise ClusterError("The result is not known in this task.")
-        return decode(self.outcome["value"])
 
 
 def _outcome(

@@ -1,7 +1,8 @@
 """What closures change in variables, and how it comes to all tasks.
 
 - What training steps change, such as weights, is in groups on the servers. The chief
-  creates groups, and runs no closures: workers ask for them by `GroupRequests`.
+  creates groups, and runs no closures: workers ask for them by `GroupRequests`. What
+  only closures build, the chief builds by tracing them (`FunctionTraces`).
 - Metrics are in each process. Their changes come to the chief with the closure's
   result, and the chief's totals to all.
 - Other variables are each a group of its own once a closure has assigned them, to which
@@ -9,8 +10,8 @@
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -20,17 +21,23 @@ import numpy as np
 
 from replicax._private import keras as internals
 from replicax._util.hashes import digest
+from replicax._util.random_state import RandomStream
+from replicax._util.types import PyTree
 from replicax.engine.consistency import Label, Labels
 from replicax.engine.variables import Variable, is_seed_state
 from replicax.errors import ClusterMismatchError
 from replicax.ps.partition import AVERAGED, SUMMED, VariableGroup
-from replicax.ps.payloads import decode, encode
+from replicax.ps.payloads import PerWorkerValues, RemoteValue, decode, encode
 from replicax.ps.session import Session
 from replicax.ps.variables import RemoteVariables
 
-__all__ = ["ClosureVariables", "GroupRequests"]
+if TYPE_CHECKING:
+    from replicax.ps.strategy import ParameterServerStrategy
+
+__all__ = ["ClosureVariables", "FunctionTraces", "GroupRequests"]
 
 Find = Callable[[Label], Variable | None]
+_FunctionCall = tuple[Callable[..., PyTree], Sequence[PyTree], Mapping[str, PyTree]]
 
 _logger = logging.getLogger("replicax")
 
@@ -155,6 +162,86 @@ def _wide(value: jax.Array) -> np.ndarray:
     host = np.asarray(value)
     kind = np.float64 if np.issubdtype(host.dtype, np.inexact) else np.int64
     return host.astype(kind)
+
+
+class FunctionTraces:
+    """Builds variables that scheduled functions build and this task does not have.
+
+    A layer without an input shape makes its weights in its first call. That is in a
+    function, which the chief does not run. So the chief traces the function, as TF
+    does.
+    """
+
+    def __init__(
+        self, strategy: "ParameterServerStrategy", random_numbers: RandomStream
+    ) -> None:
+        self._strategy = strategy
+        self._random_numbers = random_numbers
+        self._known: set[str] = set()
+        self._left: dict[str, _FunctionCall] = {}
+
+    def note(
+        self,
+        name: str,
+        fn: Callable[..., PyTree],
+        args: Sequence[PyTree],
+        kwargs: Mapping[str, PyTree],
+    ) -> None:
+        """Keep a call of a function that is scheduled, if it is the first one."""
+        if name not in self._known:
+            self._known.add(name)
+            self._left[name] = fn, args, kwargs
+
+    def find(self, label: Label) -> Variable | None:
+        """The variable of a label, built now if a scheduled function builds it."""
+        labels = self._strategy.servers.labels
+        while (variable := labels.find(label)) is None and self._left:
+            name = next(iter(self._left))
+            self._trace(name, self._left.pop(name))
+        return variable
+
+    def _trace(self, name: str, call: _FunctionCall) -> None:
+        """Trace a function: `strategy.run` in it builds variables, and returns zeros.
+
+        All variables have the values of before, and metrics that it builds have zeros,
+        from which workers count.
+        """
+        home = self._strategy.servers
+        before = {id(v): _value(v) for _, v in home.labels if internals.has_value(v)}
+        fn, args, kwargs = call
+        home.num_closures += 1
+        home.is_tracing = True
+        try:
+            with self._random_numbers, internals.names_counted_apart():
+                args, kwargs = jax.tree.map(_argument, (tuple(args), dict(kwargs)))
+                fn(*args, **kwargs)
+        except (Exception, SystemExit):  # What needs its variables says so.
+            _logger.warning(
+                "ClusterCoordinator: %s builds variables. It was traced here to build "
+                "them, too, and raised an error:",
+                name,
+                exc_info=True,
+            )
+        finally:
+            home.is_tracing = False
+            home.num_closures -= 1
+            for _, variable in home.labels:
+                _reset(variable, before)
+
+
+def _argument(value: PyTree) -> PyTree:
+    if isinstance(value, PerWorkerValues):
+        return value.own()
+    if isinstance(value, RemoteValue):
+        return value.known()
+    return value
+
+
+def _reset(variable: Variable, before: Mapping[int, jax.Array]) -> None:
+    if id(variable) in before:
+        internals.write_values([variable], [before[id(variable)]])
+    elif variable.aggregation == "sum" and internals.has_value(variable):
+        variable.assign(jnp.zeros_like(_value(variable)))
 
 
 class _GroupRequest(msgspec.Struct):

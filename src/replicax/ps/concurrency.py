@@ -27,7 +27,8 @@ _STEPS = 6  # Of each worker, from one measurement to the next.
 _SOON, _AGAIN = 10, 1000
 # A turn takes so many of the longest pauses between two calls of who waits.
 _PAUSES_IN_A_TURN = 20
-# A worker that takes so many times as long as a step may have died: its turn is over.
+# A worker that takes so many times as long as its last step may have died: its turn is
+# over.
 # So is the wait of one that does not ask for so many pauses.
 _OVERDUE = 4
 
@@ -57,7 +58,7 @@ class ConcurrencyLimit:
         self._waiting: dict[str, float] = {}  # When they asked last; longest first.
         self._changed_at = 0.0  # The present limit holds since then.
         self._seconds: dict[str, list[float]] = {}  # Of steps since, by worker.
-        self._step_seconds = float("inf")  # Of anybody's last one.
+        self._step_seconds: dict[str, float] = {}  # Of each one's last.
         self._before = 0  # The limit before, with medians of the steps there.
         self._medians: dict[str, float] = {}
         self._settled_for: int | None = None  # Steps; None: `most` may grow.
@@ -99,6 +100,7 @@ class ConcurrencyLimit:
         """Record that a worker is gone; one that comes back is a new one."""
         self.leave(worker)
         self._known.discard(worker)
+        self._step_seconds.pop(worker, None)
 
     def _has_turn(self, worker: str, now: float) -> bool:
         """Whether it is a worker's turn: its own goes on, or there is a place."""
@@ -132,11 +134,12 @@ class ConcurrencyLimit:
 
     def _is_silent(self, worker: str, now: float, pause: float) -> bool:
         since, count = self._claims.get(worker, (self._turns[worker], 1))
-        return now - since > _OVERDUE * count * self._step_seconds + pause
+        seconds = self._step_seconds.get(worker, float("inf"))
+        return now - since > _OVERDUE * count * seconds + pause
 
     def _count(self, worker: str, since: float, count: int, now: float) -> None:
         """Count steps that a worker has made; after enough of them change the limit."""
-        self._step_seconds = (now - since) / count
+        self._step_seconds[worker] = (now - since) / count
         if worker not in self._turns or since < self._changed_at or self._first:
             return  # They say nothing about this limit.
         if self._settled_for is not None:
@@ -146,7 +149,7 @@ class ConcurrencyLimit:
                 self._search(now)
             return
         mine = self._seconds.setdefault(worker, [])
-        mine += [self._step_seconds] * count
+        mine += [self._step_seconds[worker]] * count
         if len(mine) - count < _STEPS <= len(mine):
             self._compare(now)
 

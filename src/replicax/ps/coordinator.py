@@ -16,21 +16,24 @@ from replicax.ps.closure_calls import (
     NOT_DONE,
     ClosureOwner,
     ClosureWorker,
-    RemoteValue,
     ScriptSync,
 )
-from replicax.ps.closure_variables import ClosureVariables, GroupRequests
+from replicax.ps.closure_variables import (
+    ClosureVariables,
+    FunctionTraces,
+    GroupRequests,
+)
 from replicax.ps.payloads import (
     FunctionNames,
     PerWorkerSources,
     PerWorkerValues,
+    RemoteValue,
     dataset_maker,
     decode,
     error_from_json,
     error_of,
     require_size,
 )
-from replicax.ps.rehearsal import Rehearsals
 from replicax.ps.session import Session
 from replicax.ps.strategy import ParameterServerStrategy
 from replicax.ps.worker_input import ElasticInputShard
@@ -84,8 +87,8 @@ class ClusterCoordinator:
         self._sources = PerWorkerSources()
         remote, labels = strategy.servers.remote, strategy.servers.labels
         random_numbers = RandomStream(f"{session.name} {session.starts}")
-        self._rehearsals = Rehearsals(strategy, random_numbers)
-        find = self._rehearsals.find
+        self._traces = FunctionTraces(strategy, random_numbers)
+        find = self._traces.find
         self._variables = ClosureVariables(remote, labels, find)
         self._requests = GroupRequests(session, labels, remote, find)
         remote.requests = self._requests
@@ -130,7 +133,7 @@ class ClusterCoordinator:
         """
         self._require_outside("schedule")
         name = self._functions.register(fn)
-        self._rehearsals.note(name, fn, args or (), kwargs or {})
+        self._traces.note(name, fn, args or (), kwargs or {})
         self._script_sync.scheduled += 1
         if not self._session.is_chief:
             if self._script_sync.scheduled % _MOST_AHEAD == 0:

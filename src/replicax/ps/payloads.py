@@ -1,7 +1,7 @@
 """Serializes closures: names of functions, arguments, results and errors as JSON.
 
 Code is never sent. An argument may stand for something of which each worker has its own
-(`PerWorkerValues`).
+(`PerWorkerValues`), or for the result of another closure (`RemoteValue`).
 """
 
 import builtins
@@ -23,7 +23,7 @@ from replicax._util.signatures import positional_count
 from replicax._util.types import JSON, JSONObject, PyTree
 from replicax.engine.cache import function_key, static_key
 from replicax.engine.values import PerReplica
-from replicax.errors import ClusterMismatchError
+from replicax.errors import ClusterError, ClusterMismatchError
 from replicax.input import InputContext
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "FunctionNames",
     "PerWorkerSources",
     "PerWorkerValues",
+    "RemoteValue",
     "because_of",
     "dataset_maker",
     "decode",
@@ -265,6 +266,49 @@ class PerWorkerSources:
                 "them."
             )
         return value.own()
+
+
+class RemoteValue:
+    """The result of a scheduled function. `ClusterCoordinator.schedule` returns it.
+
+    As an argument of another `schedule` it becomes the result itself. (TF:
+    `tf.distribute.experimental.coordinator.RemoteValue`.)
+
+    Example:
+        >>> import replicax as rx
+        >>> strategy = rx.ParameterServerStrategy()  # doctest: +SKIP
+        >>> coordinator = rx.ClusterCoordinator(strategy)  # doctest: +SKIP
+        >>> three = coordinator.schedule(sum, ([1, 2],))  # doctest: +SKIP
+        >>> coordinator.schedule(pow, (three, 2)).fetch()  # doctest: +SKIP
+        9
+    """
+
+    def __init__(
+        self, fetch: Callable[["RemoteValue"], PyTree], id: str | None = None
+    ) -> None:
+        self.id = id  # None in tasks that did not schedule it.
+        self.outcome: JSONObject | None = None  # Its value or error, once it is known.
+        self.num_users = 0  # Closures with this argument whose outcome is not known.
+        self._fetch = fetch
+
+    def fetch(self) -> PyTree:
+        """Wait for the result and return it, like `coordinator.fetch(self)`.
+
+        Raises:
+            Exception: That of the function, if it has raised one.
+            ClosureCancelledError: If another function's error has cancelled it.
+        """
+        return self._fetch(self)
+
+    def get(self) -> PyTree:
+        """The same as `fetch`."""
+        return self._fetch(self)
+
+    def known(self) -> PyTree:
+        """Return the result, which a function has used that has it as an argument."""
+        if self.outcome is None or "error" in self.outcome:
+            raise ClusterError("The result is not known in this task.")
+        return decode(self.outcome["value"])
 
 
 def dataset_maker(

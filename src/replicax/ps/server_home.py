@@ -63,7 +63,7 @@ class ServerHome(ReplicaHome):
     `remote` has this worker's variables that lie on servers, `rows` its tables, `steps`
     the training steps. `fit_metrics` are ids of the metrics' variables of the `fit`
     that runs; None: none runs. `num_closures` is how many of a coordinator's closures
-    run, one in another. Where it `rehearses`, programs are traced and not run.
+    run, one in another. Where it `is_tracing`, programs are traced and not run.
     """
 
     keeps_slots = False
@@ -89,7 +89,7 @@ class ServerHome(ReplicaHome):
         self.steps = TrainingSteps(strategy, session, self.rows, num_parts)
         self.fit_metrics: frozenset[int] | None = None
         self.num_closures = 0
-        self.rehearses = False
+        self.is_tracing = False
         self._strategy = strategy
         self._connected: WeakKeyDictionary[Program, _Connected] = WeakKeyDictionary()
         self._num_fits = 0
@@ -137,7 +137,7 @@ class ServerHome(ReplicaHome):
     def execute(self, program: Program, arrays: Sequence[ArrayLike]) -> PyTree:
         """Run a program on the newest values, and push its gradients."""
         stored = _values(program.variables)
-        if self.rehearses:
+        if self.is_tracing:
             return _zeros(program, [stored[id(v)] for v in program.inputs], arrays)
         # Taken first: after an error it must not be left to the next step.
         share = self.steps.next_share() if program.deferred_updates else None
