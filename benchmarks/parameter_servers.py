@@ -1,9 +1,10 @@
 """Steps per second on parameter servers: replicax and TensorFlow, the same model.
 
-An MLP, 784-2048-2048-10, or a small CNN; batches of 256, Adam; asynchronous workers and
-servers as processes of this machine. Both libraries' clusters of a size run at the same
-time and take turns, so that only numbers of one row are compared; the one that waits is
-idle. Each row's clusters are started several times.
+An MLP, 784-2048-2048-10, or a small CNN; batches of 256, Adam. Or an embedding of 4,096
+ids a batch, whose table has 5,000,000 rows of 16; Adagrad. Asynchronous workers and
+servers are processes of this machine. Both libraries' clusters of a size run at the
+same time and take turns, so that only numbers of one row are compared; the one that
+waits is idle. Each row's clusters are started several times.
 
     python benchmarks/parameter_servers.py --peer-python /path/to/venv/bin/python
 
@@ -24,7 +25,7 @@ from ps_cluster import Cluster
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--peer-python", help="a Python that has tensorflow and tf_keras")
-parser.add_argument("--model", choices=["mlp", "cnn"], default="mlp")
+parser.add_argument("--model", choices=["mlp", "cnn", "embedding"], default="mlp")
 parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4])
 parser.add_argument("--servers", type=int, nargs="+", default=[1, 2])
 parser.add_argument("--starts", type=int, default=3, help="of each cluster")

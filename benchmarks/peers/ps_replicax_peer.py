@@ -55,14 +55,14 @@ class Clock(keras.callbacks.Callback):
 with strategy.scope():
     model = keras.Sequential(
         [
-            keras.Input(protocol.SHAPE),
+            keras.Input(protocol.SHAPE, dtype=protocol.DTYPE),
             *([Accelerator()] if DEVICE_SECONDS else []),
-            *protocol.layers(keras.layers),
+            *protocol.layers(keras.layers, rx.layers.Embedding),
         ]
     )
-    model.set_weights([array for pair in protocol.WEIGHTS for array in pair])
+    protocol.set_weights(model)
     model.compile(
-        keras.optimizers.Adam(protocol.LEARNING_RATE, epsilon=1e-8),
+        protocol.optimizer(keras.optimizers),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
     )
 

@@ -23,13 +23,21 @@ if resolver.task_type in ("worker", "ps"):
     )
     server.join()
 
-strategy = tf.distribute.ParameterServerStrategy(resolver)
+# The table of embeddings lies on all servers; each other variable on one.
+shards = tf.distribute.experimental.partitioners.MinSizePartitioner(
+    min_shard_bytes=2**25, max_shards=resolver.cluster_spec().num_tasks("ps")
+)
+strategy = tf.distribute.ParameterServerStrategy(resolver, shards)
 coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
 with strategy.scope():
-    model = tf_keras.Sequential(protocol.layers(tf_keras.layers))
-    model.build((None, *protocol.SHAPE))
-    model.set_weights([array for pair in protocol.WEIGHTS for array in pair])
-    optimizer = tf_keras.optimizers.Adam(protocol.LEARNING_RATE, epsilon=1e-8)
+    model = tf_keras.Sequential(
+        [
+            tf_keras.Input(protocol.SHAPE, dtype=protocol.DTYPE),
+            *protocol.layers(tf_keras.layers, tf_keras.layers.Embedding),
+        ]
+    )
+    protocol.set_weights(model)
+    optimizer = protocol.optimizer(tf_keras.optimizers)
     optimizer.build(model.trainable_variables)
     # Keras counts a step when it begins, so that it says nothing of staleness.
     applied = tf.Variable(
@@ -43,7 +51,12 @@ with strategy.scope():
     )
 
 
-UPDATES = {"AssignAddVariableOp", "AssignSubVariableOp", "ResourceApplyAdam"}
+UPDATES = {
+    "AssignAddVariableOp",
+    "AssignSubVariableOp",
+    "ResourceApplyAdam",
+    "ResourceScatterAdd",
+}
 """Types of the operations with which optimizers change variables."""
 
 
