@@ -17,6 +17,7 @@ from tests.ps.test_parameter_server_fault_matrix import (
     EPOCHS,
     FAULTS,
     LONG,
+    SERVERS,
     STEPS,
     WaitsForTheTest,
     disturb,
@@ -104,11 +105,11 @@ def in_step(options):
     )
 
 
-def asynchronously(options, dies=None):
+def asynchronously(options, hit=None):
     """Train until the test says that it is enough."""
     strategy = make(options)
-    if dies is not None and strategy.session.index == 1 and strategy.session.starts < 2:
-        die_between_pushes_of_rows(dies)
+    if hit is not None and strategy.session.index == 1 and strategy.session.starts < 2:
+        hit_between_pushes_of_rows(20, dies=hit == "dies")
     found = trained(strategy, [Watched(strategy)], repeats=500)
     board = strategy.session.board("status")
     return found | {
@@ -118,16 +119,18 @@ def asynchronously(options, dies=None):
     }
 
 
-def die_between_pushes_of_rows(number):
-    """Have this process killed when one server has its rows of a push only."""
+def hit_between_pushes_of_rows(number, *, dies):
+    """Have this process die, or wait, when one server has its rows of a push only."""
     send, sent = MessageStream.send, itertools.count()
 
     def send_or_die(stream, header, *others):
         is_due = header.get("op") == "push_rows" and header["sequence"] == number
         if is_due and next(sent) == 1:
             time.sleep(1)  # Meanwhile the other server takes its message.
-            print("dies now", flush=True)
-            os.kill(os.getpid(), signal.SIGKILL)
+            print("is hit now", flush=True)
+            if dies:
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(4)
         return send(stream, header, *others)
 
     MessageStream.send = send_or_die
@@ -187,11 +190,23 @@ def test_asynchronously_no_rows_are_lost_or_applied_twice(
 
 
 def test_asynchronously_a_worker_dies_between_the_rows_of_two_servers(tmp_path):
-    job = {"options": durable(tmp_path), "dies": 20}
+    job = {"options": durable(tmp_path), "hit": "dies"}
     with Job(tmp_path, asynchronously, **job, **LONG) as cluster:
-        cluster.task("worker:1").wait_for("dies now", timeout_seconds=90)
+        cluster.task("worker:1").wait_for("is hit now", timeout_seconds=90)
         assert cluster.task("worker:1").wait(timeout_seconds=10) == -signal.SIGKILL
         cluster.restart("worker:1")
         cluster.wait_for_progress("worker:0", "worker:1", steps=12)
         results = cluster.end()
     check_counts(all_done(results), 1)
+
+
+@pytest.mark.parametrize("killed", SERVERS)
+def test_asynchronously_a_server_dies_when_one_has_rows_of_a_push(tmp_path, killed):
+    job = {"options": durable(tmp_path), "hit": "waits"}
+    with Job(tmp_path, asynchronously, **job, **LONG) as cluster:
+        cluster.task("worker:1").wait_for("is hit now", timeout_seconds=90)
+        cluster.kill(killed)
+        cluster.restart(killed)
+        cluster.wait_for_progress("worker:0", "worker:1", steps=12)
+        results = cluster.end()
+    check_counts(all_done(results), 0)
