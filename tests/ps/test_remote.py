@@ -3,6 +3,7 @@
 import functools
 import socket
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -252,7 +253,29 @@ def test_staleness_counts_the_updates_of_others(session):
     assert found == [0, 1, 2]
 
 
-def test_a_chief_that_is_started_again_counts_on_from_restored_steps(session):
+def test_a_closure_that_is_run_again_makes_each_of_its_updates_once(session):
+    group = group_of([((2,), "float32")], None, 1)
+    remote = RemoteGroup(session, group, SHARDING)
+    ones = on_devices([np.ones(2, "float32")])
+    remote.create(ones)
+    remote.pull()
+    before = np.asarray(remote.values[0])
+
+    def run(id, num_pushes):
+        session.closure = id, Counter()
+        pushes = [remote.push(ones, remote.versions) for _ in range(num_pushes)]
+        session.closure = None
+        return [remote.finish(push).counts for push in pushes]
+
+    assert run("chief 1", 2) == [True, True]
+    assert run("chief 1", 3) == [False, False, True]
+    assert run("chief 2", 1) == [True]
+    # Of no closure.
+    assert all(remote.finish(remote.push(ones, {0: 0})).counts for _ in range(2))
+    np.testing.assert_array_equal(np.asarray(remote.values[0]), before + 6)
+
+
+def test_a_chief_that_is_started_again_counts_on_from_restored_steps(session, caplog):
     optimizer = keras.optimizers.SGD(0.5)
     infos = [VariableInfo(path="w", shape=(2,), dtype="float32")]
     rule = optimizer_rule(optimizer, [])
@@ -264,7 +287,9 @@ def test_a_chief_that_is_started_again_counts_on_from_restored_steps(session):
     chief.pull()
     chief.finish(chief.push(values, chief.versions))
     again = RemoteGroup(session, group, SHARDING)
-    again.create(values, restored)
+    with caplog.at_level("WARNING", logger="replicax"):
+        again.create(values, restored)
+    assert "restored is not used for them" in caplog.text
     again.pull()
     for each in (chief, again):
         (steps,) = each.optimizer.slots("iteration").values()

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import socket
 import threading
 import time
@@ -252,6 +253,23 @@ def test_a_payload_that_is_cut_or_goes_on_is_refused(service, created):
     stream = OpenStream(service)
     stream.writer.write_metadata(b"\x80\x04\x95 a pickle")
     assert "is not JSON" in stream.error()
+    header, _ = created.exchange({"op": "pull", "group": "weights"})
+    assert header["version"] == 0
+
+
+def test_a_sender_that_is_gone_in_the_midst_of_a_message_is_no_refusal(
+    service, created, caplog
+):
+    stream = OpenStream(service)
+    stream.write(push(1) | {"vectors": [[k, k, v.size] for k, v in values(1).items()]})
+    stream.write_bytes(np.zeros(10, np.uint8))
+    stream.writer.done_writing()
+    with pytest.raises(StopIteration):
+        stream.reader.read_chunk()
+    stream.writer.close()
+    logged = "\n".join(record.getMessage() for record in caplog.records)
+    assert re.search("Lost 127.*: the stream ended before the end of a message", logged)
+    assert "Refused" not in logged
     header, _ = created.exchange({"op": "pull", "group": "weights"})
     assert header["version"] == 0
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from contextlib import closing
 
 import keras
@@ -88,6 +89,18 @@ def test_arrays_of_all_kinds(tmp_path) -> None:
     for name, array in arrays.items():
         assert found[name].dtype == array.dtype
         np.testing.assert_array_equal(found[name], array)
+
+
+def test_arrays_are_read_one_by_one(tmp_path) -> None:
+    arrays = {str(i): np.full(1 << 18, float(i)) for i in range(4)}
+    snapshots = Snapshots(tmp_path, 0)
+    snapshots.write({"meta": {}, "arrays": arrays})
+    tracemalloc.start()
+    found = snapshots.restore().state["arrays"]
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert [array[-1] for array in found.values()] == [0.0, 1.0, 2.0, 3.0]
+    assert most < 1.2 * sum(array.nbytes for array in arrays.values())
 
 
 def test_keeps_the_newest(tmp_path) -> None:

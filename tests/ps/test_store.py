@@ -85,6 +85,28 @@ def test_an_older_push_and_an_older_session_are_refused(caplog) -> None:
     assert values(store) == [2.0] * 8
 
 
+def test_pushes_of_a_closure_that_is_run_again_are_applied_once() -> None:
+    _, [store] = held(ADD)
+    for number in (1, 2):  # Its worker dies in the midst.
+        assert push(store, number, closure=("chief 1", number)).applied
+    before = store.num_changes
+    other = {"worker": "worker:1", "session": "b"}
+    for number, value in ((1, 5.0), (2, 7.0), (3, 1.0)):
+        pushed = push(store, number, value, closure=("chief 1", number), **other)
+        assert pushed.applied == (number == 3)
+    push(store, 4, closure=("chief 2", 1), **other)
+    assert store.num_changes == before + 4  # Snapshots know of repeated ones, too.
+    again = VariableStore(0)
+    again.load_state(store.state())
+    for each in (store, again):
+        # The first one was not dead, and goes on.
+        late = push(each, 3, closure=("chief 1", 3))
+        assert (late.applied, late.version) == (False, 4)
+        assert values(each) == [4.0] * 8
+        status = each.status()
+        assert (status["applied"], status["lost"]) == (4, 0)
+
+
 def test_staleness_is_what_was_applied_in_between() -> None:
     _, [store] = held(sgd(learning_rate=1.0))
     push(store, 1, based_on=0)

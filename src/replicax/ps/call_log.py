@@ -175,7 +175,8 @@ class PushCounts:
 
     A worker's process numbers its pushes to a group 1, 2, 3, ... and sends them in
     order: so those that are missing are the numbers up to the highest that was seen,
-    less those that are `applied`, in the values.
+    less those that are `applied`, in the values, and those that are `repeated`, whose
+    update another push has made.
 
     Example:
         >>> counts = PushCounts("ps:0 'sgd'")
@@ -192,7 +193,7 @@ class PushCounts:
     """
 
     def __init__(self, what: str, note: Note = note_nothing) -> None:
-        self.applied = 0
+        self.applied = self.repeated = 0
         self.what = what
         self._note = note
         self._made: dict[_Process, int] = {}  # The highest number that was seen.
@@ -203,9 +204,11 @@ class PushCounts:
     @property
     def lost(self) -> int:
         """Number of pushes that were made and are not in the values."""
-        return sum(self._made.values()) - self.applied
+        return sum(self._made.values()) - self.applied - self.repeated
 
-    def add(self, worker: str, session: str, number: int) -> None:
+    def add(
+        self, worker: str, session: str, number: int, *, repeats: bool = False
+    ) -> None:
         """Count a push, before it is applied; not one that has been applied before."""
         process = worker, session
         if self._unlogged is not None:
@@ -215,7 +218,8 @@ class PushCounts:
                 self._log_lost(process, number - 1)
         self._note([self.what, *process], number)
         self._made[process] = max(number, self._made.get(process, 0))
-        self.applied += 1
+        self.applied += not repeats
+        self.repeated += repeats
 
     def log_rest(self) -> None:
         """At the end, log the lost pushes of workers that did not push again."""
@@ -239,11 +243,11 @@ class PushCounts:
     def state(self) -> JSONObject:
         """The state as JSON values."""
         made = [[*process, number] for process, number in self._made.items()]
-        return {"applied": self.applied, "made": made}
+        return {"applied": self.applied, "repeated": self.repeated, "made": made}
 
     def load_state(self, state: JSONObject, journal: Journaled) -> None:
         """Restore the state from a snapshot and the log's later entries."""
-        self.applied = state["applied"]
+        self.applied, self.repeated = state["applied"], state.get("repeated", 0)
         self._unlogged = {(w, s): number for w, s, number in state["made"]}
         self._made = dict(self._unlogged)
         for (what, *process), number in journal.items():

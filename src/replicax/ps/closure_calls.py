@@ -9,7 +9,7 @@ progress.
 import itertools
 import json
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
@@ -326,12 +326,16 @@ class ClosureWorker:
             return False
         self._home.num_closures += 1
         outer, self._own_used = self._own_used, []
+        caller, self._session.closure = (
+            self._session.closure,
+            (closure["id"], Counter()),
+        )
         try:
             with self.random_numbers:
                 self._run(closure)
         finally:
             self._home.num_closures -= 1
-            self._own_used = outer
+            self._own_used, self._session.closure = outer, caller
         return True
 
     def _run(self, closure: JSONObject) -> None:

@@ -204,8 +204,8 @@ class Closures(msgspec.Struct, kw_only=True):
             else:
                 del self.running[id]
                 _logger.warning(
-                    "%s is gone while it ran %s (%s), which runs again: what it had "
-                    "updated already is updated twice.",
+                    "%s is gone while it ran %s (%s), which runs again; updates that "
+                    "it has made are not made again.",
                     worker,
                     closure.function,
                     id,

@@ -112,8 +112,8 @@ class ClusterCoordinator:
     ) -> RemoteValue:
         """Queue a function for the next free worker, without waiting.
 
-        A function whose worker dies is run again on another one. What it did before
-        stays done: a step whose update was made may be made twice.
+        A function whose worker dies is run again on another one. Updates of variables
+        that it had made stay, and are not made again.
 
         Args:
             fn: The function. It must be the same in all tasks, and may use all that the

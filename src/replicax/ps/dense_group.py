@@ -161,10 +161,9 @@ class DenseGroup(Group):
                 f"{self.what}: the state has optimizer variables of {shapes}, but this "
                 f"version of Keras has {expected}. Use the version that wrote it."
             )
-        self._slots = [
-            jax.device_put(np.array(new), old.device)
-            for new, old in zip(slots, self._slots, strict=True)
-        ]
+        # One by one, so that the old ones' memory is free for the next.
+        for i, new in enumerate(slots):
+            self._slots[i] = jax.device_put(np.array(new), self._slots[i].device)
         step = meta.get("begin", -1)
         begin = {} if step < 0 else {x: arrays[f"begin/{x}"] for x in self.lengths}
         self._begin = step, begin

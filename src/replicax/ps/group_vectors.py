@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 
 from replicax._util.arrays import aligned
 from replicax._util.types import PyTree
-from replicax.ps.partition import VariableGroup
+from replicax.ps.partition import VariableGroup, VariableSlice
 from replicax.ps.wire import dtype_named
 
 __all__ = [
@@ -174,12 +174,15 @@ def cut_slots(
     group: VariableGroup, slots: Mapping[VariableSlot, np.ndarray], server: int
 ) -> Slots:
     """Slice each slot for one server."""
+    places: dict[int, list[tuple[int, VariableSlice]]] = {}
+    for place, part in enumerate(group.slices_on(server)):
+        places.setdefault(part.variable, []).append((place, part))
     cut: Slots = {}
     for (name, variable), array in slots.items():
         if variable is None:
             cut[SlotKey(name, None)] = array
-        for place, part in enumerate(group.slices_on(server)):
-            if part.variable == variable:
-                rows = array if part.rows is None else array[slice(*part.rows)]
-                cut[SlotKey(name, place)] = rows
+            continue
+        for place, part in places.get(variable, ()):
+            rows = array if part.rows is None else array[slice(*part.rows)]
+            cut[SlotKey(name, place)] = rows
     return cut

@@ -7,6 +7,8 @@ of an embedding table (`table`). Both kinds take pushes in the same way.
   written. Who waits for a step waits on it.
 - A process numbers its pushes, and a push is counted before it is applied. The last one
   again gets the same answer, an older one is refused.
+- A closure that a coordinator gives to another worker makes its pushes again. They have
+  numbers in the closure, and of each number the first one is applied.
 - A synchronous step is applied once, when all of its parts are here, in the order of
   the parts. Other workers' copies of a part change nothing.
 - A step that needs a norm of the whole gradient is applied by a commit, which any
@@ -28,11 +30,19 @@ import numpy as np
 
 from replicax._util.types import JSONObject
 from replicax.ps.call_log import Journaled, Note, PushCounts, Sessions
-from replicax.ps.limits import IncompleteStep, NumParts, RequestError, SyncTimeout
+from replicax.ps.limits import (
+    Closure,
+    IncompleteStep,
+    NumParts,
+    RequestError,
+    SyncTimeout,
+    remember,
+)
 
 __all__ = ["NEXT_STEP", "Arrays", "Group", "StepShare"]
 
 _logger = logging.getLogger("replicax")
+_CLOSURES_KEPT = 4096  # As many as the board has unfinished ones.
 NEXT_STEP = -1
 """In place of a step's number: the group's next one."""
 
@@ -130,6 +140,7 @@ class Group(abc.ABC):
         self.last: dict[str, LastPush] = {}
         self.staleness: dict[str, dict[int, int]] = {}
         self.pushes = PushCounts(f"ps:{server} {what}", note)
+        self._closures: dict[str, int] = {}  # Of the newest, by id: pushes made.
         self._sessions = Sessions() if sessions is None else sessions
         self._is_restored = False
         self._note = note
@@ -141,6 +152,11 @@ class Group(abc.ABC):
     def steps(self) -> int:
         """The number of the next synchronous step; those before it are over."""
         return self.version - self.replaced
+
+    @property
+    def num_changes(self) -> int:
+        """A counter of all that a snapshot has to have."""
+        return self.version + self.assignments + self.pushes.repeated
 
     @property
     @abc.abstractmethod
@@ -197,13 +213,15 @@ class Group(abc.ABC):
         *,
         based_on: int | None = None,
         share: StepShare | None = None,
+        closure: Closure | None = None,
     ) -> LastPush:
         """Apply gradients exactly once, or add them to their synchronous step.
 
         A new session of a worker ends the one before; its sequence numbers grow with
         each push to this group. Gradients must not be changed afterwards. They are of
         the version `based_on`, if anybody counts it, and applied at once, or with the
-        other parts of the step that they are a `share` of.
+        other parts of the step that they are a `share` of. Of a `closure` that another
+        worker has run they are not applied again.
         """
         # Under the group's lock: a session that ends in between must not be heard.
         self._sessions.admit(worker, session)
@@ -218,12 +236,22 @@ class Group(abc.ABC):
             _logger.warning("%s", message)
             raise RequestError(message)
         last = LastPush(session=session, sequence=sequence)
-        if share is None:
+        if closure is not None and self._is_repeated(*closure):
+            last.applied = False
+            self.pushes.add(worker, session, sequence, repeats=True)
+        elif share is None:
             self._apply_now(worker, last, gradients, based_on)
         else:
             self._collect(worker, last, gradients, based_on, share)
         self.last[worker] = last
         return last
+
+    def _is_repeated(self, closure: str, number: int) -> bool:
+        """Whether a closure's push was made before; else it is made from now on."""
+        made = self._closures.get(closure, 0)
+        if number > made:
+            remember(self._closures, closure, number, most=_CLOSURES_KEPT)
+        return number <= made
 
     def _apply_now(
         self, worker: str, last: LastPush, gradients: Arrays, based_on: int | None
@@ -436,6 +464,7 @@ class Group(abc.ABC):
             "last": done,
             "staleness": {w: sorted(h.items()) for w, h in self.staleness.items()},
             "pushes": self.pushes.state(),
+            "closures": self._closures.copy(),
             "steps_made": self._steps_made,
             "steps_lost": self._steps_lost,
             "norms": self._last_norms,
@@ -447,6 +476,7 @@ class Group(abc.ABC):
         self.last = {worker: LastPush(**last) for worker, last in meta["last"].items()}
         self.staleness = {w: dict(h) for w, h in meta["staleness"].items()}
         self.pushes.load_state(meta["pushes"], journal)
+        self._closures = dict(meta.get("closures", {}))
         self._steps_noted = journal.get(("steps", self.pushes.what), 0)
         self._steps_made, self._steps_lost = meta["steps_made"], meta["steps_lost"]
         norms = meta.get("norms")

@@ -9,6 +9,7 @@ small job never comes near them: it is as prompt as it can be.
 """
 
 import inspect
+import itertools
 import json
 import math
 from collections.abc import Callable
@@ -18,6 +19,7 @@ import msgspec
 
 __all__ = [
     "Backups",
+    "Closure",
     "Count",
     "Few",
     "IncompleteStep",
@@ -47,6 +49,9 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=2**53 - 1)]
 """A number of a client, which JSON can carry."""
 Ticket = Count | Annotated[list[Count], msgspec.Meta(min_length=2, max_length=2)]
 """A step; of a synchronous one `[step, part]`."""
+
+Closure = tuple[Name, Count]
+"""A closure of a coordinator, and the number of its push to a group, from 1."""
 
 Few = Annotated[int, msgspec.Meta(ge=1, le=64)]
 NumParts = Annotated[int, msgspec.Meta(ge=1, le=65536)]
@@ -128,7 +133,7 @@ def remember(
     """Move an entry to the end; evict the oldest ones over `most`, and return them."""
     recent.pop(name, None)
     recent[name] = value
-    oldest = list(recent)[: max(len(recent) - most, 0)]
+    oldest = list(itertools.islice(recent, max(len(recent) - most, 0)))
     return {old: recent.pop(old) for old in oldest}
 
 

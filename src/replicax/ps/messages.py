@@ -16,7 +16,7 @@ from replicax._util.types import JSONObject
 from replicax.ps.dense_group import DenseGroup
 from replicax.ps.group_vectors import SlotKey, slots_from_message, slots_to_message
 from replicax.ps.groups import StepShare
-from replicax.ps.limits import Count, SyncTimeout
+from replicax.ps.limits import Closure, Count, SyncTimeout
 from replicax.ps.partition import VariableGroup
 from replicax.ps.store import VariableStore
 from replicax.ps.table import TableSpec
@@ -138,6 +138,7 @@ class Push(_OfGroup, tag="push"):
     deadline_seconds: float
     share: StepShare | None = None
     may_leave: bool = False
+    closure: Closure | None = None
 
     def expected_by(self, held: DenseGroup) -> Mapping[str, Allowed]:
         return exactly(held.lengths, "bfloat16")
@@ -154,6 +155,7 @@ class Push(_OfGroup, tag="push"):
             vectors,
             based_on=self.based_on,
             share=self.share,
+            closure=self.closure,
         )
         if last.step is not None and last.applied:
             try:
@@ -277,6 +279,7 @@ class PushRows(Message, tag="push_rows"):
     deadline_seconds: float
     share: StepShare | None
     may_leave: bool = False
+    closure: Closure | None = None
 
     def expected(self, store: VariableStore) -> Mapping[str, Allowed]:
         spec, count = store.table(self.table).spec, self.num_rows
@@ -302,6 +305,7 @@ class PushRows(Message, tag="push_rows"):
             session=self.session,
             sequence=self.sequence,
             share=share,
+            closure=self.closure,
         )
         if share is not None and pushed.applied and not self.may_leave:
             with table.condition:

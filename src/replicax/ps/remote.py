@@ -137,7 +137,14 @@ class RemoteGroup:
         )
         self.steps_ahead = made[self.servers.numbers[0]][0]["iterations"]
         is_new = not any(header["version"] for header, _ in made.values())
-        if self.optimizer is not None and restored and is_new:
+        if self.optimizer is not None and not is_new:
+            _logger.warning(
+                "%s: the servers have values of %r already, and it goes on with these. "
+                "What this script has assigned or restored is not used for them.",
+                self.session.name,
+                self.name,
+            )
+        elif self.optimizer is not None and restored:
             # Before others hear of the group, and push.
             self.optimizer.restore(restored)
         created = {"digest": self.placement.digest, "steps": self.steps_ahead}
@@ -264,6 +271,7 @@ class RemoteGroup:
         """
         given = self._layout.as_pushed(gradients)
         self._sequence += 1
+        closure = self.session.closure_push(self.name)
         messages = {
             server: Push(
                 self.name,
@@ -274,6 +282,7 @@ class RemoteGroup:
                 self.session.timeouts.step,
                 share,
                 may_leave,
+                closure,
             )
             for server in self.servers.numbers
         }

@@ -192,6 +192,7 @@ class RemoteTables:
             with self._lock:
                 collected = self._collected.pop(name, [])
             self._sequences[name] += 1
+            closure = self._session.closure_push(f"table {name}")
             ids, gradients = self._summed(name, collected)
             for server in self._servers:
                 here = ids % len(self._servers) == server
@@ -206,6 +207,7 @@ class RemoteTables:
                     self._session.timeouts.step,
                     share,
                     may_leave,
+                    closure,
                 )
                 push = functools.partial(self._push_to, message, vectors)
                 # Those before it in the queue may wait for other workers.

@@ -187,6 +187,8 @@ class Service:
                 self._answer(peer, header, stream)
         except (wire.WireError, RequestError) as error:
             raise self._refusal(peer, error) from error
+        except ConnectionResetError as error:
+            self._log.warn("lost connections", peer.host, f"Lost {peer}: {error}.")
 
     def _answer(self, peer: Peer, header: JSONObject, stream: MessageStream) -> None:
         kind = self._messages.get(str(header.get("op")))

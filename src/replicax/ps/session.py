@@ -35,7 +35,13 @@ from replicax.cluster.timeouts import Timeouts
 from replicax.errors import ClusterError, ClusterMismatchError
 from replicax.ps.connection import Connection, ServerRefused, ValuesLostError
 from replicax.ps.credentials import Credentials
-from replicax.ps.limits import beat_seconds, family_of, poll_pauses, remember
+from replicax.ps.limits import (
+    Closure,
+    beat_seconds,
+    family_of,
+    poll_pauses,
+    remember,
+)
 
 __all__ = ["FAREWELL_SECONDS", "JOB", "ReplayLog", "Session"]
 
@@ -70,6 +76,8 @@ class Session:
     a restarted worker has another one. `steps` counts its training steps that are over,
     `staleness` how many of its pushes were applied with which staleness, `starts` how
     often the worker was started. `has_values` says that it has groups or tables.
+    `closure` is the id of the coordinator's closure that runs, and its pushes so far by
+    group.
     """
 
     def __init__(
@@ -88,6 +96,7 @@ class Session:
         self.timeouts = timeouts
         self.steps = 0
         self.staleness: Counter[int] = Counter()
+        self.closure: tuple[str, Counter[str]] | None = None
         self._servers = tuple(servers)
         self._credentials = credentials
         self.connections = self._open(
@@ -185,6 +194,14 @@ class Session:
         """Bytes sent and received so far."""
         used = (*self.connections, *self._row_connections)
         return sum(x.bytes_sent + x.bytes_received for x in used)
+
+    def closure_push(self, group: str) -> Closure | None:
+        """Number the next push to a group among those of the closure that runs."""
+        if self.closure is None:
+            return None
+        id, pushes = self.closure
+        pushes[group] += 1
+        return id, pushes[group]
 
     # The board.
 

@@ -304,12 +304,13 @@ def _write_files(
 def _read(path: Path) -> Snapshot:
     _FORMAT.read_manifest(path)
     state = json.loads((path / _STATE).read_bytes())
-    data = np.fromfile(path / _ARRAYS, np.uint8)
     arrays = {}
-    for name, dtype, shape, offset in state["arrays"]:
-        size = math.prod(shape) * np.dtype(dtype).itemsize
-        # A copy: places are not aligned for the dtype.
-        arrays[name] = array_of(data[offset : offset + size].tobytes(), dtype, shape)
+    with (path / _ARRAYS).open("rb") as file:
+        for name, dtype, shape, offset in state["arrays"]:
+            file.seek(offset)
+            # One by one: the file is as large as all of them.
+            data = file.read(math.prod(shape) * np.dtype(dtype).itemsize)
+            arrays[name] = array_of(data, dtype, shape)
     return Snapshot(
         path=path,
         job=state["job"],

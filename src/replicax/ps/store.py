@@ -195,7 +195,7 @@ class VariableStore:
     @property
     def num_changes(self) -> int:
         """A counter of all changes of groups and tables."""
-        return sum(1 + held.version + held.assignments for held in self._all_groups())
+        return sum(1 + held.num_changes for held in self._all_groups())
 
     @property
     def num_updates(self) -> int:

@@ -15,7 +15,7 @@ import numpy as np
 from replicax._util.types import JSONObject
 from replicax.ps.call_log import Journaled, Note, Sessions, note_nothing
 from replicax.ps.groups import Arrays, Group, StepShare
-from replicax.ps.limits import RequestError
+from replicax.ps.limits import Closure, RequestError
 from replicax.ps.row_initializers import check_initializer, fill_rows
 from replicax.ps.row_optimizer import RowOptimizer, differing_options
 
@@ -225,6 +225,7 @@ class Table(Group):
         session: str,
         sequence: int,
         share: StepShare | None = None,
+        closure: Closure | None = None,
     ) -> RowsPushed:
         """Update rows with their gradients, exactly once; see `Group.push`.
 
@@ -240,7 +241,9 @@ class Table(Group):
         places, gradients = sum_duplicates(places, gradients.astype(np.float32))
         summed = {"ids": places, "gradients": gradients}
         with self.condition:
-            last = self.push(worker, session, sequence, summed, share=share)
+            last = self.push(
+                worker, session, sequence, summed, share=share, closure=closure
+            )
             return RowsPushed(self.version, last.applied)
 
     def share_of(self, group: str, share: StepShare | None) -> StepShare | None:

@@ -1,0 +1,268 @@
+"""ClusterCoordinator, where all kinds of tasks are killed or stopped: effects are once.
+
+Each closure reads a batch of its worker's own dataset, looks rows up, and pushes their
+gradients and those of a dense variable. However often it is tried, each of its updates
+is made once, and so is its metric. `snapshot_every_updates=1` makes that so for servers
+too.
+"""
+
+import itertools
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+from tests.ps.test_parameter_server_fault_matrix import STOPPED_SECONDS, durable
+from tests.ps.test_parameter_server_faults import Job, make
+
+import replicax as rx
+from replicax.ps.message_stream import MessageStream
+
+pytest.importorskip("pyarrow")
+pytestmark = [
+    pytest.mark.multiprocess,
+    pytest.mark.slow,
+    pytest.mark.timeout(200),
+]
+
+NUM_ROWS, DIM, ROUNDS, PER_ROUND = 20, 4, 4, 20
+STEPS = ROUNDS * PER_ROUND
+SERVERS = ("ps:0", "ps:1")
+WORKERS = ("worker:1", "worker:2")
+
+
+class Trainer:
+    """A variable and rows that each step lowers by one, and a metric that counts."""
+
+    def __init__(self, options):
+        self.strategy = make(options)
+        self.session = self.strategy.session
+        self.coordinator = rx.ClusterCoordinator(self.strategy)
+        with self.strategy.scope():
+            self.layer = rx.layers.Embedding(
+                NUM_ROWS, DIM, embeddings_initializer="zeros", name="words"
+            )
+            self.layer.build()
+            self.total = keras.Variable(0.0, name="total")
+            self.optimizer = keras.optimizers.SGD(1.0)
+            self.count = keras.metrics.Sum(name="count")
+        data = self.coordinator.create_per_worker_dataset(self.batches)
+        self.iterator = iter(data)
+
+    def batches(self, context):
+        print(f"<{os.getpid()}: makes its dataset>", flush=True)
+        time.sleep(float(os.environ.get("SLOW_DATASET", "0")))
+        while True:
+            yield np.arange(NUM_ROWS, dtype="int32")
+
+    def step(self, number, iterator):
+        """Lower the variable and row `number % NUM_ROWS` by one."""
+        ids = next(iterator)[[number % NUM_ROWS]]
+
+        def replica_fn():
+            def loss_of():
+                return keras.ops.sum(self.layer(ids)) + self.total
+
+            variables = [self.layer.anchor, self.total]
+            _, gradients = rx.value_and_grad(loss_of, variables)()
+            self.optimizer.apply(gradients, variables)
+
+        self.strategy.run(replica_fn)
+        self.count.update_state(1.0)
+        print(f"<{os.getpid()}: pushed {number}>", flush=True)
+        time.sleep(0.05)
+        return number
+
+    def found(self, returned):
+        with self.strategy.scope():
+            rows = np.asarray(self.layer(np.arange(NUM_ROWS, dtype="int32")))
+        servers = [c.call("store.status") for c in self.session.connections]
+        return {
+            "returned": returned,
+            "total": float(self.total.value),
+            "rows": rows,
+            "count": float(self.count.result()),
+            "iterations": int(self.optimizer.iterations),
+            "dense": [
+                {k: s[k] for k in ("applied", "lost")} for s in servers if s["groups"]
+            ],
+            "tables": [
+                {k: s["tables"]["words"][k] for k in ("applied", "lost")}
+                for s in servers
+            ],
+        }
+
+
+def rounds(options):
+    """Schedule all steps, in some rounds."""
+    trainer = Trainer(options)
+    returned = []
+    for number in range(ROUNDS):
+        first = number * PER_ROUND
+        values = [
+            trainer.coordinator.schedule(trainer.step, (first + i, trainer.iterator))
+            for i in range(PER_ROUND)
+        ]
+        print(f"<{os.getpid()}: scheduled round {number}>", flush=True)
+        returned += trainer.coordinator.fetch(values)
+        trainer.coordinator.join()
+        if number == ROUNDS - 2 and trainer.strategy.is_chief:
+            end = time.monotonic() + 60
+            while not Path(os.environ["STOP_FILE"]).exists():
+                assert time.monotonic() < end
+                time.sleep(0.05)
+    return trainer.found(returned)
+
+
+def hit_between_servers(kind, number, signal_):
+    """Have this process hit when one server has its message of a push only."""
+    send, sent = MessageStream.send, itertools.count()
+
+    def send_or_hit(stream, header, *others):
+        is_due = header.get("op") == kind and header["sequence"] == number
+        if is_due and next(sent) == 1:
+            time.sleep(1)  # Meanwhile the other server takes its message.
+            print("is hit now", flush=True)
+            os.kill(os.getpid(), signal_)
+        return send(stream, header, *others)
+
+    MessageStream.send = send_or_hit
+
+
+def rounds_with_a_hit(options, kind, fault):
+    """Schedule all steps; worker 1 is hit between the pushes to two servers."""
+    task = json.loads(os.environ["TF_CONFIG"])["task"]
+    marker = Path(os.environ["STOP_FILE"]).with_name("hit")
+    if (task["type"], task["index"]) == ("worker", 1) and not marker.exists():
+        marker.touch()
+        hit_between_servers(kind, 3, signal.Signals[fault])
+    return rounds(options)
+
+
+def rounds_with_checkpoints(options):
+    """Schedule the rounds that no checkpoint has."""
+    trainer = Trainer(options)
+    is_chief = trainer.strategy.is_chief
+    folder = Path(os.environ["STOP_FILE"]).with_name("checkpoints")
+    state = rx.Checkpoint(total=trainer.total, optimizer=trainer.optimizer)
+    made = len(list(folder.glob("round-*"))) if is_chief else 0
+    if made:
+        state.restore(folder / f"round-{made}").assert_existing_objects_matched()
+    for number in range(made, ROUNDS):
+        for i in range(PER_ROUND):
+            step = number * PER_ROUND + i
+            trainer.coordinator.schedule(trainer.step, (step, trainer.iterator))
+        print(f"<{os.getpid()}: scheduled round {number}>", flush=True)
+        trainer.coordinator.join()
+        if is_chief:
+            state.write(folder / f"round-{number + 1}")
+    return trainer.found(made)
+
+
+def check(results):
+    codes = {name: code for name, code in results.exit_codes.items() if code}
+    assert not codes, "\n".join(
+        f"--- {n}: {r.exit_code}\n{r.output[-3000:]}" for n, r in results.items()
+    )
+    found = results["worker:0"].value
+    print({k: v for k, v in found.items() if k not in ("returned", "rows")})
+    assert found["returned"] == list(range(STEPS))
+    assert found["count"] == STEPS
+    assert found["total"] == -STEPS
+    np.testing.assert_array_equal(
+        found["rows"], np.full((NUM_ROWS, DIM), -STEPS / NUM_ROWS)
+    )
+    assert found["iterations"] == STEPS
+    for counted in (*found["dense"], *found["tables"]):
+        assert counted == {"applied": STEPS, "lost": 0}
+
+
+def disturb(cluster, fault, tasks):
+    for name in tasks:
+        cluster.kill(name) if fault == "kill" else cluster.task(name).stop()
+    if fault == "stop":
+        time.sleep(STOPPED_SECONDS)
+    for name in tasks:
+        cluster.restart(name) if fault == "kill" else cluster.task(name).resume()
+
+
+FAULTS = [
+    *(("kill", (task,)) for task in ("worker:1", *SERVERS)),
+    *(("stop", (task,)) for task in ("worker:0", "worker:1", *SERVERS)),
+    ("kill", WORKERS),
+    ("kill", ("worker:1", "ps:1")),
+    ("kill", ("worker:2", "ps:0")),
+    ("kill", SERVERS),
+    ("stop", ("worker:1", "ps:0")),
+]
+
+
+@pytest.mark.parametrize(("fault", "tasks"), FAULTS)
+def test_each_closure_counts_once(tmp_path, fault, tasks):
+    options = durable(tmp_path)
+    with Job(tmp_path, rounds, workers=3, options=options, deadline_seconds=150) as job:
+        job.task("worker:0").wait_for("scheduled round 1>", timeout_seconds=90)
+        for name in WORKERS:
+            job.task(name).wait_for(": pushed 2", timeout_seconds=60)
+        disturb(job, fault, tasks)
+        job.stop_file.touch()
+        results = job.ended(100)
+    check(results)
+
+
+@pytest.mark.parametrize("fault", ["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize("kind", ["push_rows", "push"])
+def test_a_closure_that_is_half_pushed_counts_once(tmp_path, kind, fault):
+    """Its worker is lost, or stopped while the closure ends elsewhere."""
+    job_options = {"workers": 3, "deadline_seconds": 150}
+    kwargs = {"options": durable(tmp_path), "kind": kind, "fault": fault}
+    with Job(tmp_path, rounds_with_a_hit, **job_options, **kwargs) as job:
+        job.task("worker:1").wait_for("is hit now", timeout_seconds=90)
+        if fault == "SIGSTOP":
+            job.task("ps:0").wait_for("worker:1 is gone while", timeout_seconds=30)
+            time.sleep(2)  # Another worker runs it.
+            job.task("worker:1").resume()
+        else:
+            assert job.task("worker:1").wait(timeout_seconds=10) == -signal.SIGKILL
+            job.restart("worker:1")
+        job.stop_file.touch()
+        results = job.ended(100)
+    assert "worker:1 is gone while" in results["ps:0"].output
+    check(results)
+
+
+def test_a_worker_is_killed_while_it_makes_its_dataset(tmp_path):
+    job_options = {"workers": 3, "deadline_seconds": 150, "env": {"SLOW_DATASET": "3"}}
+    with Job(tmp_path, rounds, options=durable(tmp_path), **job_options) as job:
+        job.task("worker:1").wait_for("makes its dataset", timeout_seconds=90)
+        job.kill("worker:1")
+        job.restart("worker:1")
+        job.stop_file.touch()
+        results = job.ended(100)
+    check(results)
+
+
+def test_a_chief_that_is_killed_goes_on_from_the_scripts_checkpoint(tmp_path):
+    options = durable(tmp_path)
+    program = rounds_with_checkpoints
+    with Job(
+        tmp_path, program, workers=3, options=options, deadline_seconds=150
+    ) as job:
+        job.task("worker:0").wait_for("scheduled round 2>", timeout_seconds=90)
+        job.task("worker:1").wait_for(": pushed 4", timeout_seconds=60)
+        job.kill("worker:0")
+        job.restart("worker:0")
+        results = job.ended(100)
+    assert set(results.exit_codes.values()) == {0}, results["worker:0"].output
+    found = results["worker:0"].value
+    print({k: v for k, v in found.items() if k != "rows"})
+    assert found["returned"] == 2
+    # The servers' values stand, with what they have of the round that comes again.
+    assert 2 * PER_ROUND < found["iterations"] - 2 * PER_ROUND <= 3 * PER_ROUND
+    assert found["total"] == -found["iterations"]
+    assert found["rows"].sum() == DIM * found["total"]
+    assert "not used for them" in results["worker:0"].output

@@ -1,0 +1,212 @@
+"""Rows on servers, where all kinds of tasks are killed or stopped: each update is once.
+
+In step the rows and the dense weights are those of a run that nobody disturbed.
+Asynchronously no batch is lost and none is applied twice on a server, but for those
+that a killed worker held. `snapshot_every_updates=1` makes that so for servers too.
+"""
+
+import itertools
+import os
+import signal
+import time
+
+import keras
+import numpy as np
+import pytest
+from tests.ps.test_parameter_server_fault_matrix import (
+    EPOCHS,
+    FAULTS,
+    LONG,
+    SERVERS,
+    STEPS,
+    WaitsForTheTest,
+    disturb,
+    durable,
+    to_the_end,
+)
+from tests.ps.test_parameter_server_faults import (
+    BATCH_SIZE,
+    LABELS,
+    POINTS,
+    Job,
+    Watched,
+    all_done,
+    make,
+)
+
+import replicax as rx
+from replicax.ps.message_stream import MessageStream
+
+pytest.importorskip("pyarrow")
+pytestmark = [
+    pytest.mark.multiprocess,
+    pytest.mark.slow,
+    pytest.mark.timeout(280),
+]
+
+NUM_ROWS, DIM = 60, 4
+WORDS = (np.abs(POINTS) * 20).astype("int32") % 50  # The last rows are in no batch.
+EVERY_ROW = np.arange(NUM_ROWS, dtype="int32")
+
+
+def words_model(strategy):
+    """A model with Adagrad, whose slots tell of an update that was made twice."""
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        layer = rx.layers.Embedding(NUM_ROWS, DIM, seed=1, name="words")
+        model = keras.Sequential(
+            [
+                keras.Input((8,), dtype="int32"),
+                layer,
+                keras.layers.Flatten(),
+                keras.layers.Dense(4),
+            ]
+        )
+        model.compile(
+            keras.optimizers.Adagrad(0.1),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        )
+    return model, layer
+
+
+def trained(strategy, callbacks, *, repeats=1, epochs=1):
+    """Train; losses, rows and weights, and what the servers have counted."""
+    model, layer = words_model(strategy)
+    history = model.fit(
+        np.tile(WORDS, (repeats, 1)),
+        np.tile(LABELS, repeats),
+        batch_size=BATCH_SIZE,
+        epochs=epochs,
+        shuffle=False,
+        verbose=0,
+        callbacks=callbacks,
+    )
+    session = strategy.session
+    session.barrier("all have trained")
+    with strategy.scope():
+        rows = np.asarray(layer(EVERY_ROW))
+    servers = [c.call("store.status") for c in session.connections]
+    return {
+        "loss": float(model.evaluate(WORDS, LABELS, verbose=0)),
+        "epochs": history.history["loss"],
+        "values": [rows, *map(np.asarray, model.get_weights())],
+        "tables": [
+            {k: s["tables"]["words"][k] for k in ("applied", "lost")} for s in servers
+        ],
+        "dense": [{k: s[k] for k in ("applied", "lost")} for s in servers],
+    }
+
+
+def in_step(options):
+    """Train in step with the others."""
+    strategy = make(options | {"sync": True})
+    return trained(
+        strategy, [Watched(strategy), WaitsForTheTest(strategy)], epochs=EPOCHS
+    )
+
+
+def asynchronously(options, hit=None):
+    """Train until the test says that it is enough."""
+    strategy = make(options)
+    if hit is not None and strategy.session.index == 1 and strategy.session.starts < 2:
+        hit_between_pushes_of_rows(20, dies=hit == "dies")
+    found = trained(strategy, [Watched(strategy)], repeats=500)
+    board = strategy.session.board("status")
+    return found | {
+        "steps": {n: w["steps"] for n, w in board["workers"].items()},
+        "totals": board["totals"],
+        "next": board["streams"]["fit 1/epoch/0"]["next"],
+    }
+
+
+def hit_between_pushes_of_rows(number, *, dies):
+    """Have this process die, or wait, when one server has its rows of a push only."""
+    send, sent = MessageStream.send, itertools.count()
+
+    def send_or_die(stream, header, *others):
+        is_due = header.get("op") == "push_rows" and header["sequence"] == number
+        if is_due and next(sent) == 1:
+            time.sleep(1)  # Meanwhile the other server takes its message.
+            print("is hit now", flush=True)
+            if dies:
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(4)
+        return send(stream, header, *others)
+
+    MessageStream.send = send_or_die
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """What a run without faults finds."""
+    with Job(
+        tmp_path_factory.mktemp("undisturbed"), in_step, options={}, **LONG
+    ) as cluster:
+        return all_done(to_the_end(cluster))
+
+
+@pytest.mark.parametrize(("fault", "tasks"), FAULTS)
+def test_in_step_each_update_of_rows_is_made_once(tmp_path, undisturbed, fault, tasks):
+    with Job(tmp_path, in_step, options=durable(tmp_path), **LONG) as cluster:
+        cluster.wait_for_step("worker:0", 12, 90)
+        disturb(cluster, fault, tasks)
+        results = to_the_end(cluster)
+    found = all_done(results)
+    print(f"in step, {fault} {tasks}: {found['tables']}, {found['dense']}")
+    assert found["tables"] == found["dense"] == [{"applied": STEPS, "lost": 0}] * 2
+    for name in ("worker:0", "worker:1"):
+        values = results[name].value["values"]
+        for own, expected in zip(values, undisturbed["values"], strict=True):
+            np.testing.assert_allclose(own, expected, rtol=0, atol=1e-6)
+
+
+def check_counts(found, num_killed):
+    """Each batch was trained on once, or given up with the worker that held it."""
+    given, totals = found["next"], found["totals"]
+    assert totals["twice"] == 0
+    assert sum(found["steps"].values()) + totals["given_up"] == given
+    # A worker holds one batch, and the one before whose push is under way.
+    assert totals["given_up"] <= 2 * num_killed
+    for counted in (*found["tables"], *found["dense"]):
+        assert counted["lost"] == 0
+        assert 0 <= given - counted["applied"] <= totals["given_up"]
+
+
+@pytest.mark.parametrize(("fault", "tasks"), FAULTS)
+def test_asynchronously_no_rows_are_lost_or_applied_twice(
+    tmp_path, undisturbed, fault, tasks
+):
+    with Job(tmp_path, asynchronously, options=durable(tmp_path), **LONG) as cluster:
+        for name in ("worker:0", "worker:1"):
+            cluster.wait_for_step(name, 12, 90)
+        disturb(cluster, fault, tasks)
+        cluster.wait_for_progress("worker:0", "worker:1", steps=12)
+        results = cluster.end()
+    found = all_done(results)
+    print(f"async, {fault} {tasks}: {found['next']} batches, {found['totals']}")
+    killed = fault == "kill" and [t for t in tasks if t.startswith("worker")]
+    check_counts(found, len(killed or ()))
+    assert found["loss"] < 1.3 * undisturbed["loss"]
+
+
+def test_asynchronously_a_worker_dies_between_the_rows_of_two_servers(tmp_path):
+    job = {"options": durable(tmp_path), "hit": "dies"}
+    with Job(tmp_path, asynchronously, **job, **LONG) as cluster:
+        cluster.task("worker:1").wait_for("is hit now", timeout_seconds=90)
+        assert cluster.task("worker:1").wait(timeout_seconds=10) == -signal.SIGKILL
+        cluster.restart("worker:1")
+        cluster.wait_for_progress("worker:0", "worker:1", steps=12)
+        results = cluster.end()
+    check_counts(all_done(results), 1)
+
+
+@pytest.mark.parametrize("killed", SERVERS)
+def test_asynchronously_a_server_dies_when_one_has_rows_of_a_push(tmp_path, killed):
+    job = {"options": durable(tmp_path), "hit": "waits"}
+    with Job(tmp_path, asynchronously, **job, **LONG) as cluster:
+        cluster.task("worker:1").wait_for("is hit now", timeout_seconds=90)
+        cluster.kill(killed)
+        cluster.restart(killed)
+        cluster.wait_for_progress("worker:0", "worker:1", steps=12)
+        results = cluster.end()
+    check_counts(all_done(results), 0)
