@@ -5,7 +5,15 @@ from dataclasses import replace
 
 import libcst as cst
 
-from replicax.migrate.kinds import is_class_of, is_kind, kind_of, makers, own_methods
+from replicax.migrate.kinds import (
+    is_class_of,
+    is_kind,
+    kind_of,
+    makers,
+    origins,
+    own_methods,
+)
+from replicax.migrate.last_layers import Endings, units_of
 from replicax.migrate.origins import elements, ends_at_cycles, returned
 from replicax.migrate.rules import CallSite, with_keywords
 from replicax.migrate.script import Expression, Script, Unported
@@ -206,7 +214,7 @@ def plan_metrics(script: Script) -> None:
             _plan_labels(script, _metric_functions(script, each))
             if not is_wide and (function := _wide_function(script, each)):
                 _plan_wide(script, each, function)
-            if not is_wide and _is_score(script, each) and _is_narrow(script):
+            if not is_wide and _is_score(script, each) and _is_narrow(script, call):
                 script.leave(each, MESSAGES["f_score"])
 
 
@@ -226,11 +234,17 @@ def _is_score(script: Script, metric: Expression) -> bool:
     return made in {"keras.metrics.F1Score", "keras.metrics.FBetaScore"}
 
 
-def _is_narrow(script: Script) -> bool:
-    """Whether a layer of the script has one output, so that labels may be `[n]`."""
-    made = (c for c in script.calls if script.called(c) == "keras.layers.Dense")
-    values = (script.shown(call, 0, "units") for call in made)
-    return any(isinstance(v, cst.Integer) and v.evaluated_value == 1 for v in values)
+def _is_narrow(script: Script, compiled: cst.Call) -> bool:
+    """Whether a model may have one output, so that its labels may be `[n]`.
+
+    Where the number of units of its last layer is not in sight, all layers count.
+    """
+    made = (o for o in origins(script, object_of(compiled)) if isinstance(o, cst.Call))
+    units = {units_of(script, c) for each in made for c in Endings(script, each).calls}
+    if not units or "" in units:
+        dense = (c for c in script.calls if script.called(c) == "keras.layers.Dense")
+        units = {units_of(script, call) for call in dense}
+    return not units or not units.isdisjoint({"", "1"})
 
 
 def _plan_wide(script: Script, metric: Expression, function: str) -> None:

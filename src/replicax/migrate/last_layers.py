@@ -36,6 +36,7 @@ __all__ = [
     "name_in",
     "require_no_other_uses",
     "take_activation",
+    "units_of",
 ]
 
 _LAYERS = {"Activation": 0, "Dense": 1, "Lambda": 0, "Conv2D": 99, "Conv1D": 99}
@@ -154,6 +155,13 @@ def name_in(script: Script, node: cst.CSTNode, module: str) -> str:
         path = script.names.alias(node) or ""
     found, _, name = (find_target(path) or "").rpartition(".")
     return name if found == f"keras.{module}" else ""
+
+
+def units_of(script: Script, layer: cst.Call) -> str:
+    """The number of a dense layer's outputs, as text; `""` if it is not in sight."""
+    is_dense = name_in(script, layer.func, "layers") == "Dense"
+    value = script.shown(layer, 0, "units") if is_dense else None
+    return value.value if isinstance(value, cst.Integer) else ""
 
 
 def require_no_other_uses(script: Script, models: Iterable[Endings]) -> None:

@@ -19,6 +19,7 @@ from replicax.migrate.last_layers import (
     name_in,
     require_no_other_uses,
     take_activation,
+    units_of,
 )
 from replicax.migrate.origins import elements, returned
 from replicax.migrate.script import Expression, Script, Unported
@@ -184,7 +185,7 @@ class _Port:
         given = value_of(call, 3, "metrics") or value_of(call, 9, "metrics")
         if given is not None and not isinstance(given, cst.List):
             raise Unported("metrics are not a list")
-        units = {_units(self._script, last) for last in self._ends()}
+        units = {units_of(self._script, last) for last in self._ends()}
         is_binary = any("binary" in name.lower() for name in self._losses.values())
         is_one = units == {"1"} or (is_binary and units == {""})
         for node in parts_of(given):
@@ -305,13 +306,6 @@ class _Port:
         for last in self._ends():
             take_activation(script, last)
             script.note(last, MESSAGES["activation_gone"].format(kind=self.kind))
-
-
-def _units(script: Script, layer: cst.Call) -> str:
-    """The number of a dense layer's outputs, as text; `""` if it is not in sight."""
-    is_dense = name_in(script, layer.func, "layers") == "Dense"
-    value = script.shown(layer, 0, "units") if is_dense else None
-    return value.value if isinstance(value, cst.Integer) else ""
 
 
 def _plan_loss(script: Script, loss: Expression, name: str) -> None:
