@@ -15,6 +15,7 @@ from replicax.migrate.kinds import (
 )
 from replicax.migrate.last_layers import Endings, units_of
 from replicax.migrate.origins import elements, ends_at_cycles, returned
+from replicax.migrate.outputs import outputs_of
 from replicax.migrate.rules import CallSite, with_keywords
 from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.tables import (
@@ -67,7 +68,11 @@ def compiled(site: CallSite) -> Expression:
     count = _num_outputs(site.script, site.node)
     if given is not None and count > 1 and _is_flat(site.script, given):
         # Keras 2 gives all metrics to each output.
-        inner = inner.with_value(2, "metrics", f"[{{x}} for _ in range({count})]")
+        pairs = pairs_of(outputs_of(site.script, site.node))
+        keys = ", ".join(site.script.code(each.key) for each in pairs)
+        each = f"[{{x}} for _ in range({count})]"
+        text = f"{{name: {{x}} for name in ({keys})}}" if pairs else each
+        inner = inner.with_value(2, "metrics", text)
     number = _num_weights(site)
     if number > 1:
         site.note(MESSAGES["one_log"])
@@ -99,10 +104,7 @@ def _num_outputs(script: Script, node: cst.Call) -> int:
 
     It is that of the losses, of their weights, or of the `outputs` of its making.
     """
-    made = script.flow.resolved(object_of(node))
-    outputs = None
-    if isinstance(made, cst.Call) and script.called(made) in NAMES["models"]:
-        outputs = value_of(made, 1, "outputs")
+    outputs = outputs_of(script, node)
     for each in (value_of(node, 1, "loss"), value_of(node, 3, "loss_weights"), outputs):
         value = script.flow.resolved(each)
         if number := len(parts_of(value) or pairs_of(value)):
