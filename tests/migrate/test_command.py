@@ -207,6 +207,26 @@ def test_check_runs_the_ported_modules_up_to_the_first_step(tmp_path: Path) -> N
     assert result.stderr.count(": checked\n") == 2
 
 
+SERVERS = """import tensorflow as tf
+
+strategy = tf.distribute.experimental.ParameterServerStrategy(
+    tf.distribute.cluster_resolver.TFConfigClusterResolver())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.timeout(120)
+def test_check_says_from_where_on_servers_are_not_checked(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SERVERS)
+    result = invoke("--check", "--diff", script)
+    assert result.exit_code == 1
+    assert f"{script}:3: check: not checked from this line on: " in result.stderr
+    assert "variables of ParameterServerStrategy" in result.stderr
+    assert "Error: " not in result.stderr
+
+
 ALONE = """import numpy as np
 import tensorflow as tf
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.migrate.porting import executed, ported
+from tests.migrate.porting import executed, ported, run
 
 START = "import tensorflow as tf\nk = tf.keras\n"
 MODEL = "model = k.Sequential([k.Input((2,)), k.layers.Dense(2)])\n"
@@ -477,3 +477,62 @@ model.compile("sgd", loss)
 def test_a_compiled_loss_without_a_reduction_is_left(loss: str, is_left: bool) -> None:
     _, left = ported(PER_EXAMPLE.replace("{}", loss))
     assert ["without a reduction" in each for each in left] == [True] * is_left
+
+
+OUTPUTS = """
+import numpy as np
+import tensorflow as tf
+
+class Net(tf.keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.a = tf.keras.layers.Dense(1, kernel_initializer="ones")
+        self.b = tf.keras.layers.Dense(2, kernel_initializer="ones")
+
+    def call(self, x):
+        return RETURNED
+
+x = np.ones((8, 4), "float32")
+net = Net()
+net.compile("sgd", COMPILED)
+losses = net.fit(x, LABELS, batch_size=4, verbose=0).history["loss"]
+"""
+
+
+@pytest.mark.parametrize(
+    ("returned", "compiled", "labels", "loss"),
+    [
+        (  # The values are TensorFlow's.
+            "self.a(x), self.b(x)",
+            'loss={"output_2": "mse", "output_1": "mae"}, metrics=["mae"], '
+            'loss_weights={"output_1": 0.5, "output_2": 2.0}',
+            '{"output_1": x[:, :1], "output_2": x[:, :2]}',
+            17.783750534057617,
+        ),
+        (
+            '{"one": self.a(x), "two": self.b(x)}',
+            'loss="mse", metrics=["mae", "mse"]',
+            '{"one": x[:, :1], "two": x[:, :2]}',
+            16.706249237060547,
+        ),
+        (
+            "(self.b(x), self.a(x))[1]",
+            'loss={"output_1": "mse"}',
+            '{"output_1": x[:, :1]}',
+            8.145000457763672,
+        ),
+    ],
+)
+def test_outputs_of_a_class_are_known_by_their_place(
+    returned: str, compiled: str, labels: str, loss: float
+) -> None:
+    source = OUTPUTS.replace("RETURNED", returned).replace("COMPILED", compiled)
+    names = run(source.replace("LABELS", labels))
+    assert names["losses"] == pytest.approx([loss], rel=1e-5)
+
+
+def test_names_of_outputs_that_keras_lacks_are_reported() -> None:
+    source = OUTPUTS.replace("RETURNED", "self.a(x), self.b(x)")
+    source = source.replace("COMPILED", "['mse', 'mse']").replace("LABELS", "[x, x]")
+    _, left = ported(f"{source}print(losses['val_output_1_loss'])")
+    assert any("does not name the outputs" in each for each in left)

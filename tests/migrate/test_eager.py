@@ -34,6 +34,18 @@ def test_a_compiled_step_is_run_and_gives_arrays() -> None:
     assert float(names["loss"]) == pytest.approx(float(np.mean((names["p"] - 1) ** 2)))
 
 
+def test_a_step_gets_unpacked_arguments() -> None:
+    text, left = ported(
+        f"{STEP}batch = [x, y]\nmore = {{'scale': 2.0}}\n"
+        "loss, p = train_step(*batch, **more)"
+    )
+    assert left == []
+    assert "args=(*batch,), kwargs={**more})" in text
+    names = executed(text, {"x": np.ones((4, 2)), "y": np.ones((4, 1))})
+    expected = 2.0 * float(np.mean((names["p"] - 1) ** 2))
+    assert float(names["loss"]) == pytest.approx(expected)
+
+
 def test_a_step_whose_tape_is_in_another_function_is_run() -> None:
     inner = STEP.replace("@tf.function\n", "").replace("train_step", "inner")
     text, left = ported(
@@ -75,7 +87,7 @@ def test_a_step_of_a_class_of_the_script_is_run_as_well() -> None:
 @pytest.mark.parametrize(
     "use",
     [
-        "train_step(*batch)",
+        "list(map(train_step, [x], [y]))",
         "step = train_step\nstep(x, y)",
         "strategy = tf.distribute.MirroredStrategy()\n"
         "with strategy.scope(): pass\ntrain_step(x, y)",

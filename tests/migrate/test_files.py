@@ -77,3 +77,29 @@ def test_a_path_of_the_command_line_ends_as_its_default(
     assert len(ported.notes) == 1 - num_left
     for note in ported.notes:
         assert "also those that the command line gives" in note.reason
+
+
+@pytest.mark.parametrize(
+    ("lines", "is_left"),
+    [
+        ("net = Net()\n", True),
+        ("net = make()\nnet.compile('sgd', 'mse')\n", True),
+        ("net = tf.keras.Sequential([tf.keras.layers.Dense(2)])\n", True),
+        ("net = Net()\nnet(x)\n", False),
+        ("net = Net()\nnet.fit(x, y)\n", False),
+        ("net = Net()\ntrain(net)\n", False),
+        ("net = tf.keras.Sequential([tf.keras.Input((3,))])\n", False),
+    ],
+)
+def test_weights_are_loaded_into_models_with_variables(
+    lines: str, is_left: bool
+) -> None:
+    _, left = ported(
+        "import tensorflow as tf\nclass Net(tf.keras.Model):\n"
+        "    def __init__(self):\n        super().__init__()\n"
+        "        self.wide = tf.keras.layers.Dense(2)\n"
+        "    def call(self, x):\n        return self.wide(x)\n"
+        "def make():\n    made = Net()\n    return made\n"
+        f"{lines}net.load_weights('w.weights.h5')\nnet.fit(x, y)\n"
+    )
+    assert any("a model that has its variables" in each for each in left) == is_left

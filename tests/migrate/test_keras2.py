@@ -539,6 +539,10 @@ def test_metrics_of_models_that_are_loaded_or_have_classes_stay() -> None:
     score = WIDE.replace("*more", "tf.keras.metrics.F1Score(threshold=0.5)")
     _, left = ported(score)
     assert ["Keras 3 refuses labels [n]" in each for each in left] == [True]
+    for made, is_left in (("m", True), ("4", False)):
+        units = score.replace("1, activation", f"{made}, activation")
+        _, left = ported(units)
+        assert any("Keras 3 refuses labels" in each for each in left) == is_left
     score = score.replace('activation="sigmoid", ', "")
     text, left = ported(score.replace('"mse"', '"categorical_crossentropy"'))
     assert left == []

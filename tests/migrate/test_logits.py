@@ -228,3 +228,114 @@ def test_the_last_layer_of_a_list_may_be_added_later() -> None:
     after, _ = text(f"{start}])\nmodel.add(layers.Dense(3{added[:-3]})\n{COMPILED}")
     assert "model.add(layers.Dense(3))" in after
     assert LOGITS in after
+
+
+INPUT = "x = layers.Input((4,))\n"
+OWN = (
+    "class Net(tf.keras.Model):\n    def __init__(self):\n        super().__init__()\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("made", "after"),
+    [
+        (
+            f"{INPUT}model = tf.keras.Model(x, layers.Dense(3, 'softmax')(x))\n",
+            "keras.Model(x, layers.Dense(3)(x))",
+        ),
+        (
+            f"{INPUT}model = tf.keras.Model(\n    inputs=[x],\n"
+            "    outputs=[layers.Softmax(axis=-1, name='p')(layers.Dense(3)(x))])\n",
+            "Activation(\"linear\", name='p')(layers.Dense(3)(x))])",
+        ),
+        (
+            f"{INPUT}y = layers.Dense(3)(x)\n"
+            "model = tf.keras.Model(x, layers.Lambda(tf.nn.softmax)(y))\n",
+            "model = keras.Model(x, y)\n",
+        ),
+        (
+            f"{INPUT}soft = layers.Lambda(lambda t: tf.nn.softmax(t))\n"
+            "model = tf.keras.Model(x, soft(layers.Dense(3)(x)))\n",
+            "soft = layers.Lambda(lambda t: t)\n",
+        ),
+        (
+            f"{INPUT}wide = layers.Dense(3, 'softmax')\n"
+            "y = wide(x) if flag else layers.Dense(3, activation='softmax')(x)\n"
+            "model = tf.keras.Model(x, y)\n",
+            "layers.Dense(3)\ny = wide(x) if flag else layers.Dense(3)(x)\n",
+        ),
+        (
+            f"def head(t):\n    return layers.Dense(3, 'softmax')(t)\n{INPUT}"
+            "model = tf.keras.Model(x, head(x))\n",
+            "    return layers.Dense(3)(t)\n",
+        ),
+        (
+            "head = tf.keras.Sequential([layers.Dense(3, 'softmax')])\n"
+            "model = tf.keras.Sequential([layers.Dense(8), head])\n",
+            "head = keras.Sequential([layers.Dense(3)])\n",
+        ),
+        (
+            "parts = [layers.Dense(8)]\nparts.append(layers.Dense(3, 'softmax'))\n"
+            "model = tf.keras.Sequential(parts)\n",
+            "parts.append(layers.Dense(3))\n",
+        ),
+        (
+            f"{OWN}        self.wide = layers.Dense(3)\n"
+            "    def call(self, t):\n        return tf.nn.softmax(self.wide(t))\n"
+            "model = Net()\n",
+            "        return self.wide(t)\n",
+        ),
+        (
+            f"{OWN}        self.wide = layers.Dense(3)\n"
+            "        self.soft = layers.Softmax()\n"
+            "    def call(self, t):\n        t = self.wide(t)\n"
+            "        return self.soft(t)\nmodel = Net()\n",
+            '        self.soft = keras.layers.Activation("linear")\n',
+        ),
+    ],
+)
+def test_the_last_activation_is_followed(made: str, after: str) -> None:
+    source = f"import tensorflow as tf\nlayers = tf.keras.layers\n{made}{COMPILED}"
+    result, _ = text(f"{source}p = model.predict(x)\n")
+    assert after in result
+    assert LOGITS in result
+    assert "p = keras.ops.softmax(model.predict(x))" in result
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        f"{INPUT}y = layers.Dense(3, 'softmax')(x)\nmodel = tf.keras.Model(x, y)\n"
+        "other = tf.keras.Model(x, layers.Dense(2)(y))\n",
+        f"def head(t):\n    return layers.Dense(3, 'softmax')(t)\n{INPUT}"
+        "model = tf.keras.Model(x, head(head(x)))\n",
+        f"{OWN}        self.wide = layers.Dense(3, 'softmax')\n"
+        "    def call(self, t):\n        return self.wide(t)\n"
+        "    def score(self, t):\n        return self(t) * self.wide(t)\n"
+        "model = Net()\n",
+    ],
+)
+def test_an_activation_with_other_uses_stays(made: str) -> None:
+    result, notes = text(
+        f"import tensorflow as tf\nlayers = tf.keras.layers\n{made}{COMPILED}"
+    )
+    assert "softmax" in result
+    assert any("Keras on JAX clips them" in note for note in notes)
+
+
+def test_a_step_of_the_models_own_gives_its_loss_the_logits() -> None:
+    result, _ = text(
+        f"import tensorflow as tf\nlayers = tf.keras.layers\n{OWN}"
+        "        self.wide = layers.Dense(3, 'softmax')\n"
+        "    def call(self, t):\n        return self.wide(t)\n"
+        "    def test_step(self, data):\n        t, y = data\n"
+        "        p = self(t, training=False)\n"
+        "        return {'loss': loss_of(y, p)}\n"
+        "loss_of = tf.keras.losses.CategoricalCrossentropy()\n"
+        "model = Net()\nmodel.compile('adam')\nmodel.evaluate(x, y)\n"
+        "p = model(x)\nprint(p)\n"
+    )
+    assert "self.wide = layers.Dense(3)\n" in result
+    assert "p = self(t, training=False)" in result
+    assert "CategoricalCrossentropy(from_logits=True)" in result
+    assert "p = keras.ops.softmax(model(x))" in result

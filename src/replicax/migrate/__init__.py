@@ -4,10 +4,11 @@ One script. `port` parses the text into a `Script` (`script`): the syntax tree o
 LibCST with resolved names (`names`), reaching definitions (`flow`, `origins`) and the
 findings. Planners run first. Each looks at the whole script and plans what is ported
 together or not at all, such as a pipeline (`pipelines`), sessions (`sessions`), losses
-of probabilities (`logits`) or training steps (`training`). Then `rewrite` visits the
-tree once, and replaces each node by its plan, by a rewrite rule or by the tables.
-`imports` comes last. Where tapes in loops are left, `inline_steps` makes functions of
-them, and the script with these is ported in its place.
+of probabilities (`logits`, `last_layers`), names of outputs (`outputs`) or training
+steps (`training`). Then `rewrite` visits the tree once, and replaces each node by its
+plan, by a rewrite rule or by the tables. `imports` comes last. Where tapes in loops are
+left, `inline_steps` makes functions of them, and the script with these is ported in its
+place.
 
 Notebooks. `notebooks` makes one script of a notebook's code cells, and splits its port.
 

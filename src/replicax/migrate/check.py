@@ -19,7 +19,7 @@ _NO_STEP = "ended without a training step"
 _PLAN = ("-m", "replicax.planning", "--topology", "cpu:2", "--default-strategy")
 # With filtering JAX adds lines to errors' texts.
 _ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "JAX_TRACEBACK_FILTERING": "off"}
-_NOT_COVERED = "which plans do not cover"
+_NOT_COVERED = re.compile(r"variables of (\w+) live apart from its replicas")
 
 
 def check(
@@ -70,8 +70,8 @@ def check(
             is_module = any(_imports(text, path.stem) for text in others)
             return None if is_module else _of_all(original, MESSAGES["untrained"])
         line, error = _failure(done.stderr, str(script))
-    if _NOT_COVERED in error:
-        error = f"not checked: {error}"
+    if strategy := _NOT_COVERED.search(error):
+        error = MESSAGES["not_covered"].format(strategy=strategy[1])
     number = _original_line(original, ported[path], line)
     source = "".join(original.splitlines()[number - 1 : number]).strip()
     return Finding(number, source[:70], error)

@@ -5,8 +5,17 @@ from dataclasses import replace
 
 import libcst as cst
 
-from replicax.migrate.kinds import is_class_of, is_kind, kind_of, makers, own_methods
+from replicax.migrate.kinds import (
+    is_class_of,
+    is_kind,
+    kind_of,
+    makers,
+    origins,
+    own_methods,
+)
+from replicax.migrate.last_layers import Endings, units_of
 from replicax.migrate.origins import elements, ends_at_cycles, returned
+from replicax.migrate.outputs import outputs_of
 from replicax.migrate.rules import CallSite, with_keywords
 from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.tables import (
@@ -59,7 +68,11 @@ def compiled(site: CallSite) -> Expression:
     count = _num_outputs(site.script, site.node)
     if given is not None and count > 1 and _is_flat(site.script, given):
         # Keras 2 gives all metrics to each output.
-        inner = inner.with_value(2, "metrics", f"[{{x}} for _ in range({count})]")
+        pairs = pairs_of(outputs_of(site.script, site.node))
+        keys = ", ".join(site.script.code(each.key) for each in pairs)
+        each = f"[{{x}} for _ in range({count})]"
+        text = f"{{name: {{x}} for name in ({keys})}}" if pairs else each
+        inner = inner.with_value(2, "metrics", text)
     number = _num_weights(site)
     if number > 1:
         site.note(MESSAGES["one_log"])
@@ -91,10 +104,7 @@ def _num_outputs(script: Script, node: cst.Call) -> int:
 
     It is that of the losses, of their weights, or of the `outputs` of its making.
     """
-    made = script.flow.resolved(object_of(node))
-    outputs = None
-    if isinstance(made, cst.Call) and script.called(made) in NAMES["models"]:
-        outputs = value_of(made, 1, "outputs")
+    outputs = outputs_of(script, node)
     for each in (value_of(node, 1, "loss"), value_of(node, 3, "loss_weights"), outputs):
         value = script.flow.resolved(each)
         if number := len(parts_of(value) or pairs_of(value)):
@@ -206,7 +216,7 @@ def plan_metrics(script: Script) -> None:
             _plan_labels(script, _metric_functions(script, each))
             if not is_wide and (function := _wide_function(script, each)):
                 _plan_wide(script, each, function)
-            if not is_wide and _is_score(script, each) and _is_narrow(script):
+            if not is_wide and _is_score(script, each) and _is_narrow(script, call):
                 script.leave(each, MESSAGES["f_score"])
 
 
@@ -226,11 +236,17 @@ def _is_score(script: Script, metric: Expression) -> bool:
     return made in {"keras.metrics.F1Score", "keras.metrics.FBetaScore"}
 
 
-def _is_narrow(script: Script) -> bool:
-    """Whether a layer of the script has one output, so that labels may be `[n]`."""
-    made = (c for c in script.calls if script.called(c) == "keras.layers.Dense")
-    values = (script.shown(call, 0, "units") for call in made)
-    return any(isinstance(v, cst.Integer) and v.evaluated_value == 1 for v in values)
+def _is_narrow(script: Script, compiled: cst.Call) -> bool:
+    """Whether a model may have one output, so that its labels may be `[n]`.
+
+    Where the number of units of its last layer is not in sight, all layers count.
+    """
+    made = (o for o in origins(script, object_of(compiled)) if isinstance(o, cst.Call))
+    units = {units_of(script, c) for each in made for c in Endings(script, each).calls}
+    if not units or "" in units:
+        dense = (c for c in script.calls if script.called(c) == "keras.layers.Dense")
+        units = {units_of(script, call) for call in dense}
+    return not units or not units.isdisjoint({"", "1"})
 
 
 def _plan_wide(script: Script, metric: Expression, function: str) -> None:

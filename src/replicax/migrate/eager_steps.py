@@ -237,8 +237,7 @@ def _takes(script: Script, call: cst.Call, may_count: bool) -> bool:
     Numbers become arrays. A `@tf.function` would be compiled for each of them anew.
     """
     return not is_traced(script, call) and not any(
-        arg.star
-        or isinstance(arg.value, cst.BaseString | cst.Lambda)
+        isinstance(arg.value, cst.BaseString | cst.Lambda)
         or (not may_count and _is_number(script, arg.value))
         for arg in call.args
     )
@@ -265,12 +264,16 @@ def _is_number(script: Script, node: Expression) -> bool:
 def _run(script: Script, call: cst.Call, updated: cst.Call) -> Expression:
     """Replace a call by `run` in the default strategy; a used result is reduced."""
     code = script.code
-    given = [code(a.value) for a in updated.args if not a.keyword]
+    given = [
+        a.star + code(a.value) for a in updated.args if not a.keyword and a.star != "**"
+    ]
     args = f", args=({', '.join(given)}{',' * (len(given) == 1)})" if given else ""
     pairs = [
         f"{script.string(keyword_of(a)).value}: {code(a.value)}"
-        for a in updated.args
         if a.keyword
+        else f"**{code(a.value)}"
+        for a in updated.args
+        if a.keyword or a.star == "**"
     ]
     args += f", kwargs={{{', '.join(pairs)}}}" if pairs else ""
     strategy = f"{script.here('rx.get_strategy')}()"

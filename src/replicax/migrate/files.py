@@ -8,12 +8,15 @@ from typing import NamedTuple
 
 import libcst as cst
 
-from replicax.migrate.kinds import is_kind, origins
+from replicax.migrate.kinds import is_kind, origins, own_methods
+from replicax.migrate.origins import definitions
+from replicax.migrate.scopes import is_unbuilt
 from replicax.migrate.script import Expression, Script
 from replicax.migrate.tables import MESSAGES, NAMES
 from replicax.migrate.tree import (
     dotted,
     is_name,
+    last_name,
     method_of,
     named,
     object_of,
@@ -26,6 +29,7 @@ from replicax.migrate.tree import (
 __all__ = [
     "MODELS",
     "WEIGHTS",
+    "is_unbuilt_at",
     "is_weights_only",
     "latest_checkpoint",
     "newest_weights",
@@ -300,3 +304,34 @@ def _default_of(script: Script, node: Expression) -> Expression | None:
         and (default := named(call, "default")) is not None
     ]
     return found[0] if len(found) == 1 else None
+
+
+def is_unbuilt_at(script: Script, call: cst.Call) -> bool:
+    """Whether a model has no variables yet where one of its methods is called."""
+    model, function = object_of(call), script.function_of(call)
+    made = origins(script, model)
+    found = definitions(script, model)
+    if any(script.function_of(each.node) is not function for each in found):
+        return False  # The order of these functions' calls is not in sight.
+    uses = [use for each in found for use in script.flow.uses(each)]
+    for each in made:
+        if not isinstance(each, cst.Call) or not is_unbuilt(script, each):
+            return False
+        is_own = bool(script.classes(last_name(each.func)))
+        if is_own and not own_methods(script, each, "call"):
+            return False  # It may be made of tensors.
+        uses += script.uses_of(each)
+    before = (
+        use
+        for use in uses
+        if script.function_of(use) is not function
+        or script.line(use) < script.line(call)
+    )
+    return not any(_may_build(script, use) for use in before)
+
+
+def _may_build(script: Script, use: cst.CSTNode) -> bool:
+    """Whether a use of a model may give it its variables."""
+    parent, method = script.parent(use), method_of(script.method_call(use))
+    is_passed_on = isinstance(parent, cst.Return | cst.Assign | cst.AssignTarget)
+    return not is_passed_on and method not in {"add", "compile", "load_weights"}

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 import libcst as cst
 
 from replicax.migrate.kinds import kind_of
-from replicax.migrate.origins import ends_at_cycles, returned, values_of
+from replicax.migrate.origins import elements, ends_at_cycles, returned, values_of
 from replicax.migrate.script import Expression, Script
 from replicax.migrate.tables import MESSAGES, NAMES, find_target, kind_of_target
 from replicax.migrate.tracing import is_tensor
@@ -67,8 +67,9 @@ def layers_of(script: Script, sequential: cst.Call) -> list[Expression]:
     """The layers that a `Sequential` is given, and those that are added to it."""
     uses = map(script.method_call, script.uses_of(sequential))
     added = sorted((c for c in uses if method_of(c) == "add" and c), key=script.line)
-    shown = script.shown(sequential, 0, "layers")
-    return [*parts_of(shown), *(arg.value for call in added for arg in call.args)]
+    given = value_of(sequential, 0, "layers")
+    listed = elements(script, given) if given is not None else []
+    return [*listed, *(arg.value for call in added for arg in call.args)]
 
 
 def has_input_shape(script: Script, layers: list[Expression]) -> bool:

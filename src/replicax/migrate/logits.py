@@ -13,13 +13,19 @@ from typing import TypeAlias
 
 import libcst as cst
 
-from replicax.migrate.functional import layers_of
+from replicax.migrate.last_layers import (
+    Endings,
+    is_model,
+    name_in,
+    require_no_other_uses,
+    take_activation,
+    units_of,
+)
 from replicax.migrate.origins import elements, returned
 from replicax.migrate.script import Expression, Script, Unported
-from replicax.migrate.tables import MESSAGES, NAMES, find_target
+from replicax.migrate.tables import MESSAGES, NAMES
 from replicax.migrate.tracing import is_traced
 from replicax.migrate.tree import (
-    argument,
     dotted,
     is_name,
     keyword,
@@ -34,8 +40,6 @@ from replicax.migrate.tree import (
 
 __all__ = ["plan_logits"]
 
-_LAYERS = {"Activation": 0, "Dense": 1, "Conv2D": 99, "Conv1D": 99}
-"""Layers with `activation=`, and its position; 99 if it is always named."""
 _CLASSES = {
     "sparse_categorical_crossentropy": "SparseCategoricalCrossentropy",
     "categorical_crossentropy": "CategoricalCrossentropy",
@@ -75,7 +79,7 @@ def plan_logits(script: Script) -> None:
 
 def _report(script: Script, port: "_Port", losses: Iterable[Expression]) -> None:
     """Report losses of probabilities that stay, or note them."""
-    made = {call for call in script.calls if _is_model(script, call)}
+    made = {call for call in script.calls if is_model(script, call)}
     for loss in losses:
         if port.is_crossed and made == port.models.keys():
             script.leave(loss, MESSAGES["crossed"].format(kind=port.kind))
@@ -85,7 +89,7 @@ def _report(script: Script, port: "_Port", losses: Iterable[Expression]) -> None
 
 def _losses(script: Script) -> Iterator[tuple[Expression, str]]:
     for node in script.calls:
-        name = _name_in(script, node.func, "losses")
+        name = name_in(script, node.func, "losses")
         if name in _FROM_LOGITS:
             yield node, name
         value = _compiled_loss(node)
@@ -97,28 +101,19 @@ def _is_of_logits(script: Script, loss: Expression) -> bool:
     """Whether a loss is a call with `from_logits=True`."""
     if not isinstance(loss, cst.Call):
         return False
-    name = _name_in(script, loss.func, "losses")
+    name = name_in(script, loss.func, "losses")
     return is_name(value_of(loss, _FROM_LOGITS.get(name, 0), "from_logits"), "True")
 
 
 def _loss_name(script: Script, value: Expression) -> str:
     """The name of a cross-entropy that is no call, as `compile` takes it; else `""`."""
-    name = text_of(value) or _name_in(script, value, "losses")
+    name = text_of(value) or name_in(script, value, "losses")
     is_known = name in _CLASSES or (text_of(value) and name in _FROM_LOGITS)
     return name if is_known else ""
 
 
 def _compiled_loss(node: cst.Call) -> Expression | None:
     return value_of(node, 1, "loss") if method_of(node) == "compile" else None
-
-
-def _name_in(script: Script, node: cst.CSTNode, module: str) -> str:
-    """The last part of a path in a module of Keras, such as `"losses"`; else `""`."""
-    path = script.names.path(node) or ""
-    if isinstance(node, cst.Name) and not path:
-        path = script.names.alias(node) or ""
-    found, _, name = (find_target(path) or "").rpartition(".")
-    return name if found == f"keras.{module}" else ""
 
 
 class _Port:
@@ -131,13 +126,12 @@ class _Port:
         self.kind = kind
         self.is_crossed = is_crossed
         self._losses = losses
-        self.models = {  # The calls that make models, with those of their last layers.
-            call: last
-            for call in script.calls
-            if _is_model(script, call)
-            and (last := _last_layer(script, call)) is not None
-            and _activation(script, last, is_crossed) == kind
-        }
+        made = (call for call in script.calls if is_model(script, call))
+        found = [Endings(script, call) for call in made]
+        found = [each for each in found if each.kinds(is_crossed=is_crossed) == {kind}]
+        self._inner = {node for each in found for node in each.seen - {each.model}}
+        outer = (each for each in found if each.model not in self._inner)
+        self.models = {each.model: each for each in outer}
 
     def plan(self) -> None:
         """Plan the port of models, metrics, losses and predictions, or of none."""
@@ -164,6 +158,7 @@ class _Port:
             elif call is None and not self._is_harmless(use):
                 raise Unported("used in other ways")
         self._require_own(compiled)
+        require_no_other_uses(self._script, self.models.values())
         self._apply(changes, wrapped, saved)
 
     def _uses(self) -> Iterator[Expression]:
@@ -173,13 +168,24 @@ class _Port:
                 if found - self.models.keys():
                     raise Unported("one of several models")
                 yield node
+            elif is_name(node, "self") and self._is_own(node):
+                yield node
+
+    def _is_own(self, node: cst.CSTNode) -> bool:
+        """Whether `self` is one of the models, and is called."""
+        owners = {each for model in self.models.values() for each in model.classes}
+        is_called = self._script.call_of(node) is not None
+        return is_called and self._script.class_around(node) in owners
+
+    def _ends(self) -> dict[cst.Call, None]:
+        return {last: None for each in self.models.values() for last in each.calls}
 
     def _metrics(self, call: cst.Call) -> Iterator[tuple[cst.CSTNode, Expression]]:
         """The metrics of a `compile` call that change, each with its replacement."""
         given = value_of(call, 3, "metrics") or value_of(call, 9, "metrics")
         if given is not None and not isinstance(given, cst.List):
             raise Unported("metrics are not a list")
-        units = {_units(self._script, last) for last in self.models.values()}
+        units = {units_of(self._script, last) for last in self._ends()}
         is_binary = any("binary" in name.lower() for name in self._losses.values())
         is_one = units == {"1"} or (is_binary and units == {""})
         for node in parts_of(given):
@@ -229,7 +235,7 @@ class _Port:
     def _ranks(self, metric: Expression) -> bool:
         """Whether a metric is equal for logits: it only ranks classes."""
         maker = metric.func if isinstance(metric, cst.Call) else metric
-        name = text_of(metric) or _name_in(self._script, maker, "metrics")
+        name = text_of(metric) or name_in(self._script, maker, "metrics")
         return name in NAMES["ranking_metrics"]
 
     def _is_harmless(self, use: cst.CSTNode) -> bool:
@@ -247,8 +253,8 @@ class _Port:
     def _require_own(self, compiled: set[cst.CSTNode]) -> None:
         """Raise `Unported` unless all losses are of these models."""
         script = self._script
-        every = {call for call in script.calls if _is_model(script, call)}
-        others = every - self.models.keys()
+        every = {call for call in script.calls if is_model(script, call)}
+        others = every - self.models.keys() - self._inner
         for loss in self._losses:
             calls = (p for p in script.parents(loss) if isinstance(p, cst.Call))
             inside = {call for call in calls if _compiled_loss(call) is not None}
@@ -297,77 +303,9 @@ class _Port:
             script.wrapped[call] = f"keras.ops.{self.kind}({{x}})"
         for call in saved:
             script.note(call, f"the saved model gives logits now, without {self.kind}")
-        for last in self.models.values():
-            _take_activation(script, last)
+        for last in self._ends():
+            take_activation(script, last)
             script.note(last, MESSAGES["activation_gone"].format(kind=self.kind))
-
-
-def _is_model(script: Script, node: cst.Call) -> bool:
-    return script.called(node) in NAMES["models"]
-
-
-def _last_layer(script: Script, made: cst.Call) -> cst.Call | None:
-    if script.called(made).endswith("Sequential"):
-        layers = layers_of(script, made)
-        found = layers[-1] if layers else None
-    else:
-        outputs = value_of(made, 1, "outputs")
-        value = script.flow.value(outputs) if outputs else None
-        found = value.func if isinstance(value, cst.Call) else None
-    return found if isinstance(found, cst.Call) else None
-
-
-def _units(script: Script, layer: cst.Call) -> str:
-    """The number of a dense layer's outputs, as text; `""` if it is not in sight."""
-    is_dense = _name_in(script, layer.func, "layers") == "Dense"
-    value = script.shown(layer, 0, "units") if is_dense else None
-    return value.value if isinstance(value, cst.Integer) else ""
-
-
-def _activation(script: Script, layer: cst.Call, is_crossed: bool) -> str | None:
-    """The activation of a last layer; of Keras alone if the loss is for another.
-
-    Keras' activations keep their inputs with the result, for cross-entropies of any
-    kind. TensorFlow's `tf.nn.sigmoid` does not.
-    """
-    name = _name_in(script, layer.func, "layers")
-    if name == "Softmax" and not layer.args and not is_crossed:
-        return "softmax"
-    if name not in _LAYERS:
-        return None
-    given = value_of(layer, _LAYERS[name], "activation")
-    if given is None:
-        return None
-    module, _, text = (script.names.path(given) or "").rpartition(".")
-    text = text_of(given) or ("" if is_crossed and module.endswith("nn") else text)
-    return text if text in {"softmax", "sigmoid"} else None
-
-
-def _take_activation(script: Script, layer: cst.Call) -> None:
-    name = _name_in(script, layer.func, "layers")
-    if name in {"Activation", "Softmax"}:
-        parent = script.parent(layer)
-        around = script.parent(parent) if parent is not None else None
-        given = value_of(layer, 0, "activation")
-        if given is not None and len(layer.args) > 1:  # A dtype or a name.
-            script.replacements[given] = lambda updated: script.string("linear")
-        elif isinstance(around, cst.List | cst.Tuple):
-            script.replacements[around] = _without_last
-        elif isinstance(parent, cst.Call):  # `Activation("softmax")(x)`.
-            script.replacements[parent] = lambda updated: updated.args[0].value
-        else:
-            script.take_out(script.statement_of(layer))
-        return
-    given = argument(layer.args, _LAYERS[name], "activation")
-    if given is not None:
-        script.frozen.add(given)
-        script.dropped_arguments.add(given)
-
-
-def _without_last(updated: cst.List) -> cst.List:
-    *kept, last = updated.elements
-    kept[-1] = kept[-1].with_changes(comma=last.comma)
-    return updated.with_changes(elements=kept)
 
 
 def _plan_loss(script: Script, loss: Expression, name: str) -> None:

@@ -8,6 +8,7 @@ from replicax.migrate.compile_calls import compiled, fitted
 from replicax.migrate.files import (
     MODELS,
     WEIGHTS,
+    is_unbuilt_at,
     latest_checkpoint,
     newest_weights,
     plan_folder,
@@ -165,6 +166,8 @@ def _load_weights(site: CallSite) -> Expression:
     latest = latest_checkpoint(script, path) if path is not None else None
     if latest is not None and not newest_weights(script, latest):
         script.leave(site.node, MESSAGES["latest_checkpoint"])
+    if is_unbuilt_at(script, site.node):
+        raise Unported(MESSAGES["unbuilt"])
     report_path(script, site.node, (*WEIGHTS, *MODELS), is_read=True)
     return site.updated
 

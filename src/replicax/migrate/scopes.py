@@ -42,7 +42,7 @@ from replicax.migrate.tree import (
     reached,
 )
 
-__all__ = ["plan_models", "plan_scopes"]
+__all__ = ["is_unbuilt", "plan_models", "plan_scopes"]
 
 
 def _wrap_in_scope(
@@ -152,7 +152,7 @@ def _builds_outside(script: Script, call: cst.Call, code: _ReachableCode) -> boo
         return False
     if any(script.function_of(each) is not function for each in bound):
         return False  # Its calls are not in the order of the text.
-    if not all(_is_unbuilt(script, each) for each in origins(script, model)):
+    if not all(is_unbuilt(script, each) for each in origins(script, model)):
         return False
     before = [c for c in script.calls if script.function_of(c) is function]
     before = before[: before.index(call)]
@@ -162,7 +162,7 @@ def _builds_outside(script: Script, call: cst.Call, code: _ReachableCode) -> boo
     ) and not any(is_symbolic(script, arg.value) for arg in call.args)
 
 
-def _is_unbuilt(script: Script, made: Origin) -> bool:
+def is_unbuilt(script: Script, made: Origin) -> bool:
     """Whether a model or layer that a call makes has no variables before its call."""
     if not isinstance(made, cst.Call):
         return False
