@@ -9,6 +9,7 @@ measures it. A worker goes on as `ps/worker_input.py` and `ps/strategy.py` have 
 
 import dataclasses
 import itertools
+import math
 from collections import Counter, deque
 from typing import Any
 
@@ -188,6 +189,7 @@ class Worker:
         self._finished: list[Any] = []
         self._in_flight: Event | None = None
         self._has_waited = False
+        self._claimed_at = 0.0, 0  # When, after how many steps.
 
     def call(self, method: str, **arguments: Any) -> Process:
         """A call of the board as this worker."""
@@ -272,7 +274,10 @@ class Worker:
             yield self._world.sleep(next(pause))
 
     def _pace(self) -> float:
-        return self._world.now / self.steps if self.steps else float("inf")
+        """Seconds of a step since the last tickets."""
+        (now, made), before = (self._world.now, self.steps), self._claimed_at
+        self._claimed_at = now, made
+        return (now - before[0]) / (made - before[1]) if made > before[1] else math.inf
 
     def _compute(self) -> Process:
         times, job = self._cluster.times, self._job

@@ -56,13 +56,21 @@ class Worker:
         message = {"op": "create", "group": group.to_json()}
         self._connection.exchange(message, self._vectors)
         self.slowest = 0.0
-        threading.Thread(target=self._push, daemon=True).start()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._push)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End after the push in flight."""
+        self._ended.set()
+        self._thread.join()
+        self._connection.close()
 
     def _push(self) -> None:
         message = {"op": "push", "group": "weights", "worker": "worker:0"}
         message |= {"session": "a", "based_on": 0, "deadline_seconds": 60}
         sequence = 0
-        while True:
+        while not self._ended.is_set():
             sequence += 1
             began = time.perf_counter()
             self._connection.exchange(message | {"sequence": sequence}, self._vectors)
@@ -162,7 +170,7 @@ def main() -> None:
         f"{count} that say nothing": lambda port: connections(port, count, b""),
         f"{count} with a greeting": lambda port: connections(port, count, GREETING),
         "a call, 1 KB a second": slow_call,
-        f"{size} MB in a call, for 5 s": lambda port: call(port, size),
+        f"{size} MB in a call": lambda port: call(port, size),
         f"{size} MB on a stream": lambda port: stream(port, size),
     }
     context = multiprocessing.get_context("spawn")
@@ -185,6 +193,7 @@ def main() -> None:
             flush=True,
         )
         time.sleep(1)
+    worker.close()
     server.kill()
 
 

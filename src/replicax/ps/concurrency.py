@@ -110,15 +110,16 @@ class ConcurrencyLimit:
                 return True
             del self._turns[worker]
         self._waiting[worker] = now
-        for other, asked in list(self._waiting.items()):
-            if now - asked > _OVERDUE * pause:
-                del self._waiting[other]
+        first = next(iter(self._waiting))
+        while now - self._waiting[first] > _OVERDUE * pause:
+            del self._waiting[first]
+            first = next(iter(self._waiting))
         places = self.most - len(self._turns)
-        for other in list(self._turns):
+        # Only who is next looks at all turns: hundreds may wait, and ask often.
+        for other in list(self._turns) if first == worker else ():
             # Who is in its last step is followed at once: so no time is lost.
-            is_last = next(iter(self._waiting)) == worker and places <= 0
             if self._is_silent(other, now, pause) or (
-                is_last and self._is_over(other, now, pause)
+                places <= 0 and self._is_over(other, now, pause)
             ):
                 del self._turns[other]
                 places += 1
