@@ -19,13 +19,14 @@ import time
 from statistics import mean, median
 
 from ps_cluster import Cluster
-from ps_model import Cluster as Simulated
 from ps_model import Job, Times
 from ps_service_times import measured
+from ps_simulation import simulate
 
 CORES = len(os.sched_getaffinity(0))
 _PROBE_SECONDS = 0.005  # As long as most of what makes a step takes.
 _PROBE_EVERY_SECONDS = 0.3
+_WARM_ROUNDS = 40  # By then it is known how many workers at a time are worth it.
 
 
 class Others:
@@ -90,18 +91,6 @@ def turn(cluster: Cluster, workers: int, steps: int) -> Turn:
     return Turn(steps / seconds, staleness[0], others.number, cpu("worker"), cpu("ps"))
 
 
-def simulated(job: Job, times: Times) -> tuple[float, float]:
-    """Updates per second and mean staleness of the simulated cluster."""
-    cluster = Simulated(job, times)
-    cluster.start()
-    assert job.limit is not None
-    while not all(end.is_over for end in cluster.trained):
-        cluster.world.run(cluster.world.now + 1.0)
-    seconds = max(end.value for end in cluster.trained) - cluster.began
-    stale = sum(k * n for k, n in cluster.staleness.items())
-    return job.limit / seconds, stale / cluster.staleness.total()
-
-
 def with_step(times: Times, alone: Turn, num_bytes: int) -> Times:
     """The times with a step's own work: of one worker what messages do not explain."""
     messages = (
@@ -154,8 +143,8 @@ def main() -> None:
             )
             stack.callback(cluster.close)
             cluster.wait_until_ready()
-            cluster.train(6 * workers)  # Compile.
-            cluster.train(6 * workers)
+            for _ in range(2):  # Compile, and find out how many at a time are worth it.
+                cluster.train(20 * workers)
             clusters[workers] = cluster
             print(f"{workers} workers are ready", file=sys.stderr, flush=True)
         for _ in range(options.rounds):
@@ -176,9 +165,11 @@ def main() -> None:
                     cores=CORES,
                     one_machine=True,
                     others=real.others,
-                    limit=options.steps * workers,
                 )
-                rows[workers].append((real, *simulated(job, whole)))
+                found = simulate(
+                    job, whole, rounds=options.steps, warm_rounds=_WARM_ROUNDS
+                )
+                rows[workers].append((real, found.updates, found.staleness))
                 print(workers, rows[workers][-1], file=sys.stderr, flush=True)
     print(
         "| workers | turns | real updates/s | simulated | ratio (min to max) "
