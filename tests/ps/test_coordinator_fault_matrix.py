@@ -16,7 +16,7 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
-from tests.ps.test_parameter_server_fault_matrix import STOPPED_SECONDS, durable
+from tests.ps.test_parameter_server_fault_matrix import SERVERS, disturb, durable
 from tests.ps.test_parameter_server_faults import Job, make
 
 import replicax as rx
@@ -31,7 +31,6 @@ pytestmark = [
 
 NUM_ROWS, DIM, ROUNDS, PER_ROUND = 20, 4, 4, 20
 STEPS = ROUNDS * PER_ROUND
-SERVERS = ("ps:0", "ps:1")
 WORKERS = ("worker:1", "worker:2")
 
 
@@ -179,15 +178,6 @@ def check(results):
     assert found["iterations"] == STEPS
     for counted in (*found["dense"], *found["tables"]):
         assert counted == {"applied": STEPS, "lost": 0}
-
-
-def disturb(cluster, fault, tasks):
-    for name in tasks:
-        cluster.kill(name) if fault == "kill" else cluster.task(name).stop()
-    if fault == "stop":
-        time.sleep(STOPPED_SECONDS)
-    for name in tasks:
-        cluster.restart(name) if fault == "kill" else cluster.task(name).resume()
 
 
 FAULTS = [

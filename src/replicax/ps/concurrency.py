@@ -28,8 +28,7 @@ _SOON, _AGAIN = 10, 1000
 # A turn takes so many of the longest pauses between two calls of who waits.
 _PAUSES_IN_A_TURN = 20
 # A worker that takes so many times as long as its last step may have died: its turn is
-# over.
-# So is the wait of one that does not ask for so many pauses.
+# over. So is the wait of one that does not ask for so many pauses.
 _OVERDUE = 4
 
 
