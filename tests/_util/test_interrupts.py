@@ -382,7 +382,9 @@ def test_one_ctrl_c_ends_a_script(tmp_path: Path, seed: int, backs_up: bool) -> 
             watchdog.cancel()
     assert process.returncode == -signal.SIGINT, errors
     assert "END" not in output
-    assert len(errors.splitlines()) <= 12, errors
+    # Python 3.13 puts a line of marks below each line of code.
+    lines = [line for line in errors.splitlines() if line.strip(" ~^")]
+    assert len(lines) <= 12, errors
     step = re.search(r"KeyboardInterrupt: interrupted in fit after step (\d+)$", errors)
     assert step is not None, errors
     if backs_up:

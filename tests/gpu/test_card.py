@@ -181,6 +181,39 @@ def test_attention(policy: str) -> None:
     np.testing.assert_allclose(*losses, rtol=1e-5 if policy == "float32" else 2e-3)
 
 
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_generator_may_fill_its_arrays_again(steps: int) -> None:
+    """A thread copies a batch before the next one is made."""
+    x, y = images()
+    cards = rx.MirroredStrategy()
+
+    def refilled() -> Iterator[Any]:
+        images_of, labels_of = np.empty_like(x[:20]), np.empty_like(y[:20])
+        for i in range(0, ROWS, 20):
+            images_of[:], labels_of[:] = x[i : i + 20], y[i : i + 20]
+            yield images_of, labels_of
+        images_of[:] = np.nan
+
+    def history(strategy: Strategy) -> Any:
+        keras.utils.set_random_seed(0)
+        with strategy.scope():
+            model = convolutions(steps_per_execution=steps)
+        return model.fit(refilled(), shuffle=False, verbose=0).history
+
+    np.testing.assert_allclose(
+        history(cards)["loss"], history(on_the_cpu(cards))["loss"], rtol=1e-4
+    )
+
+
+def test_integers_of_64_bits_stay_where_jax_has_them() -> None:
+    """JAX's setting is one of the thread that calls `predict`."""
+    x = np.arange(8, dtype="int64")[:, None] + 2**40
+    with jax.enable_x64(True), rx.MirroredStrategy(["gpu:0"]).scope():
+        inputs = keras.Input((1,), dtype="int64")
+        model = keras.Model(inputs, inputs // 2)
+        np.testing.assert_array_equal(model.predict(x, verbose=0), x // 2)
+
+
 def test_memory_does_not_grow() -> None:
     """Weights and slots are updated in place, and batches are let go of."""
     card = jax.devices("gpu")[0]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from replicax.input.prefetch import Producer, prefetch
+from replicax.input.prefetch import MappedAhead, Producer, prefetch
 
 DEPTHS = [0, 1, 2, 10]
 
@@ -23,7 +23,8 @@ def wait_until(condition, timeout_s=10.0):
 
 
 def producers():
-    return [t for t in threading.enumerate() if t.name == "replicax-prefetch"]
+    names = ("replicax-prefetch", "replicax-ahead")
+    return [t for t in threading.enumerate() if t.name.startswith(names)]
 
 
 @pytest.fixture(autouse=True)
@@ -243,6 +244,104 @@ def test_waits_without_using_the_processor():
 def test_negative_depth():
     with pytest.raises(ValueError, match="depth=-1"):
         prefetch(Source, -1)
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 5])
+def test_mapped_ahead_is_a_map(size):
+    threads = set()
+
+    def doubled(x):
+        threads.add(threading.current_thread().name)
+        return 2 * x
+
+    mapped = MappedAhead(doubled, range(size))
+    assert list(mapped) == [2 * x for x in range(size)]
+    assert next(mapped, None) is None
+    assert not mapped.has_next()
+    assert all(name.startswith("replicax-ahead") for name in threads)
+
+
+def test_mapped_ahead_takes_an_item_after_the_one_before_was_mapped():
+    buffer, slow = [0], threading.Event()
+
+    def refilled():
+        for i in range(5):
+            buffer[0] = i
+            yield buffer
+
+    def copied(items):
+        slow.wait(0.02)  # The buffer is filled again meanwhile, if anybody may.
+        return list(items)
+
+    mapped = MappedAhead(copied, refilled())
+    assert next(mapped) == [0]
+    assert buffer == [1]
+    assert mapped.has_next()
+    assert list(mapped) == [[1], [2], [3], [4]]
+
+
+def test_mapped_ahead_maps_while_the_consumer_works():
+    began = threading.Event()
+
+    def mapped_slowly(x):
+        if x:
+            began.set()
+        return x
+
+    mapped = MappedAhead(mapped_slowly, range(3))
+    assert next(mapped) == 0
+    assert began.wait(10)
+    mapped.close()
+
+
+@pytest.mark.parametrize("fail_at", [0, 2])
+def test_mapped_ahead_raises_errors_of_the_function_at_their_items(fail_at):
+    def failing(x):
+        if x == fail_at:
+            raise OSError("the device is gone")
+        return x
+
+    mapped = MappedAhead(failing, range(5))
+    assert [next(mapped) for _ in range(fail_at)] == list(range(fail_at))
+    with pytest.raises(OSError, match="the device is gone"):
+        next(mapped)
+    mapped.close()
+
+
+def test_mapped_ahead_raises_errors_of_the_source():
+    mapped = MappedAhead(str, Source(fail_at=2))
+    assert next(mapped) == "0"
+    with pytest.raises(OSError, match="the disk is gone"):
+        next(mapped)
+    mapped.close()
+
+
+def test_mapped_ahead_ends_its_thread_when_it_is_closed_or_abandoned():
+    mapped = MappedAhead(str, range(5))
+    assert next(mapped) == "0"
+    mapped.close()
+    assert next(mapped, None) is None
+    next(MappedAhead(str, range(5)))
+
+
+def test_results_of_mapped_ahead_are_freed_when_the_consumer_lets_go_of_them():
+    class Result:
+        pass
+
+    made: list[weakref.ref[Result]] = []
+
+    def make(_):
+        result = Result()
+        made.append(weakref.ref(result))
+        return result
+
+    mapped = MappedAhead(make, range(10))
+    for _ in range(5):
+        next(mapped)
+    wait_until(lambda: len(made) == 6)
+    wait_until(lambda: sum(ref() is not None for ref in made) == 1)
+    mapped.close()
+    wait_until(lambda: not any(ref() for ref in made))
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import jax
 import keras
 import numpy as np
 import pytest
+from packaging.version import Version
 from tests.migrate.porting import executed, ported, run
 
 START = (
@@ -54,12 +55,14 @@ def test_frozen_models_with_dropout_in_them_are_left() -> None:
 
 
 def test_keras_overrules_training_of_a_layer_as_the_report_says() -> None:
+    """Before Keras 3.16."""
     inputs = keras.Input((3,))
     outputs = keras.layers.BatchNormalization()(inputs, training=False)
     model = keras.Model(inputs, outputs)
     x = np.arange(12, dtype="float32").reshape(4, 3)
     trained, predicted = model(x, training=True), model(x, training=False)
-    assert np.abs(np.asarray(trained) - np.asarray(predicted)).max() > 1
+    is_lost = np.abs(np.asarray(trained) - np.asarray(predicted)).max() > 1
+    assert is_lost == (Version(keras.__version__) < Version("3.16.0"))
 
 
 @pytest.mark.parametrize(

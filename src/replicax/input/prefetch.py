@@ -8,6 +8,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import ClassVar, Generic, TypeVar
 
 from replicax._util.types import PyTree
@@ -16,6 +17,7 @@ from replicax.errors import ContextError
 
 __all__ = [
     "DistributedIterator",
+    "MappedAhead",
     "Prefetched",
     "Producer",
     "close_iterator",
@@ -24,6 +26,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+S = TypeVar("S")
 
 
 class _End:
@@ -233,6 +236,53 @@ def _in_place(make_iterator: Callable[[], Iterable[T]]) -> Generator[T]:
         yield from iterator
     finally:
         close_iterator(iterator)
+
+
+class MappedAhead(Iterator[T]):
+    """`map(fn, items)`, one item ahead: a thread calls `fn` while others do their work.
+
+    The thread that asks for results takes the items, an item only after `fn` has
+    returned for the one before it. So the source may fill arrays again, and has no
+    other threads than without.
+    """
+
+    def __init__(self, fn: Callable[[S], T], items: Iterable[S]) -> None:
+        self._fn = fn
+        self._items = iter(items)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="replicax-ahead")
+        self._next: Future[T] | None = None
+        self._is_begun = False
+
+    def has_next(self) -> bool:
+        """Whether the next item was taken."""
+        return self._next is not None
+
+    def close(self) -> None:
+        """End the thread, after the item that it is at."""
+        self._next, self._items = None, iter(())
+        self._thread.shutdown()
+
+    def __next__(self) -> T:
+        """Return the next result.
+
+        Raises:
+            BaseException: What `fn` raised for this item, or the source after it.
+        """
+        if not self._is_begun:
+            self._is_begun = True
+            self._take()
+        if self._next is None:
+            raise StopIteration
+        result = self._next.result()
+        self._take()
+        return result
+
+    def _take(self) -> None:
+        self._next = None
+        for item in self._items:
+            self._next = self._thread.submit(self._fn, item)
+            return
+        self.close()
 
 
 class DistributedIterator(Iterator[PyTree]):

@@ -277,6 +277,8 @@ class Epochs:
 
     def has_more(self) -> bool:
         """Whether there is another batch; takes it if need be, for later."""
+        if self._batches is not None and self._batches.has_placed():
+            return True
         return self._iteration is not None and self._iteration.has_more()
 
     def position(self, epoch: int, step: int) -> Position:

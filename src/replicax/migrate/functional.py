@@ -1,8 +1,8 @@
 """Plans for functional models, whose tensors have no values yet.
 
-A functional model of Keras 3 calls its layers with its own `training`, so that
-`training=False` of `base(x, training=False)` is lost in `fit`. JAX's arrays refuse such
-a tensor at the right of their operators. Keras 3 takes the product of one and of a
+A functional model of Keras before 3.16 calls its layers with its own `training`, so
+that `training=False` of `base(x, training=False)` is lost in `fit`. JAX's arrays refuse
+such a tensor at the right of their operators. Keras 3 takes the product of one and of a
 number or an array for sparse, and layers of one's own fail with it.
 
 Shapes are tuples of numbers, which JAX cannot take from an array: those that
