@@ -105,6 +105,7 @@ from collections.abc import Callable, Iterator  # noqa: E402
 import keras  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
 from sklearn.datasets import load_digits  # noqa: E402
 
 from replicax._util import waiting  # noqa: E402
@@ -112,6 +113,12 @@ from replicax.engine.scope import current_context, current_strategy  # noqa: E40
 
 # A loaded machine must not add lines to logs that tests compare.
 waiting.FIRST_SECONDS = 60.0
+
+# Nor fail tests that are slow for it.
+settings.register_profile(
+    "loaded", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("loaded")
 
 # What is imported stays: a collection of garbage, which tests ask for, need not see it.
 gc.freeze()

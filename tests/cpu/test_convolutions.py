@@ -134,7 +134,7 @@ def params_of(f, *args):
 
 
 @pytest.mark.slow
-@settings(max_examples=5, deadline=None, derandomize=True, phases=[Phase.generate])
+@settings(max_examples=5, derandomize=True, phases=[Phase.generate])
 @given(st.lists(layers(), min_size=5, max_size=5))
 def test_every_form_computes_every_convolution(cases) -> None:
     rng = np.random.default_rng(0)
@@ -158,7 +158,7 @@ def test_every_form_computes_every_convolution(cases) -> None:
     assert_equal(got, expected)
 
 
-@settings(max_examples=2, deadline=None, derandomize=True, phases=[Phase.generate])
+@settings(max_examples=2, derandomize=True, phases=[Phase.generate])
 @given(st.lists(layers(), min_size=5, max_size=5))
 def test_gradients_are_those_of_xla(cases) -> None:
     rng = np.random.default_rng(1)

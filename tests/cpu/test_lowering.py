@@ -224,7 +224,7 @@ def test_in_shard_map_under_strict_settings(check) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=30, deadline=None, phases=[Phase.generate, Phase.shrink])
+@settings(max_examples=30, phases=[Phase.generate, Phase.shrink])
 @given(
     st.lists(layers(), min_size=4, max_size=4),
     st.sampled_from(DTYPES),

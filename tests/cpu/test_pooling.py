@@ -20,7 +20,7 @@ from tests.cpu.test_convolutions import both, lowered, lowered_by_jax
 from replicax._private.jax import lowering_rule_for_cpus
 from replicax.cpu import lowering, pooling
 
-ONCE = settings(deadline=None, derandomize=True, phases=[Phase.generate])
+ONCE = settings(derandomize=True, phases=[Phase.generate])
 
 
 def assert_same_bits(ours, theirs):

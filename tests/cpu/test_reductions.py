@@ -39,7 +39,7 @@ def contraction(of_lhs, of_rhs, batch=((), ()), **options):
 
 
 @pytest.mark.slow
-@settings(max_examples=30, deadline=None, phases=[Phase.generate, Phase.shrink])
+@settings(max_examples=30, phases=[Phase.generate, Phase.shrink])
 @given(
     contracted=st.lists(st.integers(0, 4), min_size=2, max_size=3).map(tuple),
     rows=SIZES,

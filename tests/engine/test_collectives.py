@@ -46,7 +46,7 @@ def collectives(text: str) -> dict[str, Groups]:
     return {kind: replica_groups(attributes) for kind, attributes in found}
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_all_kinds_give_numpys_sum(data) -> None:
     num_replicas = data.draw(st.sampled_from([2, 3, 4, 6, 8]), "num_replicas")

@@ -53,7 +53,7 @@ def kinds(text: str) -> set[str]:
     )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_blocks_are_those_of_the_sum(data) -> None:
     num_replicas = data.draw(st.sampled_from([1, 2, 3, 4, 6, 8]), "num_replicas")

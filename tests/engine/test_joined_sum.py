@@ -49,7 +49,7 @@ def messages(text: str) -> int:
     return len(re.findall(r"stablehlo\.all_reduce", text))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     shapes=st.lists(st.lists(st.integers(0, 3), max_size=3), max_size=6),
     dtypes=st.lists(st.sampled_from(["float32", "int32", "bfloat16"]), min_size=6),

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -238,7 +238,6 @@ def test_other_transformations_and_arguments_have_no_origin() -> None:
     assert origins_of([jnp.ones(3)]) == [Origin()]
 
 
-@settings(deadline=None)
 @given(data=st.data())
 def test_packs_are_made_in_order_and_end_small(data) -> None:
     num = data.draw(st.integers(1, 30))

@@ -74,7 +74,7 @@ def all_reduces(text: str) -> list[list[int]]:
     ]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_sums_are_those_without_packing(data) -> None:
     num_replicas = data.draw(st.sampled_from([2, 3, 4, 6, 8]), "num_replicas")
@@ -116,7 +116,6 @@ def test_sums_are_those_without_packing(data) -> None:
         )
 
 
-@settings(deadline=None)
 @given(
     sizes=st.lists(st.integers(0, 100), max_size=20),
     bytes_per_pack=st.integers(1, 150),
@@ -272,7 +271,7 @@ def test_packs_of_other_operations() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_bfloat16_sums_stay_in_their_bound(data) -> None:
     num_replicas = data.draw(st.integers(2, 8), "num_replicas")

@@ -110,7 +110,7 @@ def test_training_equals_plain_jax(num_replicas, digits) -> None:
     assert len(strategy.runner.programs) == 2
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(
     num_replicas=st.sampled_from([1, 2, 3, 5, 8]),
     rows=st.integers(1, 4),

@@ -89,7 +89,7 @@ def test_reduction_of_integers_and_booleans(strategy) -> None:
     assert mean.values == (0.75,) * 4
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     num_replicas=st.integers(1, 8),
     shape=st.lists(st.integers(0, 3), max_size=3).map(tuple),

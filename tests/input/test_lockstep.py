@@ -201,7 +201,7 @@ def test_one_worker_alone_gets_all():
     assert len(list(in_step(sized(3, 2, 1), own))) == 3
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.lists(
         st.lists(st.integers(1, 2), min_size=1, max_size=12), min_size=2, max_size=3

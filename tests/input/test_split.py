@@ -1,7 +1,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from replicax.input.split import (
@@ -20,7 +20,6 @@ def rows(size, *shape):
     return np.arange(size * int(np.prod(shape)), dtype=np.float32).reshape(size, *shape)
 
 
-@settings(deadline=None)
 @given(size=SIZES, num_replicas=REPLICAS)
 def test_drop_keeps_the_largest_multiple_in_order(size, num_replicas):
     batch = {"x": rows(size, 2, 3), "y": np.arange(size)}
@@ -41,7 +40,6 @@ def test_drop_keeps_the_largest_multiple_in_order(size, num_replicas):
         assert np.shares_memory(split.batch[name], array)
 
 
-@settings(deadline=None)
 @given(size=SIZES, num_replicas=REPLICAS)
 def test_keep_gives_all_to_the_most_replicas_that_share_it(size, num_replicas):
     x = rows(size, 2)
@@ -57,7 +55,6 @@ def test_keep_gives_all_to_the_most_replicas_that_share_it(size, num_replicas):
     assert copies <= {tuple(row) for row in x}
 
 
-@settings(deadline=None)
 @given(size=SIZES, num_replicas=REPLICAS)
 def test_pad_adds_only_copies_and_masks_them(size, num_replicas):
     x = rows(size, 2)
@@ -73,7 +70,6 @@ def test_pad_adds_only_copies_and_masks_them(size, num_replicas):
     assert copies <= {tuple(row) for row in x[-num_replicas:]}
 
 
-@settings(deadline=None)
 @given(size=SIZES, num_replicas=REPLICAS)
 def test_error_policy_accepts_exactly_the_multiples(size, num_replicas):
     x = rows(size)
@@ -148,7 +144,6 @@ def test_number_of_replicas_must_be_positive():
         split_global_batch(np.zeros(4), 0)
 
 
-@settings(deadline=None)
 @given(size=st.integers(1, 6), num_replicas=REPLICAS, data=st.data())
 def test_stacking_under_pad_keeps_all_rows(size, num_replicas, data):
     num_batches = data.draw(st.integers(1, num_replicas))

@@ -119,7 +119,7 @@ def pair():
 
 # Each new size of a batch is compiled for, a second or so; hence few examples.
 @pytest.mark.slow
-@settings(max_examples=5, deadline=None, derandomize=True)
+@settings(max_examples=5, derandomize=True)
 @given(size=st.integers(1, 70), batch_size=st.integers(1, 16))
 def test_all_sizes(digits, pair, size, batch_size):
     x, y = digits[0][:size, 20:24], digits[0][:size, 28:30]

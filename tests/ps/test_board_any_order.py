@@ -178,7 +178,7 @@ class AnyOrder(RuleBasedStateMachine):
 
 
 TestAnyOrder = AnyOrder.TestCase
-TestAnyOrder.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+TestAnyOrder.settings = settings(max_examples=50, stateful_step_count=40)
 
 
 def together(workers, work):

@@ -176,7 +176,7 @@ def test_a_single_slow_step_changes_nothing() -> None:
     assert job.limit.most == 2
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(
         st.tuples(

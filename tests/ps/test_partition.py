@@ -149,7 +149,7 @@ INFOS = st.lists(
 )
 
 
-@settings(deadline=None, database=None)
+@settings(database=None)
 @given(INFOS, st.integers(1, 5), PARTITIONERS)
 def test_every_row_is_on_one_server_and_servers_are_balanced(
     infos, num_servers, partitioner

@@ -129,8 +129,10 @@ def assert_equal(actual, expected):
 
 @settings(
     max_examples=12,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    suppress_health_check=[
+        HealthCheck.function_scoped_fixture,
+        HealthCheck.too_slow,
+    ],
 )
 @given(
     VARIABLES,
@@ -176,8 +178,10 @@ def test_a_program_that_donates_values_leaves_what_was_received_alone():
 
 @settings(
     max_examples=5,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    suppress_health_check=[
+        HealthCheck.function_scoped_fixture,
+        HealthCheck.too_slow,
+    ],
 )
 @given(VARIABLES, st.sampled_from(PARTITIONERS))
 def test_each_gradient_gets_to_its_variable(session, variables, partitioner):

@@ -18,7 +18,7 @@ SHAPES = st.lists(
 )
 
 
-@settings(deadline=None, database=None, max_examples=40)
+@settings(database=None, max_examples=40)
 @given(SHAPES, st.integers(1, 3), st.none() | st.integers(2, 4))
 def test_slots_come_back_as_they_were(shapes, num_servers, num_shards) -> None:
     infos = [

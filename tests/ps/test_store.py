@@ -485,7 +485,7 @@ def test_any_interleaving_applies_each_push_once(lr) -> None:
     rule = ADD if lr is None else sgd(learning_rate=lr)
     factor = 1.0 if lr is None else -lr
 
-    @settings(max_examples=40 if lr is None else 6, deadline=None, database=None)
+    @settings(max_examples=40 if lr is None else 6, database=None)
     @given(EVENTS, st.integers(1, 2))
     def check(events, num_servers) -> None:
         _, stores = held(rule, num_servers)
@@ -525,7 +525,7 @@ def test_any_interleaving_applies_each_push_once(lr) -> None:
     check()
 
 
-@settings(max_examples=15, deadline=None, database=None)
+@settings(max_examples=15, database=None)
 @given(st.data())
 def test_any_order_of_synchronous_parts_is_one_step(data) -> None:
     num_parts = data.draw(st.integers(1, 3))

@@ -79,7 +79,7 @@ def test_initializers_are_those_of_keras(initializer, mean, stddev, limit):
     num_servers=st.integers(1, 5),
     kind=st.sampled_from(["RandomUniform", "RandomNormal", "TruncatedNormal"]),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_a_row_starts_alike_on_any_number_of_servers(num_rows, num_servers, kind):
     config = {"class_name": kind, "config": {}}
     longer = np.empty((10_000, 2), np.float32)
@@ -188,7 +188,7 @@ def test_a_row_is_updated_lazily():
 
 
 @given(ids=st.lists(st.integers(0, 19), max_size=30), num_servers=st.integers(1, 4))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_duplicates_are_summed_first_and_servers_make_no_difference(ids, num_servers):
     spec = spec_of(keras.optimizers.Adagrad(0.1))
     ids = np.array(ids, np.int64)

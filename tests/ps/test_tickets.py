@@ -387,7 +387,7 @@ class AnyOrderOfParts(RuleBasedStateMachine):
 TestSteps = AnyOrderOfSteps.TestCase
 TestParts = AnyOrderOfParts.TestCase
 TestSteps.settings = TestParts.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None
+    max_examples=60, stateful_step_count=40
 )
 
 

@@ -23,7 +23,7 @@ PARTS = st.lists(
 )
 
 
-@settings(deadline=None, database=None, max_examples=30)
+@settings(database=None, max_examples=30)
 @given(PARTS)
 def test_each_slice_is_updated_with_its_own_gradient_and_slots(drawn) -> None:
     parts = [

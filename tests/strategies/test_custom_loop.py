@@ -187,7 +187,7 @@ def test_cross_device_ops_train_alike(ops_of, digits) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(per_replica=st.integers(1, 9), num_replicas=st.sampled_from([2, 3, 8]))
 def test_any_batch_size(digits, per_replica, num_replicas) -> None:
     batch_size = per_replica * num_replicas

@@ -151,7 +151,7 @@ def test_gather_refuses_scalars_and_unknown_dimensions(strategy, values) -> None
         strategy.gather(rx.PerReplica(values), axis=None)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     num_replicas=st.integers(1, 8),
     shape=st.lists(st.integers(0, 4), min_size=1, max_size=3).map(tuple),

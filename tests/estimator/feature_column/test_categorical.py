@@ -168,7 +168,7 @@ def test_hashes_are_the_same_in_every_process() -> None:
 texts = st.lists(st.text(string.printable + "éß漢", max_size=8), min_size=1, max_size=9)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(words=texts, size=st.integers(1, 2**31 - 1), seed=st.randoms())
 def test_a_bucket_depends_on_the_value_alone(words, size, seed) -> None:
     column = fc.categorical_column_with_hash_bucket("x", size)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from replicax.estimator import feature_column as fc
 from replicax.estimator.feature_column.config import from_config, to_config
 
-SETTINGS = settings(max_examples=30, deadline=None)
+SETTINGS = settings(max_examples=30)
 
 KEYS = st.text(max_size=5)
 SIZES = st.integers(1, 2**31 - 1)

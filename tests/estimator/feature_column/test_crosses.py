@@ -74,7 +74,7 @@ def test_buckets_are_filled_evenly() -> None:
 words = st.lists(st.text(max_size=4), min_size=4, max_size=4)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(x=words, y=words, size=st.integers(1, 10**6))
 def test_rows_do_not_know_each_other(x, y, size) -> None:
     column = fc.crossed_column(["x", "y"], size)

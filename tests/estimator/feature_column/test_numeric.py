@@ -108,7 +108,7 @@ def test_buckets_as_documented_by_tensorflow() -> None:
 finite = st.floats(-1e6, 1e6, width=32, allow_subnormal=False)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     raw=hnp.arrays(np.float32, (6,), elements=finite | st.just(np.nan)),
     edges=st.lists(finite, min_size=3, max_size=3, unique=True).map(sorted),
