@@ -136,8 +136,9 @@ class Session:
         threading.Thread(target=self._beat, daemon=True).start()
         atexit.register(self.leave)
         # Only now the others: who cannot reach them tells the board, and hears of it.
+        # From then on all servers refuse what the process before might still send.
         greetings = [
-            connection.submit(lambda x: x.call("hello"))
+            connection.submit(lambda x: x.call("store.admit", **self._me))
             for connection in self.connections
         ]
         for greeting in greetings:
