@@ -126,6 +126,14 @@ class Session:
         self._job = server.call("board.get", key=JOB)
         self._incarnation = server.incarnation
         joined = self._join()
+        if joined["is_over"]:
+            _logger.warning(
+                "The job is done already, and its servers are about to end. %s has "
+                "nothing to do, and ends.",
+                self.name,
+            )
+            self.close()
+            raise SystemExit(int(ExitCode.DONE))
         self.starts = joined["starts"]
         self._failure = joined["failed"]
         if self.starts > 1:
