@@ -289,7 +289,7 @@ def test_closures_that_a_snapshot_lacks_run_again_or_are_lost(tmp_path, tasks):
     if tasks == ("ps:0",):  # Which has them run again; the other has each once.
         assert found["total"] == -STEPS
         assert found["rows"].sum() == -STEPS * DIM
-    else:  # Those that server 0 takes for done are not.
+    else:  # What ps:1 has lost it has counted, whether it was made again or not.
         assert all(x["lost"] for x in (found["dense"][1], found["tables"][1]))
 
 
