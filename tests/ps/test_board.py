@@ -73,6 +73,7 @@ def test_join_tells_what_to_keep_to(board):
         "starts": 1,
         "heartbeat_seconds": 10,
         "failed": None,
+        "is_over": False,
     }
 
 
@@ -389,6 +390,10 @@ def test_done_when_all_have_left(board, clients):
     assert ask(board, "failed") is None
     with pytest.raises(RequestError, match="has left"):
         clients[0]("beat")
+    late = ask(board, "join", worker=NAMES[1], session="late", info={})
+    assert late["is_over"]
+    assert ask(board, "alive") == []
+    assert ask(board, "is_done")
 
 
 def test_closures_go_on_when_a_worker_dies(board, clients, clock):

@@ -6,6 +6,7 @@ is made once, and so is its metric. `snapshot_every_updates=1` makes that so for
 too.
 """
 
+import contextlib
 import itertools
 import json
 import os
@@ -142,6 +143,36 @@ def rounds_with_a_hit(options, kind, fault):
     return rounds(options)
 
 
+class Holding(Trainer):
+    """Two of its steps end when the test lets them: both workers are in a closure."""
+
+    def __init__(self, options, held):
+        super().__init__(options)
+        self.held = held
+
+    def step(self, number, iterator):
+        super().step(number, iterator)
+        if number in self.held:
+            print(f"holds {number}", flush=True)
+        while number in self.held and not Path(os.environ["STOP_FILE"]).exists():
+            time.sleep(0.05)
+        return number
+
+
+def rounds_with_held_closures(options, held):
+    trainer = Holding(options, held)
+    returned = []
+    for number in range(ROUNDS):
+        first = number * PER_ROUND
+        values = [
+            trainer.coordinator.schedule(trainer.step, (first + i, trainer.iterator))
+            for i in range(PER_ROUND)
+        ]
+        returned += trainer.coordinator.fetch(values)
+        trainer.coordinator.join()
+    return trainer.found(returned)
+
+
 def rounds_with_checkpoints(options):
     """Schedule the rounds that no checkpoint has."""
     trainer = Trainer(options)
@@ -223,6 +254,51 @@ def test_a_closure_that_is_half_pushed_counts_once(tmp_path, kind, fault):
         results = job.ended(100)
     assert "worker:1 is gone while" in results["ps:0"].output
     check(results)
+
+
+@contextlib.contextmanager
+def with_old_snapshots(tmp_path, held, tasks):
+    """A job whose servers are killed, with the snapshots of their first update."""
+    options, program = durable(tmp_path, every_updates=1000), rounds_with_held_closures
+    job_options = {"workers": 3, "deadline_seconds": 150, "held": held}
+    with Job(tmp_path, program, options=options, **job_options) as job:
+        for number in held:
+            deadline = time.monotonic() + 90
+            while not any(f"holds {number}\n" in job.task(x).output for x in WORKERS):
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+        disturb(job, "kill", tasks)
+        job.stop_file.touch()
+        yield job
+
+
+@pytest.mark.parametrize("tasks", [("ps:0",), ("ps:1",), SERVERS])
+def test_closures_that_a_snapshot_lacks_run_again_or_are_lost(tmp_path, tasks):
+    """Server 0 has all of the round in its snapshot, few of them as finished."""
+    with with_old_snapshots(tmp_path, (8, 9), tasks) as job:
+        results = job.ended(100)
+    assert set(results.exit_codes.values()) == {0}, results["worker:0"].output
+    found = results["worker:0"].value
+    print({k: v for k, v in found.items() if k not in ("returned", "rows")})
+    assert found["returned"] == list(range(STEPS))
+    assert found["count"] == STEPS  # Also of those that have run twice.
+    counts = [*found["dense"], *found["tables"]]
+    assert all(x["applied"] <= STEPS <= x["applied"] + x["lost"] for x in counts)
+    assert -found["total"] in {x["applied"] for x in found["dense"]}
+    assert found["rows"].min() >= -STEPS / NUM_ROWS
+    if tasks == ("ps:0",):  # Which has them run again; the other has each once.
+        assert found["total"] == -STEPS
+        assert found["rows"].sum() == -STEPS * DIM
+    else:  # What ps:1 has lost it has counted, whether it was made again or not.
+        assert all(x["lost"] for x in (found["dense"][1], found["tables"][1]))
+
+
+@pytest.mark.parametrize("tasks", [("ps:0",), SERVERS])
+def test_closures_that_were_scheduled_after_the_snapshot_are_reported(tmp_path, tasks):
+    with with_old_snapshots(tmp_path, (28, 29), tasks) as job:
+        assert job.task("worker:0").wait(timeout_seconds=60) == 138
+        said = job.task("worker:0").output
+    assert "ps:0 was restarted and has lost closures that were scheduled" in said
 
 
 def test_a_worker_is_killed_while_it_makes_its_dataset(tmp_path):

@@ -6,9 +6,22 @@ import numpy as np
 import pytest
 
 from replicax.ps import call_log
-from replicax.ps.call_log import PushCounts, WriteAheadLog
+from replicax.ps.call_log import PushCounts, Sessions, WriteAheadLog
 from replicax.ps.groups import StepShare
+from replicax.ps.limits import Disowned
 from replicax.ps.table import Table, TableSpec
+
+
+def words():
+    sgd = {"class_name": "SGD", "config": {"learning_rate": 0.5}}
+    return TableSpec(
+        name="words",
+        num_rows=3,
+        dim=1,
+        seed=0,
+        initializer={"class_name": "Zeros"},
+        rule={"kind": "optimizer", "config": sgd},
+    )
 
 
 def test_the_newest_values_are_read_back_in_their_order(tmp_path):
@@ -83,18 +96,45 @@ def test_the_journal_counts_what_no_worker_says(made_again, caplog):
     assert caplog.text.count("were lost") == (1 if made_again else 2)
 
 
+def test_a_replaced_process_stays_replaced_where_the_snapshot_is_older():
+    entries = {}
+    sessions = Sessions(lambda key, value: entries.update({(*key,): value}))
+    sessions.admit("w:0", "a")
+    state = sessions.state()
+    sessions.admit("w:0", "b")
+    again = Sessions()
+    again.load_state(state, entries)
+    assert again.has_ended("a")
+    assert not again.has_ended("b")
+
+
+def test_a_push_for_a_chief_that_was_replaced_is_refused_and_counted():
+    sessions = Sessions()
+    for chief in ("a", "b"):
+        sessions.admit("w:0", chief)
+    table = Table(words(), sessions=sessions)
+
+    def push(number, closure):
+        table.push_rows(
+            np.array([1]),
+            np.ones((1, 1), "float32"),
+            worker="w:1",
+            session="c",
+            sequence=number,
+            closure=(closure, 1),
+        )
+
+    with pytest.raises(Disowned, match=r"push 1 of w:1 .* killed or replaced"):
+        push(1, "a 7")
+    push(2, "b 7")
+    assert table.rows(np.array([1])).tolist() == [[-0.5]]
+    found = table.status()
+    assert (found["applied"], found["lost"]) == (1, 0)
+
+
 def test_synchronous_steps_that_nobody_pushes_again_are_counted(caplog):
     """As where the server was lost after the last step of all."""
-    entries = {}
-    sgd = {"class_name": "SGD", "config": {"learning_rate": 0.5}}
-    spec = TableSpec(
-        name="words",
-        num_rows=3,
-        dim=1,
-        seed=0,
-        initializer={"class_name": "Zeros"},
-        rule={"kind": "optimizer", "config": sgd},
-    )
+    entries, spec = {}, words()
 
     def step(table, number):
         table.push_rows(

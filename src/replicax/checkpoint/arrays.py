@@ -5,7 +5,7 @@ Import it late: Orbax takes long to import.
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,36 @@ import orbax.checkpoint as ocp
 
 __all__ = ["restore", "write"]
 
+_READ_AT_ONCE = 4
+# What is written stays in memory until its file is full; by default 2 GiB. From 32 MiB
+# on glibc gives memory back at once: arrays are read in pieces of this size.
+_FILE_BYTES = 64 << 20
 
-class _AllWritten(ocp.type_handlers.NumpyHandler):
-    """A handler that, after a failed write, waits for the other writes to end.
 
-    Orbax raises at the first failure and closes its event loop. TensorStore still
-    writes the other arrays, into a folder that is deleted meanwhile, and prints a
-    traceback for each because the loop is closed.
+class _Arrays(ocp.type_handlers.NumpyHandler):
+    """A handler that needs little more memory than the arrays have.
+
+    It writes them without a copy: nobody changes them meanwhile. It reads some at a
+    time: TensorStore holds what is read and not decoded yet.
+
+    After a failed write it waits for the other writes to end. Orbax raises at the first
+    failure and closes its event loop. TensorStore still writes the other arrays, into a
+    folder that is deleted meanwhile, and prints a traceback for each because the loop
+    is closed.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._deepcopy_host_arrays = False  # Releases without it copy.
+
+    async def deserialize(
+        self, infos: Sequence[Any], args: Sequence[Any] | None = None
+    ) -> Sequence[np.ndarray]:
+        found: list[np.ndarray] = []
+        for i in range(0, len(infos), _READ_AT_ONCE):
+            some = slice(i, i + _READ_AT_ONCE)
+            found += await super().deserialize(infos[some], args and args[some])
+        return found
 
     async def _background_serialize(self, *args: Any, **kwargs: Any) -> None:
         try:
@@ -41,7 +63,10 @@ def write(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
     """
     logging.getLogger("absl").addFilter(_is_not_of_a_thread)  # Once, however often.
     with _checkpointer() as checkpointer:
-        checkpointer.save(folder.absolute(), ocp.args.PyTreeSave(dict(arrays)))
+        checkpointer.save(
+            folder.absolute(),
+            ocp.args.PyTreeSave(dict(arrays), ocdbt_target_data_file_size=_FILE_BYTES),
+        )
 
 
 def restore(folder: Path) -> dict[str, np.ndarray]:
@@ -64,7 +89,7 @@ def _checkpointer() -> ocp.Checkpointer:
         barrier_sync_key_prefix=f"replicax-{process}",
     )
     handlers = ocp.type_handlers.create_type_handler_registry(
-        (np.ndarray, _AllWritten()),
+        (np.ndarray, _Arrays()),
         # No array is a jax.Array, but Orbax warns without a handler for them.
         (jax.Array, ocp.type_handlers.get_type_handler(jax.Array)),
     )

@@ -138,6 +138,7 @@ class Board:
         self._note = note
         self._lock = threading.Lock()
         self._failure: str | None = None
+        self._is_over = False
         self._presence = Presence(workers, timeouts, now=self._now)
         self._streams = Streams()
         self._limit = ConcurrencyLimit()
@@ -216,16 +217,18 @@ class Board:
         """Make a worker alive; a new session replaces the one before.
 
         `starts` in the answer says how often the worker was started, 1 the first time.
+        Nobody joins a job that `is_over`.
         """
         check_size(info, f"{worker}: info", most=_MAX_INFO)
         presence = self._presence
-        if presence.join(worker, session, info or {}, self._now):
+        if not self._is_over and presence.join(worker, session, info or {}, self._now):
             self._release(worker, died=True)
             self._closures.disown(worker)
         return {
             "starts": presence.workers[worker].starts,
             "heartbeat_seconds": presence.timeouts.heartbeat,
             "failed": self._failure,
+            "is_over": self._is_over,
         }
 
     @_action
@@ -251,8 +254,12 @@ class Board:
 
     @_action
     def is_done(self) -> bool:
-        """Whether the chief left with success and all others left or are dead."""
-        return self._presence.is_done(self._now)
+        """Whether the chief left with success and all others left or are dead.
+
+        Once it is so it stays so: the servers end then, and nobody may join.
+        """
+        self._is_over = self._is_over or self._presence.is_done(self._now)
+        return self._is_over
 
     @_action
     def failed(self) -> str | None:

@@ -29,6 +29,7 @@ __all__ = [
 _logger = logging.getLogger("replicax")
 
 _COMPACT_BYTES = 1 << 20
+_SESSIONS = "sessions"  # A key of the log, with the worker's name.
 _Process = tuple[str, str]  # A worker's name, and its session.
 
 Note = Callable[[Sequence[str], JSON], None]
@@ -140,10 +141,20 @@ def _read_lines(path: Path) -> dict[tuple[str, ...], Any]:
 
 
 class Sessions:
-    """The processes of each worker; only the last one may push. Thread safe."""
+    """The processes of each worker; only the last one may push. Thread safe.
 
-    def __init__(self) -> None:
+    Example:
+        >>> sessions = Sessions()
+        >>> for session in ("a", "b"):
+        ...     sessions.admit("worker:0", session)
+        >>> sessions.has_ended("a"), sessions.has_ended("b")
+        (True, False)
+    """
+
+    def __init__(self, note: Note = note_nothing) -> None:
         self._known: dict[str, list[str]] = {}
+        self._ended: set[str] = set()
+        self._note = note
         self._lock = threading.Lock()
 
     def admit(self, worker: str, session: str) -> None:
@@ -151,6 +162,9 @@ class Sessions:
         with self._lock:
             sessions = self._known.setdefault(worker, [])
             if session not in sessions:
+                # In the log, too: a restart must not take an ended one for the last.
+                self._note([_SESSIONS, worker], [*sessions, session])
+                self._ended.update(sessions)
                 sessions.append(session)
             elif sessions[-1] != session:
                 raise Superseded(
@@ -159,15 +173,22 @@ class Sessions:
                     f"process may be {worker}; this one should stop."
                 )
 
+    def has_ended(self, session: str) -> bool:
+        """Whether a later process of the same worker has replaced this one."""
+        return session in self._ended
+
     def state(self) -> dict[str, list[str]]:
         """The state as JSON values."""
         with self._lock:
             return {worker: list(each) for worker, each in self._known.items()}
 
-    def load_state(self, state: dict[str, list[str]]) -> None:
-        """Restore the state that `state` returned."""
+    def load_state(self, state: dict[str, list[str]], journal: Journaled) -> None:
+        """Restore the state from a snapshot and the log's later entries."""
+        later = {key[1]: each for key, each in journal.items() if key[0] == _SESSIONS}
         with self._lock:
-            self._known = {worker: list(each) for worker, each in state.items()}
+            known = (state | later).items()
+            self._known = {worker: list(each) for worker, each in known}
+            self._ended = {x for each in self._known.values() for x in each[:-1]}
 
 
 class PushCounts:
@@ -176,7 +197,7 @@ class PushCounts:
     A worker's process numbers its pushes to a group 1, 2, 3, ... and sends them in
     order: so those that are missing are the numbers up to the highest that was seen,
     less those that are `applied`, in the values, and those that are `repeated`, whose
-    update another push has made.
+    update another push has made, or nobody is to make any more.
 
     Example:
         >>> counts = PushCounts("ps:0 'sgd'")

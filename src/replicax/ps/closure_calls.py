@@ -8,6 +8,7 @@ progress.
 
 import itertools
 import json
+import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,8 @@ from replicax._util.types import JSON, JSONObject, PyTree
 from replicax.cluster.failure import ExitCode
 from replicax.errors import ClusterError, ClusterMismatchError
 from replicax.ps.closure_variables import ClosureVariables
+from replicax.ps.connection import ServerRefused
+from replicax.ps.limits import Disowned
 from replicax.ps.payloads import (
     FunctionNames,
     PerWorkerSources,
@@ -51,6 +54,7 @@ NOT_DONE: JSONObject = {"done": False}
 """The outcome of a point that no record is kept of: a script may ask very often."""
 
 _Result = TypeVar("_Result")
+_logger = logging.getLogger("replicax")
 
 
 def _outcome(
@@ -339,12 +343,28 @@ class ClosureWorker:
         return True
 
     def _run(self, closure: JSONObject) -> None:
+        try:
+            answer = self._answer_of(closure)
+        except ServerRefused as refused:
+            if refused.kind != Disowned.__name__:
+                raise
+            self._trained_last = None
+            _logger.warning(
+                "%s gives up %s: the chief that has scheduled it was killed or "
+                "replaced, and what it would still update does not count.",
+                self._session.name,
+                closure["function"],
+            )
+            return
+        self._session.once("result", id=closure["id"], **answer)
+
+    def _answer_of(self, closure: JSONObject) -> JSONObject:
+        """Run a closure; return its value, or the error that it has raised."""
         name = closure["function"]
-        answer: JSONObject
         try:
             # The names of what it makes do not count: the chief's script makes none.
             with internals.names_counted_apart():
-                answer = {"value": self._value_of(name, closure["payload"]["call"])}
+                return {"value": self._value_of(name, closure["payload"]["call"])}
         except ClusterError:
             raise  # Of the cluster, not of the closure: another worker shall try.
         except SystemExit as error:
@@ -352,11 +372,12 @@ class ClosureWorker:
                 told = self._told(error, name)
                 self._session.once("result", id=closure["id"], error=told)
             raise
-        except Exception as error:  # noqa: BLE001  It is the chief's to raise.
+        except Exception as error:  # It is the chief's to raise.
             self._home.settle()
             self._trained_last = None
-            answer = {"error": self._told(error, name)}
-        self._session.once("result", id=closure["id"], **answer)
+            if getattr(error, "kind", "") == Disowned.__name__:
+                raise
+            return {"error": self._told(error, name)}
 
     def _told(self, error: BaseException, name: str) -> dict[str, str]:
         """Describe an error for the chief.

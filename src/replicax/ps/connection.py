@@ -58,11 +58,11 @@ class Connection:
     twice: pushes carry sequence numbers, and it applies them once. While bytes come or
     go, `reply_timeout_seconds` begin anew.
 
-    A server refuses a `caller` of other versions than its own; None only looks on.
-    `incarnation` is another text when the server was restarted, and so has other values
-    or older ones; `""`: it was not reached yet. `exchange_s` counts the seconds of
-    exchanges. One that `shares_memory`, as all do, offers some to a server of this
-    machine.
+    A server refuses a `caller` of another token or other versions than its own; None
+    only looks on. `incarnation` is another text when the server was restarted, and so
+    has other values or older ones; `""`: it was not reached yet. `exchange_s` counts
+    the seconds of exchanges. One that `shares_memory`, as all do, offers some to a
+    server of this machine.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Connection:
         Raises:
             ServerRefused: If the server answers with an error.
             ConnectionLost: If it cannot be reached, or does not answer, for too long.
-            ClusterMismatchError: If it has other versions.
+            ClusterMismatchError: If it has another token or other versions.
         """
         timeout = reply_timeout_seconds or self._reply_timeout
         header: JSONObject = msgspec.to_builtins(message)
@@ -207,7 +207,8 @@ class Connection:
             late=late,
             reminder=lambda waited: (
                 f"{self._name} does not answer to {what!r} for {waited:.0f} s: "
-                f"{failures[-1]}. Trying again"
+                f"{failures[-1]}. It is not there yet, or was lost, or the job is done "
+                "and its servers have ended. Trying again"
             ),
             # Tasks of a cluster do not start at the same moment.
             is_early=True,
@@ -245,12 +246,21 @@ class Connection:
                 hello = _act(client, "hello", body, options)
             except BaseException as error:
                 client.close()
-                if isinstance(error, ServerRefused) and error.kind == "VersionMismatch":
-                    raise ClusterMismatchError(str(error)) from None
+                if (mismatch := self._mismatch_in(error)) is not None:
+                    raise ClusterMismatchError(mismatch) from None
                 raise
             self._client = client
             self.incarnation = hello["incarnation"]
             return client
+
+    def _mismatch_in(self, error: BaseException) -> str | None:
+        """In what this task differs from the server, if that is why it is refused."""
+        if isinstance(error, ServerRefused) and error.kind == "VersionMismatch":
+            return str(error)
+        caller = self._hello.get("caller")
+        if caller and isinstance(error, wire.flight().FlightUnauthenticatedError):
+            return self._credentials.mismatch(caller, self._name)
+        return None
 
     def _drop_client(self, client: wire.FlightClient | None) -> None:
         """Discard the channel: its reconnect back-off is too long."""

@@ -48,6 +48,7 @@ class Credentials:
         tls_key: The private key that belongs to it, PEM.
         tls_root: The certificates that workers trust, PEM. None: no TLS, or those that
             the machine trusts if `tls_certificate` is given.
+        source: Where the token comes from, for messages.
 
     Raises:
         ValueError: If the token is too short or has other characters, or if only one
@@ -65,6 +66,7 @@ class Credentials:
     tls_certificate: bytes | None = None
     tls_key: bytes | None = None
     tls_root: bytes | None = None
+    source: str = "its script"
 
     def __post_init__(self) -> None:
         if len(self.token) < _LEAST_CHARACTERS:
@@ -97,6 +99,14 @@ class Credentials:
             self.token.encode(), token.encode("utf-8", "replace")
         )
 
+    def mismatch(self, caller: str, server: str) -> str:
+        """What to tell a task whose token is not the one of a server."""
+        return (
+            f"{server} refuses {caller}, whose token is another one than the server's; "
+            f"here it comes from {self.source}. Give all tasks of the cluster the same "
+            "token, and start those again that had another."
+        )
+
     @classmethod
     def from_environment(
         cls, environment: Mapping[str, str] | None = None
@@ -118,19 +128,23 @@ class Credentials:
             OSError: If a file cannot be read.
         """
         variables = os.environ if environment is None else environment
+        token, source = _token(variables)
         return cls(
-            token=_token(variables),
+            token=token,
+            source=source,
             tls_certificate=_pem(variables, TLS_CERTIFICATE),
             tls_key=_pem(variables, TLS_KEY, secret=True),
             tls_root=_pem(variables, TLS_ROOT),
         )
 
 
-def _token(variables: Mapping[str, str]) -> str:
+def _token(variables: Mapping[str, str]) -> tuple[str, str]:
+    """The token, and where it comes from."""
     if token := variables.get(TOKEN):
-        return token.strip()
+        return token.strip(), TOKEN
     if path := variables.get(TOKEN_FILE):
-        return _read(path, TOKEN_FILE, secret=True).decode("ascii", "replace").strip()
+        token = _read(path, TOKEN_FILE, secret=True).decode("ascii", "replace")
+        return token.strip(), f"{path!r}, which {TOKEN_FILE} names"
     raise ValueError(
         f"There is no token for the parameter servers: neither {TOKEN} nor "
         f"{TOKEN_FILE} is set. {_HOW}"

@@ -8,7 +8,8 @@ of an embedding table (`table`). Both kinds take pushes in the same way.
 - A process numbers its pushes, and a push is counted before it is applied. The last one
   again gets the same answer, an older one is refused.
 - A closure that a coordinator gives to another worker makes its pushes again. They have
-  numbers in the closure, and of each number the first one is applied.
+  numbers in the closure, and of each number the first one is applied. Those of a chief
+  that a later process has replaced are counted, and change nothing.
 - A synchronous step is applied once, when all of its parts are here, in the order of
   the parts. Other workers' copies of a part change nothing.
 - A step that needs a norm of the whole gradient is applied by a commit, which any
@@ -32,10 +33,12 @@ from replicax._util.types import JSONObject
 from replicax.ps.call_log import Journaled, Note, PushCounts, Sessions
 from replicax.ps.limits import (
     Closure,
+    Disowned,
     IncompleteStep,
     NumParts,
     RequestError,
     SyncTimeout,
+    owner_of,
     remember,
 )
 
@@ -221,7 +224,8 @@ class Group(abc.ABC):
         each push to this group. Gradients must not be changed afterwards. They are of
         the version `based_on`, if anybody counts it, and applied at once, or with the
         other parts of the step that they are a `share` of. Of a `closure` that another
-        worker has run they are not applied again.
+        worker has run they are not applied again, and of one whose chief was replaced
+        they are refused.
         """
         # Under the group's lock: a session that ends in between must not be heard.
         self._sessions.admit(worker, session)
@@ -236,7 +240,8 @@ class Group(abc.ABC):
             _logger.warning("%s", message)
             raise RequestError(message)
         last = LastPush(session=session, sequence=sequence)
-        if closure is not None and self._is_repeated(*closure):
+        disowned = closure is not None and self._sessions.has_ended(owner_of(closure))
+        if disowned or (closure is not None and self._is_repeated(*closure)):
             last.applied = False
             self.pushes.add(worker, session, sequence, repeats=True)
         elif share is None:
@@ -244,6 +249,11 @@ class Group(abc.ABC):
         else:
             self._collect(worker, last, gradients, based_on, share)
         self.last[worker] = last
+        if disowned:
+            raise Disowned(
+                f"{self.what}: push {sequence} of {worker} is of a function that was "
+                "scheduled by a chief that was killed or replaced. It changes nothing."
+            )
         return last
 
     def _is_repeated(self, closure: str, number: int) -> bool:

@@ -21,6 +21,7 @@ __all__ = [
     "Backups",
     "Closure",
     "Count",
+    "Disowned",
     "Few",
     "IncompleteStep",
     "Name",
@@ -37,6 +38,7 @@ __all__ = [
     "check_size",
     "family_of",
     "message_of",
+    "owner_of",
     "poll_pauses",
     "remember",
     "tickets_at_once",
@@ -78,6 +80,10 @@ class RequestError(RuntimeError):
 
 class Superseded(RequestError):
     """The worker was restarted, and this comes from its earlier process."""
+
+
+class Disowned(RequestError):
+    """This comes from a closure whose chief was replaced by a later process."""
 
 
 class IncompleteStep(RequestError):
@@ -125,6 +131,11 @@ def family_of(name: str) -> tuple[str, int | None]:
     if slash and number.isascii() and number.isdigit():
         return family + slash, int(number)
     return name, None
+
+
+def owner_of(closure: Closure) -> str:
+    """The session of the chief that has scheduled a closure: its id begins with it."""
+    return closure[0].partition(" ")[0]
 
 
 def remember(

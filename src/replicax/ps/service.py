@@ -77,6 +77,7 @@ class Service:
         self._messages = MESSAGES | dict(messages or {})
         self._actions: dict[str, Callable[..., object]] = {
             "hello": self._hello,
+            "store.admit": store.admit,
             "store.status": store.status,
             "tables.set_rule": store.set_rule,
             "tables.set_learning_rate": store.set_learning_rate,

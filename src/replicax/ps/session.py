@@ -126,6 +126,14 @@ class Session:
         self._job = server.call("board.get", key=JOB)
         self._incarnation = server.incarnation
         joined = self._join()
+        if joined["is_over"]:
+            _logger.warning(
+                "The job is done already, and its servers are about to end. %s has "
+                "nothing to do, and ends.",
+                self.name,
+            )
+            self.close()
+            raise SystemExit(int(ExitCode.DONE))
         self.starts = joined["starts"]
         self._failure = joined["failed"]
         if self.starts > 1:
@@ -136,8 +144,9 @@ class Session:
         threading.Thread(target=self._beat, daemon=True).start()
         atexit.register(self.leave)
         # Only now the others: who cannot reach them tells the board, and hears of it.
+        # From then on all servers refuse what the process before might still send.
         greetings = [
-            connection.submit(lambda x: x.call("hello"))
+            connection.submit(lambda x: x.call("store.admit", **self._me))
             for connection in self.connections
         ]
         for greeting in greetings:

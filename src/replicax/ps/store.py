@@ -62,9 +62,16 @@ class VariableStore:
         self._creating = threading.Lock()  # Who asks for a group again waits.
         self._groups: dict[str, DenseGroup] = {}
         self._tables: dict[str, Table] = {}
-        self._sessions = Sessions()
+        self._sessions = Sessions(note)
         self._bytes_in = self._bytes_out = 0
         self.flush: Callable[[], None] = lambda: None
+
+    def admit(self, worker: str, session: str) -> None:
+        """Admit a new process of a worker; that ends the one before, and its closures.
+
+        After the process that a chief replaces, nothing is updated for that one.
+        """
+        self._sessions.admit(worker, session)
 
     # Groups of variables.
 
@@ -260,7 +267,7 @@ class VariableStore:
 
     def load_state(self, state: JSONObject, journal: Journaled | None = None) -> None:
         """Restore the state that `state()` returned, in a store without groups."""
-        self._sessions.load_state(state["meta"]["sessions"])
+        self._sessions.load_state(state["meta"]["sessions"], journal or {})
         for i, meta in enumerate(state["meta"]["groups"]):
             start = f"{i}/"
             arrays = {
