@@ -36,6 +36,7 @@ from replicax.migrate.tables import (
     OLD_METRICS,
     WRITTEN,
     accepted_arguments,
+    find_reason,
     find_target,
     most_positions,
 )
@@ -332,6 +333,12 @@ def _decay(site: CallSite) -> Expression:
     return by_row(site)
 
 
+def _eagerly(site: CallSite) -> Expression:
+    if is_traced(site.script, site.node):
+        raise Unported(find_reason(site.path))
+    return cst.Name("True")
+
+
 _STEPS = ("train.get_global_step", "train.get_or_create_global_step")
 _BY_TARGET = {"optimizers": _decay, "initializers": _initializer}
 _OLD_RULES: dict[str, Rule] = {
@@ -357,6 +364,7 @@ _RULES: dict[str, Rule] = {
     "print": _print,
     "GradientTape": _tape,
     "device": _device,
+    "executing_eagerly": _eagerly,
     "train.latest_checkpoint": _latest,
     **DEVICE_RULES,
     **keras_calls.RULES,

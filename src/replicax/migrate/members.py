@@ -76,6 +76,8 @@ def ported_attribute(
         return _of_dtype(script, node, updated)
     if name in _OF_TOP_K:
         return _of_top_k(script, node, updated)
+    if name == "metrics_names":
+        return _of_metrics(script, node, updated)
     if name in {"rank", "ndims", "value"}:
         return _of_shape(script, node, updated)
     if name in {"name", "_name"}:
@@ -136,6 +138,19 @@ def _of_ends(script: Script, node: cst.Attribute, updated: cst.Attribute) -> Exp
         case cst.Subscript(value=cst.Attribute(value=model)):
             return script.template("{x}.inputs[0]", x=model)
     return script.template("keras.utils.get_source_inputs({x}.output)[0]", x=owner)
+
+
+def _of_metrics(
+    script: Script, node: cst.Attribute, updated: cst.Attribute
+) -> Expression:
+    """Port `metrics_names`: of one output the results come in the order of `evaluate`.
+
+    Raises:
+        Unported: If the model may have several outputs.
+    """
+    if not _is_sequential(script, node.value):
+        raise Unported(MESSAGES["metrics_names"])
+    return script.template("list({x}.get_metrics_result())", x=updated.value)
 
 
 _OF_TOP_K = ("values", "indices")
@@ -222,8 +237,6 @@ def _refuse(script: Script, node: cst.Attribute) -> None:
         gone = ATTRIBUTES[kind]
         if name in gone and _is_foreign(script, node, kind):
             raise Unported(f"Keras 3 has no {name} of a {kind}: {gone[name]}")
-    if name == "metrics_names":
-        raise Unported(MESSAGES["metrics_names"])
 
 
 def _refuse_to_set(script: Script, node: cst.Attribute) -> None:
