@@ -1,6 +1,7 @@
 """Ports attributes of Keras' objects, of strategies and shapes."""
 
 import re
+from collections.abc import Callable
 
 import libcst as cst
 
@@ -70,18 +71,10 @@ def ported_attribute(
         _is_foreign(script, node, "layer") or "layers" in script.code(node.value)
     ):
         return _of_output(script, node, updated)
-    if name in {"input", "output"}:
-        return _of_ends(script, node, updated)
     if attr_of(node.value) == "dtype":
         return _of_dtype(script, node, updated)
-    if name in _OF_TOP_K:
-        return _of_top_k(script, node, updated)
-    if name == "metrics_names":
-        return _of_metrics(script, node, updated)
-    if name in {"rank", "ndims", "value"}:
-        return _of_shape(script, node, updated)
-    if name in {"name", "_name"}:
-        return _of_name(script, node, updated)
+    if name in _RULES:
+        return _RULES[name](script, node, updated)
     if name == "extended" and "strategy" in script.code(node.value).lower():
         if attr_of(script.parent(node)) == "call_for_each_replica":
             return owner
@@ -202,6 +195,15 @@ def _of_dtype(
         return updated.value if is_keras else updated
     text = DTYPE_ATTRIBUTES.get(name)
     return script.template(text, d=updated.value) if text else updated
+
+
+_RULES: dict[str, Callable[[Script, cst.Attribute, cst.Attribute], Expression]] = {
+    **dict.fromkeys(("input", "output"), _of_ends),
+    **dict.fromkeys(_OF_TOP_K, _of_top_k),
+    **dict.fromkeys(("rank", "ndims", "value"), _of_shape),
+    **dict.fromkeys(("name", "_name"), _of_name),
+    "metrics_names": _of_metrics,
+}
 
 
 def _is_sequential(script: Script, node: Expression) -> bool:
