@@ -40,6 +40,7 @@ class Log:
         ),
         ("def f(x, a=tf.identity): pass", "a=keras.activations.linear"),
         ("x = tf.io.gfile.glob(f'{d}/*')", "x = sorted(glob.glob(f'{d}/*'))"),
+        ("tf.io.gfile.rmtree(d)", "shutil.rmtree(d, ignore_errors=True)"),
         ("x = tf.executing_eagerly()", "x = True"),
         (
             "r = tf.distribute.cluster_resolver.TPUClusterResolver.connect(tpu=name)",
