@@ -40,6 +40,16 @@ class Log:
         ),
         ("def f(x, a=tf.identity): pass", "a=keras.activations.linear"),
         ("x = tf.io.gfile.glob(f'{d}/*')", "x = sorted(glob.glob(f'{d}/*'))"),
+        (
+            "from tensorflow.python.client import device_lib\n"
+            "x = [d.name for d in device_lib.list_local_devices()]",
+            "x = [d.name for d in rx.config.list_logical_devices()]",
+        ),
+        (
+            "import tensorflow_datasets as tfds\ntfds.disable_progress_bar()\n"
+            "x = tf.size(y)",
+            "import keras\nx = keras.ops.size(y)",
+        ),
         ("tf.io.gfile.rmtree(d)", "shutil.rmtree(d, ignore_errors=True)"),
         ("x = tf.executing_eagerly()", "x = True"),
         (
@@ -355,6 +365,11 @@ def test_methods_that_steps_call_on_objects_get_random_state() -> None:
     ("before", "reason"),
     [
         ("x = tf.io.gfile.glob(['a', 'b'])", "its pattern is a list"),
+        (
+            "from tensorflow.python.client import device_lib\n"
+            "for d in device_lib.list_local_devices(): print(d.memory_limit)",
+            "a name and a type here",
+        ),
         (
             "s = tf.distribute.get_strategy()\ndef f(): print(tf.executing_eagerly())\n"
             "s.run(f)",
