@@ -536,3 +536,21 @@ def test_names_of_outputs_that_keras_lacks_are_reported() -> None:
     source = source.replace("COMPILED", "['mse', 'mse']").replace("LABELS", "[x, x]")
     _, left = ported(f"{source}print(losses['val_output_1_loss'])")
     assert any("does not name the outputs" in each for each in left)
+
+
+def test_names_of_metrics_are_those_of_the_results_of_evaluate() -> None:
+    names = run(
+        "import numpy as np\nimport tensorflow as tf\n"
+        "def make():\n"
+        "    model = tf.keras.Sequential([tf.keras.layers.Dense(1)])\n"
+        "    model.compile('sgd', 'mse', metrics=[tf.keras.metrics.MeanSquaredError("
+        "name='z'), 'mae'])\n"
+        "    return model\n"
+        "model = make()\n"
+        "x = np.ones((8, 3), 'float32')\n"
+        "found = model.evaluate(x, x[:, :1] * 4, verbose=0)\n"
+        "named = dict(zip(model.metrics_names, found))\n"
+        "right = model.evaluate(x, x[:, :1] * 4, verbose=0, return_dict=True)"
+    )
+    assert list(names["named"]) == ["loss", "z", "mae"]
+    assert names["named"] == pytest.approx(names["right"])

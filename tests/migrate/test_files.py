@@ -36,6 +36,47 @@ def test_files_whose_uses_are_in_sight_get_the_end_that_keras_wants(
     assert left == []
 
 
+PLACE = """
+def place(path, number):
+    folder, name = os.path.dirname(path), os.path.basename(path)
+    base = os.path.basename(path)
+    if number:
+        folder = os.path.join(folder, str(number))
+    return os.path.join(folder, base)
+
+"""
+
+
+def test_a_path_is_followed_through_a_function_that_places_it() -> None:
+    text, left = ported(
+        f"import os\nimport tensorflow as tf\n{PLACE}"
+        "path = '/tmp/m'\nmodel.save(place(path, n))\n"
+        "tf.train.CheckpointManager(c, place('/tmp/ckpt', n))\n"
+        "tf.keras.models.load_model(path)"
+    )
+    assert left == []
+    assert "path = '/tmp/m.keras'\n" in text
+    assert "place('/tmp/ckpt', n)" in text
+
+
+def test_a_path_that_a_function_uses_otherwise_is_left() -> None:
+    function = "def place(p):\n    open(p)\n    return os.path.join(d, p)\n"
+    text, left = ported(
+        f"import tensorflow as tf\n{function}model.save(place('m'))\nplace('n')"
+    )
+    assert "model.save(place('m'))" in text
+    assert len(left) == 1
+
+
+def test_a_model_of_another_module_is_one_of_keras_where_keras_loads_it() -> None:
+    text, left = ported(
+        "import parts\nimport tensorflow as tf\nmodel = parts.make()\n"
+        "model.save('m')\ntf.keras.models.load_model('m')"
+    )
+    assert "model.save('m.keras')" in text
+    assert left == []
+
+
 @pytest.mark.parametrize(
     "before",
     [

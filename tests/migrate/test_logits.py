@@ -339,3 +339,17 @@ def test_a_step_of_the_models_own_gives_its_loss_the_logits() -> None:
     assert "p = self(t, training=False)" in result
     assert "CategoricalCrossentropy(from_logits=True)" in result
     assert "p = keras.ops.softmax(model(x))" in result
+
+
+def test_a_softmax_around_a_trained_model_stays() -> None:
+    result, _ = text(
+        "import tensorflow as tf\nlayers = tf.keras.layers\n"
+        "model = tf.keras.Sequential([layers.Dense(9), layers.Dense(3)])\n"
+        "loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)\n"
+        "model.compile('adam', loss)\nmodel.fit(x, y)\n"
+        "shown = tf.keras.Sequential([model, layers.Softmax()])\n"
+        "print(shown(x[:5]))\nguesses = shown.predict(x)\nprint(guesses[0])\n"
+    )
+    assert "shown = keras.Sequential([model, layers.Softmax()])\n" in result
+    assert "model.compile('adam', loss)\n" in result
+    assert "guesses = shown.predict(x)\n" in result

@@ -95,12 +95,36 @@ def test_a_notebook_without_tensorflow_stays_byte_for_byte() -> None:
 
 
 def test_findings_name_cells_and_their_lines() -> None:
-    script = "%%writefile train.py\nimport tensorflow as tf"
+    script = "%%bash\nimport tensorflow as tf"
     source = notebook("import tensorflow as tf", "x = 1\ny = tf.image.rot90(x)", script)
     rot90, written = port_notebook(source).left
     assert (rot90.place, rot90.source) == ("cell 2:2", "tf.image.rot90")
     assert written.place == "cell 3:2"
     assert "save its text as a script" in written.reason
+
+
+def test_cells_that_write_a_script_are_ported_as_one() -> None:
+    model = "import tensorflow as tf\n\ndef size(x):\n    return tf.size(x)\n"
+    used, written, other = ported_cells(
+        "import parts", f"%%writefile parts.py\n{model}", "%%writefile a.txt\ntf.abs"
+    )
+    assert used == "import parts"
+    assert written.startswith("%%writefile parts.py\nimport replicax as rx")
+    assert written.endswith("\n    return keras.ops.size(x)\n")
+    assert other == "%%writefile a.txt\ntf.abs"
+
+
+def test_findings_in_a_written_script_name_its_cell() -> None:
+    script = "%%writefile parts.py\nimport tensorflow as tf\ny = tf.image.rot90(x)"
+    (left,) = port_notebook(notebook("import tensorflow as tf", script)).left
+    assert (left.place, left.source) == ("cell 2:3", "tf.image.rot90")
+
+
+def test_a_written_script_that_is_not_python_is_reported() -> None:
+    script = "%%writefile parts.py\nimport tensorflow as tf\n%load x"
+    (left,) = port_notebook(notebook("x = 1", script)).left
+    assert left.place == "cell 2:2"
+    assert "save its text as a script" in left.reason
 
 
 @pytest.mark.parametrize(

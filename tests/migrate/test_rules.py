@@ -39,6 +39,23 @@ class Log:
             "keras.ops.maximum(SIZE[0], SIZE[1])",
         ),
         ("def f(x, a=tf.identity): pass", "a=keras.activations.linear"),
+        ("x = tf.io.gfile.glob(f'{d}/*')", "x = sorted(glob.glob(f'{d}/*'))"),
+        (
+            "from tensorflow.python.client import device_lib\n"
+            "x = [d.name for d in device_lib.list_local_devices()]",
+            "x = [d.name for d in rx.config.list_logical_devices()]",
+        ),
+        (
+            "import tensorflow_datasets as tfds\ntfds.disable_progress_bar()\n"
+            "x = tf.size(y)",
+            "import keras\nx = keras.ops.size(y)",
+        ),
+        ("tf.io.gfile.rmtree(d)", "shutil.rmtree(d, ignore_errors=True)"),
+        ("x = tf.executing_eagerly()", "x = True"),
+        (
+            "r = tf.distribute.cluster_resolver.TPUClusterResolver.connect(tpu=name)",
+            "r = rx.cluster_resolver.TPUClusterResolver(tpu=name)",
+        ),
         (
             "class M(tf.keras.Model):\n    def __init__(self):\n"
             "        super().__init__(self)",
@@ -347,6 +364,17 @@ def test_methods_that_steps_call_on_objects_get_random_state() -> None:
 @pytest.mark.parametrize(
     ("before", "reason"),
     [
+        ("x = tf.io.gfile.glob(['a', 'b'])", "its pattern is a list"),
+        (
+            "from tensorflow.python.client import device_lib\n"
+            "for d in device_lib.list_local_devices(): print(d.memory_limit)",
+            "a name and a type here",
+        ),
+        (
+            "s = tf.distribute.get_strategy()\ndef f(): print(tf.executing_eagerly())\n"
+            "s.run(f)",
+            "is false in steps",
+        ),
         ("tf.keras.layers.BatchNormalization(fused=True)", "no argument 'fused'"),
         ("tf.keras.layers.Dense(3, batch_input_shape=(1, 2))", "'batch_input_shape'"),
         ("tf.keras.optimizers.SGD(0.1, use_locking=True)", "argument 'use_locking'"),

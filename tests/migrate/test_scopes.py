@@ -536,3 +536,38 @@ def test_what_functions_of_the_scope_use_is_made_in_it() -> None:
     assert "    with strategy.scope():\n        optimizer =" in text
     assert "    with strategy.scope():\n        part =" in text
     assert len(executed(text)["main"]()["loss"]) == 1
+
+
+def test_a_model_is_compiled_in_the_scope_that_it_is_made_in() -> None:
+    text, left = ported(
+        "import tensorflow as tf\n"
+        "first = tf.distribute.MirroredStrategy()\n"
+        "second = tf.distribute.OneDeviceStrategy('cpu:0')\n"
+        "with first.scope():\n    x = tf.Variable(1.0)\n"
+        "with second.scope():\n"
+        "    model = tf.keras.Sequential([tf.keras.layers.Dense(1)])\n"
+        "model.compile('sgd', 'mse')\n"
+    )
+    assert left == []
+    assert "with second.scope():\n    model.compile('sgd', 'mse')\n" in text
+
+
+def test_a_model_of_the_branch_without_a_strategy_needs_no_scope() -> None:
+    text, left = ported(
+        "import tensorflow as tf\n"
+        "def make():\n"
+        "    return tf.keras.Sequential([tf.keras.layers.Dense(1)])\n"
+        "def main(several):\n"
+        "    strategy = None\n"
+        "    if several:\n"
+        "        strategy = tf.distribute.MirroredStrategy()\n"
+        "        with strategy.scope():\n"
+        "            model = make()\n"
+        "            model.compile('sgd', 'mse')\n"
+        "    else:\n"
+        "        model = make()\n"
+        "        model.compile('sgd', 'mse')\n"
+        "    model.fit(x, y)\n"
+    )
+    assert left == []
+    assert text.count("strategy.scope()") == 1

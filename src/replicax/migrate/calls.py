@@ -36,6 +36,7 @@ from replicax.migrate.tables import (
     OLD_METRICS,
     WRITTEN,
     accepted_arguments,
+    find_reason,
     find_target,
     most_positions,
 )
@@ -332,6 +333,23 @@ def _decay(site: CallSite) -> Expression:
     return by_row(site)
 
 
+_DESCRIPTION = {"physical_device_desc", "memory_limit", "locality", "incarnation"}
+"""What `device_lib` knows of devices besides their names and types."""
+
+
+def _local_devices(site: CallSite) -> Expression:
+    names = {node.attr.value for node in site.script.nodes(cst.Attribute)}
+    if site.node.args or names & _DESCRIPTION:
+        raise site.stays("devices have a name and a type here: use `jax.local_devices`")
+    return site.with_args(func="rx.config.list_logical_devices")
+
+
+def _eagerly(site: CallSite) -> Expression:
+    if is_traced(site.script, site.node):
+        raise Unported(find_reason(site.path))
+    return cst.Name("True")
+
+
 _STEPS = ("train.get_global_step", "train.get_or_create_global_step")
 _BY_TARGET = {"optimizers": _decay, "initializers": _initializer}
 _OLD_RULES: dict[str, Rule] = {
@@ -357,7 +375,9 @@ _RULES: dict[str, Rule] = {
     "print": _print,
     "GradientTape": _tape,
     "device": _device,
+    "executing_eagerly": _eagerly,
     "train.latest_checkpoint": _latest,
+    "python.client.device_lib.list_local_devices": _local_devices,
     **DEVICE_RULES,
     **keras_calls.RULES,
     **_OLD_RULES,

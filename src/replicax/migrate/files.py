@@ -9,7 +9,7 @@ from typing import NamedTuple
 import libcst as cst
 
 from replicax.migrate.kinds import is_kind, origins, own_methods
-from replicax.migrate.origins import definitions
+from replicax.migrate.origins import definitions, returned
 from replicax.migrate.scopes import is_unbuilt
 from replicax.migrate.script import Expression, Script
 from replicax.migrate.tables import MESSAGES, NAMES
@@ -45,6 +45,8 @@ _CHECKPOINTS = MODELS[:2]
 """Suffixes of files of whole models that `ModelCheckpoint` takes."""
 WEIGHTS = (".weights.h5",)
 """Suffixes of files of weights alone."""
+_SAME_END = ("os.path.join", "os.path.basename", "os.fspath", "str")
+"""Functions whose result ends as their last argument does."""
 
 
 class _Site(NamedTuple):
@@ -54,11 +56,13 @@ class _Site(NamedTuple):
         path: The argument with the file's name.
         endings: The suffixes to choose from, if the call writes the file; else empty.
         is_trained: Whether the call loads a model that is trained further.
+        is_sure: Whether Keras writes or reads the file, not perhaps another package.
     """
 
     path: Expression
     endings: tuple[str, ...]
     is_trained: bool = False
+    is_sure: bool = True
 
 
 def plan_files(script: Script) -> None:
@@ -79,7 +83,8 @@ def plan_files(script: Script) -> None:
         # version for a model server.
         is_elsewhere = stem and any(other.startswith(stem) for other in others)
         is_version = stem.rpartition("/")[2].isdigit()
-        if len(ends) != 1 or is_elsewhere or is_version:
+        is_sure = any(site.is_sure for site, _ in group)
+        if len(ends) != 1 or is_elsewhere or is_version or not is_sure:
             continue
         (end,) = ends
         right = WEIGHTS if end in WEIGHTS else MODELS
@@ -110,7 +115,7 @@ def _plan_end(
 def _sites(script: Script) -> Iterator[_Site]:
     for call in script.calls:
         path, method = script.called(call), method_of(call)
-        position, endings = 0, None
+        position, endings, is_sure = 0, None, True
         if path == "keras.callbacks.ModelCheckpoint":
             endings = WEIGHTS if is_weights_only(call) else _CHECKPOINTS
         elif path == "keras.models.save_model":
@@ -121,11 +126,11 @@ def _sites(script: Script) -> Iterator[_Site]:
             endings = WEIGHTS
         elif method == "save" and not path:
             inner = object_of(call)
-            if is_kind(script, inner, "model") and not _is_foreign(script, inner):
-                endings = MODELS
+            if is_kind(script, inner, "model"):
+                endings, is_sure = MODELS, not _is_foreign(script, inner)
         given = value_of(call, position, "filepath")
         if endings is not None and given is not None:
-            yield _Site(given, endings, _is_trained_later(script, call))
+            yield _Site(given, endings, _is_trained_later(script, call), is_sure)
 
 
 def _is_trained_later(script: Script, load: cst.Call) -> bool:
@@ -180,12 +185,16 @@ def _is_for_files_alone(
     for node in _path_nodes(script, path):
         for definition in script.flow.reaching(node):
             for use in script.flow.uses(definition):
-                call = script.call_with(use)
-                name = dotted(call.func) if call is not None else None
-                is_shown = name in {"print", "os.path.basename", "os.path.dirname"}
-                if use not in known and not is_shown:
+                if use not in known and not _is_shown(script, use):
                     return False
     return True
+
+
+def _is_shown(script: Script, use: cst.CSTNode) -> bool:
+    """Whether a path is only printed, or its folder or name is taken."""
+    call = script.call_with(use)
+    name = dotted(call.func) if call is not None else None
+    return name in {"print", "os.path.basename", "os.path.dirname"}
 
 
 def report_path(
@@ -275,6 +284,8 @@ def _last_parts(script: Script, node: Expression) -> list[Expression]:
     """The expressions that the text of a path may end with; none if it is unknown."""
     if isinstance(node, cst.IfExp):
         return [node.body, node.orelse]
+    if isinstance(node, cst.Call):
+        return _last_parts_of_call(script, node)
     last: Expression | None = None
     if isinstance(node, cst.Name):
         last = script.flow.value(node)
@@ -282,11 +293,30 @@ def _last_parts(script: Script, node: Expression) -> list[Expression]:
         last = _default_of(script, node)
     elif isinstance(node, cst.BinaryOperation):
         last = node.left if isinstance(node.operator, cst.Modulo) else node.right
-    elif method_of(node) == "format":
-        last = object_of(node)
-    elif isinstance(node, cst.Call) and dotted(node.func) == "os.path.join":
-        last = node.args[-1].value if node.args else None
     return [last] if last is not None else []
+
+
+def _last_parts_of_call(script: Script, node: cst.Call) -> list[Expression]:
+    """The expressions that a path may end with that a call makes, as `_last_parts`."""
+    if method_of(node) == "format":
+        return [object_of(node)]
+    if dotted(node.func) in _SAME_END:
+        return [arg.value for arg in node.args[-1:]]
+    found = [_passed(script, node, each) for each in returned(script, node)]
+    return [each for each in found if each is not None] if all(found) else []
+
+
+def _passed(script: Script, call: cst.Call, value: Expression) -> Expression | None:
+    """The argument of a call with the end of a path that the function returns."""
+    nodes = _path_nodes(script, value)
+    for function in script.functions(last_name(call.func)):
+        for position, param in enumerate(function.params.params):
+            made = script.flow.defined(param.name)
+            uses = script.flow.uses(made) if made is not None else []
+            is_end = any(use in nodes for use in uses)
+            if is_end and all(use in nodes or _is_shown(script, use) for use in uses):
+                return value_of(call, position, param.name.value)
+    return None
 
 
 def _default_of(script: Script, node: Expression) -> Expression | None:

@@ -47,6 +47,7 @@ _CLASSES = {
 }
 _FROM_LOGITS = {**dict.fromkeys(_CLASSES.values(), 0), **dict.fromkeys(_CLASSES, 2)}
 """Positions of `from_logits`."""
+_PREDICTING = {"predict", "predict_on_batch", "summary"}
 _Losses: TypeAlias = dict[Expression, str]
 """Cross-entropies, and their names in Keras."""
 
@@ -130,8 +131,10 @@ class _Port:
         found = [Endings(script, call) for call in made]
         found = [each for each in found if each.kinds(is_crossed=is_crossed) == {kind}]
         self._inner = {node for each in found for node in each.seen - {each.model}}
-        outer = (each for each in found if each.model not in self._inner)
-        self.models = {each.model: each for each in outer}
+        outer = [each for each in found if each.model not in self._inner]
+        predicting = {each.model for each in outer if self._predicts_only(each)}
+        self._inner |= predicting
+        self.models = {e.model: e for e in outer if e.model not in predicting}
 
     def plan(self) -> None:
         """Plan the port of models, metrics, losses and predictions, or of none."""
@@ -170,6 +173,25 @@ class _Port:
                 yield node
             elif is_name(node, "self") and self._is_own(node):
                 yield node
+
+    def _predicts_only(self, ending: Endings) -> bool:
+        """Whether no loss gets the outputs of a model, which is used elsewhere.
+
+        An example is a `Sequential` of a trained model and a softmax.
+        """
+        script = self._script
+        uses = [] if ending.classes else script.uses_of(ending.model)
+        calls = [script.call_of(use) for use in uses]
+        return bool(uses) and all(
+            method_of(script.method_call(use)) in _PREDICTING
+            or (call and not is_traced(script, call) and self._is_result(call))
+            for use, call in zip(uses, calls, strict=True)
+        )
+
+    def _is_result(self, call: cst.Call) -> bool:
+        """Whether no loss gets the result of a call of a model."""
+        uses = [call, *self._script.uses_of(call)]
+        return not any(self._takes_logits(use) or self._leaves(use) for use in uses)
 
     def _is_own(self, node: cst.CSTNode) -> bool:
         """Whether `self` is one of the models, and is called."""

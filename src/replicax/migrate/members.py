@@ -1,6 +1,7 @@
 """Ports attributes of Keras' objects, of strategies and shapes."""
 
 import re
+from collections.abc import Callable
 
 import libcst as cst
 
@@ -70,16 +71,10 @@ def ported_attribute(
         _is_foreign(script, node, "layer") or "layers" in script.code(node.value)
     ):
         return _of_output(script, node, updated)
-    if name in {"input", "output"}:
-        return _of_ends(script, node, updated)
     if attr_of(node.value) == "dtype":
         return _of_dtype(script, node, updated)
-    if name in _OF_TOP_K:
-        return _of_top_k(script, node, updated)
-    if name in {"rank", "ndims", "value"}:
-        return _of_shape(script, node, updated)
-    if name in {"name", "_name"}:
-        return _of_name(script, node, updated)
+    if name in _RULES:
+        return _RULES[name](script, node, updated)
     if name == "extended" and "strategy" in script.code(node.value).lower():
         if attr_of(script.parent(node)) == "call_for_each_replica":
             return owner
@@ -138,6 +133,19 @@ def _of_ends(script: Script, node: cst.Attribute, updated: cst.Attribute) -> Exp
     return script.template("keras.utils.get_source_inputs({x}.output)[0]", x=owner)
 
 
+def _of_metrics(
+    script: Script, node: cst.Attribute, updated: cst.Attribute
+) -> Expression:
+    """Port `metrics_names`: of one output the results come in the order of `evaluate`.
+
+    Raises:
+        Unported: If the model may have several outputs.
+    """
+    if not _is_sequential(script, node.value):
+        raise Unported(MESSAGES["metrics_names"])
+    return script.template("list({x}.get_metrics_result())", x=updated.value)
+
+
 _OF_TOP_K = ("values", "indices")
 """Fields of the result of `tf.math.top_k`, which is a list here."""
 
@@ -189,6 +197,15 @@ def _of_dtype(
     return script.template(text, d=updated.value) if text else updated
 
 
+_RULES: dict[str, Callable[[Script, cst.Attribute, cst.Attribute], Expression]] = {
+    **dict.fromkeys(("input", "output"), _of_ends),
+    **dict.fromkeys(_OF_TOP_K, _of_top_k),
+    **dict.fromkeys(("rank", "ndims", "value"), _of_shape),
+    **dict.fromkeys(("name", "_name"), _of_name),
+    "metrics_names": _of_metrics,
+}
+
+
 def _is_sequential(script: Script, node: Expression) -> bool:
     """Whether a model is a `Sequential`, whose Keras 3 has no `input` and `output`."""
     made = makers(script, node)
@@ -222,8 +239,6 @@ def _refuse(script: Script, node: cst.Attribute) -> None:
         gone = ATTRIBUTES[kind]
         if name in gone and _is_foreign(script, node, kind):
             raise Unported(f"Keras 3 has no {name} of a {kind}: {gone[name]}")
-    if name == "metrics_names":
-        raise Unported(MESSAGES["metrics_names"])
 
 
 def _refuse_to_set(script: Script, node: cst.Attribute) -> None:

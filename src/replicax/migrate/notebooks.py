@@ -2,6 +2,7 @@
 
 A `pass` with a comment begins each cell in the script. Another stands for what IPython
 reads and Python does not, such as `%matplotlib inline` and the lines of `%%bash`.
+Cells under `%%writefile x.py` are scripts of their own.
 """
 
 import ast
@@ -24,7 +25,9 @@ _CELL = "pass  # %% "
 _COMMAND = "pass  # IPython: "
 _IPYTHON = re.compile(r"\s*([%!?].*|[\w, .]+=\s*[%!].*|[\w.]+\?\??)")
 _IMPORT = re.compile(rf"{_COMMAND}.*\b(import|from) tensorflow\b")
-"""A line of a cell of another text, such as a script under `%%writefile`."""
+"""A line of a cell of another text, such as a script for `%%bash`."""
+_FILE = re.compile(r"%%(writefile|file)\s+\S+\.py\s*")
+"""The first line of a cell that is written to a file as a script."""
 _PYTHON_CELLS = ("%%time", "%%timeit", "%%capture", "%%prun")
 """What stands above cells whose other lines are Python."""
 
@@ -67,9 +70,15 @@ def port_notebook(source: bytes) -> Ported:
         for number, line in enumerate(script.splitlines(), 1)
         if _IMPORT.match(line)
     ]
-    text = ported.source.decode()
-    if text != script:
+    if (text := ported.source.decode()) != script:
         _set_code(notebook, text)
+    left = [*in_cells([*ported.left, *texts], script)]
+    notes = [*in_cells(ported.notes, script)]
+    for number, cell in enumerate(_code_cells(notebook), 1):
+        if (file := _ported_file(cell, number)) is not None:
+            left = [*(each for each in left if each.cell != number), *file.left]
+            notes += file.notes
+    if notebook != _read(source):
         indent = re.match(r"\{\r?\n( *)", source.decode())
         width = len(indent[1]) if indent else None
         end = "\n" if source.endswith(b"\n") else ""
@@ -78,9 +87,30 @@ def port_notebook(source: bytes) -> Ported:
         )
     return Ported(
         source=source,
-        left=in_cells([*ported.left, *texts], script),
-        notes=in_cells(ported.notes, script),
+        left=tuple(sorted(left, key=_place)),
+        notes=tuple(sorted(notes, key=_place)),
     )
+
+
+def _place(found: Finding) -> tuple[int, Finding]:
+    return found.cell, found
+
+
+def _ported_file(cell: dict[str, Any], number: int) -> Ported | None:
+    """Port the script that a cell writes to a file; None if it writes no Python."""
+    first, _, code = "".join(cell["source"]).partition("\n")
+    try:
+        ported = port(code.encode()) if _FILE.fullmatch(first) else None
+    except cst.ParserSyntaxError:
+        return None
+    if ported is None:
+        return None
+    _set_source(cell, f"{first}\n{ported.source.decode()}")
+    moved = [
+        tuple(replace(each, cell=number, line=each.line + 1) for each in found)
+        for found in (ported.left, ported.notes)
+    ]
+    return Ported(source=ported.source, left=moved[0], notes=moved[1])
 
 
 def script_of(source: bytes) -> str:
@@ -177,6 +207,9 @@ def _set_code(notebook: dict[str, Any], script: str) -> None:
             kept = f"{blanks}{rest}" if is_command else line
             codes.setdefault(number, []).append(kept)
     for number, cell in enumerate(_code_cells(notebook), 1):
-        text = "".join(codes.get(number, [])).removesuffix("\n")
-        is_list = isinstance(cell["source"], list)
-        cell["source"] = text.splitlines(keepends=True) if is_list else text
+        _set_source(cell, "".join(codes.get(number, [])).removesuffix("\n"))
+
+
+def _set_source(cell: dict[str, Any], text: str) -> None:
+    is_list = isinstance(cell["source"], list)
+    cell["source"] = text.splitlines(keepends=True) if is_list else text

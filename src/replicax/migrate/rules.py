@@ -403,6 +403,14 @@ def _is_integer(script: Script, node: Expression) -> bool:
     return all(d is None or isinstance(d, cst.Integer | cst.Float) for d in defaults)
 
 
+def _single(site: CallSite, before: Expression, value: Expression) -> Expression:
+    """A value that is not seen to be a list."""
+    shown = site.script.flow.resolved(before)
+    if isinstance(shown, cst.List | cst.Tuple | cst.ListComp):
+        raise Unported("is a list")
+    return value
+
+
 def _shape(site: CallSite, before: Expression, value: Expression) -> Expression:
     """A shape that is in sight."""
     shape = site.script.flow.resolved(before)
@@ -418,6 +426,7 @@ _FORMS: dict[str, Callable[[CallSite, Expression, Expression], Expression]] = {
     "lower": _lower,
     "numbers": _numbers,
     "shape": _shape,
+    "single": _single,
     "tensor": _tensor,
     "window": _window,
 }

@@ -81,8 +81,10 @@ def plan_scopes(script: Script) -> None:
         moved = _ReachableCode(script, [*blocks, *map(script.statement_of, outside)])
         compiled = [c for c in script.calls if _compiles_outside(script, c, moved)]
         built = [c for c in script.calls if _builds_outside(script, c, moved)]
-        for call in [*outside, *compiled, *built]:
+        for call in outside:
             _plan_scope(script, call, blocks)
+        for call in [*compiled, *built]:
+            _plan_scope(script, call, _blocks_of(script, call, blocks))
         for node in _built_outside(script, inside):
             if script.statement_of(node) not in script.replacements:
                 script.leave(node, MESSAGES["outside_scope"])
@@ -246,8 +248,25 @@ def _is_built(script: Script, made: Expression, code: _ReachableCode) -> bool:
     )
 
 
+def _blocks_of(script: Script, call: cst.Call, blocks: _Nodes) -> _Nodes:
+    """The scopes that a model is made in that a call compiles or builds, or all."""
+    model = object_of(call) if isinstance(call.func, cst.Attribute) else call.func
+    made = {each.node for each in definitions(script, model)}
+    around = {parent for node in made for parent in script.parents(node)}
+    return [block for block in blocks if block in around] or blocks
+
+
+def _is_instead(script: Script, node: cst.CSTNode, block: cst.CSTNode) -> bool:
+    """Whether a node is in the branch of an `if` that runs if the block's does not."""
+    own, around = {*script.parents(node)}, {*script.parents(block)}
+    choices = (each for each in own & around if isinstance(each, cst.If))
+    return any((each.body in own) != (each.body in around) for each in choices)
+
+
 def _plan_scope(script: Script, call: cst.Call, blocks: _Nodes) -> None:
     """Plan scopes of the script's strategy around what makes an object, or report."""
+    if all(_is_instead(script, call, block) for block in blocks):
+        return
     places = _places(script, call, blocks, 3)
     if places is None:
         script.leave(call, MESSAGES["outside_scope"])

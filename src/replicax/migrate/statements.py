@@ -56,6 +56,8 @@ def why_dropped(script: Script, line: cst.SimpleStatementLine) -> str | None:
         return None
     if is_static_shape(script, call) or begins_iterator(script, call):
         return ""
+    if script.names.imported(call.func) == "tensorflow_datasets.disable_progress_bar":
+        return ""
     path = script.called(call)
     if not path and isinstance(object_of(call), cst.Call):
         path = f"{script.called(object_of(call))}().{method_of(call)}"
