@@ -162,7 +162,7 @@ class Epochs:
         """
         number = getattr(self.adapter, "iteration", None)
         self.adapter.on_epoch_begin()
-        batches = iter(self._host_batches(_Iteration(self, None)))
+        batches = iter(self._host_batches(_Iteration(self, None), ahead=False))
         try:
             return jax.tree.map(whole, batch_of(next(batches)))
         finally:
@@ -241,7 +241,9 @@ class Epochs:
             recorder=self.recorder,
         )
 
-    def _host_batches(self, source: Iterable[PyTree]) -> Iterable[PyTree]:
+    def _host_batches(
+        self, source: Iterable[PyTree], *, ahead: bool = True
+    ) -> Iterable[PyTree]:
         """The batches of an iteration, in step with the other workers'."""
         strategy, adapter = self._strategy, self.adapter
         is_distributed = isinstance(adapter, DistributedAdapter)
@@ -255,7 +257,7 @@ class Epochs:
                 num_batches=fixed_number_of_batches(adapter),
                 size_of=functools.partial(leading_size, caller=current_call()),
             )
-        if trainer.READS_AHEAD:
+        if ahead and trainer.READS_AHEAD:
             source = _one_ahead(source)
         if is_array_adapter(adapter):
             return source
