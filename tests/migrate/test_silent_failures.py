@@ -128,3 +128,29 @@ def test_inputs_whose_rank_only_keras_3_holds_are_reported(
     source = f"{START}m = tf.keras.Sequential([tf.keras.layers.{layers}])\n"
     notes = [each.reason for each in port(source.encode()).notes]
     assert sum("have not 3 dimensions" in note for note in notes) == num_notes
+
+
+MODULE = """import tensorflow as tf
+class Block(tf.Module):
+    def __init__(self, size):
+        "Several layers."
+        {}self.parts = [tf.keras.layers.Dense(size), tf.keras.layers.Dense(size)]
+        self.scale = tf.Variable(1.0)
+    def __call__(self, x):
+        for part in self.parts:
+            x = part(x)
+        return x * self.scale
+class Net(tf.Module):
+    def __init__(self): self.block = Block(2)
+net = Net()
+y = net.block(tf.ones((4, 3)))
+count = len(net.trainable_variables)
+"""
+
+
+@pytest.mark.parametrize("first", ["", "super().__init__()\n        "])
+def test_modules_may_do_without_the_constructor_of_tf_module(first: str) -> None:
+    source = MODULE.format(first)
+    assert run(source)["count"] == 5
+    text, _ = ported(source)
+    assert text.count("super().__init__()") == 2

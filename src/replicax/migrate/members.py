@@ -30,6 +30,7 @@ from replicax.migrate.tables import (
 )
 from replicax.migrate.tree import (
     attr_of,
+    find,
     is_name,
     is_named,
     last_name,
@@ -41,6 +42,7 @@ from replicax.migrate.tree import (
 
 __all__ = [
     "is_kind_of_tensors",
+    "plan_constructors",
     "ported_assignment",
     "ported_attribute",
     "ported_parameter",
@@ -307,6 +309,30 @@ def _is_foreign(script: Script, node: cst.Attribute, kind: str) -> bool:
     if any(attr_of(each.node) == name for each in script.flow.definitions):
         return False
     return not script.functions(name) and is_kind(script, node.value, kind)
+
+
+def plan_constructors(script: Script) -> None:
+    """Plan `super().__init__()` where a `tf.Module` does without, and no layer can."""
+    for owner in script.nodes(cst.ClassDef):
+        init = methods_of(owner).get("__init__")
+        bases = [script.names.path(base.value) for base in owner.bases]
+        if init is None or bases != ["Module"]:
+            continue
+        if any(method_of(call) == "__init__" for call in find(init, cst.Call)):
+            continue
+        lines = init.body.body[init.get_docstring() is not None :]
+        if isinstance(init.body, cst.SimpleStatementSuite):
+            script.replacements[init.body] = _below_constructor
+        elif lines:
+            script.insert(lines[0], "super().__init__()")
+
+
+def _below_constructor(updated: cst.SimpleStatementSuite) -> cst.SimpleStatementSuite:
+    """The body of a function in one line, below `super().__init__()`."""
+    call, *_ = cst.ensure_type(
+        cst.parse_statement("super().__init__(); pass"), cst.SimpleStatementLine
+    ).body
+    return updated.with_changes(body=[call, *updated.body])
 
 
 def report_overridden(script: Script, node: cst.ClassDef) -> None:
