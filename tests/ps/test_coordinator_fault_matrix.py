@@ -97,16 +97,21 @@ class Trainer:
         }
 
 
+def scheduled(trainer, number):
+    """Schedule the steps of a round."""
+    first = number * PER_ROUND
+    return [
+        trainer.coordinator.schedule(trainer.step, (first + i, trainer.iterator))
+        for i in range(PER_ROUND)
+    ]
+
+
 def rounds(options):
     """Schedule all steps, in some rounds."""
     trainer = Trainer(options)
     returned = []
     for number in range(ROUNDS):
-        first = number * PER_ROUND
-        values = [
-            trainer.coordinator.schedule(trainer.step, (first + i, trainer.iterator))
-            for i in range(PER_ROUND)
-        ]
+        values = scheduled(trainer, number)
         print(f"<{os.getpid()}: scheduled round {number}>", flush=True)
         returned += trainer.coordinator.fetch(values)
         trainer.coordinator.join()
@@ -163,11 +168,7 @@ def rounds_with_held_closures(options, held):
     trainer = Holding(options, held)
     returned = []
     for number in range(ROUNDS):
-        first = number * PER_ROUND
-        values = [
-            trainer.coordinator.schedule(trainer.step, (first + i, trainer.iterator))
-            for i in range(PER_ROUND)
-        ]
+        values = scheduled(trainer, number)
         returned += trainer.coordinator.fetch(values)
         trainer.coordinator.join()
     return trainer.found(returned)
