@@ -57,6 +57,11 @@ _Result = TypeVar("_Result")
 _logger = logging.getLogger("replicax")
 
 
+def _is_disowned(error: BaseException) -> bool:
+    """Whether a server refuses a closure's updates, whose chief was replaced."""
+    return isinstance(error, ServerRefused) and error.kind == Disowned.__name__
+
+
 def _outcome(
     said: JSONObject, why_cancelled: str, failed: dict[str, str] | None = None
 ) -> JSONObject:
@@ -346,7 +351,7 @@ class ClosureWorker:
         try:
             answer = self._answer_of(closure)
         except ServerRefused as refused:
-            if refused.kind != Disowned.__name__:
+            if not _is_disowned(refused):
                 raise
             self._trained_last = None
             _logger.warning(
@@ -375,7 +380,7 @@ class ClosureWorker:
         except Exception as error:  # It is the chief's to raise.
             self._home.settle()
             self._trained_last = None
-            if getattr(error, "kind", "") == Disowned.__name__:
+            if _is_disowned(error):
                 raise
             return {"error": self._told(error, name)}
 
