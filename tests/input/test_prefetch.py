@@ -8,6 +8,7 @@ import traceback
 import weakref
 from typing import Any
 
+import jax
 import pytest
 
 from replicax.input.prefetch import MappedAhead, Producer, prefetch
@@ -244,6 +245,19 @@ def test_waits_without_using_the_processor():
 def test_negative_depth():
     with pytest.raises(ValueError, match="depth=-1"):
         prefetch(Source, -1)
+
+
+@pytest.mark.parametrize("is_wide", [False, True])
+def test_integers_have_the_width_that_they_have_in_the_consumers_thread(is_wide):
+    def width(_=None):
+        return jax.dtypes.canonicalize_dtype("int64").name
+
+    with jax.enable_x64(is_wide):
+        here = width()
+        prefetched = prefetch(lambda: map(width, range(3)), 2)
+        mapped = MappedAhead(width, range(3))
+    assert here == ("int64" if is_wide else "int32")
+    assert [*prefetched] == [*mapped] == [here] * 3
 
 
 @pytest.mark.parametrize("size", [0, 1, 2, 5])

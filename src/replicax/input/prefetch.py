@@ -11,6 +11,8 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import ClassVar, Generic, TypeVar
 
+import jax
+
 from replicax._util.types import PyTree
 from replicax._util.waiting import Announced
 from replicax.errors import ContextError
@@ -27,6 +29,11 @@ __all__ = [
 
 T = TypeVar("T")
 S = TypeVar("S")
+
+
+def _has_x64() -> bool:
+    """Whether JAX has integers of 64 bits in this thread: each thread has its own."""
+    return jax.dtypes.canonicalize_dtype("int64") == "int64"
 
 
 class _End:
@@ -61,6 +68,7 @@ class Producer(threading.Thread, Generic[T]):
         self.slots: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.stopped = False
         self._make_iterator = make_iterator
+        self._has_x64 = _has_x64()
         for _ in range(depth):
             self.slots.put(None)
 
@@ -76,7 +84,8 @@ class Producer(threading.Thread, Generic[T]):
             make_iterator = self._make_iterator
             # This object may outlive the stream, and must not keep the source alive.
             del self._make_iterator
-            self._produce(iter(make_iterator()))
+            with jax.enable_x64(self._has_x64):
+                self._produce(iter(make_iterator()))
         except StopIteration as error:
             # Raised by `__next__` it would end the stream as if nothing had happened.
             end.error = RuntimeError("prefetch: make_iterator() raised StopIteration")
@@ -238,7 +247,7 @@ def _in_place(make_iterator: Callable[[], Iterable[T]]) -> Generator[T]:
         close_iterator(iterator)
 
 
-class MappedAhead(Iterator[T]):
+class MappedAhead(Iterator[T], Generic[S, T]):
     """`map(fn, items)`, one item ahead: a thread calls `fn` while others do their work.
 
     The thread that asks for results takes the items, an item only after `fn` has
@@ -249,6 +258,7 @@ class MappedAhead(Iterator[T]):
     def __init__(self, fn: Callable[[S], T], items: Iterable[S]) -> None:
         self._fn = fn
         self._items = iter(items)
+        self._has_x64 = _has_x64()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="replicax-ahead")
         self._next: Future[T] | None = None
         self._is_begun = False
@@ -280,9 +290,13 @@ class MappedAhead(Iterator[T]):
     def _take(self) -> None:
         self._next = None
         for item in self._items:
-            self._next = self._thread.submit(self._fn, item)
+            self._next = self._thread.submit(self._call, item)
             return
         self.close()
+
+    def _call(self, item: S) -> T:
+        with jax.enable_x64(self._has_x64):
+            return self._fn(item)
 
 
 class DistributedIterator(Iterator[PyTree]):

@@ -81,11 +81,9 @@ class BatchIterator:
         self._batches = iter(batches)
         placing = _Placing(group, local, reused=reused)
         chunks = _chunks(self._batches, steps_per_execution, reused=reused)
-        wide = jax.dtypes.canonicalize_dtype("int64") == "int64"  # In this thread.
 
         def place(chunk: list[PyTree]) -> list[PlacedBatch]:
-            with jax.enable_x64(wide):
-                return placing.chunk(chunk, steps_per_execution)
+            return placing.chunk(chunk, steps_per_execution)
 
         # On a CPU there is no transfer to overlap: take nothing before it is used.
         is_ahead = ahead and not placing.on_cpu
