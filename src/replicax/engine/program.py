@@ -122,7 +122,8 @@ class Program:
             with explained_traces(self.name):
                 self.deferred_updates = self._step.discover(leaves)
         else:
-            self._step.written = self._step.inputs = list(self._options.variables)
+            self._step.written = distinct(self._options.variables)
+            self._step.inputs = self._step.written
         self.written = self._step.written
         self._jitted = self._jit()
         self.overwritten: set[int] = set()
