@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from keras import layers
 from tests.keras.test_masks_and_weights import in_loops
+from tests.ps.sync_losses import losses_of_a_loop, losses_that_are_sums
 
 import replicax as rx
 import replicax.testing
@@ -352,6 +353,8 @@ CASES = [
     accumulated_gradients,
     own_data_of_unequal_length,
     variables_that_steps_count_in,
+    losses_that_are_sums,
+    losses_of_a_loop,
 ]
 SLOW_CASES = [
     values_that_are_assigned_within_an_epoch,

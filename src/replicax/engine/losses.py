@@ -102,7 +102,7 @@ def scale_regularization_loss(
     )
 
 
-def _share_scale() -> int:
+def _share_scale() -> float:
     """The factor on losses in `fit`, which averages gradients instead of summing."""
     context = current_context()
     return 1 if context is None else context.loss_scale
@@ -114,10 +114,10 @@ def current_num_replicas() -> int:
     return 1 if strategy is None else strategy.num_replicas_in_sync
 
 
-def _num_replicas(num_replicas: int | None, caller: str) -> int:
+def _num_replicas(num_replicas: int | None, caller: str) -> float:
     if num_replicas is None:
         context = current_context()
-        return current_num_replicas() if context is None else context.num_counted
+        return current_num_replicas() if context is None else context.num_in_step
     if num_replicas < 1:
         raise ValueError(f"{caller}: got num_replicas={num_replicas!r}, expected >= 1.")
     return num_replicas

@@ -69,6 +69,7 @@ class ReplicaContext:
         *,
         gradient_op: ReduceOp = ReduceOp.SUM,
         num_active: int | None = None,
+        num_shares: float | None = None,
         divides_updates: bool = False,
     ) -> None:
         """Make a context; only programs do.
@@ -79,6 +80,8 @@ class ReplicaContext:
                 MEAN in `fit`.
             num_active: Only the first `num_active` replicas hold examples of this batch
                 and count; the others compute on copies. None: all do.
+            num_shares: The rows of the step over those here. None: workers that meet at
+                servers have equally many.
             divides_updates: Whether updates are made after the replicas' part, each
                 device its block.
         """
@@ -96,6 +99,7 @@ class ReplicaContext:
         self._group = group
         self._gradient_op = gradient_op
         self._num_active = num_active
+        self._num_shares = num_shares
         self._applying = False
 
     @property
@@ -230,11 +234,16 @@ class ReplicaContext:
     # For the rest of the library only: sums over the replicas that count.
 
     @property
-    def loss_scale(self) -> int:
+    def loss_scale(self) -> float:
         """Factor on a loss' local share of the global value.
 
         Gradients that are averaged need the share times the number of replicas.
         """
+        return self.num_in_step if self._gradient_op is ReduceOp.MEAN else 1
+
+    @property
+    def num_averaged(self) -> int:
+        """Number of replicas whose gradients the program averages; 1: it sums them."""
         return self.num_counted if self._gradient_op is ReduceOp.MEAN else 1
 
     @property
@@ -247,13 +256,34 @@ class ReplicaContext:
 
     def log_own_rows(self, what: str, effect: str = "") -> None:
         """Log, once, what is of a worker's rows alone where others join its step."""
-        if self.num_replicas_in_sync > self.num_replicas_here:
+        if self.num_shares > 1:
             _log_own_rows(type(self.strategy).__name__, what, effect)
 
     @property
     def num_counted(self) -> int:
         """Number of replicas whose examples count in this step."""
         return self._num_active or self._group.num_replicas
+
+    @property
+    def num_shares(self) -> float:
+        """The rows of the step over those of this program.
+
+        1 where all replicas of a step run this program. Workers that meet at servers
+        compute a share each: two of 7 rows, one of 4 and one of 3, have 7/4 and 7/3.
+        """
+        if self._num_shares is not None:
+            return self._num_shares
+        return self.num_replicas_in_sync / self.strategy.group.num_replicas
+
+    @property
+    def num_in_step(self) -> float:
+        """`num_counted` of all workers together, as if each had as many rows."""
+        return self.num_counted * self.num_shares
+
+    @property
+    def takes_equal_shares(self) -> bool:
+        """Whether shares are weighted by their rows, and the step's are not known."""
+        return self._gradient_op is ReduceOp.MEAN and self._num_shares is None
 
     def counted(self, tree: PyTree) -> PyTree:
         """`tree` on replicas that count, zeros on the others."""

@@ -244,12 +244,16 @@ class ValueScope(WritesScope):
         self.state_mapping = {id(v): x for v, x in zip(variables, values, strict=True)}
         self._known = {id(v) for v in variables}
         self._unused = unused
+        self._zeros: dict[int, jax.Array] = {}
         self._caller = caller
 
     def get_current_value(self, variable: Variable) -> jax.Array | None:
         """Keras calls this for `variable.value`."""
         if id(variable) in self._unused:
-            return jnp.zeros(variable.shape, stored_dtype(variable))
+            if id(variable) not in self._zeros:  # One: another would be a new value.
+                zeros = jnp.zeros(variable.shape, stored_dtype(variable))
+                self._zeros[id(variable)] = zeros
+            return self._zeros[id(variable)]
         self._require_known(variable)
         return super().get_current_value(variable)
 

@@ -97,7 +97,7 @@ class Head(abc.ABC):
         if mode == ModeKeys.TRAIN:
             if self.loss_reduction == _SUM:
                 # `run` averages the replicas' losses: this makes the average a sum.
-                loss = loss * required_context().num_counted
+                loss = loss * required_context().loss_scale
             return EstimatorSpec(
                 mode, predictions=predictions, loss=loss, train_op=train_op(loss)
             )

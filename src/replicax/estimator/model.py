@@ -5,6 +5,7 @@ first call creates the variables. Later calls, one for each trace of a step, get
 same variables again (variable reuse).
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
@@ -31,6 +32,7 @@ __all__ = ["EstimatorModel", "first_replica"]
 _Tensors: TypeAlias = dict[str, jax.Array]
 
 _AVERAGED = Options(gradient_op=ReduceOp.MEAN)
+_ALONE = dataclasses.replace(_AVERAGED, num_shares=1)
 """The options of an estimator's steps: a loss is a mean over a replica's batch."""
 
 
@@ -190,7 +192,8 @@ class EstimatorModel:
         return first_replica(self._run(self._predict_step, (features,)))
 
     def _run(self, step: Callable[..., PyTree], args: Sequence[PyTree]) -> PyTree:
-        return self.strategy.runner.run(step, args, options=_AVERAGED)
+        options = _AVERAGED if self.mode is ModeKeys.TRAIN else _ALONE
+        return self.strategy.runner.run(step, args, options=options)
 
     def _train_step(self, features: PyTree, labels: PyTree, watched: bool) -> _Tensors:
         def loss_fn() -> tuple[jax.Array, tuple[jax.Array, _Tensors]]:

@@ -69,7 +69,11 @@ def reduce_weighted_values(
     scale: PyTree = context.loss_scale
     is_weighted = sample_weight is not None or mask is not None
     if reduction == "sum":
-        pass
+        if context.takes_equal_shares:
+            context.log_own_rows(
+                "a loss is scaled by the rows of the whole step",
+                "All are taken to have equally many. ",
+            )
     elif reduction == "mean_with_sample_weight" and is_weighted:
         ones = ops.ones_like(values, dtype=loss.dtype)
         count = original(ones, sample_weight, mask, "sum", dtype)
@@ -78,7 +82,7 @@ def reduce_weighted_values(
         count = ops.sum(ops.cast(mask, loss.dtype))
         scale *= _share_of(context, count, "the number of its unmasked values")
     else:  # All replicas have the same shapes.
-        scale *= 1 / context.num_counted
+        scale *= 1 / context.num_in_step
     return declare_of_batch(loss * scale)
 
 
@@ -89,7 +93,8 @@ def _share_of(context: ReplicaContext, count: PyTree, what: str) -> PyTree:
         "Gradients are the means of the workers' own, weighted by their rows, and "
         "differ from those of the global batch where workers have other shares. ",
     )
-    return ops.divide_no_nan(count, context.sum(count))
+    share: PyTree = ops.divide_no_nan(count, context.sum(count))
+    return share / context.num_shares
 
 
 def warn_of_batch_losses(model: keras.Model, num_replicas: int) -> None:

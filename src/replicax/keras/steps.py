@@ -78,7 +78,7 @@ class _ModelStep:
         self._written: set[int] = set()
         self._names: list[str] = []
         self._results: set[str] = set()
-        self._options: dict[tuple[int | None, int | None], Options] = {}
+        self._options: dict[tuple[float | None, ...], Options] = {}
 
     def __call__(self, data: PyTree) -> PyTree:
         required_context().batch = jax.tree.leaves(data)
@@ -113,13 +113,14 @@ class _ModelStep:
 
     def options(self, batch: PlacedBatch) -> Options:
         """The options of the step's program for such a batch."""
-        key = (batch.num_active, batch.num_steps)
+        key = (batch.num_active, batch.num_steps, batch.num_shares)
         options = self._options.get(key)
         if options is None:
             options = self._options[key] = Options(
                 gradient_op=ReduceOp.MEAN,
                 num_active=batch.num_active,
                 num_steps=batch.num_steps,
+                num_shares=batch.num_shares if self._trains else 1,
                 outputs=Outputs.ROWS if self._is_predict else Outputs.MIRRORED,
                 finish=None if self._is_predict else self._final_logs,
                 variables=self._variables(),

@@ -65,6 +65,7 @@ class WorkQueueFit:
         self._stops = False  # Whether anybody stopped in the middle of the epoch.
         self._ready: list[PlacedBatch] = []
         self._source: BatchIterator | None = None  # Of this epoch.
+        self._num_shares: float | None = None  # Of the last batch of `_claimed`.
         # A distributed dataset: its batches are this worker's own already.
         self._is_own = isinstance(self._data.adapter, DistributedAdapter)
         self._leases = StepLeases(strategy, number, self._waiting)
@@ -130,6 +131,8 @@ class WorkQueueFit:
             except StopIteration:
                 break
             did_any = True
+            for batch in self._ready:
+                batch.num_shares = self._num_shares
             yield self._leases.last_index, self._leases.last_index
         if not did_any:
             self._adopt_values()
@@ -321,8 +324,11 @@ class WorkQueueFit:
                 continue
             self._leases.last_index = index
             if isinstance(ticket, list):
+                num_rows = leading_size(batch, "fit")
                 batch = own_rows(batch, ticket[1], self._home.steps.num_parts)
-                self._home.steps.expect(ticket[1], leading_size(batch, "fit"), index)
+                own = leading_size(batch, "fit")
+                self._num_shares = num_rows / own
+                self._home.steps.expect(ticket[1], own, index)
             yield batch
 
     def _own(self) -> Iterator[PyTree]:
