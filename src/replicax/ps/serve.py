@@ -86,6 +86,7 @@ def serve(
                 task="ps:0",
                 caller=f"ps:{server}",
                 retry_timeout_seconds=timeouts.startup,
+                silence_timeout_seconds=timeouts.heartbeat,
             ) as first:
                 if snapshots is not None:
                     _join_job(snapshots, store, first)

@@ -164,6 +164,7 @@ class Session:
                 self._credentials,
                 task=f"ps:{i}",
                 caller=self.name,
+                silence_timeout_seconds=self.timeouts.heartbeat,
                 **timeouts,
             )
             for i, address in enumerate(self._servers)
