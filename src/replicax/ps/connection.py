@@ -223,8 +223,9 @@ class Connection:
             late=late,
             reminder=lambda waited: (
                 f"{self._name} does not answer to {what!r} for {waited:.0f} s: "
-                f"{failures[-1]}. It is not there yet, or was lost, or the job is done "
-                "and its servers have ended. Trying again"
+                f"{failures[-1]}. It is not there yet, or was lost, or another program "
+                "has its port, or the job is done and its servers have ended. Trying "
+                "again"
             ),
             # Tasks of a cluster do not start at the same moment.
             is_early=True,
@@ -420,6 +421,8 @@ def _refusal_in(error: Exception) -> ServerRefused | None:
 
 def _short(error: Exception) -> str:
     """A Flight error's message, shortened."""
+    if isinstance(error, wire.flight().FlightTimedOutError):
+        return "no answer came in time"
     text = str(error) or type(error).__name__
     for mark in (". gRPC client debug context", ". Detail:", ". Client context"):
         text = text.partition(mark)[0]
