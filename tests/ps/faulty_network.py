@@ -52,10 +52,10 @@ class Network:
         for cable in list(self._cables):
             cable.reset()
 
-    def lose(self) -> None:
-        """Let nothing pass any more on the connections that there are."""
+    def lose(self, *directions: str) -> None:
+        """Let nothing pass any more on the connections that there are, or one way."""
         for cable in list(self._cables):
-            cable.is_lost = True
+            cable.lost.update(directions or ("up", "down"))
 
     def half_close(self) -> None:
         """End the direction to the target, of each connection, and keep the other."""
@@ -91,7 +91,7 @@ class _Cable:
     def __init__(self, network: Network, near: socket.socket, far: socket.socket):
         self._network = network
         self._ends = (near, far)
-        self.is_lost = False
+        self.lost: set[str] = set()
         self._used_at = time.monotonic()
         for direction, source, sink in (("up", near, far), ("down", far, near)):
             sink.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -121,7 +121,7 @@ class _Cable:
                 data = b""
             now = time.monotonic()
             if data and now - self._used_at > self._network.forgets_after_s:
-                self.is_lost = True
+                self.lost.update(("up", "down"))
             self._used_at = now
             chunks.put((now + self._network.delay_s, data))
 
@@ -135,7 +135,7 @@ class _Cable:
         while True:
             due, data = chunks.get()
             time.sleep(max(0.0, due - time.monotonic()))
-            while self.is_lost or network.is_dead:
+            while direction in self.lost or network.is_dead:
                 time.sleep(_LOOK_SECONDS)
             try:
                 if not data:
