@@ -24,6 +24,7 @@ from tests.ps.test_parameter_server_faults import (
 from tests.ps.test_parameter_server_half_pushed import WORDS, words_network
 
 import replicax as rx
+from replicax.ps.connection import Connection
 
 pytest.importorskip("pyarrow")
 pytestmark = [
@@ -108,9 +109,35 @@ class Disturbs(keras.callbacks.Callback):
         threading.Timer(0.002, self.fault, [self.networks, self.steps]).start()
 
 
-def distant(options):
+def lose_first_answers():
+    """Lose this process's first answer to each kind of message and call, by server.
+
+    The server has done what it was asked for, and is asked again.
+    """
+    lost = set()
+
+    def with_losses(answered, kind_of):
+        def answer(*arguments, **named):
+            found = answered(*arguments, **named)
+            kind = kind_of(*arguments)
+            if kind not in lost:
+                lost.add(kind)
+                raise ConnectionResetError(f"the answer to {kind} is lost")
+            return found
+
+        return answer
+
+    Connection._transfer = with_losses(
+        Connection._transfer, lambda x, stream, header, *_: (x.task, header["op"])
+    )
+    Connection._act = with_losses(Connection._act, lambda x, name, *_: (x.task, name))
+
+
+def distant(options, fault=None):
     """A worker's strategy, with networks between it and its servers, and these."""
     networks = networks_before_servers()
+    if fault == "lose_first_answers" and networks:
+        lose_first_answers()
     strategy = make(options)
     for connection in strategy.session.connections:
         connection.shares_memory = False
@@ -118,12 +145,12 @@ def distant(options):
 
 
 def disturbed(strategy, networks, fault, index=1):
-    is_due = fault is not None and strategy.session.index == index
+    is_due = fault in FAULTS and strategy.session.index == index
     return [Disturbs(networks, fault)] if is_due else []
 
 
 def in_step(options, fault=None, words=False):
-    strategy, networks = distant(options | {"sync": True})
+    strategy, networks = distant(options | {"sync": True}, fault)
     with strategy.scope():
         model = words_network() if words else network()
     model.fit(
@@ -144,7 +171,7 @@ def in_step(options, fault=None, words=False):
 
 
 def any_order(options, fault, index):
-    strategy, networks = distant(options)
+    strategy, networks = distant(options, fault)
     with strategy.scope():
         model = network()
     model.fit(
@@ -160,7 +187,7 @@ def any_order(options, fault, index):
 
 def closures(options, fault):
     """Functions of a coordinator, each of which makes one update."""
-    strategy, networks = distant(options)
+    strategy, networks = distant(options, fault)
     coordinator = rx.ClusterCoordinator(strategy)
     with strategy.scope():
         model = network()
@@ -200,6 +227,8 @@ def closures(options, fault):
         ("lose_answers", True),
         ("vanish", False),
         ("reset_often", True),
+        ("lose_first_answers", False),
+        ("lose_first_answers", True),
     ],
 )
 def test_steps_in_step_are_those_of_an_undisturbed_run(tmp_path, fault, words):
@@ -222,6 +251,7 @@ def test_steps_in_step_are_those_of_an_undisturbed_run(tmp_path, fault, words):
         ("lose_answers", 1),
         ("vanish_for_long", 1),
         ("vanish_from_the_second", 0),
+        ("lose_first_answers", 1),
     ],
 )
 def test_steps_in_any_order_are_made_once(tmp_path, fault, index):
@@ -236,7 +266,7 @@ def test_steps_in_any_order_are_made_once(tmp_path, fault, index):
     assert found["steps"].keys() == {"worker:0", "worker:1"}
 
 
-@pytest.mark.parametrize("fault", ["lose_answers", "vanish"])
+@pytest.mark.parametrize("fault", ["lose_answers", "vanish", "lose_first_answers"])
 def test_closures_make_their_updates_once(tmp_path, fault):
     with Job(tmp_path, closures, options={}, fault=fault, workers=3) as cluster:
         results = cluster.ended(100)
