@@ -78,6 +78,34 @@ def test_a_worker_does_not_come(who: int, startup_seconds: float) -> None:
         )
 
 
+def another_program_is_there() -> None:
+    """What has the port of worker 0 accepts connections, and says nothing."""
+    if json.loads(os.environ["TF_CONFIG"])["task"]["index"]:
+        rx.MultiWorkerMirroredStrategy(timeouts=rx.Timeouts(startup=6.0))
+    with socket.create_server(("", parse_address(my_address()).port)):
+        time.sleep(25.0)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+def test_another_program_has_the_port_of_a_worker() -> None:
+    results = run(
+        another_program_is_there,
+        num_workers=2,
+        deadline_seconds=DEADLINE_S,
+        check=False,
+    )
+    result = results["worker:1"]
+    assert result.exit_code == 138, result.output
+    address = other_address(result.output, "worker:0")
+    assert (
+        "the ports of all other workers can be reached, but the job did not begin "
+        "within 6 s. See whether another program has one of them, above all that of "
+        f"worker:0 ({address})"
+    ) in result.output
+
+
 def starts_jax_first() -> str:
     import jax.numpy as jnp
 

@@ -47,6 +47,8 @@ for epoch in range(100_000):
     loss = model.fit(x, y, batch_size=8, epochs=1, verbose=0).history["loss"][0]
     if epoch == 5:
         print(f"trained to {loss:.6f}", flush=True)
+    if epoch == 60:
+        print(f"went on to {loss:.9f}", flush=True)
     time.sleep(0.05)
 """
 
@@ -181,6 +183,23 @@ def test_the_cable_between_two_hosts_is_cut(hosts: list[str], tmp_path: Path) ->
         assert reports["worker:0"].culprit == "worker:1"
         assert reports["worker:1"].culprit == "worker:0"
         assert {r.kind for r in reports.values()} == {"lost"}
+
+
+@pytest.mark.slow
+def test_a_cable_that_is_put_back_in_time_costs_nothing(
+    hosts: list[str], tmp_path: Path
+) -> None:
+    with started(hosts, tmp_path) as workers:
+        ip("-n", hosts[1], "link", "set", "eth0", "down")
+        time.sleep(2.0)  # Less than `heartbeat`.
+        assert not any("went on to" in w.output for w in workers)
+        ip("-n", hosts[1], "link", "set", "eth0", "up")
+        wait_for(
+            lambda: all("went on to" in w.output for w in workers), LATEST_S, workers
+        )
+        losses = [re.findall(r"went on to (\S+)", w.output) for w in workers]
+        assert losses[0] == losses[1]
+        assert all(w.process.poll() is None for w in workers)
 
 
 @pytest.mark.slow

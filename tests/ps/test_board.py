@@ -71,6 +71,7 @@ def test_join_tells_what_to_keep_to(board):
     answer = ask(board, "join", worker=NAMES[1], session="s", info={"host": "b"})
     assert answer == {
         "starts": 1,
+        "before": [],
         "heartbeat_seconds": 10,
         "failed": None,
         "is_over": False,
@@ -105,7 +106,8 @@ def test_a_restarted_worker_replaces_itself_at_once(board, clients):
     ask(board, "open", stream=STREAM, num_parts=1, limit=1)
     assert clients[1]("claim", stream=STREAM) == {"indices": [[0, 0]]}
     new = Client(board, "worker:1", "worker:1-2")
-    assert new("join")["starts"] == 2
+    joined = new("join")
+    assert (joined["starts"], joined["before"]) == (2, ["worker:1-1"])
     assert new("claim", stream=STREAM) == {"indices": [[0, 0]]}
     # Its calls count from 1 again.
     assert clients[2]("finish", stream=STREAM, indices=[[0, 0]], call=1)["late"]

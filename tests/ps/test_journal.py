@@ -8,7 +8,7 @@ import pytest
 from replicax.ps import call_log
 from replicax.ps.call_log import PushCounts, Sessions, WriteAheadLog
 from replicax.ps.groups import StepShare
-from replicax.ps.limits import Disowned
+from replicax.ps.limits import Disowned, Superseded
 from replicax.ps.table import Table, TableSpec
 
 
@@ -106,6 +106,18 @@ def test_a_replaced_process_stays_replaced_where_the_snapshot_is_older():
     again.load_state(state, entries)
     assert again.has_ended("a")
     assert not again.has_ended("b")
+
+
+def test_a_process_that_was_stopped_as_it_joined_comes_too_late():
+    """It joined before the newest one, and tells this server of it afterwards."""
+    sessions = Sessions()
+    sessions.admit("w:0", "newest", before=["first", "stopped"])
+    for late in ("stopped", "first"):
+        with pytest.raises(Superseded, match=f"session '{late}' was ended by session"):
+            sessions.admit("w:0", late)
+        assert sessions.has_ended(late)
+    sessions.admit("w:0", "newest")
+    assert not sessions.has_ended("newest")
 
 
 def test_a_push_for_a_chief_that_was_replaced_is_refused_and_counted():

@@ -15,9 +15,11 @@ from replicax.cluster.timeouts import Timeouts
 from replicax.errors import ClusterError
 from replicax.layers import RowSource, TableSpec
 from replicax.ps import rows as rows_module
+from replicax.ps import session as session_module
 from replicax.ps.connection import ConnectionLost, ValuesLostError
 from replicax.ps.credentials import Credentials, new_token
 from replicax.ps.groups import StepShare
+from replicax.ps.messages import PushRows
 from replicax.ps.partition import VariableGroup
 from replicax.ps.rows import RemoteTables, tables_of
 from replicax.ps.service import Service
@@ -156,6 +158,24 @@ def begun(rows, ids, value, group=SGD_GROUP, share=None, name="words"):
 
     rows.complete(program)
     return rows.push(group.name, [name], share)
+
+
+def test_a_push_has_longer_than_a_pull_within_a_program(make_rows, monkeypatch):
+    """As over a slow network, where it may be large."""
+    monkeypatch.setattr(session_module, "_ROW_REPLY_SECONDS", 0.5)
+    handle, handled = PushRows.handle, Counter()
+
+    def handle_late(message, store, vectors):
+        handled[store.server] += 1
+        time.sleep(1.0)
+        return handle(message, store, vectors)
+
+    monkeypatch.setattr(PushRows, "handle", handle_late)
+    rows = make_rows()
+    rows.create(table("words"))
+    rows.connect(SGD_GROUP, [Anchor("words")])
+    step(rows, [1, 2, 3])
+    assert handled == {0: 1, 1: 1}
 
 
 def test_it_is_a_row_source(rows):

@@ -42,8 +42,8 @@ class _Nested:
         return there[-1:] == [weakref.ref(self)]
 
 
-def back_off(first: float, longest: float) -> Iterator[float]:
-    """Pauses between polls, each a quarter longer than the one before, to the longest.
+def back_off(first: float, longest: float, factor: float = 1.25) -> Iterator[float]:
+    """Pauses between polls, each longer by a factor, to the longest.
 
     So whoever waits notices the result late by at most a quarter of what the wait took.
 
@@ -54,7 +54,7 @@ def back_off(first: float, longest: float) -> Iterator[float]:
     pause = first
     while True:
         yield pause
-        pause = min(1.25 * pause, longest)
+        pause = min(factor * pause, longest)
 
 
 def wait_for(

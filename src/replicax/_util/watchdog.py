@@ -1,21 +1,37 @@
 """A watchdog that cancels a call blocking in C++ after a time without progress."""
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
 
 __all__ = ["Watchdog"]
 
+_CLOSE_SECONDS = 1.0
+
 
 class Watchdog:
-    """A thread that cancels a call blocking in C++ without progress."""
+    """A thread that cancels a call blocking in C++ without progress.
 
-    def __init__(self, name: str) -> None:
+    From the first call on it calls `ping` after each `idle_seconds` without progress,
+    in a call and between two. `ping` is given how many seconds it may take.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        ping: Callable[[float], None] = lambda seconds: None,
+        idle_seconds: float = math.inf,
+    ) -> None:
         self._name = name
+        self._ping = ping
+        self._idle_seconds = idle_seconds
         self._changed = threading.Condition()
         self._cancel: Callable[[], None] | None = None
-        self._deadline = 0.0
+        self._seconds = 0.0  # Of the call that is watched.
+        self._moved_at = self._pinged_at = 0.0
         self._fired = False
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -30,10 +46,10 @@ class Watchdog:
         """
 
         def progress() -> None:
-            self._deadline = time.monotonic() + seconds
+            self._moved_at = time.monotonic()
 
         with self._changed:
-            self._fired, self._cancel = False, cancel
+            self._fired, self._cancel, self._seconds = False, cancel, seconds
             progress()
             if self._thread is None and not self._closed:
                 self._thread = threading.Thread(
@@ -57,12 +73,12 @@ class Watchdog:
                 self._cancel()
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread; one that is in a ping ends after it."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(_CLOSE_SECONDS)
 
     def _end(self) -> bool:
         with self._changed:
@@ -72,12 +88,24 @@ class Watchdog:
     def _run(self) -> None:
         with self._changed:
             while not self._closed:
-                left = None  # Nothing is watched.
-                if self._cancel is not None and not self._fired:
-                    left = self._deadline - time.monotonic()
-                if left is None or left > 0:
-                    self._changed.wait(left)
-                    continue
-                self._fired = True
-                assert self._cancel is not None
-                self._cancel()
+                now = time.monotonic()
+                ping_at = max(self._moved_at, self._pinged_at) + self._idle_seconds
+                is_watched = self._cancel is not None and not self._fired
+                cancel_at = self._moved_at + self._seconds if is_watched else math.inf
+                left = min(ping_at, cancel_at) - now
+                if left > 0:
+                    self._changed.wait(None if left == math.inf else left)
+                elif cancel_at <= now:
+                    self._fired = True
+                    self.fire()
+                else:
+                    self._ping_unlocked(cancel_at - now)
+                    self._pinged_at = time.monotonic()
+
+    def _ping_unlocked(self, seconds: float) -> None:
+        """Ping without the lock: the call that is watched may end meanwhile."""
+        self._changed.release()
+        try:
+            self._ping(seconds)
+        finally:
+            self._changed.acquire()

@@ -155,11 +155,18 @@ def _initialize(tasks: Sequence[Task], index: int, timeouts: Timeouts) -> None:
 
     def late() -> NoReturn:
         excepthook.retry_if_not_caught(me.name)
+        within, more = f"within {timeouts.startup:.0f} s", "(rx.Timeouts(startup=...))"
+        if absent := _absent(tasks, me):
+            raise ClusterError(
+                f"{me.name}: {absent} did not come {within}. Start the same script "
+                "there with the same cluster, see that its port can be reached from "
+                f"here, or give it more time {more}."
+            )
         raise ClusterError(
-            f"{me.name}: {_absent(tasks, me) or 'a worker'} did not come within "
-            f"{timeouts.startup:.0f} s. Start the same script there with the "
-            "same cluster, see that its port can be reached from here, or give "
-            "it more time (rx.Timeouts(startup=...))."
+            f"{me.name}: the ports of all other workers can be reached, but the job "
+            f"did not begin {within}. See whether another program has one of them, "
+            f"above all that of {tasks[0].name} ({tasks[0].address}), or give the "
+            f"workers more time {more}."
         )
 
     def reminder(waited: float) -> str:

@@ -14,10 +14,17 @@ import socket
 from collections.abc import Iterable, Iterator
 
 from replicax._private.jax import replace_gloo
+from replicax._util.waiting import wait_for
 from replicax.cluster.addresses import Address, parse_address
 from replicax.cpu.settings import without_interrupts
 
-__all__ = ["host_to_bind", "listen_for", "listener", "local_address"]
+__all__ = [
+    "await_own_name",
+    "host_to_bind",
+    "listen_for",
+    "listener",
+    "local_address",
+]
 
 _log = logging.getLogger("replicax")
 
@@ -72,6 +79,25 @@ def listener(host: str | None, port: int) -> Iterator[None]:
             )
             sockets.enter_context(server)
         yield
+
+
+def await_own_name(task: str, address: str, seconds: float) -> None:
+    """Wait until the host of a task's own address resolves, for some seconds at most.
+
+    A pod may run before DNS knows its name.
+    """
+    host = parse_address(address).host
+    wait_for(
+        lambda: _addresses_of(host) or None,
+        seconds,
+        late=list,
+        reminder=lambda waited: (
+            f"{task}: the host of its own address {address} has had no IP address for "
+            f"{waited:.0f} s"
+        ),
+        is_early=True,
+        pauses=(0.5, 2.0),
+    )
 
 
 def _addresses_of(host: str) -> list[str]:

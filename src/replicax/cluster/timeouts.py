@@ -38,6 +38,7 @@ class Timeouts:
         step: Until a live worker reaches a step, and until a step finishes. It must
             exceed the longest step, compilation included.
         heartbeat: Until the next heartbeat of each process; they come once a second.
+            Until a connection to a parameter server that is silent counts as lost.
         shutdown: Until all workers' scripts have ended. Workers of
             `rx.ParameterServerStrategy` do not wait there.
         server: Until a lost parameter server is restarted.

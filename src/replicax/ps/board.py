@@ -216,7 +216,8 @@ class Board:
     ) -> JSONObject:
         """Make a worker alive; a new session replaces the one before.
 
-        `starts` in the answer says how often the worker was started, 1 the first time.
+        `starts` in the answer says how often the worker was started, 1 the first time,
+        and `before` which sessions it replaces.
         Nobody joins a job that `is_over`.
         """
         check_size(info, f"{worker}: info", most=_MAX_INFO)
@@ -226,6 +227,7 @@ class Board:
             self._closures.disown(worker)
         return {
             "starts": presence.workers[worker].starts,
+            "before": presence.workers[worker].replaced,
             "heartbeat_seconds": presence.timeouts.heartbeat,
             "failed": self._failure,
             "is_over": self._is_over,

@@ -157,15 +157,19 @@ class Sessions:
         self._note = note
         self._lock = threading.Lock()
 
-    def admit(self, worker: str, session: str) -> None:
-        """Make a new session the worker's last one; refuse one that was replaced."""
+    def admit(self, worker: str, session: str, before: Sequence[str] = ()) -> None:
+        """Make a new session the worker's last one; refuse one that was replaced.
+
+        It has replaced those `before` too, of which this server may not have heard yet.
+        """
         with self._lock:
-            sessions = self._known.setdefault(worker, [])
+            sessions = self._known.get(worker, [])
             if session not in sessions:
+                ended = [*sessions, *(x for x in before if x not in sessions)]
                 # In the log, too: a restart must not take an ended one for the last.
-                self._note([_SESSIONS, worker], [*sessions, session])
-                self._ended.update(sessions)
-                sessions.append(session)
+                self._note([_SESSIONS, worker], [*ended, session])
+                self._ended.update(ended)
+                self._known[worker] = [*ended, session]
             elif sessions[-1] != session:
                 raise Superseded(
                     f"{worker}: session {session!r} was ended by session "

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from replicax._util.types import JSONObject
-from replicax._util.waiting import wait_for
+from replicax._util.waiting import back_off, wait_for
 from replicax._util.watchdog import Watchdog
 from replicax._version import versions
 from replicax.cluster.addresses import parse_address
@@ -58,6 +58,12 @@ class Connection:
     twice: pushes carry sequence numbers, and it applies them once. While bytes come or
     go, `reply_timeout_seconds` begin anew.
 
+    A connection may be lost without a word: the server's host, or a NAT's memory of it,
+    is gone. So the stream's is pinged where it is idle, or waits, and counts as lost
+    when nothing came for `silence_timeout_seconds`. A call, which a server answers at
+    once, has as long. The network may only be slow, and what travels large: so both
+    have twice as long in each further attempt.
+
     A server refuses a `caller` of another token or other versions than its own; None
     only looks on. `incarnation` is another text when the server was restarted, and so
     has other values or older ones; `""`: it was not reached yet. `exchange_s` counts
@@ -75,6 +81,7 @@ class Connection:
         connect_timeout_seconds: float = 10.0,
         reply_timeout_seconds: float = 60.0,
         retry_timeout_seconds: float = 300.0,
+        silence_timeout_seconds: float = 30.0,
     ) -> None:
         self.address = address
         self.task = task
@@ -83,6 +90,7 @@ class Connection:
         self._credentials = credentials
         self._connect_timeout = connect_timeout_seconds
         self._reply_timeout = reply_timeout_seconds
+        self._silence_timeout = silence_timeout_seconds
         self.retry_timeout_seconds = retry_timeout_seconds
         self.shares_memory = True
         self.incarnation = ""
@@ -91,9 +99,14 @@ class Connection:
         self._client_lock = threading.Lock()
         self._client: wire.FlightClient | None = None
         self._stream: _FlightStream | None = None
+        self._num_lost = 0  # Streams since the last answer that did not answer a ping.
         self._closed = threading.Event()
         self._thread = ThreadPoolExecutor(1, f"replicax-stream-{task}")
-        self._watchdog = Watchdog(f"replicax-ps-watchdog-{address}")
+        self._watchdog = Watchdog(
+            f"replicax-ps-watchdog-{address}",
+            ping=self._ping,
+            idle_seconds=self._silence_timeout / 4,
+        )
         self.bytes_sent = 0
         self.bytes_received = 0
         self.exchange_s = 0.0
@@ -122,6 +135,7 @@ class Connection:
                 str(header.get("op")),
                 lambda: self._attempt(header, vectors or {}, timeout),
             )
+            self._num_lost = 0
             self.exchange_s += time.perf_counter() - began
             return answer
 
@@ -153,8 +167,10 @@ class Connection:
     def call(self, name: str, **arguments: Any) -> Any:
         """Call an action, such as `"board.claim"`, with JSON; raises as `exchange`."""
         body = json.dumps(arguments).encode()
-        timeout = self._reply_timeout
-        return self._until_answered(name, lambda: self._act(name, body, timeout))
+        longest = max(self.retry_timeout_seconds, self._connect_timeout)
+        longest = min(longest, self._reply_timeout)
+        timeouts = back_off(min(self._silence_timeout, longest), longest, factor=2.0)
+        return self._until_answered(name, lambda: self._act(name, body, next(timeouts)))
 
     def close(self) -> None:
         """Close the connection. Calls in progress in other threads fail."""
@@ -207,8 +223,9 @@ class Connection:
             late=late,
             reminder=lambda waited: (
                 f"{self._name} does not answer to {what!r} for {waited:.0f} s: "
-                f"{failures[-1]}. It is not there yet, or was lost, or the job is done "
-                "and its servers have ended. Trying again"
+                f"{failures[-1]}. It is not there yet, or was lost, or another program "
+                "has its port, or the job is done and its servers have ended. Trying "
+                "again"
             ),
             # Tasks of a cluster do not start at the same moment.
             is_early=True,
@@ -267,6 +284,19 @@ class Connection:
         with self._client_lock:
             if client is self._client:
                 self._client = None
+
+    def _ping(self, seconds: float) -> None:
+        """Give up the stream if its server does not answer on the same connection."""
+        if (stream := self._stream) is None:
+            return
+        patience = self._silence_timeout * 3 / 4 * 2**self._num_lost
+        seconds = min(seconds, self._reply_timeout, patience)
+        try:
+            _act(stream.client, "hello", b"{}", self._options(seconds))
+        except (*_lost_errors(), ServerRefused):
+            self._num_lost += 1
+            self._drop_client(stream.client)
+            stream.cancel()  # Whoever waits for it, or comes next, makes another one.
 
     def _act(self, name: str, body: bytes, timeout: float) -> Any:
         client = self._connected()
@@ -337,6 +367,7 @@ class _FlightStream:
         memory: SharedMemory | None,
     ) -> None:
         offer = b"" if memory is None else memory.offer
+        self.client = client
         descriptor = wire.flight().FlightDescriptor.for_command(offer)
         writer, reader = client.do_exchange(descriptor, options)
         self.messages = MessageStream(reader, writer, memory)
@@ -390,6 +421,8 @@ def _refusal_in(error: Exception) -> ServerRefused | None:
 
 def _short(error: Exception) -> str:
     """A Flight error's message, shortened."""
+    if isinstance(error, wire.flight().FlightTimedOutError):
+        return "no answer came in time"
     text = str(error) or type(error).__name__
     for mark in (". gRPC client debug context", ". Detail:", ". Client context"):
         text = text.partition(mark)[0]

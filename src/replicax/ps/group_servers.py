@@ -66,8 +66,9 @@ def exchange_push(
 ) -> Answer:
     """Exchange a push; an error names who has not brought a part of its step."""
     share, step = message.share, session.timeouts.step
-    # The server says first when other workers' parts do not come in time.
-    seconds = None if share is None else step + _SLACK_SECONDS
+    # The server says first when other workers' parts do not come in time. A push of
+    # rows has longer than a pull, for which a program waits: it may be large.
+    seconds = step if share is None else step + _SLACK_SECONDS
     try:
         return connection.exchange(message, vectors, reply_timeout_seconds=seconds)
     except ServerRefused as refused:

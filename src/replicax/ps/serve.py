@@ -13,6 +13,7 @@ from replicax._private.jax import has_devices
 from replicax._util.waiting import wait_for
 from replicax.cluster.config import TaskConfig
 from replicax.cluster.failure import STATUS_FILE, ExitCode, leave_for_launcher
+from replicax.cluster.listening import await_own_name
 from replicax.cluster.timeouts import Timeouts
 from replicax.errors import ClusterMismatchError
 from replicax.ps.board import Board
@@ -70,6 +71,7 @@ def serve(
     store = VariableStore(server, num_servers, note=note)
     workers = [task.name for task in config.cluster.workers]
     board = Board(workers, timeouts, note=note) if server == 0 else None
+    await_own_name(f"ps:{server}", address, timeouts.startup)
     service = Service(address, store, board, credentials)
     failure = None
     try:
@@ -86,6 +88,7 @@ def serve(
                 task="ps:0",
                 caller=f"ps:{server}",
                 retry_timeout_seconds=timeouts.startup,
+                silence_timeout_seconds=timeouts.heartbeat,
             ) as first:
                 if snapshots is not None:
                     _join_job(snapshots, store, first)

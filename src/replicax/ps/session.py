@@ -145,8 +145,9 @@ class Session:
         atexit.register(self.leave)
         # Only now the others: who cannot reach them tells the board, and hears of it.
         # From then on all servers refuse what the process before might still send.
+        me = self._me | {"before": joined["before"]}
         greetings = [
-            connection.submit(lambda x: x.call("store.admit", **self._me))
+            connection.submit(lambda x: x.call("store.admit", **me))
             for connection in self.connections
         ]
         for greeting in greetings:
@@ -164,6 +165,7 @@ class Session:
                 self._credentials,
                 task=f"ps:{i}",
                 caller=self.name,
+                silence_timeout_seconds=self.timeouts.heartbeat,
                 **timeouts,
             )
             for i, address in enumerate(self._servers)

@@ -9,7 +9,7 @@ import os
 import threading
 import uuid
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import jax
@@ -66,12 +66,12 @@ class VariableStore:
         self._bytes_in = self._bytes_out = 0
         self.flush: Callable[[], None] = lambda: None
 
-    def admit(self, worker: str, session: str) -> None:
-        """Admit a new process of a worker; that ends the one before, and its closures.
+    def admit(self, worker: str, session: str, before: Sequence[str] = ()) -> None:
+        """Admit a new process of a worker; that ends those before, and their closures.
 
         After the process that a chief replaces, nothing is updated for that one.
         """
-        self._sessions.admit(worker, session)
+        self._sessions.admit(worker, session, before)
 
     # Groups of variables.
 
