@@ -336,6 +336,9 @@ def _default_of(script: Script, node: Expression) -> Expression | None:
     return found[0] if len(found) == 1 else None
 
 
+_WITHOUT_BUILDING = frozenset(["add", "compile", "load_weights", "save_weights"])
+
+
 def is_unbuilt_at(script: Script, call: cst.Call) -> bool:
     """Whether a model has no variables yet where one of its methods is called."""
     model, function = object_of(call), script.function_of(call)
@@ -364,4 +367,4 @@ def _may_build(script: Script, use: cst.CSTNode) -> bool:
     """Whether a use of a model may give it its variables."""
     parent, method = script.parent(use), method_of(script.method_call(use))
     is_passed_on = isinstance(parent, cst.Return | cst.Assign | cst.AssignTarget)
-    return not is_passed_on and method not in {"add", "compile", "load_weights"}
+    return not is_passed_on and method not in _WITHOUT_BUILDING

@@ -156,9 +156,15 @@ def _save(site: CallSite) -> Expression:
 
 def _written(site: CallSite, endings: tuple[str, ...], table: str) -> Expression:
     """Port `model.save(...)`: drop `save_format=`, which the file's suffix decides."""
+    _require_built(site)
     report_path(site.script, site.node, endings)
     plan_folder(site.script, site.node, site.updated)
     return site.with_args(with_keywords(site, table))
+
+
+def _require_built(site: CallSite) -> None:
+    if is_unbuilt_at(site.script, site.node):
+        raise Unported(MESSAGES["unbuilt"])
 
 
 def _load_weights(site: CallSite) -> Expression:
@@ -166,8 +172,7 @@ def _load_weights(site: CallSite) -> Expression:
     latest = latest_checkpoint(script, path) if path is not None else None
     if latest is not None and not newest_weights(script, latest):
         script.leave(site.node, MESSAGES["latest_checkpoint"])
-    if is_unbuilt_at(script, site.node):
-        raise Unported(MESSAGES["unbuilt"])
+    _require_built(site)
     report_path(script, site.node, (*WEIGHTS, *MODELS), is_read=True)
     return site.updated
 

@@ -4,12 +4,13 @@ Where a generator is a function of the script that ends, and draws no random num
 each epoch of TensorFlow's dataset has the same examples; Grain takes them as a list.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import libcst as cst
 
 from replicax.migrate.host import example_function, host_functions_of, random_functions
-from replicax.migrate.origins import returned
+from replicax.migrate.origins import definitions, part, returned
 from replicax.migrate.rules import CallSite, Rule, written
 from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.tables import MESSAGES, NAMES, READERS
@@ -17,12 +18,14 @@ from replicax.migrate.tracing import with_called
 from replicax.migrate.tree import (
     argument,
     dotted,
+    is_name,
     is_named,
     keyword,
     method_of,
     methods_of,
     named,
     parts_of,
+    reached,
     value_of,
     walk,
     with_args,
@@ -100,16 +103,19 @@ def _arrays(site: CallSite, before: Expression, after: Expression) -> Expression
     """Convert the lists in a structure of tensors to arrays, as TF does to tensors."""
     if isinstance(before, cst.Dict) and not isinstance(after, cst.Dict):
         before = before.elements[0].value  # `labels` takes it out of the dict.
-    if isinstance(before, cst.Tuple | cst.Dict):
-        assert isinstance(after, cst.Tuple | cst.Dict)
-        elements = [
+    if (parts := _parts(before)) is not None:
+        field = "args" if isinstance(after, cst.Call) else "elements"
+        made = [
             new.with_changes(value=_arrays(site, old.value, new.value))
-            for old, new in zip(before.elements, after.elements, strict=True)
+            for old, new in zip(parts, getattr(after, field), strict=True)
         ]
-        return after.with_changes(elements=elements)
-    values = site.script.flow.values(before)
-    is_display = isinstance(before, cst.List | cst.ListComp)
-    if not is_display and not any(map(_makes_list, [before, *values])):
+        return after.with_changes(**{field: made})
+    script = site.script
+    for each in _meanings(script, before):
+        if any(_may_be_list(script, inner.value) for inner in _parts(each) or ()):
+            text = "tuple(map(np.array, {x}))" if parts_of(each) else _DICT
+            return site.make(text, x=after)
+    if not _may_be_list(script, before):
         return after
     kinds = {type(part) for part in walk(after)}
     if cst.Float in kinds:  # TensorFlow's dtypes of Python's numbers.
@@ -119,10 +125,43 @@ def _arrays(site: CallSite, before: Expression, after: Expression) -> Expression
     return site.make("np.array({x})", x=after)
 
 
-def _makes_list(value: Expression) -> bool:
-    if isinstance(value, cst.Call):
-        return dotted(value.func) in _LISTS
-    return isinstance(value, (cst.List, cst.ListComp))
+_DICT = "dict((name, np.array(value)) for name, value in {x}.items())"
+
+
+def _parts(structure: Expression) -> Sequence[Any] | None:
+    """The parts of a tuple, a dict or a call of `dict`, which have a `value`."""
+    if isinstance(structure, cst.Call) and is_name(structure.func, "dict"):
+        return structure.args
+    is_display = isinstance(structure, cst.Tuple | cst.Dict)
+    return structure.elements if is_display else None
+
+
+def _may_be_list(script: Script, node: Expression) -> bool:
+    return any(
+        isinstance(each, cst.List | cst.ListComp)
+        or (isinstance(each, cst.Call) and is_name(each.func, *_LISTS))
+        for each in _meanings(script, node)
+    )
+
+
+def _meanings(script: Script, node: Expression) -> Iterable[Expression]:
+    """The expressions that a value may be, through variables and functions."""
+
+    def one_step(each: Expression) -> list[Expression]:
+        if isinstance(each, cst.Call):
+            return list(returned(script, each))
+        return [
+            value
+            for found in definitions(script, each)
+            for whole in found.values
+            for value in (
+                [whole]
+                if found.index is None
+                else part(script, whole, cst.Integer(str(found.index)))
+            )
+        ]
+
+    return reached([node], one_step)
 
 
 FROM_GENERATOR = "data.Dataset.from_generator"
