@@ -311,6 +311,17 @@ def test_loops_through_shuffled_datasets_have_an_order_of_their_own_each() -> No
     assert len({str(each) for each in run(kept)["seen"]}) == 1
 
 
+@pytest.mark.parametrize("given", ["read()[0]", "both['train']", "data"])
+def test_shuffled_datasets_are_found_in_parts_of_results(given: str) -> None:
+    text, _ = ported(
+        "import tensorflow as tf\ndef read():\n"
+        "    d = tf.data.Dataset.range(8).shuffle(8).batch(4)\n    return d, 2\n"
+        "data, n = read()\nboth = {'train': data}\n"
+        f"for _ in range(n):\n    for x in {given}: print(x)"
+    )
+    assert f"for x in rx.input.next_epoch({given}): print(x)" in text
+
+
 def test_a_loop_that_runs_once_stays() -> None:
     start = "import tensorflow as tf\nd = tf.data.Dataset.range(8).shuffle(8)\n"
     text, left = ported(f"{start}for x in d.take(1): print(x.shape)")

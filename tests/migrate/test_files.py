@@ -26,6 +26,11 @@ from replicax.migrate import port
             "p = 'c' if a else 'cp-{epoch}'\nmodel.save_weights(p.format(epoch=0))",
             "p = 'c.weights.h5' if a else 'cp-{epoch}.weights.h5'\n",
         ),
+        (
+            "end = '{epoch:02d}.hdf5'\np = ''.join([folder, '/', end])\n"
+            "tf.keras.callbacks.ModelCheckpoint(filepath=p)",
+            "end = '{epoch:02d}.h5'\n",
+        ),
     ],
 )
 def test_files_whose_uses_are_in_sight_get_the_end_that_keras_wants(

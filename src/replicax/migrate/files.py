@@ -20,6 +20,7 @@ from replicax.migrate.tree import (
     method_of,
     named,
     object_of,
+    parts_of,
     reached,
     root_of,
     text_of,
@@ -302,6 +303,8 @@ def _last_parts_of_call(script: Script, node: cst.Call) -> list[Expression]:
         return [object_of(node)]
     if dotted(node.func) in _SAME_END:
         return [arg.value for arg in node.args[-1:]]
+    if method_of(node) == "join" and isinstance(object_of(node), cst.SimpleString):
+        return parts_of(value_of(node, 0, "iterable"))[-1:]
     found = [_passed(script, node, each) for each in returned(script, node)]
     return [each for each in found if each is not None] if all(found) else []
 

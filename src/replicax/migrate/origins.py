@@ -32,6 +32,7 @@ __all__ = [
     "part",
     "returned",
     "returned_by",
+    "stands_for",
     "values_of",
     "with_bases",
 ]
@@ -224,6 +225,23 @@ def _of_call(script: Script, node: cst.Call) -> list[Expression]:
     if method_of(node) == "values":
         return elements(script, object_of(node))
     return [e for value in returned(script, node) for e in elements(script, value)]
+
+
+def stands_for(script: Script, node: Expression) -> list[Expression]:
+    """The values of a variable or of a part of a tuple; what a function returns."""
+    match node:
+        case cst.Call():
+            return list(returned(script, node))
+        case cst.Subscript(slice=[cst.SubscriptElement(slice=cst.Index(index))]):
+            return part(script, node.value, index)
+    found: list[Expression] = []
+    for each in definitions(script, node):
+        if each.index is None:
+            found += each.values
+            continue
+        index = cst.Integer(str(each.index))
+        found += [e for value in each.values for e in part(script, value, index)]
+    return found
 
 
 def returned(script: Script, node: cst.Call) -> Iterator[Expression]:

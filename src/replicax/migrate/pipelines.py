@@ -17,7 +17,7 @@ from replicax.migrate.host import (
     why_not_on_host,
     why_not_random,
 )
-from replicax.migrate.origins import returned_by, values_of
+from replicax.migrate.origins import returned_by, stands_for
 from replicax.migrate.script import Expression, Script
 from replicax.migrate.sources import (
     DROPPED_METHODS,
@@ -261,7 +261,7 @@ def _plan_epochs(script: Script, group: Pipelines) -> None:
             each = each.args[0].value
         if method_of(each) == "enumerate":
             each = object_of(each)
-        found = reached([each], lambda node: values_of(script, node))
+        found = reached([each], lambda node: stands_for(script, node))
         is_repeated = script.around(loop, cst.For, cst.While, cst.FunctionDef)
         if is_repeated is not None and not made.isdisjoint(found):
             script.wrapped[each] = "rx.input.next_epoch({x})"

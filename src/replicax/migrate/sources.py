@@ -4,13 +4,13 @@ Where a generator is a function of the script that ends, and draws no random num
 each epoch of TensorFlow's dataset has the same examples; Grain takes them as a list.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import libcst as cst
 
 from replicax.migrate.host import example_function, host_functions_of, random_functions
-from replicax.migrate.origins import definitions, part, returned
+from replicax.migrate.origins import stands_for
 from replicax.migrate.rules import CallSite, Rule, written
 from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.tables import MESSAGES, NAMES, READERS
@@ -24,6 +24,7 @@ from replicax.migrate.tree import (
     method_of,
     methods_of,
     named,
+    object_of,
     parts_of,
     reached,
     value_of,
@@ -144,24 +145,9 @@ def _may_be_list(script: Script, node: Expression) -> bool:
     )
 
 
-def _meanings(script: Script, node: Expression) -> Iterable[Expression]:
-    """The expressions that a value may be, through variables and functions."""
-
-    def one_step(each: Expression) -> list[Expression]:
-        if isinstance(each, cst.Call):
-            return list(returned(script, each))
-        return [
-            value
-            for found in definitions(script, each)
-            for whole in found.values
-            for value in (
-                [whole]
-                if found.index is None
-                else part(script, whole, cst.Integer(str(found.index)))
-            )
-        ]
-
-    return reached([node], one_step)
+def _meanings(script: Script, node: Expression) -> Iterator[Expression]:
+    """An expression, and all that it may be, through variables and functions."""
+    return reached([node], lambda each: stands_for(script, each))
 
 
 FROM_GENERATOR = "data.Dataset.from_generator"
@@ -272,20 +258,16 @@ def is_endless(script: Script, repeat: cst.Call) -> bool:
     return count is None or script.code(count) in {"None", "-1"}
 
 
-def calls_before(
-    script: Script, node: Expression, seen: frozenset[cst.CSTNode] = frozenset()
-) -> Iterator[cst.Call]:
+def calls_before(script: Script, node: Expression) -> Iterator[cst.Call]:
     """The method calls that derive a dataset, through variables and functions."""
-    while isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
-        yield node
-        node = node.func.value
-    if node in seen:
-        return
-    values = script.flow.values(node)
-    if isinstance(node, cst.Call):
-        values = list(returned(script, node))
-    for value in values:
-        yield from calls_before(script, value, seen | {node})
+
+    def one_back(each: Expression) -> list[Expression]:
+        found = stands_for(script, each)
+        return found or ([object_of(each)] if method_of(each) else [])
+
+    for each in reached([node], one_back):
+        if isinstance(each, cst.Call) and method_of(each):
+            yield each
 
 
 def draws_before(script: Script, cache: cst.Call) -> bool:
