@@ -140,17 +140,29 @@ class Block(tf.Module):
         for part in self.parts:
             x = part(x)
         return x * self.scale
-class Net(tf.Module):
+class Base(tf.Module):
+    pass
+class Net(Base):
     def __init__(self): self.block = Block(2)
-net = Net()
+class Deeper(Block):
+    def __init__(self): self.parts, self.scale = [], tf.Variable(1.0)
+class Other(Block):
+    def __init__(self):
+        {}self.parts = []
+net, deeper, other = Net(), Deeper(), Other()
+num_deeper = len(deeper.trainable_variables)
 y = net.block(tf.ones((4, 3)))
 count = len(net.trainable_variables)
 """
 
 
-@pytest.mark.parametrize("first", ["", "super().__init__()\n        "])
+@pytest.mark.parametrize("first", ["", "super().__init__(3)\n        "])
 def test_modules_may_do_without_the_constructor_of_tf_module(first: str) -> None:
-    source = MODULE.format(first)
-    assert run(source)["count"] == 5
+    source = MODULE.format(first.replace("3", ""), first)
+    names = run(source)
+    assert names["count"] == 5
+    assert names["num_deeper"] == 1
     text, _ = ported(source)
-    assert text.count("super().__init__()") == 2
+    num_own = 1 if first else 2
+    assert text.count("super().__init__(") == 4 - num_own
+    assert text.count("keras.layers.Layer.__init__(self)") == num_own
