@@ -24,6 +24,9 @@ FUNCTIONAL = "i = tf.keras.Input((None, 4))\nx = i + 1\n"
         (f"{FUNCTIONAL}s = tf.shape(x)\ny = s[1] // 2", 1),
         (f"{FUNCTIONAL}y = tf.shape(x)[2] // 2", 0),
         ("x = tf.ones([2, 3])\ny = tf.shape(x)[0] * 2", 0),
+        ("kind = 'string'\ny = tf.keras.layers.Input((1,), dtype=kind)", 1),
+        ("tf.config.experimental_connect_to_host(resolver.master())", 0),
+        ("y = tf.keras.layers.experimental.SyncBatchNormalization", 1),
     ],
 )
 def test_what_would_fail_is_left(source: str, num_left: int) -> None:
@@ -166,3 +169,13 @@ def test_modules_may_do_without_the_constructor_of_tf_module(first: str) -> None
     num_own = 1 if first else 2
     assert text.count("super().__init__(") == 4 - num_own
     assert text.count("keras.layers.Layer.__init__(self)") == num_own
+
+
+def test_synchronized_batch_normalization_is_an_argument() -> None:
+    layer = run(
+        "import tensorflow as tf\n"
+        "from tensorflow.keras.layers.experimental import SyncBatchNormalization\n"
+        "with tf.distribute.MirroredStrategy().scope():\n"
+        "    layer = SyncBatchNormalization(momentum=0.9, name='bn')"
+    )["layer"]
+    assert (layer.synchronized, layer.momentum, layer.name) == (True, 0.9, "bn")

@@ -150,6 +150,8 @@ def plan_arguments(script: Script) -> None:
         is_made = method_of(call) == "__init__" or kind_of(script, call) in _DYNAMIC
         if is_made and named(call, "dynamic") is not None:
             script.leave(call, MESSAGES["dynamic"])
+        if path and text_of(script.flow.resolved(named(call, "dtype"))) == "string":
+            script.leave(call, MESSAGES["strings"])
 
 
 _DYNAMIC = ("layer", "model")

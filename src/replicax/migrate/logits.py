@@ -70,7 +70,7 @@ def plan_logits(script: Script) -> None:
             port.plan()
         except Unported:
             _report(script, port, [k for k in given if k not in logits])
-            for loss in logits.keys() & given.keys() if port.models else ():
+            for loss in filter(port.takes, logits):
                 script.leave(loss, MESSAGES["applied_twice"].format(kind=kind))
     for given in filter(None, map(_compiled_loss, script.calls)):
         for loss in elements(script, script.flow.resolved(given)):
@@ -163,6 +163,23 @@ class _Port:
         self._require_own(compiled)
         require_no_other_uses(self._script, self.models.values())
         self._apply(changes, wrapped, saved)
+
+    def takes(self, loss: Expression) -> bool:
+        """Whether a loss may get outputs of the models, and not those of others."""
+        if loss in self._losses:
+            return bool(self.models)
+        script, made = self._script, set[Expression]()
+        for use in (loss, *script.uses_of(loss)):
+            around = script.call_with(use)
+            if around is not None and _compiled_loss(around) is not None:
+                made |= _origins(script, object_of(around))
+            called = script.call_of(use)
+            given = value_of(called, 1, "y_pred") if called is not None else None
+            if given is not None:
+                results = {given, *_origins(script, given)}
+                calls = (each for each in results if isinstance(each, cst.Call))
+                made |= {m for each in calls for m in _origins(script, each.func)}
+        return not made.isdisjoint(self.models)
 
     def _uses(self) -> Iterator[Expression]:
         for node in self._script.nodes(cst.Name, cst.Attribute):
