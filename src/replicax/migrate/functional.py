@@ -15,7 +15,7 @@ from collections.abc import Iterable
 import libcst as cst
 
 from replicax.migrate.kinds import kind_of
-from replicax.migrate.origins import elements, ends_at_cycles, returned, values_of
+from replicax.migrate.origins import elements, ends_at_cycles, returned, stands_for
 from replicax.migrate.script import Expression, Script
 from replicax.migrate.tables import MESSAGES, NAMES, find_target, kind_of_target
 from replicax.migrate.tracing import is_tensor
@@ -300,7 +300,7 @@ def _has_size(script: Script, node: Expression) -> bool:
     if script.called(node) in NAMES["sizes"] or attr_of(node) == "shape":
         return True
     args = [a.value for a in node.args] if isinstance(node, cst.Call) else []
-    inside = [*values_of(script, node), *operands(node), *parts_of(node), *args]
+    inside = [*stands_for(script, node), *operands(node), *parts_of(node), *args]
     return any(_has_size(script, each) for each in inside)
 
 
@@ -349,7 +349,7 @@ def _is_input(script: Script, node: Expression) -> bool:
 def _sources(script: Script, node: Expression) -> Iterable[Expression]:
     """What a tensor is computed from; nothing for sizes and Keras' objects."""
     if not isinstance(node, cst.Call):
-        return [*operands(node), *parts_of(node), *values_of(script, node)]
+        return [*operands(node), *parts_of(node), *stands_for(script, node)]
     path = script.called(node)
     if path in NAMES["sizes"] or kind_of_target(find_target(path) or "") is not None:
         return ()

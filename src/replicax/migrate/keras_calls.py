@@ -9,7 +9,7 @@ from replicax.migrate.files import MODELS, WEIGHTS, is_weights_only, report_path
 from replicax.migrate.functional import has_input_shape, layers_of
 from replicax.migrate.kinds import is_class_of, kind_of
 from replicax.migrate.optimizer_calls import config_problem, optimizer_arguments
-from replicax.migrate.origins import ends_at_cycles, values_of
+from replicax.migrate.origins import ends_at_cycles, stands_for
 from replicax.migrate.rules import CallSite, Rule, by_keywords, with_keywords
 from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.tables import (
@@ -199,7 +199,7 @@ def _is_ratio(node: Expression) -> bool:
 def _is_of_numpy(script: Script, node: Expression) -> bool:
     """Whether a number is computed by NumPy, or by a function or method of arrays."""
     if not isinstance(node, cst.Call):
-        inside = [*values_of(script, node), *operands(node)]
+        inside = [*stands_for(script, node), *operands(node)]
         return any(_is_of_numpy(script, each) for each in inside)
     if method_of(node) in NAMES["numbers_of_arrays"]:
         return not script.functions(method_of(node))

@@ -21,7 +21,7 @@ from replicax.migrate.last_layers import (
     take_activation,
     units_of,
 )
-from replicax.migrate.origins import elements, returned
+from replicax.migrate.origins import elements, stands_for
 from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.tables import MESSAGES, NAMES
 from replicax.migrate.tracing import is_traced
@@ -168,18 +168,17 @@ class _Port:
         """Whether a loss may get outputs of the models, and not those of others."""
         if loss in self._losses:
             return bool(self.models)
-        script, made = self._script, set[Expression]()
-        for use in (loss, *script.uses_of(loss)):
-            around = script.call_with(use)
-            if around is not None and _compiled_loss(around) is not None:
-                made |= _origins(script, object_of(around))
-            called = script.call_of(use)
-            given = value_of(called, 1, "y_pred") if called is not None else None
-            if given is not None:
-                results = {given, *_origins(script, given)}
-                calls = (each for each in results if isinstance(each, cst.Call))
-                made |= {m for each in calls for m in _origins(script, each.func)}
-        return not made.isdisjoint(self.models)
+        script = self._script
+
+        def inside(each: Expression) -> list[Expression]:
+            held = [object_of(each)] if isinstance(each, cst.Call) else []
+            return [*stands_for(script, each), *held]
+
+        uses = (loss, *script.uses_of(loss))
+        calls = [script.call_of(use) or script.call_with(use) for use in uses]
+        values = [arg.value for c in calls if c is not None for arg in c.args[1:]]
+        found = reached([*filter(None, calls), *values], inside)
+        return not self.models.keys().isdisjoint(found)
 
     def _uses(self) -> Iterator[Expression]:
         for node in self._script.nodes(cst.Name, cst.Attribute):
@@ -363,8 +362,7 @@ def _origins(script: Script, node: Expression) -> set[Expression]:
     """The expressions that a variable may stand for, followed through functions."""
 
     def sources(each: Expression) -> list[Expression]:
-        results = list(returned(script, each)) if isinstance(each, cst.Call) else []
-        return results or script.flow.values(each)
+        return stands_for(script, each)
 
     # The None of a bare `return` has no parent.
     found = (each for each in reached([node], sources) if script.parent(each))

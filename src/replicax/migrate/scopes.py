@@ -13,10 +13,10 @@ import libcst as cst
 from replicax.migrate.functional import has_input_shape, is_symbolic, layers_of
 from replicax.migrate.kinds import Origin, is_class_of, kind_of, origins
 from replicax.migrate.origins import (
-    bound_values,
     definitions,
     ends_at_cycles,
     is_parameter,
+    stands_for,
 )
 from replicax.migrate.script import Expression, Replacement, Script, Statement
 from replicax.migrate.tables import DEVICE_OPERATORS, MESSAGES, NAMES
@@ -349,15 +349,11 @@ def _constants(script: Script, variables: set[cst.Call]) -> list[cst.Call]:
 
     A loss is any function that no strategy runs, and no layer or callback has.
     """
-
-    def values(node: Expression) -> Iterator[Expression]:
-        made = definitions(script, node)
-        return (value for each in made for value in bound_values(script, each))
-
     written: set[cst.Call] = set()
     read: set[cst.Call] = set()
     for node in script.nodes(cst.Name, cst.Attribute):
-        found = variables.intersection(reached([node], values))
+        values = reached([node], lambda each: stands_for(script, each))
+        found = variables.intersection(values)
         if found and _is_written(script, node):
             written |= found
         elif found and _is_read_in_loss(script, node):
