@@ -179,3 +179,29 @@ def test_synchronized_batch_normalization_is_an_argument() -> None:
         "    layer = SyncBatchNormalization(momentum=0.9, name='bn')"
     )["layer"]
     assert (layer.synchronized, layer.momentum, layer.name) == (True, 0.9, "bn")
+
+
+CREATOR = """import numpy as np
+import tensorflow as tf
+x = np.ones((8, 2), "float32")
+def make(context):
+    size = context.get_per_replica_batch_size(16)
+    return tf.data.Dataset.from_tensor_slices((x, x[:, :1])).repeat().batch(size)
+def main():
+    {}strategy = tf.distribute.MirroredStrategy()
+    with strategy.scope():
+        model = tf.keras.Sequential([tf.keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    data = tf.keras.utils.experimental.DatasetCreator(dataset_fn=make)
+    return model.fit(data, epochs=2, steps_per_epoch=2, verbose=0).history["loss"]
+losses = main()
+"""
+
+
+def test_a_dataset_creator_is_the_strategys_dataset() -> None:
+    first, second = run(CREATOR.format(""))["losses"]
+    assert second < first
+    early = "first = tf.keras.utils.experimental.DatasetCreator(make)\n    "
+    _, left = ported(CREATOR.format(early))
+    assert len(left) == 1
+    assert "distribute_datasets_from_function" in left[0]

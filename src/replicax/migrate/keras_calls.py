@@ -174,13 +174,10 @@ def _units(script: Script, node: Expression) -> str | None:
     return "int({x})" if _is_of_numpy(script, node) else None
 
 
-_STEPS = ("steps", "steps_per_epoch", "validation_steps")
-
-
 def _plan_steps(script: Script, call: cst.Call) -> None:
     """Plan integers of the numbers of steps that a model's method gets."""
     for arg in call.args if method_of(call) in NAMES["methods_with_steps"] else ():
-        if is_named(arg, *_STEPS) and (text := _steps(script, arg.value)):
+        if is_named(arg, *NAMES["steps"]) and (text := _steps(script, arg.value)):
             script.wrapped[arg.value] = text
 
 
@@ -385,15 +382,14 @@ _OLD_RECURRENT = [
     f"keras.layers.{name}" for name in ("GRU", "GRUCell", "LSTM", "LSTMCell")
 ]
 
-_HARD_SIGMOID = ("hard_sigmoid", "keras.activations.hard_sigmoid")
-
 
 def _old_defaults(script: Script, node: cst.Call, path: str) -> Iterator[str]:
     """The reasons why a layer with TensorFlow's defaults differs in Keras 3."""
     for arg in node.args if path.startswith("keras.layers.") else ():
-        if (text_of(arg.value) or script.names.path(arg.value)) in _HARD_SIGMOID:
+        name = text_of(arg.value) or script.names.path(arg.value)
+        if name in NAMES["hard_sigmoids"]:
             yield MESSAGES["hard_sigmoid"]
-    if path in _HARD_SIGMOID:
+    if path in NAMES["hard_sigmoids"]:
         yield MESSAGES["hard_sigmoid"]
     if path in _OLD_RECURRENT and script.is_of_version_1(node):
         if argument(node.args, 2, "recurrent_activation") is None:

@@ -21,7 +21,7 @@ from replicax.migrate.last_layers import (
     take_activation,
     units_of,
 )
-from replicax.migrate.origins import elements, stands_for
+from replicax.migrate.origins import elements, meanings, stands_for
 from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.tables import MESSAGES, NAMES
 from replicax.migrate.tracing import is_traced
@@ -47,7 +47,6 @@ _CLASSES = {
 }
 _FROM_LOGITS = {**dict.fromkeys(_CLASSES.values(), 0), **dict.fromkeys(_CLASSES, 2)}
 """Positions of `from_logits`."""
-_PREDICTING = {"predict", "predict_on_batch", "summary"}
 _Losses: TypeAlias = dict[Expression, str]
 """Cross-entropies, and their names in Keras."""
 
@@ -199,7 +198,7 @@ class _Port:
         uses = [] if ending.classes else script.uses_of(ending.model)
         calls = [script.call_of(use) for use in uses]
         return bool(uses) and all(
-            method_of(script.method_call(use)) in _PREDICTING
+            method_of(script.method_call(use)) in NAMES["predicting_methods"]
             or (call and not is_traced(script, call) and self._is_result(call))
             for use, call in zip(uses, calls, strict=True)
         )
@@ -360,10 +359,6 @@ def _plan_loss(script: Script, loss: Expression, name: str) -> None:
 
 def _origins(script: Script, node: Expression) -> set[Expression]:
     """The expressions that a variable may stand for, followed through functions."""
-
-    def sources(each: Expression) -> list[Expression]:
-        return stands_for(script, each)
-
     # The None of a bare `return` has no parent.
-    found = (each for each in reached([node], sources) if script.parent(each))
-    return {each for each in found if each is not node and not sources(each)}
+    found = (each for each in meanings(script, node) if script.parent(each))
+    return {e for e in found if e is not node and not stands_for(script, e)}

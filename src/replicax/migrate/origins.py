@@ -29,6 +29,7 @@ __all__ = [
     "ends_at_cycles",
     "is_parameter",
     "iterated",
+    "meanings",
     "part",
     "returned",
     "returned_by",
@@ -234,6 +235,11 @@ def stands_for(script: Script, node: Expression) -> list[Expression]:
             index = cst.Integer(str(each.index))
             found += [e for value in each.values for e in part(script, value, index)]
     return found
+
+
+def meanings(script: Script, node: Expression) -> Iterator[Expression]:
+    """An expression, and all that it may be, through variables and functions."""
+    return reached([node], lambda each: stands_for(script, each))
 
 
 def returned(script: Script, node: cst.Call) -> Iterator[Expression]:

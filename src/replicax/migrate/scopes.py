@@ -16,7 +16,7 @@ from replicax.migrate.origins import (
     definitions,
     ends_at_cycles,
     is_parameter,
-    stands_for,
+    meanings,
 )
 from replicax.migrate.script import Expression, Replacement, Script, Statement
 from replicax.migrate.tables import DEVICE_OPERATORS, MESSAGES, NAMES
@@ -221,9 +221,6 @@ def _is_part(script: Script, node: cst.CSTNode) -> bool:
     return is_called or is_compiled or isinstance(script.parent(node), cst.Element)
 
 
-_BUILDING = ("__call__", "adapt", "build")
-
-
 def _built_outside(script: Script, code: _ReachableCode) -> Iterator[cst.CSTNode]:
     """What makes the layers that blocks of scopes use, and that are built before."""
     found: set[cst.CSTNode] = set()
@@ -242,7 +239,7 @@ def _is_built(script: Script, made: Expression, code: _ReachableCode) -> bool:
         is_output = layer is not None and kind_of(script, layer) in {"layer", "model"}
         return is_output and is_symbolic(script, made)
     return any(
-        script.call_of(use) or method_of(script.method_call(use)) in _BUILDING
+        script.call_of(use) or method_of(script.method_call(use)) in NAMES["building"]
         for use in script.uses_of(made)
         if not code.has(use)
     )
@@ -352,8 +349,7 @@ def _constants(script: Script, variables: set[cst.Call]) -> list[cst.Call]:
     written: set[cst.Call] = set()
     read: set[cst.Call] = set()
     for node in script.nodes(cst.Name, cst.Attribute):
-        values = reached([node], lambda each: stands_for(script, each))
-        found = variables.intersection(values)
+        found = variables.intersection(meanings(script, node))
         if found and _is_written(script, node):
             written |= found
         elif found and _is_read_in_loss(script, node):

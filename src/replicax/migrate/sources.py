@@ -10,7 +10,7 @@ from typing import Any
 import libcst as cst
 
 from replicax.migrate.host import example_function, host_functions_of, random_functions
-from replicax.migrate.origins import stands_for
+from replicax.migrate.origins import meanings, stands_for
 from replicax.migrate.rules import CallSite, Rule, written
 from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.tables import MESSAGES, NAMES, READERS
@@ -48,8 +48,6 @@ __all__ = [
     "shuffle_and_repeat",
     "why_not_listed",
 ]
-
-_LISTS = ("list", "sorted")
 
 
 def replacement(
@@ -112,7 +110,7 @@ def _arrays(site: CallSite, before: Expression, after: Expression) -> Expression
         ]
         return after.with_changes(**{field: made})
     script = site.script
-    for each in _meanings(script, before):
+    for each in meanings(script, before):
         if any(_may_be_list(script, inner.value) for inner in _parts(each) or ()):
             text = "tuple(map(np.array, {x}))" if parts_of(each) else _DICT
             return site.make(text, x=after)
@@ -140,14 +138,9 @@ def _parts(structure: Expression) -> Sequence[Any] | None:
 def _may_be_list(script: Script, node: Expression) -> bool:
     return any(
         isinstance(each, cst.List | cst.ListComp)
-        or (isinstance(each, cst.Call) and is_name(each.func, *_LISTS))
-        for each in _meanings(script, node)
+        or (isinstance(each, cst.Call) and is_name(each.func, *NAMES["list_functions"]))
+        for each in meanings(script, node)
     )
-
-
-def _meanings(script: Script, node: Expression) -> Iterator[Expression]:
-    """An expression, and all that it may be, through variables and functions."""
-    return reached([node], lambda each: stands_for(script, each))
 
 
 FROM_GENERATOR = "data.Dataset.from_generator"
@@ -355,15 +348,12 @@ def _cache(site: CallSite) -> Expression:
     return site.make("{x}.repeat(1, reseed_each_epoch=False)", x=site.receiver)
 
 
-_THROUGH = frozenset(["enumerate", "iter", "list", "tuple", "zip"])
-"""Functions that go through a dataset from its first example on."""
-
-
 def _as_numpy_iterator(site: CallSite) -> Expression:
     """Drop `as_numpy_iterator` of what a loop goes through; else port it to `iter`."""
     script, made = site.script, dropped("Grain's examples are NumPy's")(site)
     used = script.call_with(site.node)
-    if is_looped(script, site.node) or (used and script.code(used.func) in _THROUGH):
+    is_whole = used and script.code(used.func) in NAMES["whole_iterations"]
+    if is_looped(script, site.node) or is_whole:
         return made
     return site.make("iter({x})", x=made)
 
