@@ -311,6 +311,17 @@ def test_loops_through_shuffled_datasets_have_an_order_of_their_own_each() -> No
     assert len({str(each) for each in run(kept)["seen"]}) == 1
 
 
+@pytest.mark.parametrize("given", ["read()[0]", "both['train']", "data"])
+def test_shuffled_datasets_are_found_in_parts_of_results(given: str) -> None:
+    text, _ = ported(
+        "import tensorflow as tf\ndef read():\n"
+        "    d = tf.data.Dataset.range(8).shuffle(8).batch(4)\n    return d, 2\n"
+        "data, n = read()\nboth = {'train': data}\n"
+        f"for _ in range(n):\n    for x in {given}: print(x)"
+    )
+    assert f"for x in rx.input.next_epoch({given}): print(x)" in text
+
+
 def test_a_loop_that_runs_once_stays() -> None:
     start = "import tensorflow as tf\nd = tf.data.Dataset.range(8).shuffle(8)\n"
     text, left = ported(f"{start}for x in d.take(1): print(x.shape)")
@@ -560,3 +571,30 @@ def test_what_grain_does_not_know_of_a_dataset_is_left(
     assert "m = len(examples) // 2\n" in text
     text, left = ported(start + statement)
     assert [each for each in left if reason in each], left
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        "dict(x=rows, y=labels)",
+        "(rows, labels)",
+        "pair",
+        "named",
+        "dict(named)",
+        "read()",
+        "(first, second)",
+        "tensors=(given(rows), labels)",
+    ],
+)
+def test_lists_that_are_tensors_become_arrays(tensors: str) -> None:
+    names = run(
+        "import tensorflow as tf\nrows, labels = [], []\nfor i in range(3):\n"
+        "    rows.append([1.0, 2.0 * i])\n    labels.append(i)\n"
+        "pair = rows, labels\nnamed = {'x': rows, 'y': labels}\n"
+        "def read():\n    x = list(rows)\n    return x, [i for i in labels]\n"
+        "def given(x): return x\nfirst, second = read()\n"
+        f"d = tf.data.Dataset.from_tensor_slices({tensors})"
+    )
+    parts = [list(x.values() if isinstance(x, dict) else x) for x in names["d"]]
+    assert [x.tolist() for x, _ in parts] == [[1.0, 0.0], [1.0, 2.0], [1.0, 4.0]]
+    assert [int(y) for _, y in parts] == [0, 1, 2]

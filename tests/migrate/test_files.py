@@ -26,6 +26,11 @@ from replicax.migrate import port
             "p = 'c' if a else 'cp-{epoch}'\nmodel.save_weights(p.format(epoch=0))",
             "p = 'c.weights.h5' if a else 'cp-{epoch}.weights.h5'\n",
         ),
+        (
+            "end = '{epoch:02d}.hdf5'\np = ''.join([folder, '/', end])\n"
+            "tf.keras.callbacks.ModelCheckpoint(filepath=p)",
+            "end = '{epoch:02d}.h5'\n",
+        ),
     ],
 )
 def test_files_whose_uses_are_in_sight_get_the_end_that_keras_wants(
@@ -121,6 +126,9 @@ def test_a_path_of_the_command_line_ends_as_its_default(
 
 
 @pytest.mark.parametrize(
+    "use", ["load_weights('w.weights.h5')", "save_weights('w.weights.h5')"]
+)
+@pytest.mark.parametrize(
     ("lines", "is_left"),
     [
         ("net = Net()\n", True),
@@ -132,8 +140,8 @@ def test_a_path_of_the_command_line_ends_as_its_default(
         ("net = tf.keras.Sequential([tf.keras.Input((3,))])\n", False),
     ],
 )
-def test_weights_are_loaded_into_models_with_variables(
-    lines: str, is_left: bool
+def test_weights_are_loaded_into_models_with_variables_and_saved_from_them(
+    lines: str, is_left: bool, use: str
 ) -> None:
     _, left = ported(
         "import tensorflow as tf\nclass Net(tf.keras.Model):\n"
@@ -141,6 +149,6 @@ def test_weights_are_loaded_into_models_with_variables(
         "        self.wide = tf.keras.layers.Dense(2)\n"
         "    def call(self, x):\n        return self.wide(x)\n"
         "def make():\n    made = Net()\n    return made\n"
-        f"{lines}net.load_weights('w.weights.h5')\nnet.fit(x, y)\n"
+        f"{lines}net.{use}\nnet.fit(x, y)\n"
     )
     assert any("a model that has its variables" in each for each in left) == is_left

@@ -353,3 +353,25 @@ def test_a_softmax_around_a_trained_model_stays() -> None:
     assert "shown = keras.Sequential([model, layers.Softmax()])\n" in result
     assert "model.compile('adam', loss)\n" in result
     assert "guesses = shown.predict(x)\n" in result
+
+
+TWO = """import tensorflow as tf
+layers = tf.keras.layers
+linear = tf.keras.Sequential([layers.Dense(3)])
+linear.compile('sgd', tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+net = tf.keras.Sequential([layers.Dense(3, activation='softmax')])
+loss_of = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+def loss(x, y):
+    p = net(x)
+    return loss_of(y, p)
+net.compile(loss=tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+other = tf.keras.Sequential([layers.Dense(3, activation='softmax')])
+other.compile('sgd', 'sparse_categorical_crossentropy')
+show(other)
+"""
+
+
+def test_logits_of_a_softmax_are_reported_beside_losses_of_probabilities() -> None:
+    result = port(TWO.encode())
+    assert [each.line for each in result.left] == [6, 10]
+    assert all("Keras 3 applies it twice" in each.reason for each in result.left)

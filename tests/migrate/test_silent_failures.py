@@ -24,6 +24,9 @@ FUNCTIONAL = "i = tf.keras.Input((None, 4))\nx = i + 1\n"
         (f"{FUNCTIONAL}s = tf.shape(x)\ny = s[1] // 2", 1),
         (f"{FUNCTIONAL}y = tf.shape(x)[2] // 2", 0),
         ("x = tf.ones([2, 3])\ny = tf.shape(x)[0] * 2", 0),
+        ("kind = 'string'\ny = tf.keras.layers.Input((1,), dtype=kind)", 1),
+        ("tf.config.experimental_connect_to_host(resolver.master())", 0),
+        ("y = tf.keras.layers.experimental.SyncBatchNormalization", 1),
     ],
 )
 def test_what_would_fail_is_left(source: str, num_left: int) -> None:
@@ -140,17 +143,65 @@ class Block(tf.Module):
         for part in self.parts:
             x = part(x)
         return x * self.scale
-class Net(tf.Module):
+class Base(tf.Module):
+    pass
+class Net(Base):
     def __init__(self): self.block = Block(2)
-net = Net()
+class Deeper(Block):
+    def __init__(self): self.parts, self.scale = [], tf.Variable(1.0)
+class Other(Block):
+    def __init__(self):
+        {}self.parts = []
+net, deeper, other = Net(), Deeper(), Other()
+num_deeper = len(deeper.trainable_variables)
 y = net.block(tf.ones((4, 3)))
 count = len(net.trainable_variables)
 """
 
 
-@pytest.mark.parametrize("first", ["", "super().__init__()\n        "])
+@pytest.mark.parametrize("first", ["", "super().__init__(3)\n        "])
 def test_modules_may_do_without_the_constructor_of_tf_module(first: str) -> None:
-    source = MODULE.format(first)
-    assert run(source)["count"] == 5
+    source = MODULE.format(first.replace("3", ""), first)
+    names = run(source)
+    assert names["count"] == 5
+    assert names["num_deeper"] == 1
     text, _ = ported(source)
-    assert text.count("super().__init__()") == 2
+    num_own = 1 if first else 2
+    assert text.count("super().__init__(") == 4 - num_own
+    assert text.count("keras.layers.Layer.__init__(self)") == num_own
+
+
+def test_synchronized_batch_normalization_is_an_argument() -> None:
+    layer = run(
+        "import tensorflow as tf\n"
+        "from tensorflow.keras.layers.experimental import SyncBatchNormalization\n"
+        "with tf.distribute.MirroredStrategy().scope():\n"
+        "    layer = SyncBatchNormalization(momentum=0.9, name='bn')"
+    )["layer"]
+    assert (layer.synchronized, layer.momentum, layer.name) == (True, 0.9, "bn")
+
+
+CREATOR = """import numpy as np
+import tensorflow as tf
+x = np.ones((8, 2), "float32")
+def make(context):
+    size = context.get_per_replica_batch_size(16)
+    return tf.data.Dataset.from_tensor_slices((x, x[:, :1])).repeat().batch(size)
+def main():
+    {}strategy = tf.distribute.MirroredStrategy()
+    with strategy.scope():
+        model = tf.keras.Sequential([tf.keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    data = tf.keras.utils.experimental.DatasetCreator(dataset_fn=make)
+    return model.fit(data, epochs=2, steps_per_epoch=2, verbose=0).history["loss"]
+losses = main()
+"""
+
+
+def test_a_dataset_creator_is_the_strategys_dataset() -> None:
+    first, second = run(CREATOR.format(""))["losses"]
+    assert second < first
+    early = "first = tf.keras.utils.experimental.DatasetCreator(make)\n    "
+    _, left = ported(CREATOR.format(early))
+    assert len(left) == 1
+    assert "distribute_datasets_from_function" in left[0]

@@ -23,6 +23,7 @@ from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.tables import (
     DEVICE_OPERATORS,
     MESSAGES,
+    NAMES,
     find_target,
 )
 from replicax.migrate.tracing import RANDOM, class_of, is_traced
@@ -43,8 +44,6 @@ from replicax.migrate.tree import (
 
 __all__ = ["DEVICE_RULES", "plan_scalars", "resize"]
 
-_GET_VALUE = ("keras.backend.get_value", "keras.backend.eval")
-_HASHING = ("add", "get", "pop", "setdefault")
 _STRINGS = (cst.SimpleString, cst.FormattedString)
 
 
@@ -66,7 +65,7 @@ def plan_scalars(script: Script) -> None:
 
 def _gives_value(script: Script, call: cst.CSTNode) -> bool:
     path = script.called(call)
-    return path in _GET_VALUE if path else method_of(call) == "numpy"
+    return path in NAMES["value_getters"] if path else method_of(call) == "numpy"
 
 
 def _is_hashed(script: Script, node: cst.CSTNode) -> bool:
@@ -82,7 +81,7 @@ def _is_hashed(script: Script, node: cst.CSTNode) -> bool:
             return parent.key is node
         case cst.Element():
             return isinstance(script.parent(parent), cst.Set)
-    return call is not None and method_of(call) in _HASHING
+    return call is not None and method_of(call) in NAMES["hashing_methods"]
 
 
 def _may_be_dict(script: Script, node: Expression) -> bool:

@@ -14,6 +14,7 @@ from replicax.migrate.arrays import DEVICE_RULES
 from replicax.migrate.files import newest_weights
 from replicax.migrate.host import HOST_RULES
 from replicax.migrate.kinds import kind_of
+from replicax.migrate.origins import definitions
 from replicax.migrate.rules import (
     CallSite,
     Rule,
@@ -30,6 +31,7 @@ from replicax.migrate.tables import (
     GUARDED_OPERATORS,
     HOST_OPERATORS,
     MESSAGES,
+    NAMES,
     NOTES,
     OLD_LAYERS,
     OLD_LOSSES,
@@ -40,7 +42,7 @@ from replicax.migrate.tables import (
     find_target,
     most_positions,
 )
-from replicax.migrate.tracing import is_traced, makes_spec
+from replicax.migrate.tracing import is_traced, makes_spec, scopes, strategy_of
 from replicax.migrate.tree import (
     free_name,
     is_name,
@@ -183,8 +185,6 @@ def _device(site: CallSite) -> Expression:
 
 # TensorFlow 1, and `tf.config`.
 
-_MEANS = ("SUM_BY_NONZERO_WEIGHTS", "SUM_OVER_NONZERO_WEIGHTS", "SUM_OVER_BATCH_SIZE")
-"""Reductions that are the mean where the weight is one number."""
 _OLD = re.compile(
     r"(layers|estimator)\.|(placeholder|get_variable|Session|app\.run|train\.\w+Optimizer)$"
 )
@@ -235,7 +235,7 @@ def _loss(site: CallSite) -> Expression:
         raise Unported(f"tf.{path}: its arguments were not found")
     names = bound(site.node.args, every)
     reduction = script.code(names["reduction"].value) if "reduction" in given else ""
-    if reduction.rpartition(".")[2] not in ("", *_MEANS):
+    if reduction.rpartition(".")[2] not in ("", *NAMES["mean_reductions"]):
         raise site.stays(f"use keras.losses.{target}(reduction=...)")
     args = [cst.Arg(given[name].value) for name in (labels, outputs)]
     if weights := given.get("weights"):
@@ -276,9 +276,6 @@ def _length(node: Expression | None) -> Expression | None:
     return None
 
 
-_COLLECTIONS = ("metrics_collections", "updates_collections", "name")
-
-
 def _summed_metric(site: CallSite) -> Expression:
     """Port a metric of a model function, such as `tf.metrics.accuracy`.
 
@@ -290,7 +287,7 @@ def _summed_metric(site: CallSite) -> Expression:
     if function is None or not makes_spec(script, function):
         raise site.stays(f"make keras.metrics.{target}() and update it in a step")
     first = ["values"] if usual == "mean" else ["labels", "predictions"]
-    given = bound(site.updated.args, [*first, "weights", *_COLLECTIONS])
+    given = bound(site.updated.args, [*first, "weights", *NAMES["collections"]])
     used = names_in(function) | script.made_names
     local = free_name(used, usual, f"{usual}_metric")
     script.made_names.add(local)
@@ -333,13 +330,9 @@ def _decay(site: CallSite) -> Expression:
     return by_row(site)
 
 
-_DESCRIPTION = {"physical_device_desc", "memory_limit", "locality", "incarnation"}
-"""What `device_lib` knows of devices besides their names and types."""
-
-
 def _local_devices(site: CallSite) -> Expression:
     names = {node.attr.value for node in site.script.nodes(cst.Attribute)}
-    if site.node.args or names & _DESCRIPTION:
+    if site.node.args or names.intersection(NAMES["device_details"]):
         raise site.stays("devices have a name and a type here: use `jax.local_devices`")
     return site.with_args(func="rx.config.list_logical_devices")
 
@@ -348,6 +341,22 @@ def _eagerly(site: CallSite) -> Expression:
     if is_traced(site.script, site.node):
         raise Unported(find_reason(site.path))
     return cst.Name("True")
+
+
+def _dataset_creator(site: CallSite) -> Expression:
+    """Port `DatasetCreator(f)` to the dataset of the one strategy in sight."""
+    script = site.script
+    here = (None, script.function_of(site.node))
+    blocks = [each for each in scopes(script) if script.function_of(each) in here]
+    found = [strategy_of(script, block) for block in blocks]
+    made = [each.node for owner in found for each in definitions(script, owner)]
+    is_above = all(script.line(each) < script.line(site.node) for each in made)
+    is_one = len({script.code(each) for each in found}) == 1 and made and is_above
+    if not is_one or len(site.node.args) != 1:
+        raise Unported(find_reason(site.path))
+    text = "{strategy}.distribute_datasets_from_function({function})"
+    function = site.required(0, "dataset_fn")
+    return site.make(text, strategy=found[0], function=function)
 
 
 _STEPS = ("train.get_global_step", "train.get_or_create_global_step")
@@ -374,6 +383,7 @@ _RULES: dict[str, Rule] = {
     "app.run": _app_run,
     "print": _print,
     "GradientTape": _tape,
+    "keras.utils.experimental.DatasetCreator": _dataset_creator,
     "device": _device,
     "executing_eagerly": _eagerly,
     "train.latest_checkpoint": _latest,

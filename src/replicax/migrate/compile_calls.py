@@ -353,14 +353,11 @@ def _metric_functions(script: Script, node: Expression) -> Iterator[cst.Function
         yield from (f for f in found if len(f.params.params) == 2)
 
 
-_OF_ANY_SHAPE = ("keras.backend.flatten", "keras.losses.", "keras.metrics.")
-
-
 def _is_used_plainly(script: Script, function: cst.FunctionDef, name: str) -> bool:
     """Whether a function uses labels in other ways than to flatten them by Keras."""
     used = [n for n in walk(function.body) if is_name(n, name)]
     called = (script.called(script.call_with(n)) for n in used)
-    return not all(path.startswith(_OF_ANY_SHAPE) for path in called)
+    return not all(path.startswith(NAMES["functions_of_any_shape"]) for path in called)
 
 
 def plan_results(script: Script) -> None:

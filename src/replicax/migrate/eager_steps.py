@@ -47,9 +47,6 @@ from replicax.migrate.tree import (
 
 __all__ = ["plan_eager_steps"]
 
-_OBJECTS = ("model", "layer", "optimizer", "callback")
-"""Kinds of objects whose own steps Keras runs."""
-
 
 def plan_eager_steps(script: Script) -> None:
     """Plan `rx.get_strategy().run` for calls of steps with a tape.
@@ -85,13 +82,9 @@ _EFFECTS = (
     *(cst.Global, cst.Nonlocal, cst.Yield, cst.Await, cst.While, cst.Try, cst.Del),
     cst.Raise,
 )
-_STATIC = ("dtype", "ndim", "shape")
-"""Attributes of arrays that JAX knows when it traces."""
 _VIEWS = ("items", "keys", "values")
 _KNOWN = ("GradientTape", "print")
-_PURE = ("keras.activations.", "keras.losses.", "keras.ops.")
 _CONSTRUCTORS = ("__init__", "build")
-_CALLED = ("layer", "loss", "metric", "model")
 
 
 def _is_traceable(
@@ -124,7 +117,7 @@ def _is_static(test: Expression) -> bool:
     if not isinstance(test, cst.Comparison):
         return False
     sides = (test.left, *(each.comparator for each in test.comparisons))
-    return all(attr_of(side) in _STATIC for side in sides)
+    return all(attr_of(side) in NAMES["static_attributes"] for side in sides)
 
 
 def _reads_changing(script: Script, function: cst.CSTNode) -> bool:
@@ -182,7 +175,7 @@ def _is_pure(script: Script, call: cst.Call) -> bool:
         is_written = path in WRITTEN and "keras.ops." in WRITTEN[path][1]
         has_rule = path in DEVICE_RULES and path != "Variable"
         is_metric = target.startswith("keras.metrics.") and target.islower()
-        is_function = target.startswith(_PURE) or is_metric
+        is_function = target.startswith(NAMES["pure_modules"]) or is_metric
         return is_known or is_written or has_rule or is_function
     if isinstance(call.func, cst.Name) and (
         is_name(call.func, *NAMES["traced_builtins"])
@@ -199,14 +192,16 @@ def _is_pure(script: Script, call: cst.Call) -> bool:
     is_method = name in NAMES["traced_methods"] or any(
         owner is not None for owner in methods
     )
-    return is_method or any(is_kind(script, call.func, kind) for kind in _CALLED)
+    return is_method or any(
+        is_kind(script, call.func, kind) for kind in NAMES["callable_kinds"]
+    )
 
 
 def _calls_of(script: Script, function: cst.FunctionDef) -> list[cst.Call] | None:
     """The call sites of a function; None unless `run` can make all of its uses."""
     name = function.name.value
     owner = class_of(script, function)
-    if is_class_of(script, owner, _OBJECTS) or _needs_numbers(function):
+    if is_class_of(script, owner, NAMES["own_steps"]) or _needs_numbers(function):
         return None
     names = script.nodes(cst.Name if owner is None else cst.Attribute)
     uses = [n for n in names if last_name(n) == name and n is not function.name]

@@ -20,6 +20,7 @@ from replicax.migrate.tree import (
     method_of,
     named,
     object_of,
+    parts_of,
     reached,
     root_of,
     text_of,
@@ -45,8 +46,6 @@ _CHECKPOINTS = MODELS[:2]
 """Suffixes of files of whole models that `ModelCheckpoint` takes."""
 WEIGHTS = (".weights.h5",)
 """Suffixes of files of weights alone."""
-_SAME_END = ("os.path.join", "os.path.basename", "os.fspath", "str")
-"""Functions whose result ends as their last argument does."""
 
 
 class _Site(NamedTuple):
@@ -300,8 +299,10 @@ def _last_parts_of_call(script: Script, node: cst.Call) -> list[Expression]:
     """The expressions that a path may end with that a call makes, as `_last_parts`."""
     if method_of(node) == "format":
         return [object_of(node)]
-    if dotted(node.func) in _SAME_END:
+    if dotted(node.func) in NAMES["keeping_the_end"]:
         return [arg.value for arg in node.args[-1:]]
+    if method_of(node) == "join" and isinstance(object_of(node), cst.SimpleString):
+        return parts_of(value_of(node, 0, "iterable"))[-1:]
     found = [_passed(script, node, each) for each in returned(script, node)]
     return [each for each in found if each is not None] if all(found) else []
 
@@ -364,4 +365,4 @@ def _may_build(script: Script, use: cst.CSTNode) -> bool:
     """Whether a use of a model may give it its variables."""
     parent, method = script.parent(use), method_of(script.method_call(use))
     is_passed_on = isinstance(parent, cst.Return | cst.Assign | cst.AssignTarget)
-    return not is_passed_on and method not in {"add", "compile", "load_weights"}
+    return not is_passed_on and method not in NAMES["methods_without_building"]

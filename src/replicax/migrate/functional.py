@@ -15,7 +15,7 @@ from collections.abc import Iterable
 import libcst as cst
 
 from replicax.migrate.kinds import kind_of
-from replicax.migrate.origins import elements, ends_at_cycles, returned, values_of
+from replicax.migrate.origins import elements, ends_at_cycles, returned, stands_for
 from replicax.migrate.script import Expression, Script
 from replicax.migrate.tables import MESSAGES, NAMES, find_target, kind_of_target
 from replicax.migrate.tracing import is_tensor
@@ -44,8 +44,6 @@ __all__ = [
     "report_ranks",
 ]
 
-_INPUTS = ("keras.Input", "keras.layers.Input")
-_SHAPES = ("batch_input_shape", "input_dim", "input_shape")
 _DENSE = "keras.ops.convert_to_tensor({x}, sparse=False)"
 _FUNCTIONS = {
     cst.Add: "add",
@@ -75,9 +73,9 @@ def layers_of(script: Script, sequential: cst.Call) -> list[Expression]:
 def has_input_shape(script: Script, layers: list[Expression]) -> bool:
     """Whether the first of some layers has the shape of its inputs, or is a model."""
     first = script.flow.resolved(layers[0]) if layers else cst.Name("None")
-    is_input = script.called(first) in (*_INPUTS, "keras.layers.InputLayer")
-    has_shape = isinstance(first, cst.Call) and named(first, *_SHAPES) is not None
-    return is_input or has_shape or kind_of(script, first) == "model"
+    is_input = script.called(first) in (*NAMES["inputs"], "keras.layers.InputLayer")
+    shape = named(first, *NAMES["shapes"]) if isinstance(first, cst.Call) else None
+    return is_input or shape is not None or kind_of(script, first) == "model"
 
 
 def report_ranks(script: Script) -> None:
@@ -87,11 +85,11 @@ def report_ranks(script: Script) -> None:
     """
     called = {path for c in script.calls if (path := script.called(c))}
     layers = {path for path in called if path.startswith("keras.layers.")}
-    made = layers - set(_INPUTS)
+    made = layers - set(NAMES["inputs"])
     if not made or not made.issubset(NAMES["layers_of_any_rank"]):
         return
     for call in script.calls:
-        is_input = script.called(call) in _INPUTS
+        is_input = script.called(call) in NAMES["inputs"]
         is_layer = script.called(call) in made
         given = value_of(call, 0, "shape") if is_input else None
         shape = named(call, "input_shape") if is_layer else given
@@ -231,7 +229,7 @@ def _may_be_none(script: Script, node: Expression) -> bool:
         return False
     sources = reached([tensor], lambda each: _sources(script, each))
     calls = (each for each in sources if isinstance(each, cst.Call))
-    made = [call for call in calls if script.called(call) in _INPUTS]
+    made = [call for call in calls if script.called(call) in NAMES["inputs"]]
     index = script.code(size.slice[0]) if isinstance(size, cst.Subscript) else ":"
     place = index.strip(" ,")
     is_first = place == "0" or place.startswith(":")
@@ -300,7 +298,7 @@ def _has_size(script: Script, node: Expression) -> bool:
     if script.called(node) in NAMES["sizes"] or attr_of(node) == "shape":
         return True
     args = [a.value for a in node.args] if isinstance(node, cst.Call) else []
-    inside = [*values_of(script, node), *operands(node), *parts_of(node), *args]
+    inside = [*stands_for(script, node), *operands(node), *parts_of(node), *args]
     return any(_has_size(script, each) for each in inside)
 
 
@@ -343,13 +341,13 @@ def is_symbolic(script: Script, node: Expression) -> bool:
 def _is_input(script: Script, node: Expression) -> bool:
     if isinstance(node, cst.Attribute) and attr_of(node) in {"input", "output"}:
         return kind_of(script, node.value) in {"model", "layer"}
-    return script.called(node) in _INPUTS
+    return script.called(node) in NAMES["inputs"]
 
 
 def _sources(script: Script, node: Expression) -> Iterable[Expression]:
     """What a tensor is computed from; nothing for sizes and Keras' objects."""
     if not isinstance(node, cst.Call):
-        return [*operands(node), *parts_of(node), *values_of(script, node)]
+        return [*operands(node), *parts_of(node), *stands_for(script, node)]
     path = script.called(node)
     if path in NAMES["sizes"] or kind_of_target(find_target(path) or "") is not None:
         return ()

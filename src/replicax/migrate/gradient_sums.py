@@ -90,15 +90,12 @@ def plan_gradient_sums(script: Script) -> None:
                 _plan_loss(script, gradient, "target", call if is_changed else None)
 
 
-_OF_ONE_REPLICA = ("distribute.OneDeviceStrategy", "distribute.get_strategy")
-
-
 def _may_have_replicas(script: Script) -> bool:
     """Whether a scope is of a strategy that may have several replicas."""
     for block in scopes(script):
         made = origins(script, strategy_of(script, block))
         paths = {script.called(c) if isinstance(c, cst.Call) else "" for c in made}
-        if not paths.issubset(_OF_ONE_REPLICA):
+        if not paths.issubset(NAMES["strategies_of_one_replica"]):
             return True
     return False
 

@@ -55,7 +55,6 @@ __all__ = [
 
 
 _NO_COUNTERPART = "which has no counterpart in NumPy"
-_HOST_MODULES = ("keras.utils.", "keras.datasets.", "keras.applications.")
 
 
 def host_functions_of(script: Script, node: Expression) -> set[cst.CSTNode]:
@@ -84,7 +83,7 @@ def why_not_on_host(script: Script, function: cst.CSTNode) -> str | None:
             return f"{name} {why}"
     for node in find(function, cst.Name, cst.Attribute):
         path = script.called(script.flow.value(node))
-        if path in NEED_TENSORFLOW and path not in _LOOKUPS:
+        if path in NEED_TENSORFLOW and path not in NAMES["lookups"]:
             return f"{name} uses `{script.code(node)}`, which Keras makes with it"
         is_static = is_static_shape(script, script.parent(node))
         if attr_of(node) in {"set_shape", "get_shape", "eval"} and not is_static:
@@ -121,7 +120,7 @@ def _problem(script: Script, node: cst.CSTNode, path: str) -> str | None:
                 return f"cannot be ported: {why.reason}"
             return None
         target = find_target(path) or ""
-        is_there = path in HOST_OPERATORS or target.startswith(_HOST_MODULES)
+        is_there = path in HOST_OPERATORS or target.startswith(NAMES["host_modules"])
     elif target is not None:
         is_there = is_there or not is_dotted(target) or not exists(target)
     return None if is_there else f"uses tf.{path}, {_NO_COUNTERPART}"
@@ -288,10 +287,6 @@ def plan_random(script: Script, call: cst.Call, functions: set[cst.CSTNode]) -> 
 
 # Look-ups of words.
 
-_LOOKUPS = (
-    "keras.layers.StringLookup",
-    "keras.layers.experimental.preprocessing.StringLookup",
-)
 _PARAMETERS = ("max_tokens", "num_oov_indices", "mask_token", "oov_token", "vocabulary")
 _USUAL = {"max_tokens": {"None"}, "mask_token": {"None"}}
 _USUAL["num_oov_indices"] = {"0", "1"}
@@ -300,7 +295,7 @@ _USUAL["num_oov_indices"] = {"0", "1"}
 def plan_lookups(script: Script) -> None:
     """Plan the port of `StringLookup` layers that only functions of pipelines call."""
     for made in script.calls:
-        if script.called(made) in _LOOKUPS:
+        if script.called(made) in NAMES["lookups"]:
             try:
                 _plan_lookup(script, made)
             except Unported:

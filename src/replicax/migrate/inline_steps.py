@@ -33,7 +33,6 @@ from replicax.migrate.tree import (
 __all__ = ["InlineStep", "inline_steps", "with_functions"]
 
 _LOOPS = (cst.For, cst.While)
-_ENDS = ("apply_gradients", "gradient")
 _REFUSED = (
     *(cst.Assert, cst.FormattedString, cst.Lambda, cst.NamedExpr, cst.Global),
     *(cst.Return, cst.Break, cst.Continue, cst.Yield, cst.Await, cst.Del),
@@ -81,7 +80,7 @@ def _lines(script: Script, tape: cst.With) -> Sequence[cst.BaseStatement]:
     behind = list(body[body.index(tape) :]) if tape in body else []
     methods = [set(map(method_of, find(line, cst.Call))) for line in behind]
     is_applied = any("apply_gradients" in each for each in methods)
-    ends = {*_ENDS, *(() if is_applied else NAMES["assign_methods"])}
+    ends = {*NAMES["ends_of_steps"], *(() if is_applied else NAMES["assign_methods"])}
     last = [i for i, each in enumerate(methods) if each & ends]
     return behind[: last[-1] + 1] if last else []
 

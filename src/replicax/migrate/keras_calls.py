@@ -9,7 +9,7 @@ from replicax.migrate.files import MODELS, WEIGHTS, is_weights_only, report_path
 from replicax.migrate.functional import has_input_shape, layers_of
 from replicax.migrate.kinds import is_class_of, kind_of
 from replicax.migrate.optimizer_calls import config_problem, optimizer_arguments
-from replicax.migrate.origins import ends_at_cycles, values_of
+from replicax.migrate.origins import ends_at_cycles, stands_for
 from replicax.migrate.rules import CallSite, Rule, by_keywords, with_keywords
 from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.tables import (
@@ -150,6 +150,8 @@ def plan_arguments(script: Script) -> None:
         is_made = method_of(call) == "__init__" or kind_of(script, call) in _DYNAMIC
         if is_made and named(call, "dynamic") is not None:
             script.leave(call, MESSAGES["dynamic"])
+        if path and text_of(script.flow.resolved(named(call, "dtype"))) == "string":
+            script.leave(call, MESSAGES["strings"])
 
 
 _DYNAMIC = ("layer", "model")
@@ -172,13 +174,10 @@ def _units(script: Script, node: Expression) -> str | None:
     return "int({x})" if _is_of_numpy(script, node) else None
 
 
-_STEPS = ("steps", "steps_per_epoch", "validation_steps")
-
-
 def _plan_steps(script: Script, call: cst.Call) -> None:
     """Plan integers of the numbers of steps that a model's method gets."""
     for arg in call.args if method_of(call) in NAMES["methods_with_steps"] else ():
-        if is_named(arg, *_STEPS) and (text := _steps(script, arg.value)):
+        if is_named(arg, *NAMES["steps"]) and (text := _steps(script, arg.value)):
             script.wrapped[arg.value] = text
 
 
@@ -197,7 +196,7 @@ def _is_ratio(node: Expression) -> bool:
 def _is_of_numpy(script: Script, node: Expression) -> bool:
     """Whether a number is computed by NumPy, or by a function or method of arrays."""
     if not isinstance(node, cst.Call):
-        inside = [*values_of(script, node), *operands(node)]
+        inside = [*stands_for(script, node), *operands(node)]
         return any(_is_of_numpy(script, each) for each in inside)
     if method_of(node) in NAMES["numbers_of_arrays"]:
         return not script.functions(method_of(node))
@@ -383,15 +382,14 @@ _OLD_RECURRENT = [
     f"keras.layers.{name}" for name in ("GRU", "GRUCell", "LSTM", "LSTMCell")
 ]
 
-_HARD_SIGMOID = ("hard_sigmoid", "keras.activations.hard_sigmoid")
-
 
 def _old_defaults(script: Script, node: cst.Call, path: str) -> Iterator[str]:
     """The reasons why a layer with TensorFlow's defaults differs in Keras 3."""
     for arg in node.args if path.startswith("keras.layers.") else ():
-        if (text_of(arg.value) or script.names.path(arg.value)) in _HARD_SIGMOID:
+        name = text_of(arg.value) or script.names.path(arg.value)
+        if name in NAMES["hard_sigmoids"]:
             yield MESSAGES["hard_sigmoid"]
-    if path in _HARD_SIGMOID:
+    if path in NAMES["hard_sigmoids"]:
         yield MESSAGES["hard_sigmoid"]
     if path in _OLD_RECURRENT and script.is_of_version_1(node):
         if argument(node.args, 2, "recurrent_activation") is None:

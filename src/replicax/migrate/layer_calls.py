@@ -47,8 +47,6 @@ from replicax.migrate.tree import (
 
 __all__ = ["plan_labels", "plan_layer_calls"]
 
-_IN_MODELS = ("inputs", "training", "mask")
-"""Parameters of the `call` of Keras' models."""
 _KINDS = ("layer", "model")
 
 
@@ -230,7 +228,7 @@ def _of_target(target: str) -> tuple[_Parameter, ...] | None:
     """The parameters of the `call` of a layer or model of Keras; None for others."""
     if not is_dotted(target) or kind_of_target(target) not in _KINDS:
         return None
-    here = call_parameters(target) or _IN_MODELS
+    here = call_parameters(target) or NAMES["model_call_parameters"]
     return tuple(
         _Parameter(name, name not in NAMES["no_tensors"], here[i : i + 1] != (name,))
         for i, name in enumerate(CALL_ORDERS.get(target, here))
@@ -286,7 +284,6 @@ def _is_tensor(script: Script, node: Expression) -> bool | None:
 # for an array, unless the model's outputs are a dict, too.
 
 _ONLY_VALUE = "next(iter({x}.values()))"
-_SOURCES = ("data.Dataset.from_tensor_slices", "data.Dataset.from_tensors")
 
 
 def _is_of_one(script: Script, call: cst.Call, labels: Expression) -> bool:
@@ -355,7 +352,7 @@ def _examples(script: Script, fitted: list[cst.Call]) -> Iterator[Expression]:
                 if isinstance(node.value, cst.BaseExpression):
                     yield script.flow.resolved(node.value)
     for call in script.calls:
-        if script.called(call) in _SOURCES and call.args:
+        if script.called(call) in NAMES["sources_of_tensors"] and call.args:
             yield script.flow.resolved(call.args[0].value)
 
 

@@ -40,12 +40,8 @@ from replicax.migrate.tree import (
 __all__ = ["is_weight", "needs_path", "plan_identifiers", "plan_names"]
 
 _POSITIONS = {
-    "keras.Input": 2,
-    "keras.layers.Input": 2,
-    "keras.Model": 2,
-    "keras.models.Model": 2,
-    "keras.Sequential": 1,
-    "keras.models.Sequential": 1,
+    **dict.fromkeys((*NAMES["inputs"], *NAMES["models"]), 2),
+    **dict.fromkeys(NAMES["sequential"], 1),
 }
 """Positions of `name`, where it is often given without a keyword."""
 _MANY = 99

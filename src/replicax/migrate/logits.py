@@ -21,7 +21,7 @@ from replicax.migrate.last_layers import (
     take_activation,
     units_of,
 )
-from replicax.migrate.origins import elements, returned
+from replicax.migrate.origins import elements, meanings, stands_for
 from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.tables import MESSAGES, NAMES
 from replicax.migrate.tracing import is_traced
@@ -47,7 +47,6 @@ _CLASSES = {
 }
 _FROM_LOGITS = {**dict.fromkeys(_CLASSES.values(), 0), **dict.fromkeys(_CLASSES, 2)}
 """Positions of `from_logits`."""
-_PREDICTING = {"predict", "predict_on_batch", "summary"}
 _Losses: TypeAlias = dict[Expression, str]
 """Cross-entropies, and their names in Keras."""
 
@@ -70,7 +69,7 @@ def plan_logits(script: Script) -> None:
             port.plan()
         except Unported:
             _report(script, port, [k for k in given if k not in logits])
-            for loss in logits.keys() & given.keys() if port.models else ():
+            for loss in filter(port.takes, logits):
                 script.leave(loss, MESSAGES["applied_twice"].format(kind=kind))
     for given in filter(None, map(_compiled_loss, script.calls)):
         for loss in elements(script, script.flow.resolved(given)):
@@ -164,6 +163,22 @@ class _Port:
         require_no_other_uses(self._script, self.models.values())
         self._apply(changes, wrapped, saved)
 
+    def takes(self, loss: Expression) -> bool:
+        """Whether a loss may get outputs of the models, and not those of others."""
+        if loss in self._losses:
+            return bool(self.models)
+        script = self._script
+
+        def inside(each: Expression) -> list[Expression]:
+            held = [object_of(each)] if isinstance(each, cst.Call) else []
+            return [*stands_for(script, each), *held]
+
+        uses = (loss, *script.uses_of(loss))
+        calls = [script.call_of(use) or script.call_with(use) for use in uses]
+        values = [arg.value for c in calls if c is not None for arg in c.args[1:]]
+        found = reached([*filter(None, calls), *values], inside)
+        return not self.models.keys().isdisjoint(found)
+
     def _uses(self) -> Iterator[Expression]:
         for node in self._script.nodes(cst.Name, cst.Attribute):
             found = _origins(self._script, node)
@@ -183,7 +198,7 @@ class _Port:
         uses = [] if ending.classes else script.uses_of(ending.model)
         calls = [script.call_of(use) for use in uses]
         return bool(uses) and all(
-            method_of(script.method_call(use)) in _PREDICTING
+            method_of(script.method_call(use)) in NAMES["predicting_methods"]
             or (call and not is_traced(script, call) and self._is_result(call))
             for use, call in zip(uses, calls, strict=True)
         )
@@ -344,11 +359,6 @@ def _plan_loss(script: Script, loss: Expression, name: str) -> None:
 
 def _origins(script: Script, node: Expression) -> set[Expression]:
     """The expressions that a variable may stand for, followed through functions."""
-
-    def sources(each: Expression) -> list[Expression]:
-        results = list(returned(script, each)) if isinstance(each, cst.Call) else []
-        return results or script.flow.values(each)
-
     # The None of a bare `return` has no parent.
-    found = (each for each in reached([node], sources) if script.parent(each))
-    return {each for each in found if each is not node and not sources(each)}
+    found = (each for each in meanings(script, node) if script.parent(each))
+    return {e for e in found if e is not node and not stands_for(script, e)}

@@ -1,5 +1,6 @@
 """Ports attributes of Keras' objects, of strategies and shapes."""
 
+import functools
 import re
 from collections.abc import Callable
 
@@ -15,6 +16,7 @@ from replicax.migrate.kinds import (
 )
 from replicax.migrate.layer_names import is_weight, needs_path
 from replicax.migrate.optimizer_calls import is_rate
+from replicax.migrate.origins import with_bases
 from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.tables import (
     ATTRIBUTES,
@@ -315,24 +317,31 @@ def plan_constructors(script: Script) -> None:
     """Plan `super().__init__()` where a `tf.Module` does without, and no layer can."""
     for owner in script.nodes(cst.ClassDef):
         init = methods_of(owner).get("__init__")
-        bases = [script.names.path(base.value) for base in owner.bases]
-        if init is None or bases != ["Module"]:
+        bases = [b.value for each in with_bases(script, owner) for b in each.bases]
+        is_module = any(script.names.path(base) == "Module" for base in bases)
+        if init is None or not is_module:
             continue
         if any(method_of(call) == "__init__" for call in find(init, cst.Call)):
             continue
+        _, *above = with_bases(script, owner)
+        call = "super().__init__()"
+        if any("__init__" in methods_of(each) for each in above):  # Nor is it called.
+            call = f"{script.here('keras.layers.Layer')}.__init__(self)"
         lines = init.body.body[init.get_docstring() is not None :]
         if isinstance(init.body, cst.SimpleStatementSuite):
-            script.replacements[init.body] = _below_constructor
+            script.replacements[init.body] = functools.partial(_with_first, call)
         elif lines:
-            script.insert(lines[0], "super().__init__()")
+            script.insert(lines[0], call)
 
 
-def _below_constructor(updated: cst.SimpleStatementSuite) -> cst.SimpleStatementSuite:
-    """The body of a function in one line, below `super().__init__()`."""
-    call, *_ = cst.ensure_type(
-        cst.parse_statement("super().__init__(); pass"), cst.SimpleStatementLine
-    ).body
-    return updated.with_changes(body=[call, *updated.body])
+def _with_first(
+    call: str, updated: cst.SimpleStatementSuite
+) -> cst.SimpleStatementSuite:
+    """The body of a function in one line, below a call."""
+    line = cst.ensure_type(
+        cst.parse_statement(f"{call}; pass"), cst.SimpleStatementLine
+    )
+    return updated.with_changes(body=[line.body[0], *updated.body])
 
 
 def report_overridden(script: Script, node: cst.ClassDef) -> None:

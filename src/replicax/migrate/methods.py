@@ -22,6 +22,7 @@ from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.tables import (
     LEFT_METHODS,
     MESSAGES,
+    NAMES,
     RENAMED_METHODS,
     WRITTEN_METHODS,
 )
@@ -44,10 +45,6 @@ from replicax.migrate.tree import (
 __all__ = ["plan_resets", "ported_method"]
 
 
-_OFTEN_OWN = ("as_list", "get_initial_state", "set_shape")
-"""Methods that are others than TensorFlow's where the script defines one."""
-
-
 def ported_method(site: CallSite) -> Expression:
     """Port a call of a method; the call itself where no rule is for it.
 
@@ -57,7 +54,7 @@ def ported_method(site: CallSite) -> Expression:
     name = site.method
     if not name or _is_of_module(site.script, site.node):
         return site.updated
-    if name in _OFTEN_OWN and site.script.functions(name):
+    if name in NAMES["often_own_methods"] and site.script.functions(name):
         return site.updated
     if name in LEFT_METHODS:
         raise Unported(f".{name}: {LEFT_METHODS[name]}")
@@ -129,8 +126,6 @@ def _run(site: CallSite) -> Expression:
 
 # Keras' objects.
 
-_WITH_RESET = ("keras.metrics.", "metrics.", "keras.layers.")
-
 
 def plan_resets(script: Script) -> None:
     """Plan `reset_state` for `reset_states` of metrics and layers of the script.
@@ -143,7 +138,7 @@ def plan_resets(script: Script) -> None:
         if owner is None or owner in known:
             continue
         paths = [script.names.path(base) for base in foreign_bases(script, owner)]
-        if any(path and path.startswith(_WITH_RESET) for path in paths):
+        if any(path and path.startswith(NAMES["with_resets"]) for path in paths):
             script.replacements[function.name] = lambda _: cst.Name("reset_state")
 
 
@@ -156,9 +151,16 @@ def _save(site: CallSite) -> Expression:
 
 def _written(site: CallSite, endings: tuple[str, ...], table: str) -> Expression:
     """Port `model.save(...)`: drop `save_format=`, which the file's suffix decides."""
+    if endings == WEIGHTS:
+        _require_built(site)
     report_path(site.script, site.node, endings)
     plan_folder(site.script, site.node, site.updated)
     return site.with_args(with_keywords(site, table))
+
+
+def _require_built(site: CallSite) -> None:
+    if is_unbuilt_at(site.script, site.node):
+        raise Unported(MESSAGES["unbuilt"])
 
 
 def _load_weights(site: CallSite) -> Expression:
@@ -166,8 +168,7 @@ def _load_weights(site: CallSite) -> Expression:
     latest = latest_checkpoint(script, path) if path is not None else None
     if latest is not None and not newest_weights(script, latest):
         script.leave(site.node, MESSAGES["latest_checkpoint"])
-    if is_unbuilt_at(script, site.node):
-        raise Unported(MESSAGES["unbuilt"])
+    _require_built(site)
     report_path(script, site.node, (*WEIGHTS, *MODELS), is_read=True)
     return site.updated
 

@@ -29,10 +29,11 @@ __all__ = [
     "ends_at_cycles",
     "is_parameter",
     "iterated",
+    "meanings",
     "part",
     "returned",
     "returned_by",
-    "values_of",
+    "stands_for",
     "with_bases",
 ]
 
@@ -90,19 +91,6 @@ def definitions(script: Script, node: Expression) -> frozenset[Definition]:
         owners = script.classes(name.value) if isinstance(name, cst.Name) else []
     name, every = node.attr.value, with_bases(script, *owners)
     return frozenset(d for owner in every for d in script.flow.attributes(owner, name))
-
-
-def values_of(script: Script, node: Expression) -> list[Expression]:
-    """The values of all definitions of a name or attribute.
-
-    An augmented assignment such as `x += y` has those of both sides.
-    """
-    found: list[Expression] = []
-    for each in definitions(script, node):
-        assigned = script.parent(each.node)
-        is_changed = isinstance(assigned, cst.AugAssign)
-        found += [assigned.target, assigned.value] if is_changed else each.values
-    return found
 
 
 def bound_values(script: Script, definition: Definition) -> list[Expression]:
@@ -173,8 +161,7 @@ def _literals(script: Script, node: Expression) -> list[Expression]:
     """The literal lists, tuples and dicts that an expression may stand for."""
     if isinstance(node, cst.List | cst.Tuple | cst.Dict):
         return [node]
-    is_call = isinstance(node, cst.Call)
-    values = returned(script, node) if is_call else values_of(script, node)
+    values = stands_for(script, node)
     return [literal for value in values for literal in _literals(script, value)]
 
 
@@ -226,10 +213,39 @@ def _of_call(script: Script, node: cst.Call) -> list[Expression]:
     return [e for value in returned(script, node) for e in elements(script, value)]
 
 
+def stands_for(script: Script, node: Expression) -> list[Expression]:
+    """The values of a variable or of a part of a tuple; what a function returns.
+
+    An augmented assignment such as `x += y` has those of both sides, and a parameter
+    its default.
+    """
+    match node:
+        case cst.Call():
+            return list(returned(script, node))
+        case cst.Subscript(slice=[cst.SubscriptElement(slice=cst.Index(index))]):
+            return part(script, node.value, index)
+    found: list[Expression] = []
+    for each in definitions(script, node):
+        assigned = script.parent(each.node)
+        if isinstance(assigned, cst.AugAssign):
+            found += [assigned.target, assigned.value]
+        elif each.index is None:
+            found += bound_values(script, each)
+        else:
+            index = cst.Integer(str(each.index))
+            found += [e for value in each.values for e in part(script, value, index)]
+    return found
+
+
+def meanings(script: Script, node: Expression) -> Iterator[Expression]:
+    """An expression, and all that it may be, through variables and functions."""
+    return reached([node], lambda each: stands_for(script, each))
+
+
 def returned(script: Script, node: cst.Call) -> Iterator[Expression]:
     """The values that a called function, lambda or method of the script returns."""
     func = node.func
-    for value in values_of(script, func):
+    for value in stands_for(script, func):
         if isinstance(value, cst.Lambda):
             yield value.body
     if isinstance(func, cst.Attribute) and is_name(func.value, "self"):

@@ -17,7 +17,7 @@ from replicax.migrate.host import (
     why_not_on_host,
     why_not_random,
 )
-from replicax.migrate.origins import returned_by, values_of
+from replicax.migrate.origins import meanings, returned_by
 from replicax.migrate.script import Expression, Script
 from replicax.migrate.sources import (
     DROPPED_METHODS,
@@ -35,7 +35,7 @@ from replicax.migrate.sources import (
     shuffle_and_repeat,
     why_not_listed,
 )
-from replicax.migrate.tables import MESSAGES, NEED_TENSORFLOW
+from replicax.migrate.tables import MESSAGES, NAMES, NEED_TENSORFLOW, NO_STREAM
 from replicax.migrate.tfds import plan_loads, unknown_loads
 from replicax.migrate.tree import (
     argument,
@@ -44,7 +44,6 @@ from replicax.migrate.tree import (
     is_named,
     method_of,
     object_of,
-    reached,
     value_of,
 )
 
@@ -86,15 +85,6 @@ def _problems(script: Script, group: Pipelines) -> Iterator[tuple[cst.CSTNode, s
         yield from ((call, why) for why in _problems_of_operator(script, group, call))
 
 
-_WITHOUT = {
-    "cardinality": "count the files",
-    "skip": "use `validation_split=` and `subset=` of image_dataset_from_directory",
-    "shard": "strategies give each worker its part",
-    "concatenate": "put the images into one folder",
-}
-"""Operators that Grain's streams of batches do not have, and what to do instead."""
-
-
 def _problems_of_stream(
     script: Script, group: Pipelines, calls: Sequence[cst.Call]
 ) -> Iterator[tuple[cst.CSTNode, str]]:
@@ -108,8 +98,8 @@ def _problems_of_stream(
     in_order = [node for node, _ in group.sources if is_in_order(script, node)]
     for call in calls:
         name = method_of(call)
-        if name in _WITHOUT:
-            yield call, f"Grain's stream of batches has no `{name}`: {_WITHOUT[name]}"
+        if why := NO_STREAM.get(name):
+            yield call, f"Grain's stream of batches has no `{name}`: {why}"
         if name == "shuffle" and in_order:
             yield in_order[0], MESSAGES["stream_in_order"]
 
@@ -119,7 +109,7 @@ def _problems_of_operator(
 ) -> Iterator[str]:
     name = method_of(call)
     is_loop = name != "enumerate" or is_looped(script, call)
-    is_other = name in _OF_WINDOWS and call not in _window_calls(script, group)
+    is_other = name in NAMES["of_windows"] and call not in _window_calls(script, group)
     if name not in MAPPED or not is_loop or is_other:
         yield f"Grain's datasets have no `{name}` like tf.data's"
     before = calls_before(script, call) if name == "shuffle" else ()
@@ -130,9 +120,6 @@ def _problems_of_operator(
         yield "Grain cannot shuffle after an endless `repeat()`: swap them"
     if name == "map":
         yield from _problems_of_map(script, call)
-
-
-_OF_WINDOWS = ("window", "flat_map")
 
 
 def _window_calls(script: Script, group: Pipelines) -> set[cst.Call]:
@@ -181,21 +168,17 @@ def _problems_of_map(script: Script, call: cst.Call) -> Iterator[str]:
         yield why
 
 
-_OF_EXAMPLES = ("map", "cache", "prefetch", "with_options")
-"""Operators that yield one example for each one, in the same order."""
-
-
 def _repeat_of_examples(script: Script, shuffle: Expression) -> cst.Call | None:
     """The endless `repeat` before a `shuffle`, if the two can be swapped; else None.
 
-    They can where only operators of `_OF_EXAMPLES` without other uses are between them.
+    They can where only operators that keep the order, without other uses, are between.
     """
     node, seen = shuffle, set[cst.CSTNode]()
     while isinstance(node, cst.Call) and method_of(node) and node not in seen:
         seen.add(node)
         if node is not shuffle and method_of(node) == "repeat":
             return node if is_endless(script, node) else None
-        if node is not shuffle and method_of(node) not in _OF_EXAMPLES:
+        if node is not shuffle and method_of(node) not in NAMES["example_operators"]:
             return None
         node = object_of(node)
         value = script.flow.value(node)
@@ -256,19 +239,15 @@ def _plan_epochs(script: Script, group: Pipelines) -> None:
     for loop in script.nodes(cst.For, cst.CompFor):
         each = loop.iter
         while isinstance(each, cst.Call) and each.args and each not in made:
-            if each.args[0].star or not is_name(each.func, *_ITERATING):
+            if each.args[0].star or not is_name(each.func, *NAMES["iterating"]):
                 break
             each = each.args[0].value
         if method_of(each) == "enumerate":
             each = object_of(each)
-        found = reached([each], lambda node: values_of(script, node))
+        found = meanings(script, each)
         is_repeated = script.around(loop, cst.For, cst.While, cst.FunctionDef)
         if is_repeated is not None and not made.isdisjoint(found):
             script.wrapped[each] = "rx.input.next_epoch({x})"
-
-
-_ITERATING = ("enumerate", "tqdm", "zip")
-"""Functions that yield what they get, with something beside it."""
 
 
 def _report_asked(script: Script, group: Pipelines) -> None:

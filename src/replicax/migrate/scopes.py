@@ -13,10 +13,10 @@ import libcst as cst
 from replicax.migrate.functional import has_input_shape, is_symbolic, layers_of
 from replicax.migrate.kinds import Origin, is_class_of, kind_of, origins
 from replicax.migrate.origins import (
-    bound_values,
     definitions,
     ends_at_cycles,
     is_parameter,
+    meanings,
 )
 from replicax.migrate.script import Expression, Replacement, Script, Statement
 from replicax.migrate.tables import DEVICE_OPERATORS, MESSAGES, NAMES
@@ -221,9 +221,6 @@ def _is_part(script: Script, node: cst.CSTNode) -> bool:
     return is_called or is_compiled or isinstance(script.parent(node), cst.Element)
 
 
-_BUILDING = ("__call__", "adapt", "build")
-
-
 def _built_outside(script: Script, code: _ReachableCode) -> Iterator[cst.CSTNode]:
     """What makes the layers that blocks of scopes use, and that are built before."""
     found: set[cst.CSTNode] = set()
@@ -242,7 +239,7 @@ def _is_built(script: Script, made: Expression, code: _ReachableCode) -> bool:
         is_output = layer is not None and kind_of(script, layer) in {"layer", "model"}
         return is_output and is_symbolic(script, made)
     return any(
-        script.call_of(use) or method_of(script.method_call(use)) in _BUILDING
+        script.call_of(use) or method_of(script.method_call(use)) in NAMES["building"]
         for use in script.uses_of(made)
         if not code.has(use)
     )
@@ -349,15 +346,10 @@ def _constants(script: Script, variables: set[cst.Call]) -> list[cst.Call]:
 
     A loss is any function that no strategy runs, and no layer or callback has.
     """
-
-    def values(node: Expression) -> Iterator[Expression]:
-        made = definitions(script, node)
-        return (value for each in made for value in bound_values(script, each))
-
     written: set[cst.Call] = set()
     read: set[cst.Call] = set()
     for node in script.nodes(cst.Name, cst.Attribute):
-        found = variables.intersection(reached([node], values))
+        found = variables.intersection(meanings(script, node))
         if found and _is_written(script, node):
             written |= found
         elif found and _is_read_in_loss(script, node):

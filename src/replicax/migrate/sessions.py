@@ -40,9 +40,6 @@ from replicax.migrate.tree import (
 
 __all__ = ["plan_sessions", "plan_summaries", "plan_tensor_arrays"]
 
-_ITERATORS = ("make_initializable_iterator", "make_one_shot_iterator")
-_SESSIONS = ("Session", "InteractiveSession")
-
 
 def plan_sessions(script: Script) -> None:
     """Plan to unwrap each `with tf.Session()`, or report it.
@@ -53,7 +50,7 @@ def plan_sessions(script: Script) -> None:
     for node in script.nodes(cst.With):
         item, *others = node.items
         name = item.asname.name if item.asname is not None else None
-        is_session = not others and script.called(item.item) in _SESSIONS
+        is_session = not others and script.called(item.item) in NAMES["sessions"]
         if is_session and isinstance(name, cst.Name):
             script.attempt(node, _GraphSession(script, node, name.value).plan, None)
 
@@ -111,7 +108,7 @@ class _GraphSession:
         targets = [n.value for t in assign.targets for n in find(t.target, cst.Name)]
         value = assign.value
         attributes = map(attr_of, find(value, cst.Attribute))
-        if method_of(value) in _ITERATORS and len(targets) == 1:
+        if method_of(value) in NAMES["graph_iterators"] and len(targets) == 1:
             self._iterators[targets[0]] = line
         elif (initialized := self._initialized(value)) is not None:
             self._initializers |= dict.fromkeys(targets, initialized)
@@ -223,8 +220,6 @@ class _GraphSession:
 # Writers of event files.
 
 _MADE = "summary.create_file_writer"
-_VALUES = ("summary.scalar", "summary.histogram")
-_METHODS = ("flush", "close")
 
 
 def plan_summaries(script: Script) -> None:
@@ -301,7 +296,7 @@ class _Writers:
             raise Unported("the writer is given to what is not ported", use)
         method, around = method_of(call), script.parent(call)
         scope = script.parent(around) if isinstance(around, cst.WithItem) else None
-        if method in _METHODS:
+        if method in NAMES["writer_methods"]:
             return
         if call.args or method not in {"as_default", "set_as_default"}:
             raise Unported(f"{method} of the writer has no counterpart", call)
@@ -315,7 +310,7 @@ class _Writers:
     def _writer(self, node: cst.Call) -> str:
         """The name of the writer that a value is written with."""
         script, path = self._script, self._script.called(node)
-        if path not in _VALUES:
+        if path not in NAMES["summaries"]:
             raise Unported(f"tf.{path} has no counterpart in rx.SummaryWriter", node)
         known = {"", "name", "data", "step", "buckets"}
         is_plain = all(keyword_of(arg) in known and not arg.star for arg in node.args)

@@ -4,12 +4,13 @@ Where a generator is a function of the script that ends, and draws no random num
 each epoch of TensorFlow's dataset has the same examples; Grain takes them as a list.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import libcst as cst
 
 from replicax.migrate.host import example_function, host_functions_of, random_functions
-from replicax.migrate.origins import returned
+from replicax.migrate.origins import meanings, stands_for
 from replicax.migrate.rules import CallSite, Rule, written
 from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.tables import MESSAGES, NAMES, READERS
@@ -17,12 +18,15 @@ from replicax.migrate.tracing import with_called
 from replicax.migrate.tree import (
     argument,
     dotted,
+    is_name,
     is_named,
     keyword,
     method_of,
     methods_of,
     named,
+    object_of,
     parts_of,
+    reached,
     value_of,
     walk,
     with_args,
@@ -44,8 +48,6 @@ __all__ = [
     "shuffle_and_repeat",
     "why_not_listed",
 ]
-
-_LISTS = ("list", "sorted")
 
 
 def replacement(
@@ -100,16 +102,19 @@ def _arrays(site: CallSite, before: Expression, after: Expression) -> Expression
     """Convert the lists in a structure of tensors to arrays, as TF does to tensors."""
     if isinstance(before, cst.Dict) and not isinstance(after, cst.Dict):
         before = before.elements[0].value  # `labels` takes it out of the dict.
-    if isinstance(before, cst.Tuple | cst.Dict):
-        assert isinstance(after, cst.Tuple | cst.Dict)
-        elements = [
+    if (parts := _parts(before)) is not None:
+        field = "args" if isinstance(after, cst.Call) else "elements"
+        made = [
             new.with_changes(value=_arrays(site, old.value, new.value))
-            for old, new in zip(before.elements, after.elements, strict=True)
+            for old, new in zip(parts, getattr(after, field), strict=True)
         ]
-        return after.with_changes(elements=elements)
-    values = site.script.flow.values(before)
-    is_display = isinstance(before, cst.List | cst.ListComp)
-    if not is_display and not any(map(_makes_list, [before, *values])):
+        return after.with_changes(**{field: made})
+    script = site.script
+    for each in meanings(script, before):
+        if any(_may_be_list(script, inner.value) for inner in _parts(each) or ()):
+            text = "tuple(map(np.array, {x}))" if parts_of(each) else _DICT
+            return site.make(text, x=after)
+    if not _may_be_list(script, before):
         return after
     kinds = {type(part) for part in walk(after)}
     if cst.Float in kinds:  # TensorFlow's dtypes of Python's numbers.
@@ -119,10 +124,23 @@ def _arrays(site: CallSite, before: Expression, after: Expression) -> Expression
     return site.make("np.array({x})", x=after)
 
 
-def _makes_list(value: Expression) -> bool:
-    if isinstance(value, cst.Call):
-        return dotted(value.func) in _LISTS
-    return isinstance(value, (cst.List, cst.ListComp))
+_DICT = "dict((name, np.array(value)) for name, value in {x}.items())"
+
+
+def _parts(structure: Expression) -> Sequence[Any] | None:
+    """The parts of a tuple, a dict or a call of `dict`, which have a `value`."""
+    if isinstance(structure, cst.Call) and is_name(structure.func, "dict"):
+        return structure.args
+    is_display = isinstance(structure, cst.Tuple | cst.Dict)
+    return structure.elements if is_display else None
+
+
+def _may_be_list(script: Script, node: Expression) -> bool:
+    return any(
+        isinstance(each, cst.List | cst.ListComp)
+        or (isinstance(each, cst.Call) and is_name(each.func, *NAMES["list_functions"]))
+        for each in meanings(script, node)
+    )
 
 
 FROM_GENERATOR = "data.Dataset.from_generator"
@@ -233,20 +251,16 @@ def is_endless(script: Script, repeat: cst.Call) -> bool:
     return count is None or script.code(count) in {"None", "-1"}
 
 
-def calls_before(
-    script: Script, node: Expression, seen: frozenset[cst.CSTNode] = frozenset()
-) -> Iterator[cst.Call]:
+def calls_before(script: Script, node: Expression) -> Iterator[cst.Call]:
     """The method calls that derive a dataset, through variables and functions."""
-    while isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
-        yield node
-        node = node.func.value
-    if node in seen:
-        return
-    values = script.flow.values(node)
-    if isinstance(node, cst.Call):
-        values = list(returned(script, node))
-    for value in values:
-        yield from calls_before(script, value, seen | {node})
+
+    def one_back(each: Expression) -> list[Expression]:
+        found = stands_for(script, each)
+        return found or ([object_of(each)] if method_of(each) else [])
+
+    for each in reached([node], one_back):
+        if isinstance(each, cst.Call) and method_of(each):
+            yield each
 
 
 def draws_before(script: Script, cache: cst.Call) -> bool:
@@ -334,15 +348,12 @@ def _cache(site: CallSite) -> Expression:
     return site.make("{x}.repeat(1, reseed_each_epoch=False)", x=site.receiver)
 
 
-_THROUGH = frozenset(["enumerate", "iter", "list", "tuple", "zip"])
-"""Functions that go through a dataset from its first example on."""
-
-
 def _as_numpy_iterator(site: CallSite) -> Expression:
     """Drop `as_numpy_iterator` of what a loop goes through; else port it to `iter`."""
     script, made = site.script, dropped("Grain's examples are NumPy's")(site)
     used = script.call_with(site.node)
-    if is_looped(script, site.node) or (used and script.code(used.func) in _THROUGH):
+    is_whole = used and script.code(used.func) in NAMES["whole_iterations"]
+    if is_looped(script, site.node) or is_whole:
         return made
     return site.make("iter({x})", x=made)
 

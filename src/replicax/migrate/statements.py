@@ -9,7 +9,7 @@ import libcst as cst
 
 from replicax.migrate.flow import Definition
 from replicax.migrate.script import Replacement, Script, Statement
-from replicax.migrate.tables import DROPPED, MESSAGES
+from replicax.migrate.tables import DROPPED, MESSAGES, NAMES
 from replicax.migrate.tree import (
     dotted,
     find,
@@ -40,8 +40,6 @@ __all__ = [
     "why_dropped",
 ]
 
-_VERSIONS = ("__version__.", "VERSION.", "version.VERSION.")
-_TRANSPARENT = ("control_dependencies", "Graph.as_default", "init_scope")
 _DEFAULT_DEVICE = re.compile(r"/?(device:)?(gpu|tpu)(:0)?", re.IGNORECASE)
 
 
@@ -73,7 +71,7 @@ def _asks_version(script: Script, test: cst.BaseExpression) -> bool:
 
 def is_version_of_tensorflow(script: Script, node: cst.CSTNode) -> bool:
     """Whether a node is a name of TensorFlow's version, such as `tf.__version__`."""
-    return f"{script.names.path(node)}.".startswith(_VERSIONS)
+    return f"{script.names.path(node)}.".startswith(NAMES["version_attributes"])
 
 
 def is_static_shape(script: Script, node: cst.CSTNode | None) -> bool:
@@ -97,7 +95,8 @@ def transparent_items(script: Script, node: cst.With) -> list[cst.WithItem]:
 
 def _is_transparent(script: Script, context: cst.BaseExpression) -> bool:
     if script.called(context) != "device":
-        return (script.called(context) or script.names.path(context)) in _TRANSPARENT
+        name = script.called(context) or script.names.path(context)
+        return name in NAMES["transparent_contexts"]
     # The first GPU is where arrays are anyway; TensorFlow, too, takes the CPU if there
     # is none.
     text = text_of(script.shown(context, 0, "device_name"))
@@ -187,7 +186,6 @@ def _comments(node: cst.CSTNode) -> list[cst.Comment]:
     return list(find(node, cst.Comment))
 
 
-_SERVERS = ("distribute.Server", "train.Server")
 _NOTE = (
     "the server is taken out: the strategy serves in a ps task, workers run the script"
 )
@@ -238,7 +236,7 @@ def _only_serves(script: Script, block: cst.BaseSuite) -> bool:
 
 
 def _is_server(script: Script, node: cst.CSTNode) -> bool:
-    return script.called(node) in _SERVERS
+    return script.called(node) in NAMES["servers"]
 
 
 def _belongs_to_server(
@@ -312,7 +310,6 @@ def plan_settings(script: Script) -> None:
 
 
 _STAYING = "stays: not all that it is given to is ported"
-_SETTINGS = ("data.Options", "ConfigProto", "GPUOptions")
 _NO_ARGUMENTS = {
     "estimator.RunConfig": ("session_config", "save_summary_steps", "protocol")
 }
@@ -336,7 +333,7 @@ def _is_setting(script: Script, definition: Definition) -> bool:
         return False
     value = definition.values[0]
     if isinstance(value, cst.Call):
-        return script.called(value) in _SETTINGS
+        return script.called(value) in NAMES["settings_objects"]
     if isinstance(value, cst.List | cst.Tuple):
         paths = [script.called(part) for part in parts_of(value)]
         return bool(paths) and set(paths) == {"TensorSpec"}

@@ -136,6 +136,7 @@ OLD_LOSSES = _lists(_DATA["old_losses"])
 WIDE_METRICS: dict[str, str] = _DATA["wide_metrics"]
 IDENTIFIERS: dict[str, dict[str, str]] = _DATA["identifiers"]
 NAMES = _lists(_DATA["names"])
+NO_STREAM: dict[str, str] = _DATA["no_stream"]
 ORDERS = {k: v.split() for k, v in _by_name(_DATA["orders"]).items()}
 """Parameters by position of what has another order in Keras 3; `"-"` for equal ones."""
 CALL_ORDERS = _lists(_DATA["call_orders"])

@@ -13,6 +13,7 @@ import libcst as cst
 from replicax.migrate.origins import is_parameter
 from replicax.migrate.rules import bound
 from replicax.migrate.script import Expression, Script, Unported
+from replicax.migrate.tables import NAMES
 from replicax.migrate.tree import find, is_name, parts_of, text_of
 
 __all__ = ["plan_loads", "unknown_loads"]
@@ -22,8 +23,6 @@ _CLASSES = {"mnist": 10, "fashion_mnist": 10, "cifar10": 10, "cifar100": 100}
 """The data sets of Keras, whose splits are `train` and `test`, and their classes."""
 _SHAPES = {"mnist": "(28, 28, 1)", "fashion_mnist": "(28, 28, 1)"}
 _SHAPE = "(32, 32, 3)"
-_PARAMETERS = ("name", "split", "data_dir", "batch_size", "shuffle_files", "download")
-_SWITCHES = ("as_supervised", "with_info", "try_gcs")
 _SPLIT = re.compile(r"(train|test)(?:\[(\d+%?)?:(\d+%?)?\])?")
 _ORDER = "keras.datasets has the examples of TensorFlow Datasets in another order"
 
@@ -79,7 +78,7 @@ def _read(script: Script, call: cst.Call) -> _Load:
     if not isinstance(script.statement_of(call), cst.SimpleStatementLine):
         raise Unported(": load them in a line of their own")
     try:
-        args = bound(call.args, [*_PARAMETERS, *_SWITCHES])
+        args = bound(call.args, [*NAMES["load_parameters"], *NAMES["load_switches"]])
     except Unported as why:
         raise Unported(f": {why.reason}") from None
     given = {k: a.value for k, a in args.items() if not is_name(a.value, "None")}

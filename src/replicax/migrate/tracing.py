@@ -255,11 +255,6 @@ def strategy_of(script: Script, block: cst.CSTNode) -> Expression:
     return object_of(around.items[0].item)
 
 
-_MODULES_OF_ARRAYS = ("keras.activations.", "keras.ops.", "keras.random.")
-_STATIC = ("keras.ops.shape", "keras.ops.size", "keras.ops.ndim", "keras.ops.is_tensor")
-_BRANCHING = ("cond", "case", "foldl", "map_fn", "scan", "switch_case", "while_loop")
-
-
 def report_branches(script: Script) -> None:
     """Report branches that JAX cannot make, as far as they can be seen.
 
@@ -278,7 +273,7 @@ def report_branches(script: Script) -> None:
     for call in script.calls:
         if script.called(call) == "while_loop" and is_traced(script, call):
             script.leave(call, MESSAGES["while_loop"])
-        elif script.called(call) in _BRANCHING:
+        elif script.called(call) in NAMES["branching_functions"]:
             given = [f for arg in call.args for f in _functions_of(script, arg.value)]
             methods = map(method_of, calls_in(script, given))
             if effects := [name for name in methods if name in NAMES["effects"]]:
@@ -367,8 +362,8 @@ def is_tensor(script: Script, node: Expression, names: Collection[str] = ()) -> 
     if isinstance(node, cst.Call):
         operator = DEVICE_OPERATORS.get(script.called(node))
         return operator is not None and (
-            operator.target.startswith(_MODULES_OF_ARRAYS)
-            and operator.target not in _STATIC
+            operator.target.startswith(NAMES["array_modules"])
+            and operator.target not in NAMES["static_functions"]
         )
     if isinstance(node, cst.Comparison) and any(
         isinstance(each.operator, cst.Is | cst.IsNot) for each in node.comparisons
