@@ -121,6 +121,7 @@ OWNERS: dict[str, list[Callable[[], Any]]] = {
     "_trainable_variables": [model, optimizer],
     "_non_trainable_variables": [model],
     "_flatten_layers": [model],
+    "_loss_ids": [lambda: keras.layers.Dense(1)],
     "_post_build": [model],
     "_moments": [keras.layers.BatchNormalization],
     "_learning_rate": [optimizer],

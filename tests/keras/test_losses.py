@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from keras import layers, ops
 
+import replicax as rx
+
 # 68 examples in batches of 24: two whole batches, and one of 20, which 8 replicas
 # cannot share equally (5 of them can).
 NUM_EXAMPLES, BATCH_SIZE = 68, 24
@@ -235,3 +237,54 @@ def test_losses_of_each_example_are_none(strategy_of: Any) -> None:
             warnings.simplefilter("error")
             for loss in ("mse", keras.losses.Dice(axis=(1,)), lambda y, p: y - p, None):
                 model.compile("sgd", loss)
+
+
+class AddsLosses(layers.Layer):
+    """Adds the mean square of its inputs, times a number, as a loss."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def call(self, x):
+        self.add_loss(self.factor * ops.mean(ops.square(x)))
+        return x
+
+
+def test_no_layer_knows_losses_of_an_earlier_trace(digits):
+    """Keras knows them by the ids of arrays that are gone, which later ones may have.
+
+    A layer then takes another's loss for its own: it counts twice, or not at all.
+    """
+    x, y = digits
+    with rx.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
+        hidden = layers.Dense(4, activity_regularizer="l2")
+        added = [AddsLosses(1.0), AddsLosses(2.0)]
+        model = keras.Sequential([keras.Input((64,)), hidden, *added, layers.Dense(10)])
+        model.compile("sgd", crossentropy())
+    model.fit(x[:16], y[:16], batch_size=8, verbose=0)
+    model.evaluate(x[:16], y[:16], batch_size=8, verbose=0)
+    assert [layer._loss_ids for layer in [hidden, *added]] == [set()] * 3
+
+
+def test_losses_of_layers_are_there_after_the_gradient(digits):
+    """A tape traces the step again, for which layers forget what they have added."""
+    x, _ = digits
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope():
+        added = [AddsLosses(1.0), AddsLosses(2.0)]
+        model = keras.Sequential([keras.Input((64,)), *added, layers.Dense(1)])
+        optimizer = keras.optimizers.SGD(0.1)
+
+    def step(x):
+        with rx.GradientTape() as tape:
+            loss = ops.mean(model(x)) + sum(model.losses)
+        before = ops.stack(model.losses)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        after = ops.stack(model.losses)
+        optimizer.apply(gradients, model.trainable_variables)
+        return before, after
+
+    before, after = strategy.run(step, (x[:8],))
+    np.testing.assert_array_equal(before.values[0], after.values[0])
+    assert before.values[0].shape == (2,)

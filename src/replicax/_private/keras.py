@@ -271,6 +271,11 @@ def layers_of(model: Any) -> list[Any]:
     return list(model._flatten_layers())
 
 
+def loss_ids(layer: Any) -> set[int]:
+    """The ids of the losses that a layer has added in the trace that is under way."""
+    return layer._loss_ids
+
+
 def layer_label(layer: Any) -> str:
     """A layer's name, without the number that Keras appends to default names."""
     base = to_snake_case(type(layer).__name__)

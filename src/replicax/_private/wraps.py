@@ -106,6 +106,11 @@ WRAPS = (
     ),
     Wrap("losses.loss", ("reduce_weighted_values",), "global means of losses"),
     Wrap(
+        "layers.layer.Layer",
+        ("add_loss",),
+        "notes the layer: it knows losses by ids, which others have in another trace",
+    ),
+    Wrap(
         "metrics.reduction_metrics.Mean",
         ("update_state",),
         "a batch's value counts once, also where it does not divide by the replicas",

@@ -12,9 +12,11 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 import jax
+import keras
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Literal, Var
 
+from replicax._private.keras import loss_ids
 from replicax._util.types import PyTree
 from replicax.engine.blocks import gathered_here
 from replicax.engine.variables import Variable, WritesScope
@@ -26,6 +28,7 @@ __all__ = [
     "StepRun",
     "current_run",
     "is_in_run",
+    "note_losses_of",
     "rebind",
 ]
 
@@ -84,15 +87,24 @@ class StepRun:
         self.rebound: list[tuple[jax.Array, jax.Array]] = []
         self.tapes = itertools.count()
         self.calls = itertools.count()  # Of `gradient`.
+        self.layers_with_losses: dict[int, keras.Layer] = {}
 
     def execute(self) -> PyTree:
         """Run the step function; its writes are in `scope` afterwards."""
         outer, _local.run = _local.run, self
+        around = outer.layers_with_losses.values() if outer else ()
+        kept = [(layer, set(loss_ids(layer))) for layer in around]
         try:
             with self.scope:
                 return self.call()
         finally:
             _local.run = outer
+            # Keras knows a layer's losses by their ids. Those of this run are gone, and
+            # the next ones may have the same.
+            for layer in self.layers_with_losses.values():
+                loss_ids(layer).clear()
+            for layer, ids in kept:
+                loss_ids(layer).update(ids)
 
     def replay(
         self, call: int, perturbation: Perturbation
@@ -136,6 +148,12 @@ _local = _Local()
 def is_in_run() -> bool:
     """Whether this thread traces a step function."""
     return _local.run is not None
+
+
+def note_losses_of(layer: keras.Layer) -> None:
+    """Note in the run of this thread, if any, that a layer has added a loss in it."""
+    if _local.run is not None:
+        _local.run.layers_with_losses[id(layer)] = layer
 
 
 def current_run(caller: str) -> StepRun:

@@ -35,6 +35,7 @@ from replicax.engine.blocks import (
 from replicax.engine.consistency import synchronize_random_state
 from replicax.engine.own_rows import warn_of_own_rows
 from replicax.engine.protocols import StrategyLike
+from replicax.engine.replay import note_losses_of
 from replicax.engine.row_arrays import as_rows
 from replicax.engine.scope import (
     called_in,
@@ -315,6 +316,11 @@ def _to_backend_device(original: Original, device_name: PyTree) -> PyTree:
     return original(device_name)
 
 
+def _add_loss(original: Original, layer: keras.Layer, loss: PyTree) -> None:
+    original(layer, loss)
+    note_losses_of(layer)
+
+
 _HOOKS: Mapping[str, Callable[..., PyTree]] = {
     "KerasVariable.__init__": variables.init_variable,
     "JAXTrainer.__init__": _init_trainer,
@@ -332,6 +338,7 @@ _HOOKS: Mapping[str, Callable[..., PyTree]] = {
     "LossScaleOptimizer.apply": optimizers.apply_with_loss_scale,
     "LossScaleOptimizer.stateless_apply": optimizers.stateless_apply_with_loss_scale,
     "loss.reduce_weighted_values": _in_replica(reductions.reduce_weighted_values),
+    "Layer.add_loss": _add_loss,
     "Mean.update_state": _in_replica(reductions.update_mean),
     "BatchNormalization.__init__": reductions.init_batch_normalization,
     "JaxLayer._initialize_weights": _initialize_foreign,
