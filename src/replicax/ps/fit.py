@@ -7,6 +7,7 @@ epoch ends for all when its batches are used up.
 
 import itertools
 import json
+import logging
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from replicax.ps.strategy import ParameterServerStrategy
 
 __all__ = ["WorkQueueFit"]
+
+_logger = logging.getLogger("replicax")
 
 _MOST_REPORTED = 60 * 2048  # Numbers of metrics; the board takes a report of 1 MiB.
 _SHOWN = 500
@@ -92,7 +95,12 @@ class WorkQueueFit:
         """The epoch that the workers are in, or begin with."""
         session = self._session
         newest = session.board("get", key=_NEWEST) or 0
-        if newest > self._number:  # This worker was restarted, and others are further.
+        if newest > self._number:  # This worker came late, or was restarted.
+            _logger.warning(
+                "%s: %s is over, as the others have begun the next one. The model gets "
+                "its values, and has no history of it.",
+                *(session.name, self._name),
+            )
             return self._end
         if session.is_chief:
             session.board("put", key=_NEWEST, value=self._number, first=False)
