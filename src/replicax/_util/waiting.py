@@ -45,7 +45,8 @@ class _Nested:
 def back_off(first: float, longest: float, factor: float = 1.25) -> Iterator[float]:
     """Pauses between polls, each longer by a factor, to the longest.
 
-    So whoever waits notices the result late by at most a quarter of what the wait took.
+    By default whoever waits notices the result late by at most a quarter of what the
+    wait took.
 
     Example:
         >>> list(itertools.islice(back_off(1.0, 1.5), 4))

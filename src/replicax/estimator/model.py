@@ -32,8 +32,9 @@ __all__ = ["EstimatorModel", "first_replica"]
 _Tensors: TypeAlias = dict[str, jax.Array]
 
 _AVERAGED = Options(gradient_op=ReduceOp.MEAN)
-_ALONE = dataclasses.replace(_AVERAGED, num_shares=1)
 """The options of an estimator's steps: a loss is a mean over a replica's batch."""
+_ALONE = dataclasses.replace(_AVERAGED, num_shares=1)
+"""Those of steps that do not train, which each worker makes by itself."""
 
 
 def first_replica(values: PyTree) -> PyTree:
