@@ -1,8 +1,11 @@
-"""Losses scaled so that the sum of the replicas' gradients is the global batch's."""
+"""Losses of the global batch: shares that sum to them, and rows of all replicas."""
 
 from replicax.engine.losses import compute_average_loss, scale_regularization_loss
+from replicax.engine.whole_batch import per_example, whole_batch
 
 __all__ = [
     "compute_average_loss",
+    "per_example",
     "scale_regularization_loss",
+    "whole_batch",
 ]

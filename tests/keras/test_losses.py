@@ -1,8 +1,5 @@
 """Gradients and losses are those of one device, not means of local means."""
 
-import warnings
-from typing import Any
-
 import keras
 import numpy as np
 import pytest
@@ -206,37 +203,6 @@ def test_loss_functions(digits, same_as_one_device, weighted):
     same_as_one_device(lambda: work(per_example), 8)
     if not weighted:  # Keras multiplies the mean by each weight in turn.
         same_as_one_device(lambda: work(mean), 8)
-
-
-BATCH_LOSSES: dict[str, Any] = {
-    "circle": keras.losses.Circle,
-    "a name": lambda: {"out": "dice"},
-    "a function": lambda: [keras.losses.tversky],
-    "dice": keras.losses.Dice,
-}
-
-
-@pytest.mark.parametrize("case", BATCH_LOSSES)
-def test_losses_of_a_whole_batch_are_a_warning(strategy_of: Any, case: str) -> None:
-    inputs = keras.Input((3,))
-    for strategy, number in ((strategy_of(2), 1), (strategy_of(1), 0)):
-        with strategy.scope():
-            model = keras.Model(inputs, layers.Dense(3, name="out")(inputs))
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                model.compile("sgd", BATCH_LOSSES[case]())
-        told = [x for x in caught if "all examples of a batch" in str(x.message)]
-        assert len(told) == number
-
-
-def test_losses_of_each_example_are_none(strategy_of: Any) -> None:
-    inputs = keras.Input((3,))
-    with strategy_of(2).scope():
-        model = keras.Model(inputs, layers.Dense(3)(inputs))
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            for loss in ("mse", keras.losses.Dice(axis=(1,)), lambda y, p: y - p, None):
-                model.compile("sgd", loss)
 
 
 class AddsLosses(layers.Layer):

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import jax._src.array
+import jax.core
 import jax.extend.core
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "distributed_state",
     "equation_of",
     "has_devices",
+    "innermost",
     "is_tpu_vm",
     "jaxlib_version",
     "literal_of",
@@ -51,6 +53,15 @@ def equation_of(value: object) -> TracedEquation | None:
     Also None for what another transformation traces, such as `vmap`.
     """
     return getattr(value, "parent", None)
+
+
+def innermost(value: object) -> object:
+    """What a value is in the trace of the program, below `vmap` and differentiation."""
+    while True:
+        inner = getattr(value, "primal", getattr(value, "val", None))
+        if not isinstance(inner, jax.core.Tracer):
+            return value
+        value = inner
 
 
 def literal_of(value: object) -> Any:

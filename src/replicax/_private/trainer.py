@@ -7,7 +7,7 @@ parts of it that have no public name.
 import contextlib
 import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -39,9 +39,11 @@ __all__ = [
     "build",
     "can_convert_arrays",
     "class_weight_to_sample_weights",
+    "compiled_metrics",
     "dataset_with_epochs",
     "discard_ahead",
     "end_epoch",
+    "function_of",
     "get_data_adapter",
     "hears",
     "in_order",
@@ -50,10 +52,12 @@ __all__ = [
     "metrics_in_order",
     "pythonify_logs",
     "replace_iterator",
+    "replaced_losses",
     "stop_workers",
     "tracks_loss",
     "train_validation_split",
     "with_dataset",
+    "wraps_function",
 ]
 
 
@@ -214,6 +218,50 @@ def metrics_in_order(model: Any, logs: Any) -> Any:
 def tracks_loss(model: Any, metric: Any) -> bool:
     """Whether a metric is the one in which Keras' steps of a model keep its loss."""
     return metric is getattr(model, "_loss_tracker", None)
+
+
+def compiled_metrics(model: Any) -> list[Any]:
+    """The metrics and weighted metrics that a model compiles, once they are built."""
+    compiled = getattr(model, "_compile_metrics", None)
+    return list(compiled.metrics) if compiled is not None else []
+
+
+@contextlib.contextmanager
+def replaced_losses(model: Any, replace: Callable[[Any], Any]) -> Generator[None]:
+    """While open, each loss that a model compiles is `replace(loss)`, once built.
+
+    Publicly a model has what it was given; Keras makes losses of it.
+    """
+    compiled: Any = getattr(model, "_compile_loss", None)
+    losses = getattr(compiled, "_flat_losses", None)
+    if not losses:
+        yield
+        return
+    compiled._flat_losses = [x._replace(loss=replace(x.loss)) for x in losses]
+    try:
+        yield
+    finally:
+        compiled._flat_losses = losses
+
+
+_WRAPPERS: tuple[Any, ...] = (
+    keras.losses.MeanSquaredError.__base__,
+    keras.metrics.MeanMetricWrapper,
+)
+"""The classes that make a loss and a metric of a function."""
+
+
+def wraps_function(item: Any) -> bool:
+    """Whether a loss or metric is a function that Keras wraps, and no class of its."""
+    return type(item) in _WRAPPERS
+
+
+def function_of(item: Any) -> tuple[Any, dict[str, Any]]:
+    """The function of a loss or metric that is made of one, and its options."""
+    if not isinstance(item, _WRAPPERS):
+        return None, {}
+    fn = getattr(item, "fn", None) or item._fn
+    return fn, item._fn_kwargs
 
 
 CALLBACK_STATE = {

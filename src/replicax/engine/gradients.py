@@ -14,7 +14,7 @@ from replicax._private.keras import attach_masks, current_scope, masks_of
 from replicax._util.types import PyTree
 from replicax.engine.blocks import gathered_here, regathering
 from replicax.engine.divergence import gradient_marks
-from replicax.engine.own_rows import warn_of_own_rows
+from replicax.engine.float16 import gradients_unscaled, loss_scaled
 from replicax.engine.replay import (
     Perturbation,
     Reached,
@@ -77,15 +77,14 @@ def value_and_grad(
         outer = current_scope()
 
         def functional(values: list[jax.Array]) -> tuple[jax.Array, PyTree]:
-            values = gathered_here(values, start)
+            values = gradients_unscaled(gathered_here(values, start))
             given = dict(zip(map(id, variables), values, strict=True))
             with ChildScope(outer, given) as scope:
                 result = loss_fn(*args, **kwargs)
             loss, aux = result if has_aux else (result, None)
-            warn_of_own_rows(loss, "mean")
             written[:] = scope.written.values()
             updates = [value for _, value in scope.updates()]
-            return loss, (aux, masks_of(aux), updates)
+            return loss_scaled(loss), (aux, masks_of(aux), updates)
 
         written: list[Variable] = []
         start = [jnp.asarray(v.value) for v in variables]
@@ -222,9 +221,6 @@ class GradientTape:
         call = next(run.calls)
         if call == run.stop_at:
             raise Reached(targets)
-        if run.parent is None:
-            for loss in targets:
-                warn_of_own_rows(loss, "mean")
         if run.stop_at is None or run.is_recorded():
             weights = _weights(output_gradients, targets)
             places = [self._place(s) for s in flat]
@@ -257,10 +253,11 @@ class GradientTape:
             deltas: list[jax.Array],
         ) -> tuple[list[jax.Array], list[tuple[jax.Array, jax.Array]]]:
             nonlocal num_targets
+            deltas = gradients_unscaled(deltas)
             perturbation = Perturbation(self._index, places, deltas)
             targets, rebound = run.replay(call, perturbation)
             num_targets = len(targets)
-            return targets, rebound
+            return loss_scaled(targets), rebound
 
         made = jax.make_jaxpr(replay)(deltas)
         closed = rebind(made, num_targets)

@@ -6,12 +6,25 @@ from typing import SupportsIndex
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
+from replicax._private.jax import equation_of, innermost
+from replicax.engine.divergence import found_in, inner_jaxprs
 from replicax.engine.scope import current_context, current_strategy
+from replicax.errors import ContextError
 
-__all__ = ["compute_average_loss", "scale_regularization_loss"]
+__all__ = [
+    "compute_average_loss",
+    "declare_share",
+    "is_share",
+    "scale_regularization_loss",
+]
+
+_SHARE = "replicax_share"
+_LINEAR = ("add", "add_any", "sub", "neg", "mul", "div", "convert_element_type", "name")
+"""Primitives by which scalars that are shares of losses make another one."""
 
 
 def compute_average_loss(
@@ -65,7 +78,7 @@ def compute_average_loss(
         size = loss.shape[0] * _num_replicas(num_replicas, caller)
     else:
         size = _checked_size(global_batch_size, loss.dtype, caller)
-    return (jnp.sum(loss) * _share_scale() / size).astype(dtype)
+    return declare_share((jnp.sum(loss) * _share_scale() / size).astype(dtype))
 
 
 def scale_regularization_loss(
@@ -95,17 +108,56 @@ def scale_regularization_loss(
         2.0
     """
     total = jnp.sum(jnp.asarray(regularization_loss))
-    return (
-        total
-        * _share_scale()
-        / _num_replicas(num_replicas, "scale_regularization_loss")
-    )
+    number = _num_replicas(num_replicas, "scale_regularization_loss")
+    return declare_share(total * _share_scale() / number)
 
 
 def _share_scale() -> float:
     """The factor on losses in `fit`, which averages gradients instead of summing."""
     context = current_context()
     return 1 if context is None else context.loss_scale
+
+
+def declare_share(loss: jax.Array) -> jax.Array:
+    """State that a loss is a share: its sum over replicas is that of the global batch.
+
+    In `fit`, where gradients are averaged, it is a share times their number.
+    """
+    context = current_context()
+    is_share = context is not None and context.loss_scale < context.num_in_step
+    return checkpoint_name(loss, _SHARE) if is_share else loss
+
+
+def is_share(value: ArrayLike) -> bool:
+    """Whether a scalar is such a loss, or made of some by sums and factors.
+
+    Raises:
+        ContextError: If a function that is compiled by itself has made it, into which
+            one cannot look.
+    """
+    return jnp.ndim(value) == 0 and _is_made_of_shares(value)
+
+
+def _is_made_of_shares(value: object) -> bool:
+    equation = equation_of(innermost(value))
+    if equation is None:
+        return False
+    name = equation.primitive.name
+    if name == "name" and equation.params["name"] == _SHARE:
+        return True
+    if any(
+        inner.params["name"] == _SHARE
+        for jaxpr in inner_jaxprs(equation)
+        for inner in found_in(jaxpr, "name")
+    ):
+        raise ContextError(
+            "keras.metrics.Mean: got a scalar from a function that JAX compiled or "
+            "transformed by itself, such as with jax.jit, in which a loss is computed. "
+            "If the scalar is a loss, each replica has a share of it: pass the whole, "
+            "rx.get_replica_context().all_reduce('sum', loss). If it is another value, "
+            "pass its mean, all_reduce('mean', value)."
+        )
+    return name in _LINEAR and any(map(_is_made_of_shares, equation.in_tracers))
 
 
 def current_num_replicas() -> int:

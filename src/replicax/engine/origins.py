@@ -1,18 +1,18 @@
-"""Finds in a trace what values are made of: the equations behind them.
+"""Finds the products in a trace that gradients are made of.
 
 `packing` orders the gradients by the products that they wait for, and has some products
 made later.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 
 import jax
 
 from replicax._private.jax import TracedEquation, equation_of
 from replicax.engine.divergence import found_in, inner_jaxprs
 
-__all__ = ["PRODUCTS", "Origin", "equations_behind", "origins_of", "path_to_product"]
+__all__ = ["PRODUCTS", "Origin", "origins_of", "path_to_product"]
 
 PRODUCTS = ("dot_general", "conv_general_dilated")
 
@@ -99,30 +99,3 @@ def path_to_product(
             if path:
                 return [(equation, number), *path]
     return []
-
-
-def equations_behind(
-    value: jax.Array,
-    goes_on: Callable[[TracedEquation], bool],
-    most: int,
-    *,
-    seen: Iterable[int] = (),
-) -> Iterator[TracedEquation]:
-    """The equations that a value is made by, each once, last one first.
-
-    Args:
-        value: Inside a replica function.
-        goes_on: Whether the inputs of an equation are looked at as well.
-        most: Number of values to look at.
-        seen: Ids of values that are not looked at, and count as some of these.
-    """
-    stack, looked_at = [value], set(seen)
-    while stack and len(looked_at) < most:
-        x = stack.pop()
-        equation = equation_of(x)
-        if id(x) in looked_at or equation is None:
-            continue
-        looked_at.add(id(x))
-        yield equation
-        if goes_on(equation):
-            stack += equation.in_tracers

@@ -1,9 +1,10 @@
 """The replica context: collectives and the optimizer seam, in a replica function."""
 
+import contextlib
 import functools
 import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TypeAlias, TypeVar
 
 import jax
@@ -89,13 +90,22 @@ class ReplicaContext:
         self.defers_updates = group.defers_updates or divides_updates
         self.blocked = BlockedValues(group.axis)
         self.has_trained = False
-        # Ids of variables that an optimizer updates though their aggregation is "sum".
-        self.trained_sums: set[int] = set()
+        # Ids of variables that all replicas give the same value, though their
+        # aggregation is "sum".
+        self.mirrored_sums: set[int] = set()
+        # The names of metrics among those whose states are such variables.
+        self.metrics_of_whole: list[str] = []
         # Ids of variables whose values in replicas are parts of a sum.
         self.summands: set[int] = set()
         # The replica's part of a batch that the replicas share, as in `fit`; None where
         # each has batches of its own, as in estimators.
         self.batch: list[jax.Array] | None = None
+        # Whether the model computes in float16; see `engine.float16`.
+        self.uses_float16 = False
+        # Whether a metric is being updated, and a loss that is declared `per_example`
+        # computed: not both.
+        self.is_in_metric = False
+        self.is_per_example = False
         self._group = group
         self._gradient_op = gradient_op
         self._num_active = num_active
@@ -157,12 +167,17 @@ class ReplicaContext:
         parts = [self._group.stacked(x) for x in jax.tree.leaves(value)]
         return stacked(jax.tree.structure(value), parts)
 
-    def all_gather(self, value: PyTree, axis: int) -> PyTree:
+    def all_gather(
+        self, value: PyTree, axis: int, *, drop_copies: bool = False
+    ) -> PyTree:
         """Concatenate the replicas' `value` along dimension `axis`, on every replica.
 
         Args:
             value: A pytree of arrays of rank 1 or more, of equal shape on all replicas.
             axis: Dimension to concatenate along: `[b, d]` gives `[R*b, d]` for 0.
+            drop_copies: Whether to leave out replicas that hold copies, since the
+                batch does not divide: with them, `[R*b, d]` has more rows than the
+                global batch.
 
         Raises:
             ContextError: Outside the function that this context belongs to.
@@ -181,9 +196,14 @@ class ReplicaContext:
                     f"value of shape {x.shape}, rank {x.ndim}."
                     + ("" if x.ndim else " Use x[None] to gather scalars.")
                 )
+            num_kept = self._num_active if drop_copies else None
             if is_sparse:
-                return concatenated_sparse(self._stacked(x), axis % x.ndim)
-            return self._group.concatenated(x, axis)
+                kept = of_examples(self._stacked(x), num_kept)
+                return concatenated_sparse(kept, axis % x.ndim)
+            whole = self._group.concatenated(x, axis)
+            if num_kept is None:
+                return whole
+            return lax.slice_in_dim(whole, 0, x.shape[axis] * num_kept, axis=axis)
 
         return jax.tree.map(gather, value, is_leaf=is_composite)
 
@@ -258,6 +278,22 @@ class ReplicaContext:
         """Log, once, what is of a worker's rows alone where others join its step."""
         if self.num_shares > 1:
             _log_own_rows(type(self.strategy).__name__, what, effect)
+
+    @contextlib.contextmanager
+    def alone(self) -> Generator[None]:
+        """Enter the context of a single replica, which has all rows at hand."""
+        context = self
+        if self.num_replicas_here > 1:
+            context = ReplicaContext(
+                self._group.alone(), gradient_op=self._gradient_op, num_shares=1
+            )
+        with entered_context(context):
+            yield
+
+    @property
+    def replica_id_here(self) -> jax.Array:
+        """This replica's number among those of this program."""
+        return self._group.index()
 
     @property
     def num_counted(self) -> int:
@@ -408,9 +444,12 @@ class ReplicaContext:
         finally:
             self._applying = False
 
-    def note_trained(self, variables: Sequence[Variable]) -> None:
-        """Record what an optimizer updates: it is equal on all replicas, and no sum."""
-        self.trained_sums |= {id(v) for v in variables if v.aggregation == "sum"}
+    def note_mirrored(self, variables: Sequence[Variable]) -> None:
+        """Record variables that are no sums: all replicas assign the same value.
+
+        Such as what an optimizer updates, and the state of a metric of the whole batch.
+        """
+        self.mirrored_sums |= {id(v) for v in variables if v.aggregation == "sum"}
 
     @property
     def gathers_weights(self) -> bool:

@@ -6,6 +6,7 @@ over all replicas, each by its own `aggregation`, which Keras declares.
 
 import functools
 import logging
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias, TypeVar
 
@@ -28,10 +29,8 @@ from replicax.engine.signature import (
     Options,
     Outputs,
     ResultStructure,
-    num_rows_of,
     require_rows,
 )
-from replicax.engine.trace_warnings import warn_of_counts, warn_of_no_sum
 from replicax.engine.variables import (
     ChildScope,
     RecordingScope,
@@ -93,7 +92,7 @@ class ReplicaStep:
         self.from_first: set[int] = set()
         self.trains = False
         self.makes_empty_arrays = False
-        self._trained_sums: set[int] = set()
+        self._mirrored_sums: set[int] = set()
         self.results = ResultStructure(None, name)
         self._are_rows = options.outputs is Outputs.ROWS
         # Predictions, which are rows, need no update.
@@ -139,10 +138,12 @@ class ReplicaStep:
             args, kwargs = self._arguments.rebuild(leaves)
             call = functools.partial(self._fn, *args, **kwargs)
             run = StepRun(call, lambda: RecordingScope(recorder))
-            with entered_context(self._context()):
+            context = self._context()
+            with entered_context(context):
                 run.execute()
             recorder.written.update(run.scope.written)
             updates[:] = run.scope.deferred
+            self._mirrored_sums |= context.mirrored_sums
 
         traced = self.on_devices(step, (self.leaf_specs(),), PartitionSpec())
         with recorder:
@@ -337,16 +338,16 @@ class ReplicaStep:
             results = self._flat_results(out)
             if self._are_rows and context.num_replicas_here > 1:
                 require_rows(self._name, out, arguments, lambda x: run_of(x).execute())
-            if context.trained_sums - self._trained_sums:
-                # Replicas started from summands of weights: again, from the weights.
-                self._trained_sums |= context.trained_sums
+            if context.mirrored_sums - self._mirrored_sums:
+                # Replicas started from summands of these: again, from the values.
+                self._mirrored_sums |= context.mirrored_sums
                 return self._replica_step(written, read, leaves)
             changed = {
                 i: run.scope.state_mapping[id(v)]
                 for i, v in enumerate(self.written)
                 if id(v) in run.scope.written
             }
-            self._warn(context, arguments, start, changed)
+            self._warn_of_workers(context)
             combined = self._combined(context, written, changed)
             # A number assigned has a weak type; the next step would compile for it.
             new = [
@@ -390,8 +391,8 @@ class ReplicaStep:
         return values
 
     def _aggregation(self, variable: Variable) -> str:
-        """How replicas' values are combined; an optimizer's are equal on all."""
-        return "none" if id(variable) in self._trained_sums else variable.aggregation
+        """How replicas' values are combined: the same value on all is no sum."""
+        return "none" if id(variable) in self._mirrored_sums else variable.aggregation
 
     def _wholes(self, context: ReplicaContext, values: Arrays) -> Arrays:
         """The inputs' values, whole where replicas hold blocks."""
@@ -434,23 +435,18 @@ class ReplicaStep:
             block = cut(declare_whole(new, number), dim, self._group.axis)
         return block.data
 
-    def _warn(
-        self,
-        context: ReplicaContext,
-        arguments: PyTree,
-        start: Arrays,
-        new: Mapping[int, jax.Array],
-    ) -> None:
-        """Warn of assigned values that replicas or workers would not combine well."""
-        here = context.num_replicas_here > 1
-        among_workers = self._group.strategy.home.adds_up(trains=context.has_trained)
-        for i, value in new.items():
-            assigned = (self._name, self.written[i], start[i], value)
-            is_summed = self._aggregation(self.written[i]) == "sum"
-            if is_summed and (here or among_workers):
-                warn_of_no_sum(*assigned, among_replicas=here)
-            if here and context.batch is not None:
-                warn_of_counts(*assigned, num_rows_of(arguments), context.num_counted)
+    def _warn_of_workers(self, context: ReplicaContext) -> None:
+        """Warn of metrics of the whole batch, where workers' states are added up."""
+        home = self._group.strategy.home
+        names = dict.fromkeys(context.metrics_of_whole)
+        if names and home.adds_up(trains=context.has_trained):
+            warnings.warn(
+                f"{self._name}: {', '.join(names)} is not known to be a sum over "
+                "examples, but the workers' states are added up when they meet. "
+                "Compute it in evaluate, where each worker goes through all of the "
+                "data; or declare that it is a sum, with rx.losses.per_example.",
+                stacklevel=2,
+            )
 
 
 def _split_along(dim: int | None, axis_name: str) -> PartitionSpec:

@@ -19,7 +19,12 @@ import keras
 from jax.extend.core import find_top_trace
 from jax.typing import ArrayLike
 
-from replicax._private.keras import inner_of, stored_dtype, trained_by
+from replicax._private.keras import (
+    inner_of,
+    scope_around,
+    stored_dtype,
+    trained_by,
+)
 from replicax._util.arrays import dtype_on_devices
 from replicax.engine.divergence import declare_mirrored
 from replicax.errors import ContextError
@@ -293,9 +298,12 @@ class ChildScope(WritesScope):
 
     def get_current_value(self, variable: Variable) -> jax.Array | None:
         """Keras calls this for `variable.value`."""
-        value = super().get_current_value(variable)
-        if value is None and self._outer is not None:
-            return self._outer.get_current_value(variable)
+        value, scope = super().get_current_value(variable), self._outer
+        while value is None and scope is not None:
+            value = scope.get_current_value(variable)
+            # Keras computes losses in one that has the model's own variables only.
+            is_of_keras = type(scope) is keras.StatelessScope
+            scope = scope_around(scope) if is_of_keras else None
         return value
 
 

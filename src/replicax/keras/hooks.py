@@ -33,7 +33,7 @@ from replicax.engine.blocks import (
     replicas_hold_blocks,
 )
 from replicax.engine.consistency import synchronize_random_state
-from replicax.engine.own_rows import warn_of_own_rows
+from replicax.engine.float16 import gradients_unscaled, loss_scaled
 from replicax.engine.protocols import StrategyLike
 from replicax.engine.replay import note_losses_of
 from replicax.engine.row_arrays import as_rows
@@ -233,7 +233,6 @@ def _compile(
     called_in(
         strategy, lambda: original(model, *args, **kwargs), (original.__name__, model)
     )
-    reductions.warn_of_batch_losses(model, strategy.num_replicas_in_sync)
 
 
 def _described(
@@ -259,17 +258,21 @@ def _compute_loss_and_updates(
 ) -> PyTree:
     if not replicas_hold_blocks():
         loss, rest = original(
-            model, trainable_variables, non_trainable_variables, *args, **kwargs
+            model,
+            gradients_unscaled(trainable_variables),
+            non_trainable_variables,
+            *args,
+            **kwargs,
         )
-        warn_of_own_rows(loss, "mean")
-        return loss, rest
+        return loss_scaled(loss), rest
     wholes = [primal_of(x) for x in [*trainable_variables, *non_trainable_variables]]
     num = len(trainable_variables)
 
     def run(values: list[PyTree]) -> PyTree:
         values = gathered_here(values, wholes)
-        loss, rest = original(model, values[:num], values[num:], *args, **kwargs)
-        return loss, (rest, masks_of((loss, rest)))
+        trained = gradients_unscaled(values[:num])
+        loss, rest = original(model, trained, values[num:], *args, **kwargs)
+        return loss_scaled(loss), (rest, masks_of((loss, rest)))
 
     # The other arguments stay the same objects, with the masks attached to them.
     loss, (rest, masks) = regathering(run)(

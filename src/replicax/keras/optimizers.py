@@ -56,7 +56,7 @@ def apply(
         return None
     trained = list(trainable_variables or trained_by(optimizer))
     _refuse_overwriting_gradients(trained)
-    context.note_trained(trained)
+    context.note_mirrored(trained)
 
     def update(grads: PyTree, weights: PyTree) -> PyTree:
         scope = current_scope()
@@ -136,7 +136,7 @@ def _defer(
             "variables. Pass one for each, None where there is none."
         )
     _refuse_overwriting_gradients(trained)
-    context.note_trained(trained)
+    context.note_mirrored(trained)
     if not grads:
         return
     scope, changed = current_scope(), [*trained, *optimizer.variables]

@@ -17,7 +17,6 @@ such steps metrics have the results of all replicas.
 import contextlib
 import functools
 import logging
-import warnings
 from collections.abc import Callable, Generator, Iterable
 
 import keras
@@ -29,16 +28,17 @@ from replicax._private.keras import current_scope, replace_moments
 from replicax._private.trainer import tracks_loss
 from replicax._private.wraps import Original
 from replicax._util.types import PyTree
-from replicax.engine.own_rows import declare_of_batch, warn_of_own_rows
+from replicax.engine.losses import declare_share, is_share
 from replicax.engine.replica import ReplicaContext
 from replicax.engine.scope import current_call, current_context, current_model
+from replicax.engine.whole_batch import require_per_example
+from replicax.keras.compiled import replaced_methods
 
 __all__ = [
     "global_results",
     "init_batch_normalization",
     "reduce_weighted_values",
     "update_mean",
-    "warn_of_batch_losses",
 ]
 
 _logger = logging.getLogger("replicax")
@@ -62,13 +62,14 @@ def reduce_weighted_values(
     if reduction in (None, "none") or np.shape(values) == (0,):
         return loss
     if np.shape(values) == ():
-        warn_of_own_rows(values, "mean")
+        if context.is_per_example:
+            require_per_example(current_call(), values)
         return loss
-    for summands in (values, sample_weight):
-        warn_of_own_rows(summands, "sum")
     scale: PyTree = context.loss_scale
     is_weighted = sample_weight is not None or mask is not None
-    if reduction == "sum":
+    if reduction == "sum" and context.is_in_metric:
+        scale = 1  # Its state is summed; no gradients are averaged.
+    elif reduction == "sum":
         if context.takes_equal_shares:
             context.log_own_rows(
                 "a loss is scaled by the rows of the whole step",
@@ -83,7 +84,7 @@ def reduce_weighted_values(
         scale *= _share_of(context, count, "the number of its unmasked values")
     else:  # All replicas have the same shapes.
         scale *= 1 / context.num_in_step
-    return declare_of_batch(loss * scale)
+    return declare_share(loss * scale)
 
 
 def _share_of(context: ReplicaContext, count: PyTree, what: str) -> PyTree:
@@ -97,40 +98,6 @@ def _share_of(context: ReplicaContext, count: PyTree, what: str) -> PyTree:
     return share / context.num_shares
 
 
-def warn_of_batch_losses(model: keras.Model, num_replicas: int) -> None:
-    """Warn of losses that a model compiles and replicas compute otherwise.
-
-    They are not a mean over examples, but made of all examples of a batch together.
-    """
-    losses = keras.tree.flatten(getattr(model, "loss", None))
-    found = [name for name in map(_name_of_batch_loss, losses) if name]
-    if num_replicas > 1 and found:
-        warnings.warn(
-            f"compile: model {model.name!r} has the loss {found[0]}, which is computed "
-            f"from all examples of a batch together. Each of the {num_replicas} "
-            "replicas has its own examples, and the mean of their losses is not that "
-            "of one device. Give Dice and Tversky the axes of one example, such as "
-            "axis=(1, 2, 3); write a loss that gathers the other replicas' examples "
-            "with ReplicaContext.all_gather; or train on one replica.",
-            stacklevel=2,
-        )
-
-
-_BATCH_LOSSES = ("circle", "dice", "tversky")
-
-
-def _name_of_batch_loss(loss: PyTree) -> str:
-    """The name of a loss of Keras that is made of a whole batch; empty: of others."""
-    if isinstance(loss, str):
-        return loss if loss.lower() in _BATCH_LOSSES else ""
-    if any(loss is getattr(keras.losses, name) for name in _BATCH_LOSSES):
-        return loss.__name__
-    is_overlap = isinstance(loss, keras.losses.Dice | keras.losses.Tversky)
-    if isinstance(loss, keras.losses.Circle) or (is_overlap and loss.axis is None):
-        return type(loss).__name__
-    return ""
-
-
 def update_mean(
     context: ReplicaContext,
     original: Original,
@@ -142,8 +109,11 @@ def update_mean(
 
     A scalar, such as a step's loss, stands for the rows of a replica. Replicas that
     share a batch have equally many, and so have equal parts in the batch's one count.
+    Where losses are shares, whose sum over replicas is the loss, the mean is of that.
     """
     _note_dropped(metric)
+    if is_share(values):
+        values = values * (context.num_in_step / context.loss_scale)
     is_scalar = sample_weight is None and ops.ndim(values) == 0
     if is_scalar and context.batch is not None and context.num_counted > 1:
         sample_weight = 1 / context.num_counted
@@ -240,20 +210,13 @@ def global_results(
     """
     inside: list[keras.metrics.Metric] = []
     results: list[PyTree] = []
-    before = [(x, x.__dict__.get("result")) for x in dict.fromkeys(metrics)]
-    for metric, _ in before:
-        metric.__dict__["result"] = functools.partial(
-            _noted,
-            results,
-            functools.partial(_global_result, metric, metric.result, inside),
-        )
-    try:
+
+    def noted(metric: PyTree, result: Callable[[], PyTree]) -> Callable[[], PyTree]:
+        of_all = functools.partial(_global_result, metric, result, inside)
+        return functools.partial(_noted, results, of_all)
+
+    with replaced_methods(metrics, "result", noted):
         yield results
-    finally:
-        for metric, own in before:
-            del metric.__dict__["result"]
-            if own is not None:
-                metric.__dict__["result"] = own
 
 
 def _noted(results: list[PyTree], result: Callable[[], PyTree]) -> PyTree:

@@ -34,6 +34,7 @@ from replicax.engine.signature import Options, Outputs
 from replicax.engine.step import ReplicaStep
 from replicax.engine.variables import PendingValue
 from replicax.keras.batches import PlacedBatch, place
+from replicax.keras.compiled import computed_as_compiled
 from replicax.keras.reductions import global_results
 
 __all__ = [
@@ -81,10 +82,13 @@ class _ModelStep:
         self._options: dict[tuple[float | None, ...], Options] = {}
 
     def __call__(self, data: PyTree) -> PyTree:
-        required_context().batch = jax.tree.leaves(data)
+        context = required_context()
+        context.batch = jax.tree.leaves(data)
+        layers = internals.layers_of(self._model)
+        context.uses_float16 = any(x.compute_dtype == "float16" for x in layers)
         require_examples(self._model, self._name, data)
         metrics = self._model.metrics if self._has_own_logs else []
-        with global_results(metrics) as results:
+        with computed_as_compiled(self._model), global_results(metrics) as results:
             if self._groups is None:
                 result = self._step(data)
             else:

@@ -1,0 +1,311 @@
+"""Losses and metrics of the whole batch, which each replica computes from all rows.
+
+A replica gathers the rows of all replicas and computes as one device would. Only its
+own rows have a gradient there: summed over the replicas, these gradients are those of
+one device, and the backward pass sends nothing.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+import keras
+from jax import lax
+from jax.core import Tracer
+
+from replicax._private.keras import attach_masks, current_scope, masks_of
+from replicax._util.types import PyTree
+from replicax.engine.composites import is_composite
+from replicax.engine.losses import declare_share
+from replicax.engine.replica import ReplicaContext
+from replicax.engine.scope import current_call, current_context
+from replicax.engine.values import is_per_replica
+from replicax.engine.variables import ChildScope
+from replicax.errors import ContextError
+
+__all__ = [
+    "MOST_BYTES",
+    "computed_whole",
+    "keeps_own_rows",
+    "name_of",
+    "per_example",
+    "require_per_example",
+    "whole_batch",
+]
+
+MOST_BYTES = 2**28
+"""Losses and metrics gather more than this only if `whole_batch` says so: 256 MB."""
+
+_ROWS = "_replicax_rows"
+
+F = TypeVar("F", bound=Callable[..., PyTree])
+
+
+def whole_batch(fn: F) -> F:
+    """A loss or metric that each replica computes from the rows of all replicas.
+
+    Losses and metrics given to `compile` are computed so unless they are known to be
+    sums or means over rows; there, this lifts the limit of 256 MB on what is gathered.
+    In a step of one's own it is what contrastive, ranking and overlap losses need.
+
+    Args:
+        fn: Takes arrays whose first dimension is that of the rows, `[b, ...]`, and
+            pytrees of them; gets `[B, ...]` of the global batch, without the copies
+            that fill up a batch which the replicas do not divide. It returns a scalar,
+            such as a loss, or nothing, such as the `update_state` of a metric. It may
+            be a `keras.losses.Loss`; or a `keras.metrics.Metric`, for `compile` only,
+            which is returned itself.
+
+    Returns:
+        A function of the same arguments. In `fit` and `evaluate` it returns the loss of
+        the whole batch. In `strategy.run`, where gradients are summed, it returns this
+        replica's share: `1 / R` of the loss, as Keras' losses do there. Its gradients,
+        combined by `optimizer.apply`, are those of one device.
+
+    Raises:
+        TypeError: If `fn` cannot be called.
+        ContextError: If the function is called with arrays outside a step.
+        ValueError: If the function is called in a step and an argument has no rows, or
+            `fn` returns an array that is not a scalar.
+
+    Example:
+        >>> import jax.numpy as jnp, numpy as np, replicax as rx
+        >>> strategy = rx.MirroredStrategy(["cpu:0"], replicas_per_device=2)
+        >>> def largest(x):
+        ...     return jnp.max(x)
+        >>> def step(x):
+        ...     return rx.losses.whole_batch(largest)(x)
+        >>> x = strategy.experimental_distribute_values_from_function(
+        ...     lambda context: np.float32([context.replica_id_in_sync_group])
+        ... )
+        >>> shares = strategy.run(step, args=(x,))
+        >>> strategy.reduce("sum", shares).item()
+        1.0
+    """
+    if isinstance(fn, keras.metrics.Metric):
+        return _marked(fn, "whole")
+    _require_callable(fn, "whole_batch")
+
+    @functools.wraps(fn, updated=())
+    def of_all_rows(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        context = current_context()
+        if context is None:
+            _require_trace(fn, (args, kwargs))
+            return fn(*args, **kwargs)
+        return computed_whole(context, name_of(fn), fn, args, kwargs)
+
+    if isinstance(fn, keras.losses.Loss):
+        of_all_rows.__name__ = fn.name
+    return _marked(of_all_rows, "whole")
+
+
+def per_example(fn: F) -> F:
+    """Declare that a loss or metric treats each example by itself.
+
+    Replicas then keep their own rows, and nothing is gathered. Without it, a loss or
+    metric of your own that `compile` is given gets the rows of all replicas.
+
+    Args:
+        fn: A loss function of `(y_true, y_pred)`, `[b, ...]`, that returns one value
+            for each example, `[b]` or `[b, ...]`; a `keras.losses.Loss` whose `call`
+            does; a metric function of that kind; or a `keras.metrics.Metric` whose
+            state is a sum over examples.
+
+    Returns:
+        `fn` itself if it is a `Loss` or `Metric`, otherwise a function that does the
+        same.
+
+    Raises:
+        TypeError: If `fn` cannot be called.
+        ValueError: When the step is traced, if `fn` returns a scalar.
+
+    Example:
+        >>> import keras, numpy as np, replicax as rx
+        >>> def absolute(y_true, y_pred):
+        ...     return keras.ops.mean(keras.ops.abs(y_true - y_pred), axis=-1)
+        >>> absolute = rx.losses.per_example(absolute)
+        >>> absolute(np.ones((2, 3)), np.zeros((2, 3))).tolist()
+        [1.0, 1.0]
+    """
+    if not isinstance(fn, keras.metrics.Metric):
+        _require_callable(fn, "per_example")
+    if isinstance(fn, keras.losses.Loss | keras.metrics.Metric):
+        return _marked(fn, "own")
+
+    @functools.wraps(fn, updated=())
+    def of_own_rows(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        values = fn(*args, **kwargs)
+        require_per_example(fn, values)
+        return values
+
+    return _marked(of_own_rows, "own")
+
+
+def require_per_example(fn: object, values: PyTree) -> None:
+    """Raise if a loss or metric that was declared `per_example` returned a scalar."""
+    if _rank(values) == 0:
+        raise ValueError(
+            f"{current_call()}: {name_of(fn)} is declared rx.losses.per_example, but "
+            "returned a scalar, expected one value per example, [b]. Leave out the "
+            "mean over the first dimension; or, if the examples are not independent, "
+            "use rx.losses.whole_batch."
+        )
+
+
+def keeps_own_rows(fn: object) -> bool | None:
+    """Whether `per_example` declared `fn`; False: `whole_batch` did; None: neither."""
+    rows = getattr(fn, _ROWS, None)
+    return None if rows is None else rows == "own"
+
+
+def name_of(fn: object) -> str:
+    """The name of a loss or metric, for messages."""
+    owner = getattr(fn, "__self__", fn)  # Of a metric's `update_state`.
+    return repr(getattr(owner, "name", getattr(fn, "__name__", type(fn).__name__)))
+
+
+def computed_whole(
+    context: ReplicaContext,
+    name: str,
+    fn: Callable[..., PyTree],
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, PyTree] | None = None,
+    *,
+    most_bytes: float = float("inf"),
+) -> PyTree:
+    """Call `fn` with the rows of all replicas that count, as one device would.
+
+    Variables that it assigns have the same value on all replicas. See `whole_batch`.
+    """
+    arguments = (args, kwargs or {})
+    context.log_own_rows(f"{name} is computed")
+    is_alone = context.num_replicas_here == 1
+    if not is_alone:
+        _require_rows(context, name, arguments, most_bytes)
+        arguments = _rows_of_all(context, arguments)
+    with context.alone(), ChildScope(current_scope()) as scope:
+        result = fn(*arguments[0], **arguments[1])
+    for variable, value in scope.updates():
+        variable.assign(value)
+    if scope.written:
+        context.note_mirrored(list(scope.written.values()))
+        context.metrics_of_whole.append(name)
+    if result is None:
+        return None
+    if _rank(result) > 0 and not is_alone:
+        raise ValueError(
+            f"{current_call()}: {name} is computed from the rows of all replicas and "
+            f"returned an array of shape {tuple(result.shape)}, expected a scalar. "
+            "Reduce it over the rows, such as with ops.mean; if its values belong to "
+            "one example each, use rx.losses.per_example."
+        )
+    # Gradients of rows have the factor R already; see `_gathered`.
+    scale = context.loss_scale / context.num_in_step
+    return declare_share(result if scale == 1 else result * scale)
+
+
+def _rows_of_all(context: ReplicaContext, tree: PyTree) -> PyTree:
+    """Rows `[b, ...]` of each replica that counts, one after another `[B, ...]`."""
+    masks = [
+        None if mask is None else context.all_gather(mask, 0, drop_copies=True)
+        for mask in masks_of(tree)
+    ]
+
+    def rows(x: PyTree) -> PyTree:
+        if is_composite(x):
+            return context.all_gather(x, 0, drop_copies=True)
+        x = jnp.asarray(x)
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            return context.all_gather(x, 0, drop_copies=True)
+        return _gathered(x, context)[: x.shape[0] * context.num_counted]
+
+    tree = jax.tree.map(rows, tree, is_leaf=is_composite)
+    attach_masks(tree, masks)
+    return tree
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _gathered(own: jax.Array, context: ReplicaContext) -> jax.Array:
+    """The rows of all replicas, copies too; gradients come to `own` only.
+
+    The optimizer averages gradients in `fit`, and shares of losses have the factor `1 /
+    R` where it sums them. To be the whole gradient of this replica's rows, its gradient
+    is multiplied by R here: weights that the loss reads directly must not have it.
+    """
+    return context.all_gather(own, 0)
+
+
+@_gathered.defjvp
+def _(
+    context: ReplicaContext, primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    (own,), (tangent,) = primals, tangents
+    rows = _gathered(own, context)
+    # A number's own type: a tangent keeps that of its array.
+    tangent = tangent * jnp.asarray(context.num_counted, tangent.dtype)
+    start = context.replica_id_here * own.shape[0]
+    return rows, lax.dynamic_update_slice_in_dim(
+        jnp.zeros_like(rows), tangent, start, 0
+    )
+
+
+def _require_rows(
+    context: ReplicaContext, name: str, tree: PyTree, most_bytes: float
+) -> None:
+    """Raise for arguments of other sizes than the rows, and for too many bytes."""
+    leaves = jax.tree.leaves(tree, is_leaf=is_composite)
+    shapes = [tuple(x.shape) for x in leaves]
+    batch = context.batch[0].shape[:1] if context.batch else None
+    sizes = {s[:1] for s in shapes} | ({batch} if batch else set())
+    if () in sizes or len(sizes) > 1:
+        raise ValueError(
+            f"{current_call()}: {name} is computed from the rows of all replicas, but "
+            f"got arrays of shapes {shapes}"
+            + (f" for {batch[0]} rows of the batch on each replica" if batch else "")
+            + ". Give all of them one row for each example; numbers and arrays that "
+            "belong to no example are passed in a closure, such as with "
+            "functools.partial."
+        )
+    num_bytes = context.num_counted * sum(
+        x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)
+    )
+    if num_bytes > most_bytes:
+        raise ValueError(
+            f"{current_call()}: {name} is not known to be a mean or sum over examples, "
+            "so each replica needs the targets and outputs of all: "
+            f"{num_bytes / 2**20:,.0f} MB, more than {most_bytes / 2**20:,.0f}. If it "
+            "treats each example by itself, declare so with "
+            "rx.losses.per_example(fn). Otherwise, rx.losses.whole_batch(fn) gathers "
+            "them all the same."
+        )
+
+
+def _rank(x: PyTree) -> int:
+    return len(getattr(x, "shape", ()))
+
+
+def _marked(fn: PyTree, rows: str) -> PyTree:
+    setattr(fn, _ROWS, rows)
+    return fn
+
+
+def _require_callable(fn: object, caller: str) -> None:
+    if not callable(fn):
+        raise TypeError(
+            f"rx.losses.{caller}: fn must be a function, a keras.losses.Loss or a "
+            f"keras.metrics.Metric; got {fn!r}."
+        )
+
+
+def _require_trace(fn: object, tree: PyTree) -> None:
+    """Raise outside a step, unless Keras or JAX traces one device's."""
+    leaves = jax.tree.leaves(tree, is_leaf=is_per_replica)
+    if any(isinstance(x, Tracer | keras.KerasTensor) for x in leaves):
+        return
+    raise ContextError(
+        f"rx.losses.whole_batch({name_of(fn)}): called outside a step, where there are "
+        "no replicas to gather rows of. Call it in a function that strategy.run runs, "
+        "or give it to compile; here, call the function itself."
+    )

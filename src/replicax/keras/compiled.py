@@ -1,0 +1,204 @@
+"""Losses and metrics that a model compiles, exact on any number of replicas.
+
+Those of Keras that are known to be sums or means over rows keep a replica's rows. All
+others are computed from the rows of all replicas; see `engine.whole_batch`.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Generator, Iterable
+
+import jax
+import keras
+
+from replicax._private.trainer import (
+    compiled_metrics,
+    function_of,
+    replaced_losses,
+    wraps_function,
+)
+from replicax._util.types import PyTree
+from replicax.engine.composites import is_composite
+from replicax.engine.scope import current_context
+from replicax.engine.whole_batch import (
+    MOST_BYTES,
+    computed_whole,
+    keeps_own_rows,
+    name_of,
+)
+
+__all__ = ["computed_as_compiled", "keeps_rows", "replaced_methods"]
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_LOSSES = _names("""
+    BinaryCrossentropy BinaryFocalCrossentropy CTC CategoricalCrossentropy
+    CategoricalFocalCrossentropy CategoricalGeneralizedCrossEntropy
+    CategoricalHinge CosineSimilarity Dice Hinge Huber KLDivergence LogCosh
+    MeanAbsoluteError MeanAbsolutePercentageError MeanSquaredError
+    MeanSquaredLogarithmicError Poisson SparseCategoricalCrossentropy SquaredHinge
+    Tversky
+""")
+"""Keras' losses that are means or sums over rows, if `axis` leaves the rows apart."""
+
+_METRICS = _names("""
+    AUC Accuracy BinaryAccuracy BinaryCrossentropy BinaryIoU CategoricalAccuracy
+    CategoricalCrossentropy CategoricalHinge ConcordanceCorrelation
+    CosineSimilarity F1Score FBetaScore FalseNegatives FalsePositives Hinge IoU
+    KLDivergence LogCoshError Mean MeanAbsoluteError MeanAbsolutePercentageError
+    MeanIoU MeanSquaredError MeanSquaredLogarithmicError OneHotIoU OneHotMeanIoU
+    PearsonCorrelation Poisson Precision PrecisionAtRecall R2Score Recall
+    RecallAtPrecision RootMeanSquaredError SensitivityAtSpecificity
+    SparseCategoricalAccuracy SparseCategoricalCrossentropy
+    SparseTopKCategoricalAccuracy SpecificityAtSensitivity SquaredHinge Sum
+    TopKCategoricalAccuracy TrueNegatives TruePositives
+""")
+"""Keras' metrics whose states are sums over rows, likewise."""
+
+_FUNCTIONS = _names("""
+    binary_accuracy binary_crossentropy binary_focal_crossentropy
+    categorical_accuracy categorical_crossentropy categorical_focal_crossentropy
+    categorical_generalized_cross_entropy categorical_hinge
+    concordance_correlation cosine_similarity ctc dice hinge huber kl_divergence
+    log_cosh mean_absolute_error mean_absolute_percentage_error mean_squared_error
+    mean_squared_logarithmic_error pearson_correlation poisson
+    sparse_categorical_accuracy sparse_categorical_crossentropy
+    sparse_top_k_categorical_accuracy squared_hinge top_k_categorical_accuracy
+    tversky
+""")
+"""Keras' functions that have a value for each row, likewise."""
+
+_OF_ALL_AXES = (keras.losses.dice, keras.losses.tversky)
+"""These combine all rows unless they are given an `axis`."""
+
+
+def keeps_rows(item: PyTree, outputs: PyTree) -> bool:
+    """Whether a compiled loss or metric is a sum or mean over the rows of `outputs`.
+
+    A class is known by itself: a subclass may override anything.
+    """
+    fn, options = function_of(item)
+    for declared in (keeps_own_rows(item), keeps_own_rows(fn)):
+        if declared is not None:
+            return declared
+    if not (_is_of_keras(fn, _FUNCTIONS) if wraps_function(item) else _is_known(item)):
+        return False
+    default = None if fn in _OF_ALL_AXES else -1
+    axis = options.get("axis", getattr(item, "axis", default))
+    leaves = jax.tree.leaves(outputs, is_leaf=is_composite)
+    return not any(_takes_in_rows(axis, x.ndim) for x in leaves)
+
+
+def _is_known(item: PyTree) -> bool:
+    names = _LOSSES if isinstance(item, keras.losses.Loss) else _METRICS
+    return _is_of_keras(type(item), names)
+
+
+def _is_of_keras(item: PyTree, names: frozenset[str]) -> bool:
+    name = getattr(item, "__name__", "")
+    modules = (keras.losses, keras.metrics)
+    return name in names and any(getattr(m, name, None) is item for m in modules)
+
+
+def _takes_in_rows(axis: int | Iterable[int] | None, rank: int) -> bool:
+    """Whether an axis of outputs of some rank is that of the rows, the first one."""
+    if axis is None or rank < 2:  # The last one is the first one.
+        return True
+    return 0 in {x % rank for x in ([axis] if isinstance(axis, int) else axis)}
+
+
+@contextlib.contextmanager
+def computed_as_compiled(model: keras.Model) -> Generator[None]:
+    """While open, what a model compiles is computed from the rows that it needs.
+
+    A model's other metrics keep a replica's rows. In no metric are losses scaled for
+    gradients.
+    """
+    compiled = compiled_metrics(model)
+    of_compile = set(map(id, compiled))
+
+    def update_of(metric: PyTree, update: Callable[..., None]) -> Callable[..., None]:
+        is_compiled = id(metric) in of_compile
+        return functools.partial(_update, metric, update, is_compiled)
+
+    with (
+        replaced_losses(model, lambda loss: functools.partial(_compute, loss)),
+        replaced_methods([*model.metrics, *compiled], "update_state", update_of),
+    ):
+        yield
+
+
+def _compute(
+    loss: PyTree, y: PyTree, outputs: PyTree, sample_weight: PyTree = None
+) -> PyTree:
+    """A compiled loss, as Keras calls it."""
+    context = current_context()
+    if context is None:
+        return loss(y, outputs, sample_weight)
+    if keeps_rows(loss, outputs):
+        context.is_per_example = keeps_own_rows(loss) is True
+        try:
+            return loss(y, outputs, sample_weight)
+        finally:
+            context.is_per_example = False
+    fn, _ = function_of(loss)
+    inner = getattr(fn, "__wrapped__", None)
+    return computed_whole(
+        context,
+        f"loss {name_of(loss)}",
+        inner if isinstance(inner, keras.losses.Loss) else loss,
+        (y, outputs, sample_weight),
+        most_bytes=_limit(loss, fn),
+    )
+
+
+def _update(
+    metric: PyTree,
+    update: Callable[..., None],
+    is_compiled: bool,
+    *args: PyTree,
+    **kwargs: PyTree,
+) -> None:
+    """`update_state` of a model's metric."""
+    context = current_context()
+    if context is None:
+        update(*args, **kwargs)
+        return
+    outputs = args[1] if len(args) > 1 else kwargs.get("y_pred")
+    if not is_compiled or keeps_rows(metric, outputs):
+        outer, context.is_in_metric = context.is_in_metric, True
+        try:
+            update(*args, **kwargs)
+        finally:
+            context.is_in_metric = outer
+        return
+    limit = _limit(metric, function_of(metric)[0])
+    name = f"metric {name_of(metric)}"
+    computed_whole(context, name, update, args, kwargs, most_bytes=limit)
+
+
+def _limit(*items: object) -> float:
+    declared = any(keeps_own_rows(item) is False for item in items)
+    return float("inf") if declared else MOST_BYTES
+
+
+@contextlib.contextmanager
+def replaced_methods(
+    items: Iterable[PyTree],
+    name: str,
+    replacement: Callable[[PyTree, Callable[..., PyTree]], Callable[..., PyTree]],
+) -> Generator[None]:
+    """While open, a method of some objects is `replacement(object, method)`."""
+    before = [(x, x.__dict__.get(name)) for x in dict.fromkeys(items)]
+    for item, _ in before:
+        item.__dict__[name] = replacement(item, getattr(item, name))
+    try:
+        yield
+    finally:
+        for item, own in before:
+            del item.__dict__[name]
+            if own is not None:
+                item.__dict__[name] = own

@@ -1,0 +1,127 @@
+"""Losses and metrics of `compile` are those of the whole batch, on every strategy."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from tests.keras.loss_and_metric_tables import LOSSES, METRICS, output, targets
+
+import replicax as rx
+import replicax.testing
+
+# Keras' own, of its MeanIoU.
+pytestmark = pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64")
+
+
+def cpus(number: int) -> list[str]:
+    return [f"cpu:{i}" for i in range(number)]
+
+
+STRATEGIES: dict[str, Callable[[], Any]] = {
+    "mirrored 2": lambda: rx.MirroredStrategy(cpus(2)),
+    "mirrored 4": lambda: rx.MirroredStrategy(cpus(4)),
+    "fully sharded": lambda: rx.FullyShardedStrategy(cpus(4)),
+    "central storage": lambda: rx.CentralStorageStrategy(cpus(2), "cpu:2"),
+    "virtual": lambda: rx.MirroredStrategy(cpus(2), replicas_per_device=2),
+}
+
+BATCH, ROWS, ROWS_OF_VALIDATION = 8, 23, 22
+"""Batches of 8 and 7, and of 8 and 6: 1, 2 or all of 2 or 4 replicas hold rows."""
+
+
+def model_of(kind: str) -> tuple[Any, list[str]]:
+    """A model with an output for each loss or metric; the kinds of their targets."""
+    table = LOSSES if kind == "losses" else METRICS
+    inputs = keras.Input((5,))
+    x = keras.layers.Dense(8, "tanh", kernel_initializer="glorot_normal")(inputs)
+    names = {name: f"out_{i}" for i, name in enumerate(table)}
+    kinds = [entry[0] for entry in table.values()]
+    outputs = [output(k, x, n) for k, n in zip(kinds, names.values(), strict=True)]
+    model = keras.Model(inputs, outputs)
+    items = [entry[1]() for entry in table.values()]
+    optimizer = keras.optimizers.SGD(0.002)
+    if kind == "losses":
+        model.compile(optimizer, items)
+    else:
+        loss = ["mse" if k == "numbers" else None for k in kinds]
+        model.compile(optimizer, loss, metrics=[[x] for x in items])
+    return model, kinds
+
+
+def results(strategy: Any, kind: str, *, weighted: bool = False) -> dict[str, Any]:
+    """The logs of `fit` and `evaluate`, and each output's kernel, by names of items."""
+    keras.utils.clear_session()  # Else metrics of the same name are numbered on.
+    keras.utils.set_random_seed(3)
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        model, kinds = model_of(kind)
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(ROWS, 5)).astype("float32")
+    y = [targets(k, ROWS, rng) for k in kinds]
+    small = slice(None, ROWS_OF_VALIDATION)
+    history = model.fit(
+        x,
+        y,
+        batch_size=BATCH,
+        epochs=2,
+        shuffle=False,
+        verbose=0,
+        sample_weight=None if weighted is False else np.linspace(0.5, 2, ROWS),
+        validation_data=(x[small], [t[small] for t in y]),
+    ).history
+    found = {name: np.asarray(values) for name, values in history.items()}
+    for i, weight in enumerate(model.get_weights()):
+        found[f"weight {i}"] = weight
+    return found
+
+
+_plain: dict[Any, dict[str, Any]] = {}
+
+
+def plain(kind: str) -> dict[str, Any]:
+    if kind not in _plain:
+        _plain[kind] = results(None, kind)
+    return _plain[kind]
+
+
+@pytest.mark.parametrize("kind", ["losses", "metrics"])
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.slow(but=["mirrored 4-losses", "mirrored 4-metrics"])
+def test_all_are_those_of_plain_keras(name: str, kind: str, assert_same: Any) -> None:
+    assert_same(results(STRATEGIES[name](), kind), plain(kind))
+
+
+def on_a_worker() -> Any:
+    import sys
+    from pathlib import Path
+
+    sys.path.insert(0, str(Path(__file__).parent))
+    strategy = rx.MultiWorkerMirroredStrategy()
+    return {kind: results(strategy, kind) for kind in ("losses", "metrics")}
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_all_are_those_of_plain_keras_on_two_workers(assert_same: Any) -> None:
+    outcomes = replicax.testing.run(
+        on_a_worker, tasks={"worker": 2}, logical_devices=1, deadline_seconds=280
+    )
+    for outcome in outcomes.values():
+        for kind in ("losses", "metrics"):
+            assert_same(outcome.value[kind], plain(kind))
+
+
+def test_the_tables_name_every_class() -> None:
+    bases = {"Loss", "Metric", "MeanMetricWrapper", "Mean", "Sum"}
+    for module, table, base in (
+        (keras.losses, LOSSES, keras.losses.Loss),
+        (keras.metrics, METRICS, keras.metrics.Metric),
+    ):
+        classes = {
+            name
+            for name, value in vars(module).items()
+            if isinstance(value, type) and issubclass(value, base)
+        }
+        assert classes - bases <= set(table)
