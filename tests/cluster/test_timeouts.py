@@ -1,4 +1,4 @@
-"""rx.Timeouts: its values, who takes it, and what former arguments are answered."""
+"""rx.Timeouts: its values, and who takes it."""
 
 import inspect
 import math
@@ -19,14 +19,6 @@ STRATEGIES: list[Callable[..., Any]] = [
     rx.TPUStrategy,
     rx.ParameterServerStrategy,
 ]
-FORMER = {
-    "startup_timeout_seconds": "startup",
-    "step_timeout_seconds": "step",
-    "heartbeat_timeout_seconds": "heartbeat",
-    "shutdown_timeout_seconds": "shutdown",
-    "server_timeout_seconds": "server",
-    "grace_seconds": "chief",
-}
 
 
 def evaluate(**options: Any) -> rx.SidecarEvaluator:
@@ -57,43 +49,6 @@ def test_fields_are_given_by_name_and_stay() -> None:
         rx.Timeouts(60)
     with pytest.raises(AttributeError):
         rx.Timeouts().step = 60  # pyright: ignore[reportAttributeAccessIssue]
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_former_arguments_are_answered_with_the_new_spelling(strategy) -> None:
-    for name, field in FORMER.items():
-        spelling = (
-            f"{strategy.__name__}: {name} is now part of timeouts: write "
-            f"timeouts=rx.Timeouts({field}=60.0)."
-        )
-        with pytest.raises(TypeError, match=re.escape(spelling)):
-            strategy(**{name: 60.0})
-
-
-def test_several_former_arguments_make_one_new_one() -> None:
-    with pytest.raises(
-        TypeError,
-        match=r"step_timeout_seconds, grace_seconds are now part of timeouts: write "
-        r"timeouts=rx.Timeouts\(step=9, chief=7\)\.",
-    ):
-        rx.ParameterServerStrategy(step_timeout_seconds=9, grace_seconds=7)
-
-
-@pytest.mark.parametrize("call", [evaluate, specify])
-def test_former_arguments_of_evaluators(call) -> None:
-    spelling = r"timeouts: write timeouts=rx.Timeouts\(checkpoint=5\)\."
-    with pytest.raises(TypeError, match=spelling):
-        call(timeout_seconds=5)
-
-
-def test_subclasses_pass_former_arguments_on() -> None:
-    class Mine(rx.MultiWorkerMirroredStrategy):
-        def __init__(self, **options: Any) -> None:
-            super().__init__(**options)
-
-    with pytest.raises(TypeError, match=r"write timeouts=rx\.Timeouts"):
-        Mine(step_timeout_seconds=60.0)
-    assert Mine(timeouts=rx.Timeouts(step=60)).num_workers == 1
 
 
 @pytest.mark.parametrize("call", [*STRATEGIES, evaluate, specify])

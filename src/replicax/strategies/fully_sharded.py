@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from replicax.cluster.resolvers import ClusterResolver
-from replicax.cluster.timeouts import Timeouts, takes_timeouts
+from replicax.cluster.timeouts import Timeouts
 from replicax.engine.collectives import CrossDeviceOps
 from replicax.engine.communication import CommunicationOptions
 from replicax.engine.devices import Device
@@ -12,7 +12,6 @@ from replicax.strategies.multi_worker import MultiWorkerMirroredStrategy
 __all__ = ["FullyShardedStrategy"]
 
 
-@takes_timeouts()
 class FullyShardedStrategy(MultiWorkerMirroredStrategy):
     """Synchronous training of models that are larger than one device.
 

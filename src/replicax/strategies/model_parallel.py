@@ -7,7 +7,7 @@ import jax
 from jax.typing import ArrayLike
 
 from replicax.cluster.resolvers import ClusterResolver
-from replicax.cluster.timeouts import Timeouts, takes_timeouts
+from replicax.cluster.timeouts import Timeouts
 from replicax.engine.collectives import CrossDeviceOps
 from replicax.engine.communication import CommunicationOptions
 from replicax.engine.devices import Device
@@ -22,7 +22,6 @@ __all__ = ["ModelParallelStrategy"]
 _logger = logging.getLogger("replicax")
 
 
-@takes_timeouts()
 class ModelParallelStrategy(MultiWorkerMirroredStrategy):
     """Synchronous training with tensor parallelism: sharded weights of layers.
 

@@ -25,7 +25,7 @@ from replicax.cluster.resolvers import (
     default_resolver,
     require_resolver,
 )
-from replicax.cluster.timeouts import Timeouts, checked_timeouts, takes_timeouts
+from replicax.cluster.timeouts import Timeouts, checked_timeouts
 from replicax.cluster.workers import Workers
 from replicax.engine.collectives import CrossDeviceOps
 from replicax.engine.communication import CollectiveCommunication, CommunicationOptions
@@ -43,7 +43,6 @@ from replicax.strategies.strategy import Strategy
 __all__ = ["ExperimentalMultiWorkerMirroredStrategy", "MultiWorkerMirroredStrategy"]
 
 
-@takes_timeouts()
 class MultiWorkerMirroredStrategy(Strategy):
     """Synchronous training on the devices of several machines.
 

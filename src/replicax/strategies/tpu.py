@@ -3,7 +3,7 @@
 import logging
 
 from replicax.cluster.resolvers import ClusterResolver
-from replicax.cluster.timeouts import Timeouts, takes_timeouts
+from replicax.cluster.timeouts import Timeouts
 from replicax.cluster.tpu_slice import TPUClusterResolver
 from replicax.cluster.tpu_system import join_slice, tpu_devices
 from replicax.cluster.workers import Workers
@@ -18,7 +18,6 @@ __all__ = ["TPUStrategy"]
 _logger = logging.getLogger("replicax")
 
 
-@takes_timeouts()
 class TPUStrategy(MultiWorkerMirroredStrategy):
     """Synchronous training on the chips of a TPU slice, on one host or many.
 
