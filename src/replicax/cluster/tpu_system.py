@@ -13,7 +13,7 @@ import jax
 
 from replicax._private.jax import is_tpu_vm
 from replicax._util.dry_run import current_dry_run
-from replicax.cluster.joining import join, join_detected
+from replicax.cluster.joining import join, join_running
 from replicax.cluster.resolvers import ClusterResolver
 from replicax.cluster.spec import ClusterSpec
 from replicax.cluster.timeouts import Timeouts, checked_timeouts
@@ -133,7 +133,7 @@ def join_slice(
             f"is none of a TPU. {_search_report()}"
         )
     if resolver.num_slices > 1 or resolver.num_hosts == 1:
-        return join_detected(timeouts) or Workers()
+        return join_running(timeouts)
     cluster = resolver.cluster_spec()
     return join(cluster, resolver.task_id or 0, timeouts, "TPUClusterResolver")
 

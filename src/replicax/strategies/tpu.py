@@ -1,11 +1,11 @@
 """`TPUStrategy`: one replica per TPU device of a slice."""
 
 import logging
+from collections.abc import Sequence
 
-from replicax.cluster.resolvers import ClusterResolver
 from replicax.cluster.timeouts import Timeouts
 from replicax.cluster.tpu_slice import TPUClusterResolver
-from replicax.cluster.tpu_system import join_slice, tpu_devices
+from replicax.cluster.tpu_system import tpu_devices
 from replicax.cluster.workers import Workers
 from replicax.engine.collectives import CrossDeviceOps
 from replicax.engine.communication import CommunicationOptions
@@ -83,9 +83,9 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
         return self._workers.index
 
     def _join_workers(
-        self, resolver: ClusterResolver | None, timeouts: Timeouts
+        self, timeouts: Timeouts, gpus: Sequence[int] | None
     ) -> tuple[Workers, str]:
-        workers = join_slice(_checked(resolver), timeouts, "TPUStrategy")
+        workers, fingerprint = super()._join_workers(timeouts, gpus)
         if workers.count > 1 and workers.timeouts != timeouts:
             _logger.warning(
                 "TPUStrategy: the hosts were joined before, with %r; the timeouts "
@@ -94,7 +94,7 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
                 "these calls out.",
                 workers.timeouts,
             )
-        return workers, ""
+        return workers, fingerprint
 
     def _find_devices(self, workers: Workers) -> list[Device]:
         return tpu_devices(workers, "TPUStrategy")
