@@ -46,12 +46,13 @@ class Membership:
 class IncompleteError(ClusterConfigError):
     """A launcher's variables do not suffice.
 
-    Attributes:
-        count: The number of processes that they speak of; None if unknown.
+    Args:
+        problem: What is missing, and what to write.
+        count: The number of processes that the variables speak of; 0 if unknown.
     """
 
-    def __init__(self, message: str, count: int | None = None) -> None:
-        super().__init__(f"{message} {ALONE}")
+    def __init__(self, problem: str, count: int = 0) -> None:
+        super().__init__(f"{problem} {ALONE}", [problem])
         self.count = count
 
 
@@ -100,9 +101,8 @@ class ClusterEnvironment(ABC):
 
     def index_and_count(self) -> tuple[int, int]:
         """Read this process' index and the number of processes."""
-        count = self.number(self.size, 1) if os.environ.get(self.size) else None
+        count = self.number(self.size, 1) if os.environ.get(self.size) else 0
         self.require(self.index, self.size, count=count)
-        assert count is not None
         return self.number(self.index, 0, count - 1), count
 
     def address(self, count: int) -> str:
@@ -122,7 +122,7 @@ class ClusterEnvironment(ABC):
             return None
         return self.number(index, 0, self.number(size, 1) - 1), self.number(size, 1)
 
-    def require(self, *names: str, count: int | None = None, remedy: str = "") -> None:
+    def require(self, *names: str, count: int = 0, remedy: str = "") -> None:
         """Raise an `IncompleteError` unless all variables are set."""
         missing = [name for name in names if not os.environ.get(name)]
         if missing:

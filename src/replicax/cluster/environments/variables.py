@@ -34,12 +34,13 @@ class TFConfig(ClusterEnvironment):
         resolver = default_resolver() or TFConfigClusterResolver()
         cluster = resolver.cluster_spec()
         names = [task.name for task in cluster.workers]
+        num_tasks = sum(map(cluster.num_tasks, cluster.jobs))
         own = f"{resolver.task_type}:{resolver.task_id}"
         return Membership(
             index=names.index(own) if own in names else None,
             count=max(1, len(names)),
             resolver=resolver,
-            outer_count=sum(map(cluster.num_tasks, cluster.jobs)),
+            outer_count=None if num_tasks == len(names) else num_tasks,
         )
 
 
