@@ -568,3 +568,22 @@ def test_names() -> None:
 def test_no_launcher_is_alone() -> None:
     assert detect(None, CALLER)[0] is None
     assert rx.MultiWorkerMirroredStrategy().num_workers == 1
+
+
+def test_a_tpu_of_one_host_is_not_alone_by_accident(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in named(1, SKY, 2, "10.0.0.1\n10.0.0.2").items():
+        monkeypatch.setenv(name, value)
+    message = (
+        r"TPUStrategy: the TPU slice has one host.*skypilot has started 2 processes "
+        r"\(SKYPILOT_NODE_RANK='1'.*TPUClusterResolver\('local'\)"
+    )
+    with pytest.raises(ClusterConfigError, match=message):
+        rx.TPUStrategy()
+    resolver = rx.cluster_resolver.TPUClusterResolver("local")
+    with pytest.raises(rx.errors.DeviceError, match="there is no TPU here"):
+        rx.TPUStrategy(resolver)
+    monkeypatch.delenv("SKYPILOT_NODE_IPS")
+    with pytest.raises(ClusterConfigError, match="but SKYPILOT_NODE_IPS is not set"):
+        rx.MultiWorkerMirroredStrategy()

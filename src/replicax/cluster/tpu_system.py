@@ -13,6 +13,8 @@ import jax
 
 from replicax._private.jax import is_tpu_vm
 from replicax._util.dry_run import current_dry_run
+from replicax.cluster.detection import detect
+from replicax.cluster.environments.base import IncompleteError
 from replicax.cluster.joining import join, join_running
 from replicax.cluster.resolvers import ClusterResolver
 from replicax.cluster.spec import ClusterSpec
@@ -120,12 +122,16 @@ def join_slice(
     metadata server about slices, for up to minutes.
 
     Raises:
+        ClusterConfigError: If a launcher has started several processes on slices of one
+            host each.
         DeviceError: If the environment describes a slice, but there are no chips here.
         ClusterError: If a host is absent at the start-up deadline.
     """
     if current_dry_run() is not None:
         return Workers()  # One process describes the devices of all.
     if resolver.num_hosts == 1 and not jax.distributed.is_initialized():
+        if not resolver.is_local:
+            _require_single(caller)
         return Workers()
     if resolver.num_hosts > 1 and not is_tpu_vm():
         raise DeviceError(
@@ -136,6 +142,25 @@ def join_slice(
         return join_running(timeouts)
     cluster = resolver.cluster_spec()
     return join(cluster, resolver.task_id or 0, timeouts, "TPUClusterResolver")
+
+
+def _require_single(caller: str) -> None:
+    try:
+        environment, place = detect(None, caller)
+    except IncompleteError as error:
+        problem = error.problems[0]
+    else:
+        if environment is None or place.count == 1:
+            return
+        problem = (
+            f"{environment.name} has started {place.count} processes "
+            f"({environment.described()})."
+        )
+    raise ClusterConfigError(
+        f"{caller}: the TPU slice has one host, so each process would train alone, but "
+        f"{problem} Use rx.MultiWorkerMirroredStrategy() for one training, or "
+        "TPUClusterResolver('local') to train alone."
+    )
 
 
 def experimental_connect_to_cluster(
