@@ -19,6 +19,7 @@ from replicax.cluster.detection import ENVIRONMENTS, detect, local_devices, reso
 from replicax.cluster.environments.base import IncompleteError
 from replicax.cluster.environments.cloud import SageMaker
 from replicax.cluster.timeouts import Timeouts
+from replicax.cluster.tpu_system import require_single
 from replicax.errors import ClusterConfigError
 
 PREFIXES = (
@@ -319,6 +320,15 @@ ROWS = {
         ["h0:8482", "h1:8482"],
     ),
     "one process of torchrun": Row("torchrun", torchrun(0, 1, 1), index=0, count=1),
+    "a blank TF_CONFIG": Row(
+        "torchrun", torchrun(1, 2, TF_CONFIG=" "), coordinator="node-a:62268"
+    ),
+    "one step of one task on two nodes of Slurm": Row(
+        "slurm",
+        {"SLURM_NTASKS": "4", "SLURM_JOB_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "1"},
+        index=0,
+        count=1,
+    ),
     "one task of Slurm": Row(
         "slurm", {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, index=0, count=1
     ),
@@ -422,6 +432,22 @@ ERRORS = {
     "a batch script of Slurm without srun": (
         {"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"},
         r"SLURM_STEP_NODELIST is not set.*Start the script with srun\..*'alone'",
+    ),
+    "a batch script of Slurm on two nodes, without a number of tasks": (
+        {"SLURM_PROCID": "0", "SLURM_JOB_NUM_NODES": "2"},
+        "SLURM_STEP_NODELIST is not set",
+    ),
+    "JAX, a port that is none": (
+        {
+            "SKYPILOT_NODE_RANK": "0",
+            "SKYPILOT_NODE_IPS": "a b",
+            "JAX_COORDINATOR_PORT": "x",
+        },
+        "JAX_COORDINATOR_PORT must be a port's number; got 'x'",
+    ),
+    "torch, an address that is none": (
+        torchrun(1, 2, MASTER_ADDR="a b"),
+        "torchrun: the address of process 0 is 'a b:62268'.*MASTER_ADDR='a b'",
     ),
     "an Indexed Job": (
         {"JOB_COMPLETION_INDEX": "0"},
@@ -580,10 +606,12 @@ def test_a_tpu_of_one_host_is_not_alone_by_accident(
         r"\(SKYPILOT_NODE_RANK='1'.*TPUClusterResolver\('local'\)"
     )
     with pytest.raises(ClusterConfigError, match=message):
-        rx.TPUStrategy()
-    resolver = rx.cluster_resolver.TPUClusterResolver("local")
-    with pytest.raises(rx.errors.DeviceError, match="there is no TPU here"):
-        rx.TPUStrategy(resolver)
+        require_single("TPUStrategy")
+    assert rx.cluster_resolver.TPUClusterResolver("local").is_local
+    assert not rx.cluster_resolver.TPUClusterResolver("").is_local
     monkeypatch.delenv("SKYPILOT_NODE_IPS")
     with pytest.raises(ClusterConfigError, match="but SKYPILOT_NODE_IPS is not set"):
-        rx.MultiWorkerMirroredStrategy()
+        require_single("TPUStrategy")
+    monkeypatch.setenv("SKYPILOT_NODE_RANK", "")
+    monkeypatch.setenv("SKYPILOT_NUM_NODES", "")
+    require_single("TPUStrategy")

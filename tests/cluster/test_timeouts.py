@@ -75,9 +75,9 @@ def test_the_communication_options_decide_about_the_step() -> None:
     seen = []
 
     class Mine(rx.MultiWorkerMirroredStrategy):
-        def _join_workers(self, resolver, timeouts):
+        def _join_workers(self, timeouts, gpus):
             seen.append(timeouts)
-            return super()._join_workers(resolver, timeouts)
+            return super()._join_workers(timeouts, gpus)
 
     options = rx.CommunicationOptions(timeout_seconds=7)
     Mine(communication_options=options, timeouts=rx.Timeouts(step=9, startup=8))

@@ -62,7 +62,7 @@ def collect_addresses(
             raise ClusterConfigError(
                 f"{launcher}: process 0 must listen on {coordinator}, but cannot: "
                 f"{error.strerror}. Another program may have the port: set "
-                "JAX_COORDINATOR_PORT to a free one, in all processes."
+                "JAX_COORDINATOR_ADDRESS=host:port with a free one, in all processes."
             ) from error
         return _Register(sockets, server, hello).collect(coordinator, seconds)
 
@@ -141,7 +141,8 @@ class _Register:
                     f"{self._hello['launcher']}: worker:0 of {self._hello['count']} "
                     f"processes got {message}, which has an index that is taken or is "
                     "of another job. Start each process with its own index and else "
-                    "the same variables; give each job its JAX_COORDINATOR_PORT."
+                    "the same variables; give each job a port of its own by "
+                    "JAX_COORDINATOR_ADDRESS=host:port."
                 )
             )
 

@@ -122,16 +122,12 @@ def join_slice(
     metadata server about slices, for up to minutes.
 
     Raises:
-        ClusterConfigError: If a launcher has started several processes on slices of one
-            host each.
         DeviceError: If the environment describes a slice, but there are no chips here.
         ClusterError: If a host is absent at the start-up deadline.
     """
     if current_dry_run() is not None:
         return Workers()  # One process describes the devices of all.
     if resolver.num_hosts == 1 and not jax.distributed.is_initialized():
-        if not resolver.is_local:
-            _require_single(caller)
         return Workers()
     if resolver.num_hosts > 1 and not is_tpu_vm():
         raise DeviceError(
@@ -144,7 +140,8 @@ def join_slice(
     return join(cluster, resolver.task_id or 0, timeouts, "TPUClusterResolver")
 
 
-def _require_single(caller: str) -> None:
+def require_single(caller: str) -> None:
+    """Raise a `ClusterConfigError` if a launcher has started more than this process."""
     try:
         environment, place = detect(None, caller)
     except IncompleteError as error:

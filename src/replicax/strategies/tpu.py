@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from replicax.cluster.timeouts import Timeouts
 from replicax.cluster.tpu_slice import TPUClusterResolver
-from replicax.cluster.tpu_system import tpu_devices
+from replicax.cluster.tpu_system import require_single, tpu_devices
 from replicax.cluster.workers import Workers
 from replicax.engine.collectives import CrossDeviceOps
 from replicax.engine.communication import CommunicationOptions
@@ -40,8 +40,9 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
 
     Raises:
         DeviceError: If JAX has no TPU here; the message says where it was looked for.
-        ClusterConfigError: If the slice's description is malformed, or the resolver of
-            another kind.
+        ClusterConfigError: If the slice's description is malformed, the resolver of
+            another kind, or if a launcher has started several processes, each with a
+            slice of one host; `TPUClusterResolver("local")` allows that.
         ClusterError: If a host is absent at the start-up deadline.
         RuntimeError: If JAX has started its devices already, on one of several hosts.
 
@@ -97,7 +98,10 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
         return workers, fingerprint
 
     def _find_devices(self, workers: Workers) -> list[Device]:
-        return tpu_devices(workers, "TPUStrategy")
+        devices = tpu_devices(workers, "TPUStrategy")
+        if workers.count == 1 and not _checked(self._resolver).is_local:
+            require_single("TPUStrategy")
+        return devices
 
 
 def _checked(resolver: object) -> TPUClusterResolver:

@@ -80,7 +80,8 @@ class ClusterEnvironment(ABC):
 
     def detect(self) -> bool:
         """Whether there is a sign of this launcher."""
-        return bool(os.environ.get(self.index) or os.environ.get(self.size))
+        address = "" if self.port else self.host
+        return any(os.environ.get(x) for x in (self.index, self.size, address))
 
     def membership(self) -> Membership:
         """Return this process' place among the launcher's processes.
@@ -169,8 +170,14 @@ class ClusterEnvironment(ABC):
 
 def default_port(seed: int = 0) -> int:
     """Return `JAX_COORDINATOR_PORT`, or else a port derived from a job's number."""
-    text = os.environ.get("JAX_COORDINATOR_PORT", "")
-    return int(text) if text.isdigit() else _FIRST_PORT + seed % _NUM_PORTS
+    text = os.environ.get("JAX_COORDINATOR_PORT") or str(
+        _FIRST_PORT + seed % _NUM_PORTS
+    )
+    if re.fullmatch("[0-9]{1,5}", text):
+        return int(text)
+    raise ClusterConfigError(
+        f"JAX_COORDINATOR_PORT must be a port's number; got {text!r}. Correct it."
+    )
 
 
 def bracketed(host: str) -> str:

@@ -24,17 +24,19 @@ class Slurm(ClusterEnvironment):
     name = "slurm"
     index = "SLURM_PROCID"
     size = "SLURM_NTASKS"
+    host = "SLURM_JOB_NUM_NODES"
 
     def membership(self) -> Membership:
         """Read the step's tasks and nodes."""
-        size = "SLURM_STEP_NUM_TASKS"
-        size = size if os.environ.get(size) else self.size
-        if os.environ.get(size, "1") == "1":
-            return Membership()
+        step = "SLURM_STEP_NUM_TASKS"
         # A batch script and an interactive shell see the allocation, but no step.
+        names = [step] if os.environ.get(step) else [self.size, self.host]
+        count = max((self.number(x, 1) for x in names if os.environ.get(x)), default=1)
+        if count == 1:
+            return Membership()
         self.require(
             "SLURM_STEP_NODELIST",
-            count=self.number(size, 1),
+            count=count,
             remedy="This process is no task of a step. Start the script with srun.",
         )
         job = os.environ.get("SLURM_JOB_ID", "0")
@@ -59,7 +61,8 @@ class JobSet(ClusterEnvironment):
         self.require(
             self.size,
             remedy="Set it in the container's env to the Job's completions, or let "
-            "`replicax manifest` write the JobSet.",
+            "`replicax manifest` write the JobSet; or call "
+            "jax.distributed.initialize() first, which asks the API of Kubernetes.",
         )
         count = self.number(self.size, 1)
         if count == 1:

@@ -29,6 +29,10 @@ class TFConfig(ClusterEnvironment):
     name = "TF_CONFIG"
     index = "TF_CONFIG"
 
+    def detect(self) -> bool:
+        """Whether the variable is set, and not blank."""
+        return bool(os.environ.get(self.index, "").strip())
+
     def membership(self) -> Membership:
         """Parse the variable."""
         resolver = default_resolver() or TFConfigClusterResolver()
@@ -56,10 +60,6 @@ class KerasDistribution(ClusterEnvironment):
     size = "KERAS_DISTRIBUTION_NUM_PROCESSES"
     host = "KERAS_DISTRIBUTION_JOB_ADDRESSES"
 
-    def detect(self) -> bool:
-        """Whether one of the variables is set."""
-        return super().detect() or bool(os.environ.get(self.host))
-
     def membership(self) -> Membership:
         """Read the variables."""
         addresses = os.environ.get(self.host, "").split(",")
@@ -80,10 +80,6 @@ class JaxVariables(ClusterEnvironment):
     size = "JAX_NUM_PROCESSES"
     host = "JAX_COORDINATOR_ADDRESS"
 
-    def detect(self) -> bool:
-        """Whether one of the variables is set."""
-        return super().detect() or bool(os.environ.get(self.host))
-
 
 class Torchrun(ClusterEnvironment):
     """`torchrun`, `accelerate launch`, and others that set torch's variables.
@@ -100,13 +96,11 @@ class Torchrun(ClusterEnvironment):
 
     def membership(self) -> Membership:
         """Read the variables."""
-        place = super().membership()
+        is_elastic = bool(os.environ.get("GROUP_WORLD_SIZE"))
         return dataclasses.replace(
-            place,
+            super().membership(),
             local=self.local_rank("LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-            outer_count=self.number("GROUP_WORLD_SIZE", 1)
-            if os.environ.get("GROUP_WORLD_SIZE")
-            else None,
+            outer_count=self.number("GROUP_WORLD_SIZE", 1) if is_elastic else None,
         )
 
     def address(self, count: int) -> str:
