@@ -9,7 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from replicax.cluster.failure import REPORT_DIR, ExitCode, FailureReport, is_retryable
+from replicax.cluster.failure import (
+    REPORT_DIR,
+    ExitCode,
+    FailureReport,
+    is_retryable,
+    num_restarts,
+)
 
 
 def report(**known) -> FailureReport:
