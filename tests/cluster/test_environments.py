@@ -198,6 +198,22 @@ ROWS = {
         openmpi(1, 2, **slurm(0, 2, SLURM_NTASKS="3", PMIX_NAMESPACE="prterun-n-1@1")),
         coordinator="n:61441",
     ),
+    "MPICH on 2 hosts of SageMaker, three processes": Row(
+        "mpich",
+        {
+            "PMI_RANK": "2",
+            "PMI_SIZE": "3",
+            "MPI_LOCALRANKID": "0",
+            "MPI_LOCALNRANKS": "2",
+            "JAX_COORDINATOR_ADDRESS": "algo-1:7000",
+            "SM_HOSTS": json.dumps(SM),
+            "SM_CURRENT_HOST": "algo-2",
+        },
+        coordinator="algo-1:7000",
+        gpus=[0],
+        index=2,
+        count=3,
+    ),
     "MPICH, 2 hosts": Row(
         "mpich",
         hydra(1, 2, JAX_COORDINATOR_ADDRESS="node-a:7000"),

@@ -32,7 +32,7 @@ class Membership:
         local: This process' index on its machine, and the number of processes there,
             if the launcher leaves the choice of devices to the processes.
         outer_count: Number of processes that a launcher around this one may count, such
-            as one for each machine.
+            as one for each machine; 0 if that is unknown.
     """
 
     index: int | None = 0

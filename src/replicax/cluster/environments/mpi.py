@@ -7,12 +7,12 @@ from pathlib import Path
 
 from replicax.cluster.environments.base import (
     ClusterEnvironment,
+    IncompleteError,
     Membership,
     bracketed,
     default_port,
 )
 from replicax.cluster.listening import is_own_host
-from replicax.errors import ClusterConfigError
 
 __all__ = ["OpenMPI", "ProcessManagement"]
 
@@ -40,13 +40,13 @@ class OpenMPI(ClusterEnvironment):
         local = self._local()
         host = place.coordinator.rpartition(":")[0].strip("[]")
         if place.index == 0 and place.count > 1 and not is_own_host(host):
-            raise ClusterConfigError(
+            raise IncompleteError(
                 f"openmpi: process 0 is not on {host}, where mpirun runs or "
                 "JAX_COORDINATOR_ADDRESS points. Run mpirun on the job's first host, "
-                "or pass -x JAX_COORDINATOR_ADDRESS=host:port with that host."
+                "or pass -x JAX_COORDINATOR_ADDRESS=host:port with that host.",
+                place.count,
             )
-        num_hosts = -(-place.count // local[1]) if local else None
-        return dataclasses.replace(place, local=local, outer_count=num_hosts)
+        return _with_local(place, local)
 
     def address(self, count: int) -> str:
         """Derive the coordinator's address from the job's name."""
@@ -88,10 +88,7 @@ class ProcessManagement(ClusterEnvironment):
         """Read the variables."""
         if "PMIX_RANK" in os.environ and not super().detect():
             self.require("JAX_PROCESS_ID", "JAX_NUM_PROCESSES")
-        place = super().membership()
-        local = self._local()
-        num_hosts = -(-place.count // local[1]) if local else None
-        return dataclasses.replace(place, local=local, outer_count=num_hosts)
+        return _with_local(super().membership(), self._local())
 
     def address(self, count: int) -> str:
         """Read the coordinator's address, or derive it if there is one machine."""
@@ -111,6 +108,12 @@ class ProcessManagement(ClusterEnvironment):
         return self.local_rank("MPI_LOCALRANKID", "MPI_LOCALNRANKS") or (
             self.local_rank("PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")
         )
+
+
+def _with_local(place: Membership, local: tuple[int, int] | None) -> Membership:
+    is_even = local is not None and place.count % local[1] == 0
+    num_hosts = place.count // local[1] if local and is_even else 0
+    return dataclasses.replace(place, local=local, outer_count=num_hosts)
 
 
 def _launcher_id() -> int:
