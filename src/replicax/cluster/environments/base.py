@@ -116,24 +116,19 @@ class ClusterEnvironment(ABC):
             return os.environ[self.host]
         return f"{bracketed(os.environ[self.host])}:{self.number(self.port, 1, 65535)}"
 
-    def local_rank(self, *names: str) -> tuple[int, int] | None:
+    def local_rank(self, index: str, size: str) -> tuple[int, int] | None:
         """Read the index on this machine, and the number there; None if not set."""
-        index, size = names
-        if not os.environ.get(size):
-            return None
-        return self.number(index, 0, self.number(size, 1) - 1), self.number(size, 1)
+        count = self.number(size, 1) if os.environ.get(size) else 0
+        return (self.number(index, 0, count - 1), count) if count else None
 
     def require(self, *names: str, count: int = 0, remedy: str = "") -> None:
         """Raise an `IncompleteError` unless all variables are set."""
         missing = [name for name in names if not os.environ.get(name)]
         if missing:
-            are = "is" if len(missing) == 1 else "are"
-            remedy = remedy or f"Set {' and '.join(missing)} in every process."
-            raise IncompleteError(
-                f"{self.name}: {self.described()}, but {' and '.join(missing)} {are} "
-                f"not set. {remedy}",
-                count,
-            )
+            them, are = " and ".join(missing), "is" if len(missing) == 1 else "are"
+            remedy = remedy or f"Set {them} in every process."
+            problem = f"{self.described()}, but {them} {are} not set. {remedy}"
+            raise IncompleteError(f"{self.name}: {problem}", count)
 
     def number(self, name: str, low: int, high: int = 10**6) -> int:
         """Read a number from `low` to `high`."""
@@ -153,11 +148,6 @@ class ClusterEnvironment(ABC):
 
     def workers(self, index: int, addresses: list[str]) -> Membership:
         """Describe processes of which all addresses are known."""
-        if not 0 <= index < len(addresses):
-            raise ClusterConfigError(
-                f"{self.name}: this process' index must be from 0 to "
-                f"{len(addresses) - 1}; got {self.described()}. {ALONE}"
-            )
         resolver = SimpleClusterResolver(
             ClusterSpec({"worker": addresses}),
             addresses[index],

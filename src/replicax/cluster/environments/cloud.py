@@ -61,22 +61,20 @@ class VertexAI(ClusterEnvironment):
         """Parse the variable."""
         spec = _json(self, self.index)
         try:
-            pools: dict[str, list[str]] = spec["cluster"]
-            pool, index = spec["task"]["type"], int(spec["task"]["index"])
-            first = list(pools["workerpool0"])
-            addresses = first + list(pools.get("workerpool1", ()))
-        except (KeyError, TypeError, ValueError) as error:
+            pools: dict[str, list[str]] = dict(spec["cluster"])
+            own = pools[spec["task"]["type"]][int(spec["task"]["index"])]
+            addresses = [*pools.pop("workerpool0"), *pools.pop("workerpool1", ())]
+        except (LookupError, TypeError, ValueError) as error:
             raise ClusterConfigError(
                 "vertex: CLUSTER_SPEC must have 'cluster' with 'workerpool0', and "
                 f"'task' with 'type' and 'index'; got {spec!r}. {ALONE}"
             ) from error
-        others = [name for name in pools if name not in ("workerpool0", "workerpool1")]
-        if others:
+        if pools:
             raise IncompleteError(
-                f"vertex: CLUSTER_SPEC has {', '.join(others)}, for parameter servers "
+                f"vertex: CLUSTER_SPEC has {', '.join(pools)}, for parameter servers "
                 "and evaluators. Put all workers into the pools 0 and 1."
             )
-        return self.workers(index + (pool == "workerpool1") * len(first), addresses)
+        return self.workers(addresses.index(own), addresses)
 
 
 class SkyPilot(ClusterEnvironment):
