@@ -9,7 +9,11 @@ service would die with it, and JAX aborts every process that loses the service. 
 exchange small values through its key-value store, about 0.3 ms a call, never between
 two steps of a loop.
 
-Rendezvous. A worker that waits for the others keeps its own port open, so that each
+Detection. `environments` has one class for each launcher; `detection` chooses the
+innermost launcher that is there, and raises an error if launchers contradict each other.
+
+Rendezvous. Where a launcher gives the address of process 0 only, that process collects
+the addresses of all (`rendezvous`). A worker that waits for the others keeps its own port open, so that each
 worker can name the absent ones.
 
 Order check. A worker logs each operation that all workers must do in the same order:
