@@ -13,8 +13,8 @@ Detection. `environments` has one class for each launcher; `detection` chooses t
 innermost launcher that is there, and raises an error if launchers contradict each other.
 
 Rendezvous. Where a launcher gives the address of process 0 only, that process collects
-the addresses of all (`rendezvous`). A worker that waits for the others keeps its own port open, so that each
-worker can name the absent ones.
+the addresses of all (`rendezvous`). A worker that waits for the others keeps its own
+port open, so that each worker can name the absent ones.
 
 Order check. A worker logs each operation that all workers must do in the same order:
 programs, sums, batches, saves, calls of a model. A step pays for one append to a list.
