@@ -10,7 +10,7 @@ exchange small values through its key-value store, about 0.3 ms a call, never be
 two steps of a loop.
 
 Detection. `environments` has one class for each launcher; `detection` chooses the
-innermost launcher that is there, and raises an error if launchers contradict each other.
+innermost launcher that is there, and raises an error if two contradict each other.
 
 Rendezvous. Where a launcher gives the address of process 0 only, that process collects
 the addresses of all (`rendezvous`). A worker that waits for the others keeps its own
