@@ -150,7 +150,6 @@ OWNERS: dict[str, list[Callable[[], Any]]] = {
     "_initialize_weights": [lambda: keras.layers.JaxLayer],
     # JAX.
     "_src": [lambda: jax],
-    "_cluster_types": [lambda: module_of("jax._src.clusters")().ClusterEnv],
     "_backend_factories": [module_of("jax._src.xla_bridge")],
     "_platform_specific_lowerings": [lambda: mlir],
     "_lowerings": [lambda: mlir],

@@ -9,7 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from replicax.cluster.failure import REPORT_DIR, ExitCode, FailureReport, is_retryable
+from replicax.cluster.failure import (
+    REPORT_DIR,
+    ExitCode,
+    FailureReport,
+    is_retryable,
+    num_restarts,
+)
 
 
 def report(**known) -> FailureReport:
@@ -183,3 +189,23 @@ def test_progress_of_tasks_that_leave_no_report(tmp_path, monkeypatch) -> None:
         FailureReport.note_progress(task, steps)
     assert FailureReport.last_progress(tmp_path) == 8
     assert FailureReport.read_all(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("variables", "number"),
+    [
+        ({}, 0),
+        ({"REPLICAX_ATTEMPT": "2", "SLURM_RESTART_COUNT": "1"}, 2),
+        ({"TORCHELASTIC_RESTART_COUNT": "3"}, 3),
+        ({"SLURM_RESTART_COUNT": "1"}, 1),
+    ],
+)
+def test_launchers_count_restarts(
+    variables: dict[str, str], number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("REPLICAX_ATTEMPT", "TORCHELASTIC_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert num_restarts() == number

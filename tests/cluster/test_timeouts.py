@@ -1,4 +1,4 @@
-"""rx.Timeouts: its values, who takes it, and what former arguments are answered."""
+"""rx.Timeouts: its values, and who takes it."""
 
 import inspect
 import math
@@ -19,14 +19,6 @@ STRATEGIES: list[Callable[..., Any]] = [
     rx.TPUStrategy,
     rx.ParameterServerStrategy,
 ]
-FORMER = {
-    "startup_timeout_seconds": "startup",
-    "step_timeout_seconds": "step",
-    "heartbeat_timeout_seconds": "heartbeat",
-    "shutdown_timeout_seconds": "shutdown",
-    "server_timeout_seconds": "server",
-    "grace_seconds": "chief",
-}
 
 
 def evaluate(**options: Any) -> rx.SidecarEvaluator:
@@ -59,43 +51,6 @@ def test_fields_are_given_by_name_and_stay() -> None:
         rx.Timeouts().step = 60  # pyright: ignore[reportAttributeAccessIssue]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_former_arguments_are_answered_with_the_new_spelling(strategy) -> None:
-    for name, field in FORMER.items():
-        spelling = (
-            f"{strategy.__name__}: {name} is now part of timeouts: write "
-            f"timeouts=rx.Timeouts({field}=60.0)."
-        )
-        with pytest.raises(TypeError, match=re.escape(spelling)):
-            strategy(**{name: 60.0})
-
-
-def test_several_former_arguments_make_one_new_one() -> None:
-    with pytest.raises(
-        TypeError,
-        match=r"step_timeout_seconds, grace_seconds are now part of timeouts: write "
-        r"timeouts=rx.Timeouts\(step=9, chief=7\)\.",
-    ):
-        rx.ParameterServerStrategy(step_timeout_seconds=9, grace_seconds=7)
-
-
-@pytest.mark.parametrize("call", [evaluate, specify])
-def test_former_arguments_of_evaluators(call) -> None:
-    spelling = r"timeouts: write timeouts=rx.Timeouts\(checkpoint=5\)\."
-    with pytest.raises(TypeError, match=spelling):
-        call(timeout_seconds=5)
-
-
-def test_subclasses_pass_former_arguments_on() -> None:
-    class Mine(rx.MultiWorkerMirroredStrategy):
-        def __init__(self, **options: Any) -> None:
-            super().__init__(**options)
-
-    with pytest.raises(TypeError, match=r"write timeouts=rx\.Timeouts"):
-        Mine(step_timeout_seconds=60.0)
-    assert Mine(timeouts=rx.Timeouts(step=60)).num_workers == 1
-
-
 @pytest.mark.parametrize("call", [*STRATEGIES, evaluate, specify])
 def test_timeouts_of_another_type(call, monkeypatch) -> None:
     ports = {"worker": ["localhost:1"], "ps": ["localhost:2"]}
@@ -120,9 +75,9 @@ def test_the_communication_options_decide_about_the_step() -> None:
     seen = []
 
     class Mine(rx.MultiWorkerMirroredStrategy):
-        def _join_workers(self, resolver, timeouts):
+        def _join_workers(self, timeouts, gpus):
             seen.append(timeouts)
-            return super()._join_workers(resolver, timeouts)
+            return super()._join_workers(timeouts, gpus)
 
     options = rx.CommunicationOptions(timeout_seconds=7)
     Mine(communication_options=options, timeouts=rx.Timeouts(step=9, startup=8))

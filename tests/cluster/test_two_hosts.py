@@ -86,12 +86,9 @@ def hosts() -> Iterator[list[str]]:
 class Worker:
     """One worker's process on its host."""
 
-    def __init__(self, host: str, index: int, folder: Path) -> None:
-        addresses = [f"{address}:{PORT}" for address in ADDRESSES]
-        tf_config = {
-            "cluster": {"worker": addresses},
-            "task": {"type": "worker", "index": index},
-        }
+    def __init__(
+        self, host: str, index: int, folder: Path, variables: dict[str, str]
+    ) -> None:
         script = folder / "train.py"
         script.write_text(TRAIN)
         self.host = host
@@ -101,7 +98,7 @@ class Worker:
             ["ip", "netns", "exec", host, sys.executable, str(script)],
             env={
                 **os.environ,
-                "TF_CONFIG": json.dumps(tf_config),
+                **variables,
                 "JAX_PLATFORMS": "cpu",
                 "KERAS_BACKEND": "jax",
                 "JAX_NUM_CPU_DEVICES": "1",
@@ -130,12 +127,32 @@ class Worker:
         self._file.close()
 
 
+def tf_config(index: int) -> dict[str, str]:
+    addresses = [f"{address}:{PORT}" for address in ADDRESSES]
+    task = {"type": "worker", "index": index}
+    config = {"cluster": {"worker": addresses}, "task": task}
+    return {"TF_CONFIG": json.dumps(config)}
+
+
+def one_address(index: int) -> dict[str, str]:
+    return {
+        "RANK": str(index),
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": ADDRESSES[0],
+        "MASTER_PORT": str(PORT),
+    }
+
+
 @contextlib.contextmanager
-def started(hosts: list[str], folder: Path) -> Iterator[list[Worker]]:
+def started(
+    hosts: list[str],
+    folder: Path,
+    variables: Callable[[int], dict[str, str]] = tf_config,
+) -> Iterator[list[Worker]]:
     with contextlib.ExitStack() as stack:
         workers = []
         for index, host in enumerate(hosts):
-            workers.append(Worker(host, index, folder))
+            workers.append(Worker(host, index, folder, variables(index)))
             stack.callback(workers[-1].end)
         wait_for(
             lambda: all("trained to" in w.output for w in workers), START_S, workers
@@ -152,6 +169,21 @@ def wait_for(
             shown = "\n".join(f"--- {w.host}\n{w.output[-3000:]}" for w in workers)
             pytest.fail(f"not reached within {timeout_seconds} s:\n{shown}")
         time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_two_hosts_meet_that_know_one_address(hosts: list[str], tmp_path: Path) -> None:
+    with started(hosts, tmp_path, one_address) as workers:
+        told = [re.findall(r"trained to (\S+)", w.output) for w in workers]
+        assert told[0] == told[1]
+        ip("-n", hosts[1], "link", "set", "eth0", "down")
+        wait_for(
+            lambda: all(w.process.poll() is not None for w in workers),
+            LATEST_S,
+            workers,
+        )
+        # Process 0 has learnt the address of the other one.
+        assert f"worker:0 ends: worker:1 ({ADDRESSES[1]}:" in workers[0].output
 
 
 @pytest.mark.slow

@@ -21,7 +21,6 @@ __all__ = [
     "TracedEquation",
     "allow_high_operations",
     "attention_of_card",
-    "cluster_kinds",
     "distributed_state",
     "equation_of",
     "has_devices",
@@ -78,13 +77,6 @@ def jaxlib_version() -> tuple[int, ...]:
 def distributed_state() -> Any:
     """The state of `jax.distributed`; its `client` serves a key-value store."""
     return importlib.import_module("jax._src.distributed").global_state
-
-
-def cluster_kinds() -> list[Any]:
-    """The kinds of clusters that `jax.distributed.initialize` detects by itself."""
-    environment = importlib.import_module("jax._src.clusters").ClusterEnv
-    kinds: list[Any] = environment._cluster_types
-    return [kind for kind in kinds if not kind.opt_in_only_method]
 
 
 def is_tpu_vm() -> bool:

@@ -11,12 +11,11 @@ from replicax._util.types import PyTree
 from replicax.checkpoint.evaluation import CheckpointWatch, append_evaluation
 from replicax.checkpoint.restore import write_existing
 from replicax.checkpoint.slots import bind
-from replicax.cluster.timeouts import Timeouts, checked_timeouts, takes_timeouts
+from replicax.cluster.timeouts import Timeouts, checked_timeouts
 
 __all__ = ["SidecarEvaluator"]
 
 
-@takes_timeouts(timeout_seconds="checkpoint")
 class SidecarEvaluator:
     """Evaluates each new checkpoint of a run that trains in another process.
 

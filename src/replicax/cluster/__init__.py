@@ -9,8 +9,12 @@ service would die with it, and JAX aborts every process that loses the service. 
 exchange small values through its key-value store, about 0.3 ms a call, never between
 two steps of a loop.
 
-Rendezvous. A worker that waits for the others keeps its own port open, so that each
-worker can name the absent ones.
+Detection. `environments` has one class for each launcher; `detection` chooses the
+innermost launcher that is there, and raises an error if two contradict each other.
+
+Rendezvous. Where a launcher gives the address of process 0 only, that process collects
+the addresses of all (`rendezvous`). A worker that waits for the others keeps its own
+port open, so that each worker can name the absent ones.
 
 Order check. A worker logs each operation that all workers must do in the same order:
 programs, sums, batches, saves, calls of a model. A step pays for one append to a list.

@@ -31,11 +31,13 @@ __all__ = [
     "is_retryable",
     "is_transient",
     "leave_for_launcher",
+    "num_restarts",
     "report_of",
 ]
 
 ATTEMPT = "REPLICAX_ATTEMPT"
 """Environment variable: the number of restarts of this task so far."""
+_RESTARTS = (ATTEMPT, "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 REPORT_DIR = "REPLICAX_REPORT_DIR"
 """Environment variable: the folder for a task's `FailureReport`."""
@@ -52,6 +54,12 @@ _TRANSIENT_ERRNOS = frozenset(
     )
 ) - {None}
 """Errors of network and shared storage. A full disk or a missing file is permanent."""
+
+
+def num_restarts() -> int:
+    """The number of restarts of this task so far, if its launcher counts them."""
+    values = (os.environ.get(name, "") for name in _RESTARTS)
+    return next((int(text) for text in values if text.isdecimal()), 0)
 
 
 class ExitCode(enum.IntEnum):

@@ -11,7 +11,7 @@ from typing import NoReturn
 
 import jax
 
-from replicax._private.jax import cluster_kinds, distributed_state, has_devices
+from replicax._private.jax import distributed_state, has_devices
 from replicax._util.listing import listed
 from replicax._util.waiting import wait_for
 from replicax.cluster import coordination_service, excepthook, workers
@@ -25,7 +25,7 @@ from replicax.cluster.watch import Watch
 from replicax.cluster.workers import Workers
 from replicax.errors import ClusterConfigError, ClusterError
 
-__all__ = ["join", "join_detected"]
+__all__ = ["join", "join_running", "running_cluster"]
 
 _MOST_PROBES = 64
 _JAX_TIMEOUT = 24 * 3600  # Ours are shorter and say who is missing.
@@ -33,7 +33,11 @@ _joined: tuple[tuple[ClusterSpec, int], Workers] | None = None
 
 
 def join(
-    cluster: ClusterSpec, index: int, timeouts: Timeouts, description: str
+    cluster: ClusterSpec,
+    index: int,
+    timeouts: Timeouts,
+    description: str,
+    local_devices: Sequence[int] | None = None,
 ) -> Workers:
     """Join a cluster: wait for its other workers. Once in a process.
 
@@ -42,6 +46,7 @@ def join(
         index: This process' index among them.
         timeouts: The deadlines.
         description: The source of the cluster's description, for messages.
+        local_devices: The GPUs of this process, where several share them; None: all.
 
     Raises:
         ClusterError: If a worker is absent at the start-up deadline.
@@ -60,7 +65,7 @@ def join(
         return _joined[1]
     tasks = cluster.workers
     if not jax.distributed.is_initialized():
-        _connect(tasks, index, timeouts)
+        _connect(tasks, index, timeouts, local_devices)
     elif (jax.process_count(), jax.process_index()) != (len(tasks), index):
         raise ClusterConfigError(
             f"jax.distributed.initialize was called for process {jax.process_index()} "
@@ -84,30 +89,35 @@ def join(
     return members
 
 
-def join_detected(timeouts: Timeouts) -> Workers | None:
-    """Join the cluster that JAX detects; None if it detects none."""
+def join_running(timeouts: Timeouts) -> Workers:
+    """Join the job that `jax.distributed` is connected to, or else detects."""
     if not jax.distributed.is_initialized():
-        # JAX's own detection raises first if its devices are started, which is allowed
-        # in a process without a cluster.
-        if not any(kind.is_env_present() for kind in cluster_kinds()):
-            return None
         _check_devices_not_started()
-        try:
-            jax.distributed.initialize(
-                initialization_timeout=int(timeouts.startup),
-                heartbeat_timeout_seconds=_JAX_TIMEOUT,
-            )
-        except ValueError:  # JAX found no cluster.
-            return None
-    count = jax.process_count()
-    if count == 1:
-        return None
-    # JAX does not expose addresses: the spec only gives the workers names.
-    cluster = ClusterSpec({"worker": [f"process-{i}:0" for i in range(count)]})
-    return join(cluster, jax.process_index(), timeouts, "JAX")
+        jax.distributed.initialize(
+            initialization_timeout=int(timeouts.startup),
+            heartbeat_timeout_seconds=_JAX_TIMEOUT,
+        )
+    if distributed_state().num_processes == 1:
+        return Workers()
+    return join(running_cluster(), distributed_state().process_id, timeouts, "JAX")
 
 
-def _connect(tasks: Sequence[Task], index: int, timeouts: Timeouts) -> None:
+def running_cluster() -> ClusterSpec:
+    """The cluster that this process is connected to.
+
+    JAX does not expose addresses: they are empty, unless `join` has connected.
+    """
+    if _joined is not None:
+        return _joined[0][0]
+    return ClusterSpec({"worker": [""] * distributed_state().num_processes})
+
+
+def _connect(
+    tasks: Sequence[Task],
+    index: int,
+    timeouts: Timeouts,
+    local_devices: Sequence[int] | None,
+) -> None:
     _check_devices_not_started()
     # JAX's preemption service would swallow SIGTERM from now on.
     jax.config.update("jax_enable_preemption_service", False)
@@ -124,12 +134,17 @@ def _connect(tasks: Sequence[Task], index: int, timeouts: Timeouts) -> None:
                 timeout=timeouts.startup,
             )
             atexit.register(coordination_service.stop, service)
-        _initialize(tasks, index, timeouts)
+        _initialize(tasks, index, timeouts, local_devices)
     # Only now DNS knows the names of all other workers.
     listen_for(others)
 
 
-def _initialize(tasks: Sequence[Task], index: int, timeouts: Timeouts) -> None:
+def _initialize(
+    tasks: Sequence[Task],
+    index: int,
+    timeouts: Timeouts,
+    local_devices: Sequence[int] | None,
+) -> None:
     """Connect in a thread, while this one waits and names the absent workers."""
     me, outcome = tasks[index], list[BaseException | None]()
 
@@ -139,6 +154,7 @@ def _initialize(tasks: Sequence[Task], index: int, timeouts: Timeouts) -> None:
                 tasks[0].address,
                 len(tasks),
                 index,
+                local_device_ids=local_devices,
                 cluster_detection_method="deactivate",
                 initialization_timeout=_JAX_TIMEOUT,
                 heartbeat_timeout_seconds=_JAX_TIMEOUT,

@@ -20,7 +20,9 @@ from replicax.cpu.settings import without_interrupts
 
 __all__ = [
     "await_own_name",
+    "free_port",
     "host_to_bind",
+    "is_own_host",
     "listen_for",
     "listener",
     "local_address",
@@ -63,22 +65,34 @@ def host_to_bind(own: Address, others: Iterable[Address]) -> str | None:
 
 
 @contextlib.contextmanager
-def listener(host: str | None, port: int) -> Iterator[None]:
-    """Accept connections at a port of the host from `host_to_bind`.
+def listener(host: str | None, port: int) -> Iterator[list[socket.socket]]:
+    """Accept connections at a port of the host from `host_to_bind`; yield the sockets.
 
     Raises:
         OSError: If the port is taken.
     """
     both = host is None and socket.has_dualstack_ipv6()
     own = [""] if host is None else filter(_is_of_this_machine, _addresses_of(host))
+    servers: list[socket.socket] = []
     with contextlib.ExitStack() as sockets:
         for ip in own:
             family = socket.AF_INET6 if both or ":" in ip else socket.AF_INET
             server = socket.create_server(
                 (ip, port), family=family, dualstack_ipv6=both
             )
-            sockets.enter_context(server)
-        yield
+            servers.append(sockets.enter_context(server))
+        yield servers
+
+
+def is_own_host(host: str) -> bool:
+    """Whether a host's name or address is one of this machine."""
+    return any(map(_is_of_this_machine, _addresses_of(host)))
+
+
+def free_port() -> int:
+    """Choose a port that no program of this machine listens on now."""
+    with socket.create_server(("", 0)) as server:
+        return server.getsockname()[1]
 
 
 def await_own_name(task: str, address: str, seconds: float) -> None:

@@ -263,7 +263,7 @@ def require_resolver(resolver: object, caller: str) -> None:
         raise TypeError(
             f"{caller}: cluster_resolver must be an "
             f"rx.cluster_resolver.ClusterResolver or None; got {resolver!r}. Leave it "
-            "out to read TF_CONFIG, or write for example "
+            "out to read the launcher's variables, or write for example "
             "rx.cluster_resolver.SimpleClusterResolver(rx.ClusterSpec({'worker': "
             "['host:2222']}), 'worker', 0)."
         )

@@ -1,25 +1,10 @@
 """Timeouts: how long processes wait for each other, in one frozen dataclass."""
 
 import dataclasses
-import functools
 import math
 import numbers
-from collections.abc import Callable
-from typing import Any, TypeVar
 
-__all__ = ["Timeouts", "checked_timeouts", "takes_timeouts"]
-
-_Class = TypeVar("_Class", bound=type)
-
-_OF_STRATEGIES = {
-    "startup_timeout_seconds": "startup",
-    "step_timeout_seconds": "step",
-    "heartbeat_timeout_seconds": "heartbeat",
-    "shutdown_timeout_seconds": "shutdown",
-    "server_timeout_seconds": "server",
-    "grace_seconds": "chief",
-}
-"""Former arguments of strategies, with the field of `Timeouts` that replaces each."""
+__all__ = ["Timeouts", "checked_timeouts"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,32 +69,3 @@ def checked_timeouts(timeouts: Timeouts | None, caller: str) -> Timeouts:
             "timeouts=rx.Timeouts(step=60), with the field that is meant."
         )
     return timeouts
-
-
-def takes_timeouts(**replaced: str) -> Callable[[_Class], _Class]:
-    """Class decorator: a former timeout argument raises an error with its replacement.
-
-    It does not change the signature. `replaced` maps former arguments to fields of
-    `Timeouts`; empty: the arguments of strategies.
-    """
-    fields = replaced or _OF_STRATEGIES
-
-    def decorate(cls: _Class) -> _Class:
-        init: Callable[..., None] = cls.__init__
-
-        @functools.wraps(init)
-        def checked_init(self: object, *args: Any, **kwargs: Any) -> None:
-            former = [name for name in kwargs if name in fields]
-            if former:
-                values = ", ".join(f"{fields[x]}={kwargs[x]!r}" for x in former)
-                raise TypeError(
-                    f"{cls.__name__}: {', '.join(former)} "
-                    f"{'is' if len(former) == 1 else 'are'} now part of timeouts: "
-                    f"write timeouts=rx.Timeouts({values})."
-                )
-            init(self, *args, **kwargs)
-
-        cls.__init__ = checked_init
-        return cls
-
-    return decorate

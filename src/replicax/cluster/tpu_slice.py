@@ -87,8 +87,9 @@ class TPUClusterResolver(KnownCluster):
 
     Args:
         tpu: None, `""` or `"local"`: the TPU of this machine. None requires a TPU here,
-            for scripts that fall back on GPUs after a `ValueError`. A name or an
-            address must be this machine's own.
+            for scripts that fall back on GPUs after a `ValueError`. `"local"` trains in
+            this process alone, also if a launcher has started several, each on a slice
+            of one host. A name or an address must be this machine's own.
         zone: Not used; for TensorFlow's signature.
         project: Not used; for TensorFlow's signature.
 
@@ -134,6 +135,7 @@ class TPUClusterResolver(KnownCluster):
         found = detect_slice(os.environ, is_tpu_vm=is_tpu_vm())
         cluster = ClusterSpec({"worker": found.addresses} if found.addresses else {})
         super().__init__(TaskConfig(cluster, "worker", found.index), "grpc")
+        self.is_local = tpu == "local"
         self.num_hosts = found.num_hosts
         self.num_slices = found.num_slices
         own = found.addresses[found.index : found.index + 1]

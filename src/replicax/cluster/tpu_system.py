@@ -13,7 +13,9 @@ import jax
 
 from replicax._private.jax import is_tpu_vm
 from replicax._util.dry_run import current_dry_run
-from replicax.cluster.joining import join, join_detected
+from replicax.cluster.detection import detect
+from replicax.cluster.environments.base import IncompleteError
+from replicax.cluster.joining import join, join_running
 from replicax.cluster.resolvers import ClusterResolver
 from replicax.cluster.spec import ClusterSpec
 from replicax.cluster.timeouts import Timeouts, checked_timeouts
@@ -133,9 +135,29 @@ def join_slice(
             f"is none of a TPU. {_search_report()}"
         )
     if resolver.num_slices > 1 or resolver.num_hosts == 1:
-        return join_detected(timeouts) or Workers()
+        return join_running(timeouts)
     cluster = resolver.cluster_spec()
     return join(cluster, resolver.task_id or 0, timeouts, "TPUClusterResolver")
+
+
+def require_single(caller: str) -> None:
+    """Raise a `ClusterConfigError` if a launcher has started more than this process."""
+    try:
+        environment, place = detect(None, caller)
+    except IncompleteError as error:
+        problem = error.problems[0]
+    else:
+        if environment is None or place.count == 1:
+            return
+        problem = (
+            f"{environment.name} has started {place.count} processes "
+            f"({environment.described()})."
+        )
+    raise ClusterConfigError(
+        f"{caller}: the TPU slice has one host, so each process would train alone, but "
+        f"{problem} Use rx.MultiWorkerMirroredStrategy() for one training, or "
+        "TPUClusterResolver('local') to train alone."
+    )
 
 
 def experimental_connect_to_cluster(

@@ -13,7 +13,7 @@ from replicax._util.arguments import require_count
 from replicax._util.waiting import wait_for
 from replicax.checkpoint.evaluation import POLL_PAUSES, CheckpointWatch
 from replicax.cluster.spec import ClusterSpec
-from replicax.cluster.timeouts import Timeouts, checked_timeouts, takes_timeouts
+from replicax.cluster.timeouts import Timeouts, checked_timeouts
 from replicax.errors import CheckpointError
 from replicax.estimator.estimator import Estimator
 from replicax.estimator.evaluating import EvalResults
@@ -67,7 +67,6 @@ class TrainSpec:
         _set_list(self, "saving_listeners", CheckpointSaverListener)
 
 
-@takes_timeouts(timeout_seconds="checkpoint")
 @dataclasses.dataclass(frozen=True)
 class EvalSpec:
     """The evaluations' arguments of `train_and_evaluate`.

@@ -12,7 +12,7 @@ from replicax.cluster.resolvers import (
     default_resolver,
     require_resolver,
 )
-from replicax.cluster.timeouts import Timeouts, checked_timeouts, takes_timeouts
+from replicax.cluster.timeouts import Timeouts, checked_timeouts
 from replicax.engine.collectives import CrossDeviceOps
 from replicax.engine.devices import default_devices
 from replicax.errors import ClusterConfigError
@@ -28,7 +28,6 @@ from replicax.strategies.strategy import Strategy
 __all__ = ["ParameterServerStrategy"]
 
 
-@takes_timeouts()
 class ParameterServerStrategy(Strategy):
     """Training with the variables on parameter servers; workers need not keep pace.
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from replicax._util.dry_run import current_dry_run
-from replicax.cluster.failure import ATTEMPT
+from replicax.cluster.failure import num_restarts
 from replicax.keras.session import LateCallback, session_of
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class Report(LateCallback):
             model,
             params,
             number=begun + 1,
-            is_known=begun > 0 or os.environ.get(ATTEMPT, "0") != "0",
+            is_known=begun > 0 or num_restarts() > 0,
             wants_diagnosis=wanted,
         )
         _begun[page] = begun + 1

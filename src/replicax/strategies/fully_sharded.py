@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from replicax.cluster.resolvers import ClusterResolver
-from replicax.cluster.timeouts import Timeouts, takes_timeouts
+from replicax.cluster.timeouts import Timeouts
 from replicax.engine.collectives import CrossDeviceOps
 from replicax.engine.communication import CommunicationOptions
 from replicax.engine.devices import Device
@@ -12,7 +12,6 @@ from replicax.strategies.multi_worker import MultiWorkerMirroredStrategy
 __all__ = ["FullyShardedStrategy"]
 
 
-@takes_timeouts()
 class FullyShardedStrategy(MultiWorkerMirroredStrategy):
     """Synchronous training of models that are larger than one device.
 
@@ -24,7 +23,7 @@ class FullyShardedStrategy(MultiWorkerMirroredStrategy):
     A weight is sharded along its largest dimension that the number of devices divides.
     Weights without one, and those of fewer than 1,024 elements, are on every device.
 
-    With `TF_CONFIG` or a resolver, shards are spread over the devices of all workers.
+    With a launcher or a resolver, shards are spread over the devices of all workers.
     All workers have to take part in saving a model: `rx.Checkpoint` does it, and every
     worker has to call `model.save`.
 
@@ -62,7 +61,7 @@ class FullyShardedStrategy(MultiWorkerMirroredStrategy):
         devices: Sequence[str | Device] | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
         *,
-        cluster_resolver: ClusterResolver | None = None,
+        cluster_resolver: ClusterResolver | str | None = None,
         communication_options: CommunicationOptions | None = None,
         check_replicas_every: int | None = None,
         check_input: bool = True,

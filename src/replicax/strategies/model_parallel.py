@@ -7,7 +7,7 @@ import jax
 from jax.typing import ArrayLike
 
 from replicax.cluster.resolvers import ClusterResolver
-from replicax.cluster.timeouts import Timeouts, takes_timeouts
+from replicax.cluster.timeouts import Timeouts
 from replicax.engine.collectives import CrossDeviceOps
 from replicax.engine.communication import CommunicationOptions
 from replicax.engine.devices import Device
@@ -22,7 +22,6 @@ __all__ = ["ModelParallelStrategy"]
 _logger = logging.getLogger("replicax")
 
 
-@takes_timeouts()
 class ModelParallelStrategy(MultiWorkerMirroredStrategy):
     """Synchronous training with tensor parallelism: sharded weights of layers.
 
@@ -31,7 +30,7 @@ class ModelParallelStrategy(MultiWorkerMirroredStrategy):
     Results are those of a single device; XLA adds the communication between a replica's
     devices. (Keras: `keras.distribution.ModelParallel`.)
 
-    With `TF_CONFIG` or a resolver, there are replicas on all workers; the devices of
+    With a launcher or a resolver, there are replicas on all workers; the devices of
     one replica belong to one worker.
 
     Args:
@@ -77,7 +76,7 @@ class ModelParallelStrategy(MultiWorkerMirroredStrategy):
         model_parallel: int | None = None,
         *,
         devices: Sequence[str | Device] | None = None,
-        cluster_resolver: ClusterResolver | None = None,
+        cluster_resolver: ClusterResolver | str | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
         communication_options: CommunicationOptions | None = None,
         shard_update: bool = False,

@@ -18,14 +18,16 @@ from replicax._util.types import JSON
 from replicax._util.waiting import Announced
 from replicax._version import versions
 from replicax.cluster.config import check_cluster
-from replicax.cluster.joining import join, join_detected
+from replicax.cluster.detection import RunningCluster, local_devices, resolve
+from replicax.cluster.joining import join, join_running
 from replicax.cluster.resolvers import (
     ClusterResolver,
     TFConfigClusterResolver,
-    default_resolver,
     require_resolver,
 )
-from replicax.cluster.timeouts import Timeouts, checked_timeouts, takes_timeouts
+from replicax.cluster.timeouts import Timeouts, checked_timeouts
+from replicax.cluster.tpu_slice import TPUClusterResolver
+from replicax.cluster.tpu_system import join_slice
 from replicax.cluster.workers import Workers
 from replicax.engine.collectives import CrossDeviceOps
 from replicax.engine.communication import CollectiveCommunication, CommunicationOptions
@@ -43,14 +45,14 @@ from replicax.strategies.strategy import Strategy
 __all__ = ["ExperimentalMultiWorkerMirroredStrategy", "MultiWorkerMirroredStrategy"]
 
 
-@takes_timeouts()
 class MultiWorkerMirroredStrategy(Strategy):
     """Synchronous training on the devices of several machines.
 
     Every device of every worker holds a copy of each variable and computes on its part
     of the global batch; gradients are summed over all of them. Start the same script on
-    each machine, with the machine's `TF_CONFIG`. Make the strategy at the top of the
-    script: JAX must not have started its devices before.
+    each machine, with a launcher such as `srun` or `torchrun`, or with the machine's
+    `TF_CONFIG`. Make the strategy at the top of the script: JAX must not have started
+    its devices before.
     (TF: `tf.distribute.MultiWorkerMirroredStrategy`.)
 
     If a worker dies, hangs, raises or runs another program, the processes of all
@@ -58,9 +60,9 @@ class MultiWorkerMirroredStrategy(Strategy):
     may help.
 
     Args:
-        cluster_resolver: Describes the cluster. Defaults to `TF_CONFIG`, which the
-            constructor reads; without it to the cluster that JAX detects (Slurm, TPU
-            pods, …), or else to this process alone.
+        cluster_resolver: Describes the cluster: a resolver; the name of a launcher,
+            such as `"slurm"`; or `"alone"`, to train in this process only. Defaults to
+            the launcher whose variables are set. The page "Launchers" lists them.
         communication_options: Options of the gradients' communication.
         cross_device_ops: As for `rx.MirroredStrategy`, and so the next three.
         replicas_per_device: Number of replicas on each device.
@@ -74,15 +76,15 @@ class MultiWorkerMirroredStrategy(Strategy):
             of the script (`shutdown`). Defaults to `rx.Timeouts()`.
 
     Raises:
-        ClusterConfigError: If the cluster's description is malformed; the message lists
-            all problems.
+        ClusterConfigError: If the cluster's description is malformed or incomplete, or
+            if two launchers contradict each other; the message names the variables.
         ClusterError: If a worker is absent at the start-up deadline.
         DeviceError: For NCCL without GPUs; if workers differ in their devices.
         RuntimeError: If JAX has started its devices already.
 
     Example:
         >>> import replicax as rx
-        >>> strategy = rx.MultiWorkerMirroredStrategy()  # Without TF_CONFIG: alone.
+        >>> strategy = rx.MultiWorkerMirroredStrategy()  # Without a launcher: alone.
         >>> strategy.num_workers
         1
     """
@@ -92,7 +94,7 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     def __init__(
         self,
-        cluster_resolver: ClusterResolver | None = None,
+        cluster_resolver: ClusterResolver | str | None = None,
         communication_options: CommunicationOptions | None = None,
         *,
         cross_device_ops: CrossDeviceOps | None = None,
@@ -103,7 +105,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         timeouts: Timeouts | None = None,
     ) -> None:
         name = type(self).__name__
-        require_resolver(cluster_resolver, name)
+        if not isinstance(cluster_resolver, str):
+            require_resolver(cluster_resolver, name)
         require_instance(
             communication_options,
             CommunicationOptions,
@@ -114,14 +117,18 @@ class MultiWorkerMirroredStrategy(Strategy):
         timeouts = checked_timeouts(timeouts, name)
         if options.timeout_seconds is not None:
             timeouts = dataclasses.replace(timeouts, step=options.timeout_seconds)
-        resolver = cluster_resolver or default_resolver()
-        # Without a cluster a resolver without tasks, as in TensorFlow.
-        self._resolver = resolver or TFConfigClusterResolver()
+        dry_run, gpus = current_dry_run(), None
+        if cluster_resolver is not None and not isinstance(cluster_resolver, str):
+            self._resolver = cluster_resolver
+        elif dry_run is not None:
+            self._resolver = TFConfigClusterResolver()
+        else:
+            self._resolver, place = resolve(cluster_resolver, timeouts, name)
+            gpus = local_devices(place)
         self._cluster_resolver = self._resolver
-        dry_run = current_dry_run()
         if dry_run is None:
             before_start()
-            workers, self._cluster_hash = self._join_workers(resolver, timeouts)
+            workers, self._cluster_hash = self._join_workers(timeouts, gpus)
             devices = self._find_devices(workers)
             num_local = len(devices) // workers.count
         else:  # One process describes the devices of all.
@@ -149,12 +156,15 @@ class MultiWorkerMirroredStrategy(Strategy):
             workers.watch.sampler.start(devices[0].platform)
 
     def _join_workers(
-        self, resolver: ClusterResolver | None, timeouts: Timeouts
+        self, timeouts: Timeouts, gpus: Sequence[int] | None
     ) -> tuple[Workers, str]:
         """Join the workers to train with; return them and a hash of their cluster."""
-        if resolver is None:
-            return join_detected(timeouts) or Workers(), ""
-        source = type(resolver).__name__
+        resolver = self._resolver
+        if isinstance(resolver, TPUClusterResolver):
+            return join_slice(resolver, timeouts, type(self).__name__), ""
+        if isinstance(resolver, RunningCluster):
+            return join_running(timeouts), ""
+        source = getattr(resolver, "environment", "") or type(resolver).__name__
         config = check_cluster(
             resolver.cluster_spec(),
             resolver.task_type,
@@ -170,7 +180,7 @@ class MultiWorkerMirroredStrategy(Strategy):
                 f"{source}: this task is {config.name!r}, which is none of the "
                 f"cluster's workers, {listed(t.name for t in cluster.workers)}."
             )
-        return join(cluster, index, timeouts, source), cluster.fingerprint
+        return join(cluster, index, timeouts, source, gpus), cluster.fingerprint
 
     def _find_devices(self, workers: Workers) -> list[Device]:
         """Find the replicas' devices, worker by worker."""
@@ -261,7 +271,7 @@ class ExperimentalMultiWorkerMirroredStrategy(MultiWorkerMirroredStrategy):
 
     Args:
         communication: The implementation of collectives.
-        cluster_resolver: Describes the cluster. Defaults to `TF_CONFIG`.
+        cluster_resolver: As for `rx.MultiWorkerMirroredStrategy`.
         **options: The other keywords of `rx.MultiWorkerMirroredStrategy`.
 
     Raises:
@@ -275,14 +285,14 @@ class ExperimentalMultiWorkerMirroredStrategy(MultiWorkerMirroredStrategy):
         >>> strategy = rx.experimental.MultiWorkerMirroredStrategy(
         ...     communication=rx.experimental.CollectiveCommunication.RING
         ... )
-        >>> strategy.num_workers  # Without TF_CONFIG: alone.
+        >>> strategy.num_workers  # Without a launcher: alone.
         1
     """
 
     def __init__(
         self,
         communication: CollectiveCommunication = CollectiveCommunication.AUTO,
-        cluster_resolver: ClusterResolver | None = None,
+        cluster_resolver: ClusterResolver | str | None = None,
         **options: Any,
     ) -> None:
         options.setdefault(

@@ -1,11 +1,11 @@
 """`TPUStrategy`: one replica per TPU device of a slice."""
 
 import logging
+from collections.abc import Sequence
 
-from replicax.cluster.resolvers import ClusterResolver
-from replicax.cluster.timeouts import Timeouts, takes_timeouts
+from replicax.cluster.timeouts import Timeouts
 from replicax.cluster.tpu_slice import TPUClusterResolver
-from replicax.cluster.tpu_system import join_slice, tpu_devices
+from replicax.cluster.tpu_system import require_single, tpu_devices
 from replicax.cluster.workers import Workers
 from replicax.engine.collectives import CrossDeviceOps
 from replicax.engine.communication import CommunicationOptions
@@ -18,7 +18,6 @@ __all__ = ["TPUStrategy"]
 _logger = logging.getLogger("replicax")
 
 
-@takes_timeouts()
 class TPUStrategy(MultiWorkerMirroredStrategy):
     """Synchronous training on the chips of a TPU slice, on one host or many.
 
@@ -41,8 +40,9 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
 
     Raises:
         DeviceError: If JAX has no TPU here; the message says where it was looked for.
-        ClusterConfigError: If the slice's description is malformed, or the resolver of
-            another kind.
+        ClusterConfigError: If the slice's description is malformed, the resolver of
+            another kind, or if a launcher has started several processes, each with a
+            slice of one host; `TPUClusterResolver("local")` allows that.
         ClusterError: If a host is absent at the start-up deadline.
         RuntimeError: If JAX has started its devices already, on one of several hosts.
 
@@ -84,9 +84,9 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
         return self._workers.index
 
     def _join_workers(
-        self, resolver: ClusterResolver | None, timeouts: Timeouts
+        self, timeouts: Timeouts, gpus: Sequence[int] | None
     ) -> tuple[Workers, str]:
-        workers = join_slice(_checked(resolver), timeouts, "TPUStrategy")
+        workers, fingerprint = super()._join_workers(timeouts, gpus)
         if workers.count > 1 and workers.timeouts != timeouts:
             _logger.warning(
                 "TPUStrategy: the hosts were joined before, with %r; the timeouts "
@@ -95,10 +95,13 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
                 "these calls out.",
                 workers.timeouts,
             )
-        return workers, ""
+        return workers, fingerprint
 
     def _find_devices(self, workers: Workers) -> list[Device]:
-        return tpu_devices(workers, "TPUStrategy")
+        devices = tpu_devices(workers, "TPUStrategy")
+        if workers.count == 1 and not _checked(self._resolver).is_local:
+            require_single("TPUStrategy")
+        return devices
 
 
 def _checked(resolver: object) -> TPUClusterResolver:

@@ -1,0 +1,203 @@
+"""Chooses among the launchers' descriptions of the cluster, or finds them at odds."""
+
+import os
+from typing import Any
+
+import jax
+
+from replicax._private.jax import distributed_state, is_tpu_vm
+from replicax._util.listing import listed
+from replicax.cluster.addresses import parse_address
+from replicax.cluster.config import TaskConfig
+from replicax.cluster.environments import (
+    cloud,
+    mpi,
+    ray_train,
+    schedulers,
+    variables,
+)
+from replicax.cluster.environments.base import (
+    ALONE,
+    ClusterEnvironment,
+    IncompleteError,
+    Membership,
+)
+from replicax.cluster.joining import running_cluster
+from replicax.cluster.rendezvous import collect_addresses
+from replicax.cluster.resolvers import (
+    ClusterResolver,
+    KnownCluster,
+    SimpleClusterResolver,
+    TFConfigClusterResolver,
+)
+from replicax.cluster.spec import ClusterSpec
+from replicax.cluster.timeouts import Timeouts
+from replicax.errors import ClusterConfigError
+
+__all__ = ["ENVIRONMENTS", "RunningCluster", "detect", "local_devices", "resolve"]
+
+ENVIRONMENTS: dict[str, ClusterEnvironment] = {
+    environment.name: environment
+    for environment in (
+        variables.TFConfig(),
+        variables.KerasDistribution(),
+        ray_train.RayTrain(),
+        variables.Torchrun(),
+        mpi.OpenMPI(),
+        mpi.ProcessManagement(),
+        variables.JaxVariables(),
+        variables.KubeflowTrainJob(),
+        schedulers.Slurm(),
+        cloud.SageMaker(),
+        cloud.VertexAI(),
+        cloud.SkyPilot(),
+        schedulers.JobSet(),
+        schedulers.TPUSlice(),
+        variables.InitializedJax(),
+    )
+}
+"""All launchers by name. One that may be started by another comes before it."""
+
+
+class RunningCluster(KnownCluster):
+    """The cluster that `jax.distributed` is connected to; addresses may be unknown."""
+
+    def __init__(self, environment: str) -> None:
+        cluster = running_cluster()
+        own = cluster.workers[distributed_state().process_id]
+        super().__init__(TaskConfig(cluster, own.job, own.task_id), None, environment)
+
+
+def resolve(
+    name: str | None, timeouts: Timeouts, caller: str
+) -> tuple[ClusterResolver, Membership]:
+    """Find this process' cluster; wait for the others if their addresses are unknown.
+
+    Args:
+        name: The launcher's name, `"alone"`, or None to detect it.
+        timeouts: The deadlines.
+        caller: The public call to name in errors.
+
+    Returns:
+        A resolver, without tasks if this process trains alone, and the launcher's view.
+
+    Raises:
+        ClusterConfigError: If variables are malformed or missing, or if two launchers
+            contradict each other.
+        ClusterError: If a process is missing at the start-up deadline.
+        ValueError: For an unknown name.
+    """
+    if name == "alone":
+        return SimpleClusterResolver(ClusterSpec({})), Membership()
+    environment, place = detect(name, caller)
+    if place.resolver is not None:
+        return place.resolver, place
+    if environment is None or place.count == 1:
+        return TFConfigClusterResolver(), place
+    if jax.distributed.is_initialized():
+        return RunningCluster(environment.name), place
+    address = environment.coordinator(place, timeouts)
+    try:
+        parse_address(address)
+    except ValueError as error:
+        raise ClusterConfigError(
+            f"{environment.name}: the address of process 0 is {address!r}: {error}; "
+            f"got {environment.described()}. Correct the variables. {ALONE}"
+        ) from error
+    addresses = collect_addresses(
+        environment.name, place.index or 0, place.count, address, timeouts.startup
+    )
+    found = environment.workers(place.index or 0, addresses)
+    assert found.resolver is not None
+    return found.resolver, place
+
+
+def detect(
+    name: str | None, caller: str
+) -> tuple[ClusterEnvironment | None, Membership]:
+    """Read the launchers' variables; None and a membership of one if there are none."""
+    if name is not None:
+        return _named(name, caller)
+    usable, incomplete = _read_all()
+    is_single = bool(usable) and usable[0][1].count == 1
+    if errors := [e for e in incomplete if not usable or (is_single and e.count > 1)]:
+        raise IncompleteError("\n".join(e.problems[0] for e in errors))
+    for other in usable[1:]:
+        _check_agreement(usable[0], other, caller)
+    return usable[0] if usable else (None, Membership())
+
+
+def _read_all() -> tuple[
+    list[tuple[ClusterEnvironment, Membership]], list[IncompleteError]
+]:
+    """Read all launchers' variables; errors only of those before the first usable."""
+    usable: list[tuple[ClusterEnvironment, Membership]] = []
+    incomplete: list[IncompleteError] = []
+    for environment in ENVIRONMENTS.values():
+        try:
+            if environment.detect():
+                usable.append((environment, environment.membership()))
+        except IncompleteError as error:
+            if not usable:
+                incomplete.append(error)
+        except ClusterConfigError:
+            if not usable:
+                raise
+    return usable, incomplete
+
+
+def local_devices(place: Membership) -> list[int] | None:
+    """The GPU of this process, if it shares them with others of its machine.
+
+    As in JAX and torch, each process gets the GPU of its local index. None: all that
+    the process sees.
+    """
+    if place.local is None or "JAX_LOCAL_DEVICE_IDS" in os.environ or is_tpu_vm():
+        return None
+    index, count = place.local
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    is_bound = visible is not None and len(visible.split(",")) < count
+    return None if count == 1 or is_bound else [index]
+
+
+def _named(name: Any, caller: str) -> tuple[ClusterEnvironment, Membership]:
+    if name not in ENVIRONMENTS:
+        raise ValueError(
+            f"{caller}: cluster_resolver must be a resolver, 'alone' or the name of a "
+            f"launcher, {listed(map(repr, ENVIRONMENTS), last=' or ', most=20)}; got "
+            f"{name!r}."
+        )
+    environment = ENVIRONMENTS[name]
+    if not environment.detect():
+        raise ClusterConfigError(
+            f"{caller}: cluster_resolver is {name!r}, but there is no sign of this "
+            f"launcher: {environment.described()}. Start the script with it. {ALONE}"
+        )
+    return environment, environment.membership()
+
+
+def _check_agreement(
+    chosen: tuple[ClusterEnvironment, Membership],
+    other: tuple[ClusterEnvironment, Membership],
+    caller: str,
+) -> None:
+    """Raise a `ClusterConfigError` if two launchers describe different jobs."""
+    (inner, mine), (outer, theirs) = chosen, other
+    is_same = mine.count == theirs.count and (
+        mine.index == theirs.index or None in (mine.index, theirs.index)
+    )
+    if outer.name != "jax.distributed":
+        is_same |= theirs.count in (1, mine.outer_count)
+        is_same |= mine.outer_count == 0 and theirs.count < mine.count
+        is_same |= mine.count > 1 and outer.name in inner.replaces
+    if not is_same:
+        raise ClusterConfigError(
+            f"{caller}: two launchers contradict each other. {_view(*chosen)}; "
+            f"{_view(*other)}. Unset the variables of one, or choose: "
+            f"cluster_resolver={inner.name!r} or {outer.name!r}. {ALONE}"
+        )
+
+
+def _view(environment: ClusterEnvironment, place: Membership) -> str:
+    who = "no worker" if place.index is None else f"process {place.index}"
+    return f"{environment.name} says {who} of {place.count} ({environment.described()})"

@@ -1,0 +1,175 @@
+"""The seam between launchers and strategies, and what most launchers share."""
+
+import os
+import re
+from abc import ABC
+from dataclasses import dataclass
+from typing import ClassVar
+
+from replicax.cluster.resolvers import ClusterResolver, SimpleClusterResolver
+from replicax.cluster.spec import ClusterSpec
+from replicax.cluster.timeouts import Timeouts
+from replicax.errors import ClusterConfigError
+
+__all__ = ["ALONE", "ClusterEnvironment", "IncompleteError", "Membership"]
+
+ALONE = "To train in this process alone, pass cluster_resolver='alone'."
+
+# JAX's own range for coordinators: the upper end, outside of Linux' ephemeral ports.
+_FIRST_PORT, _NUM_PORTS = 61440, 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Membership:
+    """This process' place among the processes that a launcher has started.
+
+    Attributes:
+        index: This process' index, from zero; None if it does not train.
+        count: Number of processes that train together.
+        resolver: The cluster, if the launcher gives an address for each process.
+        coordinator: Otherwise the address `"host:port"` where the processes meet;
+            process 0 listens there.
+        local: This process' index on its machine, and the number of processes there,
+            if the launcher leaves the choice of devices to the processes.
+        outer_count: Number of processes that a launcher around this one may count, such
+            as one for each machine; 0 if that is unknown.
+    """
+
+    index: int | None = 0
+    count: int = 1
+    resolver: ClusterResolver | None = None
+    coordinator: str = ""
+    local: tuple[int, int] | None = None
+    outer_count: int | None = None
+
+
+class IncompleteError(ClusterConfigError):
+    """A launcher's variables do not suffice.
+
+    Args:
+        problem: What is missing, and what to write.
+        count: The number of processes that the variables speak of; 0 if unknown.
+    """
+
+    def __init__(self, problem: str, count: int = 0) -> None:
+        super().__init__(f"{problem} {ALONE}", [problem])
+        self.count = count
+
+
+class ClusterEnvironment(ABC):
+    """A launcher, as a process that it has started sees it.
+
+    The base class reads four variables: this process' index, the number of processes,
+    and host and port of process 0. Subclasses name them, or override `membership`.
+
+    Attributes:
+        name: The launcher's name, an argument of strategies.
+        index: The variable of this process' index.
+        size: The variable of the number of processes.
+        host: The variable of the coordinator's host, or of its whole address.
+        port: The variable of the coordinator's port; empty if `host` includes it.
+        replaces: Launchers whose variables describe this launcher's own daemons.
+    """
+
+    name: ClassVar[str]
+    index: ClassVar[str] = ""
+    size: ClassVar[str] = ""
+    host: ClassVar[str] = ""
+    port: ClassVar[str] = ""
+    replaces: ClassVar[tuple[str, ...]] = ()
+
+    def detect(self) -> bool:
+        """Whether there is a sign of this launcher."""
+        address = "" if self.port else self.host
+        return any(os.environ.get(x) for x in (self.index, self.size, address))
+
+    def membership(self) -> Membership:
+        """Return this process' place among the launcher's processes.
+
+        Raises:
+            IncompleteError: If variables are missing.
+            ClusterConfigError: If variables are malformed.
+        """
+        index, count = self.index_and_count()
+        if count == 1:
+            return Membership()
+        return Membership(index=index, count=count, coordinator=self.address(count))
+
+    def coordinator(self, place: Membership, timeouts: Timeouts) -> str:
+        """Return the address where the processes meet; may ask the launcher."""
+        del timeouts
+        return place.coordinator
+
+    def index_and_count(self) -> tuple[int, int]:
+        """Read this process' index and the number of processes."""
+        count = self.number(self.size, 1) if os.environ.get(self.size) else 0
+        self.require(self.index, self.size, count=count)
+        return self.number(self.index, 0, count - 1), count
+
+    def address(self, count: int) -> str:
+        """Read the coordinator's address; `JAX_COORDINATOR_ADDRESS` comes first."""
+        if override := os.environ.get("JAX_COORDINATOR_ADDRESS"):
+            return override
+        names = [name for name in (self.host, self.port) if name]
+        self.require(*names, count=count)
+        if not self.port:
+            return os.environ[self.host]
+        return f"{bracketed(os.environ[self.host])}:{self.number(self.port, 1, 65535)}"
+
+    def local_rank(self, index: str, size: str) -> tuple[int, int] | None:
+        """Read the index on this machine, and the number there; None if not set."""
+        count = self.number(size, 1) if os.environ.get(size) else 0
+        return (self.number(index, 0, count - 1), count) if count else None
+
+    def require(self, *names: str, count: int = 0, remedy: str = "") -> None:
+        """Raise an `IncompleteError` unless all variables are set."""
+        missing = [name for name in names if not os.environ.get(name)]
+        if missing:
+            them, are = " and ".join(missing), "is" if len(missing) == 1 else "are"
+            remedy = remedy or f"Set {them} in every process."
+            problem = f"{self.described()}, but {them} {are} not set. {remedy}"
+            raise IncompleteError(f"{self.name}: {problem}", count)
+
+    def number(self, name: str, low: int, high: int = 10**6) -> int:
+        """Read a number from `low` to `high`."""
+        text = os.environ.get(name, "")
+        if re.fullmatch(r"[0-9]{1,9}", text) and low <= int(text) <= high:
+            return int(text)
+        raise ClusterConfigError(
+            f"{self.name}: {name} must be a number from {low} to {high}; got "
+            f"{self.described()}. Correct the variable. {ALONE}"
+        )
+
+    def described(self) -> str:
+        """The launcher's variables with their values, for messages."""
+        names = dict.fromkeys((self.index, self.size, self.host, self.port))
+        values = [f"{x}={os.environ[x]!r}" for x in names if os.environ.get(x)]
+        return ", ".join(values) or f"{self.index} and {self.size} not set"
+
+    def workers(self, index: int, addresses: list[str]) -> Membership:
+        """Describe processes of which all addresses are known."""
+        resolver = SimpleClusterResolver(
+            ClusterSpec({"worker": addresses}),
+            addresses[index],
+            task_type="worker",
+            task_id=index,
+            environment=self.name,
+        )
+        return Membership(index=index, count=len(addresses), resolver=resolver)
+
+
+def default_port(seed: int = 0) -> int:
+    """Return `JAX_COORDINATOR_PORT`, or else a port derived from a job's number."""
+    text = os.environ.get("JAX_COORDINATOR_PORT") or str(
+        _FIRST_PORT + seed % _NUM_PORTS
+    )
+    if re.fullmatch("[0-9]{1,5}", text):
+        return int(text)
+    raise ClusterConfigError(
+        f"JAX_COORDINATOR_PORT must be a port's number; got {text!r}. Correct it."
+    )
+
+
+def bracketed(host: str) -> str:
+    """Put an IPv6 address into brackets, so that a port can follow."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host

@@ -1,0 +1,128 @@
+"""Launchers of MPI. The script itself needs no MPI library."""
+
+import dataclasses
+import os
+import re
+from pathlib import Path
+
+from replicax.cluster.environments.base import (
+    ClusterEnvironment,
+    IncompleteError,
+    Membership,
+    bracketed,
+    default_port,
+)
+from replicax.cluster.listening import is_own_host
+
+__all__ = ["OpenMPI", "ProcessManagement"]
+
+# 1531576320.0;tcp://10.96.0.1,10.148.0.1:34911 and 13145.0;tcp6://[fd00::2]:43370
+_URI = re.compile(r"(\d+)\.\d+;tcp(?:6://\[|://)([^],]+?)(?:[],]|:\d+(?:;|$))")
+_LAUNCHER = "OMPI_MCA_orte_hnp_uri"
+_NAMESPACE = re.compile(r"prterun-(.+)-(\d+)@\d+")
+
+
+class OpenMPI(ClusterEnvironment):
+    """`mpirun` of Open MPI 4 and 5.
+
+    Processes of several machines meet on the machine where `mpirun` runs, as in JAX:
+    that of process 0, unless `mpirun` runs outside of the job.
+    """
+
+    name = "openmpi"
+    index = "OMPI_COMM_WORLD_RANK"
+    size = "OMPI_COMM_WORLD_SIZE"
+    replaces = ("slurm",)
+
+    def membership(self) -> Membership:
+        """Read the variables."""
+        place = super().membership()
+        local = self._local()
+        host = place.coordinator.rpartition(":")[0].strip("[]")
+        if place.index == 0 and place.count > 1 and not is_own_host(host):
+            raise IncompleteError(
+                f"openmpi: process 0 is not on {host}, where mpirun runs or "
+                "JAX_COORDINATOR_ADDRESS points. Run mpirun on the job's first host, "
+                "or pass -x JAX_COORDINATOR_ADDRESS=host:port with that host.",
+                place.count,
+            )
+        return _with_local(place, local)
+
+    def address(self, count: int) -> str:
+        """Derive the coordinator's address from the job's name."""
+        host, seed = "", 0
+        if match := _URI.match(os.environ.get(_LAUNCHER, "")):
+            host, seed = match[2], int(match[1]) >> 12  # Jobs count in steps of 4096.
+        elif match := _NAMESPACE.fullmatch(os.environ.get("PMIX_NAMESPACE", "")):
+            host, seed = match[1], int(match[2])
+        if not host or "JAX_COORDINATOR_ADDRESS" in os.environ:
+            self.require("JAX_COORDINATOR_ADDRESS", count=count)
+            return os.environ["JAX_COORDINATOR_ADDRESS"]
+        local = self._local()
+        is_one_host = local is not None and local[1] == count
+        return f"{'localhost' if is_one_host else bracketed(host)}:{default_port(seed)}"
+
+    def _local(self) -> tuple[int, int] | None:
+        return self.local_rank(
+            "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"
+        )
+
+
+class ProcessManagement(ClusterEnvironment):
+    """PMI and PMIx: `mpiexec` of MPICH, Intel MPI and Cray PALS, and `prterun`.
+
+    They do not give the host of process 0; several machines need
+    `JAX_COORDINATOR_ADDRESS`.
+    """
+
+    name = "mpich"
+    index = "PMI_RANK"
+    size = "PMI_SIZE"
+    replaces = ("slurm",)
+
+    def detect(self) -> bool:
+        """Whether the process was started over PMI or PMIx."""
+        return super().detect() or "PMIX_RANK" in os.environ
+
+    def membership(self) -> Membership:
+        """Read the variables."""
+        if "PMIX_RANK" in os.environ and not super().detect():
+            self.require("JAX_PROCESS_ID", "JAX_NUM_PROCESSES")
+        return _with_local(super().membership(), self._local())
+
+    def address(self, count: int) -> str:
+        """Read the coordinator's address, or derive it if there is one machine."""
+        local = self._local()
+        is_named = "JAX_COORDINATOR_ADDRESS" in os.environ
+        if local is not None and local[1] == count and not is_named:
+            return f"localhost:{default_port(_launcher_id())}"
+        self.require(
+            "JAX_COORDINATOR_ADDRESS",
+            count=count,
+            remedy="Name a host and a port of the machine of process 0: mpiexec -genv "
+            "JAX_COORDINATOR_ADDRESS host:port.",
+        )
+        return os.environ["JAX_COORDINATOR_ADDRESS"]
+
+    def _local(self) -> tuple[int, int] | None:
+        return self.local_rank("MPI_LOCALRANKID", "MPI_LOCALNRANKS") or (
+            self.local_rank("PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")
+        )
+
+
+def _with_local(place: Membership, local: tuple[int, int] | None) -> Membership:
+    is_even = local is not None and place.count % local[1] == 0
+    num_hosts = place.count // local[1] if local and is_even else 0
+    return dataclasses.replace(place, local=local, outer_count=num_hosts)
+
+
+def _launcher_id() -> int:
+    """The id of the process that started this machine's processes of the job.
+
+    Hydra starts each one in a session of its own, also where a shell is in between.
+    """
+    try:
+        leader = Path(f"/proc/{os.getsid(0)}/stat").read_text(encoding="utf-8")
+        return int(leader.rpartition(")")[2].split()[1])
+    except OSError:
+        return os.getppid()

@@ -1,0 +1,142 @@
+"""Launchers that give an index, a number of processes and an address in variables."""
+
+import dataclasses
+import os
+
+import jax
+
+from replicax._private.jax import distributed_state
+from replicax.cluster.environments.base import (
+    ClusterEnvironment,
+    Membership,
+    default_port,
+)
+from replicax.cluster.resolvers import TFConfigClusterResolver, default_resolver
+
+__all__ = [
+    "InitializedJax",
+    "JaxVariables",
+    "KerasDistribution",
+    "KubeflowTrainJob",
+    "TFConfig",
+    "Torchrun",
+]
+
+
+class TFConfig(ClusterEnvironment):
+    """`TF_CONFIG`, as `replicax run`, `replicax manifest` and Kubeflow's TFJob set."""
+
+    name = "TF_CONFIG"
+    index = "TF_CONFIG"
+
+    def detect(self) -> bool:
+        """Whether the variable is set, and not blank."""
+        return bool(os.environ.get(self.index, "").strip())
+
+    def membership(self) -> Membership:
+        """Parse the variable."""
+        resolver = default_resolver() or TFConfigClusterResolver()
+        cluster = resolver.cluster_spec()
+        names = [task.name for task in cluster.workers]
+        num_tasks = sum(map(cluster.num_tasks, cluster.jobs))
+        own = f"{resolver.task_type}:{resolver.task_id}"
+        return Membership(
+            index=names.index(own) if own in names else None,
+            count=max(1, len(names)),
+            resolver=resolver,
+            outer_count=None if num_tasks == len(names) else num_tasks,
+        )
+
+
+class KerasDistribution(ClusterEnvironment):
+    """The variables of `keras.distribution.initialize`.
+
+    `KERAS_DISTRIBUTION_JOB_ADDRESSES` has the addresses of all processes or of the
+    first one.
+    """
+
+    name = "keras"
+    index = "KERAS_DISTRIBUTION_PROCESS_ID"
+    size = "KERAS_DISTRIBUTION_NUM_PROCESSES"
+    host = "KERAS_DISTRIBUTION_JOB_ADDRESSES"
+
+    def membership(self) -> Membership:
+        """Read the variables."""
+        addresses = os.environ.get(self.host, "").split(",")
+        if len(addresses) == 1:
+            return super().membership()
+        if os.environ.get(self.size):
+            self.number(self.size, len(addresses), len(addresses))
+        self.require(self.index, count=len(addresses))
+        index = self.number(self.index, 0, len(addresses) - 1)
+        return self.workers(index, [address.strip() for address in addresses])
+
+
+class JaxVariables(ClusterEnvironment):
+    """JAX's own variables, which Kubeflow Trainer sets for the runtime of JAX."""
+
+    name = "jax"
+    index = "JAX_PROCESS_ID"
+    size = "JAX_NUM_PROCESSES"
+    host = "JAX_COORDINATOR_ADDRESS"
+
+
+class Torchrun(ClusterEnvironment):
+    """`torchrun`, `accelerate launch`, and others that set torch's variables.
+
+    torchrun's agent listens on `MASTER_PORT` itself; the processes meet on a port that
+    is derived from it.
+    """
+
+    name = "torchrun"
+    index = "RANK"
+    size = "WORLD_SIZE"
+    host = "MASTER_ADDR"
+    port = "MASTER_PORT"
+
+    def membership(self) -> Membership:
+        """Read the variables."""
+        is_elastic = bool(os.environ.get("GROUP_WORLD_SIZE"))
+        return dataclasses.replace(
+            super().membership(),
+            local=self.local_rank("LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+            outer_count=self.number("GROUP_WORLD_SIZE", 1) if is_elastic else None,
+        )
+
+    def address(self, count: int) -> str:
+        """Read the coordinator's address."""
+        address = super().address(count)
+        is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        if not is_agents or os.environ.get("JAX_COORDINATOR_ADDRESS"):
+            return address
+        host, _, port = address.rpartition(":")
+        return f"{host}:{default_port(int(port))}"
+
+
+class KubeflowTrainJob(ClusterEnvironment):
+    """A pod of a Kubeflow TrainJob with the runtime of torch, without `torchrun`."""
+
+    name = "kubeflow"
+    index = "PET_NODE_RANK"
+    size = "PET_NNODES"
+    host = "PET_MASTER_ADDR"
+    port = "PET_MASTER_PORT"
+
+
+class InitializedJax(ClusterEnvironment):
+    """A process that has called `jax.distributed.initialize` itself."""
+
+    name = "jax.distributed"
+
+    def detect(self) -> bool:
+        """Whether JAX is connected to its coordination service."""
+        return jax.distributed.is_initialized()
+
+    def membership(self) -> Membership:
+        """Ask JAX, which knows the processes' indices, but not their addresses."""
+        state = distributed_state()
+        return Membership(index=state.process_id, count=state.num_processes)
+
+    def described(self) -> str:
+        """What JAX was initialized with."""
+        return "jax.distributed.initialize was called"

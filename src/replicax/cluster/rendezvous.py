@@ -1,0 +1,213 @@
+"""Rendezvous of processes that know one address: process 0 collects all addresses.
+
+Each process sends its index and a free port of its own to process 0, which answers with
+the addresses of all, or with an error. A process' host is the one that its connection
+comes from.
+"""
+
+import contextlib
+import json
+import select
+import socket
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
+
+from replicax._util.listing import listed
+from replicax._util.waiting import wait_for
+from replicax.cluster.addresses import Address, parse_address
+from replicax.cluster.environments.base import bracketed
+from replicax.cluster.listening import free_port, host_to_bind, listener
+from replicax.errors import ClusterConfigError, ClusterError
+
+__all__ = ["collect_addresses"]
+
+_MAX_BYTES = 2**24
+_POLL_SECONDS = 0.5
+_GRACE_SECONDS = 5.0  # For the error of process 0, which names the missing ones.
+_MORE_TIME = "or give it more time (rx.Timeouts(startup=...))"
+
+
+def collect_addresses(
+    launcher: str, index: int, count: int, coordinator: str, seconds: float
+) -> list[str]:
+    """Exchange addresses with the launcher's other processes.
+
+    Args:
+        launcher: The launcher's name.
+        index: This process' index.
+        count: The number of processes.
+        coordinator: The address that process 0 listens on, `"host:port"`.
+        seconds: The deadline.
+
+    Returns:
+        An address `"host:port"` for each process; the ports are free.
+
+    Raises:
+        ClusterError: If a process is missing at the deadline.
+        ClusterConfigError: If process 0 cannot listen, or if two processes have the
+            same index or belong to different jobs.
+    """
+    hello = {"launcher": launcher, "count": count, "index": index, "port": free_port()}
+    if index != 0:
+        return _report(coordinator, hello, seconds)
+    server = parse_address(coordinator)
+    # Where this machine's own name is 127.0.1.1, as on Debian, it is not elsewhere.
+    elsewhere = [] if server.is_loopback else [Address("elsewhere", 1)]
+    with contextlib.ExitStack() as stack:
+        try:
+            sockets = stack.enter_context(
+                listener(host_to_bind(server, elsewhere), server.port)
+            )
+        except OSError as error:
+            raise ClusterConfigError(
+                f"{launcher}: process 0 must listen on {coordinator}, but cannot: "
+                f"{error.strerror}. Another program may have the port: set "
+                "JAX_COORDINATOR_ADDRESS=host:port with a free one, in all processes."
+            ) from error
+        return _Register(sockets, server, hello).collect(coordinator, seconds)
+
+
+class _Register:
+    """The other processes, as process 0 knows them."""
+
+    def __init__(
+        self, servers: Sequence[socket.socket], own: Address, hello: dict[str, Any]
+    ) -> None:
+        self._servers = servers
+        self._own = own
+        self._hello = hello
+        self._strangers: list[socket.socket] = []
+        self._members: dict[int, tuple[socket.socket, str]] = {}
+
+    def collect(self, coordinator: str, seconds: float) -> list[str]:
+        """Wait for all processes, and send each the addresses of all."""
+        launcher = self._hello["launcher"]
+
+        def late() -> NoReturn:
+            self._fail(
+                ClusterError(
+                    f"{listed(self._missing())} did not come to worker:0 "
+                    f"({coordinator}) within {seconds:.0f} s. Start the same script "
+                    f"there with {launcher}, see that this port can be reached, "
+                    f"{_MORE_TIME}."
+                )
+            )
+
+        return wait_for(
+            self._poll,
+            seconds,
+            late=late,
+            reminder=lambda waited: (
+                f"worker:0 has waited {waited:.0f} s for {listed(self._missing())}"
+            ),
+            is_early=True,
+        )
+
+    def _missing(self) -> Iterator[str]:
+        indices = range(1, self._hello["count"])
+        return (f"worker:{i}" for i in indices if i not in self._members)
+
+    def _poll(self) -> list[str] | None:
+        owners = {member[0]: i for i, member in self._members.items()}
+        sockets = [*self._servers, *self._strangers, *owners]
+        for ready in select.select(sockets, [], [], _POLL_SECONDS)[0]:
+            if ready in self._servers:
+                self._strangers.append(ready.accept()[0])
+            elif ready not in owners:
+                self._strangers.remove(ready)
+                self._admit(ready, _received(ready))
+            elif not _received(ready):  # It has ended; a restart may come.
+                self._members.pop(owners[ready])[0].close()
+        if any(self._missing()):
+            return None
+        others = (self._members[i][1] for i in sorted(self._members))
+        addresses = [self._address(self._own.host, self._hello["port"]), *others]
+        self._tell({"addresses": addresses})
+        return addresses
+
+    def _admit(self, connection: socket.socket, message: dict[str, Any]) -> None:
+        index, port = message.get("index"), message.get("port")
+        if not isinstance(index, int) or not isinstance(port, int):
+            connection.close()  # Another program's, such as a port scanner.
+            return
+        is_new = index not in self._members and 0 < index < self._hello["count"]
+        peer = Address(connection.getpeername()[0].removeprefix("::ffff:"), port)
+        host = self._own.host if peer.is_loopback else peer.host
+        self._members[index if is_new else -1] = connection, self._address(host, port)
+        own = {"index": 0, "port": 0}
+        if not is_new or {**message, **own} != {**self._hello, **own}:
+            self._fail(
+                ClusterConfigError(
+                    f"{self._hello['launcher']}: worker:0 of {self._hello['count']} "
+                    f"processes got {message}, which has an index that is taken or is "
+                    "of another job. Start each process with its own index and else "
+                    "the same variables; give each job a port of its own by "
+                    "JAX_COORDINATOR_ADDRESS=host:port."
+                )
+            )
+
+    def _fail(self, error: ClusterError | ClusterConfigError) -> NoReturn:
+        self._tell({"error": str(error), "retry": isinstance(error, ClusterError)})
+        raise error
+
+    def _tell(self, answer: dict[str, Any]) -> None:
+        for connection in self._strangers:
+            connection.close()
+        for connection, _ in self._members.values():
+            with contextlib.suppress(OSError), connection:
+                connection.sendall(json.dumps(answer).encode() + b"\n")
+
+    @staticmethod
+    def _address(host: str, port: int) -> str:
+        return f"{bracketed(host)}:{port}"
+
+
+def _report(coordinator: str, hello: dict[str, Any], seconds: float) -> list[str]:
+    """Report to process 0, and wait for the addresses of all."""
+    me, server = f"worker:{hello['index']}", parse_address(coordinator)
+    connections: list[socket.socket] = []
+
+    def poll() -> dict[str, Any] | None:
+        if not connections:
+            with contextlib.suppress(OSError):
+                connections.append(socket.create_connection(server, timeout=5.0))
+                connections[0].sendall(json.dumps(hello).encode() + b"\n")
+            return None
+        if not select.select(connections, [], [], _POLL_SECONDS)[0]:
+            return None
+        with connections.pop() as connection:  # Without an answer, worker:0 has ended.
+            return _received(connection) or None
+
+    def late() -> NoReturn:
+        problem = "has not answered" if connections else "did not come"
+        for connection in connections:
+            connection.close()
+        raise ClusterError(
+            f"{me}: worker:0 ({coordinator}) {problem} within {seconds:.0f} s. Start "
+            "the same script there, see that its port can be reached from here, "
+            f"{_MORE_TIME}."
+        )
+
+    answer = wait_for(
+        poll,
+        seconds + _GRACE_SECONDS,
+        late=late,
+        reminder=lambda waited: (
+            f"{me} has waited {waited:.0f} s for worker:0 ({coordinator}) and others"
+        ),
+        is_early=True,
+        pauses=(0.1, 1.0),
+    )
+    if "error" in answer:
+        kind = ClusterError if answer["retry"] else ClusterConfigError
+        raise kind(f"{me}: {answer['error']}")
+    return answer["addresses"]
+
+
+def _received(connection: socket.socket) -> dict[str, Any]:
+    """Read a line of JSON; empty if it is none, or if the connection has ended."""
+    connection.settimeout(5.0)
+    with contextlib.suppress(OSError, ValueError):
+        message = json.loads(connection.makefile("rb").readline(_MAX_BYTES))
+        return message if isinstance(message, dict) else {}
+    return {}

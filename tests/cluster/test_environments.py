@@ -1,0 +1,633 @@
+"""Launchers' environments, as recorded or documented: the right cluster or error.
+
+Environments of Open MPI 4.1 and 5.0, MPICH 4.0, Slurm 22.05, torchrun of torch 2.13 and
+accelerate 1.15 were recorded on one host; those of two hosts, and of services, are what
+their documentation says.
+"""
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import replicax as rx
+from replicax.cluster.detection import ENVIRONMENTS, detect, local_devices, resolve
+from replicax.cluster.environments.base import IncompleteError
+from replicax.cluster.environments.cloud import SageMaker
+from replicax.cluster.timeouts import Timeouts
+from replicax.cluster.tpu_system import require_single
+from replicax.errors import ClusterConfigError
+
+PREFIXES = (
+    *("CLUSTER_SPEC", "COMPLETION", "GROUP_", "JAX_COORD", "JAX_NUM_PROC", "JAX_PROC"),
+    *("JOB", "KERAS_DIST", "LOCAL_", "MASTER_", "MPI", "OMPI_", "PET_", "PMI"),
+    *("RANK", "SKYPILOT_", "SLURM_", "SM_", "TF_CONFIG", "TORCH", "TPU_", "WORLD_"),
+)
+CALLER = "MultiWorkerMirroredStrategy"
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ:
+        if name.startswith(PREFIXES):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # Slurm's resolver may set it.
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+
+
+def tf_config(index: int, *addresses: str) -> str:
+    task = {"type": "worker", "index": index}
+    return json.dumps({"cluster": {"worker": addresses}, "task": task})
+
+
+def torchrun(rank: int, hosts: int, size: int = 2, **more: str) -> dict[str, str]:
+    local = size // hosts
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(rank % local),
+        "LOCAL_WORLD_SIZE": str(local),
+        "GROUP_RANK": str(rank // local),
+        "GROUP_WORLD_SIZE": str(hosts),
+        "MASTER_ADDR": "localhost" if hosts == 1 else "node-a",
+        "MASTER_PORT": "29500",
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        **more,
+    }
+
+
+def openmpi(rank: int, hosts: int, **more: str) -> dict[str, str]:
+    local = 2 // hosts
+    return {
+        "OMPI_COMM_WORLD_RANK": str(rank),
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(rank % local),
+        "OMPI_COMM_WORLD_LOCAL_SIZE": str(local),
+        "PMIX_RANK": str(rank),
+        **more,
+    }
+
+
+def hydra(rank: int, hosts: int, **more: str) -> dict[str, str]:
+    local = 2 // hosts
+    return {
+        "PMI_RANK": str(rank),
+        "PMI_SIZE": "2",
+        "PMI_FD": "8",
+        "MPI_LOCALRANKID": str(rank % local),
+        "MPI_LOCALNRANKS": str(local),
+        **more,
+    }
+
+
+def slurm(rank: int, hosts: int, **more: str) -> dict[str, str]:
+    return {
+        "SLURM_JOB_ID": "7168",
+        "SLURM_PROCID": str(rank),
+        "SLURM_NTASKS": "2",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NODELIST": "n1" if hosts == 1 else "n[1-2]",
+        "SLURM_STEP_TASKS_PER_NODE": "2" if hosts == 1 else "1(x2)",
+        "SLURM_LOCALID": str(rank if hosts == 1 else 0),
+        "SLURM_NODEID": str(0 if hosts == 1 else rank),
+        **more,
+    }
+
+
+def named(
+    index: int, names: str, hosts: int, address: str = "", **more: str
+) -> dict[str, str]:
+    """Variables of an index and a number of processes, `names` by spaces."""
+    rank, size, host = names.split(" ")
+    return {rank: str(index), size: "2", host: address or f"node-{hosts}:1234", **more}
+
+
+JAX = "JAX_PROCESS_ID JAX_NUM_PROCESSES JAX_COORDINATOR_ADDRESS"
+KERAS = (
+    "KERAS_DISTRIBUTION_PROCESS_ID KERAS_DISTRIBUTION_NUM_PROCESSES "
+    "KERAS_DISTRIBUTION_JOB_ADDRESSES"
+)
+PET = "PET_NODE_RANK PET_NNODES PET_MASTER_ADDR"
+SKY = "SKYPILOT_NODE_RANK SKYPILOT_NUM_NODES SKYPILOT_NODE_IPS"
+SM = ["algo-1", "algo-2"]
+POOLS = {"workerpool0": ["pool0-0:2222"], "workerpool1": ["pool1-0:2222"]}
+
+
+def vertex(pools: Mapping[str, object], pool: str, index: int = 0) -> dict[str, str]:
+    spec = {"cluster": pools, "environment": "cloud"}
+    return {
+        "CLUSTER_SPEC": json.dumps({**spec, "task": {"type": pool, "index": index}})
+    }
+
+
+class Row(NamedTuple):
+    """Process `index` of two is started so; or process 0 of one."""
+
+    name: str
+    variables: dict[str, str]
+    addresses: list[str] | None = None
+    """Of all processes, if the launcher gives them."""
+    coordinator: str = ""
+    gpus: list[int] | None = None
+    index: int = 1
+    count: int = 2
+
+
+HNP = "OMPI_MCA_orte_hnp_uri"
+ROWS = {
+    "TF_CONFIG, 1 host": Row(
+        "TF_CONFIG",
+        {"TF_CONFIG": tf_config(1, "localhost:1", "localhost:2")},
+        ["localhost:1", "localhost:2"],
+    ),
+    "TF_CONFIG, 2 hosts": Row(
+        "TF_CONFIG", {"TF_CONFIG": tf_config(1, "a:1", "b:1")}, ["a:1", "b:1"]
+    ),
+    "torchrun, 1 host": Row(
+        "torchrun", torchrun(1, 1), coordinator="localhost:62268", gpus=[1]
+    ),
+    "torchrun, 2 hosts": Row("torchrun", torchrun(1, 2), coordinator="node-a:62268"),
+    "torch's variables by hand, 2 hosts": Row(
+        "torchrun",
+        named(1, "RANK WORLD_SIZE MASTER_ADDR", 2, "a", MASTER_PORT="29500"),
+        coordinator="a:29500",
+    ),
+    "torchrun, IPv6": Row(
+        "torchrun", torchrun(1, 2, MASTER_ADDR="fd00::7"), coordinator="[fd00::7]:62268"
+    ),
+    "torchrun, another port": Row(
+        "torchrun",
+        torchrun(1, 2, JAX_COORDINATOR_PORT="7000"),
+        coordinator="node-a:7000",
+    ),
+    "Open MPI 4, 1 host": Row(
+        "openmpi",
+        openmpi(1, 1, **{HNP: "2074083328.0;tcp://192.0.2.2:49131;tcp6://[fd00::2]:4"}),
+        coordinator=f"localhost:{61440 + 2074083328 // 4096 % 4096}",
+        gpus=[1],
+    ),
+    "Open MPI 4, 2 hosts": Row(
+        "openmpi",
+        openmpi(1, 2, **{HNP: "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911"}),
+        coordinator=f"10.96.0.1:{61440 + 1531576320 // 4096 % 4096}",
+    ),
+    "Open MPI 4, 2 hosts, IPv6": Row(
+        "openmpi",
+        openmpi(1, 2, **{HNP: "8192.0;tcp6://[fe80::2,2620:10d::2]:43370"}),
+        coordinator="[fe80::2]:61442",
+    ),
+    "Open MPI 5, 1 host": Row(
+        "openmpi",
+        openmpi(1, 1, PMIX_NAMESPACE="prterun-vm-6173@1"),
+        coordinator=f"localhost:{61440 + 6173 % 4096}",
+        gpus=[1],
+    ),
+    "Open MPI 5, 2 hosts": Row(
+        "openmpi",
+        openmpi(1, 2, PMIX_NAMESPACE="prterun-node-7-10@1"),
+        coordinator="node-7:61450",
+    ),
+    "Open MPI 5 in Slurm, whose variables are those of its daemon": Row(
+        "openmpi",
+        openmpi(1, 2, **slurm(0, 2, SLURM_NTASKS="3", PMIX_NAMESPACE="prterun-n-1@1")),
+        coordinator="n:61441",
+    ),
+    "MPICH on 2 hosts of SageMaker, three processes": Row(
+        "mpich",
+        {
+            "PMI_RANK": "2",
+            "PMI_SIZE": "3",
+            "MPI_LOCALRANKID": "0",
+            "MPI_LOCALNRANKS": "2",
+            "JAX_COORDINATOR_ADDRESS": "algo-1:7000",
+            "SM_HOSTS": json.dumps(SM),
+            "SM_CURRENT_HOST": "algo-2",
+        },
+        coordinator="algo-1:7000",
+        gpus=[0],
+        index=2,
+        count=3,
+    ),
+    "MPICH, 2 hosts": Row(
+        "mpich",
+        hydra(1, 2, JAX_COORDINATOR_ADDRESS="node-a:7000"),
+        coordinator="node-a:7000",
+    ),
+    "JAX's variables, 1 host": Row(
+        "jax", named(1, JAX, 1, "localhost:1234"), coordinator="localhost:1234"
+    ),
+    "Kubeflow TrainJob, JAX, 2 hosts": Row(
+        "jax",
+        named(1, JAX, 2, "t-node-0-0.t:29500", JOB_COMPLETION_INDEX="1"),
+        coordinator="t-node-0-0.t:29500",
+    ),
+    "Kubeflow TrainJob, torch, 1 host": Row(
+        "kubeflow",
+        {"PET_NODE_RANK": "0", "PET_NNODES": "1", "PET_NPROC_PER_NODE": "auto"},
+        index=0,
+        count=1,
+    ),
+    "Kubeflow TrainJob, torch, 2 hosts": Row(
+        "kubeflow",
+        named(1, PET, 2, "t-node-0-0.t", PET_MASTER_PORT="29400"),
+        coordinator="t-node-0-0.t:29400",
+    ),
+    "Kubeflow TrainJob, torchrun, 2 hosts": Row(
+        "torchrun",
+        torchrun(1, 2, **named(0, PET, 2, "t", PET_MASTER_PORT="29400")),
+        coordinator="node-a:62268",
+    ),
+    "Keras, 1 host": Row(
+        "keras",
+        named(1, KERAS, 1, "localhost:1, localhost:2"),
+        ["localhost:1", "localhost:2"],
+    ),
+    "Keras, 2 hosts": Row(
+        "keras", named(1, KERAS, 2, "10.0.0.1:1234"), coordinator="10.0.0.1:1234"
+    ),
+    "srun, 1 host": Row("slurm", slurm(1, 1), ["n1:61440", "n1:61441"]),
+    "srun, 2 hosts": Row("slurm", slurm(1, 2), ["n1:61440", "n2:61440"]),
+    "srun over PMI, 2 hosts": Row(
+        "mpich",
+        slurm(1, 2, **hydra(1, 2, JAX_COORDINATOR_ADDRESS="n1:7000")),
+        coordinator="n1:7000",
+    ),
+    "srun and torchrun, a node each": Row(
+        "torchrun",
+        torchrun(1, 2, 4, **slurm(0, 2)),
+        coordinator="node-a:62268",
+        gpus=[1],
+        count=4,
+    ),
+    "JobSet, 2 hosts": Row(
+        "kubernetes",
+        {
+            "JOB_COMPLETION_INDEX": "1",
+            "JOBSET_NAME": "t",
+            "JOBSET_REPLICATED_JOB_NAME": "w",
+            "JAX_NUM_PROCESSES": "2",
+        },
+        ["t-w-0-0.t:2222", "t-w-0-1.t:2222"],
+    ),
+    "JobSet, 1 host": Row(
+        "kubernetes",
+        {"JOB_COMPLETION_INDEX": "0", "JAX_NUM_PROCESSES": "1"},
+        index=0,
+        count=1,
+    ),
+    "JobSet of `replicax manifest`, 2 hosts": Row(
+        "TF_CONFIG",
+        {"JOB_COMPLETION_INDEX": "1", "TF_CONFIG": tf_config(1, "t-0.t:1", "t-1.t:1")},
+        ["t-0.t:1", "t-1.t:1"],
+    ),
+    "SageMaker, 1 host": Row(
+        "sagemaker",
+        {"SM_HOSTS": '["algo-1"]', "SM_CURRENT_HOST": "algo-1"},
+        ["algo-1:61440"],
+        index=0,
+        count=1,
+    ),
+    "SageMaker, 2 hosts": Row(
+        "sagemaker",
+        {"SM_HOSTS": json.dumps(SM), "SM_CURRENT_HOST": "algo-2"},
+        ["algo-1:61440", "algo-2:61440"],
+    ),
+    "SageMaker with torchrun, 2 hosts": Row(
+        "torchrun",
+        torchrun(1, 2, SM_HOSTS=json.dumps(SM), SM_CURRENT_HOST="algo-2"),
+        coordinator="node-a:62268",
+    ),
+    "Vertex AI, 1 host": Row(
+        "vertex",
+        vertex({"workerpool0": ["pool0-0:2222"]}, "workerpool0"),
+        ["pool0-0:2222"],
+        index=0,
+        count=1,
+    ),
+    "Vertex AI, 2 hosts": Row(
+        "vertex", vertex(POOLS, "workerpool1"), ["pool0-0:2222", "pool1-0:2222"]
+    ),
+    "SkyPilot, 1 host": Row(
+        "skypilot",
+        {"SKYPILOT_NODE_RANK": "0", "SKYPILOT_NODE_IPS": "10.0.0.1"},
+        ["10.0.0.1:61440"],
+        index=0,
+        count=1,
+    ),
+    "SkyPilot, 2 hosts": Row(
+        "skypilot",
+        named(1, SKY, 2, "10.0.0.1\n10.0.0.2"),
+        ["10.0.0.1:61440", "10.0.0.2:61440"],
+    ),
+    "SkyPilot with torchrun, 2 hosts": Row(
+        "torchrun",
+        torchrun(1, 2, **named(1, SKY, 2, "10.0.0.1\n10.0.0.2")),
+        coordinator="node-a:62268",
+    ),
+    "TPU slice on GKE, 2 hosts": Row(
+        "tpu",
+        {"TPU_WORKER_HOSTNAMES": "h0,h1", "TPU_WORKER_ID": "1"},
+        ["h0:8482", "h1:8482"],
+    ),
+    "one process of torchrun": Row("torchrun", torchrun(0, 1, 1), index=0, count=1),
+    "a blank TF_CONFIG": Row(
+        "torchrun", torchrun(1, 2, TF_CONFIG=" "), coordinator="node-a:62268"
+    ),
+    "one step of one task on two nodes of Slurm": Row(
+        "slurm",
+        {"SLURM_NTASKS": "4", "SLURM_JOB_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "1"},
+        index=0,
+        count=1,
+    ),
+    "one task of Slurm": Row(
+        "slurm", {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, index=0, count=1
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ROWS)
+def test_the_right_cluster(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = ROWS[case]
+    for name, value in row.variables.items():
+        monkeypatch.setenv(name, value)
+    environment, place = detect(None, CALLER)
+    assert environment is not None
+    assert environment.name == row.name
+    assert (place.index, place.count) == (row.index, row.count)
+    assert place.coordinator == row.coordinator
+    assert local_devices(place) == row.gpus
+    if row.addresses is not None:
+        resolver, _ = resolve(None, Timeouts(), CALLER)
+        assert resolver.cluster_spec().as_dict() == {"worker": row.addresses}
+        assert (resolver.task_type, resolver.task_id) == ("worker", row.index)
+    # The launcher's name as an argument is the same.
+    chosen, again = detect(row.name, CALLER)
+    assert chosen is environment
+    assert (again.index, again.count) == (row.index, row.count)
+    # And both processes of a job on one machine are refused by none.
+    with pytest.raises(ClusterConfigError, match="no sign of this launcher"):
+        detect("keras" if row.name != "keras" else "slurm", CALLER)
+
+
+def test_mpich_on_one_host_needs_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in hydra(0, 1).items():
+        monkeypatch.setenv(name, value)
+    _, place = detect(None, CALLER)
+    host, _, port = place.coordinator.partition(":")
+    assert host == "localhost"
+    assert 61440 <= int(port) <= 65535
+
+
+def test_all_launchers_have_a_row() -> None:
+    rows = {row.name for row in ROWS.values()}
+    assert ENVIRONMENTS.keys() - rows == {"ray", "jax.distributed"}
+
+
+ERRORS = {
+    "torch, no address": (
+        {"RANK": "0", "WORLD_SIZE": "2"},
+        r"torchrun: RANK='0', WORLD_SIZE='2', but MASTER_ADDR and MASTER_PORT are not "
+        r"set\. Set MASTER_ADDR and MASTER_PORT in every process\. .*'alone'",
+    ),
+    "torch, no index": (
+        {"WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+        "RANK is not set",
+    ),
+    "torch, no number": ({"RANK": "1"}, "WORLD_SIZE is not set"),
+    "torch, index out of range": (
+        {"RANK": "2", "WORLD_SIZE": "2"},
+        "RANK must be a number from 0 to 1; got RANK='2', WORLD_SIZE='2'",
+    ),
+    "torch, no numbers": (
+        {"RANK": "one", "WORLD_SIZE": "2"},
+        "RANK must be a number from 0 to 1; got RANK='one'",
+    ),
+    "torch, a port that is none": (
+        torchrun(1, 2, MASTER_PORT="x"),
+        "MASTER_PORT must be a number from 1 to 65535",
+    ),
+    "MPICH, 2 hosts": (
+        hydra(1, 2),
+        "JAX_COORDINATOR_ADDRESS is not set.*mpiexec -genv JAX_COORDINATOR_ADDRESS",
+    ),
+    "PMIx without a number of processes": (
+        {"PMIX_RANK": "0", "PMIX_NAMESPACE": "prterun-vm-1@1"},
+        "JAX_PROCESS_ID and JAX_NUM_PROCESSES are not set",
+    ),
+    "Open MPI, an unknown runtime": (openmpi(1, 2), "JAX_COORDINATOR_ADDRESS is not"),
+    "Open MPI, mpirun on another host than process 0": (
+        openmpi(0, 2, **{HNP: "4096.0;tcp://192.0.2.77:34911"}),
+        "process 0 is not on 192.0.2.77, where mpirun runs.*JAX_COORDINATOR_ADDRESS=",
+    ),
+    "JAX, an address only": (
+        {"JAX_COORDINATOR_ADDRESS": "a:1"},
+        "JAX_PROCESS_ID and JAX_NUM_PROCESSES are not set",
+    ),
+    "JAX, no address": (
+        {"JAX_PROCESS_ID": "0", "JAX_NUM_PROCESSES": "2"},
+        "JAX_COORDINATOR_ADDRESS is not set",
+    ),
+    "Keras, no number": (
+        named(1, KERAS, 2, "a:1") | {"KERAS_DISTRIBUTION_NUM_PROCESSES": ""},
+        "KERAS_DISTRIBUTION_NUM_PROCESSES is not set",
+    ),
+    "Keras, another number": (
+        named(1, KERAS, 2, "a:1,b:1,c:1"),
+        "KERAS_DISTRIBUTION_NUM_PROCESSES must be a number from 3 to 3",
+    ),
+    "Kubeflow, elastic": (
+        {"PET_NODE_RANK": "0", "PET_NNODES": "1:2"},
+        "PET_NNODES must be a number.*got PET_NODE_RANK='0', PET_NNODES='1:2'",
+    ),
+    "a batch script of Slurm without srun": (
+        {"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"},
+        r"SLURM_STEP_NODELIST is not set.*Start the script with srun\..*'alone'",
+    ),
+    "a batch script of Slurm on two nodes, without a number of tasks": (
+        {"SLURM_PROCID": "0", "SLURM_JOB_NUM_NODES": "2"},
+        "SLURM_STEP_NODELIST is not set",
+    ),
+    "JAX, a port that is none": (
+        {
+            "SKYPILOT_NODE_RANK": "0",
+            "SKYPILOT_NODE_IPS": "a b",
+            "JAX_COORDINATOR_PORT": "x",
+        },
+        "JAX_COORDINATOR_PORT must be a port's number; got 'x'",
+    ),
+    "torch, an address that is none": (
+        torchrun(1, 2, MASTER_ADDR="a b"),
+        "torchrun: the address of process 0 is 'a b:62268'.*MASTER_ADDR='a b'",
+    ),
+    "an Indexed Job": (
+        {"JOB_COMPLETION_INDEX": "0"},
+        "kubernetes: JOB_COMPLETION_INDEX='0', but JAX_NUM_PROCESSES is not set",
+    ),
+    "an Indexed Job without a service": (
+        {"JOB_COMPLETION_INDEX": "0", "JAX_NUM_PROCESSES": "2", "HOSTNAME": "t-0"},
+        "JAX_PROCESS_ID is not set.*headless service is not known",
+    ),
+    "SageMaker, another host": (
+        {"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-3"},
+        "this host must be one of the job's hosts.*'algo-3'",
+    ),
+    "SageMaker, no JSON": (
+        {"SM_HOSTS": "algo-1", "SM_CURRENT_HOST": "algo-1"},
+        "SM_HOSTS must be JSON; got 'algo-1'",
+    ),
+    "Vertex AI, pools of other roles": (
+        vertex({**POOLS, "workerpool2": ["p:1"]}, "workerpool0"),
+        "CLUSTER_SPEC has workerpool2.*pools 0 and 1",
+    ),
+    "Vertex AI, another document": (
+        {"CLUSTER_SPEC": '{"cluster": {}}'},
+        "CLUSTER_SPEC must have 'cluster' with 'workerpool0'",
+    ),
+    "SkyPilot, another number": (
+        {**named(0, SKY, 1, "10.0.0.1")},
+        "SKYPILOT_NUM_NODES must be a number from 1 to 1",
+    ),
+    "SkyPilot, no addresses": (
+        {"SKYPILOT_NODE_RANK": "0", "SKYPILOT_NUM_NODES": "2"},
+        "SKYPILOT_NODE_IPS is not set",
+    ),
+    "TF_CONFIG, malformed, and torchrun": (
+        torchrun(1, 2, TF_CONFIG="{"),
+        "TF_CONFIG has 1 problem",
+    ),
+    "one task of Slurm, and torch's variables without an address": (
+        {"SLURM_NTASKS": "1", "RANK": "0", "WORLD_SIZE": "2"},
+        "MASTER_ADDR and MASTER_PORT are not set",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_the_right_error(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    variables, message = ERRORS[case]
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ClusterConfigError, match=f"(?s){message}"):
+        rx.MultiWorkerMirroredStrategy()
+    for make in (rx.FullyShardedStrategy, rx.ModelParallelStrategy):
+        with pytest.raises(ClusterConfigError, match=f"(?s){message}"):
+            make()
+    # On purpose it is one argument.
+    alone = rx.MultiWorkerMirroredStrategy("alone")
+    assert alone.num_workers == 1
+    assert (alone.task_type, alone.task_id) == (None, None)
+
+
+CONTRADICTIONS = {
+    "torchrun in each task of Slurm": (
+        torchrun(0, 1, 1, **slurm(1, 2)),
+        ["torchrun says process 0 of 1 (RANK='0', WORLD_SIZE='1'",
+         "slurm says process 1 of 2 (SLURM_PROCID='1', SLURM_NTASKS='2')",
+         "cluster_resolver='torchrun' or 'slurm'", "cluster_resolver='alone'"],
+    ),
+    "TF_CONFIG and torchrun, numbers": (
+        torchrun(1, 1, 4, TF_CONFIG=tf_config(1, "a:1", "b:1")),
+        ["TF_CONFIG says process 1 of 2", "torchrun says process 1 of 4"],
+    ),
+    "TF_CONFIG and torch, indices": (
+        torchrun(1, 2, TF_CONFIG=tf_config(0, "a:1", "b:1")),
+        ["TF_CONFIG says process 0 of 2", "torchrun says process 1 of 2 (RANK='1'"],
+    ),
+    "Keras and JAX": (
+        {**named(0, KERAS, 2), **named(1, JAX, 2)},
+        ["keras says process 0 of 2 (KERAS_DISTRIBUTION_PROCESS_ID='0'",
+         "jax says process 1 of 2 (JAX_PROCESS_ID='1'"],
+    ),
+    "one process of mpirun on each host of SageMaker": (
+        {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1",
+         "SM_HOSTS": json.dumps(SM), "SM_CURRENT_HOST": "algo-2"},
+        ["openmpi says process 0 of 1", "sagemaker says process 1 of 2"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CONTRADICTIONS)
+def test_launchers_that_contradict_each_other(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variables, messages = CONTRADICTIONS[case]
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ClusterConfigError) as caught:
+        rx.MultiWorkerMirroredStrategy()
+    assert str(caught.value).startswith(
+        f"{CALLER}: two launchers contradict each other"
+    )
+    for message in messages:
+        assert message in str(caught.value)
+    assert rx.MultiWorkerMirroredStrategy("alone").num_workers == 1
+
+
+def test_an_evaluator_contradicts_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = {"type": "evaluator", "index": 0}
+    config = json.dumps({"cluster": {"worker": ["a:1", "b:1"]}, "task": task})
+    monkeypatch.setenv("TF_CONFIG", config)
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", "0")
+    assert rx.MultiWorkerMirroredStrategy().num_workers == 1
+
+
+def test_the_file_of_sagemaker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "resourceconfig.json"
+    file.write_text(json.dumps({"current_host": "algo-2", "hosts": SM}))
+    monkeypatch.setattr(SageMaker, "resources", file)
+    resolver, place = resolve(None, Timeouts(), CALLER)
+    assert (place.index, place.count) == (1, 2)
+    assert resolver.cluster_spec().job_tasks("worker")[1] == "algo-2:61440"
+
+
+def test_gpus_that_are_bound_already_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in torchrun(1, 1).items():
+        monkeypatch.setenv(name, value)
+    _, place = detect(None, CALLER)
+    for visible, gpus in [("0,1", [1]), ("1", None), ("4,5,6,7", [1])]:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert local_devices(place) == gpus
+    monkeypatch.setenv("JAX_LOCAL_DEVICE_IDS", "0,1")
+    assert local_devices(place) is None
+
+
+def test_names() -> None:
+    with pytest.raises(ValueError, match=r"'alone' or the name of a launcher.*'slurm'"):
+        rx.MultiWorkerMirroredStrategy("slurmm")
+    with pytest.raises(ClusterConfigError, match=re.escape("RANK and WORLD_SIZE not")):
+        rx.MultiWorkerMirroredStrategy("torchrun")
+    with pytest.raises(TypeError, match="cluster_resolver must be"):
+        rx.ParameterServerStrategy("slurm")  # pyright: ignore[reportArgumentType]
+    assert issubclass(IncompleteError, ClusterConfigError)
+
+
+def test_no_launcher_is_alone() -> None:
+    assert detect(None, CALLER)[0] is None
+    assert rx.MultiWorkerMirroredStrategy().num_workers == 1
+
+
+def test_a_tpu_of_one_host_is_not_alone_by_accident(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in named(1, SKY, 2, "10.0.0.1\n10.0.0.2").items():
+        monkeypatch.setenv(name, value)
+    message = (
+        r"TPUStrategy: the TPU slice has one host.*skypilot has started 2 processes "
+        r"\(SKYPILOT_NODE_RANK='1'.*TPUClusterResolver\('local'\)"
+    )
+    with pytest.raises(ClusterConfigError, match=message):
+        require_single("TPUStrategy")
+    assert rx.cluster_resolver.TPUClusterResolver("local").is_local
+    assert not rx.cluster_resolver.TPUClusterResolver("").is_local
+    monkeypatch.delenv("SKYPILOT_NODE_IPS")
+    with pytest.raises(ClusterConfigError, match="but SKYPILOT_NODE_IPS is not set"):
+        require_single("TPUStrategy")
+    monkeypatch.setenv("SKYPILOT_NODE_RANK", "")
+    monkeypatch.setenv("SKYPILOT_NUM_NODES", "")
+    require_single("TPUStrategy")
