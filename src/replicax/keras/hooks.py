@@ -53,7 +53,6 @@ from replicax.keras import (
     variables,
 )
 from replicax.keras.session import LateCallback, session_of
-from replicax.keras.steps import forget_steps
 from replicax.report.journal import REPORT
 
 __all__ = ["install", "note_strategy"]
@@ -224,7 +223,6 @@ def _wants_loop(*arguments: PyTree) -> bool:
 def _compile(
     original: Original, model: keras.Model, *args: PyTree, **kwargs: PyTree
 ) -> None:
-    forget_steps(model)
     strategy = _strategy_of(model)
     if strategy is None:
         _refuse_scope(original, model)
