@@ -54,7 +54,7 @@ def require_same_trace(
         is_replay: Whether the trace is a replay itself.
 
     Raises:
-        RetraceError: It names the user's line of the first equation that differs.
+        RetraceError: It names the user's line of an equation that differs.
     """
     difference = _difference(targets, replayed, is_replay)
     if difference is None:
@@ -138,30 +138,24 @@ class _Comparison:
         self._compared: set[tuple[int, int]] = set()
 
     def of(self, value: PyTree, atom: Atom) -> str | None:
-        """Describe the first difference between what two values are made of."""
+        """Describe a difference between what two values are made of, if any."""
         todo: list[tuple[PyTree, Atom, TracedEquation | None]] = [(value, atom, None)]
-        inputs_are_compared: set[tuple[int, int]] = set()
         while todo:
-            value, atom, user = todo[-1]
+            value, atom, user = todo.pop()
             value, again = _known(value), self._known(atom)
             key = (_id(value), _id(again))
             if key in self._compared:
-                todo.pop()
-                continue
-            mine, other = equation_of(value), self._producer(again)
-            if other is None or mine is None:
-                if not _is_same_leaf(value, again):
-                    return _described(user or mine, other, value, again)
-            elif not _is_same_operation(mine, value, other, again):
-                return _described(mine, other, value, again)
-            elif key not in inputs_are_compared:
-                inputs_are_compared.add(key)
-                inputs = zip(mine.in_tracers, other.invars, strict=True)
-                # The last one is compared first: the first difference is the earliest.
-                todo += [(x, y, mine) for x, y in reversed(list(inputs))]
                 continue
             self._compared.add(key)
-            todo.pop()
+            mine, other = equation_of(value), self._producer(again)
+            if mine is None or other is None:
+                if not _is_same_leaf(value, again):
+                    return _described(user or mine, other, value, again)
+            elif _is_same_operation(mine, value, other, again):
+                inputs = zip(mine.in_tracers, other.invars, strict=True)
+                todo += [(x, y, mine) for x, y in inputs]
+            else:
+                return _described(mine, other, value, again)
         return None
 
     def _producer(self, atom: PyTree) -> JaxprEqn | None:
@@ -258,9 +252,8 @@ def _is_same_parameter(mine: PyTree, other: PyTree) -> bool:
         return False
     if isinstance(mine, ClosedJaxpr):
         consts = zip(mine.consts, other.consts, strict=False)
-        return all(_is_same_leaf(_known(x), _known(y)) for x, y in consts) and (
-            _is_same_parameter(mine.jaxpr, other.jaxpr)
-        )
+        are_same = all(_is_same_leaf(_known(x), _known(y)) for x, y in consts)
+        return are_same and _is_same_jaxpr(mine.jaxpr, other.jaxpr)
     if isinstance(mine, Jaxpr):
         return _is_same_jaxpr(mine, other)
     if isinstance(mine, tuple | list):
