@@ -53,6 +53,7 @@ PUBLIC_NAMES = [
     "RemoteValue",
     "ReplicaContext",
     "RestoreStatus",
+    "RetraceError",
     "SidecarEvaluator",
     "Strategy",
     "SummaryWriter",
@@ -191,6 +192,7 @@ def test_methods(cls) -> None:
 def test_errors_are_builtin_errors_too() -> None:
     assert issubclass(rx.ContextError, RuntimeError)
     assert issubclass(rx.InternalError, RuntimeError)
+    assert issubclass(rx.RetraceError, RuntimeError)
     assert issubclass(rx.DeviceError, ValueError)
     assert issubclass(rx.DivergenceError, ValueError)
     assert issubclass(rx.CheckpointError, RuntimeError)

@@ -220,6 +220,7 @@ PAGES = {
             "DivergenceError",
             "InputError",
             "InternalError",
+            "RetraceError",
         ),
     ),
 }

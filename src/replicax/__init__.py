@@ -67,6 +67,7 @@ if TYPE_CHECKING:  # For editors, type checkers and the pages of the API.
         DivergenceError,
         InputError,
         InternalError,
+        RetraceError,
     )
     from replicax.input import AutoShardPolicy, FileDataset, InputContext
     from replicax.keras.backup import BackupAndRestore
@@ -137,6 +138,7 @@ __all__ = [
     "RemoteValue",
     "ReplicaContext",
     "RestoreStatus",
+    "RetraceError",
     "SidecarEvaluator",
     "Strategy",
     "SummaryWriter",
@@ -208,6 +210,7 @@ _MODULES = {
     "RemoteValue": "ps.payloads",
     "ReplicaContext": "engine.replica",
     "RestoreStatus": "checkpoint",
+    "RetraceError": "errors",
     "SidecarEvaluator": "checkpoint.sidecar",
     "Strategy": "strategies.strategy",
     "SummaryWriter": "report.tensorboard",

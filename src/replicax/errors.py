@@ -13,6 +13,7 @@ __all__ = [
     "InputError",
     "InternalError",
     "LostValuesError",
+    "RetraceError",
 ]
 
 
@@ -72,3 +73,7 @@ class InternalError(RuntimeError):
 
 class LostValuesError(RuntimeError):
     """Arrays that are needed have been deleted: their memory was donated."""
+
+
+class RetraceError(RuntimeError):
+    """A step function computes something else each time it is traced."""

@@ -30,7 +30,7 @@ from tests._private.private_names import (
     sources,
 )
 
-from replicax._private.trainer import CALLBACK_STATE
+from replicax._private.trainer import CALLBACK_STATE, is_made_by_keras
 from replicax._private.wraps import WRAPS, Wrap
 from replicax.keras import hooks
 
@@ -376,3 +376,17 @@ def test_a_hook_takes_every_call_that_keras_may_make(wrap: Wrap, name: str) -> N
         signature.bind(None, *first, **dict.fromkeys(by_name[1:]))
     except TypeError as error:
         pytest.fail(f"{hook.__name__}{signature} does not fit {where}: {error}")
+
+
+@pytest.mark.parametrize("steps_per_execution", [1, 2])
+@pytest.mark.parametrize("kind", ["train", "test", "predict"])
+def test_keras_makes_functions_in_its_own_modules(
+    kind: str, steps_per_execution: int
+) -> None:
+    trained = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    trained.compile("sgd", "mse", steps_per_execution=steps_per_execution)
+    getattr(trained, f"make_{kind}_function")()
+    function = getattr(trained, f"{kind}_function")
+    assert is_made_by_keras(function)
+    vars(function)["attribute"] = 1
+    assert not is_made_by_keras(functools.wraps(function)(lambda *_: None))

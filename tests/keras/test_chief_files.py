@@ -2,9 +2,11 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import keras
 import pytest
+from keras.src.callbacks import remote_monitor
 
 from replicax.keras.session import discarded_files
 
@@ -26,6 +28,24 @@ def test_files_lie_in_the_launchers_folder(folder):
             Path(path).write_text("discarded")
     assert (saves.filepath, logs.filename) == ("models/{epoch}.keras", "log.csv")
     assert os.listdir(folder) == []
+
+
+def test_folder_of_tensorboard_is_another_before_it_opens_files(folder):
+    events = keras.callbacks.TensorBoard("events", write_graph=False)
+    with discarded_files([events]):
+        events.set_model(keras.Sequential([keras.Input((1,))]))
+        assert Path(events._train_dir).parents[3] == folder
+    assert events.log_dir == "events"
+
+
+def test_chief_alone_sends_messages(folder, monkeypatch):
+    sent = []
+    monkeypatch.setattr(remote_monitor, "requests", SimpleNamespace(post=sent.append))
+    monitor = keras.callbacks.RemoteMonitor(send_as_json=True)
+    with discarded_files([monitor]):
+        monitor.on_epoch_end(0, {"loss": 1.0})
+    assert sent == []
+    assert "on_epoch_end" not in vars(monitor)
 
 
 def test_without_such_callbacks_there_is_no_folder(folder):

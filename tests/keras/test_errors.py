@@ -46,15 +46,15 @@ def test_a_model_beside_a_strategy_that_is_used(data, strategy_of, caplog):
     assert not caplog.records
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda model, x, y: model.fit(x, y, verbose=0),
-        lambda model, x, y: model.evaluate(x, y, verbose=0),
-        lambda model, x, y: model.predict(x, verbose=0),
-        lambda model, x, y: model.train_on_batch(x, y),
-    ],
-)
+USES = [
+    lambda model, x, y: model.fit(x, y, verbose=0),
+    lambda model, x, y: model.evaluate(x, y, verbose=0),
+    lambda model, x, y: model.predict(x, verbose=0),
+    lambda model, x, y: model.train_on_batch(x, y),
+]
+
+
+@pytest.mark.parametrize("use", USES)
 def test_model_from_outside(data, strategy_of, use):
     model = classifier()
     with (
@@ -63,6 +63,17 @@ def test_model_from_outside(data, strategy_of, use):
     ):
         use(model, *data)
     use(model, *data)  # On one device, as before.
+
+
+@pytest.mark.parametrize("use", USES)
+def test_model_of_another_strategy(data, strategy_of, use):
+    """As when only the notebook's cell that makes the strategy is run again."""
+    with strategy_of(2).scope():
+        model = classifier()
+    message = rf"{model.name}.* of MirroredStrategy\(.*3\).* MirroredStrategy\(.*1\)"
+    with strategy_of(4).scope(), pytest.raises(rx.ContextError, match=message):
+        use(model, *data)
+    use(model, *data)
 
 
 def test_compile_under_another_scope(strategy_of):

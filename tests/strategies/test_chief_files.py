@@ -35,6 +35,47 @@ def train(name, folder):
     return model.get_weights()
 
 
+def back_up(name, folder):
+    import replicax as rx
+
+    strategy = getattr(rx, name)(timeouts=rx.Timeouts(step=60))
+    x = np.ones((8, 2), "float32")
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    makers = [keras.callbacks.BackupAndRestore]
+    if name == "ParameterServerStrategy":  # Its workers have no jax.distributed.
+        makers.append(keras.callbacks.OrbaxCheckpoint)
+    for maker in makers:
+        callback = maker(f"{folder}/{maker.__name__}")
+        with pytest.raises(NotImplementedError, match=r"rx\.BackupAndRestore"):
+            model.fit(x, x[:, :1], verbose=0, callbacks=[callback])
+    orbax = keras.callbacks.OrbaxCheckpoint(f"{folder}/saved")
+    if len(makers) == 1:
+        model.fit(x, x[:, :1], verbose=0, callbacks=[orbax])
+
+
+@pytest.mark.slow(but=["ParameterServerStrategy-tasks1"])
+@pytest.mark.multiprocess
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("name", "tasks"),
+    [
+        ("MultiWorkerMirroredStrategy", {"worker": 2}),
+        ("ParameterServerStrategy", {"worker": 2, "ps": 1}),
+    ],
+)
+def test_saves_of_each_worker_are_refused(tmp_path, name, tasks):
+    replicax.testing.run(
+        back_up,
+        tasks=tasks,
+        args=(name, str(tmp_path)),
+        logical_devices=1,
+        deadline_seconds=100,
+    )
+    assert not (tmp_path / "BackupAndRestore").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.timeout(120)

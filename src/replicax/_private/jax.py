@@ -21,8 +21,11 @@ __all__ = [
     "TracedEquation",
     "allow_high_operations",
     "attention_of_card",
+    "batch_of",
+    "constant_of",
     "distributed_state",
     "equation_of",
+    "frames_of",
     "has_devices",
     "innermost",
     "is_tpu_vm",
@@ -67,6 +70,29 @@ def literal_of(value: object) -> Any:
     """The number that a traced value stands for; None if it is computed or given."""
     atom = getattr(value, "val", None)
     return atom.val if isinstance(atom, jax.extend.core.Literal) else None
+
+
+def constant_of(value: object) -> Any:
+    """The array that a traced value stands for; None if it is computed or given."""
+    get_const = getattr(value, "get_const", None)
+    return None if get_const is None else get_const()
+
+
+def batch_of(value: Any) -> tuple[Any, int | None]:
+    """The array behind a value under `vmap`, and its dimension of the batch, if any."""
+    if not hasattr(value, "batch_dim"):
+        return value, None
+    return value.val, value.batch_dim
+
+
+def frames_of(equation: object) -> Iterator[tuple[str, int, str]]:
+    """The Python frames that made an equation, the innermost first: file, line, name.
+
+    JAX's public `summarize` takes every frame but JAX's own for the user's.
+    """
+    source = getattr(equation, "source_info", None)
+    for frame in getattr(getattr(source, "traceback", None), "frames", ()):
+        yield frame.file_name, frame.line_num, frame.function_name
 
 
 def jaxlib_version() -> tuple[int, ...]:

@@ -48,6 +48,7 @@ __all__ = [
     "hears",
     "in_order",
     "initial_epoch_of",
+    "is_made_by_keras",
     "makes_batches_ahead",
     "metrics_in_order",
     "pythonify_logs",
@@ -208,6 +209,16 @@ def in_order(callbacks: Any) -> Any:
 def initial_epoch_of(model: Any) -> int | None:
     """The first epoch that Keras' own `BackupAndRestore` has set; None: none."""
     return getattr(model, "_initial_epoch", None)
+
+
+def is_made_by_keras(function: Any) -> bool:
+    """Whether Keras made a model's `train_function`, or the user did.
+
+    It is an inner function of Keras' trainer, and has the globals of that. The name of
+    its module would not do: `functools.wraps` gives it to a user's function as well.
+    """
+    module: str = getattr(function, "__globals__", {}).get("__name__", "")
+    return module.startswith("keras.src.")
 
 
 def metrics_in_order(model: Any, logs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Defers Python's signal handlers during critical sections; postpones Ctrl-C.
+"""Defers signal handlers during critical sections; raises swallowed interrupts again.
 
 A handler may raise, as that of Ctrl-C does, between any two instructions of Python.
 Ordinary steps are dispatched and stored by one call of C, which no handler interrupts;
@@ -8,15 +8,17 @@ the critical sections are the rare steps that take several instructions.
 import _signal
 import _thread
 import contextlib
+import functools
+import inspect
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any, TypeVar
 
-from replicax._util.user_code import is_installed_file
+from replicax._util.user_code import is_installed_file, library_of
 
 __all__ = [
     "describe_interrupts",
@@ -159,18 +161,119 @@ _unheeded = _pending.numbers
 _note = _pending.note
 
 
+class _Heeded:
+    """A signal handler of the user's that remembers what it raises."""
+
+    def __init__(self, handler: Callable[..., Any]) -> None:
+        self.handler = handler
+
+    def __call__(self, number: int, frame: Any) -> None:
+        """Call the handler."""
+        try:
+            self.handler(number, frame)
+        except BaseException as error:
+            _raised.append(error)
+            raise
+
+
+_heeded: dict[int, _Heeded] = {}
+"""The handlers in place of the user's, by signal, while a call heeds them."""
+
+_raised: list[BaseException] = []
+"""What they have raised during the call."""
+
+_SENT = tuple(
+    getattr(_signal, f"SIG{name}")
+    for name in ("HUP", "INT", "QUIT", "ALRM", "TERM", "USR1", "USR2", "XCPU")
+)
+"""The signals whose handlers are looked up before each step, in 1 us."""
+
+
+def _heed_handlers(numbers: Iterable[int]) -> None:
+    """Put handlers that remember what they raise in place of the user's.
+
+    Those of installed packages stay: a package may compare its handler when it
+    restores the one before.
+    """
+    for number in numbers:
+        handler = _signal.getsignal(number)
+        if not callable(handler) or isinstance(handler, _Heeded):
+            continue
+        function: Any = handler
+        while isinstance(function, functools.partial):
+            function = function.func
+        if not inspect.isroutine(function):
+            function = type(function).__call__
+        code = getattr(inspect.unwrap(function), "__code__", None)
+        if code is not None and not is_installed_file(code.co_filename):
+            _heeded[number] = _Heeded(handler)
+            _signal.signal(number, _heeded[number])
+
+
+def _restore_handlers() -> None:
+    while _heeded:
+        number, heeded = _heeded.popitem()
+        if _signal.getsignal(number) is heeded:  # The call may have set another.
+            _signal.signal(number, heeded.handler)
+
+
+def _swallowed() -> BaseException | None:
+    """Take what a user's handler has raised and a library has swallowed, if anything.
+
+    A traceback begins where its exception was caught. A bare `except` of Keras, or a
+    callback of JAX's, may be interrupted; where the user's code catches an exception of
+    its own handler, it is dealt with.
+    """
+    errors, _raised[:] = list(_raised), []
+    for error in errors:
+        trace = error.__traceback__
+        if trace is None or library_of(trace.tb_frame.f_code.co_filename):
+            return error
+    return None
+
+
 @contextlib.contextmanager
 def heeding_interrupts() -> Iterator[None]:
-    """While open, raise a `KeyboardInterrupt` again if some code swallows it.
+    """While open, raise an interrupt again if a library swallows it.
 
-    Destructors, callbacks of the garbage collector and of C libraries swallow it.
-    `raise_unheeded`, at the next step's beginning, raises it again, or else the end of
-    the context does. A user's own handler is left alone.
+    An interrupt is a `KeyboardInterrupt` of Python's own handler, or what a handler of
+    the user's raises. Destructors, callbacks of the garbage collector and of C
+    libraries swallow it, and so does a bare `except`. `raise_unheeded`, at the next
+    step's beginning, raises it again, or else the end of the context does. All handlers
+    are the user's afterwards.
     """
-    if (
-        threading.current_thread() is not threading.main_thread()
-        or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
-    ):
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    is_inner = bool(_depth)
+    _depth.append(None)
+    try:
+        _heed_handlers(range(1, _signal.NSIG))
+        with _heeding_ctrl_c():
+            yield
+    except BaseException as error:
+        known = any(error is x for x in _raised)
+        if not known and (swallowed := _swallowed()) is not None:
+            raise swallowed from error
+        raise
+    else:
+        if (swallowed := _swallowed()) is not None:
+            raise swallowed
+    finally:
+        _depth.pop()
+        if not is_inner:
+            _restore_handlers()
+            _raised.clear()
+
+
+_depth: list[None] = []
+"""One entry for each open `heeding_interrupts`: `evaluate` is called within `fit`."""
+
+
+@contextlib.contextmanager
+def _heeding_ctrl_c() -> Iterator[None]:
+    """Raise a swallowed `KeyboardInterrupt` again, unless the user has a handler."""
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
     _pending.clear()
@@ -207,7 +310,12 @@ def take_up_postponed() -> None:
 
 
 def raise_unheeded() -> None:
-    """Raise a `KeyboardInterrupt` that some code has swallowed."""
+    """Raise an interrupt that some code has swallowed; called before each step."""
+    if not _depth or threading.get_ident() != threading.main_thread().ident:
+        return
+    _heed_handlers(_SENT)
+    if _raised and (swallowed := _swallowed()) is not None:
+        raise swallowed
     if not _unheeded:
         return
     if _pending.moved_at is not None:

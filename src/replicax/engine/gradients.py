@@ -23,7 +23,13 @@ from replicax.engine.replay import (
     current_run,
     rebind,
 )
-from replicax.engine.variables import ChildScope, Variable, checked_variables
+from replicax.engine.retrace import require_same_trace, require_same_values
+from replicax.engine.variables import (
+    ChildScope,
+    ValueScope,
+    Variable,
+    checked_variables,
+)
 from replicax.errors import ContextError
 
 __all__ = ["GradientTape", "clip_by_global_norm", "value_and_grad"]
@@ -103,7 +109,8 @@ class GradientTape:
     """Differentiate what a step function computes inside `with`, as TF scripts do.
 
     Works inside a function run by `strategy.run` (and in a `train_step` of that kind).
-    Python side effects of the function happen again on each replay, as on each trace.
+    Python side effects of the function happen again on each replay, as on each trace,
+    and must not change what it computes.
     Enter the tape at the function's own level, not inside a `jax.lax.scan` or `cond`.
     (TF: `tf.GradientTape`.)
 
@@ -203,6 +210,8 @@ class GradientTape:
             ValueError: For an array that was not watched, for `output_gradients` that
                 do not fit, or for another `unconnected_gradients`.
             TypeError: If `target` is not a float array.
+            RetraceError: If the function computes another target when it is traced
+                again, since Python state has changed.
         """
         run = self._active_run("gradient")
         if self._used and not self._persistent:
@@ -224,7 +233,7 @@ class GradientTape:
         if run.stop_at is None or run.is_recorded():
             weights = _weights(output_gradients, targets)
             places = [self._place(s) for s in flat]
-            grads = self._differentiate(run, call, places, flat, weights)
+            grads = self._differentiate(run, call, targets, places, flat, weights)
         else:
             # Nothing that is differentiated here recorded this call: to it, what the
             # call returned is a constant, and the run before this one has it.
@@ -242,6 +251,7 @@ class GradientTape:
         self,
         run: StepRun,
         call: int,
+        targets: list[jax.Array],
         places: list[Source],
         sources: list[Variable | jax.Array],
         weights: list[ArrayLike],
@@ -253,22 +263,33 @@ class GradientTape:
             deltas: list[jax.Array],
         ) -> tuple[list[jax.Array], list[tuple[jax.Array, jax.Array]]]:
             nonlocal num_targets
-            deltas = gradients_unscaled(deltas)
             perturbation = Perturbation(self._index, places, deltas)
             targets, rebound = run.replay(call, perturbation)
             num_targets = len(targets)
-            return loss_scaled(targets), rebound
+            return targets, rebound
 
         made = jax.make_jaxpr(replay)(deltas)
+        if isinstance(run.scope, ValueScope):  # Of a program, not to find variables.
+            require_same_trace(
+                targets,
+                made,
+                # Another function: JAX would know the jaxpr of the same one.
+                lambda: jax.make_jaxpr(lambda x: replay(x))(deltas),
+                lambda: jax.make_jaxpr(lambda: run.replay(call)[0])(),
+                is_replay=run.parent is not None,
+            )
         closed = rebind(made, num_targets)
         marks = [1 << i for i in range(len(deltas))]
         reached = 0
         for mark in gradient_marks(closed.jaxpr, marks):
             reached |= mark
         run_again = jex_core.jaxpr_as_fun(closed)
-        values, pullback, _ = jax.vjp(
-            regathering(lambda deltas: (run_again(*deltas), None)), deltas, has_aux=True
-        )
+
+        def differentiated(deltas: list[jax.Array]) -> tuple[list[jax.Array], None]:
+            return loss_scaled(run_again(*gradients_unscaled(deltas))), None
+
+        values, pullback, _ = jax.vjp(regathering(differentiated), deltas, has_aux=True)
+        require_same_values(targets, values)
         (grads,) = pullback(
             [jnp.asarray(w, v.dtype) for w, v in zip(weights, values, strict=True)]
         )

@@ -178,13 +178,20 @@ class ReplicaGroup:
         return lax.psum(tree, _ON_DEVICE) if self.num_per_device > 1 else tree
 
     def mapped(
-        self, fn: Callable[..., PyTree], in_axes: Sequence[PyTree] | int = 0
+        self,
+        fn: Callable[..., PyTree],
+        in_axes: Sequence[PyTree] | int = 0,
+        out_axes: PyTree = 0,
     ) -> Callable[..., PyTree]:
         """`fn` of one replica, for the replicas of a device: a `vmap` if several."""
         if self.num_per_device == 1:
             return fn
         return jax.vmap(
-            fn, in_axes, axis_name=_ON_DEVICE, axis_size=self.num_per_device
+            fn,
+            in_axes,
+            out_axes,
+            axis_name=_ON_DEVICE,
+            axis_size=self.num_per_device,
         )
 
     def stacked(self, x: ArrayLike) -> jax.Array:

@@ -19,8 +19,9 @@ from jax.extend.core import ClosedJaxpr, Literal, Var
 from replicax._private.keras import loss_ids
 from replicax._util.types import PyTree
 from replicax.engine.blocks import gathered_here
+from replicax.engine.retrace import SOURCE_NAME
 from replicax.engine.variables import Variable, WritesScope
-from replicax.errors import ContextError, InternalError
+from replicax.errors import ContextError, RetraceError
 
 __all__ = [
     "Perturbation",
@@ -59,7 +60,7 @@ class Perturbation:
         # A name makes an equation of it, from which `rebind` reads off when it
         # happened. Unlike a barrier it does not keep XLA from merging the replay with
         # the first run.
-        return checkpoint_name(self._fixed[position], "replicax_source")
+        return checkpoint_name(self._fixed[position], SOURCE_NAME)
 
 
 @dataclasses.dataclass(eq=False)
@@ -107,19 +108,26 @@ class StepRun:
                 loss_ids(layer).update(ids)
 
     def replay(
-        self, call: int, perturbation: Perturbation
+        self, call: int, *perturbation: Perturbation
     ) -> tuple[list[jax.Array], list[tuple[jax.Array, jax.Array]]]:
         """Run again, from the start up to `gradient` call number `call`.
 
         Returns that call's targets, and the watched arrays with what stands for them.
         """
-        perturbations = (*self.perturbations, perturbation)
+        perturbations = (*self.perturbations, *perturbation)
         again = StepRun(self.call, self.make_scope, self, call, perturbations)
         try:
             again.execute()
         except Reached as reached:
             return reached.targets, again.rebound
-        raise InternalError(
+        except Exception as error:
+            error.add_note(
+                "replicax: this was raised when the step function was traced again for "
+                "GradientTape.gradient. If it has to do with an iterator, draw from it "
+                "outside of the step and pass the values as arguments."
+            )
+            raise
+        raise RetraceError(
             f"GradientTape.gradient: call number {call} of the step function did not "
             "happen when the function was traced again. Its Python code must take the "
             "same path each time."

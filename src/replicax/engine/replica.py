@@ -112,6 +112,12 @@ class ReplicaContext:
         self._num_shares = num_shares
         self._applying = False
 
+    def mapped(
+        self, fn: Callable[..., PyTree], in_axes: PyTree, out_axes: PyTree
+    ) -> Callable[..., PyTree]:
+        """Map `fn` over the replicas of a device as the step is, if it has several."""
+        return self._group.mapped(fn, in_axes, out_axes)
+
     @property
     def num_replicas_in_sync(self) -> int:
         """Number of replicas whose steps run together."""

@@ -53,7 +53,6 @@ from replicax.keras import (
     variables,
 )
 from replicax.keras.session import LateCallback, session_of
-from replicax.keras.steps import forget_steps
 from replicax.report.journal import REPORT
 
 __all__ = ["install", "note_strategy"]
@@ -142,8 +141,8 @@ def _run(
     name = original.__name__
     session = session_of(model)
     strategy = _strategy_of(model) or (session and session.strategy)
+    _refuse_scope(original, model, strategy)
     if strategy is None:
-        _refuse_scope(original, model)
         _warn_of_no_scope(name, model)
         dry_run = current_dry_run()
         is_planned = dry_run is not None and dry_run.takes_default
@@ -199,13 +198,19 @@ def _interrupt_of(error: BaseException) -> KeyboardInterrupt | None:
     return context if isinstance(context, KeyboardInterrupt) else None
 
 
-def _refuse_scope(original: Original, model: keras.Model) -> None:
+def _refuse_scope(original: Original, model: keras.Model, strategy: PyTree) -> None:
+    """Raise for a model that is used in a scope which it was not made in.
+
+    As when a notebook's cell makes the strategy anew, and the model is of the old one.
+    """
     scope = current_strategy()
-    if scope is not None:
+    if scope is not None and scope is not strategy:
+        made = f", in that of another one, {strategy!r}" if strategy else ""
         raise ContextError(
             f"{type(model).__name__}.{original.__name__}: model {model.name!r} was "
-            f"made outside the scope of {scope!r} and is used under it. Make the model "
-            "and call compile under `with strategy.scope():`."
+            f"made outside the scope of {scope!r}{made}, and is used under it. Make "
+            "the model and call compile under `with strategy.scope():`, again if the "
+            "strategy was made again."
         )
 
 
@@ -224,10 +229,9 @@ def _wants_loop(*arguments: PyTree) -> bool:
 def _compile(
     original: Original, model: keras.Model, *args: PyTree, **kwargs: PyTree
 ) -> None:
-    forget_steps(model)
     strategy = _strategy_of(model)
+    _refuse_scope(original, model, strategy)
     if strategy is None:
-        _refuse_scope(original, model)
         original(model, *args, **kwargs)
         return
     called_in(

@@ -27,6 +27,7 @@ from replicax.keras.session import (
     discarded_files,
     late_callbacks,
     refuse_averages_elsewhere,
+    refuse_saves_of_each,
     session_of,
 )
 from replicax.keras.steps import Steps, group_of, is_of_keras, steps_of
@@ -105,6 +106,11 @@ def fit(
         session.work = strategy.home.claimed_steps(model, session)
         if session.work is not None:
             session.callback(session.work.close)
+        # Before they get the model: TensorBoard opens its files then.
+        every = keras.tree.flatten(getattr(callbacks, "callbacks", callbacks))
+        refuse_saves_of_each(every, strategy)
+        if not strategy.is_chief:
+            session.enter_context(discarded_files(every))
         callbacks = _callback_list(
             model,
             callbacks,
@@ -113,8 +119,6 @@ def fit(
             epochs=epochs,
             add_history=True,
         )
-        if not strategy.is_chief:
-            session.enter_context(discarded_files(callbacks.callbacks))
         run = _FitLoop(model, session, callbacks, validation)
         try:
             run.train(initial_epoch, epochs)

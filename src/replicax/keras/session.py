@@ -23,6 +23,7 @@ __all__ = [
     "discarded_files",
     "late_callbacks",
     "refuse_averages_elsewhere",
+    "refuse_saves_of_each",
     "session_of",
 ]
 
@@ -121,11 +122,35 @@ def refuse_averages_elsewhere(
         )
 
 
+def refuse_saves_of_each(
+    callbacks: Iterable[keras.callbacks.Callback], strategy: StrategyLike
+) -> None:
+    """Raise for callbacks that save, in each worker, what all are to restore."""
+    # Those of servers know each other by their shares of the input only.
+    num_workers = max(strategy.workers.count, strategy.input_shard.num_workers)
+    for callback in callbacks if num_workers > 1 else ():
+        if isinstance(callback, keras.callbacks.BackupAndRestore):
+            where = f"backup_dir={callback.backup_dir!r}"
+        elif (
+            isinstance(callback, keras.callbacks.OrbaxCheckpoint)
+            and not callback.is_multihost_enabled()
+        ):
+            where = f"directory={callback.directory!r}"
+        else:
+            continue
+        raise NotImplementedError(
+            f"fit: keras.callbacks.{type(callback).__name__}({where}) would write "
+            f"from each of the {num_workers} workers of {strategy!r} at once. Use "
+            "rx.BackupAndRestore, which saves once and restores all workers."
+        )
+
+
 _PATHS: dict[type[keras.callbacks.Callback], str] = {
     keras.callbacks.ModelCheckpoint: "filepath",
     keras.callbacks.CSVLogger: "filename",
+    keras.callbacks.TensorBoard: "log_dir",
 }
-"""The attribute with the path of the file that a callback writes."""
+"""The attribute with the path of the file or folder that a callback writes."""
 
 
 @contextmanager
@@ -135,27 +160,25 @@ def discarded_files(
     """Let callbacks of a worker write to a folder that is deleted at the end.
 
     Workers of a cluster have the same paths, and what two write at once is damaged.
-    Those that are not the chief go on as it does, as reading weights may need all.
+    Those that are not the chief go on as it does, as reading weights may need all. The
+    messages of `RemoteMonitor` are left out.
     """
-    given = [
-        (callback, name, getattr(callback, name))
-        for callback in callbacks
-        for kind, name in _PATHS.items()
-        if isinstance(callback, kind)
-    ]
-    if not given:
+    sends = keras.callbacks.RemoteMonitor.on_epoch_end
+    parent = os.environ.get(REPORT_DIR)  # Deleted by the launcher, if this is killed.
+    folder = ""
+    with ExitStack() as stack:
+        for number, callback in enumerate(callbacks):
+            for name in (x for kind, x in _PATHS.items() if isinstance(callback, kind)):
+                folder = folder or stack.enter_context(
+                    tempfile.TemporaryDirectory(prefix="replicax-", dir=parent)
+                )
+                path = getattr(callback, name)
+                stack.callback(setattr, callback, name, path)
+                setattr(callback, name, _path_in(Path(folder, str(number)), path))
+            if getattr(type(callback), "on_epoch_end", None) is sends:
+                vars(callback)["on_epoch_end"] = keras.callbacks.Callback().on_epoch_end
+                stack.callback(vars(callback).pop, "on_epoch_end")
         yield
-        return
-    # There the launcher deletes what a worker that is killed leaves.
-    parent = os.environ.get(REPORT_DIR)
-    with tempfile.TemporaryDirectory(prefix="replicax-", dir=parent) as folder:
-        for number, (callback, name, path) in enumerate(given):
-            setattr(callback, name, _path_in(Path(folder, str(number)), path))
-        try:
-            yield
-        finally:
-            for callback, name, path in given:
-                setattr(callback, name, path)
 
 
 def _path_in(folder: Path, path: str) -> str:

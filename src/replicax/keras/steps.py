@@ -20,10 +20,12 @@ import keras
 import numpy as np
 
 from replicax._private import keras as internals
+from replicax._private.trainer import is_made_by_keras
 from replicax._util.dry_run import current_dry_run
 from replicax._util.interrupts import raise_unheeded
 from replicax._util.signatures import positional_count
 from replicax._util.types import PyTree
+from replicax._util.user_code import describe
 from replicax.engine.cache import ProgramCache
 from replicax.engine.collectives import ReduceOp
 from replicax.engine.group import ReplicaGroup
@@ -39,13 +41,11 @@ from replicax.keras.reductions import global_results
 
 __all__ = [
     "Steps",
-    "forget_steps",
     "group_of",
     "has_steps",
     "is_of_keras",
     "make_variables",
     "require_examples",
-    "restore_steps",
     "steps_of",
     "takes_state",
 ]
@@ -284,6 +284,7 @@ class Steps:
 
     def begin(self) -> "Steps":
         """Select the step for the variables that the model has and trains now."""
+        self._function = _function_of(self._model, self._kind)
         groups = self._groups()
         self._is_eager = _is_eager(self._model)
         key = (self._is_eager, *(tuple(map(id, group)) for group in groups))
@@ -325,6 +326,9 @@ class Steps:
     def __call__(self, batches: Sequence[PlacedBatch]) -> PyTree:
         """Run an execution; the variables have its values then."""
         raise_unheeded()
+        if _function_of(self._model, self._kind) is not self._function:
+            # As Keras, a callback that has made it anew is heeded in the next batch.
+            return steps_of(self._model, self._strategy, self._kind)(batches)
         if self._is_eager:
             return self._run_eagerly(batches)
         run, step = self._strategy.runner.run_placed, self._step
@@ -394,28 +398,34 @@ _STEPS = "_replicax_steps"
 
 
 def steps_of(model: keras.Model, strategy: StrategyLike, kind: str) -> Steps:
-    """A model's steps of a kind, whose programs stay compiled between calls."""
-    # Not by `setattr`: Keras looks for layers in what a model is given.
-    kept = model.__dict__.setdefault(_STEPS, {})
-    steps = kept.get((kind, strategy))
-    if steps is None:
-        steps = kept[kind, strategy] = Steps(model, strategy, kind)
-    return steps.begin()
+    """A model's steps of a kind, compiled for as long as the model keeps its function.
 
-
-def forget_steps(model: keras.Model) -> dict[PyTree, Steps]:
-    """Drop a model's compiled steps; returns them for `restore_steps`."""
-    return model.__dict__.pop(_STEPS, {})
-
-
-def restore_steps(model: keras.Model, steps: dict[PyTree, Steps]) -> None:
-    """Put back the steps that `forget_steps` returned."""
-    model.__dict__[_STEPS] = steps
+    That is `model.train_function` for `"train"`. Keras drops it, or makes another one,
+    where the steps are to be traced again: `compile`, `make_train_function(force=True)`
+    and `train_function = None`. The steps are an attribute of it, and go with it.
+    """
+    getattr(model, f"make_{kind}_function")()
+    function = _function_of(model, kind)
+    if not is_made_by_keras(function):
+        raise NotImplementedError(
+            f"{current_call()}: {kind}_function of model {model.name!r} is "
+            f"{describe(function)}, which Keras did not make. It would run on one "
+            f"device; {strategy!r} runs {kind}_step on each replica. Override "
+            f"{kind}_step in place of make_{kind}_function, or write a callback."
+        )
+    kept = vars(function).setdefault(_STEPS, {})
+    if strategy not in kept:
+        kept[strategy] = Steps(model, strategy, kind)
+    return kept[strategy].begin()
 
 
 def has_steps(model: keras.Model, kind: str) -> bool:
-    """Whether a step of that kind was compiled already."""
-    return any(name == kind for name, _ in vars(model).get(_STEPS, ()))
+    """Whether a model has steps of a kind."""
+    return hasattr(_function_of(model, kind), _STEPS)
+
+
+def _function_of(model: PyTree, kind: str) -> PyTree:
+    return getattr(model, f"{kind}_function")
 
 
 _said: weakref.WeakSet[PyTree] = weakref.WeakSet()

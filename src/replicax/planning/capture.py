@@ -28,7 +28,6 @@ from replicax.engine.devices import Device
 from replicax.engine.group import ReplicaGroup
 from replicax.engine.program import Program
 from replicax.engine.values import PerReplica, is_per_replica
-from replicax.keras.steps import forget_steps, restore_steps
 from replicax.planning.cards import Card
 from replicax.planning.topology import DeviceTopology
 from replicax.strategies.current import get_strategy
@@ -195,7 +194,7 @@ def capture_fit(
     capture = Capture(topology)
     arrays = _as_arrays(tuple(batch), strategy.num_replicas_in_sync)
     attributes = {name: getattr(model, name, None) for name in _CHANGED_BY_FIT}
-    steps = forget_steps(model)
+    model.train_function = None  # What fit compiles belongs to it.
     why_not = (
         f"fit of model {model.name!r} ended without a step of {strategy!r}. Make and "
         "compile the model in the strategy's scope."
@@ -208,7 +207,6 @@ def capture_fit(
     finally:
         for name, value in attributes.items():
             setattr(model, name, value)
-        restore_steps(model, steps)
     return capture
 
 
@@ -232,7 +230,7 @@ def compile_lowered(
         compilation_cache.reset_cache()
 
 
-_CHANGED_BY_FIT = ("history", "stop_training")
+_CHANGED_BY_FIT = ("history", "stop_training", "train_function")
 
 
 def _short(name: str) -> str:
