@@ -125,10 +125,15 @@ def computed_as_compiled(model: keras.Model) -> Generator[None]:
         return functools.partial(_update, metric, update, is_compiled)
 
     with (
-        replaced_losses(model, lambda loss: functools.partial(_compute, loss)),
+        replaced_losses(model, _as_compiled),
         replaced_methods([*model.metrics, *compiled], "update_state", update_of),
     ):
         yield
+
+
+def _as_compiled(loss: PyTree) -> PyTree:
+    is_replaced = getattr(loss, "func", None) is _compute  # A tape replays the step.
+    return loss if is_replaced else functools.partial(_compute, loss)
 
 
 def _compute(
