@@ -114,6 +114,7 @@ OWNERS: dict[str, list[Callable[[], Any]]] = {
     "_layout": [variable],
     "_initializer": [variable],
     "_initialize": [variable],
+    "_maybe_autocast": [variable],
     "_direct_assign": [variable],
     "_layers": [model],
     "_metrics": [model],

@@ -11,9 +11,10 @@ import itertools
 import operator
 import random
 import re
+import threading
 import types
 from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -85,8 +86,48 @@ _VALUE = "_value"
 _read_value = operator.attrgetter(_VALUE)
 
 
+class _ThreadState(threading.local):
+    def __init__(self) -> None:
+        self.values: OtherValues | None = None
+
+
+_state = _ThreadState()
+
+
+class OtherValues(Protocol):
+    """Values that variables have in one thread only, in place of their own."""
+
+    def read(self, variable: Any) -> Any:
+        """The value of a variable."""
+        ...
+
+    def write(self, variables: Iterable[Any], values: Iterable[Any]) -> None:
+        """Store a value for each variable."""
+        ...
+
+    def has(self, variable: Any) -> bool:
+        """Whether a variable has another value here."""
+        ...
+
+
+def replace_values(values: OtherValues | None) -> OtherValues | None:
+    """Let this thread read and write other values of variables; None: their own.
+
+    Returns those that it used before.
+    """
+    before, _state.values = _state.values, values
+    return before
+
+
+def other_values() -> OtherValues | None:
+    """The values that this thread reads and writes in place of variables' own."""
+    return _state.values
+
+
 def read_values(variables: Iterable[Any]) -> list[Any]:
     """The stored arrays of variables, without casting; the hot path of `run`."""
+    if _state.values is not None:
+        return list(map(_state.values.read, variables))
     return list(map(_read_value, variables))
 
 
@@ -97,6 +138,9 @@ def write_values(variables: Iterable[Any], values: Iterable[Any]) -> None:
     the values: no instruction of Python comes in between. One value is taken for each
     variable.
     """
+    if _state.values is not None:
+        _state.values.write(variables, values)
+        return
     stores = map(setattr, variables, itertools.repeat(_VALUE), values)
     collections.deque(stores, maxlen=0)
 
@@ -113,6 +157,19 @@ def set_layout(variable: Any, layout: Any) -> None:
         variable._direct_assign(variable._value)
 
 
+def autocast(variable: Any, value: Any) -> Any:
+    """A variable's value in the dtype that the layer which is called computes with."""
+    return variable._maybe_autocast(value)
+
+
+def current_layer() -> Any:
+    """The call of a layer, by Python, that this thread is in: the outermost; or None.
+
+    It has the `entry_layer` as an attribute, and ends with the call.
+    """
+    return get_global_attribute("current_call_ctx")
+
+
 if TYPE_CHECKING:
     _Variable = keras.Variable
 else:
@@ -127,7 +184,11 @@ class PlacedVariable(_Variable):
         self.initialized()
 
     def _direct_assign(self, value: Any) -> None:
-        super()._direct_assign(self.placed(value))
+        value = self.placed(value)
+        if _state.values is not None and _state.values.has(self):
+            _state.values.write([self], [value])
+        else:
+            super()._direct_assign(value)
 
     def initialized(self) -> None:
         """Called when the variable has its first value."""

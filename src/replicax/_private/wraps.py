@@ -111,6 +111,17 @@ WRAPS = (
         "notes the layer: it knows losses by ids, which others have in another trace",
     ),
     Wrap(
+        "layers.layer.Layer",
+        ("get_weights", "set_weights"),
+        "all values are those after one step of another thread, or before it",
+    ),
+    Wrap(
+        # Which `Model.save` and `keras.saving.save_model` call, among others.
+        "saving.saving_lib",
+        ("save_model", "save_weights_only", "load_weights_only"),
+        "likewise",
+    ),
+    Wrap(
         "metrics.reduction_metrics.Mean",
         ("update_state",),
         "a batch's value counts once, also where it does not divide by the replicas",

@@ -18,6 +18,7 @@ from replicax._private import wraps
 from replicax._private.keras import (
     attach_masks,
     masks_of,
+    other_values,
     tensorflow_is_installed,
     without_tensorflow,
 )
@@ -26,6 +27,7 @@ from replicax._private.wraps import Original
 from replicax._util.dry_run import current_dry_run
 from replicax._util.interrupts import heeding_interrupts, shortened
 from replicax._util.types import PyTree
+from replicax.engine import threads
 from replicax.engine.blocks import (
     gathered_here,
     primal_of,
@@ -53,6 +55,7 @@ from replicax.keras import (
     variables,
 )
 from replicax.keras.session import LateCallback, session_of
+from replicax.keras.turns import turn_of
 from replicax.report.journal import REPORT
 
 __all__ = ["install", "note_strategy"]
@@ -160,7 +163,8 @@ def _run(
     called = current_call() if kwargs.get(IN_FIT) else name
 
     def call() -> PyTree:
-        return method(model, strategy, *args, **kwargs)
+        with turn_of(model, strategy, name):
+            return method(model, strategy, *args, **kwargs)
 
     def run() -> PyTree:
         if name not in _WITH_DATA:
@@ -237,6 +241,24 @@ def _compile(
     called_in(
         strategy, lambda: original(model, *args, **kwargs), (original.__name__, model)
     )
+
+
+def _read_all(
+    original: Original, layer: keras.Layer, *args: PyTree, **kwargs: PyTree
+) -> PyTree:
+    """Read or save a layer's variables: their values after the same step."""
+    if threads.is_alone() or other_values() is not None:
+        return original(layer, *args, **kwargs)
+    optimizer = getattr(layer, "optimizer", None)
+    others = [] if optimizer is None else optimizer.variables
+    with threads.Snapshot([*layer.variables, *others]):
+        return original(layer, *args, **kwargs)
+
+
+def _assign_all(original: Original, *args: PyTree, **kwargs: PyTree) -> PyTree:
+    """Assign all variables of a layer between two steps."""
+    with threads.order:
+        return original(*args, **kwargs)
 
 
 def _described(
@@ -346,6 +368,11 @@ _HOOKS: Mapping[str, Callable[..., PyTree]] = {
     "LossScaleOptimizer.stateless_apply": optimizers.stateless_apply_with_loss_scale,
     "loss.reduce_weighted_values": _in_replica(reductions.reduce_weighted_values),
     "Layer.add_loss": _add_loss,
+    "Layer.get_weights": _read_all,
+    "Layer.set_weights": _assign_all,
+    "saving_lib.save_model": _read_all,
+    "saving_lib.save_weights_only": _read_all,
+    "saving_lib.load_weights_only": _assign_all,
     "Mean.update_state": _in_replica(reductions.update_mean),
     "BatchNormalization.__init__": reductions.init_batch_normalization,
     "JaxLayer._initialize_weights": _initialize_foreign,

@@ -90,6 +90,7 @@ def fit(
         )
         session.callback(data.close)
         building.build(model, strategy, "train", data.first_batch)
+        session.is_built = True
         data.reset()
         validation = None
         if validation_data is not None:

@@ -43,6 +43,7 @@ class FitSession(ExitStack):
         validation: The validation data, likewise.
         work: The work queue of parameter servers; None without them.
         recorder: Records how the time is spent; None: it is not recorded.
+        is_built: Whether the model has all its variables.
     """
 
     def __init__(self, strategy: StrategyLike, first_epoch: int) -> None:
@@ -54,6 +55,7 @@ class FitSession(ExitStack):
         self.validation: Epochs | None = None
         self.work: StepQueue | None = None
         self.recorder: RecorderLike | None = None
+        self.is_built = False
 
     def enter_model(self, model: keras.Model) -> None:
         """Be the model's session until this one ends."""

@@ -19,12 +19,14 @@ from jax.typing import DTypeLike
 
 from replicax._private.keras import (
     PlacedVariable,
+    autocast,
     current_scope,
     forget_uninitialized,
     has_value,
     layout_of,
     named_by,
     names_counted_anew,
+    other_values,
     read_values,
     scope_around,
     seeds_drawn_from,
@@ -32,7 +34,7 @@ from replicax._private.keras import (
 )
 from replicax._private.wraps import Original
 from replicax._util.types import PyTree
-from replicax.engine import device_put
+from replicax.engine import device_put, threads
 from replicax.engine.scope import current_call, current_context, current_strategy
 from replicax.engine.variables import Variable
 from replicax.errors import ContextError
@@ -62,7 +64,21 @@ class _StrategyPart(PlacedVariable):
 
     def assign(self, value: PyTree) -> PyTree:
         """Assign a value; a copy of an array, which whoever gave it may go on using."""
-        return super().assign(_copied(value))
+        with threads.order:
+            value = super().assign(_copied(value))
+            if not threads.is_alone():
+                threads.note_assigned(self)
+        return value
+
+    def assign_add(self, value: PyTree) -> PyTree:
+        """Add a value."""
+        with threads.order:
+            return super().assign_add(value)
+
+    def assign_sub(self, value: PyTree) -> PyTree:
+        """Subtract a value."""
+        with threads.order:
+            return super().assign_sub(value)
 
     @property
     def value(self) -> PyTree:
@@ -76,6 +92,13 @@ class _StrategyPart(PlacedVariable):
             if scope.get_current_value(self) is not None:
                 break
             scope = scope_around(scope)
+        is_own = scope is None or scope.get_current_value(self) is None
+        if is_own and has_value(self):
+            if other_values() is not None:
+                return autocast(self, *read_values([self]))
+            if not threads.is_alone():
+                return autocast(self, threads.value_for_reader(self))
+            threads.require_value(self, *read_values([self]))
         if scope is None or scope is inner or not has_value(self):
             return super().value
         set_current_scope(scope)
@@ -102,7 +125,7 @@ class _StrategyPart(PlacedVariable):
     def __array__(
         self, dtype: DTypeLike | None = None, copy: bool | None = None
     ) -> PyTree:
-        (value,) = read_values([self])
+        value = self.value
         if device_put.is_spread(value):
             # Other workers have parts of it, and do the same now.
             return np.array(device_put.gathered(value), dtype)
@@ -137,6 +160,7 @@ def adopt(variable: keras.Variable) -> None:
         if kind not in _in_scope:
             _in_scope[kind] = type(kind.__name__, (_StrategyPart, kind), {})
         variable.__class__ = _in_scope[kind]
+    threads.own(variable)
 
 
 def init_variable(

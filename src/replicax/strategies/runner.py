@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import operator
-import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TypeVar
 
@@ -22,7 +21,7 @@ from replicax._util.types import PyTree, Shape
 from replicax._util.user_code import describe
 from replicax._util.waiting import Announced
 from replicax.cluster.dispatch_log import Operation
-from replicax.engine import combine, device_put
+from replicax.engine import combine, device_put, threads
 from replicax.engine.cache import ProgramCache, unwrap_partial
 from replicax.engine.consistency import require_equal
 from replicax.engine.group import ReplicaGroup
@@ -48,10 +47,6 @@ Agreement = Callable[[Program, Sequence[jax.Array], Sequence[ArrayLike]], None]
 """Compares a new program, its variables' values and its arrays with other workers'."""
 
 _CHECK_REPLICAS = Operation("check_replicas", b"check_replicas;")
-
-# Threads may use strategies at once, but a program must be enqueued on all its devices
-# before another: devices that run collectives in different orders deadlock.
-_dispatch_order = threading.RLock()
 
 
 class ProgramRunner:
@@ -191,7 +186,8 @@ class ProgramRunner:
         _refuse_tracer(jnp.zeros(()))
         arguments = call.make_arguments()
         _refuse_datasets(arguments.statics)
-        with Announced(f"tracing {current_call()}({describe(fn)})"):
+        # One trace at a time: layers note in themselves what a trace has added to them.
+        with threads.order, Announced(f"tracing {current_call()}({describe(fn)})"):
             program = Program(fn, self.group, arguments, call.arrays, options)
         self._strategy.home.require_owned(program.variables, program.name)
         return program
@@ -236,7 +232,8 @@ class ProgramRunner:
         Without a collective `operation` no other worker takes part in it.
         """
         watch = self._workers.watch
-        with _dispatch_order:
+        with threads.order:
+            threads.prepare_to_donate()
             if watch is None or operation is None:
                 return call()
             # Before and after: on CPUs, the call may itself wait for the others.
