@@ -139,7 +139,6 @@ OWNERS: dict[str, list[Callable[[], Any]]] = {
     "_last_batch_seen": [model_checkpoint],
     "_executor": [keras.callbacks.CallbackList],
     "_to_backend_device": [module_of("keras.src.backend.jax.distribution_lib")],
-    "_initialize_weights": [lambda: keras.layers.JaxLayer],
     # JAX.
     "_src": [lambda: jax],
     "_cluster_types": [lambda: module_of("jax._src.clusters")().ClusterEnv],
@@ -343,7 +342,7 @@ def test_keys_of_keras_global_attributes() -> None:
 def test_a_hook_takes_every_call_that_keras_may_make(wrap: Wrap, name: str) -> None:
     """It has the parameters that it names itself, and passes on the others."""
     hooks.install()
-    hook = hooks._HOOKS[f"{wrap.owner.rpartition('.')[2]}.{name}"]
+    hook = hooks._HOOKS[wrap.keys[wrap.names.index(name)]]
     original = inspect.unwrap(getattr(wrap.find_owner(), name))
     parameters = inspect.signature(original).parameters.values()
     given = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
@@ -354,7 +353,7 @@ def test_a_hook_takes_every_call_that_keras_may_make(wrap: Wrap, name: str) -> N
     )
     own.__kwdefaults__ = hook.__kwdefaults__
     signature = inspect.signature(own)
-    where = f"{wrap.owner}.{name}{inspect.signature(original)}"
+    where = f"{wrap.path}.{name}{inspect.signature(original)}"
     try:
         signature.bind(None, *given)
         first = [None] * (len(given) - len(by_name) + bool(given))

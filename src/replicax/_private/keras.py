@@ -1,7 +1,6 @@
 """Private names of Keras' variables, layers, models and optimizers, with their reasons.
 
-Tested with Keras 3.14 to 3.15. Those of its trainer are in `trainer.py`, the functions
-that are replaced in `wraps.py`.
+Those of its trainer are in `trainer.py`, the functions that are replaced in `wraps.py`.
 """
 
 import collections
@@ -11,7 +10,6 @@ import itertools
 import operator
 import random
 import re
-import types
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +58,7 @@ __all__ = [
     "set_reference",
     "set_value",
     "shared_seed_generator",
+    "spare_jax_layers_tensorflow",
     "trained_by",
     "when_built",
     "write_values",
@@ -295,20 +294,15 @@ def replace_moments(layer: Any, moments: Callable[..., Any]) -> None:
     layer._moments = functools.partial(moments, layer._moments)
 
 
-def tensorflow_is_installed() -> bool:
-    """Whether Keras' `JaxLayer` finds TensorFlow."""
-    return jax_layer.tf.available
+def spare_jax_layers_tensorflow() -> None:
+    """Let Keras' `JaxLayer` be built where TensorFlow is not installed.
 
-
-@contextlib.contextmanager
-def without_tensorflow() -> Generator[None]:
-    """Answer for TensorFlow that this is none of its traces; `JaxLayer` asks it."""
-    tensorflow = jax_layer.tf
-    jax_layer.tf = types.SimpleNamespace(inside_function=lambda: False)
-    try:
-        yield
-    finally:
-        jax_layer.tf = tensorflow
+    It asks TensorFlow whether it is built in one of its functions. Without TensorFlow
+    it is not.
+    """
+    tensorflow: Any = jax_layer.tf
+    if not tensorflow.available:
+        tensorflow.inside_function = lambda: False
 
 
 def inner_of(optimizer: Any) -> Any:

@@ -1,7 +1,7 @@
 """Hooks of Keras' optimizers: the seam, and the sharding of slots.
 
 Installed by `hooks`, as `_private.wraps` says; `original` is the optimizer's own
-method. Tested with Keras 3.14 to 3.15.
+method.
 """
 
 import inspect
@@ -258,19 +258,19 @@ def add_variable(
     original: Original,
     optimizer: keras.Optimizer,
     shape: PyTree,
-    *args: PyTree,
-    **kwargs: PyTree,
+    initializer: PyTree = "zeros",
+    dtype: PyTree = None,
+    aggregation: str = "none",
+    layout: PyTree = None,
+    name: str | None = None,
 ) -> PyTree:
     """`optimizer.add_variable`: laid out as the strategy says."""
     strategy = current_strategy()
+    if strategy is not None:  # Keras would give a slot the layout of its weight.
+        layout = strategy.home.slot_layout(_reference.path, tuple(shape), aggregation)
+    variable = original(optimizer, shape, initializer, dtype, aggregation, layout, name)
     if strategy is None:
-        return original(optimizer, shape, *args, **kwargs)
-    # Keras would give a slot the layout of its weight.
-    given = inspect.signature(original).bind(optimizer, shape, *args, **kwargs)
-    given.arguments["layout"] = strategy.home.slot_layout(
-        _reference.path, tuple(shape), given.arguments.get("aggregation", "none")
-    )
-    variable = original(*given.args, **given.kwargs)
+        return variable
     set_reference(variable, _reference.path)
     strategy.home.own(variable)
     return variable

@@ -2,7 +2,6 @@
 
 `hooks` installs `init_variable`, as `_private.wraps` says. It also reports variables to
 functions that make the same ones anew on each trace, as an estimator's `model_fn` does.
-Tested with Keras 3.14 to 3.15.
 """
 
 import contextlib
@@ -148,7 +147,7 @@ def init_variable(
     *args: PyTree,
     **kwargs: PyTree,
 ) -> None:
-    """`KerasVariable.__init__`."""
+    """`keras.Variable.__init__`, of the class that it derives from."""
     reuse, strategy = current_reuse(), current_strategy()
     given = not (callable(initializer) or isinstance(initializer, str))
     is_traced = given and (reuse is not None or _in_replica_function())
