@@ -6,6 +6,7 @@ Those of its trainer are in `trainer.py`, the functions that are replaced in `wr
 import collections
 import contextlib
 import functools
+import inspect
 import itertools
 import operator
 import random
@@ -33,6 +34,7 @@ from keras.src.utils.naming import to_snake_case
 __all__ = [
     "PlacedVariable",
     "attach_masks",
+    "begin_with_layout",
     "clipped",
     "current_scope",
     "decays",
@@ -110,6 +112,25 @@ def set_layout(variable: Any, layout: Any) -> None:
     variable._layout = layout
     if variable._value is not None:
         variable._direct_assign(variable._value)
+
+
+def begin_with_layout(
+    init: Callable[..., None], variable: Any, kwargs: dict[str, Any], layout: Any
+) -> None:
+    """Give a variable its sharding before it has a value.
+
+    Keras would give an optimizer's slot the sharding of its weight.
+
+    Args:
+        init: `__init__` of Keras' class, which is called next.
+        variable: What is initialised.
+        kwargs: The keyword arguments of that call.
+        layout: The sharding.
+    """
+    if "layout" in inspect.signature(init).parameters:
+        kwargs["layout"] = layout
+    else:  # Keras 3.14 takes it in a derived class, which has set it already.
+        variable._layout = layout
 
 
 if TYPE_CHECKING:

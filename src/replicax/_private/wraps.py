@@ -130,8 +130,8 @@ WRAPS = (
     ),
     Wrap(
         "keras.Optimizer",
-        ("add_variable", "add_variable_from_reference"),
-        "says where slots lie, and makes none where servers keep them",
+        ("add_variable_from_reference",),
+        "says which weight a slot is of, and makes none where servers keep them",
         base_with="apply",
     ),
     Wrap(

@@ -347,7 +347,6 @@ _HOOKS: Mapping[str, Callable[..., PyTree]] = {
     "Model.compute_loss_and_updates": _compute_loss_and_updates,
     "Model.compile": _compile,
     "Optimizer.apply": optimizers.apply,
-    "Optimizer.add_variable": optimizers.add_variable,
     "Optimizer.add_variable_from_reference": optimizers.add_slot,
     "LossScaleOptimizer.apply": optimizers.apply_with_loss_scale,
     "LossScaleOptimizer.stateless_apply": optimizers.stateless_apply_with_loss_scale,

@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 
 from replicax._private.keras import (
     PlacedVariable,
+    begin_with_layout,
     current_scope,
     forget_uninitialized,
     has_value,
@@ -28,6 +29,7 @@ from replicax._private.keras import (
     scope_around,
     seeds_drawn_from,
     set_current_scope,
+    set_reference,
 )
 from replicax._private.wraps import Original
 from replicax._util.types import PyTree
@@ -35,7 +37,7 @@ from replicax.engine import device_put
 from replicax.engine.scope import current_call, current_context, current_strategy
 from replicax.engine.variables import Variable
 from replicax.errors import ContextError
-from replicax.keras.optimizers import hook_overrides
+from replicax.keras.optimizers import hook_overrides, slot_reference
 
 __all__ = [
     "StrategyVariable",
@@ -149,6 +151,7 @@ def init_variable(
 ) -> None:
     """`keras.Variable.__init__`, of the class that it derives from."""
     reuse, strategy = current_reuse(), current_strategy()
+    slot_of: str | None = None
     given = not (callable(initializer) or isinstance(initializer, str))
     is_traced = given and (reuse is not None or _in_replica_function())
     if is_traced and reuse is None and not _is_slot(initializer):
@@ -170,9 +173,18 @@ def init_variable(
         owner = named_by()
         if isinstance(owner, keras.Optimizer):  # It has variables from the beginning.
             hook_overrides(type(owner))
+            if not given:  # What counts, such as the iterations, begins with a value.
+                slot_of = slot_reference()
+                layout = strategy.home.slot_layout(
+                    slot_of, tuple(shape), kwargs.get("aggregation", "none")
+                )
+                begin_with_layout(original, variable, kwargs, layout)
     original(variable, initializer, shape, dtype, *args, **kwargs)
     if reuse is not None and not has_value(variable) and not reuse(variable):
         forget_uninitialized(variable)  # It stands for another one.
+    if slot_of is not None and strategy is not None:
+        set_reference(variable, slot_of)
+        strategy.home.own(variable)
 
 
 def _is_slot(value: PyTree) -> bool:
