@@ -349,6 +349,9 @@ def clipped(optimizer: Any, gradients: Sequence[Any]) -> list[Any]:
 
 def decays(optimizer: Any, variable: Any) -> bool:
     """Whether an optimizer's weight decay takes in a variable: it may exclude some."""
+    # Keras 3.16 notes it in `build`, and asks this method there.
+    if hasattr(optimizer, "_is_excluded_from_weight_decay"):
+        return not optimizer._is_excluded_from_weight_decay(variable)
     return optimizer._use_weight_decay(variable)
 
 
