@@ -24,7 +24,7 @@ from keras.src.utils.traceback_utils import filter_traceback
 
 from replicax._private.backend import is_tested_version, version_error
 
-__all__ = ["WRAPS", "Original", "Wrap", "hooked", "install"]
+__all__ = ["WRAPS", "Original", "Wrap", "hooked", "install", "with_parameters_of"]
 
 _logger = logging.getLogger("replicax")
 
@@ -204,6 +204,20 @@ def install(hooks: Mapping[str, Hook]) -> None:
         _replace(*place)
 
 
+def with_parameters_of(function: Hook, hook: Hook, without: str) -> Hook:
+    """`hook`, whose signature becomes that of the `function` that it calls.
+
+    Args:
+        function: Is called with what the hook is given.
+        hook: Takes anything.
+        without: A parameter of the function that the hook adds.
+    """
+    signature = inspect.signature(function)
+    parameters = [p for p in signature.parameters.values() if p.name != without]
+    hook.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return hook
+
+
 def _difference(wrap: Wrap, name: str, hook: Hook) -> str | None:
     """How a function of Keras differs from what its hook expects; None: it fits."""
     try:
@@ -216,7 +230,7 @@ def _difference(wrap: Wrap, name: str, hook: Hook) -> str | None:
     function = vars(owner).get(name)
     if not callable(function):
         return f"{label} has no {name!r}"
-    if not function.__module__.startswith("keras."):
+    if not getattr(function, "__module__", "").startswith("keras."):
         return None  # Another library has replaced it, which says what it takes.
     signature = inspect.signature(function)
     if _takes_calls_of(hook, signature):

@@ -144,17 +144,7 @@ def _runs(method: Callable[..., PyTree]) -> Callable[..., PyTree]:
     ) -> PyTree:
         return _run(method, original, model, *args, **kwargs)
 
-    return _with_parameters_of(method, hook, "strategy")
-
-
-def _with_parameters_of(
-    function: Callable[..., PyTree], hook: Callable[..., PyTree], without: str
-) -> Callable[..., PyTree]:
-    """`hook`, with a signature that says what `function`, which it calls, takes."""
-    signature = inspect.signature(function)
-    parameters = [p for p in signature.parameters.values() if p.name != without]
-    setattr(hook, "__signature__", signature.replace(parameters=parameters))  # noqa: B010
-    return hook
+    return wraps.with_parameters_of(method, hook, "strategy")
 
 
 def _run(
@@ -310,7 +300,7 @@ def _in_replica(replacement: Callable[..., PyTree]) -> Callable[..., PyTree]:
             return original(*args, **kwargs)
         return replacement(context, original, *args, **kwargs)
 
-    return _with_parameters_of(replacement, hook, "context")
+    return wraps.with_parameters_of(replacement, hook, "context")
 
 
 def _sparse_batch(original: Original, x: PyTree) -> PyTree:
