@@ -12,12 +12,17 @@ NEXT_PY := $(NEXT_VENV)/bin/python
 NEXT_TESTS := tests/_private tests/cpu tests/engine tests/keras tests/strategies
 # The CUDA compiler is 5 GB: so does `make test-cuda`.
 CUDA_VENV := .cuda
+# Keras' nightly lies in a folder of its own, before Keras on the path: 10 MB, and nothing
+# else is installed twice.
+NIGHTLY := .nightly
+NIGHTLY_PY := PYTHONPATH="$(CURDIR)/$(NIGHTLY)" KERAS_BACKEND=jax $(PY)
+NIGHTLY_TESTS := $(NEXT_TESTS)
 PIP_INSTALL := $(PY) -m pip install -qq --disable-pip-version-check --editable
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: bench demo docs soak test test-all test-cuda test-gpu test-next lint lint-types lint-rest format \
-  clean help
+.PHONY: bench demo docs soak test test-all test-cuda test-gpu test-next test-nightly \
+  lint lint-types lint-rest format clean help
 
 demo: $(VENV)/.demo ## train on the digits data with two replicas; draws digits_mirrored.png
 	$(PY) examples/digits_mirrored.py --replicas 2
@@ -36,6 +41,12 @@ test-next: ## Keras and strategies on other versions: NEXT="jax==0.11.2 jaxlib==
 	@$(NEXT_PY) -c 'from importlib.metadata import version as v; \
 	  print(*(f"{n} {v(n)}" for n in ("keras", "jax", "jaxlib", "numpy")), sep=", ")'
 	$(NEXT_PY) -m pytest $(PROCESSES) -m "not slow" $(NEXT_TESTS)
+
+test-nightly: $(VENV)/.test ## the same on the newest Keras nightly, before it is a release
+	rm -rf $(NIGHTLY)
+	$(PY) -m pip install -qq --disable-pip-version-check --no-deps --pre --target $(NIGHTLY) keras-nightly
+	@$(NIGHTLY_PY) -c 'import keras; print("keras-nightly", keras.__version__)'
+	$(NIGHTLY_PY) -m pytest $(PROCESSES) -m "not slow" $(NIGHTLY_TESTS)
 
 test-cuda: ## every strategy's steps, compiled for GPUs that need not be here; takes 5 GB
 	@$(MAKE) --no-print-directory VENV=$(CUDA_VENV) $(CUDA_VENV)/.cuda
@@ -75,7 +86,7 @@ format: $(VENV)/.test ## format the code, and mend what ruff can mend
 	$(PY) -m ruff format .
 
 clean: ## remove .venv, caches, builds and the demo's pictures
-	rm -rf $(VENV) $(NEXT_VENV) $(CUDA_VENV) build dist site .hypothesis .pytest_cache .ruff_cache digits_*.png
+	rm -rf $(VENV) $(NEXT_VENV) $(NIGHTLY) $(CUDA_VENV) build dist site .hypothesis .pytest_cache .ruff_cache digits_*.png
 	find src tests examples scripts -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help: ## this list

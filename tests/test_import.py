@@ -150,11 +150,12 @@ def path(owner):
 new = {(path(owner), name) for owner, name in after
        if after[owner, name] != before.get((owner, name))}
 from replicax._private.wraps import WRAPS
-def owner_of(wrap):
-    owner = wrap.find_owner()
-    return path(owner if isinstance(owner, type) else owner.__name__)
-wraps = {(owner_of(wrap), name) for wrap in WRAPS for name in wrap.names}
-print(len(wraps), sorted(new ^ wraps))
+def owners_of(wrap, name):
+    for owner in wrap.find_holders(name):
+        yield path(owner if isinstance(owner, type) else owner.__name__)
+wraps = {(owner, name) for wrap in WRAPS for name in wrap.names
+         for owner in owners_of(wrap, name)}
+print(sum(len(wrap.names) for wrap in WRAPS), sorted(new ^ wraps))
 """
 
 

@@ -9,7 +9,7 @@ import os
 import threading
 from typing import TYPE_CHECKING
 
-from replicax._private.backend import require_jax_backend
+from replicax._private.backend import require_jax_backend, version_error
 from replicax._version import __version__ as __version__
 
 if TYPE_CHECKING:  # For editors, type checkers and the pages of the API.
@@ -253,7 +253,12 @@ def __getattr__(name: str) -> object:
         raise AttributeError(_unknown(name))
     with _loading:
         _begin_task()
-        module = importlib.import_module(f"replicax.{_MODULES[name]}")
+        try:
+            module = importlib.import_module(f"replicax.{_MODULES[name]}")
+        except ImportError as error:  # A private name of Keras that is gone.
+            if not (error.name or "").startswith("keras."):
+                raise
+            raise version_error(str(error)) from error
     value = module if _MODULES[name] == name else getattr(module, name)
     globals()[name] = value
     return value

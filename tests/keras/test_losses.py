@@ -254,3 +254,21 @@ def test_losses_of_layers_are_there_after_the_gradient(digits):
     before, after = strategy.run(step, (x[:8],))
     np.testing.assert_array_equal(before.values[0], after.values[0])
     assert before.values[0].shape == (2,)
+
+
+@pytest.mark.skipif(
+    not hasattr(keras.losses, "SparseCategoricalFocalCrossentropy"),
+    reason="Keras has it since 3.16",
+)
+def test_a_loss_that_calls_the_reduction_in_a_module_of_its_own(
+    digits: Any, same_as_one_device: Any
+) -> None:
+    x, y = (a[:NUM_EXAMPLES] for a in digits)
+
+    def work():
+        loss = keras.losses.SparseCategoricalFocalCrossentropy(
+            from_logits=True, reduction="mean_with_sample_weight"
+        )
+        return fitted(classifier(loss), x, y, sample_weight=uneven_weights())
+
+    same_as_one_device(work, 2, 8)

@@ -1,11 +1,36 @@
-"""Selects the JAX backend for Keras on import, or refuses another one."""
+"""Which Keras this is: its backend, which must be JAX, and its version."""
 
 import json
 import os
 import sys
 from pathlib import Path
 
-__all__ = ["require_jax_backend"]
+__all__ = ["is_tested_version", "require_jax_backend", "version_error"]
+
+_LAST_TESTED = "3.15.1"
+_TESTED_SERIES = ("3.14.", "3.15.")
+
+
+def is_tested_version(version: str) -> bool:
+    """Whether releases of this version's series passed the tests."""
+    return version.startswith(_TESTED_SERIES)
+
+
+def version_error(what: str) -> ImportError:
+    """The error where this version of Keras lacks what replicax uses.
+
+    Args:
+        what: What it lacks, or has in another form.
+    """
+    version = sys.modules["keras"].__version__
+    # Both packages have the folder `keras`, and leave files of theirs in it.
+    install = f"pip install keras=={_LAST_TESTED}"
+    if ".dev" in version:
+        install = f"pip uninstall --yes keras keras-nightly && {install}"
+    return ImportError(
+        f"replicax cannot be used with Keras {version}: {what}. The last version that "
+        f"replicax was tested with is {_LAST_TESTED}. Install it: {install}"
+    )
 
 
 _SET_IT = (

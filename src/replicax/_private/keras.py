@@ -1,18 +1,17 @@
 """Private names of Keras' variables, layers, models and optimizers, with their reasons.
 
-Tested with Keras 3.14 to 3.15. Those of its trainer are in `trainer.py`, the functions
-that are replaced in `wraps.py`.
+Those of its trainer are in `trainer.py`, the functions that are replaced in `wraps.py`.
 """
 
 import collections
 import contextlib
 import functools
+import inspect
 import itertools
 import operator
 import random
 import re
 import threading
-import types
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -36,6 +35,7 @@ from keras.src.utils.naming import to_snake_case
 __all__ = [
     "PlacedVariable",
     "attach_masks",
+    "begin_with_layout",
     "clipped",
     "current_scope",
     "decays",
@@ -61,6 +61,7 @@ __all__ = [
     "set_reference",
     "set_value",
     "shared_seed_generator",
+    "spare_jax_layers_tensorflow",
     "trained_by",
     "when_built",
     "write_values",
@@ -168,6 +169,25 @@ def current_layer() -> Any:
     It has the `entry_layer` as an attribute, and ends with the call.
     """
     return get_global_attribute("current_call_ctx")
+
+
+def begin_with_layout(
+    init: Callable[..., None], variable: Any, kwargs: dict[str, Any], layout: Any
+) -> None:
+    """Give a variable its sharding before it has a value.
+
+    Keras would give an optimizer's slot the sharding of its weight.
+
+    Args:
+        init: `__init__` of Keras' class, which is called next.
+        variable: What is initialised.
+        kwargs: The keyword arguments of that call.
+        layout: The sharding.
+    """
+    if "layout" in inspect.signature(init).parameters:
+        kwargs["layout"] = layout
+    else:  # Keras 3.14 takes it in a derived class, which has set it already.
+        variable._layout = layout
 
 
 if TYPE_CHECKING:
@@ -356,20 +376,15 @@ def replace_moments(layer: Any, moments: Callable[..., Any]) -> None:
     layer._moments = functools.partial(moments, layer._moments)
 
 
-def tensorflow_is_installed() -> bool:
-    """Whether Keras' `JaxLayer` finds TensorFlow."""
-    return jax_layer.tf.available
+def spare_jax_layers_tensorflow() -> None:
+    """Let Keras' `JaxLayer` be built where TensorFlow is not installed.
 
-
-@contextlib.contextmanager
-def without_tensorflow() -> Generator[None]:
-    """Answer for TensorFlow that this is none of its traces; `JaxLayer` asks it."""
-    tensorflow = jax_layer.tf
-    jax_layer.tf = types.SimpleNamespace(inside_function=lambda: False)
-    try:
-        yield
-    finally:
-        jax_layer.tf = tensorflow
+    It asks TensorFlow whether it is built in one of its functions. Without TensorFlow
+    it is not.
+    """
+    tensorflow: Any = jax_layer.tf
+    if not tensorflow.available:
+        tensorflow.inside_function = lambda: False
 
 
 def inner_of(optimizer: Any) -> Any:
@@ -395,6 +410,9 @@ def clipped(optimizer: Any, gradients: Sequence[Any]) -> list[Any]:
 
 def decays(optimizer: Any, variable: Any) -> bool:
     """Whether an optimizer's weight decay takes in a variable: it may exclude some."""
+    # Keras 3.16 notes it in `build`, and asks this method there.
+    if hasattr(optimizer, "_is_excluded_from_weight_decay"):
+        return not optimizer._is_excluded_from_weight_decay(variable)
     return optimizer._use_weight_decay(variable)
 
 

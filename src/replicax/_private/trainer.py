@@ -1,7 +1,7 @@
 """Private names of Keras' trainer: building, data adapters, callbacks and logs.
 
-Tested with Keras 3.14 to 3.15. The loop of `keras/` does what Keras' own does, on these
-parts of it that have no public name.
+The loop of `keras/` does what Keras' own does, on these parts of it that have no public
+name.
 """
 
 import contextlib
@@ -172,9 +172,9 @@ def dataset_with_epochs(adapter: Any) -> Any:
     dataset = getattr(adapter, "py_dataset", None)
     if dataset is None:
         return None
-    base = next(c for c in type(dataset).__mro__ if c.__name__ == "PyDataset")
+    own, base = type(dataset), keras.utils.PyDataset
     hooks = ("on_epoch_begin", "on_epoch_end")
-    if all(getattr(type(dataset), h) is getattr(base, h) for h in hooks):
+    if all(getattr(own, h) is getattr(base, h) for h in hooks):
         return None
     return dataset
 

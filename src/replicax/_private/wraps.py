@@ -4,19 +4,29 @@ Where Keras calls such a function, `hook(original, *args, **kwargs)` is called i
 place. `keras.hooks` has the hooks, each of which does nothing where there is no
 strategy. They are installed when the first strategy is made, not on import.
 
-Tested with Keras 3.14 to 3.15.
+An owner is described by what it is to a user of Keras, the class among the bases of
+`keras.Model` that defines `fit`, since other versions call the same class by another
+name. On every version each function must exist, and take the arguments that its hook
+names.
 """
 
 import dataclasses
 import functools
 import importlib
 import inspect
+import logging
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
+import keras
 from keras.src.utils.traceback_utils import filter_traceback
 
-__all__ = ["WRAPS", "Original", "Wrap", "hooked", "install"]
+from replicax._private.backend import is_tested_version, version_error
+
+__all__ = ["WRAPS", "Original", "Wrap", "hooked", "install", "with_parameters_of"]
+
+_logger = logging.getLogger("replicax")
 
 Hook = Callable[..., Any]
 
@@ -29,47 +39,64 @@ class Wrap:
     """Functions of one owner that are replaced for one reason.
 
     Attributes:
-        owner: A class or module, as a path below `keras.src`.
+        path: A public class, such as `"keras.Model"`, or a module of Keras.
         names: The functions' names.
         reason: What the hook does.
+        base_with: The owner is the base of the class that defines this method; None:
+            the class itself.
     """
 
-    owner: str
+    path: str
     names: tuple[str, ...]
     reason: str
+    base_with: str | None = None
 
     @property
     def keys(self) -> list[str]:
-        """The names after the last part of the owner's: `"JAXTrainer.fit"`."""
-        return [f"{self.owner.rpartition('.')[2]}.{name}" for name in self.names]
+        """The names after the last part of the path: `"Model.fit"`."""
+        return [f"{self.path.rpartition('.')[2]}.{name}" for name in self.names]
 
     def find_owner(self) -> Any:
-        """The class or module itself."""
-        path = f"keras.src.{self.owner}"
-        module, _, name = path.rpartition(".")
-        if name[0].isupper():
-            return getattr(importlib.import_module(module), name)
-        return importlib.import_module(path)
+        """The class or module that has the functions; None where no base has them."""
+        module, _, name = self.path.rpartition(".")
+        if not name[0].isupper():
+            return importlib.import_module(self.path)
+        cls = getattr(importlib.import_module(module), name)
+        if self.base_with is None:
+            return cls
+        return next((c for c in cls.__mro__[1:] if self.base_with in vars(c)), None)
 
+    def find_holders(self, name: str) -> list[Any]:
+        """The owner, and the modules of Keras that import a module's function by name.
 
-_TRAINER = "backend.jax.trainer.JAXTrainer"
-_OPTIMIZER = "optimizers.base_optimizer.BaseOptimizer"
+        Keras 3.16 has a loss that calls `reduce_weighted_values` in such a module.
+        """
+        owner = self.find_owner()
+        if inspect.isclass(owner):
+            return [owner]
+        modules = [m for n, m in list(sys.modules.items()) if n.startswith("keras.")]
+        function = getattr(owner, name)
+        return [m for m in modules if m and vars(m).get(name) is function]
+
 
 WRAPS = (
     Wrap(
-        "backend.common.KerasVariable",
+        # Not the class that a backend derives: Keras 3.14 has an `__init__` there, too.
+        "keras.Variable",
         ("__init__",),
         "those of a scope get a class of replicax, which gives them their place; a "
         "function that makes its variables anew on each trace gets the first ones",
+        base_with="assign",
     ),
     Wrap(
         # Not of `keras.Model`: a layer may be trained with this class beside it.
-        _TRAINER,
+        "keras.Model",
         ("__init__",),
         "remembers the strategy that a model is made under",
+        base_with="fit",
     ),
     Wrap(
-        _TRAINER,
+        "keras.Model",
         (
             "fit",
             "evaluate",
@@ -79,66 +106,76 @@ WRAPS = (
             "predict_on_batch",
         ),
         "are this package's own loop",
+        base_with="fit",
     ),
     Wrap(
-        _TRAINER,
+        "keras.Model",
         ("compute_loss_and_updates",),
         "rematerialises gathered weights in the backward pass",
+        base_with="fit",
     ),
     Wrap(
         # Where it is defined: Keras compares a model's `compile` with its base class',
         # and does not call one that a class in between overrides on loading.
-        "trainers.trainer.Trainer",
+        "keras.Model",
         ("compile",),
         "runs in the scope of the model's strategy",
+        base_with="compile",
     ),
-    Wrap(_OPTIMIZER, ("apply",), "sums gradients over the replicas"),
     Wrap(
-        _OPTIMIZER,
-        ("add_variable", "add_variable_from_reference"),
-        "says where slots lie, and makes none where servers keep them",
+        "keras.Optimizer",
+        ("apply",),
+        "sums gradients over the replicas",
+        base_with="apply",
+    ),
+    Wrap(
+        "keras.Optimizer",
+        ("add_variable_from_reference",),
+        "says which weight a slot is of, and makes none where servers keep them",
+        base_with="apply",
     ),
     Wrap(
         # It overrides `apply`, which its `stateless_apply` does not call.
-        "optimizers.loss_scale_optimizer.LossScaleOptimizer",
+        "keras.optimizers.LossScaleOptimizer",
         ("apply", "stateless_apply"),
         "sums gradients before it looks whether they are finite",
     ),
-    Wrap("losses.loss", ("reduce_weighted_values",), "global means of losses"),
     Wrap(
-        "layers.layer.Layer",
+        "keras.src.losses.loss", ("reduce_weighted_values",), "global means of losses"
+    ),
+    Wrap(
+        "keras.Layer",
         ("add_loss",),
         "notes the layer: it knows losses by ids, which others have in another trace",
     ),
     Wrap(
-        "layers.layer.Layer",
+        "keras.Layer",
         ("get_weights", "set_weights"),
         "all values are those after one step of another thread, or before it",
     ),
     Wrap(
         # Which `Model.save` and `keras.saving.save_model` call, among others.
-        "saving.saving_lib",
+        "keras.src.saving.saving_lib",
         ("save_model", "save_weights_only", "load_weights_only"),
         "likewise",
     ),
     Wrap(
-        "metrics.reduction_metrics.Mean",
+        "keras.metrics.Mean",
         ("update_state",),
         "a batch's value counts once, also where it does not divide by the replicas",
     ),
     Wrap(
-        "layers.normalization.batch_normalization.BatchNormalization",
+        "keras.layers.BatchNormalization",
         ("__init__",),
         "takes `synchronized=True` on JAX",
     ),
-    Wrap("utils.jax_layer.JaxLayer", ("_initialize_weights",), "needs no TensorFlow"),
     Wrap(
-        "backend.jax.distribution_lib",
+        "keras.src.backend.jax.distribution_lib",
         ("_to_backend_device",),
         "\"cpu\" is this worker's, not the first one's",
     ),
     Wrap(
-        "trainers.data_adapters.data_adapter_utils",
+        "keras.src.trainers.data_adapters.data_adapter_utils",
         ("scipy_sparse_to_jax_sparse",),
         "sparse batches stay on hosts",
     ),
@@ -149,22 +186,98 @@ def install(hooks: Mapping[str, Hook]) -> None:
     """Replace the functions of `WRAPS`.
 
     Args:
-        hooks: Of each key of each wrap.
+        hooks: Of each key of each wrap. Each has the parameters of the function after
+            `original`; all that follow may be `*args` and `**kwargs`.
 
     Raises:
         KeyError: If there is a hook without a wrap, or a wrap without a hook.
+        ImportError: If this version of Keras lacks a function, or has one with other
+            parameters than its hook. Nothing is replaced then.
     """
     odd = {key for wrap in WRAPS for key in wrap.keys} ^ set(hooks)
     if odd:
         raise KeyError(f"wraps: hooks and wraps differ in {sorted(odd)}.")
-    for wrap in WRAPS:
+    places = [
+        (wrap, name, hooks[key])
+        for wrap in WRAPS
+        for name, key in zip(wrap.names, wrap.keys, strict=True)
+    ]
+    differences = [text for place in places if (text := _difference(*place))]
+    if differences:
+        raise version_error("; ".join(differences))
+    if not is_tested_version(keras.__version__):
+        _logger.warning(
+            "Keras %s was not tested with this version of replicax. The functions that "
+            "replicax replaces are all there, and take the same arguments.",
+            keras.__version__,
+        )
+    for place in places:
+        _replace(*place)
+
+
+def with_parameters_of(function: Hook, hook: Hook, without: str) -> Hook:
+    """`hook`, whose signature becomes that of the `function` that it calls.
+
+    Args:
+        function: Is called with what the hook is given.
+        hook: Takes anything.
+        without: A parameter of the function that the hook adds.
+    """
+    signature = inspect.signature(function)
+    parameters = [p for p in signature.parameters.values() if p.name != without]
+    hook.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return hook
+
+
+def _difference(wrap: Wrap, name: str, hook: Hook) -> str | None:
+    """How a function of Keras differs from what its hook expects; None: it fits."""
+    try:
         owner = wrap.find_owner()
-        for name, key in zip(wrap.names, wrap.keys, strict=True):
-            _replace(owner, name, hooks[key])
+    except (ImportError, AttributeError) as error:
+        return str(error)
+    if owner is None:
+        return f"no base of {wrap.path} has a method {wrap.base_with!r}"
+    label = f"{owner.__module__}.{owner.__qualname__}" if wrap.base_with else wrap.path
+    function = vars(owner).get(name)
+    if not callable(function):
+        return f"{label} has no {name!r}"
+    if not getattr(function, "__module__", "").startswith("keras."):
+        return None  # Another library has replaced it, which says what it takes.
+    signature = inspect.signature(function)
+    if _takes_calls_of(hook, signature):
+        return None
+    return f"{label}.{name} has other parameters, {signature}"
 
 
-def _replace(owner: Any, name: str, hook: Hook) -> None:
-    found = getattr(owner, name)
+def _takes_calls_of(hook: Hook, signature: inspect.Signature) -> bool:
+    """Whether a hook has a function's parameters in their order, and takes the others.
+
+    Parameters are equal if their names are; the name of `self` does not matter.
+    """
+    own = list(inspect.signature(hook).parameters.values())
+    own = own[1:] if own[0].name == "original" else own
+    theirs = [p for p in signature.parameters.values() if not _is_variadic(p)]
+    named = [p.name for p in own if p.kind is p.POSITIONAL_OR_KEYWORD]
+    if theirs and theirs[0].name == "self":
+        named[:1] = ["self"]
+    names = [p.name for p in theirs]
+    only_by_name = {p.name for p in own if p.kind is p.KEYWORD_ONLY}
+    takes_others = any(p.kind is p.VAR_KEYWORD for p in own)
+    others = set(names[len(named) :]) - only_by_name
+    return (
+        names[: len(named)] == named
+        and only_by_name <= set(names)
+        and (takes_others or not others)
+    )
+
+
+def _is_variadic(parameter: inspect.Parameter) -> bool:
+    return parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+
+
+def _replace(wrap: Wrap, name: str, hook: Hook) -> None:
+    holders = wrap.find_holders(name)
+    found = getattr(holders[0], name)
     is_decorated = _is_decorated(found)
     # `model.fit(callbacks=[rx.BackupAndRestore(...)])` looks `fit` up before it makes
     # the callback, which installs the hooks. Keras' decorator calls what its cell has.
@@ -172,7 +285,8 @@ def _replace(owner: Any, name: str, hook: Hook) -> None:
     function = hooked(filter_traceback(cell.cell_contents) if cell else found, hook)
     if cell:
         cell.cell_contents = function
-    setattr(owner, name, function)
+    for holder in holders:
+        setattr(holder, name, function)
 
 
 def _is_decorated(function: Any) -> bool:

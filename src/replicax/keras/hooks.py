@@ -1,6 +1,7 @@
 """Hooks in Keras' classes; `_private.wraps` says what each is for.
 
-Each does nothing where there is no strategy. Tested with Keras 3.14 to 3.15.
+Each does nothing where there is no strategy, and has the parameters of the function
+that it replaces: `_private.wraps` compares them with those of Keras.
 """
 
 import inspect
@@ -19,8 +20,7 @@ from replicax._private.keras import (
     attach_masks,
     masks_of,
     other_values,
-    tensorflow_is_installed,
-    without_tensorflow,
+    spare_jax_layers_tensorflow,
 )
 from replicax._private.trainer import IN_FIT
 from replicax._private.wraps import Original
@@ -89,6 +89,7 @@ def install() -> None:
     with _installing:
         if not _installed:
             wraps.install(_HOOKS)
+            spare_jax_layers_tensorflow()
             _installed = True
 
 
@@ -137,10 +138,24 @@ def _strategy_of(model: keras.Model) -> PyTree:
     return getattr(model, _STRATEGY, None)
 
 
+def _runs(method: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    """The hook of a model's method that runs steps: the loop of this package."""
+
+    def hook(
+        original: Original, model: keras.Model, *args: PyTree, **kwargs: PyTree
+    ) -> PyTree:
+        return _run(method, original, model, *args, **kwargs)
+
+    return wraps.with_parameters_of(method, hook, "strategy")
+
+
 def _run(
-    original: Original, model: keras.Model, *args: PyTree, **kwargs: PyTree
+    method: Callable[..., PyTree],
+    original: Original,
+    model: keras.Model,
+    *args: PyTree,
+    **kwargs: PyTree,
 ) -> PyTree:
-    """A method of a model that runs steps, by the loop of this package."""
     name = original.__name__
     session = session_of(model)
     strategy = _strategy_of(model) or (session and session.strategy)
@@ -158,7 +173,6 @@ def _run(
         strategy = get_strategy()
     if not building.has_call(model):
         building.note_built(model)
-    method = getattr(loop if name in _WITH_DATA else on_batch, name)
     # Validation is a part of `fit`.
     called = current_call() if kwargs.get(IN_FIT) else name
 
@@ -315,25 +329,15 @@ def _in_replica(replacement: Callable[..., PyTree]) -> Callable[..., PyTree]:
             return original(*args, **kwargs)
         return replacement(context, original, *args, **kwargs)
 
-    return hook
+    return wraps.with_parameters_of(replacement, hook, "context")
 
 
-def _initialize_foreign(
-    original: Original, layer: keras.Layer, input_shape: PyTree
-) -> None:
-    if current_strategy() is None or tensorflow_is_installed():
-        original(layer, input_shape)
-        return
-    with without_tensorflow():
-        original(layer, input_shape)
-
-
-def _sparse_batch(original: Original, array: PyTree) -> PyTree:
+def _sparse_batch(original: Original, x: PyTree) -> PyTree:
     # Keras makes JAX arrays of it, by programs that are compiled anew for each number
     # of entries.
     if current_strategy() is None:
-        return original(array)
-    rows = as_rows(array)
+        return original(x)
+    rows = as_rows(x)
     return rows.padded(rows.num_entries)
 
 
@@ -351,19 +355,18 @@ def _add_loss(original: Original, layer: keras.Layer, loss: PyTree) -> None:
 
 
 _HOOKS: Mapping[str, Callable[..., PyTree]] = {
-    "KerasVariable.__init__": variables.init_variable,
-    "JAXTrainer.__init__": _init_trainer,
-    "JAXTrainer.fit": _run,
-    "JAXTrainer.evaluate": _run,
-    "JAXTrainer.predict": _run,
-    "JAXTrainer.train_on_batch": _run,
-    "JAXTrainer.test_on_batch": _run,
-    "JAXTrainer.predict_on_batch": _run,
-    "JAXTrainer.compute_loss_and_updates": _compute_loss_and_updates,
-    "Trainer.compile": _compile,
-    "BaseOptimizer.apply": optimizers.apply,
-    "BaseOptimizer.add_variable": optimizers.add_variable,
-    "BaseOptimizer.add_variable_from_reference": optimizers.add_slot,
+    "Variable.__init__": variables.init_variable,
+    "Model.__init__": _init_trainer,
+    "Model.fit": _runs(loop.fit),
+    "Model.evaluate": _runs(loop.evaluate),
+    "Model.predict": _runs(loop.predict),
+    "Model.train_on_batch": _runs(on_batch.train_on_batch),
+    "Model.test_on_batch": _runs(on_batch.test_on_batch),
+    "Model.predict_on_batch": _runs(on_batch.predict_on_batch),
+    "Model.compute_loss_and_updates": _compute_loss_and_updates,
+    "Model.compile": _compile,
+    "Optimizer.apply": optimizers.apply,
+    "Optimizer.add_variable_from_reference": optimizers.add_slot,
     "LossScaleOptimizer.apply": optimizers.apply_with_loss_scale,
     "LossScaleOptimizer.stateless_apply": optimizers.stateless_apply_with_loss_scale,
     "loss.reduce_weighted_values": _in_replica(reductions.reduce_weighted_values),
@@ -375,7 +378,6 @@ _HOOKS: Mapping[str, Callable[..., PyTree]] = {
     "saving_lib.load_weights_only": _assign_all,
     "Mean.update_state": _in_replica(reductions.update_mean),
     "BatchNormalization.__init__": reductions.init_batch_normalization,
-    "JaxLayer._initialize_weights": _initialize_foreign,
     "distribution_lib._to_backend_device": _to_backend_device,
     "data_adapter_utils.scipy_sparse_to_jax_sparse": _sparse_batch,
 }

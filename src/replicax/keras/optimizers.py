@@ -1,7 +1,7 @@
 """Hooks of Keras' optimizers: the seam, and the sharding of slots.
 
 Installed by `hooks`, as `_private.wraps` says; `original` is the optimizer's own
-method. Tested with Keras 3.14 to 3.15.
+method.
 """
 
 import inspect
@@ -13,7 +13,6 @@ import keras
 from replicax._private.keras import (
     current_scope,
     scope_around,
-    set_reference,
     trained_by,
 )
 from replicax._private.wraps import Original, hooked
@@ -31,10 +30,10 @@ from replicax.engine.variables import (
 
 __all__ = [
     "add_slot",
-    "add_variable",
     "apply",
     "apply_with_loss_scale",
     "hook_overrides",
+    "slot_reference",
     "stateless_apply_with_loss_scale",
 ]
 
@@ -254,26 +253,9 @@ def _note_home(optimizer: keras.Optimizer, home: Home) -> None:
     attributes["finalize_variable_values"] = lambda _: home.finalize(optimizer)
 
 
-def add_variable(
-    original: Original,
-    optimizer: keras.Optimizer,
-    shape: PyTree,
-    *args: PyTree,
-    **kwargs: PyTree,
-) -> PyTree:
-    """`optimizer.add_variable`: laid out as the strategy says."""
-    strategy = current_strategy()
-    if strategy is None:
-        return original(optimizer, shape, *args, **kwargs)
-    # Keras would give a slot the layout of its weight.
-    given = inspect.signature(original).bind(optimizer, shape, *args, **kwargs)
-    given.arguments["layout"] = strategy.home.slot_layout(
-        _reference.path, tuple(shape), given.arguments.get("aggregation", "none")
-    )
-    variable = original(*given.args, **given.kwargs)
-    set_reference(variable, _reference.path)
-    strategy.home.own(variable)
-    return variable
+def slot_reference() -> str:
+    """The path of the weight that this thread makes a slot for; empty without one."""
+    return _reference.path
 
 
 def _refuse_overwriting_gradients(variables: PyTree) -> None:

@@ -2,7 +2,6 @@
 
 `hooks` installs `init_variable`, as `_private.wraps` says. It also reports variables to
 functions that make the same ones anew on each trace, as an estimator's `model_fn` does.
-Tested with Keras 3.14 to 3.15.
 """
 
 import contextlib
@@ -20,6 +19,7 @@ from jax.typing import DTypeLike
 from replicax._private.keras import (
     PlacedVariable,
     autocast,
+    begin_with_layout,
     current_scope,
     forget_uninitialized,
     has_value,
@@ -31,6 +31,7 @@ from replicax._private.keras import (
     scope_around,
     seeds_drawn_from,
     set_current_scope,
+    set_reference,
 )
 from replicax._private.wraps import Original
 from replicax._util.types import PyTree
@@ -38,7 +39,7 @@ from replicax.engine import device_put, threads
 from replicax.engine.scope import current_call, current_context, current_strategy
 from replicax.engine.variables import Variable
 from replicax.errors import ContextError
-from replicax.keras.optimizers import hook_overrides
+from replicax.keras.optimizers import hook_overrides, slot_reference
 
 __all__ = [
     "StrategyVariable",
@@ -172,8 +173,9 @@ def init_variable(
     *args: PyTree,
     **kwargs: PyTree,
 ) -> None:
-    """`KerasVariable.__init__`."""
+    """`keras.Variable.__init__`, of the class that it derives from."""
     reuse, strategy = current_reuse(), current_strategy()
+    slot_of: str | None = None
     given = not (callable(initializer) or isinstance(initializer, str))
     is_traced = given and (reuse is not None or _in_replica_function())
     if is_traced and reuse is None and not _is_slot(initializer):
@@ -195,9 +197,18 @@ def init_variable(
         owner = named_by()
         if isinstance(owner, keras.Optimizer):  # It has variables from the beginning.
             hook_overrides(type(owner))
+            if not given:  # What counts, such as the iterations, begins with a value.
+                slot_of = slot_reference()
+                layout = strategy.home.slot_layout(
+                    slot_of, tuple(shape), kwargs.get("aggregation", "none")
+                )
+                begin_with_layout(original, variable, kwargs, layout)
     original(variable, initializer, shape, dtype, *args, **kwargs)
     if reuse is not None and not has_value(variable) and not reuse(variable):
         forget_uninitialized(variable)  # It stands for another one.
+    if slot_of is not None and strategy is not None:
+        set_reference(variable, slot_of)
+        strategy.home.own(variable)
 
 
 def _is_slot(value: PyTree) -> bool:
