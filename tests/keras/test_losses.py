@@ -1,5 +1,7 @@
 """Gradients and losses are those of one device, not means of local means."""
 
+from typing import Any
+
 import keras
 import numpy as np
 import pytest

@@ -257,16 +257,15 @@ def _compile(
     )
 
 
-def _read_all(
-    original: Original, layer: keras.Layer, *args: PyTree, **kwargs: PyTree
-) -> PyTree:
+def _read_all(original: Original, *args: PyTree, **kwargs: PyTree) -> PyTree:
     """Read or save a layer's variables: their values after the same step."""
     if threads.is_alone() or other_values() is not None:
-        return original(layer, *args, **kwargs)
+        return original(*args, **kwargs)
+    layer, *_ = (*args, *kwargs.values())
     optimizer = getattr(layer, "optimizer", None)
     others = [] if optimizer is None else optimizer.variables
     with threads.Snapshot([*layer.variables, *others]):
-        return original(layer, *args, **kwargs)
+        return original(*args, **kwargs)
 
 
 def _assign_all(original: Original, *args: PyTree, **kwargs: PyTree) -> PyTree:
