@@ -301,3 +301,47 @@ def test_arguments_without_rows_and_results_that_are_no_scalars() -> None:
 
 def test_the_limit_is_256_megabytes() -> None:
     assert whole_batch.MOST_BYTES == 256 * 2**20
+
+
+class Pairs(keras.layers.Layer):
+    """Logits of all pairs of rows, as KerasHub's CLIP returns them."""
+
+    def call(self, x: Any) -> Any:
+        return ops.matmul(x, ops.transpose(x))
+
+    def compute_output_shape(self, shape: Any) -> Any:
+        return (shape[0], shape[0])
+
+
+@pytest.mark.parametrize(
+    "loss", ["sparse_categorical_crossentropy", lambda y, p: ops.mean(p)]
+)
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_model_that_compares_rows_is_refused(name: str, loss: Any) -> None:
+    with STRATEGIES[name]().scope():
+        model = keras.Sequential([keras.Input((6,)), Pairs()])
+        model.compile("sgd", loss)
+    with pytest.raises(
+        ValueError, match=r"has shape \(\d, \d\).* all pairs, in a loss"
+    ):
+        model.fit(X[:8], np.arange(8) % 2, batch_size=8, verbose=0)
+    with pytest.raises(
+        ValueError, match=r"evaluate.*has shape .* all pairs, in a loss"
+    ):
+        model.evaluate(X[:8], np.arange(8) % 2, batch_size=8, verbose=0)
+
+
+def test_outputs_as_wide_as_the_batch_are_none_of_these(assert_same: Any) -> None:
+    """Four rows a replica, and four outputs; added losses stay those of the step."""
+
+    def train(strategy: Any) -> Any:
+        keras.utils.set_random_seed(0)
+        with strategy.scope() if strategy else contextlib.nullcontext():
+            layers = [keras.layers.Dense(4, activity_regularizer="l2")]
+            model = keras.Sequential([keras.Input((6,)), *layers])
+            model.compile("sgd", "mse")
+        y = np.tile(Y, 2)[:, :4]
+        history = model.fit(X, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+        return history.history["loss"], model.get_weights()
+
+    assert_same(train(STRATEGIES["mirrored 2"]()), train(None))

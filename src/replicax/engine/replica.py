@@ -100,6 +100,8 @@ class ReplicaContext:
         # The replica's part of a batch that the replicas share, as in `fit`; None where
         # each has batches of its own, as in estimators.
         self.batch: list[jax.Array] | None = None
+        # Whether a loss was given outputs whose shape may be of pairs of rows.
+        self.has_odd_outputs = False
         # Whether the model computes in float16; see `engine.float16`.
         self.uses_float16 = False
         # Whether a metric is being updated, and a loss that is declared `per_example`

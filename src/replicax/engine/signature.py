@@ -333,7 +333,8 @@ def require_rows(
                 "replicas share a batch, and their outputs are joined along the first "
                 "dimension, which must be that of the rows. Transpose the output; "
                 "leave out what belongs to no row, such as a weight, and read it from "
-                "the model; or use a strategy of one replica, such as "
+                "the model; compare rows, such as all pairs, in a loss and not in the "
+                "model; or use a strategy of one replica, such as "
                 "rx.OneDeviceStrategy('cpu:0')."
             )
 

@@ -143,6 +143,11 @@ def _compute(
     context = current_context()
     if context is None:
         return loss(y, outputs, sample_weight)
+    if context.num_replicas_here > 1 and context.batch:
+        num_rows = context.batch[0].shape[0]
+        shapes = [x.shape for x in jax.tree.leaves(outputs, is_leaf=is_composite)]
+        if any(s[:1] != (num_rows,) or num_rows in s[1:] for s in shapes):
+            context.has_odd_outputs = True
     if keeps_rows(loss, outputs):
         context.is_per_example = keeps_own_rows(loss) is True
         try:

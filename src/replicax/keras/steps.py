@@ -31,10 +31,11 @@ from replicax.engine.collectives import ReduceOp
 from replicax.engine.group import ReplicaGroup
 from replicax.engine.program import Program
 from replicax.engine.protocols import StrategyLike
+from replicax.engine.replay import StepRun
 from replicax.engine.scope import current_call, required_context
-from replicax.engine.signature import Options, Outputs
+from replicax.engine.signature import Options, Outputs, require_rows
 from replicax.engine.step import ReplicaStep
-from replicax.engine.variables import PendingValue
+from replicax.engine.variables import ChildScope, PendingValue
 from replicax.keras.batches import PlacedBatch, place
 from replicax.keras.compiled import computed_as_compiled
 from replicax.keras.reductions import global_results
@@ -93,6 +94,8 @@ class _ModelStep:
                 result = self._step(data)
             else:
                 result = self._stateless(self._groups, data)
+        if context.has_odd_outputs and is_of_keras(self._model, [self._name]):
+            _require_outputs_of_rows(self._model, data)
         if isinstance(result, dict):
             self._names = list(result)
             self._results = {
@@ -220,6 +223,17 @@ def require_examples(model: keras.Model, name: str, data: PyTree) -> None:
             f"{current_call()}: a batch for model {model.name!r} has no rows, and so "
             "no loss to train with. Leave empty batches out."
         )
+
+
+def _require_outputs_of_rows(model: keras.Model, data: PyTree) -> None:
+    """Raise for a model that compares rows: CLIP's outputs are logits of all pairs."""
+    x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+
+    def call(x: PyTree) -> PyTree:
+        scope = ChildScope(internals.current_scope())
+        return StepRun(lambda: model(x, training=False), lambda: scope).execute()
+
+    require_rows(f"{current_call()}({type(model).__name__})", call(x), x, call)
 
 
 def takes_state(model: keras.Model, name: str) -> bool:
