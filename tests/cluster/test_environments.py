@@ -100,6 +100,16 @@ def slurm(rank: int, hosts: int, **more: str) -> dict[str, str]:
     }
 
 
+def jaxjob(index: int, count: int) -> dict[str, str]:
+    """The variables of Kubeflow's JAXJob."""
+    return {
+        "COORDINATOR_ADDRESS": "t-worker-0",
+        "COORDINATOR_PORT": "6666",
+        "NUM_PROCESSES": str(count),
+        "PROCESS_ID": str(index),
+    }
+
+
 def named(
     index: int, names: str, hosts: int, address: str = "", **more: str
 ) -> dict[str, str]:
@@ -237,6 +247,10 @@ ROWS = {
         "kubeflow",
         named(1, PET, 2, "t-node-0-0.t", PET_MASTER_PORT="29400"),
         coordinator="t-node-0-0.t:29400",
+    ),
+    "Kubeflow JAXJob, 1 host": Row("jaxjob", jaxjob(0, 1), index=0, count=1),
+    "Kubeflow JAXJob, 2 hosts": Row(
+        "jaxjob", jaxjob(1, 2), coordinator="t-worker-0:6666"
     ),
     "Kubeflow TrainJob, torchrun, 2 hosts": Row(
         "torchrun",

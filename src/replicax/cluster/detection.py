@@ -47,6 +47,7 @@ ENVIRONMENTS: dict[str, ClusterEnvironment] = {
         mpi.ProcessManagement(),
         variables.JaxVariables(),
         variables.KubeflowTrainJob(),
+        variables.KubeflowJaxJob(),
         schedulers.Slurm(),
         cloud.SageMaker(),
         cloud.VertexAI(),

@@ -17,6 +17,7 @@ __all__ = [
     "InitializedJax",
     "JaxVariables",
     "KerasDistribution",
+    "KubeflowJaxJob",
     "KubeflowTrainJob",
     "TFConfig",
     "Torchrun",
@@ -121,6 +122,20 @@ class KubeflowTrainJob(ClusterEnvironment):
     size = "PET_NNODES"
     host = "PET_MASTER_ADDR"
     port = "PET_MASTER_PORT"
+
+
+class KubeflowJaxJob(ClusterEnvironment):
+    """A pod of a Kubeflow JAXJob of the first version of its trainer."""
+
+    name = "jaxjob"
+    index = "PROCESS_ID"
+    size = "NUM_PROCESSES"
+    host = "COORDINATOR_ADDRESS"
+    port = "COORDINATOR_PORT"
+
+    def detect(self) -> bool:
+        """Whether all are set: each name alone may be anything's."""
+        return all(map(os.environ.get, (self.index, self.size, self.host)))
 
 
 class InitializedJax(ClusterEnvironment):
