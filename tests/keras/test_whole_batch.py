@@ -85,6 +85,9 @@ STRATEGIES = {
 }
 
 
+@pytest.mark.slow(
+    but=["mirrored 4-Stateless", "fully sharded-Taped", "virtual-Functional"]
+)
 @pytest.mark.parametrize("kind", [Stateless, Taped, Functional])
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_clip_in_steps_of_ones_own(name: str, kind: Any, assert_same: Any) -> None:
@@ -92,6 +95,7 @@ def test_clip_in_steps_of_ones_own(name: str, kind: Any, assert_same: Any) -> No
     assert_same(two_towers(STRATEGIES[name](), kind), two_towers(one, kind))
 
 
+@pytest.mark.slow(but=["mirrored 4", "virtual"])
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_loop_of_jax(name: str) -> None:
     """Gradients of shares are summed; values of shares, too."""
@@ -313,8 +317,11 @@ class Pairs(keras.layers.Layer):
         return (shape[0], shape[0])
 
 
+@pytest.mark.slow(but=["mirrored 4-known", "fully sharded-own"])
 @pytest.mark.parametrize(
-    "loss", ["sparse_categorical_crossentropy", lambda y, p: ops.mean(p)]
+    "loss",
+    ["sparse_categorical_crossentropy", lambda y, p: ops.mean(p)],
+    ids=["known", "own"],
 )
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_model_that_compares_rows_is_refused(name: str, loss: Any) -> None:

@@ -264,9 +264,9 @@ def _require_rows(
             f"{current_call()}: {name} is computed from the rows of all replicas, but "
             f"got arrays of shapes {shapes}"
             + (f" for {batch[0]} rows of the batch on each replica" if batch else "")
-            + ". Give all of them one row for each example; numbers and arrays that "
-            "belong to no example are passed in a closure, such as with "
-            "functools.partial."
+            + ". Give all of them one row for each example, and the rest in a closure, "
+            "such as with functools.partial; or, if it treats each row by itself, "
+            "declare so with rx.losses.per_example(fn)."
         )
     num_bytes = context.num_counted * sum(
         x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)
