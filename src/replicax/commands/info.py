@@ -1,5 +1,6 @@
 """`replicax info`: shows devices, versions and TF_CONFIG; recommends a strategy."""
 
+import contextlib
 import json
 import os
 import platform
@@ -102,7 +103,7 @@ def _look() -> SystemInfo:
     return SystemInfo(
         versions={
             "replicax": __version__,
-            **{name: metadata.version(name) for name in _PACKAGES},
+            **{name: _version_of(name) for name in _PACKAGES},
             "python": platform.python_version(),
         },
         environment={name: os.environ.get(name, "") for name in _VARIABLES},
@@ -130,6 +131,14 @@ def _tf_config(errors: list[str]) -> TaskConfig | None:
     except ClusterConfigError as error:
         errors.extend(f"TF_CONFIG: {problem}." for problem in error.problems)
         return None
+
+
+def _version_of(package: str) -> str:
+    """A package's version; Keras' nightly is a package of another name."""
+    for name in (package, f"{package}-nightly"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            return metadata.version(name)
+    return "not installed"
 
 
 def _local_devices(errors: list[str]) -> "Sequence[Device]":

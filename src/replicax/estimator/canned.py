@@ -151,11 +151,14 @@ def optimizer_maker(
 
 def _named(identifier: str, learning_rate: float, name: str) -> keras.Optimizer:
     config = {"learning_rate": learning_rate}
+    # In whatever case, as estimators have it; Keras 3.16 does not know "ADAM".
+    names = {x.lower(): x for x in dir(keras.optimizers)}
+    class_name = names.get(identifier.lower(), identifier)
     cause = None
     try:
         # For other names than optimizers' it returns something else, or raises.
         made = keras.optimizers.deserialize(
-            {"class_name": identifier, "config": config}
+            {"class_name": class_name, "config": config}
         )
     except (TypeError, ValueError) as error:
         made, cause = None, error

@@ -15,7 +15,7 @@ import keras
 
 from replicax._private.keras import inner_of
 from replicax._util.types import JSON
-from replicax._version import __version__
+from replicax._version import versions
 from replicax.engine.devices import Device
 from replicax.errors import ClusterError
 from replicax.strategies.strategy import Strategy
@@ -24,7 +24,7 @@ __all__ = ["ReportedWorker", "facts_of", "local_devices"]
 
 _logger = logging.getLogger("replicax")
 
-_PACKAGES = ("jax", "jaxlib", "keras", "numpy")
+_PACKAGES = ("jaxlib", "numpy")
 _MEET_S = 10.0
 
 
@@ -56,7 +56,7 @@ def facts_of(
         "host": socket.gethostname(),
         "script": Path(sys.argv[0]).name if sys.argv else "",
         "versions": {
-            "replicax": __version__,
+            **versions(),
             **{name: metadata.version(name) for name in _PACKAGES},
             "Python": platform.python_version(),
         },
