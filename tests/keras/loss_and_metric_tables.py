@@ -142,6 +142,13 @@ LOSSES: dict[str, Entry] = {
     "largest": ("numbers", lambda: quantile),
 }
 
+# From Keras 3.16 on.
+if hasattr(losses, "SparseCategoricalFocalCrossentropy"):
+    LOSSES["SparseCategoricalFocalCrossentropy"] = (
+        "classes",
+        losses.SparseCategoricalFocalCrossentropy,
+    )
+
 
 class State(metrics.Metric):
     """Changes a state and a count by a rule."""

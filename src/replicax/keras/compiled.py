@@ -39,8 +39,8 @@ _LOSSES = _names("""
     CategoricalFocalCrossentropy CategoricalGeneralizedCrossEntropy
     CategoricalHinge CosineSimilarity Dice Hinge Huber KLDivergence LogCosh
     MeanAbsoluteError MeanAbsolutePercentageError MeanSquaredError
-    MeanSquaredLogarithmicError Poisson SparseCategoricalCrossentropy SquaredHinge
-    Tversky
+    MeanSquaredLogarithmicError Poisson SparseCategoricalCrossentropy
+    SparseCategoricalFocalCrossentropy SquaredHinge Tversky
 """)
 """Keras' losses that are means or sums over rows, if `axis` leaves the rows apart."""
 
@@ -66,6 +66,7 @@ _FUNCTIONS = _names("""
     log_cosh mean_absolute_error mean_absolute_percentage_error mean_squared_error
     mean_squared_logarithmic_error pearson_correlation poisson
     sparse_categorical_accuracy sparse_categorical_crossentropy
+    sparse_categorical_focal_crossentropy
     sparse_top_k_categorical_accuracy squared_hinge top_k_categorical_accuracy
     tversky
 """)
