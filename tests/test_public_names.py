@@ -234,7 +234,11 @@ def test_parameters_are_those_of_tensorflow() -> None:
         "unconnected_gradients",
     ]
     assert parameters(rx.ReplicaContext.all_reduce)[1:] == ["op", "value"]
-    assert parameters(rx.ReplicaContext.all_gather)[1:] == ["value", "axis"]
+    assert parameters(rx.ReplicaContext.all_gather)[1:] == [
+        "value",
+        "axis",
+        "drop_copies",
+    ]
     assert parameters(rx.ReplicaContext.merge_call)[1:] == [
         "merge_fn",
         "args",

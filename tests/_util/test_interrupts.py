@@ -123,8 +123,11 @@ def test_deleted_values_are_an_error(strategy: Any) -> None:
     strategy.run(step, (jnp.copy(w.value),))
     with pytest.raises(LostValuesError, match=r"an argument.*jnp\.copy"):
         strategy.run(step, (old,))
-    jax.jit(lambda x: x, donate_argnums=0)(w.value)
-    w.value.delete()
+    value = w.value
+    jax.jit(lambda x: x, donate_argnums=0)(value)
+    value.delete()
+    with pytest.raises(LostValuesError, match=r"'w' \(2,\).*deleted"):
+        _ = w.value
     with pytest.raises(LostValuesError, match=r"'w' \(2,\).*1 of 1"):
         strategy.run(step)
     w.assign([3.0, 4.0])

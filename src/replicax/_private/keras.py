@@ -87,12 +87,12 @@ _VALUE = "_value"
 _read_value = operator.attrgetter(_VALUE)
 
 
-class _ThreadState(threading.local):
+class _ValuesOfThread(threading.local):
     def __init__(self) -> None:
         self.values: OtherValues | None = None
 
 
-_state = _ThreadState()
+_state = _ValuesOfThread()
 
 
 class OtherValues(Protocol):

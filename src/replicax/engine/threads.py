@@ -18,7 +18,7 @@ from replicax._private import keras as internals
 from replicax.errors import LostValuesError
 
 __all__ = [
-    "Snapshot",
+    "VariableSnapshot",
     "is_alone",
     "note_assigned",
     "order",
@@ -155,22 +155,24 @@ def value_for_reader(variable: keras.Variable) -> jax.Array:
     """
     call = internals.current_layer()
     if call is None:
-        return Snapshot([variable]).read(variable)
-    snapshot: Snapshot | None = vars(call).get(_SNAPSHOT)
+        return VariableSnapshot([variable]).read(variable)
+    snapshot: VariableSnapshot | None = vars(call).get(_SNAPSHOT)
     if snapshot is None:
-        snapshot = vars(call)[_SNAPSHOT] = Snapshot(call.entry_layer.variables)
+        snapshot = vars(call)[_SNAPSHOT] = VariableSnapshot(call.entry_layer.variables)
     return snapshot.read(variable)
 
 
 def note_assigned(variable: keras.Variable) -> None:
     """Let the rest of a layer's call read the value that was just assigned in it."""
     call = internals.current_layer()
-    snapshot: Snapshot | None = None if call is None else vars(call).get(_SNAPSHOT)
+    snapshot: VariableSnapshot | None = (
+        None if call is None else vars(call).get(_SNAPSHOT)
+    )
     if snapshot is not None:
-        snapshot.write([variable], Snapshot([variable]).values.values())
+        snapshot.write([variable], VariableSnapshot([variable]).values.values())
 
 
-class Snapshot:
+class VariableSnapshot:
     """The values that variables had after a step, which a thread reads in this context.
 
     What it assigns to these variables, and what its programs write, stays in here.

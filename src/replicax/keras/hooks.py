@@ -264,7 +264,7 @@ def _read_all(original: Original, *args: PyTree, **kwargs: PyTree) -> PyTree:
     layer, *_ = (*args, *kwargs.values())
     optimizer = getattr(layer, "optimizer", None)
     others = [] if optimizer is None else optimizer.variables
-    with threads.Snapshot([*layer.variables, *others]):
+    with threads.VariableSnapshot([*layer.variables, *others]):
         return original(*args, **kwargs)
 
 

@@ -13,7 +13,7 @@ import keras
 
 from replicax._util.waiting import wait_for
 from replicax.engine.protocols import StrategyLike
-from replicax.engine.threads import Snapshot
+from replicax.engine.threads import VariableSnapshot
 from replicax.errors import ContextError
 from replicax.keras.session import session_of
 
@@ -70,7 +70,7 @@ def turn_of(model: keras.Model, strategy: StrategyLike, name: str) -> Generator[
     turn: _Turn = model.__dict__.setdefault(_TURN, _Turn())
     if not turn.take(model, name):
         _refuse(model, strategy, name, turn.calls[0])
-        with Snapshot([*model.variables, *model.metrics_variables]):
+        with VariableSnapshot([*model.variables, *model.metrics_variables]):
             yield
     elif name == "predict_on_batch":  # One program, which writes no metrics.
         turn.lock.release()
