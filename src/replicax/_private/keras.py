@@ -204,7 +204,7 @@ class PlacedVariable(_Variable):
         self.initialized()
 
     def _direct_assign(self, value: Any) -> None:
-        value = self.placed(value)
+        value = self.placed(value, getattr(self, _VALUE, None))
         if _state.values is not None and _state.values.has(self):
             _state.values.write([self], [value])
         else:
@@ -214,8 +214,8 @@ class PlacedVariable(_Variable):
         """Called when the variable has its first value."""
         raise NotImplementedError
 
-    def placed(self, value: Any) -> Any:
-        """The value to store for one that is assigned."""
+    def placed(self, value: Any, old: Any) -> Any:
+        """The value to store for one that is assigned; `old` is None for the first."""
         raise NotImplementedError
 
 

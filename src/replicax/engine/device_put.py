@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Wrapped
 
+from replicax._private.jax import ArrayImpl
 from replicax._util.dry_run import current_dry_run, is_described
 from replicax._util.types import PyTree
 from replicax.cluster import workers
@@ -28,12 +29,26 @@ __all__ = [
 _WIDE = (np.dtype("int64"), np.dtype("uint64"))
 
 
-def laid_out(value: PyTree, sharding: NamedSharding) -> jax.Array:
+def laid_out(
+    value: PyTree, sharding: NamedSharding, like: PyTree = None
+) -> jax.Array:
     """`value`, which every process has, on the devices of `sharding` as that says.
 
     Across processes each one places its own value, which must be the same: nothing is
     sent. (`jax.device_put` would compare the values, a collective at each call.)
+
+    On one device, a value that is there already becomes an array of the type of `like`,
+    such as the value that it replaces: 1 us in place of 25.
     """
+    if (
+        type(value) is type(like) is ArrayImpl
+        and like.sharding == sharding
+        and like.shape == value.shape
+        and like.dtype == value.dtype
+        and sharding.num_devices == 1
+        and sharding.device_set == value.sharding.device_set
+    ):
+        return ArrayImpl(like.aval, sharding, [value], True, True)
     if _is_nowhere(sharding):
         return value
     if sharding.is_fully_addressable:
@@ -54,8 +69,8 @@ def is_spread(value: object) -> bool:
     """Whether this process has only some parts of an array."""
     return isinstance(value, jax.Array) and not (
         isinstance(value, jax.core.Tracer)
-        or value.is_fully_addressable
         or value.is_fully_replicated
+        or value.is_fully_addressable
     )
 
 
