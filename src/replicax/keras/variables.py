@@ -27,11 +27,13 @@ from replicax._private.keras import (
     named_by,
     names_counted_anew,
     other_values,
+    own_value,
     read_values,
     scope_around,
     seeds_drawn_from,
     set_current_scope,
     set_reference,
+    stored_dtype,
 )
 from replicax._private.wraps import Original
 from replicax._util.types import PyTree
@@ -66,7 +68,7 @@ class _StrategyPart(PlacedVariable):
     def assign(self, value: PyTree) -> PyTree:
         """Assign a value; a copy of an array, which whoever gave it may go on using."""
         with threads.order:
-            value = super().assign(_copied(value))
+            value = super().assign(self._copied(value))
             if not threads.is_alone():
                 threads.note_assigned(self)
         return value
@@ -107,6 +109,21 @@ class _StrategyPart(PlacedVariable):
             return super().value
         finally:
             set_current_scope(inner)
+
+    def _copied(self, value: PyTree) -> PyTree:
+        """A copy of a value; one of the host's memory is where the variable lies."""
+        old, layout = own_value(self), layout_of(self)
+        is_number = type(value) in (int, float) and stored_dtype(self) == "float32"
+        if (
+            (is_number or isinstance(value, np.ndarray | np.generic))
+            and current_scope() is None
+            and isinstance(layout, jax.sharding.NamedSharding)
+            and isinstance(old, jax.Array)
+        ):
+            copy = np.array(value, "float32" if is_number else None)
+            if (copy.shape, copy.dtype) == (old.shape, old.dtype):
+                return device_put.laid_out(copy, layout, like=old)
+        return _copied(value)
 
     def placed(self, value: PyTree, old: PyTree) -> PyTree:
         """The value in the variable's sharding, which the old one has."""
