@@ -29,9 +29,7 @@ __all__ = [
 _WIDE = (np.dtype("int64"), np.dtype("uint64"))
 
 
-def laid_out(
-    value: PyTree, sharding: NamedSharding, like: PyTree = None
-) -> jax.Array:
+def laid_out(value: PyTree, sharding: NamedSharding, like: PyTree = None) -> jax.Array:
     """`value`, which every process has, on the devices of `sharding` as that says.
 
     Across processes each one places its own value, which must be the same: nothing is
