@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import jax._src.array
 import jax.core
 import jax.extend.core
+from jax._src.interpreters import pxla
 
 __all__ = [
     "ArrayImpl",
@@ -32,12 +33,28 @@ __all__ = [
     "jaxlib_version",
     "literal_of",
     "lowering_rule_for_cpus",
+    "put_everywhere",
     "replace_gloo",
     "skip_platform",
 ]
 
 ArrayImpl = jax._src.array.ArrayImpl
 """The class of concrete arrays: made of parts without checks, and told by its type."""
+
+
+def put_everywhere(value: Any, like: jax.Array) -> jax.Array:
+    """A value on all devices of an array `like` it, of which each has all.
+
+    `jax.device_put`, which calls this as well, first finds out what is known here.
+
+    Args:
+        value: A NumPy array, or an array on one device.
+        like: Has its shape and dtype, and is replicated over devices of this process.
+    """
+    sharding: Any = like.sharding
+    devices = list(sharding.mesh.devices.flat)
+    values = [value] * len(devices)
+    return pxla.batched_device_put(like.aval, sharding, values, devices)
 
 
 class TracedEquation(Protocol):

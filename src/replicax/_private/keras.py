@@ -50,6 +50,7 @@ __all__ = [
     "learning_rate_of",
     "masks_of",
     "named_by",
+    "own_value",
     "parts_of_layer",
     "read_values",
     "reference_of",
@@ -204,7 +205,7 @@ class PlacedVariable(_Variable):
         self.initialized()
 
     def _direct_assign(self, value: Any) -> None:
-        value = self.placed(value)
+        value = self.placed(value, own_value(self))
         if _state.values is not None and _state.values.has(self):
             _state.values.write([self], [value])
         else:
@@ -214,8 +215,8 @@ class PlacedVariable(_Variable):
         """Called when the variable has its first value."""
         raise NotImplementedError
 
-    def placed(self, value: Any) -> Any:
-        """The value to store for one that is assigned."""
+    def placed(self, value: Any, old: Any) -> Any:
+        """The value to store for one that is assigned; `old` is None for the first."""
         raise NotImplementedError
 
 
@@ -253,6 +254,11 @@ def forget_uninitialized(variable: Any) -> None:
     waiting = get_global_attribute("uninitialized_variables")
     if waiting and waiting[-1] is variable:
         waiting.pop()
+
+
+def own_value(variable: Any) -> Any:
+    """The array that a variable has in all threads; None before its first one."""
+    return getattr(variable, _VALUE, None)
 
 
 def has_value(variable: Any) -> bool:

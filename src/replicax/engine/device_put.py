@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Wrapped
 
+from replicax._private.jax import put_everywhere
 from replicax._util.dry_run import current_dry_run, is_described
 from replicax._util.types import PyTree
 from replicax.cluster import workers
@@ -28,12 +29,26 @@ __all__ = [
 _WIDE = (np.dtype("int64"), np.dtype("uint64"))
 
 
-def laid_out(value: PyTree, sharding: NamedSharding) -> jax.Array:
+def laid_out(value: PyTree, sharding: NamedSharding, like: PyTree = None) -> jax.Array:
     """`value`, which every process has, on the devices of `sharding` as that says.
 
     Across processes each one places its own value, which must be the same: nothing is
     sent. (`jax.device_put` would compare the values, a collective at each call.)
+
+    JAX takes a tenth of the time if `like`, such as the array that is replaced, has the
+    value's shape and dtype, and lies whole on these devices. It may go on reading the
+    memory of `value` then.
     """
+    if (
+        isinstance(like, jax.Array)
+        and like.sharding == sharding
+        and (like.shape, like.dtype) == (value.shape, value.dtype)
+        and like.is_fully_replicated
+        and sharding.is_fully_addressable
+        and not is_key(like)
+        and (type(value) is np.ndarray or value.sharding.num_devices == 1)
+    ):
+        return put_everywhere(value, like)
     if _is_nowhere(sharding):
         return value
     if sharding.is_fully_addressable:
@@ -54,8 +69,8 @@ def is_spread(value: object) -> bool:
     """Whether this process has only some parts of an array."""
     return isinstance(value, jax.Array) and not (
         isinstance(value, jax.core.Tracer)
-        or value.is_fully_addressable
         or value.is_fully_replicated
+        or value.is_fully_addressable
     )
 
 
@@ -115,6 +130,8 @@ def warn_of_wide_integers(arrays: Iterable[PyTree]) -> None:
         if not isinstance(x, np.ndarray) or x.dtype not in _WIDE or not x.size:
             continue
         limits = np.iinfo(jax.dtypes.canonicalize_dtype(x.dtype))
+        if x.view(np.uint64).max() <= limits.max:
+            continue  # One pass for ids: as these, negative numbers are large.
         least, most = x.min(), x.max()
         if least < limits.min or most > limits.max:
             warnings.warn(

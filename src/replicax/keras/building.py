@@ -6,6 +6,7 @@ call fails, all layers are built, and the step has a tape: such a step says what
 data are, such as three images.
 """
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable
@@ -69,7 +70,10 @@ def build(
         except StopIteration:
             raise without_data(model) from None
 
-    with Announced(f"building model {model.name!r}"):
+    # A model that has steps was built, and asks Keras only whether that still holds.
+    is_done = steps.has_steps(model, kind)
+    name = f"building model {model.name!r}"
+    with contextlib.nullcontext() if is_done else Announced(name):
         if kind == "predict":
             _build_by_call(model, first())
         elif has_call(model):

@@ -27,11 +27,13 @@ from replicax._private.keras import (
     named_by,
     names_counted_anew,
     other_values,
+    own_value,
     read_values,
     scope_around,
     seeds_drawn_from,
     set_current_scope,
     set_reference,
+    stored_dtype,
 )
 from replicax._private.wraps import Original
 from replicax._util.types import PyTree
@@ -66,7 +68,7 @@ class _StrategyPart(PlacedVariable):
     def assign(self, value: PyTree) -> PyTree:
         """Assign a value; a copy of an array, which whoever gave it may go on using."""
         with threads.order:
-            value = super().assign(_copied(value))
+            value = super().assign(self._copied(value))
             if not threads.is_alone():
                 threads.note_assigned(self)
         return value
@@ -95,11 +97,11 @@ class _StrategyPart(PlacedVariable):
             scope = scope_around(scope)
         is_own = scope is None or scope.get_current_value(self) is None
         if is_own and has_value(self):
-            if other_values() is not None:
-                return autocast(self, *read_values([self]))
-            if not threads.is_alone():
+            if other_values() is None and not threads.is_alone():
                 return autocast(self, threads.value_for_reader(self))
-            threads.require_value(self, *read_values([self]))
+            (value,) = read_values([self])
+            threads.require_value(self, value)
+            return autocast(self, value)
         if scope is None or scope is inner or not has_value(self):
             return super().value
         set_current_scope(scope)
@@ -108,8 +110,23 @@ class _StrategyPart(PlacedVariable):
         finally:
             set_current_scope(inner)
 
-    def placed(self, value: PyTree) -> PyTree:
-        """The value in the variable's sharding."""
+    def _copied(self, value: PyTree) -> PyTree:
+        """A copy of a value; one of the host's memory is where the variable lies."""
+        old, layout = own_value(self), layout_of(self)
+        is_number = type(value) in (int, float) and stored_dtype(self) == "float32"
+        if (
+            (is_number or isinstance(value, np.ndarray | np.generic))
+            and current_scope() is None
+            and isinstance(layout, jax.sharding.NamedSharding)
+            and isinstance(old, jax.Array)
+        ):
+            copy = np.array(value, "float32" if is_number else None)
+            if (copy.shape, copy.dtype) == (old.shape, old.dtype):
+                return device_put.laid_out(copy, layout, like=old)
+        return _copied(value)
+
+    def placed(self, value: PyTree, old: PyTree) -> PyTree:
+        """The value in the variable's sharding, which the old one has."""
         # Keras leaves a value where it is if the sharding is another name for the same
         # place, as on a mesh of one device, and keeps the weak type of a Python number.
         # To JAX the type differs, and programs would be compiled again.
@@ -118,9 +135,11 @@ class _StrategyPart(PlacedVariable):
             isinstance(layout, jax.sharding.NamedSharding)
             and isinstance(value, jax.Array)
             and not isinstance(value, jax.core.Tracer)
-            and (value.sharding != layout or value.weak_type)
         ):
-            return device_put.laid_out(jnp.asarray(value, value.dtype), layout)
+            if value.weak_type:
+                value = jnp.asarray(value, value.dtype)
+            if value.sharding != layout:
+                value = device_put.laid_out(value, layout, like=old)
         return value
 
     def __array__(
@@ -129,9 +148,8 @@ class _StrategyPart(PlacedVariable):
         value = self.value
         if device_put.is_spread(value):
             # Other workers have parts of it, and do the same now.
-            return np.array(device_put.gathered(value), dtype)
-        array = super().__array__(dtype)
-        return np.array(array) if copy else array
+            value, copy = device_put.gathered(value), True
+        return np.array(value, dtype, copy=copy)
 
 
 def _copied(value: PyTree) -> PyTree:
@@ -141,7 +159,10 @@ def _copied(value: PyTree) -> PyTree:
     if isinstance(value, keras.Variable):
         value = value.value
     is_array = isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
-    return jnp.copy(value) if is_array else value
+    return _copy(value) if is_array else value
+
+
+_copy = jax.jit(jnp.copy)  # Called by Python, JAX takes eight times as long.
 
 
 class StrategyVariable(_StrategyPart, keras.Variable):
