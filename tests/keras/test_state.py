@@ -12,6 +12,7 @@ import keras
 import numpy as np
 import pytest
 from keras import layers
+from tests.conftest import mirrored
 from tests.strategies.test_central_storage_fit import TapeStep
 
 import replicax as rx
@@ -261,6 +262,43 @@ def test_scores_before_training(data, same_as_one_device):
         return model.evaluate(*data, batch_size=16, verbose=0)
 
     same_as_one_device(work, 8)
+
+
+def aligned(size: int) -> np.ndarray:
+    """An array of which XLA on a CPU uses the memory itself, where it may."""
+    memory = np.zeros(4 * size + 64, "uint8")
+    start = -memory.ctypes.data % 64
+    return memory[start : start + 4 * size].view("float32")
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_a_variable_does_not_share_the_memory_of_an_assigned_array(num_replicas):
+    strategy = mirrored(num_replicas)
+    with strategy.scope():
+        variable = keras.Variable(np.zeros(1024, "float32"))
+    sharding = variable.value.sharding
+    for array in (aligned(1024), jax.numpy.zeros(1024), np.zeros(1024)):
+        variable.assign(array)
+        if isinstance(array, np.ndarray):
+            array[:] = 5
+        strategy.run(lambda: variable.assign_add(np.ones(1024, "float32")))
+        np.testing.assert_array_equal(np.asarray(variable), 1)
+        assert np.asarray(array)[0] in (0, 5)  # No step has donated it.
+        assert variable.value.sharding == sharding
+        assert len(variable.value.addressable_shards) == num_replicas
+
+
+@pytest.mark.parametrize("value", [3, 0.1, True, np.float32(0.1), np.float64(0.1)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32"])
+def test_numbers_are_assigned_as_in_keras(value, dtype):
+    plain = keras.Variable(1, dtype=dtype)
+    with mirrored(2).scope():
+        variable = keras.Variable(1, dtype=dtype)
+    plain.assign(value)
+    variable.assign(value)
+    assert variable.value.dtype == plain.value.dtype
+    assert not variable.value.weak_type
+    assert float(variable.value) == float(plain.value)
 
 
 PLAIN_TRAINING = """
