@@ -13,7 +13,8 @@ summed on the way out, so a step may add to it, reset it, read its share or deca
 All shares but the first have their low bits cut off, so that this loses nothing.
 
 Donation. The arrays of written variables are donated, so an update needs no second copy
-of weights and slots. `program` says why an interrupt loses no value.
+of weights and slots. `program` says why an interrupt loses no value, and `threads` what
+other threads read meanwhile.
 
 The gradient seam. Inside a replica, `Optimizer.apply` first hands the gradients to the
 replica context: sum over replicas in `run`, mean in `fit`. Clipping, accumulation and

@@ -13,6 +13,7 @@ from collections.abc import Generator, Iterable, Sequence
 
 import jax
 import keras
+from jax.sharding import NamedSharding, PartitionSpec
 
 from replicax._private import keras as internals
 from replicax.errors import LostValuesError
@@ -130,13 +131,24 @@ def require_value(variable: keras.Variable, value: object) -> None:
         )
 
 
-def _copied(values: Sequence[jax.Array]) -> list[jax.Array]:
-    """Copies of arrays, each where it is; to be called with `order` held."""
+def _copied(
+    values: Sequence[jax.Array], *, replicated: bool = False
+) -> list[jax.Array]:
+    """Copies of arrays, each where it is; to be called with `order` held.
+
+    With `replicated`, sharded arrays are copied whole to each of their devices.
+    """
     local = [x for x in values if x.is_fully_addressable]
-    places = [x.sharding for x in local]
+    places = [_replicated(x.sharding) if replicated else x.sharding for x in local]
     with jax.ensure_compile_time_eval():  # Also where a layer reads it in a trace.
         copies = iter(jax.device_put(local, places, may_alias=False))
     return [next(copies) if x.is_fully_addressable else _copy(x) for x in values]
+
+
+def _replicated(place: jax.sharding.Sharding) -> jax.sharding.Sharding:
+    if not isinstance(place, NamedSharding) or place.is_fully_replicated:
+        return place
+    return NamedSharding(place.mesh, PartitionSpec())
 
 
 def _copy(value: jax.Array) -> jax.Array:
@@ -151,14 +163,18 @@ _SNAPSHOT = "_replicax_snapshot"
 def value_for_reader(variable: keras.Variable) -> jax.Array:
     """A copy of a variable's value, for a thread that is not alone.
 
-    All that a layer reads in one call, by Python, are values after the same step.
+    All that a layer reads in one call, by Python, are values after the same step, and
+    whole ones: of sharded ones each operation would be a program with collectives,
+    dispatched out of `order`.
     """
     call = internals.current_layer()
     if call is None:
         return VariableSnapshot([variable]).read(variable)
     snapshot: VariableSnapshot | None = vars(call).get(_SNAPSHOT)
     if snapshot is None:
-        snapshot = vars(call)[_SNAPSHOT] = VariableSnapshot(call.entry_layer.variables)
+        snapshot = vars(call)[_SNAPSHOT] = VariableSnapshot(
+            call.entry_layer.variables, replicated=True
+        )
     return snapshot.read(variable)
 
 
@@ -178,11 +194,13 @@ class VariableSnapshot:
     What it assigns to these variables, and what its programs write, stays in here.
     """
 
-    def __init__(self, variables: Iterable[keras.Variable]) -> None:
+    def __init__(
+        self, variables: Iterable[keras.Variable], *, replicated: bool = False
+    ) -> None:
         of_strategies = [v for v in variables if _users.variables.get(id(v)) is v]
         with order:
             there = [v for v in of_strategies if internals.has_value(v)]
-            values = _copied(_live_values(there))
+            values = _copied(_live_values(there), replicated=replicated)
         self.values = dict(zip(map(id, there), values, strict=True))
         self._outer: internals.OtherValues | None = None
 
