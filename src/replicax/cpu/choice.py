@@ -91,12 +91,12 @@ def _of_one_group(
     if weights >= _MANY_WEIGHTS * max(inputs, results) and 1 < taps <= _MOST:
         return "taps" if is_swapped else "patches"
     is_largest = results >= _MANY_WEIGHTS * max(inputs, weights)
+    if taps == 1:  # One product, in whichever form; in 36 outputs, 36 to be compiled.
+        return "taps" if is_swapped else "patches"
     if (is_largest and 1 < outputs <= _MOST) or _is_of_few_channels(
         lhs, params, all_outputs, taps, outputs
     ):
         return "outputs"  # Gradients of the kernels.
-    if taps == 1 and is_swapped:
-        return "taps"
     if len(windows) == 3 and min(taps, outputs) > 1:
         return "planes"
     if not _is_slow_by_xla(windows, taps, outputs):
@@ -147,9 +147,9 @@ def _is_of_few_channels(
 
 
 def _is_slow_by_xla(windows: Sequence[Window], taps: int, outputs: int) -> bool:
-    if taps == 1 or outputs == 1:
-        # 1x1 layers and their filter gradients: at 48x48, 16 to 96 channels, 4.2 or
-        # 2.1 and 15.9 or 2.0.
+    if outputs == 1:
+        # Filter gradients of 1x1 layers: at 48x48, 16 to 96 channels, 15.9 or 2.0; the
+        # layers themselves, which are one product, 4.2 or 2.1.
         return True
     # XLA swaps input and kernel where the kernel is larger, and has only plain loops
     # for what it gets: 512 channels at 2x2 take 560 or 13, and 608 or 18 by the input.
