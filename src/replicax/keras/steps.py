@@ -35,7 +35,7 @@ from replicax.engine.replay import StepRun
 from replicax.engine.scope import current_call, required_context
 from replicax.engine.signature import Options, Outputs, require_rows
 from replicax.engine.step import ReplicaStep
-from replicax.engine.variables import ChildScope, PendingValue
+from replicax.engine.variables import PendingValue, RecordingScope
 from replicax.keras.batches import PlacedBatch, place
 from replicax.keras.compiled import computed_as_compiled
 from replicax.keras.reductions import global_results
@@ -229,11 +229,11 @@ def _require_outputs_of_rows(model: keras.Model, data: PyTree) -> None:
     """Raise for a model that compares rows: CLIP's outputs are logits of all pairs."""
     x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
 
-    def call(x: PyTree) -> PyTree:
-        scope = ChildScope(internals.current_scope())
-        return StepRun(lambda: model(x, training=False), lambda: scope).execute()
+    def call(x: PyTree) -> PyTree:  # Of any values: shapes count.
+        return StepRun(lambda: model(x, training=False), RecordingScope).execute()
 
-    require_rows(f"{current_call()}({type(model).__name__})", call(x), x, call)
+    name = f"{current_call()}({type(model).__name__})"
+    require_rows(name, jax.eval_shape(call, x), x, call)
 
 
 def takes_state(model: keras.Model, name: str) -> bool:
