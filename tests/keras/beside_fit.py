@@ -3,7 +3,9 @@
 Each step adds 1 to both weights of the model, so that their values say after how many
 steps they were read, and whether all were read after the same one.
 
-    KERAS_BACKEND=jax python -m tests.keras.beside_fit <devices> <calls of each method> <strategy>
+    python -m tests.keras.beside_fit <devices> <calls of each method> <strategy>
+
+Needs KERAS_BACKEND=jax.
 """
 
 import faulthandler
