@@ -580,3 +580,15 @@ def test_a_jax_without_the_table_keeps_its_convolutions(without_tables, caplog) 
     x, w = jnp.ones((2, 9, 9, 4)), jnp.ones((3, 3, 1, 4))
     assert "stablehlo.convolution" in lowered(depthwise, x, w)
     assert "all of them are left to XLA" in caplog.text
+
+
+def test_a_layer_of_one_tap_is_one_product() -> None:
+    # Its result is much larger than its input and its kernel, as gradients' are.
+    x, kernel = jnp.ones((8, 6, 6, 64)), jnp.ones((1, 1, 64, 384))
+
+    def layer(x, kernel):
+        return lax.conv_general_dilated(
+            x, kernel, (1, 1), "SAME", dimension_numbers=NHWC
+        )
+
+    assert lowered(layer, x, kernel).count("dot_general") == 1
