@@ -171,17 +171,20 @@ def wait_for(
         time.sleep(0.1)
 
 
+def cut_the_cable(hosts: list[str], workers: list[Worker]) -> None:
+    """Cut it once both have trained to the same weights; wait for both to end."""
+    told = [re.findall(r"trained to (\S+)", w.output) for w in workers]
+    assert told[0] == told[1]
+    ip("-n", hosts[1], "link", "set", "eth0", "down")
+    wait_for(
+        lambda: all(w.process.poll() is not None for w in workers), LATEST_S, workers
+    )
+
+
 @pytest.mark.slow
 def test_two_hosts_meet_that_know_one_address(hosts: list[str], tmp_path: Path) -> None:
     with started(hosts, tmp_path, one_address) as workers:
-        told = [re.findall(r"trained to (\S+)", w.output) for w in workers]
-        assert told[0] == told[1]
-        ip("-n", hosts[1], "link", "set", "eth0", "down")
-        wait_for(
-            lambda: all(w.process.poll() is not None for w in workers),
-            LATEST_S,
-            workers,
-        )
+        cut_the_cable(hosts, workers)
         # Process 0 has learnt the address of the other one.
         assert f"worker:0 ends: worker:1 ({ADDRESSES[1]}:" in workers[0].output
 
@@ -189,14 +192,7 @@ def test_two_hosts_meet_that_know_one_address(hosts: list[str], tmp_path: Path) 
 @pytest.mark.slow
 def test_the_cable_between_two_hosts_is_cut(hosts: list[str], tmp_path: Path) -> None:
     with started(hosts, tmp_path) as workers:
-        told = [re.findall(r"trained to (\S+)", w.output) for w in workers]
-        assert told[0] == told[1]
-        ip("-n", hosts[1], "link", "set", "eth0", "down")
-        wait_for(
-            lambda: all(w.process.poll() is not None for w in workers),
-            LATEST_S,
-            workers,
-        )
+        cut_the_cable(hosts, workers)
         for worker in workers:
             assert worker.process.returncode == 138, worker.output
             assert "Exit code 138 (retryable)." in worker.output

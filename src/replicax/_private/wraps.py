@@ -4,10 +4,9 @@ Where Keras calls such a function, `hook(original, *args, **kwargs)` is called i
 place. `keras.hooks` has the hooks, each of which does nothing where there is no
 strategy. They are installed when the first strategy is made, not on import.
 
-An owner is described by what it is to a user of Keras, the class among the bases of
-`keras.Model` that defines `fit`, since other versions call the same class by another
-name. On every version each function must exist, and take the arguments that its hook
-names.
+`WRAPS` names an owner by a public class and a method, such as the base of `keras.Model`
+that defines `fit`: the name of that base differs between versions of Keras. On every
+version each function must exist, and take the arguments that its hook names.
 """
 
 import dataclasses
@@ -157,7 +156,7 @@ WRAPS = (
         # Which `Model.save` and `keras.saving.save_model` call, among others.
         "keras.src.saving.saving_lib",
         ("save_model", "save_weights_only", "load_weights_only"),
-        "likewise",
+        "a file has the values after one step, and loading comes between two steps",
     ),
     Wrap(
         "keras.metrics.Mean",

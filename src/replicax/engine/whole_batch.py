@@ -277,8 +277,8 @@ def _require_rows(
             "so each replica needs the targets and outputs of all: "
             f"{num_bytes / 2**20:,.0f} MB, more than {most_bytes / 2**20:,.0f}. If it "
             "treats each example by itself, declare so with "
-            "rx.losses.per_example(fn). Otherwise, rx.losses.whole_batch(fn) gathers "
-            "them all the same."
+            "rx.losses.per_example(fn). To gather them whatever it costs, declare "
+            "rx.losses.whole_batch(fn)."
         )
 
 
