@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core as jex_core
 from jax.sharding import PartitionSpec
 
-from replicax._private.jax import TracedEquation
+from replicax._private.jax import TracedEquation, frames_of
 from replicax._util.types import PyTree
 from replicax._util.user_code import is_user_file, library_of
 from replicax.errors import DivergenceError
@@ -330,11 +330,10 @@ def line_of(equation: Eqn, position: int) -> str | None:
 
 def _line_of(eqn: Eqn) -> tuple[str | None, bool]:
     """The user's innermost line of an equation, and whether replicax made it."""
-    traceback = eqn.source_info.traceback
-    frames = [] if traceback is None else traceback.frames
-    makers = (library_of(frame.file_name) for frame in frames)
+    frames = list(frames_of(eqn))
+    makers = (library_of(file) for file, _, _ in frames)
     maker = next((name for name in makers if name not in ("jax", "jaxlib")), None)
-    for frame in frames:
-        if is_user_file(frame.file_name):
-            return f"{frame.file_name}, line {frame.line_num}", maker == "replicax"
+    for file, line, _ in frames:
+        if is_user_file(file):
+            return f"{file}, line {line}", maker == "replicax"
     return None, maker == "replicax"

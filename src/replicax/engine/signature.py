@@ -34,6 +34,7 @@ __all__ = [
     "Options",
     "Outputs",
     "ResultStructure",
+    "are_of_rows",
     "flatten_call",
     "num_rows_of",
     "require_rows",
@@ -302,6 +303,11 @@ def num_rows_of(arguments: PyTree) -> int:
     return jax.tree.leaves(arguments, is_leaf=is_composite)[0].shape[0]
 
 
+def are_of_rows(shapes: Iterable[Shape], num_rows: int) -> bool:
+    """Whether the first dimension has the number of rows, and no other dimension."""
+    return all(s[:1] == (num_rows,) and num_rows not in s[1:] for s in shapes)
+
+
 def require_rows(
     caller: str,
     results: PyTree,
@@ -317,7 +323,7 @@ def require_rows(
     num_rows = num_rows_of(arguments)
     named = jax.tree_util.tree_leaves_with_path(results)
     shapes = [np.shape(x) for _, x in named]
-    if all(s[:1] == (num_rows,) and num_rows not in s[1:] for s in shapes):
+    if are_of_rows(shapes, num_rows):
         return
     try:
         larger = _shapes_of_twice(arguments, call)

@@ -9,25 +9,29 @@ variables; from then on each gets copies, made between two programs.
 import contextlib
 import threading
 import weakref
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import TypeVar
 
 import jax
 import keras
 from jax.sharding import NamedSharding, PartitionSpec
 
 from replicax._private import keras as internals
+from replicax._util.types import PyTree
 from replicax.errors import LostValuesError
 
 __all__ = [
     "VariableSnapshot",
+    "dispatch",
     "is_alone",
     "note_assigned",
     "order",
     "own",
-    "prepare_to_donate",
     "require_value",
     "value_for_reader",
 ]
+
+T = TypeVar("T")
 
 order = threading.RLock()
 """Held while a program is dispatched and its results are stored, and while variables
@@ -47,6 +51,7 @@ class _Users:
             was alone; None: there is none besides `alone`.
         threads: The identifiers of all.
         variables: All variables of strategies, by their ids.
+        last: The thread that dispatched last while there were several, and the results.
     """
 
     def __init__(self) -> None:
@@ -56,6 +61,7 @@ class _Users:
         self.variables: weakref.WeakValueDictionary[int, keras.Variable] = (
             weakref.WeakValueDictionary()
         )
+        self.last: tuple[int, list[PyTree]] = (0, [])
 
 
 _users = _Users()
@@ -85,9 +91,35 @@ def _joins() -> bool:
         return _users.alone is not None
 
 
-def prepare_to_donate() -> None:
-    """Replace arrays that another thread may hold; to be called with `order` held."""
-    if is_alone() or _users.holder in (None, threading.get_ident()):
+def dispatch(call: Callable[[], T], *, on_cpu: bool) -> T:
+    """Dispatch a program: one at a time over all threads.
+
+    CPUs have threads for the collectives of one program, so there a program of another
+    thread has to end first. A thread's own programs follow each other, as each needs
+    what the one before has written.
+    """
+    with order:
+        if is_alone():
+            return call()
+        _replace_held_arrays()
+        if on_cpu:
+            _wait_for_others()
+        results = call()
+        _users.last = threading.get_ident(), jax.tree.leaves(results)
+    return results
+
+
+def _wait_for_others() -> None:
+    """Wait until the last program of another thread has ended."""
+    thread, results = _users.last
+    if thread != threading.get_ident():
+        arrays = [x for x in results if isinstance(x, jax.Array)]
+        jax.block_until_ready([x for x in arrays if not x.is_deleted()])
+
+
+def _replace_held_arrays() -> None:
+    """Replace arrays that another thread may hold, before a program donates them."""
+    if _users.holder in (None, threading.get_ident()):
         return
     _users.holder = None
     with _own_values():

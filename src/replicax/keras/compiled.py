@@ -20,6 +20,7 @@ from replicax._private.trainer import (
 from replicax._util.types import PyTree
 from replicax.engine.composites import is_composite
 from replicax.engine.scope import current_context
+from replicax.engine.signature import are_of_rows
 from replicax.engine.whole_batch import (
     MOST_BYTES,
     computed_whole,
@@ -56,7 +57,7 @@ _METRICS = _names("""
     SparseTopKCategoricalAccuracy SpecificityAtSensitivity SquaredHinge Sum
     TopKCategoricalAccuracy TrueNegatives TruePositives
 """)
-"""Keras' metrics whose states are sums over rows, likewise."""
+"""Keras' metrics whose states are sums over rows, if `axis` leaves the rows apart."""
 
 _FUNCTIONS = _names("""
     binary_accuracy binary_crossentropy binary_focal_crossentropy
@@ -70,7 +71,7 @@ _FUNCTIONS = _names("""
     sparse_top_k_categorical_accuracy squared_hinge top_k_categorical_accuracy
     tversky
 """)
-"""Keras' functions that have a value for each row, likewise."""
+"""Keras' functions that have a value for each row, if `axis` leaves the rows apart."""
 
 _OF_ALL_AXES = (keras.losses.dice, keras.losses.tversky)
 """These combine all rows unless they are given an `axis`."""
@@ -145,9 +146,8 @@ def _compute(
     if context is None:
         return loss(y, outputs, sample_weight)
     if context.num_replicas_here > 1 and context.batch:
-        num_rows = context.batch[0].shape[0]
         shapes = [x.shape for x in jax.tree.leaves(outputs, is_leaf=is_composite)]
-        if any(s[:1] != (num_rows,) or num_rows in s[1:] for s in shapes):
+        if not are_of_rows(shapes, context.batch[0].shape[0]):
             context.has_odd_outputs = True
     if keeps_rows(loss, outputs):
         context.is_per_example = keeps_own_rows(loss) is True

@@ -31,7 +31,6 @@ from replicax._private.keras import (
     read_values,
     scope_around,
     seeds_drawn_from,
-    set_current_scope,
     set_reference,
     stored_dtype,
 )
@@ -68,7 +67,7 @@ class _StrategyPart(PlacedVariable):
     def assign(self, value: PyTree) -> PyTree:
         """Assign a value; a copy of an array, which whoever gave it may go on using."""
         with threads.order:
-            value = super().assign(self._copied(value))
+            value = super().assign(self._placed_copy(value))
             if not threads.is_alone():
                 threads.note_assigned(self)
         return value
@@ -90,27 +89,22 @@ class _StrategyPart(PlacedVariable):
         In steps Keras computes losses in a scope of the model's own variables. Another,
         such as a weight of a loss that a callback changes, would be a constant there.
         """
-        scope = inner = current_scope()
-        while type(scope) is keras.StatelessScope:
-            if scope.get_current_value(self) is not None:
+        if not has_value(self):
+            return super().value
+        value, scope = None, current_scope()
+        while scope is not None:
+            value = scope.get_current_value(self)
+            if value is not None or type(scope) is not keras.StatelessScope:
                 break
             scope = scope_around(scope)
-        is_own = scope is None or scope.get_current_value(self) is None
-        if is_own and has_value(self):
-            if other_values() is None and not threads.is_alone():
-                return autocast(self, threads.value_for_reader(self))
+        if value is None and other_values() is None and not threads.is_alone():
+            value = threads.value_for_reader(self)
+        elif value is None:
             (value,) = read_values([self])
             threads.require_value(self, value)
-            return autocast(self, value)
-        if scope is None or scope is inner or not has_value(self):
-            return super().value
-        set_current_scope(scope)
-        try:
-            return super().value
-        finally:
-            set_current_scope(inner)
+        return autocast(self, value)
 
-    def _copied(self, value: PyTree) -> PyTree:
+    def _placed_copy(self, value: PyTree) -> PyTree:
         """A copy of a value; one of the host's memory is where the variable lies."""
         old, layout = own_value(self), layout_of(self)
         is_number = type(value) in (int, float) and stored_dtype(self) == "float32"

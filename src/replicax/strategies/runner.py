@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import operator
-import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TypeVar
 
@@ -22,6 +21,7 @@ from replicax._util.types import PyTree, Shape
 from replicax._util.user_code import describe
 from replicax._util.waiting import Announced
 from replicax.cluster.dispatch_log import Operation
+from replicax.cluster.watch import Watch
 from replicax.engine import combine, device_put, threads
 from replicax.engine.cache import ProgramCache, unwrap_partial
 from replicax.engine.consistency import require_equal
@@ -75,7 +75,6 @@ class ProgramRunner:
         self._agree = agree
         self._check_every = check_every
         self._num_steps = 0
-        self._last: tuple[int, list[PyTree]] = (threading.get_ident(), [])
         self._num_dry_run_devices = num_dry_run_devices
         self._use(group, dry_run)
 
@@ -234,38 +233,10 @@ class ProgramRunner:
         Without a collective `operation` no other worker takes part in it.
         """
         watch = self._workers.watch
-        with threads.order:
-            threads.prepare_to_donate()
-            is_alone = threads.is_alone()
-            if not is_alone:
-                self._wait_for_others()
-            if watch is not None and operation is not None:
-                # Before and after: on CPUs, the call may itself wait for the others.
-                watch.dispatching(operation)
-            leaves: list[jax.Array] = []
-            try:
-                results = call()
-                if not is_alone or watch is not None:
-                    leaves = jax.tree.leaves(results)
-            finally:
-                if watch is not None and operation is not None:
-                    watch.dispatched(leaves[0] if leaves else None)
-            if not is_alone:
-                self._last = (threading.get_ident(), leaves)
-        return results
-
-    def _wait_for_others(self) -> None:
-        """Wait until the last program of another thread has ended, on CPUs.
-
-        Their pool has threads for the collectives of one program. A thread's own
-        programs follow each other, as each needs what the one before has written.
-        """
-        thread, results = self._last
-        if self.group.mesh.devices.flat[0].platform == "cpu" and (
-            thread != threading.get_ident()
-        ):
-            there = [x for x in results if isinstance(x, jax.Array)]
-            jax.block_until_ready([x for x in there if not x.is_deleted()])
+        if watch is not None and operation is not None:
+            call = functools.partial(_watched, watch, operation, call)
+        on_cpu = self.group.mesh.devices.flat[0].platform == "cpu"
+        return threads.dispatch(call, on_cpu=on_cpu)
 
     def combine(self, name: str, fn: Callable[[], PyTree], value: PyTree) -> PyTree:
         """Dispatch `fn`, the operation `name` that combines `value` over replicas.
@@ -332,6 +303,18 @@ def not_plannable(name: str) -> NotImplementedError:
         " MultiWorkerMirroredStrategy, TPUStrategy, OneDeviceStrategy, "
         "FullyShardedStrategy or ModelParallelStrategy."
     )
+
+
+def _watched(watch: Watch, operation: Operation, call: Callable[[], T]) -> T:
+    """Tell the watch of a dispatch before and after: the call may wait for others."""
+    watch.dispatching(operation)
+    leaves: list[jax.Array] = []
+    try:
+        results = call()
+        leaves = jax.tree.leaves(results)
+    finally:
+        watch.dispatched(leaves[0] if leaves else None)
+    return results
 
 
 @functools.lru_cache(maxsize=256)
