@@ -20,6 +20,7 @@ from typing import Any
 from ps_model import Cluster, Job, Times
 
 _LOOK_SECONDS = 0.05
+_WARM_ROUNDS = 4  # Steps of each worker before the measurement.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +48,6 @@ def simulate(
     times: Times,
     *,
     rounds: int = 4,
-    warm_rounds: int = 16,
     limit: float = 1e4,
 ) -> Found:
     """Run a job, and look at it once it is under way.
@@ -56,8 +56,6 @@ def simulate(
         job: What is simulated.
         times: The service times.
         rounds: Steps of each worker, on average, during which it is looked at.
-        warm_rounds: Those before, in which the board finds how many workers at a time
-            are worth it.
         limit: At most so many simulated seconds each.
 
     Raises:
@@ -74,7 +72,7 @@ def simulate(
                 raise RuntimeError(f"{job}: no {goal} steps in {limit:g} s")
             cluster.world.run(cluster.world.now + _LOOK_SECONDS)
 
-    run(warm_rounds)
+    run(_WARM_ROUNDS)
     before, began = _counters(cluster), cluster.world.now
     run(rounds)
     seconds = cluster.world.now - began

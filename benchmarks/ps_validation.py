@@ -26,7 +26,6 @@ from ps_simulation import simulate
 CORES = len(os.sched_getaffinity(0))
 _PROBE_SECONDS = 0.005  # As long as most of what makes a step takes.
 _PROBE_EVERY_SECONDS = 0.3
-_WARM_ROUNDS = 40  # By then it is known how many workers at a time are worth it.
 
 
 class Others:
@@ -143,8 +142,7 @@ def main() -> None:
             )
             stack.callback(cluster.close)
             cluster.wait_until_ready()
-            for _ in range(2):  # Compile, and find out how many at a time are worth it.
-                cluster.train(20 * workers)
+            cluster.train(20 * workers)  # Compile.
             clusters[workers] = cluster
             print(f"{workers} workers are ready", file=sys.stderr, flush=True)
         for _ in range(options.rounds):
@@ -166,9 +164,7 @@ def main() -> None:
                     one_machine=True,
                     others=real.others,
                 )
-                found = simulate(
-                    job, whole, rounds=options.steps, warm_rounds=_WARM_ROUNDS
-                )
+                found = simulate(job, whole, rounds=options.steps)
                 rows[workers].append((real, found.updates, found.staleness))
                 print(workers, rows[workers][-1], file=sys.stderr, flush=True)
     print(

@@ -10,7 +10,7 @@ Where what runs:
     a server      serve, service, unauthenticated, store, groups, snapshots, call_log;
                   variables: dense_group, server_optimizer; tables: table,
                   row_optimizer, row_initializers
-    server 0      board: presence, streams, tickets, concurrency, closures
+    server 0      board: presence, streams, tickets, closures
     a worker      strategy, session, connection, server_home, training_steps,
                   variables, remote, remote_optimizer, group_servers; tables: rows,
                   embedding; fit, worker_input
@@ -26,9 +26,6 @@ once.
 Asynchronous steps. A push is answered with the newest values, from which the next step
 begins; with `overlap=True` that begins before. Staleness counts the updates between the
 values that a gradient is of and its own.
-
-On shared cores, or before busy servers, workers take turns: only so many make steps at
-a time as bring more updates (`concurrency`).
 
 Synchronous steps. A ticket is a step and a share of its batch. Servers add up a step's
 shares in their order, weighted by their rows, and apply the sum once; a backup worker

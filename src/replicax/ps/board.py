@@ -25,13 +25,10 @@ from replicax._util.types import JSONObject
 from replicax.cluster.timeouts import Timeouts
 from replicax.ps.call_log import Journaled, Note, note_nothing
 from replicax.ps.closures import Closures
-from replicax.ps.concurrency import ConcurrencyLimit
 from replicax.ps.limits import (
     Count,
-    Few,
     Name,
     RequestError,
-    Tickets256,
     check_size,
     family_of,
     message_of,
@@ -141,7 +138,6 @@ class Board:
         self._is_over = False
         self._presence = Presence(workers, timeouts, now=self._now)
         self._streams = Streams()
-        self._limit = ConcurrencyLimit()
         self._closures = Closures()
         self._rendezvous = Rendezvous()
 
@@ -194,7 +190,6 @@ class Board:
             _logger.warning("%s is gone, with %d steps of fit.", worker, given_up)
             for stream in self._streams.newest.values():
                 self._write_down(stream.name, worker)
-        self._limit.release(worker)
         self._closures.release(worker, died=died)
 
     def _write_down(self, stream: str, worker: str) -> None:
@@ -284,7 +279,6 @@ class Board:
         Who dies is not waited for. Ask again until it is complete; one that is complete
         stays so, so use a name once.
         """
-        self._limit.leave(worker)
         return self._rendezvous.arrive(barrier, worker, self._presence.alive())
 
     report = _action_of("_rendezvous", Rendezvous.report)
@@ -294,21 +288,7 @@ class Board:
 
     open = _action_of("_streams", Streams.open)
 
-    @_action
-    def claim(
-        self,
-        stream: Name,
-        worker: Name,
-        session: Name,
-        call: Count,
-        count: Few = 1,
-        finished: Tickets256 = (),  # type: ignore[assignment]
-    ) -> JSONObject:
-        """Lease tickets for the next steps; see `Streams.claim`."""
-        return self._streams.claim(
-            stream, worker, count, finished, self._limit, self._now
-        )
-
+    claim = _action_of("_streams", Streams.claim, once=True)
     finish = _action_of("_streams", Streams.finish, once=True)
     end = _action_of("_streams", Streams.end)
 

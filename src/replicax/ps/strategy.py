@@ -55,7 +55,7 @@ class ParameterServerStrategy(Strategy):
             batch that slow ones have not brought are computed by others as well.
         max_staleness: Most updates that may be made by others between the moment when a
             worker fetches the values for a step of `fit` and that step's own update.
-            None: any number; but workers that would add few updates take turns.
+            None: any number.
         overlap: Whether a worker begins a step before its last one's update has come
             back, so that sending and computing overlap. Its gradients are then of
             values that lack that update. For asynchronous workers on slow networks.

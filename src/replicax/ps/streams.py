@@ -14,7 +14,6 @@ from collections.abc import Sequence
 import msgspec
 
 from replicax._util.types import JSONObject
-from replicax.ps.concurrency import ConcurrencyLimit
 from replicax.ps.limits import (
     Backups,
     Count,
@@ -141,10 +140,8 @@ class Streams(msgspec.Struct):
         self,
         stream: Name,
         worker: Name,
-        count: Few,
-        finished: Tickets256,
-        limit: ConcurrencyLimit,
-        now: float,
+        count: Few = 1,
+        finished: Tickets256 = (),  # type: ignore[assignment]
     ) -> JSONObject:
         """Lease up to `count` tickets for the next steps, after finishing others.
 
@@ -156,8 +153,6 @@ class Streams(msgspec.Struct):
         """
         done = self._finish(stream, worker, finished) if finished else {}
         tickets = self._open_tickets(stream)
-        if tickets is None or tickets.is_over:
-            limit.leave(worker)
         if tickets is None:
             length = self.lengths.get(stream)
             return {"over": length, "lost": 0, "complete": True, **done}
@@ -165,10 +160,7 @@ class Streams(msgspec.Struct):
             length, is_complete = tickets.length, tickets.is_complete
             over = {"over": length, "lost": tickets.lost, "complete": is_complete}
             return over | done
-        if isinstance(tickets, StepTickets) and tickets.max_staleness is None:
-            given = _limited(tickets, worker, count, limit, now)
-        else:
-            given = tickets.claim(worker, count)
+        given = tickets.claim(worker, count)
         return {"wait" if isinstance(given, str) else "indices": given} | done
 
     def finish(
@@ -333,18 +325,6 @@ class Streams(msgspec.Struct):
         for stream in self.newest.values():
             if isinstance(stream.tickets, StepTickets):
                 stream.tickets.restart(held.get(stream.name))
-
-
-def _limited(
-    tickets: StepTickets, worker: str, count: int, limit: ConcurrencyLimit, now: float
-) -> list[int] | str:
-    """Lease the next steps if it is the worker's turn; or the reason to wait."""
-    why = limit.claim(worker, now)
-    if why is not None:  # With it who waits sees that others get on.
-        return f"{why}; {tickets.finished} steps are finished"
-    given = tickets.claim(worker, count)
-    limit.begin(worker, len(given), now)
-    return given
 
 
 def _with(totals: dict[str, int], tickets: Tickets) -> dict[str, int]:

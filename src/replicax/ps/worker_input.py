@@ -51,7 +51,7 @@ class StepLeases:
         self._pending: deque[Ticket] = deque()  # Of updates that are under way.
         self._claimed_at: tuple[float, int] | None = None  # When, and after which step.
         self._applied = 0
-        self._has_begun = self._has_waited = False
+        self._has_begun = False
 
     def begin(self, stream: str, length: int | None) -> None:
         """Begin an epoch, whose work queue is `stream`."""
@@ -64,9 +64,8 @@ class StepLeases:
         """Lease the next step; None at the epoch's end."""
         if not self._ahead and not self._claim_ahead():
             return None
-        if self._bounds_staleness or self._has_waited:  # Staleness counts from here.
+        if self._bounds_staleness:  # Staleness counts from here.
             self._home.refresh_values()
-            self._has_waited = False
         self._pending.append(self._ahead.popleft())
         return self._pending[-1]
 
@@ -113,7 +112,6 @@ class StepLeases:
             before, reason = reason, answer.get("wait", "")
             if not reason:
                 return answer
-            self._has_waited = not self._sync  # Those steps fetch their begin.
             # Others get on, or the reason would be the same: the deadline begins anew.
             is_moving = before not in ("", reason)
             return {} if is_moving and time.monotonic() > soon else None
@@ -257,8 +255,9 @@ class ElasticInputShard(InputShard):
     """A shard of a dataset that all workers read: some batches, or rows of each.
 
     Nothing is agreed on: a worker may come late, or go. With `num_parts` of a
-    synchronous step each takes its rows of every batch; else workers take turns at
-    whole batches. Each worker evaluates by itself, so it reads all of the data then.
+    synchronous step each takes its rows of every batch; else a worker reads every
+    `num_workers`-th batch. Each worker evaluates by itself, so it reads all of the data
+    then.
     """
 
     def __init__(self, worker: int, num_workers: int, num_parts: int | None) -> None:
