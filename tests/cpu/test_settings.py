@@ -15,7 +15,7 @@ from jax import lax
 import replicax as rx
 from replicax.cpu import settings
 from replicax.cpu.settings import HEAP_BYTES, compiler_options, keep_loops
-from replicax.engine import xla
+from replicax.engine.overlap import xla_options
 
 HEAP = "xla_multiheap_size_constraint_per_heap"
 FLAG = "--xla_backend_extra_options=xla_cpu_disable_loop_unrolling"
@@ -47,7 +47,7 @@ def test_former_variables_are_warned_of_once(name, monkeypatch, caplog) -> None:
 
 
 def test_steps_on_cpus_take_memory_in_pieces() -> None:
-    options = xla.compiler_options("cpu", {})
+    options = xla_options.compiler_options("cpu", {})
     assert options == compiler_options({})
     assert options[HEAP] == HEAP_BYTES
     step = jax.jit(lambda x: x + 1, compiler_options=dict(options))

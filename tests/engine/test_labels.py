@@ -4,7 +4,7 @@ import gc
 
 import keras
 
-from replicax.engine.consistency import Labels
+from replicax.engine.labels import Labels
 
 
 def test_equal_paths_are_numbered_in_order():

@@ -339,7 +339,7 @@ def test_loops_where_gathers_and_sums_overlap(monkeypatch, make_step) -> None:
     expected = looped(mirrored(), make, make_step)
     # As on GPUs.
     monkeypatch.setattr(ReplicaAxis, "overlaps", True)
-    monkeypatch.setattr("replicax.engine.packing._LEAST_BYTES", 1024)
+    monkeypatch.setattr("replicax.engine.overlap.buckets._LEAST_BYTES", 1024)
     assert_same(looped(fully_sharded(), make, make_step), expected)
 
 
@@ -350,7 +350,7 @@ def test_fit_where_gathers_and_sums_overlap(monkeypatch) -> None:
 
     _, expected = fitted(mirrored(), make)
     monkeypatch.setattr(ReplicaAxis, "overlaps", True)
-    monkeypatch.setattr("replicax.engine.packing._LEAST_BYTES", 1024)
+    monkeypatch.setattr("replicax.engine.overlap.buckets._LEAST_BYTES", 1024)
     strategy = fully_sharded()
     lowered: list[str] = []
     original = strategy.runner.call

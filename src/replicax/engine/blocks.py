@@ -22,7 +22,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal, Primitive, jaxpr_as_fun
 
 from replicax._util.types import PyTree
-from replicax.engine.divergence import Atom
+from replicax.engine.checks.divergence import Atom
 from replicax.engine.replica_axis import ReplicaAxis
 from replicax.engine.scope import current_context, required_context
 

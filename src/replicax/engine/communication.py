@@ -19,13 +19,13 @@ from replicax.engine.collectives import (
     ReduceOp,
     check_like,
 )
-from replicax.engine.origins import origins_of
-from replicax.engine.packing import (
+from replicax.engine.overlap.buckets import (
     overlapping_packs,
     packed_blocks,
     packed_sums,
     plan_packs,
 )
+from replicax.engine.overlap.origins import origins_of
 from replicax.engine.replica_axis import ReplicaAxis
 
 __all__ = [

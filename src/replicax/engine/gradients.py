@@ -13,7 +13,8 @@ from jax.typing import ArrayLike
 from replicax._private.keras import attach_masks, current_scope, masks_of
 from replicax._util.types import PyTree
 from replicax.engine.blocks import gathered_here, regathering
-from replicax.engine.divergence import gradient_marks
+from replicax.engine.checks.divergence import gradient_marks
+from replicax.engine.checks.retrace import require_same_trace, require_same_values
 from replicax.engine.float16 import gradients_unscaled, loss_scaled
 from replicax.engine.replay import (
     Perturbation,
@@ -23,7 +24,6 @@ from replicax.engine.replay import (
     current_run,
     rebind,
 )
-from replicax.engine.retrace import require_same_trace, require_same_values
 from replicax.engine.variables import (
     ChildScope,
     ValueScope,

@@ -11,7 +11,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
 from replicax._private.jax import equation_of, innermost
-from replicax.engine.divergence import found_in, inner_jaxprs
+from replicax.engine.jaxprs import equations_of, inner_jaxprs
 from replicax.engine.scope import current_context, current_strategy
 from replicax.errors import ContextError
 
@@ -148,7 +148,7 @@ def _is_made_of_shares(value: object) -> bool:
     if any(
         inner.params["name"] == _SHARE
         for jaxpr in inner_jaxprs(equation)
-        for inner in found_in(jaxpr, "name")
+        for inner in equations_of(jaxpr, "name")
     ):
         raise ContextError(
             "keras.metrics.Mean: got a scalar from a function that JAX compiled or "

@@ -39,18 +39,18 @@ from replicax._util.user_code import describe
 from replicax._util.waiting import Announced
 from replicax.cluster.dispatch_log import Operation
 from replicax.cpu import lowering, memory, settings
-from replicax.engine.divergence import (
+from replicax.engine.checks.divergence import (
     differing,
     divergence_error,
-    found_in,
-    open_jaxpr,
 )
+from replicax.engine.empty_arrays import uses_empty_arrays
 from replicax.engine.group import ReplicaGroup
+from replicax.engine.jaxprs import equations_of, largest_array, open_jaxpr
+from replicax.engine.overlap.xla_options import compiler_options
 from replicax.engine.scope import current_call
 from replicax.engine.signature import Arguments, Options, Outputs, ResultStructure
 from replicax.engine.step import ReplicaStep
 from replicax.engine.variables import Update, Variable, distinct, explained_traces
-from replicax.engine.xla import compiler_options, largest_array, uses_empty_arrays
 from replicax.errors import LostValuesError
 
 __all__ = ["Program", "StepResult"]
@@ -345,7 +345,7 @@ class Program:
 
     def _replicas_part(self, values: Shapes, leaves: Sequence[PyTree]) -> JaxprEqn:
         """The `shard_map` in the traced program."""
-        return next(found_in(self._trace(values, leaves).jaxpr, "shard_map"))
+        return next(equations_of(self._trace(values, leaves).jaxpr, "shard_map"))
 
     def _trace(self, values: Shapes, leaves: Sequence[PyTree]) -> Traced:
         """Trace the program; with empty arrays made inside, where XLA may crash."""

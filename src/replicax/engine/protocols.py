@@ -14,8 +14,8 @@ from replicax.cluster.workers import Workers
 
 if TYPE_CHECKING:
     from replicax.engine.cache import ProgramCache
-    from replicax.engine.consistency import Labels
     from replicax.engine.group import ReplicaGroup
+    from replicax.engine.labels import Labels
     from replicax.engine.program import Program
     from replicax.engine.signature import FlatCall, Options
     from replicax.input import InputShard

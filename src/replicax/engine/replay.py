@@ -19,7 +19,7 @@ from jax.extend.core import ClosedJaxpr, Literal, Var
 from replicax._private.keras import loss_ids
 from replicax._util.types import PyTree
 from replicax.engine.blocks import gathered_here
-from replicax.engine.retrace import SOURCE_NAME
+from replicax.engine.checks.retrace import SOURCE_NAME
 from replicax.engine.variables import Variable, WritesScope
 from replicax.errors import ContextError, RetraceError
 

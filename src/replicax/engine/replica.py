@@ -15,6 +15,8 @@ from jax.typing import ArrayLike
 
 from replicax._util.types import PyTree
 from replicax.engine.blocks import BlockedValues
+from replicax.engine.checks.divergence import declare_mirrored
+from replicax.engine.checks.trace_warnings import warn_of_combined
 from replicax.engine.collectives import ReduceOp
 from replicax.engine.communication import sum_gradients
 from replicax.engine.composites import (
@@ -26,11 +28,9 @@ from replicax.engine.composites import (
     require_sparse,
     stacked,
 )
-from replicax.engine.divergence import declare_mirrored
 from replicax.engine.group import ReplicaGroup
 from replicax.engine.replay import current_run
 from replicax.engine.scope import current_context, entered_context
-from replicax.engine.trace_warnings import warn_of_combined
 from replicax.engine.values import PerReplica, is_per_replica, spread
 from replicax.engine.variables import Update, Variable
 from replicax.errors import ContextError

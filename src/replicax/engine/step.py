@@ -18,8 +18,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from replicax._util.types import PyTree
 from replicax.engine.blocks import Block, cut
+from replicax.engine.checks.divergence import declare_whole
 from replicax.engine.composites import is_key
-from replicax.engine.divergence import declare_whole
+from replicax.engine.empty_arrays import creating_empty_arrays
 from replicax.engine.group import ReplicaGroup
 from replicax.engine.replay import StepRun
 from replicax.engine.replica import ReplicaContext
@@ -43,7 +44,6 @@ from replicax.engine.variables import (
     is_seed_state,
     restore_seed,
 )
-from replicax.engine.xla import made_inside
 
 __all__ = ["ReplicaStep"]
 
@@ -176,7 +176,7 @@ class ReplicaStep:
         """`body`, which says what one device does, for all devices."""
         # Results declared equal on all replicas are checked by `varying_marks`.
         return jax.shard_map(
-            made_inside(body) if self.makes_empty_arrays else body,
+            creating_empty_arrays(body) if self.makes_empty_arrays else body,
             mesh=self._group.mesh,
             in_specs=in_specs,
             out_specs=out_specs,

@@ -26,7 +26,7 @@ from replicax._private.keras import (
     trained_by,
 )
 from replicax._util.arrays import dtype_on_devices
-from replicax.engine.divergence import declare_mirrored
+from replicax.engine.checks.divergence import declare_mirrored
 from replicax.errors import ContextError
 
 __all__ = [

@@ -15,7 +15,7 @@ from replicax._util.arguments import require_count
 from replicax._util.types import PyTree
 from replicax.checkpoint import latest_checkpoint
 from replicax.checkpoint.evaluation import append_evaluation
-from replicax.engine.consistency import synchronize_random_state
+from replicax.engine.checks.consistency import synchronize_random_state
 from replicax.estimator.absent import refuses
 from replicax.estimator.evaluating import EvalResults, Evaluation
 from replicax.estimator.exporting import export_model, warn_of_preprocess

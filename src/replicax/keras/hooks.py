@@ -34,7 +34,7 @@ from replicax.engine.blocks import (
     regathering,
     replicas_hold_blocks,
 )
-from replicax.engine.consistency import synchronize_random_state
+from replicax.engine.checks.consistency import synchronize_random_state
 from replicax.engine.float16 import gradients_unscaled, loss_scaled
 from replicax.engine.protocols import StrategyLike
 from replicax.engine.replay import note_losses_of

@@ -23,7 +23,7 @@ from replicax._private import keras as internals
 from replicax._util.hashes import digest
 from replicax._util.random_state import RandomStream
 from replicax._util.types import PyTree
-from replicax.engine.consistency import Label, Labels
+from replicax.engine.labels import Label, Labels
 from replicax.engine.variables import Variable, is_seed_state
 from replicax.errors import ClusterMismatchError
 from replicax.ps.partition import AVERAGED, SUMMED, VariableGroup

@@ -9,8 +9,8 @@ from jax.typing import ArrayLike
 
 from replicax._private import keras as internals
 from replicax._util.types import PyTree, Shape
-from replicax.engine.consistency import Labels
 from replicax.engine.group import ReplicaGroup
+from replicax.engine.labels import Labels
 from replicax.engine.program import Program
 from replicax.engine.protocols import Home
 from replicax.engine.variables import Variable, is_seed_state

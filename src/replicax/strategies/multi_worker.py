@@ -29,9 +29,9 @@ from replicax.cluster.timeouts import Timeouts, checked_timeouts
 from replicax.cluster.tpu_slice import TPUClusterResolver
 from replicax.cluster.tpu_system import join_slice
 from replicax.cluster.workers import Workers
+from replicax.engine.checks.consistency import local_checksums, synchronize_random_state
 from replicax.engine.collectives import CrossDeviceOps
 from replicax.engine.communication import CollectiveCommunication, CommunicationOptions
-from replicax.engine.consistency import local_checksums, synchronize_random_state
 from replicax.engine.devices import Device, before_start, devices_of_one_kind
 from replicax.engine.layouts import ModelSplit
 from replicax.engine.program import Program

@@ -24,7 +24,7 @@ from replicax.cluster.dispatch_log import Operation
 from replicax.cluster.watch import Watch
 from replicax.engine import combine, device_put, threads
 from replicax.engine.cache import ProgramCache, unwrap_partial
-from replicax.engine.consistency import require_equal
+from replicax.engine.checks.consistency import require_equal
 from replicax.engine.group import ReplicaGroup
 from replicax.engine.program import Program
 from replicax.engine.replay import is_in_run

@@ -13,9 +13,9 @@ from replicax._util.types import PyTree
 from replicax.cluster.resolvers import ClusterResolver
 from replicax.cluster.workers import Workers
 from replicax.engine import combine
+from replicax.engine.checks.consistency import require_equal, variables_of_all_workers
 from replicax.engine.collectives import CrossDeviceOps, NcclAllReduce, ReduceOp
 from replicax.engine.communication import CommunicationOptions
-from replicax.engine.consistency import require_equal, variables_of_all_workers
 from replicax.engine.devices import Device, check_cpu_pool
 from replicax.engine.group import ReplicaGroup, mesh_of
 from replicax.engine.layouts import Layouts, ModelSplit

@@ -17,9 +17,9 @@ from jax.sharding import PartitionSpec as P
 
 import replicax as rx
 from replicax.engine.communication import sum_gradients
-from replicax.engine.packing import plan_packs
+from replicax.engine.empty_arrays import creating_empty_arrays
+from replicax.engine.overlap.buckets import plan_packs
 from replicax.engine.replica_axis import ReplicaAxis
-from replicax.engine.xla import made_inside
 from replicax.planning import compiler
 
 DTYPES = ["float32", "bfloat16", "int32", "float16"]
@@ -50,7 +50,7 @@ def summed(
 
     step = jax.jit(
         jax.shard_map(
-            made_inside(fn),
+            creating_empty_arrays(fn),
             mesh=mesh,
             in_specs=P("replica"),
             out_specs=P("replica"),

@@ -10,11 +10,9 @@ from collections.abc import Sequence
 import jax
 
 from replicax._private.jax import TracedEquation, equation_of
-from replicax.engine.divergence import found_in, inner_jaxprs
+from replicax.engine.jaxprs import PRODUCTS, equations_of, inner_jaxprs
 
-__all__ = ["PRODUCTS", "Origin", "origins_of", "path_to_product"]
-
-PRODUCTS = ("dot_general", "conv_general_dilated")
+__all__ = ["Origin", "origins_of", "path_to_product"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,7 +69,7 @@ def _find_depths(last: TracedEquation, depths: dict[int, int]) -> None:
             products = (
                 product
                 for jaxpr in inner_jaxprs(equation)
-                for product in found_in(jaxpr, *PRODUCTS)
+                for product in equations_of(jaxpr, *PRODUCTS)
             )
             own = int(equation.primitive.name in PRODUCTS) or len(list(products))
             depths[id(equation)] = own + max((depths[id(e)] for e in before), default=0)

@@ -1,30 +1,17 @@
-"""What XLA needs of steps: compiler options, and no empty arrays from outside.
-
-XLA of JAX 0.11 crashes when it compiles a `shard_map` for several devices that has an
-operand without elements: an argument, or an array that the function uses from outside.
-They are made inside the function instead.
-"""
+"""XLA's compiler options for steps."""
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, Var, jaxpr_as_fun
 
-from replicax._util.types import PyTree
 from replicax.cpu import settings
-from replicax.engine.divergence import AnyJaxpr, found_in, inner_jaxprs, open_jaxpr
-from replicax.engine.packing import bytes_of_pack
+from replicax.engine.overlap.buckets import bytes_of_pack
 
-__all__ = [
-    "compiler_options",
-    "largest_array",
-    "made_inside",
-    "uses_empty_arrays",
-]
+__all__ = ["compiler_options"]
 
 # What XLA merges of a divided update. By its own defaults a small model's gradients are
 # one sum after the backward pass, and its weights one gather before the forward pass.
@@ -83,29 +70,6 @@ def compiler_options(
     return options or None
 
 
-def largest_array(jaxpr: Jaxpr | ClosedJaxpr) -> int:
-    """Bytes of the largest array that a jaxpr's equations make.
-
-    Floating-point numbers count as 32 bits at least, as which XLA computes on CPUs.
-    """
-    largest = 0
-    for eqn in open_jaxpr(jaxpr).eqns:
-        inner = inner_jaxprs(eqn)
-        found = map(largest_array, inner) if inner else map(_bytes_of, eqn.outvars)
-        largest = max(largest, *found, 0)
-    return largest
-
-
-def _bytes_of(var: Var) -> int:
-    size, dtype = getattr(var.aval, "size", None), getattr(var.aval, "dtype", None)
-    if size is None or dtype is None:  # A token.
-        return 0
-    itemsize = getattr(dtype, "itemsize", 0)  # Keys of random numbers have none.
-    if jnp.issubdtype(dtype, jnp.floating):
-        itemsize = max(itemsize, 4)
-    return size * itemsize
-
-
 @functools.cache
 def _is_known(name: str, value: int) -> bool:
     """Whether this XLA accepts an option: a tiny program is compiled with it."""
@@ -120,32 +84,3 @@ def _is_known(name: str, value: int) -> bool:
         )
         return False
     return True
-
-
-def uses_empty_arrays(jaxpr: AnyJaxpr) -> bool:
-    """Whether a `shard_map` in a traced program has an operand without elements."""
-    return any(
-        0 in getattr(atom.aval, "shape", ())
-        for equation in found_in(jaxpr, "shard_map")
-        for atom in equation.invars
-    )
-
-
-def made_inside(body: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """Wrap a function for `shard_map`, so that it makes its empty arrays itself."""
-
-    @functools.wraps(body)
-    def call(*args: PyTree) -> PyTree:
-        closed, shapes = jax.make_jaxpr(body, return_shape=True)(*args)
-        own = ClosedJaxpr(closed.jaxpr, [_made(x) for x in closed.consts])
-        flat = jaxpr_as_fun(own)(*map(_made, jax.tree.leaves(args)))
-        return jax.tree.unflatten(jax.tree.structure(shapes), flat)
-
-    return call
-
-
-def _made(array: jax.Array) -> jax.Array:
-    """An array itself, or a new one where it has no elements."""
-    if 0 not in array.shape or jnp.issubdtype(array.dtype, jax.dtypes.extended):
-        return array
-    return jnp.zeros(array.shape, array.dtype)

@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 import replicax as rx
 from replicax.engine.communication import sum_gradients
-from replicax.engine.origins import Origin, origins_of
-from replicax.engine.packing import made_meanwhile, overlapping_packs
+from replicax.engine.overlap.buckets import made_meanwhile, overlapping_packs
+from replicax.engine.overlap.origins import Origin, origins_of
 from replicax.engine.replica_axis import ReplicaAxis
 
 MIB = 2**20
@@ -326,7 +326,7 @@ def test_training_is_the_same_with_overlapping_packs(monkeypatch, by_tape) -> No
 
     monkeypatch.setattr(jax.lax, "optimization_barrier", barrier)
     monkeypatch.setattr(ReplicaAxis, "overlaps", True)
-    monkeypatch.setattr("replicax.engine.packing._LEAST_BYTES", 1024)
+    monkeypatch.setattr("replicax.engine.overlap.buckets._LEAST_BYTES", 1024)
     got = fit(rx.MirroredStrategy(devices), by_tape=by_tape)
     # Kernels of both convolutions waited for their sums.
     assert {(3, 3, 3, 64), (3, 3, 64, 1)} <= {

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tests.conftest import mirrored
 
-from replicax.engine.consistency import checksums_of_replicas
+from replicax.engine.checks.consistency import checksums_of_replicas
 
 
 def prints(*arrays: np.ndarray, num_replicas: int = 2) -> np.ndarray:

@@ -13,7 +13,11 @@ from keras import layers, ops
 from tests.conftest import mirrored
 
 import replicax as rx
-from replicax.engine.divergence import declare_mirrored, gradient_marks, varying_marks
+from replicax.engine.checks.divergence import (
+    declare_mirrored,
+    gradient_marks,
+    varying_marks,
+)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ Marks are bits of an int, so that one pass can follow many inputs at once.
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec
 from replicax._private.jax import TracedEquation, frames_of
 from replicax._util.types import PyTree
 from replicax._util.user_code import is_user_file, library_of
+from replicax.engine.jaxprs import Atom, equations_of, inner_jaxprs, open_jaxpr
 from replicax.errors import DivergenceError
 
 __all__ = [
@@ -30,12 +31,9 @@ __all__ = [
     "declare_whole",
     "differing",
     "divergence_error",
-    "found_in",
     "gradient_marks",
-    "inner_jaxprs",
     "is_declared_mirrored",
     "line_of",
-    "open_jaxpr",
     "varying_marks",
 ]
 
@@ -48,8 +46,6 @@ _DEALS_OUT = ("all_to_all", "ppermute", "psum_scatter", "reduce_scatter")
 
 Eqn: TypeAlias = jex_core.JaxprEqn
 Jaxpr: TypeAlias = jex_core.Jaxpr
-AnyJaxpr: TypeAlias = jex_core.Jaxpr | jex_core.ClosedJaxpr
-Atom: TypeAlias = jex_core.Var | jex_core.Literal
 
 
 def declare_mirrored(tree: PyTree) -> PyTree:
@@ -237,34 +233,6 @@ def _named(spec: PartitionSpec) -> set[str]:
     return names
 
 
-def open_jaxpr(jaxpr: AnyJaxpr) -> Jaxpr:
-    """A jaxpr without its constants, which are its first inputs then."""
-    return jaxpr.jaxpr if isinstance(jaxpr, jex_core.ClosedJaxpr) else jaxpr
-
-
-def inner_jaxprs(eqn: Eqn | TracedEquation) -> list[Jaxpr]:
-    """The jaxprs that an equation calls, such as a loop's body."""
-    found = []
-    for param in eqn.params.values():
-        for item in param if isinstance(param, tuple | list) else (param,):
-            if isinstance(item, jex_core.ClosedJaxpr | jex_core.Jaxpr):
-                found.append(open_jaxpr(item))
-    return found
-
-
-def found_in(jaxpr: AnyJaxpr, *names: str) -> Iterator[Eqn]:
-    """The equations of some primitives in a jaxpr and those it calls, in their order.
-
-    In what is found, nothing more is searched for.
-    """
-    for eqn in open_jaxpr(jaxpr).eqns:
-        if eqn.primitive.name in names:
-            yield eqn
-        else:
-            for inner in inner_jaxprs(eqn):
-                yield from found_in(inner, *names)
-
-
 def _num_consts_and_carry(params: dict[str, Any]) -> tuple[int, int]:
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
@@ -274,7 +242,7 @@ def _num_consts_and_carry(params: dict[str, Any]) -> tuple[int, int]:
 
 def _uses_axis_index(eqn: Eqn) -> bool:
     return any(
-        True for jaxpr in inner_jaxprs(eqn) for _ in found_in(jaxpr, "axis_index")
+        True for jaxpr in inner_jaxprs(eqn) for _ in equations_of(jaxpr, "axis_index")
     )
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import jax
 
 from replicax._private.jax import equation_of
-from replicax.engine.divergence import is_declared_mirrored
-from replicax.engine.origins import PRODUCTS
+from replicax.engine.checks.divergence import is_declared_mirrored
+from replicax.engine.jaxprs import PRODUCTS
 
 __all__ = ["warn_of_combined"]
 

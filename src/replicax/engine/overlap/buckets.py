@@ -14,7 +14,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from replicax._util.types import PyTree
-from replicax.engine.origins import Origin, path_to_product
+from replicax.engine.overlap.origins import Origin, path_to_product
 from replicax.engine.replica_axis import ReplicaAxis, join, part
 
 __all__ = [

@@ -1,0 +1,1 @@
+"""Checks of programs, replicas and workers for what would be wrong in silence."""

@@ -1,0 +1,1 @@
+"""Sums of gradients that travel while the backward pass still computes."""
