@@ -60,7 +60,6 @@ ALL_WAYS: Ways = {
         rx.HierarchicalCopyAllReduce(group_size=k // 2),
         PLAIN,
     ),
-    "ReductionToOneDevice": lambda k: (rx.ReductionToOneDevice(), PLAIN),
     "shard_update": lambda k: (rx.NcclAllReduce(), PLAIN),
 }
 WAYS = {

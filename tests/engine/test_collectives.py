@@ -1,5 +1,6 @@
 """The cross-device operations: equal sums by different collectives."""
 
+import logging
 import re
 from typing import Any
 
@@ -14,6 +15,7 @@ from jax import lax
 from tests.conftest import mirrored
 
 import replicax as rx
+from replicax.engine import collectives as collectives_module
 from replicax.engine.replica_axis import ReplicaAxis
 from replicax.planning.hlo import Groups, replica_groups
 
@@ -39,7 +41,7 @@ def program_text(strategy: rx.Strategy, x: np.ndarray) -> str:
 def collectives(text: str) -> dict[str, Groups]:
     """The kinds of collectives in a program, with the groups that each works in."""
     found = re.findall(
-        r"\b(all-reduce|reduce-scatter|all-gather|collective-permute|all-to-all)"
+        r"\b(all-reduce|reduce-scatter|all-gather|all-to-all)"
         r"(?:-start)?\((.*)",
         text,
     )
@@ -54,12 +56,10 @@ def test_all_kinds_give_numpys_sum(data) -> None:
     dtype = data.draw(st.sampled_from(["float32", "bfloat16", "int32"]), "dtype")
     divisors = [k for k in range(1, num_replicas + 1) if num_replicas % k == 0]
     group_size = data.draw(st.sampled_from([None, *divisors]), "group_size")
-    root = data.draw(st.integers(0, num_replicas - 1), "root")
     ops = data.draw(
         st.sampled_from(
             [
                 rx.HierarchicalCopyAllReduce(group_size=group_size),
-                rx.ReductionToOneDevice(f"/cpu:{root}"),
                 rx.NcclAllReduce(),
             ]
         ),
@@ -84,7 +84,6 @@ def test_all_kinds_give_numpys_sum(data) -> None:
         rx.NcclAllReduce(),
         rx.HierarchicalCopyAllReduce(),
         rx.HierarchicalCopyAllReduce(group_size=2),
-        rx.ReductionToOneDevice(),
         rx.ReductionToOneDevice("cpu:3"),
     ],
 )
@@ -99,15 +98,11 @@ def test_dtypes_and_operations(ops, dtype) -> None:
 
 
 def test_empty_arrays_and_one_replica() -> None:
-    for ops in (rx.HierarchicalCopyAllReduce(), rx.ReductionToOneDevice()):
-        assert all_reduce(with_ops(2, ops), np.zeros((2, 0, 3), "float32")).shape == (
-            2,
-            0,
-            3,
-        )
-        assert all_reduce(with_ops(1, ops), np.ones((1, 2), "float32")).tolist() == [
-            [1, 1]
-        ]
+    ops = rx.HierarchicalCopyAllReduce()
+    empty = all_reduce(with_ops(2, ops), np.zeros((2, 0, 3), "float32"))
+    assert empty.shape == (2, 0, 3)
+    alone = all_reduce(with_ops(1, ops), np.ones((1, 2), "float32"))
+    assert alone.tolist() == [[1, 1]]
 
 
 def test_compiled_programs_differ() -> None:
@@ -120,11 +115,6 @@ def test_compiled_programs_differ() -> None:
         "all-reduce": ((0, 2), (1, 3)),
         "all-gather": ((0, 1), (2, 3)),
     }
-    to_one = rx.ReductionToOneDevice()
-    text = program_text(with_ops(4, to_one), x)
-    assert set(collectives(text)) == {"collective-permute"}
-    pairs = re.findall(r"source_target_pairs=(\{\{.*?\}\})", text)
-    assert pairs == ["{{1,0},{3,2}}", "{{2,0}}", "{{0,2}}", "{{0,1},{2,3}}"]
 
 
 def test_gradients_pass_through_the_chosen_operations() -> None:
@@ -184,27 +174,19 @@ def test_group_size_must_be_a_positive_integer(size) -> None:
         rx.HierarchicalCopyAllReduce(group_size=size)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "cpu:1",
-        "/cpu:1",
-        "CPU:1",
-        "/device:CPU:1",
-        "/job:localhost/replica:0/task:0/device:CPU:1",
-    ],
-)
-def test_reduction_device_in_every_spelling(name) -> None:
-    x = np.float32([[1], [2]])
-    assert all_reduce(with_ops(2, rx.ReductionToOneDevice(name)), x).tolist() == [
-        [3],
-        [3],
-    ]
+def test_reduction_to_one_device_is_an_all_reduce(caplog) -> None:
+    collectives_module._log_all_reduce.cache_clear()
+    with caplog.at_level(logging.WARNING, "replicax"):
+        strategy = with_ops(4, rx.ReductionToOneDevice("/cpu:1"))
+        rx.ReductionToOneDevice()
+    assert caplog.text.count("summed by XLA's all-reduce") == 1
+    x = np.ones((4, 5), "float32")
+    assert collectives(program_text(strategy, x)) == {"all-reduce": ((0, 1, 2, 3),)}
 
 
-def test_reduction_device_must_hold_a_replica() -> None:
-    with pytest.raises(ValueError, match=r"'cpu:5' holds no replica.*cpu:0, cpu:1"):
-        all_reduce(with_ops(2, rx.ReductionToOneDevice("cpu:5")), np.ones((2, 1)))
+def test_reduction_to_one_device_only_adds() -> None:
+    with pytest.raises(ValueError, match=r"accumulation_fn=.*max.*rx\.CrossDeviceOps"):
+        rx.ReductionToOneDevice("cpu:0", max)
 
 
 def test_reduce_op_of_strings() -> None:
@@ -249,7 +231,6 @@ def test_num_packs_of_operations() -> None:
     assert rx.NcclAllReduce().num_packs == 1
     assert rx.NcclAllReduce(4).num_packs == 4
     assert rx.HierarchicalCopyAllReduce(2, group_size=2).num_packs == 2
-    assert rx.ReductionToOneDevice().num_packs == 0
     assert Own(None).num_packs == 0
 
 
@@ -260,22 +241,3 @@ def test_num_packs_must_be_an_integer(ops, num_packs) -> None:
         ValueError, match=rf"{ops.__name__}: num_packs .*; got {num_packs!r}"
     ):
         ops(num_packs=num_packs)
-
-
-@pytest.mark.parametrize("num_replicas", [1, 2, 3, 6, 8])
-def test_accumulation_of_a_users_own(num_replicas) -> None:
-    """Order statistics need the mask: who receives nothing must not see zeros."""
-    ops = rx.ReductionToOneDevice(
-        "cpu:0", accumulation_fn=lambda values: jnp.maximum(*values)
-    )
-    x = -np.arange(1, num_replicas + 1, dtype="float32")[:, None]
-    got = all_reduce(with_ops(num_replicas, ops), x)
-    np.testing.assert_array_equal(got, np.full_like(x, -1))
-
-
-def test_what_accumulation_may_not_be() -> None:
-    with pytest.raises(TypeError, match=r"accumulation_fn must be .* got 'add'"):
-        rx.ReductionToOneDevice(accumulation_fn="add")
-    ops = rx.ReductionToOneDevice(accumulation_fn=lambda values: values[0].sum())
-    with pytest.raises(ValueError, match=r"accumulation_fn: returned shape \(\)"):
-        all_reduce(with_ops(2, ops), np.ones((2, 3), "float32"))

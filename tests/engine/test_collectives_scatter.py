@@ -68,7 +68,6 @@ def test_blocks_are_those_of_the_sum(data) -> None:
             [
                 rx.NcclAllReduce(),
                 rx.HierarchicalCopyAllReduce(group_size=group_size),
-                rx.ReductionToOneDevice(),
                 Plain(),
             ]
         ),
@@ -101,7 +100,6 @@ def test_programs() -> None:
     [
         rx.NcclAllReduce(),
         rx.HierarchicalCopyAllReduce(),
-        rx.ReductionToOneDevice(),
         Plain(),
     ],
 )

@@ -296,7 +296,6 @@ SLOW_AS_FOUR_REPLICAS = [
 SOME = [adam_with_all_that_fit_takes, dropout_and_replica_statistics]
 OPERATIONS = {
     "hierarchical": rx.HierarchicalCopyAllReduce(),
-    "one device": rx.ReductionToOneDevice("/job:worker/task:1/device:CPU:0"),
 }
 
 

@@ -367,7 +367,6 @@ def test_a_subset_of_the_variables_is_trained() -> None:
     "ops",
     [
         rx.HierarchicalCopyAllReduce(group_size=2),
-        pytest.param(rx.ReductionToOneDevice(), marks=pytest.mark.slow),
         pytest.param(rx.NcclAllReduce(num_packs=2), marks=pytest.mark.slow),
     ],
     ids=lambda ops: type(ops).__name__,

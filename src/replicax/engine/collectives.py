@@ -4,16 +4,15 @@ Everything here runs inside a replica program, on the mesh axis of the replicas.
 """
 
 import enum
-import math
+import functools
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from replicax._util.types import PyTree
-from replicax.engine.devices import names_of
 from replicax.engine.replica_axis import ReplicaAxis, joined_sum
 
 __all__ = [
@@ -24,6 +23,8 @@ __all__ = [
     "ReductionToOneDevice",
     "check_like",
 ]
+
+_logger = logging.getLogger("replicax")
 
 
 class ReduceOp(enum.StrEnum):
@@ -283,89 +284,44 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
         return inside, across
 
 
-class ReductionToOneDevice(CrossDeviceOps):
-    """Sum on one device along a tree, then broadcast back along it.
+class ReductionToOneDevice(NcclAllReduce):
+    """The same sum as `NcclAllReduce`, under a name that scripts for TF use.
 
+    XLA's all-reduce needs no device that holds the sum. A warning says so, once.
     (TF: `tf.distribute.ReductionToOneDevice`.)
 
     Args:
-        reduce_to_device: Device string of the replica that holds the sum, such as
-            `"gpu:1"`. Defaults to the first replica's device.
-        accumulation_fn: Adds up a list of two arrays of one shape and dtype; traced.
-            Defaults to addition. (TF's gets the list of all replicas' values.)
+        reduce_to_device: Ignored.
+        accumulation_fn: Must be None.
 
     Raises:
-        TypeError: If `accumulation_fn` is not callable; in a step, if it returns no
-            array.
-        ValueError: In a step, if no replica is on `reduce_to_device`, or if
-            `accumulation_fn` returns another shape or dtype.
+        ValueError: If `accumulation_fn` is given.
 
     Example:
-        >>> import jax, replicax as rx
-        >>> def largest(values):
-        ...     return jax.numpy.maximum(*values)
-        >>> ops = rx.ReductionToOneDevice("cpu:0", accumulation_fn=largest)
+        >>> import replicax as rx
+        >>> ops = rx.ReductionToOneDevice("cpu:0")
         >>> strategy = rx.MirroredStrategy(cross_device_ops=ops)
-        >>> def last():
-        ...     context = rx.get_replica_context()
-        ...     return context.all_reduce("sum", context.replica_id_in_sync_group)
-        >>> int(strategy.run(last).values[0]) == strategy.num_replicas_in_sync - 1
-        True
     """
 
     def __init__(
-        self,
-        reduce_to_device: str | None = None,
-        accumulation_fn: Callable[[list[jax.Array]], jax.Array] | None = None,
+        self, reduce_to_device: str | None = None, accumulation_fn: object = None
     ) -> None:
-        if accumulation_fn is not None and not callable(accumulation_fn):
-            raise TypeError(
-                "ReductionToOneDevice: accumulation_fn must be a function of a list of "
-                f"arrays, or None; got {accumulation_fn!r}."
-            )
-        self.reduce_to_device = reduce_to_device
-        self.accumulation_fn = accumulation_fn
-
-    def sum(self, value: jax.Array, axis: ReplicaAxis) -> jax.Array:
-        """Sum `value` to the one device and send the sum to all replicas."""
-        num, root = axis.size, self._root(axis)
-        rank = (lax.axis_index(axis.name) - root) % num  # The root has rank 0.
-        strides = [2**k for k in range(math.ceil(math.log2(num)))]
-        for stride in strides:
-            pairs = [(r + stride, r) for r in range(0, num - stride, 2 * stride)]
-            received = self._send(value, pairs, root, axis)
-            if self.accumulation_fn is None:
-                # Who receives nothing gets zeros, so everybody may add.
-                value = value + received
-            else:
-                total = self.accumulation_fn([value, received])
-                check_like("ReductionToOneDevice: accumulation_fn", total, value)
-                receives = (rank % (2 * stride) == 0) & (rank + stride < num)
-                value = jnp.where(receives, total, value)
-        for stride in reversed(strides):
-            pairs = [(r, r + stride) for r in range(0, num - stride, 2 * stride)]
-            received = self._send(value, pairs, root, axis)
-            value = jnp.where(rank % (2 * stride) == stride, received, value)
-        return value
-
-    def _root(self, axis: ReplicaAxis) -> int:
-        if self.reduce_to_device is None:
-            return 0
-        wanted = names_of(self.reduce_to_device)
-        name = next((n for n in wanted if n in axis.devices), None)
-        if name is None:
+        if accumulation_fn is not None:
             raise ValueError(
-                f"ReductionToOneDevice: reduce_to_device={self.reduce_to_device!r} "
-                f"holds no replica. Replicas are on: {', '.join(axis.devices)}."
+                f"ReductionToOneDevice: got {accumulation_fn=}, expected None: "
+                "replicas are summed by XLA. Subclass rx.CrossDeviceOps, whose `sum` "
+                "may combine values in any other way."
             )
-        return axis.devices.index(name)
+        super().__init__()
+        _log_all_reduce()
 
-    @staticmethod
-    def _send(
-        value: jax.Array, pairs: list[tuple[int, int]], root: int, axis: ReplicaAxis
-    ) -> jax.Array:
-        moved = [((a + root) % axis.size, (b + root) % axis.size) for a, b in pairs]
-        return lax.ppermute(value, axis.name, moved)
+
+@functools.cache
+def _log_all_reduce() -> None:
+    _logger.warning(
+        "ReductionToOneDevice: gradients are summed by XLA's all-reduce, as with "
+        "rx.NcclAllReduce, and not on one device."
+    )
 
 
 def _checked_num_packs(num_packs: int, name: str) -> int:

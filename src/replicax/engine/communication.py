@@ -17,6 +17,7 @@ from replicax.engine.collectives import (
     HierarchicalCopyAllReduce,
     NcclAllReduce,
     ReduceOp,
+    ReductionToOneDevice,
     check_like,
 )
 from replicax.engine.overlap.buckets import (
@@ -37,6 +38,7 @@ __all__ = [
 
 _SMALL_BYTES = 2**16  # Such as biases: they travel at once, and whenever.
 _COMPRESSIONS = (None, "bfloat16")
+_OWN_OPERATIONS = (NcclAllReduce, HierarchicalCopyAllReduce, ReductionToOneDevice)
 
 
 GradientHook: TypeAlias = Callable[[list[jax.Array | None]], Sequence[jax.Array | None]]
@@ -272,7 +274,7 @@ def _summed(
     )
     put_off: Mapping[int, int] = {}
     # A user's own operations may look at each gradient.
-    is_own = type(ops) in (NcclAllReduce, HierarchicalCopyAllReduce)
+    is_own = type(ops) in _OWN_OPERATIONS
     if packs is None and axis.overlaps and is_own:
         packs, put_off = overlapping_packs(
             sizes, dtypes, origins, spans_hosts=axis.num_per_host < axis.size

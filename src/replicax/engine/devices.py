@@ -30,7 +30,6 @@ __all__ = [
     "devices_of_one_kind",
     "list_logical_devices",
     "list_physical_devices",
-    "names_of",
     "resolve_devices",
     "set_logical_devices",
 ]
@@ -204,21 +203,6 @@ def device_name(device: Device) -> str:
     same = jax.devices(device.platform)
     local = [d for d in same if d.process_index == device.process_index]
     return f"{_short_platform(device.platform)}:{local.index(device)}"
-
-
-def names_of(device: str) -> tuple[str, ...]:
-    """Convert a device string of any form to `device_name`'s; none if it is no such.
-
-    With a task, `"worker:1/gpu:0"` comes first. TF's long form says it:
-    `"/job:worker/replica:0/task:1/device:GPU:0"`.
-    """
-    match = _PATTERN.match(device)
-    if match is None:
-        return ()
-    name = f"{_short_platform(match['platform'].lower())}:{int(match['index'])}"
-    if match["job"] is None:
-        return (name,)
-    return (f"{match['job']}:{int(match['task'] or 0)}/{name}", name)
 
 
 def _short_platform(platform: str) -> str:

@@ -90,7 +90,6 @@ def test_sums_are_those_without_packing(data) -> None:
                 rx.NcclAllReduce(),
                 rx.NcclAllReduce(num_packs=3),
                 rx.HierarchicalCopyAllReduce(2),
-                rx.ReductionToOneDevice(),
             ]
         ),
         "ops",
@@ -282,7 +281,6 @@ def test_bfloat16_sums_stay_in_their_bound(data) -> None:
             [
                 rx.NcclAllReduce(),
                 rx.HierarchicalCopyAllReduce(),
-                rx.ReductionToOneDevice(),
             ]
         )
     )
