@@ -52,9 +52,6 @@ os.environ["TMPDIR"] = tempfile.tempdir = _folders.name
 
 # No test depends on what earlier ones left in a user's folder.
 os.environ["REPLICAX_COMPILATION_CACHE"] = "off"
-# Nor keeps the memory that earlier ones needed: where malloc is configured, be it with
-# what it does anyway, it is left alone.
-os.environ["MALLOC_PERTURB_"] = "0"
 
 import jax  # noqa: E402
 from jax._src.lru_cache import LRUCache  # noqa: E402

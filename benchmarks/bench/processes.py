@@ -223,6 +223,7 @@ def _start(
         # Every first step compiles.
         "JAX_ENABLE_COMPILATION_CACHE": "false",
         "REPLICAX_COMPILATION_CACHE": "off",
+        "REPLICAX_CPU": "tuned",
     }
     if entry.accelerated and not tiny:
         environment |= _on_gpu()

@@ -226,7 +226,8 @@ def schedulers_of_threads() -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have classes on Linux")
-def test_one_thread_of_a_worker_waits_for_the_others() -> None:
+def test_one_thread_of_a_tuned_worker_waits_for_the_others(monkeypatch) -> None:
+    monkeypatch.setenv("REPLICAX_CPU", "tuned")
     results = replicax.testing.run(schedulers_of_threads, num_workers=2)
     for name in ("worker:0", "worker:1"):
         assert results[name].value.count(os.SCHED_BATCH) == 1

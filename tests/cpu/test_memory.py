@@ -41,40 +41,24 @@ print(use_huge_pages(), huge > 50_000)
 """
 
 
-def outcome(**environment: str) -> list[str]:
-    inherited = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith("MALLOC_")
-    }
+def run(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
     ended = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        env={**inherited, **environment},
+        [sys.executable, "-c", script],
+        env={**os.environ, "REPLICAX_CPU": "tuned", **environment},
         capture_output=True,
         text=True,
         timeout=120,
     )
     assert ended.returncode == 0, ended.stderr
-    return ended.stdout.split()[-2:]
+    return ended
 
 
 def test_steps_have_their_memory_in_huge_pages() -> None:
-    assert outcome() == ["True", "True"]
+    assert run(SCRIPT).stdout.split()[-2:] == ["True", "True"]
 
 
-@pytest.mark.parametrize(
-    "environment",
-    [
-        {"REPLICAX_CPU": "off"},
-        pytest.param({"MALLOC_ARENA_MAX": "2"}, marks=pytest.mark.slow),
-        pytest.param(
-            {"GLIBC_TUNABLES": "glibc.malloc.arena_max=2"}, marks=pytest.mark.slow
-        ),
-    ],
-    ids=lambda e: next(iter(e)),
-)
-def test_it_is_off_where_somebody_else_decides(environment) -> None:
-    assert outcome(**environment) == ["False", "False"]
+def test_malloc_is_left_alone_by_default() -> None:
+    assert run(SCRIPT, REPLICAX_CPU="").stdout.split()[-2:] == ["False", "False"]
 
 
 FAULTS = """
@@ -101,16 +85,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 4)
 @pytest.mark.slow
 def test_threads_of_jax_keep_their_memory_too() -> None:
     """With heaps of their own: 27,000 page faults in every step."""
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}
-    ended = subprocess.run(
-        [sys.executable, "-c", FAULTS],
-        env=inherited,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert int(ended.stdout) < 1000
+    assert int(run(FAULTS).stdout) < 1000
 
 
 FAULTS_OF_A_STRATEGY = """
@@ -142,15 +117,7 @@ print(min(after - before for before, after in zip(counts, counts[1:])))
 
 def faults(script: str, **environment: str) -> int:
     """Page faults in a step, as a script prints them."""
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}
-    ended = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**inherited, **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert ended.returncode == 0, ended.stderr
+    ended = run(script, **environment)
     assert "limit" not in ended.stderr  # XLA's warning of arrays above `HEAP_BYTES`.
     return int(ended.stdout)
 

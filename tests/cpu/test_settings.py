@@ -1,7 +1,6 @@
 """The switch of what is done for CPUs, and what XLA is told there."""
 
 import functools
-import logging
 import os
 import subprocess
 import sys
@@ -24,26 +23,23 @@ FLAG = "--xla_backend_extra_options=xla_cpu_disable_loop_unrolling"
 def test_the_switch(monkeypatch) -> None:
     monkeypatch.delenv("REPLICAX_CPU", raising=False)
     assert settings.is_on()
-    for choice, is_on in [("", True), ("on", True), ("off", False)]:
+    assert not settings.is_tuned()
+    for choice, is_on, is_tuned in [
+        ("", True, False),
+        ("on", True, False),
+        ("tuned", True, True),
+        ("off", False, False),
+    ]:
         monkeypatch.setenv("REPLICAX_CPU", choice)
-        assert settings.is_on() is is_on
+        assert (settings.is_on(), settings.is_tuned()) == (is_on, is_tuned)
 
 
 def test_another_word_is_refused_when_a_strategy_is_made(monkeypatch) -> None:
     monkeypatch.setenv("REPLICAX_CPU", "fast")
-    with pytest.raises(ValueError, match=r"REPLICAX_CPU has 'fast'.*'on', 'off'"):
+    with pytest.raises(
+        ValueError, match=r"REPLICAX_CPU has 'fast'.*'on', 'off', 'tuned'"
+    ):
         rx.OneDeviceStrategy("cpu:0")
-
-
-@pytest.mark.parametrize("name", ["REPLICAX_CPU_LOWERINGS", "REPLICAX_HUGE_PAGES"])
-def test_former_variables_are_warned_of_once(name, monkeypatch, caplog) -> None:
-    monkeypatch.setenv(name, "off")
-    settings._warn_of.cache_clear()
-    with caplog.at_level(logging.WARNING, "replicax"):
-        rx.OneDeviceStrategy("cpu:0")
-        rx.OneDeviceStrategy("cpu:0")
-    assert caplog.text.count(f"{name}=off has no effect any more") == 1
-    assert "REPLICAX_CPU=off" in caplog.text
 
 
 def test_steps_on_cpus_take_memory_in_pieces() -> None:

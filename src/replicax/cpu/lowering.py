@@ -89,7 +89,7 @@ def apply(fn: Callable[..., Any]) -> Callable[..., Any]:
         fn: A function to compile with `jax.jit`, without an outer `grad` or `vmap`.
 
     Raises:
-        ValueError: In the trace, if `REPLICAX_CPU` is neither on nor off.
+        ValueError: In the trace, if `REPLICAX_CPU` has another value than it may have.
 
     Example:
         >>> convolve = apply(lambda x: lax.conv(x, x, (1, 1), "VALID"))

@@ -2,20 +2,19 @@
 
 A step on a CPU allocates its intermediate arrays each time. glibc takes large arrays
 from the kernel and returns them at once, so every step pays for finding, zeroing and
-mapping thousands of 4 KiB pages, and for the TLB misses of so many. Here the heap keeps
-freed memory, and the kernel backs it with pages of 2 MiB.
+mapping thousands of 4 KiB pages, and for the TLB misses of so many. With
+`REPLICAX_CPU=tuned` the heap keeps freed memory, and the kernel backs it with pages of
+2 MiB.
 """
 
 import ctypes
 import functools
 import logging
-import os
 import platform
 import sys
-from pathlib import Path
 
 from replicax._util.environment import usable_cores
-from replicax.cpu.settings import is_on
+from replicax.cpu.settings import is_tuned
 
 __all__ = ["share_one_heap", "use_huge_pages"]
 
@@ -47,8 +46,8 @@ def use_huge_pages() -> bool:
     """Keep freed memory of this process, and back it with huge pages if possible.
 
     For processes that compute on CPUs under Linux with glibc. The process keeps the
-    memory of freed arrays for its next arrays. malloc stays as it is (False) with
-    `REPLICAX_CPU=off`, and if the user has configured or replaced it.
+    memory of freed arrays for its next arrays. Without `REPLICAX_CPU=tuned` malloc
+    stays as it is, and this returns False.
 
     Call it after the first step of a program, not before: the compiler allocates much
     memory in small pieces, which would be slower in new huge pages. This call returns
@@ -67,7 +66,7 @@ def use_huge_pages() -> bool:
     _end = libc.sbrk(0)
     start = -(-_start() // _PAGE) * _PAGE
     if _end > start and libc.madvise(start, _end - start, _MADV_HUGEPAGE) != 0:
-        _say_that_pages_are_small()
+        _log_small_pages()
     return True
 
 
@@ -90,28 +89,17 @@ def _libc() -> ctypes.CDLL | None:
 
 
 @functools.cache
-def _say_that_pages_are_small() -> None:
-    _log.info("Arrays on CPUs are not in huge pages: the kernel gives none.")
+def _log_small_pages() -> None:
+    _log.info("Arrays on CPUs are not in huge pages: the kernel has none.")
 
 
 def _is_wanted() -> bool:
-    if sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
-        return False
-    if not is_on():
-        return False
-    # The user has configured malloc.
-    replaced = os.environ.get("GLIBC_TUNABLES", "") + os.environ.get("LD_PRELOAD", "")
-    if "malloc" in replaced or any(name.startswith("MALLOC_") for name in os.environ):
-        return False
-    try:
-        text = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
-    except OSError:
-        return False
-    return "[never]" not in text
+    is_glibc = sys.platform == "linux" and platform.libc_ver()[0] == "glibc"
+    return is_glibc and is_tuned()
 
 
 def _start() -> int:
-    """The start address of the heap; 0 if unknown."""
+    """Read the start address of the heap; 0 if unknown."""
     with open("/proc/self/maps", encoding="utf-8") as maps:
         for line in maps:
             if line.endswith("[heap]\n"):

@@ -1,6 +1,8 @@
-"""The switch of this folder, XLA options for CPUs, and scheduling of Gloo's thread.
+"""`REPLICAX_CPU`, XLA options for CPUs, and scheduling of Gloo's thread.
 
-`REPLICAX_CPU=off` in the environment leaves XLA, malloc and threads on CPUs alone.
+By default replicax only changes the programs that it compiles. `REPLICAX_CPU=tuned` in
+the environment also tunes the process: malloc, huge pages and scheduling classes of
+threads. `REPLICAX_CPU=off` leaves all of it out.
 """
 
 import functools
@@ -16,6 +18,7 @@ __all__ = [
     "cpu_pool_size",
     "flags_in",
     "is_on",
+    "is_tuned",
     "keep_loops",
     "without_interrupts",
 ]
@@ -24,8 +27,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 SWITCH = "REPLICAX_CPU"
-_CHOICES = ("on", "off")
-_FORMER = ("REPLICAX_CPU_LOWERINGS", "REPLICAX_HUGE_PAGES")
+_CHOICES = ("on", "off", "tuned")
 
 HEAP_BYTES = 48 * 2**20
 """Maximal size of one allocation of a step on a CPU, unless an array is larger.
@@ -58,28 +60,23 @@ _log = logging.getLogger("replicax")
 
 
 def is_on() -> bool:
-    """Whether programs, memory and threads on CPUs are tuned, by `REPLICAX_CPU`.
+    """Whether programs for CPUs get replicax' lowerings and compiler options.
 
-    Raises a ValueError if the variable has another value than "on" or "off".
+    Raises a ValueError if `REPLICAX_CPU` is not "on" (the default), "off" or "tuned".
     """
-    for name in _FORMER:
-        if name in os.environ:
-            _warn_of(name)
+    return _choice() != "off"
+
+
+def is_tuned() -> bool:
+    """Whether malloc and threads of this process are tuned for arrays on CPUs."""
+    return _choice() == "tuned"
+
+
+def _choice() -> str:
     choice = os.environ.get(SWITCH) or "on"
     if choice not in _CHOICES:
         raise ValueError(f"{SWITCH} has {choice!r}; use one of {list(_CHOICES)}.")
-    return choice == "on"
-
-
-@functools.cache
-def _warn_of(name: str) -> None:
-    _log.warning(
-        "The environment variable %s=%s has no effect any more. Unset it; %s=off "
-        "leaves lowerings, memory, compiler options and threads on CPUs alone.",
-        name,
-        os.environ[name],
-        SWITCH,
-    )
+    return choice
 
 
 def keep_loops(environ: MutableMapping[str, str]) -> None:
@@ -131,15 +128,15 @@ def flags_in(environ: Mapping[str, str]) -> set[str]:
 def without_interrupts(make: Callable[P, T]) -> Callable[P, T]:
     """Wrap the factory of JAX's Gloo: its thread gets Linux' batch scheduling class.
 
-    On one core, an arriving message wakes Gloo's thread during a send. The thread finds
-    the connection locked, spins, and keeps the core from the thread that holds the lock
-    until its time slice ends: 4 ms for each message in place of 0.2. In the batch class
-    a woken thread does not preempt the running one.
+    Only with `REPLICAX_CPU=tuned`. On one core, an arriving message wakes Gloo's thread
+    during a send. The thread finds the connection locked, spins, and keeps the core
+    from the thread that holds the lock until its time slice ends: 4 ms for each message
+    in place of 0.2. In the batch class a woken thread does not preempt the running one.
     """
 
     @functools.wraps(make)
     def scheduled(*args: P.args, **kwargs: P.kwargs) -> T:
-        if not is_on():
+        if not is_tuned():
             return make(*args, **kwargs)
         before = _threads()
         gloo = make(*args, **kwargs)
