@@ -18,6 +18,8 @@ NIGHTLY := .nightly
 NIGHTLY_PY := PYTHONPATH="$(CURDIR)/$(NIGHTLY)" KERAS_BACKEND=jax $(PY)
 NIGHTLY_TESTS := $(NEXT_TESTS)
 PIP_INSTALL := $(PY) -m pip install -qq --disable-pip-version-check --editable
+# replicax and the distributions that stand on it, from this checkout.
+SATELLITES := --editable packages/estimator --editable packages/migrate
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -53,7 +55,7 @@ test-cuda: ## every strategy's steps, compiled for GPUs that need not be here; t
 	JAX_PLATFORMS=cpu $(CUDA_VENV)/bin/python -m pytest $(PROCESSES) tests/cuda
 
 test-gpu: $(VENV)/.test ## trains on the GPUs of this machine under each strategy; takes 5 GB
-	$(PIP_INSTALL) '.[test,cuda]'
+	$(PIP_INSTALL) '.[test,cuda]' $(SATELLITES)
 	JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false \
 	  $(PY) -m pytest -n 6 --dist worksteal tests/gpu
 
@@ -87,7 +89,7 @@ format: $(VENV)/.test ## format the code, and mend what ruff can mend
 
 clean: ## remove .venv, caches, builds and the demo's pictures
 	rm -rf $(VENV) $(NEXT_VENV) $(NIGHTLY) $(CUDA_VENV) build dist site .hypothesis .pytest_cache .ruff_cache digits_*.png
-	find src tests examples scripts -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src packages tests examples scripts -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 12
@@ -101,22 +103,22 @@ $(VENV)/.made:
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-$(VENV)/.demo: $(VENV)/.made pyproject.toml
+$(VENV)/.demo: $(VENV)/.made pyproject.toml packages/estimator/pyproject.toml packages/migrate/pyproject.toml
 	@echo 'Installing replicax into $(VENV); the first time takes a minute or two.'
-	$(PIP_INSTALL) '.[examples]'
+	$(PIP_INSTALL) '.[examples]' $(SATELLITES)
 	@touch $@
 
-$(VENV)/.docs: $(VENV)/.made pyproject.toml
+$(VENV)/.docs: $(VENV)/.made pyproject.toml packages/estimator/pyproject.toml packages/migrate/pyproject.toml
 	@echo 'Installing replicax into $(VENV); the first time takes a minute or two.'
-	$(PIP_INSTALL) '.[docs]'
+	$(PIP_INSTALL) '.[docs]' $(SATELLITES)
 	@touch $@
 
-$(VENV)/.cuda: $(VENV)/.made pyproject.toml
+$(VENV)/.cuda: $(VENV)/.made pyproject.toml packages/estimator/pyproject.toml packages/migrate/pyproject.toml
 	@echo 'Installing replicax and the CUDA compiler into $(VENV): 5 GB.'
-	$(PIP_INSTALL) '.[test,plan-cuda]'
+	$(PIP_INSTALL) '.[test,plan-cuda]' $(SATELLITES)
 	@touch $@
 
-$(VENV)/.test: $(VENV)/.made pyproject.toml
+$(VENV)/.test: $(VENV)/.made pyproject.toml packages/estimator/pyproject.toml packages/migrate/pyproject.toml
 	@echo 'Installing replicax into $(VENV); the first time takes a minute or two.'
-	$(PIP_INSTALL) '.[test]'
+	$(PIP_INSTALL) '.[test]' $(SATELLITES)
 	@touch $@

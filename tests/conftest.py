@@ -25,8 +25,12 @@ if os.environ.get("JAX_PLATFORMS") == "cpu":
 
 # Processes that tests start import this replicax, and run `startup/sitecustomize.py`.
 _TESTS = Path(__file__).parent
-_PATHS = [str(_TESTS / "startup"), str(_TESTS.parent / "src")]
-if os.environ.get("PYTHONPATH", "").split(os.pathsep)[:2] != _PATHS:
+_SATELLITES = ("packages/estimator/src", "packages/migrate/src")
+_PATHS = [
+    str(_TESTS / "startup"),
+    *(str(_TESTS.parent / folder) for folder in ("src", *_SATELLITES)),
+]
+if os.environ.get("PYTHONPATH", "").split(os.pathsep)[: len(_PATHS)] != _PATHS:
     _more = filter(None, [os.environ.get("PYTHONPATH")])
     os.environ["PYTHONPATH"] = os.pathsep.join([*_PATHS, *_more])
 collect_ignore = ["startup"]

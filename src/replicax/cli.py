@@ -7,10 +7,10 @@ import typer
 from replicax import __version__
 from replicax.commands.info import info
 from replicax.commands.manifest import manifest
-from replicax.commands.migrate import migrate
 from replicax.commands.monitor import monitor
 from replicax.commands.plan import plan
 from replicax.commands.run import run
+from replicax_migrate.command import migrate
 
 __all__ = ["app", "main"]
 

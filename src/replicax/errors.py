@@ -1,6 +1,7 @@
 """Exceptions of replicax, each a subclass of the nearest builtin exception."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 __all__ = [
     "CheckpointError",
@@ -14,6 +15,7 @@ __all__ = [
     "InternalError",
     "LostValuesError",
     "RetraceError",
+    "names_distribution",
 ]
 
 
@@ -77,3 +79,24 @@ class LostValuesError(RuntimeError):
 
 class RetraceError(RuntimeError):
     """A step function computes something else each time it is traced."""
+
+
+@contextmanager
+def names_distribution(name: str) -> Iterator[None]:
+    """Within it, import a distribution of its own, such as `"replicax-estimator"`.
+
+    Raises:
+        ModuleNotFoundError: If it is not installed; the message has the command.
+    """
+    package = name.replace("-", "_")
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise
+        raise ModuleNotFoundError(
+            f"{package} is not installed; it is in the distribution {name}. Install "
+            f"that: pip install {name} (from a checkout: pip install "
+            f"./packages/{name.removeprefix('replicax-')})",
+            name=package,
+        ) from None

@@ -1,7 +1,7 @@
-"""Feature columns: transform raw features into the inputs of a model."""
+"""`tf.feature_column`'s API, which the distribution `replicax-estimator` brings."""
 
-from replicax.estimator.absent import getter_of_absent
-from replicax.estimator.feature_column import *  # noqa: F403
-from replicax.estimator.feature_column import __all__  # noqa: F401
+from replicax.errors import names_distribution
 
-__getattr__ = getter_of_absent("rx.feature_column")
+with names_distribution("replicax-estimator"):
+    from replicax_estimator.feature_column import *  # noqa: F403
+    from replicax_estimator.feature_column import __all__ as __all__

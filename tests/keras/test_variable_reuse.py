@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import replicax as rx
-from replicax.estimator.from_keras import start_from
-from replicax.estimator.made_variables import MadeVariables
 from replicax.keras.variables import current_reuse, made_alike
+from replicax_estimator.from_keras import start_from
+from replicax_estimator.made_variables import MadeVariables
 
 
 def calls(strategy: Any, function: Any) -> tuple[MadeVariables, Any]:

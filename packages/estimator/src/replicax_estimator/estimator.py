@@ -1,0 +1,499 @@
+"""`Estimator`: trains, evaluates and predicts with the model of a `model_fn`."""
+
+import logging
+import math
+import os
+import random
+import tempfile
+from collections.abc import Callable, Generator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from replicax._util.arguments import require_count
+from replicax._util.types import PyTree
+from replicax.checkpoint import latest_checkpoint
+from replicax.checkpoint.evaluation import append_evaluation
+from replicax.engine.checks.consistency import synchronize_random_state
+from replicax.strategies.strategy import Strategy
+from replicax_estimator.absent import refuses
+from replicax_estimator.evaluating import EvalResults, Evaluation
+from replicax_estimator.exporting import export_model, warn_of_preprocess
+from replicax_estimator.hooks import (
+    CheckpointSaverListener,
+    SessionRunHook,
+    listed_of,
+)
+from replicax_estimator.model import EstimatorModel
+from replicax_estimator.predicting import chosen, examples_of, predictions
+from replicax_estimator.receivers import ServingInputReceiver, checked_receiver_fn
+from replicax_estimator.run_config import RunConfig, one_device
+from replicax_estimator.saving import (
+    CHECKPOINT_NAME,
+    restore_found,
+    saved_variables,
+    step_of,
+    warm_start,
+)
+from replicax_estimator.spec import EstimatorSpec, ModeKeys
+from replicax_estimator.training import Training
+from replicax_estimator.user_functions import (
+    InputFunction,
+    InputPipeline,
+    ModelFunction,
+    Preprocess,
+)
+
+__all__ = ["Estimator"]
+
+_logger = logging.getLogger("replicax")
+
+
+class Estimator:
+    """Trains, evaluates and predicts with the model that a `model_fn` describes.
+
+    The state lives in `model_dir`: each call restores the newest checkpoint there, and
+    training saves one. So calls may be in different processes, under different
+    strategies.
+
+    Args:
+        model_fn: Called with `features` and with those of `labels`, `mode`, `params`
+            and `config` that are in its signature; returns an `EstimatorSpec`. It gets
+            one replica's batch and makes layers, optimizer and metrics. It is called
+            more than once, and each call must make the same ones.
+        model_dir: Folder of the checkpoints; overrides the config's.
+        config: Strategies, intervals and the seed.
+        params: Passed to `model_fn` and `input_fn`.
+        warm_start_from: A checkpoint, or a folder of them, that initializes the
+            variables of a new training.
+        preprocess: Called on the host with each batch's features and labels (None for
+            prediction); returns both as arrays of numbers. It converts strings to
+            numbers, as `rx.feature_column.features_of` does.
+
+    Attributes:
+        is_temporary: Whether `model_dir` is a new temporary folder.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If `model_fn` requires other arguments, or `model_dir` and the
+            config's differ.
+
+    Example:
+        >>> import grain, keras, numpy as np, replicax as rx
+        >>> def model_fn(features, labels, mode):
+        ...     prediction = keras.layers.Dense(1)(features)[:, 0]
+        ...     if mode == rx.estimator.ModeKeys.PREDICT:
+        ...         return rx.estimator.EstimatorSpec(mode, predictions=prediction)
+        ...     loss = keras.losses.MeanSquaredError()(labels, prediction)
+        ...     optimizer = keras.optimizers.SGD(0.1)
+        ...     return rx.estimator.EstimatorSpec(mode, loss=loss, optimizer=optimizer)
+        >>> def input_fn():
+        ...     x = np.linspace(-1, 1, 32, dtype="float32")[:, None]
+        ...     return grain.MapDataset.source([(x, 2 * x[:, 0])]).repeat(200)
+        >>> estimator = rx.estimator.Estimator(model_fn)
+        >>> estimator = estimator.train(input_fn, steps=100)
+        >>> results = estimator.evaluate(input_fn, steps=1)
+        >>> results["global_step"], results["loss"] < 1e-3
+        (100, True)
+    """
+
+    _needs_labels = False
+    _begins_trained = False  # Whether initial values are worth an evaluation.
+
+    def __init__(
+        self,
+        model_fn: Callable[..., EstimatorSpec],
+        model_dir: str | os.PathLike[str] | None = None,
+        config: RunConfig | None = None,
+        params: Mapping[str, Any] | None = None,
+        warm_start_from: str | os.PathLike[str] | None = None,
+        *,
+        preprocess: Preprocess | None = None,
+    ) -> None:
+        if config is not None and not isinstance(config, RunConfig):
+            raise TypeError(
+                f"Estimator: config must be a rx.estimator.RunConfig; got {config!r}."
+            )
+        if params is not None and not isinstance(params, Mapping):
+            raise TypeError(f"Estimator: params must be a dict; got {params!r}.")
+        config = config or RunConfig()
+        given = {os.fspath(x) for x in (model_dir, config.model_dir) if x is not None}
+        if "" in given:
+            raise ValueError("Estimator: model_dir must name a folder; got ''.")
+        if len(given) > 1:
+            raise ValueError(
+                f"Estimator: model_dir={model_dir!r} and the config's "
+                f"{config.model_dir!r} differ. Give one of them."
+            )
+        self.is_temporary = not given
+        folder = given.pop() if given else tempfile.mkdtemp("", "replicax-estimator-")
+        if self.is_temporary:
+            _logger.warning("Estimator: model_dir is the temporary folder %s.", folder)
+        self._config = config.replace(model_dir=folder)
+        self._function = ModelFunction(model_fn, params or {}, self._config)
+        self._preprocess = preprocess
+        self._warm_start_from = warm_start_from
+        self._models: dict[tuple[ModeKeys, Strategy], EstimatorModel] = {}
+
+    @property
+    def model_dir(self) -> str:
+        """Folder of the checkpoints."""
+        return os.fspath(self._config.model_dir or "")
+
+    @property
+    def config(self) -> RunConfig:
+        """The configuration, with the `model_dir`."""
+        return self._config
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """A copy of the params."""
+        return dict(self._function.params)
+
+    def train(
+        self,
+        input_fn: InputFunction,
+        hooks: Sequence[SessionRunHook] | None = None,
+        steps: int | None = None,
+        max_steps: int | None = None,
+        saving_listeners: Sequence[CheckpointSaverListener] | None = None,
+    ) -> "Estimator":
+        """Train from the newest checkpoint on, and save one at the end.
+
+        Args:
+            input_fn: Returns a dataset of `(features, labels)` batches, each for **one
+                replica**: a step takes one batch for each replica. May take
+                `input_context`, `mode`, `params` and `config`. Each worker calls it
+                once. A single batch in place of a dataset is repeated for ever.
+            hooks: `SessionRunHook`s.
+            steps: Number of steps of this call.
+            max_steps: The global step to end at. None for both: train until the input
+                ends.
+            saving_listeners: `CheckpointSaverListener`s.
+
+        Returns:
+            The estimator.
+
+        Raises:
+            ValueError: For `steps` together with `max_steps`, for numbers less than 1,
+                or for input that does not fit the model.
+            CheckpointError: If the checkpoint is of another model.
+            NanLossDuringTrainingError: If the loss becomes NaN or infinite.
+        """
+        self._train(input_fn, hooks, steps, max_steps, saving_listeners)
+        return self
+
+    def _train(
+        self,
+        input_fn: InputFunction,
+        hooks: Sequence[SessionRunHook] | None,
+        steps: int | None,
+        max_steps: int | None,
+        saving_listeners: Sequence[CheckpointSaverListener] | None,
+        *,
+        marks_end: bool = False,
+    ) -> None:
+        _check_steps("train", steps, max_steps)
+        if steps is not None and max_steps is not None:
+            raise ValueError(
+                f"Estimator.train: got steps={steps!r} and max_steps={max_steps!r}. "
+                "steps is the number of steps to make now, max_steps the global step "
+                "to end at: give one of them."
+            )
+
+        def last_step(first: int) -> int | None:
+            return max_steps if steps is None else first + steps
+
+        strategy = self._config.training_strategy()
+        key = ModeKeys.TRAIN, strategy
+        if strategy.workers.count == 1 and strategy.home.keeps_slots:
+            path = self.latest_checkpoint()
+            if path is None:
+                self._models.pop(key, None)  # The folder was deleted: start again.
+            elif not marks_end and step_of(path) >= (max_steps or math.inf):
+                _logger.info("Training is skipped: %s is step %d.", path, max_steps)
+                return
+        model = self._model(ModeKeys.TRAIN, strategy)
+        training = Training(
+            model=model,
+            source=self._input(input_fn, ModeKeys.TRAIN),
+            hooks=listed_of(SessionRunHook, hooks, "Estimator.train: hooks"),
+            directory=self.model_dir,
+            config=self._config,
+            listeners=listed_of(
+                CheckpointSaverListener,
+                saving_listeners,
+                "Estimator.train: saving_listeners",
+            ),
+            last_step=last_step,
+            initialize=self._initialize,
+            marks_end=marks_end,
+        )
+        try:
+            training.run()
+        except BaseException:
+            # Its state in memory is newer than any checkpoint.
+            self._models.pop(key, None)
+            raise
+
+    def _initialize(self, model: EstimatorModel) -> None:
+        """Warm-start a new training from `warm_start_from`, if given."""
+        if self._warm_start_from is None:
+            return
+        path = os.fspath(self._warm_start_from)
+        path = latest_checkpoint(path, CHECKPOINT_NAME) or path
+        values = saved_variables(path)
+        taken = warm_start(model, values, path)
+        _logger.info("Estimator: %s begin with the values in %s.", taken, path)
+
+    def evaluate(
+        self,
+        input_fn: InputFunction,
+        steps: int | None = None,
+        hooks: Sequence[SessionRunHook] | None = None,
+        checkpoint_path: str | None = None,
+        name: str | None = None,
+    ) -> EvalResults:
+        """Evaluate a checkpoint.
+
+        Args:
+            input_fn: As for `train`. A single batch is evaluated once.
+            steps: Number of steps; None: until the input ends. A single process
+                evaluates all of it, an incomplete last step included.
+            hooks: `SessionRunHook`s.
+            checkpoint_path: The checkpoint; None: the newest.
+            name: Name of the evaluations, one for each data set.
+
+        Returns:
+            The spec's `eval_metric_ops` by name, `loss` (the mean of the batches'
+            losses) and `global_step`.
+
+        Raises:
+            ValueError: If there is no checkpoint, and no model or `warm_start_from` to
+                begin with; or if `steps` is less than 1.
+            CheckpointError: If the checkpoint is of another model.
+        """
+        _check_steps("evaluate", steps)
+        strategy = self._config.evaluating_strategy()
+        key = ModeKeys.EVAL, strategy
+        restore = self._restorer(checkpoint_path, "evaluate", key)
+        model = self._model(*key)
+        source = self._input(input_fn, ModeKeys.EVAL)
+        every = listed_of(SessionRunHook, hooks, "Estimator.evaluate: hooks")
+        loop = Evaluation(model=model, source=source, hooks=every)
+        results, path = loop.run(restore, steps)
+        if strategy.is_chief:
+            append_evaluation(Path(self.eval_dir(name)), path, results)
+        _logger.info("Evaluation of %s: %s", path, results)
+        return results
+
+    def predict(
+        self,
+        input_fn: InputFunction,
+        predict_keys: Sequence[str] | None = None,
+        hooks: Sequence[SessionRunHook] | None = None,
+        checkpoint_path: str | None = None,
+        yield_single_examples: bool = True,
+    ) -> Generator[PyTree]:
+        """Predict on one device.
+
+        Args:
+            input_fn: Returns features, or `(features, labels)`, whose labels are
+                ignored.
+            predict_keys: Keys of the predictions to yield; None: all.
+            hooks: Hooks whose `begin` and `end` are called.
+            checkpoint_path: The checkpoint; None: the newest.
+            yield_single_examples: Yield example by example, not batch by batch.
+
+        Yields:
+            NumPy arrays, or dicts of them; with a batch dimension unless
+            `yield_single_examples`.
+
+        Raises:
+            ValueError: When the generator starts: if there is no checkpoint, no such
+                key, or predictions have no batch dimension.
+        """
+        key = ModeKeys.PREDICT, one_device()
+        restore = self._restorer(checkpoint_path, "predict", key)
+        model = self._model(*key)
+        source = self._input(input_fn, ModeKeys.PREDICT)
+        every = listed_of(SessionRunHook, hooks, "Estimator.predict: hooks")
+        for hook in every:
+            hook.begin()
+        # A second generator that runs meanwhile makes another model.
+        self._models.pop(key, None)
+        try:
+            for batch in predictions(model, source, restore, every):
+                found = chosen(self._postprocess(batch), predict_keys)
+                yield from examples_of(found) if yield_single_examples else [found]
+        finally:
+            self._models[key] = model
+        for hook in every:
+            hook.end(None)
+
+    @refuses(
+        "Estimator.export_saved_model",
+        as_text="The manifest of a saved model is text: leave it out.",
+        assets_extra="Copy the files into the folder that this method returns.",
+    )
+    def export_saved_model(
+        self,
+        export_dir_base: str | os.PathLike[str],
+        serving_input_receiver_fn: Callable[[], ServingInputReceiver],
+        checkpoint_path: str | None = None,
+        *,
+        platforms: Sequence[str] | None = None,
+    ) -> str:
+        """Export a checkpoint for prediction, without the Python code of the model.
+
+        `load_saved_model` loads the result. `jax.export` serializes the `model_fn` in
+        PREDICT mode as programs: the predictions as the signature `"serving_default"`,
+        and the spec's `export_outputs`. A single prediction is called `"output"`, a
+        single feature `"feature"`. A canned estimator's columns and class names are
+        exported too. A `preprocess` function is not: the saved model takes its result.
+
+        Args:
+            export_dir_base: Folder for the new folder, which is named after the Unix
+                time, with `manifest.json` (names, shapes, dtypes, versions, checksums),
+                a `.program` for each signature, and `variables.npz`.
+            serving_input_receiver_fn: Returns the features' names and shapes; see
+                `build_raw_serving_input_receiver_fn`.
+            checkpoint_path: The checkpoint; None: the newest.
+            platforms: Platforms to export for, out of `"cpu"`, `"cuda"`, `"rocm"` and
+                `"tpu"`. None: all but `"rocm"`.
+
+        Returns:
+            The new folder.
+
+        Raises:
+            ValueError: If there is no checkpoint, or the model cannot be exported for
+                a variable number of rows or for a platform; the message says what may
+                help.
+            TypeError: If `serving_input_receiver_fn` is no function, or returns
+                no `ServingInputReceiver`.
+            CheckpointError: If the checkpoint is of another model, or the folder cannot
+                be written.
+        """
+        caller = "export_saved_model"
+        key = ModeKeys.PREDICT, one_device()
+        restore = self._restorer(checkpoint_path, caller, key)
+        if self._preprocess is not None:
+            warn_of_preprocess(self.model_dir)
+        # A separate model: a generator of predictions keeps the values of its own.
+        seed = self._config.tf_random_seed or 0
+        model = EstimatorModel(self._function, *key, seed)
+        receiver = checked_receiver_fn(serving_input_receiver_fn, caller)()
+        if not isinstance(receiver, ServingInputReceiver):
+            raise TypeError(
+                f"{caller}: serving_input_receiver_fn must return a "
+                f"ServingInputReceiver; got {receiver!r}."
+            )
+        folder = export_model(
+            model,
+            restore,
+            receiver,
+            Path(export_dir_base),
+            getattr(self, "preprocessor", None),
+            platforms,
+        )
+        return os.fspath(folder)
+
+    def latest_checkpoint(self) -> str | None:
+        """Path of the newest checkpoint in `model_dir`; None if there is none."""
+        return latest_checkpoint(self.model_dir, CHECKPOINT_NAME)
+
+    def get_variable_names(self) -> list[str]:
+        """Names of the variables in the newest checkpoint.
+
+        Raises:
+            ValueError: If there is no checkpoint.
+        """
+        return sorted(saved_variables(self._checkpoint(None, "get_variable_names")))
+
+    def get_variable_value(self, name: str) -> np.ndarray:
+        """A variable's value in the newest checkpoint.
+
+        Args:
+            name: One of `get_variable_names()`.
+
+        Raises:
+            ValueError: If there is no checkpoint, or no such variable in it.
+        """
+        values = saved_variables(self._checkpoint(None, "get_variable_value"))
+        if name not in values:
+            raise ValueError(
+                f"Estimator.get_variable_value: there is no variable {name!r}; there "
+                f"are {sorted(values)}."
+            )
+        return values[name]
+
+    def eval_dir(self, name: str | None = None) -> str:
+        """Folder of the evaluations; its `metrics.jsonl` has a line for each."""
+        return os.path.join(self.model_dir, "eval" if not name else f"eval_{name}")
+
+    def _prepare(self, features: PyTree, labels: PyTree) -> tuple[PyTree, PyTree]:
+        """Convert a batch to arrays of numbers."""
+        if self._preprocess is not None:
+            features, labels = self._preprocess(features, labels)
+        return features, labels
+
+    def _postprocess(self, predictions: PyTree) -> PyTree:
+        """Add values that no program returns, such as strings, to predictions."""
+        return predictions
+
+    def _input(self, input_fn: InputFunction, mode: ModeKeys) -> InputPipeline:
+        return InputPipeline(
+            input_fn,
+            mode,
+            self._prepare,
+            self.params,
+            self._config,
+            needs_labels=self._needs_labels,
+        )
+
+    def _model(self, mode: ModeKeys, strategy: Strategy) -> EstimatorModel:
+        key = mode, strategy
+        if key not in self._models:
+            strategy.home.begin()
+            synchronize_random_state(strategy.workers)
+            seed = self._config.tf_random_seed
+            if seed is None:
+                seed = random.randrange(2**31)
+            self._models[key] = EstimatorModel(self._function, mode, strategy, seed)
+        return self._models[key]
+
+    def _restorer(
+        self, path: str | None, method: str, key: tuple[ModeKeys, Strategy]
+    ) -> Callable[[EstimatorModel], str]:
+        """Return a function that restores a checkpoint and returns its path.
+
+        Without one the model keeps its initial values, for the path "", if they are
+        those of a trained model; else this method raises ValueError.
+        """
+        has_values = self._begins_trained or self._warm_start_from is not None
+
+        def find_path() -> str | None:
+            if has_values and path is None:
+                return self.latest_checkpoint()
+            return self._checkpoint(path, method)
+
+        if find_path() is None:
+            self._models.pop(key, None)  # Its values may be a checkpoint's.
+        return lambda model: restore_found(model, find_path, self._initialize)
+
+    def _checkpoint(self, path: str | None, method: str) -> str:
+        found = path or self.latest_checkpoint()
+        if found is None:
+            raise ValueError(
+                f"Estimator.{method}: there is no checkpoint in {self.model_dir}. "
+                "Call train first, or give the model_dir of a trained model."
+            )
+        return os.fspath(found)
+
+
+def _check_steps(method: str, *numbers: int | None) -> None:
+    for number in numbers:
+        if number is not None:
+            what = f"Estimator.{method}: the number of steps"
+            require_count(number, what, 1)

@@ -1,0 +1,251 @@
+"""Exports a model as serving signatures: serialized programs without Python code."""
+
+import functools
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import TypeAlias
+
+import jax
+import keras
+import numpy as np
+from jax import export
+
+from replicax._util.types import JSONObject, PyTree
+from replicax._version import __version__
+from replicax_estimator.artifact import DEFAULT_SIGNATURE, Artifact, write
+from replicax_estimator.model import EstimatorModel
+from replicax_estimator.preprocessing import (
+    Preprocessor,
+    SavedPreprocessor,
+    preprocessor_config,
+)
+from replicax_estimator.receivers import SINGLE, ArraySpec, ServingInputReceiver
+from replicax_estimator.spec import EstimatorSpec
+
+__all__ = ["export_model", "warn_of_preprocess"]
+
+_Arrays: TypeAlias = dict[str, jax.Array]
+_Specs: TypeAlias = dict[str, ArraySpec]
+
+_PLATFORMS = ("cpu", "cuda", "tpu")
+_KNOWN_PLATFORMS = (*_PLATFORMS, "rocm")
+_CALLER = "export_saved_model"
+_ROWS = 2
+"""Rows of the batch that builds the model: not 1, which broadcasts."""
+
+_logger = logging.getLogger("replicax")
+
+
+@functools.cache
+def warn_of_preprocess(model_dir: str) -> None:
+    """Warn, once for each model_dir, that a user's function is not exported."""
+    _logger.warning(
+        "%s: the estimator in %s has a preprocess function, which is Python code and is"
+        " not exported. The saved model takes what it returns.",
+        _CALLER,
+        model_dir,
+    )
+
+
+def export_model(
+    model: EstimatorModel,
+    restore: Callable[[EstimatorModel], str],
+    receiver: ServingInputReceiver,
+    base: Path,
+    preprocessor: Preprocessor | None,
+    platforms: Sequence[str] | None,
+) -> Path:
+    """Export a checkpoint as a saved model in a new folder in `base`; return its path.
+
+    `Estimator.export_saved_model` describes the errors. `model` has PREDICT mode and is
+    not yet built. `preprocessor` is a canned estimator's work on the host.
+    """
+    wanted = _checked_platforms(platforms)
+    is_single = not isinstance(receiver.features, Mapping)
+    num_rows = receiver.default_batch_size
+    host = preprocessor and preprocessor_config(preprocessor, receiver.specs())
+    inputs, arrays = _inputs(receiver, host)
+    model.build(arrays[SINGLE] if is_single else arrays, None)
+    checkpoint = restore(model)
+    global_step = int(model.global_step.numpy())
+    values = {name: np.asarray(v.value) for name, v in model.variables().items()}
+    of_program = {
+        name: ArraySpec((num_rows, *x.shape[1:]), x.dtype.name)
+        for name, x in arrays.items()
+    }
+
+    def outputs_of(
+        values: Mapping[str, jax.Array], features: PyTree
+    ) -> dict[str, _Arrays]:
+        features = features[SINGLE] if is_single else features
+        return _signatures(model.prediction_of(values, features))
+
+    programs: dict[str, bytes] = {}
+    signatures: JSONObject = {}
+    names = jax.eval_shape(outputs_of, values, arrays)
+    for name in sorted(names, key=lambda name: (name != DEFAULT_SIGNATURE, name)):
+        exported = _exported(
+            lambda v, x, name=name: outputs_of(v, x)[name],
+            values,
+            of_program,
+            wanted,
+            f"signature {name!r}",
+        )
+        outputs = _outputs(exported, num_rows, host)
+        programs[name] = bytes(exported.serialize())
+        signatures[name] = {
+            "inputs": {n: [spec.shape, spec.dtype] for n, spec in inputs.items()},
+            "outputs": {n: [spec.shape, spec.dtype] for n, spec in outputs.items()},
+        }
+    contents = {
+        "versions": {
+            "jax": jax.__version__,
+            "jaxlib": version("jaxlib"),
+            "keras": keras.__version__,
+            "replicax": __version__,
+        },
+        "global_step": global_step,
+        "platforms": wanted,
+        "signatures": signatures,
+        "single_feature": is_single,
+        "host": host,
+    }
+    artifact = Artifact(contents=contents, programs=programs, variables=values)
+    path = write(base, artifact)
+    _logger.info("Exported step %d of %s to %s.", global_step, checkpoint, path)
+    return path
+
+
+def _checked_platforms(platforms: Sequence[str] | None) -> list[str]:
+    if platforms is None:
+        return list(_PLATFORMS)
+    given = [platforms] if isinstance(platforms, str) else list(platforms)
+    if not given or not set(given) <= set(_KNOWN_PLATFORMS):
+        raise ValueError(
+            f"{_CALLER}: platforms must be some of {list(_KNOWN_PLATFORMS)}; got "
+            f"{platforms!r}."
+        )
+    return list(dict.fromkeys(given))
+
+
+def _inputs(
+    receiver: ServingInputReceiver, host: JSONObject | None
+) -> tuple[_Specs, dict[str, np.ndarray]]:
+    """The inputs of callers, and a batch of zeros as the program's input."""
+    given = receiver.specs()
+    saved = None if host is None else SavedPreprocessor(host)
+    texts = [name for name, spec in given.items() if spec.dtype == "string"]
+    if saved is None and texts:
+        raise ValueError(
+            f"{_CALLER}: feature {texts[0]!r} has strings, which a program cannot "
+            "take. Export what makes numbers of them: a canned estimator with "
+            "feature columns; or name the features that the model_fn gets."
+        )
+    in_program = given if saved is None else saved.in_program
+    specs = {
+        name: spec.in_program() if name in in_program else spec
+        for name, spec in given.items()
+    }
+    rows = receiver.default_batch_size or _ROWS
+    raw = {name: spec.zeros(rows) for name, spec in specs.items()}
+    return specs, raw if saved is None else saved.prepare(raw)
+
+
+def _signatures(spec: EstimatorSpec) -> dict[str, _Arrays]:
+    """Collect the outputs of each signature by name."""
+    found = {DEFAULT_SIGNATURE: spec.predictions} | dict(spec.export_outputs or {})
+    for name in found:
+        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+            raise ValueError(
+                "EstimatorSpec: export_outputs must have names of letters, digits, '_' "
+                f"and '-', which files are named after; got {name!r}."
+            )
+    return {name: _named(name, outputs) for name, outputs in found.items()}
+
+
+def _named(signature: str, outputs: PyTree) -> _Arrays:
+    named = dict(outputs) if isinstance(outputs, Mapping) else {"output": outputs}
+    for name, value in named.items():
+        is_array = hasattr(value, "shape") and hasattr(value, "dtype")
+        if not isinstance(name, str) or not is_array:
+            raise TypeError(
+                f"EstimatorSpec: outputs of signature {signature!r} must be an array, "
+                f"or a dict of arrays by name; got {name!r}: {value!r}."
+            )
+    return named
+
+
+def _exported(
+    fn: Callable[..., _Arrays],
+    values: Mapping[str, np.ndarray],
+    specs: _Specs,
+    platforms: Sequence[str],
+    title: str,
+) -> export.Exported:
+    (any_number,) = export.symbolic_shape("b")
+    features = {
+        name: jax.ShapeDtypeStruct(spec.with_rows(any_number), np.dtype(spec.dtype))
+        for name, spec in specs.items()
+    }
+
+    def export_for(platforms: Sequence[str]) -> export.Exported:
+        return export.export(jax.jit(fn), platforms=platforms)(values, features)
+
+    try:
+        return export_for(platforms)
+    except Exception as error:  # Of many kinds, from the tracing and from XLA.
+        # Tracing works for a fixed number of rows: the model was built that way.
+        if _fails(lambda: jax.eval_shape(fn, values, features)):
+            reason = (
+                "the model_fn needs to know the number of rows. Use no Python numbers "
+                "of features.shape[0] (-1 in a reshape), or give build_raw_serving_"
+                "input_receiver_fn(..., default_batch_size=...) and call with that "
+                "many rows."
+            )
+        else:
+            failing = [p for p in platforms if _fails(lambda p=p: export_for([p]))]
+            is_fixed = next(iter(specs.values())).shape[0] is not None
+            reason = _why_not(platforms, failing, is_fixed)
+        raise ValueError(
+            f"{_CALLER}: {title} cannot be exported: {reason} It failed with: {error}"
+        ) from error
+
+
+def _why_not(platforms: Sequence[str], failing: list[str], is_fixed: bool) -> str:
+    rest = tuple(name for name in platforms if name not in failing)
+    if failing and rest:
+        return f"not for {failing}. Give platforms={rest}."
+    which = f"for none of {failing}." if failing else "not for several platforms."
+    if is_fixed:
+        return which
+    return which + " A default_batch_size=... may help, or a single platform."
+
+
+def _fails(call: Callable[[], object]) -> bool:
+    try:
+        call()
+    except Exception:  # noqa: BLE001 - whatever it is, `_exported` tells the first one.
+        return True
+    return False
+
+
+def _outputs(
+    exported: export.Exported, num_rows: int | None, host: JSONObject | None
+) -> _Specs:
+    avals = jax.tree.unflatten(exported.out_tree, exported.out_avals)
+    specs = {
+        name: ArraySpec(
+            tuple(n if isinstance(n, int) else None for n in aval.shape),
+            np.dtype(aval.dtype).name,
+        )
+        for name, aval in avals.items()
+    }
+    if host is not None:
+        zeros = {name: spec.zeros(num_rows or _ROWS) for name, spec in specs.items()}
+        for name, array in SavedPreprocessor(host).finish(zeros).items():
+            if name not in specs:  # Strings.
+                specs[name] = ArraySpec((num_rows, *array.shape[1:]), "string")
+    return specs

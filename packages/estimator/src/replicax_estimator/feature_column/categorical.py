@@ -1,0 +1,393 @@
+"""Categorical columns: identity, vocabulary and weighted columns."""
+
+import dataclasses
+import functools
+import os
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import DTypeLike
+
+from replicax._util.waiting import Announced
+from replicax_estimator.feature_column.column import (
+    Array,
+    Arrays,
+    CategoricalColumn,
+    RawFeatures,
+    SingleFeature,
+)
+from replicax_estimator.feature_column.raw import (
+    dtype_name,
+    fingerprints,
+    is_missing,
+    read_categories,
+    read_numbers,
+    real_dtype_name,
+    require_key,
+    require_kind,
+    require_positive,
+)
+
+__all__ = [
+    "IdentityColumn",
+    "VocabularyColumn",
+    "WeightedColumn",
+    "categorical_column_with_identity",
+    "categorical_column_with_vocabulary_file",
+    "categorical_column_with_vocabulary_list",
+    "weighted_categorical_column",
+]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class IdentityColumn(SingleFeature, CategoricalColumn):
+    """The column of `categorical_column_with_identity`."""
+
+    key: str
+    number_buckets: int
+    default_value: int | None
+
+    def __post_init__(self) -> None:
+        require_key(self.key, "categorical_column_with_identity")
+        require_positive(self.number_buckets, "num_buckets", self.title)
+        default = self.default_value
+        if default is not None and not 0 <= default < self.number_buckets:
+            raise ValueError(
+                f"{self.title}: default_value must be an id from 0 to num_buckets - 1 "
+                f"= {self.number_buckets - 1}; got {default!r}."
+            )
+
+    @property
+    def num_buckets(self) -> int:
+        """See the base class."""
+        return self.number_buckets
+
+    @property
+    def untraceable(self) -> str:
+        """See the base class."""
+        if self.default_value is not None:
+            return ""
+        return "an id out of range is only noticed on the host (or give default_value)"
+
+    def host_ids(self, features: RawFeatures) -> Array:
+        """See the base class."""
+        values = read_categories(features, self.key, self.title)
+        require_kind(values, "int64", self.key, self.title)
+        is_outside = (values < 0) | (values >= self.number_buckets)
+        is_outside &= ~is_missing(values)
+        if self.default_value is not None:
+            where = np.where if isinstance(values, np.ndarray) else jnp.where
+            values = where(is_outside, self.default_value, values)
+        elif is_outside.any():
+            raise ValueError(
+                f"{self.title}: ids must be from 0 to num_buckets - 1 = "
+                f"{self.number_buckets - 1}, or -1 for a missing one; got "
+                f"{values[is_outside][0]}. Raise num_buckets, or give default_value."
+            )
+        return values.astype("int32")
+
+
+def categorical_column_with_identity(
+    key: str, num_buckets: int, default_value: int | None = None
+) -> IdentityColumn:
+    """A categorical column of integers that are ids already.
+
+    Args:
+        key: Name of the feature, integers `[B]` or `[B, k]`; -1 is missing.
+        num_buckets: Number of ids, from 0 to `num_buckets - 1`.
+        default_value: The id for integers out of range. None: they are an error.
+
+    Raises:
+        ValueError: For sizes below 1, or a default out of range.
+
+    Example:
+        >>> from replicax import feature_column as fc
+        >>> day = fc.categorical_column_with_identity("day", 7)
+        >>> fc.features_of([day], {"day": [[0, 6], [2, -1]]})[day.outputs[0]].tolist()
+        [[0, 6], [2, -1]]
+    """
+    return IdentityColumn(
+        key=key, number_buckets=num_buckets, default_value=default_value
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WeightedColumn(CategoricalColumn):
+    """The column of `weighted_categorical_column`."""
+
+    categorical_column: CategoricalColumn
+    weight_feature_key: str
+    dtype: str
+
+    def __post_init__(self) -> None:
+        column = self.categorical_column
+        if not isinstance(column, CategoricalColumn) or isinstance(
+            column, WeightedColumn
+        ):
+            raise ValueError(
+                "weighted_categorical_column: categorical_column must be a categorical "
+                f"column without weights; got {column!r}."
+            )
+
+    @property
+    def name(self) -> str:
+        """`"x_weighted_by_w"`."""
+        return f"{self.categorical_column.name}_weighted_by_{self.weight_feature_key}"
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """See the base class."""
+        return (*self.categorical_column.keys, self.weight_feature_key)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """See the base class."""
+        return (*self.categorical_column.outputs, self.output("weights"))
+
+    @property
+    def untraceable(self) -> str:
+        """See the base class."""
+        return self.categorical_column.host.untraceable
+
+    @property
+    def num_buckets(self) -> int:
+        """See the base class."""
+        return self.categorical_column.num_buckets
+
+    def host_ids(self, features: RawFeatures) -> Array:
+        """See the base class."""
+        return self.categorical_column.host_ids(features)
+
+    def transform(self, features: RawFeatures) -> Mapping[str, Array]:
+        """See the base class."""
+        arrays = dict(self.categorical_column.transform(features))
+        ids = next(iter(arrays.values()))  # As wide as the weights.
+        weights = read_numbers(
+            features, self.weight_feature_key, ids.shape[1:], self.title
+        )
+        return arrays | {self.outputs[-1]: weights.astype("float32")}
+
+    def ids(self, arrays: Arrays) -> tuple[jax.Array, jax.Array | None]:
+        """See the base class."""
+        ids, _ = self.categorical_column.ids(arrays)
+        return ids, arrays[self.outputs[-1]]
+
+
+def weighted_categorical_column(
+    categorical_column: CategoricalColumn,
+    weight_feature_key: str,
+    dtype: DTypeLike = "float32",
+) -> WeightedColumn:
+    """A categorical column whose ids have weights.
+
+    Args:
+        categorical_column: Any categorical column without weights.
+        weight_feature_key: Name of the feature with the weights, numbers in the shape
+            of the ids.
+        dtype: A dtype of real numbers. Weights always become float32.
+
+    Raises:
+        ValueError: For another column.
+        TypeError: For another dtype.
+
+    Example:
+        >>> from replicax import feature_column as fc
+        >>> tags = fc.categorical_column_with_identity("tags", 3)
+        >>> rated = fc.weighted_categorical_column(tags, "ratings")
+        >>> features = {"tags": [[0, 2]], "ratings": [[0.5, 2.0]]}
+        >>> fc.input_layer(features, [fc.indicator_column(rated)]).tolist()
+        [[0.5, 0.0, 2.0]]
+    """
+    caller = f"weighted_categorical_column({weight_feature_key!r})"
+    return WeightedColumn(
+        categorical_column=categorical_column,
+        weight_feature_key=weight_feature_key,
+        dtype=real_dtype_name(dtype, caller),
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VocabularyColumn(SingleFeature, CategoricalColumn):
+    """The column of `categorical_column_with_vocabulary_list` and `..._file`."""
+
+    key: str
+    vocabulary_list: tuple[str | int, ...]
+    dtype: str
+    default_value: int
+    num_oov_buckets: int
+
+    def __post_init__(self) -> None:
+        require_key(self.key, "categorical_column_with_vocabulary_list")
+        words = self.vocabulary_list
+        if not words:
+            raise ValueError(f"{self.title}: the vocabulary must not be empty.")
+        if len(self._places) < len(words):
+            twice = next(w for i, w in enumerate(words) if self._places[w] != i)
+            raise ValueError(
+                f"{self.title}: the vocabulary must have each value once; got "
+                f"{twice!r} again."
+            )
+        if self.num_oov_buckets:
+            require_positive(self.num_oov_buckets, "num_oov_buckets", self.title)
+            if self.default_value != -1:
+                raise ValueError(
+                    f"{self.title}: give default_value or num_oov_buckets, not both; "
+                    f"got {self.default_value} and {self.num_oov_buckets}."
+                )
+        if not -1 <= self.default_value < len(words):
+            raise ValueError(
+                f"{self.title}: default_value must be -1 or an id below the "
+                f"vocabulary's size {len(words)}; got {self.default_value}."
+            )
+
+    @property
+    def num_buckets(self) -> int:
+        """See the base class."""
+        return len(self.vocabulary_list) + self.num_oov_buckets
+
+    def host_ids(self, features: RawFeatures) -> Array:
+        """See the base class."""
+        values = np.asarray(read_categories(features, self.key, self.title))
+        require_kind(values, self.dtype, self.key, self.title)
+        place = self._places.get
+        found = [place(value, -1) for value in values.ravel().tolist()]
+        ids = np.array(found, "int32").reshape(values.shape)
+        missing = is_missing(values)
+        is_unknown = (ids < 0) & ~missing
+        if self.num_oov_buckets and is_unknown.any():
+            prints = fingerprints(values[is_unknown]) % np.uint64(self.num_oov_buckets)
+            ids[is_unknown] = len(self.vocabulary_list) + prints.astype("int32")
+        else:
+            ids[is_unknown] = self.default_value
+        ids[missing] = -1
+        return ids
+
+    @functools.cached_property
+    def _places(self) -> dict[str | int, int]:
+        return {word: place for place, word in enumerate(self.vocabulary_list)}
+
+
+def categorical_column_with_vocabulary_list(
+    key: str,
+    vocabulary_list: Sequence[str | bytes | int],
+    dtype: DTypeLike | None = None,
+    default_value: int = -1,
+    num_oov_buckets: int = 0,
+) -> VocabularyColumn:
+    """A categorical column whose ids are indices in a list.
+
+    Args:
+        key: Name of the feature, `[B]` or `[B, k]`; `""` or -1 is missing.
+        vocabulary_list: Strings or integers, each once; the first has id 0.
+        dtype: `"string"` or an integer dtype. None: the list's.
+        default_value: The id of values outside the list; -1: they are left out.
+        num_oov_buckets: Number of hash buckets for values outside the list, with ids
+            after the list's (the hash is not TF's).
+
+    Raises:
+        ValueError: For an empty list, a value twice, a default out of range, or both
+            a default and buckets.
+        TypeError: For values that are neither strings nor integers.
+
+    Example:
+        >>> from replicax import feature_column as fc
+        >>> color = fc.categorical_column_with_vocabulary_list("color", ["R", "G", "B"])
+        >>> ids = fc.features_of([color], {"color": ["G", "X", "R"]})
+        >>> ids[color.outputs[0]].tolist()
+        [[1], [-1], [0]]
+    """
+    caller = f"categorical_column_with_vocabulary_list({key!r})"
+    words = [w.decode() if isinstance(w, bytes) else w for w in vocabulary_list]
+    kinds = {"string" if isinstance(word, str) else _kind(word) for word in words}
+    if len(kinds) > 1 or not kinds <= {"string", "int64"}:
+        raise TypeError(
+            f"{caller}: vocabulary_list must be all strings or all integers; got "
+            f"{list(vocabulary_list)[:10]!r}."
+        )
+    kind = kinds.pop() if kinds else "string"
+    if dtype is not None and (dtype_name(dtype, caller) == "string") != (
+        kind == "string"
+    ):
+        raise TypeError(
+            f"{caller}: dtype={dtype!r} does not fit the vocabulary {words[:10]!r}."
+        )
+    return VocabularyColumn(
+        key=key,
+        vocabulary_list=tuple(words if kind == "string" else map(int, words)),
+        dtype=kind,
+        default_value=default_value,
+        num_oov_buckets=num_oov_buckets,
+    )
+
+
+def _kind(word: object) -> str:
+    is_integer = isinstance(word, int | np.integer) and not isinstance(word, bool)
+    return "int64" if is_integer else type(word).__name__
+
+
+def categorical_column_with_vocabulary_file(
+    key: str,
+    vocabulary_file: str | os.PathLike[str],
+    vocabulary_size: int | None = None,
+    dtype: DTypeLike = "string",
+    default_value: int | None = None,
+    num_oov_buckets: int = 0,
+) -> VocabularyColumn:
+    r"""A categorical column whose ids are line numbers in a UTF-8 text file.
+
+    The call reads the file; the column holds the words.
+
+    Args:
+        key: Name of the feature, `[B]` or `[B, k]`; `""` or -1 is missing.
+        vocabulary_file: A file with one value in each line.
+        vocabulary_size: Number of lines to use. None: all.
+        dtype: `"string"`, or an integer dtype.
+        default_value: As for a list; None is -1.
+        num_oov_buckets: As for a list.
+
+    Raises:
+        ValueError: As for a list, for fewer lines than `vocabulary_size`, or for lines
+            that are no integers with an integer `dtype`.
+        OSError: If the file cannot be read.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from replicax import feature_column as fc
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = pathlib.Path(folder, "colors.txt")
+        ...     _ = path.write_text("red\ngreen\n")
+        ...     color = fc.categorical_column_with_vocabulary_file("color", path)
+        >>> color.vocabulary_list
+        ('red', 'green')
+    """
+    caller = f"categorical_column_with_vocabulary_file({key!r})"
+    with (
+        Announced(f"reading vocabulary {vocabulary_file}"),
+        open(vocabulary_file, encoding="utf-8", newline="\n") as file,
+    ):
+        lines = [line.rstrip("\r\n") for line in file]
+    if vocabulary_size is not None:
+        require_positive(vocabulary_size, "vocabulary_size", caller)
+        if len(lines) < vocabulary_size:
+            raise ValueError(
+                f"{caller}: vocabulary_size={vocabulary_size}, but "
+                f"{os.fspath(vocabulary_file)!r} has {len(lines)} lines."
+            )
+        lines = lines[:vocabulary_size]
+    words: Sequence[str | int] = lines
+    if dtype_name(dtype, caller) != "string":
+        try:
+            words = [int(line) for line in lines]
+        except ValueError as error:
+            raise ValueError(
+                f"{caller}: dtype={dtype!r}, but a line of "
+                f"{os.fspath(vocabulary_file)!r} is no integer: {error}."
+            ) from error
+    return categorical_column_with_vocabulary_list(
+        key,
+        words,
+        default_value=-1 if default_value is None else default_value,
+        num_oov_buckets=num_oov_buckets,
+    )

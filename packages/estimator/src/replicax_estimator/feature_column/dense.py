@@ -1,0 +1,324 @@
+"""Indicator and embedding columns: dense columns of categorical ones."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+import keras
+
+from replicax_estimator.absent import refuses
+from replicax_estimator.feature_column.column import (
+    Arrays,
+    CategoricalColumn,
+    Column,
+    DenseColumn,
+    EmbeddingTable,
+)
+from replicax_estimator.feature_column.numeric import multi_hot
+from replicax_estimator.feature_column.raw import require_positive
+
+__all__ = [
+    "EmbeddingColumn",
+    "IndicatorColumn",
+    "combined",
+    "embedding_column",
+    "first_if_none",
+    "indicator_column",
+    "require_combiner",
+    "shared_embeddings",
+]
+
+
+_COMBINERS = ("mean", "sqrtn", "sum")
+_Initializer: TypeAlias = (
+    keras.initializers.Initializer | str | Callable[..., object] | None
+)
+
+
+def require_combiner(combiner: str, name: str, caller: str) -> None:
+    """Raise ValueError unless `combiner` is `"mean"`, `"sqrtn"` or `"sum"`."""
+    if combiner not in _COMBINERS:
+        raise ValueError(
+            f"{caller}: {name} must be one of {', '.join(map(repr, _COMBINERS))}; got "
+            f"{combiner!r}."
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _DenseOfCategories(DenseColumn):
+    """Base class of dense columns that encode a categorical one."""
+
+    categorical_column: CategoricalColumn
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.categorical_column, CategoricalColumn):
+            raise ValueError(
+                f"{type(self).__name__}: categorical_column must be a categorical "
+                f"column; got {self.categorical_column!r}."
+            )
+
+    @property
+    def host(self) -> Column:
+        """The categorical column's host."""
+        return self.categorical_column.host
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class IndicatorColumn(_DenseOfCategories):
+    """The column of `indicator_column`."""
+
+    @property
+    def name(self) -> str:
+        """`"x_indicator"`."""
+        return f"{self.categorical_column.name}_indicator"
+
+    @property
+    def variable_shape(self) -> tuple[int, ...]:
+        """See the base class."""
+        return (self.categorical_column.num_buckets,)
+
+    def dense(self, arrays: Arrays, table: EmbeddingTable | None = None) -> jax.Array:
+        """See the base class."""
+        del table
+        ids, weights = self.categorical_column.ids(arrays)
+        return multi_hot(ids, weights, self.categorical_column.num_buckets)
+
+
+def indicator_column(categorical_column: CategoricalColumn) -> IndicatorColumn:
+    """A dense column of a row's categories, multi-hot encoded.
+
+    An element is the category's count in the row; for a weighted column, the sum of its
+    weights.
+
+    Args:
+        categorical_column: Any categorical column.
+
+    Raises:
+        ValueError: For a column that is not categorical.
+
+    Example:
+        >>> from replicax import feature_column as fc
+        >>> tags = fc.categorical_column_with_identity("tags", 3)
+        >>> column = fc.indicator_column(tags)
+        >>> fc.input_layer({"tags": [[0, 0], [2, -1]]}, [column]).tolist()
+        [[2.0, 0.0, 0.0], [0.0, 0.0, 1.0]]
+    """
+    return IndicatorColumn(categorical_column=categorical_column)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EmbeddingColumn(_DenseOfCategories):
+    """A column of `embedding_column` or `shared_embeddings`."""
+
+    dimension: int
+    combiner: str
+    initializer: _Initializer
+    trainable: bool
+    max_norm: float | None
+    shared_name: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_positive(self.dimension, "dimension", self.title)
+        require_combiner(self.combiner, "combiner", self.title)
+        if self.max_norm is not None and not self.max_norm > 0:
+            raise ValueError(
+                f"{self.title}: max_norm must be above 0, or None; got "
+                f"{self.max_norm!r}."
+            )
+        is_known = isinstance(self.initializer, str) or callable(self.initializer)
+        if self.initializer is not None and not is_known:
+            raise ValueError(
+                f"{self.title}: initializer must be a Keras initializer, its name, a "
+                f"function of shape and dtype, or None; got {self.initializer!r}."
+            )
+
+    @property
+    def name(self) -> str:
+        """`"x_embedding"`, or `"x_shared_embedding"`."""
+        kind = "embedding" if self.shared_name is None else "shared_embedding"
+        return f"{self.categorical_column.name}_{kind}"
+
+    @property
+    def table_name(self) -> str:
+        """The table's name; columns with the same one share a table."""
+        return self.name if self.shared_name is None else self.shared_name
+
+    @property
+    def variable_shape(self) -> tuple[int, ...]:
+        """See the base class."""
+        return (self.dimension,)
+
+    @property
+    def table_options(self) -> tuple[object, ...]:
+        """The options that must be equal for columns that share a table."""
+        buckets = self.categorical_column.num_buckets
+        return buckets, self.dimension, self.initializer, self.trainable
+
+    def initial_values(self) -> object:
+        """The table's initializer."""
+        if self.initializer is None:
+            return keras.initializers.TruncatedNormal(0.0, self.dimension**-0.5)
+        return keras.initializers.get(self.initializer)
+
+    def dense(self, arrays: Arrays, table: EmbeddingTable | None = None) -> jax.Array:
+        """See the base class."""
+        if table is None:
+            raise ValueError(f"{self.title}: cannot look ids up without a table.")
+        ids, weights = self.categorical_column.ids(arrays)
+        vectors = table(first_if_none(ids)).astype("float32")
+        if self.max_norm is not None:
+            vectors = _clipped_rows(vectors, self.max_norm)
+        return combined(vectors, ids, weights, self.combiner)
+
+
+_FROM_CHECKPOINT = "Give an initializer that returns the checkpoint's table."
+
+
+@refuses(
+    "embedding_column",
+    ckpt_to_load_from=_FROM_CHECKPOINT,
+    tensor_name_in_ckpt=_FROM_CHECKPOINT,
+)
+def embedding_column(
+    categorical_column: CategoricalColumn,
+    dimension: int,
+    combiner: str = "mean",
+    initializer: _Initializer = None,
+    trainable: bool = True,
+    max_norm: float | None = None,
+) -> EmbeddingColumn:
+    """A dense column that looks up a trained vector for each category.
+
+    The table is a `replicax.layers.Embedding`: under a `ParameterServerStrategy` its
+    rows are sharded over the servers.
+
+    Args:
+        categorical_column: Any categorical column.
+        dimension: Size of a vector.
+        combiner: How the vectors of a row's ids are combined: `"mean"`, `"sqrtn"` or
+            `"sum"`, weighted for a weighted column. A row without ids gets zeros.
+        initializer: A Keras initializer. None: a truncated normal distribution with the
+            standard deviation `1 / sqrt(dimension)`.
+        trainable: Whether to train the table.
+        max_norm: Clips looked-up vectors to this L2 norm.
+
+    Raises:
+        ValueError: For a column that is not categorical, `dimension` below 1, or
+            another combiner.
+
+    Example:
+        >>> from replicax import feature_column as fc
+        >>> tags = fc.categorical_column_with_identity("tags", 3)
+        >>> column = fc.embedding_column(tags, 2, initializer="ones", combiner="sum")
+        >>> fc.input_layer({"tags": [[0, 1], [-1, -1]]}, [column]).tolist()
+        [[2.0, 2.0], [0.0, 0.0]]
+    """
+    return EmbeddingColumn(
+        categorical_column=categorical_column,
+        dimension=dimension,
+        combiner=combiner,
+        initializer=initializer,
+        trainable=trainable,
+        max_norm=max_norm,
+    )
+
+
+@refuses(
+    "shared_embeddings",
+    ckpt_to_load_from=_FROM_CHECKPOINT,
+    tensor_name_in_ckpt=_FROM_CHECKPOINT,
+)
+def shared_embeddings(
+    categorical_columns: Sequence[CategoricalColumn],
+    dimension: int,
+    combiner: str = "mean",
+    initializer: _Initializer = None,
+    shared_embedding_collection_name: str | None = None,
+    max_norm: float | None = None,
+    trainable: bool = True,
+) -> list[EmbeddingColumn]:
+    """Embedding columns that share one table.
+
+    Columns share the table within a layer; each layer has its own. The result has a
+    column for each of `categorical_columns`, in their order. Other arguments and errors
+    are those of `embedding_column`.
+
+    Raises:
+        ValueError: Also if the columns' `num_buckets` differ.
+
+    Example:
+        >>> from replicax import feature_column as fc
+        >>> seen = fc.categorical_column_with_identity("seen", 100)
+        >>> bought = fc.categorical_column_with_identity("bought", 100)
+        >>> [column.name for column in fc.shared_embeddings([seen, bought], 8)]
+        ['seen_shared_embedding', 'bought_shared_embedding']
+    """
+    for column in categorical_columns:
+        if not isinstance(column, CategoricalColumn):
+            raise ValueError(
+                "shared_embeddings: categorical_columns must be categorical columns; "
+                f"got {column!r}."
+            )
+    sizes = {column.name: column.num_buckets for column in categorical_columns}
+    if len(set(sizes.values())) != 1:
+        raise ValueError(
+            "shared_embeddings: categorical_columns must have equal num_buckets; got "
+            f"{sizes}."
+        )
+    shared_name = shared_embedding_collection_name
+    if shared_name is None:
+        shared_name = "_".join(sorted(sizes)) + "_shared_embedding"
+    return [
+        EmbeddingColumn(
+            categorical_column=column,
+            dimension=dimension,
+            combiner=combiner,
+            initializer=initializer,
+            trainable=trainable,
+            max_norm=max_norm,
+            shared_name=shared_name,
+        )
+        for column in categorical_columns
+    ]
+
+
+def first_if_none(ids: jax.Array) -> jax.Array:
+    """Replace -1, a missing id, by 0, so that all ids can be looked up."""
+    return jnp.maximum(ids, 0)
+
+
+def combined(
+    vectors: jax.Array, ids: jax.Array, weights: jax.Array | None, combiner: str
+) -> jax.Array:
+    """Combine the vectors of each row's ids; a row without ids gets zeros.
+
+    From vectors `float32[B, k, d]`, ids `int32[B, k]` and weights `float32[B, k]`
+    (None: 1 each) to `float32[B, d]`. `"mean"` divides the weighted sum by the sum of
+    weights, `"sqrtn"` by the root of the sum of their squares. Like TF, both ignore ids
+    whose weight is not positive.
+    """
+    there = ids >= 0
+    weights = jnp.ones(ids.shape, "float32") if weights is None else weights
+    if combiner != "sum":
+        there &= weights > 0
+    weights = jnp.where(there, weights, 0)
+    total = jnp.einsum("bkd,bk->bd", jnp.where(there[..., None], vectors, 0), weights)
+    if combiner == "sum":
+        return total
+    divisor = weights.sum(axis=1) if combiner == "mean" else (weights**2).sum(axis=1)
+    divisor = jnp.where(divisor > 0, divisor, 1)
+    if combiner == "sqrtn":
+        divisor = jnp.sqrt(divisor)
+    return total / divisor[:, None]
+
+
+def _clipped_rows(vectors: jax.Array, max_norm: float) -> jax.Array:
+    """Clip the L2 norm of the vectors along the last dimension to `max_norm`."""
+    squares = (vectors**2).sum(axis=-1, keepdims=True)
+    is_longer = squares > max_norm**2
+    # The root of 0 has no gradient, and both branches of a where are differentiated.
+    norms = jnp.sqrt(jnp.where(is_longer, squares, 1))
+    return jnp.where(is_longer, vectors * (max_norm / norms), vectors)

@@ -1,0 +1,310 @@
+"""Keras layers whose input is feature columns."""
+
+import itertools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+
+from replicax.ps.embedding import Embedding
+from replicax_estimator.feature_column.column import (
+    Arrays,
+    CategoricalColumn,
+    Column,
+    Columns,
+    DenseColumn,
+    RawFeatures,
+    arrays_for,
+    as_columns,
+    prepared,
+    variable_name,
+)
+from replicax_estimator.feature_column.dense import (
+    EmbeddingColumn,
+    combined,
+    first_if_none,
+    require_combiner,
+)
+
+__all__ = ["DenseFeatures", "LinearModel", "input_layer", "linear_model"]
+
+
+class _ColumnsLayer(keras.layers.Layer):
+    """Base class of layers of columns, which it sorts by name as TF does."""
+
+    def __init__(self, columns: Columns, **kwargs: Any) -> None:
+        # Boundaries and ids are exact in float32 only.
+        super().__init__(autocast=False, **kwargs)
+        caller = type(self).__name__
+        made = as_columns(columns, caller)
+        self._columns = tuple(sorted(made, key=lambda column: column.name))
+        self._tables: dict[str, Embedding] = {}
+        names = [column.name for column in self._columns]
+        for name, following in itertools.pairwise(names):
+            if name == following:
+                raise ValueError(
+                    f"{caller}: each column must have a name of its own; got two of "
+                    f"the name {name!r}."
+                )
+
+    def __call__(
+        self, features: RawFeatures, *args: object, **kwargs: Any
+    ) -> jax.Array:
+        """Call the layer with raw features, or with a result of `features_of`."""
+        ready = prepared(self._columns, features, type(self).__name__)
+        return super().__call__(ready, *args, **kwargs)
+
+    def build(self, input_shape: object = None) -> None:
+        """Make the embedding tables, one for all columns that share it."""
+        del input_shape
+        tables = self._tables
+        options: dict[str, tuple[object, ...]] = {}
+        for column in self._columns:
+            if not isinstance(column, EmbeddingColumn):
+                continue
+            name = column.table_name
+            known = options.setdefault(name, column.table_options)
+            if known != column.table_options:
+                raise ValueError(
+                    f"{type(self).__name__}: columns that share the table {name!r} "
+                    "must agree on num_buckets, dimension, initializer and trainable; "
+                    f"got {known} and {column.table_options}."
+                )
+            if name not in tables:
+                # Parameter servers identify a table by its layer's name.
+                tables[name] = Embedding(
+                    column.categorical_column.num_buckets,
+                    column.dimension,
+                    embeddings_initializer=column.initial_values(),
+                    trainable=column.trainable and self.trainable,
+                    name=variable_name(f"{self.name}_{name}"),
+                    dtype=self.variable_dtype,
+                )
+        for table in tables.values():
+            table.build()
+        self.built = True
+
+    def _arrays(self, features: Arrays) -> dict[str, jax.Array]:
+        return arrays_for(self._columns, features, type(self).__name__)
+
+    def _flat(self, column: DenseColumn, arrays: Arrays) -> jax.Array:
+        table = None
+        if isinstance(column, EmbeddingColumn):
+            table = self._tables[column.table_name]
+        dense = column.dense(arrays, table)
+        return dense.reshape(-1, math.prod(column.variable_shape))
+
+
+class DenseFeatures(_ColumnsLayer):
+    """A layer that concatenates dense columns.
+
+    (TF: `tf.keras.layers.DenseFeatures`.)
+
+    It flattens the columns and sorts them by name. Embedding tables are named
+    `dense_features/dense_features_x_embedding/embeddings`.
+
+    Call it with raw features, which it transforms on the host, or with the result of
+    `features_of`. A traced function can pass raw features for numeric columns and for
+    identity columns with a default; other columns need `features_of` in the input
+    function.
+
+    Args:
+        feature_columns: Dense columns: numeric, bucketized, indicator or embedding
+            columns with different names.
+        trainable: Whether to train embeddings.
+        name: The layer's name.
+        **kwargs: Other arguments of a Keras layer.
+
+    Raises:
+        ValueError: For a column that is not dense, two of one name, or none.
+
+    Returns (call):
+        `[B, sum of the columns' sizes]` in the layer's compute dtype.
+
+    Example:
+        >>> from replicax import feature_column as fc
+        >>> height = fc.numeric_column("height")
+        >>> ages = fc.bucketized_column(fc.numeric_column("age"), [18])
+        >>> layer = fc.DenseFeatures([height, ages])
+        >>> layer({"height": [1.5, 2.0], "age": [3, 30]}).tolist()
+        [[1.0, 0.0, 1.5], [0.0, 1.0, 2.0]]
+    """
+
+    def __init__(
+        self,
+        feature_columns: Columns,
+        trainable: bool = True,
+        name: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(feature_columns, trainable=trainable, name=name, **kwargs)
+        self._dense = tuple(_require_dense(column) for column in self._columns)
+
+    def call(self, features: Arrays) -> jax.Array:
+        """See the class."""
+        arrays = self._arrays(features)
+        parts = [self._flat(column, arrays) for column in self._dense]
+        return jnp.concatenate(parts, axis=1).astype(self.compute_dtype)
+
+
+def _require_dense(column: Column) -> DenseColumn:
+    if not isinstance(column, DenseColumn):
+        raise ValueError(
+            f"DenseFeatures: columns must be dense; got the categorical column "
+            f"{column!r}. Put it in an indicator_column or embedding_column."
+        )
+    return column
+
+
+class _Weights(keras.layers.Layer):
+    """The weights of one column, `linear_model/x/weights`, initially zeros."""
+
+    def __init__(self, rows: int, units: int, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._shape = (rows, units)
+
+    def build(self, input_shape: object = None) -> None:
+        """Make the weights."""
+        del input_shape
+        self.weight = self.add_weight(
+            shape=self._shape, initializer="zeros", name="weights"
+        )
+        self.built = True
+
+
+class LinearModel(_ColumnsLayer):
+    """A linear layer: a weight for each category and each number, and a bias.
+
+    (TF: `LinearModel` of `tf.estimator` and `tf.feature_column.linear_model`.)
+    Variables are `linear_model/x/weights` for a column `x` and
+    `linear_model/bias_weights`, initially zeros. Features: see `DenseFeatures`.
+
+    Args:
+        feature_columns: Dense or categorical columns with different names.
+        units: Size of the result.
+        sparse_combiner: How the weights of a row's ids are combined: `"sum"`,
+            `"mean"` or `"sqrtn"`.
+        trainable: Whether to train the weights.
+        name: The layer's name.
+        **kwargs: Other arguments of a Keras layer.
+
+    Raises:
+        ValueError: For two columns of one name or none, `units` below 1, or another
+            combiner.
+
+    Returns (call):
+        `[B, units]` in the layer's compute dtype.
+
+    Example:
+        >>> from replicax import feature_column as fc
+        >>> day = fc.categorical_column_with_identity("day", 7)
+        >>> layer = fc.LinearModel([day, fc.numeric_column("price")], name="wide")
+        >>> layer({"day": [0, 3], "price": [1.0, 2.0]}).tolist()
+        [[0.0], [0.0]]
+        >>> layer.variables[1].path
+        'wide/day/weights'
+    """
+
+    def __init__(
+        self,
+        feature_columns: Columns,
+        units: int = 1,
+        sparse_combiner: str = "sum",
+        trainable: bool = True,
+        name: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(feature_columns, trainable=trainable, name=name, **kwargs)
+        if not isinstance(units, int) or units < 1:
+            raise ValueError(f"LinearModel: units must be 1 or more; got {units!r}.")
+        require_combiner(sparse_combiner, "sparse_combiner", "LinearModel")
+        self.units = units
+        self.sparse_combiner = sparse_combiner
+        self._weights: dict[str, _Weights] = {}
+
+    def build(self, input_shape: object = None) -> None:
+        """Make the weights."""
+        self.bias_weights = self.add_weight(
+            shape=(self.units,), initializer="zeros", name="bias_weights"
+        )
+        self._weights = {
+            column.name: _Weights(
+                column.num_buckets
+                if isinstance(column, CategoricalColumn)
+                else math.prod(_require_dense(column).variable_shape),
+                self.units,
+                name=variable_name(column.name),
+                trainable=self.trainable,
+                dtype=self.variable_dtype,
+            )
+            for column in self._columns
+        }
+        for layer in self._weights.values():
+            layer.build()
+        super().build(input_shape)
+
+    def call(self, features: Arrays) -> jax.Array:
+        """See the class."""
+        arrays = self._arrays(features)
+        total = self.bias_weights.value
+        for column in self._columns:
+            total = total + self._share(column, arrays)
+        return total.astype(self.compute_dtype)
+
+    def _share(self, column: Column, arrays: Arrays) -> jax.Array:
+        """Compute a column's term of the sum, `[B, units]`."""
+        weights = self._weights[column.name].weight.value
+        if isinstance(column, CategoricalColumn):
+            ids, factors = column.ids(arrays)
+            rows = weights[first_if_none(ids)]
+            return combined(rows, ids, factors, self.sparse_combiner)
+        return self._flat(_require_dense(column), arrays) @ weights
+
+
+def input_layer(
+    features: RawFeatures,
+    feature_columns: Columns,
+    trainable: bool = True,
+) -> jax.Array:
+    """Concatenate dense columns.
+
+    (TF: `tf.compat.v1.feature_column.input_layer`.)
+
+    Each call makes a new `DenseFeatures`: call it in a `model_fn`, where variables are
+    reused. Arguments and errors are those of `DenseFeatures` and of its call; the
+    result is `float32[B, sum of the columns' sizes]`.
+
+    Example:
+        >>> from replicax import feature_column as fc
+        >>> fc.input_layer({"x": [1, 2]}, fc.numeric_column("x")).tolist()
+        [[1.0], [2.0]]
+    """
+    return DenseFeatures(feature_columns, trainable, name="input_layer")(features)
+
+
+def linear_model(
+    features: RawFeatures,
+    feature_columns: Columns,
+    units: int = 1,
+    sparse_combiner: str = "sum",
+    trainable: bool = True,
+) -> jax.Array:
+    """Apply a linear model to columns.
+
+    (TF: `tf.compat.v1.feature_column.linear_model`.)
+
+    Each call makes a new `LinearModel`: call it in a `model_fn`, where variables are
+    reused. Arguments and errors are those of `LinearModel` and of its call; the result
+    is `float32[B, units]`.
+
+    Example:
+        >>> from replicax import feature_column as fc
+        >>> fc.linear_model({"x": [1, 2]}, [fc.numeric_column("x")], units=2).tolist()
+        [[0.0, 0.0], [0.0, 0.0]]
+    """
+    layer = LinearModel(
+        feature_columns, units, sparse_combiner, trainable, name="linear_model"
+    )
+    return layer(features)

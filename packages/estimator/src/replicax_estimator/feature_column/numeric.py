@@ -1,0 +1,268 @@
+"""Numeric and bucketized columns."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
+
+from replicax._util.types import PyTree
+from replicax_estimator.feature_column.column import (
+    Array,
+    Arrays,
+    CategoricalColumn,
+    DenseColumn,
+    EmbeddingTable,
+    RawFeatures,
+    SingleFeature,
+    is_traced,
+)
+from replicax_estimator.feature_column.raw import (
+    read_numbers,
+    real_dtype_name,
+    require_key,
+    require_positive,
+    rows_of,
+)
+
+__all__ = [
+    "BucketizedColumn",
+    "NumericColumn",
+    "bucketized_column",
+    "multi_hot",
+    "numeric_column",
+]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NumericColumn(SingleFeature, DenseColumn):
+    """The column of `numeric_column`."""
+
+    key: str
+    shape: tuple[int, ...]
+    default_value: float | tuple | None
+    dtype: str
+    normalizer_fn: Callable[[PyTree], PyTree] | None
+
+    def __post_init__(self) -> None:
+        require_key(self.key, "numeric_column")
+        for size in self.shape:
+            require_positive(size, f"each size in shape={self.shape}", self.title)
+        if self.normalizer_fn is not None and not callable(self.normalizer_fn):
+            raise TypeError(
+                f"{self.title}: normalizer_fn must be a function of an array; got "
+                f"{self.normalizer_fn!r}."
+            )
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """See the base class."""
+        return (self.output("values"),)
+
+    @property
+    def variable_shape(self) -> tuple[int, ...]:
+        """See the base class."""
+        return self.shape
+
+    @property
+    def untraceable(self) -> str:
+        """See the base class."""
+        return ""
+
+    def transform(self, features: RawFeatures) -> dict[str, Array]:
+        """See the base class."""
+        if self.key not in features and self.default_value is not None:
+            rows = rows_of(features, self.title)
+            array = np.broadcast_to(self.default_value, (rows, *self.shape))
+        else:
+            array = read_numbers(features, self.key, self.shape, self.title)
+        # TF keeps float64 for the normalizer, too; programs have none.
+        is_wide = self.dtype == "float64" and isinstance(array, np.ndarray)
+        array = array.astype("float64" if is_wide else "float32")
+        if self.normalizer_fn is not None:
+            shape = array.shape
+            array = self.normalizer_fn(array)
+            if np.shape(array) != shape:
+                raise ValueError(
+                    f"{self.title}: normalizer_fn must keep the shape {list(shape)}; "
+                    f"got {list(np.shape(array))}."
+                )
+        as_array = jnp.asarray if is_traced(array) else np.asarray
+        return {self.outputs[0]: as_array(array, "float32")}
+
+    def dense(self, arrays: Arrays, table: EmbeddingTable | None = None) -> jax.Array:
+        """See the base class."""
+        del table
+        return arrays[self.outputs[0]]
+
+
+def numeric_column(
+    key: str,
+    shape: int | Iterable[int] = (1,),
+    default_value: ArrayLike | None = None,
+    dtype: DTypeLike = "float32",
+    normalizer_fn: Callable[[PyTree], PyTree] | None = None,
+) -> NumericColumn:
+    """A dense column of numbers.
+
+    Args:
+        key: Name of the feature, `[B, *shape]`, or `[B]` for shape `(1,)`. NaN is
+            passed on.
+        shape: Shape of a row.
+        default_value: A number or an array of `shape`, for batches without the feature.
+        dtype: A dtype of real numbers. `"float64"`: the normalizer gets float64. The
+            result is always float32.
+        normalizer_fn: Maps `[B, *shape]` to the same shape. It gets NumPy arrays, or
+            traced arrays where a traced function gets raw features.
+
+    Raises:
+        ValueError: For a shape that has sizes below 1 or does not fit `default_value`.
+        TypeError: For a key that is no string, or another dtype.
+
+    Example:
+        >>> from replicax import feature_column as fc
+        >>> age = fc.numeric_column("age", normalizer_fn=lambda years: years / 100)
+        >>> fc.features_of([age], {"age": [20, 50]})[age.outputs[0]].tolist()
+        [[0.20000000298023224], [0.5]]
+    """
+    sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+    caller = f"numeric_column({key!r})"
+    numbers = None
+    if default_value is not None:
+        array = np.asarray(default_value)
+        if array.shape not in ((), sizes) or array.dtype.kind not in "biuf":
+            raise ValueError(
+                f"{caller}: default_value must be a number or numbers of the shape "
+                f"{sizes}; got {default_value!r}."
+            )
+        numbers = _nested_tuple(array.tolist())
+    return NumericColumn(
+        key=key,
+        shape=sizes,
+        default_value=numbers,
+        dtype=real_dtype_name(dtype, caller),
+        normalizer_fn=normalizer_fn,
+    )
+
+
+def _nested_tuple(value: float | list) -> float | tuple:
+    return tuple(map(_nested_tuple, value)) if isinstance(value, list) else value
+
+
+def multi_hot(ids: jax.Array, weights: jax.Array | None, depth: int) -> jax.Array:
+    """Multi-hot encoding `float32[B, depth]` of ids `int32[B, k]`.
+
+    Each id counts 1, or its weight `float32[B, k]`; those below 0 count nothing.
+    """
+    hot = jax.nn.one_hot(ids, depth, dtype="float32")
+    if weights is not None:
+        hot = hot * weights[..., None]
+    return hot.sum(axis=1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BucketizedColumn(DenseColumn, CategoricalColumn):
+    """The column of `bucketized_column`, dense and categorical at once."""
+
+    source_column: NumericColumn
+    boundaries: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.source_column, NumericColumn):
+            raise ValueError(
+                "bucketized_column: source_column must be a numeric_column; got "
+                f"{self.source_column!r}."
+            )
+        if len(self.source_column.shape) > 1:
+            raise ValueError(
+                f"{self.title}: the numeric_column must have one dimension; got shape="
+                f"{self.source_column.shape}."
+            )
+        pairs = itertools.pairwise(self.boundaries)
+        if not self.boundaries or not all(low < high for low, high in pairs):
+            raise ValueError(
+                f"{self.title}: boundaries must be numbers in ascending order, each "
+                f"once; got {list(self.boundaries)}."
+            )
+
+    @property
+    def name(self) -> str:
+        """`"x_bucketized"`."""
+        return f"{self.source_column.name}_bucketized"
+
+    @property
+    def host(self) -> NumericColumn:
+        """The numeric column; the program assigns its numbers to buckets."""
+        return self.source_column
+
+    @property
+    def variable_shape(self) -> tuple[int, ...]:
+        """The numeric column's shape, and the number of buckets of a number."""
+        return (*self.source_column.shape, len(self.boundaries) + 1)
+
+    @property
+    def num_buckets(self) -> int:
+        """Number of buckets of a row: each of its numbers has buckets of its own."""
+        return (len(self.boundaries) + 1) * self.source_column.shape[0]
+
+    def host_ids(self, features: RawFeatures) -> Array:
+        """See the base class."""
+        (values,) = self.source_column.transform(features).values()
+        edges = np.asarray(self.boundaries, "float32")
+        buckets = np.searchsorted(edges, values, side="right")
+        return (buckets + self._offsets()).astype("int32")
+
+    def ids(self, arrays: Arrays) -> tuple[jax.Array, jax.Array | None]:
+        """See the base class."""
+        return self._buckets(arrays) + self._offsets(), None
+
+    def dense(self, arrays: Arrays, table: EmbeddingTable | None = None) -> jax.Array:
+        """See the base class."""
+        del table
+        buckets = self._buckets(arrays)
+        hot = multi_hot(buckets.reshape(-1, 1), None, len(self.boundaries) + 1)
+        return hot.reshape(-1, *self.variable_shape)
+
+    def _buckets(self, arrays: Arrays) -> jax.Array:
+        edges = jnp.asarray(self.boundaries, "float32")
+        values = arrays[self.outputs[0]]
+        return jnp.searchsorted(edges, values, side="right").astype("int32")
+
+    def _offsets(self) -> np.ndarray:
+        per_number = len(self.boundaries) + 1
+        return np.arange(self.source_column.shape[0], dtype="int32") * per_number
+
+
+def bucketized_column(
+    source_column: NumericColumn, boundaries: Sequence[float]
+) -> BucketizedColumn:
+    """Numbers in buckets.
+
+    Boundaries `(0, 10)` make the buckets `(-inf, 0)`, `[0, 10)` and `[10, inf)`;
+    numbers and boundaries are compared as float32. NaN falls into the last one. In a
+    `LinearModel`, and in crosses and embeddings, the buckets are ids.
+
+    Args:
+        source_column: A `numeric_column` of one dimension.
+        boundaries: Numbers in ascending order.
+
+    Raises:
+        ValueError: For another column, or other boundaries.
+
+    Example:
+        >>> from replicax import feature_column as fc
+        >>> ages = fc.bucketized_column(fc.numeric_column("age"), [18, 65])
+        >>> fc.input_layer({"age": [17, 18, 80]}, [ages]).tolist()
+        [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]]
+    """
+    array = np.asarray(boundaries)
+    if array.ndim != 1 or array.dtype.kind not in "iuf" or np.isnan(array).any():
+        raise ValueError(
+            "bucketized_column: boundaries must be a list of numbers; got "
+            f"{boundaries!r}."
+        )
+    edges = tuple(array.astype(float).tolist())
+    return BucketizedColumn(source_column=source_column, boundaries=edges)

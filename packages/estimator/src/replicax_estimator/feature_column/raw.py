@@ -1,0 +1,219 @@
+"""Reads raw features: checks, reshapes and hashes them."""
+
+import functools
+import hashlib
+from typing import TypeAlias
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import DTypeLike
+
+from replicax._util.types import PyTree
+from replicax_estimator.feature_column.column import Array, RawFeatures
+
+__all__ = [
+    "dtype_name",
+    "fingerprints",
+    "is_missing",
+    "read_categories",
+    "read_numbers",
+    "real_dtype_name",
+    "require_key",
+    "require_kind",
+    "require_positive",
+    "rows_of",
+]
+
+_Shape: TypeAlias = tuple[int, ...]
+
+_LARGEST = np.iinfo(np.int64).max
+_KEPT_TEXTS = 2**16
+
+
+def rows_of(features: RawFeatures, caller: str) -> int:
+    """Return the number of rows B of a batch, from any of its features."""
+    for value in features.values():
+        shape = np.shape(value)
+        if shape and shape[0] is not None:
+            return shape[0]
+    raise ValueError(
+        f"{caller}: its feature is missing and there is no other that tells the "
+        f"number of rows; got features {sorted(features)}."
+    )
+
+
+def read_numbers(features: RawFeatures, key: str, shape: _Shape, caller: str) -> Array:
+    """Read a feature of real numbers `[B, *shape]`, in its own dtype.
+
+    A feature `[B]` fits the shape `(1,)`.
+    """
+    array = _array(features, key, caller)
+    is_number = jnp.issubdtype(array.dtype, np.number) or array.dtype == bool
+    if not is_number or jnp.issubdtype(array.dtype, np.complexfloating):
+        raise TypeError(
+            f"{caller}: feature {key!r} must have numbers; got dtype {array.dtype}. "
+            "Convert it with .astype('float32'), or use a categorical column."
+        )
+    if shape == (1,) and len(array.shape) == 1:
+        return array.reshape(-1, 1)
+    if len(array.shape) == 0 or tuple(array.shape[1:]) != shape:
+        also = " or [B]" if shape == (1,) else ""
+        expected = ", ".join(str(size) for size in ("B", *shape))
+        raise ValueError(
+            f"{caller}: feature {key!r} must have the shape [{expected}]{also}; got "
+            f"{list(array.shape)}. Give the column shape={tuple(array.shape[1:])} if "
+            "the feature is right."
+        )
+    return array
+
+
+def read_categories(features: RawFeatures, key: str, caller: str) -> Array:
+    """Read a categorical feature `[B, k]`, or `[B]` with one value a row.
+
+    The result is `int64` (`int32` if traced), or an object array of `str` with `""` for
+    missing values (`None` and NaN in object arrays, as in pandas).
+    """
+    array = _array(features, key, caller)
+    if array.ndim not in (1, 2):
+        raise ValueError(
+            f"{caller}: feature {key!r} must have the shape [B] or [B, k]; got "
+            f"{list(array.shape)}. A column takes up to k values a row."
+        )
+    if array.ndim == 1:
+        array = array.reshape(-1, 1)
+    if array.dtype.kind in "iu":
+        if not isinstance(array, np.ndarray):
+            return array.astype(np.int32)
+        if array.dtype.kind == "u" and array.size and array.max() > _LARGEST:
+            raise ValueError(
+                f"{caller}: feature {key!r} has the value {array.max()}, and {_LARGEST}"
+                " is the largest. Give such ids as strings."
+            )
+        return array.astype(np.int64)
+    if array.dtype.kind in "UT":
+        return array.astype(object)
+    if array.dtype.kind in "OS":
+        texts = [_text(value, key, caller) for value in array.ravel().tolist()]
+        return np.array(texts, object).reshape(array.shape)
+    raise TypeError(
+        f"{caller}: feature {key!r} must have integers or strings; got dtype "
+        f"{array.dtype}. Convert it, or use numeric_column (and bucketized_column)."
+    )
+
+
+def _array(features: RawFeatures, key: str, caller: str) -> Array:
+    if key not in features:
+        raise ValueError(
+            f"{caller}: there is no feature {key!r}; got features "
+            f"{sorted(features)}. Let the input function return it, or name another."
+        )
+    value = features[key]
+    if isinstance(value, jax.core.Tracer):
+        return jnp.asarray(value)
+    try:
+        return np.asarray(value)
+    except ValueError as error:
+        raise ValueError(
+            f"{caller}: feature {key!r} is no array: {error}. Fill shorter rows up "
+            "with '' or -1."
+        ) from error
+
+
+def _text(value: object, key: str, caller: str) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "surrogateescape")
+    if value is None or (isinstance(value, float) and np.isnan(value)):
+        return ""
+    raise TypeError(
+        f"{caller}: feature {key!r} must have integers or strings; got {value!r} of "
+        f"type {type(value).__name__} in an array of objects. Convert it with "
+        ".astype('int64') or .astype(str)."
+    )
+
+
+def is_missing(values: Array) -> PyTree:
+    """Mask the missing categories: `""` among strings, -1 among integers."""
+    return values == ("" if values.dtype == object else -1)
+
+
+def require_kind(values: Array, dtype: str, key: str, caller: str) -> None:
+    """Raise TypeError unless values are strings if `dtype` is, else integers."""
+    if (values.dtype == object) != (dtype == "string"):
+        expected, got = "integers", "strings"
+        if dtype == "string":
+            expected, got = got, expected
+        raise TypeError(
+            f"{caller}: feature {key!r} must have {expected} for dtype={dtype!r}; got "
+            f"{got}. Convert it, or give the column another dtype."
+        )
+
+
+@functools.lru_cache(maxsize=_KEPT_TEXTS)
+def _fingerprint(text: str) -> int:
+    # `_text` has decoded bytes that are no UTF-8 to surrogates.
+    encoded = text.encode("utf-8", "surrogateescape")
+    return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little")
+
+
+def fingerprints(values: np.ndarray) -> np.ndarray:
+    """Hash values to 64 bits, the same in every process and on every machine.
+
+    Values are integers, hashed as their decimal digits, or an object array of `str`.
+    Each distinct value is hashed once. The result is `uint64` of the same shape.
+    """
+    if values.dtype != object:
+        distinct, place = np.unique(values, return_inverse=True)
+        of_distinct = [_fingerprint(str(value)) for value in distinct.tolist()]
+        return np.array(of_distinct, np.uint64)[place].reshape(values.shape)
+    # A dictionary is twice as fast as sorting strings.
+    texts = values.ravel().tolist()
+    known = {text: _fingerprint(text) for text in dict.fromkeys(texts)}
+    found = np.fromiter(map(known.__getitem__, texts), np.uint64, len(texts))
+    return found.reshape(values.shape)
+
+
+def dtype_name(dtype: DTypeLike, caller: str) -> str:
+    """Return a dtype's name, `"string"` for text; raise TypeError if it is none."""
+    if isinstance(dtype, np.dtype) and dtype.kind in "USOT":
+        return "string"
+    name = getattr(dtype, "name", dtype)
+    if name in ("string", "str", str, np.str_):
+        return "string"
+    try:
+        found = np.dtype(name)
+    except TypeError as error:
+        raise TypeError(
+            f"{caller}: dtype must be 'string' or the name of a NumPy dtype; got "
+            f"{dtype!r}."
+        ) from error
+    return "string" if found.kind in "USO" else found.name
+
+
+def real_dtype_name(dtype: DTypeLike, caller: str) -> str:
+    """Return the name of a dtype of real numbers; raise TypeError for another one."""
+    name = dtype_name(dtype, caller)
+    if name == "string" or np.dtype(name).kind not in "biuf":
+        raise TypeError(
+            f"{caller}: dtype must be one of real numbers, such as 'float32'; got "
+            f"{dtype!r}."
+        )
+    return name
+
+
+def require_key(key: object, caller: str) -> None:
+    """Raise TypeError unless a feature's name is a string."""
+    if not isinstance(key, str):
+        raise TypeError(f"{caller}: key must be a string; got {key!r}.")
+
+
+def require_positive(value: int, name: str, caller: str) -> None:
+    """Raise ValueError unless `value` is an integer above zero that fits `int32`."""
+    is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not is_integer or not 1 <= value < 2**31:
+        raise ValueError(
+            f"{caller}: {name} must be an integer from 1 to 2147483647; got {value!r}."
+        )

@@ -1,0 +1,170 @@
+"""`model_to_estimator`: converts a compiled Keras model to an estimator."""
+
+import copy
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from replicax._private.keras import has_value, set_value
+from replicax._util.types import PyTree, Tensor
+from replicax_estimator.absent import refuses
+from replicax_estimator.estimator import Estimator
+from replicax_estimator.run_config import RunConfig
+from replicax_estimator.spec import EstimatorSpec, ModeKeys, minimize
+
+__all__ = ["model_to_estimator", "start_from"]
+
+_WITH_WEIGHTS = {"features", "sample_weights"}
+"""Names in TF of a model's features beside the weights of the examples."""
+
+
+@refuses(
+    "model_to_estimator",
+    checkpoint_format="Checkpoints have one format: leave it out.",
+    export_outputs="Each output is a prediction of the signature serving_default.",
+    metric_names_map="Name the metrics in model.compile(metrics=...).",
+)
+def model_to_estimator(
+    keras_model: keras.Model | None = None,
+    keras_model_path: str | os.PathLike[str] | None = None,
+    custom_objects: dict[str, object] | None = None,
+    model_dir: str | os.PathLike[str] | None = None,
+    config: RunConfig | None = None,
+) -> Estimator:
+    """Convert a compiled Keras model to an estimator that trains copies of it.
+
+    (TF: `tf.keras.estimator.model_to_estimator`.) Training starts from the model's
+    present weights and does not change the model itself. Features are the model's
+    inputs: an array, a tuple, or a dict by the inputs' names; or, with weights of the
+    examples, a dict of `"features"` and `"sample_weights"`. Labels may be a dict by the
+    outputs' names.
+
+    Args:
+        keras_model: The model, compiled with an optimizer and a loss.
+        keras_model_path: Path of a saved model, in place of `keras_model`.
+        custom_objects: The model's own classes and functions by name, for loading it.
+        model_dir: As for `Estimator`.
+        config: As for `Estimator`.
+
+    Returns:
+        An estimator whose predictions are a dict by the names of the model's outputs,
+        and whose evaluation returns the compiled metrics.
+
+    Raises:
+        ValueError: For no model, for two, or for a model that is not compiled.
+
+    Example:
+        >>> import keras, numpy as np, replicax as rx
+        >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        >>> model.compile("sgd", "mse", metrics=["mae"])
+        >>> estimator = rx.estimator.model_to_estimator(model)
+        >>> x = np.ones((4, 2), "float32")
+        >>> estimator = estimator.train(lambda: (x, x[:, :1]), steps=20)
+        >>> sorted(estimator.evaluate(lambda: (x, x[:, :1])))
+        ['global_step', 'loss', 'mae']
+    """
+    if (keras_model is None) == (keras_model_path is None):
+        raise ValueError(
+            "model_to_estimator: give keras_model or keras_model_path, one of them; "
+            f"got {keras_model!r} and {keras_model_path!r}."
+        )
+    given: Any = keras_model  # Keras' methods have no types.
+    if given is None:
+        given = keras.models.load_model(keras_model_path, custom_objects=custom_objects)
+    compiled = given.get_compile_config() if given.compiled else None
+    if not compiled or compiled.get("optimizer") is None or not compiled.get("loss"):
+        raise ValueError(
+            f"model_to_estimator: model {given.name!r} is not compiled with an "
+            "optimizer and a loss. Call model.compile(optimizer=..., loss=...) first."
+        )
+    # Each trace makes a model. Keras changes the configs that it reads: copy them.
+    class_of, described = type(given), given.get_config()
+    values = [np.asarray(v) for v in given.variables]
+
+    def model_fn(features: PyTree, labels: PyTree, mode: ModeKeys) -> EstimatorSpec:
+        with keras.saving.custom_object_scope(custom_objects or {}):
+            model = class_of.from_config(copy.deepcopy(described))
+            if mode != ModeKeys.PREDICT:
+                model.compile_from_config(copy.deepcopy(compiled))
+        training = mode == ModeKeys.TRAIN
+        weights = None
+        if isinstance(features, dict) and set(features) == _WITH_WEIGHTS:
+            features, weights = features["features"], features["sample_weights"]
+        outputs = model(features, training=training)
+        if values:
+            start_from(model.variables, values)
+        predictions = _by_name(model, outputs)
+        if mode == ModeKeys.PREDICT:
+            return EstimatorSpec(mode, predictions=predictions)
+        labels = _like_outputs(labels, outputs, list(predictions))
+        loss: Tensor = model.compute_loss(
+            features, labels, outputs, weights, training=training
+        )
+        metrics = {}
+        if not training:
+            model.compute_metrics(features, labels, outputs, weights)
+            metrics = {m.name: m for m in model.metrics if m.name != "loss"}
+        return EstimatorSpec(
+            mode,
+            predictions=predictions,
+            loss=loss,
+            train_op=minimize(model.optimizer, loss, model.trainable_variables)
+            if training
+            else None,
+            eval_metric_ops=metrics,
+        )
+
+    estimator = Estimator(model_fn, model_dir, config)
+    estimator._needs_labels = estimator._begins_trained = True
+    return estimator
+
+
+def _like_outputs(labels: PyTree, outputs: PyTree, names: list[str]) -> PyTree:
+    """Put labels by the outputs' names into the structure of the outputs."""
+    if not isinstance(labels, dict) or isinstance(outputs, dict):
+        return labels
+    if set(labels) != set(names):
+        raise ValueError(
+            f"model_to_estimator: the model has the outputs {names}; got labels "
+            f"{sorted(labels)}. Name them alike, or give an array for each output."
+        )
+    listed = [labels[name] for name in names]
+    return listed if isinstance(outputs, list | tuple) else listed[0]
+
+
+def start_from(variables: Sequence[PyTree], values: Sequence[PyTree]) -> None:
+    """Set the initial values of variables that are initialised later.
+
+    Args:
+        variables: Made in this trace; the others are left alone.
+        values: One array for each.
+
+    Raises:
+        ValueError: If number or shapes differ.
+    """
+    shapes = [tuple(v.shape) for v in variables]
+    given = [tuple(x.shape) for x in values]
+    if shapes != given:
+        raise ValueError(
+            f"model: the copy has variables of the shapes {shapes}, the model itself "
+            f"of {given}."
+        )
+    for variable, value in zip(variables, values, strict=True):
+        if not has_value(variable):
+            set_value(variable, value)
+
+
+def _by_name(model: keras.Model, outputs: PyTree) -> dict[str, PyTree]:
+    if isinstance(outputs, dict):
+        return outputs
+    listed = list(outputs) if isinstance(outputs, list | tuple) else [outputs]
+    if isinstance(model, keras.Sequential):
+        names = [model.layers[-1].name]
+    else:
+        names = getattr(model, "output_names", None) or []
+    if len(names) != len(listed):
+        names = [f"output_{i + 1}" for i in range(len(listed))]
+    return dict(zip(names, listed, strict=True))

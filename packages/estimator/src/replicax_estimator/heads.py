@@ -1,0 +1,223 @@
+"""Heads: compute predictions, loss and metrics from a model's logits.
+
+(TF: `tf.estimator.RegressionHead`, `BinaryClassHead`, `MultiClassHead`.) Shapes: `b`
+examples of one replica, `k` logits each.
+"""
+
+import abc
+import dataclasses
+from collections.abc import Callable
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+import keras
+from keras import ops
+
+from replicax.engine.scope import required_context
+from replicax_estimator.spec import EstimatorSpec, ModeKeys, TrainOp
+
+__all__ = ["Head", "head_of"]
+
+_MEAN, _SUM = "sum_over_batch_size", "sum"
+
+_Arrays: TypeAlias = dict[str, jax.Array]
+_Metrics: TypeAlias = dict[str, keras.metrics.Metric]
+
+_NUM_THRESHOLDS = 200  # As TF; more would make the area under the curve more exact.
+
+
+def head_of(
+    n_classes: int | None, label_dimension: int, loss_reduction: object
+) -> "Head":
+    """Return the head for `n_classes` classes, or for regression where that is None.
+
+    `loss_reduction` is `"sum_over_batch_size"` or `"sum"`, in any case.
+    """
+    name = loss_reduction.lower() if isinstance(loss_reduction, str) else None
+    if name not in (_MEAN, _SUM):
+        raise ValueError(
+            f"loss_reduction: must be {_MEAN!r} or {_SUM!r}; got {loss_reduction!r}."
+        )
+    if n_classes is None:
+        return _RegressionHead(label_dimension, name)
+    return _BinaryClassHead(1, name) if n_classes == 2 else _ClassHead(n_classes, name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Head(abc.ABC):
+    """Predictions, loss and metrics of a model's logits.
+
+    Args:
+        logits_dimension: The `k` of the logits.
+        loss_reduction: `"sum_over_batch_size"`: the loss is the sum of the weighted
+            losses divided by their number. `"sum"`: it is their sum, in training over
+            the batches of all replicas, in evaluation over one batch.
+    """
+
+    logits_dimension: int
+    loss_reduction: str
+
+    @abc.abstractmethod
+    def predictions(self, logits: jax.Array) -> _Arrays:
+        """Return predictions `[b, ...]` by name, from logits `float32[b, k]`."""
+
+    @abc.abstractmethod
+    def losses(self, labels: jax.Array, logits: jax.Array) -> jax.Array:
+        """Return the losses of each example: `float32[b, n]`."""
+
+    @abc.abstractmethod
+    def metrics(
+        self, labels: jax.Array, predictions: _Arrays, weights: jax.Array | None
+    ) -> _Metrics:
+        """Make Keras metrics by name and update them, with weights `float32[b, 1]`."""
+
+    def spec(
+        self,
+        mode: ModeKeys,
+        logits: jax.Array,
+        labels: jax.Array,
+        weights: jax.Array | None,
+        train_op: Callable[[jax.Array], list[TrainOp]],
+    ) -> EstimatorSpec:
+        """Make the `EstimatorSpec` of a batch of logits `[b, k]`.
+
+        Labels are as `Preprocessor.prepare` returns them. Weights are `float32[b, 1]`,
+        or None for 1 each. In TRAIN mode `train_op(loss)` returns the updates.
+        """
+        logits = logits.astype("float32")
+        predictions = self.predictions(logits)
+        if mode == ModeKeys.PREDICT:
+            return EstimatorSpec(mode, predictions=predictions)
+        losses = self.losses(labels, logits)
+        weighted = losses if weights is None else losses * weights
+        # All replicas' batches have the same size: the mean of their means is the mean.
+        reduce = jnp.sum if self.loss_reduction == _SUM else jnp.mean
+        loss = reduce(weighted)
+        if mode == ModeKeys.TRAIN:
+            if self.loss_reduction == _SUM:
+                # `run` averages the replicas' losses: this makes the average a sum.
+                loss = loss * required_context().loss_scale
+            return EstimatorSpec(
+                mode, predictions=predictions, loss=loss, train_op=train_op(loss)
+            )
+        metrics = self.metrics(labels, predictions, weights)
+        metrics["average_loss"] = _mean("average_loss", losses, weights)
+        return EstimatorSpec(
+            mode, predictions=predictions, loss=loss, eval_metric_ops=metrics
+        )
+
+
+class _RegressionHead(Head):
+    """Regression: logits are the predictions, the loss is the squared error."""
+
+    def predictions(self, logits: jax.Array) -> _Arrays:
+        return {"predictions": logits}
+
+    def losses(self, labels: jax.Array, logits: jax.Array) -> jax.Array:
+        return jnp.square(labels - logits)
+
+    def metrics(
+        self, labels: jax.Array, predictions: _Arrays, weights: jax.Array | None
+    ) -> _Metrics:
+        return _means(labels, predictions["predictions"], weights)
+
+
+class _BinaryClassHead(Head):
+    """Two classes: the logit's sigmoid is the probability of class 1."""
+
+    def predictions(self, logits: jax.Array) -> _Arrays:
+        logistic = jax.nn.sigmoid(logits)
+        both = [jax.nn.sigmoid(-logits), logistic]
+        return {
+            "logits": logits,
+            "logistic": logistic,
+            "probabilities": jnp.concatenate(both, axis=1),
+            "class_ids": (logits > 0).astype("int32"),
+            "all_class_ids": _all_class_ids(logits, 2),
+        }
+
+    def losses(self, labels: jax.Array, logits: jax.Array) -> jax.Array:
+        losses = ops.binary_crossentropy(labels, logits, from_logits=True)
+        return jnp.asarray(losses)
+
+    def metrics(
+        self, labels: jax.Array, predictions: _Arrays, weights: jax.Array | None
+    ) -> _Metrics:
+        logistic = predictions["logistic"]
+        class_ids = predictions["class_ids"].astype("float32")
+        roc = keras.metrics.AUC(_NUM_THRESHOLDS, curve="ROC", name="auc")
+        pr = keras.metrics.AUC(_NUM_THRESHOLDS, curve="PR", name="auc_pr")
+        made: dict[str, tuple[keras.metrics.Metric, jax.Array]] = {
+            "accuracy": (keras.metrics.Accuracy(name="accuracy"), class_ids),
+            "precision": (keras.metrics.Precision(name="precision"), class_ids),
+            "recall": (keras.metrics.Recall(name="recall"), class_ids),
+            "auc": (roc, logistic),
+            "auc_precision_recall": (pr, logistic),
+        }
+        for metric, predicted in made.values():
+            metric.update_state(labels, predicted, weights)
+        baseline = _LargerShare(name="accuracy_baseline")
+        baseline.update_state(labels, weights)
+        return {name: metric for name, (metric, _) in made.items()} | {
+            "accuracy_baseline": baseline,
+            **_means(labels, logistic, weights),
+        }
+
+
+class _ClassHead(Head):
+    """Several classes: the logits' softmax gives their probabilities."""
+
+    def predictions(self, logits: jax.Array) -> _Arrays:
+        class_ids = jnp.asarray(ops.argmax(logits, axis=1, keepdims=True))
+        return {
+            "logits": logits,
+            "probabilities": jax.nn.softmax(logits, axis=1),
+            "class_ids": class_ids.astype("int32"),
+            "all_class_ids": _all_class_ids(logits, self.logits_dimension),
+        }
+
+    def losses(self, labels: jax.Array, logits: jax.Array) -> jax.Array:
+        losses = ops.sparse_categorical_crossentropy(
+            labels[:, 0], logits, from_logits=True
+        )
+        return jnp.asarray(losses)[:, None]
+
+    def metrics(
+        self, labels: jax.Array, predictions: _Arrays, weights: jax.Array | None
+    ) -> _Metrics:
+        accuracy = keras.metrics.Accuracy(name="accuracy")
+        accuracy.update_state(labels, predictions["class_ids"], weights)
+        return {"accuracy": accuracy}
+
+
+class _LargerShare(keras.metrics.Mean):
+    """The accuracy of always predicting the majority class of two."""
+
+    def result(self) -> jax.Array:
+        share = jnp.asarray(super().result())
+        # As in TF 0 where no example has a weight, like the accuracy.
+        return jnp.where(self.count > 0, jnp.maximum(share, 1 - share), 0.0)
+
+
+def _mean(
+    name: str, values: jax.Array, weights: jax.Array | None
+) -> keras.metrics.Mean:
+    metric = keras.metrics.Mean(name=name)
+    metric.update_state(values, weights)
+    return metric
+
+
+def _means(
+    labels: jax.Array, predicted: jax.Array, weights: jax.Array | None
+) -> _Metrics:
+    return {
+        "label/mean": _mean("label_mean", labels, weights),
+        "prediction/mean": _mean("prediction_mean", predicted, weights),
+    }
+
+
+def _all_class_ids(logits: jax.Array, n_classes: int) -> jax.Array:
+    """`int32[b, n_classes]`, the same in each row."""
+    column = jnp.zeros_like(logits[:, :1], dtype="int32")
+    return column + jnp.arange(n_classes, dtype="int32")

@@ -1,0 +1,250 @@
+"""Turns a `model_fn` into the train, eval and predict steps that a strategy runs.
+
+In the style of TF 1, each call of the function makes layers, optimizer and metrics. The
+first call creates the variables. Later calls, one for each trace of a step, get the
+same variables again (variable reuse).
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
+
+import jax
+import keras
+import numpy as np
+
+from replicax._private import keras as internals
+from replicax._util.types import PyTree
+from replicax.engine.collectives import ReduceOp
+from replicax.engine.gradients import value_and_grad
+from replicax.engine.scope import required_context
+from replicax.engine.signature import Options
+from replicax.engine.values import PerReplica, is_per_replica
+from replicax.errors import ContextError
+from replicax.keras.variables import made_alike
+from replicax.strategies.strategy import Strategy
+from replicax_estimator.made_variables import MadeVariables
+from replicax_estimator.spec import EstimatorSpec, ModeKeys, stepping
+from replicax_estimator.user_functions import ModelFunction
+
+__all__ = ["EstimatorModel", "first_replica"]
+
+_Tensors: TypeAlias = dict[str, jax.Array]
+
+_AVERAGED = Options(gradient_op=ReduceOp.MEAN)
+"""The options of an estimator's steps: a loss is a mean over a replica's batch."""
+_ALONE = dataclasses.replace(_AVERAGED, num_shares=1)
+"""Those of steps that do not train, which each worker makes by itself."""
+
+
+def first_replica(values: PyTree) -> PyTree:
+    """Copy the values of this process' first replica from `PerReplica`s to the host."""
+    return jax.tree.map(
+        lambda x: jax.device_get(x.values[0]),
+        values,
+        is_leaf=is_per_replica,
+    )
+
+
+class EstimatorModel:
+    """The variables and the step of a model, in one mode under one strategy.
+
+    Attributes:
+        spec: The result of the function's first call. Its optimizers, metrics and hooks
+            stay in use; its arrays are tracers that have expired.
+        loss: The metric of the mean loss, in EVAL mode.
+    """
+
+    spec: EstimatorSpec
+
+    def __init__(
+        self, function: ModelFunction, mode: ModeKeys, strategy: Strategy, seed: int
+    ) -> None:
+        self.mode = mode
+        self.strategy = strategy
+        self._function = function
+        self._seed = seed
+        self._made = MadeVariables("model_fn")
+        self._updates: list[tuple[keras.Optimizer, list[keras.Variable]]] = []
+        self.is_built = False
+        with strategy.scope():
+            self.global_step = keras.Variable(
+                0,
+                dtype="int32",
+                trainable=False,
+                aggregation="only_first_replica",
+                name="global_step",
+            )
+            self.loss = keras.metrics.Mean(name="loss")
+
+    def build(self, features: PyTree, labels: PyTree) -> None:
+        """Create the variables, for a batch whose leaves are `PerReplica`."""
+        if self.is_built:
+            return
+        used = self.strategy.runner.variables_of(self._describe, (features, labels))
+        self._refuse_outsiders(used)
+        if self.mode == ModeKeys.TRAIN:
+            self._build_optimizers()
+        self.is_built = True
+
+    def _describe(self, features: PyTree, labels: PyTree) -> None:
+        spec = self._call(features, labels)
+        if not hasattr(self, "spec"):  # Its objects own the variables.
+            self.spec = spec
+
+    def _call(self, features: PyTree, labels: PyTree) -> EstimatorSpec:
+        with (
+            stepping(self.global_step),
+            made_alike(self._seed),
+            self._made.reused(),
+        ):
+            return self._function(features, labels, self.mode)
+
+    def _refuse_outsiders(self, used: list[keras.Variable]) -> None:
+        own = {id(v) for v in (*self._made.variables, self.global_step)}
+        foreign = [v.path for v in used if id(v) not in own]
+        if foreign:
+            raise ContextError(
+                f"model_fn: uses the variables {foreign}, which it has not made. Make "
+                "layers, optimizers and metrics in the model_fn; for a Keras model "
+                "there is rx.estimator.model_to_estimator(keras_model=...)."
+            )
+
+    def _build_optimizers(self) -> None:
+        made = {id(v) for v in self._made.variables}
+        trainable = [v for v in self._made.variables if v.trainable]
+        optimizers = [op.optimizer for op in self.spec.train_ops]
+        if len({id(o) for o in optimizers}) < len(optimizers):
+            raise ValueError(
+                "model_fn: two train_ops have the same optimizer. Make one for each, "
+                "or give one train_op all their variables."
+            )
+        for op in self.spec.train_ops:
+            if not {id(v) for v in op.optimizer.variables} <= made:
+                raise ContextError(
+                    f"model_fn: {type(op.optimizer).__name__} was made outside. Make "
+                    "the optimizer in the model_fn, which is called for each strategy."
+                )
+            trained = trainable if op.variables is None else list(op.variables)
+            if not trained:
+                raise ValueError(
+                    "model_fn: there is nothing to train, it made no trainable "
+                    "variables."
+                )
+            with self.strategy.scope():
+                op.optimizer.build(trained)
+            self._updates.append((op.optimizer, trained))
+        every = [v for _, trained in self._updates for v in trained]
+        self._trained = list({id(v): v for v in every}.values())
+
+    @property
+    def metrics(self) -> dict[str, keras.metrics.Metric]:
+        """The metrics of EVAL mode by name."""
+        return dict(self.spec.eval_metric_ops or {})
+
+    def variables(self) -> dict[str, keras.Variable]:
+        """The variables of a checkpoint by name: all but the metrics'."""
+        left_out = {id(v) for m in self.metrics.values() for v in m.variables}
+        slots = [v for op in self.spec.train_ops for v in op.optimizer.variables]
+        named: dict[str, keras.Variable] = {}
+        for variable in {id(v): v for v in (*self._made.variables, *slots)}.values():
+            if id(variable) in left_out:
+                continue
+            name, number = variable.path, 1
+            while name in named:
+                name, number = f"{variable.path}_{number}", number + 1
+            named[name] = variable
+        return named
+
+    def learning_rates(self) -> list[keras.Variable]:
+        """The optimizers' learning-rate variables; schedules have none."""
+        rates = [internals.learning_rate_of(o) for o, _ in self._updates]
+        return [rate for rate in rates if rate is not None]
+
+    def finalize(self) -> None:
+        """End training: assign moving averages of weights to the weights."""
+        with self.strategy.scope():
+            for optimizer, trained in self._updates:
+                optimizer.finalize_variable_values(trained)
+
+    def steps_of_updates(self) -> int:
+        """The optimizer's count of updates, other workers' included."""
+        return int(np.asarray(self._updates[0][0].iterations))
+
+    # The steps. Results are one entry per replica.
+
+    def step(
+        self, features: PyTree, labels: PyTree, *, watched: bool
+    ) -> dict[str, PerReplica]:
+        """Train on one batch per replica, or in EVAL mode update the metrics.
+
+        Returns the loss and, if `watched`, what hooks may ask for.
+        """
+        step = self._train_step if self.mode == ModeKeys.TRAIN else self._eval_step
+        return self._run(step, (features, labels, watched))
+
+    def results(self) -> dict[str, PyTree]:
+        """The metrics' results and the mean `loss`, on the host."""
+        results = self.strategy.run(self._result_step)
+        return {name: first_replica(result) for name, result in results.items()}
+
+    def predict(self, features: PyTree) -> PyTree:
+        """The first replica's predictions for its batch, on the host."""
+        return first_replica(self._run(self._predict_step, (features,)))
+
+    def _run(self, step: Callable[..., PyTree], args: Sequence[PyTree]) -> PyTree:
+        options = _AVERAGED if self.mode is ModeKeys.TRAIN else _ALONE
+        return self.strategy.runner.run(step, args, options=options)
+
+    def _train_step(self, features: PyTree, labels: PyTree, watched: bool) -> _Tensors:
+        def loss_fn() -> tuple[jax.Array, tuple[jax.Array, _Tensors]]:
+            spec = self._call(features, labels)
+            tensors = self._tensors(spec) if watched else {}
+            loss = spec.scalar_loss
+            return loss * scales[0], (loss, tensors)
+
+        # Optimizers divide by their scale, which may be a variable that they change.
+        scales = [optimizer.scale_loss(1.0) for optimizer, _ in self._updates]
+        (_, (loss, tensors)), grads = value_and_grad(
+            loss_fn, self._trained, has_aux=True
+        )()
+        of_variable = dict(zip(map(id, self._trained), grads, strict=True))
+        for (optimizer, trained), scale in zip(self._updates, scales, strict=True):
+            grads = [of_variable[id(v)] for v in trained]
+            if scale is not scales[0]:
+                grads = [g * (scale / scales[0]) for g in grads]
+            optimizer.apply(grads, trained)
+        self.global_step.assign_add(1)
+        return tensors | {"loss": required_context().mean(loss)}
+
+    def _eval_step(self, features: PyTree, labels: PyTree, watched: bool) -> _Tensors:
+        spec = self._call(features, labels)
+        self.loss.update_state(spec.scalar_loss)
+        tensors = self._tensors(spec) if watched else {}
+        return tensors | {"loss": required_context().mean(spec.scalar_loss)}
+
+    def _result_step(self) -> dict[str, PyTree]:
+        metrics = self.metrics | {"loss": self.loss}
+        return {name: metric.result() for name, metric in metrics.items()}
+
+    def _predict_step(self, features: PyTree) -> PyTree:
+        return self._call(features, None).predictions
+
+    def _tensors(self, spec: EstimatorSpec) -> _Tensors:
+        """The arrays that hooks can fetch by name."""
+        named = spec.predictions
+        tensors = dict(named) if isinstance(named, Mapping) else {"predictions": named}
+        for hook in spec.hooks():
+            for name, value in (getattr(hook, "tensors", None) or {}).items():
+                if not isinstance(value, str):
+                    tensors[name] = jax.numpy.asarray(value)
+        return {name: x for name, x in tensors.items() if x is not None}
+
+    def prediction_of(
+        self, values: Mapping[str, jax.Array], features: PyTree
+    ) -> EstimatorSpec:
+        """The spec for one batch, as a pure function of the values of `variables()`."""
+        variables = self.variables()
+        mapping = [(variables[name], value) for name, value in values.items()]
+        with keras.StatelessScope(state_mapping=mapping, initialize_variables=False):
+            return self._call(features, None)

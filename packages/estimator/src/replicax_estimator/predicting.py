@@ -1,0 +1,71 @@
+"""Predicts with an estimator's checkpoint: batches of predictions, or single ones."""
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+
+from replicax._util.types import PyTree
+from replicax_estimator.hooks import SessionRunHook
+from replicax_estimator.model import EstimatorModel
+from replicax_estimator.user_functions import InputPipeline
+
+__all__ = ["chosen", "examples_of", "predictions"]
+
+
+def predictions(
+    model: EstimatorModel,
+    source: InputPipeline,
+    restore: Callable[[EstimatorModel], str],
+    hooks: list[SessionRunHook],
+) -> Generator[PyTree]:
+    """Yield predictions batch by batch, as arrays `[b, ...]` on the host.
+
+    It appends the spec's hooks to `hooks` after their `begin`.
+    """
+    steps = source.steps(model.strategy)
+    try:
+        is_restored = False
+        for features, labels in steps:
+            if not is_restored:
+                model.build(features, labels)
+                restore(model)
+                for hook in model.spec.hooks():
+                    hook.begin()
+                    hooks.append(hook)
+                is_restored = True
+            yield model.predict(features)
+    finally:
+        steps.close()
+
+
+def chosen(batch: PyTree, keys: Sequence[str] | None) -> PyTree:
+    """Select predictions by key; None: all."""
+    if keys is None:
+        return batch
+    if not isinstance(batch, Mapping):
+        raise ValueError(
+            f"Estimator.predict: predict_keys={list(keys)!r} were given, but the "
+            "predictions are one array and not a dict."
+        )
+    unknown = [key for key in keys if key not in batch]
+    if unknown:
+        raise ValueError(
+            f"Estimator.predict: predict_keys has {unknown}; the predictions are "
+            f"{sorted(batch)}."
+        )
+    return {key: batch[key] for key in keys}
+
+
+def examples_of(batch: PyTree) -> Generator[PyTree]:
+    """Yield a batch of predictions example by example."""
+    arrays = batch.values() if isinstance(batch, Mapping) else [batch]
+    sizes = {x.shape[:1] for x in arrays}
+    if len(sizes) != 1 or sizes == {()}:
+        raise ValueError(
+            "Estimator.predict: predictions differ in their first dimension, the "
+            f"number of examples; got the shapes {[x.shape for x in arrays]}. Give "
+            "yield_single_examples=False for whole batches."
+        )
+    for i in range(next(iter(sizes))[0]):
+        if isinstance(batch, Mapping):
+            yield {name: x[i] for name, x in batch.items()}
+        else:
+            yield batch[i]

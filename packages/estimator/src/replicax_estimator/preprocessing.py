@@ -1,0 +1,327 @@
+"""Preprocesses batches of canned estimators on the host: raw features become numbers.
+
+A saved model stores the preprocessor in its manifest, beside the program.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from replicax._util.listing import listed
+from replicax._util.types import JSONObject, PyTree
+from replicax_estimator.feature_column import Column, features_of, numeric_column
+from replicax_estimator.feature_column.config import from_config, to_config
+from replicax_estimator.feature_column.numeric import NumericColumn
+from replicax_estimator.feature_column.raw import rows_of
+from replicax_estimator.receivers import ArraySpec
+
+__all__ = [
+    "ROWS",
+    "Preprocessor",
+    "SavedPreprocessor",
+    "preprocessor_config",
+    "weight_column_of",
+]
+
+ROWS = "rows"
+"""Name of the input of a model without columns: zeros `float32[b]`."""
+
+_NUM_SHOWN = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Preprocessor:
+    """Converts a canned estimator's batches of `b` examples to arrays of numbers.
+
+    A model without `columns` gets `ROWS`. `n_classes` is None for regression.
+    """
+
+    columns: tuple[Column, ...]
+    label_vocabulary: tuple[str, ...] | None = None
+    n_classes: int | None = None
+    label_dimension: int = 1
+    weight_column: NumericColumn | None = None
+
+    def __post_init__(self) -> None:
+        _require_integer("label_dimension", self.label_dimension, 1)
+        if self.n_classes is not None:
+            _require_integer("n_classes", self.n_classes, 2)
+        words = self.label_vocabulary
+        if words is None:
+            return
+        for word in words:
+            if not isinstance(word, str):
+                raise TypeError(
+                    f"label_vocabulary: must have strings; got {word!r}. Labels that "
+                    "are ids from 0 to n_classes - 1 need no vocabulary."
+                )
+        if len(words) != self.n_classes or len(set(words)) != len(words):
+            raise ValueError(
+                f"label_vocabulary: must have n_classes={self.n_classes} strings, each "
+                f"once; got {len(words)}, {len(set(words))} of them different."
+            )
+
+    def prepare(
+        self, features: PyTree, labels: PyTree = None
+    ) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
+        """Convert a batch of raw features and labels to arrays of numbers.
+
+        Labels `[b]`, `[b, 1]` or `[b, label_dimension]` become `float32[b,
+        label_dimension]` for regression, `float32[b, 1]` for two classes, `int32[b, 1]`
+        for more. They are None for prediction, which needs no weights either.
+        """
+        arrays: dict[str, np.ndarray] = {}
+        if self.columns:
+            arrays |= features_of(self.columns, features)
+        else:
+            if not isinstance(features, Mapping):
+                features = {"features": features}
+            rows = rows_of(features, "a model without feature columns")
+            arrays[ROWS] = np.zeros(rows, "float32")
+        if labels is None:
+            return arrays, None
+        if self.weight_column is not None:
+            arrays |= self._weights(self.weight_column, features)
+        numbers = self._labels(labels)
+        sizes = {len(array) for array in arrays.values()}
+        if sizes != {len(numbers)}:
+            raise ValueError(
+                f"labels: there are {len(numbers)} for features of {sorted(sizes)} "
+                "rows. Each example needs one label, and one weight if there is a "
+                "weight_column."
+            )
+        return arrays, numbers
+
+    def finish(self, predictions: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Add `classes` and `all_classes`, strings, to a classifier's predictions."""
+        finished = dict(predictions)
+        if self.n_classes is None:
+            return finished
+        for name in ("class", "all_class"):
+            if f"{name}_ids" in finished:
+                finished[f"{name}es"] = self._names[finished[f"{name}_ids"]]
+        return finished
+
+    @functools.cached_property
+    def _names(self) -> np.ndarray:
+        names = self.label_vocabulary or map(str, range(self.n_classes or 0))
+        return np.array(list(names))
+
+    @functools.cached_property
+    def _ids(self) -> dict[str, int]:
+        return {word: i for i, word in enumerate(self.label_vocabulary or ())}
+
+    def _weights(
+        self, column: NumericColumn, features: PyTree
+    ) -> dict[str, np.ndarray]:
+        arrays = features_of([column], features)
+        weights = arrays[column.outputs[0]]
+        wrong = weights[~(weights >= 0)]
+        if wrong.size:
+            raise ValueError(
+                f"weight_column {column.key!r}: weights must not be negative or NaN; "
+                f"got {wrong[0]}. Give 0 to examples that are not to count."
+            )
+        return arrays
+
+    def _labels(self, labels: PyTree) -> np.ndarray:
+        if isinstance(labels, Mapping | tuple):
+            raise TypeError(
+                f"labels: must be one array; got a {type(labels).__name__}. Pick one of"
+                " its arrays in the input function."
+            )
+        try:
+            array = np.asarray(labels)
+        except ValueError as error:
+            raise ValueError(f"labels: are no array: {error}.") from error
+        size = self.label_dimension if self.n_classes is None else 1
+        if array.ndim == 1 and size == 1:
+            array = array.reshape(-1, 1)
+        if array.ndim != 2 or array.shape[1] != size:
+            also = " or [b]" if size == 1 else ""
+            raise ValueError(
+                f"labels: must have the shape [b, {size}]{also}; got "
+                f"{list(array.shape)}."
+                + (" Give label_dimension=..." if self.n_classes is None else "")
+            )
+        if self.label_vocabulary is not None:
+            return self._looked_up(array).astype(self._label_dtype)
+        is_number = jnp.issubdtype(array.dtype, np.number) or array.dtype == bool
+        if not is_number or array.dtype.kind == "c":
+            raise TypeError(
+                f"labels: must be numbers; got dtype {array.dtype}. "
+                + (
+                    "Convert them with .astype('float32')."
+                    if self.n_classes is None
+                    else "For strings give label_vocabulary=[...]."
+                )
+            )
+        if self.n_classes is not None:
+            self._require_ids(array)
+        return array.astype(self._label_dtype)
+
+    @property
+    def _label_dtype(self) -> str:
+        # Labels of two classes may be probabilities.
+        return "float32" if (self.n_classes or 2) == 2 else "int32"
+
+    def _require_ids(self, array: np.ndarray) -> None:
+        last = (self.n_classes or 0) - 1
+        is_integer = jnp.issubdtype(array.dtype, np.integer) or array.dtype == bool
+        if last > 1 and not is_integer:
+            raise TypeError(
+                f"labels: must be integers for n_classes={self.n_classes}; got dtype "
+                f"{array.dtype}. Convert them with .astype('int32')."
+            )
+        wrong = array[~((array >= 0) & (array <= last))]
+        if wrong.size:
+            raise ValueError(
+                f"labels: ids must be from 0 to n_classes - 1 = {last}; got "
+                f"{wrong[0]}. Raise n_classes, or give label_vocabulary."
+            )
+
+    def _looked_up(self, array: np.ndarray) -> np.ndarray:
+        words = [_word(value) for value in array.ravel().tolist()]
+        unknown = next((word for word in words if word not in self._ids), None)
+        if unknown is not None:
+            raise ValueError(
+                f"labels: {unknown!r} is not in the label_vocabulary, which has "
+                f"{listed(map(repr, self._ids), most=_NUM_SHOWN)}."
+            )
+        return np.array([self._ids[word] for word in words]).reshape(array.shape)
+
+
+def weight_column_of(weight_column: object) -> NumericColumn | None:
+    """Make the column of examples' weights from a user's `weight_column`."""
+    if weight_column is None:
+        return None
+    if isinstance(weight_column, str):
+        return numeric_column(weight_column)
+    if not isinstance(weight_column, NumericColumn):
+        raise TypeError(
+            "weight_column: must be a feature's name or a numeric_column; got "
+            f"{weight_column!r}."
+        )
+    if weight_column.shape != (1,):
+        raise ValueError(
+            "weight_column: must have one weight an example, shape (1,); got "
+            f"{weight_column.shape}."
+        )
+    return weight_column
+
+
+def preprocessor_config(
+    preprocessor: Preprocessor, specs: Mapping[str, ArraySpec]
+) -> JSONObject:
+    """Serialize a preprocessor as JSON.
+
+    The program transforms a numeric column with a `normalizer_fn`, and takes its raw
+    feature. ValueError: JAX cannot trace that function.
+    """
+    columns: list[JSONObject] = []
+    in_program: list[str] = []
+    for column in dict.fromkeys(column.host for column in preprocessor.columns):
+        if isinstance(column, NumericColumn) and column.normalizer_fn is not None:
+            _require_traceable(column, specs)
+            in_program.append(column.key)
+        else:
+            try:
+                config = to_config(column)
+            except ValueError as error:
+                raise ValueError(
+                    f"export_saved_model: {column.title} works on the host and holds a "
+                    f"function, which a saved model cannot. {error}"
+                ) from error
+            columns.append({"column": config, "outputs": [*column.outputs]})
+    words, classes = preprocessor.label_vocabulary, preprocessor.n_classes
+    return {
+        "columns": columns,
+        "in_program": in_program,
+        "label_vocabulary": None if words is None else list(words),
+        "n_classes": None if classes is None else int(classes),
+    }
+
+
+def _require_traceable(column: NumericColumn, specs: Mapping[str, ArraySpec]) -> None:
+    title = f"export_saved_model: the normalizer_fn of {column.title}"
+    spec = specs.get(column.key)
+    if spec is None:
+        raise ValueError(
+            f"{title} needs the feature {column.key!r}; the serving_input_receiver_fn "
+            f"has {sorted(specs)}."
+        )
+    if column.dtype == "float64" or spec.dtype == "string":
+        raise ValueError(
+            f"{title} becomes part of the program, which has no {spec.dtype!r} for a "
+            f"column of {column.dtype!r}. Make it a column of 'float32'."
+        )
+    struct = jax.ShapeDtypeStruct(spec.with_rows(2), spec.in_program().dtype)
+    try:
+        jax.eval_shape(column.transform, {column.key: struct})
+    except Exception as error:
+        raise ValueError(
+            f"{title} becomes part of the program, but JAX cannot trace it: {error} "
+            "Write it with jax.numpy, or normalize in the input function."
+        ) from error
+
+
+class SavedPreprocessor:
+    """The preprocessor of a saved model, from a `preprocessor_config`.
+
+    Attributes:
+        in_program: The raw features that the program takes.
+    """
+
+    def __init__(self, config: JSONObject) -> None:
+        columns = [from_config(entry["column"]) for entry in config["columns"]]
+        # Pairs of a column's output name and the program's name for it. They were equal
+        # when the model was saved; a later version may name outputs otherwise.
+        self._names = [
+            pair
+            for column, entry in zip(columns, config["columns"], strict=True)
+            for pair in zip(column.outputs, entry["outputs"], strict=True)
+        ]
+        words = config["label_vocabulary"]
+        self._preprocessor = Preprocessor(
+            columns=tuple(columns),
+            label_vocabulary=None if words is None else tuple(words),
+            n_classes=config["n_classes"],
+        )
+        self.in_program: list[str] = config["in_program"]
+
+    def prepare(self, features: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Convert a batch of raw features to the program's inputs."""
+        arrays = {name: features[name] for name in self.in_program}
+        if arrays and not self._names:
+            return arrays
+        made, _ = self._preprocessor.prepare(features)
+        if not self._names:
+            return made  # A model without columns.
+        return arrays | {name: made[own] for own, name in self._names}
+
+    def finish(self, outputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Convert the program's outputs to the caller's."""
+        return self._preprocessor.finish(outputs)
+
+
+def _require_integer(name: str, value: int, least: int) -> None:
+    is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not is_integer or value < least:
+        raise ValueError(
+            f"{name}: must be an integer and at least {least}; got {value!r}."
+        )
+
+
+def _word(value: object) -> str:
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "surrogateescape")
+    if not isinstance(value, str):
+        raise TypeError(
+            f"labels: must be strings, as there is a label_vocabulary; got {value!r} "
+            f"of type {type(value).__name__}. Leave label_vocabulary out for ids."
+        )
+    return value

@@ -1,0 +1,185 @@
+"""`RunConfig`: an estimator's strategies, checkpoint intervals and seed."""
+
+import dataclasses
+import functools
+import os
+from typing import Any
+
+from replicax._util.arguments import require_count
+from replicax.cluster.resolvers import ClusterResolver, default_resolver
+from replicax.cluster.spec import ClusterSpec
+from replicax.engine.devices import default_devices
+from replicax.strategies.one_device import OneDeviceStrategy
+from replicax.strategies.strategy import Strategy
+from replicax_estimator.absent import refuses
+
+__all__ = ["RunConfig", "one_device"]
+
+_DEFAULT_SECONDS = 600.0
+
+
+_RUNTIME = "It is for TensorFlow's runtime: leave it out."
+
+
+@refuses(
+    "RunConfig",
+    checkpoint_save_graph_def=_RUNTIME,
+    device_fn="Give train_distribute, a strategy, which places variables.",
+    experimental_distribute="Give train_distribute and eval_distribute.",
+    experimental_max_worker_delay_secs="Workers start together: leave it out.",
+    keep_checkpoint_every_n_hours="Give keep_checkpoint_max=None for all checkpoints.",
+    protocol=_RUNTIME,
+    save_summary_steps="Give log_step_count_steps, or write summaries in a hook.",
+    session_config=_RUNTIME,
+    session_creation_timeout_secs="Give the strategy timeouts=rx.Timeouts(...).",
+)
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """An estimator's strategies, checkpoint intervals and seed.
+
+    Args:
+        model_dir: Folder of checkpoints, evaluations and exports. The estimator's own
+            argument overrides it. None for both: a new temporary folder.
+        train_distribute: The strategy that trains; None: one device.
+        eval_distribute: The strategy that evaluates; None: one device.
+        save_checkpoints_steps: Training steps between two checkpoints.
+        save_checkpoints_secs: Seconds between two checkpoints. By default 600, unless
+            `save_checkpoints_steps` is given. Training always saves at its end.
+        keep_checkpoint_max: Number of checkpoints to keep; None or 0: all.
+        tf_random_seed: Seed of initial weights and of dropout. None: drawn from
+            Python's random numbers.
+        log_step_count_steps: Steps between two log lines with the loss and steps/s, and
+            between two checks for NaN; None: never.
+        restore_input: Whether a training that was interrupted continues its input from
+            the position of its last checkpoint. The data must come in the same order.
+
+    Raises:
+        ValueError: For numbers that are not positive, or two intervals.
+        TypeError: If `train_distribute` or `eval_distribute` is no strategy.
+
+    Example:
+        >>> import replicax as rx
+        >>> strategy = rx.MirroredStrategy()
+        >>> config = rx.estimator.RunConfig(
+        ...     train_distribute=strategy, eval_distribute=strategy
+        ... )
+        >>> config.save_checkpoints_secs
+        600.0
+    """
+
+    model_dir: str | os.PathLike[str] | None = None
+    train_distribute: Strategy | None = None
+    eval_distribute: Strategy | None = None
+    save_checkpoints_steps: int | None = None
+    save_checkpoints_secs: float | None = None
+    keep_checkpoint_max: int | None = 5
+    tf_random_seed: int | None = None
+    log_step_count_steps: int | None = 100
+    restore_input: bool = True
+
+    def __post_init__(self) -> None:
+        if self.model_dir is not None and not os.fspath(self.model_dir):
+            raise ValueError("RunConfig: model_dir must name a folder; got ''.")
+        for name in ("train_distribute", "eval_distribute"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, Strategy):
+                raise TypeError(
+                    f"RunConfig: {name} must be a strategy, such as "
+                    f"rx.MirroredStrategy(), or None; got {value!r}."
+                )
+        for name in (
+            "save_checkpoints_steps",
+            "save_checkpoints_secs",
+            "log_step_count_steps",
+        ):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(
+                    f"RunConfig: {name} must be positive or None; got {value!r}."
+                )
+        if self.save_checkpoints_steps and self.save_checkpoints_secs:
+            raise ValueError(
+                f"RunConfig: got save_checkpoints_steps={self.save_checkpoints_steps!r}"
+                f" and save_checkpoints_secs={self.save_checkpoints_secs!r}. Give one "
+                "of them."
+            )
+        if not self.save_checkpoints_steps and not self.save_checkpoints_secs:
+            object.__setattr__(self, "save_checkpoints_secs", _DEFAULT_SECONDS)
+        if self.keep_checkpoint_max is not None:
+            require_count(
+                self.keep_checkpoint_max,
+                "RunConfig: keep_checkpoint_max",
+                0,
+                otherwise=", or None",
+            )
+
+    def replace(self, **changes: Any) -> "RunConfig":
+        """A copy with other values."""
+        steps, seconds = "save_checkpoints_steps", "save_checkpoints_secs"
+        for given, other in ((steps, seconds), (seconds, steps)):
+            if changes.get(given) and other not in changes:
+                changes[other] = None
+        return dataclasses.replace(self, **changes)
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver | None:
+        """The cluster resolver of the training strategy, else of TF_CONFIG."""
+        own = getattr(self.train_distribute, "cluster_resolver", None)
+        return own or default_resolver()
+
+    @property
+    def cluster_spec(self) -> ClusterSpec:
+        """The cluster; empty for a single process."""
+        resolver = self.cluster_resolver
+        return ClusterSpec({}) if resolver is None else resolver.cluster_spec()
+
+    @property
+    def task_type(self) -> str:
+        """This process' job, such as `"chief"`; `"worker"` without a cluster."""
+        return getattr(self.cluster_resolver, "task_type", None) or "worker"
+
+    @property
+    def task_id(self) -> int:
+        """This process' index in its job."""
+        return getattr(self.cluster_resolver, "task_id", None) or 0
+
+    @property
+    def num_worker_replicas(self) -> int:
+        """Number of tasks that train: the workers and the chief; at least 1."""
+        return self._num_tasks("chief", "worker") or 1
+
+    @property
+    def num_ps_replicas(self) -> int:
+        """Number of parameter servers."""
+        return self._num_tasks("ps")
+
+    @property
+    def global_id_in_cluster(self) -> int | None:
+        """This task's index: the chief, workers, then servers; None: an evaluator."""
+        jobs = ("chief", "worker", "ps")
+        if self.task_type not in jobs:
+            return None
+        return self._num_tasks(*jobs[: jobs.index(self.task_type)]) + self.task_id
+
+    def _num_tasks(self, *jobs: str) -> int:
+        cluster = self.cluster_spec
+        return sum(cluster.num_tasks(job) for job in jobs if job in cluster.jobs)
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process saves and logs for the whole cluster."""
+        return self.task_type != "evaluator" and self.training_strategy().is_chief
+
+    def training_strategy(self) -> Strategy:
+        """The strategy that trains."""
+        return self.train_distribute or one_device()
+
+    def evaluating_strategy(self) -> Strategy:
+        """The strategy that evaluates."""
+        return self.eval_distribute or one_device()
+
+
+@functools.cache
+def one_device() -> Strategy:
+    """Return the strategy of one replica on JAX's default device."""
+    return OneDeviceStrategy(default_devices()[0])

@@ -1,0 +1,232 @@
+"""Loads saved models and calls them, without the Python code that made them."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax import export
+from numpy.typing import ArrayLike
+
+from replicax.errors import CheckpointError
+from replicax_estimator.artifact import DEFAULT_SIGNATURE, newest, read
+from replicax_estimator.preprocessing import SavedPreprocessor
+from replicax_estimator.receivers import SINGLE, ArraySpec
+
+__all__ = ["SavedModel", "load_saved_model"]
+
+
+class SavedModel:
+    """A loaded saved model, which is callable; `load_saved_model` returns it.
+
+    It takes and returns arrays `[b, ...]` by name; `inputs` and `outputs` tell their
+    shapes and dtypes. Variables are on JAX's default device. JAX compiles a program
+    once for each number of rows. (TF: the result of `tf.saved_model.load`.)
+
+    Attributes:
+        path: The folder of the saved model.
+        signatures: Names of its signatures.
+        global_step: Number of training steps of its checkpoint.
+
+    Example:
+        >>> import keras, numpy as np, replicax as rx
+        >>> x = np.linspace(-1, 1, 32, dtype="float32")
+        >>> columns = [rx.feature_column.numeric_column("x")]
+        >>> estimator = rx.estimator.LinearRegressor(columns)
+        >>> estimator = estimator.train(lambda: ({"x": x}, 2 * x), steps=5)
+        >>> receiver_fn = rx.estimator.build_raw_serving_input_receiver_fn(
+        ...     {"x": keras.KerasTensor((None,), "float32")}
+        ... )
+        >>> folder = estimator.model_dir + "/export"
+        >>> path = estimator.export_saved_model(folder, receiver_fn, platforms=["cpu"])
+        >>> saved = rx.estimator.load_saved_model(path)
+        >>> print(saved.global_step, saved.inputs()["x"])
+        5 float32[b]
+        >>> {name: y.shape for name, y in saved({"x": [0.5, 1.0]}).items()}
+        {'predictions': (2, 1)}
+    """
+
+    def __init__(self, path: Path) -> None:
+        artifact = read(path)
+        contents = artifact.contents
+        self.path = os.fspath(path)
+        self.global_step: int = contents["global_step"]
+        self.signatures = tuple(contents["signatures"])
+        self._is_single = contents["single_feature"]
+        _require_platform(self.path, contents["platforms"])
+        self._specs = {
+            (signature, part): {
+                name: ArraySpec(tuple(shape), dtype)
+                for name, (shape, dtype) in entry[part].items()
+            }
+            for signature, entry in contents["signatures"].items()
+            for part in ("inputs", "outputs")
+        }
+        host = contents["host"]
+        self._host = None if host is None else SavedPreprocessor(host)
+        exported = {n: _program(self.path, n, p) for n, p in artifact.programs.items()}
+        _require_64_bits(self.path, exported)
+        self._programs = {n: jax.jit(e.call) for n, e in exported.items()}
+        self._variables = jax.device_put(dict(artifact.variables))
+
+    def inputs(self, signature: str = DEFAULT_SIGNATURE) -> dict[str, ArraySpec]:
+        """The inputs of a signature by name.
+
+        Raises:
+            ValueError: If there is no such signature.
+        """
+        return self._known(signature, "inputs")
+
+    def outputs(self, signature: str = DEFAULT_SIGNATURE) -> dict[str, ArraySpec]:
+        """The outputs of a signature by name. Raises as `inputs`."""
+        return self._known(signature, "outputs")
+
+    def __call__(
+        self,
+        features: ArrayLike | Mapping[str, ArrayLike],
+        signature: str = DEFAULT_SIGNATURE,
+    ) -> dict[str, np.ndarray]:
+        """Predict for a batch.
+
+        Args:
+            features: Arrays `[b, ...]` by the names of `inputs(signature)`, or one
+                array for a model of a single unnamed feature.
+            signature: Name of the signature to call.
+
+        Returns:
+            Arrays by the names of `outputs(signature)`.
+
+        Raises:
+            ValueError: For an unknown signature, missing or unknown features, or a
+                wrong shape.
+            TypeError: For a wrong dtype, or features that are no dict.
+        """
+        arrays = self._checked(features, self.inputs(signature))
+        if self._host is not None:
+            arrays = self._host.prepare(arrays)
+        results = self._programs[signature](self._variables, arrays)
+        outputs = {name: np.asarray(x) for name, x in results.items()}
+        return outputs if self._host is None else self._host.finish(outputs)
+
+    def _known(self, signature: str, part: str) -> dict[str, ArraySpec]:
+        if signature not in self.signatures:
+            raise ValueError(
+                f"saved model {self.path}: there is no signature {signature!r}; there "
+                f"are {list(self.signatures)}."
+            )
+        return dict(self._specs[signature, part])
+
+    def _checked(
+        self,
+        features: ArrayLike | Mapping[str, ArrayLike],
+        specs: Mapping[str, ArraySpec],
+    ) -> dict[str, np.ndarray]:
+        title = f"saved model {self.path}"
+        if self._is_single and not isinstance(features, Mapping):
+            features = {SINGLE: features}
+        if not isinstance(features, Mapping):
+            raise TypeError(
+                f"{title}: features must be a dict of arrays by name; got a "
+                f"{type(features).__name__}. It takes {_described(specs)}."
+            )
+        missing = [name for name in specs if name not in features]
+        unknown = [name for name in features if name not in specs]
+        if missing or unknown:
+            raise ValueError(
+                f"{title}: it takes the features {_described(specs)}; missing are "
+                f"{missing}, unknown {unknown}."
+            )
+        arrays = {
+            name: spec.checked(features[name], f"{title}: feature {name!r}")
+            for name, spec in specs.items()
+        }
+        rows = {name: len(array) for name, array in arrays.items()}
+        if len(set(rows.values())) > 1:
+            raise ValueError(
+                f"{title}: all features must have the same number of rows; got {rows}."
+            )
+        return arrays
+
+
+def load_saved_model(path: str | os.PathLike[str]) -> SavedModel:
+    """Load a saved model that `Estimator.export_saved_model` has written.
+
+    (TF: `tf.saved_model.load`.) Loading needs replicax and JAX, but neither the
+    `model_fn` nor other code of the training. It verifies all checksums.
+
+    Args:
+        path: The folder that `export_saved_model` returned, or its `export_dir_base`,
+            for the newest saved model there.
+
+    Raises:
+        CheckpointError: If there is no saved model, it is damaged, or its format is
+            newer.
+        ValueError: If it was not exported for this platform.
+
+    Example:
+        >>> import keras, numpy as np, replicax as rx
+        >>> def model_fn(features, labels, mode):
+        ...     prediction = keras.layers.Dense(1)(features["x"])[:, 0]
+        ...     if mode == rx.estimator.ModeKeys.PREDICT:
+        ...         return rx.estimator.EstimatorSpec(mode, predictions=prediction)
+        ...     loss = keras.losses.MeanSquaredError()(labels, prediction)
+        ...     optimizer = keras.optimizers.SGD(0.1)
+        ...     return rx.estimator.EstimatorSpec(mode, loss=loss, optimizer=optimizer)
+        >>> x = np.linspace(-1, 1, 32, dtype="float32")[:, None]
+        >>> estimator = rx.estimator.Estimator(model_fn)
+        >>> estimator = estimator.train(lambda: ({"x": x}, 2 * x[:, 0]), steps=100)
+        >>> path = estimator.export_saved_model(
+        ...     estimator.model_dir + "/export",
+        ...     rx.estimator.build_raw_serving_input_receiver_fn(
+        ...         {"x": keras.KerasTensor((None, 1), "float32")}
+        ...     ),
+        ...     platforms=["cpu"],
+        ... )
+        >>> saved = rx.estimator.load_saved_model(path)
+        >>> print(saved.signatures, saved.inputs()["x"], saved.outputs()["output"])
+        ('serving_default',) float32[b, 1] float32[b]
+        >>> saved({"x": [[0.5], [1.0], [2.0]]})["output"].round(2).tolist()
+        [1.0, 2.0, 4.0]
+    """
+    return SavedModel(newest(Path(path)))
+
+
+def _described(specs: Mapping[str, ArraySpec]) -> str:
+    return ", ".join(f"{name}: {spec}" for name, spec in specs.items())
+
+
+def _program(path: str, name: str, data: bytes) -> export.Exported:
+    try:
+        return export.deserialize(bytearray(data))
+    except ValueError as error:
+        # The checksum is right: this JAX is too old, or too new by years.
+        raise CheckpointError(
+            f"saved model {path}: JAX {jax.__version__} cannot read the program of "
+            f"signature {name!r}: {error}. Load it with the JAX that its manifest "
+            "names, or export it again."
+        ) from error
+
+
+def _require_platform(path: str, platforms: list[str]) -> None:
+    here = jax.default_backend()
+    names = {"cuda", "rocm"} if here == "gpu" else {here}
+    if not names & set(platforms):
+        raise ValueError(
+            f"saved model {path}: it was exported for {platforms}, and this process "
+            f"runs on {here!r}. Export it with platforms={(*platforms, *names)!r}."
+        )
+
+
+def _require_64_bits(path: str, exported: Mapping[str, export.Exported]) -> None:
+    wide = {
+        str(aval.dtype)
+        for e in exported.values()
+        for aval in e.in_avals
+        if jax.dtypes.canonicalize_dtype(aval.dtype) != aval.dtype
+    }
+    if wide:
+        raise ValueError(
+            f"saved model {path}: it takes arrays of {sorted(wide)}, which JAX is told "
+            "not to use. Call jax.config.update('jax_enable_x64', True) first."
+        )

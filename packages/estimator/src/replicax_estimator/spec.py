@@ -1,0 +1,285 @@
+"""`EstimatorSpec`, the result of a `model_fn`, and the functions that it may call."""
+
+import contextlib
+import dataclasses
+import enum
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import cast
+
+import jax
+import keras
+
+from replicax._util.types import PyTree, Tensor
+from replicax.errors import ContextError
+from replicax_estimator.absent import refuses
+from replicax_estimator.hooks import SessionRunHook, listed_of
+
+__all__ = [
+    "EstimatorSpec",
+    "ModeKeys",
+    "TrainOp",
+    "get_global_step",
+    "minimize",
+    "stepping",
+]
+
+
+class ModeKeys(enum.StrEnum):
+    """The mode in which a `model_fn` is called.
+
+    Members compare equal to their strings: `"train"`, `"eval"`, `"infer"`.
+    (TF: `tf.estimator.ModeKeys`.)
+
+    Attributes:
+        TRAIN: The call is for `Estimator.train`.
+        EVAL: For `Estimator.evaluate`.
+        PREDICT: For `Estimator.predict` and `export_saved_model`, without labels.
+
+    Example:
+        >>> import replicax as rx
+        >>> def dropout_rate(mode):
+        ...     return 0.5 if mode == rx.estimator.ModeKeys.TRAIN else 0.0
+        >>> dropout_rate("train"), dropout_rate(rx.estimator.ModeKeys.PREDICT)
+        (0.5, 0.0)
+    """
+
+    TRAIN = "train"
+    EVAL = "eval"
+    PREDICT = "infer"
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainOp:
+    """An update of a training step: an optimizer, its variables and the loss."""
+
+    optimizer: keras.Optimizer
+    loss: Tensor
+    variables: tuple[keras.Variable, ...] | None = None
+
+
+def minimize(
+    optimizer: keras.Optimizer,
+    loss: Tensor,
+    var_list: Iterable[keras.Variable] | None = None,
+) -> TrainOp:
+    """Make the `train_op` with which an optimizer minimizes a loss.
+
+    (TF: `tf.compat.v1.train.Optimizer.minimize`.) The estimator computes gradients,
+    averages them over the replicas, applies them and counts the global step.
+
+    Args:
+        optimizer: A Keras optimizer that the `model_fn` has made.
+        loss: This replica's scalar loss, the same as the spec's.
+        var_list: Variables to train; None: all trainable ones of the `model_fn`.
+
+    Returns:
+        A value for `EstimatorSpec(train_op=...)`; give a list for several optimizers.
+
+    Raises:
+        TypeError: If `optimizer` is no Keras optimizer.
+
+    Example:
+        >>> op = minimize(keras.optimizers.SGD(0.1), loss=0.5)
+        >>> type(op.optimizer).__name__, op.loss
+        ('SGD', 0.5)
+    """
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise TypeError(
+            f"minimize: optimizer must be a Keras optimizer; got {optimizer!r}. Make "
+            "one in the model_fn, such as keras.optimizers.Adam(1e-3)."
+        )
+    return TrainOp(optimizer, loss, None if var_list is None else tuple(var_list))
+
+
+@refuses(
+    "EstimatorSpec",
+    scaffold="Give the estimator warm_start_from, and write a SessionRunHook.",
+    training_chief_hooks="Give training_hooks that look at config.is_chief.",
+)
+@dataclasses.dataclass(frozen=True)
+class EstimatorSpec:
+    """The result of a `model_fn`: predictions, loss, update and metrics.
+
+    Arrays are those of one replica's batch of `b` examples.
+
+    Args:
+        mode: The mode that the `model_fn` was called for.
+        predictions: `[b, ...]`, or a dict of those. Needed in PREDICT mode.
+        loss: `float32[]` or `[1]`, the mean over the replica's examples. Needed in
+            TRAIN and EVAL mode.
+        train_op: The result of `minimize`, or a list of those.
+        eval_metric_ops: Keras metrics by name, which the `model_fn` has made and
+            updated.
+        export_outputs: Other predictions to export, by signature name; defaults to the
+            predictions as `"serving_default"`.
+        training_hooks: Hooks of the training.
+        evaluation_hooks: Hooks of the evaluation.
+        prediction_hooks: Hooks of the prediction.
+        optimizer: Trains all trainable variables, in place of `train_op`.
+
+    Raises:
+        ValueError: If a value that the mode needs is missing, or given twice.
+        TypeError: If a value is of the wrong kind.
+
+    Example:
+        >>> import keras, replicax as rx
+        >>> def model_fn(features, labels, mode):
+        ...     logits = keras.layers.Dense(1)(features["x"])
+        ...     if mode == rx.estimator.ModeKeys.PREDICT:
+        ...         return rx.estimator.EstimatorSpec(mode, predictions=logits)
+        ...     loss = keras.ops.mean((logits[:, 0] - labels) ** 2)
+        ...     optimizer = keras.optimizers.SGD(0.1)
+        ...     return rx.estimator.EstimatorSpec(mode, loss=loss, optimizer=optimizer)
+    """
+
+    mode: str
+    predictions: PyTree = None
+    loss: Tensor = None
+    train_op: TrainOp | Sequence[TrainOp] | None = None
+    eval_metric_ops: Mapping[str, keras.metrics.Metric] | None = None
+    export_outputs: Mapping[str, PyTree] | None = None
+    training_hooks: Sequence[SessionRunHook] | None = ()
+    evaluation_hooks: Sequence[SessionRunHook] | None = ()
+    prediction_hooks: Sequence[SessionRunHook] | None = ()
+    optimizer: keras.Optimizer | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode not in list(ModeKeys):
+            raise ValueError(
+                f"EstimatorSpec: mode must be one of {[str(m) for m in ModeKeys]}; got "
+                f"{self.mode!r}."
+            )
+        if self.mode == ModeKeys.PREDICT and self.predictions is None:
+            raise self._missing("predictions")
+        if self.mode != ModeKeys.PREDICT and self.loss is None:
+            raise self._missing("loss")
+        if self.mode == ModeKeys.TRAIN and self.train_op is self.optimizer is None:
+            raise self._missing("optimizer, or train_op")
+        if self.train_op is not None and self.optimizer is not None:
+            raise ValueError(
+                "EstimatorSpec: got both train_op and optimizer. optimizer=x stands "
+                "for train_op=minimize(x, loss); give one of them."
+            )
+        shape = tuple(getattr(self.loss, "shape", ()))
+        if shape not in ((), (1,)):  # As tf.estimator takes them.
+            raise ValueError(
+                "EstimatorSpec: loss must be a scalar; got shape "
+                f"{shape}. Take the mean over the examples."
+            )
+        self._check_metrics()
+        self._check_train_ops()
+        for name in ("training_hooks", "evaluation_hooks", "prediction_hooks"):
+            listed_of(SessionRunHook, getattr(self, name), f"EstimatorSpec: {name}")
+
+    def _check_metrics(self) -> None:
+        for name in ("eval_metric_ops", "export_outputs"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, Mapping):
+                raise TypeError(
+                    f"EstimatorSpec: {name} must be a dict by name; got {value!r}."
+                )
+        for name, metric in (self.eval_metric_ops or {}).items():
+            if name in ("loss", "global_step"):
+                raise ValueError(
+                    f"EstimatorSpec: eval_metric_ops has the name {name!r}, which "
+                    "evaluate returns by itself. Choose another."
+                )
+            if not isinstance(metric, keras.metrics.Metric):
+                raise TypeError(
+                    f"EstimatorSpec: eval_metric_ops[{name!r}] must be a Keras metric "
+                    f"that the model_fn has updated; got {type(metric).__name__}. "
+                    "Write metric = keras.metrics.Accuracy() and "
+                    "metric.update_state(labels, predictions)."
+                )
+
+    def _check_train_ops(self) -> None:
+        for op in self.train_ops:
+            if not isinstance(op, TrainOp):
+                raise TypeError(
+                    "EstimatorSpec: train_op must be what rx.estimator.minimize("
+                    f"optimizer, loss) returns, or a list of those; got {op!r}. "
+                    "To train all variables give optimizer=... alone."
+                )
+            if op.loss is not self.loss:
+                raise ValueError(
+                    "EstimatorSpec: a train_op is for another loss than the spec's. "
+                    "All must be for the same one; for several losses write the step "
+                    "yourself and call strategy.run."
+                )
+
+    @property
+    def scalar_loss(self) -> Tensor:
+        """The loss as `float32[]`."""
+        return keras.ops.reshape(self.loss, ())
+
+    @property
+    def train_ops(self) -> list[TrainOp]:
+        """The updates of a training step."""
+        if self.optimizer is not None:
+            return [minimize(self.optimizer, self.loss)]
+        if self.train_op is None:
+            return []
+        if isinstance(self.train_op, list | tuple):
+            return list(self.train_op)
+        return [cast(TrainOp, self.train_op)]  # `_check_train_ops` says if it is none.
+
+    def hooks(self) -> list[SessionRunHook]:
+        """The hooks of this spec's mode."""
+        by_mode = {
+            ModeKeys.TRAIN: self.training_hooks,
+            ModeKeys.EVAL: self.evaluation_hooks,
+            ModeKeys.PREDICT: self.prediction_hooks,
+        }
+        return list(by_mode[ModeKeys(self.mode)] or ())
+
+    def _missing(self, what: str) -> ValueError:
+        return ValueError(
+            f"EstimatorSpec: {what} is needed in mode {str(self.mode)!r}, and is None."
+        )
+
+
+class _CurrentStep(threading.local):
+    global_step: keras.Variable | None = None
+
+
+_local = _CurrentStep()
+
+
+@contextlib.contextmanager
+def stepping(variable: keras.Variable) -> Iterator[None]:
+    """Make `get_global_step()` return the value of `variable` while open."""
+    outer, _local.global_step = _local.global_step, variable
+    try:
+        yield
+    finally:
+        _local.global_step = outer
+
+
+def get_global_step() -> jax.Array:
+    """Return the number of training steps so far, `int32[]`, inside a `model_fn`.
+
+    (TF: `tf.compat.v1.train.get_global_step`.)
+
+    Raises:
+        ContextError: Outside a `model_fn`.
+
+    Example:
+        >>> import keras, numpy as np, replicax as rx
+        >>> def model_fn(features, labels, mode):
+        ...     prediction = keras.layers.Dense(1)(features)
+        ...     warm_up = keras.ops.minimum(rx.estimator.get_global_step() / 100, 1.0)
+        ...     loss = warm_up * keras.ops.mean((prediction - labels) ** 2)
+        ...     optimizer = keras.optimizers.SGD(0.1)
+        ...     return rx.estimator.EstimatorSpec(mode, loss=loss, optimizer=optimizer)
+        >>> x = np.ones((4, 1), "float32")
+        >>> estimator = rx.estimator.Estimator(model_fn).train(lambda: (x, x), steps=2)
+        >>> int(estimator.get_variable_value("global_step"))
+        2
+    """
+    if _local.global_step is None:
+        raise ContextError(
+            "get_global_step: called outside a model_fn. Outside, read "
+            "estimator.get_variable_value('global_step')."
+        )
+    return _local.global_step.value

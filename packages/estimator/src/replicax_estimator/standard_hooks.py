@@ -1,0 +1,310 @@
+"""Ready hooks: stop at a step, count steps, log values, and watch for NaN."""
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import numpy as np
+
+from replicax_estimator.absent import refuses
+from replicax_estimator.hooks import (
+    HookSession,
+    Interval,
+    IntervalHook,
+    SessionRunArgs,
+    SessionRunContext,
+    SessionRunHook,
+    SessionRunValues,
+)
+
+__all__ = [
+    "LoggingTensorHook",
+    "NanLossDuringTrainingError",
+    "NanTensorHook",
+    "StepCounterHook",
+    "StopAtStepHook",
+    "require_finite",
+]
+
+_logger = logging.getLogger("replicax")
+
+
+class NanLossDuringTrainingError(RuntimeError):
+    """The loss has become NaN or infinite.
+
+    (TF: `tf.estimator.NanLossDuringTrainingError`.)
+    """
+
+
+class StopAtStepHook(SessionRunHook):
+    """A hook that stops training at a step.
+
+    (TF: `tf.estimator.StopAtStepHook`.)
+
+    Args:
+        num_steps: Number of steps of this training.
+        last_step: The global step to end at.
+
+    Raises:
+        ValueError: Unless exactly one of them is given.
+
+    Example:
+        >>> import numpy as np, replicax as rx
+        >>> x = np.linspace(-1, 1, 32, dtype="float32")
+        >>> columns = [rx.feature_column.numeric_column("x")]
+        >>> estimator = rx.estimator.LinearRegressor(columns)
+        >>> hooks = [rx.estimator.StopAtStepHook(last_step=3)]
+        >>> estimator = estimator.train(lambda: ({"x": x}, 2 * x), hooks=hooks)
+        >>> int(estimator.get_variable_value("global_step"))
+        3
+    """
+
+    def __init__(
+        self, num_steps: int | None = None, last_step: int | None = None
+    ) -> None:
+        if (num_steps is None) == (last_step is None):
+            raise ValueError(
+                f"StopAtStepHook: got num_steps={num_steps!r} and "
+                f"last_step={last_step!r}; give exactly one of them."
+            )
+        self._num_steps = num_steps
+        self._last_step = last_step
+
+    def after_create_session(self, session: HookSession, coord: None) -> None:
+        """Set the last step where `num_steps` was given."""
+        if self._num_steps is not None:
+            self._last_step = session.global_step + self._num_steps
+
+    def after_run(
+        self, run_context: SessionRunContext, run_values: SessionRunValues
+    ) -> None:
+        """Stop at the step."""
+        if run_context.session.global_step >= (self._last_step or 0):
+            run_context.request_stop()
+
+
+@refuses(
+    "StepCounterHook",
+    output_dir="Read steps_per_second in a hook of your own, and write it.",
+    summary_writer="Read steps_per_second in a hook of your own, and write it.",
+)
+class StepCounterHook(IntervalHook):
+    """A hook that logs steps per second.
+
+    (TF: `tf.estimator.StepCounterHook`.)
+
+    Args:
+        every_n_steps: Interval in steps.
+        every_n_secs: Interval in seconds, in place of steps.
+
+    Attributes:
+        steps_per_second: What was logged last; None before.
+
+    Raises:
+        ValueError: For an interval that is not positive.
+
+    Example:
+        >>> import numpy as np, replicax as rx
+        >>> x = np.linspace(-1, 1, 32, dtype="float32")
+        >>> columns = [rx.feature_column.numeric_column("x")]
+        >>> estimator = rx.estimator.LinearRegressor(columns)
+        >>> hook = rx.estimator.StepCounterHook(every_n_steps=2)
+        >>> _ = estimator.train(lambda: ({"x": x}, 2 * x), hooks=[hook], steps=5)
+        >>> hook.steps_per_second > 0
+        True
+    """
+
+    def __init__(
+        self, every_n_steps: int | None = 100, every_n_secs: float | None = None
+    ) -> None:
+        steps = None if every_n_secs is not None else every_n_steps
+        self._every = Interval(steps, every_n_secs, "StepCounterHook")
+        self.steps_per_second: float | None = None
+
+    def after_run(
+        self, run_context: SessionRunContext, run_values: SessionRunValues
+    ) -> None:
+        """Log the speed when the interval has passed."""
+        step = run_context.session.global_step
+        if not self._every.is_due(step):
+            return
+        passed = self._every.restart(step)
+        if passed is not None and passed[1] > 0:
+            self.steps_per_second = passed[0] / passed[1]
+            _logger.info("global_step/sec: %.6g", self.steps_per_second)
+
+
+class LoggingTensorHook(SessionRunHook):
+    """A hook that logs values of a step.
+
+    A hook that a `model_fn` makes and returns in its spec can log any array of the
+    model. Any other hook logs values by name. It logs at level INFO, to the logger
+    `"replicax"`. (TF: `tf.estimator.LoggingTensorHook`.)
+
+    Args:
+        tensors: Names, as in `SessionRunArgs`, or, in a `model_fn`, arrays; or a dict
+            of labels with those.
+        every_n_iter: Interval in steps.
+        every_n_secs: Interval in seconds, in place of steps.
+        at_end: Log at the end; without an interval, only then.
+        formatter: Formats a dict of arrays by label as text.
+
+    Raises:
+        ValueError: Without an interval, or with two.
+
+    Example:
+        >>> import numpy as np, replicax as rx
+        >>> def formatter(values):
+        ...     print(f"at step {values['global_step']}")
+        ...     return f"the loss is {values['loss']:.3f}"
+        >>> hook = rx.estimator.LoggingTensorHook(
+        ...     ["global_step", "loss"], every_n_iter=2, formatter=formatter
+        ... )
+        >>> x = np.linspace(-1, 1, 32, dtype="float32")
+        >>> columns = [rx.feature_column.numeric_column("x")]
+        >>> estimator = rx.estimator.LinearRegressor(columns)
+        >>> _ = estimator.train(lambda: ({"x": x}, 2 * x), hooks=[hook], steps=4)
+        at step 1
+        at step 3
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, str | jax.Array] | Sequence[str | jax.Array],
+        every_n_iter: int | None = None,
+        every_n_secs: float | None = None,
+        at_end: bool = False,
+        formatter: Callable[[dict[str, np.ndarray]], str] | None = None,
+    ) -> None:
+        if not isinstance(tensors, Mapping):  # Arrays have no names: count them.
+            tensors = {
+                value if isinstance(value, str) else f"tensors[{i}]": value
+                for i, value in enumerate(tensors)
+            }
+        self.tensors: dict[str, str | jax.Array] = dict(tensors)
+        self._every = (
+            None
+            if at_end and every_n_iter is None and every_n_secs is None
+            else Interval(every_n_iter, every_n_secs, "LoggingTensorHook")
+        )
+        self._at_end = at_end
+        self._format = formatter or _as_text
+        self._values: dict[str, np.ndarray] = {}
+        self._is_due = False
+        self._step = 0
+
+    def begin(self) -> None:
+        """Reset the timer: the first step is logged."""
+        self._values = {}
+        if self._every is not None:
+            self._every.last = None
+
+    def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
+        """Fetch the values when the interval has passed, and always for the end."""
+        self._step = run_context.session.global_step
+        self._is_due = self._every is not None and self._every.is_due(self._step)
+        if not (self._is_due or self._at_end):
+            return None
+        return SessionRunArgs(
+            {
+                label: value if isinstance(value, str) else label
+                for label, value in self.tensors.items()
+            }
+        )
+
+    def after_run(
+        self, run_context: SessionRunContext, run_values: SessionRunValues
+    ) -> None:
+        """Log the values when the interval has passed."""
+        self._values = run_values.results or self._values
+        if self._is_due and self._every is not None:
+            passed = self._every.restart(self._step)
+            seconds = "" if passed is None else f" ({passed[1]:.3f} sec)"
+            _logger.info("%s%s", self._format(self._values), seconds)
+
+    def end(self, session: HookSession | None) -> None:
+        """Log the last values, with `at_end`."""
+        if self._at_end and self._values:
+            _logger.info("%s", self._format(self._values))
+
+
+def _as_text(values: Mapping[str, np.ndarray]) -> str:
+    return ", ".join(f"{name} = {value}" for name, value in values.items())
+
+
+class NanTensorHook(IntervalHook):
+    """A hook that stops training when a value is NaN or infinite.
+
+    (TF: `tf.estimator.NanTensorHook`.)
+
+    Args:
+        loss_tensor: The value's name.
+        fail_on_nan_loss: Whether to raise; if False, stop only. Training itself raises
+            at its end if the loss is NaN.
+        every_n_iter: Steps between two checks. Each one blocks until the device is
+            done.
+
+    Raises:
+        ValueError: If `every_n_iter` is not positive.
+        NanLossDuringTrainingError: In a step, with `fail_on_nan_loss`.
+
+    Example:
+        >>> import numpy as np, replicax as rx
+        >>> x = np.linspace(-1, 1, 32, dtype="float32")
+        >>> columns = [rx.feature_column.numeric_column("x")]
+        >>> estimator = rx.estimator.LinearRegressor(columns)
+        >>> try:
+        ...     estimator.train(
+        ...         lambda: ({"x": x}, np.nan * x),
+        ...         hooks=[rx.estimator.NanTensorHook()],
+        ...         steps=100,
+        ...     )
+        ... except rx.estimator.NanLossDuringTrainingError as error:
+        ...     print(str(error).partition(":")[0])
+        The loss of global step 1 is NaN
+    """
+
+    def __init__(
+        self,
+        loss_tensor: str = "loss",
+        fail_on_nan_loss: bool = True,
+        *,
+        every_n_iter: int = 1,
+    ) -> None:
+        self._name = loss_tensor
+        self._fails = fail_on_nan_loss
+        self._every = Interval(every_n_iter, None, "NanTensorHook")
+
+    def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
+        """Fetch the value when the interval has passed."""
+        step = run_context.session.global_step
+        return SessionRunArgs(self._name) if self._every.is_due(step) else None
+
+    def after_run(
+        self, run_context: SessionRunContext, run_values: SessionRunValues
+    ) -> None:
+        """Check the value."""
+        if run_values.results is None:
+            return
+        step = run_context.session.global_step
+        self._every.restart(step)
+        try:
+            require_finite(run_values.results, step, self._name)
+        except NanLossDuringTrainingError as error:
+            if self._fails:
+                raise
+            _logger.error("%s Training stops.", error)
+            run_context.request_stop()
+
+
+def require_finite(value: np.ndarray, step: int, name: str = "loss") -> None:
+    """Raise NanLossDuringTrainingError if a value is NaN or infinite."""
+    if not np.isfinite(np.asarray(value, dtype=np.float64)).all():
+        shown = float(value) if np.ndim(value) == 0 else value
+        shown = "NaN" if isinstance(shown, float) and math.isnan(shown) else shown
+        raise NanLossDuringTrainingError(
+            f"The {name} of global step {step} is {shown}: training has diverged. Use "
+            "a smaller learning rate, clip gradients (clipnorm=...), or scale the "
+            "features."
+        )

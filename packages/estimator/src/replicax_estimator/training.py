@@ -1,0 +1,282 @@
+"""The loop of an estimator's steps with hooks, and the training loop."""
+
+import collections
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import jax
+import numpy as np
+
+from replicax._util.types import PyTree
+from replicax.engine.values import PerReplica, is_per_replica
+from replicax.input.prefetch import DistributedIterator
+from replicax_estimator.hooks import (
+    CheckpointSaverListener,
+    Interval,
+    SessionRunArgs,
+    SessionRunContext,
+    SessionRunHook,
+    SessionRunValues,
+    fetched,
+)
+from replicax_estimator.model import EstimatorModel, first_replica
+from replicax_estimator.run_config import RunConfig
+from replicax_estimator.saving import InputPosition, Saver
+from replicax_estimator.standard_hooks import require_finite
+from replicax_estimator.user_functions import InputPipeline
+
+__all__ = ["Loop", "Training"]
+
+_logger = logging.getLogger("replicax")
+
+_AHEAD = 16
+"""Steps in flight on the devices; with more, the loop waits for the oldest."""
+
+_AGREE_EVERY = 20
+"""Steps between two exchanges in which workers agree whether to save or to stop."""
+
+_Result = TypeVar("_Result")
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Loop:
+    """The loop of one call of `train` or `evaluate`: the `HookSession` of its hooks.
+
+    Attributes:
+        hooks: The user's hooks; from `start_hooks` on also the spec's.
+        global_step: Number of steps made, those before this call included.
+        is_over: Whether the last step was made.
+    """
+
+    model: EstimatorModel
+    source: InputPipeline
+    hooks: list[SessionRunHook]
+    global_step: int = dataclasses.field(init=False, default=0)
+    is_over: bool = dataclasses.field(init=False, default=False)
+    stops: bool = dataclasses.field(init=False, default=False)  # A hook here wants it.
+
+    def request_stop(self) -> None:
+        """Stop after the current step."""
+        self.stops = True
+
+    def over_steps(
+        self,
+        body: Callable[[DistributedIterator], _Result],
+        listeners: Sequence[CheckpointSaverListener] = (),
+    ) -> _Result:
+        """Call `body` with the input's steps, and close them."""
+        for each in (*self.hooks, *listeners):
+            each.begin()
+        steps = self.source.steps(self.model.strategy)
+        try:
+            return body(steps)
+        finally:
+            steps.close()
+            self.model.strategy.home.settle()
+
+    def first_step(self, steps: DistributedIterator, method: str) -> PyTree:
+        """Read the first step and build the model for it."""
+        first = next(steps, None)
+        if first is None:
+            raise ValueError(
+                f"Estimator.{method}: the input_fn gives no batch, or too few for one "
+                f"step of {self.model.strategy.num_replicas_in_sync} replicas."
+            )
+        self.model.build(*first)
+        return first
+
+    def start_hooks(self) -> None:
+        """Add the spec's hooks, and call `after_create_session` of all."""
+        own = self.model.spec.hooks()
+        for hook in own:
+            hook.begin()
+        self.hooks = [*self.hooks, *own]
+        for hook in self.hooks:
+            hook.after_create_session(self, None)
+
+    def run_step(self, features: PyTree, labels: PyTree) -> dict[str, PerReplica]:
+        """Run a step between its hooks' calls; return the step's results."""
+        if not self.hooks:
+            return self._step(features, labels)
+        context = SessionRunContext(self)
+        wanted = [hook.before_run(context) for hook in self.hooks]
+        results = self._step(features, labels)
+        tensors: dict[str, Callable[[], np.ndarray]] = {
+            name: functools.partial(first_replica, value)
+            for name, value in results.items()
+        }
+        tensors["global_step"] = lambda: np.asarray(self.global_step)
+        for hook, args in zip(self.hooks, wanted, strict=True):
+            fetches = args.fetches if isinstance(args, SessionRunArgs) else args
+            values = None
+            if fetches is not None:
+                values = fetched(fetches, tensors, type(hook).__name__)
+            hook.after_run(context, SessionRunValues(values))
+        if context.stop_requested:
+            self.request_stop()
+        return results
+
+    def _step(self, features: PyTree, labels: PyTree) -> dict[str, PerReplica]:
+        return self.model.step(features, labels, watched=bool(self.hooks))
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Training(Loop):
+    """The training loop of one call of `train`.
+
+    Attributes:
+        last_step: Maps the first global step to the last; None: until the input ends.
+        initialize: Called with the model if there is no checkpoint to restore.
+        marks_end: Whether to mark the last checkpoint for an evaluator.
+    """
+
+    directory: str
+    config: RunConfig
+    listeners: Sequence[CheckpointSaverListener]
+    last_step: Callable[[int], int | None]
+    initialize: Callable[[EstimatorModel], None]
+    marks_end: bool
+
+    def __post_init__(self) -> None:
+        self._position = InputPosition(self.model.strategy.num_replicas_in_sync)
+
+    def run(self) -> None:
+        """Train until the last step, the end of the input, or a hook's request."""
+        self.over_steps(self._train, self.listeners)
+
+    def _train(self, steps: DistributedIterator) -> None:
+        model = self.model
+        if getattr(model.strategy, "backup_workers", 0):
+            raise NotImplementedError(
+                "Estimator.train: backup_workers need batches that all workers read, "
+                "and an input_fn is each worker's own. Leave them out, or use fit."
+            )
+        first = self.first_step(steps, "train")
+        saver = Saver(model, self.directory, self.config, self._position)
+        if saver.restore() is None:
+            self.initialize(model)
+        self.global_step = int(model.global_step.numpy())
+        last = self.last_step(self.global_step)
+        if last is not None and self.global_step >= last:
+            _logger.info("Training is skipped: step %d is reached.", self.global_step)
+            saver.close(finished=self.marks_end)
+            return
+        self.start_hooks()
+        self._loop(steps, self._first_item(steps, first), saver, last)
+        model.finalize()
+        self._position.num_steps = (
+            0  # Not interrupted: the next call restarts the input.
+        )
+        self.is_over = True
+        self._save(saver, wait=True)
+        for hook in self.hooks:
+            hook.end(self)
+        for listener in self.listeners:
+            listener.end(self, self.global_step)
+        saver.close(finished=self.marks_end)
+
+    def _first_item(self, steps: DistributedIterator, first: PyTree) -> PyTree:
+        """The first step to make; `first` unless a training is resumed."""
+        number = self._position.num_steps
+        self._position.num_steps = 0
+        keeps_slots = self.model.strategy.home.keeps_slots
+        if number and self.config.restore_input and keeps_slots:
+            steps.set_state({"num_batches": number})
+            first = next(steps, None)
+            _logger.warning(
+                "Estimator.train: the last training was interrupted after %d steps of "
+                "its input, %s. To begin the input again give "
+                "RunConfig(restore_input=False).",
+                number,
+                "and the input has no more. Nothing is trained"
+                if first is None
+                else "which are skipped: it has trained on them",
+            )
+            self._position.num_steps = number
+        return first
+
+    def _loop(
+        self, steps: DistributedIterator, item: PyTree, saver: Saver, last: int | None
+    ) -> None:
+        log = _Log(self.config.log_step_count_steps)
+        losses: collections.deque[PerReplica] = collections.deque()
+        while item is not None:
+            losses.append(self.run_step(*item)["loss"])
+            if len(losses) > _AHEAD:
+                jax.block_until_ready(losses.popleft())
+            log.after_step(self.global_step, losses[-1])
+            is_last = last is not None and self.global_step >= last
+            if is_last or self._save_or_stop(saver, losses[-1]):
+                break
+            item = next(steps, None)
+        if losses:
+            require_finite(first_replica(losses[-1]), self.global_step)
+
+    def _step(self, features: PyTree, labels: PyTree) -> dict[str, PerReplica]:
+        model = self.model
+        model.strategy.home.expect_rows(_num_rows(features))
+        tensors = super()._step(features, labels)
+        self._position.num_steps += 1
+        if model.strategy.home.keeps_slots:
+            self.global_step += 1
+        else:  # Other workers count their updates in the same step.
+            self.global_step = model.steps_of_updates()
+            model.global_step.assign(self.global_step)
+        return tensors
+
+    def _save_or_stop(self, saver: Saver, loss: PerReplica) -> bool:
+        """Save if the interval has passed; return whether to stop."""
+        workers = self.model.strategy.workers
+        due, stops = saver.is_due(self.global_step), self.stops
+        if workers.count > 1:
+            # Workers' clocks and hooks may differ: they decide together.
+            if self._position.num_steps % _AGREE_EVERY == 0:
+                answers = workers.exchange("replicax_estimator.agree", [due, stops])
+                due, stops = answers[0][0], any(stop for _, stop in answers)
+            else:
+                due = due and self.config.save_checkpoints_steps is not None
+                stops = False
+        if due and not stops:
+            require_finite(first_replica(loss), self.global_step)
+            self._save(saver, wait=bool(self.listeners))
+            stops = self.stops and workers.count == 1
+        return stops
+
+    def _save(self, saver: Saver, *, wait: bool) -> None:
+        for listener in self.listeners:
+            listener.before_save(self, self.global_step)
+        if not saver.save(self.global_step, wait=wait):
+            return
+        for listener in self.listeners:
+            if listener.after_save(self, self.global_step):
+                self.stops = True
+
+
+class _Log:
+    """Logs loss and speed at an interval of steps, and raises if the loss is NaN."""
+
+    def __init__(self, every_n_steps: int | None) -> None:
+        n = every_n_steps
+        self._every = None if n is None else Interval(n, None, "RunConfig")
+
+    def after_step(self, step: int, loss: PerReplica) -> None:
+        if self._every is None or not self._every.is_due(step):
+            return
+        value = first_replica(loss)
+        require_finite(value, step)
+        passed = self._every.restart(step)
+        if passed is None:
+            _logger.info("loss = %.8g, step = %d", value, step)
+        else:
+            speed = passed[0] / max(passed[1], 1e-9)
+            _logger.info("loss = %.8g, step = %d, %.4g steps/s", value, step, speed)
+
+
+def _num_rows(features: PyTree) -> int:
+    """Count this process' examples in a step, from features `[R, b, ...]`."""
+    first = jax.tree.leaves(features, is_leaf=is_per_replica)[0]
+    replicas, rows = first.array.shape[:2]
+    return (first.num_active or replicas) * rows

@@ -1,0 +1,333 @@
+"""`train_and_evaluate`: trains and evaluates in one process or in a cluster's tasks."""
+
+import dataclasses
+import functools
+import logging
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+from replicax._util.arguments import require_count
+from replicax._util.waiting import wait_for
+from replicax.checkpoint.evaluation import POLL_PAUSES, CheckpointWatch
+from replicax.cluster.spec import ClusterSpec
+from replicax.cluster.timeouts import Timeouts, checked_timeouts
+from replicax.errors import CheckpointError
+from replicax_estimator.estimator import Estimator
+from replicax_estimator.evaluating import EvalResults
+from replicax_estimator.exporters import Exporter
+from replicax_estimator.hooks import (
+    CheckpointSaverListener,
+    HookSession,
+    SessionRunHook,
+    listed_of,
+)
+from replicax_estimator.saving import CHECKPOINT_NAME
+from replicax_estimator.user_functions import InputFunction, require_input_function
+
+__all__ = ["EvalSpec", "TrainSpec", "train_and_evaluate"]
+
+_logger = logging.getLogger("replicax")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainSpec:
+    """The training's arguments of `train_and_evaluate`.
+
+    (TF: `tf.estimator.TrainSpec`.)
+
+    Args:
+        input_fn: As for `Estimator.train`.
+        max_steps: The global step to end at; None: until the input ends.
+        hooks: `SessionRunHook`s, on all workers.
+        saving_listeners: `CheckpointSaverListener`s.
+
+    Raises:
+        TypeError: If `input_fn` is not callable.
+        ValueError: If `max_steps` is less than 1.
+
+    Example:
+        >>> import numpy as np, replicax as rx
+        >>> x = np.linspace(-1, 1, 32, dtype="float32")
+        >>> spec = rx.estimator.TrainSpec(lambda: ({"x": x}, 2 * x), max_steps=1000)
+        >>> spec.max_steps, spec.hooks
+        (1000, ())
+    """
+
+    input_fn: InputFunction
+    max_steps: int | None = None
+    hooks: Sequence[SessionRunHook] | None = ()
+    saving_listeners: Sequence[CheckpointSaverListener] | None = ()
+
+    def __post_init__(self) -> None:
+        _check("TrainSpec", self.input_fn, "max_steps", self.max_steps)
+        _set_list(self, "hooks", SessionRunHook)
+        _set_list(self, "saving_listeners", CheckpointSaverListener)
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalSpec:
+    """The evaluations' arguments of `train_and_evaluate`.
+
+    (TF: `tf.estimator.EvalSpec`.)
+
+    Args:
+        input_fn: As for `Estimator.evaluate`.
+        steps: Number of steps; None: until the input ends.
+        name: As for `Estimator.evaluate`.
+        hooks: `SessionRunHook`s.
+        exporters: `Exporter`s, called after each evaluation.
+        start_delay_secs: Seconds that an evaluator task waits before it begins.
+        throttle_secs: Least number of seconds between two evaluations.
+        timeouts: An evaluator waits `timeouts.checkpoint` for a new checkpoint.
+            Defaults to `rx.Timeouts()`.
+
+    Raises:
+        TypeError: If `input_fn` is not callable, or `timeouts` of another type.
+        ValueError: For numbers that are negative, `steps` less than 1, or exporters of
+            the same name.
+
+    Example:
+        >>> import numpy as np, replicax as rx
+        >>> x = np.linspace(-1, 1, 32, dtype="float32")
+        >>> spec = rx.estimator.EvalSpec(
+        ...     lambda: ({"x": x}, 2 * x), steps=1, throttle_secs=60, name="held_out"
+        ... )
+        >>> spec.throttle_secs, spec.timeouts.checkpoint
+        (60, 3600.0)
+    """
+
+    input_fn: InputFunction
+    steps: int | None = 100
+    name: str | None = None
+    hooks: Sequence[SessionRunHook] | None = ()
+    exporters: Exporter | Sequence[Exporter] | None = ()
+    start_delay_secs: float = 120.0
+    throttle_secs: float = 600.0
+    timeouts: Timeouts = dataclasses.field(default_factory=Timeouts)
+
+    def __post_init__(self) -> None:
+        _check("EvalSpec", self.input_fn, "steps", self.steps)
+        object.__setattr__(
+            self, "timeouts", checked_timeouts(self.timeouts, "EvalSpec")
+        )
+        for name in ("start_delay_secs", "throttle_secs"):
+            if getattr(self, name) < 0:
+                raise ValueError(
+                    f"EvalSpec: {name} must not be negative; got "
+                    f"{getattr(self, name)!r}."
+                )
+        if self.name is not None and not isinstance(self.name, str):
+            raise TypeError(f"EvalSpec: name must be a string; got {self.name!r}.")
+        _set_list(self, "hooks", SessionRunHook)
+        if isinstance(self.exporters, Exporter):
+            object.__setattr__(self, "exporters", (self.exporters,))
+        _set_list(self, "exporters", Exporter)
+        names = [exporter.name for exporter in _exporters(self)]
+        if len(set(names)) < len(names):
+            raise ValueError(
+                f"EvalSpec: exporters must have different names; got {names}."
+            )
+
+
+def train_and_evaluate(
+    estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec
+) -> tuple[EvalResults | None, list[str | None]] | None:
+    """Train, and evaluate the checkpoints that training saves.
+
+    In one process it evaluates after a save, at most every `throttle_secs`, and at the
+    end. In a cluster that TF_CONFIG describes, `chief` and `worker` tasks train with
+    the config's `train_distribute`; an `evaluator` task evaluates their checkpoints
+    until training has ended; a `ps` task serves in the constructor of
+    `rx.ParameterServerStrategy`. All tasks need the same `model_dir` on shared storage.
+
+    Args:
+        estimator: The estimator.
+        train_spec: The training's arguments.
+        eval_spec: The evaluations' arguments.
+
+    Returns:
+        In a process that evaluates, the last evaluation's results and the exporters'
+        results for it; else None.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If the strategy or the model_dir does not fit the cluster.
+        CheckpointError: In an evaluator, if no new checkpoint comes in time.
+
+    Example:
+        >>> import numpy as np, replicax as rx
+        >>> def input_fn():
+        ...     x = np.linspace(-1, 1, 32, dtype="float32")
+        ...     return {"x": x}, 2 * x
+        >>> columns = [rx.feature_column.numeric_column("x")]
+        >>> results, exports = rx.estimator.train_and_evaluate(
+        ...     rx.estimator.LinearRegressor(columns),
+        ...     rx.estimator.TrainSpec(input_fn, max_steps=5),
+        ...     rx.estimator.EvalSpec(input_fn, steps=1),
+        ... )
+        >>> results["global_step"], exports
+        (5, [])
+    """
+    for value, kind in (
+        (estimator, Estimator),
+        (train_spec, TrainSpec),
+        (eval_spec, EvalSpec),
+    ):
+        if not isinstance(value, kind):
+            raise TypeError(
+                f"train_and_evaluate: expected a {kind.__name__}; got {value!r}."
+            )
+    config = estimator.config
+    cluster = config.cluster_spec
+    evaluation = _Evaluations(estimator, train_spec, eval_spec)
+    max_steps, listeners = train_spec.max_steps, [*(train_spec.saving_listeners or ())]
+    train = functools.partial(
+        estimator._train, train_spec.input_fn, train_spec.hooks, None, max_steps
+    )
+    if sum(map(cluster.num_tasks, cluster.jobs)) <= 1:
+        train([*listeners, evaluation])
+        if evaluation.results is None:  # There was nothing left to train.
+            evaluation.end(None, 0)
+        return evaluation.results, evaluation.exports
+    _check_cluster(estimator, cluster)
+    if config.task_type == "evaluator":
+        evaluation.run_until_finished()
+        return evaluation.results, evaluation.exports
+    if "evaluator" not in cluster.jobs and config.is_chief:
+        _logger.warning(
+            "train_and_evaluate: the cluster has no evaluator task, so nothing is "
+            "evaluated. Add one, or call evaluate when training has ended."
+        )
+    train(listeners, marks_end=True)
+    return None
+
+
+class _Evaluations(CheckpointSaverListener):
+    """Evaluates and exports, as a listener of this process' saves or as evaluator."""
+
+    def __init__(
+        self, estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec
+    ) -> None:
+        self.results: EvalResults | None = None
+        self.exports: list[str | None] = []
+        self._estimator = estimator
+        self._max_steps = train_spec.max_steps
+        self._spec = eval_spec
+        self._last_time: float | None = None
+
+    def after_save(self, session: HookSession, global_step_value: int) -> None:
+        """Evaluate, unless `throttle_secs` have not passed or `end` will do it."""
+        passed = time.monotonic() - (self._last_time or 0.0)
+        is_due = self._last_time is None or passed >= self._spec.throttle_secs
+        if is_due and not session.is_over:
+            self._evaluate(None, is_final=False)
+
+    def end(self, session: HookSession | None, global_step_value: int) -> None:
+        """Evaluate the last checkpoint."""
+        self._evaluate(None, is_final=True)
+
+    def run_until_finished(self) -> None:
+        """Evaluate the checkpoints of a training in other processes."""
+        watch = CheckpointWatch(
+            Path(self._estimator.model_dir),
+            CHECKPOINT_NAME,
+            self._spec.timeouts.checkpoint,
+            "train_and_evaluate",
+        )
+        _wait(self._spec.start_delay_secs, watch)
+        path, is_final = None, False
+        while not is_final and (found := watch.next()) is not None:
+            path, step = os.fspath(found[0]), int(found[1].arrays["global_step"])
+            is_final = watch.is_at_end or (
+                self._max_steps is not None and step >= self._max_steps
+            )
+            try:
+                self._evaluate(path, is_final=is_final)
+            except CheckpointError:
+                if is_final or Path(path).exists():
+                    raise
+                _logger.warning(
+                    "train_and_evaluate: %s was deleted before it was evaluated. Raise "
+                    "keep_checkpoint_max to keep checkpoints longer.",
+                    path,
+                )
+                continue
+            if not is_final:
+                _wait(self._spec.throttle_secs, watch)
+        if path is not None and not is_final:
+            # No further checkpoint came: the one evaluated last is the final one.
+            self._export(path, is_final=True)
+
+    def _evaluate(self, path: str | None, *, is_final: bool) -> None:
+        spec, estimator = self._spec, self._estimator
+        path = path or estimator.latest_checkpoint()
+        self.results = estimator.evaluate(
+            spec.input_fn, spec.steps, spec.hooks, path, spec.name
+        )
+        self._last_time = time.monotonic()
+        self._export(path, is_final=is_final)
+
+    def _export(self, path: str | None, *, is_final: bool) -> None:
+        folder = os.path.join(self._estimator.model_dir, "export")
+        self.exports = [
+            exporter.export(
+                estimator=self._estimator,
+                export_path=os.path.join(folder, exporter.name),
+                checkpoint_path=path,
+                eval_result=self.results,
+                is_the_final_export=is_final,
+            )
+            for exporter in _exporters(self._spec)
+        ]
+
+
+def _set_list(spec: TrainSpec | EvalSpec, name: str, kind: type) -> None:
+    """Replace a field by the tuple of its values; raise TypeError for other values."""
+    title = f"{type(spec).__name__}: {name}"
+    object.__setattr__(spec, name, tuple(listed_of(kind, getattr(spec, name), title)))
+
+
+def _exporters(spec: EvalSpec) -> tuple[Exporter, ...]:
+    return cast(tuple[Exporter, ...], spec.exporters)  # By `_set_list`.
+
+
+def _wait(seconds: float, watch: CheckpointWatch) -> None:
+    """Sleep that long, or until training ends."""
+    wait_for(
+        lambda: watch.is_finished or None,
+        seconds,
+        late=lambda: False,
+        pauses=POLL_PAUSES,
+    )
+
+
+def _check_cluster(estimator: Estimator, cluster: ClusterSpec) -> None:
+    config = estimator.config
+    strategy = config.train_distribute
+    if estimator.is_temporary:
+        raise ValueError(
+            "train_and_evaluate: the cluster has several tasks, and the estimator no "
+            "model_dir. Give one that all tasks share."
+        )
+    spans = strategy is not None and hasattr(strategy, "cluster_resolver")
+    if not spans:
+        raise ValueError(
+            f"train_and_evaluate: TF_CONFIG describes the tasks {cluster.as_dict()}, "
+            f"and train_distribute={strategy!r} trains in one process. Give "
+            "rx.MultiWorkerMirroredStrategy() or rx.ParameterServerStrategy()."
+        )
+    if config.task_type == "ps":
+        raise ValueError(
+            f"train_and_evaluate: this is task ps:{config.task_id}, and "
+            f"train_distribute={strategy!r} has no parameter servers. Give "
+            "rx.ParameterServerStrategy(), or leave them out of TF_CONFIG."
+        )
+
+
+def _check(caller: str, input_fn: InputFunction, name: str, number: int | None) -> None:
+    require_input_function(input_fn, caller)
+    if number is not None:
+        require_count(number, f"{caller}: {name}", 1, otherwise=", or None")

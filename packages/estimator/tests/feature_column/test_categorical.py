@@ -1,0 +1,225 @@
+"""Ids of categories on the host."""
+
+import string
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from replicax_estimator import feature_column as fc
+
+WORDS = ["a", "b", "c"]
+
+
+def ids(column, raw, **others):
+    made = fc.features_of(column, {"x": raw, **others})[column.outputs[0]]
+    assert made.dtype == np.int32
+    return made.tolist()
+
+
+def vocabulary(words=WORDS, **options):
+    return fc.categorical_column_with_vocabulary_list("x", words, **options)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int32", "int64", "uint8"])
+def test_identity(dtype) -> None:
+    column = fc.categorical_column_with_identity("x", 5)
+    assert ids(column, np.array([0, 4], dtype)) == [[0], [4]]
+    assert column.name == "x"
+
+
+def test_missing_ids_stay_missing() -> None:
+    raw = np.array([[1, -1], [-1, -1]])
+    assert ids(fc.categorical_column_with_identity("x", 5), raw) == raw.tolist()
+    assert ids(fc.categorical_column_with_identity("x", 5, 3), raw) == raw.tolist()
+
+
+def test_identity_out_of_range_takes_the_default() -> None:
+    column = fc.categorical_column_with_identity("x", 5, default_value=0)
+    assert ids(column, [5, -2, 3]) == [[0], [0], [3]]
+
+
+@pytest.mark.parametrize("value", [5, -2])
+def test_identity_out_of_range_without_default(value) -> None:
+    column = fc.categorical_column_with_identity("x", 5)
+    with pytest.raises(ValueError, match=f"num_buckets - 1 = 4.*got {value}"):
+        ids(column, [1, value])
+
+
+@pytest.mark.parametrize(
+    ("raw", "error", "match"),
+    [
+        (["a"], TypeError, "must have integers for dtype='int64'; got strings"),
+        ([1.0], TypeError, "integers or strings; got dtype float64"),
+        ([True], TypeError, "got dtype bool"),
+        (np.zeros((1, 1, 1), int), ValueError, r"\[B\] or \[B, k\]; got \[1, 1, 1\]"),
+        (np.array([3, None], object), TypeError, "got 3 of type int in an array"),
+        (np.array([2**63], np.uint64), ValueError, "value 9223372036854775808"),
+    ],
+)
+def test_wrong_categories(raw, error, match) -> None:
+    with pytest.raises(error, match=match):
+        ids(fc.categorical_column_with_identity("x", 5), raw)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "match"),
+    [
+        (lambda: fc.categorical_column_with_identity("x", 0), ValueError, "got 0"),
+        (lambda: fc.categorical_column_with_identity(1, 2), TypeError, "key must be"),
+        (
+            lambda: fc.categorical_column_with_identity("x", 3, 3),
+            ValueError,
+            "default_value must be an id from 0 to num_buckets - 1 = 2; got 3",
+        ),
+        (
+            lambda: fc.categorical_column_with_hash_bucket("x", 0),
+            ValueError,
+            "hash_bucket_size must be an integer",
+        ),
+        (
+            lambda: fc.categorical_column_with_hash_bucket("x", 3, "float32"),
+            TypeError,
+            "dtype must be 'string' or one of integers",
+        ),
+        (lambda: vocabulary([]), ValueError, "must not be empty"),
+        (lambda: vocabulary(["a", "b", "a"]), ValueError, "got 'a' again"),
+        (lambda: vocabulary(["a", 1]), TypeError, "all strings or all integers"),
+        (lambda: vocabulary([0.5]), TypeError, "all strings or all integers"),
+        (lambda: vocabulary(dtype="int64"), TypeError, "does not fit"),
+        (lambda: vocabulary(default_value=3), ValueError, "size 3; got 3"),
+        (
+            lambda: vocabulary(default_value=0, num_oov_buckets=2),
+            ValueError,
+            "not both",
+        ),
+        (lambda: vocabulary(num_oov_buckets=-1), ValueError, "num_oov_buckets"),
+    ],
+)
+def test_wrong_categorical_columns(make, error, match) -> None:
+    with pytest.raises(error, match=match):
+        make()
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        ["b", "", "z"],
+        [b"b", b"", b"z"],
+        np.array(["b", None, "z"], object),
+        np.array(["b", float("nan"), b"z"], object),
+        np.array([b"b", b"", b"z"], object),
+    ],
+)
+def test_vocabulary_of_strings_however_they_come(raw) -> None:
+    assert ids(vocabulary(), raw) == [[1], [-1], [-1]]
+    assert ids(vocabulary(default_value=2), raw) == [[1], [-1], [2]]
+    assert ids(vocabulary(num_oov_buckets=1), raw) == [[1], [-1], [3]]
+
+
+def test_vocabulary_of_integers() -> None:
+    column = vocabulary([10, 20], num_oov_buckets=3)
+    (first,), (missing,), (unknown,) = ids(column, [20, -1, 7])
+    assert (first, missing) == (1, -1)
+    assert unknown in (2, 3, 4)
+    assert column.num_buckets == 5
+    with pytest.raises(TypeError, match="must have integers"):
+        ids(column, ["a"])
+
+
+def test_vocabulary_file(tmp_path) -> None:
+    path = tmp_path / "words.txt"
+    path.write_bytes("grün\r\nblau\nrot\n".encode())
+    make = fc.categorical_column_with_vocabulary_file
+    assert ids(make("x", path), ["rot", "grün", "?"]) == [[2], [0], [-1]]
+    assert ids(make("x", path, 2), ["rot", "blau"]) == [[-1], [1]]
+    assert make("x", path) == fc.categorical_column_with_vocabulary_list(
+        "x", ["grün", "blau", "rot"]
+    )
+    with pytest.raises(ValueError, match=r"vocabulary_size=4, but .* has 3 lines"):
+        make("x", path, 4)
+    with pytest.raises(ValueError, match="is no integer"):
+        make("x", path, dtype="int64")
+    path.write_text("7\n5\n")
+    assert ids(make("x", path, dtype="int64"), [5, 7]) == [[1], [0]]
+
+
+def test_hash_buckets_are_fixed() -> None:
+    """Trained weights are worthless if this fails."""
+    column = fc.categorical_column_with_hash_bucket("x", 1000)
+    assert ids(column, ["a", "Zürich", "", "42"]) == [[928], [368], [-1], [983]]
+    integers = fc.categorical_column_with_hash_bucket("x", 1000, "int64")
+    assert ids(integers, [42, -1]) == [[983], [-1]]
+
+
+def test_hash_needs_its_dtype() -> None:
+    with pytest.raises(TypeError, match="must have strings for dtype='string'"):
+        ids(fc.categorical_column_with_hash_bucket("x", 10), [1])
+
+
+def test_hashes_are_the_same_in_every_process() -> None:
+    column = fc.categorical_column_with_hash_bucket("x", 10**6)
+    assert ids(column, WORDS) == [[292928], [857668], [239095]]
+    crossed = fc.crossed_column(["x", "y"], 10**6)
+    assert ids(crossed, WORDS, y=WORDS) == [[218072], [11312], [115143]]
+
+
+texts = st.lists(st.text(string.printable + "éß漢", max_size=8), min_size=1, max_size=9)
+
+
+@settings(max_examples=25)
+@given(words=texts, size=st.integers(1, 2**31 - 1), seed=st.randoms())
+def test_a_bucket_depends_on_the_value_alone(words, size, seed) -> None:
+    column = fc.categorical_column_with_hash_bucket("x", size)
+    made = dict(zip(words, ids(column, np.array(words, object)), strict=True))
+    assert all(-1 <= i < size and (i < 0) == (w == "") for w, (i,) in made.items())
+    shuffled = list(words)
+    seed.shuffle(shuffled)
+    assert ids(column, np.array(shuffled, object)) == [made[w] for w in shuffled]
+
+
+def test_buckets_are_filled_evenly() -> None:
+    column = fc.categorical_column_with_hash_bucket("x", 16, "int64")
+    counts = np.bincount(np.ravel(ids(column, np.arange(16_000))), minlength=16)
+    assert counts.min() > 850
+    assert counts.max() < 1150
+
+
+def test_weights() -> None:
+    column = fc.weighted_categorical_column(vocabulary(), "w")
+    assert column.name == "x_weighted_by_w"
+    features = {"x": [["a", "c"], ["b", ""]], "w": [[1, 2.5], [3, 4]]}
+    made = fc.features_of(column, features)
+    np.testing.assert_array_equal(made[column.outputs[0]], [[0, 2], [1, -1]])
+    np.testing.assert_array_equal(made[column.outputs[1]], [[1, 2.5], [3, 4]])
+    hot = fc.DenseFeatures(fc.indicator_column(column))(features)
+    np.testing.assert_array_equal(hot, [[1, 0, 2.5], [0, 3, 0]])
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "match"),
+    [
+        (
+            lambda: fc.weighted_categorical_column(fc.numeric_column("x"), "w"),
+            ValueError,
+            "categorical column without weights",
+        ),
+        (
+            lambda: fc.weighted_categorical_column(vocabulary(), "w", "string"),
+            TypeError,
+            "dtype must be one of real numbers",
+        ),
+        (
+            lambda: fc.features_of(
+                fc.weighted_categorical_column(vocabulary(), "w"),
+                {"x": ["a", "b"], "w": [[1, 2], [3, 4]]},
+            ),
+            ValueError,
+            r"feature 'w' must have the shape \[B, 1\]",
+        ),
+    ],
+)
+def test_wrong_weights(make, error, match) -> None:
+    with pytest.raises(error, match=match):
+        make()

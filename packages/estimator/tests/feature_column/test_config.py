@@ -1,0 +1,192 @@
+"""Columns as JSON, and back."""
+
+import json
+import math
+
+import keras
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from replicax_estimator import feature_column as fc
+from replicax_estimator.feature_column.config import from_config, to_config
+
+SETTINGS = settings(max_examples=30)
+
+KEYS = st.text(max_size=5)
+SIZES = st.integers(1, 2**31 - 1)
+FLOATS = st.floats(allow_nan=False)
+TEXTS = st.text(st.characters(), max_size=6)  # Lone surrogates, too.
+
+
+@st.composite
+def numeric(draw, **limits):
+    shape = draw(st.lists(st.integers(1, 3), max_size=2, **limits))
+    one = st.one_of(st.booleans(), st.integers(-(2**60), 2**60), FLOATS)
+    default = draw(st.one_of(st.none(), one))
+    if default is not None and draw(st.booleans()):
+        default = np.full(shape, default)
+    dtype = draw(st.sampled_from(["float32", "float64", "int64"]))
+    return fc.numeric_column(draw(KEYS), shape, default, dtype)
+
+
+@st.composite
+def bucketized(draw):
+    edges = sorted(draw(st.sets(FLOATS, min_size=1, max_size=4)))
+    size = draw(st.integers(1, 3))
+    return fc.bucketized_column(fc.numeric_column(draw(KEYS), size), edges)
+
+
+@st.composite
+def identity(draw):
+    size = draw(SIZES)
+    default = draw(st.one_of(st.none(), st.integers(0, size - 1)))
+    return fc.categorical_column_with_identity(draw(KEYS), size, default)
+
+
+@st.composite
+def vocabulary(draw):
+    word = draw(st.sampled_from([TEXTS, st.integers(-(2**63), 2**63 - 1)]))
+    words = draw(st.lists(word, min_size=1, max_size=5, unique=True))
+    options = draw(
+        st.one_of(
+            st.builds(lambda n: {"num_oov_buckets": n}, st.integers(0, 9)),
+            st.builds(lambda n: {"default_value": n}, st.integers(-1, len(words) - 1)),
+        )
+    )
+    return fc.categorical_column_with_vocabulary_list(draw(KEYS), words, **options)
+
+
+HASHED = st.builds(
+    fc.categorical_column_with_hash_bucket,
+    KEYS,
+    SIZES,
+    st.sampled_from(["string", "int32", "int64"]),
+)
+CROSSABLE = st.one_of(KEYS, bucketized(), identity(), vocabulary())
+CROSSED = st.recursive(
+    CROSSABLE,
+    lambda leaf: st.builds(
+        fc.crossed_column,
+        st.lists(leaf, min_size=2, max_size=3),
+        st.integers(1, 99),
+        st.one_of(st.none(), st.integers(0, 2**64 - 1)),
+    ),
+    max_leaves=4,
+).filter(lambda column: not isinstance(column, str))
+CATEGORICAL = st.one_of(identity(), vocabulary(), HASHED, bucketized(), CROSSED)
+WEIGHTED = st.builds(fc.weighted_categorical_column, CATEGORICAL, KEYS)
+ANY_CATEGORICAL = st.one_of(CATEGORICAL, WEIGHTED)
+INDICATOR = st.builds(fc.indicator_column, ANY_CATEGORICAL)
+EMBEDDING = st.builds(
+    fc.embedding_column,
+    ANY_CATEGORICAL,
+    st.integers(1, 99),
+    st.sampled_from(["mean", "sqrtn", "sum"]),
+    st.sampled_from([None, "zeros", "glorot_uniform"]),
+    st.booleans(),
+    st.one_of(st.none(), st.floats(1e-30, exclude_min=True, allow_nan=False)),
+)
+SHARED = st.builds(
+    lambda column, name: fc.shared_embeddings(
+        [column], 3, shared_embedding_collection_name=name
+    )[0],
+    ANY_CATEGORICAL,
+    st.one_of(st.none(), KEYS),
+)
+COLUMNS = st.one_of(numeric(), ANY_CATEGORICAL, INDICATOR, EMBEDDING, SHARED)
+
+
+@SETTINGS
+@given(COLUMNS)
+def test_a_column_comes_back_as_it_was(column) -> None:
+    text = json.dumps(to_config(column), allow_nan=False)
+    again = from_config(json.loads(text))
+    assert again == column
+    assert type(again) is type(column)
+    assert repr(again) == repr(column)  # True is not 1, and -0.0 not 0.0.
+    assert again.outputs == column.outputs
+
+
+def test_every_kind_of_column_is_known() -> None:
+    made = {
+        fc.numeric_column("n"),
+        (age := fc.bucketized_column(fc.numeric_column("a"), [1])),
+        (day := fc.categorical_column_with_identity("i", 3)),
+        fc.categorical_column_with_vocabulary_list("w", ["a"]),
+        fc.categorical_column_with_hash_bucket("w", 3),
+        fc.crossed_column([age, "w"], 9),
+        fc.weighted_categorical_column(day, "f"),
+        fc.indicator_column(day),
+        fc.embedding_column(day, 2),
+    }
+    classes = {type(column) for column in made}
+    below = [fc.Column]
+    for cls in below:
+        below += cls.__subclasses__()
+    whole = {c for c in below if not c.__abstractmethods__ and c.__module__.count(".")}
+    assert classes == {c for c in whole if not c.__name__.startswith("_")}
+    assert all(from_config(to_config(column)) == column for column in made)
+
+
+def test_special_numbers_come_back() -> None:
+    column = fc.numeric_column("x", 2, [math.nan, -math.inf])
+    again = from_config(json.loads(json.dumps(to_config(column), allow_nan=False)))
+    assert repr(again) == repr(column)
+
+
+def test_numbers_of_numpy_become_plain_ones() -> None:
+    column = fc.categorical_column_with_identity("x", np.int64(7))
+    text = json.dumps(to_config(column))
+    assert from_config(json.loads(text)) == column
+
+
+def test_initializers_of_keras_come_back() -> None:
+    day = fc.categorical_column_with_identity("day", 7)
+    initializer = keras.initializers.RandomNormal(0.5, 0.25, seed=3)
+    column = fc.embedding_column(day, 2, initializer=initializer)
+    again = from_config(json.loads(json.dumps(to_config(column))))
+    assert again.categorical_column == day
+    assert type(again.initializer) is type(initializer)
+    assert again.initializer.get_config() == initializer.get_config()
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        fc.numeric_column("x", normalizer_fn=np.log1p),
+        fc.bucketized_column(fc.numeric_column("x", normalizer_fn=np.log1p), [1]),
+        fc.embedding_column(
+            fc.categorical_column_with_identity("x", 3), 2, initializer=np.zeros
+        ),
+    ],
+    ids=["numeric", "bucketized", "embedding"],
+)
+def test_functions_are_refused(column) -> None:
+    with pytest.raises(ValueError, match=r"feature column 'x.*' holds .*JSON cannot"):
+        to_config(column)
+
+
+@pytest.mark.parametrize(
+    ("config", "match"),
+    [
+        ({}, r"a kind out of \['bucketized'"),
+        ({"kind": "no"}, "'no'"),
+        (3, "got 3"),
+        ({"kind": "identity", "key": "x"}, r"attributes \['default_value'.*\['key'\]"),
+        (
+            {**to_config(fc.categorical_column_with_identity("x", 1))}
+            | {"number_buckets": 0},
+            "num_buckets must be an integer from 1",
+        ),
+    ],
+)
+def test_configs_that_describe_no_column(config, match) -> None:
+    with pytest.raises(ValueError, match=match):
+        from_config(config)
+
+
+def test_other_objects_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"a column of rx\.feature_column; got 'x'"):
+        to_config("x")

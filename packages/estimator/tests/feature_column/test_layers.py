@@ -1,0 +1,282 @@
+"""Columns in Keras layers, against NumPy."""
+
+import jax
+import keras
+import numpy as np
+import pytest
+from sklearn.datasets import load_diabetes
+
+import replicax as rx
+from replicax_estimator import feature_column as fc
+
+AGE = fc.numeric_column("age")
+AGES = fc.bucketized_column(AGE, [18, 65])
+TAGS = fc.categorical_column_with_vocabulary_list("tags", ["a", "b", "c", "d"])
+RATED = fc.weighted_categorical_column(TAGS, "w")
+FEATURES = {
+    "age": np.array([10.0, 40.0, 70.0]),
+    "tags": np.array([["a", "c"], ["d", ""], ["", ""]]),
+    "w": np.array([[0.5, 2.0], [-1.0, 3.0], [1.0, 1.0]]),
+}
+TAG_IDS = np.array([[0, 2], [3, -1], [-1, -1]])
+TABLE = np.arange(8.0, dtype="float32").reshape(4, 2) + 1
+
+
+def table_of(shape, dtype=None):
+    del shape
+    return keras.ops.convert_to_tensor(TABLE, dtype)
+
+
+def combine(weights, combiner):
+    """By hand, row by row."""
+    rows = []
+    for ids, factors in zip(TAG_IDS, weights, strict=True):
+        used = [
+            (TABLE[i], w)
+            for i, w in zip(ids, factors, strict=True)
+            if i >= 0 and (w > 0 or combiner == "sum")
+        ]
+        total = sum((v * w for v, w in used), np.zeros(2))
+        ws = np.array([w for _, w in used])
+        divisor = {
+            "sum": 1.0,
+            "mean": ws.sum(),
+            "sqrtn": np.sqrt((ws**2).sum()),
+        }[combiner]
+        rows.append(total / divisor if used else total)
+    return np.array(rows)
+
+
+@pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_embeddings(combiner, is_weighted) -> None:
+    source = RATED if is_weighted else TAGS
+    column = fc.embedding_column(source, 2, combiner, initializer=table_of)
+    weights = FEATURES["w"] if is_weighted else np.ones((3, 2))
+    made = fc.DenseFeatures(column)(FEATURES)
+    np.testing.assert_allclose(made, combine(weights, combiner), rtol=1e-6)
+
+
+@pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_linear_model_of_categories(combiner, is_weighted) -> None:
+    layer = fc.LinearModel(
+        RATED if is_weighted else TAGS, units=2, sparse_combiner=combiner
+    )
+    assert not np.any(layer(FEATURES))
+    layer.variables[1].assign(TABLE)
+    layer.variables[0].assign([10, 20])
+    weights = FEATURES["w"] if is_weighted else np.ones((3, 2))
+    expected = combine(weights, combiner) + np.array([10, 20])
+    np.testing.assert_allclose(layer(FEATURES), expected, rtol=1e-6)
+
+
+def test_long_vectors_are_shortened() -> None:
+    column = fc.embedding_column(TAGS, 2, "sum", initializer=table_of, max_norm=4)
+    made = np.asarray(fc.DenseFeatures(column)(FEATURES))
+    short = TABLE * np.minimum(1, 4 / np.linalg.norm(TABLE, axis=1, keepdims=True))
+    expected = [short[0] + short[2], short[3], np.zeros(2)]
+    np.testing.assert_allclose(made, expected, rtol=1e-6)
+    zeros = fc.embedding_column(TAGS, 2, initializer="zeros", max_norm=4)
+    layer = fc.DenseFeatures(zeros)
+    (gradient,) = gradients(layer, fc.features_of(zeros, FEATURES))
+    assert np.isfinite(gradient).all()
+    assert gradient.any()
+
+
+def gradients(layer, features):
+    """Of the sum of the layer's output, by its trainable variables."""
+    layer(features)
+
+    def loss(values):
+        output, _ = layer.stateless_call(values, [], features)
+        return output.sum()
+
+    return jax.jit(jax.grad(loss))([v.value for v in layer.trainable_variables])
+
+
+def test_gradients_flow_to_rows_that_were_used() -> None:
+    column = fc.embedding_column(TAGS, 2, "sum")
+    layer = fc.DenseFeatures([column, AGE])
+    features = fc.features_of([column, AGE], FEATURES)
+    (gradient,) = gradients(layer, features)
+    np.testing.assert_array_equal(gradient, [[1, 1], [0, 0], [1, 1], [1, 1]])
+
+
+def test_a_table_that_is_not_trainable() -> None:
+    layer = fc.DenseFeatures(fc.embedding_column(TAGS, 2, trainable=False))
+    layer(FEATURES)
+    assert len(layer.variables) == 1
+    assert layer.trainable_variables == []
+    assert fc.DenseFeatures(fc.embedding_column(TAGS, 2), trainable=False)(
+        FEATURES
+    ).shape == (3, 2)
+
+
+def test_the_default_initializer() -> None:
+    column = fc.embedding_column(fc.categorical_column_with_identity("i", 2000), 16)
+    layer = fc.DenseFeatures(column)
+    layer({"i": [0]})
+    table = np.asarray(layer.variables[0])
+    # Truncated at two standard deviations, 0.25, which leaves 0.88 of one.
+    assert np.abs(table).max() <= 0.5 + 1e-6
+    assert table.std() == pytest.approx(0.22, abs=0.01)
+
+
+def test_columns_come_in_the_order_of_their_names() -> None:
+    columns = [fc.indicator_column(TAGS), AGES, AGE]
+    made = fc.DenseFeatures(columns)(FEATURES)
+    np.testing.assert_array_equal(made, fc.DenseFeatures(columns[::-1])(FEATURES))
+    hot = np.zeros((3, 4))
+    hot[[0, 0, 1], [0, 2, 3]] = 1
+    expected = np.hstack([FEATURES["age"][:, None], np.eye(3), hot])
+    np.testing.assert_array_equal(made, expected)
+
+
+def test_shared_embeddings_have_one_table() -> None:
+    others = fc.categorical_column_with_identity("i", 4)
+    columns = fc.shared_embeddings([TAGS, others], 2, initializer=table_of)
+    layer = fc.DenseFeatures(columns)
+    made = layer({**FEATURES, "i": [3, 1, 0]})
+    assert len(layer.variables) == 1
+    assert "i_tags_shared_embedding" in layer.variables[0].path
+    # In the order of names: i, tags.
+    expected = np.hstack([TABLE[[3, 1, 0]], combine(np.ones((3, 2)), "mean")])
+    np.testing.assert_allclose(made, expected)
+
+
+def test_tables_of_one_name_must_agree() -> None:
+    others = fc.categorical_column_with_identity("i", 4)
+    columns = [
+        *fc.shared_embeddings([TAGS], 2, shared_embedding_collection_name="s"),
+        *fc.shared_embeddings([others], 3, shared_embedding_collection_name="s"),
+    ]
+    with pytest.raises(ValueError, match=r"share the table 's' must agree.*got \(4, 3"):
+        fc.DenseFeatures(columns)({**FEATURES, "i": [3, 1, 0]})
+
+
+def test_variables_have_the_names_of_columns() -> None:
+    slashed = fc.categorical_column_with_identity("user/kind", 4)
+    dense = fc.DenseFeatures(fc.embedding_column(slashed, 2), name="deep")
+    wide = fc.LinearModel([slashed, AGES, fc.indicator_column(TAGS)], name="wide")
+    features = {**FEATURES, "user/kind": [0, 1, 2]}
+    dense(features)
+    wide(features)
+    assert [v.path for v in dense.variables] == [
+        "deep/deep_user_kind_embedding/embeddings"
+    ]
+    assert [v.path for v in wide.variables] == [
+        "wide/bias_weights",
+        "wide/age_bucketized/weights",
+        "wide/tags_indicator/weights",
+        "wide/user_kind/weights",
+    ]
+    assert [v.shape for v in wide.variables] == [(1,), (3, 1), (4, 1), (4, 1)]
+
+
+def test_raw_and_transformed_features_give_the_same() -> None:
+    columns = [AGE, AGES, fc.indicator_column(RATED)]
+    layer = fc.DenseFeatures(columns)
+    np.testing.assert_array_equal(
+        layer(FEATURES), layer(fc.features_of(columns, FEATURES))
+    )
+    np.testing.assert_array_equal(layer(FEATURES), fc.input_layer(FEATURES, columns))
+
+
+def test_raw_numbers_may_be_traced() -> None:
+    kinds = fc.categorical_column_with_identity("kind", 3, default_value=0)
+    rated = fc.weighted_categorical_column(kinds, "w")
+    columns = [
+        fc.numeric_column("age", normalizer_fn=lambda x: x / 100),
+        AGES,
+        fc.indicator_column(rated),
+        fc.numeric_column("none", default_value=7),
+    ]
+    raw = {"age": FEATURES["age"], "kind": np.array([2, -1, 9]), "w": np.ones(3)}
+    made = jax.jit(lambda features: fc.DenseFeatures(columns)(features))(raw)
+    np.testing.assert_allclose(made, fc.DenseFeatures(columns)(raw), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("column", "match"),
+    [
+        (fc.categorical_column_with_identity("i", 3), "only noticed on the host"),
+        (fc.categorical_column_with_hash_bucket("i", 3, "int64"), "looked up on the"),
+    ],
+)
+def test_raw_categories_may_not_be_traced(column, match) -> None:
+    layer = fc.LinearModel(column)
+    with pytest.raises(TypeError, match=match):
+        jax.jit(lambda x: layer({"i": x}))(np.array([1]))
+
+
+def test_layers_in_a_functional_model() -> None:
+    inputs = {"age": keras.Input((1,), name="age")}
+    output = keras.layers.Dense(1)(fc.DenseFeatures([AGE, AGES])(inputs))
+    model = keras.Model(inputs, output)
+    assert model.predict({"age": FEATURES["age"]}, verbose=0).shape == (3, 1)
+
+
+def test_mixed_precision_does_not_touch_boundaries() -> None:
+    exact = fc.bucketized_column(AGE, [1.0, 1.0001])
+    layer = fc.DenseFeatures([exact], dtype="mixed_bfloat16")
+    made = layer({"age": [1.00005]})
+    assert made.dtype == "bfloat16"
+    np.testing.assert_array_equal(np.asarray(made, "float32"), [[0, 1, 0]])
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: fc.DenseFeatures([]), "at least one feature column"),
+        (lambda: fc.DenseFeatures([TAGS]), "indicator_column or embedding_column"),
+        (lambda: fc.DenseFeatures([AGE, AGE]), "two of the name 'age'"),
+        (lambda: fc.LinearModel([TAGS, TAGS]), "two of the name 'tags'"),
+        (lambda: fc.LinearModel([AGE], units=0), "units must be 1 or more"),
+        (lambda: fc.LinearModel([AGE], sparse_combiner="max"), "sparse_combiner must"),
+    ],
+)
+def test_wrong_layers(make, match) -> None:
+    with pytest.raises(ValueError, match=match):
+        make()
+
+
+def test_features_must_come_by_name() -> None:
+    with pytest.raises(TypeError, match="DenseFeatures: features must be a dict"):
+        fc.DenseFeatures(AGE)(np.ones(3))
+
+
+@pytest.fixture(scope="module")
+def diabetes():
+    """Ten measurements of 442 patients, and how their disease went on."""
+    table = load_diabetes(scaled=False)
+    features = dict(zip(table.feature_names, table.data.T, strict=True))
+    return features, (table.target / 100).astype("float32")[:, None]
+
+
+@pytest.mark.slow
+def test_linear_model_learns_diabetes_on_replicas(diabetes) -> None:
+    """Buckets of age and BMI, sex, their cross, blood pressure: as least squares."""
+    features, target = diabetes
+    features = {
+        **features,
+        "sex": np.array(["f", "m"])[features["sex"].astype(int) - 1],
+    }
+    sex = fc.categorical_column_with_vocabulary_list("sex", ["f", "m"])
+    bmi = fc.bucketized_column(fc.numeric_column("bmi"), [22, 26, 30])
+    pressure = fc.numeric_column("bp", normalizer_fn=lambda x: (x - 95) / 14)
+    columns = [sex, bmi, pressure, fc.crossed_column([sex, bmi], 50)]
+    batch = fc.features_of(columns, features)
+    with rx.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
+        model = keras.Sequential([fc.LinearModel(columns)])
+        model.compile(keras.optimizers.Adam(0.1), "mse")
+    model.fit(batch, target, batch_size=442, epochs=150, verbose=0)
+    loss = model.evaluate(batch, target, verbose=0)
+
+    level = (features["bmi"][:, None] >= [22, 26, 30]).sum(axis=1)
+    cell = level + 4 * (features["sex"] == "m")
+    design = np.hstack([np.eye(8)[cell], ((features["bp"] - 95) / 14)[:, None]])
+    best, *_ = np.linalg.lstsq(design, target, rcond=None)
+    least = np.square(design @ best - target).mean()
+    assert loss == pytest.approx(least, rel=1e-2)
+    assert loss < 0.75 * target.var()

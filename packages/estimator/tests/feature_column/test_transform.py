@@ -1,0 +1,150 @@
+"""`features_of`, and what all columns have in common."""
+
+import pickle
+
+import jax
+import numpy as np
+import pytest
+
+from replicax_estimator import feature_column as fc
+
+NUMBER = fc.numeric_column("n", shape=2, default_value=[1, 2])
+AGES = fc.bucketized_column(fc.numeric_column("age"), [18, 65])
+IDS = fc.categorical_column_with_identity("i", 10)
+WORDS = fc.categorical_column_with_vocabulary_list("w", ["a", "b"])
+HASHED = fc.categorical_column_with_hash_bucket("w", 10)
+CROSSED = fc.crossed_column([AGES, "w"], 100)
+WEIGHTED = fc.weighted_categorical_column(IDS, "f")
+INDICATOR = fc.indicator_column(WORDS)
+EMBEDDING = fc.embedding_column(HASHED, 4, max_norm=1.0)
+COLUMNS = [
+    NUMBER,
+    AGES,
+    IDS,
+    WORDS,
+    HASHED,
+    CROSSED,
+    WEIGHTED,
+    INDICATOR,
+    EMBEDDING,
+]
+NAMES = [
+    "n",
+    "age_bucketized",
+    "i",
+    "w",
+    "w",
+    "age_bucketized_X_w",
+    "i_weighted_by_f",
+    "w_indicator",
+    "w_embedding",
+]
+FEATURES = {
+    "n": [[1, 2], [3, 4]],
+    "age": [3, 30],
+    "i": [0, 9],
+    "w": ["a", "c"],
+    "f": [0.5, 2.0],
+}
+
+
+def test_names_are_those_of_tensorflow() -> None:
+    assert [column.name for column in COLUMNS] == NAMES
+
+
+@pytest.mark.parametrize("column", COLUMNS, ids=lambda column: type(column).__name__)
+def test_columns_are_values(column) -> None:
+    again = pickle.loads(pickle.dumps(column))
+    assert again == column
+    assert hash(again) == hash(column)
+    assert again.outputs == column.outputs
+    with pytest.raises(AttributeError, match="cannot assign"):
+        column.key = "y"
+
+
+@pytest.mark.parametrize("column", COLUMNS, ids=lambda column: type(column).__name__)
+def test_columns_name_what_they_take_and_make(column) -> None:
+    features = {key: FEATURES[key] for key in column.keys}
+    made = column.transform(features)
+    assert tuple(made) == column.outputs
+    assert all(len(array) == 2 for array in made.values())
+
+
+def test_each_array_is_made_once_and_has_a_name_of_its_own() -> None:
+    made = fc.features_of(COLUMNS, FEATURES)
+    # Words by vocabulary and by hash are two; the indicator has the former.
+    assert len(made) == 7
+    assert set(INDICATOR.outputs) | set(EMBEDDING.outputs) | set(AGES.outputs) <= set(
+        made
+    )
+    assert all(array.dtype in (np.float32, np.int32) for array in made.values())
+
+
+def test_names_of_arrays_are_stable() -> None:
+    assert IDS.outputs == ("i-ids-7c172b",)
+    column = fc.numeric_column("age", normalizer_fn=np.log1p)
+    assert column.outputs != fc.numeric_column("age").outputs
+
+
+def test_columns_that_differ_only_in_a_function_are_refused() -> None:
+    columns = [
+        fc.numeric_column("n", normalizer_fn=lambda x, by=by: x / by) for by in (2, 3)
+    ]
+    with pytest.raises(ValueError, match="two columns 'n' differ only in a function"):
+        fc.features_of(columns, {"n": [1]})
+
+
+@pytest.mark.parametrize("column", COLUMNS[1:], ids=lambda c: type(c).__name__)
+def test_a_missing_feature_is_named(column) -> None:
+    with pytest.raises(ValueError, match=r"there is no feature '.'|'age'") as caught:
+        fc.features_of(column, {"z": [1], "b": [1]})
+    assert "got features ['b', 'z']" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("columns", "match"),
+    [
+        ([], "at least one"),
+        ({"x": NUMBER}, "a list of feature columns"),
+        ("x", "a list of feature columns"),
+        (3, "a list of feature columns"),
+        ([NUMBER, "x"], "got 'x' among them"),
+    ],
+)
+def test_wrong_columns(columns, match) -> None:
+    with pytest.raises(ValueError, match=match):
+        fc.features_of(columns, FEATURES)
+
+
+def test_wrong_features() -> None:
+    with pytest.raises(TypeError, match="must be a dict of arrays by name; got a list"):
+        fc.features_of(NUMBER, [1])
+    with pytest.raises(ValueError, match="same number of rows"):
+        fc.features_of([IDS, AGES], {"i": [1], "age": [1, 2]})
+    with pytest.raises(ValueError, match="no other that tells the number of rows"):
+        fc.features_of(NUMBER, {})
+
+
+def test_traced_features_belong_into_the_input_function() -> None:
+    with pytest.raises(TypeError, match=r"'n' is traced by JAX.*input function"):
+        jax.jit(lambda x: fc.features_of(NUMBER, {"n": x}))(np.ones((2, 2)))
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: fc.indicator_column(NUMBER), "must be a categorical column"),
+        (lambda: fc.indicator_column(INDICATOR), "must be a categorical column"),
+        (lambda: fc.embedding_column("x", 3), "must be a categorical column; got 'x'"),
+        (lambda: fc.embedding_column(IDS, 0), "dimension must be an integer from 1"),
+        (lambda: fc.embedding_column(IDS, None), "dimension.*got None"),
+        (lambda: fc.embedding_column(IDS, 3, "max"), "combiner must be one of 'mean'"),
+        (lambda: fc.embedding_column(IDS, 3, max_norm=0), "max_norm must be above 0"),
+        (lambda: fc.embedding_column(IDS, 3, initializer=3), "initializer must be"),
+        (lambda: fc.shared_embeddings([IDS, WORDS], 3), "equal num_buckets; got"),
+        (lambda: fc.shared_embeddings([NUMBER], 3), "must be categorical columns"),
+    ],
+)
+def test_wrong_dense_columns(make, match) -> None:
+    with pytest.raises(ValueError, match=match):
+        make()

@@ -1,0 +1,55 @@
+"""Which arguments a `model_fn` and an `input_fn` get, however they are written."""
+
+import functools
+from typing import Any
+
+import pytest
+
+from replicax_estimator.spec import EstimatorSpec, ModeKeys
+from replicax_estimator.user_functions import ModelFunction, wanted_arguments
+
+
+def anyhow(fn: Any) -> Any:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return fn(*args, **kwargs)
+
+    return wrapper
+
+
+@pytest.mark.parametrize("decorated", [lambda fn: fn, anyhow, functools.partial])
+def test_model_functions(decorated: Any) -> None:
+    seen = {}
+
+    def model_fn(features: Any, labels: Any, mode: Any) -> EstimatorSpec:
+        seen.update(features=features, labels=labels)
+        return EstimatorSpec(mode=mode, predictions={"x": features})
+
+    fn = ModelFunction(decorated(model_fn), {}, None)
+    fn(1, 2, ModeKeys.PREDICT)
+    assert seen == {"features": 1, "labels": 2}
+    with pytest.raises(ValueError, match="no argument of that name"):
+        ModelFunction(decorated(model_fn), {"units": 8}, None)
+
+
+@pytest.mark.parametrize("decorated", [lambda fn: fn, anyhow])
+def test_what_a_partial_has_given_stays(decorated: Any) -> None:
+    seen = []
+
+    def model_fn(features: Any, labels: Any, mode: Any, params: Any) -> EstimatorSpec:
+        seen.append(params)
+        return EstimatorSpec(mode=mode, predictions={"x": features})
+
+    given = functools.partial(decorated(model_fn), params={"units": 8})
+    ModelFunction(given, {}, None)(1, 2, ModeKeys.PREDICT)
+    assert seen == [{"units": 8}]
+
+
+def test_input_functions() -> None:
+    def input_fn(params: Any, input_context: Any = None) -> None:
+        pass
+
+    offered = ["mode", "params", "input_context"]
+    for fn in (input_fn, anyhow(input_fn)):
+        assert wanted_arguments(fn, "input_fn", offered) == {"params", "input_context"}
+    given = functools.partial(input_fn, params=3)
+    assert wanted_arguments(given, "input_fn", offered) == {"input_context"}

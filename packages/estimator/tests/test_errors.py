@@ -1,0 +1,394 @@
+"""Wrong calls and wrong input: one clear error each, and nothing is written."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import replicax as rx
+from replicax_estimator import (
+    Estimator,
+    EstimatorSpec,
+    EvalSpec,
+    LoggingTensorHook,
+    ModeKeys,
+    NanLossDuringTrainingError,
+    RunConfig,
+    SessionRunArgs,
+    SessionRunHook,
+    StepCounterHook,
+    StopAtStepHook,
+    TrainSpec,
+    minimize,
+    model_to_estimator,
+    train_and_evaluate,
+)
+
+X = np.arange(12, dtype="float32").reshape(6, 2) / 12
+Y = X.sum(axis=1)
+
+
+def model_fn(features: Any, labels: Any, mode: str, params: Any) -> EstimatorSpec:
+    hidden = features
+    for units in params.get("hidden", []):
+        hidden = keras.layers.Dense(units)(hidden)
+    prediction = keras.layers.Dense(1)(hidden)[:, 0]
+    if mode == ModeKeys.PREDICT:
+        return EstimatorSpec(mode, predictions=prediction)
+    loss = keras.losses.MeanSquaredError()(labels, prediction)
+    optimizer = keras.optimizers.get(params.get("optimizer", "sgd"))
+    return EstimatorSpec(mode, loss=loss, optimizer=optimizer)
+
+
+def input_fn() -> Iterator[Any]:
+    for _ in range(3):
+        yield X, Y
+
+
+def make(folder: Any = None, **params: Any) -> Estimator:
+    return Estimator(model_fn, folder, params=params)
+
+
+def test_steps_and_max_steps_together() -> None:
+    with pytest.raises(ValueError, match="steps=5 and max_steps=9"):
+        make().train(input_fn, steps=5, max_steps=9)
+
+
+@pytest.mark.parametrize("number", [0, -1])
+def test_a_number_of_steps_that_is_none(number: int) -> None:
+    with pytest.raises(ValueError, match=f"at least 1; got {number}"):
+        make().train(input_fn, steps=number)
+    with pytest.raises(ValueError, match=f"at least 1; got {number}"):
+        make().train(input_fn, max_steps=number)
+    with pytest.raises(ValueError, match=f"at least 1; got {number}"):
+        make().evaluate(input_fn, steps=number)
+
+
+@pytest.mark.parametrize(
+    ("params", "names"),
+    [
+        ({"hidden": [4]}, "float32[2, 1] saved, float32[2, 4] here"),
+        (
+            {"optimizer": "adam"},
+            "not in the checkpoint: variables/adam/dense_bias_momentum",
+        ),
+    ],
+)
+def test_another_model_in_an_old_folder(
+    params: dict[str, Any], names: str, tmp_path: Path
+) -> None:
+    make(tmp_path).train(input_fn, steps=1)
+    before = sorted(p.name for p in tmp_path.iterdir())
+    with pytest.raises(rx.CheckpointError, match="of another model or optim") as caught:
+        make(tmp_path, **params).train(input_fn, steps=1)
+    assert names in str(caught.value)
+    assert sorted(p.name for p in tmp_path.iterdir()) == before
+
+
+def test_another_model_in_evaluation(tmp_path: Path) -> None:
+    make(tmp_path, hidden=[4]).train(input_fn, steps=1)
+    with pytest.raises(rx.CheckpointError, match="of another model"):
+        make(tmp_path).evaluate(input_fn)
+
+
+def test_nothing_to_evaluate_or_predict_with(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="evaluate: there is no checkpoint in"):
+        make(tmp_path).evaluate(input_fn)
+    with pytest.raises(ValueError, match="predict: there is no checkpoint in"):
+        next(make(tmp_path).predict(input_fn))
+    with pytest.raises(ValueError, match="Call train first"):
+        make(tmp_path).get_variable_names()
+
+
+def test_a_variable_that_is_not_there(tmp_path: Path) -> None:
+    estimator = make(tmp_path).train(input_fn, steps=1)
+    with pytest.raises(ValueError, match=r"no variable 'kernel'; there are .*dense/k"):
+        estimator.get_variable_value("kernel")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        (lambda: None, TypeError, "input_fn returned None"),
+        (lambda: iter([]), ValueError, "gives no batch"),
+        (lambda: iter([(X, Y, Y)]), ValueError, "a tuple of 3"),
+        (lambda: iter([(X, Y[:5])]), ValueError, "differ in dimension 0"),
+        (
+            lambda: iter([(np.array([["a"]]), Y[:1])]),
+            TypeError,
+            "expected an array of numbers",
+        ),
+        (lambda batch: None, ValueError, r"arguments \['batch'\]"),
+        ("no function", TypeError, "input_fn must be a function"),
+    ],
+)
+def test_input_that_does_not_fit(
+    wrong: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        make().train(wrong, steps=1)
+
+
+def test_features_of_another_shape_than_before(tmp_path: Path) -> None:
+    estimator = make(tmp_path).train(input_fn, steps=1)
+    with pytest.raises((rx.ContextError, rx.CheckpointError, ValueError)) as caught:
+        estimator.train(lambda: (X[:, :1], Y), steps=1)
+    assert "dense/kernel" in str(caught.value)
+
+
+def spec_of(**given: Any) -> Callable[..., EstimatorSpec]:
+    def returns(features: Any, labels: Any, mode: str) -> EstimatorSpec:
+        prediction = keras.layers.Dense(1)(features)[:, 0]
+        named = {"prediction": prediction, "loss": keras.ops.mean(prediction)}
+        return EstimatorSpec(
+            mode, **{k: v(named) if callable(v) else v for k, v in given.items()}
+        )
+
+    return returns
+
+
+def adam(_: Any) -> Any:
+    return keras.optimizers.Adam()
+
+
+@pytest.mark.parametrize(
+    ("model", "error", "message"),
+    [
+        (spec_of(optimizer=adam), ValueError, "loss is needed in mode 'train'"),
+        (spec_of(loss=lambda x: x["loss"]), ValueError, "optimizer, or train_op is"),
+        (
+            spec_of(loss=lambda x: x["prediction"], optimizer=adam),
+            ValueError,
+            r"loss must be a scalar; got shape \(6,\)",
+        ),
+        (
+            spec_of(loss=lambda x: x["loss"], train_op=adam),
+            TypeError,
+            "train_op must be what rx.estimator.minimize",
+        ),
+        (
+            spec_of(
+                loss=lambda x: x["loss"],
+                train_op=lambda x: minimize(keras.optimizers.SGD(), x["loss"] * 2),
+            ),
+            ValueError,
+            "another loss than the spec's",
+        ),
+        (
+            spec_of(
+                loss=lambda x: x["loss"],
+                optimizer=adam,
+                eval_metric_ops={"mean": 3.0},
+            ),
+            TypeError,
+            r"eval_metric_ops\['mean'\] must be a Keras metric",
+        ),
+        (
+            spec_of(
+                loss=lambda x: x["loss"],
+                optimizer=adam,
+                eval_metric_ops={"loss": None},
+            ),
+            ValueError,
+            "has the name 'loss', which evaluate returns by itself",
+        ),
+        (lambda features, labels: 3, TypeError, "must return an EstimatorSpec; got 3"),
+    ],
+)
+def test_a_spec_that_does_not_fit(
+    model: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        Estimator(model).train(input_fn, steps=1)
+
+
+def test_a_model_function_with_other_arguments() -> None:
+    with pytest.raises(ValueError, match=r"arguments \['images'\]"):
+        Estimator(lambda images, labels: None)
+    with pytest.raises(ValueError, match="no argument of that name"):
+        Estimator(lambda features, labels: None, params={"units": 3})
+    with pytest.raises(TypeError, match="model_fn must be callable; got 3"):
+        Estimator(3)  # type: ignore[arg-type]
+
+
+def test_layers_that_are_made_outside() -> None:
+    layer = keras.layers.Dense(1)
+    layer.build((None, 2))
+
+    def outside(features: Any, labels: Any, mode: str) -> EstimatorSpec:
+        loss = keras.ops.mean(layer(features) - labels)
+        return EstimatorSpec(mode, loss=loss, optimizer=keras.optimizers.SGD())
+
+    with pytest.raises(rx.ContextError, match=r"/kernel.*it has not made"):
+        Estimator(outside).train(input_fn, steps=1)
+
+
+def test_an_optimizer_that_is_made_outside() -> None:
+    optimizer = keras.optimizers.SGD()
+
+    def outside(features: Any, labels: Any, mode: str) -> EstimatorSpec:
+        loss = keras.ops.mean(keras.layers.Dense(1)(features)[:, 0] - labels)
+        return EstimatorSpec(mode, loss=loss, optimizer=optimizer)
+
+    with pytest.raises(rx.ContextError, match="SGD was made outside"):
+        Estimator(outside).train(input_fn, steps=1)
+
+
+def test_an_optimizer_for_two_updates() -> None:
+    def twice(features: Any, labels: Any, mode: str) -> EstimatorSpec:
+        one, two = keras.layers.Dense(1), keras.layers.Dense(1)
+        loss = keras.ops.mean(one(features) + two(features))
+        sgd = keras.optimizers.SGD()
+        ops = [minimize(sgd, loss, x.trainable_variables) for x in (one, two)]
+        return EstimatorSpec(mode, loss=loss, train_op=ops)
+
+    with pytest.raises(ValueError, match="two train_ops have the same optimizer"):
+        Estimator(twice).train(input_fn, steps=1)
+
+
+def test_other_layers_each_time() -> None:
+    calls = []
+
+    def changing(features: Any, labels: Any, mode: str) -> EstimatorSpec:
+        calls.append(1)
+        for _ in calls:
+            features = keras.layers.Dense(2)(features)
+        loss = keras.ops.mean(features)
+        return EstimatorSpec(mode, loss=loss, optimizer=keras.optimizers.SGD())
+
+    with pytest.raises(rx.ContextError, match="made other variables than the first"):
+        Estimator(changing).train(input_fn, steps=1)
+
+
+def test_an_initial_value_that_is_traced() -> None:
+    def traced(features: Any, labels: Any, mode: str) -> EstimatorSpec:
+        loss = keras.ops.mean(keras.layers.Dense(1)(features))
+        rate = 0.1 / keras.ops.cast(rx.estimator.get_global_step() + 1, "float32")
+        keras.Variable(rate)
+        return EstimatorSpec(mode, loss=loss, optimizer=keras.optimizers.SGD())
+
+    with pytest.raises(TypeError, match="ExponentialDecay"):
+        Estimator(traced).train(input_fn, steps=1)
+
+
+def test_a_loss_that_is_no_number(tmp_path: Path) -> None:
+    def diverging(features: Any, labels: Any, mode: str) -> EstimatorSpec:
+        loss = keras.ops.mean(keras.layers.Dense(1)(features)) / 0.0 * 0.0
+        return EstimatorSpec(mode, loss=loss, optimizer=keras.optimizers.SGD())
+
+    estimator = Estimator(diverging, tmp_path)
+    with pytest.raises(NanLossDuringTrainingError, match="global step 1 is NaN"):
+        estimator.train(input_fn, steps=2)
+    assert estimator.latest_checkpoint() is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"save_checkpoints_steps": 5, "save_checkpoints_secs": 5},
+            "Give one of them",
+        ),
+        ({"save_checkpoints_steps": 0}, "save_checkpoints_steps must be positive"),
+        ({"keep_checkpoint_max": -1}, "keep_checkpoint_max must be at least 0"),
+        ({"log_step_count_steps": -2}, "log_step_count_steps must be positive"),
+    ],
+)
+def test_a_config_that_does_not_fit(arguments: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RunConfig(**arguments)
+
+
+def test_values_of_the_wrong_kind() -> None:
+    with pytest.raises(TypeError, match="train_distribute must be a strategy"):
+        RunConfig(train_distribute="mirrored")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"must be a rx.estimator.RunConfig"):
+        Estimator(model_fn, config={})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="expected a EvalSpec"):
+        train_and_evaluate(make(), TrainSpec(input_fn), input_fn)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"differ\. Give one of them"):
+        Estimator(model_fn, "a", RunConfig(model_dir="b"))
+    with pytest.raises(ValueError, match="max_steps must be at least 1"):
+        TrainSpec(input_fn, max_steps=0)
+    with pytest.raises(ValueError, match="throttle_secs must not be negative"):
+        EvalSpec(input_fn, throttle_secs=-1)
+    with pytest.raises(TypeError, match="EvalSpec: input_fn must be a function"):
+        EvalSpec(X)  # type: ignore[arg-type]
+    with pytest.raises(rx.ContextError, match="called outside a model_fn"):
+        rx.estimator.get_global_step()
+
+
+def test_hooks_that_do_not_fit(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="give exactly one of them"):
+        StopAtStepHook()
+    with pytest.raises(ValueError, match="give exactly one of them"):
+        LoggingTensorHook(["loss"])
+    with pytest.raises(ValueError, match="must be positive; got 0"):
+        StepCounterHook(0)
+
+    class Asks(SessionRunHook):
+        def before_run(self, run_context: Any) -> Any:
+            return SessionRunArgs("accuracy")
+
+    with pytest.raises(ValueError, match=r"Asks: asks for 'accuracy'; .*'loss'"):
+        make(tmp_path).train(input_fn, hooks=[Asks()], steps=1)
+
+
+def test_lists_of_other_objects_than_hooks() -> None:
+    hook: Any = StopAtStepHook(1)
+    for wrong in (["hook"], hook):
+        with pytest.raises(
+            TypeError, match="train: hooks must be a list of SessionRun"
+        ):
+            make().train(input_fn, hooks=wrong, steps=1)
+        with pytest.raises(
+            TypeError, match="EvalSpec: hooks must be a list of Session"
+        ):
+            EvalSpec(input_fn, hooks=wrong)
+        with pytest.raises(
+            TypeError, match="evaluation_hooks must be a list of Session"
+        ):
+            EstimatorSpec("eval", loss=1.0, evaluation_hooks=wrong)
+    listeners: Any = [hook]
+    with pytest.raises(
+        TypeError, match="saving_listeners must be a list of Checkpoint"
+    ):
+        make().train(input_fn, saving_listeners=listeners, steps=1)
+    with pytest.raises(TypeError, match="TrainSpec: saving_listeners must be a list"):
+        TrainSpec(input_fn, saving_listeners=listeners)
+    name: Any = 3
+    with pytest.raises(TypeError, match="exporters must be a list of Exporters"):
+        EvalSpec(input_fn, exporters=["exporter"])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match="name must be a string; got 3"):
+        EvalSpec(input_fn, name=name)
+
+
+def test_dicts_of_a_spec_that_are_lists() -> None:
+    wrong: Any = [1.0]
+    with pytest.raises(TypeError, match="eval_metric_ops must be a dict by name"):
+        EstimatorSpec("eval", loss=1.0, eval_metric_ops=wrong)
+    with pytest.raises(TypeError, match="export_outputs must be a dict by name"):
+        EstimatorSpec("infer", predictions=1.0, export_outputs=wrong)
+
+
+def test_none_is_no_hooks(tmp_path: Path) -> None:
+    spec = TrainSpec(input_fn, max_steps=1, hooks=None, saving_listeners=None)
+    evaluation = EvalSpec(input_fn, steps=1, hooks=None, exporters=None)
+    assert train_and_evaluate(make(tmp_path), spec, evaluation) is not None
+
+
+def test_a_keras_model_that_does_not_fit() -> None:
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    with pytest.raises(ValueError, match="not compiled"):
+        model_to_estimator(model)
+    with pytest.raises(ValueError, match="one of them"):
+        model_to_estimator()
+
+
+def test_predict_keys_that_are_not_there(tmp_path: Path) -> None:
+    estimator = make(tmp_path).train(input_fn, steps=1)
+    with pytest.raises(ValueError, match="one array and not a dict"):
+        next(estimator.predict(lambda: X, predict_keys=["y"]))

@@ -1,0 +1,181 @@
+"""Exporters: when they export, what they keep."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from replicax.checkpoint.evaluation import append_evaluation
+from replicax_estimator import (
+    BestExporter,
+    Estimator,
+    EstimatorSpec,
+    EvalSpec,
+    Exporter,
+    FinalExporter,
+    LatestExporter,
+    RunConfig,
+    TrainSpec,
+    build_raw_serving_input_receiver_fn,
+    load_saved_model,
+    train_and_evaluate,
+)
+
+X = np.ones((4, 2), "float32")
+RECEIVER_FN = build_raw_serving_input_receiver_fn({"x": X})
+
+
+def model_fn(features: Any, labels: Any, mode: str) -> EstimatorSpec:
+    prediction = keras.layers.Dense(1)(features["x"])[:, 0]
+    return EstimatorSpec(
+        mode,
+        predictions={"y": prediction},
+        loss=keras.ops.mean(prediction**2),
+        optimizer=keras.optimizers.SGD(0.01),
+    )
+
+
+def input_fn() -> Any:
+    return {"x": X}, X[:, 0]
+
+
+@pytest.fixture
+def estimator(tmp_path) -> Estimator:
+    config = RunConfig(tf_random_seed=0, save_checkpoints_steps=1)
+    return Estimator(model_fn, tmp_path / "model", config).train(input_fn, steps=1)
+
+
+def export(
+    exporter: Exporter,
+    estimator: Estimator,
+    result: dict[str, Any] | None = None,
+    *,
+    final: bool = False,
+) -> str | None:
+    return exporter.export(
+        estimator=estimator,
+        export_path=str(Path(estimator.model_dir, "export", exporter.name)),
+        checkpoint_path=estimator.latest_checkpoint(),
+        eval_result={"loss": 1.0, "global_step": 1} if result is None else result,
+        is_the_final_export=final,
+    )
+
+
+def exports(estimator: Estimator, exporter: Exporter) -> list[str]:
+    return sorted(
+        map(str, Path(estimator.model_dir, "export", exporter.name).iterdir())
+    )
+
+
+def test_the_final_exporter_exports_at_the_end(estimator) -> None:
+    exporter = FinalExporter("last", RECEIVER_FN)
+    assert export(exporter, estimator) is None
+    path = export(exporter, estimator, final=True)
+    assert load_saved_model(path).global_step == 1
+
+
+def test_the_latest_exporter_keeps_the_latest(estimator) -> None:
+    exporter = LatestExporter("latest", RECEIVER_FN, exports_to_keep=2)
+    paths = [export(exporter, estimator) for _ in range(4)]
+    assert exports(estimator, exporter) == paths[2:]
+    load_saved_model(paths[2])
+
+
+def test_all_may_be_kept(estimator) -> None:
+    exporter = LatestExporter("latest", RECEIVER_FN, exports_to_keep=None)
+    paths = [export(exporter, estimator) for _ in range(6)]
+    assert exports(estimator, exporter) == paths
+
+
+def test_the_best_exporter_exports_better_ones(estimator) -> None:
+    exporter = BestExporter(serving_input_receiver_fn=RECEIVER_FN)
+    losses = [math.nan, 3.0, 4.0, 3.0, 2.0, math.nan, 1.5]
+    made = [
+        export(exporter, estimator, {"loss": loss, "global_step": step}) is not None
+        for step, loss in enumerate(losses)
+    ]
+    assert made == [True, True, False, False, True, False, True]
+
+
+def test_the_best_exporter_knows_of_earlier_runs(estimator) -> None:
+    evaluations = Path(estimator.eval_dir())
+    for step, loss in ((1, 2.0), (2, 1.0), (3, 5.0)):
+        append_evaluation(evaluations, "x", {"loss": loss, "global_step": step})
+    # As in training: the evaluation in question is listed already.
+    append_evaluation(evaluations, "x", {"loss": 1.5, "global_step": 4})
+    exporter = BestExporter(serving_input_receiver_fn=RECEIVER_FN)
+    assert export(exporter, estimator, {"loss": 1.5, "global_step": 4}) is None
+    assert export(exporter, estimator, {"loss": 0.5, "global_step": 5}) is not None
+    # Those of another data set do not count.
+    other = BestExporter("other", RECEIVER_FN, eval_name="test")
+    assert export(other, estimator, {"loss": 9.0, "global_step": 4}) is not None
+
+
+def test_a_restart_repeats_an_export_that_was_the_best(estimator) -> None:
+    evaluations = Path(estimator.eval_dir())
+    append_evaluation(evaluations, "x", {"loss": 2.0, "global_step": 1})
+    exporter = BestExporter(serving_input_receiver_fn=RECEIVER_FN)
+    assert export(exporter, estimator, {"loss": 2.0, "global_step": 1}) is not None
+
+
+def test_what_is_better_may_be_said(estimator) -> None:
+    def larger(best_eval_result, current_eval_result):
+        return current_eval_result["auc"] > best_eval_result["auc"]
+
+    exporter = BestExporter("auc", RECEIVER_FN, larger)
+    made = [export(exporter, estimator, {"auc": auc}) is not None for auc in (1, 0, 2)]
+    assert made == [True, False, True]
+
+
+def test_train_and_evaluate_exports(tmp_path) -> None:
+    config = RunConfig(tf_random_seed=0, save_checkpoints_steps=2)
+    estimator = Estimator(model_fn, tmp_path, config)
+    best = BestExporter(serving_input_receiver_fn=RECEIVER_FN, exports_to_keep=1)
+    final = FinalExporter("final", RECEIVER_FN)
+    spec = EvalSpec(input_fn, exporters=[best, final], throttle_secs=0)
+    done = train_and_evaluate(estimator, TrainSpec(input_fn, max_steps=4), spec)
+    assert done is not None
+    made = done[1]
+    assert all(path is not None for path in made)
+    assert exports(estimator, best) == [made[0]]
+    assert exports(estimator, final) == [made[1]]
+    expected = next(iter(estimator.predict(input_fn)))["y"]
+    for path in made:
+        saved = load_saved_model(path)
+        assert saved.global_step == 4
+        # Another program than predict's: sums may be in another order.
+        np.testing.assert_allclose(saved({"x": X})["y"][0], expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "match"),
+    [
+        (lambda: FinalExporter("x", None), TypeError, "FinalExporter: serving_input"),
+        (BestExporter, TypeError, "BestExporter: serving_input_receiver_fn must be"),
+        (lambda: LatestExporter("x", RECEIVER_FN, 0), ValueError, "or None.*got 0"),
+        (lambda: BestExporter("x", RECEIVER_FN, None, -1), ValueError, "got -1"),
+        (lambda: BestExporter("x", RECEIVER_FN, 3), TypeError, "compare_fn must be a"),
+        (
+            lambda: BestExporter("x", RECEIVER_FN, lambda a, b: True),
+            ValueError,
+            "called with best_eval_result and current_eval_result by name",
+        ),
+    ],
+)
+def test_wrong_exporters(make, error, match) -> None:
+    with pytest.raises(error, match=match):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("result", "match"),
+    [({}, "must be what evaluate returned"), ({"auc": 1.0}, "no 'loss'; it has")],
+)
+def test_results_that_cannot_be_compared(estimator, result, match) -> None:
+    exporter = BestExporter(serving_input_receiver_fn=RECEIVER_FN)
+    export(exporter, estimator)
+    with pytest.raises(ValueError, match=match):
+        export(exporter, estimator, result)

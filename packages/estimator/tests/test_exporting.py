@@ -1,0 +1,541 @@
+"""Saved models: exported, loaded, called, damaged."""
+
+import importlib.util
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import ml_dtypes
+import numpy as np
+import pytest
+
+import replicax as rx
+from replicax_estimator import (
+    Estimator,
+    EstimatorSpec,
+    ModeKeys,
+    RunConfig,
+    build_raw_serving_input_receiver_fn,
+    load_saved_model,
+)
+
+# A saved model is compiled as another program, in which XLA may order sums otherwise.
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+
+MODEL = '''
+"""A model whose code is only here."""
+
+import keras
+
+from replicax_estimator import EstimatorSpec, ModeKeys
+
+
+def model_fn(features, labels, mode):
+    training = mode == ModeKeys.TRAIN
+    day = keras.layers.Embedding(7, 4)(features["day"])
+    x = keras.ops.concatenate([features["x"], day], axis=1)
+    x = keras.layers.Dense(8, activation="relu", dtype="bfloat16")(x)
+    x = keras.layers.BatchNormalization(momentum=0.5)(x, training=training)
+    hidden = keras.layers.Dropout(0.5)(x, training=training)
+    logits = keras.layers.Dense(3, dtype="float32", name="file")(hidden)
+    predictions = {"logits": logits, "class": keras.ops.argmax(logits, axis=1)}
+    if mode == ModeKeys.PREDICT:
+        exported = {"hidden": hidden, "twice": {"a": logits, "b": 2 * logits}}
+        return EstimatorSpec(mode, predictions=predictions, export_outputs=exported)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)(labels, logits)
+    return EstimatorSpec(mode, loss=loss, optimizer=keras.optimizers.Adam(0.01))
+'''
+
+
+def examples(num_rows: int = 12) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(num_rows, 3)).astype("float32")
+    day = rng.integers(0, 7, num_rows).astype("int32")
+    return {"x": x, "day": day}, rng.integers(0, 3, num_rows).astype("int32")
+
+
+def trained(folder: Path, model_fn: Any, batch: Any, steps: int = 3) -> Estimator:
+    estimator = Estimator(model_fn, folder, RunConfig(tf_random_seed=1))
+    return estimator.train(lambda: batch, steps=steps)
+
+
+def predicted(estimator: Estimator, features: Any, **kwargs: Any) -> Any:
+    batches = estimator.predict(lambda: features, yield_single_examples=False, **kwargs)
+    return next(iter(list(batches)))
+
+
+def receiver(features: Any, **kwargs: Any) -> Any:
+    return build_raw_serving_input_receiver_fn(features, **kwargs)
+
+
+def dense_fn(features: Any, labels: Any, mode: str) -> EstimatorSpec:
+    prediction = keras.layers.Dense(1, name="dense")(features)[:, 0]
+    if mode == ModeKeys.PREDICT:
+        return EstimatorSpec(mode, predictions=prediction)
+    loss = keras.losses.MeanSquaredError()(labels, prediction)
+    return EstimatorSpec(mode, loss=loss, optimizer=keras.optimizers.SGD(0.1))
+
+
+X = np.arange(12, dtype="float32").reshape(6, 2) / 10
+Y = X.sum(axis=1)
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory) -> Estimator:
+    """A small model of two numbers a row, which are one feature."""
+    return trained(tmp_path_factory.mktemp("dense"), dense_fn, (X, Y))
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory) -> tuple[Estimator, str]:
+    """A model of several kinds of layers, whose module no other process can import."""
+    folder = tmp_path_factory.mktemp("mixed")
+    (folder / "hidden_away.py").write_text(MODEL)
+    spec = importlib.util.spec_from_file_location(
+        "hidden_away", folder / "hidden_away.py"
+    )
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    estimator = trained(folder / "model", module.model_fn, examples(), steps=4)
+    path = estimator.export_saved_model(
+        folder / "export",
+        receiver(
+            {
+                "x": keras.KerasTensor((None, 3), "float32"),
+                "day": np.zeros(1, "int32"),
+            }
+        ),
+    )
+    return estimator, path
+
+
+def test_a_saved_model_says_what_it_is(mixed) -> None:
+    estimator, path = mixed
+    saved = load_saved_model(path)
+    assert saved.path == path
+    assert saved.global_step == 4
+    assert saved.signatures == ("serving_default", "hidden", "twice")
+    inputs = {name: str(spec) for name, spec in saved.inputs("hidden").items()}
+    assert inputs == {"x": "float32[b, 3]", "day": "int32[b]"}
+    assert {name: str(spec) for name, spec in saved.outputs().items()} == {
+        "logits": "float32[b, 3]",
+        "class": "int32[b]",
+    }
+    assert saved.outputs("hidden")["output"].shape == (None, 8)
+    manifest = json.loads(Path(path, "manifest.json").read_text())
+    assert manifest["platforms"] == ["cpu", "cuda", "tpu"]
+    assert manifest["versions"]["jax"] == jax.__version__
+    assert set(manifest["variables"]) == set(estimator.get_variable_names()) - {
+        name
+        for name in estimator.get_variable_names()
+        if name == "global_step" or name.startswith("adam/")
+    }
+    dtypes = {entry["dtype"] for entry in manifest["variables"].values()}
+    assert dtypes == {"bfloat16", "float32", "uint32"}
+    assert sorted(p.name for p in Path(path).iterdir()) == [
+        "hidden.program",
+        "manifest.json",
+        "serving_default.program",
+        "twice.program",
+        "variables.npz",
+    ]
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 12])
+def test_a_saved_model_predicts_as_its_estimator(mixed, num_rows) -> None:
+    estimator, path = mixed
+    features, _ = examples(num_rows)
+    expected = predicted(estimator, features)
+    saved = load_saved_model(path)
+    made = saved(features)
+    assert sorted(made) == sorted(expected)
+    for name, value in expected.items():
+        assert made[name].dtype == value.dtype
+        np.testing.assert_allclose(made[name], value, **CLOSE)
+    twice = saved(features, "twice")
+    np.testing.assert_allclose(twice["a"], expected["logits"], **CLOSE)
+    np.testing.assert_array_equal(twice["b"], 2 * twice["a"])
+    assert saved(features, signature="hidden")["output"].shape == (num_rows, 8)
+
+
+def test_a_saved_model_needs_no_code_of_the_user(mixed, tmp_path) -> None:
+    estimator, path = mixed
+    features, _ = examples(5)
+    np.savez(tmp_path / "features.npz", **features)
+    code = (
+        "import importlib.util, sys\n"
+        "import numpy as np, replicax as rx\n"
+        "assert importlib.util.find_spec('hidden_away') is None\n"
+        "with np.load(sys.argv[2]) as features:\n"
+        "    made = rx.estimator.load_saved_model(sys.argv[1])(dict(features))\n"
+        "np.savez(sys.argv[3], **made)\n"
+    )
+    process = subprocess.run(
+        [
+            sys.executable,
+            "-P",
+            "-c",
+            code,
+            path,
+            tmp_path / "features.npz",
+            tmp_path / "made.npz",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )
+    assert process.returncode == 0, process.stderr
+    expected = predicted(estimator, features)
+    with np.load(tmp_path / "made.npz") as made:
+        assert sorted(made) == sorted(expected)
+        for name, value in expected.items():
+            np.testing.assert_allclose(made[name], value, **CLOSE)
+
+
+def test_features_and_predictions_may_be_single_arrays(dense, tmp_path) -> None:
+    path = dense.export_saved_model(tmp_path, receiver(X), platforms=["cpu"])
+    saved = load_saved_model(path)
+    expected = predicted(dense, X)
+    np.testing.assert_allclose(saved(X)["output"], expected, **CLOSE)
+    np.testing.assert_allclose(saved({"feature": X})["output"], expected, **CLOSE)
+    assert {name: str(s) for name, s in saved.inputs().items()} == {
+        "feature": "float32[b, 2]"
+    }
+
+
+def test_variables_of_few_bits_survive(tmp_path) -> None:
+    def model_fn(features, labels, mode):
+        layer = keras.layers.Dense(1, dtype="bfloat16", kernel_initializer="ones")
+        y = layer(features["x"])
+        return EstimatorSpec(
+            mode,
+            predictions={"y": y},
+            loss=keras.ops.mean(keras.ops.cast(y, "float32")),
+            optimizer=keras.optimizers.SGD(0.1),
+        )
+
+    # The variables, too, are bfloat16 here; under "mixed_bfloat16" they are not.
+    x = X.astype(ml_dtypes.bfloat16)
+    estimator = trained(tmp_path / "model", model_fn, ({"x": x}, Y), 1)
+    path = estimator.export_saved_model(
+        tmp_path / "export", receiver({"x": x}), platforms=["cpu"]
+    )
+    manifest = json.loads(Path(path, "manifest.json").read_text())
+    assert manifest["variables"]["dense/kernel"]["dtype"] == "bfloat16"
+    saved = load_saved_model(path)
+    assert str(saved.inputs()["x"]) == "bfloat16[b, 2]"
+    made = saved({"x": x})["y"]
+    assert made.dtype == ml_dtypes.bfloat16
+    np.testing.assert_array_equal(made, predicted(estimator, {"x": x})["y"])
+    # Any numbers will do for an input of floating point.
+    np.testing.assert_array_equal(saved({"x": [[1, 2]]})["y"].shape, (1, 1))
+
+
+def test_the_global_step_is_that_of_the_checkpoint(tmp_path) -> None:
+    def model_fn(features, labels, mode):
+        y = keras.layers.Dense(1)(features)[:, 0]
+        step = rx.estimator.get_global_step() + jnp.zeros(y.shape, "int32")
+        return EstimatorSpec(
+            mode,
+            predictions={"step": step},
+            loss=keras.ops.mean(y),
+            optimizer=keras.optimizers.SGD(0.1),
+        )
+
+    estimator = trained(tmp_path, model_fn, (X, Y), 2)
+    first = estimator.latest_checkpoint()
+    estimator.train(lambda: (X, Y), steps=3)
+    for checkpoint, step in ((None, 5), (first, 2)):
+        path = estimator.export_saved_model(
+            tmp_path / "export", receiver(X), checkpoint, platforms=["cpu"]
+        )
+        saved = load_saved_model(path)
+        assert saved.global_step == step
+        assert saved(X)["step"].tolist() == [step] * 6
+    assert estimator.latest_checkpoint() != first
+
+
+def test_exports_do_not_disturb_predictions(dense, tmp_path) -> None:
+    batches = dense.predict(lambda: X)
+    first = next(batches)
+    dense.export_saved_model(tmp_path, receiver(X), platforms=["cpu"])
+    rest = [first, *batches]
+    np.testing.assert_allclose(rest, predicted(dense, X), **CLOSE)
+
+
+def test_each_export_has_a_folder_of_its_own(dense, tmp_path) -> None:
+    paths = [
+        dense.export_saved_model(tmp_path, receiver(X), platforms=["cpu"])
+        for _ in range(3)
+    ]
+    assert paths == sorted(set(paths))
+    assert all(len(Path(path).name) == 10 for path in paths)
+    (tmp_path / "9999999999").mkdir()  # No export.
+    assert load_saved_model(tmp_path).path == paths[-1]
+    assert [p for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+
+
+# What is given at a call.
+
+
+@pytest.fixture(scope="module")
+def saved(mixed) -> Any:
+    return load_saved_model(mixed[1])
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"x": None}, ValueError, r"missing are \['x'\], unknown \[\]"),
+        ({"y": [1]}, ValueError, r"takes .*x: float32\[b, 3\].*unknown \['y'\]"),
+        ({"x": np.ones((12, 2))}, ValueError, r"'x' must be float32.* \[12, 2\]"),
+        (
+            {"x": np.ones(3)},
+            ValueError,
+            r"'x' must be float32\[b, 3\]; got shape \[3\]",
+        ),
+        ({"x": [[1, 2], [3]]}, ValueError, "feature 'x' is no array"),
+        ({"x": np.ones((2, 3))}, ValueError, "same number of rows.*'x': 2, 'day': 12"),
+        ({"x": [["a"] * 3] * 12}, TypeError, "'x' must be float32.*got dtype <U1"),
+        (
+            {"day": np.ones(12)},
+            TypeError,
+            r"'day' must be int32\[b\]; got dtype float64",
+        ),
+        ({"day": [2**40] * 12}, ValueError, "1099511627776, which does not fit"),
+        ({"x": np.ones((0, 3)), "day": []}, ValueError, "got no rows"),
+    ],
+)
+def test_features_that_do_not_fit(saved, change, error, match) -> None:
+    features = {**examples()[0], **change}
+    features = {name: x for name, x in features.items() if x is not None}
+    with pytest.raises(error, match=match):
+        saved(features)
+
+
+def test_numbers_that_do_fit(saved) -> None:
+    features, _ = examples()
+    expected = saved(features)["logits"]
+    wider = {"x": features["x"].astype("float64"), "day": features["day"].tolist()}
+    np.testing.assert_array_equal(saved(wider)["logits"], expected)
+    on_device = jax.tree.map(jnp.asarray, features)
+    np.testing.assert_array_equal(saved(on_device)["logits"], expected)
+
+
+def test_unknown_signatures_and_single_arrays(saved) -> None:
+    with pytest.raises(ValueError, match=r"no signature 'x'; there are \['serving_de"):
+        saved({}, "x")
+    with pytest.raises(ValueError, match="no signature"):
+        saved.inputs("x")
+    with pytest.raises(TypeError, match="must be a dict of arrays by name; got a list"):
+        saved([1, 2])
+
+
+# What cannot be exported.
+
+
+def test_models_that_need_the_number_of_rows(tmp_path) -> None:
+    def model_fn(features, labels, mode):
+        y = keras.layers.Dense(1)(features)[:, 0]
+        numbers = jnp.asarray(np.arange(int(y.shape[0])), "float32")
+        return EstimatorSpec(
+            mode,
+            predictions={"y": y + numbers},
+            loss=keras.ops.mean(y),
+            optimizer=keras.optimizers.SGD(0.1),
+        )
+
+    estimator = trained(tmp_path / "model", model_fn, (X, Y), 1)
+    with pytest.raises(ValueError, match=r"number of rows.*default_batch_size=") as e:
+        estimator.export_saved_model(tmp_path / "export", receiver(X))
+    assert "signature 'serving_default'" in str(e.value)
+    assert e.value.__cause__ is not None
+    assert not (tmp_path / "export").exists()
+    path = estimator.export_saved_model(
+        tmp_path / "export", receiver(X, default_batch_size=6), platforms="cpu"
+    )
+    saved = load_saved_model(path)
+    np.testing.assert_allclose(saved(X)["y"], predicted(estimator, X)["y"], **CLOSE)
+    with pytest.raises(
+        ValueError, match=r"must be float32\[6, 2\]; got shape \[5, 2\]"
+    ):
+        saved(X[:5])
+
+
+def test_models_that_a_platform_cannot_run(tmp_path) -> None:
+    def model_fn(features, labels, mode):
+        y = keras.layers.Dense(4)(features)
+        square = y[:, :, None] * y[:, None, :]
+        values = jnp.linalg.eigvals(square).real.sum(axis=1)
+        return EstimatorSpec(
+            mode,
+            predictions={"y": values},
+            loss=keras.ops.mean(y),
+            optimizer=keras.optimizers.SGD(0.1),
+        )
+
+    estimator = trained(tmp_path / "model", model_fn, (X, Y), 1)
+    with pytest.raises(ValueError, match=r"not for \[.*'tpu'\].*platforms=\('cpu',"):
+        estimator.export_saved_model(tmp_path / "export", receiver(X))
+    path = estimator.export_saved_model(
+        tmp_path / "export", receiver(X), platforms=("cpu",)
+    )
+    # Eigenvalues are found by iteration: errors are larger than those of sums.
+    expected = predicted(estimator, X)["y"]
+    np.testing.assert_allclose(load_saved_model(path)(X)["y"], expected, rtol=1e-4)
+
+
+def test_models_that_call_python(tmp_path) -> None:
+    def model_fn(features, labels, mode):
+        y = keras.layers.Dense(1)(features)[:, 0]
+        again = y
+        if mode == ModeKeys.PREDICT:
+            again = jax.pure_callback(np.asarray, y, y)
+        loss, optimizer = keras.ops.mean(y), keras.optimizers.SGD(0.1)
+        return EstimatorSpec(
+            mode, predictions={"y": again}, loss=loss, optimizer=optimizer
+        )
+
+    estimator = trained(tmp_path / "model", model_fn, (X, Y), 1)
+    with pytest.raises(ValueError, match=r"for none of .*'cpu'.*callback"):
+        estimator.export_saved_model(tmp_path / "export", receiver(X))
+
+
+def test_models_for_another_platform_are_refused(dense, tmp_path) -> None:
+    path = dense.export_saved_model(tmp_path, receiver(X), platforms=["tpu"])
+    with pytest.raises(ValueError, match=r"for \['tpu'\].*runs on 'cpu'"):
+        load_saved_model(path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ({"platforms": ["gpu"]}, ValueError, r"platforms must be some of .*\['gpu'\]"),
+        ({"platforms": []}, ValueError, "platforms must be some of"),
+        ({"serving_input_receiver_fn": X}, TypeError, "must be a function; got array"),
+        ({"serving_input_receiver_fn": lambda: X}, TypeError, "must return a Serving"),
+        (
+            {"serving_input_receiver_fn": receiver(np.array(["a"]))},
+            ValueError,
+            "feature 'feature' has strings",
+        ),
+    ],
+)
+def test_wrong_exports(dense, tmp_path, arguments, error, match) -> None:
+    with pytest.raises(error, match=match):
+        dense.export_saved_model(
+            tmp_path, **{"serving_input_receiver_fn": receiver(X), **arguments}
+        )
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_a_checkpoint(tmp_path) -> None:
+    estimator = Estimator(dense_fn, tmp_path)
+    with pytest.raises(ValueError, match="export_saved_model: there is no checkpoint"):
+        estimator.export_saved_model(tmp_path / "export", receiver(X))
+
+
+@pytest.mark.parametrize(
+    ("predictions", "exported", "error", "match"),
+    [
+        (
+            lambda y: {"y": [y, y]},
+            None,
+            TypeError,
+            "'serving_default' must be an array",
+        ),
+        (lambda y: y, {"a": None}, TypeError, "'a' must be an array.*'output': None"),
+        (lambda y: y, {"a/b": 0}, ValueError, "names of letters.*got 'a/b'"),
+    ],
+)
+def test_wrong_outputs(tmp_path, predictions, exported, error, match) -> None:
+    def model_fn(features, labels, mode):
+        y = keras.layers.Dense(1)(features)
+        if mode == ModeKeys.PREDICT:
+            return EstimatorSpec(
+                mode, predictions=predictions(y), export_outputs=exported
+            )
+        loss, optimizer = keras.ops.mean(y), keras.optimizers.SGD(0.1)
+        return EstimatorSpec(mode, loss=loss, optimizer=optimizer)
+
+    estimator = trained(tmp_path / "model", model_fn, (X, Y), 1)
+    with pytest.raises(error, match=match):
+        estimator.export_saved_model(tmp_path / "export", receiver(X))
+
+
+@pytest.mark.parametrize(
+    ("features", "error", "match"),
+    [
+        ({}, ValueError, "there are no features"),
+        ({1: X}, TypeError, "names of features must be strings; got 1"),
+        ({"x": np.float32(1)}, ValueError, "'x' must have a first dimension"),
+        (
+            {"x": keras.KerasTensor((None, None), "float32")},
+            ValueError,
+            r"numbers for the others; got shape \(None, None\)",
+        ),
+    ],
+)
+def test_wrong_receivers(features, error, match) -> None:
+    with pytest.raises(error, match=match):
+        receiver(features)
+
+
+def test_a_batch_has_at_least_a_row() -> None:
+    with pytest.raises(ValueError, match=r"default_batch_size must be 1.*got 0"):
+        receiver(X, default_batch_size=0)
+
+
+def test_receivers_know_strings() -> None:
+    specs = receiver(
+        {
+            "a": keras.KerasTensor((None,), "string"),
+            "b": keras.KerasTensor((None, 2), dtype="string"),
+            "c": np.array(["x"]),
+            "d": ["x", "y"],
+            "e": np.array(["x", None], object),
+        }
+    )().specs()
+    assert [str(spec) for spec in specs.values()] == [
+        "string[b]",
+        "string[b, 2]",
+        "string[b]",
+        "string[b]",
+        "string[b]",
+    ]
+
+
+def test_a_folder_that_cannot_be_written(dense, tmp_path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(rx.CheckpointError, match="could not be written"):
+        dense.export_saved_model(file, receiver(X), platforms=["cpu"])
+
+
+def test_a_preprocess_function_stays_behind(tmp_path, caplog) -> None:
+    estimator = Estimator(
+        dense_fn, tmp_path / "model", preprocess=lambda x, y: (x["x"] / 10, y)
+    )
+    estimator.train(lambda: ({"x": X * 10}, Y), steps=1)
+    with caplog.at_level(logging.WARNING, "replicax"):
+        paths = [
+            estimator.export_saved_model(
+                tmp_path / "export", receiver(X), platforms=["cpu"]
+            )
+            for _ in range(2)
+        ]
+    told = [r for r in caplog.records if "preprocess" in r.getMessage()]
+    assert len(told) == 1
+    expected = predicted(estimator, {"x": X * 10})
+    np.testing.assert_allclose(
+        load_saved_model(paths[0])(X)["output"], expected, **CLOSE
+    )

@@ -1,0 +1,193 @@
+"""Linear canned estimators, and their optimizers."""
+
+import itertools
+
+import keras
+import numpy as np
+import pytest
+from sklearn.datasets import load_diabetes
+from sklearn.linear_model import LinearRegression
+from tests.conftest import mirrored
+
+import replicax as rx
+from replicax_estimator import feature_column as fc
+from replicax_estimator.canned import optimizer_maker
+from replicax_estimator.dnn import DNNPart
+from replicax_estimator.linear import LinearPart
+
+E = rx.estimator
+COLORS = ["red", "green", "blue"]
+
+
+def test_the_known_numbers_of_ten_steps(tmp_path) -> None:
+    """Each step of size 0.2 on the sum of 10 squares multiplies the error by -7."""
+    config = E.RunConfig(train_distribute=mirrored(1), eval_distribute=mirrored(1))
+
+    def input_fn():
+        return [({"feats": [1.0] * 10}, [1.0] * 10)] * 100
+
+    estimator = E.LinearRegressor(
+        [fc.numeric_column("feats")],
+        tmp_path,
+        optimizer="SGD",
+        config=config,
+        loss_reduction="sum",
+    )
+    results = estimator.train(input_fn, steps=10).evaluate(input_fn, steps=10)
+    assert results == pytest.approx(
+        {
+            "average_loss": 7.979226e16,
+            "label/mean": 1.0,
+            "loss": 7.979226e17,
+            "prediction/mean": 1 - 7**10,
+            "global_step": 10,
+        },
+        rel=1e-5,
+    )
+
+
+def test_diabetes_as_least_squares(tmp_path) -> None:
+    x, y = load_diabetes(return_X_y=True)
+    x = ((x - x.mean(0)) / x.std(0)).astype("float32")
+    exact = LinearRegression().fit(x, y)
+    least = np.mean((exact.predict(x) - y) ** 2)
+    input_fn = E.numpy_input_fn({"x": x}, y, 34, 60, shuffle=True, seed=0)
+    config = E.RunConfig(train_distribute=mirrored(2), eval_distribute=mirrored(2))
+    estimator = E.LinearRegressor(
+        [fc.numeric_column("x", 10)],
+        tmp_path,
+        optimizer=keras.optimizers.SGD(0.02),
+        config=config,
+    )
+    all_once = E.numpy_input_fn({"x": x}, y, 34, shuffle=False)
+    results = estimator.train(input_fn).evaluate(all_once)
+    assert least <= results["average_loss"] * (1 + 1e-5)
+    assert results["average_loss"] == pytest.approx(least, rel=0.02)
+    bias = estimator.get_variable_value("linear/linear_model/bias_weights")
+    assert bias[0] == pytest.approx(exact.intercept_, rel=0.02)
+
+
+def test_two_replicas_sum_what_one_sums_of_their_batches_together(tmp_path) -> None:
+    """The mean of losses: see the same test of a network, in `test_dnn.py`."""
+    rng = np.random.default_rng(0)
+    features = {
+        "x": rng.normal(size=(48, 3)).astype("float32"),
+        "color": rng.choice(COLORS, (48, 2)),
+        "w": rng.uniform(0, 4, 48),
+    }
+    labels = rng.normal(size=48)
+
+    def trained(num_replicas: int) -> dict[str, np.ndarray]:
+        estimator = E.LinearRegressor(
+            [
+                fc.numeric_column("x", 3),
+                fc.categorical_column_with_vocabulary_list("color", COLORS),
+            ],
+            tmp_path / str(num_replicas),
+            weight_column="w",
+            optimizer=lambda: keras.optimizers.SGD(0.005),
+            config=E.RunConfig(train_distribute=mirrored(num_replicas)),
+            loss_reduction="sum",
+            sparse_combiner="mean",
+        )
+        input_fn = E.numpy_input_fn(
+            features, labels, 16 // num_replicas, 2, shuffle=False
+        )
+        estimator.train(input_fn)
+        assert estimator.get_variable_value("global_step") == 6
+        return {
+            name: estimator.get_variable_value(name)
+            for name in estimator.get_variable_names()
+            if name.startswith("linear/")
+        }
+
+    one, two = trained(1), trained(2)
+    assert set(one) == {
+        "linear/linear_model/bias_weights",
+        "linear/linear_model/color/weights",
+        "linear/linear_model/x/weights",
+    }
+    for name, value in one.items():
+        assert np.abs(value).max() > 0.01
+        # Sums in another order, in float32.
+        np.testing.assert_allclose(two[name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_all_kinds_of_columns(tmp_path) -> None:
+    color = fc.categorical_column_with_vocabulary_list("color", COLORS)
+    age = fc.bucketized_column(fc.numeric_column("age"), [10, 20])
+    columns = [color, age, fc.crossed_column([age, "color"], 50)]
+    pairs = list(itertools.product([5, 15, 25], COLORS))
+    features = {
+        "age": np.array([age for age, _ in pairs]),
+        "color": np.array([color for _, color in pairs]),
+    }
+    labels = np.array([(age > 10) != (color == "red") for age, color in pairs])
+    estimator = E.LinearClassifier(columns, tmp_path, optimizer="Adam")
+    estimator.train(lambda: (features, labels), steps=30)
+    assert estimator.evaluate(lambda: (features, labels))["accuracy"] == 1.0
+
+
+def test_optimizers() -> None:
+    for name in ("SGD", "adagrad", "ADAM", "RMSProp", "Ftrl", "lion"):
+        made = optimizer_maker(name, 0.2)()
+        assert type(made).__name__.lower() == name.lower()
+        assert float(made.learning_rate) == pytest.approx(0.2)
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.5)
+    given = keras.optimizers.SGD(schedule, momentum=0.9, name="mine")
+    make = optimizer_maker(given, 0.2)
+    made, again = make(), make()
+    assert len({id(given), id(made), id(again)}) == 3
+    assert made.momentum == 0.9
+    assert made.get_config()["learning_rate"] == given.get_config()["learning_rate"]
+    scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.5))
+    made = optimizer_maker(scaled, 0.2)()
+    assert float(made.inner_optimizer.learning_rate) == 0.5
+    assert type(optimizer_maker(keras.optimizers.Nadam, 0.2)()).__name__ == "Nadam"
+
+
+def test_wrong_optimizers() -> None:
+    for name in ("Momentum", "relu"):
+        with pytest.raises(ValueError, match=f"no Keras optimizer '{name}'"):
+            optimizer_maker(name, 0.2)
+    with pytest.raises(TypeError, match=r"dnn_optimizer: must be .* got 3"):
+        optimizer_maker(3, 0.2, "dnn_optimizer")
+    with pytest.raises(TypeError, match=r"result must be .* got 'x'"):
+        optimizer_maker(lambda: "x", 0.2)()
+
+
+def test_wrong_columns(tmp_path) -> None:
+    x = fc.numeric_column("x")
+    with pytest.raises(ValueError, match="at least one feature column"):
+        E.LinearRegressor([], tmp_path)
+    with pytest.raises(ValueError, match="two of the name 'x'"):
+        E.LinearRegressor([x, fc.numeric_column("x", dtype="int32")], tmp_path)
+    with pytest.raises(ValueError, match="sparse_combiner"):
+        E.LinearRegressor([x], tmp_path, sparse_combiner="max")
+
+
+def test_default_optimizers() -> None:
+    """Linear models of many columns get smaller steps."""
+
+    def default(part) -> tuple[str, float]:
+        made = part.optimizer()
+        return type(made).__name__, float(made.learning_rate)
+
+    columns = [fc.numeric_column(f"x{i}") for i in range(100)]
+    few, many = LinearPart(columns[:9], None, "sum"), LinearPart(columns, None, "sum")
+    assert default(few) == ("Ftrl", pytest.approx(0.2))
+    assert default(many) == ("Ftrl", pytest.approx(0.1))
+    named = LinearPart(columns, "Ftrl", "sum")
+    assert default(named) == ("Ftrl", pytest.approx(0.2))
+    deep = DNNPart(columns, [4], "Adagrad", "relu", None, False)
+    assert default(deep) == ("Adagrad", pytest.approx(0.05))
+
+
+def test_examples_without_weight_count_nothing(tmp_path) -> None:
+    column = fc.numeric_column("x")
+    estimator = E.LinearClassifier([column], tmp_path, weight_column="w")
+    x, y = np.arange(4.0), np.array([0, 1, 1, 1])
+    estimator.train(lambda: ({"x": x, "w": np.ones(4)}, y), steps=1)
+    results = estimator.evaluate(lambda: ({"x": x, "w": np.zeros(4)}, y))
+    assert results.pop("global_step") == 1
+    assert set(results.values()) == {0.0}

@@ -1,0 +1,291 @@
+"""Scales losses of a `train_step`, whose gradients TensorFlow sums over replicas.
+
+`fit` averages these gradients. A loss of the step's own, such as a `tf.reduce_mean`, is
+multiplied by the number of replicas where it is differentiated: the mean of such
+gradients is TensorFlow's sum. The value that the step logs stays.
+
+What `compute_loss`, losses of Keras and `compute_average_loss` return is left as it is.
+TensorFlow divides it by the number of replicas, and replicax gives it the scale that
+`fit` needs.
+"""
+
+from collections.abc import Iterator
+from typing import Literal, TypeAlias
+
+import libcst as cst
+
+from replicax_migrate.flow import Definition
+from replicax_migrate.kinds import Origin, is_class_of, kind_of, origins, own_methods
+from replicax_migrate.origins import (
+    definitions,
+    elements,
+    ends_at_cycles,
+    iterated,
+    returned,
+    returned_by,
+)
+from replicax_migrate.script import Expression, Script
+from replicax_migrate.tables import MESSAGES, NAMES, find_target
+from replicax_migrate.tracing import calls_in, class_of, scopes, strategy_of
+from replicax_migrate.tree import (
+    attr_of,
+    find,
+    is_name,
+    last_name,
+    method_of,
+    methods_of,
+    named,
+    object_of,
+    operands,
+    parenthesized,
+    parts_of,
+    reached,
+    text_of,
+    value_of,
+)
+
+__all__ = ["plan_gradient_sums", "report_unreduced"]
+
+_Term: TypeAlias = Literal["own", "scaled", "unknown"]
+"""Where a term of a loss is from: the script, a function that scales it, or unknown."""
+_Terms: TypeAlias = frozenset[_Term]
+_NONE: _Terms = frozenset()
+_OWN: _Terms = frozenset(["own"])
+_SCALED: _Terms = frozenset(["scaled"])
+_UNKNOWN: _Terms = frozenset(["unknown"])
+
+
+def report_unreduced(script: Script) -> None:
+    """Report losses without a reduction that are given to Keras' own steps."""
+    compiled = [call for call in script.calls if method_of(call) == "compile"]
+    for call in () if _steps(script) or script.functions("compile") else compiled:
+        given = value_of(call, 1, "loss")
+        for loss in [given, *elements(script, given)] if given is not None else ():
+            if _has_no_reduction(script, script.flow.resolved(loss)):
+                script.leave(loss, MESSAGES["not_reduced"])
+
+
+def _steps(script: Script) -> list[cst.FunctionDef]:
+    """The `train_step`s of the script's models."""
+    return [
+        function
+        for function in script.functions("train_step")
+        if is_class_of(script, class_of(script, function), ("model",))
+    ]
+
+
+def plan_gradient_sums(script: Script) -> None:
+    """Plan factors on the losses of `train_step`s, or report what is not understood."""
+    steps = _steps(script)
+    if not steps or not _may_have_replicas(script):
+        return
+    for call in calls_in(script, steps):
+        if method_of(call) == "minimize" and named(call, "tape") is not None:
+            _plan_loss(script, call, "loss")
+        elif method_of(call) == "apply_gradients" and call.args:
+            found = _gradients(script, call.args[0].value)
+            if not found:
+                script.leave(call, MESSAGES["summed_gradients"])
+            for gradient, is_changed in found.items():
+                _plan_loss(script, gradient, "target", call if is_changed else None)
+
+
+def _may_have_replicas(script: Script) -> bool:
+    """Whether a scope is of a strategy that may have several replicas."""
+    for block in scopes(script):
+        made = origins(script, strategy_of(script, block))
+        paths = {script.called(c) if isinstance(c, cst.Call) else "" for c in made}
+        if not paths.issubset(NAMES["strategies_of_one_replica"]):
+            return True
+    return False
+
+
+def _plan_loss(
+    script: Script, call: cst.Call, name: str, changed: cst.Call | None = None
+) -> None:
+    """Plan a factor on the loss that a call differentiates, or report the call.
+
+    Args:
+        script: The script.
+        call: A call of `tape.gradient`, or of `minimize` with a tape.
+        name: The keyword of the loss, its first argument.
+        changed: The call that applies the gradients, if they are changed before it.
+    """
+    loss = value_of(call, 0, name)
+    terms = _terms(script, loss) if loss is not None else _UNKNOWN
+    if terms not in {_OWN, _SCALED}:
+        script.leave(call, MESSAGES["summed_gradients"])
+    elif terms == _OWN and changed is not None:
+        script.leave(changed, MESSAGES["changed_gradients"])
+    elif terms == _OWN:
+        arg = next(arg for arg in call.args if arg.value is loss)
+        script.replacements[arg] = lambda updated: _multiplied(script, updated)
+        script.note(call, MESSAGES["multiplied_loss"])
+
+
+def _multiplied(script: Script, updated: cst.Arg) -> cst.Arg:
+    is_open = isinstance(updated.value, cst.BinaryOperation | cst.IfExp)
+    value = parenthesized(updated.value) if is_open else updated.value
+    text = "{loss} * rx.get_strategy().num_replicas_in_sync"
+    return updated.with_changes(value=script.template(text, loss=value))
+
+
+# Gradients that are applied.
+
+
+def _gradients(script: Script, node: Expression) -> dict[cst.Call, bool]:
+    """The calls of `tape.gradient` that an expression has the results of.
+
+    Returns:
+        Whether its result is changed on the way, such as clipped, for each call.
+    """
+
+    def sources(step: tuple[Expression, bool]) -> Iterator[tuple[Expression, bool]]:
+        each, is_changed = step
+        if method_of(each) != "gradient":
+            inside, changes = _sources(script, each)
+            yield from ((x, is_changed or changes) for x in inside)
+
+    found: dict[cst.Call, bool] = {}
+    for each, is_changed in reached([(node, False)], sources):
+        if isinstance(each, cst.Call) and method_of(each) == "gradient":
+            found[each] = is_changed or found.get(each, False)
+    return found
+
+
+def _sources(script: Script, node: Expression) -> tuple[list[Expression], bool]:
+    """What the gradients in an expression come from, and whether it changes them."""
+    if isinstance(node, cst.Call):
+        if values := [*returned(script, node)]:
+            return values, False
+        is_kept = is_name(node.func, "zip", "list", "tuple")
+        is_unscaled = method_of(node) == "get_unscaled_gradients"
+        return [arg.value for arg in node.args], not (is_kept or is_unscaled)
+    if isinstance(node, cst.ListComp | cst.GeneratorExp):
+        first = (parts_of(node.elt) or [node.elt])[0]
+        return [*find(first, cst.Name)], not isinstance(first, cst.Name)
+    if (each := iterated(script, node)) is not None:
+        return [each[0]], False
+    if isinstance(node, cst.BinaryOperation):
+        return [node.left, node.right], True
+    values = [v for d in definitions(script, node) for v in d.values]
+    return values or parts_of(node), False
+
+
+# Terms of a loss.
+
+
+@ends_at_cycles(_NONE)
+def _terms(script: Script, node: Expression) -> _Terms:
+    """Where the terms of a loss are from; none of a number."""
+    if isinstance(node, cst.Call):
+        return _terms_of_call(script, node)
+    if isinstance(node, cst.IfExp):
+        return _all(script, node.body, node.orelse)
+    if attr_of(node) == "losses":
+        return _OWN
+    if isinstance(node, cst.Name | cst.Attribute):
+        made = definitions(script, node)
+        return _NONE.union(*(_terms_of_definition(script, each) for each in made))
+    return _all(script, *operands(node), *parts_of(node))
+
+
+def _all(script: Script, *nodes: Expression) -> _Terms:
+    return _NONE.union(*(_terms(script, node) for node in nodes))
+
+
+def _terms_of_definition(script: Script, made: Definition) -> _Terms:
+    parent, index = script.parent(made.node), made.index
+    if isinstance(parent, cst.AugAssign):
+        return _all(script, parent.target, parent.value)
+    if isinstance(parent, cst.Param) and not made.values:
+        return _UNKNOWN if "loss" in parent.name.value else _NONE
+    calls = [value for value in made.values if isinstance(value, cst.Call)]
+    if index is None or not calls:
+        return _all(script, *made.values)
+    # One element of what a function returns.
+    results = [parts_of(x) for call in calls for x in returned(script, call)]
+    if not results or any(len(each) <= index for each in results):
+        return _UNKNOWN
+    return _all(script, *(each[index] for each in results))
+
+
+def _terms_of_call(script: Script, node: cst.Call) -> _Terms:
+    path, method = script.called(node), method_of(node)
+    arguments = [arg.value for arg in node.args]
+    if path in NAMES["scaled_losses"]:
+        return _SCALED
+    if path or is_name(node.func, "sum", "float"):
+        inside = _all(script, *arguments)
+        return inside if "scaled" in inside else _OWN
+    is_loss = method in {"compute_loss", "compiled_loss"}
+    if is_loss and not own_methods(script, object_of(node), method):
+        return _SCALED
+    if method in {"get_scaled_loss", "scale_loss"}:
+        return _all(script, *arguments)
+    if results := _results(script, last_name(node.func)):
+        return _all(script, *results)
+    if kind_of(script, node.func) in {"layer", "model"}:
+        return _OWN
+    functions = _given(script, node.func) or [node.func]
+    return _NONE.union(*(_terms_of_result(script, each) for each in functions))
+
+
+def _terms_of_result(script: Script, function: Expression) -> _Terms:
+    """The terms of what a call of a function, or of a loss of Keras, returns."""
+    if isinstance(function, cst.Lambda):
+        return _terms(script, function.body)
+    name = function.value if isinstance(function, cst.Name) else ""
+    if results := _results(script, name):
+        return _all(script, *results)
+    if script.names.path(function):
+        return _OWN
+    made = [_terms_of_loss(script, each) for each in origins(script, function)]
+    return _NONE.union(*made) or _UNKNOWN
+
+
+def _results(script: Script, name: str) -> list[Expression]:
+    """What the functions and methods of a name return."""
+    return [r for f in script.functions(name) for r in returned_by(script, f)]
+
+
+def _given(script: Script, node: Expression) -> list[Expression]:
+    """What callers pass for the parameter of a method that an expression stands for.
+
+    An example is `self.loss_fn`, which `compile(self, loss_fn)` of a model sets.
+    """
+    values = [v for d in definitions(script, node) for v in d.values]
+    found: list[Expression] = []
+    for made in (d for each in [node, *values] for d in definitions(script, each)):
+        param, function = script.parent(made.node), script.function_of(made.node)
+        if not isinstance(param, cst.Param) or function is None or made.values:
+            continue
+        names = [p.name.value for p in function.params.params]
+        name = param.name.value
+        position = names.index(name) - 1 if name in names else len(names)
+        calls = (c for c in script.calls if method_of(c) == function.name.value)
+        given = [value_of(call, position, name) for call in calls]
+        found += [value for value in given if value is not None]
+    return found
+
+
+def _terms_of_loss(script: Script, made: Origin) -> _Terms:
+    """The terms of what a loss of Keras returns, by the call that makes the loss."""
+    target = find_target(script.called(made)) if isinstance(made, cst.Call) else None
+    if not isinstance(made, cst.Call) or not (target or "").startswith("keras.losses."):
+        return _UNKNOWN
+    return _OWN if _has_no_reduction(script, made) else _SCALED
+
+
+def _has_no_reduction(script: Script, made: Expression) -> bool:
+    """Whether a call makes a loss that gives one value for each example."""
+    if not isinstance(made, cst.Call):
+        return False
+    reduction = named(made, "reduction")
+    for owner in script.classes(last_name(made.func)) if reduction is None else ():
+        init = methods_of(owner).get("__init__")
+        params = init.params.params if init is not None else ()
+        defaults = (p.default for p in params if p.name.value == "reduction")
+        reduction = next(defaults, None)
+    is_none = is_name(reduction, "None") or text_of(reduction) == "none"
+    return is_none or find_target(script.names.path(reduction)) == "None"

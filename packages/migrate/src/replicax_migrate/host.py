@@ -1,0 +1,460 @@
+"""Ports functions that an input pipeline maps: to NumPy arrays, for Grain.
+
+Functions that draw random numbers get the generator that Grain's `random_map` has for
+each example, as their last argument.
+
+A `StringLookup` of a list of words, which Keras makes with TensorFlow, becomes a
+dictionary. Words get the same indices: those of the list count from 1, others get 0.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import libcst as cst
+
+from replicax_migrate.arrays import resize
+from replicax_migrate.rules import CallSite, Rule, bound, by_row, written
+from replicax_migrate.script import Expression, Script, Unported
+from replicax_migrate.statements import is_static_shape
+from replicax_migrate.tables import (
+    EXACT,
+    HOST_OPERATORS,
+    MESSAGES,
+    NAMES,
+    NEED_TENSORFLOW,
+    exists,
+    find_target,
+    is_dotted,
+)
+from replicax_migrate.tracing import class_of, with_called
+from replicax_migrate.tree import (
+    as_assignment,
+    attr_of,
+    find,
+    free_name,
+    is_name,
+    keyword,
+    keyword_of,
+    last_name,
+    names_in,
+    reached,
+    text_of,
+    with_args,
+)
+
+__all__ = [
+    "HOST_RULES",
+    "example_function",
+    "host_functions_of",
+    "plan_in_place",
+    "plan_lookups",
+    "plan_random",
+    "random_functions",
+    "why_not_on_host",
+    "why_not_random",
+]
+
+
+_NO_COUNTERPART = "which has no counterpart in NumPy"
+
+
+def host_functions_of(script: Script, node: Expression) -> set[cst.CSTNode]:
+    """The functions of the script that `map(node)` runs, with those that they call."""
+    named = script.functions(last_name(partial_of(script, node) or node))
+    return with_called(script, [node] if isinstance(node, cst.Lambda) else named)
+
+
+def partial_of(script: Script, node: Expression) -> Expression | None:
+    """The function in `functools.partial(function, x=1)`; None for other expressions.
+
+    Arguments by position are not seen through.
+    """
+    if not isinstance(node, cst.Call) or not node.args:
+        return None
+    is_partial = script.names.imported(node.func) == "functools.partial"
+    is_named = all(arg.keyword for arg in node.args[1:])
+    return node.args[0].value if is_partial and is_named else None
+
+
+def why_not_on_host(script: Script, function: cst.CSTNode) -> str | None:
+    """Why a function cannot run on NumPy arrays; None if it can."""
+    name = _name_of(function)
+    for node, path in _references(script, function):
+        if why := _problem(script, node, path):
+            return f"{name} {why}"
+    for node in find(function, cst.Name, cst.Attribute):
+        path = script.called(script.flow.value(node))
+        if path in NEED_TENSORFLOW and path not in NAMES["lookups"]:
+            return f"{name} uses `{script.code(node)}`, which Keras makes with it"
+        is_static = is_static_shape(script, script.parent(node))
+        if attr_of(node) in {"set_shape", "get_shape", "eval"} and not is_static:
+            return f"{name} uses .{attr_of(node)}, {_NO_COUNTERPART}"
+    return None
+
+
+def _references(
+    script: Script, function: cst.CSTNode
+) -> Iterator[tuple[cst.CSTNode, str]]:
+    """The longest dotted names of TensorFlow in a function, with their paths."""
+
+    def inside(node: cst.CSTNode) -> Sequence[cst.CSTNode]:
+        if script.names.path(node) is not None:
+            return ()
+        return [node.value] if isinstance(node, cst.Attribute) else node.children
+
+    is_named = isinstance(function, cst.FunctionDef)
+    parts = [function.params, function.body] if is_named else function.children
+    for node in reached(parts, inside):
+        if (path := script.names.path(node)) is not None:
+            yield node, path
+
+
+def _problem(script: Script, node: cst.CSTNode, path: str) -> str | None:
+    """Why a name of TensorFlow has no counterpart in NumPy; None if it has."""
+    call, target = script.call_of(node), EXACT.get(path)
+    is_there = path.removeprefix("dtypes.") in NAMES["dtypes"] or path == "Tensor"
+    if call is not None:
+        if path in HOST_RULES:
+            try:
+                HOST_RULES[path](CallSite(script, call, call, path))
+            except Unported as why:
+                return f"cannot be ported: {why.reason}"
+            return None
+        target = find_target(path) or ""
+        is_there = path in HOST_OPERATORS or target.startswith(NAMES["host_modules"])
+    elif target is not None:
+        is_there = is_there or not is_dotted(target) or not exists(target)
+    return None if is_there else f"uses tf.{path}, {_NO_COUNTERPART}"
+
+
+def _name_of(function: cst.CSTNode) -> str:
+    is_named = isinstance(function, cst.FunctionDef)
+    return f"`{function.name.value}`" if is_named else "a lambda"
+
+
+def plan_in_place(script: Script, function: cst.CSTNode) -> None:
+    """Plan `image = image / 255` for `image /= 255`, which would change the dataset."""
+    if not isinstance(function, cst.FunctionDef):
+        return
+    parameters = {p.name.value for p in function.params.params}
+    for node in find(function.body, cst.AugAssign):
+        if is_name(node.target, *parameters):
+            script.replacements[node] = as_assignment
+
+
+def example_function(
+    script: Script, node: Expression, updated: Expression, generator: str | None = None
+) -> Expression | None:
+    """Port the function of `map` to one of a whole example; None if it is not in sight.
+
+    `tf.data` passes the parts of a tuple as arguments, Grain passes the tuple.
+
+    Args:
+        script: The script.
+        node: The original function.
+        updated: The ported one.
+        generator: The name of the last argument, a random generator, if it has one.
+    """
+    others = [generator] if generator else []
+    if isinstance(updated, cst.Lambda):
+        return _lambda_of_example(updated, others)
+    called = partial_of(script, node) or node
+    is_method = isinstance(called, cst.Attribute)
+    given = {keyword_of(a) for a in node.args} if isinstance(node, cst.Call) else set()
+    functions = script.functions(last_name(called))
+    numbers = {_num_parameters(f, is_method, given) for f in functions}
+    if numbers == {1}:
+        return updated
+    if len(numbers) != 1 or 0 in numbers:
+        return None
+    passed = [cst.Arg(cst.Name("example"), star="*")]
+    passed += [cst.Arg(cst.Name(name)) for name in others]
+    return cst.Lambda(_parameters("example", *others), cst.Call(updated, passed))
+
+
+def _has_star(function: cst.FunctionDef | cst.Lambda) -> bool:
+    return function.params.star_arg is not cst.MaybeSentinel.DEFAULT
+
+
+def _num_parameters(function: cst.FunctionDef, is_method: bool, given: set[str]) -> int:
+    params = function.params.params
+    if _has_star(function) and not params:
+        return 2  # `*example` takes a tuple's elements one by one.
+    required = [p for p in params if p.default is None and p.name.value not in given]
+    return len(required) - int(is_method)
+
+
+def _parameters(*names: str) -> cst.Parameters:
+    return cst.Parameters([cst.Param(cst.Name(name)) for name in names])
+
+
+def _lambda_of_example(function: cst.Lambda, others: list[str]) -> cst.Lambda | None:
+    params = function.params.params
+    if _has_star(function) or any(p.default for p in params):
+        return None
+    names = [p.name.value for p in params]
+    if len(names) == 1:
+        return function.with_changes(params=_parameters(*names, *others))
+    name = free_name(names_in(function.body), "example", "example_")
+    body = function.body.visit(_Parts(names, name))
+    return function.with_changes(params=_parameters(name, *others), body=body)
+
+
+class _Parts(cst.CSTTransformer):
+    """Replaces a lambda's parameters by elements of the example."""
+
+    def __init__(self, names: list[str], example: str) -> None:
+        super().__init__()
+        self._names = names
+        self._example = example
+
+    def leave_Attribute(
+        self, original_node: cst.Attribute, updated_node: cst.Attribute
+    ) -> cst.Attribute:
+        return updated_node.with_changes(attr=original_node.attr)
+
+    def leave_Arg(self, original_node: cst.Arg, updated_node: cst.Arg) -> cst.Arg:
+        return updated_node.with_changes(keyword=original_node.keyword)
+
+    def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> Expression:
+        if updated_node.value not in self._names:
+            return updated_node
+        index = self._names.index(updated_node.value)
+        return cst.parse_expression(f"{self._example}[{index}]")
+
+
+def random_functions(script: Script, functions: set[cst.CSTNode]) -> set[cst.CSTNode]:
+    """The functions among a `map`'s that draw random numbers, or call one that does."""
+
+    def draws(function: cst.CSTNode) -> bool:
+        called = with_called(script, [function])
+        return any(p in _RANDOM for f in called for _, p in _references(script, f))
+
+    return set(filter(draws, functions))
+
+
+def why_not_random(script: Script, functions: set[cst.CSTNode]) -> str | None:
+    """Why the functions of a `map` cannot get a random generator; None if they can."""
+    mapped = set(functions)
+    for call in script.maps:
+        if call is not None and call.args:
+            mapped |= host_functions_of(script, call.args[0].value)
+    for function in random_functions(script, functions):
+        is_named = isinstance(function, cst.FunctionDef)
+        if is_named and (why := _why_no_generator(script, function, mapped)):
+            return f"{_name_of(function)} draws random numbers, and {why}"
+    return None
+
+
+def _why_no_generator(
+    script: Script, function: cst.FunctionDef, mapped: set[cst.CSTNode]
+) -> str | None:
+    params = function.params
+    has_stars = _has_star(function) or params.star_kwarg is not None
+    if has_stars or any(p.default for p in params.params):
+        return "has arguments that may be left away"
+    if class_of(script, function) is not None:
+        return "is a method"
+    names = (n for n in script.nodes(cst.Name) if n is not function.name)
+    for use in (n for n in names if n.value == function.name.value):
+        is_inside = not mapped.isdisjoint(script.parents(use))
+        is_known = is_inside and script.call_of(use) is not None
+        if not is_known and script.call_with(use) not in script.maps:
+            return "is used outside of `map`, too"
+    return None
+
+
+def plan_random(script: Script, call: cst.Call, functions: set[cst.CSTNode]) -> None:
+    """Plan a random generator as the last argument of the functions of a `map`."""
+    drawing = random_functions(script, functions)
+    if not drawing:
+        return
+    name = free_name(names_in(script.module), "rng", "generator", "example_rng")
+    script.generators[call] = name
+    script.note(call, MESSAGES["random_map"])
+    for function in drawing:
+        if isinstance(function, cst.FunctionDef):
+            script.replacements[function.params] = lambda updated: updated.with_changes(
+                params=[*updated.params, cst.Param(cst.Name(name))]
+            )
+        for node in find(function, cst.Call):
+            if script.called(node) in _RANDOM:
+                script.generators[node] = name
+                continue
+            named = node.func.value if isinstance(node.func, cst.Name) else ""
+            if not drawing.isdisjoint(script.functions(named)):
+                script.extra_arguments[node] = keyword(name, cst.Name(name))
+
+
+# Look-ups of words.
+
+_PARAMETERS = ("max_tokens", "num_oov_indices", "mask_token", "oov_token", "vocabulary")
+_USUAL = {"max_tokens": {"None"}, "mask_token": {"None"}}
+_USUAL["num_oov_indices"] = {"0", "1"}
+
+
+def plan_lookups(script: Script) -> None:
+    """Plan the port of `StringLookup` layers that only functions of pipelines call."""
+    for made in script.calls:
+        if script.called(made) in NAMES["lookups"]:
+            try:
+                _plan_lookup(script, made)
+            except Unported:
+                continue  # The layer's name is reported.
+
+
+def _plan_lookup(script: Script, made: cst.Call) -> None:
+    """Plan the port of a layer to a dictionary, where words and uses are in sight."""
+    given = bound(made.args, _PARAMETERS)
+    words = given.pop("vocabulary", None)
+    if words is None or not _is_list(script, words.value):
+        raise Unported("its words are not in sight")
+    texts = {name: script.code(arg.value) for name, arg in given.items()}
+    if any(text not in _USUAL.get(name, ()) for name, text in texts.items()):
+        raise Unported("it has other indices")
+    first = texts.get("num_oov_indices", "1")  # The index 0 is that of other words.
+    is_named = isinstance(script.target_of(made), cst.Name)
+    uses = script.uses_of(made) if is_named else []
+    calls = [_lookup_call(script, use) for use in uses]
+    if not calls or any(script.flow.value(call.func) is not made for call in calls):
+        raise Unported("its uses are not in sight")
+    for call in calls:
+        _plan_lookup_call(script, call, "[word]" if first == "0" else ".get(word, 0)")
+    script.frozen.add(made.func)
+    start = "" if first == "0" else ", 1"
+    script.replacements[made] = lambda updated: script.template(
+        f"{{word: index for index, word in enumerate({{words}}{start})}}",
+        words=bound(updated.args, _PARAMETERS)["vocabulary"].value,
+    )
+
+
+def _is_list(script: Script, node: Expression) -> bool:
+    value = script.flow.resolved(node)
+    is_made = isinstance(value, cst.Call) and is_name(value.func, "list", "sorted")
+    return is_made or isinstance(value, cst.List | cst.Tuple | cst.ListComp)
+
+
+def _lookup_call(script: Script, use: cst.CSTNode) -> cst.Call:
+    """The call of a layer at a use: in a pipeline's function, or of words in sight."""
+    call = script.call_of(use)
+    if call is None or len(call.args) != 1:
+        raise Unported("it is not called with words alone")
+    is_named_so = is_name(use, "word")  # The port's lambda has this parameter.
+    words = _shown_words(script, call.args[0].value)
+    if is_named_so or (words is None and not script.runs_on_host(use)):
+        raise Unported("it is used outside of a pipeline")
+    return call
+
+
+def _shown_words(script: Script, node: Expression) -> cst.List | None:
+    """The list in `["a"]` and `tf.constant(["a"])`; None for other expressions."""
+    if isinstance(node, cst.Call) and script.called(node) == "constant":
+        node = node.args[0].value if len(node.args) == 1 else node
+    return node if isinstance(node, cst.List) else None
+
+
+def _plan_lookup_call(script: Script, call: cst.Call, item: str) -> None:
+    """Plan to port `lookup(x)` to the look-up of each word of an array."""
+    if shown := _shown_words(script, call.args[0].value):
+        script.replacements[call.args[0].value] = lambda updated: shown
+    script.replacements[call] = lambda updated: script.template(
+        f'np.vectorize(lambda word: {{lookup}}{item}, otypes=["int64"])'
+        '(np.asarray({words}, "str"))',
+        lookup=updated.func,
+        words=updated.args[0].value,
+    )
+
+
+# Calls that compute arrays.
+
+
+def _cast(site: CallSite) -> Expression:
+    value, dtype = site.required(0, "x"), site.required(1, "dtype")
+    is_number = isinstance(value, (cst.Integer, cst.Float))
+    text = "np.array({x}, {dtype})" if is_number else "{x}.astype({dtype})"
+    return site.make(text, x=value, dtype=dtype)
+
+
+def _constant(site: CallSite) -> Expression:
+    value = site.required(0, "value")
+    made = by_row(site, HOST_OPERATORS)
+    kinds = {type(part) for part in find(value, cst.Float, cst.Integer)}
+    if len(made.args) > 1 or not kinds:
+        return made
+    # TensorFlow's dtypes of Python's numbers.
+    dtype = site.script.string("float32" if cst.Float in kinds else "int32")
+    return made.with_changes(args=[cst.Arg(value), cst.Arg(dtype)])
+
+
+def _random_image(site: CallSite) -> Expression:
+    made = by_row(site, HOST_OPERATORS)
+    return with_args(made, [*made.args, keyword("rng", _generator(site))])
+
+
+def _generator(site: CallSite) -> cst.Name:
+    return cst.Name(site.script.generators.get(site.node, "rng"))
+
+
+_OF_UNIFORM = ("shape", "minval", "maxval", "dtype", "seed", "name")
+_OF_NORMAL = ("shape", "mean", "stddev", "dtype", "seed", "name")
+
+
+def _drawn(site: CallSite) -> Expression:
+    """Port a draw to `rng.uniform(low, high, shape)`, `rng.normal`, `rng.integers`."""
+    is_uniform = "uniform" in site.path
+    names = _OF_UNIFORM if is_uniform else _OF_NORMAL
+    arguments = bound(site.updated.args, names).items()
+    given = {k: a.value for k, a in arguments if not is_name(a.value, "None")}
+    method = "uniform" if is_uniform else "normal"
+    required = ["shape"]
+    if is_uniform and _draws_integers(site):
+        method, required = "integers", ["shape", "maxval"]
+    if missing := [name for name in required if name not in given]:
+        raise Unported(f"tf.{site.path}: its argument {missing[0]!r} was not found")
+    return site.make(
+        f"{{rng}}.{method}({{a}}, {{b}}, {{shape}}).astype({{dtype}})",
+        rng=_generator(site),
+        a=given.get(names[1], cst.Integer("0")),
+        b=given.get(names[2], cst.Integer("1")),
+        shape=given["shape"],
+        dtype=given.get("dtype", site.script.string("float32")),
+    )
+
+
+def _draws_integers(site: CallSite) -> bool:
+    """Whether `tf.random.uniform` draws integers; refuses a dtype out of sight."""
+    script = site.script
+    given = bound(site.node.args, _OF_UNIFORM).get("dtype")
+    if given is None or is_name(given.value, "None"):
+        return False
+    value = script.flow.resolved(given.value)
+    name = script.names.path(value) or script.names.imported(value) or ""
+    dtype = text_of(value) or name.rpartition(".")[2]  # Of `tf.int32`, `np.int32`.
+    if dtype not in NAMES["dtypes"]:
+        raise Unported(
+            f"tf.{site.path}: its dtype is not in sight; pass one such as tf.int32"
+        )
+    return "int" in dtype
+
+
+_RANDOM_IMAGES = tuple(
+    path
+    for path, operator in HOST_OPERATORS.items()
+    if operator.target.startswith("rx.input.images.random_")
+)
+_NUMBERS = ("random.uniform", "random_uniform", "random.normal", "random_normal")
+_RANDOM = (*_RANDOM_IMAGES, *_NUMBERS)
+"""Paths of functions that draw random numbers, and get the example's generator."""
+
+HOST_RULES: dict[str, Rule] = {
+    **dict.fromkeys(_RANDOM_IMAGES, _random_image),
+    **dict.fromkeys(_NUMBERS, _drawn),
+    "cast": _cast,
+    "one_hot": written(
+        'np.eye({depth}, dtype="float32")[{indices}]', "indices", "depth"
+    ),
+    "constant": _constant,
+    "convert_to_tensor": _constant,
+    "identity": written("{input}", "input", "name"),
+    "image.resize": resize,
+}
+"""Rules for input pipelines, by the path of the function."""

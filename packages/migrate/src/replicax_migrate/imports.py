@@ -1,0 +1,428 @@
+"""Ports imports: replaces those of TensorFlow by those that the ported code needs."""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import libcst as cst
+
+from replicax_migrate.names import path_in_tensorflow
+from replicax_migrate.script import (
+    Replacement,
+    Script,
+    Statement,
+    mark_text,
+    with_marks,
+)
+from replicax_migrate.statements import comment_lines
+from replicax_migrate.tables import (
+    ALIASES,
+    ARGUMENTS,
+    DEVICE_OPERATORS,
+    MESSAGES,
+    NEED_TENSORFLOW,
+    OPTIMIZERS,
+    exists,
+    find_reason,
+    find_target,
+    foreign_problem,
+    is_module,
+    is_module_of_keras,
+)
+from replicax_migrate.tree import (
+    dotted,
+    find,
+    import_alias,
+    import_names,
+    imported_modules,
+    is_docstring,
+    is_name,
+    is_named,
+    module_of,
+    only_of,
+    small_statements,
+    used_names,
+)
+
+__all__ = ["find_retained", "ported_imports", "report_rebound", "uses_tensorflow"]
+
+
+def uses_tensorflow(module: cst.Module) -> bool:
+    """Whether a module imports TensorFlow, or uses `tf` without importing it.
+
+    What Keras 3 does not have of the package `keras` counts as TensorFlow's.
+    """
+    imports = find(module, cst.Import, cst.ImportFrom)
+    pairs = [pair for node in imports for pair in import_names(node)]
+    if any(_is_old(name) for _, name in pairs) or _uses_keras_2(module, dict(pairs)):
+        return True
+    assigned = any(is_name(x.target, "tf") for x in find(module, cst.AssignTarget))
+    is_bound = assigned or any(local == "tf" for local, _ in pairs)
+    is_used = any(is_name(x.value, "tf") for x in find(module, cst.Attribute))
+    return is_used and not is_bound
+
+
+def _is_old(name: str) -> bool:
+    """Whether an imported name is TensorFlow's, or one of Keras that Keras 3 lacks."""
+    path = path_in_tensorflow(name)
+    if path is None or name.partition(".")[0] != "keras":
+        return path is not None
+    return find_target(path) is None or not exists(name)
+
+
+_KERAS_2_METHODS = {*ARGUMENTS, "predict_classes", "as_list", "get_shape"} - {"compile"}
+
+
+def _uses_keras_2(module: cst.Module, imported: dict[str, str]) -> bool:
+    """Whether a module uses the package `keras` in a way that Keras 3 lacks."""
+    if not any(name.partition(".")[0] == "keras" for name in imported.values()):
+        return False
+    for node in find(module, cst.Attribute, cst.Call):
+        func = node.func if isinstance(node, cst.Call) else node
+        local, dot, rest = (dotted(func) or "").partition(".")
+        name = f"{imported.get(local, '')}{dot}{rest}"
+        if isinstance(node, cst.Call):
+            is_optimizer = path_in_tensorflow(name) in OPTIMIZERS
+            old = ("lr", "decay") if is_optimizer else ("batch_input_shape",)
+            is_old = any(is_named(each, *old) for each in node.args)
+        else:
+            is_method = node.attr.value in _KERAS_2_METHODS
+            is_old = is_method or (_is_old(name) and name not in NEED_TENSORFLOW)
+        if is_old:
+            return True
+    return False
+
+
+def find_retained(script: Script) -> None:
+    """Record the imported names that stay, because Keras has them by the same name."""
+    for node in script.nodes(cst.Import):
+        for alias in node.names:
+            name, target = alias.evaluated_name, _module_target(alias.evaluated_name)
+            if target and (alias.asname or name == "tf_keras"):
+                script.retained[alias.evaluated_alias or name] = target
+    for node in script.nodes(cst.ImportFrom):
+        for local, name in import_names(node):
+            if local == "*":
+                _retain_starred(script, name)
+            elif target := _name_target(name):
+                script.retained[local] = target
+
+
+def report_rebound(script: Script) -> None:
+    """Report uses of a module by a name that stands for something else, too."""
+    names = script.names
+    for node in script.nodes(cst.Attribute) if names.rebound else ():
+        if not isinstance(node.value, cst.Name):
+            continue
+        path = names.rebound.get(names.key(node.value) or (0, ""))
+        values = map(names.path, script.flow.values(node.value))
+        if path and is_module(path) and path in values:
+            reason = MESSAGES["rebound"].format(name=node.value.value, path=path)
+            script.leave(node, reason)
+
+
+def _retain_starred(script: Script, module: str) -> None:
+    """Record the used names that a star import binds to the same names of Keras."""
+    home = _module_target(module)
+    for name in used_names(script.module) if home else ():
+        path = script.names.starred(name) if not script.names.is_bound(name) else None
+        if path and find_target(path) == f"{home}.{name}":
+            script.retained[name] = f"{home}.{name}"
+
+
+def _module_target(name: str) -> str | None:
+    target = find_target(path_in_tensorflow(name) or "") or ""
+    return target if target.partition(".")[0] == "keras" else None
+
+
+def _of_existing(alias: cst.ImportAlias) -> cst.ImportAlias:
+    """An import that binds `keras`, of the innermost package that Keras 3 has."""
+    parts = alias.evaluated_name.split(".")
+    if alias.asname or parts[0] != "keras":
+        return alias
+    names = (".".join(parts[:n]) for n in range(len(parts), 1, -1))
+    found = next((each for each in names if is_module_of_keras(each)), "keras")
+    return alias.with_changes(name=cst.parse_expression(found))
+
+
+def _name_target(name: str) -> str | None:
+    """The target of an imported name in Keras, if both have the same last part."""
+    path, target = path_in_tensorflow(name) or "", _module_target(name) or ""
+    is_same = target.rpartition(".")[2] == name.rpartition(".")[2]
+    return target if is_same and path not in DEVICE_OPERATORS else None
+
+
+def ported_imports(script: Script, module: cst.Module) -> cst.Module:
+    """Port the imports of a module whose other code is ported."""
+    used = used_names(module)
+    return _with_new_imports(script, module.visit(_Imports(script, used)), used)
+
+
+class _Imports(cst.CSTTransformer):
+    """Removes imports of TensorFlow; turns those of `tensorflow.keras` to Keras."""
+
+    def __init__(self, script: Script, used: set[str]) -> None:
+        super().__init__()
+        self._script = script
+        self._used = used
+        self._was_used = used_names(script.module)
+        self._reported = {each.reason for each in script.findings}
+        self._marks: list[str] = []
+
+    def leave_SimpleStatementLine(
+        self, original_node: cst.SimpleStatementLine, updated_node: Statement
+    ) -> Replacement:
+        self._marks = []
+        body = [new for small in original_node.body for new in self._ported(small)]
+        return _as_lines(original_node, body, self._marks)
+
+    def _ported(self, small: cst.BaseSmallStatement) -> list[cst.BaseSmallStatement]:
+        if isinstance(small, cst.Assign):  # `keras = keras`, from `keras = tf.keras`.
+            name = dotted(small.targets[0].target) if len(small.targets) == 1 else ""
+            is_same = bool(name) and dotted(small.value) == name
+            is_idle = is_same and any(self._script.names.alias_paths(name or ""))
+            return [] if is_idle else [small]
+        if not isinstance(small, cst.Import | cst.ImportFrom):
+            return [small]
+        pairs, is_kept = list(import_names(small)), isinstance(small, cst.ImportFrom)
+        names = [name for local, name in pairs if is_kept or self._stays(local)]
+        for why in sorted(set(map(foreign_problem, names)) - {""}):
+            self._leave(small, why)
+        if isinstance(small, cst.Import):
+            return self._import(small)
+        if all(path_in_tensorflow(name) is None for _, name in pairs):
+            return [small]
+        if not isinstance(small.names, cst.ImportStar):
+            return self._from_import(small, small.names)
+        module = module_of(small)
+        if (target := _module_target(module)) is not None:
+            return [small.with_changes(module=cst.parse_expression(target))]
+        what = f"names of `{module}` are imported with `*`: import it by name"
+        self._leave(small, what)
+        return [small]
+
+    def _stays(self, local: str) -> bool:
+        """Whether a name is still used; the port removed all uses of the others."""
+        return local in self._used or local not in self._was_used
+
+    def _leave(self, small: cst.CSTNode, reason: str) -> None:
+        self._script.leave(small, reason)
+        self._marks.append(reason)
+
+    def _import(self, small: cst.Import) -> list[cst.BaseSmallStatement]:
+        kept: list[cst.ImportAlias] = []
+        for alias in small.names:
+            local = alias.evaluated_alias or alias.evaluated_name.partition(".")[0]
+            target = self._script.retained.get(local)
+            is_ours = path_in_tensorflow(alias.evaluated_name) is not None
+            if is_ours and target is None:
+                kept += [_of_existing(alias)] if local in self._used else []
+            elif self._stays(local):
+                kept.append(
+                    import_alias(target, local) if is_ours and target else alias
+                )
+        if not kept:
+            return []
+        kept[-1] = kept[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
+        return [small.with_changes(names=kept)]
+
+    def _from_import(
+        self, small: cst.ImportFrom, aliases: Sequence[cst.ImportAlias]
+    ) -> list[cst.BaseSmallStatement]:
+        groups = defaultdict[str, list[cst.ImportAlias]](list)
+        module = module_of(small)
+        for alias in aliases:
+            name = alias.evaluated_name
+            local = alias.evaluated_alias or name
+            target = self._script.retained.get(local)
+            if target is not None and self._stays(local):
+                groups[target.rpartition(".")[0]].append(alias)
+            elif target is None and local in self._used:
+                reason = find_reason(path_in_tensorflow(f"{module}.{name}") or "")
+                if reason not in self._reported:  # Else its use was reported.
+                    self._leave(small, reason)
+                groups[module].append(alias)
+        made: list[cst.BaseSmallStatement] = []
+        for home, names in groups.items():
+            names[-1] = names[-1].with_changes(comma=aliases[-1].comma)
+            local = names[0].evaluated_alias or names[0].evaluated_name
+            if home:
+                parsed = cst.parse_expression(home)
+                made.append(small.with_changes(module=parsed, names=names))
+            else:  # `from tensorflow import keras`.
+                made.append(cst.Import([import_alias("keras", local)]))
+        return made
+
+
+def _as_lines(
+    line: cst.SimpleStatementLine,
+    body: Sequence[cst.BaseSmallStatement],
+    marks: list[str],
+) -> Replacement:
+    """Replace the statements of a line; imports that were split get their own lines."""
+    if list(body) == list(line.body) and not marks:
+        return line
+    if not body:  # A place for new imports, taken out later.
+        gap = [blank for blank in line.leading_lines if not blank.comment]
+        lines = [*gap, *comment_lines(line)]
+        return cst.SimpleStatementLine([_NOTHING], leading_lines=lines)
+    if len(line.body) > 1:
+        return with_marks(line.with_changes(body=body), marks)
+    first = line.with_changes(body=[body[0]])
+    others = [cst.SimpleStatementLine([small]) for small in body[1:]]
+    return cst.FlattenSentinel([with_marks(first, marks), *others])
+
+
+# New imports.
+
+# LibCST would remove a line without statements together with its comments.
+_NOTHING = cst.Expr(cst.Name("__nothing__"))
+"""The placeholder of a removed import, until the new ones are inserted."""
+
+
+def _is_nothing(statement: cst.CSTNode) -> bool:
+    small = only_of(statement)
+    return small is not None and small.deep_equals(_NOTHING)
+
+
+def _with_new_imports(script: Script, module: cst.Module, used: set[str]) -> cst.Module:
+    """Insert the imports that the ported code needs where those of TensorFlow were.
+
+    Functions that import it themselves may be sent elsewhere, alone, as their text.
+    """
+    if not any(map(_is_anchor, script.module.body)):
+        used = used_names(module, _has_place)
+        module = module.visit(_InFunctions(script))
+    place = _place(script, module)
+    lines = _new_lines(script, module, used, place)
+    body: list[Statement] = list(module.body)
+    if lines:
+        if place < len(body) and (_is_nothing(body[place]) or _is_anchor(body[place])):
+            leading = body[place].leading_lines
+            marks = [line for line in leading if mark_text(line)]
+            above = [line for line in leading if line not in marks]
+            lines[0] = lines[0].with_changes(leading_lines=above)
+            body[place] = body[place].with_changes(leading_lines=marks)
+        body[place:place] = lines
+    return module.with_changes(body=body).visit(_WithoutNothing())
+
+
+def _is_place(statement: cst.CSTNode) -> bool:
+    """Whether a statement of a ported script imports Keras, or imported TensorFlow."""
+    return _is_nothing(statement) or _is_anchor(statement)
+
+
+def _has_place(node: cst.CSTNode) -> bool:
+    """Whether a node is a function that imports what it uses."""
+    return isinstance(node, cst.FunctionDef) and any(map(_is_place, node.body.body))
+
+
+class _InFunctions(cst.CSTTransformer):
+    """Inserts new imports into functions that have a place for them."""
+
+    def __init__(self, script: Script) -> None:
+        super().__init__()
+        self._script = script
+
+    def leave_FunctionDef(
+        self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef
+    ) -> cst.FunctionDef:
+        if not _has_place(updated_node):
+            return updated_node
+        block: Any = updated_node.body
+        lines = _new_lines(self._script, block, used_names(block), 0)
+        index = next(i for i, each in enumerate(block.body) if _is_place(each))
+        body = [*block.body[:index], *lines, *block.body[index:]]
+        return updated_node.with_changes(body=block.with_changes(body=body))
+
+
+class _WithoutNothing(cst.CSTTransformer):
+    """Removes placeholders; their comments move to the next statement."""
+
+    def on_leave(self, original_node: cst.CSTNode, updated_node: Any) -> Any:
+        if isinstance(original_node, cst.Module | cst.IndentedBlock):
+            body: list[Statement] = []
+            pending: list[cst.EmptyLine] = []
+            for each in updated_node.body:
+                if _is_nothing(each):
+                    pending += [line for line in each.leading_lines if line.comment]
+                else:
+                    lines = [*pending, *each.leading_lines]
+                    body.append(each.with_changes(leading_lines=lines))
+                    pending = []
+            return updated_node.with_changes(body=body)
+        if isinstance(original_node, cst.Try):  # Perhaps one of imports alone.
+            is_gone = all(map(_is_nothing, original_node.body.body))
+            if is_gone and not (updated_node.orelse or updated_node.finalbody):
+                lines = comment_lines(original_node)
+                return cst.SimpleStatementLine([_NOTHING], leading_lines=lines)
+        return updated_node
+
+
+def _new_lines(
+    script: Script, module: cst.Module | cst.IndentedBlock, used: set[str], place: int
+) -> list[Statement]:
+    late = _late_imports(module, place)
+    modules = imported_modules(module)
+    there = {name: alias for alias, name in modules if alias not in late}
+    wanted = {(ALIASES[root], script.alias(root)) for root in script.needed}
+    wanted = {(n, a) for n, a in wanted if a in used and there.get(n) != a}
+    names = [*there, *(name for name, _ in wanted)]
+    sources = (x for x in small_statements(module) if isinstance(x, cst.ImportFrom))
+    names += map(module_of, sources)  # With those of `from keras import *`.
+    has_keras = any(name.partition(".")[0] == "keras" for name in names)
+    if has_keras and "replicax" not in there:
+        wanted.add(("replicax", script.alias("rx")))
+    lines: list[str] = []
+    for name, alias in sorted(wanted, key=lambda pair: (pair[0] != "replicax", pair)):
+        if name == "absl":  # Its modules are imported one by one.
+            dots = {dotted(node) for node in find(module, cst.Attribute)}
+            parts = [p for p in ("app", "flags") if f"{alias}.{p}" in dots]
+            lines += [f"import absl.{part}" for part in parts]
+        else:
+            line = f"import {name}" + f" as {alias}" * (alias != name)
+            is_first = name == "replicax" and has_keras
+            why = "  # Before keras: it settles the backend."
+            lines.append(line + why * is_first)
+    return [cst.parse_statement(line) for line in lines]
+
+
+def _late_imports(module: cst.Module | cst.IndentedBlock, place: int) -> set[str]:
+    """Names that the top level reads from `place` on before it imports them."""
+    read: set[str] = set()
+    late: set[str] = set()
+    known: set[str] = set()
+    for statement in module.body[place:]:
+        if isinstance(statement, cst.SimpleStatementLine):
+            for small in find(statement, cst.Import, cst.ImportFrom):
+                known |= {local for local, _ in import_names(small)}
+                late |= read & known
+        read |= used_names(statement) - known
+    return late
+
+
+def _place(script: Script, module: cst.Module) -> int:
+    """The index for new imports: that of the first import of Keras or TensorFlow."""
+    index = 0
+    for each in script.module.body:
+        if _is_anchor(each):
+            return min(index, len(module.body))
+        index += len(script.outcomes.get(each, [each]))
+    return len(list(itertools.takewhile(_is_prologue, module.body)))
+
+
+def _is_anchor(statement: cst.CSTNode) -> bool:
+    """Whether a line imports Keras or TensorFlow."""
+    if not isinstance(statement, cst.SimpleStatementLine):
+        return False
+    imports = find(statement, cst.Import, cst.ImportFrom)
+    names = (name for each in imports for _, name in import_names(each))
+    return any(path_in_tensorflow(name) is not None for name in names)
+
+
+def _is_prologue(statement: cst.CSTNode) -> bool:
+    """Whether a line is a docstring, or imports from `__future__`."""
+    small = only_of(statement)
+    is_future = isinstance(small, cst.ImportFrom) and module_of(small) == "__future__"
+    return is_future or is_docstring(statement)

@@ -1,0 +1,265 @@
+"""Finds the activations that end models, and takes them out.
+
+What ends a model is followed from its outputs, the last layer of a `Sequential`, or
+what the `call` of a class returns: through variables, attributes, conditional
+expressions, functions of the script, and models that are layers.
+"""
+
+from collections.abc import Iterable
+
+import libcst as cst
+
+from replicax_migrate.functional import layers_of
+from replicax_migrate.kinds import is_class_of, own_methods
+from replicax_migrate.origins import (
+    definitions,
+    is_parameter,
+    returned,
+    returned_by,
+    with_bases,
+)
+from replicax_migrate.script import Expression, Script, Unported
+from replicax_migrate.tables import NAMES, find_target
+from replicax_migrate.tree import (
+    argument,
+    is_named,
+    last_name,
+    method_of,
+    text_of,
+    value_of,
+    with_args,
+)
+
+__all__ = [
+    "Endings",
+    "is_model",
+    "name_in",
+    "require_no_other_uses",
+    "take_activation",
+    "units_of",
+]
+
+_LAYERS = {"Activation": 0, "Dense": 1, "Lambda": 0, "Conv2D": 99, "Conv1D": 99}
+"""Layers with an activation, and its position; 99 if it is always named."""
+_KINDS = ("softmax", "sigmoid")
+_KEPT = ("name", "dtype")
+_MODULES = ("", "nn", "math", "keras.activations", "keras.backend")
+"""Modules with functions of these names."""
+
+
+class Endings:
+    """The calls that end a model: of layers, or of an activation's function.
+
+    Args:
+        script: The script.
+        model: The call that makes the model.
+
+    Attributes:
+        model: The same.
+        calls: The calls that end it; none if not all of them are in sight.
+        classes: The classes of the script that models on the way are of.
+        seen: The expressions that lead from the model to its ends.
+    """
+
+    def __init__(self, script: Script, model: cst.Call) -> None:
+        self.model = model
+        self.calls: dict[cst.Call, None] = {}
+        self.classes: set[cst.ClassDef] = set()
+        self.seen: set[cst.CSTNode] = {model}
+        self._script = script
+        try:
+            self._follow_maker(model)
+        except Unported:
+            self.calls.clear()
+
+    def kinds(self, *, is_crossed: bool = False) -> set[str | None]:
+        """The names of the activations at the ends; None where there is no such one.
+
+        Args:
+            is_crossed: Whether the loss is for another activation: then Keras' count
+                alone. They keep their inputs with the result, for cross-entropies of
+                any kind. TensorFlow's `tf.nn.sigmoid` does not.
+        """
+        return {_activation(self._script, call, is_crossed) for call in self.calls}
+
+    def _follow(self, node: Expression, *, is_layer: bool) -> None:
+        """Follow an expression that is a tensor, or a layer."""
+        self.seen.add(node)
+        match node:
+            case cst.IfExp():
+                self._follow_all((node.body, node.orelse), is_layer)
+            case cst.Call():
+                self._follow_call(node, is_layer)
+            case cst.List(elements=[cst.Element(value=only)]) if not is_layer:
+                self._follow(only, is_layer=False)
+            case cst.Name() | cst.Attribute():
+                found = definitions(self._script, node)
+                values = [value for each in found for value in each.values]
+                is_unpacked = any(each.index is not None for each in found)
+                if is_unpacked or is_parameter(self._script, node):
+                    raise Unported("not in sight")
+                self._follow_all(values, is_layer)
+            case _:
+                raise Unported("not in sight")
+
+    def _follow_all(self, nodes: Iterable[Expression], is_layer: bool) -> None:
+        nodes = [each for each in nodes if each not in self.seen]
+        if not nodes:
+            raise Unported("not in sight")
+        for each in nodes:
+            self._follow(each, is_layer=is_layer)
+
+    def _follow_call(self, node: cst.Call, is_layer: bool) -> None:
+        values = list(returned(self._script, node))
+        if values:
+            self._follow_all(values, is_layer)
+        elif is_layer:
+            self._follow_maker(node)
+        elif _function(self._script, node):
+            self.calls[node] = None
+        else:
+            self._follow(node.func, is_layer=True)
+
+    def _follow_maker(self, node: cst.Call) -> None:
+        """Follow the call that makes a layer or a model."""
+        script, name = self._script, name_in(self._script, node.func, "layers")
+        function = value_of(node, 0, "function") if name == "Lambda" else None
+        classes = script.classes(last_name(node.func))
+        if script.called(node) in NAMES["sequential"]:
+            self._follow_all(layers_of(script, node)[-1:], True)
+        elif script.called(node) in NAMES["models"]:
+            outputs = value_of(node, 1, "outputs")
+            self._follow_all([outputs] if outputs is not None else [], False)
+        elif isinstance(function, cst.Lambda):
+            self._follow(function.body, is_layer=False)
+        elif classes:
+            methods = [m for each in classes for m in own_methods(script, each, "call")]
+            self.classes.update(with_bases(script, *classes))
+            found = (v for method in methods[:1] for v in returned_by(script, method))
+            self._follow_all(found if len(methods) == 1 else (), False)
+        else:
+            self.calls[node] = None
+
+
+def is_model(script: Script, node: cst.Call) -> bool:
+    """Whether a call makes a model, of Keras or of a class of the script."""
+    owners = script.classes(node.func.value) if isinstance(node.func, cst.Name) else ()
+    is_own = any(is_class_of(script, owner, ("model",)) for owner in owners)
+    return is_own or script.called(node) in NAMES["models"]
+
+
+def name_in(script: Script, node: cst.CSTNode, module: str) -> str:
+    """The last part of a path in a module of Keras, such as `"losses"`; else `""`."""
+    path = script.names.path(node) or ""
+    if isinstance(node, cst.Name) and not path:
+        path = script.names.alias(node) or ""
+    found, _, name = (find_target(path) or "").rpartition(".")
+    return name if found == f"keras.{module}" else ""
+
+
+def units_of(script: Script, layer: cst.Call) -> str:
+    """The number of a dense layer's outputs, as text; `""` if it is not in sight."""
+    is_dense = name_in(script, layer.func, "layers") == "Dense"
+    value = script.shown(layer, 0, "units") if is_dense else None
+    return value.value if isinstance(value, cst.Integer) else ""
+
+
+def require_no_other_uses(script: Script, models: Iterable[Endings]) -> None:
+    """Raise `Unported` if what leads to the ends of models leads elsewhere, too."""
+    models = list(models)
+    seen = {node for each in models for node in each.seen}
+    passed = seen - {each.model for each in models}
+    uses = {use for node in passed for use in script.uses_of(node)}
+    owners = {owner for each in models for owner in each.classes}
+    owners |= {f for node in passed if (f := _returning(script, node)) is not None}
+    names = {owner.name.value for owner in owners} - {"call"}
+    uses |= {call for call in script.calls if last_name(call.func) in names}
+    if not uses <= seen:
+        raise Unported("the last activation has other uses")
+
+
+def _returning(script: Script, node: cst.CSTNode) -> cst.FunctionDef | None:
+    """The function that returns an expression that leads to an end."""
+    is_returned = isinstance(script.parent(node), cst.Return)
+    return script.function_of(node) if is_returned else None
+
+
+def _activation(script: Script, call: cst.Call, is_crossed: bool) -> str | None:
+    """The activation that a call ends with, if its result can be without it."""
+    if name := _function(script, call):
+        return None if is_crossed and not _is_of_keras(script, call.func) else name
+    name = name_in(script, call.func, "layers")
+    if name == "Softmax" and not is_crossed:
+        return "softmax" if _is_of_last_axis(script, call, 0) else None
+    if name not in _LAYERS:
+        return None
+    given = script.flow.resolved(value_of(call, _LAYERS[name], _argument(name)))
+    text = text_of(given)
+    if given is not None and not text and not is_crossed | _is_of_keras(script, given):
+        text = (script.names.path(given) or "").rpartition(".")[2]
+    return text if text in _KINDS else None
+
+
+def _is_of_keras(script: Script, node: Expression) -> bool:
+    return (script.names.path(node) or "").startswith("keras.activations.")
+
+
+def _function(script: Script, call: cst.Call) -> str:
+    """The activation that a call computes of a tensor's last axis; `""` of others."""
+    module, _, name = script.called(call).rpartition(".")
+    is_known = name in _KINDS and module in _MODULES
+    is_last = name == "sigmoid" or _is_of_last_axis(script, call, 1)
+    return name if is_known and is_last and call.args else ""
+
+
+def _is_of_last_axis(script: Script, call: cst.Call, position: int) -> bool:
+    axis = value_of(call, position, "axis")
+    return axis is None or script.code(axis) == "-1"
+
+
+def _argument(name: str) -> str:
+    return "function" if name == "Lambda" else "activation"
+
+
+def take_activation(script: Script, call: cst.Call) -> None:
+    """Plan a call that ends a model without its activation."""
+    name = name_in(script, call.func, "layers")
+    parent = script.parent(call)
+    around = script.parent(parent) if parent is not None else None
+    given = argument(call.args, _LAYERS.get(name, 0), _argument(name))
+    if not name:
+        script.replacements[call] = _first_value
+    elif name not in {"Activation", "Lambda", "Softmax"}:
+        if given is not None:
+            script.frozen.add(given)
+            script.dropped_arguments.add(given)
+    elif name == "Activation" and given is not None and len(call.args) > 1:
+        script.replacements[given.value] = lambda updated: script.string("linear")
+    elif isinstance(around, cst.List | cst.Tuple) and not any(
+        is_named(arg, *_KEPT) for arg in call.args
+    ):
+        script.replacements[around] = _without_last
+    elif isinstance(parent, cst.Call) and len(call.args) < 2:
+        script.replacements[parent] = _first_value  # `Activation("softmax")(x)`.
+    elif method_of(around) == "add" and len(call.args) < 2:
+        script.take_out(script.statement_of(call))
+    else:
+        script.replacements[call] = lambda updated: _linear(script, updated)
+
+
+def _first_value(updated: cst.Call) -> Expression:
+    return updated.args[0].value
+
+
+def _linear(script: Script, updated: cst.Call) -> Expression:
+    """The layer that does nothing, with the name and dtype of another one."""
+    made = script.template('keras.layers.Activation("linear")')
+    assert isinstance(made, cst.Call)
+    kept = (arg for arg in updated.args if is_named(arg, *_KEPT))
+    return with_args(made, [*made.args, *kept])
+
+
+def _without_last(updated: cst.List) -> cst.List:
+    *kept, last = updated.elements
+    kept[-1] = kept[-1].with_changes(comma=last.comma)
+    return updated.with_changes(elements=kept)

@@ -1,0 +1,364 @@
+"""Ports cross-entropies of probabilities to those of logits, which TensorFlow recovers.
+
+TensorFlow's cross-entropies see that probabilities come from a softmax or a sigmoid,
+and take what went into it. Keras on JAX clips the probabilities, whose gradients vanish
+where inputs are not scaled. So the last activation goes, the loss gets
+`from_logits=True`, and predictions get the activation. Where not all of that is in
+sight, a note says so. TensorFlow does the same where a loss has `from_logits=True` and
+gets probabilities.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import TypeAlias
+
+import libcst as cst
+
+from replicax_migrate.last_layers import (
+    Endings,
+    is_model,
+    name_in,
+    require_no_other_uses,
+    take_activation,
+    units_of,
+)
+from replicax_migrate.origins import elements, meanings, stands_for
+from replicax_migrate.script import Expression, Script, Unported
+from replicax_migrate.tables import MESSAGES, NAMES
+from replicax_migrate.tracing import is_traced
+from replicax_migrate.tree import (
+    dotted,
+    is_name,
+    keyword,
+    method_of,
+    object_of,
+    parts_of,
+    reached,
+    text_of,
+    value_of,
+    walk,
+)
+
+__all__ = ["plan_logits"]
+
+_CLASSES = {
+    "sparse_categorical_crossentropy": "SparseCategoricalCrossentropy",
+    "categorical_crossentropy": "CategoricalCrossentropy",
+    "binary_crossentropy": "BinaryCrossentropy",
+}
+_FROM_LOGITS = {**dict.fromkeys(_CLASSES.values(), 0), **dict.fromkeys(_CLASSES, 2)}
+"""Positions of `from_logits`."""
+_Losses: TypeAlias = dict[Expression, str]
+"""Cross-entropies, and their names in Keras."""
+
+
+def plan_logits(script: Script) -> None:
+    """Plan the port of models that end with an activation for the loss."""
+    losses = dict(_losses(script))
+    for kind, other in (("softmax", "sigmoid"), ("sigmoid", "softmax")):
+        is_binary = kind == "sigmoid"
+        own = {k: v for k, v in losses.items() if ("binary" in v.lower()) == is_binary}
+        logits = {k: v for k, v in own.items() if _is_of_logits(script, k)}
+        given = {k: v for k, v in own.items() if k not in logits} or logits
+        if not given:
+            continue
+        port = _Port(script, kind, given)
+        crossed = _Port(script, other, given, is_crossed=True)
+        if crossed.models and not port.models and given is not logits:
+            port = crossed
+        try:
+            port.plan()
+        except Unported:
+            _report(script, port, [k for k in given if k not in logits])
+            for loss in filter(port.takes, logits):
+                script.leave(loss, MESSAGES["applied_twice"].format(kind=kind))
+    for given in filter(None, map(_compiled_loss, script.calls)):
+        for loss in elements(script, script.flow.resolved(given)):
+            if _loss_name(script, loss):  # One of several outputs.
+                script.note(loss, MESSAGES["probabilities"])
+
+
+def _report(script: Script, port: "_Port", losses: Iterable[Expression]) -> None:
+    """Report losses of probabilities that stay, or note them."""
+    made = {call for call in script.calls if is_model(script, call)}
+    for loss in losses:
+        if port.is_crossed and made == port.models.keys():
+            script.leave(loss, MESSAGES["crossed"].format(kind=port.kind))
+        else:
+            script.note(loss, MESSAGES["probabilities"])
+
+
+def _losses(script: Script) -> Iterator[tuple[Expression, str]]:
+    for node in script.calls:
+        name = name_in(script, node.func, "losses")
+        if name in _FROM_LOGITS:
+            yield node, name
+        value = _compiled_loss(node)
+        if value is not None and (name := _loss_name(script, value)):
+            yield value, name
+
+
+def _is_of_logits(script: Script, loss: Expression) -> bool:
+    """Whether a loss is a call with `from_logits=True`."""
+    if not isinstance(loss, cst.Call):
+        return False
+    name = name_in(script, loss.func, "losses")
+    return is_name(value_of(loss, _FROM_LOGITS.get(name, 0), "from_logits"), "True")
+
+
+def _loss_name(script: Script, value: Expression) -> str:
+    """The name of a cross-entropy that is no call, as `compile` takes it; else `""`."""
+    name = text_of(value) or name_in(script, value, "losses")
+    is_known = name in _CLASSES or (text_of(value) and name in _FROM_LOGITS)
+    return name if is_known else ""
+
+
+def _compiled_loss(node: cst.Call) -> Expression | None:
+    return value_of(node, 1, "loss") if method_of(node) == "compile" else None
+
+
+class _Port:
+    """Plans the port of all losses of one kind, and of the models that they are for."""
+
+    def __init__(
+        self, script: Script, kind: str, losses: _Losses, *, is_crossed: bool = False
+    ) -> None:
+        self._script = script
+        self.kind = kind
+        self.is_crossed = is_crossed
+        self._losses = losses
+        made = (call for call in script.calls if is_model(script, call))
+        found = [Endings(script, call) for call in made]
+        found = [each for each in found if each.kinds(is_crossed=is_crossed) == {kind}]
+        self._inner = {node for each in found for node in each.seen - {each.model}}
+        outer = [each for each in found if each.model not in self._inner]
+        predicting = {each.model for each in outer if self._predicts_only(each)}
+        self._inner |= predicting
+        self.models = {e.model: e for e in outer if e.model not in predicting}
+
+    def plan(self) -> None:
+        """Plan the port of models, metrics, losses and predictions, or of none."""
+        if not self.models:
+            raise Unported("no model in sight")
+        changes: list[tuple[cst.CSTNode, Expression]] = []
+        wrapped: list[cst.Call] = []
+        saved: list[cst.Call] = []
+        compiled: set[cst.CSTNode] = set()
+        for use in self._uses():
+            call = self._script.method_call(use)
+            method = method_of(call)
+            if method == "compile" and call is not None:
+                changes += self._metrics(call)
+                compiled.add(call)
+            elif method in {"predict", "predict_on_batch"} and call is not None:
+                wrapped.append(call)
+            elif method in {"save", "export"} and call is not None:
+                saved.append(call)
+            elif method in NAMES["unclear_attributes"] and method != "add":
+                raise Unported(method)
+            elif (called := self._script.call_of(use)) is not None:
+                wrapped += self._called(called)
+            elif call is None and not self._is_harmless(use):
+                raise Unported("used in other ways")
+        self._require_own(compiled)
+        require_no_other_uses(self._script, self.models.values())
+        self._apply(changes, wrapped, saved)
+
+    def takes(self, loss: Expression) -> bool:
+        """Whether a loss may get outputs of the models, and not those of others."""
+        if loss in self._losses:
+            return bool(self.models)
+        script = self._script
+
+        def inside(each: Expression) -> list[Expression]:
+            held = [object_of(each)] if isinstance(each, cst.Call) else []
+            return [*stands_for(script, each), *held]
+
+        uses = (loss, *script.uses_of(loss))
+        calls = [script.call_of(use) or script.call_with(use) for use in uses]
+        values = [arg.value for c in calls if c is not None for arg in c.args[1:]]
+        found = reached([*filter(None, calls), *values], inside)
+        return not self.models.keys().isdisjoint(found)
+
+    def _uses(self) -> Iterator[Expression]:
+        for node in self._script.nodes(cst.Name, cst.Attribute):
+            found = _origins(self._script, node)
+            if found & self.models.keys():
+                if found - self.models.keys():
+                    raise Unported("one of several models")
+                yield node
+            elif is_name(node, "self") and self._is_own(node):
+                yield node
+
+    def _predicts_only(self, ending: Endings) -> bool:
+        """Whether no loss gets the outputs of a model, which is used elsewhere.
+
+        An example is a `Sequential` of a trained model and a softmax.
+        """
+        script = self._script
+        uses = [] if ending.classes else script.uses_of(ending.model)
+        calls = [script.call_of(use) for use in uses]
+        return bool(uses) and all(
+            method_of(script.method_call(use)) in NAMES["predicting_methods"]
+            or (call and not is_traced(script, call) and self._is_result(call))
+            for use, call in zip(uses, calls, strict=True)
+        )
+
+    def _is_result(self, call: cst.Call) -> bool:
+        """Whether no loss gets the result of a call of a model."""
+        uses = [call, *self._script.uses_of(call)]
+        return not any(self._takes_logits(use) or self._leaves(use) for use in uses)
+
+    def _is_own(self, node: cst.CSTNode) -> bool:
+        """Whether `self` is one of the models, and is called."""
+        owners = {each for model in self.models.values() for each in model.classes}
+        is_called = self._script.call_of(node) is not None
+        return is_called and self._script.class_around(node) in owners
+
+    def _ends(self) -> dict[cst.Call, None]:
+        return {last: None for each in self.models.values() for last in each.calls}
+
+    def _metrics(self, call: cst.Call) -> Iterator[tuple[cst.CSTNode, Expression]]:
+        """The metrics of a `compile` call that change, each with its replacement."""
+        given = value_of(call, 3, "metrics") or value_of(call, 9, "metrics")
+        if given is not None and not isinstance(given, cst.List):
+            raise Unported("metrics are not a list")
+        units = {units_of(self._script, last) for last in self._ends()}
+        is_binary = any("binary" in name.lower() for name in self._losses.values())
+        is_one = units == {"1"} or (is_binary and units == {""})
+        for node in parts_of(given):
+            is_accuracy = text_of(node) in {"accuracy", "acc"}
+            if self._ranks(node) and not (is_accuracy and is_one):
+                continue
+            if self.kind == "sigmoid" and is_accuracy:
+                text = "keras.metrics.BinaryAccuracy(name={name}, threshold=0)"
+                yield node, self._script.template(text, name=node)
+            else:
+                raise Unported("a metric of probabilities")
+
+    def _called(self, call: cst.Call) -> list[cst.Call]:
+        """The model call if its result is predictions; empty if losses get it."""
+        script = self._script
+        assign = script.parent(call)
+        targets = assign.targets if isinstance(assign, cst.Assign) else ()
+        found = [script.flow.defined(target.target) for target in targets]
+        uses = [use for d in found if d is not None for use in script.flow.uses(d)]
+        uses = uses or [call]
+        is_inner = [self._takes_logits(use) for use in uses]
+        if all(is_inner):
+            return []
+        if any(is_inner) or is_traced(script, call) or any(map(self._leaves, uses)):
+            raise Unported("its result is used in several ways")
+        return [call]
+
+    def _leaves(self, node: cst.CSTNode) -> bool:
+        """Whether a value is returned, assigned, or passed to another function."""
+        parent, call = self._script.parent(node), self._script.call_with(node)
+        name = (dotted(call.func) or "") if call is not None else ""
+        is_ours = bool(self._script.functions(name.removeprefix("self.")))
+        return is_ours or isinstance(parent, cst.Return | cst.Assign)
+
+    def _takes_logits(self, node: cst.CSTNode) -> bool:
+        """Whether a value is given to a loss, or to a metric that only ranks."""
+        call = self._script.call_with(node)
+        if call is None:
+            return False
+        is_method = method_of(call) in {"update_state", "call"}
+        func = object_of(call) if is_method else call.func
+        makers = _origins(self._script, func) or {func}
+        return call in self._losses or all(
+            made in self._losses or self._ranks(made) for made in makers
+        )
+
+    def _ranks(self, metric: Expression) -> bool:
+        """Whether a metric is equal for logits: it only ranks classes."""
+        maker = metric.func if isinstance(metric, cst.Call) else metric
+        name = text_of(metric) or name_in(self._script, maker, "metrics")
+        return name in NAMES["ranking_metrics"]
+
+    def _is_harmless(self, use: cst.CSTNode) -> bool:
+        parent = self._script.parent(use)
+        if isinstance(parent, cst.Attribute):  # Such as trainable_variables.
+            return parent.attr.value not in NAMES["unclear_attributes"]
+        if isinstance(parent, cst.AssignTarget | cst.Assign | cst.Return | cst.If):
+            return True
+        call = self._script.call_with(use)
+        if call is None:
+            return False
+        is_checkpoint = self._script.called(call) == "train.Checkpoint"
+        return is_checkpoint or bool(self._script.functions(dotted(call.func) or ""))
+
+    def _require_own(self, compiled: set[cst.CSTNode]) -> None:
+        """Raise `Unported` unless all losses are of these models."""
+        script = self._script
+        every = {call for call in script.calls if is_model(script, call)}
+        others = every - self.models.keys() - self._inner
+        for loss in self._losses:
+            calls = (p for p in script.parents(loss) if isinstance(p, cst.Call))
+            inside = {call for call in calls if _compiled_loss(call) is not None}
+            if (others and not inside) or not inside <= compiled:
+                raise Unported("a loss that may be of another model")
+        if not all(self._has_loss(call) for call in script.calls if call in compiled):
+            raise Unported("a model with another loss")
+        for call in script.calls:
+            given = value_of(call, 1, "y_pred")
+            if given is not None and self._takes_logits(given):
+                self._require_alone(given)
+
+    def _require_alone(self, given: Expression) -> None:
+        """Raise `Unported` if a parameter that is given to a loss has other uses.
+
+        An example is the loss `binary_crossentropy(y_true, y_pred) + dice(...)`.
+        """
+        script = self._script
+        found = script.flow.reaching(given)
+        made = [d for d in found if isinstance(script.parent(d.node), cst.Param)]
+        uses = [use for each in made for use in script.flow.uses(each)]
+        if not all(map(self._takes_logits, uses)):
+            raise Unported("the probabilities have other uses")
+
+    def _has_loss(self, compiled: cst.Call) -> bool:
+        """Whether the loss of a `compile` is, or calls, one of these losses."""
+        given = _compiled_loss(compiled)
+        if given is None:
+            return True  # A step of the model's own has the loss.
+        name = dotted(given.func if isinstance(given, cst.Call) else given) or ""
+        places = [given, *self._script.functions(name), *_origins(self._script, given)]
+        return any(each in self._losses for place in places for each in walk(place))
+
+    def _apply(
+        self,
+        changes: list[tuple[cst.CSTNode, Expression]],
+        wrapped: list[cst.Call],
+        saved: list[cst.Call],
+    ) -> None:
+        script = self._script
+        for node, value in changes:
+            script.replacements[node] = lambda updated, value=value: value
+        for loss, name in self._losses.items():
+            _plan_loss(script, loss, name)
+        for call in wrapped:
+            script.wrapped[call] = f"keras.ops.{self.kind}({{x}})"
+        for call in saved:
+            script.note(call, f"the saved model gives logits now, without {self.kind}")
+        for last in self._ends():
+            take_activation(script, last)
+            script.note(last, MESSAGES["activation_gone"].format(kind=self.kind))
+
+
+def _plan_loss(script: Script, loss: Expression, name: str) -> None:
+    """Plan `from_logits=True` for a loss: a call, a name of one, or the function."""
+    if not isinstance(loss, cst.Call):
+        text = f"keras.losses.{_CLASSES[name]}(from_logits=True)"
+        script.replacements[loss] = lambda updated: script.template(text)
+    elif (given := value_of(loss, _FROM_LOGITS[name], "from_logits")) is not None:
+        script.replacements[given] = lambda updated: cst.Name("True")
+    else:
+        extra = keyword("from_logits", cst.Name("True"))
+        script.extra_arguments[loss] = extra
+
+
+def _origins(script: Script, node: Expression) -> set[Expression]:
+    """The expressions that a variable may stand for, followed through functions."""
+    # The None of a bare `return` has no parent.
+    found = (each for each in meanings(script, node) if script.parent(each))
+    return {e for e in found if e is not node and not stands_for(script, e)}

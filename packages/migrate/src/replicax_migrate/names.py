@@ -1,0 +1,194 @@
+"""Resolves the names of a script to paths in TensorFlow, through its imports."""
+
+import functools
+import re
+from collections import defaultdict
+
+import libcst as cst
+from libcst.metadata import (
+    GlobalScope,
+    MetadataWrapper,
+    QualifiedNameSource,
+    Scope,
+    ScopeProvider,
+)
+
+from replicax_migrate.tables import (
+    NAMES,
+    NEED_TENSORFLOW,
+    OLD_PREFIXES,
+    find_target,
+    is_known,
+)
+from replicax_migrate.tree import dotted, find, module_of, root_of
+
+__all__ = ["Names", "path_in_tensorflow"]
+
+_ROOTS = {
+    **dict.fromkeys(("tensorflow", "tensorflow_core"), ""),
+    **dict.fromkeys(("tf_keras", "keras"), "keras"),  # Keras 2 was also a package.
+    "keras_preprocessing": "keras.preprocessing",
+}
+"""Packages whose names are TensorFlow's, and their paths there."""
+_OF_KERAS = re.compile(r"optimizers\.|(initializers|losses|metrics)\.[A-Z]")
+"""What TensorFlow 2 has of Keras by a second name; TensorFlow 1 has other functions."""
+
+
+@functools.cache
+def path_in_tensorflow(name: str) -> str | None:
+    """The path of a full name under `tensorflow`, in TF 2's spelling; None for others.
+
+    Example:
+        >>> path_in_tensorflow("tensorflow.compat.v1.train.Saver")
+        'train.Saver'
+    """
+    root, _, path = name.partition(".")
+    if root not in _ROOTS:
+        return None
+    path = ".".join(filter(None, [_ROOTS[root], path]))
+    if path in {"compat.v1", "compat.v2", "_api.v2"}:
+        return ""
+    for old, new in OLD_PREFIXES.items():
+        if path.startswith(old):
+            return path_in_tensorflow(f"tensorflow.{new}{path[len(old) :]}")
+        if f"{path}." == old:
+            return new.rstrip(".")
+    return _public(f"keras.{path}" if _OF_KERAS.match(path) else path)
+
+
+def _public(path: str) -> str:
+    """The public path of what Keras 2 had in a module within a package.
+
+    Such is `keras.layers.core.dense.Dense`. A module by itself is its package.
+    """
+    *package, name = path.split(".")
+    if package[:1] != ["keras"] or len(package) < 2 or is_known(path):
+        return path
+    if name in NAMES["old_modules"]:
+        return _public(".".join(package))
+    if any(module.endswith("_v1") for module in package):
+        return path  # They had another class of that name.
+    for n in range(len(package) - 1, 1, -1):
+        if is_known(public := ".".join([*package[:n], name])):
+            return public
+    return path
+
+
+class Names:
+    """Resolves names of one module by its scopes, imports and aliases.
+
+    Attributes:
+        is_assumed: Whether `tf` is used and nowhere bound, and taken for TensorFlow.
+        rebound: Paths by the keys of names that stand for them, and for other things.
+    """
+
+    def __init__(self, wrapper: MetadataWrapper) -> None:
+        self._scopes = wrapper.resolve(ScopeProvider)
+        self.is_assumed = False
+        self._stars = [  # Modules of `from x import *`, in the order of the text.
+            f"{'.' * len(node.relative)}{module_of(node)}"
+            for node in find(wrapper.module, cst.ImportFrom)
+            if isinstance(node.names, cst.ImportStar)
+        ]
+        self._all_scopes = {scope for scope in self._scopes.values() if scope}
+        scopes = (s for s in self._all_scopes if isinstance(s, GlobalScope))
+        self._globals = next(scopes, None)
+        self.rebound: dict[tuple[int, str], str] = {}
+        self._aliases: dict[tuple[int, str], str] = {}
+        self._find_aliases(wrapper.module)
+
+    def path(self, node: cst.CSTNode | None) -> str | None:
+        """Resolve a dotted name to its path in TensorFlow.
+
+        Returns:
+            Its path, such as `"keras.layers.Dense"` (`""` for the package itself), or
+            None for everything else.
+        """
+        text, root = dotted(node), root_of(node)
+        scope = (self._scopes.get(root) if root else None) or self._globals
+        if text is None or root is None or scope is None:
+            return None
+        name, rest = root.value, text[len(root.value) :]
+        bound = scope[name]
+        if rest and (alias := self.alias(root)):
+            return alias + rest
+        if all(each.scope is self._globals for each in bound):
+            if name == "tf" and not bound:
+                self.is_assumed = True
+                return path_in_tensorflow("tensorflow" + rest)
+            if self._stars and not bound:
+                path = self.starred(name)
+                return path + rest if path else None
+        full_name = self._module_name(scope, text)
+        return path_in_tensorflow(full_name) if full_name else None
+
+    def starred(self, name: str) -> str | None:
+        """The path of a name that `from tensorflow.keras.layers import *` may bind.
+
+        Where none of the starred modules has the name, it counts for the last one,
+        unless names of another package are imported with `*`, too.
+        """
+        paths = [path_in_tensorflow(module) for module in self._stars]
+        ours = [p for p in paths if p and f"{p}.".startswith("keras.")]
+        for path in reversed(ours):
+            if find_target(f"{path}.{name}") or f"{path}.{name}" in NEED_TENSORFLOW:
+                return f"{path}.{name}"
+        is_ours = bool(ours) and len(ours) == len(paths)
+        is_special = name.startswith("__") or self.is_bound(name)
+        return f"{ours[-1]}.{name}" if is_ours and not is_special else None
+
+    def imported(self, node: cst.CSTNode | None) -> str | None:
+        """The full name that a dotted name stands for, if its root was imported."""
+        text, root = dotted(node), root_of(node)
+        scope = self._scopes.get(root) if root else None
+        return self._module_name(scope, text) if scope and text else None
+
+    def is_read(self, node: cst.Name) -> bool:
+        """Whether a name is read where it stands, not bound or a keyword."""
+        scope = self._scopes.get(node)
+        accesses = scope.accesses[node.value] if scope else ()
+        return any(access.node is node for access in accesses)
+
+    def key(self, name: cst.Name) -> tuple[int, str] | None:
+        """The key of a variable: the id of the scope that binds it, and its name."""
+        scope = self._scopes.get(name)
+        if scope is None:
+            return None
+        for assignment in scope[name.value]:
+            return (id(assignment.scope), name.value)
+        return (0, name.value)
+
+    def is_bound(self, name: str, path: str | None = None) -> bool:
+        """Whether any scope of the module binds `name`, and not to a path alone."""
+        names = (self._module_name(s, name) for s in self._all_scopes if name in s)
+        return any(path is None or path_in_tensorflow(n or "") != path for n in names)
+
+    def _module_name(self, scope: Scope, text: str) -> str | None:
+        for qualified in scope.get_qualified_names_for(text):
+            if qualified.source is QualifiedNameSource.IMPORT:
+                return qualified.name
+        return None
+
+    def alias(self, name: cst.Name) -> str | None:
+        """The path that a name such as `layers` of `layers = tf.keras.layers` is."""
+        return self._aliases.get(self.key(name) or (0, ""))
+
+    def alias_paths(self, name: str) -> set[str | None]:
+        """The paths that a name is an alias of; None for scopes where it is none."""
+        bound = (each for scope in self._all_scopes for each in scope[name])
+        return {self._aliases.get((id(each.scope), name)) for each in bound}
+
+    def _find_aliases(self, module: cst.Module) -> None:
+        """Find the names that stand for one path wherever their scope binds them."""
+        paths = defaultdict[tuple[int, str], dict[cst.CSTNode, str]](dict)
+        for node in find(module, cst.Assign):
+            target, path = node.targets[0].target, self.path(node.value)
+            if path and isinstance(target, cst.Name) and len(node.targets) == 1:
+                paths[self.key(target) or (0, "")][target] = path
+        scopes = {id(scope): scope for scope in self._all_scopes}
+        for key, found in paths.items():
+            bound = scopes[key[0]][key[1]] if key[0] in scopes else ()
+            is_all = all(getattr(each, "node", None) in found for each in bound)
+            is_one = is_all and len(set(found.values())) == 1
+            table = self._aliases if is_one else self.rebound
+            table[key] = next(iter(found.values()))

@@ -1,0 +1,215 @@
+"""Ports Jupyter notebooks: the code of all cells is one script, which is split again.
+
+A `pass` with a comment begins each cell in the script. Another stands for what IPython
+reads and Python does not, such as `%matplotlib inline` and the lines of `%%bash`.
+Cells under `%%writefile x.py` are scripts of their own.
+"""
+
+import ast
+import bisect
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import libcst as cst
+
+from replicax_migrate.port import Ported, port
+from replicax_migrate.script import Finding
+from replicax_migrate.tables import MESSAGES
+
+__all__ = ["in_cells", "port_notebook", "script_of"]
+
+_CELL = "pass  # %% "
+_COMMAND = "pass  # IPython: "
+_IPYTHON = re.compile(r"\s*([%!?].*|[\w, .]+=\s*[%!].*|[\w.]+\?\??)")
+_IMPORT = re.compile(rf"{_COMMAND}.*\b(import|from) tensorflow\b")
+"""A line of a cell of another text, such as a script for `%%bash`."""
+_FILE = re.compile(r"%%(writefile|file)\s+\S+\.py\s*")
+"""The first line of a cell that is written to a file as a script."""
+_PYTHON_CELLS = ("%%time", "%%timeit", "%%capture", "%%prun")
+"""What stands above cells whose other lines are Python."""
+
+
+def port_notebook(source: bytes) -> Ported:
+    r"""Port the code of a notebook, as `port` does with a script.
+
+    Text, outputs and IPython's commands stay. Code that ends up in one block, such as
+    under `with strategy.scope():`, stands in the first of its cells.
+
+    Args:
+        source: The text of an .ipynb file.
+
+    Returns:
+        The ported text and the findings, whose lines are those of `cell`.
+
+    Raises:
+        ValueError: If the text is not a notebook, or a cell is neither Python nor a
+            command of IPython.
+
+    Example:
+        >>> import json
+        >>> code = "import tensorflow as tf\ntf.abs(x)"
+        >>> cell = {"cell_type": "code", "source": code}
+        >>> ported = port_notebook(json.dumps({"cells": [cell]}).encode())
+        >>> print(json.loads(ported.source)["cells"][0]["source"])
+        import replicax as rx  # Before keras: it settles the backend.
+        import keras
+        keras.ops.abs(x)
+    """
+    notebook = _read(source)
+    script = _script(notebook)
+    try:
+        ported = port(script.encode())
+    except cst.ParserSyntaxError as error:
+        where = in_cells([Finding(error.raw_line, "", error.message)], script)[0]
+        raise ValueError(f"{where.place}: {error.message}") from error
+    texts = [
+        Finding(number, line.removeprefix(_COMMAND)[:70], MESSAGES["cell_of_text"])
+        for number, line in enumerate(script.splitlines(), 1)
+        if _IMPORT.match(line)
+    ]
+    if (text := ported.source.decode()) != script:
+        _set_code(notebook, text)
+    left = [*in_cells([*ported.left, *texts], script)]
+    notes = [*in_cells(ported.notes, script)]
+    for number, cell in enumerate(_code_cells(notebook), 1):
+        if (file := _ported_file(cell, number)) is not None:
+            left = [*(each for each in left if each.cell != number), *file.left]
+            notes += file.notes
+    if notebook != _read(source):
+        indent = re.match(r"\{\r?\n( *)", source.decode())
+        width = len(indent[1]) if indent else None
+        end = "\n" if source.endswith(b"\n") else ""
+        source = (
+            f"{json.dumps(notebook, indent=width, ensure_ascii=False)}{end}".encode()
+        )
+    return Ported(
+        source=source,
+        left=tuple(sorted(left, key=_place)),
+        notes=tuple(sorted(notes, key=_place)),
+    )
+
+
+def _place(found: Finding) -> tuple[int, Finding]:
+    return found.cell, found
+
+
+def _ported_file(cell: dict[str, Any], number: int) -> Ported | None:
+    """Port the script that a cell writes to a file; None if it writes no Python."""
+    first, _, code = "".join(cell["source"]).partition("\n")
+    try:
+        ported = port(code.encode()) if _FILE.fullmatch(first) else None
+    except cst.ParserSyntaxError:
+        return None
+    if ported is None:
+        return None
+    _set_source(cell, f"{first}\n{ported.source.decode()}")
+    moved = [
+        tuple(replace(each, cell=number, line=each.line + 1) for each in found)
+        for found in (ported.left, ported.notes)
+    ]
+    return Ported(source=ported.source, left=moved[0], notes=moved[1])
+
+
+def script_of(source: bytes) -> str:
+    r"""The code of a notebook as one script.
+
+    Args:
+        source: The text of an .ipynb file.
+
+    Raises:
+        ValueError: If the text is not a notebook.
+
+    Example:
+        >>> script_of(b'{"cells": [{"cell_type": "code", "source": "x = 1"}]}')
+        'pass  # %% 1\nx = 1\n'
+    """
+    return _script(_read(source))
+
+
+def in_cells(findings: Iterable[Finding], script: str) -> tuple[Finding, ...]:
+    r"""The findings of a notebook's script by cells and their lines.
+
+    Args:
+        findings: Findings by lines of the script.
+        script: What `script_of` returns for the notebook.
+
+    Example:
+        >>> found = Finding(4, "tf.abs(x)", "...")
+        >>> script = "pass  # %% 1\nx = 1\npass  # %% 2\ntf.abs(x)\n"
+        >>> in_cells([found], script)[0].place
+        'cell 2:1'
+    """
+    lines = script.splitlines()
+    starts = [n for n, line in enumerate(lines, 1) if line.startswith(_CELL)]
+    found = []
+    for each in sorted(findings):
+        cell = max(bisect.bisect_left(starts, each.line), 1)
+        line = max(each.line - starts[cell - 1], 1)
+        found.append(replace(each, cell=cell, line=line))
+    return tuple(found)
+
+
+def _read(source: bytes) -> dict[str, Any]:
+    notebook = json.loads(source)
+    if not isinstance(notebook, dict) or "cells" not in notebook:
+        raise ValueError("the notebook has no cells: save it in format 4")
+    return notebook
+
+
+def _code_cells(notebook: dict[str, Any]) -> list[dict[str, Any]]:
+    return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+
+
+def _script(notebook: dict[str, Any]) -> str:
+    parts = []
+    for number, cell in enumerate(_code_cells(notebook), 1):
+        code = "".join(cell["source"])
+        parts += [f"{_CELL}{number}", *([_as_python(code)] if code else [])]
+    return "\n".join([*parts, ""])
+
+
+def _as_python(code: str) -> str:
+    """A cell with IPython's commands as comments, without a first line's indent."""
+    try:
+        ast.parse(code)
+    except SyntaxError:
+        pass
+    else:
+        return code
+    if indent := re.match(r"[ \t]+", code):
+        code = re.sub(f"^{indent[0]}", "", code, flags=re.MULTILINE)
+    is_text = code.startswith("%%") and not code.startswith(_PYTHON_CELLS)
+    lines, blanks, continues = [], "", False
+    for line in code.split("\n"):
+        if is_text or continues or _IPYTHON.fullmatch(line):
+            if not is_text and not continues:
+                blanks = line[: -len(line.lstrip())]
+            indent = blanks if line.startswith(blanks) else ""
+            continues = line.endswith("\\")
+            line = f"{indent}{_COMMAND}{line.removeprefix(indent)}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def _set_code(notebook: dict[str, Any], script: str) -> None:
+    """Give the cells the code of a ported script."""
+    codes: dict[int, list[str]] = {}
+    number = 1  # Imports may come before the first cell.
+    for line in script.splitlines(keepends=True):
+        if line.startswith(_CELL):
+            number = int(line.removeprefix(_CELL))
+        elif not line.lstrip().startswith(_CELL):
+            blanks, command, rest = line.partition(_COMMAND)
+            is_command = command and not blanks.strip()
+            kept = f"{blanks}{rest}" if is_command else line
+            codes.setdefault(number, []).append(kept)
+    for number, cell in enumerate(_code_cells(notebook), 1):
+        _set_source(cell, "".join(codes.get(number, [])).removesuffix("\n"))
+
+
+def _set_source(cell: dict[str, Any], text: str) -> None:
+    is_list = isinstance(cell["source"], list)
+    cell["source"] = text.splitlines(keepends=True) if is_list else text

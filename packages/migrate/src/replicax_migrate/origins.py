@@ -1,0 +1,273 @@
+"""Resolves values through attributes of instances, containers and functions."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec, TypeVar
+
+import libcst as cst
+
+from replicax_migrate.flow import Definition
+from replicax_migrate.script import Expression, Script
+from replicax_migrate.tree import (
+    attr_of,
+    find,
+    is_name,
+    method_of,
+    object_of,
+    pairs_of,
+    parts_of,
+    reached,
+    text_of,
+    walk,
+)
+
+__all__ = [
+    "bases",
+    "bound_values",
+    "definitions",
+    "elements",
+    "ends_at_cycles",
+    "is_parameter",
+    "iterated",
+    "meanings",
+    "part",
+    "returned",
+    "returned_by",
+    "stands_for",
+    "with_bases",
+]
+
+_COPIES = ("list", "tuple", "reversed", "sorted", "iter", "set")
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def ends_at_cycles(result: Any) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
+    """Make the decorator of a recursive function `f(script, node, ...)`.
+
+    A call for a node that the function is already resolved for gives `result`.
+    """
+
+    def decorator(function: Callable[_P, _T]) -> Callable[_P, _T]:
+        active = set[object]()
+
+        @functools.wraps(function)
+        def guarded(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+            node = args[1]
+            if node in active:
+                return result
+            active.add(node)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                active.remove(node)
+
+        return guarded
+
+    return decorator
+
+
+def bases(script: Script, node: cst.ClassDef) -> list[cst.ClassDef]:
+    """The direct bases of a class that the script defines."""
+    names = [b.value.value for b in node.bases if isinstance(b.value, cst.Name)]
+    return [each for name in names for each in script.classes(name)]
+
+
+def with_bases(script: Script, *owners: cst.ClassDef | None) -> list[cst.ClassDef]:
+    """Classes and all bases of theirs that the script defines, each once."""
+    return list(reached(filter(None, owners), lambda each: bases(script, each)))
+
+
+def definitions(script: Script, node: Expression) -> frozenset[Definition]:
+    """The definitions of a name, of `self.x`, or of `t.x` where `t = Trainer()`."""
+    found = script.flow.reaching(node)
+    if found or not isinstance(node, cst.Attribute):
+        return found
+    if is_name(node.value, "self"):  # Perhaps a base of the class sets it.
+        owners = [script.class_around(node)]
+    else:
+        made = script.flow.value(node.value)
+        name = made.func if isinstance(made, cst.Call) else None
+        owners = script.classes(name.value) if isinstance(name, cst.Name) else []
+    name, every = node.attr.value, with_bases(script, *owners)
+    return frozenset(d for owner in every for d in script.flow.attributes(owner, name))
+
+
+def bound_values(script: Script, definition: Definition) -> list[Expression]:
+    """The values of a definition, with the default where it is a parameter's."""
+    bound = script.parent(definition.node)
+    default = bound.default if isinstance(bound, cst.Param) else None
+    return [*definition.values, *([default] if default is not None else [])]
+
+
+def is_parameter(script: Script, node: Expression) -> bool:
+    """Whether a variable may be a parameter, whose callers may be out of sight."""
+    found = script.flow.reaching(node)
+    return any(isinstance(script.parent(each.node), cst.Param) for each in found)
+
+
+@ends_at_cycles([])
+def elements(script: Script, node: Expression) -> list[Expression]:
+    """The expressions of a container's elements; of a dict, those of its values.
+
+    Returns:
+        Those of all containers that the node may be; none if one is unknown.
+    """
+    match node:
+        case cst.List() | cst.Tuple() | cst.Set() | cst.Dict():
+            kinds = (cst.Element, cst.DictElement)
+            shown = [
+                [e.value] if isinstance(e, kinds) else elements(script, e.value)
+                for e in node.elements
+            ]
+            return [each for part in shown for each in part] if all(shown) else []
+        case cst.ListComp() | cst.SetComp() | cst.GeneratorExp():
+            return [node.elt]
+        case cst.DictComp():
+            return [node.value]
+        case cst.Subscript(slice=[cst.SubscriptElement(slice=cst.Slice()), *_]):
+            return elements(script, node.value)
+        case cst.Call():
+            return _of_call(script, node)
+    found: list[Expression] = []
+    for definition in definitions(script, node):
+        if definition.index is not None or not definition.values:
+            return []
+        for value in definition.values:
+            inside = elements(script, value)
+            is_display = isinstance(value, cst.List | cst.Tuple | cst.Dict)
+            if not inside and not (is_display and not value.elements):
+                return []
+            found += inside
+        found += _added(script, definition)
+    return found
+
+
+def part(script: Script, node: Expression, index: Expression) -> list[Expression]:
+    """The expressions that `node[index]` may be: all elements if `index` is unknown."""
+    found: list[Expression] = []
+    literals = _literals(script, node)
+    for literal in literals:
+        if isinstance(literal, cst.Dict) and isinstance(index, cst.SimpleString):
+            same = (e for e in pairs_of(literal) if text_of(e.key) == text_of(index))
+            found += [each.value for each in same]
+        elif isinstance(index, cst.Integer):
+            found += parts_of(literal)[index.evaluated_value :][:1]
+    return found if len(found) == len(literals) and found else elements(script, node)
+
+
+@ends_at_cycles([])
+def _literals(script: Script, node: Expression) -> list[Expression]:
+    """The literal lists, tuples and dicts that an expression may stand for."""
+    if isinstance(node, cst.List | cst.Tuple | cst.Dict):
+        return [node]
+    values = stands_for(script, node)
+    return [literal for value in values for literal in _literals(script, value)]
+
+
+def iterated(script: Script, node: cst.CSTNode) -> tuple[Expression, bool] | None:
+    """The container whose elements a loop or a comprehension binds to a name.
+
+    Returns:
+        The container, and whether they are values of a dict: `for k, v in d.items()`.
+    """
+    for parent in script.parents(node) if isinstance(node, cst.Name) else ():
+        loop = parent.for_in if isinstance(parent, cst.BaseComp) else None
+        if isinstance(parent, cst.For) and node in walk(parent.target):
+            return _container(parent.target, node, parent.iter)
+        while loop is not None:
+            if found := _container(loop.target, node, loop.iter):
+                return found
+            loop = loop.inner_for_in
+    return None
+
+
+def _container(
+    target: cst.CSTNode, node: cst.CSTNode, each: Expression
+) -> tuple[Expression, bool] | None:
+    """The container of a name of a target, as of `x` in `i, (x, y)` of a `zip`."""
+    if target.deep_equals(node):
+        return each, False
+    if not isinstance(each, cst.Call):
+        return None
+    parts = parts_of(target)
+    holding = (any(x.deep_equals(node) for x in walk(part)) for part in parts)
+    i = next((i for i, is_there in enumerate(holding) if is_there), -1)
+    args = [arg.value for arg in each.args if not arg.star]
+    if is_name(each.func, "enumerate") and i == 1 and args:
+        return _container(parts[1], node, args[0])
+    if is_name(each.func, "zip") and 0 <= i < len(args):
+        return _container(parts[i], node, args[i])
+    return (object_of(each), True) if method_of(each) == "items" and i == 1 else None
+
+
+def _of_call(script: Script, node: cst.Call) -> list[Expression]:
+    """The elements of a container that a call makes."""
+    args = [arg.value for arg in node.args if not arg.star]
+    if is_name(node.func, *_COPIES) and args:
+        return elements(script, args[0])
+    if is_name(node.func, "dict"):
+        return [arg.value for arg in node.args if arg.keyword]
+    if method_of(node) == "values":
+        return elements(script, object_of(node))
+    return [e for value in returned(script, node) for e in elements(script, value)]
+
+
+def stands_for(script: Script, node: Expression) -> list[Expression]:
+    """The values of a variable or of a part of a tuple; what a function returns.
+
+    An augmented assignment such as `x += y` has those of both sides, and a parameter
+    its default.
+    """
+    match node:
+        case cst.Call():
+            return list(returned(script, node))
+        case cst.Subscript(slice=[cst.SubscriptElement(slice=cst.Index(index))]):
+            return part(script, node.value, index)
+    found: list[Expression] = []
+    for each in definitions(script, node):
+        assigned = script.parent(each.node)
+        if isinstance(assigned, cst.AugAssign):
+            found += [assigned.target, assigned.value]
+        elif each.index is None:
+            found += bound_values(script, each)
+        else:
+            index = cst.Integer(str(each.index))
+            found += [e for value in each.values for e in part(script, value, index)]
+    return found
+
+
+def meanings(script: Script, node: Expression) -> Iterator[Expression]:
+    """An expression, and all that it may be, through variables and functions."""
+    return reached([node], lambda each: stands_for(script, each))
+
+
+def returned(script: Script, node: cst.Call) -> Iterator[Expression]:
+    """The values that a called function, lambda or method of the script returns."""
+    func = node.func
+    for value in stands_for(script, func):
+        if isinstance(value, cst.Lambda):
+            yield value.body
+    if isinstance(func, cst.Attribute) and is_name(func.value, "self"):
+        func = func.attr
+    for function in script.functions(func.value) if isinstance(func, cst.Name) else ():
+        yield from returned_by(script, function)
+
+
+def returned_by(script: Script, function: cst.FunctionDef) -> Iterator[Expression]:
+    """The values that a function of the script returns."""
+    for each in find(function, cst.Return):
+        if script.function_of(each) is function:
+            yield each.value or cst.Name("None")
+
+
+def _added(script: Script, definition: Definition) -> Iterator[Expression]:
+    """The expressions that are appended to a container, or assigned to its elements."""
+    for use in script.flow.uses(definition):
+        parent, call = script.parent(use), script.method_call(use)
+        if call is not None and attr_of(parent) == "append" and call.args:
+            yield call.args[0].value
+        elif isinstance(parent, cst.Subscript):
+            assign = script.around(parent, cst.Assign)
+            if assign and any(each.target is parent for each in assign.targets):
+                yield assign.value

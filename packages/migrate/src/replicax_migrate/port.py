@@ -1,0 +1,284 @@
+"""Ports one script: its text in, the ported text and a report out.
+
+Lines that are aligned with a bracket stay aligned where it moves. Form feeds, which are
+blanks to Python, replace their indentation before the port; blanks up to the bracket's
+new column replace the form feeds after it.
+"""
+
+import io
+import tokenize
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import libcst as cst
+
+from replicax_migrate import (
+    arrays,
+    compile_calls,
+    eager_steps,
+    files,
+    functional,
+    gradient_sums,
+    host,
+    imports,
+    inline_steps,
+    keras_calls,
+    layer_calls,
+    layer_names,
+    logits,
+    members,
+    methods,
+    optimizer_calls,
+    outputs,
+    pipelines,
+    scopes,
+    sessions,
+    statements,
+    tracing,
+    training,
+)
+from replicax_migrate.rewrite import Rewriter
+from replicax_migrate.script import MARK, Finding, Script
+from replicax_migrate.tables import MESSAGES
+from replicax_migrate.tree import text_of
+
+__all__ = ["Ported", "port"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ported:
+    """A ported script.
+
+    Attributes:
+        source: Its text, encoded as the original was.
+        left: What could not be ported, by line of the original.
+        notes: What was ported and behaves differently, by line of the original.
+    """
+
+    source: bytes
+    left: tuple[Finding, ...]
+    notes: tuple[Finding, ...]
+
+
+def port(source: bytes) -> Ported:
+    r"""Port a `tf.distribute` script to replicax, Keras 3 and Grain.
+
+    The script is neither run nor imported. Comments `# replicax: <reason>` in the text
+    mark what is left to do. A script that was ported before comes back unchanged.
+
+    Args:
+        source: The text of a Python module, in its encoding.
+
+    Returns:
+        The ported text and the findings.
+
+    Raises:
+        libcst.ParserSyntaxError: If the text is not Python.
+        SyntaxError: If it is not in the encoding that it declares, or in UTF-8.
+
+    Example:
+        >>> ported = port(b"import tensorflow as tf\nx = tf.reduce_sum([1, 2])\n")
+        >>> print(ported.source.decode())
+        import replicax as rx  # Before keras: it settles the backend.
+        import keras
+        x = keras.ops.sum([1, 2])
+        <BLANKLINE>
+    """
+    module = cst.parse_module(source)
+    marked = _marked_lines(source, module.encoding)
+    if not imports.uses_tensorflow(module):
+        return Ported(source=source, left=tuple(marked), notes=())
+    aligned = cst.PartialParserConfig(encoding=module.encoding)
+    script = Script(cst.parse_module(_mark_alignment(module.code), aligned))
+    changed = _changed(script)
+    findings = script.findings
+    if any(found.reason == MESSAGES["tape_outside"] for found in findings):
+        changed, findings = _with_functions(script, changed)
+    has_marks = script.module.code != module.code
+    text = _realigned(changed.code) if has_marks else changed.code
+    return _ported(findings, text.encode(module.encoding), marked)
+
+
+def _changed(script: Script) -> cst.Module:
+    """The ported tree of a script, whose findings are in it."""
+    for plan in _PLANNERS:
+        plan(script)
+    changed = script.module.visit(Rewriter(script))
+    changed = imports.ported_imports(script, changed)
+    if script.names.is_assumed:
+        line = min((script.line(s) for s in script.module.body), default=1)
+        what = "`tf` is nowhere imported: it is taken for TensorFlow"
+        script.findings.add(Finding(line, "tf", what, is_left=False))
+    return changed
+
+
+def _with_functions(
+    script: Script, changed: cst.Module
+) -> tuple[cst.Module, set[Finding]]:
+    """The port with functions of those steps in loops that fewer is left of then."""
+    findings = script.findings
+    chosen: list[inline_steps.InlineStep] = []
+    for step in inline_steps.inline_steps(script):
+        tree, lines = inline_steps.with_functions(script, [*chosen, step])
+        other = Script(tree)
+        made = _changed(other)
+        if len(_left(other.findings)) < len(_left(findings)):
+            chosen.append(step)
+            changed = made
+            findings = {replace(f, line=lines[f.line]) for f in other.findings}
+    return changed, findings
+
+
+def _left(findings: Iterable[Finding]) -> list[Finding]:
+    return [found for found in findings if found.is_left]
+
+
+def _report_backend(script: Script) -> None:
+    for node in script.nodes(cst.Assign):
+        is_set = "KERAS_BACKEND" in script.code(node.targets[0].target)
+        if is_set and text_of(node.value) not in {"", "jax"}:
+            script.leave(node, "replicax needs Keras on its 'jax' backend")
+
+
+_PLANNERS = (
+    imports.find_retained,
+    imports.report_rebound,
+    tracing.find_traced,
+    eager_steps.plan_eager_steps,
+    statements.plan_servers,
+    statements.plan_iterators,
+    pipelines.plan_pipelines,
+    host.plan_lookups,
+    statements.plan_settings,
+    sessions.plan_summaries,
+    sessions.plan_tensor_arrays,
+    tracing.plan_randomness,
+    sessions.plan_sessions,
+    training.plan_training,
+    training.plan_train_steps,
+    training.report_late_losses,
+    gradient_sums.report_unreduced,
+    gradient_sums.plan_gradient_sums,
+    training.plan_trainable,
+    logits.plan_logits,
+    files.plan_files,
+    arrays.plan_scalars,
+    keras_calls.plan_arguments,
+    compile_calls.report_compiled_metrics,
+    layer_names.plan_identifiers,
+    layer_names.plan_names,
+    compile_calls.plan_metrics,
+    compile_calls.plan_results,
+    optimizer_calls.report_shared_optimizers,
+    _report_backend,
+    tracing.report_branches,
+    tracing.report_gradients,
+    tracing.report_updates,
+    scopes.plan_models,
+    scopes.plan_scopes,
+    methods.plan_resets,
+    members.plan_constructors,
+    outputs.plan_outputs,
+    layer_calls.plan_labels,
+    layer_calls.plan_layer_calls,
+    keras_calls.plan_input_shapes,
+    functional.report_functional,
+    functional.report_ranks,
+    functional.plan_sizes,
+    functional.plan_operations,
+    functional.plan_shapes,
+)
+"""Look at the whole script, and plan or report; each knows what those before found."""
+
+
+def _ported(findings: set[Finding], source: bytes, marked: list[Finding]) -> Ported:
+    reasons = {each.reason for each in findings}
+    found = {*findings, *(f for f in marked if f.reason not in reasons)}
+    left = tuple(sorted(_left(found)))
+    notes = tuple(sorted(f for f in found if not f.is_left))
+    return Ported(source=source, left=left, notes=notes)
+
+
+def _marked_lines(source: bytes, encoding: str) -> list[Finding]:
+    """The findings that an earlier run has marked in the text."""
+    lines = source.decode(encoding).splitlines()
+    found = []
+    for i, line in enumerate(lines, 1):
+        if line.lstrip().startswith(MARK):
+            reason = line.lstrip().removeprefix(MARK)
+            below = lines[i].strip() if i < len(lines) else ""
+            found.append(Finding(i, below[:70], reason))
+    return found
+
+
+_FORM_FEED = "\f"
+_OPEN, _CLOSE = "([{", ")]}"
+_LAYOUT = (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+
+
+def _mark_alignment(text: str) -> str:
+    """Replace the indentation of lines that are aligned with a bracket by form feeds.
+
+    One form feed stands for the column behind the bracket. Two stand for the
+    indentation of the line with the bracket, where that line is marked itself; further
+    blanks follow.
+    """
+    if _FORM_FEED in text:
+        return text
+    lines = list(io.StringIO(text, newline=""))
+    marks: dict[int, str] = {}
+    try:
+        for row, column, (opened, behind) in _continued(lines):
+            opening = lines[opened]
+            start = len(opening) - len(opening.lstrip(" "))
+            if lines[row][:column].strip(" "):
+                continue  # Tabs are not counted as blanks.
+            if column == behind:
+                marks[row] = _FORM_FEED
+            elif opened in marks and column >= start:
+                marks[row] = 2 * _FORM_FEED + " " * (column - start)
+    except (tokenize.TokenError, SyntaxError):
+        return text  # The parser reports the error.
+    for row, mark in marks.items():
+        lines[row] = mark + lines[row].lstrip(" ")
+    return "".join(lines)
+
+
+def _realigned(text: str) -> str:
+    """Replace the form feeds by blanks up to the bracket's new column."""
+    if _FORM_FEED not in text:
+        return text
+    lines = list(io.StringIO(text, newline=""))
+    moved: dict[int, int] = {}
+    for row, _, (opened, behind) in _continued(lines):
+        line = lines[row].lstrip(_FORM_FEED)
+        marks = len(lines[row]) - len(line)
+        if marks == 0:
+            continue
+        opening = lines[opened]
+        start = len(opening) - len(opening.lstrip(" "))
+        blanks = start if marks > 1 else behind + moved.get(opened, 0)
+        lines[row] = " " * blanks + line
+        moved[row] = blanks - marks
+    return "".join(line.replace(_FORM_FEED, "") for line in lines)
+
+
+def _continued(lines: list[str]) -> Iterator[tuple[int, int, tuple[int, int]]]:
+    """The continuation lines, which begin inside brackets.
+
+    Yields:
+        The row of a line, the column of its first token, and the position behind the
+        innermost open bracket: its row and column.
+    """
+    stack: list[tuple[int, int]] = []
+    last = -1
+    original = iter(list(lines))
+    for token in tokenize.generate_tokens(lambda: next(original, "")):
+        row, column = token.start[0] - 1, token.start[1]
+        if token.type not in _LAYOUT and row != last and stack:
+            yield row, column, stack[-1]
+        last = max(last, token.end[0] - 1)
+        if token.type == tokenize.OP and token.string in _OPEN:
+            stack.append((row, column + 1))
+        elif token.type == tokenize.OP and token.string in _CLOSE and stack:
+            stack.pop()

@@ -1,0 +1,341 @@
+"""Rewrites a script's syntax tree by the tables and rules of the other modules."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import libcst as cst
+from libcst import matchers
+
+from replicax_migrate import calls, members, statements
+from replicax_migrate.kinds import renamed_optimizer
+from replicax_migrate.methods import ported_method
+from replicax_migrate.optimizer_calls import is_logged_rate, ported_class_call
+from replicax_migrate.pipelines import STAYS
+from replicax_migrate.rules import CallSite
+from replicax_migrate.script import (
+    Expression,
+    Replacement,
+    Script,
+    Statement,
+    mark_text,
+    with_marks,
+)
+from replicax_migrate.tables import (
+    MESSAGES,
+    NOTES,
+    find_reason,
+    find_target,
+    is_module_of_keras,
+)
+from replicax_migrate.tracing import is_graph_decorator
+from replicax_migrate.tree import is_docstring, only_of, renamed, walk, with_args
+
+__all__ = ["Rewriter"]
+
+_Block = TypeVar("_Block", cst.IndentedBlock, cst.Module)
+
+
+class Rewriter(cst.CSTTransformer):
+    """Ports expressions and statements; `imports` ports the imports afterwards."""
+
+    def __init__(self, script: Script) -> None:
+        super().__init__()
+        self._script = script
+
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        """Visit the children of a node, unless it stays or is ported as a whole."""
+        visit = _VISITS.get(type(node))
+        is_frozen = node in self._script.frozen
+        return not is_frozen and (visit is None or visit(self._script, node))
+
+    def on_leave(self, original_node: Any, updated_node: Any) -> Any:
+        """Port a node whose children are ported: by its plan, or by its kind."""
+        script = self._script
+        result: Any = updated_node
+        port = _PORTS.get(type(original_node))
+        if original_node in script.replacements:
+            result = script.replacements[original_node](updated_node)
+        elif port is not None and original_node not in script.frozen:
+            result = port(script, original_node, updated_node)
+        if original_node in script.wrapped:
+            plain = result.with_changes(lpar=(), rpar=())
+            result = script.template(script.wrapped[original_node], x=plain)
+        if isinstance(original_node, Statement):
+            return _finished(script, original_node, result)
+        if not isinstance(original_node, Expression) or not original_node.lpar:
+            return result
+        if not isinstance(result, Expression) or result.lpar:
+            return result
+        # The original's parentheses may span several lines.
+        return result.with_changes(lpar=original_node.lpar, rpar=original_node.rpar)
+
+
+def _finished(script: Script, original: Statement, result: Replacement) -> Replacement:
+    """Mark a ported statement, save its comments, and record it in `outcomes`."""
+    is_flat = isinstance(result, cst.FlattenSentinel)
+    nodes: list[Any] = list(result) if is_flat else [result]
+    if result is cst.RemovalSentinel.REMOVE:
+        nodes = []
+    if nodes:
+        if lines := script.inserted.pop(original, None):
+            made: list[Any] = [cst.parse_statement(line) for line in lines]
+            above = nodes[0].leading_lines
+            made[0] = made[0].with_changes(leading_lines=above)
+            is_code = isinstance(nodes[0], cst.SimpleStatementLine)
+            blank = () if is_code else [line for line in above if not line.comment]
+            nodes = [*made, nodes[0].with_changes(leading_lines=blank), *nodes[1:]]
+        lost = statements.lost_comments(original, nodes)
+        first = nodes[0].with_changes(leading_lines=[*nodes[0].leading_lines, *lost])
+        nodes[0] = with_marks(first, script.marks_of(original))
+    script.outcomes[original] = nodes
+    if len(nodes) == 1:
+        return nodes[0]
+    return cst.FlattenSentinel(nodes) if nodes else cst.RemoveFromParent()
+
+
+# Names.
+
+
+def _attribute(
+    script: Script, node: cst.Attribute, updated: cst.Attribute
+) -> Expression:
+    if script.names.path(node) is not None:
+        return _reference(script, node)
+    return script.attempt(
+        node, lambda: members.ported_attribute(script, node, updated), node
+    )
+
+
+def _name(script: Script, node: cst.Name, updated: cst.Name) -> Expression:
+    is_ours = script.names.path(node) is not None and script.names.is_read(node)
+    return _reference(script, node) if is_ours else updated
+
+
+def _reference(script: Script, node: cst.Name | cst.Attribute) -> Expression:
+    path = script.names.path(node) or ""
+    if path == "data.Dataset" and _is_hint(script, node):
+        return script.template("grain.MapDataset | grain.IterDataset")
+    target = find_target(path)
+    if target is None:
+        script.leave(node, find_reason(path))
+        return node
+    if statements.is_version_of_tensorflow(script, node) and _is_compared(script, node):
+        script.leave(node, "compares a version of TensorFlow: remove it")
+        return node
+    if note := NOTES.get(path):
+        script.note(node, f"tf.{path}: {note}")
+    return script.reference(node, target)
+
+
+def _is_hint(script: Script, node: cst.CSTNode) -> bool:
+    """Whether a node is in a type annotation, of a script without tf.data."""
+    stays = any(finding.reason.startswith(STAYS) for finding in script.findings)
+    return not stays and script.around(node, cst.Annotation) is not None
+
+
+def _is_compared(script: Script, node: cst.CSTNode) -> bool:
+    """Whether a value is in a condition: a comparison, an assertion or an `if`."""
+    return any(
+        isinstance(parent, cst.Assert | cst.Comparison)
+        or (isinstance(parent, cst.If) and node in walk(parent.test))
+        for parent in script.parents(node)
+    )
+
+
+def _string(
+    script: Script, node: cst.SimpleString, updated: cst.SimpleString
+) -> cst.SimpleString:
+    """Port the key `"lr"` of logs, and what asks a tokenizer for TF's tensors."""
+    if members.is_kind_of_tensors(script, node):
+        script.note(node, MESSAGES["numpy_tensors"])
+        return script.string("np")
+    is_rate = is_logged_rate(script, node)
+    return script.string("learning_rate") if is_rate else updated
+
+
+def _formatted(script: Script, node: cst.FormattedString, updated: Any) -> Any:
+    """Change quotes in an f-string, whose own kind Python 3.11 forbids in it."""
+    other = "'" if '"' in node.quote else '"'
+
+    def requoted(found: Any, _: Any) -> cst.SimpleString:
+        is_same = found.quote == node.quote
+        return (
+            cst.SimpleString(f"{other}{found.raw_value}{other}") if is_same else found
+        )
+
+    return matchers.replace(updated, matchers.SimpleString(), requoted)
+
+
+# Calls.
+
+
+def _visit_call(script: Script, node: cst.Call) -> bool:
+    """Freeze a call without a counterpart; of one with a rule, freeze the name."""
+    path = script.names.path(node.func)
+    if path is None or node in script.replacements:
+        return True
+    if calls.has_rule(script, node, path):
+        script.frozen.add(node.func)
+        if path in calls.UNTOUCHED_ARGUMENTS:
+            script.frozen |= set(node.args)
+    elif (target := find_target(path)) is None or is_module_of_keras(target):
+        is_called = MESSAGES["module_called"].format(target=target)
+        script.leave(node.func, is_called if target else find_reason(path))
+        script.frozen.add(node)
+        return False
+    return True
+
+
+def _call(script: Script, node: cst.Call, updated: cst.Call) -> Expression:
+    """Port a call of a function, a method or an optimizer class by its rule."""
+    path = script.names.path(node.func) or renamed_optimizer(script, node)
+    updated = _with_other_arguments(script, node, updated)
+    if path is not None:
+        result: Expression = updated
+        if calls.has_rule(script, node, path):
+            result = script.attempt(
+                node, lambda: calls.ported(script, node, updated, path), node
+            )
+        if result is not node:
+            calls.leave_unknown_arguments(script, node, result, path)
+        return result
+    site = CallSite(script, node, updated)
+    result = script.attempt(node, lambda: ported_method(site), node)
+    if result is updated:
+        result = script.attempt(node, lambda: ported_class_call(site), node)
+    if result is not node:
+        members.report_unknown(script, node, result)
+    return result
+
+
+def _with_other_arguments(
+    script: Script, original: cst.Call, updated: cst.Call
+) -> cst.Call:
+    extra = script.extra_arguments.get(original)
+    names = script.argument_names
+    kept = [
+        renamed(new, names[old]) if old in names else new
+        for old, new in zip(original.args, updated.args, strict=True)
+        if old not in script.dropped_arguments
+    ]
+    return with_args(updated, kept if extra is None else [*kept, extra])
+
+
+# Statements.
+
+
+def _visit_class(script: Script, node: cst.ClassDef) -> bool:
+    """Report methods that have other names here, or that nothing calls any more."""
+    members.report_overridden(script, node)
+    for base in node.bases:
+        if script.names.path(base.value) == "keras.callbacks.TensorBoard":
+            script.leave(node.name, MESSAGES["tensorboard_methods"])
+    return True
+
+
+def _decorator(script: Script, node: cst.Decorator, updated: cst.Decorator) -> Any:
+    return cst.RemoveFromParent() if is_graph_decorator(script, node) else updated
+
+
+def _visit_with(script: Script, node: cst.With) -> bool:
+    script.frozen |= set(statements.transparent_items(script, node))
+    return True
+
+
+def _line(
+    script: Script, node: cst.SimpleStatementLine, updated: cst.SimpleStatementLine
+) -> Replacement:
+    """Remove a statement that only TensorFlow needs, or that the port made idle."""
+    why = statements.why_dropped(script, node)
+    if why is not None:
+        if why:
+            script.note(node, why)
+        return cst.RemoveFromParent()
+    match node.body[0], only_of(updated):
+        case cst.Assign(value=cst.Call()), cst.Assign(targets=[each], value=value):
+            if each.target.deep_equals(value):  # `d = d`, from `d = d.prefetch(1)`
+                return cst.RemoveFromParent()
+    return updated
+
+
+def _assembled(script: Script, block: _Block, updated: _Block) -> _Block:
+    """A block with the ports of its statements as its body.
+
+    Comments that outlive a removed statement move above the next one.
+    """
+    body: list[Any] = []
+    pending: list[cst.EmptyLine] = []
+    gap: list[cst.EmptyLine] = []
+    shown: set[str] = set()
+    line = script.first_lines.get(block)
+    for statement in block.body:
+        if line and not is_docstring(statement):
+            first_small = only_of(statement)  # An earlier run may have written it.
+            if first_small is None or script.code(first_small) != line:
+                body.append(cst.parse_statement(line))
+            line = None
+        nodes: list[Any] = [*script.outcomes.get(statement, [statement])]
+        if not nodes:
+            if statement not in script.moved:
+                pending += statements.remaining_comments(statement)
+                gap = gap or _gap(statement)
+            continue
+        first, *others = nodes
+        if not body or (_gap(first) and not pending):
+            gap = []
+        lines, shown = _without_repeated(first.leading_lines, shown)
+        lines = [*gap, *pending, *lines]
+        first = first.with_changes(leading_lines=lines)
+        pending, gap = [], []
+        body += [first, *others]
+    return updated.with_changes(body=body, footer=[*pending, *updated.footer])
+
+
+def _without_repeated(
+    lines: Sequence[cst.EmptyLine], shown: set[str]
+) -> tuple[list[cst.EmptyLine], set[str]]:
+    """Drop marks of pipelines in `shown`, which the statement before has already.
+
+    Other marks are repeated, because each of them is a task of its own.
+
+    Returns:
+        The lines, and the reasons of pipelines' marks among them.
+    """
+    reasons = {mark_text(x) for x in lines if mark_text(x).startswith(STAYS)}
+    return [x for x in lines if mark_text(x) not in shown], reasons
+
+
+def _gap(statement: Any) -> list[cst.EmptyLine]:
+    lines = statement.leading_lines
+    return list(itertools.takewhile(lambda line: line.comment is None, lines))
+
+
+_VISITS: dict[type, Callable[[Script, Any], bool]] = {
+    cst.Attribute: lambda script, node: script.names.path(node) is None,  # Else whole.
+    cst.Call: _visit_call,
+    cst.ClassDef: _visit_class,
+    cst.Decorator: lambda script, node: not is_graph_decorator(script, node),
+    cst.Import: lambda script, node: False,  # Imports are ported later.
+    cst.ImportFrom: lambda script, node: False,
+    cst.SimpleStatementLine: lambda s, node: statements.why_dropped(s, node) is None,
+    cst.With: _visit_with,
+}
+"""Whether the children of a node are visited, by its kind."""
+_PORTS: dict[type, Callable[[Script, Any, Any], Any]] = {
+    cst.Assign: members.ported_assignment,
+    cst.Attribute: _attribute,
+    cst.Call: _call,
+    cst.Decorator: _decorator,
+    cst.For: statements.unless_empty,
+    cst.FormattedString: _formatted,
+    cst.If: statements.unless_empty,
+    cst.IndentedBlock: _assembled,
+    cst.Module: _assembled,
+    cst.Name: _name,
+    cst.Param: members.ported_parameter,
+    cst.SimpleStatementLine: _line,
+    cst.SimpleString: _string,
+    cst.With: statements.unwrapped,
+}
+"""Ports a node from the original one and the one with ported children, by its kind."""

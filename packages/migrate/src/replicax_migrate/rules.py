@@ -1,0 +1,472 @@
+"""Rules: how calls are ported, by rows of the tables or by functions for call sites."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import libcst as cst
+
+from replicax_migrate.kinds import may_be_variable
+from replicax_migrate.script import Expression, Script, Unported
+from replicax_migrate.tables import (
+    DEVICE_OPERATORS,
+    GUARDED_OPERATORS,
+    KEYWORDS,
+    OLD_KEYWORDS,
+    OLD_ORDERS,
+    ORDERS,
+    Operator,
+    exists,
+    find_target,
+)
+from replicax_migrate.tree import (
+    argument,
+    changed,
+    is_name,
+    is_of_numbers,
+    keyword,
+    keyword_of,
+    method_of,
+    named,
+    object_of,
+    parts_of,
+    renamed,
+    value_of,
+    with_args,
+    without,
+)
+
+__all__ = [
+    "CallSite",
+    "Rule",
+    "array",
+    "as_float",
+    "bound",
+    "bound_to",
+    "by_keywords",
+    "by_row",
+    "with_keywords",
+    "written",
+]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class CallSite:
+    """A call that a rule ports.
+
+    Attributes:
+        script: The script.
+        node: The original call.
+        updated: That call with ported function and arguments.
+        path: The path of the function of TensorFlow; `""` for methods of objects.
+    """
+
+    script: Script
+    node: cst.Call
+    updated: cst.Call
+    path: str = ""
+
+    @property
+    def method(self) -> str:
+        """The name of the called method."""
+        return method_of(self.updated)
+
+    @property
+    def owner(self) -> Expression:
+        """The original object whose method is called."""
+        return object_of(self.node)
+
+    @property
+    def receiver(self) -> Expression:
+        """The ported object whose method is called."""
+        return object_of(self.updated)
+
+    def given(self, position: int, name: str) -> Expression | None:
+        """The original value of an argument; None if there is none."""
+        return value_of(self.node, position, name)
+
+    def ported(self, position: int, name: str) -> Expression | None:
+        """The ported value of an argument; None if there is none."""
+        return value_of(self.updated, position, name)
+
+    def required(self, position: int, name: str) -> Expression:
+        """The ported value of an argument.
+
+        Raises:
+            Unported: If there is none.
+        """
+        value = self.ported(position, name)
+        if value is None:
+            what = f"tf.{self.path}" if self.path else self.method
+            its = f"its argument {name!r}" if self.path else f"its {name}"
+            raise Unported(f"{what}: {its} was not found")
+        return value
+
+    def stays(self, why: str) -> Unported:
+        """The refusal of a function, and what to do instead."""
+        return Unported(f"tf.{self.path} stays: {why}")
+
+    def make(self, text: str, /, **values: Expression) -> Expression:
+        """An expression from a template, see `Script.template`."""
+        return self.script.template(text, **values)
+
+    def note(self, what: str) -> None:
+        """Report that the port behaves differently."""
+        self.script.note(self.node, what)
+
+    def with_args(
+        self, args: Iterable[cst.Arg] | None = None, *extra: cst.Arg, func: str = ""
+    ) -> cst.Call:
+        """The call with other arguments, and of another function if one is given."""
+        kept = self.updated.args if args is None else args
+        made = with_args(self.updated, [*kept, *extra])
+        return made.with_changes(func=self.script.expression(func)) if func else made
+
+    def with_value(self, position: int, name: str, text: str) -> "CallSite":
+        """The call with a template for one of its arguments, if it is given."""
+        old = argument(self.updated.args, position, name)
+        args = self.updated.args
+        if old is not None:
+            args = changed(args, old, self.make(text, x=old.value))
+        return replace(self, updated=self.with_args(args))
+
+    def as_method(self, name: str, args: Iterable[cst.Arg] | None = None) -> cst.Call:
+        """The call as one of another method of the object."""
+        made = self.with_args(args)
+        assert isinstance(made.func, cst.Attribute)
+        func = made.func.with_changes(attr=cst.Name(name))
+        return made.with_changes(func=func)
+
+    def with_names(self, names: Sequence[str], first: int = 0) -> "CallSite":
+        """The call with names for its arguments by position, from `first` on.
+
+        Raises:
+            Unported: If an argument has no name, or gets one that is given.
+        """
+        args = []
+        for i, arg in enumerate(self.updated.args):
+            if arg.keyword is None and i >= first and arg.star != "**":
+                if arg.star or i >= len(names) or named(self.updated, names[i]):
+                    raise Unported(f"{self.method}: name its arguments")
+                arg = renamed(arg, names[i])
+            args.append(arg)
+        return replace(self, updated=self.with_args(args))
+
+    def in_order(self, path: str) -> "CallSite":
+        """The call with names for arguments that have another position in Keras 3."""
+        is_old = self.script.is_of_version_1(self.node)
+        old = OLD_ORDERS.get(path, ()) if is_old else ()
+        names = old if "-" in old else ORDERS.get(path, ())  # Rows bind the others.
+        return self.with_names(names, sum(n == "-" for n in names)) if names else self
+
+    def of_target(self, args: Iterable[cst.Arg] | None = None) -> cst.Call:
+        """The call of the target in Keras, by the original name if its import stays.
+
+        Raises:
+            Unported: If Keras 3 does not have it.
+        """
+        target = find_target(self.path)
+        if target is None or not exists(target):
+            raise Unported(f"tf.{self.path} is not in Keras 3")
+        func = self.script.reference(self.node.func, target)
+        made = self.updated if args is None else with_args(self.updated, [*args])
+        return made.with_changes(func=func)
+
+
+Rule: TypeAlias = Callable[[CallSite], Expression]
+"""Ports a call, or raises `Unported`."""
+
+
+def bound(args: Sequence[cst.Arg], parameters: Sequence[str]) -> dict[str, cst.Arg]:
+    """Bind arguments to TensorFlow's parameters; a dictionary by parameter name.
+
+    Raises:
+        Unported: If an argument is unpacked by a star, or fits no parameter.
+    """
+    found: dict[str, cst.Arg] = {}
+    for i, arg in enumerate(args):
+        name = keyword_of(arg)
+        if arg.star:
+            raise Unported(f"its arguments stand behind `{arg.star}`: port it by hand")
+        if not name and i >= len(parameters):
+            raise Unported(f"it has more than the arguments {list(parameters)}")
+        if name and name not in parameters:
+            name = OLD_KEYWORDS.get(name, "")
+            if name not in parameters:
+                what = f"its argument {keyword_of(arg)!r}"
+                raise Unported(f"{what} is not among {list(parameters)}")
+        found[name or parameters[i]] = arg
+    return found
+
+
+def bound_to(site: CallSite, parameters: Sequence[str]) -> dict[str, cst.Arg]:
+    """Bind the ported arguments of a function to TensorFlow's parameters.
+
+    Raises:
+        Unported: If an argument is unpacked by a star, or fits no parameter.
+    """
+    try:
+        return bound(site.updated.args, parameters)
+    except Unported as why:
+        raise site.stays(why.reason) from None
+
+
+def by_row(site: CallSite, rows: Mapping[str, Operator] | None = None) -> cst.Call:
+    """Port a call to one of its row's target, with its arguments mapped.
+
+    Args:
+        site: The call.
+        rows: The rows by path; by default those of operators on devices.
+
+    Raises:
+        Unported: If the target has no such argument.
+    """
+    path = site.path
+    row = rows[path] if rows else GUARDED_OPERATORS.get(path) or DEVICE_OPERATORS[path]
+    site = _without_stars(site)
+    old = OLD_ORDERS.get(path) if site.script.is_of_version_1(site.node) else None
+    given = bound_to(site, old or list(row.parameters))
+    kept: list[cst.Arg] = []
+    is_moved = [*given] != [name for name in row.parameters if name in given]
+    must_be_named = old is not None and is_moved
+    for name, arg in given.items():
+        target = row.parameters[name]
+        if form := row.forms.get(name):
+            arg = arg.with_changes(value=_formed(site, name, form, arg.value))
+        if name == "axis" and row.target.startswith("np."):
+            arg = _with_tuple(arg)  # NumPy takes no list of axes.
+        if target == "-" or (target == "!" and is_name(arg.value, "None", "False")):
+            must_be_named = True
+        elif target == "!":
+            raise site.stays(f"{row.target} has no argument {name!r}")
+        elif arg.keyword or must_be_named or target.startswith("*"):
+            kept.append(renamed(arg, target.lstrip("*")))
+        else:
+            kept.append(arg)
+    there = {row.parameters[name].lstrip("*") for name in given}
+    extra = [
+        keyword(name, cst.parse_expression(value))
+        for name, value in row.defaults.items()
+        if name not in there
+    ]
+    return site.updated.with_changes(
+        func=site.script.expression(row.target),
+        args=without(site.updated.args, kept, extra),
+    )
+
+
+def _without_stars(site: CallSite) -> CallSite:
+    """Expand `*SIZE` in a call to `SIZE[0], SIZE[1]`, if its length is in sight."""
+    old, new = site.node.args, site.updated.args
+    args: list[cst.Arg] = []
+    for before, arg in zip(old, new, strict=True) if len(old) == len(new) else ():
+        shown = site.script.flow.value(before.value) if before.star == "*" else None
+        if isinstance(shown, cst.Tuple | cst.List):
+            texts = (f"{{x}}[{i}]" for i in range(len(parts_of(shown))))
+            args += [cst.Arg(site.make(text, x=arg.value)) for text in texts]
+        else:
+            args.append(arg)
+    return replace(site, updated=site.with_args(args or new))
+
+
+def _with_tuple(arg: cst.Arg) -> cst.Arg:
+    """An argument with a tuple in place of a list."""
+    if not isinstance(arg.value, cst.List):
+        return arg
+    made = cst.Tuple(
+        arg.value.elements, lpar=[cst.LeftParen()], rpar=[cst.RightParen()]
+    )
+    return arg.with_changes(value=made)
+
+
+_PLACE = re.compile(r"{(\w+):?(\w*)}")
+
+
+def written(text: str, *parameters: str) -> Rule:
+    """Make the rule for a call that becomes a text.
+
+    Args:
+        text: A template, with `{self}` for the object whose method is called, `{x}` for
+            an argument of that name, and `{x:form}` for one in another form.
+        *parameters: TF's parameters in their order.
+    """
+    forms: dict[str, str] = {}
+    for name, form in _PLACE.findall(text):
+        forms[name] = forms.get(name) or form
+    template = _PLACE.sub(r"{\1}", text)
+
+    def rule(site: CallSite) -> Expression:
+        try:
+            values = _captured(site, parameters, forms)
+        except Unported:
+            if site.path:
+                raise
+            return site.updated  # A method of that name of something else.
+        return site.script.template(template, **values)
+
+    return rule
+
+
+def _captured(
+    site: CallSite, parameters: Sequence[str], forms: Mapping[str, str]
+) -> dict[str, Expression]:
+    """The values of the names in a template, in their forms."""
+    given = {name: arg.value for name, arg in bound_to(site, parameters).items()}
+    given["self"] = site.receiver
+    for name, form in forms.items():
+        if name not in given:
+            raise Unported(f"tf.{site.path}: its argument {name!r} was not found")
+        if form:
+            given[name] = _formed(site, name, form, given[name])
+    return {name: given[name] for name in forms}
+
+
+# Forms of arguments, which rows name behind a colon.
+
+
+def _formed(site: CallSite, name: str, form: str, value: Expression) -> Expression:
+    """The ported argument of a name in another form."""
+    args = zip(site.node.args, site.updated.args, strict=False)
+    is_same = len(site.node.args) == len(site.updated.args)
+    before = (old.value for old, new in args if is_same and new.value is value)
+    try:
+        return _FORMS[form](site, next(before, value), value)
+    except Unported as why:
+        raise site.stays(f"its {name} {why.reason}") from None
+
+
+def _tensor(site: CallSite, before: Expression, value: Expression) -> Expression:
+    """A value as an array, where it may be a variable or a list: those fail on JAX."""
+    is_none = may_be_variable(site.script, before) or is_of_numbers(
+        site.script.flow.resolved(before)
+    )
+    text = "keras.ops.convert_to_tensor({x})"
+    return site.make(text, x=value) if is_none else value
+
+
+def _lower(site: CallSite, _: Expression, value: Expression) -> Expression:
+    """A string in lower case, such as `"SAME"`."""
+    if not isinstance(value, cst.SimpleString):
+        raise Unported("is not a string here")
+    return cst.SimpleString(value.value.lower())
+
+
+def _window(site: CallSite, _: Expression, value: Expression) -> Expression:
+    """A window `[1, height, width, 1]` as `(height, width)`; an integer stays."""
+    if isinstance(value, cst.Integer):
+        return value
+    if not isinstance(value, cst.List | cst.Tuple):
+        raise Unported("is not written as [1, height, width, 1]")
+    parts = parts_of(value)
+    if len(parts) == 4:
+        parts = parts[1:3]
+    if len(parts) == 1:
+        parts *= 2
+    return cst.parse_expression(f"({', '.join(map(site.script.code, parts))})")
+
+
+def _numbers(site: CallSite, before: Expression, value: Expression) -> Expression:
+    """The numbers of a tensor of constants, which Keras wants to be Python's."""
+    script, made = site.script, site.script.flow.resolved(before)
+    if not isinstance(made, cst.Call):
+        return value
+    is_tensor = script.called(made) in {"constant", "convert_to_tensor"}
+    numbers = made.args[0].value if is_tensor else made
+    if not is_of_numbers(numbers):
+        raise Unported("are not numbers in sight")
+    return numbers.deep_clone()
+
+
+def array(site: CallSite, before: Expression, value: Expression) -> Expression:
+    """A value as an array, which lists and variables are not."""
+    made = site.script.called(site.script.flow.resolved(before))
+    if made in DEVICE_OPERATORS and isinstance(value, cst.Name | cst.Call):
+        return value
+    return site.make("keras.ops.convert_to_tensor({x})", x=value)
+
+
+def as_float(site: CallSite, before: Expression, value: Expression) -> Expression:
+    """A learning rate as a float, where it is an integer: Keras 3 refuses those."""
+    if isinstance(before, cst.Integer):
+        return cst.Float(f"{before.evaluated_value}.0")
+    is_integer = _is_integer(site.script, before)
+    return site.make("float({x})", x=value) if is_integer else value
+
+
+def _is_integer(script: Script, node: Expression) -> bool:
+    """Whether a variable is an integer; a parameter's default may be a number, too."""
+    if not isinstance(script.flow.value(node), cst.Integer):
+        return False
+    bound = [script.parent(each.node) for each in script.flow.reaching(node)]
+    defaults = [p.default for p in bound if isinstance(p, cst.Param)]
+    return all(d is None or isinstance(d, cst.Integer | cst.Float) for d in defaults)
+
+
+def _single(site: CallSite, before: Expression, value: Expression) -> Expression:
+    """A value that is not seen to be a list."""
+    shown = site.script.flow.resolved(before)
+    if isinstance(shown, cst.List | cst.Tuple | cst.ListComp):
+        raise Unported("is a list")
+    return value
+
+
+def _shape(site: CallSite, before: Expression, value: Expression) -> Expression:
+    """A shape that is in sight."""
+    shape = site.script.flow.resolved(before)
+    is_shown = isinstance(shape, cst.List | cst.Tuple)
+    if not is_shown and site.script.called(shape) != "shape":
+        raise Unported("is not in sight")
+    return value
+
+
+_FORMS: dict[str, Callable[[CallSite, Expression, Expression], Expression]] = {
+    "array": array,
+    "float": as_float,
+    "lower": _lower,
+    "numbers": _numbers,
+    "shape": _shape,
+    "single": _single,
+    "tensor": _tensor,
+    "window": _window,
+}
+"""Functions of the call, the original value and its port, by the name of the form."""
+
+
+def with_keywords(site: CallSite, table: str) -> list[cst.Arg]:
+    """The arguments of a call by the rows of a table of keywords.
+
+    Raises:
+        Unported: If one of them has no counterpart.
+    """
+    kept = []
+    for arg in site.updated.args:
+        name = keyword_of(arg)
+        action, why = KEYWORDS[table].get(name, ("", ""))
+        kind, *values = action.split() or [""]
+        is_other = bool(values) and site.script.code(arg.value) not in values
+        why = why.format(call=site.method.removesuffix("_generator"), keyword=name)
+        if kind == "?":
+            if is_other:
+                site.note(why)
+        elif kind not in {"", "-", "!"}:
+            kept.append(renamed(arg, kind))
+            if why:
+                site.note(why)
+        elif kind == "" or (is_other and not why):
+            kept.append(arg)
+        elif kind == "!" or is_other:
+            raise Unported(why)
+        elif why and not values:
+            site.note(why)
+    return kept
+
+
+def by_keywords(table: str) -> Rule:
+    """Make the rule for a call whose keywords have rows in a table."""
+
+    def rule(site: CallSite) -> Expression:
+        args = with_keywords(site, table)
+        return site.of_target(args) if site.path else site.with_args(args)
+
+    return rule

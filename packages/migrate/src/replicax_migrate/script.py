@@ -1,0 +1,426 @@
+"""A script being ported: its syntax tree, its names and the findings so far."""
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
+
+import libcst as cst
+from libcst.helpers import parse_template_expression
+from libcst.metadata import MetadataWrapper, ParentNodeProvider, PositionProvider
+
+from replicax_migrate.flow import Flow
+from replicax_migrate.names import Names, path_in_tensorflow
+from replicax_migrate.tables import ALIASES, find_target, is_dotted
+from replicax_migrate.tree import (
+    find,
+    imported_modules,
+    parenthesized,
+    root_of,
+    value_of,
+    walk,
+)
+
+__all__ = [
+    "MARK",
+    "Expression",
+    "Finding",
+    "Replacement",
+    "Script",
+    "Statement",
+    "Unported",
+    "mark_text",
+    "with_marks",
+]
+
+_T = TypeVar("_T")
+_Node = TypeVar("_Node", bound=cst.CSTNode)
+_HERE = re.compile(rf'"[^"]*"|(?<![\w.}}])(?:{"|".join(ALIASES)})(?:\.\w+)+')
+"""What a template has in another form in a script: literals, and names of targets."""
+
+Expression: TypeAlias = cst.BaseExpression
+"""The result of a rewrite rule for a call or an attribute."""
+
+Statement: TypeAlias = cst.SimpleStatementLine | cst.BaseCompoundStatement
+"""A statement with lines of its own, which may have comments above it."""
+
+Replacement: TypeAlias = (
+    Statement | cst.FlattenSentinel[cst.BaseStatement] | cst.RemovalSentinel
+)
+"""The port of a statement: another one, several, or none."""
+
+
+_OPERATIONS = (
+    *(cst.BinaryOperation, cst.BooleanOperation, cst.Comparison, cst.IfExp),
+    *(cst.Lambda, cst.UnaryOperation),
+)
+
+
+class Unported(Exception):
+    """Raised by a rule that does not port a node, which stays as it is.
+
+    Args:
+        reason: Why the node stays, and what to do by hand.
+        node: The node to report; by default the one that the rule was for.
+    """
+
+    def __init__(self, reason: str, node: cst.CSTNode | None = None) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.node = node
+
+
+class Script:
+    """The state of a port: the original tree, facts about it, plans and findings.
+
+    Attributes:
+        module: The tree of the original, whose nodes are the keys everywhere.
+        calls: The calls of the original, in the order of the text.
+        names: Resolves names through scopes, imports and aliases.
+        flow: The definitions that reach each use of a variable.
+        findings: What was reported so far.
+        needed: First names of targets that were written, such as `"keras"`.
+        frozen: Nodes that stay as they are, with all that is in them.
+        retained: Names of `from tensorflow.x import y` that stay, and their targets.
+        replacements: Plans by original node: functions from the node with ported
+            children to its replacement.
+        maps: Calls of `map` of datasets, not of pools of processes.
+        host_functions: Functions and lambdas that run in an input pipeline, on NumPy.
+        traced_functions: Functions and lambdas that a strategy compiles.
+        outcomes: The ports of the original statements so far.
+        moved: Ported statements that stand elsewhere now, by the original.
+        first_lines: Code that a block begins with, by the original block.
+        dropped_arguments: Arguments of original calls that are removed.
+        extra_arguments: Arguments that are appended to original calls.
+        argument_names: Keywords for positional arguments of original calls.
+        wrapped: Templates, such as `"keras.ops.softmax({x})"`, that are applied to the
+            ports of original calls and operations.
+        generators: Names of the random generators that original calls use.
+        files: New names of files, by the literals of the old ones.
+        with_generator: Classes whose instances get a random generator.
+        inserted: Code that is inserted above original statements.
+        made_names: Names that rules have bound in such code.
+    """
+
+    def __init__(self, module: cst.Module) -> None:
+        module = _with_first_marks(module)
+        wrapper = MetadataWrapper(module, unsafe_skip_copy=True)
+        self.module = wrapper.module
+        self.names = Names(wrapper)
+        self.flow = Flow(self.module, self.names.key)
+        self.findings: set[Finding] = set()
+        self._marks: dict[cst.CSTNode, dict[str, None]] = {}
+        self.needed: set[str] = set()
+        self.frozen: set[cst.CSTNode] = set()
+        self.retained: dict[str, str] = {}
+        self.replacements: dict[cst.CSTNode, Callable[[Any], Any]] = {}
+        self.maps: set[cst.Call | None] = set()
+        self.host_functions: set[cst.CSTNode] = set()
+        self.traced_functions: set[cst.CSTNode] = set()
+        self.outcomes: dict[cst.CSTNode, list[Statement]] = {}
+        self.moved: dict[cst.CSTNode, Statement] = {}
+        self.first_lines: dict[cst.CSTNode, str] = {}
+        self.dropped_arguments: set[cst.Arg] = set()
+        self.extra_arguments: dict[cst.Call, cst.Arg] = {}
+        self.argument_names: dict[cst.Arg, str] = {}
+        self.wrapped: dict[cst.CSTNode, str] = {}
+        self.generators: dict[cst.CSTNode, str] = {}
+        self.files: dict[cst.SimpleString, str] = {}
+        self.with_generator: set[cst.ClassDef] = set()
+        self.inserted: dict[cst.CSTNode, list[str]] = {}
+        self.made_names: set[str] = set()
+        self._positions = wrapper.resolve(PositionProvider)
+        self._parents = wrapper.resolve(ParentNodeProvider)
+        self._aliases = {root: self._find_alias(root) for root in ALIASES}
+        self._quote = _usual_quote(self.module)
+        self._nodes = list(walk(self.module))
+        self.calls = list(self.nodes(cst.Call))
+        self._functions = defaultdict[str, list[cst.FunctionDef]](list)
+        self._classes = defaultdict[str, list[cst.ClassDef]](list)
+        for node in self.nodes(cst.FunctionDef):
+            self._functions[node.name.value].append(node)
+        for node in self.nodes(cst.ClassDef):
+            self._classes[node.name.value].append(node)
+
+    def code(self, node: cst.CSTNode) -> str:
+        """The text of a node."""
+        return self.module.code_for_node(node)
+
+    def parent(self, node: cst.CSTNode) -> cst.CSTNode | None:
+        """The node around an original node."""
+        return self._parents.get(node)
+
+    def parents(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+        """The nodes around an original node, from inside to outside."""
+        while (parent := self._parents.get(node)) is not None:
+            yield parent
+            node = parent
+
+    def nodes(self, *kinds: type[_Node]) -> Iterator[_Node]:
+        """The original nodes of some kinds, in the order of the text."""
+        return (node for node in self._nodes if isinstance(node, kinds))
+
+    def around(self, node: cst.CSTNode, *kinds: type[_Node]) -> _Node | None:
+        """The innermost node of some kinds that an original node is in."""
+        return next((p for p in self.parents(node) if isinstance(p, kinds)), None)
+
+    def function_of(self, node: cst.CSTNode) -> cst.FunctionDef | None:
+        """The function that an original node is in."""
+        return self.around(node, cst.FunctionDef)
+
+    def class_around(self, node: cst.CSTNode) -> cst.ClassDef | None:
+        """The innermost class that an original node is in."""
+        return self.around(node, cst.ClassDef)
+
+    def runs_on_host(self, node: cst.CSTNode) -> bool:
+        """Whether an original node is in a function that runs in an input pipeline."""
+        return any(parent in self.host_functions for parent in self.parents(node))
+
+    def functions(self, name: str) -> list[cst.FunctionDef]:
+        """The functions and methods of the script that have a name."""
+        return self._functions[name]
+
+    def classes(self, name: str) -> list[cst.ClassDef]:
+        """The classes of the script that have a name."""
+        return self._classes[name]
+
+    def line(self, node: cst.CSTNode) -> int:
+        """The line on which an original node begins."""
+        return self._positions[node].start.line
+
+    def called(self, node: cst.CSTNode | None) -> str:
+        """The path of the function of TensorFlow that a node calls; else `""`."""
+        path = self.names.path(node.func) if isinstance(node, cst.Call) else None
+        return path or ""
+
+    def is_of_version_1(self, call: cst.Call) -> bool:
+        """Whether a call is of a function of `tf.compat.v1`."""
+        root = root_of(call.func)
+        meant = self.flow.value(root) if root else None  # `keras = tf.compat.v1.keras`
+        names = [self.names.imported(each) for each in (call.func, meant) if each]
+        return any(name and ".compat.v1." in f"{name}." for name in names)
+
+    def call_of(self, node: cst.CSTNode) -> cst.Call | None:
+        """The call whose function an original node is; None if it is none's."""
+        call = self.parent(node)
+        return call if isinstance(call, cst.Call) and call.func is node else None
+
+    def call_with(self, node: cst.CSTNode) -> cst.Call | None:
+        """The call that an original node is an argument of; None if it is of none."""
+        arg = self.parent(node)
+        call = self.parent(arg) if isinstance(arg, cst.Arg) else None
+        return call if isinstance(call, cst.Call) else None
+
+    def method_call(self, node: cst.CSTNode) -> cst.Call | None:
+        """The call of a method of the object that an original node is, if it is one."""
+        method = self.parent(node)
+        return self.call_of(method) if isinstance(method, cst.Attribute) else None
+
+    def target_of(self, node: cst.CSTNode) -> cst.BaseExpression | None:
+        """The first target that an original node is assigned to; None if to none."""
+        assign = self.parent(node)
+        return assign.targets[0].target if isinstance(assign, cst.Assign) else None
+
+    def uses_of(self, node: cst.CSTNode) -> list[cst.CSTNode]:
+        """The uses of the variable that an original node is assigned to."""
+        target = self.target_of(node)
+        made = self.flow.defined(target) if target is not None else None
+        return self.flow.uses(made) if made is not None else []
+
+    def statement_of(self, node: cst.CSTNode) -> cst.CSTNode:
+        """The innermost statement with lines of its own that an original node is in."""
+        # An `if` in an `if` is an `elif`.
+        blocks = (cst.IndentedBlock, cst.Module, cst.If)
+        statement = node
+        for candidate in [node, *self.parents(node)]:
+            if isinstance(candidate, Statement):
+                statement = candidate
+                if isinstance(self.parent(candidate), blocks):
+                    break
+        return statement
+
+    def shown(
+        self, call: cst.CSTNode | None, position: int, name: str
+    ) -> cst.BaseExpression | None:
+        """What an argument of an original call is, if given: a variable's value."""
+        given = isinstance(call, cst.Call) and value_of(call, position, name)
+        return self.flow.resolved(given or None)
+
+    def results(self, node: cst.CSTNode) -> list[cst.CSTNode]:
+        """Where the value of an original node is used: its variable, or the node."""
+        return [node] if self.target_of(node) is None else self.uses_of(node)
+
+    def insert(self, node: cst.CSTNode, *lines: str) -> None:
+        """Plan code above the statement that an original node is in."""
+        self.inserted.setdefault(self.statement_of(node), []).extend(lines)
+
+    def take_out(self, statement: cst.CSTNode) -> None:
+        """Plan to remove a statement, without visiting it."""
+        self.frozen.add(statement)
+        self.replacements[statement] = lambda updated: cst.RemoveFromParent()
+
+    def move(self, statement: cst.CSTNode) -> None:
+        """Plan to take a statement, once ported, from its place into `moved`."""
+
+        def keep(updated: Statement) -> Replacement:
+            marks = self.marks_of(statement)
+            self.moved[statement] = with_marks(updated, marks)
+            return cst.RemoveFromParent()
+
+        self.replacements[statement] = keep
+
+    def attempt(self, node: cst.CSTNode, rule: Callable[[], _T], kept: _T) -> _T:
+        """What a rule makes of an original node; if it refuses, `kept` and a report."""
+        try:
+            return rule()
+        except Unported as why:
+            self.leave(why.node or node, why.reason)
+            return kept
+
+    def leave(self, node: cst.CSTNode, reason: str) -> None:
+        """Report an original node that stays as it is, and mark its statement."""
+        self.findings.add(Finding(self.line(node), _short(self.code(node)), reason))
+        self._marks.setdefault(self.statement_of(node), {})[reason] = None
+
+    def note(self, node: cst.CSTNode, what: str) -> None:
+        """Report an original node whose port behaves differently."""
+        source = _short(self.code(node))
+        self.findings.add(Finding(self.line(node), source, what, is_left=False))
+
+    def marks_of(self, statement: cst.CSTNode) -> list[str]:
+        """The reasons to write above an original statement."""
+        return list(self._marks.get(statement, ()))
+
+    def expression(self, target: str) -> cst.BaseExpression:
+        """A target of the tables as an expression of this script."""
+        return cst.parse_expression(self.here(target))
+
+    def reference(self, node: cst.CSTNode, target: str) -> cst.BaseExpression:
+        """A target for an original name, by the local name whose import stays."""
+        root = root_of(node)
+        local = root.value if root else ""
+        is_within = isinstance(node, cst.Attribute)
+        alias = self.names.alias(root) if root and is_within else None
+        kept = find_target(alias) if alias else self.retained.get(local)
+        if kept is not None and f"{target}.".startswith(f"{kept}."):
+            return cst.parse_expression(local + target[len(kept) :])
+        return self.expression(target)
+
+    def here(self, target: str) -> str:
+        """The text of a target of the tables in this script."""
+        if not is_dotted(target):
+            return self.string(target.strip('"')).value if target[0] == '"' else target
+        root, dot, rest = target.partition(".")
+        self.needed.add(root)
+        return f"{self.alias(root)}{dot}{rest}"
+
+    def template(
+        self, text: str, /, **values: cst.BaseExpression
+    ) -> cst.BaseExpression:
+        """An expression from its text, with targets of the tables, and `{x}` for nodes.
+
+        Args:
+            text: The text, such as `"keras.ops.cast({x}, "int32")"`. Its modules get
+                their names in this script, its literals the script's quotes.
+            **values: The nodes. Where a dot or a call follows, operations get
+                parentheses.
+        """
+        for name, value in values.items():
+            is_followed = f"{{{name}}}." in text or f"{{{name}}}(" in text
+            if is_followed and isinstance(value, _OPERATIONS):
+                values[name] = parenthesized(value)
+        here = _HERE.sub(lambda found: self.here(found.group()), text)
+        config = self.module.config_for_parsing
+        return parse_template_expression(here, config, **values)
+
+    def string(self, text: str) -> cst.SimpleString:
+        """A literal in the script's usual quotes."""
+        return cst.SimpleString(f"{self._quote}{text}{self._quote}")
+
+    def alias(self, root: str) -> str:
+        """The name of a target's module, such as `"np"`, in this script."""
+        return self._aliases[root]
+
+    def _find_alias(self, root: str) -> str:
+        module = ALIASES[root]
+        for alias, imported in imported_modules(self.module):
+            if imported == module or (
+                root == "keras" and path_in_tensorflow(imported) == "keras"
+            ):
+                return alias
+        # A name that means something else in the script cannot be taken.
+        for name in (root, module, f"{module}_"):
+            is_keras = name == "keras" and self.names.alias_paths(name) == {"keras"}
+            if is_keras or not self.names.is_bound(name, root):
+                return name
+        return f"_{module}"
+
+
+def _with_first_marks(module: cst.Module) -> cst.Module:
+    """Move marks from the module's header, where LibCST has them, to its first line."""
+    header = list(module.header)
+    while header and mark_text(header[-1]):
+        header.pop()
+    marks = module.header[len(header) :]
+    if not marks or not module.body:
+        return module
+    first = module.body[0]
+    first = first.with_changes(leading_lines=[*marks, *first.leading_lines])
+    return module.with_changes(header=header, body=[first, *module.body[1:]])
+
+
+def _usual_quote(module: cst.Module) -> str:
+    quotes = [node.quote for node in find(module, cst.SimpleString)]
+    return "'" if quotes.count("'") > quotes.count('"') else '"'
+
+
+MARK = "# replicax: "
+"""The prefix of comments that say what could not be ported."""
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Finding:
+    """A message about a line of the original: not ported, or ported with a difference.
+
+    Attributes:
+        line: Its number in the original, from 1.
+        source: The text there, on one line.
+        reason: What could not be ported, and what to do; or what differs now.
+        is_left: Whether it was left as it was, and marked. Otherwise it is a note.
+        cell: The number of the code cell of a notebook whose line it is; 0 in scripts.
+    """
+
+    line: int
+    source: str
+    reason: str
+    is_left: bool = True
+    cell: int = 0
+
+    @property
+    def place(self) -> str:
+        """The line, or the cell and its line."""
+        return f"cell {self.cell}:{self.line}" if self.cell else f"{self.line}"
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.reason}  [{self.source}]"
+
+
+def mark_text(line: cst.EmptyLine) -> str:
+    """The reason that a mark of an earlier run gives; `""` of other lines."""
+    text = line.comment.value if line.comment else ""
+    return text.removeprefix(MARK) if text.startswith(MARK) else ""
+
+
+def with_marks(statement: Statement, reasons: list[str]) -> Statement:
+    """`statement` below a comment for each of `reasons` that it does not have yet."""
+    lines = statement.leading_lines
+    there = {mark_text(line) for line in lines}
+    new = [cst.Comment(MARK + reason) for reason in reasons if reason not in there]
+    marks = [cst.EmptyLine(comment=comment) for comment in new]
+    return statement.with_changes(leading_lines=[*lines, *marks])
+
+
+def _short(source: str) -> str:
+    text = re.sub(r"\s+", " ", source).strip()
+    return text if len(text) <= 70 else f"{text[:67]}..."

@@ -1,0 +1,437 @@
+"""Rules for sources and methods of datasets, which become those of Grain.
+
+Where a generator is a function of the script that ends, and draws no random numbers,
+each epoch of TensorFlow's dataset has the same examples; Grain takes them as a list.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import libcst as cst
+
+from replicax_migrate.host import example_function, host_functions_of, random_functions
+from replicax_migrate.origins import meanings, stands_for
+from replicax_migrate.rules import CallSite, Rule, written
+from replicax_migrate.script import Expression, Script, Unported
+from replicax_migrate.tables import MESSAGES, NAMES, READERS
+from replicax_migrate.tracing import with_called
+from replicax_migrate.tree import (
+    argument,
+    dotted,
+    is_name,
+    is_named,
+    keyword,
+    method_of,
+    methods_of,
+    named,
+    object_of,
+    parts_of,
+    reached,
+    value_of,
+    walk,
+    with_args,
+)
+
+__all__ = [
+    "DROPPED_METHODS",
+    "FROM_GENERATOR",
+    "KNOWN_SOURCES",
+    "MAPPED",
+    "STREAM_RULES",
+    "calls_before",
+    "draws_before",
+    "dropped",
+    "is_endless",
+    "is_in_order",
+    "is_looped",
+    "replacement",
+    "shuffle_and_repeat",
+    "why_not_listed",
+]
+
+
+def replacement(
+    script: Script, call: cst.Call, rule: Rule
+) -> Callable[[cst.Call], Expression]:
+    """Bind a rule to an original call, for `Script.replacements`; reports a refusal."""
+    return lambda updated: script.attempt(
+        call, lambda: rule(CallSite(script, call, updated)), updated
+    )
+
+
+# Sources.
+
+
+def _slices(site: CallSite) -> Expression:
+    # The first argument, without its keyword.
+    first = site.updated.args[0].with_changes(
+        value=_tensors(site), keyword=None, equal=cst.MaybeSentinel.DEFAULT
+    )
+    func = site.script.expression("rx.input.numpy_dataset")
+    return site.updated.with_changes(func=func, args=[first])
+
+
+def _single(site: CallSite) -> Expression:
+    return site.make("grain.MapDataset.source([{x}])", x=_tensors(site))
+
+
+def _range(site: CallSite) -> Expression:
+    if any(arg.keyword for arg in site.updated.args):
+        raise Unported("tf.data.Dataset.range with keywords: port it by hand")
+    return site.with_args(func="grain.MapDataset.range")
+
+
+def _zip(site: CallSite) -> Expression:
+    values = [arg.value for arg in site.updated.args]
+    parts = values[0] if len(values) == 1 else None
+    if parts is None:
+        parts = cst.List([cst.Element(value) for value in values])
+    elif not isinstance(parts, cst.Tuple | cst.List):
+        raise Unported("tf.data.Dataset.zip stays: its datasets were not found")
+    return site.make("grain.experimental.ZipMapDataset({x})", x=parts)
+
+
+def _tensors(site: CallSite) -> Expression:
+    before, after = site.given(0, "tensors"), site.ported(0, "tensors")
+    if before is None or after is None:
+        raise Unported("its tensors were not found")
+    return _arrays(site, before, after)
+
+
+def _arrays(site: CallSite, before: Expression, after: Expression) -> Expression:
+    """Convert the lists in a structure of tensors to arrays, as TF does to tensors."""
+    if isinstance(before, cst.Dict) and not isinstance(after, cst.Dict):
+        before = before.elements[0].value  # `labels` takes it out of the dict.
+    if (parts := _parts(before)) is not None:
+        field = "args" if isinstance(after, cst.Call) else "elements"
+        made = [
+            new.with_changes(value=_arrays(site, old.value, new.value))
+            for old, new in zip(parts, getattr(after, field), strict=True)
+        ]
+        return after.with_changes(**{field: made})
+    script = site.script
+    for each in meanings(script, before):
+        if any(_may_be_list(script, inner.value) for inner in _parts(each) or ()):
+            text = "tuple(map(np.array, {x}))" if parts_of(each) else _DICT
+            return site.make(text, x=after)
+    if not _may_be_list(script, before):
+        return after
+    kinds = {type(part) for part in walk(after)}
+    if cst.Float in kinds:  # TensorFlow's dtypes of Python's numbers.
+        return site.make('np.array({x}, "float32")', x=after)
+    if isinstance(after, cst.List) and cst.Integer in kinds:
+        return site.make('np.array({x}, "int32")', x=after)
+    return site.make("np.array({x})", x=after)
+
+
+_DICT = "dict((name, np.array(value)) for name, value in {x}.items())"
+
+
+def _parts(structure: Expression) -> Sequence[Any] | None:
+    """The parts of a tuple, a dict or a call of `dict`, which have a `value`."""
+    if isinstance(structure, cst.Call) and is_name(structure.func, "dict"):
+        return structure.args
+    is_display = isinstance(structure, cst.Tuple | cst.Dict)
+    return structure.elements if is_display else None
+
+
+def _may_be_list(script: Script, node: Expression) -> bool:
+    return any(
+        isinstance(each, cst.List | cst.ListComp)
+        or (isinstance(each, cst.Call) and is_name(each.func, *NAMES["list_functions"]))
+        for each in meanings(script, node)
+    )
+
+
+FROM_GENERATOR = "data.Dataset.from_generator"
+
+
+def why_not_listed(script: Script, node: cst.Call) -> str | None:
+    """Why a generator's examples cannot be put into a list; None if they can."""
+    try:
+        _read(script, node)
+    except Unported as why:
+        return why.reason
+    return None
+
+
+def _listed(site: CallSite) -> Expression:
+    """Port to `grain.MapDataset.source([... for x, y in generator()])`."""
+    dtypes, is_tuple = _read(site.script, site.node)
+    source = site.required(0, "generator")
+    made = source.body if isinstance(source, cst.Lambda) else cst.Call(source)
+    names = [f"x{i}" for i in range(len(dtypes))] if len(dtypes) > 1 else ["x"]
+    parts = [
+        f'np.asarray({x}, "{dtype}")' for x, dtype in zip(names, dtypes, strict=True)
+    ]
+    one, target = ", ".join(parts), ", ".join(names)
+    if is_tuple:
+        comma = "," if len(parts) == 1 else ""
+        one, target = f"({one}{comma})", f"({target}{comma})" if comma else target
+    site.note("what the generator yields is computed once, and kept in memory")
+    text = f"grain.MapDataset.source([{one} for {target} in {{made}}])"
+    return site.make(text, made=made)
+
+
+def _read(script: Script, node: cst.Call) -> tuple[list[str], bool]:
+    """The dtypes of an example's parts, and whether it is a tuple of them."""
+    given = value_of(node, 0, "generator")
+    if given is None or named(node, "args") is not None:
+        raise Unported("from_generator with args=: pass a function without arguments")
+    found = _functions(script, given)
+    if not found:
+        raise Unported(f"the generator `{script.code(given)}` is not in sight")
+    for function in sorted(found, key=script.line):
+        _require_same(function)
+    types = named(node, "output_signature") or value_of(node, 1, "output_types")
+    if types is None:
+        raise Unported("from_generator without the dtypes of what is yielded")
+    is_tuple = isinstance(types, cst.Tuple)
+    parts = parts_of(types) if is_tuple else [types]
+    return [_dtype(script, part) for part in parts], is_tuple
+
+
+def _dtype(script: Script, node: Expression) -> str:
+    if isinstance(node, cst.Call) and script.called(node) == "TensorSpec":
+        given = value_of(node, 1, "dtype")
+        path = script.names.path(given) if given else "float32"
+    else:
+        path = script.names.path(node)
+    dtype = (path or "").removeprefix("dtypes.")
+    if dtype not in NAMES["dtypes"] or dtype == "bfloat16":
+        raise Unported(f"from_generator: `{script.code(node)}` is no dtype of NumPy")
+    return dtype
+
+
+def _functions(script: Script, node: Expression) -> set[cst.CSTNode]:
+    """The functions of the script that run when a generator is called."""
+    first: list[cst.FunctionDef] = []
+    if isinstance(node, cst.Lambda) and isinstance(node.body, cst.Call):
+        if not node.params.params:
+            first = script.functions(dotted(node.body.func) or "")
+    elif isinstance(node, cst.Call):  # An instance with `__call__`.
+        owners = map(methods_of, script.classes(dotted(node.func) or ""))
+        first = [owner["__call__"] for owner in owners if "__call__" in owner]
+    else:
+        text = (dotted(node) or "").removeprefix("self.")
+        first = script.functions(text)
+    return with_called(script, first)
+
+
+def _require_same(function: cst.CSTNode) -> None:
+    for node in walk(function):
+        name = node.value if isinstance(node, cst.Name) else ""
+        if isinstance(node, cst.While) or name in NAMES["endless_functions"]:
+            raise Unported(MESSAGES["generator_endless"])
+        if name in NAMES["random_functions"]:
+            raise Unported(MESSAGES["generator_random"])
+        is_target = isinstance(node, cst.AugAssign | cst.AssignTarget)
+        is_attribute = is_target and isinstance(node.target, cst.Attribute)
+        if is_attribute or isinstance(node, cst.Global | cst.Nonlocal):
+            raise Unported("from_generator of what changes with each epoch")
+
+
+KNOWN_SOURCES: dict[str, Rule | None] = {
+    "data.Dataset.from_tensor_slices": _slices,
+    "data.Dataset.from_tensors": _single,
+    "data.Dataset.range": _range,
+    FROM_GENERATOR: _listed,
+    "data.Dataset.zip": _zip,
+    **dict.fromkeys(READERS, None),  # Ported as other calls of Keras are.
+}
+"""Rules for sources of datasets that Grain has too, by path."""
+
+
+# What is before a method.
+
+
+def is_endless(script: Script, repeat: cst.Call) -> bool:
+    """Whether a call of `repeat` has no count, or one of None or -1."""
+    count = script.shown(repeat, 0, "count")
+    return count is None or script.code(count) in {"None", "-1"}
+
+
+def calls_before(script: Script, node: Expression) -> Iterator[cst.Call]:
+    """The method calls that derive a dataset, through variables and functions."""
+
+    def one_back(each: Expression) -> list[Expression]:
+        found = stands_for(script, each)
+        return found or ([object_of(each)] if method_of(each) else [])
+
+    for each in reached([node], one_back):
+        if isinstance(each, cst.Call) and method_of(each):
+            yield each
+
+
+def draws_before(script: Script, cache: cst.Call) -> bool:
+    """Whether a `map` that draws random numbers is before a `cache`."""
+    return any(
+        random_functions(script, host_functions_of(script, call.args[0].value))
+        for call in calls_before(script, cache)
+        if call in script.maps and call.args
+    )
+
+
+# Methods.
+
+
+def dropped(why: str) -> Rule:
+    """Make the rule that removes a method call, with a note that says why."""
+
+    def rule(site: CallSite) -> Expression:
+        site.note(f".{site.method} is taken out: {why}")
+        return site.receiver
+
+    return rule
+
+
+def _map(site: CallSite) -> Expression:
+    before, after = site.given(0, "map_func"), site.ported(0, "map_func")
+    assert before is not None
+    assert after is not None
+    script, generator = site.script, site.script.generators.get(site.node)
+    function = example_function(script, before, after, generator)
+    if function is None:
+        raise Unported("how many arguments the function takes cannot be seen")
+    args, updated = [cst.Arg(function)], site.updated
+    if generator is None:
+        return with_args(updated, args)
+    # A seed of its own, so that each `random_map` draws other numbers.
+    drawing = [each for each in script.generators if method_of(each) == "map"]
+    args.append(keyword("seed", cst.Integer(str(drawing.index(site.node)))))
+    return site.as_method("random_map", args)
+
+
+def _batch(site: CallSite) -> Expression:
+    size = argument(site.updated.args, 0, "batch_size")
+    drop = site.ported(1, "drop_remainder")
+    if size is None:
+        raise Unported("batch: its batch_size was not found")
+    kept = [size]
+    if drop is not None:
+        kept.append(keyword("drop_remainder", drop))
+    return site.with_args(kept)
+
+
+def _shuffle(site: CallSite) -> Expression:
+    args, seed = site.updated.args, site.ported(1, "seed")
+    if len(args) == 1 and is_named(args[0], "seed"):
+        return site.updated  # It is ported already.
+    once = site.ported(2, "reshuffle_each_iteration")
+    keeps = once is not None and site.script.code(once) != "True"
+    site.note(
+        f"{MESSAGES['shuffled']}; {MESSAGES['one_order']}"
+        if keeps
+        else MESSAGES["shuffled"]
+    )
+    value = seed if seed is not None else cst.Integer("0")
+    return site.updated.with_changes(args=[keyword("seed", value)])
+
+
+def shuffle_and_repeat(site: CallSite) -> Expression:
+    """Port a `shuffle` after an endless `repeat`, which Grain has in another order."""
+    return site.make("{x}.repeat()", x=_shuffle(site))
+
+
+def _repeat(site: CallSite) -> Expression:
+    count = None if is_endless(site.script, site.node) else site.ported(0, "count")
+    return site.updated.with_changes(args=[cst.Arg(count)] if count else [])
+
+
+def _cache(site: CallSite) -> Expression:
+    """Drop `cache`; where it keeps order or random numbers, port it to `repeat`."""
+    before = calls_before(site.script, site.owner)
+    is_shuffled = any(method_of(each) == "shuffle" for each in before)
+    if not (is_shuffled or draws_before(site.script, site.node)):
+        return DROPPED_METHODS["cache"](site)
+    site.note("`repeat` keeps the draws of the first epoch, as the cache did")
+    return site.make("{x}.repeat(1, reseed_each_epoch=False)", x=site.receiver)
+
+
+def _as_numpy_iterator(site: CallSite) -> Expression:
+    """Drop `as_numpy_iterator` of what a loop goes through; else port it to `iter`."""
+    script, made = site.script, dropped("Grain's examples are NumPy's")(site)
+    used = script.call_with(site.node)
+    is_whole = used and script.code(used.func) in NAMES["whole_iterations"]
+    if is_looped(script, site.node) or is_whole:
+        return made
+    return site.make("iter({x})", x=made)
+
+
+def is_looped(script: Script, node: cst.CSTNode) -> bool:
+    """Whether a loop or a comprehension goes through an expression."""
+    return isinstance(script.parent(node), cst.For | cst.CompFor)
+
+
+def _windows(site: CallSite) -> Expression:
+    size = site.required(0, "size")
+    shift = site.ported(1, "shift")
+    text = "rx.input.windows({x}, {size}, shift={shift})"
+    return site.make(text, x=site.receiver, size=size, shift=shift or size)
+
+
+def _enumerate(site: CallSite) -> Expression:
+    site.note(MESSAGES["python_numbers"])
+    args = [cst.Arg(site.receiver), *site.updated.args]
+    return cst.Call(cst.Name("enumerate"), args)
+
+
+DROPPED_METHODS: dict[str, Rule] = {
+    "cache": dropped("examples are arrays in memory, and maps run as they are read"),
+    "prefetch": dropped("strategies read ahead by themselves"),
+    "with_options": dropped(
+        "see `auto_shard_policy=` of strategy.experimental_distribute_dataset"
+    ),
+    "as_numpy_iterator": _as_numpy_iterator,
+}
+"""Rules for methods whose arguments are dropped."""
+MAPPED: dict[str, Rule] = {
+    "map": _map,
+    "batch": _batch,
+    "shuffle": _shuffle,
+    "repeat": _repeat,
+    **DROPPED_METHODS,
+    "cache": _cache,
+    "window": _windows,
+    "flat_map": dropped("the windows are arrays"),
+    "enumerate": _enumerate,
+    "cardinality": written("len({self})"),
+    "take": written("{self}[:{count}]", "count", "name"),
+    "skip": written("{self}[{count}:]", "count", "name"),
+    "shard": written("{self}[{index}::{num_shards}]", "num_shards", "index", "name"),
+    "concatenate": written(
+        "grain.MapDataset.concatenate([{self}, {dataset}])", "dataset", "name"
+    ),
+}
+"""Rules for methods of tf.data's datasets that Grain has or does not need."""
+
+
+# Streams of batches.
+
+
+def is_in_order(script: Script, source: cst.Call) -> bool:
+    """Whether a source does not shuffle; for folders `shuffle=True` is the default."""
+    given = named(source, "shuffle")
+    is_folder = script.called(source).endswith("_from_directory")
+    return script.code(given) != "True" if given is not None else not is_folder
+
+
+def _repeat_of_stream(site: CallSite) -> Expression:
+    site.note("all repetitions have the order and random numbers of the first")
+    is_counted = site.node.args and not is_endless(site.script, site.node)
+    count = ", {count}" if is_counted else ""
+    rule = written(
+        f"grain.experimental.RepeatIterDataset({{self}}{count})", "count", "name"
+    )
+    return rule(site)
+
+
+STREAM_RULES: dict[str, Rule] = {
+    "take": written(
+        "grain.experimental.LimitIterDataset({self}, {count})", "count", "name"
+    ),
+    "repeat": _repeat_of_stream,
+    "shuffle": dropped(MESSAGES["stream_shuffled"]),
+    "cache": dropped("the data are read again in each epoch"),
+}
+"""Rules for methods that Grain's streams have by another name, or not at all."""

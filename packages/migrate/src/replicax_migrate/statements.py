@@ -1,0 +1,420 @@
+"""Takes out or unwraps what only TensorFlow needs: statements, servers, settings."""
+
+import itertools
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import libcst as cst
+
+from replicax_migrate.flow import Definition
+from replicax_migrate.script import Replacement, Script, Statement
+from replicax_migrate.tables import DROPPED, MESSAGES, NAMES
+from replicax_migrate.tree import (
+    dotted,
+    find,
+    is_name,
+    is_named,
+    keyword_of,
+    method_of,
+    object_of,
+    only_of,
+    parts_of,
+    text_of,
+    walk,
+)
+
+__all__ = [
+    "body_in_place",
+    "comment_lines",
+    "is_static_shape",
+    "is_version_of_tensorflow",
+    "lost_comments",
+    "plan_iterators",
+    "plan_servers",
+    "plan_settings",
+    "remaining_comments",
+    "transparent_items",
+    "unless_empty",
+    "unwrapped",
+    "why_dropped",
+]
+
+_DEFAULT_DEVICE = re.compile(r"/?(device:)?(gpu|tpu)(:0)?", re.IGNORECASE)
+
+
+def why_dropped(script: Script, line: cst.SimpleStatementLine) -> str | None:
+    """Why a line is taken out, which only TensorFlow needs; None for other lines."""
+    small = only_of(line)
+    if isinstance(small, cst.Assert):
+        is_version = _asks_version(script, small.test)
+        return MESSAGES["asserted_version"] if is_version else None
+    call = small.value if isinstance(small, cst.Expr) else None
+    if not isinstance(call, cst.Call):
+        return None
+    if is_static_shape(script, call) or begins_iterator(script, call):
+        return ""
+    if script.names.imported(call.func) == "tensorflow_datasets.disable_progress_bar":
+        return ""
+    path = script.called(call)
+    if not path and isinstance(object_of(call), cst.Call):
+        path = f"{script.called(object_of(call))}().{method_of(call)}"
+    return f"tf.{path} is taken out: {DROPPED[path]}" if path in DROPPED else None
+
+
+def _asks_version(script: Script, test: cst.BaseExpression) -> bool:
+    """Whether a condition is about TensorFlow's version alone."""
+    names = find(test, cst.Attribute, cst.Name)
+    is_version = any(is_version_of_tensorflow(script, each) for each in names)
+    return is_version and not isinstance(test, cst.BooleanOperation)
+
+
+def is_version_of_tensorflow(script: Script, node: cst.CSTNode) -> bool:
+    """Whether a node is a name of TensorFlow's version, such as `tf.__version__`."""
+    return f"{script.names.path(node)}.".startswith(NAMES["version_attributes"])
+
+
+def is_static_shape(script: Script, node: cst.CSTNode | None) -> bool:
+    """Whether a node is the statement `x.set_shape(...)` of a tensor.
+
+    Arrays have their shapes. A method of that name in the script is another one.
+    """
+    return (
+        isinstance(node, cst.Call)
+        and method_of(node) == "set_shape"
+        and script.names.path(node.func) is None
+        and not script.functions("set_shape")
+        and isinstance(script.parent(node), cst.Expr)
+    )
+
+
+def transparent_items(script: Script, node: cst.With) -> list[cst.WithItem]:
+    """The items of a `with` that only graphs needed, or name the default device."""
+    return [item for item in node.items if _is_transparent(script, item.item)]
+
+
+def _is_transparent(script: Script, context: cst.BaseExpression) -> bool:
+    if script.called(context) != "device":
+        name = script.called(context) or script.names.path(context)
+        return name in NAMES["transparent_contexts"]
+    # The first GPU is where arrays are anyway; TensorFlow, too, takes the CPU if there
+    # is none.
+    text = text_of(script.shown(context, 0, "device_name"))
+    return bool(_DEFAULT_DEVICE.fullmatch(text))
+
+
+def unwrapped(script: Script, node: cst.With, updated: cst.With) -> Replacement:
+    """Remove transparent contexts; unwrap a `with` that has no others."""
+    gone = transparent_items(script, node)
+    pairs = zip(node.items, updated.items, strict=True)
+    kept = [new for item, new in pairs if item not in gone]
+    if not gone or not kept:
+        return body_in_place(updated) if gone else updated
+    kept[-1] = kept[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
+    return updated.with_changes(items=kept)
+
+
+def body_in_place(updated: cst.With | cst.Else) -> Replacement:
+    """Replace a block by its statements; comments above the block stay above them."""
+    body: list[Any] = list(updated.body.body)
+    if not isinstance(updated.body, cst.IndentedBlock):
+        body = [cst.SimpleStatementLine(body=body)]
+    if not body:
+        return cst.RemoveFromParent()
+    lines = [*updated.leading_lines, *body[0].leading_lines]
+    body[0] = body[0].with_changes(leading_lines=lines)
+    return cst.FlattenSentinel(body)
+
+
+def unless_empty(
+    script: Script, node: cst.For | cst.If, updated: cst.For | cst.If
+) -> Replacement:
+    """Remove a loop or an `if` whose body the port has emptied; else keep it."""
+    is_elif = isinstance(node, cst.If) and isinstance(script.parent(node), cst.If)
+    was_empty = not node.body.body
+    if was_empty or updated.body.body or updated.orelse is not None or is_elif:
+        return updated
+    return cst.RemoveFromParent()
+
+
+def comment_lines(statement: cst.CSTNode) -> list[cst.EmptyLine]:
+    """The comments of a statement that is taken out, as lines of their own."""
+    return [cst.EmptyLine(comment=comment) for comment in _comments(statement)]
+
+
+def remaining_comments(statement: cst.CSTNode) -> list[cst.EmptyLine]:
+    """The comments that outlive a statement that is taken out.
+
+    Comments directly above a removed statement or on its line are removed with it.
+    Others, such as the heading of a section that a blank line follows, stay.
+    """
+    gone: list[cst.CSTNode] = []
+    for node in walk(statement):
+        if isinstance(node, cst.SimpleStatementLine | cst.BaseCompoundStatement):
+            for line in itertools.takewhile(
+                lambda line: line.comment, reversed(node.leading_lines)
+            ):
+                gone += _comments(line)
+        if isinstance(node, cst.SimpleStatementLine):
+            gone += _comments(node.trailing_whitespace)
+        elif isinstance(node, cst.IndentedBlock):
+            gone += _comments(node.header)
+    kept = [comment for comment in _comments(statement) if comment not in gone]
+    return [cst.EmptyLine(comment=comment) for comment in kept]
+
+
+def lost_comments(
+    original: Statement, nodes: Sequence[Statement]
+) -> list[cst.EmptyLine]:
+    """The comments inside a simple statement that its port `nodes` does not have.
+
+    Compound statements lose none: their inner statements keep them.
+    """
+    if not isinstance(original, cst.SimpleStatementLine):
+        return []
+    there = [c.value for node in nodes for c in _comments(node)]
+    lost = []
+    for comment in _comments(original):
+        if comment.value in there:
+            there.remove(comment.value)
+        else:
+            lost.append(cst.EmptyLine(comment=comment))
+    return lost
+
+
+def _comments(node: cst.CSTNode) -> list[cst.Comment]:
+    return list(find(node, cst.Comment))
+
+
+_NOTE = (
+    "the server is taken out: the strategy serves in a ps task, workers run the script"
+)
+
+
+def plan_servers(script: Script) -> None:
+    """Plan to remove `if task is a server:`, and functions that start clusters."""
+    for function in script.nodes(cst.FunctionDef):
+        if _starts_cluster(script, function):
+            script.note(function.name, MESSAGES["cluster"])
+            script.take_out(function)
+            for node in script.calls:
+                if is_name(node.func, function.name.value):
+                    script.frozen |= {node.func, *node.args}
+                    script.replacements[node] = lambda updated: script.template(
+                        "rx.cluster_resolver.TFConfigClusterResolver()"
+                    )
+    for node in script.nodes(cst.If):
+        is_elif = isinstance(script.parent(node), cst.If)
+        if not is_elif and _only_serves(script, node.body):
+            script.note(node.test, _NOTE)
+            script.frozen |= {node.test, node.body}
+            script.replacements[node] = _without_first_branch
+
+
+def _starts_cluster(script: Script, function: cst.FunctionDef) -> bool:
+    """Whether a function makes servers, and returns the resolver of their cluster."""
+    has_server = any(_is_server(script, call) for call in find(function.body, cst.Call))
+    returned = [n.value for n in find(function.body, cst.Return) if n.value]
+    made = [script.called(script.flow.resolved(value)) for value in returned]
+    is_resolver = [path.startswith("distribute.cluster_resolver.") for path in made]
+    return has_server and bool(made) and all(is_resolver)
+
+
+def _only_serves(script: Script, block: cst.BaseSuite) -> bool:
+    if not isinstance(block, cst.IndentedBlock):
+        return False
+    names: set[str] = set()
+    for statement in block.body:
+        if not isinstance(statement, cst.SimpleStatementLine):
+            return False
+        for small in statement.body:
+            if isinstance(small, cst.Assign) and _is_server(script, small.value):
+                names |= {dotted(target.target) or "" for target in small.targets}
+            elif not _belongs_to_server(script, small, names):
+                return False
+    return bool(names) or any(_is_server(script, node) for node in walk(block))
+
+
+def _is_server(script: Script, node: cst.CSTNode) -> bool:
+    return script.called(node) in NAMES["servers"]
+
+
+def _belongs_to_server(
+    script: Script, small: cst.BaseSmallStatement, names: set[str]
+) -> bool:
+    if isinstance(small, cst.Assign):
+        return script.code(small.targets[0].target).startswith("os.environ[")
+    if not isinstance(small, cst.Expr):
+        return isinstance(small, cst.Pass | cst.Return)
+    if not isinstance(small.value, cst.Call):
+        return True
+    if method_of(small.value) == "join":
+        owner = object_of(small.value)
+        return dotted(owner) in names or _is_server(script, owner)
+    name = dotted(small.value.func) or ""
+    return name in {"print", "exit", "sys.exit", "quit"} or name.startswith("logging.")
+
+
+def _without_first_branch(updated: cst.If) -> Replacement:
+    rest = updated.orelse
+    if rest is None:
+        return cst.RemoveFromParent()
+    if isinstance(rest, cst.If):
+        return rest.with_changes(leading_lines=updated.leading_lines)
+    return body_in_place(rest.with_changes(leading_lines=updated.leading_lines))
+
+
+def plan_settings(script: Script) -> None:
+    """Plan to remove variables of `tf.data.Options()`, `ConfigProto()` and `AUTOTUNE`.
+
+    So are lists of `tf.TensorSpec` that are signatures of a `tf.function`, and an `if`
+    that only raises for a version of TensorFlow.
+
+    A variable with a use that is not ported stays, with the assignments to its
+    attributes.
+    """
+    _drop_arguments(script)
+    for node in script.nodes(cst.If):
+        first, *rest = node.body.body
+        is_raise = isinstance(only_of(first) or first, cst.Raise) and not rest
+        is_alone = node.orelse is None and not isinstance(script.parent(node), cst.If)
+        if is_raise and is_alone and _asks_version(script, node.test):
+            script.note(node.test, MESSAGES["asserted_version"])
+            script.take_out(node)
+    settings = {d for d in script.flow.definitions if _is_setting(script, d)}
+    unused = set(settings)
+    number = -1
+    while number != len(unused):
+        number = len(unused)
+        unused = {
+            definition
+            for definition in unused
+            for uses in [script.flow.uses(definition)]
+            if all(
+                _is_in_ported_call(script, use)
+                or (_set_there(script, use) and script.flow.reaching(use) <= unused)
+                for use in uses
+            )
+        }
+    for definition in sorted(settings, key=lambda d: script.line(d.node)):
+        uses = script.flow.uses(definition)
+        assigned = [each for use in uses if (each := _set_there(script, use))]
+        if definition in unused:
+            _drop_statement(script, definition.values[0])
+            for each in assigned:
+                _drop_statement(script, each)
+                _note_policy(script, each)
+        elif isinstance(value := definition.values[0], cst.Call):
+            script.leave(value, f"{script.code(value.func)} {_STAYING}")
+            script.frozen |= {value, *assigned}
+
+
+_STAYING = "stays: not all that it is given to is ported"
+_NO_ARGUMENTS = {
+    "estimator.RunConfig": ("session_config", "save_summary_steps", "protocol")
+}
+"""Arguments that only TensorFlow's runtime has, by the call's path."""
+
+
+def _drop_arguments(script: Script) -> None:
+    for node in script.calls:
+        for arg in node.args:
+            name = keyword_of(arg)
+            if name in _NO_ARGUMENTS.get(script.called(node), ()):
+                script.note(node, f"{name}= is taken out: JAX has no sessions")
+                script.dropped_arguments.add(arg)
+                script.frozen.add(arg)
+
+
+def _is_setting(script: Script, definition: Definition) -> bool:
+    if not script.frozen.isdisjoint(script.parents(definition.node)):
+        return False  # In a function that is removed or stays as a whole.
+    if len(definition.values) != 1 or not isinstance(definition.node, cst.Name):
+        return False
+    value = definition.values[0]
+    if isinstance(value, cst.Call):
+        return script.called(value) in NAMES["settings_objects"]
+    if isinstance(value, cst.List | cst.Tuple):
+        paths = [script.called(part) for part in parts_of(value)]
+        return bool(paths) and set(paths) == {"TensorSpec"}
+    path = script.names.path(value) or ""
+    return path.startswith("data.") and path.endswith("AUTOTUNE")
+
+
+def _is_in_ported_call(script: Script, use: cst.CSTNode) -> bool:
+    """Whether a use goes with the port, or is the signature of a `tf.function`."""
+    arg, call = script.parent(use), script.call_with(use)
+    if not isinstance(arg, cst.Arg):
+        return False
+    is_signature = (
+        is_named(arg, "input_signature") and script.called(call) == "function"
+    )
+    is_ported = call in script.replacements or arg in script.dropped_arguments
+    return is_ported or is_signature
+
+
+def _set_there(script: Script, use: cst.CSTNode) -> cst.Assign | None:
+    """The assignment to an attribute of a variable, at its use: `options.a.b = c`."""
+    node: cst.CSTNode | None = use
+    while isinstance(parent := script.parent(node) if node else None, cst.Attribute):
+        node = parent
+    assign = script.parent(parent) if isinstance(parent, cst.AssignTarget) else None
+    return assign if isinstance(assign, cst.Assign) and node is not use else None
+
+
+def _note_policy(script: Script, node: cst.Assign) -> None:
+    if "policy" not in (dotted(node.targets[0].target) or "").lower():
+        return
+    policy = (dotted(node.value) or script.code(node.value)).rpartition(".")[2]
+    script.note(node, MESSAGES["dataset_options"].format(policy=policy))
+
+
+def _drop_statement(script: Script, node: cst.CSTNode) -> None:
+    line = script.statement_of(node)
+    if only_of(line) is not None:
+        script.take_out(line)
+
+
+def begins_iterator(script: Script, call: cst.Call) -> bool:
+    """Whether a call is `initialize()` of an iterator that a strategy has just made."""
+    in_loop = script.around(call, cst.For, cst.While) is not None
+    return not in_loop and _initialized(script, call) is not None
+
+
+def _initialized(script: Script, call: cst.Call) -> cst.Call | None:
+    """The call of a strategy that makes the iterator which a call initializes."""
+    made = script.flow.resolved(object_of(call))
+    if not isinstance(made, cst.Call) or method_of(call) != "initialize":
+        return None
+    is_new = method_of(made) in {"make_dataset_iterator", "make_input_fn_iterator"}
+    return made if is_new else None
+
+
+def plan_iterators(script: Script) -> None:
+    """Plan to make an iterator of a strategy anew where a loop initializes it."""
+    for call in script.calls:
+        made = _initialized(script, call)
+        if made is None or begins_iterator(script, call):
+            continue
+        first, line = script.parent(made), script.parent(call)
+        # In another function the assignment would bind a name of that one.
+        is_here = script.function_of(made) is script.function_of(call)
+        is_above = script.line(made) < script.line(call)
+        is_name = isinstance(object_of(call), cst.Name)
+        is_again = is_here and is_above and is_name
+        if isinstance(first, cst.Assign) and isinstance(line, cst.Expr) and is_again:
+            _plan_again(script, first, line)
+        else:
+            script.leave(call, MESSAGES["iterator_begins"])
+
+
+def _plan_again(script: Script, first: cst.Assign, line: cst.Expr) -> None:
+    """Plan to replace a line by the port of an assignment that is above it."""
+    ported: list[cst.Assign] = []
+
+    def hold(updated: cst.Assign) -> cst.Assign:
+        ported[:] = [updated]
+        return updated
+
+    script.replacements[first] = hold
+    script.replacements[line] = lambda updated: ported[0].deep_clone()

@@ -1,0 +1,363 @@
+"""Reads `tables.toml`: the target of each name of TensorFlow, or why it has none."""
+
+import fnmatch
+import functools
+import importlib
+import inspect
+import itertools
+import math
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Operator:
+    """A row of the tables: the target of a function of TensorFlow, and its parameters.
+
+    Attributes:
+        target: Its dotted name, such as `"keras.ops.sum"`.
+        parameters: TF's parameters in their order, each with the target's name. `-`
+            drops an argument; `!` refuses values other than None and False; `*` before
+            a name passes the argument by keyword.
+        defaults: Defaults of TF's that the target does not have, as source text.
+        forms: Forms that the target takes some parameters in, see `rules`.
+    """
+
+    target: str
+    parameters: dict[str, str]
+    defaults: dict[str, str] = field(default_factory=dict)
+    forms: dict[str, str] = field(default_factory=dict)
+
+
+def _lists(table: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    """The words of each row of a table."""
+    return {key: tuple(text.split()) for key, text in table.items()}
+
+
+def _by_name(table: Mapping[str, str]) -> dict[str, str]:
+    """Invert a table of rows `value = names` to one entry for each name."""
+    return {
+        name: _with_last_part(value, name) if value.endswith(".*") else value
+        for value, names in table.items()
+        for name in names.split()
+    }
+
+
+def _with_last_part(target: str, name: str) -> str:
+    """`keras.ops.*` with the last part of a name, such as that of `math.abs`."""
+    return target.replace("*", name.rpartition(".")[2].removeprefix("reduce_"))
+
+
+def _products(table: Mapping[str, str]) -> list[str]:
+    """All paths of some names in some modules."""
+    modules, names = table["modules"].split(), table["names"].split()
+    return [f"{module}.{name}" for module in modules for name in names]
+
+
+def _arguments(table: Mapping[str, str]) -> list[tuple[str, int, str]]:
+    """Parse rows `position name = paths`; a path, position and name for each path."""
+    rows = ((*where.split(), paths.split()) for where, paths in table.items())
+    return [(path, int(at), name) for at, name, paths in rows for path in paths]
+
+
+def _operators(rows: Iterable[str]) -> dict[str, Operator]:
+    """Parse rows `names | parameters | target | its parameters`; operators by name."""
+    table: dict[str, Operator] = {}
+    for row in rows:
+        names, parameters, target, targets, *defaults = map(str.strip, row.split("|"))
+        pairs = dict(zip(parameters.split(), targets.split(), strict=True))
+        parameters_of = {k: text.partition(":")[0] for k, text in pairs.items()}
+        written = dict(text.split("=") for text in defaults)
+        forms = {k: v.partition(":")[2] for k, v in pairs.items() if ":" in v}
+        for name in names.split():
+            table[name] = Operator(
+                target=_with_last_part(target, name),
+                parameters=parameters_of,
+                defaults=written,
+                forms=forms,
+            )
+    return table
+
+
+def _templates(rows: Iterable[str]) -> dict[str, tuple[list[str], str]]:
+    """Parse rows `names | parameters | text`; parameters and text by name."""
+    return {
+        name: (parameters.split(), text.strip())
+        for names, parameters, text in (row.split("|") for row in rows)
+        for name in names.split()
+    }
+
+
+_FILE = resources.files("replicax_migrate").joinpath("tables.toml")
+_DATA = tomllib.loads(_FILE.read_text("utf-8"))
+
+# The tables have the names that they have in the file, which says what their rows are.
+# Rows of many names, `value = names`, are by name here.
+
+ALIASES: dict[str, str] = _DATA["aliases"]
+OLD_PREFIXES: dict[str, str] = _DATA["old_prefixes"]
+EXACT = _by_name(_DATA["targets"])
+"""Targets of single names, by path."""
+PREFIXES: dict[str, str] = _DATA["prefixes"]
+NOTES = _by_name(_DATA["notes"])
+DROPPED = _by_name(_DATA["dropped"])
+_STAYING = _by_name(_DATA["need_tensorflow"])
+NEED_TENSORFLOW = frozenset(_STAYING)
+"""Paths of what Keras 3 makes with TensorFlow on all backends."""
+_REASONS = {**_by_name(_DATA["reasons"]), **_STAYING}
+_FOREIGN = _by_name(_DATA["foreign"])
+"""Why packages stay, by patterns of names."""
+DEVICE_OPERATORS = _operators(_DATA["operators"]["device"])
+GUARDED_OPERATORS = _operators(_DATA["operators"]["guarded"])
+HOST_OPERATORS = _operators(_DATA["operators"]["host"])
+WRITTEN = _templates(_DATA["operators"]["written"])
+"""Templates of calls by path: TF's parameters, and the text with `{x}` for them."""
+ARGUMENTS = _lists(_DATA["arguments"])
+KEYWORDS = {
+    table: {
+        name: (row, "") if isinstance(row, str) else (str(row[0]), str(row[1]))
+        for names, row in rows.items()
+        for name in names.split()
+    }
+    for table, rows in _DATA["keywords"].items()
+}
+"""What becomes of keywords, and the reason, by function or method and by keyword."""
+OLD_KEYWORDS: dict[str, str] = _DATA["old_keywords"]
+OLD_ORDERS = {k: v.split() for k, v in _by_name(_DATA["old_orders"]).items()}
+"""Parameters in the order of TensorFlow 1, by path."""
+OLD_LAYERS: dict[str, str] = _DATA["old_layers"]
+OLD_METRICS: dict[str, str] = _DATA["old_metrics"]
+OLD_LOSSES = _lists(_DATA["old_losses"])
+"""Losses of `tf.losses` of TensorFlow 1: the class in Keras, and their parameters."""
+WIDE_METRICS: dict[str, str] = _DATA["wide_metrics"]
+IDENTIFIERS: dict[str, dict[str, str]] = _DATA["identifiers"]
+NAMES = _lists(_DATA["names"])
+NO_STREAM: dict[str, str] = _DATA["no_stream"]
+ORDERS = {k: v.split() for k, v in _by_name(_DATA["orders"]).items()}
+"""Parameters by position of what has another order in Keras 3; `"-"` for equal ones."""
+CALL_ORDERS = _lists(_DATA["call_orders"])
+MESSAGES: dict[str, str] = _DATA["messages"]
+CHANGED_DEFAULTS = _arguments(_DATA["changed_defaults"])
+"""Paths, and positions and names of arguments with other defaults in Keras 2."""
+PYTHON_INTEGERS = _arguments(_DATA["python_integers"])
+"""Paths, and positions and names of arguments that cannot be NumPy's integers."""
+READERS = _products(_DATA["readers"])
+"""Paths of functions of Keras that read data in batches; `format="grain"` for Grain."""
+OPTIMIZERS = _products(_DATA["optimizers"])
+"""Paths of the classes of optimizers."""
+ATTRIBUTES = {kind: _by_name(table) for kind, table in _DATA["attributes"].items()}
+DTYPE_ATTRIBUTES: dict[str, str] = _DATA["attributes_of_dtypes"]
+OVERRIDDEN = {kind: _by_name(table) for kind, table in _DATA["overridden"].items()}
+READ_ONLY = _lists(_DATA["read_only"])
+RENAMED_METHODS: dict[str, str] = _DATA["methods"]["renamed"]
+WRITTEN_METHODS = _templates(_DATA["methods"]["written"])
+LEFT_METHODS = _by_name(_DATA["methods"]["left"])
+KINDS: dict[str, str] = _DATA["kinds"]
+_MAKERS = _by_name(_DATA["makers"])
+_NOTHING = object()
+_BY_POSITION = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+)
+
+
+def is_dotted(target: str) -> bool:
+    """Whether a target is a name in a module, not a literal or a builtin."""
+    return target.partition(".")[0] in ALIASES
+
+
+def is_module(path: str) -> bool:
+    """Whether the tables have names of a module of TensorFlow, such as `"nn"`."""
+    names = itertools.chain(EXACT, PREFIXES, DEVICE_OPERATORS, _REASONS)
+    return path in PREFIXES or any(name.startswith(f"{path}.") for name in names)
+
+
+def is_module_of_keras(target: str) -> bool:
+    """Whether a dotted target is a module of Keras 3, which one can import."""
+    is_there = target.partition(".")[0] == "keras" and exists(target)
+    return is_there and inspect.ismodule(_resolved(target))
+
+
+@functools.cache
+def exists(target: str) -> bool:
+    """Whether a dotted target such as `"keras.layers.Dense"` is public there."""
+    return _resolved(target) is not _NOTHING
+
+
+def _resolved(target: str) -> Any:
+    """Import a public target; `_NOTHING` if absent, None for a field of instances."""
+    root, *parts = target.split(".")
+    found: Any = importlib.import_module(ALIASES[root])
+    for i, part in enumerate(parts):
+        if part not in getattr(found, "__all__", [part]):
+            return _NOTHING
+        if not hasattr(found, part):
+            try:  # A submodule that is not imported yet.
+                importlib.import_module(f"{found.__name__}.{part}")
+            except (AttributeError, ImportError):
+                fields = getattr(found, "__annotations__", ()) if i > 0 else ()
+                return None if part == parts[-1] and part in fields else _NOTHING
+        found = getattr(found, part)
+    return found
+
+
+@functools.cache
+def kind_of_target(target: str) -> str | None:
+    """The kind of object that a call of a target of Keras makes, such as `"model"`."""
+    if target in _MAKERS:
+        return _MAKERS[target]
+    name = target.rpartition(".")[2]
+    if target.startswith("keras.applications.") and name[0].isupper():
+        return "model"
+    found = _resolved(target) if target.startswith("keras.") else _NOTHING
+    if not inspect.isclass(found):
+        return None
+    bases = ((kind, _resolved(base)) for kind, base in KINDS.items())
+    return next((kind for kind, base in bases if issubclass(found, base)), None)
+
+
+def call_parameters(target: str) -> tuple[str, ...]:
+    """The parameters of the `call` of a class of layers; empty if it takes `*args`."""
+    call = getattr(_resolved(target), "call", None)
+    parameters = list(inspect.signature(call).parameters.values())[1:] if call else []
+    is_open = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    return () if is_open else tuple(p.name for p in parameters)
+
+
+def default_of(target: str, parameter: str) -> object:
+    """The default of a parameter of a target, a function or a class."""
+    return inspect.signature(_resolved(target)).parameters[parameter].default
+
+
+@functools.cache
+def accepted_arguments(target: str) -> frozenset[str] | None:
+    """The keywords that a target accepts; None if it may accept any."""
+    if not is_dotted(target) or not exists(target):
+        return None
+    found = _resolved(target)
+    if not inspect.isclass(found):
+        names, is_open = _keywords(found)
+        return None if is_open else names
+    is_optimizer = issubclass(found, _resolved(KINDS["optimizer"]))
+    if found.__init__ is object.__init__:
+        return frozenset()
+    accepted: frozenset[str] = frozenset()
+    for each in found.__mro__[:-1]:
+        init = vars(each).get("__init__")
+        names, is_open = _keywords(init) if init else (frozenset(), True)
+        accepted |= names
+        if "*" in names and not is_optimizer:
+            return None
+        if not is_open:
+            return accepted
+    # The innermost constructor of optimizers refuses what is left over.
+    return accepted if is_optimizer else None
+
+
+@functools.cache
+def most_positions(target: str) -> float:
+    """How many arguments a target accepts by position; infinite if unknown."""
+    found: Any = _resolved(target) if is_dotted(target) else _NOTHING
+    is_made = inspect.isclass(found) and inspect.isfunction(found.__init__)
+    function = found.__init__ if is_made else found
+    try:
+        kinds = [p.kind for p in inspect.signature(function).parameters.values()]
+    except (TypeError, ValueError):
+        return math.inf
+    if inspect.Parameter.VAR_POSITIONAL in kinds:
+        return math.inf
+    return sum(kind in _BY_POSITION for kind in kinds) - is_made
+
+
+def _keywords(function: Callable[..., object]) -> tuple[frozenset[str], bool]:
+    """A function's keywords (`*` for `*args`), and whether it takes `**kwargs` too.
+
+    Keras takes some old arguments out of `**kwargs` by their names.
+    """
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return frozenset(), True
+    is_open = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    named = (p for p in parameters if p.kind is not p.VAR_KEYWORD)
+    names = {"*" if p.kind is p.VAR_POSITIONAL else p.name for p in named}
+    if is_open and inspect.isfunction(function):
+        source = inspect.getsource(function)
+        # `if kwargs.pop("x", None) is not None` refuses an argument.
+        found = r"""(?<!if )kwargs\.(?:pop|get)\(\s*["'](\w+)"""
+        names |= set(re.findall(found, source))
+        names |= set(re.findall(r"""["'](\w+)["'] in kwargs""", source))
+        # What is left over is refused.
+        is_open = re.search(r"if kwargs:\s+raise ", source) is None
+    return frozenset(names), is_open
+
+
+@functools.cache
+def find_target(path: str | None) -> str | None:
+    """The target of a path under `tensorflow`: a dotted name, a literal, or None.
+
+    Example:
+        >>> find_target("distribute.MirroredStrategy"), find_target("float32")
+        ('rx.MirroredStrategy', '"float32"')
+    """
+    if path is None or path in NEED_TENSORFLOW:
+        return None
+    if path in EXACT:
+        return EXACT[path]
+    if path.removeprefix("dtypes.") in NAMES["dtypes"]:
+        return f'"{path.removeprefix("dtypes.")}"'
+    dtype, _, limit = path.removeprefix("dtypes.").rpartition(".")
+    if dtype in NAMES["limited_dtypes"] and limit in {"max", "min"}:
+        info = "finfo" if dtype.startswith("float") else "iinfo"
+        return f'np.{info}("{dtype}").{limit}'
+    if path in DEVICE_OPERATORS:
+        return DEVICE_OPERATORS[path].target
+    if path.startswith(("flags.FLAGS.", "app.flags.FLAGS.")):
+        return f"absl.flags.{path[path.index('FLAGS') :]}"  # A flag of the script.
+    return _by_prefix(path)
+
+
+def _by_prefix(path: str) -> str | None:
+    for prefix, rest in _prefixes(path):
+        home = PREFIXES.get(prefix) or EXACT.get(prefix, "")
+        target = ".".join(filter(None, [home, rest]))
+        if is_dotted(home) and exists(target):
+            return target
+    return None
+
+
+def is_known(path: str) -> bool:
+    """Whether a path has a target, a rule or a reason of its own."""
+    tables = (WRITTEN, GUARDED_OPERATORS, DROPPED, _REASONS)
+    return any(path in table for table in tables) or find_target(path) is not None
+
+
+def find_reason(path: str) -> str:
+    """Why a path has no target, and what to do instead; of `""`, the module's."""
+    if not path:
+        return "the module `tensorflow` is used as a value: port it by hand"
+    for prefix, _ in _prefixes(path):
+        if reason := _REASONS.get(prefix):
+            is_predicate = reason.split()[0] in {"is", "has", "stays"}
+            return f"tf.{path} {reason if is_predicate else f'stays: {reason}'}"
+    return f"tf.{path} has no counterpart here"
+
+
+def foreign_problem(name: str) -> str:
+    """Why an imported name stays that needs TensorFlow; `""` for other names."""
+    prefixes = [prefix for prefix, _ in _prefixes(name)][::-1]
+    for pattern, why in _FOREIGN.items():
+        if found := fnmatch.filter(prefixes, pattern):
+            return f"{found[0]} {why}" if why else ""
+    return ""
+
+
+def _prefixes(path: str) -> Iterator[tuple[str, str]]:
+    """The prefixes of a path from the longest on, with the rest of each."""
+    parts = path.split(".")
+    for n in range(len(parts), 0, -1):
+        yield ".".join(parts[:n]), ".".join(parts[n:])

@@ -1,0 +1,236 @@
+"""Ports `tfds.load` of data sets that Keras has: `keras.datasets`, as Grain's datasets.
+
+The examples are the same, in the order of Keras' files. Sizes and numbers of classes
+that a script asks the `info` object for are taken from the arrays.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import libcst as cst
+
+from replicax_migrate.origins import is_parameter
+from replicax_migrate.rules import bound
+from replicax_migrate.script import Expression, Script, Unported
+from replicax_migrate.tables import NAMES
+from replicax_migrate.tree import find, is_name, parts_of, text_of
+
+__all__ = ["plan_loads", "unknown_loads"]
+
+_PACKAGE = "tensorflow_datasets"
+_CLASSES = {"mnist": 10, "fashion_mnist": 10, "cifar10": 10, "cifar100": 100}
+"""The data sets of Keras, whose splits are `train` and `test`, and their classes."""
+_SHAPES = {"mnist": "(28, 28, 1)", "fashion_mnist": "(28, 28, 1)"}
+_SHAPE = "(32, 32, 3)"
+_SPLIT = re.compile(r"(train|test)(?:\[(\d+%?)?:(\d+%?)?\])?")
+_ORDER = "keras.datasets has the examples of TensorFlow Datasets in another order"
+
+
+class _Load(NamedTuple):
+    """The resolved arguments of a call of `tfds.load`.
+
+    Attributes:
+        name: The data set, as `keras.datasets` has it.
+        splits: The names of splits; none if the script gets all, in a dictionary.
+        is_list: Whether the script names several splits, in a list.
+        test: The condition that chooses between two splits; else `""`.
+        is_supervised: Whether examples are pairs, and no dictionaries.
+        info: The target that the `info` object is bound to, if there is one.
+        uses: Expressions of that object, with the code that replaces each.
+    """
+
+    name: str
+    splits: list[str]
+    is_list: bool
+    test: str
+    is_supervised: bool
+    info: cst.Name | None
+    uses: dict[cst.CSTNode, str]
+
+
+def unknown_loads(
+    script: Script, calls: list[cst.Call]
+) -> Iterator[tuple[cst.Call, str]]:
+    """The calls without a counterpart in `keras.datasets`, and why."""
+    for call in calls:
+        try:
+            _read(script, call)
+        except Unported as why:
+            yield call, f"its examples come from TensorFlow Datasets{why.reason}"
+
+
+def plan_loads(script: Script, calls: list[cst.Call]) -> None:
+    """Plan the port of calls, none of which is among `unknown_loads`."""
+    for call in calls:
+        _plan(script, call, _read(script, call))
+    for node in script.calls:
+        if script.names.imported(node.func) == f"{_PACKAGE}.disable_progress_bar":
+            statement = script.statement_of(node)
+            if isinstance(statement, cst.SimpleStatementLine):
+                script.take_out(statement)
+
+
+def _read(script: Script, call: cst.Call) -> _Load:
+    """Resolve the arguments of a call, or refuse it."""
+    if script.names.imported(call.func) != f"{_PACKAGE}.load":
+        raise Unported("")
+    if not isinstance(script.statement_of(call), cst.SimpleStatementLine):
+        raise Unported(": load them in a line of their own")
+    try:
+        args = bound(call.args, [*NAMES["load_parameters"], *NAMES["load_switches"]])
+    except Unported as why:
+        raise Unported(f": {why.reason}") from None
+    given = {k: a.value for k, a in args.items() if not is_name(a.value, "None")}
+    name = (_text(script, given.get("name")) or "").partition(":")[0]
+    if name not in _CLASSES:
+        raise Unported("")
+    if "batch_size" in given:
+        raise Unported(", and come in batches")
+    is_supervised = _is_true(script, given.get("as_supervised"))
+    if not is_supervised and name not in _SHAPES:
+        raise Unported(f": without as_supervised=True those of {name} have an id")
+    is_list, test, splits = _splits(script, given.get("split"))
+    info = _info(script, call) if _is_true(script, given.get("with_info")) else None
+    uses = dict(_uses(script, info, name)) if info is not None else {}
+    return _Load(name, splits, is_list, test, is_supervised, info, uses)
+
+
+def _value(script: Script, node: Expression) -> Expression:
+    """The expression that a variable stands for; a parameter stays, as it may vary."""
+    return node if is_parameter(script, node) else script.flow.resolved(node)
+
+
+def _text(script: Script, node: Expression | None) -> str | None:
+    """The name of a data set or a split; None if it is not in sight."""
+    value = _value(script, node) if node is not None else cst.Name("None")
+    if isinstance(value, cst.SimpleString):
+        return text_of(value)
+    module, _, name = (script.names.imported(value) or "").rpartition(".")
+    return name.lower() if module == f"{_PACKAGE}.Split" else None
+
+
+def _is_true(script: Script, node: Expression | None) -> bool:
+    text = script.code(node) if node is not None else "False"
+    if text not in {"True", "False"}:
+        raise Unported(f": whether it is {text} is not seen")
+    return text == "True"
+
+
+def _splits(script: Script, node: Expression | None) -> tuple[bool, str, list[str]]:
+    """Whether the splits are a list, the condition that chooses one, and their names.
+
+    No names mean all splits.
+    """
+    if node is None:
+        return False, "", []
+    value, test = _value(script, node), ""
+    is_list = isinstance(value, cst.List | cst.Tuple)
+    parts = parts_of(value) if is_list else [value]
+    if isinstance(value, cst.IfExp):
+        parts, test = [value.body, value.orelse], script.code(value.test)
+        if value is not node:
+            test = f"{script.code(node)} == {script.code(value.body)}"
+        elif any(map(script.names.path, find(value.test, cst.Name, cst.Attribute))):
+            raise Unported(f": whether it is {test} is not seen")
+    splits = [_text(script, each) or "" for each in parts]
+    if not all(_SPLIT.fullmatch(split) for split in splits):
+        raise Unported(f": the split {script.code(node)} has no counterpart")
+    return is_list, test, splits
+
+
+def _info(script: Script, call: cst.Call) -> cst.Name:
+    assign = script.parent(call)
+    is_single = isinstance(assign, cst.Assign) and len(assign.targets) == 1
+    names = parts_of(script.target_of(call)) if is_single else []
+    if len(names) != 2 or not isinstance(names[1], cst.Name):
+        raise Unported(": the info object has no name")
+    return names[1]
+
+
+def _uses(
+    script: Script, info: cst.Name, name: str
+) -> Iterator[tuple[cst.CSTNode, str]]:
+    definition = script.flow.defined(info)
+    known = {
+        "features['label'].num_classes": str(_CLASSES[name]),
+        "features['image'].shape": _SHAPES.get(name, _SHAPE),
+        "splits['train'].num_examples": "len({train})",
+        "splits['test'].num_examples": "len({test})",
+    }
+    for use in script.flow.uses(definition) if definition else ():
+        node = use
+        for parent in script.parents(use):
+            if not isinstance(parent, cst.Attribute | cst.Subscript):
+                break
+            node = parent
+        text = script.code(node).partition(".")[2].replace('"', "'")
+        if text not in known or script.flow.reaching(use) != {definition}:
+            raise Unported(f": `{script.code(node)}` has no counterpart")
+        yield node, known[text]
+
+
+def _plan(script: Script, call: cst.Call, load: _Load) -> None:
+    splits, begin, end = load.splits or ["train", "test"], "[", "]"
+    both = ("train", "test")
+    needed = [*(split.partition("[")[0] for split in splits), *load.uses.values()]
+    names = {
+        k: (_free(script, f"{k}_images"), _free(script, f"{k}_labels"))
+        for k in both
+        if any(k in text for text in needed)
+    }
+    script.made_names |= {name for pair in names.values() for name in pair}
+    pairs = [f"({', '.join(names[k])})" if k in names else "_" for k in both]
+    loaded = script.here(f"keras.datasets.{load.name}.load_data")
+    line = f"{', '.join(pairs)} = {loaded}()"
+    script.insert(call, line)
+    values = [_dataset(load, split, names) for split in splits]
+    if not load.splits:
+        values = [f'"{key}": {x}' for key, x in zip(splits, values, strict=True)]
+        begin, end = "{", "}"
+    text = values[0]
+    if not load.splits or load.is_list:
+        text = "".join([begin, *(f"\n    {value}," for value in values), "\n", end])
+    if load.test:
+        text = f"({values[0]} if {load.test} else {values[1]})"
+    value = script.template(text)
+    script.note(call, _ORDER)
+    script.frozen.add(call)
+    script.replacements[call] = lambda updated: value
+    if load.info is not None:
+        target = script.parent(script.parent(load.info) or load.info)
+        assert isinstance(target, cst.Tuple | cst.List)
+        script.replacements[target] = lambda updated: updated.elements[0].value
+    for node, what in load.uses.items():
+        labels = {k: pair[1] for k, pair in names.items()}
+        made = cst.parse_expression(what.format(**labels))
+        script.replacements[node] = lambda updated, made=made: made
+
+
+def _free(script: Script, name: str) -> str:
+    while script.names.is_bound(name) or name in script.made_names:
+        name += "_"
+    return name
+
+
+def _dataset(load: _Load, split: str, names: dict[str, tuple[str, str]]) -> str:
+    """The template of a dataset of one split, such as `"train[:80%]"`."""
+    match = _SPLIT.fullmatch(split)
+    assert match is not None
+    images, labels = names[match[1]]
+    is_grey = load.name in _SHAPES
+    x = f"{images}[..., None]" if is_grey else images
+    y = f'{labels}.astype("int64")' if is_grey else f'{labels}[:, 0].astype("int64")'
+    is_pair = load.is_supervised
+    examples = f"({x}, {y})" if is_pair else f'{{"image": {x}, "label": {y}}}'
+    ends = [_index(end, labels) for end in match.groups()[1:]]
+    index = f"[{':'.join(ends)}]" if any(ends) else ""
+    return f"rx.input.numpy_dataset({examples}){index}"
+
+
+def _index(text: str | None, labels: str) -> str:
+    """The code of a slice's bound: a number of examples, or a percentage of them."""
+    if text is None or text in {"0", "0%", "100%"}:
+        return ""
+    percent = text.removesuffix("%")
+    return text if percent == text else f"len({labels}) * {percent} // 100"

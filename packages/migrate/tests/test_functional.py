@@ -1,0 +1,187 @@
+"""What functional models of Keras 3 overrule or refuse is reported."""
+
+import jax
+import keras
+import numpy as np
+import pytest
+from packages.migrate.tests.porting import executed, ported, run
+from packaging.version import Version
+
+START = (
+    "import tensorflow as tf\n"
+    "from tensorflow.keras import layers\n"
+    "inputs = tf.keras.Input(shape=(32, 32, 3))\n"
+    "net = tf.keras.applications.{name}(include_top=False, weights=None)\n"
+)
+
+
+def left_of(source: str, name: str = "ResNet50") -> list[str]:
+    _, left = ported(f"{START.format(name=name)}{source}")
+    return left
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "x = net(inputs, training=False)",
+        "x = layers.Dropout(0.5)(inputs * 2, training=True)",
+        "y = layers.Dense(2)(net.output)\nx = layers.Dropout(0.5)(y, training=True)",
+        "def block(x, t): return layers.BatchNormalization()(x, training=t)\n"
+        "y = block(inputs, False)",
+        "net.trainable = False\nx = net(inputs, training=False)\nnet.trainable = True",
+    ],
+)
+def test_training_of_a_layer_in_a_functional_model_is_left(source: str) -> None:
+    assert ["passes its own training=" in each for each in left_of(source)] == [True]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "net.trainable = False\nx = net(inputs, training=False)",
+        "def step(images): return net(images, training=True)",
+        "class M(tf.keras.Model):\n"
+        "    def call(self, x, training=None): return self.a(x, training=training)",
+        "x = net(inputs, training=None)",
+    ],
+)
+def test_training_that_is_not_lost_stays(source: str) -> None:
+    assert left_of(source) == []
+
+
+def test_frozen_models_with_dropout_in_them_are_left() -> None:
+    source = "net.trainable = False\nx = net(inputs, training=False)"
+    assert len(left_of(source, "EfficientNetB0")) == 1
+
+
+def test_keras_overrules_training_of_a_layer_as_the_report_says() -> None:
+    """Before Keras 3.16."""
+    inputs = keras.Input((3,))
+    outputs = keras.layers.BatchNormalization()(inputs, training=False)
+    model = keras.Model(inputs, outputs)
+    x = np.arange(12, dtype="float32").reshape(4, 3)
+    trained, predicted = model(x, training=True), model(x, training=False)
+    is_lost = np.abs(np.asarray(trained) - np.asarray(predicted)).max() > 1
+    assert is_lost == (Version(keras.__version__) < Version("3.16.0"))
+
+
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        ("model = tf.keras.Model(inputs, inputs)\nmodel.add_loss(loss)", 1),
+        ("class L(layers.Layer):\n    def f(self): self.add_loss(lambda: 1.0)", 1),
+        ("class L(layers.Layer):\n    def call(self, x): self.add_loss(x)", 0),
+    ],
+)
+def test_losses_that_are_added_outside_of_call_are_left(
+    source: str, count: int
+) -> None:
+    assert ["Keras 3 takes add_loss in" in each for each in left_of(source)] == (
+        [True] * count
+    )
+
+
+POSITIONED = """import tensorflow as tf
+class Positions(tf.keras.layers.Layer):
+    def call(self, x):
+        return x + tf.ones((1, 3, 2))
+def scaled(x, factor):
+    return x * factor
+inputs = tf.keras.Input((3, 2))
+width = inputs.shape[-1] * 2
+sizes = [inputs] * 2
+{}
+outputs = Positions()(x)
+model = tf.keras.Model(inputs, outputs)
+"""
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "x = inputs * 2.0",
+        "x = tf.sqrt(4.0) * inputs",
+        "x = tf.multiply(inputs, 2.0)",
+        "x = tf.ones((3, 2)) - (-inputs)",
+        "x = tf.cast(tf.zeros((3, 2)) < inputs, tf.float32) + inputs",
+        "x = 2 * inputs",
+        "x = inputs\nx *= 2.0",
+        "x = (tf.abs(inputs) * 2.0)",
+        "x = scaled(inputs, 2.0)",
+        "x = (inputs * 0.5) * 4.0 + 0.0",
+        "x = -(-inputs * 2.0)",
+    ],
+)
+def test_products_of_functional_models_are_dense(source: str) -> None:
+    text, left = ported(POSITIONED.format(source))
+    assert left == []
+    names = executed(text)
+    x = np.ones((4, 3, 2), "float32")
+    np.testing.assert_allclose(names["model"].predict(x, verbose=0), 3.0)
+    assert names["width"] == 4
+    assert len(names["sizes"]) == 2
+
+
+def test_products_of_two_tensors_of_a_functional_model_stay() -> None:
+    text, _ = ported(POSITIONED.format("x = inputs * tf.abs(inputs)"))
+    assert "sparse=" not in text
+
+
+@pytest.mark.parametrize(
+    "source", ["rewards + 2 * tf.ones(2)", "tf.ones(2) * [3.0, 4.0]", "total - rewards"]
+)
+def test_lists_beside_tensors_are_arrays(source: str) -> None:
+    start = "import tensorflow as tf\ntotal = tf.ones(2)\n"
+    text, left = ported(
+        f"{start}rewards = [float(i) for i in range(2)]\ny = {source}\n"
+        "both = rewards + [2.0]"
+    )
+    assert left == []
+    names = executed(text)
+    plain = {"rewards": [0.0, 1.0], "tf": np, "total": np.ones(2)}
+    np.testing.assert_allclose(names["y"], eval(source, plain))
+    assert names["both"] == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("made", "shape"),
+    [
+        ("tf.tile(x, tf.stack([1, s[1]]))", (3, 16)),
+        ("tf.reshape(x, tf.concat([tf.shape(x)[:1], [2, 2]], axis=0))", (3, 2, 2)),
+        (
+            "tf.tile(x[None], tf.concat([tf.expand_dims(s[0], -1), "
+            "tf.constant([1, 1], dtype=tf.int32)], 0))",
+            (3, 3, 4),
+        ),
+        ("tf.reshape(x, [-1, tf.reduce_prod(tf.shape(x)[1:])])", (3, 4)),
+        ("tf.zeros(tf.concat([x.shape[:1]], axis=-1)) + x[:, 0]", (3,)),
+        ("tf.cast(tf.stack([s[0], 2]), tf.float32) * x[0, 0]", (2,)),
+    ],
+)
+def test_shapes_that_are_made_of_sizes_are_tuples(
+    made: str, shape: tuple[int, ...]
+) -> None:
+    text, left = ported(
+        "import tensorflow as tf\n"
+        "class Shaped(tf.keras.layers.Layer):\n"
+        f"    def call(self, x):\n        s = tf.shape(x)\n        return {made}\n"
+        "result = jax.eval_shape(Shaped(), x)\n"
+    )
+    assert not left
+    names = {"jax": jax, "x": np.ones((3, 4), "float32")}
+    assert executed(text, names)["result"].shape == shape
+
+
+def test_a_lambda_that_reshapes_the_batch_has_its_output_shape() -> None:
+    names = run(
+        "import tensorflow as tf\n"
+        "import numpy as np\n"
+        "frames, size = 12, np.prod([2, 3])\n"
+        "i = tf.keras.Input((2, 3))\n"
+        "j = tf.keras.layers.Lambda(\n"
+        "    lambda y: tf.reshape(y, (-1, frames, size)))(i)\n"
+        "model = tf.keras.Model(i, j)\n"
+        "shape = model(tf.ones((24, 2, 3))).shape\n"
+    )
+    assert names["model"].output_shape == (None, 12, 6)
+    assert names["shape"] == (2, 12, 6)

@@ -1,0 +1,184 @@
+"""What only graphs of TensorFlow need: signatures, static shapes, branches."""
+
+import numpy as np
+import pytest
+from packages.migrate.tests.porting import executed, ported
+
+from replicax_migrate import port
+
+SIGNATURE = """\
+import tensorflow as tf
+signature = [tf.TensorSpec([None], tf.float32)]
+other = (tf.TensorSpec([None], tf.float32),)
+
+@tf.function(input_signature=signature)
+def double(x):
+    return tf.multiply(x, 2)
+
+half = tf.function(double, input_signature=other)
+"""
+
+
+def test_signatures_of_functions_are_taken_out() -> None:
+    text, left = ported(SIGNATURE)
+    assert left == []
+    assert "signature" not in text
+    assert "other" not in text
+
+
+def test_signatures_with_another_use_stay() -> None:
+    text, left = ported(f"{SIGNATURE}print(signature)")
+    assert "signature = [tf.TensorSpec([None], tf.float32)]" in text
+    assert len(left) == 1
+
+
+def test_static_shapes_are_taken_out() -> None:
+    text, left = ported(
+        "import tensorflow as tf\n"
+        "def f(x):\n"
+        "    y = tf.abs(x)\n"
+        "    y.set_shape([None, 2])\n"
+        "    if tf.keras.backend.ndim(y) == 2:\n        y.set_shape([1, 2])\n"
+        "    return y"
+    )
+    assert left == []
+    names = executed(text)
+    assert names["f"](np.array([[-1.0, 2.0]])).tolist() == [[1.0, 2.0]]
+
+
+def test_static_shapes_in_a_pipeline_are_taken_out() -> None:
+    text, left = ported(
+        "import tensorflow as tf\n"
+        "def split(x):\n"
+        "    x.set_shape([4, 2])\n"
+        "    return x[:, :1], x[:, 1:]\n"
+        "d = tf.data.Dataset.from_tensor_slices(x).map(split).batch(2)"
+    )
+    assert left == []
+    names = executed(text, {"x": np.ones((3, 4, 2))})
+    assert [part.shape for part in names["d"][0]] == [(2, 4, 1)] * 2
+
+
+def test_a_method_of_the_script_is_no_static_shape() -> None:
+    text, left = ported(
+        "import tensorflow as tf\nx = tf.abs(-1)\n"
+        "class Canvas:\n    def set_shape(self, s): self.s = s\n"
+        "c = Canvas()\nc.set_shape(3)"
+    )
+    assert left == []
+    assert text.endswith("c.set_shape(3)\n")
+
+
+def test_a_static_shape_on_a_line_with_others_is_reported() -> None:
+    _, left = ported("import tensorflow as tf\nx = tf.abs(y); x.set_shape([1])")
+    assert len(left) == 1
+
+
+COND = """\
+import tensorflow as tf
+total = tf.Variable(0.0)
+opt = tf.keras.optimizers.SGD(0.1)
+def add():
+    total.assign_add(1.0)
+def through():
+    add()
+class Steps:
+    def update(self):
+        opt.apply_gradients([(1.0, total)])
+steps = Steps()
+"""
+
+
+@pytest.mark.parametrize(
+    "branch", ["add", "through", "steps.update", "lambda: total.assign(2.0)"]
+)
+@pytest.mark.parametrize(
+    "call", ["tf.cond(p, {}, lambda: None)", "tf.cond(p, lambda: None, false_fn={})"]
+)
+def test_branches_that_change_variables_are_left(branch: str, call: str) -> None:
+    left = port(f"{COND}{call.format(branch)}\n".encode()).left
+    assert len(left) == 1
+    assert "in a branch or a loop's body" in left[0].reason
+
+
+def test_branches_without_effects_are_ported() -> None:
+    text, left = ported(f"{COND}y = tf.cond(p, lambda: total + 1, lambda: total * 1)")
+    assert left == []
+    names = executed(text, {"p": False})
+    assert float(names["y"]) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("test", "num_left"),
+    [
+        ("count % 4 == 0", 1),
+        ("self.seen > 2", 1),
+        ("self.seen is not None", 0),
+        ("self.rate > 2", 0),
+    ],
+)
+def test_conditions_on_variables_are_left(test: str, num_left: int) -> None:
+    script = (
+        "import tensorflow as tf\n"
+        "count = tf.Variable(0)\n"
+        "class Gate(tf.keras.layers.Layer):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.rate = 3\n"
+        "    def build(self, shape):\n"
+        "        self.seen = self.add_weight(name='seen', shape=())\n"
+        "    def call(self, x):\n"
+        f"        return x if {test} else -x\n"
+    )
+    left = port(script.encode()).left
+    assert len(left) == num_left
+    assert all("AutoGraph is gone" in f.reason for f in left)
+
+
+@pytest.mark.parametrize("name", ["/gpu:0", "/device:GPU:0", "GPU", "/TPU:0"])
+def test_the_default_device_needs_no_context(name: str) -> None:
+    text, left = ported(
+        f"import tensorflow as tf\nname = {name!r}\n"
+        "with tf.device(name):\n    x = tf.ones(2)\n"
+        f"with tf.device({name!r}), tf.device('/CPU:0'):\n    y = x + 1\n"
+    )
+    assert left == []
+    assert "\nx = keras.ops.ones(2)\n" in text
+    assert "\nwith keras.device('cpu:0'):\n    y = x + 1\n" in text
+    # Machines without a GPU run it, as with TensorFlow.
+    assert executed(text)["y"].tolist() == [2.0, 2.0]
+
+
+def test_another_device_is_named() -> None:
+    found = port(b"import tensorflow as tf\nwith tf.device('/gpu:1'):\n    x = 1\n")
+    assert b"with keras.device('gpu:1'):" in found.source
+    assert ["fails without a 'gpu:1'" in each.reason for each in found.notes] == [True]
+
+
+_ITERATOR = """\
+import tensorflow as tf
+strategy = tf.distribute.MirroredStrategy(["/cpu:0"])
+data = tf.data.Dataset.from_tensor_slices([1.0, 2.0]).batch(2)
+with strategy.scope():
+    iterator = strategy.make_dataset_iterator(data)
+def total():
+    return strategy.experimental_run(lambda x: tf.reduce_sum(x), iterator)
+found = []
+"""
+
+
+def test_an_iterator_that_a_loop_initializes_is_made_anew() -> None:
+    text, left = ported(
+        f"{_ITERATOR}for epoch in range(3):\n"
+        "    iterator.initialize()  # From its start.\n"
+        "    found.append(float(total()))\n"
+    )
+    assert left == []
+    line = "iterator = iter(strategy.experimental_distribute_dataset(data))"
+    assert f"    {line}  # From its start.\n" in text
+    assert executed(text)["found"] == [3.0, 3.0, 3.0]
+
+
+def test_an_iterator_that_another_function_initializes_is_left() -> None:
+    text = f"{_ITERATOR}def train():\n    for _ in range(2): iterator.initialize()\n"
+    assert "has no initialize()" in ported(text)[1][0]
