@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-SOURCES = Path(__file__).resolve().parents[2] / "src"
+ROOT = Path(__file__).resolve().parents[2]
 
 STRATEGY = (
     "scope",
@@ -229,11 +229,11 @@ PAGES = {
 
 def module_file(module: str) -> Path:
     """The file of a module or package below `replicax`."""
-    path = (
-        SOURCES.joinpath("replicax", *module.split("."))
-        if module
-        else (SOURCES / "replicax")
-    )
+    package, *rest = module.split(".")
+    if package == "estimator":
+        path = ROOT.joinpath("packages/estimator/src/replicax_estimator", *rest)
+    else:
+        path = ROOT.joinpath("src/replicax", *filter(None, [package, *rest]))
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 

@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import replicax
+import replicax_estimator
+import replicax_migrate
 
-ROOT = Path(replicax.__file__).parent
+CORE = Path(replicax.__file__).parent
+SATELLITES = [Path(m.__file__).parent for m in (replicax_estimator, replicax_migrate)]
 _MODULE = re.compile(r"(keras\.src|jax\._src|jaxlib)(\.|$)")
 _NAME = re.compile(r"_[A-Za-z]\w*$")
 _BY_NAME = ("getattr", "setattr", "hasattr", "delattr", "operator.attrgetter")
@@ -36,10 +39,11 @@ class Use:
 
 @functools.cache
 def sources() -> dict[str, ast.Module]:
-    """Every module of replicax, by its path in the package."""
+    """Every module, by its path in the core's package or beside a satellite's."""
     return {
-        str(file.relative_to(ROOT)): ast.parse(file.read_text(encoding="utf-8"))
-        for file in sorted(ROOT.rglob("*.py"))
+        str(file.relative_to(base)): ast.parse(file.read_text(encoding="utf-8"))
+        for root, base in ((CORE, CORE), *((s, s.parent) for s in SATELLITES))
+        for file in sorted(root.rglob("*.py"))
     }
 
 
