@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from pathlib import Path
 
 import jax
 import pytest
@@ -142,6 +143,27 @@ def test_jax_is_imported_only_by_what_computes() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
     )
     assert process.stdout == "[]\n", process.stderr
+
+
+def test_another_distribution_adds_a_command(tmp_path: Path) -> None:
+    (tmp_path / "greetings.py").write_text(
+        "def greet(name: str) -> None:\n    print('Hello,', name)\n"
+    )
+    metadata = tmp_path / "greetings-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Name: greetings\nVersion: 1.0\n")
+    entry_point = "[replicax.commands]\ngreet = greetings:greet\n"
+    (metadata / "entry_points.txt").write_text(entry_point)
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    process = subprocess.run(
+        [sys.executable, "-c", _MAIN, "greet", "Ada"],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert process.stdout == "Hello, Ada\n", process.stderr
 
 
 def test_version() -> None:

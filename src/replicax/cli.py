@@ -1,5 +1,15 @@
-"""The command line `replicax`, with the commands of `replicax.commands`."""
+"""The command line `replicax`: its own commands, and those of other distributions.
 
+Another distribution adds a command by an entry point that names the command's function:
+
+    [project.entry-points."replicax.commands"]
+    migrate = "replicax_migrate.command:migrate"
+
+The commands of replicax itself are imported instead: they are there in a checkout that
+is not installed, and help lists them in the order in which a newcomer needs them.
+"""
+
+from importlib.metadata import entry_points
 from typing import Annotated
 
 import typer
@@ -51,10 +61,13 @@ def _root(
     """Distributed training strategies for Keras 3 on JAX."""
 
 
-# In the order in which a newcomer needs them; help lists them so.
 app.command()(info)
 app.command(context_settings=_SCRIPT_LAST)(run)
 app.command(context_settings=_SCRIPT_LAST)(plan)
 app.command()(migrate)
 app.command()(monitor)
 app.command(context_settings=_SCRIPT_LAST)(manifest)
+
+# Every call of `replicax` imports these modules: they defer their own heavy imports.
+for entry_point in entry_points(group="replicax.commands"):
+    app.command(entry_point.name)(entry_point.load())

@@ -1,6 +1,6 @@
 """Commands of the command line, one module each.
 
-A command parses its options and prints results; the work is done in the folder of its
-subject, which is imported when the command is called. Nothing imports a command but
-`replicax.cli`.
+A command parses its options and prints results; the folder of its subject does the
+work, and the command imports that folder when it is called. Only `replicax.cli` imports
+commands.
 """
