@@ -5,8 +5,8 @@ Another distribution adds a command by an entry point that names the command's f
     [project.entry-points."replicax.commands"]
     migrate = "replicax_migrate.command:migrate"
 
-The commands of replicax itself are imported instead: they are there in a checkout that
-is not installed, and help lists them in the order in which a newcomer needs them.
+This module imports replicax' own commands: they run from a checkout that is not
+installed, and help lists them in the order in which a newcomer needs them.
 """
 
 from importlib.metadata import entry_points
@@ -68,6 +68,6 @@ app.command()(migrate)
 app.command()(monitor)
 app.command(context_settings=_SCRIPT_LAST)(manifest)
 
-# Every call of `replicax` imports these modules: they defer their own heavy imports.
+# Every call of `replicax` loads all of them: they import what is heavy when called.
 for entry_point in entry_points(group="replicax.commands"):
     app.command(entry_point.name)(entry_point.load())

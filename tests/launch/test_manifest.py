@@ -23,11 +23,10 @@ from replicax.cli import app
 from replicax.cluster.config import tf_config
 from replicax.cluster.kubernetes import KubernetesClusterResolver
 from replicax.errors import ClusterConfigError
-from replicax.launch.manifest import jobset, tfjob, to_yaml
+from replicax.launch.manifest import jobset, to_yaml
 from replicax.launch.training_job import TrainingJob
 
 SCHEMAS = Path(__file__).with_name("schemas") / "kubernetes.json"
-ROOTS = {"JobSet": "JobsetV1alpha2JobSet", "TFJob": "KubeflowOrgV1TFJob"}
 BASE = {"image": "registry/train:1", "command": ("python", "train.py")}
 FULL = {
     **BASE,
@@ -54,9 +53,9 @@ JOBS = [
 
 
 def problems(document: Any) -> list[str]:
-    """What the published schema of the document's kind finds wrong with it."""
+    """What the published schema of a JobSet finds wrong with the document."""
     schemas = json.loads(SCHEMAS.read_text(encoding="utf-8"))
-    root = {**schemas, "$ref": f"#/$defs/{ROOTS[document['kind']]}"}
+    root = {**schemas, "$ref": "#/$defs/JobsetV1alpha2JobSet"}
     Draft202012Validator.check_schema(root)
     return [
         f"{error.json_path}: {error.message}"
@@ -106,10 +105,9 @@ def pods(document: dict) -> Iterator[tuple[str, int, dict, dict[str, str]]]:
             yield role, index, container, container_env(container, annotations)
 
 
-@pytest.mark.parametrize("build", [jobset, tfjob])
 @pytest.mark.parametrize("options", JOBS, ids=["least", "evaluator", "ps", "full"])
-def test_manifest_is_valid(build: Callable, options: dict) -> None:
-    document = build(TrainingJob(**options))
+def test_manifest_is_valid(options: dict) -> None:
+    document: Any = jobset(TrainingJob(**options))
     assert yaml.safe_load(to_yaml(document)) == document
     assert problems(document) == []
     assert list(document) == ["apiVersion", "kind", "metadata", "spec"]
@@ -166,16 +164,6 @@ def test_schema_finds_mistakes(break_it: Callable, named: str) -> None:
     document = copy.deepcopy(jobset(TrainingJob(**FULL)))
     break_it(document)
     assert any(named in problem for problem in problems(document))
-
-
-def test_schema_finds_mistakes_in_tfjob() -> None:
-    document = tfjob(TrainingJob(**FULL))
-    worker = document["spec"]["tfReplicaSpecs"]["Worker"]
-    worker["replica"] = worker.pop("replicas")
-    worker["restartPolicy"] = "OnExitCode"
-    found = " ".join(problems(document))
-    assert "'replica' was unexpected" in found
-    assert "'OnExitCode' is not one of" in found
 
 
 def test_pods_get_their_place_in_the_cluster() -> None:
@@ -284,23 +272,6 @@ def test_job_ends_with_those_that_end() -> None:
         "operator": "All",
         "targetReplicatedJobs": ["chief", "worker", "evaluator"],
     }
-    with_ps = tfjob(TrainingJob(**FULL))
-    assert with_ps["spec"]["runPolicy"]["cleanPodPolicy"] == "Running"
-    without = tfjob(TrainingJob(**BASE, num_workers=2, evaluator=True))
-    assert without["spec"]["runPolicy"]["cleanPodPolicy"] == "None"
-
-
-def test_tfjob_has_the_names_that_the_operator_looks_for() -> None:
-    replicas: Any = tfjob(TrainingJob(**FULL, port=2300))["spec"]["tfReplicaSpecs"]
-    sizes = {name: part["replicas"] for name, part in replicas.items()}
-    assert sizes == {"Chief": 1, "Worker": 12, "PS": 2, "Evaluator": 1}
-    for part in replicas.values():
-        [container] = part["template"]["spec"]["containers"]
-        assert container["name"] == "tensorflow"
-        assert container["ports"] == [{"name": "tfjob-port", "containerPort": 2300}]
-        assert part["restartPolicy"] == "ExitCode"
-        names = [variable["name"] for variable in container["env"]]
-        assert "TF_CONFIG" not in names
 
 
 def test_resources_and_volumes() -> None:
@@ -398,10 +369,9 @@ def test_yaml_has_no_anchors() -> None:
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
-@pytest.mark.parametrize("build", [jobset, tfjob])
-def test_kubernetes_parser_reads_the_same(build: Callable, tmp_path: Path) -> None:
+def test_kubernetes_parser_reads_the_same(tmp_path: Path) -> None:
     words = ("python", "t.py", "1e3", "y", "0o17", "12:30:45", "a: b", "$(X)", "é\n-")
-    document = build(TrainingJob(**{**FULL, "command": words}))
+    document: Any = jobset(TrainingJob(**{**FULL, "command": words}))
     path = tmp_path / "job.yaml"
     path.write_text(to_yaml(document), encoding="utf-8")
     arguments = ["kubectl", "patch", "--local", "--type", "merge", "-p", "{}"]
@@ -442,16 +412,15 @@ def test_command_prints_a_jobset() -> None:
     assert (env["RATE"], env["EMPTY"]) == ("1e-3", "")
 
 
-def test_command_prints_a_tfjob_of_a_module() -> None:
+def test_command_prints_a_jobset_of_a_module() -> None:
     result = invoke(
-        *("--image", "i", "--workers", "2", "--kind", "tfjob", "--evaluator"),
+        *("--image", "i", "--workers", "2", "--evaluator"),
         *("--checkpoint-claim", "nfs", "-m", "pkg.train", "--epochs", "5"),
     )
     assert result.exit_code == 0, result.output
     document = yaml.safe_load(result.stdout)
     assert problems(document) == []
-    worker = document["spec"]["tfReplicaSpecs"]["Worker"]["template"]["spec"]
-    [container] = worker["containers"]
+    _, _, container, _ = next(pods(document))
     assert container["command"] == ["python", "-m", "pkg.train", "--epochs", "5"]
     assert container["volumeMounts"][-1]["mountPath"] == "/ckpt"
 
@@ -467,10 +436,6 @@ def test_command_prints_a_tfjob_of_a_module() -> None:
         (
             ("--image", "i", "--workers", "2", "--checkpoint-path", "/c", "t.py"),
             "--checkpoint-claim",
-        ),
-        (
-            ("--image", "i", "--workers", "2", "--kind", "job", "t.py"),
-            "'jobset', 'tfjob'",
         ),
     ],
 )

@@ -1,22 +1,14 @@
 """`replicax manifest`: prints the Kubernetes manifest of a training job."""
 
-import enum
 from typing import Annotated
 
 import typer
 
 from replicax.commands.arguments import note_late_options
-from replicax.launch.manifest import jobset, tfjob, to_yaml
+from replicax.launch.manifest import jobset, to_yaml
 from replicax.launch.training_job import TrainingJob
 
 __all__ = ["manifest"]
-
-
-class ManifestKind(enum.StrEnum):
-    """The kind of the manifest, by the operator that runs the job."""
-
-    JOBSET = "jobset"
-    TFJOB = "tfjob"
 
 
 def _variables(assignments: list[str]) -> dict[str, str]:
@@ -48,9 +40,6 @@ def manifest(
     ] = False,
     name: Annotated[str, typer.Option(help="Name of the job.")] = "train",
     namespace: Annotated[str | None, typer.Option(help="Namespace of the job.")] = None,
-    kind: Annotated[
-        ManifestKind, typer.Option(help="JobSet, or TFJob of Kubeflow's operator.")
-    ] = ManifestKind.JOBSET,
     chief: Annotated[bool, typer.Option("--chief", help="Add a chief.")] = False,
     ps: Annotated[int, typer.Option(help="Number of parameter servers.")] = 0,
     evaluator: Annotated[
@@ -87,7 +76,7 @@ def manifest(
     ] = None,
     python: Annotated[str, typer.Option(help="Python in the image.")] = "python",
 ) -> None:
-    """Print a Kubernetes manifest that runs a training script on several workers.
+    """Print a Kubernetes JobSet that runs a training script on several workers.
 
     Apply it with `replicax manifest ... train.py | kubectl apply -f -`.
     """
@@ -97,7 +86,6 @@ def manifest(
             f"{checkpoint_path!r} needs a volume; name one with --checkpoint-claim.",
             param_hint="--checkpoint-path",
         )
-    variables = _variables(env or [])
     start = (python, "-m", script) if module else (python, script)
     try:
         job = TrainingJob(
@@ -117,9 +105,8 @@ def manifest(
             grace_seconds=grace_seconds,
             checkpoint_claim=checkpoint_claim,
             checkpoint_path=checkpoint_path or "/ckpt",
-            env=variables,
+            env=_variables(env or []),
         )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    document = jobset(job) if kind is ManifestKind.JOBSET else tfjob(job)
-    typer.echo(to_yaml(document), nl=False)
+    typer.echo(to_yaml(jobset(job)), nl=False)

@@ -1,8 +1,7 @@
-"""Makes Kubernetes manifests of a training cluster, as plain data and as YAML.
+"""Makes the Kubernetes manifest of a training cluster, as plain data and as YAML.
 
-In a `JobSet` the tasks of each role are the pods of one indexed job. Kubernetes
+The tasks of each role are the pods of one indexed job of a `JobSet`. Kubernetes
 substitutes the pod's index in `TF_CONFIG`, so the container needs no access to its API.
-A `TFJob` gets `TF_CONFIG` from Kubeflow's operator.
 """
 
 import json
@@ -13,7 +12,7 @@ from replicax._util.types import JSON
 from replicax.cluster.failure import ATTEMPT, is_retryable
 from replicax.launch.training_job import TrainingJob
 
-__all__ = ["jobset", "tfjob", "to_yaml"]
+__all__ = ["jobset", "to_yaml"]
 
 _Document = dict[str, JSON]
 
@@ -23,13 +22,6 @@ _ATTEMPT_PATH = "metadata.annotations['jobset.sigs.k8s.io/restart-attempt']"
 
 # Kubernetes knows exit codes up to 255; 0 is success and may not be in the list.
 _PERMANENT_CODES = [code for code in range(1, 256) if not is_retryable(code)]
-
-_REPLICA_TYPES = {
-    "chief": "Chief",
-    "worker": "Worker",
-    "ps": "PS",
-    "evaluator": "Evaluator",
-}
 
 
 def jobset(job: TrainingJob) -> _Document:
@@ -76,41 +68,6 @@ def jobset(job: TrainingJob) -> _Document:
     }
 
 
-def tfjob(job: TrainingJob) -> _Document:
-    """Make the job's Kubeflow `TFJob` of `kubeflow.org/v1`.
-
-    It restarts pods with a retryable exit code one by one.
-
-    Example:
-        >>> job = TrainingJob(image="img", command=("python", "t.py"), num_workers=2)
-        >>> tfjob(job)["spec"]["tfReplicaSpecs"]["Worker"]["restartPolicy"]
-        'ExitCode'
-    """
-    # The operator calls the job done when the workers are, and then ends what runs:
-    # parameter servers must be ended, an evaluator shall finish.
-    policy = "None" if job.evaluator and not job.num_ps else "Running"
-    return {
-        "apiVersion": "kubeflow.org/v1",
-        "kind": "TFJob",
-        "metadata": _metadata(job),
-        "spec": {
-            "runPolicy": {"cleanPodPolicy": policy, "backoffLimit": job.max_restarts},
-            "successPolicy": "AllWorkers",
-            "tfReplicaSpecs": {
-                _REPLICA_TYPES[role]: {
-                    "replicas": size,
-                    "restartPolicy": "ExitCode",
-                    # The operator looks for exactly these names.
-                    "template": {
-                        "spec": _pod_spec(job, role, "tensorflow", "tfjob-port", [])
-                    },
-                }
-                for role, size in job.roles.items()
-            },
-        },
-    }
-
-
 def _metadata(job: TrainingJob) -> _Document:
     namespace: _Document = {"namespace": job.namespace} if job.namespace else {}
     return {"name": job.name, **namespace}
@@ -124,7 +81,7 @@ def _replicated_job(job: TrainingJob, role: str) -> _Document:
         {"name": "TF_CONFIG", "value": _tf_config(job, role)},
         _from_pod(ATTEMPT, _ATTEMPT_PATH),
     ]
-    pod = _pod_spec(job, role, role, "replicax", env)
+    pod = _pod_spec(job, role, env)
     return {
         "name": role,
         "replicas": 1,
@@ -143,8 +100,8 @@ def _replicated_job(job: TrainingJob, role: str) -> _Document:
 
 
 def _pod_failure_rules(container: str) -> list[_Document]:
-    # The first rule that fits is taken: whatever code an evicted pod leaves with, its
-    # failure is not the script's.
+    # The first rule that fits applies: an evicted pod's exit code, whatever it is, is
+    # not the script's failure.
     return [
         {
             "action": "Count",
@@ -178,9 +135,7 @@ def _tf_config(job: TrainingJob, role: str) -> str:
     return json.dumps(config, indent=2).replace(f'"{reference}"', reference)
 
 
-def _pod_spec(
-    job: TrainingJob, role: str, container: str, port_name: str, env: list[_Document]
-) -> _Document:
+def _pod_spec(job: TrainingJob, role: str, env: list[_Document]) -> _Document:
     mounts: list[_Document] = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
     # Containers have 64 MiB of it by default: too little for NCCL and loader processes.
     volumes: list[_Document] = [
@@ -198,14 +153,14 @@ def _pod_spec(
         "shareProcessNamespace": True,
         "containers": [
             {
-                "name": container,
+                "name": role,
                 "image": job.image,
                 "command": [_literal(word) for word in job.command],
                 "env": [
                     *env,
                     *({"name": k, "value": _literal(v)} for k, v in variables.items()),
                 ],
-                "ports": [{"name": port_name, "containerPort": job.port}],
+                "ports": [{"name": "replicax", "containerPort": job.port}],
                 **({"resources": resources} if resources else {}),
                 "volumeMounts": mounts,
             }
@@ -225,8 +180,8 @@ def _resources(job: TrainingJob, role: str) -> _Document:
         "requests": {"cpu": job.cpus, "memory": job.memory},
         "limits": {"memory": job.memory, "nvidia.com/gpu": gpus},
     }
-    given = {kind: {k: v for k, v in x.items() if v} for kind, x in amounts.items()}
-    return {kind: found for kind, found in given.items() if found}
+    needs = {kind: {k: v for k, v in x.items() if v} for kind, x in amounts.items()}
+    return {kind: amount for kind, amount in needs.items() if amount}
 
 
 # YAML parsers differ in what else is a number or a truth value: PyYAML reads 1e3 and y

@@ -1,22 +1,18 @@
 """Make the JSON schemas beside this file from the published API models.
 
 Run it by hand, in an environment of its own, when a schema should be newer:
-`pip install kubeflow-trainer-api kubeflow-training && python generate.py`.
+`pip install kubeflow-trainer-api && python generate.py`.
 """
 
 import importlib
-import inspect
 import json
 import re
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("kubeflow-trainer-api", "kubeflow-training")
+PACKAGE = "kubeflow-trainer-api"
 JOB_SET = "JobsetV1alpha2JobSet"
-TF_JOB = "KubeflowOrgV1TFJob"
-POD_TEMPLATE = "IoK8sApiCoreV1PodTemplateSpec"
-OBJECT_META = "IoK8sApimachineryPkgApisMetaV1ObjectMeta"
 
 # What the API server takes for a quantity and for an IntOrString: the models have
 # classes of their own for these, whose fields are no fields of the document.
@@ -45,23 +41,8 @@ ENUMS = {
         "RestartJobSetAndIgnoreMaxRestarts",
     ],
     ("JobsetV1alpha2SuccessPolicy", "operator"): ["All", "Any"],
-    (TF_JOB, "apiVersion"): ["kubeflow.org/v1"],
-    (TF_JOB, "kind"): ["TFJob"],
-    ("KubeflowOrgV1ReplicaSpec", "restartPolicy"): [
-        "Always",
-        "OnFailure",
-        "Never",
-        "ExitCode",
-    ],
-    ("KubeflowOrgV1RunPolicy", "cleanPodPolicy"): ["All", "Running", "None"],
-    ("KubeflowOrgV1TFJobSpec", "successPolicy"): ["", "AllWorkers"],
 }
-REQUIRED = {
-    JOB_SET: ["apiVersion", "kind", "metadata", "spec"],
-    TF_JOB: ["apiVersion", "kind", "metadata", "spec"],
-    # The models leave these to the server, which refuses a job without them.
-    "KubeflowOrgV1ReplicaSpec": ["template"],
-}
+REQUIRED = {JOB_SET: ["apiVersion", "kind", "metadata", "spec"]}
 
 _CHOICE = re.compile(r'- `"(\w+)"`')
 
@@ -116,52 +97,6 @@ def job_set_definitions() -> dict[str, Any]:
     return {name: definition(name, part) for name, part in parts.items()}
 
 
-def tf_job_definitions() -> dict[str, Any]:
-    """The TFJob and its parts, whose models are plain classes; pods are shared."""
-    models = importlib.import_module("kubeflow.training.models")
-    found: dict[str, Any] = {}
-    waiting = [TF_JOB]
-    while waiting:
-        name = waiting.pop()
-        if name in found:
-            continue
-        model = getattr(models, name)
-        properties = {}
-        required = []
-        for attribute, kind in model.openapi_types.items():
-            field = model.attribute_map[attribute]
-            properties[field] = of_kind(kind, waiting)
-            if choices := ENUMS.get((name, field)):
-                properties[field]["enum"] = choices
-            # The setter of a required field refuses None.
-            if "is None" in inspect.getsource(getattr(model, attribute).fset):
-                required.append(field)
-        found[name] = closed(properties, REQUIRED.get(name, required))
-    return found
-
-
-def of_kind(kind: str, waiting: list[str]) -> dict[str, Any]:
-    """The schema of a kind such as `dict(str, KubeflowOrgV1ReplicaSpec)`."""
-    if match := re.fullmatch(r"dict\(str, (.*)\)", kind):
-        return {
-            "type": "object",
-            "additionalProperties": of_kind(match[1], waiting),
-        }
-    if match := re.fullmatch(r"list\[(.*)\]", kind):
-        return {"type": "array", "items": of_kind(match[1], waiting)}
-    scalars = {"int": "integer", "str": "string", "bool": "boolean"}
-    if kind in scalars:
-        return {"type": scalars[kind]}
-    if kind in ("datetime", "V1Time"):
-        return {"type": "string"}
-    if kind == "Quantity":
-        return dict(QUANTITY)
-    shared = {"V1PodTemplateSpec": POD_TEMPLATE, "V1ObjectMeta": OBJECT_META}
-    if kind not in shared:
-        waiting.append(kind)
-    return {"$ref": f"#/$defs/{shared.get(kind, kind)}"}
-
-
 def reachable(name: str, definitions: dict[str, Any]) -> set[str]:
     """The definitions that one needs, itself included."""
     found = set()
@@ -177,16 +112,15 @@ def reachable(name: str, definitions: dict[str, Any]) -> set[str]:
 
 def main() -> None:
     """Write `kubernetes.json`: every definition on a line of its own."""
-    definitions = {**job_set_definitions(), **tf_job_definitions()}
-    # The status is the controller's to write, a manifest has none.
-    for name in (JOB_SET, TF_JOB):
-        definitions[name]["properties"].pop("status", None)
-    names = sorted(reachable(JOB_SET, definitions) | reachable(TF_JOB, definitions))
+    definitions = job_set_definitions()
+    # The controller writes the status; a manifest has none.
+    definitions[JOB_SET]["properties"].pop("status", None)
+    names = sorted(reachable(JOB_SET, definitions))
     lines = ",\n".join(
         f"{json.dumps(name)}: {json.dumps(definitions[name])}" for name in names
     )
-    versions = ", ".join(f"{name} {metadata.version(name)}" for name in PACKAGES)
-    comment = json.dumps(f"Made by generate.py from {versions}; see README.md.")
+    source = f"{PACKAGE} {metadata.version(PACKAGE)}"
+    comment = json.dumps(f"Made by generate.py from {source}; see README.md.")
     path = Path(__file__).with_name("kubernetes.json")
     path.write_text(f'{{"$comment": {comment}, "$defs": {{\n{lines}\n}}}}\n')
 

@@ -25,7 +25,7 @@ __all__ = [
 
 
 class TFConfig(ClusterEnvironment):
-    """`TF_CONFIG`, as `replicax run`, `replicax manifest` and Kubeflow's TFJob set."""
+    """`TF_CONFIG`, as `replicax run` and `replicax manifest` set it."""
 
     name = "TF_CONFIG"
     index = "TF_CONFIG"
