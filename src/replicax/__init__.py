@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # For editors, type checkers and the pages of the API.
         RestoreStatus,
         latest_checkpoint,
     )
+    from replicax.checkpoint.backup import BackupAndRestore
     from replicax.checkpoint.sidecar import SidecarEvaluator
     from replicax.cluster.spec import ClusterSpec
     from replicax.cluster.timeouts import Timeouts
@@ -70,7 +71,6 @@ if TYPE_CHECKING:  # For editors, type checkers and the pages of the API.
         RetraceError,
     )
     from replicax.input import AutoShardPolicy, FileDataset, InputContext
-    from replicax.keras.backup import BackupAndRestore
     from replicax.planning.analysis import plan
     from replicax.ps.coordinator import ClusterCoordinator
     from replicax.ps.payloads import (
@@ -172,7 +172,7 @@ __all__ = [
 
 _MODULES = {
     "AutoShardPolicy": "input",
-    "BackupAndRestore": "keras.backup",
+    "BackupAndRestore": "checkpoint.backup",
     "CentralStorageStrategy": "strategies.central_storage",
     "Checkpoint": "checkpoint",
     "CheckpointError": "errors",

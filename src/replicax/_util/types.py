@@ -3,13 +3,24 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
-__all__ = ["JSON", "JSONObject", "PyTree", "Shape", "Tensor", "TreeStructure"]
+__all__ = [
+    "JSON",
+    "JSONObject",
+    "Logs",
+    "PyTree",
+    "Shape",
+    "Tensor",
+    "TreeStructure",
+]
 
 PyTree: TypeAlias = Any
 """A tree of arrays, or one array, as `jax.tree` takes it: any object may be a leaf."""
 
 Tensor: TypeAlias = Any
 """A `jax.Array`, traced or not, as Keras' operations return it: they say no type."""
+
+Logs: TypeAlias = dict[str, Any]
+"""Values of losses and metrics by name, as Keras' callbacks get them."""
 
 Shape: TypeAlias = tuple[int, ...]
 """The shape of an array."""

@@ -20,10 +20,10 @@ from replicax._util import json_codec
 from replicax._util.types import JSON, PyTree
 from replicax.engine import device_put
 from replicax.engine.composites import is_key
+from replicax.engine.protocols import STATE_HOME
 from replicax.errors import CheckpointError
 
 __all__ = [
-    "HOME",
     "ArraySlot",
     "Binding",
     "RemoteSlots",
@@ -38,10 +38,6 @@ __all__ = [
 
 
 _Named: TypeAlias = tuple[str, keras.Variable]
-
-
-HOME = "_replicax_home"
-"""Attribute of an optimizer with remote variables: their `SlotHome`."""
 
 
 class SlotHome(Protocol):
@@ -191,7 +187,7 @@ def _leaf_slots(
         return [_variable_slot(name, leaf)]
     if _has_variables(leaf):
         own = [_variable_slot(f"{name}/{n}", v) for n, v in named_variables(leaf)]
-        home: SlotHome | None = getattr(leaf, HOME, None)
+        home: SlotHome | None = getattr(leaf, STATE_HOME, None)
         return [*own, *([] if home is None else [_remote_slots(name, leaf, home)])]
     accessors = _accessors(leaf)
     if accessors is not None:

@@ -20,7 +20,18 @@ if TYPE_CHECKING:
     from replicax.engine.signature import FlatCall, Options
     from replicax.input import InputShard
 
-__all__ = ["Home", "RecorderLike", "Runner", "StepQueue", "StepSource", "StrategyLike"]
+__all__ = [
+    "STATE_HOME",
+    "Home",
+    "RecorderLike",
+    "Runner",
+    "StepQueue",
+    "StepSource",
+    "StrategyLike",
+]
+
+STATE_HOME = "_replicax_home"
+"""Attribute of an optimizer whose state lies elsewhere: the `Home` that has it."""
 
 
 class StepSource(Protocol):

@@ -17,8 +17,7 @@ from replicax._private.keras import (
 )
 from replicax._private.wraps import Original, hooked
 from replicax._util.types import PyTree
-from replicax.checkpoint.slots import HOME
-from replicax.engine.protocols import Home
+from replicax.engine.protocols import STATE_HOME, Home
 from replicax.engine.replica import ReplicaContext
 from replicax.engine.scope import current_context, current_strategy
 from replicax.engine.variables import (
@@ -249,7 +248,7 @@ def add_slot(
 def _note_home(optimizer: keras.Optimizer, home: Home) -> None:
     """Note who has the slots, for checkpoints, and has the averages of weights."""
     attributes = optimizer.__dict__  # Unlike `vars`, its type says one may write.
-    attributes[HOME] = home
+    attributes[STATE_HOME] = home
     attributes["finalize_variable_values"] = lambda _: home.finalize(optimizer)
 
 

@@ -17,7 +17,7 @@ import pytest
 
 import replicax as rx
 from replicax.checkpoint import CheckpointError, background
-from replicax.keras.backup import BackupAndRestore
+from replicax.checkpoint.backup import BackupAndRestore
 from replicax.keras.session import LateCallback
 
 _X = np.random.default_rng(0).normal(size=(50, 4)).astype("float32")
@@ -324,7 +324,7 @@ _SCRIPT = """
 import sys, time
 import keras, numpy as np
 import replicax as rx
-from replicax.keras.backup import BackupAndRestore
+from replicax.checkpoint.backup import BackupAndRestore
 
 class Slowly(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):

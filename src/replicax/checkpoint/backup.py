@@ -12,17 +12,20 @@ from typing import NoReturn
 import keras
 import numpy as np
 
-from replicax._private import keras as internals
-from replicax._private import trainer
 from replicax._util import json_codec, random_state
 from replicax._util.arguments import require_count, require_flag, require_path
 from replicax._util.interrupts import take_up_postponed
-from replicax._util.types import PyTree
-from replicax.checkpoint import Checkpoint, CheckpointError, CheckpointManager
+from replicax._util.types import Logs, PyTree
+from replicax.checkpoint.fit_state import (
+    FitState,
+    capture_callbacks,
+    restore_callbacks,
+)
+from replicax.checkpoint.manager import CheckpointManager
 from replicax.checkpoint.slots import encode
-from replicax.checkpoint.storage import Contents
 from replicax.cluster import workers
 from replicax.cluster.failure import ExitCode
+from replicax.errors import CheckpointError
 from replicax.keras.epochs import Epochs, Position
 from replicax.keras.session import FitSession, LateCallback, session_of
 
@@ -103,7 +106,7 @@ class BackupAndRestore(LateCallback):
         self.on_failed_save = on_failed_save
         self._run: _BackedUpFit | None = None
 
-    def after_train_begin(self, callbacks: Sequence[PyTree]) -> None:
+    def after_train_begin(self, callbacks: Sequence[keras.callbacks.Callback]) -> None:
         """Restore the newest backup, if there is one.
 
         Raises:
@@ -119,11 +122,11 @@ class BackupAndRestore(LateCallback):
         others = [c for c in callbacks if c is not self]
         self._run = _BackedUpFit(self, session, session.epochs, others)
 
-    def on_epoch_begin(self, epoch: int, logs: PyTree = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Restore metrics that Keras has just reset, where an epoch is resumed."""
         self._running().begin_epoch(epoch)
 
-    def on_train_batch_end(self, batch: int, logs: PyTree = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Save if a backup is due, or if the process was told to end."""
         self._running().end_batches(batch)
 
@@ -131,7 +134,7 @@ class BackupAndRestore(LateCallback):
         """Save if a backup is due, or if the process was told to end."""
         self._running().end_epoch(epoch)
 
-    def on_train_end(self, logs: PyTree = None) -> None:
+    def on_train_end(self, logs: Logs | None = None) -> None:
         """Delete the backups, or mark the run as finished.
 
         Raises:
@@ -157,9 +160,10 @@ class _BackedUpFit:
         options: BackupAndRestore,
         session: FitSession,
         data: Epochs,
-        callbacks: Sequence[PyTree],
+        callbacks: Sequence[keras.callbacks.Callback],
     ) -> None:
-        model: PyTree = options.model
+        assert options.model is not None
+        model = options.model
         self._session = session
         self._options = options
         self._model = model
@@ -178,7 +182,7 @@ class _BackedUpFit:
         self._initial = random_state.capture()
         self._is_due = False
         self._metrics: list[PyTree] | None = None
-        self._state = _FitState(model)
+        self._state = FitState(model)
         self._manager = CheckpointManager(
             self._state,
             options.backup_dir,
@@ -267,19 +271,15 @@ class _BackedUpFit:
         self._is_due = False
         self._last_saved = self._total
         position = self._data.position(self._epoch, self._step)
+        callbacks, self._state.best_weights = capture_callbacks(self._callbacks)
         progress = {
             "position": dataclasses.asdict(position),
             "total": self._total,
             "initial": self._initial,
             "stop_training": bool(self._model.stop_training),
-            "callbacks": [_state_of(callback) for callback in self._callbacks],
+            "callbacks": callbacks,
         }
         self._state.progress = json.dumps(encode(progress, "BackupAndRestore"))
-        self._state.best_weights = {
-            str(i): callback.best_weights
-            for i, callback in enumerate(self._callbacks)
-            if getattr(callback, "best_weights", None) is not None
-        }
         self._manager.save(self._total)
 
     def _save_and_exit(self) -> NoReturn:
@@ -316,7 +316,14 @@ class _BackedUpFit:
             self._worker.watch.resume_at(self._total)
         self._initial = progress["initial"]
         self._data.go_to(position, self._initial)
-        self._restore_callbacks(progress["callbacks"])
+        missing = restore_callbacks(
+            self._callbacks, progress["callbacks"], self._state.best_weights
+        )
+        if missing:
+            _logger.warning(
+                "fit: the interrupted run had the callbacks %s, this one has not.",
+                missing,
+            )
         is_over = progress["stop_training"] and not position.step
         params: PyTree = self._options.params
         epochs = params["epochs"]
@@ -332,24 +339,6 @@ class _BackedUpFit:
             position.step,
             path,
         )
-
-    def _restore_callbacks(self, states: list[PyTree]) -> None:
-        """Restore callbacks: the first of a class gets the first state of it."""
-        found: dict[str, list[PyTree]] = {}
-        for callback in self._callbacks:
-            found.setdefault(type(callback).__name__, []).append(callback)
-        lost = []
-        for i, state in enumerate(states):
-            same = found.get(state["class"], [])
-            if not same and (state["attributes"] or "own" in state):
-                lost.append(state["class"])
-            elif same:
-                best_weights = self._state.best_weights.get(str(i))
-                _restore_callback(same.pop(0), state, best_weights)
-        if lost:
-            _logger.warning(
-                "fit: the interrupted run had the callbacks %s, this one has not.", lost
-            )
 
 
 def _check_servers(options: BackupAndRestore) -> None:
@@ -369,92 +358,3 @@ def _check_servers(options: BackupAndRestore) -> None:
             "between. ParameterServerStrategy(snapshot_dir=...) goes on from there.",
             options.save_freq,
         )
-
-
-class _FitState(Checkpoint):
-    """The state from which `fit` resumes.
-
-    Args:
-        model: The compiled model.
-    """
-
-    seeds: list[PyTree]
-    progress: str
-    best_weights: dict[str, list[np.ndarray]]
-
-    def __init__(self, model: keras.Model) -> None:
-        super().__init__(
-            model=model,
-            metrics=list(model.metrics_variables),
-            seeds=[],
-            progress="",
-            best_weights={},
-        )
-
-    def contents(self) -> Contents | None:
-        generator = internals.shared_seed_generator(make=False)
-        self.seeds = [] if generator is None else [generator]
-        return super().contents()
-
-    def apply(self, contents: Contents, path: str) -> PyTree:
-        if any(name.startswith("seeds/") for name in contents.arrays):
-            self.seeds = [internals.shared_seed_generator(make=True)]
-        # How many there are is known from the checkpoint only.
-        found: dict[str, dict[int, np.ndarray]] = {}
-        for name, array in contents.arrays.items():
-            if name.startswith("best_weights/"):
-                _, callback, index = name.split("/")
-                found.setdefault(callback, {})[int(index)] = np.empty_like(array)
-        self.best_weights = {
-            callback: [arrays[i] for i in range(len(arrays))]
-            for callback, arrays in found.items()
-        }
-        status = super().apply(contents, path)
-        status.assert_consumed()
-        return status
-
-
-def _state_of(callback: PyTree) -> dict[str, PyTree]:
-    """A callback's state: Keras' attributes of its class, and its own `get_state`."""
-    names = next(
-        (
-            trainer.CALLBACK_STATE[kind.__name__]
-            for kind in type(callback).__mro__
-            if kind.__name__ in trainer.CALLBACK_STATE
-            and kind.__module__.startswith("keras.")
-        ),
-        (),
-    )
-    state: dict[str, PyTree] = {
-        "class": type(callback).__name__,
-        "attributes": {
-            name: _plain(getattr(callback, name))
-            for name in names
-            if hasattr(callback, name)
-        },
-    }
-    if hasattr(callback, "get_state") and hasattr(callback, "set_state"):
-        state["own"] = callback.get_state()
-    return state
-
-
-def _restore_callback(
-    callback: PyTree, state: dict[str, PyTree], best_weights: PyTree
-) -> None:
-    if "own" in state:
-        callback.set_state(state["own"])
-    for name, value in state["attributes"].items():
-        setattr(callback, name, value)
-    if best_weights is not None:
-        callback.best_weights = best_weights
-
-
-def _plain(value: PyTree) -> PyTree:
-    """Convert arrays and variables in a callback's state to NumPy arrays."""
-    if isinstance(value, dict):
-        return {key: _plain(x) for key, x in value.items()}
-    if isinstance(value, list):
-        return [_plain(x) for x in value]
-    if isinstance(value, str | int | float | bool | None):
-        return value
-    return keras.ops.convert_to_numpy(value)

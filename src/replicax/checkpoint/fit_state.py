@@ -1,0 +1,162 @@
+"""The state of a `fit`: of its model, its position in the data, and its callbacks."""
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import keras
+import numpy as np
+
+from replicax._private import keras as internals
+from replicax._private import trainer
+from replicax._util.types import JSON, PyTree
+from replicax.checkpoint.checkpoint import Checkpoint
+from replicax.checkpoint.restore import RestoreStatus
+from replicax.checkpoint.storage import Contents
+
+__all__ = ["CallbackState", "FitState", "capture_callbacks", "restore_callbacks"]
+
+CallbackState = dict[str, PyTree]
+"""The class of a callback, and its state as JSON and arrays."""
+
+
+class FitState(Checkpoint):
+    """The state from which `fit` resumes.
+
+    Args:
+        model: The compiled model.
+
+    Attributes:
+        progress: The position in the data and the state of the callbacks, as JSON.
+        best_weights: The weights that callbacks keep, by the callback's index.
+    """
+
+    seeds: list[keras.random.SeedGenerator]
+    progress: str
+    best_weights: dict[str, list[np.ndarray]]
+
+    def __init__(self, model: keras.Model) -> None:
+        super().__init__(
+            model=model,
+            metrics=list(model.metrics_variables),
+            seeds=[],
+            progress="",
+            best_weights={},
+        )
+
+    def contents(self) -> Contents | None:
+        """Return what is saved, with Keras' global seed generator if there is one."""
+        generator = internals.shared_seed_generator(make=False)
+        self.seeds = [] if generator is None else [generator]
+        return super().contents()
+
+    def apply(self, contents: Contents, path: str) -> RestoreStatus:
+        """Restore everything; what does not fit the model is an error."""
+        if any(name.startswith("seeds/") for name in contents.arrays):
+            self.seeds = [internals.shared_seed_generator(make=True)]
+        # Only the checkpoint knows how many weights each callback kept.
+        weights: dict[str, dict[int, np.ndarray]] = {}
+        for name, array in contents.arrays.items():
+            if name.startswith("best_weights/"):
+                _, callback, index = name.split("/")
+                weights.setdefault(callback, {})[int(index)] = np.empty_like(array)
+        self.best_weights = {
+            callback: [arrays[i] for i in range(len(arrays))]
+            for callback, arrays in weights.items()
+        }
+        status = super().apply(contents, path)
+        status.assert_consumed()
+        return status
+
+
+@runtime_checkable
+class _HasState(Protocol):
+    """A callback that saves a state of its own."""
+
+    def get_state(self) -> JSON: ...
+
+    def set_state(self, state: JSON, /) -> object: ...
+
+
+def capture_callbacks(
+    callbacks: Sequence[keras.callbacks.Callback],
+) -> tuple[list[CallbackState], dict[str, list[np.ndarray]]]:
+    """Return the callbacks' states, and the best weights of those that keep any."""
+    best_weights = {
+        str(i): getattr(callback, "best_weights", None)
+        for i, callback in enumerate(callbacks)
+    }
+    return [_state_of(callback) for callback in callbacks], {
+        i: weights for i, weights in best_weights.items() if weights is not None
+    }
+
+
+def restore_callbacks(
+    callbacks: Sequence[keras.callbacks.Callback],
+    states: Sequence[CallbackState],
+    best_weights: dict[str, list[np.ndarray]],
+) -> list[str]:
+    """Restore callbacks: the first of a class gets the first state of that class.
+
+    Returns:
+        The classes of states for which there is no callback.
+    """
+    by_class: dict[str, list[keras.callbacks.Callback]] = {}
+    for callback in callbacks:
+        by_class.setdefault(type(callback).__name__, []).append(callback)
+    missing = []
+    for i, state in enumerate(states):
+        candidates = by_class.get(state["class"], [])
+        if candidates:
+            _restore(candidates.pop(0), state, best_weights.get(str(i)))
+        elif state["attributes"] or "own" in state:
+            missing.append(state["class"])
+    return missing
+
+
+def _restore(
+    callback: keras.callbacks.Callback,
+    state: CallbackState,
+    best_weights: list[np.ndarray] | None,
+) -> None:
+    if isinstance(callback, _HasState) and "own" in state:
+        callback.set_state(state["own"])
+    attributes = dict(state["attributes"])
+    if best_weights is not None:
+        attributes["best_weights"] = best_weights
+    for name, value in attributes.items():
+        setattr(callback, name, value)
+
+
+def _state_of(callback: keras.callbacks.Callback) -> CallbackState:
+    """A callback's state: Keras' attributes of its class, and its own `get_state`."""
+    names = next(
+        (
+            trainer.CALLBACK_STATE[kind.__name__]
+            for kind in type(callback).__mro__
+            if kind.__name__ in trainer.CALLBACK_STATE
+            and kind.__module__.startswith("keras.")
+        ),
+        (),
+    )
+    state: CallbackState = {
+        "class": type(callback).__name__,
+        "attributes": {
+            name: _plain(getattr(callback, name))
+            for name in names
+            if hasattr(callback, name)
+        },
+    }
+    if isinstance(callback, _HasState):
+        state["own"] = callback.get_state()
+    return state
+
+
+def _plain(value: PyTree) -> PyTree:
+    """Convert arrays and variables in a callback's state to NumPy arrays."""
+    if isinstance(value, dict):
+        return {key: _plain(x) for key, x in value.items()}
+    if isinstance(value, list):
+        return [_plain(x) for x in value]
+    if isinstance(value, str | int | float | bool | None):
+        return value
+    return keras.ops.convert_to_numpy(value)
