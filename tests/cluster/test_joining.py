@@ -27,26 +27,27 @@ def other_address(output: str, name: str) -> str:
     return output.partition(f"{name} (")[2].partition(")")[0]
 
 
-def only_one_comes(who: int, startup_seconds: float) -> float:
-    """Worker `who` waits in vain; the other one does not get its port, and goes."""
-    if json.loads(os.environ["TF_CONFIG"])["task"]["index"] == who:
+def only_one_comes(who: int, startup_seconds: float) -> None:
+    """Worker `who` waits in vain; worker 0 cannot have its port, worker 1 exits."""
+    index = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+    if index == who:
         rx.MultiWorkerMirroredStrategy(timeouts=rx.Timeouts(startup=startup_seconds))
-        return 0.0
-    port = parse_address(my_address()).port
-    start = time.monotonic()
-    with socket.create_server(("", port)):
-        with pytest.raises(ClusterConfigError, match="its port cannot be used") as e:
-            rx.MultiWorkerMirroredStrategy(timeouts=rx.Timeouts(startup=DEADLINE_S))
+    elif index == 0:
+        with socket.create_server(("", parse_address(my_address()).port)):
+            with pytest.raises(
+                ClusterConfigError, match="its port cannot be used"
+            ) as e:
+                rx.MultiWorkerMirroredStrategy(timeouts=rx.Timeouts(startup=DEADLINE_S))
+            time.sleep(startup_seconds + 10)  # It accepts connections, but is silent.
         assert my_address() in str(e.value)
         assert "Another program, or another start of the same task" in str(e.value)
-    return time.monotonic() - start
 
 
 @pytest.mark.multiprocess
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize(
     ("who", "startup_seconds"),
-    [(0, 5.0), pytest.param(1, 12.0, marks=pytest.mark.slow)],
+    [(0, 12.0), pytest.param(1, 5.0, marks=pytest.mark.slow)],
 )
 def test_a_worker_does_not_come(who: int, startup_seconds: float) -> None:
     results = run(
@@ -57,53 +58,27 @@ def test_a_worker_does_not_come(who: int, startup_seconds: float) -> None:
         check=False,
     )
     absent = f"worker:{1 - who}"
-    refused = results[absent]
-    assert refused.exit_code == 0, refused.output
-    assert refused.value < DEADLINE_S / 2, "It waited for the other worker."
-
+    assert results[absent].exit_code == 0, results[absent].output
     result = results[f"worker:{who}"]
     assert result.exit_code == 138, result.output
     address = other_address(result.output, absent)
     assert address.startswith("localhost:")
-    message = f"{absent} ({address}) did not come within {startup_seconds:.0f} s"
-    assert f"ClusterError: worker:{who}: {message}" in result.output
+    if who == 0:
+        assert f"ClusterError: {absent} ({address}) did not come to worker:0 (" in (
+            result.output
+        )
+        assert f"worker:0 has waited 10 s for {absent} ({address}); at most" in (
+            result.output
+        )
+    else:
+        message = f"ClusterError: worker:1: worker:0 ({address}) has not answered"
+        assert message in result.output
+    assert f"within {startup_seconds:.0f} s" in result.output
     assert "rx.Timeouts(startup=...)" in result.output
     assert "Exit code 138 (retryable)." in result.output
     assert result.report is not None
     assert result.report.kind == "start-up"
-    assert message in result.report.message
-    if startup_seconds > 10:  # Then it has said so before.
-        assert f"worker:{who} has waited 10 s for {absent} ({address}); at most" in (
-            result.output
-        )
-
-
-def another_program_is_there() -> None:
-    """What has the port of worker 0 accepts connections, and says nothing."""
-    if json.loads(os.environ["TF_CONFIG"])["task"]["index"]:
-        rx.MultiWorkerMirroredStrategy(timeouts=rx.Timeouts(startup=6.0))
-    with socket.create_server(("", parse_address(my_address()).port)):
-        time.sleep(25.0)
-
-
-@pytest.mark.multiprocess
-@pytest.mark.slow
-@pytest.mark.timeout(150)
-def test_another_program_has_the_port_of_a_worker() -> None:
-    results = run(
-        another_program_is_there,
-        num_workers=2,
-        deadline_seconds=DEADLINE_S,
-        check=False,
-    )
-    result = results["worker:1"]
-    assert result.exit_code == 138, result.output
-    address = other_address(result.output, "worker:0")
-    assert (
-        "the ports of all other workers can be reached, but the job did not begin "
-        "within 6 s. See whether another program has one of them, above all that of "
-        f"worker:0 ({address})"
-    ) in result.output
+    assert f"{absent} ({address})" in result.report.message
 
 
 def starts_jax_first() -> str:

@@ -68,7 +68,7 @@ def test_another_program_has_the_port() -> None:
     with socket.create_server(("localhost", 0)) as server:
         coordinator = f"localhost:{server.getsockname()[1]}"
         first, second = meet([0, 1], 2, seconds=0.1, coordinator=coordinator)
-    with pytest.raises(ClusterConfigError, match=r"cannot: .*JAX_COORDINATOR_ADDRESS"):
+    with pytest.raises(ClusterConfigError, match=r"cannot be used: .*JAX_COORDINATOR"):
         first.result()
     # It accepts connections, but says nothing.
     with pytest.raises(ClusterError, match="has not answered within"):

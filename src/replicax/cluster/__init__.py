@@ -12,9 +12,9 @@ two steps of a loop.
 Detection. `environments` has one class for each launcher; `detection` chooses the
 innermost launcher that is there, and raises an error if two contradict each other.
 
-Rendezvous. Where a launcher gives the address of process 0 only, that process collects
-the addresses of all (`rendezvous`). A worker that waits for the others keeps its own
-port open, so that each worker can name the absent ones.
+Rendezvous. All processes meet at the address of process 0, which names the absent ones
+(`rendezvous`). Where a launcher gives this address only, process 0 also collects the
+addresses of the others.
 
 Order check. A worker logs each operation that all workers must do in the same order:
 programs, sums, batches, saves, calls of a model. A step pays for one append to a list.

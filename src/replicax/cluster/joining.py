@@ -2,11 +2,9 @@
 
 import atexit
 import contextlib
-import socket
+import math
 import sys
-import threading
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from typing import NoReturn
 
 import jax
@@ -17,7 +15,8 @@ from replicax._util.waiting import wait_for
 from replicax.cluster import coordination_service, excepthook, workers
 from replicax.cluster.addresses import parse_address
 from replicax.cluster.failure import ExitCode, FailureReport
-from replicax.cluster.listening import host_to_bind, listen_for, listener
+from replicax.cluster.listening import host_to_bind, listen_for
+from replicax.cluster.rendezvous import await_workers
 from replicax.cluster.spec import ClusterSpec, Task
 from replicax.cluster.store import Store
 from replicax.cluster.timeouts import Timeouts
@@ -27,8 +26,7 @@ from replicax.errors import ClusterConfigError, ClusterError
 
 __all__ = ["join", "join_running", "running_cluster"]
 
-_MOST_PROBES = 64
-_JAX_TIMEOUT = 24 * 3600  # Ours are shorter and say who is missing.
+_JAX_TIMEOUT = 24 * 3600  # The watch's heartbeats are faster and name the worker.
 _joined: tuple[tuple[ClusterSpec, int], Workers] | None = None
 
 
@@ -36,7 +34,7 @@ def join(
     cluster: ClusterSpec,
     index: int,
     timeouts: Timeouts,
-    description: str,
+    source: str,
     local_devices: Sequence[int] | None = None,
 ) -> Workers:
     """Join a cluster: wait for its other workers. Once in a process.
@@ -45,13 +43,13 @@ def join(
         cluster: The cluster; its chief and workers train together.
         index: This process' index among them.
         timeouts: The deadlines.
-        description: The source of the cluster's description, for messages.
+        source: The source of the cluster's description, for messages.
         local_devices: The GPUs of this process, where several share them; None: all.
 
     Raises:
         ClusterError: If a worker is absent at the start-up deadline.
-        ClusterConfigError: If this worker's port is taken, or this process is in
-            another cluster already.
+        ClusterConfigError: If the first worker's port is taken, if the workers have
+            different clusters, or if this process is in another cluster already.
         RuntimeError: If JAX has started its devices before.
     """
     global _joined
@@ -65,11 +63,11 @@ def join(
         return _joined[1]
     tasks = cluster.workers
     if not jax.distributed.is_initialized():
-        _connect(tasks, index, timeouts, local_devices)
+        _connect(cluster, index, timeouts, source, local_devices)
     elif (jax.process_count(), jax.process_index()) != (len(tasks), index):
         raise ClusterConfigError(
             f"jax.distributed.initialize was called for process {jax.process_index()} "
-            f"of {jax.process_count()}, but {description} says process {index} of "
+            f"of {jax.process_count()}, but {source} says process {index} of "
             f"{len(tasks)} ({listed(task.name for task in tasks)}). Leave the call "
             "out, or make them agree."
         )
@@ -113,30 +111,35 @@ def running_cluster() -> ClusterSpec:
 
 
 def _connect(
-    tasks: Sequence[Task],
+    cluster: ClusterSpec,
     index: int,
     timeouts: Timeouts,
+    source: str,
     local_devices: Sequence[int] | None,
 ) -> None:
     _check_devices_not_started()
     # JAX's preemption service would swallow SIGTERM from now on.
     jax.config.update("jax_enable_preemption_service", False)
-    own = parse_address(tasks[index].address)
-    others = [task.address for i, task in enumerate(tasks) if i != index]
-    host = host_to_bind(own, map(parse_address, others))
-    with _presence(tasks[index], host, is_chief=index == 0):
+    tasks = cluster.workers
+    addresses = [task.address for task in tasks]
+    try:
+        await_workers(source, cluster, index, timeouts.startup)
         if index == 0:
+            own, *others = map(parse_address, addresses)
             service = coordination_service.start(
                 own.port,
                 len(tasks),
                 linger_seconds=timeouts.heartbeat + 10,
-                host=host,
+                host=host_to_bind(own, others),
                 timeout=timeouts.startup,
             )
             atexit.register(coordination_service.stop, service)
         _initialize(tasks, index, timeouts, local_devices)
+    except ClusterError:
+        excepthook.retry_if_not_caught(tasks[index].name)
+        raise
     # Only now DNS knows the names of all other workers.
-    listen_for(others)
+    listen_for(addresses[:index] + addresses[index + 1 :])
 
 
 def _initialize(
@@ -145,106 +148,25 @@ def _initialize(
     timeouts: Timeouts,
     local_devices: Sequence[int] | None,
 ) -> None:
-    """Connect in a thread, while this one waits and names the absent workers."""
-    me, outcome = tasks[index], list[BaseException | None]()
-
-    def connect() -> None:
-        try:
-            jax.distributed.initialize(
-                tasks[0].address,
-                len(tasks),
-                index,
-                local_device_ids=local_devices,
-                cluster_detection_method="deactivate",
-                initialization_timeout=_JAX_TIMEOUT,
-                heartbeat_timeout_seconds=_JAX_TIMEOUT,
-                shutdown_timeout_seconds=10,
-                # JAX starts another service in process 0; nothing connects to it.
-                coordinator_bind_address=None if index else "localhost:0",
-            )
-            outcome.append(None)
-        except BaseException as error:  # noqa: BLE001 - the waiting thread raises it
-            outcome.append(error)
-
-    thread = threading.Thread(target=connect, name="replicax-connect", daemon=True)
-    thread.start()
-
-    def late() -> NoReturn:
-        excepthook.retry_if_not_caught(me.name)
-        within, more = f"within {timeouts.startup:.0f} s", "(rx.Timeouts(startup=...))"
-        if absent := _absent(tasks, me):
-            raise ClusterError(
-                f"{me.name}: {absent} did not come {within}. Start the same script "
-                "there with the same cluster, see that its port can be reached from "
-                f"here, or give it more time {more}."
-            )
-        raise ClusterError(
-            f"{me.name}: the ports of all other workers can be reached, but the job "
-            f"did not begin {within}. See whether another program has one of them, "
-            f"above all that of {tasks[0].name} ({tasks[0].address}), or give the "
-            f"workers more time {more}."
+    try:
+        jax.distributed.initialize(
+            tasks[0].address,
+            len(tasks),
+            index,
+            local_device_ids=local_devices,
+            cluster_detection_method="deactivate",
+            initialization_timeout=math.ceil(timeouts.startup),
+            heartbeat_timeout_seconds=_JAX_TIMEOUT,
+            shutdown_timeout_seconds=10,
+            # JAX starts another service in process 0; nothing connects to it.
+            coordinator_bind_address=None if index else "localhost:0",
         )
-
-    def reminder(waited: float) -> str:
-        whom = _absent(tasks, me) or "the others, which are all there, to begin"
-        return f"{me.name} has waited {waited:.0f} s for {whom}"
-
-    (error,) = wait_for(
-        lambda: outcome or None,
-        timeouts.startup,
-        late=late,
-        reminder=reminder,
-        is_early=True,
-        pauses=(1.0, 1.0),
-        sleep=thread.join,
-    )
-    if error is not None:
-        raise error
-
-
-def _absent(tasks: Sequence[Task], me: Task) -> str:
-    """List the workers that do not accept a connection at their addresses."""
-    others = [task for task in tasks if task != me]
-    # In parallel: each probe of an absent worker takes a second.
-    with ThreadPoolExecutor(_MOST_PROBES) as pool:
-        answers = list(pool.map(_answers, others))
-    return listed(
-        (
-            f"{x.name} ({x.address})"
-            for x, y in zip(others, answers, strict=True)
-            if not y
-        ),
-        nobody="",
-    )
-
-
-def _answers(task: Task) -> bool:
-    with contextlib.suppress(OSError):
-        host, port = parse_address(task.address)
-        socket.create_connection((host, port), timeout=1.0).close()
-        return True
-    return False
-
-
-@contextlib.contextmanager
-def _presence(task: Task, host: str | None, *, is_chief: bool) -> Iterator[None]:
-    """Listen on this worker's port while it waits, so that others see it is there.
-
-    The chief only checks its port, which the coordination service will listen on.
-    """
-    with contextlib.ExitStack() as place:
-        try:
-            place.enter_context(listener(host, parse_address(task.address).port))
-        except OSError as error:
-            raise ClusterConfigError(
-                f"this worker's address is {task.address}, but its port cannot be "
-                f"used: {error.strerror}. Another program, or another start of the same"
-                " task, has it. End that, or give this task another port on all "
-                "workers."
-            ) from error
-        if is_chief:
-            place.close()
-        yield
+    except jax.errors.JaxRuntimeError as error:
+        raise ClusterError(
+            f"{tasks[index].name}: all workers came, but JAX's coordination service at "
+            f"{tasks[0].address} did not connect them within {timeouts.startup:.0f} s: "
+            f"{error}. Look for a worker that ended at its start."
+        ) from error
 
 
 def _check_devices_not_started() -> None:

@@ -1,8 +1,9 @@
-"""Rendezvous of processes that know one address: process 0 collects all addresses.
+"""Rendezvous of the processes of a job at the address of process 0.
 
-Each process sends its index and a free port of its own to process 0, which answers with
-the addresses of all, or with an error. A process' host is the one that its connection
-comes from.
+Each process sends its index to process 0, which answers when all have come, or with an
+error that names the absent ones. Where processes know no other address, each also sends
+a free port, and the answer has the addresses of all: a process' host is the one that
+its connection comes from.
 """
 
 import contextlib
@@ -17,13 +18,14 @@ from replicax._util.waiting import wait_for
 from replicax.cluster.addresses import Address, parse_address
 from replicax.cluster.environments.base import bracketed
 from replicax.cluster.listening import free_port, host_to_bind, listener
+from replicax.cluster.spec import ClusterSpec
 from replicax.errors import ClusterConfigError, ClusterError
 
-__all__ = ["collect_addresses"]
+__all__ = ["await_workers", "collect_addresses"]
 
 _MAX_BYTES = 2**24
 _POLL_SECONDS = 0.5
-_GRACE_SECONDS = 5.0  # For the error of process 0, which names the missing ones.
+_GRACE_SECONDS = 5.0  # For the error of process 0, which names the absent ones.
 _MORE_TIME = "or give it more time (rx.Timeouts(startup=...))"
 
 
@@ -48,8 +50,44 @@ def collect_addresses(
             same index or belong to different jobs.
     """
     hello = {"launcher": launcher, "count": count, "index": index, "port": free_port()}
-    if index != 0:
-        return _report(coordinator, hello, seconds)
+    names = [f"worker:{i}" for i in range(count)]
+    remedy = "set JAX_COORDINATOR_ADDRESS=host:port with a free one, in all processes"
+    return _meet(hello, names, coordinator, remedy, seconds)
+
+
+def await_workers(
+    source: str, cluster: ClusterSpec, index: int, seconds: float
+) -> None:
+    """Wait at the address of a cluster's first worker until all workers have come.
+
+    Args:
+        source: The source of the cluster's description, such as `"TF_CONFIG"`.
+        cluster: The cluster; its chief and workers train together.
+        index: This process' index among them.
+        seconds: The deadline.
+
+    Raises:
+        ClusterError: If a worker is absent at the deadline.
+        ClusterConfigError: If the first worker cannot listen, or if two processes have
+            the same index or different clusters.
+    """
+    chief, *others = cluster.workers
+    names = [chief.name, *(f"{task.name} ({task.address})" for task in others)]
+    hello = {"launcher": source, "count": len(names), "index": index, "port": 0}
+    hello["cluster"] = cluster.fingerprint
+    remedy = "give this task another port, in the configuration of all processes"
+    _meet(hello, names, chief.address, remedy, seconds)
+
+
+def _meet(
+    hello: dict[str, Any],
+    names: Sequence[str],
+    coordinator: str,
+    remedy: str,
+    seconds: float,
+) -> list[str]:
+    if hello["index"] != 0:
+        return _report(coordinator, hello, names, seconds)
     server = parse_address(coordinator)
     # Where this machine's own name is 127.0.1.1, as on Debian, it is not elsewhere.
     elsewhere = [] if server.is_loopback else [Address("elsewhere", 1)]
@@ -60,22 +98,27 @@ def collect_addresses(
             )
         except OSError as error:
             raise ClusterConfigError(
-                f"{launcher}: process 0 must listen on {coordinator}, but cannot: "
-                f"{error.strerror}. Another program may have the port: set "
-                "JAX_COORDINATOR_ADDRESS=host:port with a free one, in all processes."
+                f"{hello['launcher']}: {names[0]} must listen on {coordinator}, but "
+                f"its port cannot be used: {error.strerror}. Another program, or "
+                f"another start of the same task, has it. End that, or {remedy}."
             ) from error
-        return _Register(sockets, server, hello).collect(coordinator, seconds)
+        return _Register(sockets, server, hello, names).collect(coordinator, seconds)
 
 
 class _Register:
     """The other processes, as process 0 knows them."""
 
     def __init__(
-        self, servers: Sequence[socket.socket], own: Address, hello: dict[str, Any]
+        self,
+        servers: Sequence[socket.socket],
+        own: Address,
+        hello: dict[str, Any],
+        names: Sequence[str],
     ) -> None:
         self._servers = servers
         self._own = own
         self._hello = hello
+        self._names = names
         self._strangers: list[socket.socket] = []
         self._members: dict[int, tuple[socket.socket, str]] = {}
 
@@ -86,7 +129,7 @@ class _Register:
         def late() -> NoReturn:
             self._fail(
                 ClusterError(
-                    f"{listed(self._missing())} did not come to worker:0 "
+                    f"{listed(self._missing())} did not come to {self._names[0]} "
                     f"({coordinator}) within {seconds:.0f} s. Start the same script "
                     f"there with {launcher}, see that this port can be reached, "
                     f"{_MORE_TIME}."
@@ -98,14 +141,15 @@ class _Register:
             seconds,
             late=late,
             reminder=lambda waited: (
-                f"worker:0 has waited {waited:.0f} s for {listed(self._missing())}"
+                f"{self._names[0]} has waited {waited:.0f} s for "
+                f"{listed(self._missing())}"
             ),
             is_early=True,
         )
 
     def _missing(self) -> Iterator[str]:
-        indices = range(1, self._hello["count"])
-        return (f"worker:{i}" for i in indices if i not in self._members)
+        names = enumerate(self._names[1:], 1)
+        return (name for i, name in names if i not in self._members)
 
     def _poll(self) -> list[str] | None:
         owners = {member[0]: i for i, member in self._members.items()}
@@ -138,11 +182,12 @@ class _Register:
         if not is_new or {**message, **own} != {**self._hello, **own}:
             self._fail(
                 ClusterConfigError(
-                    f"{self._hello['launcher']}: worker:0 of {self._hello['count']} "
-                    f"processes got {message}, which has an index that is taken or is "
-                    "of another job. Start each process with its own index and else "
-                    "the same variables; give each job a port of its own by "
-                    "JAX_COORDINATOR_ADDRESS=host:port."
+                    f"{self._hello['launcher']}: {self._names[0]} of "
+                    f"{self._hello['count']} processes got {message}, which has an "
+                    "index that is taken or is of another job. Start each process "
+                    "with its own index and the same cluster; give each job a port of "
+                    "its own (JAX_COORDINATOR_ADDRESS=host:port, or the address of "
+                    f"{self._names[0]})."
                 )
             )
 
@@ -162,9 +207,14 @@ class _Register:
         return f"{bracketed(host)}:{port}"
 
 
-def _report(coordinator: str, hello: dict[str, Any], seconds: float) -> list[str]:
+def _report(
+    coordinator: str, hello: dict[str, Any], names: Sequence[str], seconds: float
+) -> list[str]:
     """Report to process 0, and wait for the addresses of all."""
-    me, server = f"worker:{hello['index']}", parse_address(coordinator)
+    me, server = (
+        names[int(hello["index"])].partition(" ")[0],
+        parse_address(coordinator),
+    )
     connections: list[socket.socket] = []
 
     def poll() -> dict[str, Any] | None:
@@ -183,7 +233,7 @@ def _report(coordinator: str, hello: dict[str, Any], seconds: float) -> list[str
         for connection in connections:
             connection.close()
         raise ClusterError(
-            f"{me}: worker:0 ({coordinator}) {problem} within {seconds:.0f} s. Start "
+            f"{me}: {names[0]} ({coordinator}) {problem} within {seconds:.0f} s. Start "
             "the same script there, see that its port can be reached from here, "
             f"{_MORE_TIME}."
         )
@@ -193,7 +243,7 @@ def _report(coordinator: str, hello: dict[str, Any], seconds: float) -> list[str
         seconds + _GRACE_SECONDS,
         late=late,
         reminder=lambda waited: (
-            f"{me} has waited {waited:.0f} s for worker:0 ({coordinator}) and others"
+            f"{me} has waited {waited:.0f} s for {names[0]} ({coordinator}) and others"
         ),
         is_early=True,
         pauses=(0.1, 1.0),

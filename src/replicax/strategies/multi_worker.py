@@ -128,11 +128,11 @@ class MultiWorkerMirroredStrategy(Strategy):
         self._cluster_resolver = self._resolver
         if dry_run is None:
             before_start()
-            workers, self._cluster_hash = self._join_workers(timeouts, gpus)
+            workers = self._join_workers(timeouts, gpus)
             devices = self._find_devices(workers)
             num_local = len(devices) // workers.count
         else:  # One process describes the devices of all.
-            workers, self._cluster_hash = Workers(), ""
+            workers = Workers()
             devices = list(dry_run.devices)
             host = devices[0].process_index
             num_local = sum(d.process_index == host for d in devices)
@@ -155,15 +155,13 @@ class MultiWorkerMirroredStrategy(Strategy):
         if workers.watch is not None:
             workers.watch.sampler.start(devices[0].platform)
 
-    def _join_workers(
-        self, timeouts: Timeouts, gpus: Sequence[int] | None
-    ) -> tuple[Workers, str]:
-        """Join the workers to train with; return them and a hash of their cluster."""
+    def _join_workers(self, timeouts: Timeouts, gpus: Sequence[int] | None) -> Workers:
+        """Join the workers to train with."""
         resolver = self._resolver
         if isinstance(resolver, TPUClusterResolver):
-            return join_slice(resolver, timeouts, type(self).__name__), ""
+            return join_slice(resolver, timeouts, type(self).__name__)
         if isinstance(resolver, RunningCluster):
-            return join_running(timeouts), ""
+            return join_running(timeouts)
         source = getattr(resolver, "environment", "") or type(resolver).__name__
         config = check_cluster(
             resolver.cluster_spec(),
@@ -174,13 +172,13 @@ class MultiWorkerMirroredStrategy(Strategy):
         )
         cluster, index = config.cluster, config.process_id
         if config.task_type == "evaluator" or len(cluster.workers) <= 1:
-            return Workers(), ""  # An evaluator is not a worker of the cluster.
+            return Workers()  # An evaluator is not a worker of the cluster.
         if index is None:
             raise ClusterConfigError(
                 f"{source}: this task is {config.name!r}, which is none of the "
                 f"cluster's workers, {listed(t.name for t in cluster.workers)}."
             )
-        return join(cluster, index, timeouts, source, gpus), cluster.fingerprint
+        return join(cluster, index, timeouts, source, gpus)
 
     def _find_devices(self, workers: Workers) -> list[Device]:
         """Find the replicas' devices, worker by worker."""
@@ -231,7 +229,6 @@ class MultiWorkerMirroredStrategy(Strategy):
         variables = [internals.described(v) for v in program.variables]
         facts: dict[str, JSON] = {
             "versions": versions(),
-            "the cluster": self._cluster_hash,
             "the function": program.name,
             "the variables": variables,
             **program.facts,
