@@ -1,17 +1,17 @@
-"""What closures change in variables, and how it comes to all tasks.
+"""How changes that closures make to variables reach all tasks.
 
-- What training steps change, such as weights, is in groups on the servers. The chief
-  creates groups, and runs no closures: workers ask for them by `GroupRequests`. What
-  only closures build, the chief builds by tracing them (`FunctionTraces`).
-- Metrics are in each process. Their changes come to the chief with the closure's
-  result, and the chief's totals to all.
-- Other variables are each a group of its own once a closure has assigned them, to which
-  workers add what changed.
+- Variables that training steps change, such as weights, are in groups on the servers.
+  The chief creates groups, and runs no closures: workers request them by
+  `GroupRequests`. The script builds all models, in every task.
+- Metrics are in each process. Their changes go to the chief with the closure's result,
+  and the chief's totals to all tasks.
+- Each other variable becomes a group of its own when a closure first assigns it.
+  Workers add their changes to that group.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,23 +21,15 @@ import numpy as np
 
 from replicax._private import keras as internals
 from replicax._util.hashes import digest
-from replicax._util.random_state import RandomStream
-from replicax._util.types import PyTree
 from replicax.engine.labels import Label, Labels
 from replicax.engine.variables import Variable, is_seed_state
 from replicax.errors import ClusterMismatchError
 from replicax.ps.partition import AVERAGED, SUMMED, VariableGroup
-from replicax.ps.payloads import PerWorkerValues, RemoteValue, decode, encode
+from replicax.ps.payloads import decode, encode
 from replicax.ps.session import Session
 from replicax.ps.variables import RemoteVariables
 
-if TYPE_CHECKING:
-    from replicax.ps.strategy import ParameterServerStrategy
-
-__all__ = ["ClosureVariables", "FunctionTraces", "GroupRequests"]
-
-Find = Callable[[Label], Variable | None]
-_FunctionCall = tuple[Callable[..., PyTree], Sequence[PyTree], Mapping[str, PyTree]]
+__all__ = ["ClosureVariables", "GroupRequests"]
 
 _logger = logging.getLogger("replicax")
 
@@ -53,10 +45,9 @@ class ClosureVariables:
       the additions of all workers count, and the chief and later closures see them.
     """
 
-    def __init__(self, remote: RemoteVariables, labels: Labels, find: Find) -> None:
+    def __init__(self, remote: RemoteVariables, labels: Labels) -> None:
         self._remote = remote
         self._labels = labels
-        self._find = find
         self._before: dict[Label, jax.Array] = {}
         self._warned: set[Label] = set()
         self._touched: set[Label] = set()
@@ -124,7 +115,7 @@ class ClosureVariables:
             label = (path, number)
             totals[label] = totals.get(label, 0) + decode(change)
         for label, total in totals.items():
-            variable = self._find(label)
+            variable = self._labels.find(label)
             if variable is not None:
                 self._touched.add(label)
                 value = np.asarray(variable.value) + total
@@ -148,7 +139,7 @@ class ClosureVariables:
     def assign(self, values: list[Any]) -> None:
         """Assign the chief's values of metrics."""
         for path, number, value in values:
-            variable = self._find((path, number))
+            variable = self._labels.find((path, number))
             if variable is not None:
                 variable.assign(decode(value))
 
@@ -162,86 +153,6 @@ def _wide(value: jax.Array) -> np.ndarray:
     host = np.asarray(value)
     kind = np.float64 if np.issubdtype(host.dtype, np.inexact) else np.int64
     return host.astype(kind)
-
-
-class FunctionTraces:
-    """Builds variables that scheduled functions build and this task does not have.
-
-    A layer without an input shape makes its weights in its first call. That is in a
-    function, which the chief does not run. So the chief traces the function, as TF
-    does.
-    """
-
-    def __init__(
-        self, strategy: "ParameterServerStrategy", random_numbers: RandomStream
-    ) -> None:
-        self._strategy = strategy
-        self._random_numbers = random_numbers
-        self._known: set[str] = set()
-        self._left: dict[str, _FunctionCall] = {}
-
-    def note(
-        self,
-        name: str,
-        fn: Callable[..., PyTree],
-        args: Sequence[PyTree],
-        kwargs: Mapping[str, PyTree],
-    ) -> None:
-        """Keep a call of a function that is scheduled, if it is the first one."""
-        if name not in self._known:
-            self._known.add(name)
-            self._left[name] = fn, args, kwargs
-
-    def find(self, label: Label) -> Variable | None:
-        """The variable of a label, built now if a scheduled function builds it."""
-        labels = self._strategy.servers.labels
-        while (variable := labels.find(label)) is None and self._left:
-            name = next(iter(self._left))
-            self._trace(name, self._left.pop(name))
-        return variable
-
-    def _trace(self, name: str, call: _FunctionCall) -> None:
-        """Trace a function: `strategy.run` in it builds variables, and returns zeros.
-
-        All variables have the values of before, and metrics that it builds have zeros,
-        from which workers count.
-        """
-        home = self._strategy.servers
-        before = {id(v): _value(v) for _, v in home.labels if internals.has_value(v)}
-        fn, args, kwargs = call
-        home.num_closures += 1
-        home.is_tracing = True
-        try:
-            with self._random_numbers, internals.names_counted_apart():
-                args, kwargs = jax.tree.map(_argument, (tuple(args), dict(kwargs)))
-                fn(*args, **kwargs)
-        except (Exception, SystemExit):  # What needs its variables says so.
-            _logger.warning(
-                "ClusterCoordinator: %s builds variables. It was traced here to build "
-                "them, too, and raised an error:",
-                name,
-                exc_info=True,
-            )
-        finally:
-            home.is_tracing = False
-            home.num_closures -= 1
-            for _, variable in home.labels:
-                _reset(variable, before)
-
-
-def _argument(value: PyTree) -> PyTree:
-    if isinstance(value, PerWorkerValues):
-        return value.own()
-    if isinstance(value, RemoteValue):
-        return value.known()
-    return value
-
-
-def _reset(variable: Variable, before: Mapping[int, jax.Array]) -> None:
-    if id(variable) in before:
-        internals.write_values([variable], [before[id(variable)]])
-    elif variable.aggregation == "sum" and internals.has_value(variable):
-        variable.assign(jnp.zeros_like(_value(variable)))
 
 
 class _GroupRequest(msgspec.Struct):
@@ -264,12 +175,11 @@ class GroupRequests:
     """
 
     def __init__(
-        self, session: Session, labels: Labels, remote: RemoteVariables, find: Find
+        self, session: Session, labels: Labels, remote: RemoteVariables
     ) -> None:
         self._session = session
         self._labels = labels
         self._remote = remote
-        self._find = find
         # A chief that was started again schedules later what builds them.
         self._is_back = session.starts > 1
         self._next = 0
@@ -326,17 +236,13 @@ class GroupRequests:
         chief = self._session.workers[0]
         self._session.wait(poll, "a group of moving statistics", lambda: chief)
 
-    def adopt(self, *, builds: bool = False) -> None:
-        """Adopt requested groups; the chief creates them first.
-
-        `builds`: Variables that are not there yet are built, as on the chief.
-        """
-        find = self._find if builds or self._session.is_chief else self._labels.find
+    def adopt(self) -> None:
+        """Adopt requested groups; the chief creates them first."""
         while found := self._session.board("get", key=_request_key(self._next)):
             want = msgspec.convert(found, _GroupRequest)
             variables: list[keras.Variable] = []
             for label in want.variables:
-                variable = find(label)
+                variable = self._labels.find(label)
                 if variable is None and self._session.is_chief and not self._is_back:
                     raise ClusterMismatchError(
                         f"ClusterCoordinator: a closure on {want.by} changes "

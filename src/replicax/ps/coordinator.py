@@ -18,11 +18,7 @@ from replicax.ps.closure_calls import (
     ClosureWorker,
     ScriptSync,
 )
-from replicax.ps.closure_variables import (
-    ClosureVariables,
-    FunctionTraces,
-    GroupRequests,
-)
+from replicax.ps.closure_variables import ClosureVariables, GroupRequests
 from replicax.ps.payloads import (
     FunctionNames,
     PerWorkerSources,
@@ -87,10 +83,8 @@ class ClusterCoordinator:
         self._sources = PerWorkerSources()
         remote, labels = strategy.servers.remote, strategy.servers.labels
         random_numbers = RandomStream(f"{session.name} {session.starts}")
-        self._traces = FunctionTraces(strategy, random_numbers)
-        find = self._traces.find
-        self._variables = ClosureVariables(remote, labels, find)
-        self._requests = GroupRequests(session, labels, remote, find)
+        self._variables = ClosureVariables(remote, labels)
+        self._requests = GroupRequests(session, labels, remote)
         remote.requests = self._requests
         self._script_sync = ScriptSync(session)
         self._owner = ClosureOwner(session)
@@ -133,7 +127,6 @@ class ClusterCoordinator:
         """
         self._require_outside("schedule")
         name = self._functions.register(fn)
-        self._traces.note(name, fn, args or (), kwargs or {})
         self._script_sync.scheduled += 1
         if not self._session.is_chief:
             if self._script_sync.scheduled % _MOST_AHEAD == 0:
@@ -362,7 +355,7 @@ class ClusterCoordinator:
         with self._worker.random_numbers:
             record = self._script_sync.until(poll, f"coordinator.{at}")
         if "sums" in record:
-            self._requests.adopt(builds=True)
+            self._requests.adopt()
             self._variables.assign(record["sums"])
             self.strategy.servers.refresh()
         if record.get("error") is not None:

@@ -23,7 +23,7 @@ from replicax._util.signatures import positional_count
 from replicax._util.types import JSON, JSONObject, PyTree
 from replicax.engine.cache import function_key, static_key
 from replicax.engine.values import PerReplica
-from replicax.errors import ClusterError, ClusterMismatchError
+from replicax.errors import ClusterMismatchError
 from replicax.input import InputContext
 
 __all__ = [
@@ -303,12 +303,6 @@ class RemoteValue:
     def get(self) -> PyTree:
         """The same as `fetch`."""
         return self._fetch(self)
-
-    def known(self) -> PyTree:
-        """Return the result, which a function has used that has it as an argument."""
-        if self.outcome is None or "error" in self.outcome:
-            raise ClusterError("The result is not known in this task.")
-        return decode(self.outcome["value"])
 
 
 def dataset_maker(

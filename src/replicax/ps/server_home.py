@@ -63,7 +63,7 @@ class ServerHome(ReplicaHome):
     `remote` has this worker's variables that lie on servers, `rows` its tables, `steps`
     the training steps. `fit_metrics` are ids of the metrics' variables of the `fit`
     that runs; None: none runs. `num_closures` is how many of a coordinator's closures
-    run, one in another. Where it `is_tracing`, programs are traced and not run.
+    run, one in another.
     """
 
     keeps_slots = False
@@ -89,7 +89,6 @@ class ServerHome(ReplicaHome):
         self.steps = TrainingSteps(strategy, session, self.rows, num_parts)
         self.fit_metrics: frozenset[int] | None = None
         self.num_closures = 0
-        self.is_tracing = False
         self._strategy = strategy
         self._connected: WeakKeyDictionary[Program, _Connected] = WeakKeyDictionary()
         self._num_fits = 0
@@ -137,8 +136,6 @@ class ServerHome(ReplicaHome):
     def execute(self, program: Program, arrays: Sequence[ArrayLike]) -> PyTree:
         """Run a program on the newest values, and push its gradients."""
         stored = _values(program.variables)
-        if self.is_tracing:
-            return _zeros(program, [stored[id(v)] for v in program.inputs], arrays)
         # Taken first: after an error it must not be left to the next step.
         share = self.steps.next_share() if program.deferred_updates else None
         connected = self._connect(program, stored)
@@ -335,16 +332,6 @@ def _slot_named(name: str) -> VariableSlot:
 def _values(variables: Sequence[Variable]) -> dict[int, jax.Array]:
     """The values of variables, by their ids."""
     return dict(zip(map(id, variables), internals.read_values(variables), strict=True))
-
-
-def _zeros(
-    program: Program, values: Sequence[jax.Array], arrays: Sequence[ArrayLike]
-) -> PyTree:
-    """Zeros in place of a program's results."""
-    return jax.tree.map(
-        lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding),
-        program.results_of(program.lower(values, arrays)),
-    )
 
 
 def _have_values(group: RemoteGroup) -> bool:
