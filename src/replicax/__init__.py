@@ -269,19 +269,28 @@ def __dir__() -> list[str]:
 
 
 def _begin_task() -> None:
-    """At the first use of a name, set up what this process' launcher asks for."""
+    """Connect the folders, and set up what the launcher of this process asks for."""
     global _is_used
     if _is_used:
         return
     _is_used = True
+    from replicax.keras import enrolled
+
+    enrolled.default_strategy = _default_strategy
     if "REPLICAX_REPORT_DIR" in os.environ:
         from replicax._util.interrupts import describe_interrupts
 
         describe_interrupts()
-    if "REPLICAX_REPORT" in os.environ:  # Of each `fit`, also without a strategy.
-        from replicax.keras.hooks import install
+    if page := os.environ.get("REPLICAX_REPORT"):
+        from replicax.report.callback import report_every_fit
 
-        install()
+        report_every_fit(page)
+
+
+def _default_strategy() -> "Strategy":
+    from replicax.strategies.current import get_strategy
+
+    return get_strategy()
 
 
 def _unknown(name: str) -> str:

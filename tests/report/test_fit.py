@@ -13,9 +13,9 @@ import pytest
 from tests.conftest import mirrored
 
 import replicax as rx
+from replicax.keras import enrolled
 from replicax.keras.session import session_of
-from replicax.report.callback import with_report
-from replicax.report.journal import REPORT
+from replicax.report.callback import report_every_fit, with_report
 from replicax.report.runs import read_run
 
 RNG = np.random.default_rng(0)
@@ -270,8 +270,9 @@ def test_a_folder_that_cannot_be_made(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["none", "one", "list", "CallbackList"])
-def test_the_environment_asks_for_it(kind, page, monkeypatch) -> None:
-    monkeypatch.setenv(REPORT, str(page))
+def test_every_fit_is_reported(kind, page, monkeypatch) -> None:
+    monkeypatch.setattr(enrolled, "add_callbacks", None)
+    report_every_fit(str(page))
     model = make(mirrored(2))
     own = keras.callbacks.LambdaCallback()
     given = {

@@ -6,7 +6,6 @@ that it replaces: `_private.wraps` compares them with those of Keras.
 
 import inspect
 import logging
-import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -48,6 +47,7 @@ from replicax.engine.scope import (
 from replicax.errors import ContextError
 from replicax.keras import (
     building,
+    enrolled,
     loop,
     on_batch,
     optimizers,
@@ -56,7 +56,6 @@ from replicax.keras import (
 )
 from replicax.keras.session import LateCallback, session_of
 from replicax.keras.turns import turn_of
-from replicax.report.journal import REPORT
 
 __all__ = ["install", "note_strategy"]
 
@@ -167,10 +166,8 @@ def _run(
         wants_loop = name == "fit" and _wants_loop(kwargs.get("callbacks"), *args)
         if not (is_planned or wants_loop):
             return original(model, *args, **kwargs)
-        # Here, as it is above this folder, and needed by few.
-        from replicax.strategies.current import get_strategy
-
-        strategy = get_strategy()
+        assert enrolled.default_strategy is not None
+        strategy = enrolled.default_strategy()
     if not building.has_call(model):
         building.note_built(model)
     # Validation is a part of `fit`.
@@ -234,7 +231,7 @@ def _refuse_scope(original: Original, model: keras.Model, strategy: PyTree) -> N
 
 def _wants_loop(*arguments: PyTree) -> bool:
     """Whether `fit` of a model without a strategy has a callback of this package."""
-    if os.environ.get(REPORT):
+    if enrolled.add_callbacks is not None:
         return True
     return any(
         isinstance(callback, LateCallback)

@@ -6,7 +6,6 @@ callback or after an interrupt, finds that of the last step that was made.
 """
 
 import dataclasses
-import os
 import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -19,7 +18,7 @@ from replicax._private import trainer
 from replicax._util.types import PyTree
 from replicax.engine.protocols import RecorderLike, StepSource, StrategyLike
 from replicax.input.distributed import DistributedInput
-from replicax.keras import building
+from replicax.keras import building, enrolled
 from replicax.keras.adapters import DataAdapterLike, adapter_of
 from replicax.keras.epochs import Epochs
 from replicax.keras.session import (
@@ -31,8 +30,6 @@ from replicax.keras.session import (
     session_of,
 )
 from replicax.keras.steps import Steps, group_of, is_of_keras, steps_of
-from replicax.report.callback import with_report
-from replicax.report.journal import REPORT
 
 __all__ = ["evaluate", "fit", "predict"]
 
@@ -68,9 +65,8 @@ def fit(
             (x, y, sample_weight), validation_split
         )
         (x, y, sample_weight), validation_data = split
-    page = os.environ.get(REPORT)
-    if page:
-        callbacks = with_report(callbacks, page)
+    if enrolled.add_callbacks is not None:
+        callbacks = enrolled.add_callbacks(callbacks)
     with FitSession(strategy, initial_epoch) as session:
         session.enter_model(model)
         session.epochs = data = _epochs(

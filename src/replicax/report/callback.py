@@ -1,5 +1,6 @@
 """The Keras callback `Report`, which writes the page of a training."""
 
+import functools
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,12 +10,14 @@ import keras
 
 from replicax._util.dry_run import current_dry_run
 from replicax.cluster.failure import num_restarts
+from replicax.keras import enrolled
+from replicax.keras.hooks import install
 from replicax.keras.session import LateCallback, session_of
 
 if TYPE_CHECKING:
     from replicax.report.session import FitReport
 
-__all__ = ["Report", "with_report"]
+__all__ = ["Report", "report_every_fit", "with_report"]
 
 _begun: dict[Path, int] = {}
 """Number of calls of `fit` that this process has reported, by page."""
@@ -135,6 +138,16 @@ class Report(LateCallback):
         line = run.end()
         if line:
             print(f"{self.path}: {line}", flush=True)
+
+
+def report_every_fit(page: str) -> None:
+    """Report every `fit` of this process, also of models without a strategy.
+
+    Args:
+        page: The page of all reports.
+    """
+    enrolled.add_callbacks = functools.partial(with_report, page=page)
+    install()
 
 
 def with_report(callbacks: object, page: str) -> object:
