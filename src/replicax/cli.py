@@ -17,7 +17,6 @@ import typer
 from replicax import __version__
 from replicax.commands.info import info
 from replicax.commands.manifest import manifest
-from replicax.commands.monitor import monitor
 from replicax.commands.plan import plan
 from replicax.commands.run import run
 from replicax_migrate.command import migrate
@@ -65,7 +64,6 @@ app.command()(info)
 app.command(context_settings=_SCRIPT_LAST)(run)
 app.command(context_settings=_SCRIPT_LAST)(plan)
 app.command()(migrate)
-app.command()(monitor)
 app.command(context_settings=_SCRIPT_LAST)(manifest)
 
 # Every call of `replicax` loads all of them: they import what is heavy when called.

@@ -97,6 +97,14 @@ def test_every_curve_has_its_numbers_and_words() -> None:
     assert all(a["role"] == "img" for a in plots)
 
 
+@pytest.mark.parametrize("state", ["running", "done", "interrupted"])
+def test_the_page_of_a_running_training_reloads_itself(state: str) -> None:
+    tags = Parsed(page(fit(epoch(0), state=state))).tags
+    reloads = [a["content"] for _, a in tags if a.get("http-equiv") == "refresh"]
+    assert reloads == (["5"] if state == "running" else [])
+    assert "script" not in {tag for tag, _ in tags}
+
+
 def test_nothing_is_there_yet() -> None:
     assert "Nothing is here yet" in page_of(Run(workers=[], missing=[]))
     assert "No epoch has ended yet" in page(fit())

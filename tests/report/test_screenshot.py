@@ -3,19 +3,14 @@
 import shutil
 import struct
 import subprocess
-import threading
 import zlib
 from pathlib import Path
 
 import pytest
 from tests.report.test_page import epoch, fit
-from tests.report.test_runs import begin
-from tests.report.test_runs import epoch as later_epoch
 
-from replicax.report.journal import Journal
 from replicax.report.page import page_of
 from replicax.report.runs import Run, WorkerRecord
-from replicax.report.serving import ReportServer
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(150)]
 
@@ -97,60 +92,6 @@ def test_a_browser_draws_it(width: int, tmp_path: Path) -> None:
     # and nothing sticks out at the right: the margin has the background's color.
     margin = {row[3 * (width - 4) :] for row in rows}
     assert len(margin) == 1
-
-
-@pytest.mark.skipif(BROWSER is None, reason="no chromium or chrome is installed")
-def test_the_monitors_page_follows_in_a_browser(tmp_path: Path) -> None:
-    """Its script may run under its own policy, and brings what came later."""
-    page = tmp_path / "report.html"
-    journal = Journal(page, 0, fresh=True, clears=True)
-    journal.begin(begin(model="digits"))
-
-    class Growing(ReportServer):
-        def content(self):
-            served = super().content()
-            journal.add(later_epoch(0))
-            return served
-
-    process = follow(Growing(page), tmp_path)
-    assert "Training report: digits" in process.stdout, process.stderr
-    assert "Numbers" in process.stdout  # That was not there at first.
-    assert "does not answer" not in process.stdout.split("<main>")[1]
-
-
-@pytest.mark.skipif(BROWSER is None, reason="no chromium or chrome is installed")
-def test_a_monitor_that_has_ended_is_said(tmp_path: Path) -> None:
-    page = tmp_path / "report.html"
-    journal = Journal(page, 0, fresh=True, clears=True)
-    journal.begin(begin(model="digits"))
-
-    class Ending(ReportServer):
-        num_served = 0
-
-        def content(self):
-            self.num_served += 1
-            if self.num_served > 1:
-                raise OSError("it has ended")
-            return super().content()
-
-    process = follow(Ending(page), tmp_path)
-    shown = process.stdout.split("<main>")[1]
-    assert shown.count("replicax monitor does not answer") == 1, process.stderr
-    assert "Training report: digits" in shown  # What it had stays.
-
-
-def follow(server: ReportServer, folder: Path) -> subprocess.CompletedProcess[str]:
-    """What a browser shows of a served page after some seconds."""
-    with server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        try:
-            return browse(
-                folder, "--virtual-time-budget=10000", "--dump-dom", server.url
-            )
-        finally:
-            server.shutdown()
-            thread.join(timeout=10)
 
 
 def browse(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -27,7 +27,7 @@ from replicax.report.runs import EpochRecord, Fit, Run, WorkerRecord, merged
 
 __all__ = ["page_of", "rendered"]
 
-_REFRESH_MS = 3000
+_RELOAD_S = 5
 
 _SHARES = {
     "input": "waiting for input",
@@ -39,15 +39,10 @@ _SHARES = {
 _NOT_SHOWN = {"worker", "workers", "examples_of", "fit"}
 
 
-def page_of(run: Run, *, now: float | None = None, nonce: str = "") -> str:
-    """Render a report as one HTML page.
-
-    With a `nonce`, for a server's content security policy, the page has a script that
-    refreshes it; otherwise it has none.
-    """
+def page_of(run: Run, *, now: float | None = None) -> str:
+    """Render a report as one HTML page, which reloads itself while the run lasts."""
     now = time.time() if now is None else now
-    values = _shown(run, now) | {"nonce": nonce, "refresh_ms": _REFRESH_MS}
-    return rendered("page.html", **values)
+    return rendered("page.html", **_shown(run, now), reload_s=_RELOAD_S)
 
 
 def rendered(template: str, **values: object) -> str:
@@ -74,7 +69,7 @@ def _shown(run: Run, now: float) -> dict[str, object]:
     """Compute the template's values by name."""
     chief = run.chief
     if chief is None:
-        return {"title": "Training report", "began": ""}
+        return {"title": "Training report", "began": "", "state": "running"}
     fit = chief.fits[-1]
     shares = {
         name: float(share)
