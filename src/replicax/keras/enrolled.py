@@ -1,8 +1,4 @@
-"""Functions of folders above this one that `fit` calls; their owners set them.
-
-This module imports neither JAX nor Keras: `replicax/__init__` sets the default strategy
-when a script first uses a name of replicax.
-"""
+"""Functions of folders above this one that `fit` calls; their owners set them here."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -11,10 +7,8 @@ if TYPE_CHECKING:
     from replicax._util.types import PyTree
     from replicax.engine.protocols import StrategyLike
 
-__all__ = ["add_callbacks", "default_strategy"]
-
-default_strategy: "Callable[[], StrategyLike] | None" = None
-"""Returns the strategy that trains a model made in no strategy's scope."""
+default_strategy: "Callable[[], StrategyLike]"
+"""Returns the strategy that trains a model of no strategy."""
 
 add_callbacks: "Callable[[PyTree], PyTree] | None" = None
-"""Adds callbacks to those of a `fit`, as `replicax run --profile` does; None: none."""
+"""Adds callbacks to those of every `fit`, as `replicax run --profile` does."""

@@ -133,10 +133,6 @@ def _init_trainer(
     original(model, *args, **kwargs)
 
 
-def _strategy_of(model: keras.Model) -> PyTree:
-    return getattr(model, _STRATEGY, None)
-
-
 def _runs(method: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """The hook of a model's method that runs steps: the loop of this package."""
 
@@ -157,7 +153,7 @@ def _run(
 ) -> PyTree:
     name = original.__name__
     session = session_of(model)
-    strategy = _strategy_of(model) or (session and session.strategy)
+    strategy = getattr(model, _STRATEGY, None) or (session and session.strategy)
     _refuse_scope(original, model, strategy)
     if strategy is None:
         _warn_of_no_scope(name, model)
@@ -166,7 +162,6 @@ def _run(
         wants_loop = name == "fit" and _wants_loop(kwargs.get("callbacks"), *args)
         if not (is_planned or wants_loop):
             return original(model, *args, **kwargs)
-        assert enrolled.default_strategy is not None
         strategy = enrolled.default_strategy()
     if not building.has_call(model):
         building.note_built(model)
@@ -231,9 +226,7 @@ def _refuse_scope(original: Original, model: keras.Model, strategy: PyTree) -> N
 
 def _wants_loop(*arguments: PyTree) -> bool:
     """Whether `fit` of a model without a strategy has a callback of this package."""
-    if enrolled.add_callbacks is not None:
-        return True
-    return any(
+    return enrolled.add_callbacks is not None or any(
         isinstance(callback, LateCallback)
         for x in arguments
         if isinstance(x, list | tuple | keras.callbacks.Callback)
@@ -244,7 +237,7 @@ def _wants_loop(*arguments: PyTree) -> bool:
 def _compile(
     original: Original, model: keras.Model, *args: PyTree, **kwargs: PyTree
 ) -> None:
-    strategy = _strategy_of(model)
+    strategy = getattr(model, _STRATEGY, None)
     _refuse_scope(original, model, strategy)
     if strategy is None:
         original(model, *args, **kwargs)

@@ -365,8 +365,7 @@ def _executions(
 def _heard(callbacks: PyTree, kind: str, when: str) -> Callable[..., None] | None:
     """The callbacks' method around a batch; None where no callback defines it.
 
-    Keras hands the logs of each batch to a thread all the same, which reads them: half
-    of the time that a step of a tiny model takes.
+    Otherwise a thread of Keras reads each batch's logs: half of a tiny model's step.
     """
     names = f"on_{kind}_batch_{when}", f"on_batch_{when}"
     return getattr(callbacks, names[0]) if trainer.hears(callbacks, names) else None
