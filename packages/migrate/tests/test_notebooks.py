@@ -94,6 +94,19 @@ def test_a_notebook_without_tensorflow_stays_byte_for_byte() -> None:
     assert port_notebook(source).source == source
 
 
+def test_what_is_left_of_tensorflow_is_imported_last_in_its_cell() -> None:
+    imports = "import tensorflow as tf\nimport tensorflow_hub as hub\n\nimport os\n"
+    used = "import numpy as np\nprint(np.e)\ny = tf.image.rot90(hub.load(x))"
+    ported = port_notebook(notebook(imports + used))
+    first = json.loads(ported.source)["cells"][1]
+    lines = "".join(first["source"]).splitlines()
+    names = [line for line in lines if "import" in line]
+    assert names[-4:-2] == ["import os", "import numpy as np"]
+    assert names[-2:] == ["import tensorflow as tf", "import tensorflow_hub as hub"]
+    assert lines.index(names[-1]) < lines.index("print(np.e)")
+    assert port_notebook(ported.source).source == ported.source
+
+
 def test_findings_name_cells_and_their_lines() -> None:
     script = "%%bash\nimport tensorflow as tf"
     source = notebook("import tensorflow as tf", "x = 1\ny = tf.image.rot90(x)", script)

@@ -16,7 +16,7 @@ from typing import Any
 import libcst as cst
 
 from replicax_migrate.port import Ported, port
-from replicax_migrate.script import Finding
+from replicax_migrate.script import MARK, Finding
 from replicax_migrate.tables import MESSAGES
 
 __all__ = ["in_cells", "port_notebook", "script_of"]
@@ -71,7 +71,7 @@ def port_notebook(source: bytes) -> Ported:
         if _IMPORT.match(line)
     ]
     if (text := ported.source.decode()) != script:
-        _set_code(notebook, text)
+        _set_code(notebook, _tensorflow_last(text))
     left = [*in_cells([*ported.left, *texts], script)]
     notes = [*in_cells(ported.notes, script)]
     for number, cell in enumerate(_code_cells(notebook), 1):
@@ -208,6 +208,37 @@ def _set_code(notebook: dict[str, Any], script: str) -> None:
             codes.setdefault(number, []).append(kept)
     for number, cell in enumerate(_code_cells(notebook), 1):
         _set_source(cell, "".join(codes.get(number, [])).removesuffix("\n"))
+
+
+def _tensorflow_last(script: str) -> str:
+    """Move TensorFlow's imports, with their comments, below the others of their cell.
+
+    Where TensorFlow is not installed, the import that is left then fails alone.
+    """
+    lines = script.splitlines(keepends=True)
+    place: int | None = None  # Below the other imports of this cell.
+    for node in reversed(ast.parse(script).body):
+        start, end = node.lineno - 1, node.end_lineno or node.lineno
+        if lines[start].startswith(_CELL):
+            place = None
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            if not _is_of_tensorflow(node):
+                place = place or end
+            elif place is not None:
+                while lines[start - 1].startswith(MARK):
+                    start -= 1
+                lines[start:place] = lines[end:place] + lines[start:end]
+                place -= end - start
+    return "".join(lines)
+
+
+def _is_of_tensorflow(node: ast.Import | ast.ImportFrom) -> bool:
+    modules = (
+        [node.module or ""]
+        if isinstance(node, ast.ImportFrom)
+        else [alias.name for alias in node.names]
+    )
+    return any(re.match(r"tensorflow\b|tensorflow_", module) for module in modules)
 
 
 def _set_source(cell: dict[str, Any], text: str) -> None:
