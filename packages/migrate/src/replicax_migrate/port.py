@@ -1,13 +1,6 @@
-"""Ports one script: its text in, the ported text and a report out.
+"""Ports one script: its text in, the ported text and a report out."""
 
-Lines that are aligned with a bracket stay aligned where it moves. Form feeds, which are
-blanks to Python, replace their indentation before the port; blanks up to the bracket's
-new column replace the form feeds after it.
-"""
-
-import io
-import tokenize
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import libcst as cst
@@ -88,15 +81,12 @@ def port(source: bytes) -> Ported:
     marked = _marked_lines(source, module.encoding)
     if not imports.uses_tensorflow(module):
         return Ported(source=source, left=tuple(marked), notes=())
-    aligned = cst.PartialParserConfig(encoding=module.encoding)
-    script = Script(cst.parse_module(_mark_alignment(module.code), aligned))
+    script = Script(module)
     changed = _changed(script)
     findings = script.findings
     if any(found.reason == MESSAGES["tape_outside"] for found in findings):
         changed, findings = _with_functions(script, changed)
-    has_marks = script.module.code != module.code
-    text = _realigned(changed.code) if has_marks else changed.code
-    return _ported(findings, text.encode(module.encoding), marked)
+    return _ported(findings, changed.code.encode(module.encoding), marked)
 
 
 def _changed(script: Script) -> cst.Module:
@@ -209,76 +199,3 @@ def _marked_lines(source: bytes, encoding: str) -> list[Finding]:
             below = lines[i].strip() if i < len(lines) else ""
             found.append(Finding(i, below[:70], reason))
     return found
-
-
-_FORM_FEED = "\f"
-_OPEN, _CLOSE = "([{", ")]}"
-_LAYOUT = (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
-
-
-def _mark_alignment(text: str) -> str:
-    """Replace the indentation of lines that are aligned with a bracket by form feeds.
-
-    One form feed stands for the column behind the bracket. Two stand for the
-    indentation of the line with the bracket, where that line is marked itself; further
-    blanks follow.
-    """
-    if _FORM_FEED in text:
-        return text
-    lines = list(io.StringIO(text, newline=""))
-    marks: dict[int, str] = {}
-    try:
-        for row, column, (opened, behind) in _continued(lines):
-            opening = lines[opened]
-            start = len(opening) - len(opening.lstrip(" "))
-            if lines[row][:column].strip(" "):
-                continue  # Tabs are not counted as blanks.
-            if column == behind:
-                marks[row] = _FORM_FEED
-            elif opened in marks and column >= start:
-                marks[row] = 2 * _FORM_FEED + " " * (column - start)
-    except (tokenize.TokenError, SyntaxError):
-        return text  # The parser reports the error.
-    for row, mark in marks.items():
-        lines[row] = mark + lines[row].lstrip(" ")
-    return "".join(lines)
-
-
-def _realigned(text: str) -> str:
-    """Replace the form feeds by blanks up to the bracket's new column."""
-    if _FORM_FEED not in text:
-        return text
-    lines = list(io.StringIO(text, newline=""))
-    moved: dict[int, int] = {}
-    for row, _, (opened, behind) in _continued(lines):
-        line = lines[row].lstrip(_FORM_FEED)
-        marks = len(lines[row]) - len(line)
-        if marks == 0:
-            continue
-        opening = lines[opened]
-        start = len(opening) - len(opening.lstrip(" "))
-        blanks = start if marks > 1 else behind + moved.get(opened, 0)
-        lines[row] = " " * blanks + line
-        moved[row] = blanks - marks
-    return "".join(line.replace(_FORM_FEED, "") for line in lines)
-
-
-def _continued(lines: list[str]) -> Iterator[tuple[int, int, tuple[int, int]]]:
-    """The continuation lines, which begin inside brackets.
-
-    Yields:
-        The row of a line, the column of its first token, and the position behind the
-        innermost open bracket: its row and column.
-    """
-    stack: list[tuple[int, int]] = []
-    last = -1
-    original = iter(list(lines))
-    for token in tokenize.generate_tokens(lambda: next(original, "")):
-        row, column = token.start[0] - 1, token.start[1]
-        if token.type not in _LAYOUT and row != last and stack:
-            yield row, column, stack[-1]
-        last = max(last, token.end[0] - 1)
-        if token.type == tokenize.OP and token.string in _OPEN:
-            stack.append((row, column + 1))
-        elif token.type == tokenize.OP and token.string in _CLOSE and stack:
-            stack.pop()
