@@ -274,9 +274,9 @@ def _begin_task() -> None:
     if _is_used:
         return
     _is_used = True
-    from replicax.keras import enrolled
+    from replicax.keras import providers
 
-    enrolled.default_strategy = _default_strategy
+    providers.default_strategy = _default_strategy
     if "REPLICAX_REPORT_DIR" in os.environ:
         from replicax._util.interrupts import describe_interrupts
 

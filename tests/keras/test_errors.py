@@ -213,7 +213,7 @@ def test_stateful_rnn_of_one_row_is_as_on_one_device(strategy_of):
 
 def test_variables_made_in_a_replica_function(strategy_of):
     strategy = strategy_of(2)
-    with pytest.raises(rx.ContextError, match="'mine' is made inside the function"):
+    with pytest.raises(rx.ContextError, match="'mine' is created inside the function"):
         strategy.run(lambda: keras.Variable(1.0, name="mine") + 1)
     with pytest.raises(rx.ContextError, match=r"run: a variable.*optimizers outside"):
         strategy.run(lambda: keras.optimizers.Adam().learning_rate + 0)

@@ -13,7 +13,7 @@ import pytest
 from tests.conftest import mirrored
 
 import replicax as rx
-from replicax.keras import enrolled
+from replicax.keras import providers
 from replicax.keras.session import session_of
 from replicax.report.callback import report_every_fit, with_report
 from replicax.report.runs import read_run
@@ -271,7 +271,7 @@ def test_a_folder_that_cannot_be_made(tmp_path) -> None:
 
 @pytest.mark.parametrize("kind", ["none", "one", "list", "CallbackList"])
 def test_every_fit_is_reported(kind, page, monkeypatch) -> None:
-    monkeypatch.setattr(enrolled, "add_callbacks", None)
+    monkeypatch.setattr(providers, "add_callbacks", None)
     report_every_fit(str(page))
     model = make(mirrored(2))
     own = keras.callbacks.LambdaCallback()

@@ -41,11 +41,11 @@ __all__ = [
     "class_weight_to_sample_weights",
     "compiled_metrics",
     "dataset_with_epochs",
+    "defines_any",
     "discard_ahead",
     "end_epoch",
     "function_of",
     "get_data_adapter",
-    "hears",
     "in_order",
     "initial_epoch_of",
     "is_made_by_keras",
@@ -179,7 +179,7 @@ def dataset_with_epochs(adapter: Any) -> Any:
     return dataset
 
 
-def hears(callbacks: Any, names: tuple[str, ...]) -> bool:
+def defines_any(callbacks: Any, names: tuple[str, ...]) -> bool:
     """Whether any callback overrides a method that is called for each batch.
 
     Args:

@@ -1,8 +1,8 @@
 """Keras data adapters: for distributed and shuffled datasets, and for arrays.
 
-In `fit` each iteration over a shuffled Grain dataset has an order of its own. The
-others read a dataset in its first order always, so that rows of results can be matched
-with those of the data. Batches of arrays are cut out as late as possible.
+In `fit` each iteration over a shuffled Grain dataset has its own order. `evaluate` and
+`predict` read a dataset in its first order, so that rows of results match rows of the
+data. Batches of arrays are sliced as late as possible.
 """
 
 import dataclasses
@@ -53,8 +53,8 @@ __all__ = [
 
 _logger = logging.getLogger("replicax")
 
-# How many iterations `fit` has begun over Grain's datasets.
-_begun: "weakref.WeakKeyDictionary[PyTree, int]" = weakref.WeakKeyDictionary()
+_num_iterations: "weakref.WeakKeyDictionary[PyTree, int]" = weakref.WeakKeyDictionary()
+"""How many iterations `fit` has begun over each Grain dataset."""
 
 
 class DataAdapterLike(Protocol):
@@ -62,7 +62,7 @@ class DataAdapterLike(Protocol):
 
     @property
     def num_batches(self) -> int | None:
-        """Number of batches; None: it is not known."""
+        """Number of batches, or None if it is unknown."""
         ...
 
     def get_jax_iterator(self) -> Iterable[PyTree]:
@@ -91,12 +91,12 @@ class _GrainAdapter(GrainDatasetAdapter):
     def __init__(self, dataset: PyTree, first_iteration: int) -> None:
         super().__init__(dataset)
         self._source = dataset
-        self.iteration = max(first_iteration, _begun.get(dataset, 0))
+        self.iteration = max(first_iteration, _num_iterations.get(dataset, 0))
 
     def get_jax_iterator(self) -> Iterable[PyTree]:
         """Begin an iteration over the dataset; returns its batches."""
         dataset, iteration = self._source, self.iteration
-        _begun[dataset] = self.iteration = iteration + 1
+        _num_iterations[dataset] = self.iteration = iteration + 1
         of_iteration = with_dataset(self, reshuffled(dataset, iteration))
         return GrainDatasetAdapter.get_jax_iterator(of_iteration)
 
@@ -115,7 +115,7 @@ class DistributedAdapter:
     ) -> None:
         self._dataset = dataset
         self.is_local = dataset.is_local
-        self._evaluates = first_iteration is None  # Else it is for `fit`.
+        self._evaluates = first_iteration is None  # `fit` passes a number.
         self.iteration = first_iteration
         if first_iteration is not None:
             self.iteration = max(first_iteration, dataset.iteration)
@@ -130,15 +130,14 @@ class DistributedAdapter:
         iteration = self.iteration or 0
         if self.iteration is not None:
             self._dataset.iteration = self.iteration = iteration + 1
-        found = self._dataset.host_batches(iteration, evaluates=self._evaluates)
-        for batch in found:
+        for batch in self._dataset.host_batches(iteration, evaluates=self._evaluates):
             yield batch if isinstance(batch, tuple) else (batch,)
 
     def on_epoch_begin(self) -> None:
         """Do nothing: a distributed dataset counts iterations, not epochs."""
 
     def on_epoch_end(self) -> None:
-        """Do nothing, as at the beginning."""
+        """Do nothing, as in `on_epoch_begin`."""
 
 
 def set_iteration(adapter: DataAdapterLike, number: int | None) -> None:
@@ -159,9 +158,11 @@ def fixed_number_of_batches(adapter: DataAdapterLike) -> int | None:
 
 @dataclasses.dataclass(slots=True)  # Frozen, it takes twice the time.
 class LazyBatch:
-    """A batch of arrays in memory, which is cut out of them when somebody needs it.
+    """A batch of arrays in memory, which is sliced when it is used.
 
-    `cut` cuts a batch of some `indices` of rows out, `[B]` or a slice, as Keras would.
+    Attributes:
+        cut: Returns the batch of some rows, as Keras would slice it.
+        indices: The rows: an array `[B]` or a slice.
     """
 
     cut: Callable[[PyTree], PyTree]
@@ -179,28 +180,28 @@ class LazyBatch:
     def joined(self, others: Sequence["LazyBatch"]) -> "LazyBatch | None":
         """The rows of this and other batches of the same arrays as one batch.
 
-        None if they are slices that do not follow each other.
+        None if they are slices that are not adjacent.
         """
-        everything = [self.indices, *(rows.indices for rows in others)]
+        indices = [self.indices, *(rows.indices for rows in others)]
         if not isinstance(self.indices, slice):
-            return LazyBatch(self.cut, np.concatenate(everything))
-        for one, following in itertools.pairwise(everything):
+            return LazyBatch(self.cut, np.concatenate(indices))
+        for one, following in itertools.pairwise(indices):
             if one.stop != following.start:
                 return None
-        return LazyBatch(self.cut, slice(self.indices.start, everything[-1].stop))
+        return LazyBatch(self.cut, slice(self.indices.start, indices[-1].stop))
 
 
 def make_lazy(adapter: PyTree) -> None:
-    """Make the adapter of arrays in memory yield `LazyBatch` in place of batches.
+    """Make an adapter of arrays in memory yield a `LazyBatch` for each batch.
 
-    The order of the rows stays. Nothing happens to other adapters.
+    The order of the rows stays. Other adapters are left alone.
     """
     if is_array_adapter(adapter):
         replace_iterator(adapter, _lazily)
 
 
 def _lazily(draw: Callable[..., PyTree]) -> Callable[..., Iterator[LazyBatch]]:
-    """Make Keras' iterator of batches one of `LazyBatch`; it still draws the order."""
+    """Wrap Keras' iterator, which draws the order of the rows, to yield `LazyBatch`."""
 
     def make_rows(
         slice_and_convert: Callable[..., PyTree], inputs: PyTree
@@ -217,8 +218,8 @@ def _lazily(draw: Callable[..., PyTree]) -> Callable[..., Iterator[LazyBatch]]:
             ]
             return jax.tree.unflatten(structure, rows)
 
-        # Of its work for each batch, that on a tree of arrays is left out: it takes
-        # longer than all else that a batch of a tiny model needs here.
+        # Keras would map over a tree of arrays for each batch, which takes longer than
+        # all else that a batch of a tiny model needs here.
         for indices in draw(lambda _, indices: indices, 0):
             yield LazyBatch(cut, indices)
 
@@ -226,9 +227,9 @@ def _lazily(draw: Callable[..., PyTree]) -> Callable[..., Iterator[LazyBatch]]:
 
 
 def _rows_of(sliceable: PyTree) -> PyTree:
-    """A sparse array among Keras' sliceables as a row array, anything else as it is.
+    """Return a sparse array as a row array, and any other sliceable as it is.
 
-    Keras would make JAX arrays of each batch, of another shape each time.
+    Keras would make JAX arrays of each batch, with a shape of its own.
     """
     array = getattr(sliceable, "array", None)
     array = getattr(array, "sparse", array)  # TensorFlow's, in Keras' wrapper.
@@ -236,12 +237,12 @@ def _rows_of(sliceable: PyTree) -> PyTree:
 
 
 def batch_of(batch: PyTree) -> PyTree:
-    """A batch that may be `LazyBatch`."""
+    """A batch, sliced if it is a `LazyBatch`."""
     return batch.batch() if isinstance(batch, LazyBatch) else batch
 
 
 def inputs_of(batch: PyTree) -> PyTree:
-    """A batch without targets and weights, which nobody reads in `predict`."""
+    """A batch without targets and weights, which `predict` does not read."""
     if isinstance(batch, LazyBatch):
         return batch
     x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
@@ -263,8 +264,8 @@ def adapter_of(
     """Make the adapter of a call's data: Keras', or one for a distributed dataset.
 
     The arguments are those of `fit`. `first_iteration` is the number of the first
-    iteration over data that are to be read in another order each time; None: they are
-    not. Messages name the `caller`, by default `current_call()`.
+    iteration; None: all iterations have the same order. Messages name the `caller`, by
+    default `current_call()`.
     """
     caller = caller or current_call()
     if x is None:
@@ -273,15 +274,15 @@ def adapter_of(
         raise TypeError(
             f"{caller}: x is an iterator over a distributed dataset. "
             "Pass the dataset, without iter(): each epoch is a new iteration over it. "
-            "To begin within one, restore its position with rx.BackupAndRestore."
+            "rx.BackupAndRestore restores a position within an epoch."
         )
-    own = {"y": y, "sample_weight": sample_weight, "class_weight": class_weight}
-    given = [name for name, value in own.items() if value is not None]
+    beside_x = {"y": y, "sample_weight": sample_weight, "class_weight": class_weight}
+    names = [name for name, value in beside_x.items() if value is not None]
     if isinstance(x, DistributedInput):
-        if given:
+        if names:
             raise ValueError(
                 f"{caller}: a distributed dataset comes with its "
-                f"targets and weights; got {' and '.join(given)} as well. Make them "
+                f"targets and weights; got {' and '.join(names)} as well. Make them "
                 "part of the dataset's batches: (x, y, sample_weight)."
             )
         if batch_size is not None:
@@ -292,22 +293,22 @@ def adapter_of(
                 batch_size,
             )
         return DistributedAdapter(x, first_iteration)
-    if first_iteration is not None and is_grain_dataset(x) and not given:
+    if first_iteration is not None and is_grain_dataset(x) and not names:
         return _GrainAdapter(x, first_iteration)
     _require_data({"x": x, "y": y, "sample_weight": sample_weight}, caller)
-    with Announced("waiting for the first batch"):  # Of a generator Keras takes one.
+    with Announced("waiting for the first batch"):  # Keras draws one of a generator.
         return _adapter_of_keras(
             x=x,
             batch_size=batch_size,
             steps_per_epoch=steps_per_epoch,
             shuffle=shuffle,
-            **own,
+            **beside_x,
         )
 
 
-def _require_data(given: Mapping[str, PyTree], caller: str) -> None:
-    """Raise for arguments of which Keras makes no batches, or JAX no arrays."""
-    for name, value in given.items():
+def _require_data(arguments: Mapping[str, PyTree], caller: str) -> None:
+    """Raise for arguments that Keras cannot batch or JAX cannot place on devices."""
+    for name, value in arguments.items():
         if can_convert_arrays(value):
             _require_rows(name, value, caller)
         elif name != "x":
@@ -323,7 +324,7 @@ def _require_data(given: Mapping[str, PyTree], caller: str) -> None:
 
 
 def _is_dataset_of_keras(value: PyTree) -> bool:
-    """Whether Keras reads batches from a value; of iterators only from generators."""
+    """Whether Keras reads batches from a value; the only iterators are generators."""
     if is_one_shot(value):
         return isinstance(value, types.GeneratorType)
     return is_dataset(value)
@@ -357,5 +358,5 @@ def _require_rows(name: str, arrays: PyTree, caller: str) -> None:
         if np.shape(leaf) == ():
             raise ValueError(
                 f"{caller}: {what} is a single number, {leaf!r}; expected an array "
-                "whose first dimension are the examples. Write x[None] for one example."
+                "whose first dimension counts the examples. Write x[None] for one."
             )

@@ -38,8 +38,8 @@ class PlacedBatch(FlatCall):
     """A batch, or several of equal shape for one dispatch: the argument of a step.
 
     Its arrays are the batch's leaves, `[B, ...]` to be split over the replicas, or
-    `[steps, B, ...]`. Where only some replicas get examples the others hold copies, and
-    `B` counts those too.
+    `[steps, B, ...]`. If only some replicas get examples, the others hold copies of
+    examples, which `B` counts.
 
     Attributes:
         num_rows: Examples in one batch, without copies.
@@ -56,17 +56,17 @@ class PlacedBatch(FlatCall):
 class BatchIterator:
     """Places Keras' batches, on accelerators one execution ahead of the step.
 
-    There a thread places them. To copy a batch, or to cut it out, takes as long as some
-    steps (measured: 8 to 12 ms for 38 MB of images), and so does launching kernels.
+    There a thread places them: to slice and copy a batch takes as long as some steps
+    (measured: 8 to 12 ms for 38 MB of images).
 
     Args:
         batches: Keras' batches, `(x, y, sample_weight)` of host arrays.
         group: The replicas.
         steps_per_execution: Number of batches to place together.
-        local: Whether the batches hold this process' rows only, not those of all.
-        ahead: Whether to take a batch from `batches` before the step that is for it.
-        reused: Whether the arrays of a batch may be filled again with the next one.
-        recorder: Records the time that batches take; None: it is not recorded.
+        local: Whether the batches hold the rows of this process only.
+        ahead: Whether to prefetch batches on accelerators.
+        reused: Whether the source may fill the arrays of a batch again with the next.
+        recorder: Records the time that batches take; or None.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class BatchIterator:
         def place(chunk: list[PyTree]) -> list[PlacedBatch]:
             return placing.chunk(chunk, steps_per_execution)
 
-        # On a CPU there is no transfer to overlap: take nothing before it is used.
+        # On a CPU there is no transfer to overlap.
         is_ahead = ahead and not placing.on_cpu
         self._ahead = MappedAhead(place, chunks) if is_ahead else None
         self._executions = self._ahead or map(place, chunks)
@@ -99,11 +99,11 @@ class BatchIterator:
         close_iterator(self._batches)
 
     def has_placed(self) -> bool:
-        """Whether batches for another execution were taken from the source."""
+        """Whether batches of another execution are prefetched."""
         return self._ahead is not None and self._ahead.has_next()
 
     def next_execution(self) -> list[PlacedBatch]:
-        """The next execution's batches; several only if they cannot go together."""
+        """The next execution's batches: one `PlacedBatch` if they have equal shapes."""
         recorder = self._recorder
         if recorder is None:
             return next(self._executions)
@@ -137,9 +137,9 @@ def _chunks(
 
 
 def _copy(batch: PyTree) -> PyTree:
-    """A copy of a batch in arrays that its source may fill again with the next one.
+    """A copy of a batch, whose source may fill its arrays again with the next one.
 
-    JAX goes on reading a NumPy array after the call that it was given to.
+    JAX may read a NumPy array after the call that it was passed to.
     """
     return jax.tree_util.tree_map_with_path(_copied, batch, is_leaf=is_composite)
 
@@ -148,15 +148,15 @@ def _copied(path: PyTree, x: PyTree) -> PyTree:
     x = as_rows(x, path)
     if isinstance(x, RowArray):
         return x.copy()
-    # In a dry run nobody reads it, and it may be as large as a pod wants.
+    # A dry run does not read values, and its batch may be as large as that of a pod.
     is_read = isinstance(x, np.ndarray) and current_dry_run() is None
     return x.copy() if is_read else x
 
 
 def _stacked(chunk: list[PyTree]) -> tuple[PyTree, list[PyTree]] | None:
-    """Batches on top of each other: one of them, and leaves `[steps, B, ...]`.
+    """The first batch, and the stacked leaves `[steps, B, ...]` of all.
 
-    None if they are not alike.
+    None if their structures, shapes or dtypes differ.
     """
     if all(isinstance(batch, LazyBatch) for batch in chunk):
         if len(set(map(len, chunk))) > 1:
@@ -172,10 +172,10 @@ def _stacked(chunk: list[PyTree]) -> tuple[PyTree, list[PyTree]] | None:
     if any(s != shapes[0] for s in shapes[1:]):
         return None
     columns = zip(*map(jax.tree.leaves, chunk), strict=True)
-    return chunk[0], [_on_top(list(column)) for column in columns]
+    return chunk[0], [_stacked_leaf(list(column)) for column in columns]
 
 
-def _on_top(column: list[PyTree]) -> PyTree:
+def _stacked_leaf(column: list[PyTree]) -> PyTree:
     """A leaf of several batches, `[steps, B, ...]`; row arrays stay a list."""
     if isinstance(column[0], RowArray):
         return column
@@ -185,7 +185,7 @@ def _on_top(column: list[PyTree]) -> PyTree:
 
 
 def _cut_at_once(chunk: list[LazyBatch]) -> tuple[PyTree, list[np.ndarray]] | None:
-    # Cut out one by one and copied together, batches take most of the time of a tiny
+    # To slice batches one by one and stack them takes most of the time of a tiny
     # model's steps (measured: 14 of 32 us a step, at 32 steps an execution).
     size = len(chunk[0])
     rows = chunk[0].joined(chunk[1:])
@@ -202,7 +202,7 @@ def place(batch: PyTree, group: ReplicaGroup) -> PlacedBatch:
 
 
 def host_batch(batch: PyTree) -> PyTree:
-    """A batch as Keras made it, with leaves of which rows can be taken."""
+    """A batch as Keras made it, with leaves that can be indexed by rows."""
     return by_rows(batch_of(batch))
 
 
@@ -230,10 +230,10 @@ class _Placing:
         # Deferred updates come between the steps, so each is a dispatch of its own.
         together = size > 1 and not self._group.defers_updates
         if together and len(chunk) == size and self._divides(chunk[0]):
-            found = _stacked(chunk)
-            if found is not None:
-                first, stacked = found
-                return [self.batch(first, size, stacked)]
+            stacked = _stacked(chunk)
+            if stacked is not None:
+                first, leaves = stacked
+                return [self.batch(first, size, leaves)]
         return [self.batch(batch_of(batch)) for batch in chunk]
 
     def batch(
@@ -242,11 +242,11 @@ class _Placing:
         num_steps: int | None = None,
         stacked: list[PyTree] | None = None,
     ) -> PlacedBatch:
-        """Place one batch, or several of its kind that are stacked."""
+        """Place one batch, or the stacked leaves of several of its shapes."""
         flat, structure = jax.tree.flatten(batch)
         num_rows = _num_rows(batch, flat, self._caller)
         active = self._num_active(num_rows)
-        in_parts = not _ROW_ARRAYS.isdisjoint(map(type, flat))
+        has_row_arrays = not _ROW_ARRAYS.isdisjoint(map(type, flat))
         flat = flat if stacked is None else stacked
         if active is not None:
             rows = rows_with_copies(num_rows, active, self._num_replicas)
@@ -254,8 +254,8 @@ class _Placing:
         if self._local:
             num_rows *= self._num_replicas // self._group.num_local
         kinds = (Kind.ROWS,) * len(flat)
-        if in_parts:
-            flat, structure, kinds = self._in_parts(flat, structure, num_steps)
+        if has_row_arrays:
+            flat, structure, kinds = self._divided(flat, structure, num_steps)
         elif self._group.spans_processes and not self._local:
             flat = [self._local_part(x, num_steps) for x in flat]
         arrays = self._transfer(flat, num_steps)
@@ -274,13 +274,12 @@ class _Placing:
             num_steps=num_steps,
         )
 
-    def _in_parts(
+    def _divided(
         self, flat: list[PyTree], structure: PyTree, num_steps: int | None
     ) -> tuple[list[PyTree], PyTree, tuple[Kind, ...]]:
-        """Leaves of which some are row arrays, or lists of them for several steps.
+        """Divide row arrays among the leaves, or lists of them, over the replicas.
 
-        Each of those becomes the parts of one replica's array, with a dimension of
-        replicas in front.
+        A row array becomes its component arrays, with a leading dimension of replicas.
         """
         kinds: list[Kind] = []
         arrays: list[PyTree] = []
@@ -353,7 +352,7 @@ def _taken(x: PyTree, rows: np.ndarray) -> PyTree:
 
 
 def _refuse_ragged_leaves(flat: Iterable[PyTree], caller: str) -> None:
-    """Raise for arrays whose rows differ in length."""
+    """Raise for arrays whose rows have different lengths."""
     for number, x in enumerate(flat):
         refuse_ragged(x, f"array {number} of the batch", caller)
 
@@ -364,13 +363,13 @@ def _num_rows(batch: PyTree, flat: list[PyTree], caller: str) -> int:
         return sizes.pop()[0]
     if not flat:
         raise ValueError(f"{caller}: a batch holds no arrays: {short(batch)}.")
-    found = [
+    described = [
         f"{(*np.shape(x), 'no dimension')[0]} in "
         f"{jax.tree_util.keystr(path) or 'the batch'}"
         f"{' (sparse)' if isinstance(x, RowArray) else ''}"
         for path, x in jax.tree_util.tree_leaves_with_path(batch)
     ]
-    listed = ", ".join(found[:4] + ["..."] * (len(found) > 4))
+    listed = ", ".join(described[:4] + ["..."] * (len(described) > 4))
     lists = " Lists in a batch are structure: make arrays of them, with np.asarray."
     raise ValueError(
         f"{caller}: the arrays of one batch must have the same number of examples; got "

@@ -1,9 +1,9 @@
 """Builds a model: creates all its variables before its steps run.
 
-Keras builds a model by calling it on a batch. Where there is no `call`, as a GAN has
-none, the step that the model has of its own is traced in its place. So it is where the
-call fails, all layers are built, and the step has a tape: such a step says what its
-data are, such as three images.
+Keras builds a model by calling it on a batch. A model without `call`, such as a GAN, is
+built by tracing its step. So is a model whose call fails, if all its layers are built
+and its step has a tape: such a step may read data that the call does not take, such as
+three images.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ def is_built(model: keras.Model) -> bool:
 
 
 def note_built(model: keras.Model) -> None:
-    """Mark a model built whose layers all are, as `predict` asks of it."""
+    """Mark a model as built if all its layers are, which `predict` requires."""
     if not model.built and _are_parts_built(model):
         model.built = True
 
@@ -59,8 +59,8 @@ def build(
 ) -> None:
     """Create the variables that steps of a kind use.
 
-    For `"predict"` they are the model's, for `"train"` and `"test"` those of its
-    losses, metrics and optimizer, too. `first_batch` is called where it is needed.
+    For `"predict"` they are the model's; for `"train"` and `"test"` also those of its
+    losses, metrics and optimizer. `first_batch` is called only if it is needed.
     """
 
     @functools.cache
@@ -70,7 +70,7 @@ def build(
         except StopIteration:
             raise without_data(model) from None
 
-    # A model that has steps was built, and asks Keras only whether that still holds.
+    # A model with steps is built: Keras only checks that, which needs no message.
     is_done = steps.has_steps(model, kind)
     name = f"building model {model.name!r}"
     with contextlib.nullcontext() if is_done else Announced(name):
@@ -83,7 +83,7 @@ def build(
 
 
 def _build_by_call(model: keras.Model, batch: PyTree) -> None:
-    """Call a model, so that its layers are built; their values stay."""
+    """Build a model's layers by calling it; variables keep their values."""
     inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
     with keras.StatelessScope():
         model(jax.tree.map(whole, inputs))
@@ -95,7 +95,7 @@ def _build_by_keras(
     kind: str,
     first_batch: Callable[[], PyTree],
 ) -> None:
-    """Build a model as Keras does; by its step if it cannot be called with the data."""
+    """Build a model as Keras does, or by its step if its call fails on the data."""
 
     def checked() -> PyTree:
         steps.require_examples(model, f"{kind}_step", first_batch())
@@ -107,7 +107,7 @@ def _build_by_keras(
         if steps.takes_state(model, f"{kind}_step") or not _are_parts_built(model):
             raise
         _logger.info(
-            "Model %r cannot be called with x of the data (%s): its %s_step is traced.",
+            "Model %r cannot be called with x of the data (%s): tracing its %s_step.",
             model.name,
             error,
             kind,
@@ -122,7 +122,7 @@ def _build_by_step(
     first_batch: Callable[[], PyTree],
 ) -> None:
     """Create the variables that a step of a model without `call` uses."""
-    if not steps.has_steps(model, kind):  # Else it was traced before.
+    if not steps.has_steps(model, kind):  # Its steps were traced already.
         name = f"{kind}_step"
         optimizer = model.optimizer
         if not steps.takes_state(model, name):
@@ -134,7 +134,7 @@ def _build_by_step(
 
 
 def _are_parts_built(model: keras.Model) -> bool:
-    """Whether all layers but the model itself have their variables."""
+    """Whether all layers except the model itself have their variables."""
     return all(x.built for x in internals.layers_of(model) if x is not model)
 
 

@@ -1,7 +1,7 @@
-"""Losses and metrics that a model compiles, exact on any number of replicas.
+"""Compiled losses and metrics, exact on any number of replicas.
 
-Those of Keras that are known to be sums or means over rows keep a replica's rows. All
-others are computed from the rows of all replicas; see `engine.whole_batch`.
+Keras' losses and metrics that are sums or means over rows are computed from a replica's
+rows. All others are computed from the rows of all replicas; see `engine.whole_batch`.
 """
 
 import contextlib
@@ -74,13 +74,13 @@ _FUNCTIONS = _names("""
 """Keras' functions that have a value for each row, if `axis` leaves the rows apart."""
 
 _OF_ALL_AXES = (keras.losses.dice, keras.losses.tversky)
-"""These combine all rows unless they are given an `axis`."""
+"""Functions that combine all rows unless `axis` is set."""
 
 
 def keeps_rows(item: PyTree, outputs: PyTree) -> bool:
     """Whether a compiled loss or metric is a sum or mean over the rows of `outputs`.
 
-    A class is known by itself: a subclass may override anything.
+    A subclass of a class in the table is not: it may override anything.
     """
     fn, options = function_of(item)
     for declared in (keeps_own_rows(item), keeps_own_rows(fn)):
@@ -114,10 +114,10 @@ def _takes_in_rows(axis: int | Iterable[int] | None, rank: int) -> bool:
 
 @contextlib.contextmanager
 def computed_as_compiled(model: keras.Model) -> Generator[None]:
-    """While open, what a model compiles is computed from the rows that it needs.
+    """While open, compiled losses and metrics are computed from the rows they need.
 
-    A model's other metrics keep a replica's rows. In no metric are losses scaled for
-    gradients.
+    Other metrics of the model are computed from a replica's rows. Losses inside metrics
+    are not scaled for gradients.
     """
     compiled = compiled_metrics(model)
     of_compile = set(map(id, compiled))
@@ -202,7 +202,7 @@ def replaced_methods(
     name: str,
     replacement: Callable[[PyTree, Callable[..., PyTree]], Callable[..., PyTree]],
 ) -> Generator[None]:
-    """While open, a method of some objects is `replacement(object, method)`."""
+    """While open, the method `name` of each item is `replacement(item, method)`."""
     before = [(x, x.__dict__.get(name)) for x in dict.fromkeys(items)]
     for item, _ in before:
         item.__dict__[name] = replacement(item, getattr(item, name))

@@ -1,11 +1,10 @@
 """The batches of `fit`, `evaluate` and `predict`, epoch by epoch, from any position.
 
-Keras' data adapters read the data; what Keras adds to them for its own loop is done
-here in the same way.
+Keras' data adapters read the data, in the way in which Keras' own loop uses them.
 
-Keras gives the state of a data pipeline to nobody, so a position in it is a count: from
-the random state and the number of past epochs in which an iteration began, so many
-batches were taken. To get there again, both are set back and as many batches are
+A data pipeline of Keras has no state that could be saved. A position in it is therefore
+the random state and the number of past epochs at the start of an iteration, and the
+number of batches drawn since. To restore it, both are reset and that many batches are
 skipped.
 """
 
@@ -57,15 +56,15 @@ class Position:
         step: Batches done in it.
         epoch_began: The random state before the epoch.
         data_began: The random state before the first batch of this iteration over the
-            data, which may go on over several epochs; None: a new one is due.
-        ends_before: Epochs that the data were told the end of before this iteration.
-        ends: Those until now.
+            data, which may last several epochs; None: the next epoch begins a new one.
+        ends_before: Calls of the data's `on_epoch_end` before this iteration.
+        ends: Calls of the data's `on_epoch_end` until now.
         consumed: Batches trained on in this iteration.
-        drawn: Batches taken from the data in this iteration, some of them for later.
-        iteration: The number of this iteration, or of the one that is due; None: the
-            data does not count them.
+        drawn: Batches drawn from the data in this iteration, with prefetched ones.
+        iteration: The number of this iteration, or of the next one if none is open;
+            None: the data does not count them.
         now: The random state.
-        num_batches: What was found out about the length of the data.
+        num_batches: The length of the data, if an epoch has ended.
     """
 
     epoch: int
@@ -88,16 +87,16 @@ class Epochs:
         adapter: Keras' adapter of the data.
         strategy: The strategy of the model.
         group: The replicas that get the batches.
-        steps_per_epoch: Steps of an epoch; with it the next epoch goes on in the data
-            where the last one ended. None: until the data ends.
+        steps_per_epoch: Steps of an epoch; the next epoch continues in the data where
+            the last one ended. None: an epoch ends with the data.
         steps_per_execution: Batches of one execution.
-        only_inputs: Whether nobody reads targets and weights.
+        only_inputs: Whether to drop targets and weights.
 
     Attributes:
         length: Number of batches of the data, where it is known.
-        recorder: Records the time that batches take; None: it is not recorded.
-        consumed: Batches taken for steps in this iteration over the data.
-        ends: Epochs that the data were told the end of.
+        recorder: Records the time that batches take; or None.
+        consumed: Batches used by steps in this iteration over the data.
+        ends: Calls of the data's `on_epoch_end`.
     """
 
     def __init__(
@@ -153,12 +152,12 @@ class Epochs:
         if batches is not None:
             batches.close()
 
-    # An epoch, in the order in which Keras' own loop asks for it.
+    # The methods of an epoch, in the order of their calls in Keras' own loop.
 
     def first_batch(self) -> PyTree:
-        """The first batch on the host, to build a model with; then `reset`.
+        """The first batch on the host, to build a model with; call `reset` afterwards.
 
-        No more than that batch is taken: a generator does not give it again.
+        It draws no second batch, since a generator yields each batch once.
         """
         number = getattr(self.adapter, "iteration", None)
         self.adapter.on_epoch_begin()
@@ -170,7 +169,7 @@ class Epochs:
             set_iteration(self.adapter, number)
 
     def reset(self) -> None:
-        """Begin anew, after the model was built."""
+        """Begin again, after the model was built."""
         self._end_iteration()
         self.length = self.adapter.num_batches
         self.adapter.on_epoch_end()
@@ -203,7 +202,7 @@ class Epochs:
         """The batches of the execution that `steps` has begun.
 
         Raises:
-            StopIteration: If the data have ended; `end_early` is due then.
+            StopIteration: If the data have ended; the caller then calls `end_early`.
         """
         assert self._batches is not None
         placed = self._batches.next_execution()
@@ -237,7 +236,8 @@ class Epochs:
             self._group,
             self.steps_per_execution,
             local=isinstance(adapter, DistributedAdapter) and adapter.is_local,
-            reused=not is_array_adapter(adapter),  # It cuts each batch out anew.
+            # An adapter of arrays makes new arrays for each batch.
+            reused=not is_array_adapter(adapter),
             recorder=self.recorder,
         )
 
@@ -250,8 +250,8 @@ class Epochs:
         if self._only_inputs:
             source = map(inputs_of, source)
         if not is_distributed and strategy.input_shard.count > 1:
-            # A distributed dataset's workers are in step already, and those of
-            # parameter servers evaluate and predict each by itself.
+            # Workers of a distributed dataset are in step already. Workers of parameter
+            # servers evaluate and predict independently.
             source = strategy.input_shard.in_step(
                 map(host_batch, source),
                 num_batches=fixed_number_of_batches(adapter),
@@ -267,18 +267,18 @@ class Epochs:
     # Positions.
 
     def began(self) -> RandomState:
-        """The random state in which the iteration that begins now decides its order."""
-        # Threads that make batches ahead shuffle before the epoch's first step.
+        """The random state from which a new iteration draws its order."""
+        # Threads that prefetch batches shuffle before the epoch's first step.
         ahead = trainer.makes_batches_ahead(self.adapter)
         return self._epoch_began if ahead else random_state.capture()
 
     def steps_in_epoch(self) -> int | None:
-        """Number of batches of an epoch, if it is known for sure."""
-        known = (self.steps_per_epoch, self.adapter.num_batches)
-        return min((n for n in known if n), default=None)
+        """Number of batches of an epoch, if arguments or data state it."""
+        limits = (self.steps_per_epoch, self.adapter.num_batches)
+        return min((n for n in limits if n), default=None)
 
     def has_more(self) -> bool:
-        """Whether there is another batch; takes it if need be, for later."""
+        """Whether there is another batch; may draw it and keep it for the next step."""
         if self._batches is not None and self._batches.has_placed():
             return True
         return self._iteration is not None and self._iteration.has_more()
@@ -306,19 +306,19 @@ class Epochs:
         )
 
     def go_to(self, position: Position, initial: RandomState) -> None:
-        """Make the next epoch begin at a position, maybe of another process.
+        """Make the next epoch begin at a position, also one of another process.
 
         `initial` is the random state at the beginning of the first epoch.
         """
         if position.step % self.steps_per_execution:
             raise ValueError(
                 f"BackupAndRestore: the backup is at step {position.step} of epoch "
-                f"{position.epoch}, which steps_per_execution="
-                f"{self.steps_per_execution} does not meet. Compile with the "
+                f"{position.epoch}, and no execution of steps_per_execution="
+                f"{self.steps_per_execution} begins there. Compile with the "
                 "steps_per_execution of the run that saved it."
             )
         random_state.restore(initial)
-        # Threads that make batches ahead begin anew in each epoch.
+        # Threads that prefetch batches begin again in each epoch.
         ahead = trainer.makes_batches_ahead(self.adapter)
         self.end_epochs(position.ends if ahead else position.ends_before)
         self.length = position.num_batches
@@ -348,7 +348,7 @@ def _warn_of_end() -> None:
 
 
 def _one_ahead(source: Iterable[PyTree]) -> Iterator[PyTree]:
-    """Prefetch one batch: each is drawn when the one before is asked for."""
+    """Prefetch one batch, as Keras' loop does."""
     batches = iter(source)
     try:
         current = next(batches, None)
@@ -386,7 +386,7 @@ class _Iteration:
         return self._ahead.popleft() if self._ahead else self._draw(self._source)
 
     def has_more(self) -> bool:
-        """Whether there is another batch; takes it if need be, for later."""
+        """Whether there is another batch; may draw it and keep it."""
         if not self._ahead and self._source is not None:
             try:
                 self._ahead.append(self._draw(self._source))
@@ -422,16 +422,14 @@ def _after(adapter: DataAdapterLike, number: int) -> Iterator[PyTree]:
     if is_map_dataset(batches):
         return iter(batches[number:])
     source = iter(batches)
-    if not is_array_adapter(adapter):  # Of arrays nothing is read.
-        _logger.info(
-            "fit: reading %d batches again to get to where training was.", number
-        )
+    if not is_array_adapter(adapter):  # Arrays are skipped without reading them.
+        _logger.info("fit: reading %d batches again, up to the backup.", number)
     for i in range(number):
         try:
             next(source)
         except StopIteration:
             raise ValueError(
-                f"BackupAndRestore: the data ends after {i} batches, but the run that "
-                f"is continued had trained on {number}. Give fit the same data."
+                f"BackupAndRestore: the data ends after {i} batches, but the backup "
+                f"was made after {number}. Pass the same data to fit."
             ) from None
     return source

@@ -1,7 +1,7 @@
 """Hooks in Keras' classes; `_private.wraps` says what each is for.
 
-Each does nothing where there is no strategy, and has the parameters of the function
-that it replaces: `_private.wraps` compares them with those of Keras.
+Without a strategy, each calls the function that it replaces. It has the parameters of
+that function; `_private.wraps` compares them with those of Keras.
 """
 
 import inspect
@@ -47,10 +47,10 @@ from replicax.engine.scope import (
 from replicax.errors import ContextError
 from replicax.keras import (
     building,
-    enrolled,
     loop,
     on_batch,
     optimizers,
+    providers,
     reductions,
     variables,
 )
@@ -73,16 +73,16 @@ _COUNTS = (
     "validation_steps",
     "validation_freq",
 )
-"""Arguments that say how many batches there are, and of what size."""
+"""Arguments that set the number of batches and their size."""
 
 _installing = threading.Lock()
 _installed = False
 
 
 def install() -> None:
-    """Install the hooks, once: when the first strategy or callback of ours is made.
+    """Install the hooks, once: with the first strategy or callback of replicax.
 
-    Models, variables and optimizers that were made before go on as they are.
+    Models, variables and optimizers made earlier stay as they are.
     """
     global _installed
     with _installing:
@@ -95,13 +95,14 @@ def install() -> None:
 _STRATEGY = "_replicax_strategy"
 
 _newest: weakref.ref[StrategyLike] | None = None
-"""The strategy that was made last, of those that a script makes for a reason."""
+"""The newest strategy that `note_strategy` remembers."""
 
 
 def note_strategy(strategy: StrategyLike) -> None:
     """Remember a strategy, to warn of a model that should have been made in its scope.
 
-    One replica in one process is no reason to expect the scope.
+    A strategy of one replica in one process trains as Keras alone does: it is not
+    remembered.
     """
     global _newest
     group = strategy.group
@@ -110,7 +111,7 @@ def note_strategy(strategy: StrategyLike) -> None:
 
 
 def _warn_of_no_scope(name: str, model: keras.Model) -> None:
-    """Warn, once, where `fit` trains a model without the strategy that there is."""
+    """Warn, once, if `fit` trains a model outside the newest strategy."""
     global _newest
     strategy = None if _newest is None else _newest()
     if name != "fit" or strategy is None or strategy.home.labels.are_used:
@@ -128,13 +129,13 @@ def _warn_of_no_scope(name: str, model: keras.Model) -> None:
 def _init_trainer(
     original: Original, model: PyTree, *args: PyTree, **kwargs: PyTree
 ) -> None:
-    # Not by `setattr`: Keras' bookkeeping may not be there yet.
+    # Not by `setattr`: Keras' tracker of attributes may not exist yet.
     vars(model)[_STRATEGY] = current_strategy()
     original(model, *args, **kwargs)
 
 
 def _runs(method: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """The hook of a model's method that runs steps: the loop of this package."""
+    """The hook of a model's method that runs steps: replicax' loop runs them."""
 
     def hook(
         original: Original, model: keras.Model, *args: PyTree, **kwargs: PyTree
@@ -162,31 +163,32 @@ def _run(
         wants_loop = name == "fit" and _wants_loop(kwargs.get("callbacks"), *args)
         if not (is_planned or wants_loop):
             return original(model, *args, **kwargs)
-        strategy = enrolled.default_strategy()
+        strategy = providers.default_strategy()
     if not building.has_call(model):
         building.note_built(model)
-    # Validation is a part of `fit`.
-    called = current_call() if kwargs.get(IN_FIT) else name
+    # Messages of a validation name the `fit` that it is a part of.
+    caller = current_call() if kwargs.get(IN_FIT) else name
 
     def call() -> PyTree:
         with turn_of(model, strategy, name):
             return method(model, strategy, *args, **kwargs)
 
-    def run() -> PyTree:
-        if name not in _WITH_DATA:
-            return called_in(strategy, call, (called, model))
+    def call_with_data() -> PyTree:
         strategy.home.begin()
         is_alone = len(strategy.workers.names) == 1
-        told = "" if is_alone else _described(original, model, args, kwargs)
-        synchronize_random_state(strategy.workers, told)  # Shuffling depends on it.
+        description = "" if is_alone else _described(original, model, args, kwargs)
+        # Shuffling depends on it.
+        synchronize_random_state(strategy.workers, description)
         try:
             with heeding_interrupts():
-                return called_in(strategy, call, (called, model))
+                return called_in(strategy, call, (caller, model))
         finally:
             strategy.home.settle()
 
     try:
-        return run()
+        if name in _WITH_DATA:
+            return call_with_data()
+        return called_in(strategy, call, (caller, model))
     except (KeyboardInterrupt, TypeError) as error:
         interrupt = _interrupt_of(error)
         if interrupt is None or not keras.config.is_traceback_filtering_enabled():
@@ -197,10 +199,10 @@ def _run(
 
 
 def _interrupt_of(error: BaseException) -> KeyboardInterrupt | None:
-    """The interrupt that an exception is, or that Keras has made a `TypeError` of.
+    """The interrupt that an exception is, or that Keras turned into a `TypeError`.
 
-    It may come before the first line of a function, where a frame has no line number,
-    and Keras' filter of tracebacks fails.
+    Before the first line of a function a frame has no line number. Keras' filter of
+    tracebacks fails on an interrupt at that point.
     """
     if isinstance(error, KeyboardInterrupt):
         return error
@@ -208,25 +210,27 @@ def _interrupt_of(error: BaseException) -> KeyboardInterrupt | None:
     return context if isinstance(context, KeyboardInterrupt) else None
 
 
-def _refuse_scope(original: Original, model: keras.Model, strategy: PyTree) -> None:
-    """Raise for a model that is used in a scope which it was not made in.
+def _refuse_scope(
+    original: Original, model: keras.Model, strategy: StrategyLike | None
+) -> None:
+    """Raise for a model that is used in the scope of another strategy than its own.
 
-    As when a notebook's cell makes the strategy anew, and the model is of the old one.
+    That happens where a notebook's cell makes the strategy again, but not the model.
     """
     scope = current_strategy()
     if scope is not None and scope is not strategy:
-        made = f", in that of another one, {strategy!r}" if strategy else ""
+        home = f", in that of another one, {strategy!r}" if strategy else ""
         raise ContextError(
             f"{type(model).__name__}.{original.__name__}: model {model.name!r} was "
-            f"made outside the scope of {scope!r}{made}, and is used under it. Make "
+            f"made outside the scope of {scope!r}{home}, and is used under it. Make "
             "the model and call compile under `with strategy.scope():`, again if the "
             "strategy was made again."
         )
 
 
 def _wants_loop(*arguments: PyTree) -> bool:
-    """Whether `fit` of a model without a strategy has a callback of this package."""
-    return enrolled.add_callbacks is not None or any(
+    """Whether `fit` of a model without a strategy has a callback of replicax."""
+    return providers.add_callbacks is not None or any(
         isinstance(callback, LateCallback)
         for x in arguments
         if isinstance(x, list | tuple | keras.callbacks.Callback)
@@ -248,7 +252,7 @@ def _compile(
 
 
 def _read_all(original: Original, *args: PyTree, **kwargs: PyTree) -> PyTree:
-    """Read or save a layer's variables: their values after the same step."""
+    """Read or save a layer's variables: all values are those after one step."""
     if threads.is_alone() or other_values() is not None:
         return original(*args, **kwargs)
     layer, *_ = (*args, *kwargs.values())
@@ -259,7 +263,7 @@ def _read_all(original: Original, *args: PyTree, **kwargs: PyTree) -> PyTree:
 
 
 def _assign_all(original: Original, *args: PyTree, **kwargs: PyTree) -> PyTree:
-    """Assign all variables of a layer between two steps."""
+    """Assign all variables of a layer, between two steps of other threads."""
     with threads.order:
         return original(*args, **kwargs)
 
@@ -267,12 +271,12 @@ def _assign_all(original: Original, *args: PyTree, **kwargs: PyTree) -> PyTree:
 def _described(
     original: Original, model: keras.Model, args: PyTree, kwargs: PyTree
 ) -> str:
-    """A call of a model as other workers make it: with the arguments that count."""
+    """A call as text that must be equal on all workers: its method and counts."""
     try:
-        given = inspect.signature(original).bind(model, *args, **kwargs).arguments
-    except TypeError:  # The call itself says what is wrong.
-        given = {}
-    counts = {name: given[name] for name in _COUNTS if given.get(name) is not None}
+        arguments = inspect.signature(original).bind(model, *args, **kwargs).arguments
+    except TypeError:  # The call itself raises a better error.
+        arguments = {}
+    counts = {x: arguments[x] for x in _COUNTS if arguments.get(x) is not None}
     listed = ", ".join(f"{name}={value!r}" for name, value in counts.items())
     return f"{type(model).__name__}.{original.__name__}({listed})"
 
@@ -303,7 +307,7 @@ def _compute_loss_and_updates(
         loss, rest = original(model, trained, values[num:], *args, **kwargs)
         return loss_scaled(loss), (rest, masks_of((loss, rest)))
 
-    # The other arguments stay the same objects, with the masks attached to them.
+    # The other arguments stay the same objects: Keras attached masks to them.
     loss, (rest, masks) = regathering(run)(
         [*trainable_variables, *non_trainable_variables]
     )
@@ -322,8 +326,8 @@ def _in_replica(replacement: Callable[..., PyTree]) -> Callable[..., PyTree]:
 
 
 def _sparse_batch(original: Original, x: PyTree) -> PyTree:
-    # Keras makes JAX arrays of it, by programs that are compiled anew for each number
-    # of entries.
+    # Keras would make JAX arrays of it, with a program compiled for each number of
+    # entries.
     if current_strategy() is None:
         return original(x)
     rows = as_rows(x)
@@ -331,8 +335,8 @@ def _sparse_batch(original: Original, x: PyTree) -> PyTree:
 
 
 def _to_backend_device(original: Original, device_name: PyTree) -> PyTree:
-    # Keras takes the first device of a kind in the whole cluster. Where data are made
-    # (`keras.device("cpu")`, images by Grain), that would be another worker's memory.
+    # Keras takes the first device of a kind in the whole cluster. For data made on this
+    # worker (`keras.device("cpu")`, images by Grain) that is another worker's memory.
     if isinstance(device_name, str) and ":" not in device_name:
         return jax.local_devices(backend=device_name)[0]
     return original(device_name)

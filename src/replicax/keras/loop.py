@@ -1,24 +1,25 @@
 """The one loop of `fit`, `evaluate` and `predict`, for models of a strategy.
 
-It does what Keras' own does, in the same order, on public names of models and
-callbacks. The values of variables stay in the variables: whoever looks at one, in a
-callback or after an interrupt, finds that of the last step that was made.
+It does what Keras' own loop does, in the same order, through public names of models and
+callbacks. Variables always have their values of the last completed step: a callback can
+read them, and so can a user after an interrupt.
 """
 
 import dataclasses
 import warnings
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 import jax
 import keras
 import numpy as np
 
 from replicax._private import trainer
-from replicax._util.types import PyTree
+from replicax._util.types import Logs, PyTree
 from replicax.engine.protocols import RecorderLike, StepSource, StrategyLike
 from replicax.input.distributed import DistributedInput
-from replicax.keras import building, enrolled
+from replicax.keras import building, providers
 from replicax.keras.adapters import DataAdapterLike, adapter_of
 from replicax.keras.epochs import Epochs
 from replicax.keras.session import (
@@ -33,6 +34,12 @@ from replicax.keras.steps import Steps, group_of, is_of_keras, steps_of
 
 __all__ = ["evaluate", "fit", "predict"]
 
+CallbackList: TypeAlias = keras.callbacks.CallbackList
+Callbacks: TypeAlias = (
+    keras.callbacks.Callback | Sequence[keras.callbacks.Callback] | CallbackList | None
+)
+"""Callbacks as a user gives them."""
+
 
 def fit(
     model: keras.Model,
@@ -42,7 +49,7 @@ def fit(
     batch_size: int | None = None,
     epochs: int = 1,
     verbose: str | int = "auto",
-    callbacks: PyTree = None,
+    callbacks: Callbacks = None,
     validation_split: float = 0.0,
     validation_data: PyTree = None,
     shuffle: bool | str = True,
@@ -65,8 +72,8 @@ def fit(
             (x, y, sample_weight), validation_split
         )
         (x, y, sample_weight), validation_data = split
-    if enrolled.add_callbacks is not None:
-        callbacks = enrolled.add_callbacks(callbacks)
+    if providers.add_callbacks is not None:
+        callbacks = providers.add_callbacks(callbacks)
     with FitSession(strategy, initial_epoch) as session:
         session.enter_model(model)
         session.epochs = data = _epochs(
@@ -91,11 +98,12 @@ def fit(
         validation = None
         if validation_data is not None:
             names = ("x", "y", "sample_weight")
-            parts = keras.utils.unpack_x_y_sample_weight(validation_data)
-            if not isinstance(parts[0], DistributedInput):  # It would warn of `fit`'s.
+            values = keras.utils.unpack_x_y_sample_weight(validation_data)
+            # A distributed dataset has batches already, and warns of a batch size.
+            if not isinstance(values[0], DistributedInput):
                 validation_batch_size = validation_batch_size or batch_size
             validation = _Validation(
-                data=dict(zip(names, parts, strict=True)),
+                data=dict(zip(names, values, strict=True)),
                 batch_size=validation_batch_size,
                 steps=validation_steps,
                 freq=validation_freq,
@@ -103,22 +111,24 @@ def fit(
         session.work = strategy.home.claimed_steps(model, session)
         if session.work is not None:
             session.callback(session.work.close)
-        # Before they get the model: TensorBoard opens its files then.
-        every = keras.tree.flatten(getattr(callbacks, "callbacks", callbacks))
-        refuse_saves_of_each(every, strategy)
+        of_user = keras.tree.flatten(getattr(callbacks, "callbacks", callbacks))
+        refuse_saves_of_each(of_user, strategy)
+        # Before `set_model`, in which TensorBoard opens its files.
         if not strategy.is_chief:
-            session.enter_context(discarded_files(every))
-        callbacks = _callback_list(
+            session.enter_context(discarded_files(of_user))
+        # A progress bar would count one worker's steps among those of many.
+        is_one_of_many = verbose == "auto" and session.work is not None
+        listed = _callback_list(
             model,
             callbacks,
-            _verbosity(verbose, session),
+            2 if is_one_of_many else verbose,
             data,
             epochs=epochs,
             add_history=True,
         )
-        run = _FitLoop(model, session, callbacks, validation)
+        loop = _FitLoop(model, session, listed, validation)
         try:
-            run.train(initial_epoch, epochs)
+            loop.train(initial_epoch, epochs)
         except KeyboardInterrupt as error:
             if not error.args:
                 error.args = (f"interrupted in fit{session.progress(model)}",)
@@ -148,10 +158,10 @@ class _Validation:
         )
 
     def run(
-        self, model: keras.Model, session: FitSession, callbacks: PyTree
-    ) -> dict[str, PyTree]:
-        """Evaluate, by the model's own method; returns logs with `val_` in front."""
-        if session.validation is None:  # The same data in each epoch.
+        self, model: keras.Model, session: FitSession, callbacks: CallbackList
+    ) -> Logs:
+        """Call the model's own `evaluate`; returns its logs with `val_` in front."""
+        if session.validation is None:  # One adapter serves all epochs.
             adapter = adapter_of(
                 **self.data,
                 batch_size=self.batch_size,
@@ -160,8 +170,8 @@ class _Validation:
             )
             session.validation = _epochs(model, session.strategy, adapter, self.steps)
             session.callback(session.validation.close)
-        # Keras tells it all again, for models with an `evaluate` of their own.
-        evaluate: Callable[..., dict[str, PyTree]] = model.evaluate
+        # A model may override `evaluate`, so it gets all arguments again, as in Keras.
+        evaluate: Callable[..., Logs] = model.evaluate
         logs = evaluate(
             **self.data,
             batch_size=self.batch_size,
@@ -179,14 +189,14 @@ class _FitLoop:
 
     model: keras.Model
     session: FitSession
-    callbacks: PyTree
+    callbacks: CallbackList
     validation: _Validation | None
     logs: PyTree = None
 
     def train(self, first: int, end: int) -> None:
-        """Train the epochs from `first` to `end`, or to where somebody stops it."""
+        """Train the epochs from `first` to `end`, unless a callback stops training."""
         model, session, callbacks = self.model, self.session, self.callbacks
-        logs: Mapping[str, PyTree] = {}
+        logs: Logs = {}
         refuse_averages_elsewhere(callbacks.callbacks, session.strategy)
         model.stop_training = False
         callbacks.on_train_begin()
@@ -208,13 +218,13 @@ class _FitLoop:
                 optimizer.finalize_variable_values(model.trainable_weights)
         callbacks.on_train_end(logs=logs)
 
-    def _epoch(self, epoch: int) -> dict[str, PyTree]:
+    def _epoch(self, epoch: int) -> Logs:
         model, session, callbacks = self.model, self.session, self.callbacks
         model.reset_metrics()
         callbacks.on_epoch_begin(epoch)
         source: StepSource | None = session.epochs
         if session.work is not None:
-            # What it returned in another epoch says nothing of one that others made.
+            # Other workers may run the whole epoch: keep no logs of an earlier one.
             source, self.logs = session.work, None
         assert source is not None
         steps = steps_of(model, session.strategy, "train")
@@ -242,7 +252,7 @@ class _FitLoop:
         if self.logs:
             return self.logs
         if session.work is not None:
-            return model.get_metrics_result()  # Other workers have done all steps.
+            return model.get_metrics_result()  # Other workers ran all steps.
         if self.logs is None:
             raise building.without_data(model)
         return self.logs
@@ -257,7 +267,7 @@ def evaluate(
     verbose: str | int = "auto",
     sample_weight: PyTree = None,
     steps: int | None = None,
-    callbacks: PyTree = None,
+    callbacks: Callbacks = None,
     return_dict: bool = False,
     **kwargs: PyTree,
 ) -> PyTree:
@@ -278,17 +288,17 @@ def evaluate(
     try:
         building.build(model, strategy, "test", data.first_batch)
         data.reset()
-        callbacks = _callback_list(model, callbacks, verbose, data)
-        run = steps_of(model, strategy, "test")
+        listed = _callback_list(model, callbacks, verbose, data)
+        steps_of_model = steps_of(model, strategy, "test")
         model.stop_evaluating = False
-        callbacks.on_test_begin()
+        listed.on_test_begin()
         model.reset_metrics()
-        last = deque(_executions(model, data, run, callbacks, "test"), maxlen=1)
+        last = deque(_executions(model, data, steps_of_model, listed, "test"), maxlen=1)
         if not last:
             what = "validation data" if is_part_of_fit else "data"
             raise building.without_data(model, what)
         logs = trainer.pythonify_logs(_results(model, last[0]))
-        callbacks.on_test_end(logs)
+        listed.on_test_end(logs)
     finally:
         if not is_part_of_fit:
             data.close()
@@ -302,27 +312,28 @@ def predict(
     batch_size: int | None = None,
     verbose: str | int = "auto",
     steps: int | None = None,
-    callbacks: PyTree = None,
+    callbacks: Callbacks = None,
 ) -> PyTree:
     """`model.predict` on a strategy's replicas, as Keras has it."""
     adapter = adapter_of(x, batch_size=batch_size, steps_per_epoch=steps)
-    only_inputs = is_of_keras(model, ["predict_step"])  # Another one may read targets.
+    # A `predict_step` of the user's may read targets.
+    only_inputs = is_of_keras(model, ["predict_step"])
     data = _epochs(model, strategy, adapter, steps, only_inputs=only_inputs)
     try:
         if not building.is_built(model):
             building.build(model, strategy, "predict", data.first_batch)
             data.reset()
-        callbacks = _callback_list(model, callbacks, verbose, data)
-        run = steps_of(model, strategy, "predict")
+        listed = _callback_list(model, callbacks, verbose, data)
+        steps_of_model = steps_of(model, strategy, "predict")
         model.stop_predicting = False
-        callbacks.on_predict_begin()
-        parts = list(_executions(model, data, run, callbacks, "predict"))
-        callbacks.on_predict_end()
+        listed.on_predict_begin()
+        outputs = list(_executions(model, data, steps_of_model, listed, "predict"))
+        listed.on_predict_end()
     finally:
         data.close()
-    if not parts:
+    if not outputs:
         raise building.without_data(model)
-    return jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
+    return jax.tree.map(lambda *xs: np.concatenate(xs), *outputs)
 
 
 _FLAGS = {
@@ -336,13 +347,13 @@ def _executions(
     model: keras.Model,
     source: StepSource,
     steps: Steps,
-    callbacks: PyTree,
+    callbacks: CallbackList,
     kind: str,
     recorder: RecorderLike | None = None,
 ) -> Iterator[PyTree]:
-    """Make the steps of one epoch; yields the results of each execution."""
-    begin = _heard(callbacks, kind, "begin")
-    end = _heard(callbacks, kind, "end")
+    """Run the steps of one epoch; yields the results of each execution."""
+    begin = _batch_method(callbacks, kind, "begin")
+    end = _batch_method(callbacks, kind, "end")
     flag = _FLAGS[kind]
     for first, last in source.steps():
         if begin is not None:
@@ -362,13 +373,17 @@ def _executions(
             return
 
 
-def _heard(callbacks: PyTree, kind: str, when: str) -> Callable[..., None] | None:
-    """The callbacks' method around a batch; None where no callback defines it.
+def _batch_method(
+    callbacks: CallbackList, kind: str, when: str
+) -> Callable[..., None] | None:
+    """The callbacks' method for a batch; None where no callback defines it.
 
-    Otherwise a thread of Keras reads each batch's logs: half of a tiny model's step.
+    Keras would pass the logs of each batch to a thread even then, which takes half of
+    the time of a tiny model's step.
     """
     names = f"on_{kind}_batch_{when}", f"on_batch_{when}"
-    return getattr(callbacks, names[0]) if trainer.hears(callbacks, names) else None
+    is_defined = trainer.defines_any(callbacks, names)
+    return getattr(callbacks, names[0]) if is_defined else None
 
 
 def _epochs(
@@ -389,22 +404,17 @@ def _epochs(
     )
 
 
-def _verbosity(verbose: str | int, fit: FitSession) -> str | int:
-    """How `fit` shows its progress: a bar would count one worker's steps of many."""
-    return 2 if verbose == "auto" and fit.work is not None else verbose
-
-
 def _callback_list(
     model: keras.Model,
-    callbacks: PyTree,
+    callbacks: Callbacks,
     verbose: str | int,
     data: Epochs,
     *,
     epochs: int = 1,
     add_history: bool = False,
-) -> PyTree:
-    if not isinstance(callbacks, keras.callbacks.CallbackList):
-        callbacks = keras.callbacks.CallbackList(
+) -> CallbackList:
+    if not isinstance(callbacks, CallbackList):
+        callbacks = CallbackList(
             callbacks,
             add_history=add_history,
             add_progbar=verbose != 0,

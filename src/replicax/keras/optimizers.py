@@ -1,7 +1,6 @@
-"""Hooks of Keras' optimizers: the seam, and the sharding of slots.
+"""Hooks of Keras' optimizers: gradients are combined in `apply`, and state is sharded.
 
-Installed by `hooks`, as `_private.wraps` says; `original` is the optimizer's own
-method.
+`hooks` installs them; `original` is the optimizer's own method.
 """
 
 import inspect
@@ -43,7 +42,7 @@ def apply(
     grads: PyTree,
     trainable_variables: PyTree = None,
 ) -> PyTree:
-    """`optimizer.apply` inside a replica function: the seam."""
+    """`optimizer.apply`; in a replica function it combines the gradients first."""
     context = current_context()
     if context is None:
         return original(optimizer, grads, trainable_variables)
@@ -69,14 +68,14 @@ def apply(
 
 
 _with_override: weakref.WeakSet[type] = weakref.WeakSet()
-"""The classes of users whose own `apply` is hooked."""
+"""Users' optimizer classes whose `apply` is hooked."""
 
 
 def hook_overrides(kind: type[keras.Optimizer]) -> None:
-    """Hook `apply` of an optimizer's classes that override it.
+    """Hook `apply` of a user's optimizer classes that override it.
 
-    Such an override changes gradients, or weights after the update. It is part of the
-    update: made once, with the gradients that are combined over the replicas.
+    Such an override changes gradients, or weights after the update. It runs once, with
+    the gradients that are combined over the replicas.
     """
     for owner in kind.__mro__:
         if owner.__module__.partition(".")[0] == "keras":
@@ -90,7 +89,7 @@ def hook_overrides(kind: type[keras.Optimizer]) -> None:
 def _apply_override(
     original: Original, optimizer: keras.Optimizer, *args: PyTree, **kwargs: PyTree
 ) -> PyTree:
-    """`optimizer.apply` of a user's class, inside a replica function: the seam."""
+    """`optimizer.apply` of a user's class; combines the gradients first."""
     if current_context() is None:
         return original(optimizer, *args, **kwargs)
     signature = inspect.signature(original)
@@ -125,7 +124,7 @@ def _defer(
         with keras.name_scope(optimizer.name, caller=optimizer):
             optimizer.build(list(variables))
         for variable in optimizer.variables:
-            # The next trace finds them, and may use some before, such as a loss scale.
+            # Read: the next trace may use some first, such as a loss scale.
             variable.value  # noqa: B018
     trained = trained_by(optimizer) if variables is None else list(variables)
     if len(grads) != len(trained):
@@ -160,7 +159,7 @@ def apply_with_loss_scale(
         return None
     if context is None and not isinstance(current_scope(), ValueScope):
         return original(optimizer, grads, trainable_variables)
-    # Keras assigns to variables inside a `cond`, where JAX loses them. Assign after it.
+    # Keras assigns variables inside a `cond`, where JAX drops the values.
     if not optimizer.built:
         optimizer.build(list(trainable_variables or ()))
     trained = list(trainable_variables or trained_by(optimizer))
@@ -182,13 +181,13 @@ def stateless_apply_with_loss_scale(
     grads: PyTree,
     trainable_variables: PyTree,
 ) -> PyTree:
-    """`LossScaleOptimizer.stateless_apply`, which checks the gradients, too."""
+    """`LossScaleOptimizer.stateless_apply`, which checks the gradients as well."""
     context = current_context()
     grads = list(grads)
     if context is None or (context.defers_updates and not grads):
         return original(optimizer, optimizer_variables, grads, trainable_variables)
     if context.defers_updates:
-        # As other optimizers do it: by `apply`, in a scope of these values.
+        # Other optimizers do it this way: `apply`, in a scope of these values.
         return keras.Optimizer.stateless_apply(
             optimizer, optimizer_variables, grads, trainable_variables
         )
@@ -200,7 +199,7 @@ def stateless_apply_with_loss_scale(
 
 
 def _require_current(variables: PyTree, scope: keras.StatelessScope) -> None:
-    """Refuse values of one's own: the update will be made on the stored ones."""
+    """Refuse values that are not the variables' own: the update starts from those."""
     outer = scope_around(scope)
     if not isinstance(outer, RecordingScope | ValueScope):
         return
@@ -209,14 +208,14 @@ def _require_current(variables: PyTree, scope: keras.StatelessScope) -> None:
         if value is not None and not outer.is_value_of(variable, value):
             raise UpdatePendingError(
                 f"optimizer.stateless_apply: the value given for {variable.path!r} is "
-                "not the variable's own, but under this strategy the update is made on "
-                "that, where it lives. Pass the values that the step got; change them "
-                "in a step of its own."
+                "not the variable's own, but under this strategy the update starts "
+                "from that. Pass the values that the step got; change them in another "
+                "step."
             )
 
 
 class _Reference(threading.local):
-    """The weight that an optimizer makes a slot for in this thread."""
+    """The weight whose optimizer state this thread creates."""
 
     path = ""
 
@@ -231,7 +230,7 @@ def add_slot(
     *args: PyTree,
     **kwargs: PyTree,
 ) -> PyTree:
-    """`optimizer.add_variable_from_reference`; None where slots lie elsewhere."""
+    """`optimizer.add_variable_from_reference`; None if the state lies elsewhere."""
     strategy = current_strategy()
     if strategy is None:
         return original(optimizer, reference_variable, *args, **kwargs)
@@ -246,14 +245,14 @@ def add_slot(
 
 
 def _note_home(optimizer: keras.Optimizer, home: Home) -> None:
-    """Note who has the slots, for checkpoints, and has the averages of weights."""
-    attributes = optimizer.__dict__  # Unlike `vars`, its type says one may write.
+    """Set the home of an optimizer's state, which checkpoints and `fit` use."""
+    attributes = optimizer.__dict__  # `vars` has a read-only type.
     attributes[STATE_HOME] = home
     attributes["finalize_variable_values"] = lambda _: home.finalize(optimizer)
 
 
 def slot_reference() -> str:
-    """The path of the weight that this thread makes a slot for; empty without one."""
+    """The path of the weight whose state this thread creates, or an empty string."""
     return _reference.path
 
 

@@ -1,17 +1,17 @@
-"""Makes Keras' means over a replica's rows means over the global batch.
+"""Turns Keras' means over a replica's rows into means over the global batch.
 
-A Keras loss divides by a count: of examples, of unmasked steps, of sample weights. For
-the numbers of one device the count must be the global batch's. Local losses become
+A Keras loss divides by a count: of examples, of unmasked steps, of sample weights. To
+give the numbers of one device, the count must be that of the global batch. The loss of
+a replica becomes
 
     share of replica r = sum of r's values / count over all replicas
 
-whose sum over replicas is the global loss. In `fit`, where gradients are averaged and
-not summed, shares are multiplied by the number of replicas.
+and the shares sum to the global loss. `fit` averages gradients over the replicas rather
+than summing them, so it multiplies shares by the number of replicas.
 
-A step may log what it computes from a metric, such as the exponential of a mean loss.
-In a replica the metric's state is a part of a sum. The mean of what replicas compute
-from their parts is another number than what one device computes from the whole: so in
-such steps metrics have the results of all replicas.
+A step may log a function of a metric, such as the exponential of a mean loss. In a
+replica the metric's state covers the replica's rows only, and the mean of the functions
+is not the function of the mean. So in such steps `result` is that of all replicas.
 """
 
 import contextlib
@@ -68,7 +68,7 @@ def reduce_weighted_values(
     scale: PyTree = context.loss_scale
     is_weighted = sample_weight is not None or mask is not None
     if reduction == "sum" and context.is_in_metric:
-        scale = 1  # Its state is summed; no gradients are averaged.
+        scale = 1  # The metric's state is summed over the replicas.
     elif reduction == "sum":
         if context.takes_equal_shares:
             context.log_own_rows(
@@ -82,13 +82,13 @@ def reduce_weighted_values(
     elif mask is not None and reduction != "mean_with_sample_weight":
         count = ops.sum(ops.cast(mask, loss.dtype))
         scale *= _share_of(context, count, "the number of its unmasked values")
-    else:  # All replicas have the same shapes.
+    else:  # All replicas have the same number of rows.
         scale *= 1 / context.num_in_step
     return declare_share(loss * scale)
 
 
 def _share_of(context: ReplicaContext, count: PyTree, what: str) -> PyTree:
-    """A replica's part of a count over all replicas, by which losses are divided."""
+    """A replica's count as a share of that of all replicas."""
     context.log_own_rows(
         f"a loss is divided by {what}",
         "Gradients are the means of the workers' own, weighted by their rows, and "
@@ -101,17 +101,18 @@ def _share_of(context: ReplicaContext, count: PyTree, what: str) -> PyTree:
 def update_mean(
     context: ReplicaContext,
     original: Original,
-    metric: PyTree,
+    metric: keras.metrics.Mean,
     values: PyTree,
     sample_weight: PyTree = None,
 ) -> None:
-    """Keras' update of a mean, in which a scalar counts once for each batch.
+    """Keras' update of a mean, in which a scalar counts once for each global batch.
 
-    A scalar, such as a step's loss, stands for the rows of a replica. Replicas that
-    share a batch have equally many, and so have equal parts in the batch's one count.
-    Where losses are shares, whose sum over replicas is the loss, the mean is of that.
+    Each replica updates with its own scalar, such as the loss of its rows. Replicas
+    that share a batch have equally many rows, so the scalars have equal parts of the
+    count of one. A loss that is a share is scaled first, so that the mean is that of
+    the global loss.
     """
-    _note_dropped(metric)
+    _warn_if_dropped(metric)
     if is_share(values):
         values = values * (context.num_in_step / context.loss_scale)
     is_scalar = sample_weight is None and ops.ndim(values) == 0
@@ -120,12 +121,12 @@ def update_mean(
     original(metric, values, sample_weight)
 
 
-def _note_dropped(metric: PyTree) -> None:
-    """Say that Keras drops what a metric is updated with, where it does.
+def _warn_if_dropped(metric: keras.metrics.Mean) -> None:
+    """Warn if Keras drops the update of a metric.
 
-    Steps of `(state, data)` call the model with the values of its variables, without
-    those of metrics, and keep the updates of these variables only. Keras' own tracker
-    of the loss is dropped on purpose where `metrics` of a model leaves it out.
+    A step of `(state, data)` calls the model in a scope of its own variables and keeps
+    updates of these, but not updates of metrics. Keras' tracker of the loss is exempt:
+    a model whose `metrics` omits it drops it on purpose.
     """
     if tracks_loss(current_model(), metric):
         return
@@ -164,9 +165,9 @@ def init_batch_normalization(
 def _synchronized_moments(
     layer: keras.Layer, own: Original, inputs: PyTree, mask: PyTree
 ) -> PyTree:
-    """Mean and variance of features over the global batch from each replica's own."""
+    """Mean and variance of features over the global batch."""
     context = current_context()
-    layer.synchronized = False  # In a trace of one thread.
+    layer.synchronized = False  # `own` is Keras' method, which refuses True.
     try:
         mean, variance = own(inputs, mask)
     finally:
@@ -189,11 +190,11 @@ def _synchronized_moments(
 
 
 def _num_unmasked(layer: keras.Layer, inputs: PyTree, mask: PyTree) -> PyTree:
-    """The number of values of each feature that a mask shows."""
-    shown = ops.broadcast_to(ops.expand_dims(mask, -1), ops.shape(inputs))
+    """The number of unmasked values of each feature."""
+    unmasked = ops.broadcast_to(ops.expand_dims(mask, -1), ops.shape(inputs))
     features = layer.axis % inputs.ndim
     axes = [dim for dim in range(inputs.ndim) if dim != features]
-    return ops.sum(ops.cast(shown, "float32"), axes)
+    return ops.sum(ops.cast(unmasked, "float32"), axes)
 
 
 @contextlib.contextmanager
@@ -203,28 +204,28 @@ def global_results(
     """While open, `result` of metrics in a replica function is that of all replicas.
 
     Args:
-        metrics: May contain others, as the metrics that a model compiles do.
+        metrics: The metrics; one may contain others, as the compiled metrics do.
 
     Yields:
-        The results so far; of one that is a dictionary its values, too.
+        The results so far, and the values of results that are dictionaries.
     """
     inside: list[keras.metrics.Metric] = []
     results: list[PyTree] = []
 
-    def noted(metric: PyTree, result: Callable[[], PyTree]) -> Callable[[], PyTree]:
-        of_all = functools.partial(_global_result, metric, result, inside)
-        return functools.partial(_noted, results, of_all)
+    def of_all_replicas(
+        metric: keras.metrics.Metric, result: Callable[[], PyTree]
+    ) -> Callable[[], PyTree]:
+        def recorded() -> PyTree:
+            value = _global_result(metric, result, inside)
+            results.append(value)
+            if isinstance(value, dict):
+                results.extend(value.values())
+            return value
 
-    with replaced_methods(metrics, "result", noted):
+        return recorded
+
+    with replaced_methods(metrics, "result", of_all_replicas):
         yield results
-
-
-def _noted(results: list[PyTree], result: Callable[[], PyTree]) -> PyTree:
-    value = result()
-    results.append(value)
-    if isinstance(value, dict):
-        results += value.values()
-    return value
 
 
 def _global_result(
@@ -237,9 +238,9 @@ def _global_result(
         return result()
     variables = list(metric.variables)
     values = {i: v.value for i, v in enumerate(variables)}
-    parts = {i: x for i, x in values.items() if id(variables[i]) in context.summands}
-    if parts:
-        values |= context.sum(parts)
+    addends = {i: x for i, x in values.items() if id(variables[i]) in context.summands}
+    if addends:
+        values |= context.sum(addends)
     inside.append(metric)
     try:
         with keras.StatelessScope([(variables[i], x) for i, x in values.items()]):

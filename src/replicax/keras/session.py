@@ -1,6 +1,6 @@
 """The state of one call of `fit`, for callbacks and parameter servers.
 
-Of files that callbacks write, those of the chief stay.
+Only the chief keeps the files that callbacks write.
 """
 
 import os
@@ -31,18 +31,18 @@ _NAME = "_replicax_fit"
 
 
 class FitSession(ExitStack):
-    """One call of `fit`: what its callbacks open is closed when it ends, in any way.
+    """One call of `fit`. Whatever callbacks enter here is closed when `fit` ends.
 
     Args:
         strategy: The model's, or the default one.
         first_epoch: `initial_epoch` of `fit`.
 
     Attributes:
-        initial_epoch: The epoch to begin with in place of that; None: as `fit` says.
-        epochs: The training data; None before they are there.
-        validation: The validation data, likewise.
+        initial_epoch: A restored epoch, where training begins instead; or None.
+        epochs: The training data; None until `fit` has read them.
+        validation: The validation data; None until they are used.
         work: The work queue of parameter servers; None without them.
-        recorder: Records how the time is spent; None: it is not recorded.
+        recorder: Records the time of each part of a step; or None.
         is_built: Whether the model has all its variables.
     """
 
@@ -58,20 +58,20 @@ class FitSession(ExitStack):
         self.is_built = False
 
     def enter_model(self, model: keras.Model) -> None:
-        """Be the model's session until this one ends."""
-        # Not by `setattr`: Keras looks for layers in what a model is given.
+        """Be the model's session until this `fit` ends."""
+        # Not by `setattr`: Keras looks for layers in a model's attributes.
         attributes = model.__dict__
         self.callback(attributes.__setitem__, _NAME, attributes.get(_NAME))
         attributes[_NAME] = self
 
-    def note_with(self, recorder: RecorderLike) -> None:
+    def record_with(self, recorder: RecorderLike) -> None:
         """Record the steps from now on."""
         self.recorder = recorder
         if self.epochs is not None:
             self.epochs.recorder = recorder
 
     def progress(self, model: keras.Model) -> str:
-        """The last step, for messages; empty where only other workers know it."""
+        """The last step, for messages; empty if this process does not know it."""
         members = workers.current()
         if members.watch is not None:
             return f" after step {members.watch.steps[members.name]}"
@@ -82,25 +82,25 @@ class FitSession(ExitStack):
 
 
 def session_of(model: keras.Model | None) -> FitSession | None:
-    """The `fit` that a model is in; None: in none."""
+    """The `fit` that trains a model now, or None."""
     return None if model is None else vars(model).get(_NAME)
 
 
 class LateCallback(keras.callbacks.Callback):
-    """A callback that is called again when all others were, in whichever order."""
+    """A callback with methods that are called after those of all other callbacks."""
 
     def __init__(self) -> None:
-        # Here, as the hooks need this module.
+        # The hooks import this module.
         from replicax.keras.hooks import install
 
         install()
         super().__init__()
 
     def after_train_begin(self, callbacks: Sequence[keras.callbacks.Callback]) -> None:
-        """All callbacks were told that training begins."""
+        """Called after `on_train_begin` of all callbacks."""
 
     def after_epoch_end(self, epoch: int) -> None:
-        """All callbacks were told that an epoch has ended."""
+        """Called after `on_epoch_end` of all callbacks."""
 
 
 def late_callbacks(
@@ -113,12 +113,12 @@ def late_callbacks(
 def refuse_averages_elsewhere(
     callbacks: Sequence[keras.callbacks.Callback], strategy: StrategyLike
 ) -> None:
-    """Raise for callbacks that change averages of weights which lie on servers."""
+    """Raise for callbacks that exchange averages of weights that lie elsewhere."""
     swaps = any(isinstance(c, keras.callbacks.SwapEMAWeights) for c in callbacks)
     if swaps and not strategy.home.keeps_slots:
         raise NotImplementedError(
-            "fit: SwapEMAWeights exchanges weights and their averages, which lie where "
-            f"{type(strategy).__name__} makes the updates. Leave it out: with "
+            "fit: SwapEMAWeights exchanges weights and their averages, which under "
+            f"{type(strategy).__name__} lie elsewhere. Leave it out: with "
             "use_ema=True the model has the averages at the end of fit, and with "
             "ema_overwrite_frequency also within it."
         )
@@ -127,8 +127,8 @@ def refuse_averages_elsewhere(
 def refuse_saves_of_each(
     callbacks: Iterable[keras.callbacks.Callback], strategy: StrategyLike
 ) -> None:
-    """Raise for callbacks that save, in each worker, what all are to restore."""
-    # Those of servers know each other by their shares of the input only.
+    """Raise for callbacks of Keras that would save once in each worker."""
+    # Workers of parameter servers are not in `strategy.workers`.
     num_workers = max(strategy.workers.count, strategy.input_shard.num_workers)
     for callback in callbacks if num_workers > 1 else ():
         if isinstance(callback, keras.callbacks.BackupAndRestore):
@@ -159,14 +159,15 @@ _PATHS: dict[type[keras.callbacks.Callback], str] = {
 def discarded_files(
     callbacks: Iterable[keras.callbacks.Callback],
 ) -> Generator[None]:
-    """Let callbacks of a worker write to a folder that is deleted at the end.
+    """Redirect the files of callbacks to a folder that is deleted at the end.
 
-    Workers of a cluster have the same paths, and what two write at once is damaged.
-    Those that are not the chief go on as it does, as reading weights may need all. The
-    messages of `RemoteMonitor` are left out.
+    For workers that are not the chief: all workers have the same paths, and two that
+    write one file damage it. The callbacks still run, since to read sharded weights all
+    workers must take part. `RemoteMonitor` sends nothing.
     """
     sends = keras.callbacks.RemoteMonitor.on_epoch_end
-    parent = os.environ.get(REPORT_DIR)  # Deleted by the launcher, if this is killed.
+    # The launcher deletes this folder if the process is killed.
+    parent = os.environ.get(REPORT_DIR)
     folder = ""
     with ExitStack() as stack:
         for number, callback in enumerate(callbacks):
@@ -184,6 +185,6 @@ def discarded_files(
 
 
 def _path_in(folder: Path, path: str) -> str:
-    """A path in a folder, with the end of another one, and the same in each epoch."""
+    """The name of `path` in `folder`, with 0 for fields such as the epoch."""
     folder.mkdir()
     return str(folder / re.sub(r"\{.*?\}", "0", Path(path).name))

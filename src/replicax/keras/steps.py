@@ -1,10 +1,10 @@
 """Keras' train, test and predict steps as replica programs.
 
-The model's `train_step(state, data)` does the work, with the variables' values as
+The model's `train_step(state, data)` computes the step, with the variables' values as
 `state`. The replica function here reads that state from the variables and assigns the
-new one, so that a program treats it like any function given to `strategy.run`: what a
-variable's aggregation says happens to metrics and moving statistics, and gradients go
-through the optimizer seam.
+new one. A program thus treats it like any function given to `strategy.run`: it combines
+metrics and moving statistics by their variables' aggregation, and gradients at
+`optimizer.apply`.
 """
 
 import inspect
@@ -65,7 +65,7 @@ class _ModelStep:
     ) -> None:
         step = getattr(model, name)
         self.__qualname__ = f"{type(model).__name__}.{name}"
-        self.__wrapped__ = step  # Its line is what messages name.
+        self.__wrapped__ = step  # Messages name its line.
         self._model = model
         self._name = name
         self._step = step
@@ -73,7 +73,7 @@ class _ModelStep:
         self._is_predict = name == "predict_step"
         self._trains = name == "train_step"
         self._defers_updates = defers_updates
-        # Else its logs are the results of metrics, which are computed afterwards.
+        # The logs of Keras' own step are results of metrics, computed afterwards.
         self._has_own_logs = not self._is_predict and not is_of_keras(
             model, (name, "compute_metrics", "get_metrics_result")
         )
@@ -107,10 +107,10 @@ class _ModelStep:
         return result
 
     def _stateless(self, groups: Groups, data: PyTree) -> PyTree:
-        """Run a step that takes and returns state on the variables themselves."""
+        """Run a step of `(state, data)` on the variables themselves."""
         state: PyTree = tuple([v.value for v in group] for group in groups)
         result, new_state = self._step(state, data)
-        if self._is_predict:  # Returns only what may have changed.
+        if self._is_predict:  # Keras' step returns the non-trainable state only.
             new_state = (state[0], new_state)
         for group, before, after in zip(groups, state, new_state, strict=True):
             for variable, old, new in zip(group, before, after, strict=True):
@@ -136,7 +136,7 @@ class _ModelStep:
         return options
 
     def _variables(self) -> list[PyTree] | None:
-        # A step with a tape may use any variable, a second optimizer's too.
+        # A step with a tape may use any variable, also a second optimizer's.
         if self._groups is None or self._defers_updates:
             return None
         others = _of_other_optimizers(self._model) if self._trains else []
@@ -149,17 +149,17 @@ class _ModelStep:
             return {}
         try:
             described: PyTree = keras.saving.serialize_keras_object(optimizer)
-        except NotImplementedError:  # A schedule needs `get_config` to be saved only.
+        except NotImplementedError:  # A schedule without `get_config` trains as well.
             return {"the optimizer": {"class_name": type(optimizer).__name__}}
         facts = {"class_name": described["class_name"], **described["config"]}
         return {"the optimizer": json.loads(json.dumps(facts, default=str))}
 
     def _final_logs(self, logs: PyTree) -> PyTree:
-        """Logs of the global batch: from the metrics, which count all replicas now.
+        """Logs of the global batch, once metrics hold the sums over all replicas.
 
-        Whatever else a user's own step logs is averaged, a "loss" too that is no result
-        of the metric of that name. Replicas have equal values of what it computes from
-        metrics.
+        Results of metrics are computed anew. Other values that a user's step logs are
+        averaged over the replicas, a "loss" too if the step did not get it from the
+        metric of that name.
         """
         mean = required_context().mean
         if not isinstance(logs, dict):
@@ -173,17 +173,17 @@ class _ModelStep:
         }
 
     def own_logs(self, logs: PyTree) -> dict[str, PyTree]:
-        """What a step of the user's logs beside the results of metrics."""
+        """The logs of a user's own step that are not results of metrics."""
         if not self._has_own_logs or not isinstance(logs, dict):
             return {}
         return {x: value for x, value in logs.items() if x not in self._results}
 
     def logs_now(self, logs: PyTree, own: dict[str, PyTree]) -> PyTree:
-        """The logs of a step as metrics are now, with the `own_logs` of all workers."""
+        """The logs, from metrics as they are now and the `own_logs` of all workers."""
         if not self._has_own_logs or not isinstance(logs, dict | None):
             return logs
-        found = self._metric_results() | own
-        return {x: found[x] for x in self._names if x in found}
+        results = self._metric_results() | own
+        return {x: results[x] for x in self._names if x in results}
 
     def _metric_results(self) -> dict[str, PyTree]:
         """The results of the metrics that the step updates."""
@@ -205,7 +205,7 @@ def is_of_keras(model: keras.Model, names: Iterable[str]) -> bool:
 
 
 def require_examples(model: keras.Model, name: str, data: PyTree) -> None:
-    """Raise where Keras could not compute a compiled loss, or its gradient."""
+    """Raise if Keras could not compute a compiled loss or its gradient."""
     losses = keras.tree.flatten(getattr(model, "loss", None))
     compiled = [loss for loss in losses if loss is not None]
     is_own = not is_of_keras(model, (name, "compute_loss"))
@@ -215,7 +215,7 @@ def require_examples(model: keras.Model, name: str, data: PyTree) -> None:
         raise ValueError(
             f"{current_call()}: model {model.name!r} has the loss {compiled[0]!r}, but "
             "the data have no targets to compute it from: y is None. Pass y, or "
-            "batches (x, y); a tuple that is given as x is taken for inputs."
+            "batches (x, y); a tuple passed as x counts as inputs."
         )
     sizes = {np.shape(x)[:1] for x in jax.tree.leaves(data)}
     if name == "train_step" and (0,) in sizes:
@@ -229,7 +229,7 @@ def _require_outputs_of_rows(model: keras.Model, data: PyTree) -> None:
     """Raise for a model that compares rows: CLIP's outputs are logits of all pairs."""
     x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
 
-    def call(x: PyTree) -> PyTree:  # Of any values: shapes count.
+    def call(x: PyTree) -> PyTree:  # Traced for its shapes only.
         return StepRun(lambda: model(x, training=False), RecordingScope).execute()
 
     name = f"{current_call()}({type(model).__name__})"
@@ -239,8 +239,8 @@ def _require_outputs_of_rows(model: keras.Model, data: PyTree) -> None:
 def takes_state(model: keras.Model, name: str) -> bool:
     """Whether a step is Keras' own for JAX, `step(state, data)`.
 
-    The other form is that of tf.keras, `step(data)`, with a tape. A step of `*args`
-    that does not tell has the form of the one that it overrides, in the end Keras' own.
+    The other form is that of tf.keras, `step(data)`, with a tape. A step that takes
+    `*args` has the form of the step that it overrides, at last Keras' own.
     """
     of_classes = (vars(c)[name] for c in type(model).__mro__ if name in vars(c))
     bound = (getattr(x, "__get__", lambda _, x=x: x)(model) for x in of_classes)
@@ -263,7 +263,7 @@ def takes_state(model: keras.Model, name: str) -> bool:
 def make_variables(
     model: keras.Model, name: str, strategy: StrategyLike, data: PyTree
 ) -> None:
-    """Trace a step with a tape on a batch, so that the variables it makes are there."""
+    """Trace a step with a tape on a batch, which creates the variables that it uses."""
     step = _ModelStep(model, name, [], defers_updates=strategy.group.defers_updates)
     batch = place(data, strategy.group)
     options = step.options(batch)
@@ -271,21 +271,21 @@ def make_variables(
 
 
 def _of_other_optimizers(model: keras.Model) -> list[PyTree]:
-    """The variables of optimizers that a model has beside the one that it compiles."""
-    others = []
+    """The variables of a model's optimizers other than the compiled one."""
+    optimizers = []
     for value in vars(model).values():
-        parts = list(value.values()) if isinstance(value, dict) else value
-        for part in parts if isinstance(parts, list | tuple) else [parts]:
-            if isinstance(part, keras.optimizers.Optimizer):
-                others.append(part)
-    return [v for x in others if x is not model.optimizer for v in x.variables]
+        values = list(value.values()) if isinstance(value, dict) else value
+        for item in values if isinstance(values, list | tuple) else [values]:
+            if isinstance(item, keras.optimizers.Optimizer):
+                optimizers.append(item)
+    return [v for x in optimizers if x is not model.optimizer for v in x.variables]
 
 
 class Steps:
     """One of a model's step methods, run on the replicas.
 
     Attributes:
-        programs: What it is compiled to, for each kind of batch.
+        programs: Its compiled programs, one for each kind of batch.
     """
 
     def __init__(self, model: keras.Model, strategy: StrategyLike, kind: str) -> None:
@@ -315,19 +315,19 @@ class Steps:
 
     def _groups(self) -> Groups:
         model: PyTree = self._model
-        found = [model.trainable_variables, model.non_trainable_variables]
+        groups = [model.trainable_variables, model.non_trainable_variables]
         if self._kind == "train":
-            found.append(model.optimizer.variables)
+            groups.append(model.optimizer.variables)
         if self._kind != "predict":
-            found.append(model.metrics_variables)
-        return found
+            groups.append(model.metrics_variables)
+        return groups
 
     def own_logs(self, logs: PyTree) -> dict[str, PyTree]:
-        """What a step of the user's logs beside the results of metrics."""
+        """The logs of a user's own step that are not results of metrics."""
         return self._step.own_logs(logs)
 
     def logs_now(self, logs: PyTree, own: dict[str, PyTree]) -> PyTree:
-        """The logs of a step as metrics are now, with the `own_logs` of all workers."""
+        """The logs, from metrics as they are now and the `own_logs` of all workers."""
         return self._step.logs_now(logs, own)
 
     def program(self, batch: PlacedBatch) -> Program:
@@ -341,7 +341,8 @@ class Steps:
         """Run an execution; the variables have its values then."""
         raise_unheeded()
         if _function_of(self._model, self._kind) is not self._function:
-            # As Keras, a callback that has made it anew is heeded in the next batch.
+            # A callback has replaced `train_function`: as in Keras, the next batch uses
+            # the new one.
             return steps_of(self._model, self._strategy, self._kind)(batches)
         if self._is_eager:
             return self._run_eagerly(batches)
@@ -366,15 +367,15 @@ class Steps:
 
 
 def group_of(model: keras.Model, strategy: StrategyLike) -> ReplicaGroup:
-    """The replicas that a model's batches are for: one, where it runs eagerly."""
+    """The replicas that get a model's batches: a single one with `run_eagerly`."""
     if not _is_eager(model):
         return strategy.group
     num_workers = len(strategy.workers.names)
     if num_workers > 1 or not strategy.home.keeps_slots:
         where = f"in {num_workers} workers" if num_workers > 1 else "on servers"
         raise NotImplementedError(
-            f"{current_call()}: run_eagerly=True of model {model.name!r} makes the "
-            f"step of the whole batch in this process, but {strategy!r} makes it "
+            f"{current_call()}: run_eagerly=True of model {model.name!r} runs the "
+            f"step of the whole batch in this process, but {strategy!r} runs it "
             f"{where}. Debug the model in one process, with rx.OneDeviceStrategy() or "
             "rx.MirroredStrategy(); jax.debug.print looks into compiled steps."
         )
@@ -388,7 +389,7 @@ def _is_eager(model: keras.Model) -> bool:
 def _refuse_stateful(model: keras.Model, strategy: StrategyLike) -> None:
     """Raise for RNNs that keep the states of a batch's rows, on several replicas.
 
-    The only row of a batch is on the first replica, whose state all take over.
+    A batch of one row is allowed: the first replica has it, and all get its state.
     """
     num = strategy.group.num_replicas
     if num == 1:
@@ -412,11 +413,11 @@ _STEPS = "_replicax_steps"
 
 
 def steps_of(model: keras.Model, strategy: StrategyLike, kind: str) -> Steps:
-    """A model's steps of a kind, compiled for as long as the model keeps its function.
+    """A model's steps of a kind, which live as long as Keras' function of that kind.
 
-    That is `model.train_function` for `"train"`. Keras drops it, or makes another one,
-    where the steps are to be traced again: `compile`, `make_train_function(force=True)`
-    and `train_function = None`. The steps are an attribute of it, and go with it.
+    For `"train"` it is `model.train_function`. The steps are an attribute of it. Keras
+    drops or replaces the function when steps must be traced again: in `compile`, with
+    `make_train_function(force=True)` and with `train_function = None`.
     """
     getattr(model, f"make_{kind}_function")()
     function = _function_of(model, kind)

@@ -1,8 +1,8 @@
-"""Calls of a model from several threads: they queue, or read beside a `fit`.
+"""Calls of a model from several threads: they queue, or read a snapshot during `fit`.
 
-A `fit` gives no turn to others until it ends, so calls of other threads do not wait for
-it: they use a snapshot of the model's variables, of weights and metrics alike. Neither
-changes what the other computes.
+Calls of a model hold its lock. A `fit` holds it until it ends, so calls of other
+threads do not wait for it: they use a snapshot of the model's weights and metrics.
+Neither call changes what the other computes.
 """
 
 import contextlib
@@ -24,18 +24,18 @@ _TURN = "_replicax_turn"
 
 
 class _Turn:
-    """The calls that have a model's turn, in one thread; the outermost first."""
+    """The calls of the thread that holds a model's lock, the outermost first."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.calls: list[str] = []
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        """A copy of the model has its own."""
+        """Copy as a new lock: a copy of the model has its own."""
         return (_Turn, ())
 
     def take(self, model: keras.Model, name: str) -> bool:
-        """Wait for the turn; False: another thread is in `fit`, which has it."""
+        """Wait for the lock; False if a `fit` of another thread holds it."""
 
         def poll() -> bool | None:
             fit = session_of(model)
@@ -60,12 +60,13 @@ class _Turn:
 
 @contextlib.contextmanager
 def turn_of(model: keras.Model, strategy: StrategyLike, name: str) -> Generator[None]:
-    """Make a call of a model, when no other thread makes one that writes variables.
+    """While open, no other thread's call of the model writes its variables.
 
     Raises:
-        ContextError: Of a call that trains, if another thread is in `fit`.
-        NotImplementedError: Of any call then, where other processes take part in it.
-        TimeoutError: If another thread's call does not end.
+        ContextError: For a call that trains while another thread is in `fit`.
+        NotImplementedError: For any call during such a `fit`, if other processes take
+            part in it.
+        TimeoutError: If another thread's call does not end in an hour.
     """
     turn: _Turn = model.__dict__.setdefault(_TURN, _Turn())
     if not turn.take(model, name):
@@ -85,7 +86,7 @@ def turn_of(model: keras.Model, strategy: StrategyLike, name: str) -> Generator[
 
 
 def _refuse(model: keras.Model, strategy: StrategyLike, name: str, other: str) -> None:
-    """Raise for a call beside a `fit` that cannot be made from a snapshot."""
+    """Raise for a call during a `fit` that cannot use a snapshot."""
     what = (
         f"{name}: called of model {model.name!r} in thread "
         f"{threading.current_thread().name!r}, during {other}"

@@ -1,7 +1,7 @@
 """The class of variables in a strategy's scope, which sets their sharding.
 
-`hooks` installs `init_variable`, as `_private.wraps` says. It also reports variables to
-functions that make the same ones anew on each trace, as an estimator's `model_fn` does.
+`hooks` installs `init_variable`. In a context of `reusing`, variables that a function
+creates again in each trace, as an estimator's `model_fn` does, are reported to it.
 """
 
 import contextlib
@@ -53,19 +53,19 @@ __all__ = [
 
 
 class _StrategyPart(PlacedVariable):
-    """A variable that lies where its strategy says, with a value of exactly that place.
+    """A variable whose value always has the sharding that its strategy sets.
 
-    Variables become of it when they are made; to Keras they are what they were.
+    A variable gets this class when it is created; Keras treats it as its own class.
     """
 
     def initialized(self) -> None:
-        """Place a variable that was made in a trace."""
+        """Place a variable that was created in a trace."""
         strategy = current_strategy()
         if strategy is not None and layout_of(self) is None:
             strategy.home.own(self)
 
     def assign(self, value: PyTree) -> PyTree:
-        """Assign a value; a copy of an array, which whoever gave it may go on using."""
+        """Assign a value; an array is copied, since steps donate variables' arrays."""
         with threads.order:
             value = super().assign(self._placed_copy(value))
             if not threads.is_alone():
@@ -84,10 +84,11 @@ class _StrategyPart(PlacedVariable):
 
     @property
     def value(self) -> PyTree:
-        """The variable's value; in a trace that of the program.
+        """The variable's value; in a trace the value that the program has.
 
-        In steps Keras computes losses in a scope of the model's own variables. Another,
-        such as a weight of a loss that a callback changes, would be a constant there.
+        Keras computes losses of a step in a scope that has the model's variables only.
+        Another variable, such as a loss weight that a callback changes, would become a
+        constant there, so outer scopes are searched as well.
         """
         if not has_value(self):
             return super().value
@@ -105,7 +106,7 @@ class _StrategyPart(PlacedVariable):
         return autocast(self, value)
 
     def _placed_copy(self, value: PyTree) -> PyTree:
-        """A copy of a value; one of the host's memory is where the variable lies."""
+        """A copy of a value, in the variable's sharding if it is in host memory."""
         old, layout = own_value(self), layout_of(self)
         is_number = type(value) in (int, float) and stored_dtype(self) == "float32"
         if (
@@ -120,10 +121,10 @@ class _StrategyPart(PlacedVariable):
         return _copied(value)
 
     def placed(self, value: PyTree, old: PyTree) -> PyTree:
-        """The value in the variable's sharding, which the old one has."""
-        # Keras leaves a value where it is if the sharding is another name for the same
-        # place, as on a mesh of one device, and keeps the weak type of a Python number.
-        # To JAX the type differs, and programs would be compiled again.
+        """The value in the variable's sharding, which the old value has."""
+        # Keras does not move a value whose sharding names the same place otherwise, as
+        # on a mesh of one device, and keeps the weak type of a Python number. To JAX
+        # these are other types, and it would compile programs again.
         layout = layout_of(self)
         if (
             isinstance(layout, jax.sharding.NamedSharding)
@@ -141,13 +142,13 @@ class _StrategyPart(PlacedVariable):
     ) -> PyTree:
         value = self.value
         if device_put.is_spread(value):
-            # Other workers have parts of it, and do the same now.
+            # Other workers have shards of it, and gather it now as well.
             value, copy = device_put.gathered(value), True
         return np.array(value, dtype, copy=copy)
 
 
 def _copied(value: PyTree) -> PyTree:
-    """A copy of an array, or of a variable's: steps donate what variables hold."""
+    """A copy of an array or of a variable's value; other values as they are."""
     if current_scope() is not None:
         return value
     if isinstance(value, keras.Variable):
@@ -163,14 +164,14 @@ class StrategyVariable(_StrategyPart, keras.Variable):
     """The class of a `keras.Variable` created in a scope."""
 
 
-# Keras makes the names of variables without one of it.
+# Keras derives the names of unnamed variables from it.
 StrategyVariable.__name__ = keras.Variable.__name__
 
 _in_scope: dict[type, type] = {keras.Variable: StrategyVariable}
 
 
 def adopt(variable: keras.Variable) -> None:
-    """Make a variable one that lies exactly where its strategy says."""
+    """Make a variable one whose value has the sharding that its strategy sets."""
     kind = type(variable)
     if not issubclass(kind, _StrategyPart):
         if kind not in _in_scope:
@@ -190,47 +191,47 @@ def init_variable(
 ) -> None:
     """`keras.Variable.__init__`, of the class that it derives from."""
     reuse, strategy = current_reuse(), current_strategy()
-    slot_of: str | None = None
-    given = not (callable(initializer) or isinstance(initializer, str))
-    is_traced = given and (reuse is not None or _in_replica_function())
-    if is_traced and reuse is None and not _is_slot(initializer):
+    reference: str | None = None
+    is_value = not (callable(initializer) or isinstance(initializer, str))
+    is_traced = is_value and (reuse is not None or _in_replica_function())
+    if is_traced and reuse is None and not _is_placeholder(initializer):
         name = f" {kwargs['name']!r}" if kwargs.get("name") else ""
         raise ContextError(
-            f"{current_call()}: a variable{name} is made inside "
+            f"{current_call()}: a variable{name} is created inside "
             "the function, from a value. Functions are traced more than once: create "
             "variables, layers, metrics and optimizers outside of it, once, under "
             "`with strategy.scope():`."
         )
     if is_traced:
-        initializer, shape, own = _constant_in_trace(variable, initializer)
-        dtype = own.name if dtype is None else dtype
+        initializer, shape, value_dtype = _constant_in_trace(variable, initializer)
+        dtype = value_dtype.name if dtype is None else dtype
     if strategy is not None and _is_state_of_replicas(dtype, kwargs):
         kwargs["aggregation"] = "mean"
     if strategy is not None:
         initializer = _copied(initializer)
-        adopt(variable)  # Before it has a value, which Keras would place by itself.
+        adopt(variable)  # Before it has a value, which Keras would place itself.
         owner = named_by()
-        if isinstance(owner, keras.Optimizer):  # It has variables from the beginning.
+        if isinstance(owner, keras.Optimizer):  # It has variables before it is built.
             hook_overrides(type(owner))
-            if not given:  # What counts, such as the iterations, begins with a value.
-                slot_of = slot_reference()
+            if not is_value:  # Counters, such as the iterations, begin with a value.
+                reference = slot_reference()
                 layout = strategy.home.slot_layout(
-                    slot_of, tuple(shape), kwargs.get("aggregation", "none")
+                    reference, tuple(shape), kwargs.get("aggregation", "none")
                 )
                 begin_with_layout(original, variable, kwargs, layout)
     original(variable, initializer, shape, dtype, *args, **kwargs)
     if reuse is not None and not has_value(variable) and not reuse(variable):
-        forget_uninitialized(variable)  # It stands for another one.
-    if slot_of is not None and strategy is not None:
-        set_reference(variable, slot_of)
+        forget_uninitialized(variable)  # It stands for an earlier one.
+    if reference is not None and strategy is not None:
+        set_reference(variable, reference)
         strategy.home.own(variable)
 
 
-def _is_slot(value: PyTree) -> bool:
-    """Whether an optimizer that is being built makes a variable from a known value.
+def _is_placeholder(value: PyTree) -> bool:
+    """Whether an optimizer that is being built creates a variable from a constant.
 
-    Adafactor has such placeholders for vectors. `build` is called once, in whichever
-    trace, so that they last.
+    Adafactor does so, in place of the factors of vectors. An optimizer is built once,
+    whichever trace builds it, so the variable lasts.
     """
     owner = named_by()
     return (
@@ -241,15 +242,15 @@ def _is_slot(value: PyTree) -> bool:
 
 
 def _in_replica_function() -> bool:
-    """Whether this is a trace of a replica function, where values do not last."""
+    """Whether this is a trace of a replica function, whose values are tracers."""
     return current_context() is not None and current_scope() is not None
 
 
 def _is_state_of_replicas(dtype: DTypeLike | None, kwargs: PyTree) -> bool:
-    """Whether a layer makes moving statistics, for which Keras declares nothing.
+    """Whether a layer creates moving statistics, for which Keras sets no aggregation.
 
-    What another library keeps, such as Flax' `batch_stats`, too: each replica has its
-    own statistics. Numbers that are counted, and keys, have no mean.
+    Each replica computes its own, also of another library such as Flax (`batch_stats`).
+    Counters and keys have no mean.
     """
     if kwargs.get("trainable", True) or kwargs.get("aggregation") not in (None, "none"):
         return False
@@ -260,19 +261,19 @@ def _is_state_of_replicas(dtype: DTypeLike | None, kwargs: PyTree) -> bool:
 
 
 VariableReuse = Callable[[Variable], bool]
-"""Called for each variable that a function makes in a trace; whether it is to stay."""
+"""Called for each variable that a function creates in a trace; whether to keep it."""
 
 _of_thread = threading.local()
 
 
 def current_reuse() -> VariableReuse | None:
-    """The reuse that is open in this thread, or None."""
+    """The callable of `reusing` in this thread, or None."""
     return getattr(_of_thread, "reuse", None)
 
 
 @contextlib.contextmanager
 def reusing(reuse: VariableReuse) -> Generator[None]:
-    """Report the variables that are made in this context."""
+    """Call `reuse` with each variable that is created in this context."""
     outer, _of_thread.reuse = current_reuse(), reuse
     try:
         yield
@@ -282,26 +283,26 @@ def reusing(reuse: VariableReuse) -> Generator[None]:
 
 @contextlib.contextmanager
 def made_alike(seed: int) -> Generator[None]:
-    """Give what this context makes the same names and seeds each time.
+    """Give objects that are created in this context the same names and seeds each time.
 
-    Keras numbers names in the order in which a process makes objects, and draws seeds
-    that nobody gave from Python's random numbers.
+    Keras numbers names in the order of creation in a process, and draws missing seeds
+    from Python's random numbers.
     """
     with names_counted_anew(), seeds_drawn_from(random.Random(seed)):
         yield
 
 
 def _constant_in_trace(variable: keras.Variable, initial: PyTree) -> PyTree:
-    """A number or array that a variable begins with, as initializer, shape and dtype.
+    """A variable's initial number or array, as an initializer, its shape and its dtype.
 
-    Keras refuses them in a trace, as it cannot keep them; as an initializer it can.
+    In a trace Keras accepts initializers only.
     """
     if isinstance(initial, jax.core.Tracer):
         raise TypeError(
-            f"{type(variable).__name__}: the initial value of a variable that is made "
-            "in a model function depends on its arguments or on other variables, as "
-            f"{initial!r} does. Give a number, an array or an initializer; for a "
-            "learning rate that changes, a schedule such as "
+            f"{type(variable).__name__}: the initial value of a variable that is "
+            "created in a model function depends on its arguments or on other "
+            f"variables, as {initial!r} does. Give a number, an array or an "
+            "initializer; for a learning rate that changes, a schedule such as "
             "keras.optimizers.schedules.ExponentialDecay."
         )
     value = np.asarray(initial)

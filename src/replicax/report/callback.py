@@ -10,7 +10,7 @@ import keras
 
 from replicax._util.dry_run import current_dry_run
 from replicax.cluster.failure import num_restarts
-from replicax.keras import enrolled
+from replicax.keras import providers
 from replicax.keras.hooks import install
 from replicax.keras.session import LateCallback, session_of
 
@@ -114,7 +114,7 @@ class Report(LateCallback):
         )
         _begun[page] = begun + 1
         session.push(run.close)
-        session.note_with(run.recorder)
+        session.record_with(run.recorder)
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         """Start the epoch's counts."""
@@ -146,7 +146,7 @@ def report_every_fit(page: str) -> None:
     Args:
         page: The page of all reports.
     """
-    enrolled.add_callbacks = functools.partial(with_report, page=page)
+    providers.add_callbacks = functools.partial(with_report, page=page)
     install()
 
 
