@@ -139,8 +139,6 @@ def update_round_trip(
             "session": session,
             "sequence": next(numbers),
             "based_on": based_on,
-            "deadline_seconds": 60.0,
-            "share": None,
         }
         answer, _ = connection.exchange(header, {"float32": values})
         based_on = answer["version"]

@@ -19,7 +19,7 @@ from replicax._util.waiting import back_off
 from replicax.cluster.timeouts import Timeouts
 from replicax.ps.board import Board
 from replicax.ps.call_log import Sessions, note_nothing
-from replicax.ps.groups import Group, StepShare
+from replicax.ps.groups import Group
 from replicax.ps.limits import (
     beat_seconds,
     poll_pauses,
@@ -56,7 +56,6 @@ class Times:
     update: float = 1e-4
     update_byte: float = 1e-9
     update_width: float = 1.0
-    add_byte: float = 2e-10
     step: float = 0.0
     step_width: float = 1.0
 
@@ -76,7 +75,6 @@ class Job:
     step_seconds: float
     jitter: float = 0.05
     max_staleness: int | None = None
-    sync: bool = False
     overlap: bool = False
     cores: int = 16
     one_machine: bool = False
@@ -105,16 +103,7 @@ class SimulatedGroup(Group):
         """No values, no bytes."""
         return 0
 
-    def _add(self, total: Any, gradients: Any, weight: float) -> dict[str, Any]:
-        return {}
-
-    def _divide(self, total: Any, weights: float) -> None:
-        pass
-
-    def _keep_begin(self, step: int, gradients: Any) -> None:
-        pass
-
-    def _apply(self, gradients: Any, squared_norms: Any) -> None:
+    def _apply(self, gradients: Any) -> None:
         pass
 
     def state(self) -> Any:
@@ -129,7 +118,6 @@ class Server:
         self.group = SimulatedGroup("group", index, note_nothing, Sessions())
         self._cluster = cluster
         self._python, self._updates = Turns(), Turns()
-        self._steps: dict[int, Event] = {}  # Synchronous ones in progress.
         self.board_used = self.python_used = self.updates_used = 0.0
 
     def in_python(self, seconds: float) -> Process:
@@ -149,27 +137,14 @@ class Server:
         self.updates_used += self._cluster.world.now - began
         end.fire()
 
-    def pushed(
-        self, worker: str, number: int, based_on: int, part: StepShare | None
-    ) -> Process:
+    def pushed(self, worker: str, number: int, based_on: int) -> Process:
         """What a server does with a push, once it is there; its version then."""
         times, size = self._cluster.times, self._cluster.part_bytes
         yield from self.in_python(times.message)
-        steps = self.group.steps
-        with self.group.condition:
-            last = self.group.push(
-                worker, worker, number, {}, based_on=based_on, share=part
-            )
+        with self.group.lock:
+            self.group.push(worker, worker, number, {}, based_on=based_on)
         version = self.group.version
-        if part is None or self.group.steps > steps:
-            yield from self.updated(times.update + times.update_byte * size)
-            if part is not None:
-                self._steps.pop(part.step, Event()).fire()
-        else:
-            yield from self.updated(times.add_byte * size)
-            if last.applied and part.step >= self.group.steps:
-                yield self._steps.setdefault(part.step, Event())
-            version = self.group.version
+        yield from self.updated(times.update + times.update_byte * size)
         return version
 
 
@@ -188,7 +163,6 @@ class Worker:
         self._pending: deque[Any] = deque()
         self._finished: list[Any] = []
         self._in_flight: Event | None = None
-        self._has_waited = False
         self._claimed_at = 0.0, 0  # When, after how many steps.
 
     def call(self, method: str, **arguments: Any) -> Process:
@@ -215,18 +189,16 @@ class Worker:
         while True:
             if not self._ahead and not (yield from self._claim()):
                 break
-            if bounded or self._has_waited:
+            if bounded:
                 yield from self._pull()
-                self._has_waited = False
             self._cluster.began = min(self._cluster.began, self._world.now)
-            ticket = self._ahead.popleft()
-            self._pending.append(ticket)
+            self._pending.append(self._ahead.popleft())
             based_on, computed = (
                 list(self._versions),
                 self._world.start(self._compute()),
             )
             yield from self._settle()
-            push = self._push(ticket, based_on, computed)
+            push = self._push(based_on, computed)
             self._in_flight = self._world.start(push)
             if not job.overlap:
                 yield from self._settle()
@@ -250,7 +222,7 @@ class Worker:
         """Tickets for the next steps; whether there are any."""
         job, count = self._job, 1
         pause = back_off(*poll_pauses(job.workers))
-        if not job.sync and job.max_staleness is None:
+        if job.max_staleness is None:
             left = None if job.limit is None else job.limit - self._cluster.frontier
             count = tickets_at_once(job.workers, self._pace(), left)
         while True:
@@ -269,7 +241,6 @@ class Worker:
                 return True
             if "over" in answer:
                 return False
-            self._has_waited = True
             yield from self._settle()
             yield self._world.sleep(next(pause))
 
@@ -297,28 +268,22 @@ class Worker:
             self.steps += 1
             self._finished.append(self._pending.popleft())
 
-    def _push(self, ticket: Any, based_on: list[int], computed: Event) -> Process:
+    def _push(self, based_on: list[int], computed: Event) -> Process:
         yield computed
-        number, part = self.steps + 1, None
-        if self._job.sync:
-            part = StepShare(
-                step=ticket[0], part=ticket[1], num_parts=self._job.workers
-            )
+        number = self.steps + 1
         pushes = [
-            self._push_to(server, number, version, part)
+            self._push_to(server, number, version)
             for server, version in zip(self._cluster.servers, based_on, strict=True)
         ]
         return (yield from all_of([self._world.start(push) for push in pushes]))
 
-    def _push_to(
-        self, server: Server, number: int, based_on: int, part: StepShare | None
-    ) -> Process:
+    def _push_to(self, server: Server, number: int, based_on: int) -> Process:
         times = self._cluster.times
         yield self.machine.cores.use(times.message_client)
         yield from self._travel(
             self.machine, server.machine, times.send_client, times.receive
         )
-        answer = yield from server.pushed(self.name, number, based_on, part)
+        answer = yield from server.pushed(self.name, number, based_on)
         yield from self._travel(
             server.machine, self.machine, times.send, times.receive_client
         )
@@ -387,7 +352,7 @@ class Cluster:
         server.board_used += seconds
         self.calls[method] += 1
         answer = getattr(self.board, method)(**arguments)
-        if answer and "indices" in answer and not self.job.sync:
+        if answer and "indices" in answer:
             self.frontier = max(self.frontier, answer["indices"][-1])
         yield self.world.sleep(self.job.latency)
         return answer
@@ -413,12 +378,7 @@ class Cluster:
         job = self.job
         for worker in self.workers:
             self.board.join(worker.name, worker.name)
-        self.board.open(
-            STREAM,
-            limit=job.limit,
-            max_staleness=job.max_staleness,
-            num_parts=job.workers if job.sync else None,
-        )
+        self.board.open(STREAM, limit=job.limit, max_staleness=job.max_staleness)
         self.trained = [self.world.start(worker.train()) for worker in self.workers]
         for worker in self.workers:
             self.world.start(worker.beats())

@@ -143,7 +143,6 @@ def main() -> None:
     parser.add_argument("--latency-us", type=float, default=50.0, help="one way")
     parser.add_argument("--cores", type=int, default=16, help="of each machine")
     parser.add_argument("--max-staleness", type=int)
-    parser.add_argument("--sync", action="store_true")
     parser.add_argument("--overlap", action="store_true")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--figure", type=Path, help="where to draw it, such as a.png")
@@ -159,7 +158,6 @@ def main() -> None:
             bytes=options.megabytes * 1e6,
             step_seconds=options.step_seconds,
             max_staleness=options.max_staleness,
-            sync=options.sync,
             overlap=options.overlap,
             cores=options.cores,
             gigabits=options.gigabits,

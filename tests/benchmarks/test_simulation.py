@@ -54,14 +54,6 @@ def test_the_bound_on_staleness_is_kept(bound):
     assert cluster.staleness.total() == 60 * JOB.servers
 
 
-def test_synchronous_steps_have_a_part_of_each_worker():
-    cluster = trained(dataclasses.replace(JOB, sync=True, limit=20))
-    assert all(end.is_over for end in cluster.trained)
-    assert [worker.steps for worker in cluster.workers] == [20] * 4
-    assert [server.group.steps for server in cluster.servers] == [20, 20]
-    assert cluster.staleness == {0: 20 * 4 * 2}
-
-
 def test_a_seed_gives_the_same_job_again():
     def seen(seed):
         cluster = trained(dataclasses.replace(JOB, limit=80, seed=seed))

@@ -74,7 +74,7 @@ def fitted_by_servers() -> list[float]:
         hidden = layers.Dense(32, activation="relu"), layers.BatchNormalization()
         return parity.compiled(parity.network(*hidden), keras.optimizers.SGD(0.05))
 
-    _, found = parity.fitted(rx.ParameterServerStrategy(sync=True), model, epochs=2)
+    _, found = parity.fitted(rx.ParameterServerStrategy(), model, epochs=2)
     return found["history"]["loss"]
 
 

@@ -85,22 +85,26 @@ def workers():
 
 
 def servers():
-    return rx.ParameterServerStrategy(sync=True)
+    return rx.ParameterServerStrategy()
 
 
 @pytest.mark.timeout(700)
-@pytest.mark.parametrize("strategy_of", [workers, servers])
-def test_random_models_on_several_workers(tmp_path, strategy_of):
+@pytest.mark.parametrize(
+    ("strategy_of", "tasks"),
+    [(workers, {"worker": 2}), (servers, {"worker": 1, "ps": 2})],
+)
+def test_random_models_in_clusters(tmp_path, strategy_of, tasks):
     pytest.importorskip("pyarrow")
     plain = of_plain_keras(tmp_path, in_shares=True)
     results = replicax.testing.run(
         of_workers,
-        tasks={"worker": 2} | ({"ps": 2} if strategy_of is servers else {}),
+        tasks=tasks,
         args=(strategy_of,),
         logical_devices=1,
         deadline_seconds=360,
     )
-    for name in ("worker:0", "worker:1"):
+    for i in range(tasks["worker"]):
+        name = f"worker:{i}"
         found = results[name].value
         for seed in SEEDS:
             print(name, "seed", seed)

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from replicax.ps.group_vectors import Slots, slots_to_message
-from replicax.ps.messages import Commit, Message, Pull, Push, PushRows, SetSlots
+from replicax.ps.messages import Message, Pull, Push, PushRows, SetSlots
 from replicax.ps.store import VariableStore
 from replicax.ps.wire import announced
 
@@ -17,31 +17,17 @@ def ask(store: VariableStore, message: Message, vectors=None) -> SimpleNamespace
     return SimpleNamespace(**header, vectors=results)
 
 
-def push(store, group, *, vectors, deadline_seconds=600.0, **fields) -> SimpleNamespace:
-    message = Push(group=group, deadline_seconds=deadline_seconds, **fields)
-    return ask(store, message, vectors)
+def push(store, group, *, vectors, **fields) -> SimpleNamespace:
+    return ask(store, Push(group=group, **fields), vectors)
 
 
-def push_rows(
-    store, table, group, share, *, ids, gradients, deadline_seconds=600.0, **fields
-) -> SimpleNamespace:
-    message = PushRows(
-        table=table,
-        group=group,
-        share=share,
-        num_rows=len(ids),
-        deadline_seconds=deadline_seconds,
-        **fields,
-    )
+def push_rows(store, table, *, ids, gradients, **fields) -> SimpleNamespace:
+    message = PushRows(table=table, num_rows=len(ids), **fields)
     return ask(store, message, {"ids": ids, "gradients": gradients.reshape(-1)})
 
 
 def pull(store, group, have=None) -> SimpleNamespace:
     return ask(store, Pull(group, have))
-
-
-def commit(store, group, step, squared_norms) -> SimpleNamespace:
-    return ask(store, Commit(group, step, squared_norms))
 
 
 def set_slots(store, group, slots: Slots) -> None:

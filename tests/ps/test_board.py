@@ -103,19 +103,19 @@ def test_a_dead_worker_loses_its_tickets_and_may_return(board, clients, clock):
 
 
 def test_a_restarted_worker_replaces_itself_at_once(board, clients):
-    ask(board, "open", stream=STREAM, num_parts=1, limit=1)
-    assert clients[1]("claim", stream=STREAM) == {"indices": [[0, 0]]}
+    ask(board, "open", stream=STREAM, limit=2)
+    assert clients[1]("claim", stream=STREAM) == {"indices": [0]}
     new = Client(board, "worker:1", "worker:1-2")
     joined = new("join")
     assert (joined["starts"], joined["before"]) == (2, ["worker:1-1"])
-    assert new("claim", stream=STREAM) == {"indices": [[0, 0]]}
+    assert new("claim", stream=STREAM) == {"indices": [1]}
     # Its calls count from 1 again.
-    assert clients[2]("finish", stream=STREAM, indices=[[0, 0]], call=1)["late"]
+    assert clients[2]("finish", stream=STREAM, indices=[1], call=1)["late"]
     Client(board, "worker:2", "worker:2-2")("join")
     clients[2].session = "worker:2-2"
     assert not clients[2]("finish", stream=STREAM, indices=[], call=1)["late"]
     with pytest.raises(RequestError, match="This process must stop"):
-        clients[1]("finish", stream=STREAM, indices=[[0, 0]])
+        clients[1]("finish", stream=STREAM, indices=[0])
 
 
 def test_repeated_calls_do_nothing_twice(board, clients):
@@ -195,10 +195,9 @@ def test_finishing_and_claiming_in_one_call(board, clients):
 @pytest.mark.parametrize(
     "ticket", ["0", "00", 0.0, True, None, -1, [1], [-1, 0], ["0", 0], [0, 0, 0]]
 )
-@pytest.mark.parametrize("num_parts", [None, 2])
-def test_malformed_tickets_are_refused_and_change_nothing(clients, ticket, num_parts):
+def test_malformed_tickets_are_refused_and_change_nothing(clients, ticket):
     a, *_ = clients
-    a("open", stream=STREAM, num_parts=num_parts)
+    a("open", stream=STREAM)
     good = a("claim", stream=STREAM)["indices"]
     for arguments in (
         {"indices": [*good, ticket]},
@@ -216,10 +215,6 @@ def test_streams_are_opened_alike(board):
     assert ask(board, "open", stream=STREAM, limit=4) == {"over": False, "length": 4}
     with pytest.raises(RequestError, match="must open it alike"):
         ask(board, "open", stream=STREAM, limit=5)
-    with pytest.raises(RequestError, match="nothing is stale"):
-        ask(board, "open", stream="s/1", num_parts=2, max_staleness=1)
-    with pytest.raises(RequestError, match="backups=1 needs num_parts"):
-        ask(board, "open", stream="s/1", backups=1)
 
 
 def test_old_streams_are_forgotten_and_stay_over(board, clients):
@@ -454,7 +449,7 @@ def test_a_restarted_server_goes_on_with_the_same_sessions(board, clients, clock
     assert a("beat") == {"failed": None}
     clock.seconds = 1011
     assert ask(again, "alive") == []
-    with pytest.raises(ValueError, match="version None, expected 11"):
+    with pytest.raises(ValueError, match="version None, expected 12"):
         again.load_state({})
 
 
@@ -470,23 +465,6 @@ def test_a_restarted_server_may_take_back_what_was_held(board, clients, clock):
     assert a("claim", stream=STREAM) == {"indices": [2]}
     assert not b("finish", stream=STREAM, indices=[1])["late"]
     assert ask(again, "status")["totals"] == {"given_up": 1, "twice": 0}
-
-
-def test_a_restarted_server_gives_nobody_a_part_that_another_worker_brings(
-    board, clients, clock
-):
-    ask(board, "open", stream=STREAM, num_parts=3)
-    for client in clients:
-        client(
-            "finish", stream=STREAM, indices=client("claim", stream=STREAM)["indices"]
-        )
-    assert clients[0]("claim", stream=STREAM) == {"indices": [[1, 0]]}
-    again = Board(NAMES, TIMEOUTS, now=clock)
-    again.load_state(json.loads(json.dumps(board.state())))
-    # The first worker waits for the others' parts, and so does not say what it has.
-    for part, client in enumerate(clients[1:], start=1):
-        client.board = again
-        assert client("claim", stream=STREAM) == {"indices": [[1, part]]}
 
 
 def test_closures_that_ran_before_a_restart_run_again_or_end_where_they_are(

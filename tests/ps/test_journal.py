@@ -7,7 +7,6 @@ import pytest
 
 from replicax.ps import call_log
 from replicax.ps.call_log import PushCounts, Sessions, WriteAheadLog
-from replicax.ps.groups import StepShare
 from replicax.ps.limits import Disowned, Superseded
 from replicax.ps.table import Table, TableSpec
 
@@ -142,41 +141,3 @@ def test_a_push_for_a_chief_that_was_replaced_is_refused_and_counted():
     assert table.rows(np.array([1])).tolist() == [[-0.5]]
     found = table.status()
     assert (found["applied"], found["lost"]) == (1, 0)
-
-
-def test_synchronous_steps_that_nobody_pushes_again_are_counted(caplog):
-    """As where the server was lost after the last step of all."""
-    entries, spec = {}, words()
-
-    def step(table, number):
-        table.push_rows(
-            np.array([1]),
-            np.ones((1, 1), "float32"),
-            worker="w:0",
-            session="a",
-            sequence=number + 1,
-            share=StepShare(step=number, part=0, num_parts=1),
-        )
-
-    def restarted(state):
-        again = Table(spec)
-        again.load_state(*state, entries)
-        return again
-
-    def counts(table):
-        return {key: table.status()[key] for key in ("applied", "lost")}
-
-    table = Table(spec, note=lambda key, value: entries.update({(*key,): value}))
-    for number in range(5):
-        step(table, number)
-        if number == 1:
-            state = table.state()
-    assert counts(table) == {"applied": 5, "lost": 0}
-    behind = restarted(state)
-    assert counts(behind) == {"applied": 2, "lost": 3}
-    behind.log_losses()
-    assert "3 updates (steps 2 to 4) were lost" in caplog.text
-    passed = restarted(state)
-    step(passed, 4)  # Its answer was lost: nobody makes steps 2 and 3 again.
-    step(passed, 5)
-    assert counts(passed) == {"applied": 3, "lost": 3}

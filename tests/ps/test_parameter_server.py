@@ -55,12 +55,7 @@ def test_without_workers(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"backup_workers": 2, "sync": True}, "backup_workers must be from 0 to 1"),
-        ({"backup_workers": -1, "sync": True}, "backup_workers must be from 0 to 1"),
-        ({"backup_workers": 1}, "needs sync=True"),
         ({"max_staleness": -1}, "max_staleness=-1"),
-        ({"max_staleness": 1, "sync": True}, "None with sync=True"),
-        ({"overlap": True, "sync": True}, "overlap=True begins"),
         ({"overlap": True, "max_staleness": 1}, "overlap=True begins"),
         ({"compression": "float16"}, "None or 'bfloat16'; got 'float16'"),
     ],
@@ -161,7 +156,7 @@ def classifier(optimizer=None):
 
 def fitted(strategy, max_staleness, *, overlap=False):
     keras.utils.set_random_seed(1)
-    strategy.max_staleness, strategy.overlap = max_staleness, overlap
+    strategy.max_staleness, strategy.servers.steps.overlap = max_staleness, overlap
     before = dict(strategy.session.staleness)
     with strategy.scope():
         model = classifier(keras.optimizers.Adam(0.05))

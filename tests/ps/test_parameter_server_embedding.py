@@ -192,11 +192,6 @@ def one_worker():
     return found
 
 
-def workers_in_step():
-    strategy = ParameterServerStrategy(sync=True, timeouts=rx.Timeouts(step=60))
-    return {n: served(strategy, n, o) for n, o in OPTIMIZERS.items()}
-
-
 @pytest.fixture(scope="module")
 def alone():
     """One worker of two devices, two servers."""
@@ -206,17 +201,6 @@ def alone():
         logical_devices=2,
         deadline_seconds=150,
     )["worker:0"].value
-
-
-@pytest.fixture(scope="module")
-def in_step():
-    """Two workers of one device that make each step together, two servers."""
-    return rx.testing.run(
-        workers_in_step,
-        tasks={"worker": 2, "ps": 2},
-        logical_devices=1,
-        deadline_seconds=150,
-    )
 
 
 def assert_equal(actual, expected):
@@ -283,17 +267,6 @@ def test_a_bad_id_is_an_error_and_changes_nothing(alone):
 @pytest.mark.multiprocess
 def test_an_optimizer_that_moves_all_rows_is_refused(alone):
     assert "SGD(use_ema=True) cannot be used for rows" in alone["refused"]
-
-
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.slow
-def test_workers_in_step_equal_mirrored_keras(in_step, name):
-    actual = [in_step[f"worker:{i}"].value[name] for i in range(2)]
-    expected = expected_of(two_devices(), actual[0]["first"], OPTIMIZERS[name])
-    for each in actual:
-        np.testing.assert_array_equal(each["first"], expected["first"])
-        assert_equal(each, expected)
 
 
 # A table that no worker could be meant to hold.

@@ -12,7 +12,6 @@ from tests.ps.test_parameter_server_faults import (
     POINTS,
     Job,
     all_done,
-    expected_weights,
     make,
     network,
 )
@@ -58,14 +57,10 @@ def die_after_fit(options, stops_early):
     }
 
 
-@pytest.mark.parametrize(("sync", "stops_early"), [(False, False), (True, True)])
-def test_who_is_started_again_after_fit_has_the_trained_values(
-    tmp_path, sync, stops_early
-):
+@pytest.mark.parametrize("stops_early", [False, True])
+def test_who_is_started_again_after_fit_has_the_trained_values(tmp_path, stops_early):
     workers = ("worker:0", "worker:1")
-    with Job(
-        tmp_path, die_after_fit, options={"sync": sync}, stops_early=stops_early
-    ) as cluster:
+    with Job(tmp_path, die_after_fit, options={}, stops_early=stops_early) as cluster:
         for name in workers:
             code = cluster.task(name).wait(timeout_seconds=60)
             assert code == -signal.SIGKILL, cluster.task(name).output
@@ -93,7 +88,7 @@ class DiesOnce(keras.callbacks.Callback):
 
 
 def die_in_the_second_fit(options):
-    strategy = make(options | {"sync": True})
+    strategy = make(options)
     with strategy.scope():
         model = network()
     dies = strategy.is_chief and strategy.session.starts == 1
@@ -121,5 +116,6 @@ def test_a_restarted_chief_passes_over_the_fits_that_have_ended(tmp_path):
     found = all_done(results)
     assert found["epochs"] == [[], [1]]
     assert results["worker:1"].value["epochs"] == [[0, 1], [0, 1]]
-    for own, expected in zip(found["weights"], expected_weights(4), strict=True):
-        np.testing.assert_allclose(own, expected, rtol=1e-4, atol=1e-5)
+    others = results["worker:1"].value["weights"]
+    for own, expected in zip(found["weights"], others, strict=True):
+        np.testing.assert_array_equal(own, expected)

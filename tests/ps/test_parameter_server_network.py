@@ -21,7 +21,6 @@ from tests.ps.test_parameter_server_faults import (
     make,
     network,
 )
-from tests.ps.test_parameter_server_half_pushed import WORDS, words_network
 
 import replicax as rx
 from replicax.ps.connection import Connection
@@ -33,7 +32,6 @@ pytestmark = [
     pytest.mark.timeout(200),
 ]
 
-EPOCHS = 2
 HEARTBEAT_S = 3  # As in `TIMEOUTS` of these jobs.
 NUM_CLOSURES = 40
 REPEATS = 20
@@ -149,27 +147,6 @@ def disturbed(strategy, networks, fault, index=1):
     return [Disturbs(networks, fault)] if is_due else []
 
 
-def in_step(options, fault=None, words=False):
-    strategy, networks = distant(options | {"sync": True}, fault)
-    with strategy.scope():
-        model = words_network() if words else network()
-    model.fit(
-        WORDS if words else POINTS,
-        LABELS,
-        batch_size=BATCH_SIZE,
-        epochs=EPOCHS,
-        shuffle=False,
-        verbose=0,
-        callbacks=[Watched(strategy), *disturbed(strategy, networks, fault)],
-    )
-    strategy.session.barrier("all have trained")
-    return {
-        "outputs": model.predict(WORDS if words else POINTS, verbose=0),
-        "servers": [c.call("store.status") for c in strategy.session.connections],
-        "connections": [each.num_connections for each in networks],
-    }
-
-
 def any_order(options, fault, index):
     strategy, networks = distant(options, fault)
     with strategy.scope():
@@ -218,31 +195,6 @@ def closures(options, fault):
 
 
 # The tests' side.
-
-
-@pytest.mark.parametrize(
-    ("fault", "words"),
-    [
-        ("lose_answers", False),
-        ("lose_answers", True),
-        ("vanish", False),
-        ("reset_often", True),
-        ("lose_first_answers", False),
-        ("lose_first_answers", True),
-    ],
-)
-def test_steps_in_step_are_those_of_an_undisturbed_run(tmp_path, fault, words):
-    with Job(tmp_path / "1", in_step, options={}, words=words) as cluster:
-        expected = all_done(cluster.ended(60))
-    with Job(tmp_path / "2", in_step, options={}, fault=fault, words=words) as cluster:
-        results = cluster.ended(100)
-    found = all_done(results)
-    steps = EPOCHS * len(LABELS) // BATCH_SIZE
-    for server in found["servers"]:
-        assert (server["applied"], server["lost"]) == (steps, 0)
-    np.testing.assert_array_equal(found["outputs"], expected["outputs"])
-    made = results["worker:1"].value["connections"]
-    assert sum(made) > sum(expected["connections"])
 
 
 @pytest.mark.parametrize(

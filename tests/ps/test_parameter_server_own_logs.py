@@ -54,15 +54,14 @@ def histories(strategy):
         model.compile("sgd", loss, metrics=["accuracy"])
     options = {"verbose": 0, "shuffle": False}
     several = model.fit(X, LABELS, batch_size=16, epochs=2, **options)
-    # By one worker, if not in step.
+    # By one worker.
     one = model.fit(X, LABELS, batch_size=48, **options)
     shown = model.fit(X, LABELS, batch_size=16)
     return [several.history, one.history], shown.params["verbose"]
 
 
-def train(sync):
-    timeouts = rx.Timeouts(step=40)
-    strategy = rx.ParameterServerStrategy(sync=sync, timeouts=timeouts)
+def train():
+    strategy = rx.ParameterServerStrategy(timeouts=rx.Timeouts(step=40))
     # Who comes when a `fit` is over passes it by, and has no history of it.
     session = strategy.session
     session.board("put", key=f"here/{session.index}", value=True)
@@ -71,10 +70,9 @@ def train(sync):
     return histories(strategy)
 
 
-def of_workers(sync):
+def of_workers():
     results = replicax.testing.run(
         train,
-        args=(sync,),
         tasks={"worker": 2, "ps": 1},
         logical_devices=1,
         deadline_seconds=100,
@@ -88,19 +86,8 @@ def of_workers(sync):
     return [worker.value[0] for worker in workers]
 
 
-@pytest.mark.slow
-def test_in_step_it_is_that_of_two_devices():
-    expected, verbose = histories(rx.MirroredStrategy(["cpu:0", "cpu:1"]))
-    assert verbose == "auto"
-    for found in of_workers(sync=True):
-        for mine, one in zip(found, expected, strict=True):
-            assert mine.keys() == one.keys() == {"size", "accuracy", "loss"}
-            for name, values in one.items():
-                np.testing.assert_allclose(mine[name], values, rtol=1e-5, err_msg=name)
-
-
-def test_asynchronously_all_workers_have_the_same():
-    first, second = of_workers(sync=False)
+def test_all_workers_have_the_same():
+    first, second = of_workers()
     assert first == second
     assert all(h.keys() == {"size", "accuracy", "loss"} for h in first)
     np.testing.assert_allclose(first[1]["size"], np.abs(X).mean(), rtol=1e-5)

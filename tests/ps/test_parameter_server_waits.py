@@ -1,6 +1,5 @@
 """What is said of workers that others wait for, and of such that were restarted."""
 
-import os
 import time
 
 import keras
@@ -40,30 +39,6 @@ def hang_in_a_step(options):
         model = network()
     callbacks = [NeverEndsABatch(strategy.session)]
     model.fit(POINTS, LABELS, batch_size=BATCH_SIZE, verbose=0, callbacks=callbacks)
-
-
-def loop(options):
-    """A synchronous loop of the script's own, which begins anew with the process."""
-    strategy = make(options | {"sync": True})
-    with strategy.scope():
-        weight = keras.Variable(1.0)
-        optimizer = keras.optimizers.SGD(0.1)
-    for step in range(1000):
-        strategy.run(lambda: optimizer.apply([weight.value], [weight]))
-        print(f"<{os.getpid()}: step {step}>", flush=True)
-        time.sleep(0.1)
-
-
-def test_a_restarted_worker_warns_of_its_own_loop(tmp_path):
-    with Job(tmp_path, loop, options={}, ps=1) as cluster:
-        cluster.wait_for_step("worker:1", 3)
-        cluster.kill("worker:1")
-        cluster.restart("worker:1")
-        cluster.wait_for_step("worker:1", 3)
-        outputs = cluster.outputs()
-    said = "and its loop begins in step "
-    assert outputs["worker:1"].count(said) == 1
-    assert said not in outputs["worker:0"]
 
 
 def test_who_waits_for_a_step_names_the_worker_that_holds_another(tmp_path):

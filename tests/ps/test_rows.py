@@ -18,7 +18,6 @@ from replicax.ps import rows as rows_module
 from replicax.ps import session as session_module
 from replicax.ps.connection import ConnectionLost, ValuesLostError
 from replicax.ps.credentials import Credentials, new_token
-from replicax.ps.groups import StepShare
 from replicax.ps.messages import PushRows
 from replicax.ps.partition import VariableGroup
 from replicax.ps.rows import RemoteTables, tables_of
@@ -143,12 +142,12 @@ def everything(rows, name="words"):
     return rows.pull(name, np.arange(NUM_ROWS))
 
 
-def step(rows, ids, value=1.0, group=SGD_GROUP, name="words"):
+def step(rows, ids, value=1.0, name="words"):
     """What a program and the strategy do with one replica's rows."""
-    rows.finish(begun(rows, ids, value, group, None, name))
+    rows.finish(begun(rows, ids, value, name))
 
 
-def begun(rows, ids, value, group=SGD_GROUP, share=None, name="words"):
+def begun(rows, ids, value, name="words"):
     """A step's pushes, which are under way."""
     ids = np.asarray(ids)
 
@@ -157,7 +156,7 @@ def begun(rows, ids, value, group=SGD_GROUP, share=None, name="words"):
         rows.collect(name, ids, np.full((len(ids), DIM), value, np.float32))
 
     rows.complete(program)
-    return rows.push(group.name, [name], share)
+    return rows.push([name])
 
 
 def test_a_push_has_longer_than_a_pull_within_a_program(make_rows, monkeypatch):
@@ -201,7 +200,7 @@ def test_all_replicas_gradients_make_one_update_of_each_server(rows, servers):
         rows.collect("words", np.array([4, 8]), np.ones((2, DIM), np.float32))
 
     rows.complete(program)
-    rows.finish(rows.push(SGD_GROUP.name, ["words"], None))
+    rows.finish(rows.push(["words"]))
     change = np.zeros((NUM_ROWS, DIM), np.float32)
     change[[2, 4, 8]] = [[0.5], [1.0], [0.5]]
     np.testing.assert_allclose(before - everything(rows), change, atol=1e-7)
@@ -247,7 +246,7 @@ def test_what_a_program_leaves_that_is_not_pushed_is_forgotten(rows):
         lambda: rows.collect("words", np.array([1]), np.ones((1, DIM), np.float32))
     )
     rows.complete(lambda: None)
-    rows.finish(rows.push(SGD_GROUP.name, ["words"], None))
+    rows.finish(rows.push(["words"]))
     np.testing.assert_array_equal(everything(rows), before)
 
 
@@ -335,7 +334,7 @@ def test_an_anchor_that_does_not_decay_keeps_its_rows(make_rows):
         group = group_of("AdamW", config, name, no_weight_decay=excluded)
         rows.connect(group, [Anchor(name)])
         before = everything(rows, name)
-        step(rows, [1], value=0.0, group=group, name=name)
+        step(rows, [1], value=0.0, name=name)
         changes.append(np.abs(everything(rows, name) - before).max())
     assert changes[0] > 0 == changes[1]
 
@@ -352,22 +351,6 @@ def test_gradients_may_travel_as_bfloat16(make_rows):
         change = (before - everything(rows))[:100]
         np.testing.assert_allclose(change, 0.15, rtol=4e-3 if compression else 1e-5)
     assert sizes[0] - sizes[1] > 100 * DIM
-
-
-def test_parts_of_a_step_make_one_update(rows, make_rows):
-    other = make_rows(worker=1)
-    other.create(table("words"))
-    other.connect(SGD_GROUP, [Anchor("words")])
-    before = everything(rows)
-    for number in range(2):
-        pushes = {}
-        for i, source in enumerate((rows, other)):
-            share = StepShare(step=number, part=i, num_parts=2, weight=1.0 + 2 * i)
-            pushes[source] = begun(source, [1 + i, 9], 4.0, share=share)
-        for source, under_way in pushes.items():
-            source.finish(under_way)
-    change = before - everything(rows)
-    np.testing.assert_allclose(change[[1, 2, 9]][:, 0], [1.0, 3.0, 4.0], rtol=1e-5)
 
 
 def test_a_later_process_of_the_worker_replaces_it(rows, make_rows):
@@ -427,7 +410,7 @@ def test_a_program_that_lost_a_server_runs_again(rows, servers, monkeypatch, cap
     assert len(runs) > 1
     np.testing.assert_array_equal(found, expected)
     assert "the step is computed again when it is back" in caplog.text
-    rows.finish(rows.push(SGD_GROUP.name, ["words"], None))
+    rows.finish(rows.push(["words"]))
     # The gradients of the run that failed do not count.
     np.testing.assert_allclose(expected - everything(rows)[1:3], 0.5, atol=1e-6)
 

@@ -78,15 +78,13 @@ def whole(group, vectors_by_server, shapes) -> list[np.ndarray]:
     return values
 
 
-def compare(
-    optimizer, *, split=False, constraint=None, exclude=None, clipped=False, rtol=1e-6
-):
+def compare(optimizer, *, split=False, constraint=None, exclude=None, rtol=1e-6):
     rng = np.random.default_rng(1)
     trained = variables(rng, constraint)
     if exclude is not None:
         optimizer.exclude_from_weight_decay(**exclude(trained))
     local = copy.deepcopy(optimizer) if exclude is None else optimizer
-    rule = optimizer_rule(optimizer, trained, clipped_by_worker=clipped)
+    rule = optimizer_rule(optimizer, trained)
     partitioner = FixedShardsPartitioner(2) if split else None
     servers = 2 if split else 1
     reach = can_split(optimizer), can_spread(optimizer)
@@ -96,14 +94,10 @@ def compare(
     states = [r.start(flat(group, i, start)) for i, r in enumerate(rules)]
     for _ in range(STEPS):
         gradients = [rng.normal(size=s).astype("float32") for s in SHAPES.values()]
-        pushed = clip_before_push(local, gradients) if clipped else gradients
+        pushed = clip_before_push(local, gradients)
         pushes = [flat(group, i, pushed) for i in range(servers)]
-        norms: dict[str, float] = {}
-        for r, push in zip(rules, pushes, strict=True):
-            for key, value in r.squared_norms(push).items():
-                norms[key] = norms.get(key, 0.0) + value
         states = [
-            r.apply(*state, push, norms or None)
+            r.apply(*state, push)
             for r, state, push in zip(rules, states, pushes, strict=True)
         ]
         local.apply(gradients, trained)
@@ -223,31 +217,18 @@ def test_optimizers_that_need_whole_gradients_are_spread() -> None:
         assert {part.server for part in group.parts} == {0, 1}
 
 
-@pytest.mark.parametrize("clip", ["clipnorm", "global_clipnorm"])
-@pytest.mark.parametrize("scale", [None, 4.0])
-def test_norms_over_servers(clip, scale) -> None:
-    make = lambda: keras.optimizers.SGD(  # noqa: E731
-        0.3, momentum=0.9, loss_scale_factor=scale, **{clip: 0.4}
-    )
-    *_, rules, _ = compare(make(), split=True)
-    assert [rule.norms for rule in rules] == [clip, clip]
-    *_, rules, _ = compare(make(), split=True, clipped=True)
-    assert [rule.norms for rule in rules] == [None, None]
-
-
 def test_accumulated_gradients_are_clipped_by_the_server() -> None:
     optimizer = keras.optimizers.SGD(0.3, clipvalue=0.1, gradient_accumulation_steps=2)
-    compare(optimizer, split=True, clipped=True)
+    compare(optimizer, split=True)
 
 
-def test_infinite_gradients_go_through_a_global_clip_as_in_keras() -> None:
-    rule = optimizer_rule(keras.optimizers.SGD(1.0, global_clipnorm=1.0), [])
-    trained = variables(np.random.default_rng(0))
-    group = grouped(rule, trained, 2)
-    one = ServerOptimizer(group, 0)
-    vectors, state = one.start(flat(group, 0, trained))
-    vectors, _ = one.apply(vectors, state, vectors, {"all": np.inf})
-    assert np.isnan(np.asarray(vectors["float32"])).all()
+@pytest.mark.parametrize("clip", ["global_clipnorm", "clipnorm", "clipvalue"])
+@pytest.mark.parametrize("scale", [None, 8.0])
+def test_workers_clip_by_norms_over_all_servers(clip, scale) -> None:
+    optimizer = keras.optimizers.SGD(0.5, **{clip: 0.3}, loss_scale_factor=scale)
+    _, group, _, _ = compare(optimizer, split=True)
+    assert {part.server for part in group.parts} == {0, 1}
+    assert any(part.rows is not None for part in group.parts)
 
 
 @pytest.mark.parametrize("by", ["names", "variables"])
@@ -391,7 +372,7 @@ def test_slots_are_updated_in_their_own_memory(make) -> None:
     trained = variables(np.random.default_rng(3))
     rule = ServerOptimizer(grouped(optimizer_rule(make(0.5), trained), trained), 0)
     vectors, state = rule.start({"float32": np.zeros(33, np.float32)})
-    lowered = rule._compiled.lower(vectors, state, vectors, None)
+    lowered = rule._compiled.lower(vectors, state, vectors)
     compiled = lowered.compile()
     slots = sum(slot.nbytes for slot in state)
     assert compiled.memory_analysis().alias_size_in_bytes == slots
@@ -467,9 +448,3 @@ def test_what_cannot_run_on_servers_is_refused() -> None:
     )
     with pytest.raises(ValueError, match=r"config of a Dense, expected"):
         rule.start(values)
-    accumulating = sgd(global_clipnorm=1.0, gradient_accumulation_steps=2)
-    group = place("w", optimizer_rule(accumulating, []), info * 2, 2)
-    with pytest.raises(
-        ValueError, match=r"global_clipnorm=1.0 needs the whole gradient"
-    ):
-        ServerOptimizer(group, 0).start(values)

@@ -59,7 +59,6 @@ def push(number, **more):
         "session": "a",
         "sequence": number,
         "based_on": 0,
-        "deadline_seconds": 5,
         **more,
     }
 
@@ -159,23 +158,6 @@ def test_a_replayed_push_is_not_applied_again(created):
     assert caught.value.kind == "RequestError"
     _, vectors = created.exchange({"op": "pull", "group": "weights"})
     np.testing.assert_array_equal(vectors["float32"], values(5)["float32"])
-
-
-def test_a_synchronous_step_waits_for_its_parts(service, created):
-    share = {"step": 0, "num_parts": 2, "weight": None}
-    answers = []
-
-    def second():
-        with Connection(service.address, CREDENTIALS) as other:
-            message = push(1, worker="worker:1", share=share | {"part": 1})
-            answers.append(other.exchange(message, values(2)))
-
-    thread = threading.Thread(target=second)
-    thread.start()
-    header, vectors = created.exchange(push(1, share=share | {"part": 0}), values(1))
-    thread.join(20)
-    assert header["version"] == answers[0][0]["version"] == 1
-    np.testing.assert_array_equal(vectors["float32"], values(4)["float32"])
 
 
 @pytest.mark.parametrize(

@@ -57,11 +57,11 @@ def closures():
     return values(), coordinator.schedule(values).fetch()
 
 
-def loop(sync):
+def loop():
     import replicax as rx
 
     timeouts = rx.Timeouts(step=40, chief=20)
-    strategy = rx.ParameterServerStrategy(sync=sync, timeouts=timeouts)
+    strategy = rx.ParameterServerStrategy(timeouts=timeouts)
     first, second, values = programs(strategy)
     for _ in range(STEPS):
         first()
@@ -86,17 +86,14 @@ def test_functions_of_a_coordinator_share_them(num_workers):
         assert results[f"worker:{i}"].value == (expected, expected)
 
 
-@pytest.mark.parametrize("sync", [False, True])
-def test_loops_of_several_workers_share_them(sync):
+def test_loops_of_several_workers_share_them():
     results = replicax.testing.run(
         loop,
         tasks={"worker": 2, "ps": 2},
         logical_devices=2,
         deadline_seconds=100,
-        kwargs={"sync": sync},
     )
-    updates = STEPS if sync else 2 * STEPS
-    # In step the workers' changes are averaged, and their gradients summed.
+    updates = 2 * STEPS
     trained = [1.0 - 2 * STEPS * 2 * 0.25] * 2
     expected = [updates, 101.0 * updates, updates, *trained]
     for i in range(2):

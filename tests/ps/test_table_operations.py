@@ -1,7 +1,6 @@
 """A server's tables over a real connection: rows out, gradients in, nothing more."""
 
 import socket
-from concurrent.futures import ThreadPoolExecutor
 
 import ml_dtypes
 import numpy as np
@@ -11,7 +10,6 @@ from tests.ps import asking
 from replicax.ps import wire
 from replicax.ps.connection import Connection, ServerRefused
 from replicax.ps.credentials import Credentials, new_token
-from replicax.ps.groups import StepShare
 from replicax.ps.messages import MESSAGES
 from replicax.ps.service import Service
 from replicax.ps.snapshots import Snapshots
@@ -94,13 +92,10 @@ def push(connection, ids, value=1.0, sequence=1, dtype=np.float32, **changes):
     header = {
         "op": "push_rows",
         "table": "words",
-        "group": GROUP,
         "num_rows": len(ids),
         "worker": "worker:0",
         "session": "a",
         "sequence": sequence,
-        "deadline_seconds": 60.0,
-        "share": None,
     } | changes
     vectors = {
         "ids": np.array(ids, np.int64),
@@ -178,11 +173,6 @@ def test_ids_of_other_rows_are_refused(words, bad):
             {"ids": ("<i8", 2), "gradients": ("<f4", 9)},
             "has 9 elements; expected 8",
         ),
-        (
-            {"op": "push_rows", "share": {"step": 0}},
-            {"ids": ("<i8", 0), "gradients": ("<f4", 0)},
-            "missing required field part",
-        ),
     ],
 )
 def test_other_messages_are_refused_before_their_bytes_are_read(
@@ -191,13 +181,10 @@ def test_other_messages_are_refused_before_their_bytes_are_read(
     kind = MESSAGES[header["op"]]
     complete = {
         "table": "words",
-        "group": GROUP,
         "num_rows": 0,
         "worker": "worker:0",
         "session": "a",
         "sequence": 1,
-        "deadline_seconds": 60.0,
-        "share": None,
     } | header
     complete["vectors"] = [
         [name, np.dtype(dtype).name, length]
@@ -286,49 +273,8 @@ def test_the_first_optimizer_stands(words):
     assert rows(words, 3)[0, 0] == 0.75
     # A model that was compiled again brings its own.
     words.call("tables.set_rule", table="words", rule=sgd(0.125), group="sgd 1")
-    push(words, [5], sequence=2, group="sgd 1")
+    push(words, [5], sequence=2)
     assert rows(words, 5)[0, 0] == 0.875
-
-
-def test_steps_are_those_of_each_group():
-    tables = VariableStore(0, 1, byte_limit=10_000)
-    tables.create_table(spec_of())
-    tables.set_rule("words", sgd(), "first")
-    ids, gradients = np.array([3]), np.ones((1, DIM), np.float32)
-
-    def push_part(group, step, part, sequence, may_leave=False):
-        return asking.push_rows(
-            tables,
-            "words",
-            group,
-            StepShare(step=step, part=part, num_parts=2, weight=1.0 + part),
-            ids=ids,
-            gradients=gradients * (part + 1),
-            worker=f"worker:{part}",
-            session="a",
-            sequence=sequence,
-            may_leave=may_leave,
-        )
-
-    with ThreadPoolExecutor(1) as pool:
-        for step in (4, 5):  # The group had steps without the table.
-            first = pool.submit(push_part, "first", step, 0, step)
-            # Its server may be lost before the others' parts come: then it is again.
-            with pytest.raises(TimeoutError):
-                first.result(timeout=0.2)
-            assert tables.table("words").version == step - 4
-            assert push_part("first", step, 1, step).applied
-            assert first.result(timeout=20).applied
-            assert tables.table("words").version == step - 3
-    mean = (1 * 1 + 2 * 2) / 3
-    expected = np.float32(1 - 2 * 0.5 * mean)
-    np.testing.assert_allclose(tables.table("words").rows(ids), expected, rtol=1e-6)
-    with pytest.raises(TableError, match="nobody has said how it is updated"):
-        push_part("second", 0, 0, 10)
-    tables.set_rule("words", sgd(), "second")
-    assert push_part("second", 0, 0, 10, may_leave=True).applied
-    assert push_part("second", 0, 1, 10).version == 3
-    assert not push_part("first", 5, 0, 11).applied  # Too late.
 
 
 def test_tables_go_on_from_a_snapshot(tmp_path):
@@ -342,8 +288,6 @@ def test_tables_go_on_from_a_snapshot(tmp_path):
         return asking.push_rows(
             tables,
             "words",
-            "adam 0",
-            None,
             ids=np.array([3]),
             gradients=np.full((1, DIM), sequence, np.float32),
             worker="worker:0",

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicax.ps.groups import StepShare
 from replicax.ps.limits import RequestError, Superseded
 from replicax.ps.row_initializers import fill_rows
 from replicax.ps.table import Table, TableError, TableSpec, check_ids, sum_duplicates
@@ -34,19 +33,14 @@ def whole(table):
     return table.rows(np.arange(table.spec.num_rows))
 
 
-def push(table, ids, gradients, sequence, worker="worker:0", session="a", share=None):
+def push(table, ids, gradients, sequence, worker="worker:0", session="a"):
     return table.push_rows(
         np.asarray(ids),
         np.asarray(gradients, np.float32),
         worker=worker,
         session=session,
         sequence=sequence,
-        share=share,
     )
-
-
-def sync(step, part, num_parts, weight=None):
-    return StepShare(step=step, part=part, num_parts=num_parts, weight=weight)
 
 
 # First values.
@@ -248,16 +242,6 @@ def test_optimizers_that_need_all_rows_are_refused(optimizer, num_servers, messa
         Table(spec_of(optimizer), num_servers=num_servers)
 
 
-def test_what_the_worker_has_clipped_is_not_clipped_again():
-    optimizer = keras.optimizers.SGD(1.0, global_clipnorm=0.1)
-    zeros = {"class_name": "Zeros"}
-    table = Table(
-        spec_of(optimizer, initializer=zeros, clipped_by_worker=True), num_servers=2
-    )
-    push(table, [2], np.ones((1, DIM)), 0)
-    np.testing.assert_array_equal(table.rows(np.array([2])), -1)
-
-
 # Requests that do not fit.
 
 
@@ -352,81 +336,6 @@ def test_threads_push_and_read_at_once():
 
 
 # Synchronous steps.
-
-
-def test_parts_of_a_step_make_one_update():
-    spec = spec_of(keras.optimizers.Adam(0.1))
-    apart = Table(spec)
-    a, b = np.full((2, DIM), 1.0), np.full((2, DIM), 3.0)
-    first = push(apart, [2, 3], b, 0, worker="worker:1", share=sync(0, 1, 2, 3.0))
-    assert (first.version, first.applied) == (0, True)
-    backup = push(apart, [2, 3], b, 0, worker="worker:2", share=sync(0, 1, 2, 3.0))
-    assert (backup.version, backup.applied) == (0, False)
-    last = push(apart, [1, 2], a, 0, share=sync(0, 0, 2, 1.0))
-    assert (last.version, last.applied) == (1, True)
-    expected = Table(spec)
-    push(expected, [1, 2, 3], [[0.25] * DIM, [2.5] * DIM, [2.25] * DIM], 0)
-    np.testing.assert_allclose(whole(apart), whole(expected), rtol=1e-6)
-    late = push(
-        apart, [1], np.ones((1, DIM)), 1, worker="worker:2", share=sync(0, 0, 2)
-    )
-    assert (late.version, late.applied) == (1, False)
-    again = push(apart, [1, 2], a, 0, share=sync(0, 0, 2, 1.0))
-    assert (again.version, again.applied) == (1, True)
-    with pytest.raises(RequestError, match="part of step 2, but step 1 is"):
-        push(apart, [1], np.ones((1, DIM)), 2, share=sync(2, 0, 2))
-
-
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        (sync(0, 1, 3), "num_parts=3, weight=None, but its other parts have num_parts"),
-        (sync(0, 1, 2, 1.0), "weight=1.0, but its other parts .* no weight"),
-    ],
-)
-def test_parts_must_go_together(bad, message):
-    table = Table(spec_of())
-    push(table, [1], np.ones((1, DIM)), 0, share=sync(0, 0, 2))
-    with pytest.raises(RequestError, match=message):
-        push(table, [1], np.ones((1, DIM)), 0, worker="worker:1", share=bad)
-
-
-def test_steps_go_on_after_a_restart():
-    table = Table(spec_of())
-    push(table, [1], np.ones((1, DIM)), 0, share=sync(0, 0, 1))
-    restarted = Table(spec_of())
-    push(table, [1], np.ones((1, DIM)), 1, share=sync(1, 0, 2))
-    restarted.load_state(*table.state())  # Half of step 1 is lost.
-    late = push(table, [1], np.ones((1, DIM)), 0, "worker:1", share=sync(0, 2, 7))
-    assert not late.applied  # Whatever its parts were.
-    lost = push(restarted, [1], np.ones((1, DIM)), 0, "worker:1", share=sync(3, 1, 2))
-    assert not lost.applied
-    for i, worker in enumerate(["worker:0", "worker:1"]):
-        push(restarted, [1], np.ones((1, DIM)), 5, worker, share=sync(4, i, 2))
-    status = restarted.status()
-    assert (status["applied"], status["lost"]) == (2, 3)
-    assert restarted.version == 5
-
-
-def test_rows_of_the_last_steps_begin_are_kept():
-    """For a worker that computes a part again which another server has not got."""
-    table = Table(spec_of())
-    everything = np.arange(table.spec.num_rows)
-    begins = []
-    for step, ids in enumerate([[1, 3], [3], []]):
-        begins.append(whole(table))
-        ones = np.ones((len(ids), DIM))
-        push(table, np.array(ids, int), ones, step, share=sync(step, 0, 1))
-        now, before = whole(table), begins[-1]
-        restored = Table(spec_of())
-        restored.load_state(*table.state())
-        for each in (table, restored):
-            np.testing.assert_array_equal(each.rows(everything, begin_of=step), before)
-            # Those of the next step, or of one that is not the last, are the newest.
-            for other in (step + 1, step - 1, None):
-                found = each.rows(everything, begin_of=other)
-                np.testing.assert_array_equal(found, now)
-    assert (begins[1] != begins[0]).any()
 
 
 def test_the_learning_rate_can_be_set():

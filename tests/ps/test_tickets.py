@@ -1,7 +1,6 @@
 """Streams of step tickets: order, bounds on staleness, parts, losses, ends."""
 
 import json
-from collections import Counter
 
 import msgspec
 import pytest
@@ -16,7 +15,7 @@ from hypothesis.stateful import (
 )
 
 from replicax.ps.limits import RequestError
-from replicax.ps.tickets import PartTickets, StepTickets, Tickets
+from replicax.ps.tickets import StepTickets
 
 A, B, C = "worker:0", "worker:1", "worker:2"
 WORKERS = st.sampled_from([A, B, C])
@@ -24,7 +23,7 @@ WORKERS = st.sampled_from([A, B, C])
 
 def reloaded(tickets):
     saved = json.loads(json.dumps(msgspec.to_builtins(tickets, str_keys=True)))
-    return msgspec.convert(saved, Tickets, str_keys=True)
+    return msgspec.convert(saved, StepTickets, str_keys=True)
 
 
 def test_steps_are_given_once_and_in_order():
@@ -126,85 +125,8 @@ def test_the_slowest_worker_counts_and_not_the_one_that_came_last():
     assert isinstance(tickets.claim(C, 1), str)
 
 
-def test_parts_of_a_step_come_before_the_next_step():
-    tickets = PartTickets(num_parts=2, length=2)
-    assert tickets.claim(A, 1) == [[0, 0]]
-    assert tickets.claim(B, 5) == [[0, 1]]
-    tickets.finish(A, [[0, 0]])
-    assert tickets.claim(A, 1) == "step 0 is in progress: part 1 of worker:1"
-    tickets.finish(B, [[0, 1]])
-    assert tickets.claim(A, 5) == [[1, 0], [1, 1]]
-    assert tickets.finish(A, [[0, 0]]) == [[0, 0]]  # Part 0 of the step before.
-    assert not tickets.is_over
-    assert tickets.finish(A, [[1, 1], [1, 0]]) == []
-    assert tickets.is_complete
-
-
-def test_a_lost_part_is_given_again_at_once():
-    tickets = PartTickets(num_parts=2, length=1)
-    tickets.claim(A, 1)
-    tickets.claim(B, 1)
-    tickets.release(A)
-    assert tickets.claim(B, 1) == [[0, 0]]
-    assert tickets.finish(A, [[0, 0]]) == [[0, 0]]
-    assert tickets.finish(B, [[0, 0], [0, 1]]) == []
-    assert tickets.is_complete
-
-
-def test_backups_are_given_to_others_and_only_so_many():
-    tickets = PartTickets(num_parts=2, length=2, backups=1)
-    tickets.claim(A, 1)
-    tickets.claim(B, 1)
-    assert tickets.claim(C, 1) == [[0, 0]]
-    assert isinstance(tickets.claim(C, 1), str)
-    tickets.release(C)  # The backup may be given again.
-    assert tickets.claim(A, 1) == [[0, 1]]
-    tickets.finish(A, [[0, 1]])
-    assert tickets.finish(B, [[0, 1]]) == [[0, 1]]
-    assert tickets.claim(B, 1) == "step 0 is in progress: part 0 of worker:0"
-    tickets.finish(A, [[0, 0]])
-    assert tickets.claim(B, 2) == [[1, 0], [1, 1]]
-
-
-def test_the_owner_of_a_backed_up_part_may_die():
-    tickets = PartTickets(num_parts=1, length=1, backups=1)
-    tickets.claim(A, 1)
-    tickets.claim(B, 1)
-    tickets.release(A)
-    assert tickets.finish(B, [[0, 0]]) == []
-    assert tickets.is_complete
-
-
-def test_ends_of_a_synchronous_stream():
-    tickets = PartTickets(num_parts=2, length=None)
-    tickets.claim(A, 1)
-    tickets.end(None)  # The step in progress is completed.
-    assert tickets.length == 1
-    assert tickets.claim(A, 1) == [[0, 1]]
-    tickets.end(0)  # There is no such step.
-    assert tickets.is_complete
-    assert tickets.finish(A, [[0, 0]]) == [[0, 0]]
-
-
-@pytest.mark.parametrize("ticket", [3, [0, 2]])
-def test_tickets_that_are_no_parts_are_refused_and_change_nothing(ticket):
-    tickets = PartTickets(num_parts=2, length=None)
-    tickets.claim(A, 1)
-    with pytest.raises(RequestError, match=r"a ticket is \[step, part\], of 2 parts"):
-        tickets.finish(A, [[0, 0], ticket])
-    assert tickets.finish(A, [[0, 0]]) == []
-
-
-def test_tickets_that_are_no_steps_are_refused_and_change_nothing():
-    tickets = StepTickets(length=None)
-    tickets.claim(A, 1)
-    with pytest.raises(RequestError, match="a ticket is the number of a step"):
-        tickets.finish(A, [0, [0, 0]])
-    assert tickets.finish(A, [0]) == []
-
-
 class AnyOrderOfSteps(RuleBasedStateMachine):
-    """Asynchronous streams against what a list of events says."""
+    """Streams against what a list of events says."""
 
     def make(self) -> StepTickets:
         return StepTickets(length=self.limit, max_staleness=self.bound)
@@ -309,86 +231,8 @@ class AnyOrderOfSteps(RuleBasedStateMachine):
         assert self.tickets.is_complete == (self.tickets.is_over and not self.held)
 
 
-class AnyOrderOfParts(RuleBasedStateMachine):
-    """Synchronous streams: every part once, steps in order, never stuck."""
-
-    def make(self) -> PartTickets:
-        return PartTickets(num_parts=self.num_parts, length=6, backups=self.backups)
-
-    @initialize(num_parts=st.integers(1, 3), backups=st.integers(0, 2))
-    def start(self, num_parts, backups):
-        self.num_parts, self.backups = num_parts, backups
-        self.tickets = self.make()
-        self.length = 6
-        self.held: set[tuple[str, int, int]] = set()
-        self.finished: Counter[tuple[int, int]] = Counter()
-
-    def step(self) -> int:
-        return len(self.finished) // self.num_parts
-
-    @rule(worker=WORKERS, count=st.integers(1, 3))
-    def claim(self, worker, count):
-        if self.tickets.is_over:
-            return
-        given = self.tickets.claim(worker, count)
-        if isinstance(given, str):
-            assert self.held, f"stuck: {given}"
-            return
-        for step, part in given:
-            assert step == self.step() < self.length
-            assert (step, part) not in self.finished
-            assert (worker, step, part) not in self.held
-            self.held.add((worker, step, part))
-        second = len(self.held) - len({ticket[1:] for ticket in self.held})
-        assert second <= self.backups
-
-    @rule(worker=WORKERS, data=st.data())
-    def finish(self, worker, data):
-        mine = sorted(ticket for ticket in self.held if ticket[0] == worker)
-        if not mine:
-            return
-        _, step, part = data.draw(st.sampled_from(mine))
-        assert self.tickets.finish(worker, [[step, part]]) == []
-        self.finished[step, part] += 1
-        # Whoever else had it is too late.
-        for other, *_ in [t for t in self.held if t[1:] == (step, part)]:
-            self.held.remove((other, step, part))
-            assert self.tickets.finish(other, [[step, part]]) == [[step, part]]
-
-    @rule(worker=WORKERS)
-    def die(self, worker):
-        mine = {ticket for ticket in self.held if ticket[0] == worker}
-        assert self.tickets.release(worker) == len(mine)
-        self.held -= mine
-
-    @precondition(lambda self: len(self.finished) > 4)
-    @rule()
-    def stop(self):
-        begun = bool(self.held) or len(self.finished) % self.num_parts > 0
-        self.tickets.end(None)
-        if not self.tickets.is_over:
-            assert self.tickets.length <= self.step() + 1
-        # A step that has begun is completed; one of which all parts were lost again,
-        # before any was finished, need not be.
-        assert self.tickets.length >= min(self.length, self.step() + begun)
-        self.length = self.tickets.length
-
-    @rule()
-    def reload(self):
-        self.tickets = reloaded(self.tickets)
-
-    @invariant()
-    def every_part_is_finished_once(self):
-        if hasattr(self, "tickets"):
-            assert set(self.finished.values()) <= {1}
-            assert self.tickets.is_over == (self.step() >= self.length)
-
-
 TestSteps = AnyOrderOfSteps.TestCase
-TestParts = AnyOrderOfParts.TestCase
-TestSteps.settings = TestParts.settings = settings(
-    max_examples=60, stateful_step_count=40
-)
+TestSteps.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 def test_waiting_workers_take_turns():

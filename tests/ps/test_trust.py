@@ -95,7 +95,6 @@ class Server:
             "session": "a",
             "sequence": number,
             "based_on": 0,
-            "deadline_seconds": 5,
         }
         return self.connection.exchange(message, {"float32": np.ones(SIZE, "float32")})
 
@@ -274,7 +273,7 @@ def test_a_claimed_frame_of_two_gigabytes_takes_no_memory(server):
     before = server.resident_megabytes()
     with server.connect() as worker:
         header = {"op": "push", "group": "weights", "worker": "w", "session": "s"}
-        header |= {"sequence": 1, "based_on": 0, "deadline_seconds": 1}
+        header |= {"sequence": 1, "based_on": 0}
         claim = {**header, "vectors": [["float32", "float32", 1 << 29]]}
         stream = worker._connected().do_exchange(
             wire.flight().FlightDescriptor.for_path("x"), worker._options(10)

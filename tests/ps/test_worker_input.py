@@ -9,60 +9,40 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replicax.keras.adapters import adapter_of
-from replicax.ps.worker_input import ElasticInputShard, EpochBatches, own_rows
+from replicax.ps.worker_input import ElasticInputShard, EpochBatches
 
 
 @given(st.integers(1, 9), st.integers(0, 40))
 def test_workers_take_turns_at_whole_batches(num_workers, num_batches):
-    shards = [ElasticInputShard(i, num_workers, None) for i in range(num_workers)]
+    shards = [ElasticInputShard(i, num_workers) for i in range(num_workers)]
     taken = [list(shard.in_step(iter(range(num_batches)))) for shard in shards]
     assert sorted(i for each in taken for i in each) == list(range(num_batches))
     assert [shard.num_steps(num_batches) for shard in shards] == list(map(len, taken))
     assert max(map(len, taken)) - min(map(len, taken)) <= 1
 
 
-@given(st.integers(1, 9), st.integers(0, 40))
-def test_parts_of_a_step_are_all_rows_once(num_parts, more):
-    size = num_parts + more
-    x = np.arange(2 * size).reshape(size, 2)
-    shards = [ElasticInputShard(i, num_parts, num_parts) for i in range(num_parts)]
-    parts = [next(shard.in_step(iter([{"x": x}])))["x"] for shard in shards]
-    np.testing.assert_array_equal(np.concatenate(parts), x)
-    sizes = [len(part) for part in parts]
-    assert max(sizes) - min(sizes) <= 1
-    assert all(shard.num_steps(7) == 7 for shard in shards)
-
-
-def test_a_batch_with_fewer_rows_than_parts_is_refused():
-    with pytest.raises(ValueError, match="2 examples cannot be divided between 3"):
-        own_rows((np.zeros((2, 4)), np.zeros(2)), 0, 3)
-
-
-@pytest.mark.parametrize("num_parts", [None, 3])
-def test_own_data_is_taken_whole(num_parts):
-    shard = ElasticInputShard(1, 3, num_parts)
+def test_own_data_is_taken_whole():
+    shard = ElasticInputShard(1, 3)
     assert list(shard.in_step(iter([1, 2, 3]), same_data=False, name="x")) == [1, 2, 3]
 
 
 def test_files_are_divided_between_all_workers():
-    shard = ElasticInputShard(1, 3, 2)
+    shard = ElasticInputShard(1, 3)
     assert (shard.worker, shard.num_workers) == (1, 3)
     # But the datasets' own rows are all here: no further division.
     assert (shard.index, shard.count) == (0, 1)
-    assert shard.num_pieces == 2
-    assert ElasticInputShard(1, 3, None).num_pieces == 1
+    assert shard.num_pieces == 1
 
 
-@pytest.mark.parametrize("num_parts", [None, 3])
 @pytest.mark.parametrize("worker", range(3))
-def test_each_worker_evaluates_all_of_the_data(worker, num_parts):
-    shard = ElasticInputShard(worker, 3, num_parts).of_evaluation
+def test_each_worker_evaluates_all_of_the_data(worker):
+    shard = ElasticInputShard(worker, 3).of_evaluation
     assert list(shard.in_step(iter([1, 2, 3]))) == [1, 2, 3]
     assert (shard.worker, shard.num_workers, shard.num_pieces) == (0, 1, 1)
 
 
 def test_closures_read_all_batches_and_files_are_divided_between_those_that_run_them():
-    shards = [ElasticInputShard(worker, 3, None) for worker in range(3)]
+    shards = [ElasticInputShard(worker, 3) for worker in range(3)]
     for shard in shards:
         assert shard.of_loop is shard
         shard.read_in_closures()
@@ -75,7 +55,7 @@ def test_closures_read_all_batches_and_files_are_divided_between_those_that_run_
 
 
 def test_a_chief_alone_reads_all():
-    shard = ElasticInputShard(0, 1, None)
+    shard = ElasticInputShard(0, 1)
     shard.read_in_closures()
     assert (shard.of_loop.worker, shard.of_loop.num_workers) == (0, 1)
 

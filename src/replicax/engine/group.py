@@ -68,8 +68,8 @@ class ReplicaGroup:
         num_per_device: Number of replicas on each device, which follow each other.
         num_local: Number of replicas on this process' devices.
         first_local: The first of them.
-        first_in_sync: Number of the mesh's first replica among those in sync.
-        first_seed: The same among those of all workers, whose random numbers differ.
+        first_seed: Number of the mesh's first replica among those of all workers, whose
+            random numbers differ.
         defers_updates: Whether the variables live elsewhere, so that the strategy makes
             the updates when a program is over.
     """
@@ -83,7 +83,6 @@ class ReplicaGroup:
     num_per_device: int = 1
     num_local: int
     first_local: int = 0
-    first_in_sync: int = 0
     first_seed: int = 0
     defers_updates: bool = False
 
@@ -149,7 +148,6 @@ class ReplicaGroup:
             self.on(list(first)),
             num_per_device=1,
             num_local=1,
-            first_in_sync=0,
             first_seed=0,
             defers_updates=False,
         )

@@ -124,7 +124,7 @@ def declare_share(loss: jax.Array) -> jax.Array:
     In `fit`, where gradients are averaged, it is a share times their number.
     """
     context = current_context()
-    is_share = context is not None and context.loss_scale < context.num_in_step
+    is_share = context is not None and context.loss_scale < context.num_counted
     return checkpoint_name(loss, _SHARE) if is_share else loss
 
 
@@ -169,7 +169,7 @@ def current_num_replicas() -> int:
 def _num_replicas(num_replicas: int | None, caller: str) -> float:
     if num_replicas is None:
         context = current_context()
-        return current_num_replicas() if context is None else context.num_in_step
+        return current_num_replicas() if context is None else context.num_counted
     if num_replicas < 1:
         raise ValueError(f"{caller}: got num_replicas={num_replicas!r}, expected >= 1.")
     return num_replicas

@@ -173,10 +173,6 @@ class Home(Protocol):
         """The work queue of an epoch's steps for `fit`; None: all steps are its own."""
         return None
 
-    def expect_rows(self, num_rows: int) -> None:
-        """Called before a step with this process' number of examples."""
-        pass
-
     def begin(self) -> None:
         """Called when `fit`, `evaluate` or `predict` begins."""
         pass

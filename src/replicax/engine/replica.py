@@ -1,7 +1,6 @@
 """The replica context: collectives and the optimizer seam, in a replica function."""
 
 import contextlib
-import functools
 import logging
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -70,7 +69,6 @@ class ReplicaContext:
         *,
         gradient_op: ReduceOp = ReduceOp.SUM,
         num_active: int | None = None,
-        num_shares: float | None = None,
         divides_updates: bool = False,
     ) -> None:
         """Make a context; only programs do.
@@ -81,8 +79,6 @@ class ReplicaContext:
                 MEAN in `fit`.
             num_active: Only the first `num_active` replicas hold examples of this batch
                 and count; the others compute on copies. None: all do.
-            num_shares: The rows of the step over those here. None: workers that meet at
-                servers have equally many.
             divides_updates: Whether updates are made after the replicas' part, each
                 device its block.
         """
@@ -111,7 +107,6 @@ class ReplicaContext:
         self._group = group
         self._gradient_op = gradient_op
         self._num_active = num_active
-        self._num_shares = num_shares
         self._applying = False
 
     def mapped(
@@ -129,7 +124,7 @@ class ReplicaContext:
     def replica_id_in_sync_group(self) -> jax.Array:
         """This replica's number, an `int32[]` tracer from 0."""
         self._check("replica_id_in_sync_group")
-        return self._group.index() + self._group.first_in_sync
+        return self._group.index()
 
     def all_reduce(self, op: ReduceOp | str, value: PyTree) -> PyTree:
         """Combine `value` over the replicas; every replica gets the result.
@@ -148,7 +143,6 @@ class ReplicaContext:
             ValueError: For an unknown `op`.
         """
         self._check("all_reduce")
-        self.log_own_rows("ReplicaContext.all_reduce combines values")
         op = ReduceOp.of(op, "ReplicaContext.all_reduce")
         flat, structure = jax.tree.flatten(value, is_leaf=is_composite)
         if any(map(is_composite, flat)):
@@ -192,7 +186,6 @@ class ReplicaContext:
             ValueError: For scalars or an unknown axis.
         """
         self._check("all_gather")
-        self.log_own_rows("ReplicaContext.all_gather combines values")
 
         def gather(x: PyTree) -> PyTree:
             require_sparse(x, "ReplicaContext.all_gather")
@@ -262,12 +255,12 @@ class ReplicaContext:
     # For the rest of the library only: sums over the replicas that count.
 
     @property
-    def loss_scale(self) -> float:
+    def loss_scale(self) -> int:
         """Factor on a loss' local share of the global value.
 
         Gradients that are averaged need the share times the number of replicas.
         """
-        return self.num_in_step if self._gradient_op is ReduceOp.MEAN else 1
+        return self.num_averaged
 
     @property
     def num_averaged(self) -> int:
@@ -276,25 +269,15 @@ class ReplicaContext:
 
     @property
     def num_replicas_here(self) -> int:
-        """Number of replicas that this program's collectives join.
-
-        Less than those in sync where workers meet at parameter servers only.
-        """
+        """Number of replicas that this program's collectives join."""
         return self._group.num_replicas
-
-    def log_own_rows(self, what: str, effect: str = "") -> None:
-        """Log, once, what is of a worker's rows alone where others join its step."""
-        if self.num_shares > 1:
-            _log_own_rows(type(self.strategy).__name__, what, effect)
 
     @contextlib.contextmanager
     def alone(self) -> Generator[None]:
         """Enter the context of a single replica, which has all rows at hand."""
         context = self
         if self.num_replicas_here > 1:
-            context = ReplicaContext(
-                self._group.alone(), gradient_op=self._gradient_op, num_shares=1
-            )
+            context = ReplicaContext(self._group.alone(), gradient_op=self._gradient_op)
         with entered_context(context):
             yield
 
@@ -307,27 +290,6 @@ class ReplicaContext:
     def num_counted(self) -> int:
         """Number of replicas whose examples count in this step."""
         return self._num_active or self._group.num_replicas
-
-    @property
-    def num_shares(self) -> float:
-        """The rows of the step over those of this program.
-
-        1 where all replicas of a step run this program. Workers that meet at servers
-        compute a share each: two of 7 rows, one of 4 and one of 3, have 7/4 and 7/3.
-        """
-        if self._num_shares is not None:
-            return self._num_shares
-        return self.num_replicas_in_sync / self.strategy.group.num_replicas
-
-    @property
-    def num_in_step(self) -> float:
-        """`num_counted` of all workers together, as if each had as many rows."""
-        return self.num_counted * self.num_shares
-
-    @property
-    def takes_equal_shares(self) -> bool:
-        """Whether shares are weighted by their rows, and the step's are not known."""
-        return self._gradient_op is ReduceOp.MEAN and self._num_shares is None
 
     def counted(self, tree: PyTree) -> PyTree:
         """`tree` on replicas that count, zeros on the others."""
@@ -523,12 +485,3 @@ class ReplicaContext:
 def _countable(x: ArrayLike) -> jax.Array:
     x = jnp.asarray(x)
     return x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
-
-
-@functools.cache
-def _log_own_rows(strategy: str, what: str, effect: str) -> None:
-    _logger.warning(
-        "%s: %s, which each worker knows of its own rows only. %sUse "
-        "rx.MultiWorkerMirroredStrategy for the same as on one device.",
-        *(strategy, what, effect),
-    )

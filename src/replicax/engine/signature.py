@@ -269,8 +269,6 @@ class Options:
         num_active: Replicas that hold examples of the batch; None: all.
         num_steps: Steps in one dispatch; arguments then have them as first dimension.
             None: one step, without that dimension.
-        num_shares: The rows of a step over those of this program, where workers meet at
-            servers; None: as for equal shares.
         outputs: The form of the results. Of several steps those of the last are
             kept, except ROWS, which keeps all.
         finish: Called with the last step's results when the variables have their new
@@ -283,7 +281,6 @@ class Options:
     gradient_op: ReduceOp = ReduceOp.SUM
     num_active: int | None = None
     num_steps: int | None = None
-    num_shares: float | None = None
     outputs: Outputs = Outputs.PER_REPLICA
     finish: Callable[[PyTree], PyTree] | None = None
     # The function decides on these, so they are no part of a program's key.

@@ -367,7 +367,6 @@ class ReplicaStep:
             self._group,
             gradient_op=self._options.gradient_op,
             num_active=self._options.num_active,
-            num_shares=self._options.num_shares,
             divides_updates=self.divides_updates,
         )
 

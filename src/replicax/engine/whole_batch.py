@@ -180,7 +180,6 @@ def computed_whole(
     Variables that it assigns have the same value on all replicas. See `whole_batch`.
     """
     arguments = (args, kwargs or {})
-    context.log_own_rows(f"{name} is computed")
     is_alone = context.num_replicas_here == 1
     if not is_alone:
         _require_rows(context, name, arguments, most_bytes)
@@ -202,7 +201,7 @@ def computed_whole(
             "one example each, use rx.losses.per_example."
         )
     # Gradients of rows have the factor R already; see `_gathered`.
-    scale = context.loss_scale / context.num_in_step
+    scale = context.loss_scale / context.num_counted
     return declare_share(result if scale == 1 else result * scale)
 
 

@@ -128,8 +128,8 @@ def worker_files(
             count,
         )
         return dataset, False
-    own = files[index::count]
-    return (lambda: dataset(own)), True
+    mine = files[index::count]
+    return (lambda: dataset(mine)), True
 
 
 class InputShard:

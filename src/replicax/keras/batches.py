@@ -44,13 +44,10 @@ class PlacedBatch(FlatCall):
     Attributes:
         num_rows: Examples in one batch, without copies.
         num_steps: Number of batches; None: one, without the leading dimension.
-        num_shares: The rows of the whole step over these, where the batch is known to
-            be a share of it; see `Options`.
     """
 
     num_rows: int
     num_steps: int | None
-    num_shares: float | None = None
 
 
 class BatchIterator:

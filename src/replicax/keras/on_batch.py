@@ -70,8 +70,6 @@ def _on_batch(
     if trainer.RESETS_METRICS_OF_BATCHES:
         model.reset_metrics()
     batch = place(data, group_of(model, strategy))
-    if kind == "train":
-        strategy.home.expect_rows(batch.num_rows)
     return steps_of(model, strategy, kind)([batch])
 
 

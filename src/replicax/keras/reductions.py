@@ -67,35 +67,24 @@ def reduce_weighted_values(
         return loss
     scale: PyTree = context.loss_scale
     is_weighted = sample_weight is not None or mask is not None
-    if reduction == "sum" and context.is_in_metric:
-        scale = 1  # The metric's state is summed over the replicas.
-    elif reduction == "sum":
-        if context.takes_equal_shares:
-            context.log_own_rows(
-                "a loss is scaled by the rows of the whole step",
-                "All are taken to have equally many. ",
-            )
+    if reduction == "sum":
+        if context.is_in_metric:
+            scale = 1  # The metric's state is summed over the replicas.
     elif reduction == "mean_with_sample_weight" and is_weighted:
         ones = ops.ones_like(values, dtype=loss.dtype)
         count = original(ones, sample_weight, mask, "sum", dtype)
-        scale *= _share_of(context, count, "the sum of its sample weights")
+        scale *= _share_of(context, count)
     elif mask is not None and reduction != "mean_with_sample_weight":
         count = ops.sum(ops.cast(mask, loss.dtype))
-        scale *= _share_of(context, count, "the number of its unmasked values")
+        scale *= _share_of(context, count)
     else:  # All replicas have the same number of rows.
-        scale *= 1 / context.num_in_step
+        scale *= 1 / context.num_counted
     return declare_share(loss * scale)
 
 
-def _share_of(context: ReplicaContext, count: PyTree, what: str) -> PyTree:
+def _share_of(context: ReplicaContext, count: PyTree) -> PyTree:
     """A replica's count as a share of that of all replicas."""
-    context.log_own_rows(
-        f"a loss is divided by {what}",
-        "Gradients are the means of the workers' own, weighted by their rows, and "
-        "differ from those of the global batch where workers have other shares. ",
-    )
-    share: PyTree = ops.divide_no_nan(count, context.sum(count))
-    return share / context.num_shares
+    return ops.divide_no_nan(count, context.sum(count))
 
 
 def update_mean(
@@ -114,7 +103,7 @@ def update_mean(
     """
     _warn_if_dropped(metric)
     if is_share(values):
-        values = values * (context.num_in_step / context.loss_scale)
+        values = values * (context.num_counted / context.loss_scale)
     is_scalar = sample_weight is None and ops.ndim(values) == 0
     if is_scalar and context.batch is not None and context.num_counted > 1:
         sample_weight = 1 / context.num_counted
@@ -174,7 +163,6 @@ def _synchronized_moments(
         layer.synchronized = True
     if context is None:
         return mean, variance
-    context.log_own_rows("BatchNormalization normalises by mean and variance")
     count: PyTree = None if mask is None else _num_unmasked(layer, inputs, mask)
     if count is not None:
         count = ops.reshape(ops.cast(count, mean.dtype), ops.shape(mean))

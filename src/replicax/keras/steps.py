@@ -120,14 +120,13 @@ class _ModelStep:
 
     def options(self, batch: PlacedBatch) -> Options:
         """The options of the step's program for such a batch."""
-        key = (batch.num_active, batch.num_steps, batch.num_shares)
+        key = (batch.num_active, batch.num_steps)
         options = self._options.get(key)
         if options is None:
             options = self._options[key] = Options(
                 gradient_op=ReduceOp.MEAN,
                 num_active=batch.num_active,
                 num_steps=batch.num_steps,
-                num_shares=batch.num_shares if self._trains else 1,
                 outputs=Outputs.ROWS if self._is_predict else Outputs.MIRRORED,
                 finish=None if self._is_predict else self._final_logs,
                 variables=self._variables(),

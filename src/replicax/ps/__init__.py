@@ -27,17 +27,12 @@ Asynchronous steps. A push is answered with the newest values, from which the ne
 begins; with `overlap=True` that begins before. Staleness counts the updates between the
 values that a gradient is of and its own.
 
-Synchronous steps. A ticket is a step and a share of its batch. Servers add up a step's
-shares in their order, weighted by their rows, and apply the sum once; a backup worker
-may compute a share again. Clipping by a norm that spans servers takes a second round.
-
 One push. `server_home` runs the program on the values that it has of each group.
 `training_steps` hands the gradients to the group (`remote`), which has `group_vectors`
-cut them for each server. `group_servers` has a `connection` send each a message of
-`messages`, in the form of `wire`. `service` checks it there and finds its group in the
-`store`; `groups` applies it once, alone or with the rest of its step: a `dense_group`
-by its `server_optimizer`, a `table` by its `row_optimizer`. The answer brings the new
-values.
+cut them for each server and a `connection` send each a message of `messages`, in the
+form of `wire`. `service` checks it there and finds its group in the `store`; `groups`
+applies it once: a `dense_group` by its `server_optimizer`, a `table` by its
+`row_optimizer`. The answer brings the new values.
 
 One pull. `RemoteGroup.pull` asks each server by a `Pull` with the version that it has.
 A server answers with its vectors, if they are newer; `group_vectors` makes the

@@ -41,7 +41,7 @@ __all__ = ["Board"]
 
 _logger = logging.getLogger("replicax")
 _MAX_INFO = 64 * 1024
-_STATE_VERSION = 11
+_STATE_VERSION = 12
 
 _ACTIONS: set[str] = set()
 

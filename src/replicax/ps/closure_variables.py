@@ -24,7 +24,7 @@ from replicax._util.hashes import digest
 from replicax.engine.labels import Label, Labels
 from replicax.engine.variables import Variable, is_seed_state
 from replicax.errors import ClusterMismatchError
-from replicax.ps.partition import AVERAGED, SUMMED, VariableGroup
+from replicax.ps.partition import ADDED, VariableGroup
 from replicax.ps.payloads import decode, encode
 from replicax.ps.session import Session
 from replicax.ps.variables import RemoteVariables
@@ -91,7 +91,7 @@ class ClosureVariables:
             )
             return
         group = self._remote.connect_assigned(variable, before)
-        group.finish(group.push([now - before], dict(group.versions), None))
+        group.finish(group.push([now - before], dict(group.versions)))
         group.write()
 
     def _warn_once(self, label: Label, text: str) -> None:
@@ -220,8 +220,7 @@ class GroupRequests:
             if stands["group"]["name"] == group.name:
                 return True
             labels = {tuple(label) for label in stands["variables"]}
-            is_alike = stands["group"]["rule"] == group.rule
-            is_alike &= group.rule in (AVERAGED, SUMMED)
+            is_alike = stands["group"]["rule"] == group.rule == ADDED
             if is_alike and not labels.isdisjoint(request.variables):
                 self._adopt_until(number)
                 return False

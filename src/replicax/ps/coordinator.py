@@ -57,7 +57,6 @@ class ClusterCoordinator:
 
     Raises:
         TypeError: If it is no `ParameterServerStrategy`.
-        ValueError: If it is synchronous.
         ContextError: In an evaluator.
 
     Example:
@@ -400,11 +399,6 @@ def _checked(strategy: object) -> Session:
         raise TypeError(
             "ClusterCoordinator: strategy must be a ParameterServerStrategy; got "
             f"{strategy!r}."
-        )
-    if strategy.sync:
-        raise ValueError(
-            "ClusterCoordinator: strategy has sync=True, where all workers make each "
-            "step together; functions run on one worker each. Leave sync at False."
         )
     if strategy.session is None:
         raise ContextError(

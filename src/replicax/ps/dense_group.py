@@ -39,14 +39,6 @@ class DenseGroup(Group):
         with _refusing():
             self._optimizer = ServerOptimizer(group, server)
             self.vectors, self._slots = self._optimizer.start(vectors)
-        # The last synchronous step, and the vectors before it.
-        self._begin: tuple[int, Mapping[str, jax.Array | np.ndarray]] = -1, {}
-        self.norms = self._optimizer.norms
-        self.unweighted = [
-            dtype
-            for dtype in self.lengths
-            if not jnp.issubdtype(np.dtype(dtype), jnp.floating)
-        ]
 
     @property
     def num_bytes(self) -> int:
@@ -67,23 +59,10 @@ class DenseGroup(Group):
             )
 
     def replace(self, vectors: Arrays) -> None:
-        """Take other values; the optimizer's slots stay, and a step in progress.
-
-        It is another version, but no step.
-        """
+        """Replace the values: a new version, with the same optimizer state."""
         self.vectors, _ = self._optimizer.start(vectors)
         self.version += 1
         self.replaced += 1
-
-    def begin_of(self, step: int) -> Mapping[str, jax.Array | np.ndarray]:
-        """The vectors from which a synchronous step is computed.
-
-        None are there if this server is behind, or further by more than one step.
-        """
-        if step == self.steps:
-            return self.vectors
-        begun, vectors = self._begin
-        return vectors if step == begun else {}
 
     def slots(self) -> Slots:
         """The optimizer's variables, copied."""
@@ -102,50 +81,17 @@ class DenseGroup(Group):
             self._slots = self._optimizer.with_slots(self._slots, slots)
         self.assignments += 1
 
-    def _add(
-        self, total: dict[str, np.ndarray] | None, gradients: Arrays, weight: float
-    ) -> dict[str, np.ndarray]:
-        first = total is None
-        total = {} if total is None else total
-        for dtype, gradient in gradients.items():
-            # Gradients may come as bfloat16; sums are in the group's dtype.
-            term = gradient.astype(np.dtype(dtype), copy=first)
-            # NaN and infinity go through, as in Keras.
-            with np.errstate(all="ignore"):
-                if weight != 1.0:
-                    factor = term.dtype.type(weight)
-                    term = np.multiply(term, factor, out=term if first else None)
-                if first:
-                    total[dtype] = term
-                else:
-                    total[dtype] += term
-        return total
-
-    def _divide(self, total: dict[str, np.ndarray], weights: float) -> None:
-        for vector in total.values():
-            with np.errstate(all="ignore"):
-                vector /= vector.dtype.type(weights)
-
-    def _keep_begin(self, step: int, gradients: Arrays) -> None:
-        self._begin = step, self.vectors
-
-    def _apply(self, gradients: Arrays, squared_norms: dict[str, float] | None) -> None:
+    def _apply(self, gradients: Arrays) -> None:
         self.vectors, self._slots = self._optimizer.apply(
-            self.vectors, self._slots, gradients, squared_norms
+            self.vectors, self._slots, gradients
         )
-
-    def _squared_norms(self, gradients: Arrays) -> dict[str, float]:
-        return self._optimizer.squared_norms(gradients)
 
     def state(self) -> tuple[dict[str, np.ndarray | jax.Array], JSONObject]:
         """The state: arrays by name, the rest as JSON values."""
         arrays: dict[str, np.ndarray | jax.Array]
-        step, begin = self._begin
         arrays = {f"values/{dtype}": vector for dtype, vector in self.vectors.items()}
-        arrays |= {f"begin/{dtype}": vector for dtype, vector in begin.items()}
         arrays |= {f"slots/{i}": slot for i, slot in enumerate(_copies(self._slots))}
-        meta = {"group": self.group.to_json(), "begin": step, **self._counts()}
-        return arrays, meta
+        return arrays, {"group": self.group.to_json(), **self._counts()}
 
     def load_state(
         self, arrays: Arrays, meta: JSONObject, journal: Journaled | None = None
@@ -164,9 +110,6 @@ class DenseGroup(Group):
         # One by one, so that the old ones' memory is free for the next.
         for i, new in enumerate(slots):
             self._slots[i] = jax.device_put(np.array(new), self._slots[i].device)
-        step = meta.get("begin", -1)
-        begin = {} if step < 0 else {x: arrays[f"begin/{x}"] for x in self.lengths}
-        self._begin = step, begin
         self._load_counts(meta, journal or {})
 
 

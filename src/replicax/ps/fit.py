@@ -23,12 +23,11 @@ from replicax._util.hashes import digest
 from replicax._util.types import JSON, PyTree
 from replicax._util.waiting import announce_first
 from replicax.errors import ClusterMismatchError
-from replicax.input.split import leading_size
 from replicax.keras.adapters import DistributedAdapter, fixed_number_of_batches
 from replicax.keras.batches import BatchIterator, PlacedBatch, place
 from replicax.keras.session import FitSession
 from replicax.keras.steps import steps_of
-from replicax.ps.worker_input import EpochBatches, StepLeases, own_rows
+from replicax.ps.worker_input import EpochBatches, StepLeases
 
 if TYPE_CHECKING:
     from replicax.ps.strategy import ParameterServerStrategy
@@ -68,7 +67,6 @@ class WorkQueueFit:
         self._stops = False  # Whether anybody stopped in the middle of the epoch.
         self._ready: list[PlacedBatch] = []
         self._source: BatchIterator | None = None  # Of this epoch.
-        self._num_shares: float | None = None  # Of the last batch of `_claimed`.
         # A distributed dataset: its batches are this worker's own already.
         self._is_own = isinstance(self._data.adapter, DistributedAdapter)
         self._leases = StepLeases(strategy, number, self._waiting)
@@ -139,8 +137,6 @@ class WorkQueueFit:
             except StopIteration:
                 break
             did_any = True
-            for batch in self._ready:
-                batch.num_shares = self._num_shares
             yield self._leases.last_index, self._leases.last_index
         if not did_any:
             self._adopt_values()
@@ -171,25 +167,12 @@ class WorkQueueFit:
         """
         self._home.settle()
         if self._model.stop_training:  # In the middle of the epoch.
-            if self._is_own and self._strategy.sync:
-                self._make_begun_step()
-            # Before this worker's part is finished: no step begins that misses it.
             self._leases.stop()
         steps = steps_of(self._model, self._strategy, "train")
         own = jax.tree.map(np.asarray, steps.own_logs(logs))
         with self._waiting():
             own = self._meet_others(own)
         return steps.logs_now(logs, own)
-
-    def _make_begun_step(self) -> None:
-        """After a stop: compute the share that others wait for, if they go on."""
-        assert self._source is not None
-        try:
-            batches = self._source.next_execution()
-        except StopIteration:
-            return
-        steps_of(self._model, self._strategy, "train")(batches)
-        self._home.settle()
 
     def _meet_others(self, logs: dict[str, PyTree]) -> dict[str, PyTree]:
         """Give metrics the sums of all workers'; returns the mean of their logs."""
@@ -300,14 +283,11 @@ class WorkQueueFit:
         self._stops = False
         self._batches.begin(said["iteration"])
         stream = f"{self._name}/epoch/{self._epoch}"
-        strategy = self._strategy
         opened = self._session.board(
             "open",
             stream=stream,
             limit=limit,
-            max_staleness=strategy.max_staleness,
-            num_parts=self._home.steps.num_parts if strategy.sync else None,
-            backups=strategy.backup_workers,
+            max_staleness=self._strategy.max_staleness,
         )
         self._leases.begin(stream, opened["length"])
 
@@ -316,14 +296,12 @@ class WorkQueueFit:
     def _claimed(self) -> Iterator[PyTree]:
         """Yield the batches of this epoch that this worker has claimed."""
         while True:
-            ticket = self._leases.claim()
-            if ticket is None:
+            index = self._leases.claim()
+            if index is None:
                 return
-            index = ticket[0] if isinstance(ticket, list) else ticket
             if self._batches.has_passed(index):
-                # A restarted server gives out again what it has forgotten; data only
-                # goes on. A synchronous step is one that all have made: who has not
-                # cannot have passed it.
+                # A restarted server gives out again what it has forgotten, and data are
+                # read forward only.
                 self._leases.finish_last()
                 continue
             batch = self._batches.at(index)
@@ -331,64 +309,19 @@ class WorkQueueFit:
                 self._leases.truncate(index)
                 continue
             self._leases.last_index = index
-            if isinstance(ticket, list):
-                num_rows = leading_size(batch, "fit")
-                batch = own_rows(batch, ticket[1], self._home.steps.num_parts)
-                own = leading_size(batch, "fit")
-                self._num_shares = num_rows / own
-                self._home.steps.expect(ticket[1], own, index)
             yield batch
 
     def _own(self) -> Iterator[PyTree]:
         """Yield batches of this worker's own data while the epoch has steps."""
-        sync = self._strategy.sync
         for step in itertools.count():
-            batch = self._of_all(step) if sync else self._of_this_worker()
-            if batch is None:
+            if self._leases.claim() is None:
+                return
+            batch = self._batches.next()
+            if batch is None:  # Nobody else has the batches of these tickets.
+                self._leases.finish_unused()
                 return
             self._leases.last_index = step
-            if sync:
-                size = leading_size(batch, "fit")
-                self._home.steps.expect(self._session.index, size, step)
             yield batch
-
-    def _of_this_worker(self) -> PyTree:
-        """The next batch of an asynchronous epoch; None at the end."""
-        if self._leases.claim() is None:
-            return None
-        batch = self._batches.next()
-        if batch is None:  # Nobody else has the batches of these tickets.
-            self._leases.finish_unused()
-        return batch
-
-    def _of_all(self, step: int) -> PyTree:
-        """This worker's batch of a synchronous step; None: not all workers take part.
-
-        Who has no batch for the step after it says so before its part is sent, when
-        no other worker can have begun that step.
-        """
-        stops = bool(self._model.stop_training)
-        leases = self._leases
-        if leases.length is not None and step >= leases.length:
-            return None
-        if step and not self._is_made(step, not stops):
-            leases.length = step
-            return None
-        batch = self._batches.at(step)
-        if batch is None:
-            raise ValueError(
-                f"fit: {self._session.name} has no batch of its own for epoch "
-                f"{self._epoch}. With sync=True all workers make each step together: "
-                "give each of them data."
-            )
-        if stops or (step + 1 != leases.length and self._batches.at(step + 1) is None):
-            self._is_made(step + 1, False)
-        return batch
-
-    def _is_made(self, step: int, wanted: bool) -> bool:
-        """Whether all workers make a step of own data; the first to ask decides."""
-        key = f"{self._name}/own steps {self._epoch}/{step}"
-        return self._session.board("put", key=key, value=wanted)
 
 
 def _batches_of(length: int | None) -> str:

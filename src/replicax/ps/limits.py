@@ -18,21 +18,16 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 __all__ = [
-    "Backups",
     "Closure",
     "Count",
     "Disowned",
     "Few",
-    "IncompleteStep",
     "Name",
     "Names256",
     "Names1024",
     "Names4096",
-    "NumParts",
     "RequestError",
     "Superseded",
-    "SyncTimeout",
-    "Ticket",
     "Tickets256",
     "beat_seconds",
     "check_size",
@@ -49,16 +44,11 @@ Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 """A text of a client, by which something is kept."""
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53 - 1)]
 """A number of a client, which JSON can carry."""
-Ticket = Count | Annotated[list[Count], msgspec.Meta(min_length=2, max_length=2)]
-"""A step; of a synchronous one `[step, part]`."""
-
 Closure = tuple[Name, Count]
 """A closure of a coordinator, and the number of its push to a group, from 1."""
 
 Few = Annotated[int, msgspec.Meta(ge=1, le=64)]
-NumParts = Annotated[int, msgspec.Meta(ge=1, le=65536)]
-Backups = Annotated[int, msgspec.Meta(ge=0, le=65536)]
-Tickets256 = Annotated[list[Ticket], msgspec.Meta(max_length=256)]
+Tickets256 = Annotated[list[Count], msgspec.Meta(max_length=256)]
 Names256 = Annotated[list[Name], msgspec.Meta(max_length=256)]
 Names1024 = Annotated[list[Name], msgspec.Meta(max_length=1024)]
 Names4096 = Annotated[list[Name], msgspec.Meta(max_length=4096)]
@@ -84,14 +74,6 @@ class Superseded(RequestError):
 
 class Disowned(RequestError):
     """This comes from a closure whose chief was replaced by a later process."""
-
-
-class IncompleteStep(RequestError):
-    """A synchronous step cannot be committed: some of its parts are not here."""
-
-
-class SyncTimeout(RequestError):
-    """Parts of a synchronous step did not come in time."""
 
 
 def check_size(value: Any, what: str, *, most: int) -> int:
@@ -180,7 +162,7 @@ def poll_pauses(num_callers: int) -> tuple[float, float]:
 def tickets_at_once(
     num_workers: int, step_seconds: float, steps_left: int | None
 ) -> int:
-    """Number of tickets of an asynchronous stream that a worker prefetches.
+    """Number of tickets of a stream that a worker prefetches.
 
     One in a small job, and near the end: nobody should hold steps for which others are
     free, or which are lost if it dies.

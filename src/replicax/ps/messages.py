@@ -5,7 +5,6 @@ is not of this form is refused before memory is taken for the vectors.
 """
 
 import math
-import time
 from collections.abc import Mapping
 
 import jax
@@ -15,8 +14,7 @@ import numpy as np
 from replicax._util.types import JSONObject
 from replicax.ps.dense_group import DenseGroup
 from replicax.ps.group_vectors import SlotKey, slots_from_message, slots_to_message
-from replicax.ps.groups import StepShare
-from replicax.ps.limits import Closure, Count, SyncTimeout
+from replicax.ps.limits import Closure, Count
 from replicax.ps.partition import VariableGroup
 from replicax.ps.store import VariableStore
 from replicax.ps.table import TableSpec
@@ -27,7 +25,6 @@ __all__ = ["MESSAGES", "Message"]
 Vectors = dict[str, np.ndarray]
 Answer = tuple[JSONObject, Vectors]
 """The header and the vectors of what a server answers."""
-_MOMENT_SECONDS = 1.0
 _Applied = tuple[JSONObject, Mapping[str, jax.Array | np.ndarray]]
 
 
@@ -51,12 +48,6 @@ def _versions(held: DenseGroup) -> JSONObject:
     return {"version": held.version, "steps": held.steps}
 
 
-def _progress(held: DenseGroup, step: int | None) -> JSONObject:
-    """Whether a step is applied; this server's summand of the norms it needs."""
-    is_over = step is None or step < held.steps
-    return {"squared_norms": held.squared_norms_of(step), "is_over": is_over}
-
-
 class _OfGroup(Message):
     """A message to a group, which is applied under the group's lock.
 
@@ -72,7 +63,7 @@ class _OfGroup(Message):
         held = store.group(self.group)
         if vectors:
             store.count(bytes_in=vectors)
-        with held.condition:
+        with held.lock:
             header, results = self.apply(held, vectors)
         return header, store.hand_out(results)
 
@@ -101,86 +92,42 @@ class Create(Message, tag="create"):
 
 
 class Pull(_OfGroup, tag="pull"):
-    """Read a group's values if its version is not `have`; the progress of a `step`.
-
-    With `begin_of` the values from which that synchronous step is computed, if it is
-    the present one or the last.
-    """
+    """Read a group's values, if its version is not `have`."""
 
     have: int | None = None
-    step: int | None = None
-    begin_of: int | None = None
 
     def apply(self, held: DenseGroup, vectors: Vectors) -> _Applied:
-        if self.begin_of is not None:
-            return _versions(held), held.begin_of(self.begin_of)
         is_known = held.version == self.have
         header = _versions(held) | {"unchanged": is_known}
-        if self.step is not None:
-            header |= _progress(held, self.step)
         return header, {} if is_known else held.vectors
 
 
 class Push(_OfGroup, tag="push"):
-    """Push gradients of a group; the answer has the new values.
-
-    A part of a step waits for the others; after `SyncTimeout` it may be pushed again.
-    One of a worker that `may_leave` waits a moment only: two workers that each wait at
-    another server for a third's part could not bring it in its place.
-    `squared_norms` in the answer is this server's share of the norms that a step must
-    be clipped by: add up what the servers say, and `Commit` it, unless `is_over`.
-    """
+    """Push gradients of a group; the answer has the new values."""
 
     worker: str
     session: str
     sequence: int
     based_on: int
-    deadline_seconds: float
-    share: StepShare | None = None
-    may_leave: bool = False
     closure: Closure | None = None
 
     def expected_by(self, held: DenseGroup) -> Mapping[str, Allowed]:
         return exactly(held.lengths, "bfloat16")
 
     def apply(self, held: DenseGroup, vectors: Vectors) -> _Applied:
-        seconds = self.deadline_seconds
-        if self.may_leave:
-            seconds = min(seconds, _MOMENT_SECONDS)
-        deadline = time.monotonic() + seconds
         last = held.push(
             self.worker,
             self.session,
             self.sequence,
             vectors,
             based_on=self.based_on,
-            share=self.share,
             closure=self.closure,
         )
-        if last.step is not None and last.applied:
-            try:
-                held.wait(last.step, deadline)
-            except SyncTimeout:
-                if not self.may_leave:
-                    raise
-        header = {
-            **_versions(held),
+        header = _versions(held) | {
             "staleness": last.staleness,
             "applied": last.applied,
-            **_progress(held, last.step),
         }
         return header, held.vectors
-
-
-class Commit(_OfGroup, tag="commit"):
-    """Apply a step with the squared norms of the whole gradient."""
-
-    step: int
-    squared_norms: dict[str, float]
-
-    def apply(self, held: DenseGroup, vectors: Vectors) -> _Applied:
-        held.commit(self.step, self.squared_norms)
-        return _versions(held) | {"is_over": True}, held.vectors
 
 
 class Replace(_OfGroup, tag="replace"):
@@ -213,7 +160,7 @@ class SetSlots(_OfGroup, tag="set_slots"):
 
     def expected_by(self, held: DenseGroup) -> Mapping[str, Allowed]:
         shapes = {SlotKey(name, part): shape for name, part, shape in self.slots}
-        with held.condition:
+        with held.lock:
             dtypes = held.check_slots(shapes)
         return {
             str(i): Allowed((dtypes[key],), math.prod(shape), math.prod(shape))
@@ -242,11 +189,9 @@ class CreateTable(Message, tag="create_table"):
 
 
 class PullRows(Message, tag="rows"):
-    """Read rows of a table, as they are where step `begin_of` of a `group` begins."""
+    """Read rows of a table."""
 
     table: str
-    group: str = ""
-    begin_of: int | None = None
 
     def expected(self, store: VariableStore) -> Mapping[str, Allowed]:
         # Each row once: so the answer is no larger than the table.
@@ -255,30 +200,18 @@ class PullRows(Message, tag="rows"):
 
     def handle(self, store: VariableStore, vectors: Vectors) -> Answer:
         table = store.table(self.table)
-        version, step = table.version, self.begin_of
-        if step is not None:
-            step = table.step_of(self.group, step)
-        rows = table.rows(vectors["ids"], begin_of=step)
-        return {"version": version}, {"rows": rows.reshape(-1)}
+        version = table.version
+        return {"version": version}, {"rows": table.rows(vectors["ids"]).reshape(-1)}
 
 
 class PushRows(Message, tag="push_rows"):
-    """Push gradients of a table's rows.
-
-    A part of a step waits for the others, as in `Push`: what a server has of a step
-    that is not complete is lost with it, and pushed again by who waits for an answer.
-    One of a worker that `may_leave` does not wait.
-    """
+    """Push gradients of a table's rows."""
 
     table: str
-    group: str
     num_rows: Count
     worker: str
     session: str
     sequence: int
-    deadline_seconds: float
-    share: StepShare | None
-    may_leave: bool = False
     closure: Closure | None = None
 
     def expected(self, store: VariableStore) -> Mapping[str, Allowed]:
@@ -295,28 +228,22 @@ class PushRows(Message, tag="push_rows"):
         }
 
     def handle(self, store: VariableStore, vectors: Vectors) -> Answer:
-        deadline = time.monotonic() + self.deadline_seconds
         table = store.table(self.table)
-        share = table.share_of(self.group, self.share)
         pushed = table.push_rows(
             vectors["ids"],
             vectors["gradients"].reshape(self.num_rows, table.spec.dim),
             worker=self.worker,
             session=self.session,
             sequence=self.sequence,
-            share=share,
             closure=self.closure,
         )
-        if share is not None and pushed.applied and not self.may_leave:
-            with table.condition:
-                table.wait(share.step, deadline)
         return {"version": pushed.version, "applied": pushed.applied}, {}
 
 
 MESSAGES: dict[str, type[Message]] = {
     str(kind.__struct_config__.tag): kind
     for kind in (
-        *(Create, Pull, Push, Commit, Replace, GetSlots, SetSlots),
+        *(Create, Pull, Push, Replace, GetSlots, SetSlots),
         *(CreateTable, PullRows, PushRows),
     )
 }

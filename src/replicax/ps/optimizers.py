@@ -61,10 +61,9 @@ def can_split(optimizer: keras.optimizers.Optimizer) -> bool:
 def can_spread(optimizer: keras.optimizers.Optimizer) -> bool:
     """Whether each variable may be updated apart from the others, on other servers.
 
-    Not where a norm of all gradients is needed that neither workers nor a second round
-    between servers can know: that of accumulated gradients, or of those of one part of
-    a MultiOptimizer. Nor where a class outside Keras overrides more than what Keras
-    calls for one variable at a time, as its update may mix variables.
+    Not where a server clips by a norm of all gradients: that of accumulated gradients,
+    or of one part of a MultiOptimizer. Nor where a class outside Keras overrides more
+    than what Keras calls for one variable at a time, as its update may mix variables.
     """
     if not all(map(_is_one_by_one, _steppers(optimizer))):
         return False
@@ -103,15 +102,12 @@ def _steppers(
 def optimizer_rule(
     optimizer: keras.optimizers.Optimizer,
     variables: Sequence[keras.Variable],
-    *,
-    clipped_by_worker: bool = False,
 ) -> JSONObject:
     """Serialize an optimizer, without its slots, as a group's rule in JSON values.
 
     The learning rate and the iterations are the current ones, and variables that
     `exclude_from_weight_decay` named stay excluded. `variables` are in the group's
-    order. `clipped_by_worker`: workers push gradients that `clip_before_push` has
-    clipped, so that servers must not clip again.
+    order.
 
     Raises:
         ValueError: If the optimizer cannot be built elsewhere, or scales its loss
@@ -145,7 +141,6 @@ def optimizer_rule(
         # With gradient accumulation `optimizer.iterations` counts updates; this, steps.
         "iterations": int(np.asarray(optimizer.variables[0])),
         "no_weight_decay": excluded,
-        "clipped_by_worker": clipped_by_worker,
     }
 
 
@@ -154,10 +149,10 @@ def clip_before_push(
 ) -> list[PyTree]:
     """Clip gradients like the optimizer; they keep its `loss_scale_factor`.
 
-    For rules with `clipped_by_worker`; all of its variables', in order, None where
-    there is none. May be traced. Where it is not the pushed gradient that is clipped,
-    but the mean of several or a share of it, servers clip: with
-    `gradient_accumulation_steps`, and for MultiOptimizer.
+    `gradients` are those of all its variables, in order; None where there is none. May
+    be traced. Where Keras does not clip the pushed gradient, but the mean of several
+    (`gradient_accumulation_steps`) or some of its variables' (MultiOptimizer), the
+    servers clip instead.
     """
     if not clips_on_worker(optimizer):
         return list(gradients)

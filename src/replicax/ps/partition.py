@@ -28,9 +28,8 @@ from replicax._util.types import JSON, JSONObject
 from replicax.ps.limits import Count
 
 __all__ = [
+    "ADDED",
     "ASSIGNED",
-    "AVERAGED",
-    "SUMMED",
     "FixedShardsPartitioner",
     "MaxSizePartitioner",
     "MinSizePartitioner",
@@ -44,10 +43,8 @@ __all__ = [
 _logger = logging.getLogger("replicax")
 _Rows = tuple[int, int] | None
 
-AVERAGED: JSONObject = {"kind": "add"}
-"""The rule of moving statistics; a synchronous step adds its shares' mean."""
-SUMMED: JSONObject = {"kind": "add", "of": "sums"}
-"""The rule of variables to which a synchronous step adds its shares' sum."""
+ADDED: JSONObject = {"kind": "add"}
+"""The rule of variables to which workers add what their steps have changed."""
 ASSIGNED: JSONObject = {"kind": "add", "by": "closures"}
 """The rule of a variable that closures assign."""
 

@@ -11,10 +11,12 @@
 import functools
 import logging
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from concurrent.futures import Future
+from typing import TypeAlias
 
 import jax
 import keras
+import msgspec
 import numpy as np
 from jax.sharding import NamedSharding
 
@@ -24,34 +26,24 @@ from replicax.errors import ClusterMismatchError
 from replicax.ps.connection import Connection
 from replicax.ps.group_servers import (
     Answer,
-    GroupPush,
     GroupServers,
     Vectors,
     require_all_known,
 )
 from replicax.ps.group_vectors import GroupLayout, VariableSlot
-from replicax.ps.groups import StepShare
 from replicax.ps.messages import Create, Pull, Push, Replace
-from replicax.ps.partition import SUMMED, VariableGroup
+from replicax.ps.partition import VariableGroup
 from replicax.ps.remote_optimizer import RemoteOptimizer
 from replicax.ps.rows import tables_of
 from replicax.ps.session import Session
 
-__all__ = ["PushResult", "RemoteGroup", "key_of"]
+__all__ = ["GroupPush", "RemoteGroup", "key_of"]
 
 _logger = logging.getLogger("replicax")
 
 
-class PushResult(NamedTuple):
-    """The result of a push.
-
-    `counts`: it is in the values; a synchronous part that another worker had brought
-    already is not. `staleness`: most updates that any server applied between the pull
-    and this push.
-    """
-
-    counts: bool
-    staleness: int
+GroupPush: TypeAlias = dict[int, Future[Answer]]
+"""The answers of a group's servers to a push that is under way."""
 
 
 class RemoteGroup:
@@ -87,7 +79,6 @@ class RemoteGroup:
         self._handed: list[jax.Array] = []
         self._layout = GroupLayout(placement, sharding, compression)
         self._incarnations: dict[int, str] = {}  # Of the servers, with `versions`.
-        self._behind: dict[int, int] = {}  # Version before a server went back, by it.
         self._held: dict[int, Vectors] = {}
         self._sequence = 0
 
@@ -95,18 +86,6 @@ class RemoteGroup:
     def name(self) -> str:
         """The group's name, which is unique in a job."""
         return self.placement.name
-
-    def weight_of(self, given: float | None) -> float | None:
-        """The weight of a share whose gradients have a given one; None: it is summed.
-
-        Moving statistics are averaged also where gradients are summed.
-        """
-        if self.placement.rule == SUMMED:
-            return None
-        if given is not None or self.optimizer is not None:
-            return given
-        is_float = all("float" in part.dtype for part in self.placement.parts)
-        return 1.0 if is_float else None
 
     @property
     def version(self) -> int:
@@ -208,115 +187,56 @@ class RemoteGroup:
         }
         return self._take(self.servers.results(pulls))
 
-    def has_begun(self, step: int) -> bool:
-        """Whether the cached values are at least those of a synchronous step's begin.
-
-        A restarted server may have none of these; the step's gradients bring it there.
-        """
-        return all(
-            made >= step or server in self._behind
-            for server, made in self._steps.items()
-        )
-
-    def has_ended(self, step: int) -> bool:
-        """Whether all servers have applied a synchronous step."""
-        return min(self._steps.values()) > step
-
-    def is_ahead_of(self, step: int) -> bool:
-        """Whether any server has applied a synchronous step."""
-        return self.steps > step
-
-    def pull_begin(self, step: int) -> None:
-        """Cache the values from which a synchronous step is computed.
-
-        Servers that have applied it are asked again. One that was restarted since does
-        not have them any more: its newest values stand, which is logged.
-        """
-        ahead = {server: x - step for server, x in self._steps.items() if x > step}
-        asked = {x: self.servers.ask(x, Pull(self.name, begin_of=step)) for x in ahead}
-        for server, (_, vectors) in self.servers.results(asked).items():
-            if vectors:
-                self._held[server], self._steps[server] = vectors, step
-                self.versions[server] -= ahead[server]
-                continue
-            _logger.warning(
-                "%s: ps:%d has no values of the begin of step %d of %s, which is not "
-                "over on all servers: a part of it is computed from newer ones.",
-                self.session.name,
-                server,
-                step,
-                self.name,
-            )
-        if ahead:
-            self.values = self._layout.on_devices(self._held)
-
     def assign(self, values: Sequence[jax.Array]) -> None:
         """Replace the servers' values."""
         self.servers.ask_all(Replace(self.name), self._layout.all_vectors(values))
         self.pull()
 
     def push(
-        self,
-        gradients: Sequence[jax.Array],
-        based_on: Mapping[int, int],
-        share: StepShare | None = None,
-        *,
-        may_leave: bool = False,
+        self, gradients: Sequence[jax.Array], based_on: Mapping[int, int]
     ) -> GroupPush:
         """Start a push, which is answered with new values; `finish` waits for it.
 
-        Gradients are equal on all of this worker's replicas, and of the `based_on`
-        versions. Without a `share` of a synchronous step they are applied at once; with
-        one the worker `may_leave` it to others to end the step.
+        Gradients are equal on all of this worker's replicas, and were computed from
+        values of the versions `based_on`.
         """
-        given = self._layout.as_pushed(gradients)
+        pushed = self._layout.as_pushed(gradients)
         self._sequence += 1
-        closure = self.session.closure_push(self.name)
-        messages = {
-            server: Push(
-                self.name,
-                self.session.name,
-                self.session.id,
-                self._sequence,
-                based_on[server],
-                self.session.timeouts.step,
-                share,
-                may_leave,
-                closure,
-            )
+        message = Push(
+            self.name,
+            self.session.name,
+            self.session.id,
+            self._sequence,
+            0,
+            self.session.closure_push(self.name),
+        )
+
+        def exchange(server: int, connection: Connection) -> Answer:
+            own = msgspec.structs.replace(message, based_on=based_on[server])
+            # Here the connection's thread waits for the step's gradients.
+            return connection.exchange(own, self._layout.vectors(pushed, server))
+
+        return {
+            server: self.servers.submit(server, functools.partial(exchange, server))
             for server in self.servers.numbers
         }
-        return GroupPush(
-            self.servers, messages, lambda x: self._layout.vectors(given, x)
-        )
 
-    def finish(self, push: GroupPush, *, stays: bool | None = None) -> PushResult:
-        """Wait for a push, and cache the values of its answer.
+    def finish(self, push: GroupPush) -> int:
+        """Wait for a push, and cache the values of its answer; return its staleness.
 
-        A synchronous step is over then, unless this worker may leave and `stays` is
-        not: parts of workers that died may be waiting for it. None: it leaves if
-        another worker had brought its part. Servers may have got that from different
-        workers, one of which must leave; the first server decides.
+        That is the most updates that any server applied between the pull and the push.
         """
-        answers = push.answers(stays=stays)
+        answers = self.servers.results(push)
         self._take(answers)
-        return PushResult(
-            counts=answers[self.servers.numbers[0]][0]["applied"],
-            staleness=max(header["staleness"] for header, _ in answers.values()),
-        )
+        return max(header["staleness"] for header, _ in answers.values())
 
     def _take(self, answers: Mapping[int, Answer]) -> bool:
         """Cache the values in servers' answers; whether there were any."""
         changed = False
         for server, (header, vectors) in answers.items():
-            before = self.versions.get(server, 0)
-            if header["version"] < before:
-                self._behind[server] = before
             self._note_restart(server)
             self.versions[server] = header["version"]
             self._steps[server] = header["steps"]
-            if header["version"] >= self._behind.get(server, 0):
-                self._behind.pop(server, None)
             if vectors:
                 self._held[server] = vectors
                 changed = True

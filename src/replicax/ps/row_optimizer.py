@@ -37,19 +37,15 @@ class _Built(NamedTuple):
 class RowOptimizer:
     """The user's optimizer, for rows of `dim` elements. Rows are given to it.
 
-    With `"clipped_by_worker": True` in the rule gradients are not clipped here. Only
-    where one server has the `whole_table` can it take a norm. `slots` has the first
-    value of each slot's elements, `shared` the optimizer's other variables, such as
-    `"iteration"`. An optimizer, or an option of one, that cannot update some rows only
-    raises `ValueError`, which says what to use.
+    It can clip by a norm only where one server has the `whole_table`. `slots` has the
+    first value of each slot's elements, `shared` the optimizer's other variables, such
+    as `"iteration"`. Raises `ValueError` for an optimizer, or an option of it, that
+    cannot update single rows.
     """
 
     def __init__(self, rule: JSONObject, dim: int, *, whole_table: bool) -> None:
         self._name, self._options = _described(rule)
-        self._clips = not rule.get("clipped_by_worker", False)
-        _refuse_options(
-            self._name, self._options, clips=self._clips, whole_table=whole_table
-        )
+        _refuse_options(self._name, self._options, whole_table=whole_table)
         self._dim = dim
         self._cpu = jax.devices("cpu")[0]
         self._steps: dict[int, _Step] = {}
@@ -114,8 +110,6 @@ class RowOptimizer:
         optimizer = deserialize(
             {"module": _MODULE, "class_name": self._name, "config": self._options}
         )
-        if not self._clips:
-            optimizer.clipnorm = optimizer.global_clipnorm = optimizer.clipvalue = None
         with jax.default_device(self._cpu):
             rows = keras.Variable(np.zeros((size, self._dim), np.float32), name="rows")
             owners, values = build_recording(optimizer, [rows])
@@ -180,19 +174,15 @@ def _described(rule: JSONObject) -> tuple[str, JSONObject]:
     return name, options
 
 
-def _refuse_options(
-    name: str, options: JSONObject, *, clips: bool, whole_table: bool
-) -> None:
+def _refuse_options(name: str, options: JSONObject, *, whole_table: bool) -> None:
     refused = {
         "use_ema": "averages of all rows would move at every update",
         "gradient_accumulation_steps": "all rows' gradients would have to be kept; "
         "use a larger batch",
+        "global_clipnorm": "it is a norm of all variables; use clipvalue",
     }
-    if clips:
-        refused["global_clipnorm"] = "it is a norm of all variables; use clipvalue"
-        if not whole_table:
-            refused["clipnorm"] = "the table's rows lie on several servers; use "
-            refused["clipnorm"] += "clipvalue"
+    if not whole_table:
+        refused["clipnorm"] = "the table's rows lie on several servers; use clipvalue"
     for option, why in refused.items():
         if options.get(option):
             raise ValueError(

@@ -6,11 +6,10 @@ not wait for JAX. When the program is over the strategy has the gradients pushed
 
 import functools
 import logging
-import math
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -22,8 +21,7 @@ import numpy as np
 
 from replicax._util.types import JSONObject
 from replicax.ps.connection import Connection, ConnectionLost, ServerRefused
-from replicax.ps.group_servers import exchange_push, require_all_known
-from replicax.ps.groups import StepShare
+from replicax.ps.group_servers import require_all_known
 from replicax.ps.messages import CreateTable, PullRows, PushRows
 from replicax.ps.partition import VariableGroup
 from replicax.ps.session import Session
@@ -32,8 +30,6 @@ from replicax.ps.table import TableSpec, sum_duplicates
 __all__ = ["RemoteTables", "RowPush", "tables_of"]
 
 RowPush = Future[tuple[JSONObject, dict[str, np.ndarray]]]
-Begins = Mapping[str, tuple[str, int]]
-"""By table a group and its synchronous step, from whose begin rows are wanted."""
 
 _logger = logging.getLogger("replicax")
 _Result = TypeVar("_Result")
@@ -64,7 +60,6 @@ class RemoteTables:
         self._collected: dict[str, list[tuple[np.ndarray, np.ndarray]]]
         self._collected = defaultdict(list)
         self._error: Exception | None = None
-        self._begins: Begins = {}
 
     # What layers call.
 
@@ -141,25 +136,22 @@ class RemoteTables:
                     )
                 )
 
-    def complete(
-        self, run: Callable[[], _Result], begins: Begins | None = None
-    ) -> _Result:
-        """Run a program that looks up rows, to its end; raise a callback's error.
+    def complete(self, run: Callable[[], _Result]) -> _Result:
+        """Run a program that looks up rows to its end; raise a callback's error.
 
-        Tables in `begins` have the rows of these begins for it. If a server is lost
-        meanwhile, `run` starts the program again when it is back.
-        What a callback has raised is raised here.
+        If a server is lost meanwhile, `run` starts the program again when the server is
+        back.
         """
         end: float | None = None
         while True:
             with self._lock:
-                self._memo, self._error, self._begins = {}, None, begins or {}
+                self._memo, self._error = {}, None
                 self._collected.clear()
             try:
                 result = jax.block_until_ready(run())
             finally:
                 with self._lock:
-                    self._memo, self._begins = None, {}
+                    self._memo = None
                     error, self._error = self._error, None
             if error is None:
                 return result
@@ -171,66 +163,47 @@ class RemoteTables:
             _logger.warning("%s; the step is computed again when it is back", error)
             self._call_all(lambda x: x.call("hello"))
 
-    def push(
-        self,
-        group: str,
-        tables: Sequence[str],
-        share: StepShare | None,
-        *,
-        may_leave: bool = False,
-    ) -> list[RowPush]:
-        """Start the push of the program's row gradients; `finish` waits for it.
-
-        With a `share` that lasts until the step is made, unless this worker `may_leave`
-        it to others to end the step.
+    def push(self, tables: Sequence[str]) -> list[RowPush]:
+        """Start the pushes of the program's row gradients; `finish` waits for them.
 
         Every table gets a push on every server, with no rows where there are none: each
         counts as an update, so that schedules and Adam's correction go in step.
         """
+        return [push for name in tables for push in self._push(name)]
+
+    def _push(self, name: str) -> list[RowPush]:
+        with self._lock:
+            collected = self._collected.pop(name, [])
+        self._sequences[name] += 1
+        closure = self._session.closure_push(f"table {name}")
+        ids, gradients = self._summed(name, collected)
         pushes = []
-        for name in tables:
-            with self._lock:
-                collected = self._collected.pop(name, [])
-            self._sequences[name] += 1
-            closure = self._session.closure_push(f"table {name}")
-            ids, gradients = self._summed(name, collected)
-            for server in self._servers:
-                here = ids % len(self._servers) == server
-                vectors = {"ids": ids[here], "gradients": gradients[here].reshape(-1)}
-                message = PushRows(
-                    name,
-                    group,
-                    len(vectors["ids"]),
-                    self._session.name,
-                    self._session.id,
-                    self._sequences[name],
-                    self._session.timeouts.step,
-                    share,
-                    may_leave,
-                    closure,
-                )
-                push = functools.partial(self._push_to, message, vectors)
-                # Those before it in the queue may wait for other workers.
-                pushes.append(self._submit(server, push, math.inf))
+        for server in self._servers:
+            here = ids % len(self._servers) == server
+            vectors = {"ids": ids[here], "gradients": gradients[here].reshape(-1)}
+            message = PushRows(
+                name,
+                len(vectors["ids"]),
+                self._session.name,
+                self._session.id,
+                self._sequences[name],
+                closure,
+            )
+            # It has longer than a pull, for which a program waits: it may be large.
+            seconds = self._session.timeouts.step
+            pushes.append(
+                self._exchange(server, message, vectors, reply_seconds=seconds)
+            )
         return pushes
 
-    def _push_to(
-        self,
-        message: PushRows,
-        vectors: dict[str, np.ndarray],
-        connection: Connection,
-    ) -> tuple[JSONObject, dict[str, np.ndarray]]:
-        connection.retry_timeout_seconds = self._session.timeouts.server
-        return exchange_push(self._session, connection, message, vectors)
-
     def finish(self, pushes: Sequence[RowPush]) -> None:
-        """Wait for the push in flight, while the job runs."""
+        """Wait for pushes, while the job runs."""
         for push in pushes:
             self._session.result(push)
 
     def _fetch(self, name: str, ids: np.ndarray, *, in_program: bool) -> np.ndarray:
         rows = np.empty((len(ids), self._dims[name]), np.float32)
-        message = PullRows(name, *self._begins.get(name, ("", None)))
+        message = PullRows(name)
         server_of = ids % len(self._servers)
         pulls = []
         for server in self._servers:

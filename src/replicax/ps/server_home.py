@@ -34,7 +34,7 @@ from replicax.ps.remote import RemoteGroup
 from replicax.ps.remote_optimizer import Stored
 from replicax.ps.rows import RemoteTables, tables_of
 from replicax.ps.session import Session
-from replicax.ps.training_steps import TrainingSteps
+from replicax.ps.training_steps import GroupStep, TrainingSteps
 from replicax.ps.variables import RemoteVariables
 from replicax.strategies.home import ReplicaHome
 
@@ -73,7 +73,6 @@ class ServerHome(ReplicaHome):
         strategy: "ParameterServerStrategy",
         session: Session,
         partitioner: Partitioner | None,
-        num_parts: int,
     ) -> None:
         super().__init__(strategy.group)
         self.session = session
@@ -83,10 +82,9 @@ class ServerHome(ReplicaHome):
             strategy.group.mirrored,
             partitioner=partitioner,
             compression=strategy.compression,
-            sync=strategy.sync,
             rows=self.rows,
         )
-        self.steps = TrainingSteps(strategy, session, self.rows, num_parts)
+        self.steps = TrainingSteps(session, self.rows, overlap=strategy.overlap)
         self.fit_metrics: frozenset[int] | None = None
         self.num_closures = 0
         self._strategy = strategy
@@ -122,8 +120,7 @@ class ServerHome(ReplicaHome):
         return {x.name: [x.steps, x.steps_ahead] for x in self.remote.groups}
 
     def begin_epoch(self, made: Mapping[str, Sequence[int]]) -> None:
-        """Begin an epoch with the chief's `made`, from which its steps count."""
-        self.steps.first = {name: steps for name, (steps, _) in made.items()}
+        """Begin an epoch with the chief's `made`."""
         for group in self.remote.groups:
             mine = group.steps, group.steps_ahead
             steps, group.steps_ahead = made.get(group.name, mine)
@@ -136,36 +133,25 @@ class ServerHome(ReplicaHome):
     def execute(self, program: Program, arrays: Sequence[ArrayLike]) -> PyTree:
         """Run a program on the newest values, and push its gradients."""
         stored = _values(program.variables)
-        # Taken first: after an error it must not be left to the next step.
-        share = self.steps.next_share() if program.deferred_updates else None
         connected = self._connect(program, stored)
-        step = None
-        if connected.groups:
-            step = self.steps.begin(connected.groups, share, stored)
+        steps = [GroupStep(group, dict(group.versions)) for group in connected.groups]
         before = {id(v): stored[id(v)] for v in (*program.written, *connected.others)}
 
-        # Nothing is donated, and what the program writes is kept apart until the end:
-        # so it may run again where a server with rows is lost, a part that others have
-        # brought is as if never computed, and an error leaves all variables as they
-        # were.
+        # Nothing is donated, and what the program writes is kept apart until the end.
+        # So it may run again where a server with rows is lost, and an error leaves all
+        # variables as they were.
         def run() -> StepResult:
             return program([stored[id(v)] for v in program.inputs], arrays)
 
-        if connected.looks_up:
-            begins = {} if step is None else step.begins_of_tables
-            result = self.rows.complete(run, begins)
-        else:
-            result = run()
+        result = self.rows.complete(run) if connected.looks_up else run()
         stored |= zip(map(id, program.written), result.written, strict=True)
-        if step is not None:
+        if steps:
             deltas = [
                 [_difference(stored[id(v)], before[id(v)]) for v in group.variables]
                 for group in connected.moving
             ]
-            given = [*result.gradients, *deltas]
-            counts = self.steps.push(step, given, looks_up=connected.looks_up)
-            if self._strategy.backup_workers and not counts:
-                stored |= before
+            gradients = [*result.gradients, *deltas]
+            self.steps.push(steps, gradients, looks_up=connected.looks_up)
             for group in connected.groups:
                 group.hand_out(stored)
                 if group.optimizer is not None:
@@ -217,17 +203,15 @@ class ServerHome(ReplicaHome):
     def _is_added_to(self, variable: Variable, program: Program) -> bool:
         """Whether what a training program adds to a variable counts for all workers.
 
-        In an asynchronous `fit`, where each worker makes some of the steps, that is so
-        of a counter too; in a synchronous one, of which all make each step, of sums.
-        Not of what a step sets to a value that the old one has no part in: of such
-        values each worker has its last one.
+        In `fit`, where each worker makes some of the steps, a counter is one too. A
+        value that a step sets without reading the old one is not: each worker has its
+        own last one.
         """
         if is_seed_state(variable):
             return False
         if variable.aggregation == "mean":
             return True
-        is_counter = not self._strategy.sync or variable.aggregation == "sum"
-        if self.fit_metrics is None or not is_counter:
+        if self.fit_metrics is None:
             return False
         trained = {id(v) for update in program.deferred_updates for v in update.changed}
         is_number = jnp.issubdtype(variable.dtype, jnp.floating) or jnp.issubdtype(
@@ -268,10 +252,8 @@ class ServerHome(ReplicaHome):
     def prepared_gradients(
         self, optimizer: keras.Optimizer, grads: list[jax.Array | None]
     ) -> list[jax.Array | None]:
-        """Gradients, clipped here if a push is the whole gradient of its step."""
-        if self._strategy.sync or not clips(optimizer):
-            return grads
-        return clip_before_push(optimizer, grads)
+        """Gradients, clipped here: servers have some of their variables only."""
+        return clip_before_push(optimizer, grads) if clips(optimizer) else grads
 
     def adds_up(self, *, trains: bool) -> bool:
         """Whether workers' sums are added up: at an epoch's end, after a closure."""
@@ -284,12 +266,6 @@ class ServerHome(ReplicaHome):
         assert isinstance(fit, FitSession)
         self._num_fits += 1
         return WorkQueueFit(self._strategy, model, fit, self._num_fits)
-
-    def expect_rows(self, num_rows: int) -> None:
-        """Weight this worker's share of a synchronous step by its own batch's rows."""
-        strategy = self._strategy
-        if strategy.sync and not strategy.backup_workers:
-            self.steps.expect(self.session.index, num_rows)
 
     def read_slots(self, optimizer: keras.Optimizer) -> dict[str, np.ndarray]:
         """Read an optimizer's slots from the servers, by names for a checkpoint.
@@ -319,9 +295,9 @@ class ServerHome(ReplicaHome):
         if self.fit_metrics is None:
             self.refresh()
 
-    def settle(self) -> bool:
-        """Wait until this worker's last step is applied; whether the step counts."""
-        return self.steps.settle()
+    def settle(self) -> None:
+        """Wait until this worker's last step is applied."""
+        self.steps.settle()
 
 
 def _slot_named(name: str) -> VariableSlot:

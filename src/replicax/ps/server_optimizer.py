@@ -37,12 +37,10 @@ _Vectors = dict[str, jax.Array]
 
 
 class ServerOptimizer:
-    """Updates a server's slices of one group: a pure function of values and slots.
+    """Updates a server's slices of one group: a pure function of values and state.
 
-    `norms` is what must be known of the *whole* gradient before it can be applied:
-    None, `"global_clipnorm"`, or `"clipnorm"` where variables are split. Raises
-    `ValueError` for an unknown rule; in `start`, if its optimizer cannot be built, or
-    not for parts such as these.
+    Raises `ValueError` for an unknown rule; in `start`, if its optimizer cannot be
+    built or compiled for these slices.
 
     Example:
         >>> from replicax.ps.partition import VariableInfo, place
@@ -64,16 +62,13 @@ class ServerOptimizer:
             )
         self.group = group
         self.parts = group.slices_on(server)
-        self.norms: str | None = None
         self._cpu = jax.devices("cpu")[0]
         self._optimizer: Any = None
         self._spans, self._layout = self._fused(lambda part: None)
         self._owners: list[tuple[int | None, str]] = []
-        self._clip = self._scale = 1.0
         self._has_begun = False
         # Vectors are not donated: they were handed out.
         self._compiled = jax.jit(self._update, donate_argnums=1)
-        self._compiled_norms = jax.jit(self._squared_norms)
 
     def start(
         self, vectors: Mapping[str, np.ndarray]
@@ -89,9 +84,7 @@ class ServerOptimizer:
         with jax.default_device(self._cpu):
             state = self._build(placed)
             try:
-                keys = map(self._norm_key, self.parts)
-                norms = self.norms and dict.fromkeys(keys, jnp.zeros((), jnp.float32))
-                jax.eval_shape(self._update, placed, state, placed, norms)
+                jax.eval_shape(self._update, placed, state, placed)
             except Exception as error:
                 raise ValueError(
                     f"group {self.group.name!r}: {type(self._optimizer).__name__} "
@@ -104,38 +97,24 @@ class ServerOptimizer:
         vectors: _Vectors,
         state: list[jax.Array],
         gradients: Mapping[str, np.ndarray],
-        squared_norms: Mapping[str, float] | None = None,
     ) -> tuple[_Vectors, list[jax.Array]]:
         """Dispatch one step, without waiting; donates `state`, not `vectors`.
 
         `gradients` may be of another float dtype, and must not change before the result
-        is there. For rules with `norms`, `squared_norms` are the sums over all servers
-        of what `squared_norms` returned.
+        is there.
         """
         if not vectors:
             return vectors, state
-        given = None
-        if self.norms is not None:
-            given = {key: np.float32(v) for key, v in (squared_norms or {}).items()}
         # Committed to the CPU: a server's default device may be another one.
         placed = {
             dtype: jax.device_put(np.asarray(gradients[dtype]), self._cpu)
             for dtype in vectors
         }
-        state, vectors = self._compiled(vectors, state, placed, given)
+        state, vectors = self._compiled(vectors, state, placed)
         if not self._has_begun:  # Now that it is compiled.
             self._has_begun = True
             memory.use_huge_pages()
         return vectors, state
-
-    def squared_norms(self, gradients: Mapping[str, np.ndarray]) -> dict[str, float]:
-        """This server's summands of the squared norms that `apply` needs."""
-        if self.norms is None or not gradients:
-            return {}
-        norms = self._compiled_norms(
-            {d: jax.device_put(np.asarray(g), self._cpu) for d, g in gradients.items()}
-        )
-        return {key: float(value) for key, value in norms.items()}
 
     def slots(self, state: Sequence[jax.Array]) -> Slots:
         """The optimizer's variables by their owners; views of `state`."""
@@ -201,7 +180,8 @@ class ServerOptimizer:
                 "before ParameterServerStrategy() is called, for that is where a "
                 "server's script stays."
             ) from error
-        self._take_over_clipping(optimizer)
+        if clips_on_worker(optimizer):  # `clip_before_push` has clipped the gradients.
+            optimizer.clipnorm = optimizer.global_clipnorm = optimizer.clipvalue = None
         excluded = set(rule.get("no_weight_decay", ()))
         self._spans, self._layout = self._fused_for(optimizer, excluded)
         firsts = [self.parts[span[0]] for span in self._spans]
@@ -225,7 +205,7 @@ class ServerOptimizer:
     ) -> tuple[list[list[int]], FlatLayout]:
         """The optimizer's variables: single slices, or fused spans of several."""
         is_one_by_one = can_split(optimizer) and not hasattr(optimizer, "optimizers")
-        if not is_one_by_one or optimizer.clipnorm or self.norms is not None:
+        if not is_one_by_one or optimizer.clipnorm:
             return self._fused(lambda part: None)
 
         def kind_of(part: VariableSlice) -> bool | None:
@@ -259,39 +239,11 @@ class ServerOptimizer:
             shapes.append((self.parts[first].dtype, shape))
         return spans, FlatLayout(shapes)
 
-    def _take_over_clipping(self, optimizer: keras.optimizers.Optimizer) -> None:
-        """Decide who clips gradients: optimizer, worker, or this by given norms."""
-        group = self.group
-        steppers = [optimizer, *getattr(optimizer, "optimizers", ())]
-        if group.rule.get("clipped_by_worker") and clips_on_worker(optimizer):
-            optimizer.clipnorm = optimizer.global_clipnorm = None
-            optimizer.clipvalue = None
-            return
-        spread = len({part.server for part in group.parts}) > 1
-        split = any(part.rows is not None for part in group.parts)
-        for kind, matters in (("global_clipnorm", spread), ("clipnorm", split)):
-            clips = [getattr(stepper, kind) for stepper in steppers]
-            if not matters or not any(clips):
-                continue
-            if len(steppers) > 1 or optimizer.gradient_accumulation_steps:
-                raise ValueError(
-                    f"group {group.name!r}: {kind}={max(filter(None, clips))} needs "
-                    "the whole gradient, and parts of it lie on other servers. With "
-                    "gradient_accumulation_steps or MultiOptimizer that is not done: "
-                    "use clipvalue, or one parameter server and no partitioner."
-                )
-            self.norms = kind
-            self._clip = float(clips[0])
-            self._scale = float(optimizer.loss_scale_factor or 1.0)
-            setattr(optimizer, kind, None)
-            optimizer.loss_scale_factor = None
-
     def _update(
         self,
         vectors: _Vectors,
         state: list[jax.Array],
         gradients: _Vectors,
-        squared_norms: dict[str, jax.Array] | None,
     ) -> tuple[list[jax.Array], _Vectors]:
         # The state comes first: JAX gives donated memory to the first output of its
         # shape, and a vector in a slot's place costs copies of both.
@@ -299,8 +251,6 @@ class ServerOptimizer:
         if self._optimizer is None:
             return state, {d: vectors[d] + gradients[d] for d in vectors}
         of_spans = self._layout.unpack(gradients)
-        if squared_norms is not None:
-            of_spans = self._clipped(of_spans, squared_norms)
         values, state = self._optimizer.stateless_apply(
             state, of_spans, self._layout.unpack(vectors)
         )
@@ -319,36 +269,6 @@ class ServerOptimizer:
             target = joined.get(dtype, jnp.zeros_like(whole))
             joined[dtype] = jax.lax.dynamic_update_slice(target, flat, (start,))
         return joined
-
-    def _norm_key(self, part: VariableSlice) -> str:
-        return "all" if self.norms == "global_clipnorm" else str(part.variable)
-
-    def _squared_norms(self, gradients: _Vectors) -> dict[str, jax.Array]:
-        norms: dict[str, jax.Array] = {}
-        for part, gradient in zip(
-            self.parts, self._layout.unpack(gradients), strict=True
-        ):
-            square = jnp.sum(jnp.square(gradient.astype(jnp.float32) / self._scale))
-            key = self._norm_key(part)
-            norms[key] = norms[key] + square if key in norms else square
-        return norms
-
-    def _clipped(
-        self, gradients: list[jax.Array], squared_norms: dict[str, jax.Array]
-    ) -> list[jax.Array]:
-        """Clip by given norms, like Keras' optimizer."""
-        clipped = []
-        for part, gradient in zip(self.parts, gradients, strict=True):
-            gradient = gradient / self._scale
-            norm = jnp.sqrt(squared_norms[self._norm_key(part)])
-            if self.norms == "clipnorm":
-                factor = self._clip / jnp.maximum(norm, self._clip)
-            else:
-                # An infinite norm makes all gradients NaN, as in Keras.
-                factor = self._clip * jnp.minimum(1 / norm, 1 / self._clip)
-                factor = factor + (norm - norm)
-            clipped.append(gradient * factor.astype(gradient.dtype))
-        return clipped
 
 
 def _variable(part: VariableSlice, value: jax.Array) -> keras.Variable:

@@ -120,8 +120,6 @@ class Service:
         """
         self._closing = True
         end = time.monotonic() + deadline
-        # A push that waits for other workers' parts ends only if the store ends it.
-        self._store.close()
         with self._idle:
             self._idle.wait_for(lambda: not self._busy, deadline / 2)
         if self._flight_server is not None:

@@ -347,13 +347,6 @@ class Session:
             return self.board("put", key=key, value=value())
         return self.get(key, what)
 
-    def absent(self) -> str:
-        """Names of the other workers that are not alive, or of all the others."""
-        workers = self.board("status")["workers"]
-        others = [name for name in self.workers if name != self.name]
-        gone = [name for name in others if workers[name]["state"] != "alive"]
-        return listed(gone or others)
-
     def require_going(self) -> None:
         """Raise if the job has failed."""
         if isinstance(self._failure, ClusterMismatchError):

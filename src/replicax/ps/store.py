@@ -192,13 +192,6 @@ class VariableStore:
                 "with fewer slots"
             )
 
-    def close(self) -> None:
-        """Cancel all waits for other workers' shares."""
-        for held in self._all_groups():
-            with held.condition:
-                held.closed = True
-                held.condition.notify_all()
-
     @property
     def num_changes(self) -> int:
         """A counter of all changes of groups and tables."""
@@ -223,7 +216,7 @@ class VariableStore:
         staleness: dict[str, Counter[int]] = {}
         for held in self._all(self._groups):
             if held.group.is_trained:
-                with held.condition:
+                with held.lock:
                     for worker, histogram in held.staleness.items():
                         staleness.setdefault(worker, Counter()).update(histogram)
         groups = {held.group.name: held.status() for held in self._all(self._groups)}
@@ -250,12 +243,11 @@ class VariableStore:
     def state(self) -> JSONObject:
         """The state: `{"meta": JSON values, "arrays": host arrays by name}`.
 
-        Arrays are snapshots; pushes go on meanwhile. Parts of an unfinished synchronous
-        step are not in it: workers push them again.
+        Arrays are snapshots; pushes go on meanwhile.
         """
         taken: list[tuple[dict[str, np.ndarray | jax.Array], JSONObject]] = []
         for held in self._all_groups():
-            with held.condition:
+            with held.lock:
                 taken.append(held.state())
         arrays = {
             f"{i}/{name}": np.asarray(array)
@@ -290,7 +282,7 @@ class VariableStore:
     def log_losses(self) -> None:
         """At the end, log lost updates that were not logged yet."""
         for held in self._all_groups():
-            with held.condition:
+            with held.lock:
                 held.log_losses()
 
     def _all_groups(self) -> list[Group]:

@@ -41,24 +41,22 @@ class ParameterServerStrategy(Strategy):
       it. The chief, which is `worker` 0 where there is no `chief` task, trains too.
     - An `evaluator` works by itself.
 
-    Workers train asynchronously: a step's gradients may be of values that others have
-    changed since. `max_staleness` bounds that, and `sync=True` removes it.
+    Workers train asynchronously: others may have changed the values since a step's
+    gradients were computed. `max_staleness` bounds that. For synchronous training use
+    `rx.MultiWorkerMirroredStrategy`, with `rx.CentralStorageStrategy` or
+    `rx.FullyShardedStrategy` where memory is short.
     (TF: `tf.distribute.experimental.ParameterServerStrategy`.)
 
     Args:
         cluster_resolver: Describes the cluster. Defaults to `TF_CONFIG`.
         variable_partitioner: How variables are cut along their first dimension, such as
             `rx.experimental.partitioners.MinSizePartitioner()`; None: not at all.
-        sync: Whether all workers make a step together, as under `MirroredStrategy`:
-            each computes on its rows of the global batch.
-        backup_workers: With `sync`, how many workers a step does without: parts of the
-            batch that slow ones have not brought are computed by others as well.
         max_staleness: Most updates that may be made by others between the moment when a
             worker fetches the values for a step of `fit` and that step's own update.
             None: any number.
         overlap: Whether a worker begins a step before its last one's update has come
             back, so that sending and computing overlap. Its gradients are then of
-            values that lack that update. For asynchronous workers on slow networks.
+            values that lack that update. For slow networks.
         compression: `"bfloat16"` halves what gradients take on the way; None: as is.
         snapshot_dir: Folder, on each server's machine, for snapshots from which a
             restarted server goes on. None: a lost server ends the job.
@@ -88,8 +86,6 @@ class ParameterServerStrategy(Strategy):
         cluster_resolver: ClusterResolver | None = None,
         variable_partitioner: Partitioner | None = None,
         *,
-        sync: bool = False,
-        backup_workers: int = 0,
         max_staleness: int | None = None,
         overlap: bool = False,
         compression: str | None = None,
@@ -105,9 +101,7 @@ class ParameterServerStrategy(Strategy):
         timeouts = checked_timeouts(timeouts, "ParameterServerStrategy")
         workers = [task.name for task in config.cluster.workers]
         _check_partitioner(variable_partitioner)
-        _check_options(
-            sync, backup_workers, max_staleness, overlap, compression, len(workers)
-        )
+        _check_options(max_staleness, overlap, compression)
         if config.task_type == "ps":
             serve(
                 config,
@@ -118,23 +112,18 @@ class ParameterServerStrategy(Strategy):
                 snapshot_every_seconds=snapshot_every_seconds,
             )
         self._cluster_resolver = cluster_resolver or default_resolver()
-        self.sync = sync
-        self.backup_workers = backup_workers
         self.compression = compression
         self.max_staleness = max_staleness
         self.overlap = overlap
         self.session: Session | None = None
         self.coordinator: Any = None
-        self._num_parts = len(workers) - backup_workers if sync else 1
         devices = default_devices()
         index = config.process_id
-        first = (index or 0) * len(devices)
         super().__init__(
             devices,
             cross_device_ops,
             defers_updates=index is not None,
-            first_in_sync=first if sync else 0,
-            first_seed=first,
+            first_seed=(index or 0) * len(devices),
         )
         if index is None:
             return  # The evaluator.
@@ -145,12 +134,8 @@ class ParameterServerStrategy(Strategy):
         self.session = Session(
             workers, index, servers, Credentials.from_environment(), timeouts
         )
-        self.input_shard = ElasticInputShard(
-            index, len(workers), self._num_parts if sync else None
-        )
-        self.home = self.servers = ServerHome(
-            self, self.session, variable_partitioner, self._num_parts
-        )
+        self.input_shard = ElasticInputShard(index, len(workers))
+        self.home = self.servers = ServerHome(self, self.session, variable_partitioner)
         self.session.join()
         self._agree_on_random_state()
 
@@ -162,11 +147,6 @@ class ParameterServerStrategy(Strategy):
             f"{len(self.session.workers)} workers, "
             f"{len(self.session.connections)} servers)"
         )
-
-    @property
-    def num_replicas_in_sync(self) -> int:
-        """Number of replicas whose gradients make one update."""
-        return self.group.num_replicas * self._num_parts
 
     @property
     def is_chief(self) -> bool:
@@ -237,34 +217,17 @@ def _check_partitioner(partitioner: object) -> None:
 
 
 def _check_options(
-    sync: bool,
-    backup_workers: int,
-    max_staleness: int | None,
-    overlap: bool,
-    compression: str | None,
-    num_workers: int,
+    max_staleness: int | None, overlap: bool, compression: str | None
 ) -> None:
     name = "ParameterServerStrategy"
-    if not 0 <= backup_workers < num_workers:
+    if max_staleness is not None and max_staleness < 0:
         raise ValueError(
-            f"{name}: backup_workers must be from 0 to {num_workers - 1} with "
-            f"{num_workers} workers; got {backup_workers!r}."
+            f"{name}: max_staleness={max_staleness!r} must be None or at least 0."
         )
-    if backup_workers and not sync:
-        raise ValueError(
-            f"{name}: backup_workers={backup_workers!r} needs sync=True; asynchronous "
-            "steps have no parts."
-        )
-    if max_staleness is not None and (sync or max_staleness < 0):
-        raise ValueError(
-            f"{name}: max_staleness={max_staleness!r} must be None or at least 0, and "
-            "None with sync=True, which has no staleness."
-        )
-    if overlap and (sync or max_staleness is not None):
+    if overlap and max_staleness is not None:
         raise ValueError(
             f"{name}: overlap=True begins a step on older values, which "
-            f"sync={sync!r}, max_staleness={max_staleness!r} forbid. Leave overlap, or "
-            "both of them, at the default."
+            f"max_staleness={max_staleness!r} forbids. Leave one of them out."
         )
     if compression not in (None, "bfloat16"):
         raise ValueError(

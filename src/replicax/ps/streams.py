@@ -2,9 +2,8 @@
 
 - All calls come under the board's lock. A queue that is over stays over, and any call
   of it is answered.
-- An asynchronous step is given to one worker. It is then held, finished or lost, and
-  only its worker can still finish a lost one. So none is given twice.
-- A part of a synchronous step is given until it is finished, and counts once.
+- A step is given to one worker. It is then held, finished or lost, and only its worker
+  can still finish a lost one. So none is given twice.
 - `past` and the streams that are open make up the job's totals.
 """
 
@@ -15,18 +14,15 @@ import msgspec
 
 from replicax._util.types import JSONObject
 from replicax.ps.limits import (
-    Backups,
     Count,
     Few,
     Name,
-    NumParts,
     RequestError,
-    Ticket,
     Tickets256,
     family_of,
     remember,
 )
-from replicax.ps.tickets import PartTickets, StepTickets, Tickets
+from replicax.ps.tickets import StepTickets
 
 __all__ = ["Stream", "Streams"]
 
@@ -41,30 +37,11 @@ class Stream(msgspec.Struct):
 
     name: str
     settings: dict[str, int | None]
-    tickets: Tickets
-
-
-def _tickets(
-    limit: int | None, max_staleness: int | None, num_parts: int | None, backups: int
-) -> Tickets:
-    """Make the tickets of a stream; raise for contradictory settings."""
-    if num_parts is None:
-        if backups:
-            raise RequestError(
-                f"backups={backups} needs num_parts: only parts of a synchronous step "
-                "are given twice."
-            )
-        return StepTickets(length=limit, max_staleness=max_staleness)
-    if max_staleness is not None:
-        raise RequestError(
-            f"A stream with num_parts={num_parts} is synchronous, so nothing is stale; "
-            f"got max_staleness={max_staleness}. Leave one out."
-        )
-    return PartTickets(num_parts=num_parts, length=limit, backups=backups)
+    tickets: StepTickets
 
 
 class _Entry(msgspec.Struct):
-    """The write-ahead log's entry of an asynchronous stream and one worker.
+    """The write-ahead log's entry of a stream and one worker.
 
     It is written down in each call, and so has nothing of the other workers. `past` are
     the totals of all streams that have a newer one in their family.
@@ -103,28 +80,20 @@ class Streams(msgspec.Struct):
         stream: Name,
         limit: Count | None = None,
         max_staleness: Count | None = None,
-        num_parts: NumParts | None = None,
-        backups: Backups = 0,
     ) -> JSONObject:
         """Open a stream of step tickets, with equal settings on all workers.
 
         `limit` is the number of steps; None: until somebody finds the end. At most
         `max_staleness` other steps may be finished between the moment when a step is
-        given and its own end. `num_parts` of a synchronous step; None: steps are
-        asynchronous. `backups` parts of a step may be given to a second worker too. The
-        answer says whether it is `over`, and its `length` if that is known.
+        given and its own end. The answer says whether it is `over`, and its `length` if
+        that is known.
         """
-        settings = {
-            "limit": limit,
-            "max_staleness": max_staleness,
-            "num_parts": num_parts,
-            "backups": backups,
-        }
+        settings = {"limit": limit, "max_staleness": max_staleness}
         if self._is_over(stream):
             return {"over": True, "length": self.lengths.get(stream)}
         known = self._opened(stream)
         if known is None:
-            tickets = _tickets(limit, max_staleness, num_parts, backups)
+            tickets = StepTickets(length=limit, max_staleness=max_staleness)
             known = Stream(stream, settings, tickets)
             if family_of(stream)[0] not in self.newest:
                 self._make_room()
@@ -145,11 +114,10 @@ class Streams(msgspec.Struct):
     ) -> JSONObject:
         """Lease up to `count` tickets for the next steps, after finishing others.
 
-        `{"indices": [...]}` are steps, or `[step, part]` in a synchronous stream. Or
-        `{"wait": reason}`: ask again soon. Or `{"over": length, "lost": n, "complete":
-        ...}`: no tickets are left; `lost` were taken from workers that died (and given
-        again, if synchronous); `complete` when none is in progress. With `finished`
-        also what `finish` answers.
+        `{"indices": [...]}` are steps. Or `{"wait": reason}`: ask again soon. Or
+        `{"over": length, "lost": n, "complete": ...}`: no tickets are left; `lost` were
+        taken from workers that died; `complete` when none is in progress. With
+        `finished` also what `finish` answers.
         """
         done = self._finish(stream, worker, finished) if finished else {}
         tickets = self._open_tickets(stream)
@@ -172,23 +140,15 @@ class Streams(msgspec.Struct):
     ) -> JSONObject:
         """Record that the updates of leased steps are applied.
 
-        `given_up` are others of an asynchronous stream, which the worker will not do.
-        `late`: the worker did not hold some of them (it was dead for a while, or a
-        backup was faster); `late_indices`: those.
+        `given_up` are others, which the worker will not do. `late`: the worker did not
+        hold some of them, as it was dead for a while; `late_indices`: those.
         """
         tickets = self._open_tickets(stream)
-        if given_up and isinstance(tickets, PartTickets):
-            raise RequestError(
-                f"Parts of the synchronous stream {stream!r} cannot be given up; got "
-                f"{given_up[:10]}."
-            )
-        if given_up and isinstance(tickets, StepTickets):
+        if given_up and tickets is not None:
             tickets.give_up(worker, given_up)
         return self._finish(stream, worker, indices)
 
-    def _finish(
-        self, stream: str, worker: str, indices: Sequence[Ticket]
-    ) -> JSONObject:
+    def _finish(self, stream: str, worker: str, indices: Sequence[int]) -> JSONObject:
         tickets = self._open_tickets(stream)
         if tickets is None:
             return {"late": bool(indices), "late_indices": list(indices)}
@@ -222,8 +182,7 @@ class Streams(msgspec.Struct):
         """Revoke all leases of a worker; return the number of steps that are lost."""
         given_up = 0
         for stream in self.newest.values():
-            number = stream.tickets.release(worker)
-            given_up += number * isinstance(stream.tickets, StepTickets)
+            given_up += stream.tickets.release(worker)
         return given_up
 
     def _opened(self, stream: str) -> Stream | None:
@@ -235,7 +194,7 @@ class Streams(msgspec.Struct):
         family, number = family_of(stream)
         return self.ended.get(family, -1) >= (number or 0)
 
-    def _open_tickets(self, stream: str) -> Tickets | None:
+    def _open_tickets(self, stream: str) -> StepTickets | None:
         """The tickets of a stream; None if it is over, and a newer one is open."""
         known = self._opened(stream)
         if known is not None:
@@ -259,9 +218,8 @@ class Streams(msgspec.Struct):
 
     def _end(self, stream: Stream) -> None:
         remember(self.lengths, stream.name, stream.tickets.length, most=_LENGTHS_KEPT)
-        if isinstance(stream.tickets, StepTickets):
-            for worker in list(stream.tickets.held):
-                stream.tickets.release(worker)
+        for worker in list(stream.tickets.held):
+            stream.tickets.release(worker)
         self.past = _with(self.past, stream.tickets)
 
     def _make_room(self) -> None:
@@ -279,7 +237,7 @@ class Streams(msgspec.Struct):
         self._end(stream)
 
     def totals(self) -> dict[str, int]:
-        """The job's numbers of asynchronous steps that were lost, or done twice."""
+        """The job's numbers of steps that were lost, or done twice."""
         totals = self.past
         for stream in self.newest.values():
             totals = _with(totals, stream.tickets)
@@ -290,13 +248,9 @@ class Streams(msgspec.Struct):
         return {each.name: each.tickets.status() for each in self.newest.values()}
 
     def entry(self, stream: str, worker: str) -> JSONObject | None:
-        """The write-ahead log's entry of an asynchronous stream and a worker.
-
-        A synchronous one needs none: workers pass over the steps that are done, and the
-        servers know which these are.
-        """
+        """The write-ahead log's entry of a stream and a worker; None: it is over."""
         known = self._opened(stream)
-        if known is None or not isinstance(known.tickets, StepTickets):
+        if known is None:
             return None
         shared = msgspec.structs.replace(known.tickets, held={}, waiting=[])
         entry = _Entry(
@@ -323,14 +277,11 @@ class Streams(msgspec.Struct):
                 self._add(stream)
                 self.past = entry.past
         for stream in self.newest.values():
-            if isinstance(stream.tickets, StepTickets):
-                stream.tickets.restart(held.get(stream.name))
+            stream.tickets.restart(held.get(stream.name))
 
 
-def _with(totals: dict[str, int], tickets: Tickets) -> dict[str, int]:
-    # Synchronous parts are given again, so none is given up.
-    lost = tickets.lost if isinstance(tickets, StepTickets) else 0
+def _with(totals: dict[str, int], tickets: StepTickets) -> dict[str, int]:
     return {
-        "given_up": totals["given_up"] + lost,
+        "given_up": totals["given_up"] + tickets.lost,
         "twice": totals["twice"] + tickets.twice,
     }

@@ -4,7 +4,6 @@ Row `r` lies on server `r % num_servers`, at place `r // num_servers` there. Its
 value is that of `row_initializers`.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Annotated, NamedTuple
 
@@ -14,7 +13,7 @@ import numpy as np
 
 from replicax._util.types import JSONObject
 from replicax.ps.call_log import Journaled, Note, Sessions, note_nothing
-from replicax.ps.groups import Arrays, Group, StepShare
+from replicax.ps.groups import Arrays, Group
 from replicax.ps.limits import Closure, RequestError
 from replicax.ps.row_initializers import check_initializer, fill_rows
 from replicax.ps.row_optimizer import RowOptimizer, differing_options
@@ -97,7 +96,7 @@ class TableSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class RowsPushed(NamedTuple):
-    """The result of a push; `applied`: it is in the table, or in its step's sum."""
+    """The result of a push; `applied`: it is in the table."""
 
     version: int
     applied: bool
@@ -137,15 +136,11 @@ class Table(Group):
     ) -> None:
         super().__init__(f"table {spec.name!r}", server, note, sessions)
         self.spec = spec
-        # Synchronous steps are those of a group of variables. By group: what makes of
-        # its step the table's; None before the first one.
-        self.offsets: dict[str, int | None] = {}
+        self._groups: set[str] = set()  # Those with which its rows are updated.
         self._num_servers = num_servers
         self._optimizer = None if spec.rule is None else self._built(spec.rule)
         shape = (spec.num_rows_on(server, num_servers), spec.dim)
         self._values = np.empty(shape, np.float32)
-        # The last synchronous step, the places of its rows, and these before it.
-        self._begin = -1, np.empty(0, np.int64), self._values[:0]
         fill_rows(self._values, spec.initializer, spec.seed, server, num_servers)
         self._slots = self._new_slots()
 
@@ -181,7 +176,7 @@ class Table(Group):
         slots.
         """
         optimizer = self._built(rule)
-        with self.condition:
+        with self.lock:
             is_first = self.spec.rule is None
             if is_first:
                 require_room(self._values.nbytes * len(optimizer.slots))
@@ -196,25 +191,16 @@ class Table(Group):
                     "another name."
                 )
             rate = rule["config"]["config"].get("learning_rate")
-            is_known = is_first or group in self.offsets
+            is_known = is_first or group in self._groups
             if not is_known and isinstance(rate, int | float):
                 self.set_learning_rate(rate)
-            self.offsets.setdefault(group, None)
+            self._groups.add(group)
 
-    def rows(self, ids: np.ndarray, *, begin_of: int | None = None) -> np.ndarray:
-        """Copy the values `float32[n, dim]` of rows `int64[n]`.
-
-        Those of now, or if the synchronous step `begin_of` was the last one, those from
-        which it is computed.
-        """
+    def rows(self, ids: np.ndarray) -> np.ndarray:
+        """Copy the values `float32[n, dim]` of rows `int64[n]`."""
         places = self._places(ids)
-        with self.condition:
-            values = self._values[places]
-            step, changed, before = self._begin
-            if step == begin_of and len(changed):
-                at = np.searchsorted(changed, places).clip(max=len(changed) - 1)
-                values = np.where((changed[at] == places)[:, None], before[at], values)
-            return values
+        with self.lock:
+            return self._values[places]
 
     def push_rows(
         self,
@@ -224,14 +210,12 @@ class Table(Group):
         worker: str,
         session: str,
         sequence: int,
-        share: StepShare | None = None,
         closure: Closure | None = None,
     ) -> RowsPushed:
         """Update rows with their gradients, exactly once; see `Group.push`.
 
         Every push counts as an update of the table, one without ids too: workers push
-        to all servers, so that schedules and Adam's correction go in step. The call
-        does not wait for the other parts of a step.
+        to all servers, so that schedules and Adam's correction go in step.
 
         `ids` are `int64[n]`, rows on this server; `gradients` `[n, dim]`, of any float
         dtype: `messages` lets no others in. Those of equal ids are summed first.
@@ -240,32 +224,9 @@ class Table(Group):
         self._required_optimizer()
         places, gradients = sum_duplicates(places, gradients.astype(np.float32))
         summed = {"ids": places, "gradients": gradients}
-        with self.condition:
-            last = self.push(
-                worker, session, sequence, summed, share=share, closure=closure
-            )
+        with self.lock:
+            last = self.push(worker, session, sequence, summed, closure=closure)
             return RowsPushed(self.version, last.applied)
-
-    def share_of(self, group: str, share: StepShare | None) -> StepShare | None:
-        """Convert a group's step to the table's: each group counts its own from 0."""
-        with self.condition:
-            if group not in self.offsets:
-                raise TableError(
-                    f"Table {self.spec.name!r}: nobody has said how it is updated with "
-                    f"group {group!r}. Set its rule before rows are pushed."
-                )
-            if share is None:
-                return None
-            offset = self.offsets[group]
-            if offset is None:
-                offset = self.offsets[group] = self.steps - share.step
-            return dataclasses.replace(share, step=share.step + offset)
-
-    def step_of(self, group: str, step: int) -> int | None:
-        """Convert the number of a group's step; None: the group has made none."""
-        with self.condition:
-            offset = self.offsets.get(group)
-        return None if offset is None else step + offset
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Set the learning rate of later updates, if it is a number."""
@@ -277,22 +238,18 @@ class Table(Group):
                 f"optimizer with {rate!r}. Compile the model with a number to set it "
                 "later, and set it to a number."
             )
-        with self.condition:
+        with self.lock:
             optimizer.assign({"learning_rate": learning_rate})
 
     def state(self) -> tuple[dict[str, np.ndarray | jax.Array], JSONObject]:
         """The state: copies of arrays by name, the rest as JSON values."""
         arrays: dict[str, np.ndarray | jax.Array]
         arrays = {name: array.copy() for name, array in self._arrays().items()}
-        step, places, before = self._begin
-        if step >= 0:
-            arrays |= {"begin/places": places, "begin/values": before}
         return arrays, {
             "spec": self.spec.to_json(),
-            "begin": step,
             "server": self.server,
             "num_servers": self._num_servers,
-            "offsets": dict(self.offsets),
+            "groups": sorted(self._groups),
             "optimizer": {} if self._optimizer is None else self._optimizer.shared,
             **self._counts(),
         }
@@ -308,10 +265,6 @@ class Table(Group):
         mine = {"server": self.server, "num_servers": self._num_servers}
         its = {key: meta[key] for key in mine}
         shapes = {name: array.shape for name, array in self._arrays().items()}
-        arrays = dict(arrays)
-        if meta.get("begin", -1) >= 0:
-            begin = arrays.pop("begin/places"), arrays.pop("begin/values")
-            self._begin = meta["begin"], *begin
         found = {k: v.shape for k, v in arrays.items()}
         if (its, found) != (mine, shapes):
             raise TableError(
@@ -323,7 +276,7 @@ class Table(Group):
             array[...] = arrays[name]
         if self._optimizer is not None:
             self._optimizer.assign(meta["optimizer"])
-        self.offsets = dict(meta["offsets"])
+        self._groups = set(meta["groups"])
         self._load_counts(meta, journal or {})
 
     def _required_optimizer(self) -> RowOptimizer:
@@ -359,24 +312,7 @@ class Table(Group):
             )
         return places
 
-    def _add(
-        self, total: dict[str, np.ndarray] | None, gradients: Arrays, weight: float
-    ) -> dict[str, np.ndarray]:
-        ids, scaled = gradients["ids"], gradients["gradients"] * np.float32(weight)
-        if total is not None:
-            ids, scaled = sum_duplicates(
-                np.concatenate([total["ids"], ids]),
-                np.concatenate([total["gradients"], scaled]),
-            )
-        return {"ids": ids, "gradients": scaled}
-
-    def _divide(self, total: dict[str, np.ndarray], weights: float) -> None:
-        total["gradients"] /= np.float32(weights)
-
-    def _keep_begin(self, step: int, gradients: Arrays) -> None:
-        self._begin = step, gradients["ids"], self._values[gradients["ids"]]
-
-    def _apply(self, gradients: Arrays, squared_norms: dict[str, float] | None) -> None:
+    def _apply(self, gradients: Arrays) -> None:
         self._required_optimizer().apply(
             self._values, self._slots, gradients["ids"], gradients["gradients"]
         )

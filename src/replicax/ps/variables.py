@@ -15,11 +15,10 @@ from replicax._util.types import JSONObject
 from replicax.engine.scope import outside_scopes
 from replicax.engine.variables import Update
 from replicax.ps.group_vectors import VariableSlot
-from replicax.ps.optimizers import can_split, can_spread, clips, optimizer_rule
+from replicax.ps.optimizers import can_split, can_spread, optimizer_rule
 from replicax.ps.partition import (
+    ADDED,
     ASSIGNED,
-    AVERAGED,
-    SUMMED,
     Partitioner,
     VariableGroup,
     VariableInfo,
@@ -53,14 +52,12 @@ class RemoteVariables:
         *,
         partitioner: Partitioner | None,
         compression: str | None,
-        sync: bool,
         rows: RemoteTables,
     ) -> None:
         self._session = session
         self._sharding = sharding
         self._partitioner = partitioner
         self._compression = compression
-        self._sync = sync
         self._rows = rows
         self.groups: list[RemoteGroup] = []
         # By the id of an optimizer, which is kept: its group; if it has none yet, its
@@ -83,26 +80,22 @@ class RemoteVariables:
         program does nothing.
         """
         groups = [self._connect_update(update, stored) for update in updates]
-        for rule in (AVERAGED, SUMMED):
-            added = [v for v in state if (v.aggregation == "sum") == (rule is SUMMED)]
-            groups += self._connect_added(rule, added, stored)
-        return groups
+        return groups + self._connect_added(state, stored)
 
     def _connect_added(
         self,
-        rule: JSONObject,
         variables: Sequence[keras.Variable],
         stored: dict[int, jax.Array],
     ) -> list[RemoteGroup]:
         ids = set(map(id, variables))
         while True:
-            known = [group for group in self.groups if group.placement.rule == rule]
+            known = [group for group in self.groups if group.placement.rule == ADDED]
             shared = [x for x in known if not ids.isdisjoint(map(id, x.variables))]
             there = {id(v) for group in shared for v in group.variables}
             new = [v for v in variables if id(v) not in there]
             if not new:
                 return shared
-            self._add("state", rule, new, stored)
+            self._add("state", ADDED, new, stored)
 
     @property
     def assigned(self) -> list[RemoteGroup]:
@@ -219,11 +212,7 @@ class RemoteVariables:
         internals.write_values(own, [stored[id(v)] for v in own])
         try:
             with outside_scopes():  # It builds the optimizer once, to try.
-                return optimizer_rule(
-                    optimizer,
-                    variables,
-                    clipped_by_worker=not self._sync and clips(optimizer),
-                )
+                return optimizer_rule(optimizer, variables)
         finally:
             internals.write_values(own, before)
 

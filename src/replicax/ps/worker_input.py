@@ -7,20 +7,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-import jax
-
 from replicax._private import trainer
 from replicax._util.types import JSONObject, PyTree
 from replicax.engine.row_arrays import by_rows
 from replicax.input import InputShard
-from replicax.input.split import leading_size
 from replicax.keras.adapters import batch_of, make_lazy, set_iteration
-from replicax.ps.limits import Ticket, tickets_at_once
+from replicax.ps.limits import tickets_at_once
 
 if TYPE_CHECKING:
     from replicax.ps.strategy import ParameterServerStrategy
 
-__all__ = ["ElasticInputShard", "EpochBatches", "StepLeases", "own_rows"]
+__all__ = ["ElasticInputShard", "EpochBatches", "StepLeases"]
 
 
 class StepLeases:
@@ -40,15 +37,14 @@ class StepLeases:
         assert strategy.session is not None  # It is a worker.
         self._session = strategy.session
         self._home = strategy.servers
-        self._sync = strategy.sync
         self._bounds_staleness = strategy.max_staleness is not None
         self._number = number
         self._waiting = waiting
         self.length: int | None = None
         self.last_index = 0
         self._stream = ""
-        self._ahead: deque[Ticket] = deque()  # Of steps that have not begun.
-        self._pending: deque[Ticket] = deque()  # Of updates that are under way.
+        self._ahead: deque[int] = deque()  # Of steps that have not begun.
+        self._pending: deque[int] = deque()  # Of updates that are under way.
         self._claimed_at: tuple[float, int] | None = None  # When, and after which step.
         self._applied = 0
         self._has_begun = False
@@ -60,7 +56,7 @@ class StepLeases:
         self._applied = self._session.steps
         self._claimed_at = None
 
-    def claim(self) -> Ticket | None:
+    def claim(self) -> int | None:
         """Lease the next step; None at the epoch's end."""
         if not self._ahead and not self._claim_ahead():
             return None
@@ -117,7 +113,7 @@ class StepLeases:
             return {} if is_moving and time.monotonic() > soon else None
 
         session, begun = self._session, f"fit begun/{self._number}"
-        follows = (self._sync or self._bounds_staleness) and not session.is_chief
+        follows = self._bounds_staleness and not session.is_chief
         with self._waiting():
             if follows and not self._has_begun:
                 # The chief brings the initial values, for which this worker would wait
@@ -141,7 +137,7 @@ class StepLeases:
 
     def _num_ahead(self) -> int:
         """Number of tickets to prefetch."""
-        if self._sync or self._bounds_staleness:
+        if self._bounds_staleness:
             return 1  # Others wait for each of them.
         now, before = (time.monotonic(), self._session.steps), self._claimed_at
         self._claimed_at = now
@@ -151,20 +147,18 @@ class StepLeases:
         step_seconds = (now[0] - before[0]) / (now[1] - before[1])
         return tickets_at_once(len(self._session.workers), step_seconds, left)
 
-    def _take_applied(self) -> list[Ticket]:
+    def _take_applied(self) -> list[int]:
         """Return, once, the tickets whose updates are applied."""
         number = self._session.steps - self._applied
         self._applied += number
-        if not self._pending:  # Steps that all workers make together need none.
-            return []
         return [self._pending.popleft() for _ in range(number)]
 
-    def _drain(self) -> list[Ticket]:
+    def _drain(self) -> list[int]:
         """Wait for the push in flight."""
         self._home.settle()
         return self._take_applied()
 
-    def _finish(self, tickets: list[Ticket], given_up: Sequence[Ticket] = ()) -> None:
+    def _finish(self, tickets: list[int], given_up: Sequence[int] = ()) -> None:
         if tickets or given_up:
             self._session.once(
                 "finish",
@@ -228,7 +222,7 @@ class EpochBatches:
         """Read forward to the epoch's batch at an index; None: the data have ended."""
         index += self._first
         if index == self._last[0]:
-            return self._last[1]  # Another part of the same step.
+            return self._last[1]
         if self._batches is None:
             self._batches = iter(self._adapter.get_jax_iterator())
         for batch in self._batches:
@@ -252,17 +246,14 @@ class EpochBatches:
 
 
 class ElasticInputShard(InputShard):
-    """A shard of a dataset that all workers read: some batches, or rows of each.
+    """A shard of a dataset that all workers read: every `num_workers`-th batch.
 
-    Nothing is agreed on: a worker may come late, or go. With `num_parts` of a
-    synchronous step each takes its rows of every batch; else a worker reads every
-    `num_workers`-th batch. Each worker evaluates by itself, so it reads all of the data
-    then.
+    Nothing is agreed on: a worker may come late, or go. Each worker evaluates by
+    itself, on all of the data.
     """
 
-    def __init__(self, worker: int, num_workers: int, num_parts: int | None) -> None:
+    def __init__(self, worker: int, num_workers: int) -> None:
         super().__init__(place=(worker, num_workers))
-        self._num_parts = num_parts
         self._of_loop: InputShard = self
 
     def read_in_closures(self) -> None:
@@ -289,12 +280,10 @@ class ElasticInputShard(InputShard):
     @property
     def num_pieces(self) -> int:
         """Number of steps in which a worker takes a global batch of its own data."""
-        return self._num_parts or 1
+        return 1
 
     def num_steps(self, num_batches: int) -> int:
         """Number of this worker's steps for that many batches."""
-        if self._num_parts is not None:
-            return num_batches
         return len(range(self.worker, num_batches, self.num_workers))
 
     def in_step(
@@ -303,19 +292,4 @@ class ElasticInputShard(InputShard):
         """This worker's share of batches that all read; all of its own data."""
         if not same_data:
             return iter(batches)
-        if self._num_parts is None:
-            return itertools.islice(batches, self.worker, None, self.num_workers)
-        return (own_rows(batch, self.worker, self._num_parts) for batch in batches)
-
-
-def own_rows(batch: PyTree, part: int, num_parts: int) -> PyTree:
-    """The row range of one share of a batch; shares differ by at most one row."""
-    size = leading_size(batch, "a batch")
-    if size < num_parts:
-        raise ValueError(
-            f"ParameterServerStrategy(sync=True): a batch of {size} examples cannot be "
-            f"divided between {num_parts} workers. Use batches of at least {num_parts}."
-        )
-    each, more = divmod(size, num_parts)
-    start = part * each + min(part, more)
-    return jax.tree.map(lambda x: x[start : start + each + (part < more)], batch)
+        return itertools.islice(batches, self.worker, None, self.num_workers)

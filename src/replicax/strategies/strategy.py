@@ -73,7 +73,6 @@ class Strategy(DatasetMaker):
         workers: Workers | None = None,
         check_input: bool = True,
         defers_updates: bool = False,
-        first_in_sync: int = 0,
         first_seed: int = 0,
         communication_options: CommunicationOptions | None = None,
         replicas_per_device: int = 1,
@@ -83,9 +82,8 @@ class Strategy(DatasetMaker):
     ) -> None:
         """Make a strategy; only subclasses do, which say what most arguments are.
 
-        `workers` are the processes of the devices, in the devices' order, and
-        `first_in_sync` and `first_seed` are the number of the first of these replicas
-        among those in sync, and among those of all workers.
+        `workers` are the processes of the devices, in the devices' order. `first_seed`
+        is the number of the first of these replicas among those of all workers.
         With `defers_updates` the home makes the updates, after a program. `split` says
         how a replica's weights are sharded over several devices.
         """
@@ -121,7 +119,6 @@ class Strategy(DatasetMaker):
             communication=communication_options or CommunicationOptions(),
             num_local=num_local * replicas_per_device,
             first_local=num_local * self._workers.index * replicas_per_device,
-            first_in_sync=first_in_sync,
             first_seed=first_seed,
             defers_updates=defers_updates,
         )

@@ -5,7 +5,6 @@ first call creates the variables. Later calls, one for each trace of a step, get
 same variables again (variable reuse).
 """
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
@@ -33,8 +32,6 @@ _Tensors: TypeAlias = dict[str, jax.Array]
 
 _AVERAGED = Options(gradient_op=ReduceOp.MEAN)
 """The options of an estimator's steps: a loss is a mean over a replica's batch."""
-_ALONE = dataclasses.replace(_AVERAGED, num_shares=1)
-"""Those of steps that do not train, which each worker makes by itself."""
 
 
 def first_replica(values: PyTree) -> PyTree:
@@ -193,8 +190,7 @@ class EstimatorModel:
         return first_replica(self._run(self._predict_step, (features,)))
 
     def _run(self, step: Callable[..., PyTree], args: Sequence[PyTree]) -> PyTree:
-        options = _AVERAGED if self.mode is ModeKeys.TRAIN else _ALONE
-        return self.strategy.runner.run(step, args, options=options)
+        return self.strategy.runner.run(step, args, options=_AVERAGED)
 
     def _train_step(self, features: PyTree, labels: PyTree, watched: bool) -> _Tensors:
         def loss_fn() -> tuple[jax.Array, tuple[jax.Array, _Tensors]]:

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from replicax._util.types import PyTree
-from replicax.engine.values import PerReplica, is_per_replica
+from replicax.engine.values import PerReplica
 from replicax.input.prefetch import DistributedIterator
 from replicax_estimator.hooks import (
     CheckpointSaverListener,
@@ -149,11 +149,6 @@ class Training(Loop):
 
     def _train(self, steps: DistributedIterator) -> None:
         model = self.model
-        if getattr(model.strategy, "backup_workers", 0):
-            raise NotImplementedError(
-                "Estimator.train: backup_workers need batches that all workers read, "
-                "and an input_fn is each worker's own. Leave them out, or use fit."
-            )
         first = self.first_step(steps, "train")
         saver = Saver(model, self.directory, self.config, self._position)
         if saver.restore() is None:
@@ -217,7 +212,6 @@ class Training(Loop):
 
     def _step(self, features: PyTree, labels: PyTree) -> dict[str, PerReplica]:
         model = self.model
-        model.strategy.home.expect_rows(_num_rows(features))
         tensors = super()._step(features, labels)
         self._position.num_steps += 1
         if model.strategy.home.keeps_slots:
@@ -273,10 +267,3 @@ class _Log:
         else:
             speed = passed[0] / max(passed[1], 1e-9)
             _logger.info("loss = %.8g, step = %d, %.4g steps/s", value, step, speed)
-
-
-def _num_rows(features: PyTree) -> int:
-    """Count this process' examples in a step, from features `[R, b, ...]`."""
-    first = jax.tree.leaves(features, is_leaf=is_per_replica)[0]
-    replicas, rows = first.array.shape[:2]
-    return (first.num_active or replicas) * rows
