@@ -183,11 +183,11 @@ def test_a_report_that_cannot_be_written_is_no_other_failure(
 
 
 def test_progress_of_tasks_that_leave_no_report(tmp_path, monkeypatch) -> None:
-    assert FailureReport.last_progress(tmp_path) == -1
+    assert FailureReport.steps_by_task(tmp_path) == {}
     monkeypatch.setenv("REPLICAX_REPORT_DIR", str(tmp_path))
     for task, steps in (("worker:0", 7), ("worker:1", 9), ("worker:1", 8)):
         FailureReport.note_progress(task, steps)
-    assert FailureReport.last_progress(tmp_path) == 8
+    assert FailureReport.steps_by_task(tmp_path) == {"worker:0": 7, "worker:1": 8}
     assert FailureReport.read_all(tmp_path) == []
 
 

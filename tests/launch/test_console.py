@@ -74,7 +74,9 @@ def test_every_byte_comes_through(outputs: list[bytes], seed: int) -> None:
 def test_a_line_without_end_is_cut_at_last(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("replicax.launch.console._LONGEST_LINE_BYTES", 10)
     chunks = [(NAMES[0], b"x" * 8), (NAMES[0], b"x" * 8), (NAMES[0], b"yz")]
-    assert written(chunks) == PREFIXES[0] + b"x" * 16 + b"yz\n"
+    assert written([*chunks, (NAMES[0], b"")]) == (
+        PREFIXES[0] + b"x" * 16 + b"\n" + PREFIXES[0] + b"yz\n"
+    )
 
 
 def test_prefixes_are_coloured_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,26 +100,28 @@ def test_a_stream_that_breaks_is_noted(capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().err == "replicax: one\nreplicax: two\n"
 
 
-SHOW = """
-import sys, time
-from rich.text import Text
+DISPLAY = """
+import time
 from replicax.launch.console import TaskConsole
 console = TaskConsole(["worker:0", "ps:0"])
-console.take("worker:0", b"first\\n")
-for i in range(3):
-    console.show(Text(f"table {i}\\nits end"))
-    console.take("ps:0", b"x" * 150 + b" line %d\\n" % i)
-console.say("a message")
-console.end_table(Text("last table"))
+steps = 0
+with console.display(lambda: [("worker:0", "running", f"{steps} steps")]):
+    console.take("worker:0", b"first\\n")
+    for steps in range(3):
+        console._refresh_at = 0.0
+        console.refresh()
+        console.take("ps:0", b"x" * 150 + b" line %d\\n" % steps)
+    console.say("a message")
+    steps = 1710
 console.take("worker:0", b"over\\n")
 """
 
 
-def test_a_table_stays_below_the_lines_of_a_terminal() -> None:
+def test_the_display_stays_below_the_lines_of_a_terminal() -> None:
     main, side = pty.openpty()
     fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     process = subprocess.Popen(
-        [sys.executable, "-c", SHOW],
+        [sys.executable, "-c", DISPLAY],
         stdout=side,
         stderr=side,
         env={**os.environ, "TERM": "xterm"},
@@ -127,24 +131,25 @@ def test_a_table_stays_below_the_lines_of_a_terminal() -> None:
     text = os.read(main, 1 << 16).decode()
     os.close(main)
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text).replace("\r", "\n")
-    lines = [line for line in plain.splitlines() if line]
+    lines = [line.strip() for line in plain.splitlines() if line.strip()]
     # Each line is whole, though longer than the terminal is wide.
     assert "ps:0     | " + "x" * 150 + " line 2" in lines
     assert "replicax: a message" in lines
-    shown = [i for i, line in enumerate(lines) if line == "its end"]
-    assert len(shown) > 3, "the table is drawn again below each line"
-    assert lines.index("last table") > shown[-1]
+    displays = [line for line in lines if re.match(r"worker:0 +running", line)]
+    assert {"0 steps", "1 steps", "2 steps"} <= {d[-7:] for d in displays}
+    assert len(displays) > 7, "the display is drawn again below each line"
+    assert displays[-1].endswith("1710 steps")
     assert lines[-1] == "worker:0 | over"
-    assert "\x1b[1A" in text, "the table is drawn over the one before"
+    assert "\x1b[1A" in text or "\x1b[2K" in text, "it is updated in place"
 
 
-def test_elsewhere_the_table_comes_once_and_at_the_end() -> None:
+def test_elsewhere_there_are_plain_lines_only() -> None:
     process = subprocess.run(
-        [sys.executable, "-c", SHOW],
+        [sys.executable, "-c", DISPLAY],
         capture_output=True,
         text=True,
         timeout=30,
         check=True,
     )
-    assert "table" not in process.stdout
-    assert process.stderr.splitlines() == ["replicax: a message", "last table"]
+    assert "steps" not in process.stdout
+    assert process.stderr.splitlines() == ["replicax: a message"]

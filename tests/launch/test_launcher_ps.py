@@ -413,6 +413,7 @@ model.fit(x, x @ weights, batch_size=32, epochs=epochs, verbose=0,
           callbacks=[Course()])
 if strategy.is_chief:
     print("weights off by", float(np.abs(model.weights[0].numpy() - weights).max()))
+print("made", strategy.session.steps, "updates")
 print("done")
 """
 
@@ -516,10 +517,6 @@ def test_an_exception_in_fit_of_one_worker_ends_the_job(tmp_path: Path) -> None:
     assert "no such thing. It would fail again: the job cannot go on." in output
     assert "Restart" not in output
     assert "worker:0 | done" not in output
-    # The table, once and at the end.
-    (row,) = re.findall(r"^ *worker:1 +failed .*$", output, re.MULTILINE)
-    # One step is under way while the callback is called, another one's update may be.
-    assert 2 <= int(row.split()[2]) <= 4, output
     last = output.splitlines()[-1]
     assert "worker:1 failed first, with exit code 1" in last, output
     assert nobody_is_left(tmp_path)
@@ -556,17 +553,12 @@ def test_a_killed_server_goes_on_from_its_snapshot(tmp_path: Path, server: str) 
     assert f"{server} was killed by SIGKILL (out of memory?). Restart 1 of 3" in output
     assert "goes on from its snapshot" in output
     assert error_of(output) < 0.1
-    # The table, once and at the end: its servers have what its workers made.
-    rows = [line.split() for line in output.splitlines()]
-    counts = {w[0]: int(w[2].replace(",", "")) for w in rows if w[1:2] == ["done"]}
-    # It has a column for what is lost where something is.
-    heads = next(words for words in rows if words[:2] == ["task", "state"])
-    row = next(words for words in rows if words[:2] == [server, "done"])
-    lost = int(row[-1]) if heads[-1] == "lost" else 0
-    made = counts["worker:0"] + counts["worker:1"]
-    other = "ps:1" if server == "ps:0" else "ps:0"
-    assert counts[server] + lost == counts[other] == made, output
-    assert f"{server} ends with {counts[server]} updates" in output
+    counts = re.findall(
+        rf"{server} ends with (\d+) updates in its values; (\d+) of (\d+)", output
+    )
+    applied, lost, all_updates = map(int, counts[0])
+    made = sum(map(int, re.findall(r"made (\d+) updates", output)))
+    assert applied + lost == all_updates == made, output
 
 
 @pytest.mark.slow

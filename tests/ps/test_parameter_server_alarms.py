@@ -6,9 +6,6 @@ import time
 import pytest
 from tests.ps.test_parameter_server_faults import Job, all_done, snapshots_in
 
-from replicax.launch.job_status import JobStatus
-from replicax.ps.credentials import Credentials
-
 pytest.importorskip("pyarrow")
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200)]
 
@@ -20,8 +17,6 @@ ALARM = re.compile(r".*(?:no valid token|without a valid token|no token|wrong to
 def test_frozen_and_restarted_servers_accuse_nobody(tmp_path, server):
     options = snapshots_in(tmp_path, 25) | {"timeouts": {"step": 10}}
     with Job(tmp_path, options=options) as cluster:
-        environment = cluster._processes._environments["ps:0"]
-        looks = JobStatus(cluster.addresses, Credentials.from_environment(environment))
         for name in ("worker:0", "worker:1"):
             cluster.wait_for_step(name, 10)
         # Longer than anybody waits for an answer: they connect again and again.
@@ -35,7 +30,6 @@ def test_frozen_and_restarted_servers_accuse_nobody(tmp_path, server):
         cluster.wait_for_progress("worker:0", "worker:1", steps=10)
         time.sleep(12)  # Who is no guest is thrown out after ten seconds.
         results = cluster.end()
-        looks.close()
     all_done(results)
     for name in ("ps:0", "ps:1"):
         assert not ALARM.findall(results[name].output), name

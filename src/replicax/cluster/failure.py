@@ -23,7 +23,6 @@ from replicax.errors import ClusterError, ClusterMismatchError
 __all__ = [
     "ATTEMPT",
     "REPORT_DIR",
-    "STATUS_FILE",
     "ExitCode",
     "FailureReport",
     "end_process",
@@ -41,8 +40,6 @@ _RESTARTS = (ATTEMPT, "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 REPORT_DIR = "REPLICAX_REPORT_DIR"
 """Environment variable: the folder for a task's `FailureReport`."""
-STATUS_FILE = "last-status"
-"""File in that folder with a parameter server's final counts, as JSON."""
 
 _failed = FailedWrites()
 
@@ -140,10 +137,10 @@ class FailureReport:
         leave_for_launcher(_own_file(task, "steps"), str(steps))
 
     @staticmethod
-    def last_progress(folder: str | Path) -> int:
-        """Read the highest step count of any task in a folder; -1: there is none."""
-        noted = [int(path.read_text()) for path in Path(folder).glob("*.steps")]
-        return max(noted, default=-1)
+    def steps_by_task(folder: str | Path) -> dict[str, int]:
+        """Read the step count of each task that has written one to a folder."""
+        paths = Path(folder).glob("*.steps")
+        return {path.stem.replace("-", ":"): int(path.read_text()) for path in paths}
 
     @classmethod
     def read_all(cls, folder: str | Path) -> list["FailureReport"]:

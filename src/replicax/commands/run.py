@@ -107,8 +107,8 @@ def run(
     Each task gets its TF_CONFIG. When one fails, the others are ended. All are started
     again if it was killed or exits with 128 or more, as tasks do that have lost another
     one. An exception of the script ends the job. With parameter servers tasks are
-    started again one by one, the others go on, and a table shows their progress. The
-    exit status is that of the task that failed first.
+    started again one by one, and the others go on. The exit status is that of the task
+    that failed first.
 
     Several workers divide the GPUs of this machine: each gets as many as the others.
     """

@@ -1,30 +1,34 @@
-"""Multiplexes the output of many tasks to one terminal or file, with a table below."""
+"""Writes the output of many tasks to one terminal or file, with their progress below.
+
+Lines pass byte by byte, prefixed with the name of their task. On a terminal the last
+lines show the progress of each task in one line, updated in place.
+"""
 
 import contextlib
+import itertools
 import sys
 import threading
+import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import IO
 
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.live import Live
 from rich.segment import Segment, Segments
+from rich.table import Table
 from rich.text import Text
 
 __all__ = ["TaskConsole"]
 
-_STYLES = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
+_COLORS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
 _LONGEST_LINE_BYTES = 1 << 24  # A task that never ends its line must not fill memory.
 _KEPT_LINES = 100
+_REFRESH_S = 0.5
 
 
 class TaskConsole:
-    """Writes complete lines, each prefixed with the name of its task.
-
-    It passes lines through byte by byte and never interleaves them. On a terminal,
-    prefixes have colours and a table stays below the lines; elsewhere the table is
-    written once, at the end, to stderr.
+    """The stream that all tasks and the launcher write to.
 
     Args:
         names: The names of all tasks.
@@ -39,46 +43,29 @@ class TaskConsole:
         self.error: OSError | None = None
         self._stream = sys.stdout.buffer if stream is None else stream
         self._lock = threading.Lock()
-        self._begun = {name: bytearray() for name in names}
-        self._ended: set[str] = set()
-        self._last = {name: deque[bytes](maxlen=_KEPT_LINES) for name in names}
+        self._unfinished = dict.fromkeys(names, b"")
+        self._last_lines = {name: deque[bytes](maxlen=_KEPT_LINES) for name in names}
         self._prefixes = _prefixes(names)
         self._live: Live | None = None
-        self._table: RenderableType | None = None
+        self._refresh_at = 0.0
+
+    def pop_last_lines(self, name: str) -> list[str]:
+        """Return and forget the last lines of a task's output, at most a hundred."""
+        lines = [line.decode(errors="replace") for line in self._last_lines[name]]
+        self._last_lines[name].clear()
+        return [line.rstrip() for line in lines]
 
     def take(self, name: str, chunk: bytes) -> None:
-        """Write the lines that a chunk of a task's output completes.
-
-        An empty chunk is the end of the output, and completes a line too.
-        """
-        begun = self._begun[name]
-        if name in self._ended:  # The first output after a restart.
-            self._last[name].clear()
-            self._ended.discard(name)
-        if not chunk:
-            self._ended.add(name)
-            lines = bytes(begun)
-        elif b"\n" in chunk or len(begun) > _LONGEST_LINE_BYTES:
-            head, newline, tail = chunk.rpartition(b"\n")
-            lines = b"".join((begun, head, newline) if newline else (begun, tail))
-            chunk = tail if newline else b""
-        else:
-            begun += chunk
-            return
-        begun[:] = chunk
-        prefix = self._prefixes[name]
-        whole = _lines(lines)
-        self._last[name].extend(line[:1000] for line in whole[-_KEPT_LINES:])
-        self._write(
-            b"".join(
-                prefix + line if line.endswith(b"\n") else prefix + line + b"\n"
-                for line in whole
-            )
-        )
-
-    def last_lines(self, name: str) -> list[str]:
-        """The last lines of a task's output, at most a hundred."""
-        return [line.decode(errors="replace").rstrip() for line in self._last[name]]
+        """Write the lines that a chunk of a task's output completes; `b""` ends it."""
+        text = self._unfinished[name] + chunk
+        is_end = not chunk or len(text) > _LONGEST_LINE_BYTES
+        # Not `splitlines`: a carriage return is part of a line.
+        *lines, rest = text.split(b"\n")
+        if is_end and rest:
+            lines, rest = [*lines, rest], b""
+        self._unfinished[name] = rest
+        self._last_lines[name].extend(line[:1000] for line in lines)
+        self._write(b"".join(self._prefixes[name] + line + b"\n" for line in lines))
 
     def say(self, message: str) -> None:
         """Write a message of the launcher to stderr."""
@@ -90,49 +77,36 @@ class TaskConsole:
                 sys.stderr.write(text)
                 sys.stderr.flush()
 
-    @property
-    def shows_tables(self) -> bool:
-        """Whether a table can stay below the lines, as on a terminal."""
-        console = Console()
-        return (
-            self._stream is sys.stdout.buffer
-            and sys.stdout.isatty()
-            and console.is_terminal
-            and not console.is_dumb_terminal
-        )
-
-    def show(self, table: RenderableType) -> None:
-        """Show a table below the lines, replacing the one before.
-
-        Without a terminal it is only kept, for `end_table`.
-        """
-        with self._writing():
-            self._table = table
-            if self.error is not None or not self.shows_tables:
-                return
-            if self._live is None:
-                self._live = Live(
-                    console=Console(highlight=False),
-                    auto_refresh=False,
-                    redirect_stdout=False,
-                    redirect_stderr=False,
-                    vertical_overflow="crop",
-                )
-                self._live.start()
-            self._live.update(table, refresh=True)
-
-    def end_table(self, table: RenderableType | None = None) -> None:
-        """Print the last table, by default the one shown last, if there was one."""
-        with self._writing():
+    @contextlib.contextmanager
+    def display(self, rows: Callable[[], Sequence[Sequence[str]]]) -> Iterator[None]:
+        """Show a line of texts per task while open, if the stream is a terminal."""
+        console = Console(highlight=False)
+        is_terminal = console.is_terminal and not console.is_dumb_terminal
+        if self._stream is sys.stdout.buffer and is_terminal:
+            self._live = Live(
+                console=console,
+                get_renderable=lambda: _grid(rows()),
+                auto_refresh=False,
+                redirect_stdout=False,
+                redirect_stderr=False,
+            )
+            with self._writing():
+                self._live.start(refresh=True)
+        try:
+            yield
+        finally:
             live, self._live = self._live, None
-            if self._table is None or self.error is not None:
-                return
-            last = table or self._table
             if live is not None:
-                live.update(last, refresh=True)
-                live.stop()
-            else:
-                Console(stderr=True, highlight=False).print(last)
+                with self._writing():
+                    live.stop()
+
+    def refresh(self) -> None:
+        """Update the display, at most twice a second."""
+        now = time.monotonic()
+        if self._live is not None and self.error is None and now >= self._refresh_at:
+            self._refresh_at = now + _REFRESH_S
+            with self._writing():
+                self._live.refresh()
 
     def _write(self, text: bytes) -> None:
         with self._writing():
@@ -154,24 +128,23 @@ class TaskConsole:
                 self.error = error
 
     def _write_above(self, live: Live, text: str) -> None:
-        # Neither wrapped nor styled: tasks may use colours themselves.
+        # Neither wrapped nor styled: tasks may use colors themselves.
         live.console.print(Segments([Segment(text)]), soft_wrap=True, end="")
 
 
-def _lines(text: bytes) -> list[bytes]:
-    # Not `splitlines`: a carriage return is part of a line.
-    lines = [line + b"\n" for line in text.split(b"\n")]
-    last = lines.pop()[:-1]
-    return [*lines, last] if last else lines
+def _grid(rows: Sequence[Sequence[str]]) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    for row in rows:
+        grid.add_row(*row)
+    return grid
 
 
 def _prefixes(names: Sequence[str]) -> dict[str, bytes]:
     console = Console(highlight=False, soft_wrap=True)
     width = max(map(len, names))
     prefixes = {}
-    for i, name in enumerate(names):
+    for name, color in zip(names, itertools.cycle(_COLORS)):
         with console.capture() as capture:
-            text = Text(f"{name:{width}} | ", _STYLES[i % len(_STYLES)])
-            console.print(text, end="")
+            console.print(Text(f"{name:{width}} | ", color), end="")
         prefixes[name] = capture.get().encode()
     return prefixes

@@ -1,14 +1,13 @@
 """A gang: tasks of a job that are started, fail and are restarted together."""
 
 import dataclasses
-import json
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from replicax._util.types import JSONObject
-from replicax.cluster.failure import ATTEMPT, REPORT_DIR, STATUS_FILE, FailureReport
+from replicax.cluster.failure import ATTEMPT, REPORT_DIR, FailureReport
 from replicax.launch.failures import Failure
 from replicax.launch.local_tasks import task_names, tf_configs
 
@@ -50,6 +49,8 @@ class Gang:
         environment: The variables that are the same in each start.
         variables: Further ones of single tasks, by task name.
         configs: Makes the `TF_CONFIG` of each task for the next start.
+        adds_steps: Whether each start counts its steps from 0, as with parameter
+            servers. Otherwise tasks go on from the step of their checkpoint.
         num_starts: Number of starts.
         exited: The exit codes of the tasks that have exited since the last start.
         failed: The tasks that have failed, in the order of their exits.
@@ -65,6 +66,7 @@ class Gang:
     environment: Mapping[str, str] = dataclasses.field(repr=False)  # Has secrets.
     variables: Mapping[str, Mapping[str, str]]
     configs: Callable[[], Mapping[str, str]]
+    adds_steps: bool = False
     num_starts: int = 0
     exited: dict[str, int] = dataclasses.field(default_factory=dict)
     failed: list[tuple[str, int]] = dataclasses.field(default_factory=list)
@@ -73,6 +75,7 @@ class Gang:
     restart_at: float | None = None
     ended: str | None = None
     leaving_until: float | None = None
+    _earlier_steps: dict[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def num_restarts(self) -> int:
@@ -84,12 +87,23 @@ class Gang:
         """Whether none of the tasks runs."""
         return len(self.exited) == len(self.names)
 
-    @property
-    def state(self) -> str:
-        """The state of the tasks, in a word or two."""
+    def state_of(self, name: str) -> str:
+        """The state of a task, in a word or two."""
         if self.restart_at is not None:
-            return f"again in {max(0.0, self.restart_at - time.monotonic()):.0f} s"
-        return self.ended or "running"
+            wait_s = max(0.0, self.restart_at - time.monotonic())
+            return f"restarts in {wait_s:.0f} s"
+        code = self.exited.get(name)
+        if code is None:
+            return "running"
+        if (name, code) in self.failed:
+            return "killed" if code < 0 else f"failed with {code}"
+        return "ended" if code else "done"
+
+    def steps_by_task(self) -> dict[str, int]:
+        """The number of steps of each task that has made any."""
+        steps = Counter(self._earlier_steps)
+        steps.update(FailureReport.steps_by_task(self.folder))
+        return steps
 
     @property
     def reports(self) -> list[FailureReport]:
@@ -98,6 +112,8 @@ class Gang:
 
     def begin(self) -> dict[str, dict[str, str]]:
         """Begin the next start; return the complete environment of each task."""
+        if self.adds_steps:
+            self._earlier_steps = self.steps_by_task()
         self.num_starts += 1
         self.exited, self.failed = {}, []
         self.restart_at = self.ended = self.leaving_until = None
@@ -129,11 +145,6 @@ class Gang:
             else:
                 path.unlink()
 
-    def last_status(self) -> JSONObject | None:
-        """The final counts of a parameter server; None: it was killed."""
-        path = self.folder / STATUS_FILE
-        return json.loads(path.read_text()) if path.exists() else None
-
 
 def gangs_of(command: ClusterCommand, folder: Path) -> list[Gang]:
     """Make the gangs of a cluster, with a folder for their reports.
@@ -148,6 +159,12 @@ def gangs_of(command: ClusterCommand, folder: Path) -> list[Gang]:
         return [Gang(names, folder, *shared, lambda: tf_configs(num_tasks))]
     configs = tf_configs(num_tasks)  # A restarted task keeps its address.
     return [
-        Gang([name], folder / name.replace(":", "-"), *shared, lambda: configs)
+        Gang(
+            [name],
+            folder / name.replace(":", "-"),
+            *shared,
+            lambda: configs,
+            adds_steps=True,
+        )
         for name in configs
     ]

@@ -26,7 +26,6 @@ from replicax.launch.failures import (
     with_output,
 )
 from replicax.launch.gang import ClusterCommand, Gang
-from replicax.launch.job_status import JobStatus
 from replicax.launch.processes import TaskProcesses
 from replicax.launch.supervisor import Supervisor
 
@@ -46,9 +45,6 @@ class Job(Supervisor):
         processes: Their processes, which have been started.
         console: Writes their output.
         signals: The signals that this process has received; it grows.
-
-    Attributes:
-        status: The parameter servers' counts; None: unknown.
     """
 
     def __init__(
@@ -66,7 +62,6 @@ class Job(Supervisor):
             signals=signals,
             grace_seconds=command.grace_seconds,
         )
-        self.status: JobStatus | None = None
         self._command = command
         self._policy = policy
         self._gangs = gangs
@@ -117,8 +112,6 @@ class Job(Supervisor):
         if self._is_left and not self._is_over:
             self._is_done = True
             self._say("The servers have ended, as the chief's script had.")
-        if self.status is not None:
-            self.status.look()
 
     @property
     def _is_left(self) -> bool:
@@ -171,18 +164,17 @@ class Job(Supervisor):
             # The launcher has killed it after forwarding a signal.
             message = f"{failure.task} did not end after {signal.Signals(number).name}."
             return dataclasses.replace(failure, exit_code=-number, message=message)
-        return with_output(failure, self._console.last_lines(failure.task))
+        return with_output(failure, self._console.pop_last_lines(failure.task))
 
     def _steps_of(self, gang: Gang, reports: Sequence[FailureReport]) -> int:
-        """The last known step of a gang; -1: unknown."""
-        if self._has_servers:
-            if self.status is None:
-                return -1
-            is_chief = gang is self._chief
-            look = self.status.progress_of_chief if is_chief else self.status.progress
-            return look(gang.names[0])
-        reported = [step for report in reports for step in report.steps.values()]
-        return max([*reported, FailureReport.last_progress(gang.folder)])
+        """How far an attempt got, in steps; -1: unknown."""
+        if not self._has_servers:
+            reported = [step for report in reports for step in report.steps.values()]
+            return max([*reported, *gang.steps_by_task().values()], default=-1)
+        # Servers and the chief of a `ClusterCoordinator` make no steps themselves.
+        is_of_all = gang is self._chief or gang.names[0].startswith("ps")
+        gangs = self._gangs if is_of_all else [gang]
+        return sum(sum(each.steps_by_task().values()) for each in gangs)
 
     def _permanently_failing(self) -> str | None:
         """Find a task that has reported a permanent failure but not yet exited."""
@@ -215,7 +207,19 @@ class Job(Supervisor):
                     self._reason = "a signal came before the restart"
             elif gang.restart_at is not None and gang.restart_at <= time.monotonic():
                 for name, environment in gang.begin().items():
+                    self._console.pop_last_lines(name)  # Of the attempt before.
                     self.restart(name, environment)
+
+    def progress(self) -> list[tuple[str, ...]]:
+        """A line of texts per task: its name, state, steps and restarts."""
+        lines = []
+        for gang in self._gangs:
+            steps, num = gang.steps_by_task(), gang.num_restarts
+            restarts = f"{num} restart{'s' * (num > 1)}" if num else ""
+            for name in gang.names:
+                made = f"{steps[name]:,} steps" if name in steps else ""
+                lines.append((name, gang.state_of(name), made, restarts))
+        return lines
 
     # The end of the job.
 
@@ -233,6 +237,7 @@ class Job(Supervisor):
             self._end_the_rest(gang)
         if not failing:
             self._shut_down()
+        self._console.refresh()
 
     def _end_the_rest(self, gang: Gang) -> None:
         if self.signal is not None:

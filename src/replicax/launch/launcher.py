@@ -12,7 +12,6 @@ from replicax.launch.console import TaskConsole
 from replicax.launch.failures import RestartPolicy
 from replicax.launch.gang import ClusterCommand, gangs_of
 from replicax.launch.job import Job
-from replicax.launch.job_table import live_table
 from replicax.launch.local_tasks import task_names
 from replicax.launch.processes import TaskProcesses
 
@@ -57,7 +56,7 @@ def _run(command: ClusterCommand, policy: RestartPolicy, signals: Sequence[int])
             folder=Path(folder),
         ) as processes:
             job = Job(command, policy, gangs, processes, console, signals)
-            with live_table(gangs, command.environment, console) as job.status:
+            with console.display(job.progress):
                 job.run()
     return job.summarize()
 

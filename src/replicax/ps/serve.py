@@ -1,6 +1,5 @@
 """The main function of a parameter server's process."""
 
-import json
 import logging
 import time
 import uuid
@@ -12,7 +11,7 @@ import jax
 from replicax._private.jax import has_devices
 from replicax._util.waiting import wait_for
 from replicax.cluster.config import TaskConfig
-from replicax.cluster.failure import STATUS_FILE, ExitCode, leave_for_launcher
+from replicax.cluster.failure import ExitCode
 from replicax.cluster.listening import await_own_name
 from replicax.cluster.timeouts import Timeouts
 from replicax.errors import ClusterMismatchError
@@ -99,7 +98,6 @@ def serve(
     finally:
         service.close()
         _log_losses(store)
-        _report(store, board)
         if snapshots is not None:
             # With the board of a failed job the next one would fail at once.
             snapshots.close(write=failure is None)
@@ -125,12 +123,6 @@ def _log_losses(store: VariableStore) -> None:
             status["lost"],
             status["applied"] + status["lost"],
         )
-
-
-def _report(store: VariableStore, board: Board | None) -> None:
-    """Leave the last counts for the launcher's table."""
-    status = {"server": store.status(), "board": board and board.status()}
-    leave_for_launcher(STATUS_FILE, json.dumps(status))
 
 
 def _begin_job(snapshots: Snapshots | None, store: VariableStore, board: Board) -> None:

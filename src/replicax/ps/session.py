@@ -30,7 +30,7 @@ from typing import Any, NoReturn, TypeVar
 from replicax._util.listing import listed
 from replicax._util.types import JSON, JSONObject
 from replicax._util.waiting import wait_for
-from replicax.cluster.failure import ATTEMPT, ExitCode, report_of
+from replicax.cluster.failure import ATTEMPT, ExitCode, FailureReport, report_of
 from replicax.cluster.timeouts import Timeouts
 from replicax.errors import ClusterError, ClusterMismatchError
 from replicax.ps.connection import Connection, ServerRefused, ValuesLostError
@@ -371,6 +371,7 @@ class Session:
             with contextlib.suppress(ClusterError):
                 self._replay()
             self._say("beat", info=self._info())
+            FailureReport.note_progress(self.name, self.steps)
             if self.is_chief:
                 self.connections[0].call("board.put", key=_CHIEF_LEFT, value=True)
             self._say("leave", ok=error is None, error=error)
@@ -400,6 +401,7 @@ class Session:
 
     def _beat(self) -> None:
         while not self._ended.wait(self._beat_seconds):
+            FailureReport.note_progress(self.name, self.steps)
             try:
                 answer = self._call("beat", {**self._me, "info": self._info()})
                 self._failure = answer["failed"]
