@@ -62,8 +62,8 @@ def test_batches_that_differ(one, other, name):
     assert name in told(one, other)
 
 
-def test_what_is_equal_is_said_and_a_long_list_is_cut():
+def test_a_long_list_is_cut():
     one = [np.zeros(1)] * 2 + [np.full(1, 1.0)] * 9
     found = told(one, [np.zeros(1)] * 11)
     assert found.count("which is float32[1]") == 5
-    assert found.endswith("; 4 more (equal: leaf [0], leaf [1])")
+    assert found.endswith("; 4 more")

@@ -190,14 +190,6 @@ def test_loop_with_a_tape(digits: Any, place: str) -> None:
     loop.strategy.check_replicas()
 
 
-def test_loop_with_value_and_grad(digits: Any) -> None:
-    oracle, loop = (Loop(s, gradients="function", built=True) for s in both())
-    np.testing.assert_allclose(
-        loop.train(digits, 3), oracle.train(digits, 3), rtol=1e-5
-    )
-    assert_same(loop.state(), oracle.state())
-
-
 class Adversaries:
     """A generator and a discriminator of digits, trained in one step."""
 

@@ -1,6 +1,5 @@
 """`fit` with the variables in one place gives what mirrored variables give."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,50 +11,13 @@ from keras import layers
 import replicax as rx
 
 COMPUTE = ["cpu:0", "cpu:1"]
-# Compute devices, and where the variables live.
-PLACES = {
-    "outside": (COMPUTE, "cpu:5"),
-    "inside": (COMPUTE, "cpu:1"),
-    "one": (["cpu:3"], None),
-}
 # 3 whole batches of 32 and one of 3: two replicas cannot share that equally.
 NUM_EXAMPLES, BATCH_SIZE = 99, 32
-
-Work = Callable[[], Any]
 
 
 @pytest.fixture
 def data(digits: Any) -> Any:
     return tuple(a[:NUM_EXAMPLES] for a in digits)
-
-
-def outcome(work: Work, strategy: rx.Strategy) -> Any:
-    keras.utils.set_random_seed(2)
-    with strategy.scope():
-        return jax.tree.map(np.asarray, work())
-
-
-def same_as_mirrored(work: Work, place: str = "inside") -> Any:
-    """Do `work` under both strategies, compare all it returns, and return that."""
-    devices, home = PLACES[place]
-    expected = outcome(work, rx.MirroredStrategy(devices))
-    actual = outcome(work, rx.CentralStorageStrategy(devices, home))
-    assert_same(actual, expected)
-    return actual
-
-
-def assert_same(actual: Any, expected: Any) -> None:
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    for (path, a), e in zip(
-        jax.tree_util.tree_leaves_with_path(actual),
-        jax.tree.leaves(expected),
-        strict=True,
-    ):
-        # The same sums in the same order. XLA fuses the update with the gradient where
-        # they are one program, which rounds differently: about 1e-7 in each step.
-        np.testing.assert_allclose(
-            a, e, rtol=1e-5, atol=1e-6, err_msg=jax.tree_util.keystr(path)
-        )
 
 
 def crossentropy() -> Any:
@@ -82,95 +44,6 @@ def fitted(model: Any, data: Any, **options: Any) -> Any:
     return state(model), history.history
 
 
-def every_entry_point(x: Any, y: Any) -> Any:
-    model = classifier(
-        "adam",
-        # A bias here would have rounding alone for its gradient.
-        layers.Dense(12, use_bias=False),
-        layers.BatchNormalization(),
-        layers.Dropout(0.3),
-        layers.Activation("relu"),
-    )
-    weights = np.linspace(0.5, 1.5, len(x), dtype="float32")
-    decay = keras.callbacks.LearningRateScheduler(lambda i: 0.01 / (i + 1))
-    # Two replicas cannot share a batch of 33.
-    options: Any = {"batch_size": 33, "verbose": 0}
-    return (
-        fitted(
-            model,
-            (x, y),
-            shuffle=True,
-            sample_weight=weights,
-            validation_data=(x[:66], y[:66]),
-            validation_batch_size=33,
-            callbacks=[decay],
-        ),
-        model.evaluate(x, y, **options),
-        model.predict(x, **options),
-        model.train_on_batch(x[:32], y[:32], weights[:32]),
-        model.test_on_batch(x[:33], y[:33]),
-        model.predict_on_batch(x[:33]),
-        state(model),
-    )
-
-
-@pytest.mark.slow
-def test_every_entry_point(data: Any) -> None:
-    def work() -> Any:
-        return every_entry_point(*data)
-
-    expected = outcome(work, rx.MirroredStrategy(COMPUTE))
-    (_, history), *_ = expected
-    assert history["loss"][1] < history["loss"][0]
-    for home in ("cpu:5", "cpu:1"):
-        assert_same(outcome(work, rx.CentralStorageStrategy(COMPUTE, home)), expected)
-
-
-def test_one_device(data: Any) -> None:
-    same_as_mirrored(lambda: fitted(classifier("adam"), data, epochs=1), "one")
-
-
-def overflowing(data: Any) -> Any:
-    """Inputs that overflow float32 in the second batch, on one replica."""
-    x = data[0].copy()
-    x[BATCH_SIZE + 1] = 1e38
-    return x, data[1]
-
-
-OPTIMIZERS: dict[str, Callable[[], Any]] = {
-    "momentum, schedule": lambda: keras.optimizers.SGD(
-        keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5), 0.9, nesterov=True
-    ),
-    "clipped, averaged": lambda: keras.optimizers.AdamW(
-        1e-2,
-        weight_decay=0.01,
-        epsilon=1e-3,  # Else noise in gradients near zero becomes full steps.
-        global_clipnorm=0.1,
-        use_ema=True,
-        ema_momentum=0.5,
-        ema_overwrite_frequency=3,
-    ),
-    "accumulated": lambda: keras.optimizers.SGD(
-        0.1, 0.9, gradient_accumulation_steps=3
-    ),
-    "scaled": lambda: keras.optimizers.LossScaleOptimizer(
-        keras.optimizers.SGD(0.1, 0.9), initial_scale=1024.0, dynamic_growth_steps=2
-    ),
-}
-
-
-@pytest.mark.slow(but=["clipped, averaged", "scaled"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers(data: Any, name: str) -> None:
-    used = overflowing(data) if name == "scaled" else data
-
-    def work() -> Any:
-        return fitted(classifier(OPTIMIZERS[name]()), used)[0]
-
-    result = same_as_mirrored(work, "outside" if name == "accumulated" else "inside")
-    assert all(np.isfinite(x).all() for x in result)
-
-
 class StatelessStep(keras.Sequential):
     """A `train_step` as the Keras guide for JAX has it."""
 
@@ -191,23 +64,6 @@ class StatelessStep(keras.Sequential):
         trainable, slots = self.optimizer.stateless_apply(slots, grads, trainable)
         trainable = self.change(trainable)
         return {"loss": loss}, (trainable, non_trainable, slots, metrics)
-
-
-class TapeStep(keras.Sequential):
-    """A `train_step` as tf.keras has it."""
-
-    def train_step(self, data: Any) -> Any:
-        x, y = data
-        with rx.GradientTape() as tape:
-            loss = self.compute_loss(x, y, self(x, training=True))
-        grads = tape.gradient(loss, self.trainable_variables)
-        self.optimizer.apply(grads, self.trainable_variables)
-        return {"loss": loss}
-
-
-@pytest.mark.parametrize("kind", [StatelessStep, TapeStep])
-def test_train_steps_of_ones_own(data: Any, kind: Any) -> None:
-    same_as_mirrored(lambda: fitted(classifier("adam", kind=kind), data, epochs=1))
 
 
 @pytest.mark.parametrize(
@@ -235,12 +91,6 @@ def test_train_steps_cannot_compute_with_new_values(data: Any, change: Any) -> N
         r"optimizer\.apply in the same step\. .*[Uu]se it before",
     ):
         model.fit(*data, verbose=0)
-
-
-def test_steps_per_execution(data: Any) -> None:
-    same_as_mirrored(
-        lambda: fitted(classifier("sgd", steps_per_execution=2), data, epochs=1)
-    )
 
 
 def test_model_files(data: Any, tmp_path: Any) -> None:

@@ -97,16 +97,6 @@ def assert_same_training(
     loop.strategy.check_replicas()
 
 
-@pytest.mark.slow(but=["1-value_and_grad", "4-tape", "8-value_and_grad"])
-@pytest.mark.parametrize("gradients", ["tape", "value_and_grad"])
-@pytest.mark.parametrize("num_replicas", REPLICAS)
-def test_loop_equals_one_device(num_replicas, gradients, digits) -> None:
-    loop = Loop(mirrored(num_replicas), gradients=gradients)
-    one = Loop(rx.OneDeviceStrategy("cpu:0"), gradients=gradients)
-    assert_same_training(loop, one, digits)
-    assert len(loop.strategy.runner.programs) == 1
-
-
 def test_loop_equals_plain_keras(digits) -> None:
     """The oracle of the oracle: Keras' own `train_on_batch` with the global batch."""
     loop = Loop(mirrored(4))
@@ -123,54 +113,6 @@ def test_loop_equals_plain_keras(digits) -> None:
         np.testing.assert_allclose(loss, expected, rtol=2e-5)
     for a, b in zip(loop.model.variables, plain.variables, strict=True):
         np.testing.assert_allclose(np.asarray(a.value), np.asarray(b.value), atol=2e-6)
-
-
-@pytest.mark.parametrize("gradients", ["tape", "value_and_grad"])
-def test_apply_gradients_with_zip(gradients, digits) -> None:
-    loop = Loop(mirrored(2), gradients=gradients, apply="apply_gradients")
-    assert_same_training(loop, Loop(mirrored(1), gradients=gradients), digits)
-
-
-def test_model_and_optimizer_are_built_inside_run(digits) -> None:
-    loop = Loop(mirrored(4), built=False)
-    assert not loop.model.variables
-    assert_same_training(loop, Loop(mirrored(1), built=False), digits)
-    assert len(loop.model.variables) == 4
-    built = Loop(mirrored(4))
-    built.train(digits)
-    for a, b in zip(loop.state(), built.state(), strict=True):
-        np.testing.assert_array_equal(a.shape, b.shape)
-
-
-OPTIMIZERS: dict[str, Callable[[], Any]] = {
-    "clipnorm": lambda: keras.optimizers.SGD(0.5, clipnorm=0.05),
-    "clipvalue": lambda: keras.optimizers.SGD(0.5, clipvalue=0.005),
-    "global_clipnorm": lambda: keras.optimizers.Adam(global_clipnorm=0.05),
-    "accumulation": lambda: keras.optimizers.SGD(0.5, gradient_accumulation_steps=2),
-    "ema": lambda: keras.optimizers.SGD(0.5, use_ema=True, ema_overwrite_frequency=3),
-    "schedule": lambda: keras.optimizers.SGD(
-        keras.optimizers.schedules.ExponentialDecay(0.5, 2, 0.5), momentum=0.9
-    ),
-    "decay": lambda: keras.optimizers.AdamW(weight_decay=0.1),
-}
-
-
-@pytest.mark.slow(but=["global_clipnorm", "clipnorm", "decay", "clipvalue"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_clipping_and_the_like_come_after_the_sum(name, digits) -> None:
-    loop = Loop(mirrored(4), OPTIMIZERS[name])
-    assert_same_training(loop, Loop(mirrored(1), OPTIMIZERS[name]), digits)
-
-
-def test_clipnorm_does_change_these_gradients(digits) -> None:
-    """Else the test above could not fail."""
-    clipped, plain = (
-        Loop(mirrored(2), OPTIMIZERS["clipnorm"]),
-        Loop(mirrored(2), lambda: keras.optimizers.SGD(0.5)),
-    )
-    clipped.train(digits, num_steps=1)
-    plain.train(digits, num_steps=1)
-    assert np.abs(clipped.state()[0] - plain.state()[0]).max() > 1e-3
 
 
 def test_cross_device_ops_train_alike(digits) -> None:
@@ -192,11 +134,6 @@ def test_any_batch_size(digits, per_replica, num_replicas) -> None:
         num_steps=2,
         batch_size=batch_size,
     )
-
-
-def test_tape_and_value_and_grad_train_alike(digits) -> None:
-    tape, functional = Loop(mirrored(2)), Loop(mirrored(2), gradients="functional")
-    assert tape.train(digits) == pytest.approx(functional.train(digits), rel=1e-5)
 
 
 def test_loss_scale_skips_a_step_that_overflows_on_one_replica(digits) -> None:

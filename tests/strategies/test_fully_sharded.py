@@ -40,17 +40,6 @@ def mirrored(num: int = 2, **options: Any) -> rx.MirroredStrategy:
     return rx.MirroredStrategy([f"cpu:{i}" for i in range(num)], **options)
 
 
-def convolutions() -> list[Any]:
-    return [
-        layers.Reshape((4, 4, 3)),
-        layers.Conv2D(40, 3, padding="same", use_bias=False),
-        layers.BatchNormalization(),
-        layers.Activation("relu"),
-        layers.Dropout(0.3),
-        layers.Flatten(),
-    ]
-
-
 LAYERS: dict[str, Any] = {
     "dense": lambda: [
         layers.Dense(NUM_UNITS, use_bias=False),
@@ -58,36 +47,11 @@ LAYERS: dict[str, Any] = {
         layers.Activation("relu"),
         layers.Dropout(0.3),
     ],
-    "convolutions": convolutions,
-    "recurrent": lambda: [layers.Reshape((6, 8)), layers.LSTM(16)],
     "frozen": lambda: [
         layers.Dense(NUM_UNITS, trainable=False, name="frozen"),
         layers.Dense(NUM_UNITS, activation="relu"),
     ],
 }
-
-
-class Attention(layers.Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = layers.MultiHeadAttention(4, 8)
-        self.norm = layers.LayerNormalization()
-
-    def build(self, shape: Any) -> None:
-        self.attention.build(shape, shape)
-        self.norm.build(shape)
-
-    def call(self, x: Any) -> Any:
-        return self.norm(x + self.attention(x, x))
-
-
-SLOW = {"attention", "convolutions", "frozen", "recurrent"}
-LAYERS["attention"] = lambda: [
-    layers.Reshape((3, 16)),
-    layers.Dense(32),
-    Attention(),
-    layers.Flatten(),
-]
 
 
 @functools.cache
@@ -103,30 +67,6 @@ def both(name: str) -> Any:
         return compiled(network(*LAYERS[name]()), optimizer, metrics=["accuracy"])
 
     return fitted(fully_sharded(), make, xy), fitted(mirrored(), make, xy)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name
-        for name in LAYERS
-    ],
-)
-def test_fit(name: str) -> None:
-    (_, actual), (_, expected) = both(name)
-    assert_same(actual, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_evaluate_and_predict() -> None:
-    (model, _), (other, _) = both("dense")
-    x, y = data(40)
-    options: Any = {"batch_size": 40, "verbose": 0}
-    assert_same(
-        [model.evaluate(x, y, **options), model.predict(x, **options)],
-        [other.evaluate(x, y, **options), other.predict(x, **options)],
-        rtol=1e-4,
-        atol=1e-5,
-    )
 
 
 def test_each_device_holds_a_part() -> None:
@@ -151,41 +91,6 @@ def test_frozen_weights_are_in_blocks_and_do_not_change() -> None:
         keras.utils.set_random_seed(1)
         before = network(*LAYERS["frozen"]()).layers[0].kernel
     np.testing.assert_array_equal(frozen, before)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "SGD",
-        pytest.param("Lamb", marks=pytest.mark.slow),
-        pytest.param("Muon", marks=pytest.mark.slow),
-        pytest.param("Adafactor", marks=pytest.mark.slow),
-    ],
-)
-def test_loops(name: str) -> None:
-    def make() -> Any:
-        return getattr(optimizers, name)(0.05, use_ema=True, clipnorm=0.1)
-
-    assert_same(looped(fully_sharded(), make), looped(mirrored(), make))
-
-
-def test_tape() -> None:
-    def make() -> Any:
-        return optimizers.Adam(0.01)
-
-    assert_same(
-        looped(fully_sharded(), make, tape_step), looped(mirrored(), make, tape_step)
-    )
-
-
-@pytest.mark.slow
-def test_several_steps_and_accumulation() -> None:
-    def make() -> Any:
-        optimizer = optimizers.SGD(0.1, 0.9, gradient_accumulation_steps=2)
-        return compiled(network(), optimizer, steps_per_execution=2)
-
-    (_, actual), (_, expected) = fitted(fully_sharded(), make), fitted(mirrored(), make)
-    assert_same(actual, expected)
 
 
 def test_weights_are_whole_where_a_step_uses_them() -> None:

@@ -19,10 +19,8 @@ from tests.strategies.parity import (
     compiled,
     data,
     fitted,
-    looped,
     network,
     state,
-    tape_step,
 )
 
 import replicax as rx
@@ -132,35 +130,6 @@ def test_a_map_of_keras() -> None:
     assert blocks_of(model.layers[0].kernel) == [(NUM_FEATURES, 32)] * 4
 
 
-def test_evaluate_and_predict() -> None:
-    model, _ = trained_by_map(shard_update=False)
-    strategy = mirrored(2)
-    with strategy.scope():
-        whole = dense()
-    whole.set_weights(model.get_weights())
-    x, y = data(41)
-    options: Any = {"batch_size": 16, "verbose": 0}
-    predicted = model.predict(x, **options)
-    assert predicted.shape == (41, 10)
-    assert_same(
-        [model.evaluate(x, y, **options), predicted],
-        [whole.evaluate(x, y, **options), whole.predict(x, **options)],
-        rtol=1e-4,
-        atol=1e-5,
-    )
-
-
-@pytest.mark.slow
-def test_several_steps_at_once() -> None:
-    make = functools.partial(dense, "sgd", steps_per_execution=2)
-    model = same_as_mirrored(parallel(MAP), make)
-    x, _ = data(32)
-    several = model.predict(x, batch_size=8, verbose=0)
-    np.testing.assert_allclose(
-        several, model.predict(x, batch_size=32, verbose=0), rtol=1e-4, atol=1e-5
-    )
-
-
 def test_heads() -> None:
     x = np.random.default_rng(0).normal(size=(4, 6, 8)).astype("float32")
 
@@ -176,24 +145,6 @@ def test_heads() -> None:
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
     assert blocks_of(layer.query_dense.kernel) == [(8, 2, 8)] * 4
     assert blocks_of(layer.output_dense.kernel) == [(2, 8, 8)] * 4
-
-
-@pytest.mark.slow
-def test_attention() -> None:
-    def make() -> Any:
-        inputs = keras.Input((NUM_FEATURES,))
-        x = layers.Reshape((6, 8))(inputs)
-        x = layers.LayerNormalization()(x + layers.MultiHeadAttention(4, 8)(x, x))
-        x = x + layers.Dense(8)(layers.Dense(32, activation="gelu")(x))
-        outputs = layers.Dense(10)(layers.Flatten()(x))
-        return compiled(keras.Model(inputs, outputs), optimizers.SGD(0.1, 0.9))
-
-    model = same_as_mirrored(parallel(rx.layout_maps.TRANSFORMER), make, BATCH_SIZE)
-    kernels = {v.path: blocks_of(v)[0] for v in model.weights if "query" in v.path}
-    assert sorted(kernels.values()) == [(2, 8), (8, 2, 8)]
-    assert any(
-        "momentum" in v.path and "query" in v.path for v in model.optimizer.variables
-    )
 
 
 @pytest.mark.slow
@@ -234,23 +185,6 @@ def test_embedding_and_recurrent_layer() -> None:
     _, expected = fitted(mirrored(2), make, (x, y))
     assert_same(actual, expected, rtol=1e-4, atol=1e-5)
     assert blocks_of(model.layers[0].embeddings) == [(100, 8)] * 4
-
-
-@pytest.mark.parametrize(
-    "make_step",
-    [pytest.param(None, marks=pytest.mark.slow), tape_step],
-    ids=["function", "tape"],
-)
-def test_loops(make_step: Any) -> None:
-    def make() -> Any:
-        return optimizers.Adam(0.01, global_clipnorm=0.1)
-
-    assert_same(
-        looped(parallel(None, 2), make, make_step),
-        looped(mirrored(2), make, make_step),
-        rtol=1e-4,
-        atol=1e-5,
-    )
 
 
 def test_replica_context_sees_replicas_only() -> None:

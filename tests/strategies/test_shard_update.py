@@ -29,7 +29,6 @@ from tests.strategies.parity import (
     looped,
     network,
     state,
-    tape_step,
 )
 
 import replicax as rx
@@ -157,82 +156,6 @@ def test_updates(name: str) -> None:
 def test_loops(name: str, num: int) -> None:
     make = ALL[name]
     assert_same(looped(sharded(num), make), looped(mirrored(num), make))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["Adam", "SGD"])
-@pytest.mark.parametrize("name", OPTIONS)
-def test_options_in_fit(name: str, kind: str) -> None:
-    make = of_kind(kind, OPTIONS[name])
-
-    def model() -> Any:
-        return compiled(network(), make())
-
-    _, actual = fitted(sharded(2), model)
-    _, expected = fitted(mirrored(2), model)
-    assert_same(actual, expected)
-
-
-class OwnStep(keras.Model):
-    """Overrides `train_step` as the stateful backends have it."""
-
-    def __init__(self, inner: Any) -> None:
-        super().__init__()
-        self.inner = inner
-        self.mean_loss = keras.metrics.Mean("loss")
-
-    def call(self, x: Any, training: bool = False) -> Any:
-        return self.inner(x, training=training)
-
-    def train_step(self, batch: Any) -> Any:
-        x, y = batch
-        with rx.GradientTape() as tape:
-            loss = self.compute_loss(x, y, self(x, training=True))
-        grads = tape.gradient(loss, self.trainable_variables)
-        self.optimizer.apply(grads, self.trainable_variables)
-        self.mean_loss.update_state(loss)
-        return {"loss": self.mean_loss.result()}
-
-
-MODELS: dict[str, Callable[[], Any]] = {
-    "plain": lambda: compiled(
-        network(), optimizers.Adam(0.01, global_clipnorm=0.1), metrics=["accuracy"]
-    ),
-    "several steps": lambda: compiled(network(), "adam", steps_per_execution=2),
-    "loss scale": lambda: compiled(network(), OPTIMIZERS["Loss scale"]()),
-}
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "plain",
-        "several steps",
-        pytest.param("loss scale", marks=pytest.mark.slow),
-    ],
-)
-def test_fit(name: str) -> None:
-    # Two whole batches of 24, and one of 13 which goes to one replica of four.
-    xy = data(2 * BATCH_SIZE + 13)
-    _, actual = fitted(sharded(), MODELS[name], xy, epochs=2)
-    _, expected = fitted(mirrored(), MODELS[name], xy, epochs=2)
-    assert_same(actual, expected)
-
-
-def test_train_step_of_a_user() -> None:
-    def model() -> Any:
-        made = OwnStep(network())
-        made.build((None, NUM_FEATURES))
-        return compiled(made, optimizers.Adam(0.01))
-
-    _, actual = fitted(sharded(2), model)
-    _, expected = fitted(mirrored(2), model)
-    assert_same(actual, expected)
-
-
-def test_tape() -> None:
-    make = OPTIMIZERS["Adam"]
-    assert_same(looped(sharded(2), make, tape_step), looped(mirrored(2), make))
 
 
 def test_accumulated_updates_with_virtual_replicas() -> None:

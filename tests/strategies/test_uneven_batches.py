@@ -5,7 +5,6 @@ the others compute on copies counts for nothing. Tolerances are those of sums in
 order, in float32.
 """
 
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
-from keras import layers, ops
+from keras import ops
 
 import replicax as rx
 
@@ -27,20 +26,6 @@ def devices(number: int) -> list[str]:
     return [f"cpu:{i}" for i in range(number)]
 
 
-STRATEGIES: dict[str, Callable[[], Any]] = {
-    "one device": lambda: rx.OneDeviceStrategy("cpu:0"),
-    "2 replicas": lambda: rx.MirroredStrategy(devices(2)),
-    "3 replicas": lambda: rx.MirroredStrategy(devices(3)),
-    "4 replicas": lambda: rx.MirroredStrategy(devices(4)),
-    "2 on each of 2": lambda: rx.MirroredStrategy(devices(2), replicas_per_device=2),
-    "shard_update": lambda: rx.MirroredStrategy(devices(3), shard_update=True),
-    "fully sharded": lambda: rx.FullyShardedStrategy(devices(3)),
-    "central storage": lambda: rx.CentralStorageStrategy(devices(3)),
-    "one worker": lambda: rx.MultiWorkerMirroredStrategy(),
-}
-several = pytest.mark.parametrize("name", [n for n in STRATEGIES if n != "one device"])
-
-
 def mirrored(number: int) -> Any:
     return rx.MirroredStrategy(devices(number))
 
@@ -51,95 +36,6 @@ def require_close(found: Any, expected: Any) -> None:
         found,
         expected,
     )
-
-
-def trained(strategy: Any, size: int, epochs: int = 2) -> dict[str, Any]:
-    """A loop of one's own in batches of `size`, the last one smaller."""
-    keras.utils.set_random_seed(1)
-    with strategy.scope():
-        model = keras.Sequential(
-            [keras.Input((6,)), layers.Dense(512, "tanh"), layers.Dense(3)]
-        )
-        optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
-        accuracy = keras.metrics.SparseCategoricalAccuracy()
-        mean_loss = keras.metrics.Mean()
-    example_loss = keras.losses.SparseCategoricalCrossentropy(
-        from_logits=True, reduction=None
-    )
-
-    def step(x: Any, y: Any) -> Any:
-        with rx.GradientTape() as tape:
-            logits = model(x, training=True)
-            losses = example_loss(y, logits)
-            loss = rx.compute_average_loss(losses)
-        grads = tape.gradient(loss, model.trainable_variables)
-        optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
-        accuracy.update_state(y, logits)
-        mean_loss.update_state(losses)
-        return loss, losses, logits
-
-    batches = strategy.experimental_distribute_dataset((X, Y), batch_size=size)
-    found: dict[str, Any] = {"loss": [], "sum": [], "logits": [], "local": []}
-    for _ in range(epochs):
-        for batch in batches:
-            loss, losses, logits = strategy.run(step, args=batch)
-            found["loss"].append(strategy.reduce("sum", loss))
-            found["sum"].append(strategy.reduce("sum", losses, axis=0))
-            found["mean"] = strategy.reduce("mean", losses, axis=0)
-            found["logits"].append(strategy.gather(logits, axis=0))
-            found["local"] += strategy.experimental_local_results(losses)
-    found["local"] = np.concatenate(found["local"])
-    found["logits"] = np.concatenate(found["logits"])
-    found["accuracy"], found["mean loss"] = accuracy.result(), mean_loss.result()
-    return found | {"weights": model.get_weights(), "slots": slots(optimizer)}
-
-
-def slots(optimizer: Any) -> list[np.ndarray]:
-    return [np.asarray(v) for v in optimizer.variables]
-
-
-@pytest.mark.slow(but=["8-2 replicas", "5-shard_update"])
-@several
-@pytest.mark.parametrize("size", [5, 8])  # The last batch has 3 rows, or 5.
-def test_loops_are_those_of_one_device(name: str, size: int) -> None:
-    found = trained(STRATEGIES[name](), size)
-    assert len(found["logits"]) == len(found["local"]) == 2 * len(X)
-    require_close(found, trained_on_one_device(size))
-
-
-@functools.cache
-def trained_on_one_device(size: int) -> dict[str, Any]:
-    return trained(STRATEGIES["one device"](), size)
-
-
-@pytest.mark.slow(but=["fully sharded", "one worker"])
-@several
-def test_fit_takes_them(name: str) -> None:
-    require_close(fitted(STRATEGIES[name](), distributes=True), fitted_as_arrays())
-
-
-def fitted(strategy: Any, *, distributes: bool) -> Any:
-    keras.utils.set_random_seed(1)
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((6,)), layers.Dense(3)])
-        model.compile(
-            keras.optimizers.Adam(0.01),
-            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            metrics=["accuracy"],
-        )
-    if distributes:
-        data = strategy.experimental_distribute_dataset((X, Y), batch_size=9)
-        history = model.fit(data, epochs=2, verbose=0)
-        rest = model.evaluate(data, verbose=0), model.predict(data, verbose=0)
-    else:
-        history = model.fit(X, Y, 9, epochs=2, shuffle=False, verbose=0)
-        rest = model.evaluate(X, Y, 9, verbose=0), model.predict(X, 9, verbose=0)
-    return model.get_weights(), history.history, rest
-
-
-@functools.cache
-def fitted_as_arrays() -> Any:
-    return fitted(STRATEGIES["one device"](), distributes=False)
 
 
 def test_state_of_plain_jax_outlives_an_uneven_batch() -> None:

@@ -10,17 +10,8 @@ import numpy as np
 import pytest
 from keras import layers
 from tests.strategies.parity import (
-    BATCH_SIZE,
-    assert_same,
     batches,
-    compiled,
     crossentropy,
-    data,
-    fitted,
-    functional_step,
-    looped,
-    network,
-    tape_step,
 )
 
 import replicax as rx
@@ -33,88 +24,6 @@ def strategy_of(devices: int, each: int, **options: Any) -> rx.MirroredStrategy:
     return rx.MirroredStrategy(
         [f"cpu:{i}" for i in range(devices)], replicas_per_device=each, **options
     )
-
-
-def with_each_layer() -> Any:
-    model = network(
-        layers.Dense(16),
-        layers.BatchNormalization(),
-        layers.BatchNormalization(synchronized=True),
-        layers.Activation("relu"),
-        layers.Dropout(0.3),
-    )
-    return compiled(model, keras.optimizers.SGD(0.1, 0.9), metrics=["accuracy"])
-
-
-@functools.cache
-def of_each_layer(devices: int, each: int) -> Any:
-    """What `fit`, `evaluate` and `predict` give."""
-    # Two whole batches, and one of 9 that three replicas share.
-    x, y = data(2 * BATCH_SIZE + 9)
-    model, result = fitted(
-        strategy_of(devices, each), with_each_layer, (x, y), epochs=2
-    )
-    # One batch, which the replicas cannot share equally.
-    options: Any = {"batch_size": len(x), "verbose": 0}
-    return {
-        **result,
-        "evaluated": model.evaluate(x, y, **options),
-        "predicted": model.predict(x, **options),
-    }
-
-
-@pytest.mark.parametrize(
-    ("devices", "each"),
-    [
-        pytest.param(4, 2, marks=pytest.mark.slow),
-        (2, 4),
-        pytest.param(1, 8, marks=pytest.mark.slow),
-    ],
-)
-def test_fit_evaluate_predict(devices: int, each: int) -> None:
-    # Sums over rows of one device are added in another order than sums over devices.
-    assert_same(of_each_layer(devices, each), of_each_layer(8, 1), rtol=1e-4, atol=1e-5)
-
-
-def test_several_steps_in_fit() -> None:
-    def make() -> Any:
-        return compiled(network(layers.Dropout(0.3)), "sgd", steps_per_execution=3)
-
-    _, actual = fitted(strategy_of(2, 4), make)
-    _, expected = fitted(strategy_of(8, 1), make)
-    assert_same(actual, expected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("devices", "each"), [(2, 4), (1, 8)])
-def test_several_steps_at_once(devices: int, each: int) -> None:
-    def make() -> Any:
-        model = network(layers.Dense(16), layers.Dropout(0.3))
-        return compiled(model, "sgd", steps_per_execution=2, metrics=["accuracy"])
-
-    model, actual = fitted(strategy_of(devices, each), make)
-    other, expected = fitted(strategy_of(8, 1), make)
-    assert_same(actual, expected)
-    x, _ = data(40)  # An execution of two batches, and one of half a batch.
-    np.testing.assert_allclose(
-        model.predict(x, batch_size=16, verbose=0),
-        other.predict(x, batch_size=16, verbose=0),
-        rtol=1e-5,
-        atol=1e-6,
-    )
-
-
-@pytest.mark.slow(but=["tape_step"])
-@pytest.mark.parametrize(
-    "make_step",
-    [pytest.param(functional_step, marks=pytest.mark.slow), tape_step],
-)
-def test_loops(make_step: Any) -> None:
-    work = functools.partial(
-        looped, make_optimizer=lambda: keras.optimizers.Adam(0.01), make_step=make_step
-    )
-    expected = work(strategy_of(8, 1))
-    assert_same(work(strategy_of(2, 4)), expected)
 
 
 @pytest.mark.parametrize(("devices", "each"), ARRANGEMENTS)
@@ -270,20 +179,6 @@ def test_datasets_from_a_function(devices: int, each: int) -> None:
         assert int(total) == 3 * sum(numbers)
 
 
-# Keras says so whenever it does not know the length.
-@pytest.mark.filterwarnings("ignore:Your input ran out of data")
-def test_fit_takes_a_distributed_dataset() -> None:
-    def trained(devices: int, each: int) -> Any:
-        keras.utils.set_random_seed(1)
-        strategy = strategy_of(devices, each)
-        with strategy.scope():
-            model = compiled(network(), "sgd")
-        model.fit(batches(strategy), verbose=0)
-        return model.get_weights()
-
-    assert_same(trained(2, 4), trained(8, 1))
-
-
 def test_different_values_on_one_device_are_refused() -> None:
     strategy = strategy_of(1, 2)
     with strategy.scope():
@@ -306,50 +201,6 @@ def test_different_values_on_one_device_are_refused() -> None:
 
     strategy.run(allowed)
     assert [float(v.value) for v in (variable, first, mean, total)] == [3, 1, 1.5, 4]
-
-
-def test_forward_passes() -> None:
-    x = np.random.default_rng(0).normal(size=(4, 2, 8, 6)).astype("float32")
-
-    def outputs(devices: int, each: int) -> Any:
-        keras.utils.set_random_seed(1)
-        strategy = strategy_of(devices, each)
-        with strategy.scope():
-            made = [layers.LSTM(5), layers.Conv1D(4, 3, padding="same", strides=2)]
-            for layer in made:
-                layer.build(x.shape[1:])
-        results = strategy.run(
-            lambda x: [layer(x) for layer in made], (rx.PerReplica(x),)
-        )
-        return [np.asarray(y.array) for y in results]
-
-    assert_same(outputs(2, 2), outputs(4, 1))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: [layers.Reshape((8, 6)), layers.LSTM(5)],
-        lambda: [
-            layers.Reshape((4, 4, 3)),
-            layers.Conv2D(4, 3, padding="same", strides=2),
-            layers.DepthwiseConv2D(3, padding="same"),
-            layers.Conv2DTranspose(2, 2),
-            layers.MaxPooling2D(2),
-            layers.Flatten(),
-        ],
-    ],
-    ids=["LSTM", "convolutions"],
-)
-def test_layers(make: Any) -> None:
-    def model() -> Any:
-        return compiled(network(*make()), "sgd")
-
-    xy = data(BATCH_SIZE)
-    _, actual = fitted(strategy_of(2, 2), model, xy)
-    _, expected = fitted(strategy_of(4, 1), model, xy)
-    assert_same(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_inner_transformations() -> None:

@@ -129,5 +129,5 @@ class DatasetMaker(ABC):
     def make_experimental_numpy_dataset(
         self, numpy_input: PyTree
     ) -> "grain.MapDataset[PyTree]":
-        """Old name of `experimental_make_numpy_dataset`."""
+        """Call `experimental_make_numpy_dataset`; tf.distribute's guide writes this."""
         return self.experimental_make_numpy_dataset(numpy_input)

@@ -120,10 +120,10 @@ def own_copies(source: Iterable[PyTree], number: int) -> list[PyTree]:
     A dataset may fill the same buffers with its next batch, so with several batches
     each is copied before the next one is read.
     """
-    taken = itertools.islice(source, number)
+    group = itertools.islice(source, number)
     if number == 1:
-        return list(taken)
-    return [jax.tree.map(_copy, batch) for batch in taken]
+        return list(group)
+    return [jax.tree.map(_copy, batch) for batch in group]
 
 
 def _copy(leaf: PyTree) -> PyTree:

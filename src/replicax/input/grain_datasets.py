@@ -67,11 +67,11 @@ def reshuffled(dataset: object, iteration: int) -> object:
 
 
 def next_epoch(dataset: T) -> T:
-    """Return a Grain dataset as its next epoch has it: shuffled anew by each call.
+    """Return the next epoch of a Grain dataset: each call shuffles it anew.
 
-    `for batch in dataset` reads a dataset of Grain in the order of its first epoch each
-    time, as `fit` and strategies do not. Datasets that come from one shuffled dataset
-    count their epochs together, so that `next_epoch(dataset[:n])` goes on, too.
+    `for batch in dataset` reads a Grain dataset in the order of its first epoch each
+    time; `fit` and strategies do not. Datasets made from one shuffled dataset count
+    their epochs together, so that `next_epoch(dataset[:n])` advances, too.
 
     Args:
         dataset: A dataset of Grain. Others are returned unchanged.
@@ -88,19 +88,19 @@ def next_epoch(dataset: T) -> T:
     """
     if not is_grain_dataset(dataset):
         return dataset
-    drawing = [x for x in _origins(dataset) if _draws(x)]
-    iteration = max((_EPOCHS.get(x, 0) for x in drawing), default=0)
-    for each in drawing:
-        _EPOCHS[each] = iteration + 1
+    shuffled = [x for x in _origins(dataset) if _draws(x)]
+    iteration = max((_EPOCHS.get(x, 0) for x in shuffled), default=0)
+    for origin in shuffled:
+        _EPOCHS[origin] = iteration + 1
     return cast("T", reshuffled(dataset, iteration))
 
 
 _EPOCHS: MutableMapping[object, int] = weakref.WeakKeyDictionary()
-"""How many epochs were begun of datasets that draw random numbers."""
+"""Number of epochs begun, for datasets that draw random numbers."""
 
 
 def _origins(dataset: object) -> Iterator[object]:
-    """Yield a dataset and all that it is made from, of both kinds of Grain's."""
+    """Yield a Grain dataset, and all datasets that it is made from."""
     yield dataset
     for parent in private.parents_of(dataset):
         yield from _origins(parent)
@@ -188,9 +188,9 @@ def _is_list(value: object) -> bool:
 
 
 def _as_array(values: Any) -> Any:
-    """A list as an array, with the dtypes that TensorFlow gives numbers.
+    """Convert a list to an array, with TensorFlow's dtypes for numbers.
 
-    Arrays of JAX become NumPy's: a row of those would be a program that JAX runs.
+    JAX arrays become NumPy arrays: each row of a JAX array would run a program.
     """
     if isinstance(values, jax.Array):
         return np.asarray(values)
@@ -247,20 +247,20 @@ def class_weighted(
     """
 
     def weighted(batch: PyTree) -> PyTree:
-        x, y, *given = batch
+        x, y, *weights = batch
         classes = np.asarray(y)
         if classes.ndim > 1:
             is_column = classes.shape[-1] == 1
             classes = classes[..., 0] if is_column else classes.argmax(-1)
-        found, places = np.unique(classes.astype("int64"), return_inverse=True)
-        if missing := set(found.tolist()) - set(class_weight):
+        names, places = np.unique(classes.astype("int64"), return_inverse=True)
+        if missing := set(names.tolist()) - set(class_weight):
             raise ValueError(
                 f"class_weighted: class {min(missing)} has no weight; got class_weight="
                 f"{dict(class_weight)!r}. Give every class of the labels one."
             )
-        by_class = np.array([class_weight[each] for each in found.tolist()], "float32")
-        weights = by_class[places.reshape(classes.shape)]
-        return x, y, weights * given[0] if given else weights
+        by_class = np.array([class_weight[name] for name in names.tolist()], "float32")
+        by_row = by_class[places.reshape(classes.shape)]
+        return x, y, by_row * weights[0] if weights else by_row
 
     return dataset.map(weighted)
 

@@ -1,9 +1,9 @@
 """Changes of images in input pipelines, as `tf.image` has them: NumPy functions.
 
-Images are `[..., H, W, C]`. Floats lie in 0..1; integers from 0 to the largest one of
-their dtype, and come back as such. Random functions take the generator that Grain's
-`random_map` gives for each example, so that an example's numbers depend on the seed,
-its position and the epoch only.
+Images are `[..., H, W, C]`, with three channels for colours. Floats lie in 0..1;
+integers from 0 to the largest one of their dtype, and results have the image's dtype.
+Random functions take `rng`, the generator that Grain's `random_map` makes for each
+example: an example's numbers depend on the seed, its position and the epoch only.
 """
 
 from typing import TypeAlias
@@ -39,13 +39,10 @@ _HEIGHT, _WIDTH, _CHANNEL = -3, -2, -1
 def convert_image_dtype(
     image: _Image, dtype: DTypeLike, saturate: bool = False
 ) -> _Image:
-    """An image of another dtype, with its values scaled to that dtype's range.
+    """Convert an image to another dtype, and scale its values to that dtype's range.
 
-    Args:
-        image: An image `[..., H, W, C]`, or any array.
-        dtype: The dtype to convert to.
-        saturate: Whether values out of the range become the nearest one in it. Without
-            it integers overflow.
+    With `saturate`, values out of the range become the nearest one in it; without it,
+    integers overflow.
 
     Example:
         >>> convert_image_dtype(np.array([0, 51, 255], "uint8"), "uint16")
@@ -80,7 +77,7 @@ def _has_floats(dtype: np.dtype) -> bool:
 
 
 def _as_float(image: _Image) -> _Image:
-    """A copy of float32 in 0..1 where an image has integers."""
+    """Convert integers to float32 in 0..1."""
     image = np.asarray(image)
     return image if _has_floats(image.dtype) else convert_image_dtype(image, "float32")
 
@@ -90,11 +87,7 @@ def _as_before(changed: _Image, image: _Image) -> _Image:
 
 
 def adjust_brightness(image: _Image, delta: float) -> _Image:
-    """An image with `delta` added to all of its values.
-
-    Args:
-        image: An image `[..., H, W, C]`.
-        delta: What to add, in -1..1.
+    """Add `delta`, from -1 to 1, to all values of an image.
 
     Example:
         >>> adjust_brightness(np.full((1, 1, 1), 100, "uint8"), 0.2).item()
@@ -104,11 +97,7 @@ def adjust_brightness(image: _Image, delta: float) -> _Image:
 
 
 def adjust_contrast(image: _Image, contrast_factor: float) -> _Image:
-    """An image whose distances from the mean of each channel are multiplied.
-
-    Args:
-        image: An image `[..., H, W, C]`.
-        contrast_factor: What to multiply with.
+    """Multiply the distances from the mean of each channel.
 
     Example:
         >>> row = np.array([[[0.25], [0.75]]], "float32")
@@ -121,11 +110,7 @@ def adjust_contrast(image: _Image, contrast_factor: float) -> _Image:
 
 
 def adjust_saturation(image: _Image, saturation_factor: float) -> _Image:
-    """An RGB image whose saturation, as HSV has it, is multiplied.
-
-    Args:
-        image: An image `[..., H, W, 3]`.
-        saturation_factor: What to multiply with; 0 makes it gray.
+    """Multiply the saturation of an RGB image, as in HSV; 0 makes it gray.
 
     Example:
         >>> pixel = np.array([[[1.0, 0.5, 0.0]]], "float32")
@@ -144,11 +129,7 @@ def adjust_saturation(image: _Image, saturation_factor: float) -> _Image:
 
 
 def adjust_hue(image: _Image, delta: float) -> _Image:
-    """An RGB image whose hue, as HSV has it, is moved.
-
-    Args:
-        image: An image `[..., H, W, 3]`.
-        delta: By how much of the circle, in -1..1.
+    """Move the hue of an RGB image, as in HSV, by a fraction of the circle.
 
     Example:
         >>> red = np.array([[[255, 0, 0]]], "uint8")
@@ -170,10 +151,7 @@ def adjust_hue(image: _Image, delta: float) -> _Image:
 
 
 def per_image_standardization(image: _Image) -> _Image:
-    """An image of float32 with mean 0 and variance 1; one of one colour becomes 0.
-
-    Args:
-        image: An image `[..., H, W, C]`; of several, each by itself.
+    """Scale each image to mean 0 and variance 1, in float32; a constant one to 0.
 
     Example:
         >>> per_image_standardization(np.array([[[0], [2]]])).ravel().tolist()
@@ -188,10 +166,7 @@ def per_image_standardization(image: _Image) -> _Image:
 
 
 def rgb_to_grayscale(image: _Image) -> _Image:
-    """The brightness of an RGB image, as one channel of its dtype.
-
-    Args:
-        image: An image `[..., H, W, 3]`.
+    """Convert an RGB image to one channel of brightness.
 
     Example:
         >>> rgb_to_grayscale(np.full((2, 2, 3), 200, "uint8")).shape
@@ -204,14 +179,7 @@ def rgb_to_grayscale(image: _Image) -> _Image:
 
 
 def central_crop(image: _Image, fraction: float) -> _Image:
-    """The middle of an image: a fraction of its height and of its width.
-
-    Args:
-        image: An image `[..., H, W, C]`.
-        fraction: What is kept, above 0 and at most 1.
-
-    Raises:
-        ValueError: For another fraction.
+    """Keep the middle: a fraction, from above 0 to 1, of the height and the width.
 
     Example:
         >>> central_crop(np.zeros((8, 6, 3)), 0.5).shape
@@ -225,12 +193,7 @@ def central_crop(image: _Image, fraction: float) -> _Image:
 
 
 def resize_with_crop_or_pad(image: _Image, height: int, width: int) -> _Image:
-    """The middle of an image, or the image with 0 around it, on each axis.
-
-    Args:
-        image: An image `[..., H, W, C]`.
-        height: The new height.
-        width: The new width.
+    """Crop an image around its middle, or pad it with 0, on each axis.
 
     Example:
         >>> resize_with_crop_or_pad(np.ones((1, 4, 1)), 3, 2)[..., 0]
@@ -251,116 +214,67 @@ def resize_with_crop_or_pad(image: _Image, height: int, width: int) -> _Image:
     return image
 
 
-def _require_delta(max_delta: float, largest: float) -> None:
-    if not 0 <= max_delta <= largest:
-        raise ValueError(
-            f"max_delta={max_delta}: pass a number from 0 to {largest}, the largest "
-            "change in both directions."
-        )
-
-
-def _require_range(lower: float, upper: float) -> None:
-    if not 0 <= lower < upper:
-        raise ValueError(
-            f"lower={lower}, upper={upper}: pass factors that are not negative, the "
-            "smaller one first."
-        )
-
-
 def random_brightness(
     image: _Image, max_delta: float, rng: np.random.Generator
 ) -> _Image:
-    """`adjust_brightness` by a number from `-max_delta` to `max_delta`.
-
-    Args:
-        image: An image `[..., H, W, C]`.
-        max_delta: The largest change.
-        rng: A generator, such as `random_map` gives for each example.
-
-    Raises:
-        ValueError: If `max_delta` is negative.
+    """Apply `adjust_brightness` with a number from `-max_delta` to `max_delta`.
 
     Example:
         >>> rng = np.random.default_rng(0)
         >>> random_brightness(np.zeros((2, 2, 3), "uint8"), 0.1, rng).shape
         (2, 2, 3)
     """
-    _require_delta(max_delta, np.inf)
     return adjust_brightness(image, rng.uniform(-max_delta, max_delta))
 
 
 def random_contrast(
     image: _Image, lower: float, upper: float, rng: np.random.Generator
 ) -> _Image:
-    """`adjust_contrast` by a factor from `lower` to `upper`.
-
-    Args:
-        image: An image `[..., H, W, C]`.
-        lower: The smallest factor.
-        upper: The largest factor.
-        rng: A generator, such as `random_map` gives for each example.
-
-    Raises:
-        ValueError: If `lower` is negative, or not below `upper`.
+    """Apply `adjust_contrast` with a factor from `lower` to `upper`.
 
     Example:
         >>> rng = np.random.default_rng(0)
         >>> random_contrast(np.zeros((2, 2, 3), "uint8"), 0.8, 1.2, rng).shape
         (2, 2, 3)
     """
-    _require_range(lower, upper)
-    return adjust_contrast(image, rng.uniform(lower, upper))
+    return adjust_contrast(image, _factor(lower, upper, rng))
 
 
 def random_hue(image: _Image, max_delta: float, rng: np.random.Generator) -> _Image:
-    """`adjust_hue` by a number from `-max_delta` to `max_delta`.
-
-    Args:
-        image: An image `[..., H, W, 3]`.
-        max_delta: The largest change, at most 0.5.
-        rng: A generator, such as `random_map` gives for each example.
-
-    Raises:
-        ValueError: If `max_delta` is not in 0..0.5.
+    """Apply `adjust_hue` with a number from `-max_delta` to `max_delta`.
 
     Example:
         >>> rng = np.random.default_rng(0)
         >>> random_hue(np.zeros((2, 2, 3), "uint8"), 0.1, rng).shape
         (2, 2, 3)
     """
-    _require_delta(max_delta, 0.5)
     return adjust_hue(image, rng.uniform(-max_delta, max_delta))
 
 
 def random_saturation(
     image: _Image, lower: float, upper: float, rng: np.random.Generator
 ) -> _Image:
-    """`adjust_saturation` by a factor from `lower` to `upper`.
-
-    Args:
-        image: An image `[..., H, W, 3]`.
-        lower: The smallest factor.
-        upper: The largest factor.
-        rng: A generator, such as `random_map` gives for each example.
-
-    Raises:
-        ValueError: If `lower` is negative, or not below `upper`.
+    """Apply `adjust_saturation` with a factor from `lower` to `upper`.
 
     Example:
         >>> rng = np.random.default_rng(0)
         >>> random_saturation(np.zeros((2, 2, 3), "uint8"), 0.5, 1.5, rng).shape
         (2, 2, 3)
     """
-    _require_range(lower, upper)
-    return adjust_saturation(image, rng.uniform(lower, upper))
+    return adjust_saturation(image, _factor(lower, upper, rng))
+
+
+def _factor(lower: float, upper: float, rng: np.random.Generator) -> float:
+    if not 0 <= lower < upper:
+        raise ValueError(
+            f"lower={lower}, upper={upper}: pass factors that are not negative, the "
+            "smaller one first."
+        )
+    return rng.uniform(lower, upper)
 
 
 def random_flip_left_right(image: _Image, rng: np.random.Generator) -> _Image:
-    """An image that is mirrored with probability 0.5; of several images each one.
-
-    Args:
-        image: An image `[..., H, W, C]`.
-        rng: A generator, such as `random_map` gives for each example.
+    """Mirror each image with probability 0.5.
 
     Example:
         >>> row, rng = np.array([[[1], [2]]]), np.random.default_rng(0)
@@ -371,11 +285,7 @@ def random_flip_left_right(image: _Image, rng: np.random.Generator) -> _Image:
 
 
 def random_flip_up_down(image: _Image, rng: np.random.Generator) -> _Image:
-    """An image that stands upside down with probability 0.5; of several each one.
-
-    Args:
-        image: An image `[..., H, W, C]`.
-        rng: A generator, such as `random_map` gives for each example.
+    """Turn each image upside down with probability 0.5.
 
     Example:
         >>> column, rng = np.array([[[1]], [[2]]]), np.random.default_rng(0)
@@ -394,30 +304,20 @@ def _flipped(image: _Image, axis: int, rng: np.random.Generator) -> _Image:
 def random_crop(
     image: _Image, size: tuple[int, ...], rng: np.random.Generator
 ) -> _Image:
-    """A part of an image at a random place.
-
-    Args:
-        image: An image, or any array.
-        size: The shape of the part, such as `(32, 32, 3)`.
-        rng: A generator, such as `random_map` gives for each example.
-
-    Raises:
-        ValueError: If the image is smaller than `size`.
+    """Crop a part of an image, or of any array, of shape `size` at a random place.
 
     Example:
         >>> random_crop(np.zeros((8, 8, 3)), (6, 6, 3), np.random.default_rng(0)).shape
         (6, 6, 3)
     """
     image = np.asarray(image)
-    shape = tuple(int(n) for n in size)
-    if len(shape) != image.ndim or any(
-        n > m for n, m in zip(shape, image.shape, strict=True)
-    ):
+    pairs = list(zip(image.shape, map(int, size), strict=True))
+    if any(n > m for m, n in pairs):
         raise ValueError(
-            f"size={shape} does not fit into an image of shape {image.shape}: pass one "
-            "number for each axis, at most as large as the image's."
+            f"size={tuple(size)} does not fit into an image of shape {image.shape}: "
+            "pass one number for each axis, at most as large as the image's."
         )
-    starts = [
-        rng.integers(0, m - n + 1) for n, m in zip(shape, image.shape, strict=True)
+    starts = [rng.integers(0, m - n + 1) for m, n in pairs]
+    return image[
+        tuple(slice(i, i + n) for i, (_, n) in zip(starts, pairs, strict=True))
     ]
-    return image[tuple(slice(i, i + n) for i, n in zip(starts, shape, strict=True))]

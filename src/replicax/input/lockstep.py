@@ -29,18 +29,14 @@ _WINDOW = 4
 _MOST_NAMED = 5
 """Number of leaves that an error names."""
 
-_MAX_COUNTED = 100
-"""Limit of the batches that are read only to count what is left over."""
-
 _SAME_DATA = (
-    "All workers must read the same batches in the same order and take their parts of "
-    "each. Seed the shuffling (or shuffle with NumPy's global generator, which is the "
-    "same everywhere). If each worker is meant to read data of its own, say so: "
-    "strategy.experimental_distribute_dataset(dataset, auto_shard_policy="
-    "rx.AutoShardPolicy.OFF) for any dataset, rx.AutoShardPolicy.FILE for a "
-    "rx.FileDataset whose files the workers divide, or "
-    "strategy.distribute_datasets_from_function; fit takes the result. For "
-    "augmentations that differ, pass check_input=False to the strategy."
+    "All workers must read the same batches in the same order; each trains on its rows "
+    "of every batch. Use the same batch_size. Seed the shuffling (or shuffle with "
+    "NumPy's global generator, which has the same state everywhere). If each worker "
+    "reads data of its own, use strategy.experimental_distribute_dataset(dataset, "
+    "auto_shard_policy=rx.AutoShardPolicy.OFF), rx.AutoShardPolicy.FILE for a "
+    "rx.FileDataset, or strategy.distribute_datasets_from_function; fit accepts the "
+    "result. For augmentations that differ, pass check_input=False to the strategy."
 )
 
 LeafChecksum: TypeAlias = Sequence[str | int]
@@ -58,7 +54,7 @@ class SharedEpoch(Generic[_Batch]):
     Attributes:
         workers: The workers.
         name: A unique name of this epoch, equal on all workers.
-        same_data: Whether all workers read the same batches, and each takes a part.
+        same_data: Whether all workers read the same batches, each training on its rows.
         check: Whether to compare the first batches in that case.
         num_batches: The number of batches, if it is certain; None: unknown.
         size_of: Returns the number of examples in a batch.
@@ -77,11 +73,11 @@ class SharedEpoch(Generic[_Batch]):
 class _WindowMessage(TypedDict):
     """A worker's message about its next batches; `leaves` are those of the first one.
 
-    `entries` are the capacities of the sparse arrays in each batch.
+    `capacities` are those of the sparse arrays in each batch.
     """
 
     sizes: list[int]
-    entries: list[list[int]]
+    capacities: list[list[int]]
     leaves: list[LeafChecksum]
     num_batches: int | None
 
@@ -113,27 +109,35 @@ def _in_step(
 ) -> Generator[_Batch]:
     """Exchange messages about the next batches, and yield those that all have."""
     window = list(itertools.islice(batches, 1))
-    told = _exchange(epoch, window, is_first=True)
-    _check_first(epoch, told)
-    counts = [t["num_batches"] for t in told if t["num_batches"] is not None]
-    num_taken = 0
+    messages = _exchange(epoch, window, is_first=True)
+    _check_first(epoch, messages)
+    counts = [m["num_batches"] for m in messages if m["num_batches"] is not None]
+    num_steps = 0
     while True:
-        num_common = _num_common([t["sizes"] for t in told])
-        _make_room(window, [t["entries"] for t in told])
+        sizes = [m["sizes"] for m in messages]
+        num_common = _num_common(sizes)
+        _share_capacities(window, [m["capacities"] for m in messages])
         yield from window[:num_common]
-        num_taken += num_common
-        left = window[num_common:]
-        if num_common < max(len(t["sizes"]) for t in told) or not num_common:
+        num_steps += num_common
+        left = [x[num_common] if len(x) > num_common else 0 for x in sizes]
+        if any(left) or not num_common:
             break
-        if len(counts) == len(told):
-            yield from itertools.islice(batches, min(counts) - num_taken)
-            if len(set(counts)) == 1:
-                return
-            num_taken = min(counts)
+        if len(counts) == len(messages):
+            yield from itertools.islice(batches, min(counts) - num_steps)
+            num_steps = min(counts)
+            left = [count - num_steps for count in counts]
             break
         window = list(itertools.islice(batches, _WINDOW))
-        told = _exchange(epoch, window)
-    _report_left_over(epoch, num_taken, left, batches)
+        messages = _exchange(epoch, window)
+    if any(left) and epoch.workers.is_chief:
+        names = zip(epoch.workers.names, left, strict=True)
+        _logger.warning(
+            "%s ended after %d steps, because %s had no further batch, or a smaller "
+            "one. The other workers did not use the rest of their batches.",
+            epoch.name,
+            num_steps,
+            listed(name for name, size in names if size < max(left)),
+        )
 
 
 def _exchange(
@@ -148,7 +152,7 @@ def _exchange(
     is_compared = is_first and window and epoch.same_data and epoch.check
     mine: _WindowMessage = {
         "sizes": [epoch.size_of(x) for x in window],
-        "entries": [[x.capacity for x in _parted(batch)] for batch in window],
+        "capacities": [[x.capacity for x in _parted(batch)] for batch in window],
         "leaves": leaf_checksums(window[0]) if is_compared else [],
         "num_batches": epoch.num_batches,
     }
@@ -168,83 +172,40 @@ def _num_common(sizes: list[list[int]]) -> int:
     return len(list(itertools.takewhile(lambda column: len(set(column)) == 1, columns)))
 
 
-def _check_first(epoch: SharedEpoch[_Batch], told: list[_WindowMessage]) -> None:
+def _check_first(
+    epoch: SharedEpoch[_Batch], messages: Sequence[_WindowMessage]
+) -> None:
     """Raise unless all workers have a first batch, an equal one where they should."""
     names = epoch.workers.names
-    empty = [name for name, t in zip(names, told, strict=True) if not t["sizes"]]
+    empty = [name for name, m in zip(names, messages, strict=True) if not m["sizes"]]
     if empty and len(empty) < len(names):
         raise InputError(
             f"{epoch.name}: {listed(empty)} got no batch, while the others did. "
             "Every worker needs data: divide it more evenly, or use fewer workers."
         )
-    if not (epoch.same_data and epoch.check) or empty:
-        return
-    sizes = [t["sizes"][0] for t in told]
-    if len(set(sizes)) > 1:
-        each = listed(
-            (f"{n}: {size}" for n, size in zip(names, sizes, strict=True)), last=", "
-        )
-        raise InputError(
-            f"{epoch.name}: the first batches differ in size ({each}). All workers "
-            "must read the same global batches and take their parts of each: give the "
-            "same batch_size everywhere."
-        )
-    reference = told[0]["leaves"]
-    for name, t in zip(names[1:], told[1:], strict=True):
-        found = differences(reference, t["leaves"], names[0], name)
-        if found:
+    reference = messages[0]["leaves"]
+    for name, message in zip(names[1:], messages[1:], strict=True):
+        text = differences(reference, message["leaves"], names[0], name)
+        if text:
             raise InputError(
-                f"{epoch.name}: the first batch of {name} is another than that of "
-                f"{names[0]}: {found}. {_SAME_DATA}"
+                f"{epoch.name}: the first batch of {name} differs from that of "
+                f"{names[0]}: {text}. {_SAME_DATA}"
             )
 
 
-def _make_room(window: Sequence[PyTree], told: list[list[list[int]]]) -> None:
-    """Give sparse arrays the largest capacity of all workers: they run one program."""
-    for batch, *entries in zip(window, *told, strict=False):
-        for leaf, *rooms in zip(_parted(batch), *entries, strict=False):
-            leaf.capacity = max(rooms)
+def _share_capacities(
+    window: Sequence[PyTree], capacities: list[list[list[int]]]
+) -> None:
+    """Set sparse arrays to the largest capacity: all workers run one program."""
+    for batch, *of_batch in zip(window, *capacities, strict=False):
+        for leaf, *of_leaf in zip(_parted(batch), *of_batch, strict=False):
+            leaf.capacity = max(of_leaf)
 
 
 def _parted(batch: PyTree) -> list[PartedRows]:
-    """The sparse arrays in a batch that is divided between replicas."""
+    """List the sparse arrays in a batch that is sharded over replicas."""
     leaves = jax.tree.leaves(getattr(batch, "batch", batch))
     return [x for x in leaves if isinstance(x, PartedRows)]
-
-
-def _report_left_over(
-    epoch: SharedEpoch[_Batch],
-    num_taken: int,
-    left: list[_Batch],
-    batches: Iterator[_Batch],
-) -> None:
-    """Log the data that was left over, if workers ran out at different times."""
-    more = list(map(epoch.size_of, itertools.islice(batches, _MAX_COUNTED)))
-    sizes = [*map(epoch.size_of, left), *more]
-    told = epoch.workers.exchange(
-        f"{epoch.name} (left over)",
-        [len(sizes), sum(sizes), len(more) == _MAX_COUNTED],
-        timeout_seconds=epoch.workers.timeouts.step,
-        in_order=False,
-    )
-    if not any(num for num, _, _ in told) or not epoch.workers.is_chief:
-        return
-    each = listed(
-        (
-            f"{name} {'at least ' * has_more}{num} batches ({examples} examples)"
-            for name, (num, examples, has_more) in zip(
-                epoch.workers.names, told, strict=True
-            )
-        ),
-        last=", ",
-    )
-    _logger.warning(
-        "%s ended after %d steps, when not every worker had a batch of the same size. "
-        "Left over: %s.",
-        epoch.name,
-        num_taken,
-        each,
-    )
 
 
 def leaf_checksums(batch: PyTree) -> list[LeafChecksum]:
@@ -253,7 +214,7 @@ def leaf_checksums(batch: PyTree) -> list[LeafChecksum]:
     They are equal for values that are equal in a program: 64-bit numbers count in JAX's
     canonical dtype, all NaNs are equal, and -0.0 is 0.0.
     """
-    found = []
+    checksums = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(by_rows(batch)):
         arrays = [_as_jax_has_it(x) for x in _arrays_of(leaf)]
         kind = " and ".join(f"{x.dtype}{list(x.shape)}" for x in arrays)
@@ -262,8 +223,8 @@ def leaf_checksums(batch: PyTree) -> list[LeafChecksum]:
         checksum = 0
         for array in arrays:
             checksum = zlib.crc32(bytes_of(array).data, checksum)
-        found.append((leaf_name(path), kind, checksum))
-    return found
+        checksums.append((leaf_name(path), kind, checksum))
+    return checksums
 
 
 def differences(
@@ -272,27 +233,22 @@ def differences(
     name: str,
     other_name: str,
 ) -> str:
-    """Describe the leaves in which two workers' batches differ; empty: none."""
+    """List the leaves in which two workers' batches differ; empty: none."""
     mine = {leaf: (kind, checksum) for leaf, kind, checksum in one}
     its = {leaf: (kind, checksum) for leaf, kind, checksum in other}
-    differing = [leaf for leaf in mine | its if mine.get(leaf) != its.get(leaf)]
-    if not differing:
-        return ""
-    told = []
-    for leaf in differing:
+    texts = []
+    for leaf in mine | its:
+        if mine.get(leaf) == its.get(leaf):
+            continue
         kind, other_kind = (x.get(leaf, ("missing",))[0] for x in (mine, its))
-        where = (
-            "" if kind == other_kind else f" on {name} and {other_kind} on {other_name}"
-        )
-        told.append(f"{leaf}, which is {kind}{where}")
-    different = listed(told, separator="; ", last="; ", most=_MOST_NAMED)
-    equal = [str(leaf) for leaf in mine if leaf not in differing]
-    same = f" (equal: {listed(equal, last=', ', most=_MOST_NAMED)})" if equal else ""
-    return f"they differ in {different}{same}"
+        is_same_kind = kind == other_kind
+        where = "" if is_same_kind else f" on {name} and {other_kind} on {other_name}"
+        texts.append(f"{leaf}, which is {kind}{where}")
+    return listed(texts, separator="; ", last="; ", most=_MOST_NAMED, nobody="")
 
 
 def _arrays_of(leaf: PyTree) -> list[np.ndarray]:
-    """The arrays with a leaf's values; none for values that cannot be compared."""
+    """List the arrays with a leaf's values; none if values cannot be compared."""
     if isinstance(leaf, RowArray):
         return leaf.arrays()
     if is_key(leaf):

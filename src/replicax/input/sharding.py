@@ -128,8 +128,8 @@ def worker_files(
             count,
         )
         return dataset, False
-    mine = files[index::count]
-    return (lambda: dataset(mine)), True
+    own = files[index::count]
+    return (lambda: dataset(own)), True
 
 
 class InputShard:

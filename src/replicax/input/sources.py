@@ -225,10 +225,10 @@ def _py_dataset_batches(dataset: "keras.utils.PyDataset") -> Generator[PyTree]:
         indices = itertools.count() if number is None else range(number)
         if dataset.workers > 1 or dataset.use_multiprocessing:
             num_threads, depth = max(dataset.workers, 1), dataset.max_queue_size
-            made = _in_threads(dataset.__getitem__, indices, num_threads, depth)
+            stream = _in_threads(dataset.__getitem__, indices, num_threads, depth)
         else:
-            made = map(dataset.__getitem__, indices)
-        yield from _tuples(made)
+            stream = map(dataset.__getitem__, indices)
+        yield from _tuples(stream)
     except GeneratorExit:
         dataset.on_epoch_end()
         raise
