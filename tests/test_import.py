@@ -202,9 +202,7 @@ assert len(found) == 4
 for values in found:
     for name, value in values.items():
         assert getattr(rx, name) is value, name
-        home = rx._MODULES[name]
-        module = sys.modules[f"replicax.{home}"]
-        assert value is (module if home == name else vars(module)[name]), name
+        assert vars(rx)[name] is value, name
 print("same")
 """
 

@@ -238,11 +238,17 @@ def module_file(module: str) -> Path:
 
 
 def public_names(module: str) -> list[str]:
-    """A module's `__all__`, read without importing anything.
+    """A module's public names, read without importing anything.
+
+    Those of the root are what its stub imports; other modules have an `__all__`.
 
     Raises:
         ValueError: If it has none.
     """
+    if not module:
+        stub = ast.parse((ROOT / "src/replicax/__init__.pyi").read_text("utf-8"))
+        imports = [x for x in stub.body if isinstance(x, ast.ImportFrom)]
+        return sorted(alias.name for node in imports for alias in node.names)
     file = module_file(module)
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
