@@ -5,15 +5,20 @@ This is the one mechanism of the library; `strategy.run`, `fit`, `evaluate` and
 
 1. Discover: trace the function once, abstractly, and note which Keras variables it
    reads and writes.
-2. Compile: one `jax.jit(jax.shard_map(...))` over the replicas' devices. Variables and
-   arrays go in, results and the written variables' new values come out.
+2. Compile: trace one `jax.jit(jax.shard_map(...))` over the replicas' devices, analyse
+   the trace (`checks.analysis`) and compile it. Variables and arrays go in, results and
+   the written variables' new values come out.
 3. Write back: each written variable is combined over the replicas by its own
    `aggregation`, which Keras declares.
 
-The third is atomic: an interrupt finds all of a step's values stored, or none. A
-program that donates its arguments takes the old values away, and Python looks for
-signals and exceptions of other threads between its own instructions only: so dispatch
-and stores are one call of C.
+How often a user's step is traced: once to discover its variables, unless the caller
+declares them, and once to build the program, each time with one replay for each
+`tape.gradient`; only a trace whose analysis changes the program is made again.
+
+The third step is atomic: an interrupt finds all of a step's values stored, or none. A
+program that donates its arguments deletes the old values, and Python handles signals
+and exceptions of other threads between its own instructions only: so dispatch and
+stores are one call of C.
 """
 
 import itertools
@@ -26,26 +31,21 @@ from typing import NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.stages import Lowered, Traced, Wrapped
 from jax.typing import ArrayLike
 
 from replicax._private.keras import write_values
-from replicax._util.arrays import dtype_on_devices
 from replicax._util.interrupts import uninterrupted
 from replicax._util.types import PyTree
 from replicax._util.user_code import describe
 from replicax._util.waiting import Announced
 from replicax.cluster.dispatch_log import Operation
 from replicax.cpu import lowering, memory, settings
-from replicax.engine.checks.divergence import (
-    differing,
-    divergence_error,
-)
-from replicax.engine.empty_arrays import uses_empty_arrays
+from replicax.engine.checks.analysis import analyse, replicas_part
 from replicax.engine.group import ReplicaGroup
-from replicax.engine.jaxprs import equations_of, largest_array, open_jaxpr
+from replicax.engine.jaxprs import largest_array
 from replicax.engine.overlap.xla_options import compiler_options
 from replicax.engine.scope import current_call
 from replicax.engine.signature import Arguments, Options, Outputs, ResultStructure
@@ -115,7 +115,6 @@ class Program:
         self._donates = not group.defers_updates
         self.facts = self._options.facts
         self.operation = Operation(self.name, b"", self._options.num_steps or 1)
-        self._largest_bytes = 0
         self._step = ReplicaStep(fn, group, arguments, self._options, self.name)
         self.deferred_updates: list[Update] = []
         if self._options.variables is None or self._step.divides_updates:
@@ -125,15 +124,13 @@ class Program:
             self._step.written = distinct(self._options.variables)
             self._step.inputs = self._step.written
         self.written = self._step.written
-        self._jitted = self._jit()
-        self.overwritten: set[int] = set()
-        if group.defers_updates:
-            self._drop_unused(leaves)
+        self.overwritten = self._step.overwritten
         self.inputs = self._step.inputs
         changed = (v for update in self.deferred_updates for v in update.changed)
         self.changed = distinct([*self.written, *changed])
         self.variables = distinct([*self.changed, *self.inputs])
-        self._checked = False
+        self.is_new = True
+        self._jitted = self._jit(self._function())
         self._has_effects = False
         self._may_crash = group.axis.is_of_cpus and group.axis.size > 1
 
@@ -142,11 +139,6 @@ class Program:
         """The variable without which it is of no use: a weight, where it has one."""
         weights = [v for v in self.variables if v.trainable]
         return next(reversed(weights or self.variables), None)
-
-    @property
-    def is_new(self) -> bool:
-        """Whether the program has not run yet, and so is not traced in full."""
-        return not self._checked
 
     @property
     def trains(self) -> bool:
@@ -161,12 +153,7 @@ class Program:
     def lower(self, values: Shapes, leaves: Sequence[PyTree]) -> Lowered:
         """Lower the program, for values of `inputs` and arguments like these."""
         with explained_traces(self.name):
-            return self._trace(values, leaves).lower()
-
-    def check(self, values: Shapes, leaves: Sequence[PyTree]) -> None:
-        """Trace the program in full, and refuse what its first call would refuse."""
-        self._check_divergence(values, leaves)
-        self._checked = True
+            return self._traced(values, leaves).lower()
 
     def results_of(self, lowered: Lowered) -> PyTree:
         """The shapes of the program's results, from the return value of `lower`."""
@@ -184,7 +171,7 @@ class Program:
         Raises:
             LostValuesError: If an array was donated or deleted before.
         """
-        is_first = not self._checked
+        is_first = self.is_new
         if is_first:
             self.prepare(values, leaves)
         if self._may_crash:
@@ -208,7 +195,7 @@ class Program:
             flat, gradients = uninterrupted(lambda: self._dispatch(call))
         else:
             flat, gradients = self._dispatch(call)
-        self._checked = True
+        self.is_new = False
         return StepResult(self._step.results.unflatten(flat), gradients, new)
 
     def _dispatch(
@@ -226,52 +213,61 @@ class Program:
         return rest
 
     def prepare(self, values: Shapes, leaves: Sequence[PyTree]) -> None:
-        """Trace and compile what the first call would, and may be interrupted in."""
+        """Trace and compile the program, as its first call does; interruptible."""
         with Announced(f"compiling {self.name}"), explained_traces(self.name):
-            self._check_divergence(values, leaves)
-            self._lift_heap_bound(values, leaves)
-            traced = self._trace(values, leaves)
+            traced = self._traced(values, leaves)
             self._has_effects = bool(traced.jaxpr.effects)
-            traced.lower().compile()  # The call finds it.
+            if self._group.axis.is_of_cpus:
+                traced = self._with_room_for(traced, values, leaves)
+            traced.lower().compile()  # JAX caches it for the call.
         if self._group.axis.is_of_cpus:
             memory.use_huge_pages()
+
+    def _traced(self, values: Shapes, leaves: Sequence[PyTree]) -> Traced:
+        """Trace the program; again where the analysis of the trace changes it.
+
+        Raises:
+            DivergenceError: If replicas would assign different values to a variable.
+        """
+        step = self._step
+        while True:
+            traced = self._jitted.trace(*self._split(values), tuple(leaves))
+            analysis = analyse(
+                self.name,
+                traced.jaxpr,
+                self._group,
+                self.written,
+                step.analysis,
+                step.mirrored_sums,
+            )
+            if analysis == step.analysis:
+                return traced
+            step.analysis = analysis
+            self._jitted = self._jit(self._function())
+
+    def _with_room_for(
+        self, traced: Traced, values: Shapes, leaves: Sequence[PyTree]
+    ) -> Traced:
+        """Lift XLA's bound on heaps where an array of the program exceeds it."""
+        largest_bytes = largest_array(replicas_part(traced.jaxpr).params["jaxpr"])
+        if largest_bytes <= settings.HEAP_BYTES:
+            return traced
+        flat = jaxpr_as_fun(traced.jaxpr)
+        structure = jax.tree.structure(traced.out_info)
+        self._jitted = self._jit(
+            lambda *args: structure.unflatten(flat(*jax.tree.leaves(args))),
+            largest_bytes,
+        )
+        return self._jitted.trace(*self._split(values), tuple(leaves))
 
     def _split(self, values: Sequence[T]) -> tuple[list[T], list[T]]:
         """Values of `inputs` as the compiled program takes them: written ones first."""
         number = len(self.written)
         return list(values[:number]), list(values[number:])
 
-    def _drop_unused(self, leaves: Sequence[ArrayLike]) -> None:
-        """Leave out inputs that the program reads but does not use.
-
-        Keras' steps read all of an optimizer's slots, which stay where they live. Those
-        that it writes as well stay inputs, and are noted.
-        """
-        inputs = self._step.inputs
-        shapes = [
-            jax.ShapeDtypeStruct(v.shape, dtype_on_devices(v.dtype)) for v in inputs
-        ]
-        jaxpr = open_jaxpr(self._replicas_part(shapes, leaves).params["jaxpr"])
-        used = {id(a) for e in jaxpr.eqns for a in e.invars}
-        used |= {id(a) for a in jaxpr.outvars}
-        # Constants that the function closes over come before the arguments.
-        first = len(jaxpr.invars) - len(inputs) - len(leaves)
-        invars = jaxpr.invars[first : first + len(inputs)]
-        unused = {
-            id(v) for v, var in zip(inputs, invars, strict=True) if id(var) not in used
-        }
-        self.overwritten = unused & set(map(id, self.written))
-        unused -= self.overwritten
-        if unused:
-            self._step.unused = unused
-            self._step.inputs = [v for v in inputs if id(v) not in unused]
-            self._jitted = self._jit()
-
-    def _jit(self) -> Wrapped:
-        """The function of written values, read values and leaves, not yet traced."""
+    def _function(self) -> Callable[..., PyTree]:
+        """The function of written values, read values and leaves, to be jitted."""
         group, options, step = self._group, self._options, self._step
-        layouts = [group.layout(v) for v in step.inputs]
-        written, read = layouts[: len(step.written)], layouts[len(step.written) :]
         on_replicas = step.on_replicas()
 
         def program(written: list[jax.Array], *others: PyTree) -> tuple[PyTree, ...]:
@@ -288,11 +284,17 @@ class Program:
                 out = [lax.with_sharding_constraint(x, where) for x in out]
             return *new, (out, gradients)
 
+        return lowering.apply(program) if group.axis.is_of_cpus else program
+
+    def _jit(self, function: Callable[..., PyTree], largest_bytes: int = 0) -> Wrapped:
+        group, step = self._group, self._step
+        layouts = [group.layout(v) for v in step.inputs]
+        written, read = self._split(layouts)
         # Shardings are given, or an array that came another way to the same place would
         # compile the program again.
         leaves = tuple(NamedSharding(group.mesh, spec) for spec in step.leaf_specs())
         return jax.jit(
-            lowering.apply(program) if group.axis.is_of_cpus else program,
+            function,
             donate_argnums=0 if self._donates else (),
             in_shardings=(written, read, leaves),
             out_shardings=(*written, (None, group.mirrored)),
@@ -302,7 +304,7 @@ class Program:
                 scattered_bytes=self._scattered_bytes(),
                 num_devices=group.axis.size,
                 spans_hosts=group.axis.num_per_host < group.axis.size,
-                largest_bytes=self._largest_bytes,
+                largest_bytes=largest_bytes,
             ),
         )
 
@@ -316,45 +318,6 @@ class Program:
             for v in self._step.written
             if v.trainable and dim_of(v) is not None
         )
-
-    def _check_divergence(self, values: Shapes, leaves: Sequence[PyTree]) -> None:
-        """Trace, and refuse mirrored variables that would get different values."""
-        group = self._group
-        if group.num_replicas == 1:
-            return
-        equation = self._replicas_part(values, leaves)
-        dims = [group.layouts.dim_of(v) for v in self.written]
-        found = differing(equation, group.axis.name, dims)
-        different = [self.written[i] for i in found]
-        first = {id(v) for v in different if v.aggregation == "only_first_replica"}
-        if first - self._step.from_first:
-            # Known only now; the replicas take the first one's value instead.
-            self._step.from_first = first
-            self._jitted = self._jit()
-            self._check_divergence(values, leaves)
-        elif found:
-            raise divergence_error(self.name, equation, self.written, found)
-
-    def _lift_heap_bound(self, values: Shapes, leaves: Sequence[PyTree]) -> None:
-        """Compile without XLA's bound on heaps where an array is larger than that."""
-        if self._group.axis.is_of_cpus:
-            equation = self._replicas_part(values, leaves)
-            self._largest_bytes = largest_array(equation.params["jaxpr"])
-            if self._largest_bytes > settings.HEAP_BYTES:
-                self._jitted = self._jit()
-
-    def _replicas_part(self, values: Shapes, leaves: Sequence[PyTree]) -> JaxprEqn:
-        """The `shard_map` in the traced program."""
-        return next(equations_of(self._trace(values, leaves).jaxpr, "shard_map"))
-
-    def _trace(self, values: Shapes, leaves: Sequence[PyTree]) -> Traced:
-        """Trace the program; with empty arrays made inside, where XLA may crash."""
-        traced = self._jitted.trace(*self._split(values), tuple(leaves))
-        if self._step.makes_empty_arrays or not uses_empty_arrays(traced.jaxpr):
-            return traced
-        self._step.makes_empty_arrays = True
-        self._jitted = self._jit()
-        return self._trace(values, leaves)
 
     def _require_values(self, values: Values, leaves: Sequence[ArrayLike]) -> None:
         """Raise if an array is gone. XLA does not, on several CPU devices: it crashes.

@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from replicax._util.types import PyTree
 from replicax.engine.blocks import Block, cut
+from replicax.engine.checks.analysis import Analysis
 from replicax.engine.checks.divergence import declare_whole
 from replicax.engine.composites import is_key
 from replicax.engine.empty_arrays import creating_empty_arrays
@@ -43,6 +44,7 @@ from replicax.engine.variables import (
     fold_replica_into_seed,
     is_seed_state,
     restore_seed,
+    used_variables,
 )
 
 __all__ = ["ReplicaStep"]
@@ -65,9 +67,12 @@ class ReplicaStep:
         updates: The updates that are made after the replicas' part of each step, on
             arrays laid out in blocks.
         divides_updates: Whether the devices divide the updates, which are `updates`.
-        unused: Ids of variables that are read, but whose values make no difference.
-        from_first: Ids of those of `written` whose value is the first replica's.
-        makes_empty_arrays: Whether the replicas' part makes its empty arrays itself.
+        unused: With deferred updates, ids of variables that the function reads but does
+            not use, such as optimizer state. They are no inputs.
+        overwritten: Likewise, ids of those of `written` whose old values are unused.
+        analysis: The facts under which the function is traced.
+        mirrored_sums: Ids of variables of aggregation `"sum"` to which, by the last
+            trace, all replicas assign the same value.
         trains: Whether an optimizer makes updates in it; known once it is traced.
         results: The structure of what the function returns; likewise.
     """
@@ -89,10 +94,10 @@ class ReplicaStep:
         self.inputs: list[Variable] = []
         self.updates: list[Update] = []
         self.unused: set[int] = set()
-        self.from_first: set[int] = set()
+        self.overwritten: set[int] = set()
+        self.analysis = Analysis()
+        self.mirrored_sums: set[int] = set()
         self.trains = False
-        self.makes_empty_arrays = False
-        self._mirrored_sums: set[int] = set()
         self.results = ResultStructure(None, name)
         self._are_rows = options.outputs is Outputs.ROWS
         # Predictions, which are rows, need no update.
@@ -118,6 +123,8 @@ class ReplicaStep:
             self.divides_updates = False
             updates = self._discover(leaves)
         if self._group.defers_updates:
+            # Keras' steps read the whole optimizer state, which stays where it lives.
+            self.inputs = [v for v in self.inputs if id(v) not in self.unused]
             return updates
         self.updates = updates
         changed = [v for update in updates for v in update.changed]
@@ -129,26 +136,33 @@ class ReplicaStep:
         recorder = RecordingScope()
         updates: list[Update] = []
 
-        def step(leaves: Leaves) -> None:
+        def step(leaves: Leaves) -> PyTree:
             if self._options.num_steps is not None:
                 leaves = tuple(x[0] for x in leaves)
-            self._on_device(replica_step, leaves)
+            return self._on_device(replica_step, leaves)
 
-        def replica_step(leaves: Leaves) -> None:
+        def replica_step(leaves: Leaves) -> PyTree:
             args, kwargs = self._arguments.rebuild(leaves)
             call = functools.partial(self._fn, *args, **kwargs)
             run = StepRun(call, lambda: RecordingScope(recorder))
             context = self._context()
             with entered_context(context):
-                run.execute()
+                out = run.execute()
             recorder.written.update(run.scope.written)
             updates[:] = run.scope.deferred
-            self._mirrored_sums |= context.mirrored_sums
+            self.mirrored_sums |= context.mirrored_sums
+            new = [value for _, value in run.scope.updates()]
+            results = (out, new, *run.scope.deferred.values())
+            return [x for x in jax.tree.leaves(results) if isinstance(x, jax.Array)]
 
         traced = self.on_devices(step, (self.leaf_specs(),), PartitionSpec())
         with recorder:
-            jax.eval_shape(traced, tuple(leaves))
+            jaxpr = jax.make_jaxpr(traced)(tuple(leaves))
+        self.analysis = Analysis(mirrored_sums=frozenset(self.mirrored_sums))
         self.written = list(recorder.written.values())
+        used = used_variables(jaxpr)
+        self.unused = recorder.read.keys() - recorder.written.keys() - used
+        self.overwritten = recorder.written.keys() - used
         read = [v for k, v in recorder.read.items() if k not in recorder.written]
         self.inputs = [*self.written, *read]
         return updates
@@ -176,7 +190,7 @@ class ReplicaStep:
         """`body`, which says what one device does, for all devices."""
         # Results declared equal on all replicas are checked by `varying_marks`.
         return jax.shard_map(
-            creating_empty_arrays(body) if self.makes_empty_arrays else body,
+            creating_empty_arrays(body) if self.analysis.has_empty_arrays else body,
             mesh=self._group.mesh,
             in_specs=in_specs,
             out_specs=out_specs,
@@ -338,16 +352,14 @@ class ReplicaStep:
             results = self._flat_results(out)
             if self._are_rows and context.num_replicas_here > 1:
                 require_rows(self._name, out, arguments, lambda x: run_of(x).execute())
-            if context.mirrored_sums - self._mirrored_sums:
-                # Replicas started from summands of these: again, from the values.
-                self._mirrored_sums |= context.mirrored_sums
-                return self._replica_step(written, read, leaves)
+            self.mirrored_sums |= context.mirrored_sums
             changed = {
                 i: run.scope.state_mapping[id(v)]
                 for i, v in enumerate(self.written)
                 if id(v) in run.scope.written
             }
-            self._warn_of_workers(context)
+            if self.mirrored_sums <= self.analysis.mirrored_sums:  # Not traced again.
+                self._warn_of_workers(context)
             combined = self._combined(context, written, changed)
             # A number assigned has a weak type; the next step would compile for it.
             new = [
@@ -391,7 +403,11 @@ class ReplicaStep:
 
     def _aggregation(self, variable: Variable) -> str:
         """How replicas' values are combined: the same value on all is no sum."""
-        return "none" if id(variable) in self._mirrored_sums else variable.aggregation
+        return (
+            "none"
+            if id(variable) in self.analysis.mirrored_sums
+            else variable.aggregation
+        )
 
     def _wholes(self, context: ReplicaContext, values: Arrays) -> Arrays:
         """The inputs' values, whole where replicas hold blocks."""
@@ -424,7 +440,7 @@ class ReplicaStep:
     ) -> jax.Array:
         """The value of a variable that replicas do not add up."""
         variable = self.written[number]
-        if id(variable) in self.from_first:
+        if id(variable) in self.analysis.from_first:
             new = context.first(new)
         dim = self._group.layouts.dim_of(variable)
         if dim is None:

@@ -16,6 +16,7 @@ from typing import NoReturn, Self
 import jax
 import jax.numpy as jnp
 import keras
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import find_top_trace
 from jax.typing import ArrayLike
 
@@ -27,6 +28,7 @@ from replicax._private.keras import (
 )
 from replicax._util.arrays import dtype_on_devices
 from replicax.engine.checks.divergence import declare_mirrored
+from replicax.engine.jaxprs import AnyJaxpr, inner_jaxprs, open_jaxpr
 from replicax.errors import ContextError
 
 __all__ = [
@@ -45,6 +47,7 @@ __all__ = [
     "fold_replica_into_seed",
     "is_seed_state",
     "restore_seed",
+    "used_variables",
 ]
 
 
@@ -111,6 +114,10 @@ def explained_traces(caller: str) -> Generator[None]:
                 f"variable there, or kept in a Python object. {_RETURN_IT}"
             )
         raise
+
+
+_VALUE_OF = "replicax_value_of"
+"""The name, before a variable's id, of its value in a trace."""
 
 
 class UndeclaredVariableError(ContextError):
@@ -221,7 +228,8 @@ class RecordingScope(WritesScope):
             # in this trace has no array yet.
             value = self._unassigned.get(id(variable))
         if value is None:
-            value = jnp.zeros(variable.shape, dtype_on_devices(stored_dtype(variable)))
+            zeros = jnp.zeros(variable.shape, dtype_on_devices(stored_dtype(variable)))
+            value = checkpoint_name(zeros, f"{_VALUE_OF}:{id(variable)}")
             self._unassigned[id(variable)] = value
         return value
 
@@ -229,6 +237,22 @@ class RecordingScope(WritesScope):
         """Keras calls this for `variable.assign`."""
         self.read.setdefault(id(update[0]), update[0])
         super().add_update(update)
+
+
+def used_variables(jaxpr: AnyJaxpr) -> set[int]:
+    """Ids of the variables that equations use, of a function traced in such a scope."""
+    jaxpr = open_jaxpr(jaxpr)
+    atoms = {id(x) for equation in jaxpr.eqns for x in equation.invars}
+    atoms |= set(map(id, jaxpr.outvars))
+    used: set[int] = set()
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "name" and id(equation.outvars[0]) in atoms:
+            name, _, number = equation.params["name"].rpartition(":")
+            if name == _VALUE_OF:
+                used.add(int(number))
+        for inner in inner_jaxprs(equation):
+            used |= used_variables(inner)
+    return used
 
 
 class ValueScope(WritesScope):

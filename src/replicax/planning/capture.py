@@ -92,7 +92,6 @@ class Capture:
         Variables keep their values.
         """
         inputs, leaves = _shapes(values), _shapes(arrays)
-        program.check(inputs, leaves)
         lowered = program.lower(inputs, leaves)
         if program.trains:
             self.name = _short(program.name)
