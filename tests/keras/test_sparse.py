@@ -224,7 +224,7 @@ def test_sparse_predictions_are_refused(strategy_of):
     with strategy_of(2).scope():
         inputs = keras.Input((WIDTH,), sparse=True)
         model = keras.Model(inputs, layers.Lambda(lambda x: x * 2.0)(inputs))
-    with pytest.raises(TypeError, match=r"returned BCOO float32\[2, 6\].*todense"):
+    with pytest.raises(TypeError, match=r"got BCOO float32\[2, 6\].*todense"):
         model.predict(sparse.BCOO.fromdense(X[:4]), verbose=0)
 
 

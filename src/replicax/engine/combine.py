@@ -6,18 +6,11 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 
 from replicax._util.types import PyTree
 from replicax.engine.collectives import ReduceOp
-from replicax.engine.composites import (
-    concatenated_sparse,
-    is_composite,
-    is_key,
-    of_examples,
-    reduced_sparse,
-    require_sparse,
-    stacked,
-)
+from replicax.engine.composites import is_key, require_dense
 from replicax.engine.values import PerReplica, is_per_replica
 
 __all__ = ["gather", "local_results", "reduce", "require_all_replicas"]
@@ -31,7 +24,7 @@ def reduce(op: ReduceOp, value: PyTree, axis: int | None, num_replicas: int) -> 
             require_all_replicas(leaf, num_replicas, "reduce")
         else:
             leaf = _same_on_all(op, leaf, num_replicas)
-        require_sparse(leaf.array, "Strategy.reduce")
+        require_dense(leaf.array, "Strategy.reduce")
         if is_key(leaf.array):
             raise TypeError(
                 f"Strategy.reduce: got keys of random numbers ({leaf!r}), which cannot "
@@ -41,7 +34,7 @@ def reduce(op: ReduceOp, value: PyTree, axis: int | None, num_replicas: int) -> 
         reducer = _reducer(op, dim, _whole(leaf.array), leaf.num_active)
         return reducer(leaf.array)
 
-    return _map_values(reduce_leaf, value)
+    return jax.tree.map(reduce_leaf, value, is_leaf=is_per_replica)
 
 
 def gather(value: PyTree, axis: int, num_replicas: int) -> PyTree:
@@ -51,11 +44,11 @@ def gather(value: PyTree, axis: int, num_replicas: int) -> PyTree:
         if not isinstance(leaf, PerReplica):
             leaf = PerReplica(_repeated(leaf, num_replicas))
         require_all_replicas(leaf, num_replicas, "gather")
-        require_sparse(leaf.array, "Strategy.gather")
+        require_dense(leaf.array, "Strategy.gather")
         dim = _checked_axis(leaf, axis, "gather")
         return _gatherer(dim, _whole(leaf.array), leaf.num_active)(leaf.array)
 
-    return _map_values(gather_leaf, value)
+    return jax.tree.map(gather_leaf, value, is_leaf=is_per_replica)
 
 
 def local_results(value: PyTree) -> tuple[PyTree, ...]:
@@ -92,16 +85,9 @@ def _same_on_all(op: ReduceOp, value: PyTree, num_replicas: int) -> PerReplica:
     return PerReplica(_repeated(value, 1))
 
 
-def _repeated(value: PyTree, num_replicas: int) -> PyTree:
+def _repeated(value: ArrayLike, num_replicas: int) -> jax.Array:
     """`[R, ...]` of a value that is no `PerReplica`."""
-    parts = [jnp.stack([jnp.asarray(x)] * num_replicas) for x in jax.tree.leaves(value)]
-    return stacked(jax.tree.structure(value), parts)
-
-
-def _map_values(fn: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
-    return jax.tree.map(
-        fn, tree, is_leaf=lambda x: is_per_replica(x) or is_composite(x)
-    )
+    return jnp.stack([jnp.asarray(value)] * num_replicas)
 
 
 @functools.lru_cache(maxsize=64)
@@ -110,13 +96,11 @@ def _reducer(
     axis: int | None,
     sharding: NamedSharding | None,
     num_active: int | None,
-) -> Callable[[PyTree], jax.Array]:
+) -> Callable[[jax.Array], jax.Array]:
     dims = 0 if axis is None else (0, axis + 1)
 
-    def reduced(array: PyTree) -> PyTree:
-        array = of_examples(array, num_active)
-        if is_composite(array):
-            return reduced_sparse(array, dims, is_mean=op is ReduceOp.MEAN)
+    def reduced(array: jax.Array) -> jax.Array:
+        array = array[:num_active]
         return array.sum(dims) if op is ReduceOp.SUM else array.mean(dims)
 
     return jax.jit(reduced, out_shardings=sharding)
@@ -125,19 +109,17 @@ def _reducer(
 @functools.lru_cache(maxsize=64)
 def _gatherer(
     axis: int, sharding: NamedSharding | None, num_active: int | None
-) -> Callable[[PyTree], jax.Array]:
-    def gathered(array: PyTree) -> PyTree:
-        array = of_examples(array, num_active)
-        if is_composite(array):
-            return concatenated_sparse(array, axis)
+) -> Callable[[jax.Array], jax.Array]:
+    def gathered(array: jax.Array) -> jax.Array:
+        array = array[:num_active]
         return jnp.concatenate([array[i] for i in range(array.shape[0])], axis)
 
     return jax.jit(gathered, out_shardings=sharding)
 
 
-def _whole(array: PyTree) -> NamedSharding | None:
+def _whole(array: ArrayLike) -> NamedSharding | None:
     """The replicated sharding of a result over processes; None: JAX chooses."""
-    sharding = getattr(jax.tree.leaves(array)[0], "sharding", None)
+    sharding = getattr(array, "sharding", None)
     if not isinstance(sharding, NamedSharding) or sharding.is_fully_addressable:
         return None
     return NamedSharding(sharding.mesh, PartitionSpec())

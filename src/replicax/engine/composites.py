@@ -8,7 +8,6 @@ Legend: `R` replicas. A composite array is *stacked* where each of its parts has
 dimension of replicas in front, `[R, ...]`.
 """
 
-import math
 from collections.abc import Sequence
 
 import jax
@@ -19,16 +18,13 @@ from jax.experimental import sparse
 from replicax._util.types import PyTree, TreeStructure
 
 __all__ = [
-    "concatenated_sparse",
     "densified",
     "described",
     "is_array",
     "is_composite",
     "is_key",
-    "of_examples",
     "one_of",
-    "reduced_sparse",
-    "require_sparse",
+    "require_dense",
     "stacked",
 ]
 
@@ -91,49 +87,19 @@ def one_of(value: PyTree, parts: Sequence[PyTree]) -> PyTree:
     return one
 
 
-def of_examples(array: PyTree, num_active: int | None) -> PyTree:
-    """The stacked values `[num_active, ...]` of replicas with examples; None: all."""
-    if num_active is None or not is_composite(array):
-        return array[:num_active] if num_active else array
-    one = one_of(array, [x[:num_active] for x in jax.tree.leaves(array)])
-    return stacked(jax.tree.structure(one), jax.tree.leaves(one))
-
-
 def densified(value: PyTree, caller: str) -> PyTree:
     """A sparse array as a dense one; a TypeError for another composite array."""
-    require_sparse(value, caller)
-    return value.todense() if is_composite(value) else value
+    if isinstance(value, sparse.JAXSparse):
+        return value.todense()
+    require_dense(value, caller)
+    return value
 
 
-def require_sparse(value: PyTree, caller: str) -> None:
-    """Raise a TypeError for a composite array whose values cannot be combined."""
-    if is_composite(value) and not isinstance(value, sparse.BCOO | sparse.BCSR):
-        raise TypeError(
-            f"{caller}: got {described(value)}, one array that consists of "
-            f"{len(jax.tree.leaves(value))}, which cannot be combined one by one. "
-            "Make a dense array of it in the replica function and combine that."
-        )
-
-
-def reduced_sparse(
-    array: PyTree, dims: int | Sequence[int], *, is_mean: bool
-) -> PyTree:
-    """The sum or mean of a stacked sparse array over dimensions, as a BCOO."""
-    axes = (dims,) if isinstance(dims, int) else tuple(dims)
-    total = sparse.bcoo_reduce_sum(_as_bcoo(array), axes=axes)
-    if not is_mean:
-        return total
-    number = math.prod(array.shape[i] for i in axes)
-    return sparse.BCOO((total.data / number, total.indices), shape=total.shape)
-
-
-def concatenated_sparse(array: PyTree, axis: int) -> PyTree:
-    """The replicas' values of a stacked sparse array along a dimension, as a BCOO."""
-    array = _as_bcoo(array)
-    parts = jax.tree.leaves(array)
-    ones = [one_of(array, [x[i] for x in parts]) for i in range(array.shape[0])]
-    return sparse.bcoo_concatenate(ones, dimension=axis)
-
-
-def _as_bcoo(array: PyTree) -> PyTree:
-    return array.to_bcoo() if isinstance(array, sparse.BCSR) else array
+def require_dense(tree: PyTree, caller: str) -> None:
+    """Raise a TypeError for a composite array in a tree."""
+    for leaf in jax.tree.leaves(tree, is_leaf=is_composite):
+        if is_composite(leaf):
+            raise TypeError(
+                f"{caller}: got {described(leaf)}, expected dense arrays. Convert it "
+                "in the replica function, such as with x.todense()."
+            )

@@ -18,19 +18,11 @@ from replicax.engine.checks.divergence import declare_mirrored
 from replicax.engine.checks.trace_warnings import warn_of_combined
 from replicax.engine.collectives import ReduceOp
 from replicax.engine.communication import sum_gradients
-from replicax.engine.composites import (
-    concatenated_sparse,
-    densified,
-    is_composite,
-    of_examples,
-    reduced_sparse,
-    require_sparse,
-    stacked,
-)
+from replicax.engine.composites import densified, require_dense
 from replicax.engine.group import ReplicaGroup
 from replicax.engine.replay import current_run
 from replicax.engine.scope import current_context, entered_context
-from replicax.engine.values import PerReplica, is_per_replica, spread
+from replicax.engine.values import PerReplica, is_per_replica
 from replicax.engine.variables import Update, Variable
 from replicax.errors import ContextError
 
@@ -144,30 +136,11 @@ class ReplicaContext:
         """
         self._check("all_reduce")
         op = ReduceOp.of(op, "ReplicaContext.all_reduce")
-        flat, structure = jax.tree.flatten(value, is_leaf=is_composite)
-        if any(map(is_composite, flat)):
-            return structure.unflatten(
-                self._reduced_sparse(op, x)
-                if is_composite(x)
-                else self.all_reduce(op, x)
-                for x in flat
-            )
+        require_dense(value, "ReplicaContext.all_reduce")
         total = self._reduced(self.counted(jax.tree.map(_countable, value)))
         if op is ReduceOp.MEAN:
             total = jax.tree.map(lambda x: x / self.num_counted, total)
         return declare_mirrored(self._of_counted_losses(total))
-
-    def _reduced_sparse(self, op: ReduceOp, value: PyTree) -> PyTree:
-        require_sparse(value, "ReplicaContext.all_reduce")
-        counted = of_examples(self._stacked(value), self._num_active)
-        return reduced_sparse(counted, 0, is_mean=op is ReduceOp.MEAN)
-
-    def _stacked(self, value: PyTree) -> PyTree:
-        """All replicas' values of an array, of composite ones too, `[R, ...]`."""
-        if not is_composite(value):
-            return self._group.stacked(value)
-        parts = [self._group.stacked(x) for x in jax.tree.leaves(value)]
-        return stacked(jax.tree.structure(value), parts)
 
     def all_gather(
         self, value: PyTree, axis: int, *, drop_copies: bool = False
@@ -187,10 +160,10 @@ class ReplicaContext:
         """
         self._check("all_gather")
 
-        def gather(x: PyTree) -> PyTree:
-            require_sparse(x, "ReplicaContext.all_gather")
-            is_sparse = is_composite(x)
-            x = x if is_sparse else jnp.asarray(x)
+        require_dense(value, "ReplicaContext.all_gather")
+
+        def gather(x: ArrayLike) -> jax.Array:
+            x = jnp.asarray(x)
             if axis not in range(-x.ndim, x.ndim):
                 raise ValueError(
                     f"ReplicaContext.all_gather: axis={axis!r} is out of range for a "
@@ -198,15 +171,12 @@ class ReplicaContext:
                     + ("" if x.ndim else " Use x[None] to gather scalars.")
                 )
             num_kept = self._num_active if drop_copies else None
-            if is_sparse:
-                kept = of_examples(self._stacked(x), num_kept)
-                return concatenated_sparse(kept, axis % x.ndim)
             whole = self._group.concatenated(x, axis)
             if num_kept is None:
                 return whole
             return lax.slice_in_dim(whole, 0, x.shape[axis] * num_kept, axis=axis)
 
-        return jax.tree.map(gather, value, is_leaf=is_composite)
+        return jax.tree.map(gather, value)
 
     def merge_call(
         self,
@@ -238,17 +208,17 @@ class ReplicaContext:
                 "ReplicaContext.merge_call: args must be a tuple or list; got a "
                 f"{type(args).__name__}. For one argument x write args=(x,)."
             )
+        require_dense((args, kwargs), "ReplicaContext.merge_call")
         merged_args, merged_kwargs = jax.tree.map(
-            lambda x: PerReplica(self._stacked(x), self._num_active),
+            lambda x: PerReplica(self._group.stacked(x), self._num_active),
             (tuple(args), dict(kwargs or {})),
-            is_leaf=is_composite,
         )
         with entered_context(None):
             result = merge_fn(self.strategy, *merged_args, **merged_kwargs)
         index = self._group.index()
         return jax.tree.map(
             lambda x: x.array[index] if isinstance(x, PerReplica) else x,
-            spread(result),
+            result,
             is_leaf=is_per_replica,
         )
 

@@ -15,7 +15,7 @@ from replicax._util.arrays import holds_numbers
 from replicax._util.types import JSON, PyTree, Shape, TreeStructure
 from replicax.engine.cache import static_key
 from replicax.engine.collectives import ReduceOp
-from replicax.engine.composites import described, is_composite, stacked
+from replicax.engine.composites import is_composite, require_dense
 from replicax.engine.row_arrays import whole
 from replicax.engine.sparse_rows import is_foreign
 from replicax.engine.values import (
@@ -188,13 +188,13 @@ def flatten_call(
 
 
 class ResultStructure:
-    """The structure of what a replica function, which messages call `name`, returns.
+    """The structure of the results of a replica function, which messages call `name`.
 
-    With `only_dense` the replicas' results are put together: composite arrays get a
-    TypeError, as `PerReplica`s always do.
+    Raises:
+        TypeError: For composite arrays and `PerReplica`s.
     """
 
-    def __init__(self, out: PyTree, name: str, *, only_dense: bool = False) -> None:
+    def __init__(self, out: PyTree, name: str) -> None:
         for leaf in jax.tree.leaves(out, is_leaf=is_per_replica):
             if is_per_replica(leaf):
                 raise TypeError(
@@ -203,17 +203,8 @@ class ResultStructure:
                     "replica has its own."
                 )
         self._name = name
+        require_dense(out, f"{name}, as a result")
         self._structure = jax.tree.structure(out)
-        flat, self._values = jax.tree.flatten(out, is_leaf=is_composite)
-        composites = [x for x in flat if is_composite(x)]
-        if composites and only_dense:
-            raise TypeError(
-                f"{name}: returned {described(composites[0])}. The replicas' results "
-                "are put together, which needs dense arrays: return x.todense()."
-            )
-        self._composites = [
-            jax.tree.structure(x) if is_composite(x) else None for x in flat
-        ]
 
     def arrays(self, out: PyTree) -> list[jax.Array]:
         """The arrays of such results; a TypeError for anything else."""
@@ -222,23 +213,6 @@ class ResultStructure:
     def unflatten(self, arrays: Iterable[PyTree]) -> PyTree:
         """The results, of their arrays."""
         return jax.tree.unflatten(self._structure, arrays)
-
-    def per_replica(self, out: PyTree, num_active: int | None) -> PyTree:
-        """Results of arrays `[R, ...]` as values of replicas."""
-
-        def of_replicas(array: PyTree) -> PerReplica:
-            return PerReplica(array, num_active)
-
-        if all(x is None for x in self._composites):
-            return jax.tree.map(of_replicas, out)
-        parts = iter(jax.tree.leaves(out))
-        values = [
-            next(parts)
-            if structure is None
-            else stacked(structure, [next(parts) for _ in range(structure.num_leaves)])
-            for structure in self._composites
-        ]
-        return jax.tree.unflatten(self._values, map(of_replicas, values))
 
 
 def _as_array(x: object, name: str) -> jax.Array:

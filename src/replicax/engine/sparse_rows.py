@@ -185,6 +185,9 @@ def _entries(value: PyTree) -> tuple[np.ndarray, np.ndarray]:
     """A sparse array's entries, and their indices `[n, s]`."""
     if hasattr(value, "dense_shape"):  # TensorFlow's.
         return np.asarray(value.values), np.asarray(value.indices).astype(np.int32)
+    if isinstance(value, sparse.BCOO | sparse.BCSR) and value.n_batch:
+        value = value.to_bcoo() if isinstance(value, sparse.BCSR) else value
+        value = sparse.bcoo_update_layout(value, n_batch=0)
     if isinstance(value, sparse.BCOO):
         return np.asarray(value.data), np.asarray(value.indices)
     if isinstance(value, sparse.BCSR):

@@ -370,8 +370,7 @@ class ReplicaStep:
         return results, list(run.scope.deferred.values()), new
 
     def _flat_results(self, out: PyTree) -> Arrays:
-        only_dense = self._options.outputs is not Outputs.PER_REPLICA
-        self.results = ResultStructure(out, self._name, only_dense=only_dense)
+        self.results = ResultStructure(out, self._name)
         return self.results.arrays(out)
 
     def _context(self) -> ReplicaContext:

@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import keras
 from jax import lax
 from jax.core import Tracer
+from jax.typing import ArrayLike
 
 from replicax._private.keras import attach_masks, current_scope, masks_of
 from replicax._util.types import PyTree
-from replicax.engine.composites import is_composite
+from replicax.engine.composites import require_dense
 from replicax.engine.losses import declare_share
 from replicax.engine.replica import ReplicaContext
 from replicax.engine.scope import current_call, current_context
@@ -212,15 +213,15 @@ def _rows_of_all(context: ReplicaContext, tree: PyTree) -> PyTree:
         for mask in masks_of(tree)
     ]
 
-    def rows(x: PyTree) -> PyTree:
-        if is_composite(x):
-            return context.all_gather(x, 0, drop_copies=True)
+    require_dense(tree, current_call())
+
+    def rows(x: ArrayLike) -> jax.Array:
         x = jnp.asarray(x)
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return context.all_gather(x, 0, drop_copies=True)
         return _gathered(x, context)[: x.shape[0] * context.num_counted]
 
-    tree = jax.tree.map(rows, tree, is_leaf=is_composite)
+    tree = jax.tree.map(rows, tree)
     attach_masks(tree, masks)
     return tree
 
@@ -254,7 +255,7 @@ def _require_rows(
     context: ReplicaContext, name: str, tree: PyTree, most_bytes: float
 ) -> None:
     """Raise for arguments of other sizes than the rows, and for too many bytes."""
-    leaves = jax.tree.leaves(tree, is_leaf=is_composite)
+    leaves = jax.tree.leaves(tree)
     shapes = [tuple(x.shape) for x in leaves]
     batch = context.batch[0].shape[:1] if context.batch else None
     sizes = {s[:1] for s in shapes} | ({batch} if batch else set())

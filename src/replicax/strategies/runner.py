@@ -166,7 +166,7 @@ class ProgramRunner:
         if is_new:
             programs.keep(fn, (call.key, options), program)
         if options.outputs is Outputs.PER_REPLICA:
-            return program.results.per_replica(out, options.num_active)
+            return jax.tree.map(lambda x: PerReplica(x, options.num_active), out)
         return out
 
     def program_of(
