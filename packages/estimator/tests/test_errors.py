@@ -167,7 +167,7 @@ def adam(_: Any) -> Any:
         (
             spec_of(loss=lambda x: x["loss"], train_op=adam),
             TypeError,
-            "train_op must be what rx.estimator.minimize",
+            "train_op must be a TrainOp",
         ),
         (
             spec_of(
@@ -184,7 +184,7 @@ def adam(_: Any) -> Any:
                 eval_metric_ops={"mean": 3.0},
             ),
             TypeError,
-            r"eval_metric_ops\['mean'\] must be a Keras metric",
+            r"eval_metric_ops\['mean'\] must be a Metric",
         ),
         (
             spec_of(
@@ -293,7 +293,10 @@ def test_a_loss_that_is_no_number(tmp_path: Path) -> None:
             "Give one of them",
         ),
         ({"save_checkpoints_steps": 0}, "save_checkpoints_steps must be positive"),
-        ({"keep_checkpoint_max": -1}, "keep_checkpoint_max must be at least 0"),
+        (
+            {"keep_checkpoint_max": -1},
+            "keep_checkpoint_max must be an int",
+        ),
         ({"log_step_count_steps": -2}, "log_step_count_steps must be positive"),
     ],
 )
@@ -303,15 +306,15 @@ def test_a_config_that_does_not_fit(arguments: Any, message: str) -> None:
 
 
 def test_values_of_the_wrong_kind() -> None:
-    with pytest.raises(TypeError, match="train_distribute must be a strategy"):
+    with pytest.raises(TypeError, match="train_distribute must be a Strategy"):
         RunConfig(train_distribute="mirrored")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"must be a rx.estimator.RunConfig"):
+    with pytest.raises(TypeError, match="config must be a RunConfig"):
         Estimator(model_fn, config={})  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="expected a EvalSpec"):
+    with pytest.raises(TypeError, match="the EvalSpec must be"):
         train_and_evaluate(make(), TrainSpec(input_fn), input_fn)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"differ\. Give one of them"):
         Estimator(model_fn, "a", RunConfig(model_dir="b"))
-    with pytest.raises(ValueError, match="max_steps must be at least 1"):
+    with pytest.raises(ValueError, match="max_steps must be an integer, at least 1"):
         TrainSpec(input_fn, max_steps=0)
     with pytest.raises(ValueError, match="throttle_secs must not be negative"):
         EvalSpec(input_fn, throttle_secs=-1)
@@ -362,15 +365,15 @@ def test_lists_of_other_objects_than_hooks() -> None:
     name: Any = 3
     with pytest.raises(TypeError, match="exporters must be a list of Exporters"):
         EvalSpec(input_fn, exporters=["exporter"])  # type: ignore[list-item]
-    with pytest.raises(TypeError, match="name must be a string; got 3"):
+    with pytest.raises(TypeError, match="name must be a str; got 3"):
         EvalSpec(input_fn, name=name)
 
 
 def test_dicts_of_a_spec_that_are_lists() -> None:
     wrong: Any = [1.0]
-    with pytest.raises(TypeError, match="eval_metric_ops must be a dict by name"):
+    with pytest.raises(TypeError, match="eval_metric_ops must be a Mapping"):
         EstimatorSpec("eval", loss=1.0, eval_metric_ops=wrong)
-    with pytest.raises(TypeError, match="export_outputs must be a dict by name"):
+    with pytest.raises(TypeError, match="export_outputs must be a Mapping"):
         EstimatorSpec("infer", predictions=1.0, export_outputs=wrong)
 
 

@@ -117,9 +117,3 @@ def test_a_warm_start_that_is_not_trained_further(tmp_path: Path) -> None:
     )
     assert second.evaluate(input_fn)["loss"] == pytest.approx(loss)
     assert second.evaluate(input_fn)["global_step"] == 0
-
-
-def test_arguments_that_only_tf_has() -> None:
-    names = {"difference_mae": "mae"}
-    with pytest.raises(TypeError, match=r"'metric_names_map'.* model\.compile"):
-        model_to_estimator(two_by_two(), metric_names_map=names)  # type: ignore[call-arg]

@@ -99,13 +99,13 @@ def test_prediction_needs_no_weights() -> None:
 @pytest.mark.parametrize(
     ("kwargs", "error", "message"),
     [
-        ({"n_classes": 1}, ValueError, "n_classes: must be .* at least 2; got 1"),
+        ({"n_classes": 1}, ValueError, "n_classes must be .* at least 2; got 1"),
         ({"n_classes": 2.0}, ValueError, "n_classes"),
         ({"n_classes": 3, "label_vocabulary": ["a", "b"]}, ValueError, "n_classes=3"),
         ({"label_vocabulary": ["a", "a"]}, ValueError, "1 of them different"),
-        ({"label_vocabulary": [0, 1]}, TypeError, "must have strings; got 0"),
+        ({"label_vocabulary": [0, 1]}, TypeError, "must be a str; got 0"),
         ({"label_vocabulary": "ab"}, TypeError, "got the string 'ab'"),
-        ({"weight_column": 3}, TypeError, "weight_column: .* got 3"),
+        ({"weight_column": 3}, TypeError, "weight_column must .* got 3"),
         (
             {"weight_column": fc.numeric_column("w", 2)},
             ValueError,

@@ -11,19 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from replicax._util.arguments import require_count
 from replicax._util.types import PyTree
 from replicax.checkpoint import latest_checkpoint
 from replicax.checkpoint.evaluation import append_evaluation
 from replicax.engine.checks.consistency import synchronize_random_state
 from replicax.strategies.strategy import Strategy
-from replicax_estimator.absent import refuses
+from replicax_estimator.arguments import list_of, require_count, require_instance
 from replicax_estimator.evaluating import EvalResults, Evaluation
 from replicax_estimator.exporting import export_model, warn_of_preprocess
 from replicax_estimator.hooks import (
     CheckpointSaverListener,
     SessionRunHook,
-    listed_of,
 )
 from replicax_estimator.model import EstimatorModel
 from replicax_estimator.predicting import chosen, examples_of, predictions
@@ -111,13 +109,10 @@ class Estimator:
         *,
         preprocess: Preprocess | None = None,
     ) -> None:
-        if config is not None and not isinstance(config, RunConfig):
-            raise TypeError(
-                f"Estimator: config must be a rx.estimator.RunConfig; got {config!r}."
-            )
-        if params is not None and not isinstance(params, Mapping):
-            raise TypeError(f"Estimator: params must be a dict; got {params!r}.")
-        config = config or RunConfig()
+        if params is not None:
+            require_instance(params, Mapping, "Estimator: params")
+        config = RunConfig() if config is None else config
+        require_instance(config, RunConfig, "Estimator: config")
         given = {os.fspath(x) for x in (model_dir, config.model_dir) if x is not None}
         if "" in given:
             raise ValueError("Estimator: model_dir must name a folder; got ''.")
@@ -218,10 +213,10 @@ class Estimator:
         training = Training(
             model=model,
             source=self._input(input_fn, ModeKeys.TRAIN),
-            hooks=listed_of(SessionRunHook, hooks, "Estimator.train: hooks"),
+            hooks=list_of(SessionRunHook, hooks, "Estimator.train: hooks"),
             directory=self.model_dir,
             config=self._config,
-            listeners=listed_of(
+            listeners=list_of(
                 CheckpointSaverListener,
                 saving_listeners,
                 "Estimator.train: saving_listeners",
@@ -280,7 +275,7 @@ class Estimator:
         restore = self._restorer(checkpoint_path, "evaluate", key)
         model = self._model(*key)
         source = self._input(input_fn, ModeKeys.EVAL)
-        every = listed_of(SessionRunHook, hooks, "Estimator.evaluate: hooks")
+        every = list_of(SessionRunHook, hooks, "Estimator.evaluate: hooks")
         loop = Evaluation(model=model, source=source, hooks=every)
         results, path = loop.run(restore, steps)
         if strategy.is_chief:
@@ -318,7 +313,7 @@ class Estimator:
         restore = self._restorer(checkpoint_path, "predict", key)
         model = self._model(*key)
         source = self._input(input_fn, ModeKeys.PREDICT)
-        every = listed_of(SessionRunHook, hooks, "Estimator.predict: hooks")
+        every = list_of(SessionRunHook, hooks, "Estimator.predict: hooks")
         for hook in every:
             hook.begin()
         # A second generator that runs meanwhile makes another model.
@@ -332,11 +327,6 @@ class Estimator:
         for hook in every:
             hook.end(None)
 
-    @refuses(
-        "Estimator.export_saved_model",
-        as_text="The manifest of a saved model is text: leave it out.",
-        assets_extra="Copy the files into the folder that this method returns.",
-    )
     def export_saved_model(
         self,
         export_dir_base: str | os.PathLike[str],
@@ -495,5 +485,4 @@ class Estimator:
 def _check_steps(method: str, *numbers: int | None) -> None:
     for number in numbers:
         if number is not None:
-            what = f"Estimator.{method}: the number of steps"
-            require_count(number, what, 1)
+            require_count(number, f"Estimator.{method}: the number of steps")

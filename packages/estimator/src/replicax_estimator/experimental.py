@@ -4,9 +4,10 @@
 """
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
+from replicax_estimator.arguments import require_callable
 from replicax_estimator.estimator import Estimator
 from replicax_estimator.evaluating import read_eval_metrics
 from replicax_estimator.hooks import (
@@ -26,23 +27,23 @@ __all__ = [
     "stop_if_no_increase_hook",
 ]
 
-_Values: TypeAlias = list[tuple[int, float]]
+_History: TypeAlias = Sequence[tuple[int, float]]
 """A metric's values with their global steps, in ascending order."""
 
 
 class _EarlyStoppingHook(IntervalHook):
-    def __init__(self, should_stop_fn: Callable[[], bool], every: Interval) -> None:
-        self._every = every
+    def __init__(self, should_stop_fn: Callable[[], bool], interval: Interval) -> None:
+        self._interval = interval
         self._should_stop = should_stop_fn
 
     def after_run(
         self, run_context: SessionRunContext, run_values: SessionRunValues
     ) -> None:
         step = run_context.session.global_step
-        if self._every.last is None:
-            self._every.restart(step)
-        if self._every.is_due(step):
-            self._every.restart(step)
+        if self._interval.last is None:
+            self._interval.restart(step)
+        if self._interval.is_due(step):
+            self._interval.restart(step)
             if self._should_stop():
                 run_context.request_stop()
 
@@ -55,7 +56,7 @@ def make_early_stopping_hook(
 ) -> SessionRunHook:
     """A hook that stops training when `should_stop_fn()` is true.
 
-    Several workers stop together, some steps after the first of them has asked to.
+    All workers stop at the same step, some steps after the first one requests it.
 
     Args:
         estimator: The estimator that trains.
@@ -73,16 +74,12 @@ def make_early_stopping_hook(
         >>> estimator = rx.estimator.LinearRegressor([column])
         >>> hook = make_early_stopping_hook(estimator, lambda: True, run_every_steps=10)
     """
-    if not callable(should_stop_fn):
-        raise TypeError(
-            "make_early_stopping_hook: should_stop_fn must be callable; got "
-            f"{should_stop_fn!r}."
-        )
-    if run_every_steps is not None and run_every_secs == 60.0:
-        run_every_secs = None  # The default gives way.
     caller = "make_early_stopping_hook"
-    every = Interval(run_every_steps, run_every_secs, caller, may_be_zero=True)
-    return _EarlyStoppingHook(should_stop_fn, every)
+    require_callable(should_stop_fn, f"{caller}: should_stop_fn")
+    if run_every_steps is not None and run_every_secs == 60.0:
+        run_every_secs = None  # The default of the other interval does not count.
+    interval = Interval(run_every_steps, run_every_secs, caller, may_be_zero=True)
+    return _EarlyStoppingHook(should_stop_fn, interval)
 
 
 def stop_if_no_decrease_hook(
@@ -114,11 +111,9 @@ def stop_if_no_decrease_hook(
         >>> estimator = rx.estimator.LinearRegressor([column])
         >>> hook = stop_if_no_decrease_hook(estimator, "loss", 100)
     """
-    stops = _without_progress(operator.lt, max_steps_without_decrease)
-    evaluations = estimator, metric_name, eval_dir, min_steps
-    return _stopping(
-        "stop_if_no_decrease_hook", stops, evaluations, run_every_secs, run_every_steps
-    )
+    history = estimator, metric_name, eval_dir, min_steps
+    bound = max_steps_without_decrease
+    return _hook("no_decrease", bound, history, run_every_secs, run_every_steps)
 
 
 def stop_if_no_increase_hook(
@@ -132,17 +127,8 @@ def stop_if_no_increase_hook(
 ) -> SessionRunHook:
     """A hook that stops training when a metric has stopped increasing.
 
-    Args:
-        estimator: The estimator that trains.
-        metric_name: A key of the result of `evaluate`, such as `"accuracy"`.
-        max_steps_without_increase: Training steps without a new maximum to stop after.
-        eval_dir: Folder of the evaluations; defaults to `estimator.eval_dir()`.
-        min_steps: Evaluations of earlier global steps are ignored.
-        run_every_secs: Seconds between two reads of the evaluations.
-        run_every_steps: Steps between two reads, in place of seconds.
-
-    Raises:
-        ValueError: In training: if an evaluation has no such metric.
+    It stops after `max_steps_without_increase` training steps without a new maximum.
+    Other arguments and errors are those of `stop_if_no_decrease_hook`.
 
     Example:
         >>> import replicax as rx
@@ -150,11 +136,9 @@ def stop_if_no_increase_hook(
         >>> estimator = rx.estimator.LinearRegressor([column])
         >>> hook = stop_if_no_increase_hook(estimator, "label/mean", 100)
     """
-    stops = _without_progress(operator.gt, max_steps_without_increase)
-    evaluations = estimator, metric_name, eval_dir, min_steps
-    return _stopping(
-        "stop_if_no_increase_hook", stops, evaluations, run_every_secs, run_every_steps
-    )
+    history = estimator, metric_name, eval_dir, min_steps
+    bound = max_steps_without_increase
+    return _hook("no_increase", bound, history, run_every_secs, run_every_steps)
 
 
 def stop_if_higher_hook(
@@ -166,19 +150,9 @@ def stop_if_higher_hook(
     run_every_secs: float | None = 60.0,
     run_every_steps: int | None = None,
 ) -> SessionRunHook:
-    """A hook that stops training when an evaluation's metric is above a threshold.
+    """A hook that stops training when an evaluation's metric is above `threshold`.
 
-    Args:
-        estimator: The estimator that trains.
-        metric_name: A key of the result of `evaluate`, such as `"loss"`.
-        threshold: The value; one that is equal does not stop training.
-        eval_dir: Folder of the evaluations; defaults to `estimator.eval_dir()`.
-        min_steps: Evaluations of earlier global steps are ignored.
-        run_every_secs: Seconds between two reads of the evaluations.
-        run_every_steps: Steps between two reads, in place of seconds.
-
-    Raises:
-        ValueError: In training: if an evaluation has no such metric.
+    Other arguments and errors are those of `stop_if_no_decrease_hook`.
 
     Example:
         >>> import replicax as rx
@@ -186,11 +160,8 @@ def stop_if_higher_hook(
         >>> estimator = rx.estimator.LinearRegressor([column])
         >>> hook = stop_if_higher_hook(estimator, "loss", 1e3)
     """
-    stops = _beyond(operator.gt, threshold)
-    evaluations = estimator, metric_name, eval_dir, min_steps
-    return _stopping(
-        "stop_if_higher_hook", stops, evaluations, run_every_secs, run_every_steps
-    )
+    history = estimator, metric_name, eval_dir, min_steps
+    return _hook("higher", threshold, history, run_every_secs, run_every_steps)
 
 
 def stop_if_lower_hook(
@@ -202,19 +173,9 @@ def stop_if_lower_hook(
     run_every_secs: float | None = 60.0,
     run_every_steps: int | None = None,
 ) -> SessionRunHook:
-    """A hook that stops training when an evaluation's metric is below a threshold.
+    """A hook that stops training when an evaluation's metric is below `threshold`.
 
-    Args:
-        estimator: The estimator that trains.
-        metric_name: A key of the result of `evaluate`, such as `"loss"`.
-        threshold: The value; one that is equal does not stop training.
-        eval_dir: Folder of the evaluations; defaults to `estimator.eval_dir()`.
-        min_steps: Evaluations of earlier global steps are ignored.
-        run_every_secs: Seconds between two reads of the evaluations.
-        run_every_steps: Steps between two reads, in place of seconds.
-
-    Raises:
-        ValueError: In training: if an evaluation has no such metric.
+    Other arguments and errors are those of `stop_if_no_decrease_hook`.
 
     Example:
         >>> import replicax as rx
@@ -222,56 +183,54 @@ def stop_if_lower_hook(
         >>> estimator = rx.estimator.LinearRegressor([column])
         >>> hook = stop_if_lower_hook(estimator, "loss", 1e-3)
     """
-    stops = _beyond(operator.lt, threshold)
-    evaluations = estimator, metric_name, eval_dir, min_steps
-    return _stopping(
-        "stop_if_lower_hook", stops, evaluations, run_every_secs, run_every_steps
-    )
+    history = estimator, metric_name, eval_dir, min_steps
+    return _hook("lower", threshold, history, run_every_secs, run_every_steps)
 
 
-def _without_progress(
-    is_better: Callable[[float, float], bool], max_steps: int
-) -> Callable[[_Values], bool]:
-    def stops(values: _Values) -> bool:
-        best: tuple[int, float] | None = None
-        for step, value in values:
-            if best is None or is_better(value, best[1]):
-                best = (step, value)
-            elif step - best[0] >= max_steps:
-                return True
-        return False
-
-    return stops
+def _stagnates(
+    history: _History, max_steps: float, is_better: Callable[[float, float], bool]
+) -> bool:
+    """Whether no value was better than the best one for `max_steps` steps."""
+    best: tuple[int, float] | None = None
+    for step, value in history:
+        if best is None or is_better(value, best[1]):
+            best = (step, value)
+        elif step - best[0] >= max_steps:
+            return True
+    return False
 
 
-def _beyond(
-    is_beyond: Callable[[float, float], bool], threshold: float
-) -> Callable[[_Values], bool]:
-    return lambda values: any(is_beyond(value, threshold) for _, value in values)
+_CONDITIONS: dict[str, Callable[[_History, float], bool]] = {
+    "no_decrease": lambda history, steps: _stagnates(history, steps, operator.lt),
+    "no_increase": lambda history, steps: _stagnates(history, steps, operator.gt),
+    "higher": lambda history, threshold: any(x > threshold for _, x in history),
+    "lower": lambda history, threshold: any(x < threshold for _, x in history),
+}
+"""When a `stop_if_*_hook` stops, given a metric's history and the hook's bound."""
 
 
-def _stopping(
-    caller: str,
-    stops: Callable[[_Values], bool],
+def _hook(
+    condition: str,
+    bound: float,
     evaluations: tuple[Estimator, str, str | None, int],
     run_every_secs: float | None,
     run_every_steps: int | None,
 ) -> SessionRunHook:
-    """A hook that applies `stops` to a metric of the evaluations on disk."""
+    """Make a hook that applies a condition to a metric of the evaluations on disk."""
     estimator, name, eval_dir, min_steps = evaluations
 
     def should_stop() -> bool:
-        values: _Values = []
+        history: list[tuple[int, float]] = []
         results = read_eval_metrics(eval_dir or estimator.eval_dir())
         for step, metrics in results.items():
             if name not in metrics:
                 raise ValueError(
-                    f"{caller}: the evaluation of step {step} has no {name!r}, only "
-                    f"{sorted(metrics)}."
+                    f"stop_if_{condition}_hook: the evaluation of step {step} has no "
+                    f"{name!r}, only {sorted(metrics)}."
                 )
             if step >= min_steps:
-                values.append((step, metrics[name]))
-        return stops(values)
+                history.append((step, metrics[name]))
+        return _CONDITIONS[condition](history, bound)
 
     return make_early_stopping_hook(
         estimator, should_stop, run_every_secs, run_every_steps

@@ -1,14 +1,13 @@
 """Exporters: decide when `train_and_evaluate` exports, and which exports are kept."""
 
 import abc
-import inspect
 import logging
 import math
 import os
 from collections.abc import Callable
 from pathlib import Path
 
-from replicax_estimator.absent import refuses
+from replicax_estimator.arguments import require_callable, require_count
 from replicax_estimator.artifact import remove, saved_in
 from replicax_estimator.estimator import Estimator
 from replicax_estimator.evaluating import EvalResults, read_eval_metrics
@@ -80,11 +79,8 @@ class _SavedModelExporter(Exporter):
     ) -> None:
         caller = type(self).__name__
         self._receiver_fn = checked_receiver_fn(serving_input_receiver_fn, caller)
-        if exports_to_keep is not None and exports_to_keep <= 0:
-            raise ValueError(
-                f"{caller}: exports_to_keep must be 1 or more, or None for all; got "
-                f"{exports_to_keep!r}."
-            )
+        if exports_to_keep is not None:
+            require_count(exports_to_keep, f"{caller}: exports_to_keep")
         self._name = name
         self._num_kept = exports_to_keep
 
@@ -104,25 +100,19 @@ class _SavedModelExporter(Exporter):
         """See the base class."""
         if self._only_final and not is_the_final_export:
             return None
-        base = os.fspath(export_path)
-        path = estimator.export_saved_model(base, self._receiver_fn, checkpoint_path)
+        path = estimator.export_saved_model(
+            export_path, self._receiver_fn, checkpoint_path
+        )
         if self._num_kept is not None:
-            for old in saved_in(Path(base))[: -self._num_kept]:
+            for old in saved_in(Path(export_path))[: -self._num_kept]:
                 remove(old)
         return path
 
 
-_ASSETS = "Write an rx.estimator.Exporter that copies files into the exported folder."
-_TEXT = "The manifest of a saved model is text: leave it out."
-
-
-@refuses("FinalExporter", assets_extra=_ASSETS, as_text=_TEXT)
 class FinalExporter(_SavedModelExporter):
     """Exports once, when training has ended.
 
-    Args:
-        name: As for `LatestExporter`.
-        serving_input_receiver_fn: As for `LatestExporter`.
+    Arguments and errors are those of `LatestExporter`.
 
     Example:
         >>> import keras, replicax as rx
@@ -141,7 +131,6 @@ class FinalExporter(_SavedModelExporter):
         super().__init__(name, serving_input_receiver_fn)
 
 
-@refuses("LatestExporter", assets_extra=_ASSETS, as_text=_TEXT)
 class LatestExporter(_SavedModelExporter):
     """Exports after each evaluation.
 
@@ -172,12 +161,6 @@ class LatestExporter(_SavedModelExporter):
         super().__init__(name, serving_input_receiver_fn, exports_to_keep)
 
 
-@refuses(
-    "BestExporter",
-    assets_extra=_ASSETS,
-    as_text=_TEXT,
-    event_file_pattern="Give eval_name, the name in EvalSpec(name=...).",
-)
 class BestExporter(_SavedModelExporter):
     """Exports when an evaluation is better than all earlier ones.
 
@@ -193,8 +176,7 @@ class BestExporter(_SavedModelExporter):
 
     Raises:
         TypeError: If `compare_fn` or `serving_input_receiver_fn` is no function.
-        ValueError: If `exports_to_keep` is less than 1, or `compare_fn` has other
-            arguments.
+        ValueError: If `exports_to_keep` is less than 1.
 
     Example:
         >>> import keras, replicax as rx
@@ -220,20 +202,9 @@ class BestExporter(_SavedModelExporter):
         eval_name: str | None = None,
     ) -> None:
         super().__init__(name, serving_input_receiver_fn, exports_to_keep)
-        self._is_better = compare_fn = compare_fn or _has_smaller_loss
-        if not callable(compare_fn):
-            raise TypeError(
-                f"BestExporter: compare_fn must be a function; got {compare_fn!r}."
-            )
-        results = {"best_eval_result": {}, "current_eval_result": {}}
-        try:
-            inspect.signature(compare_fn).bind(**results)
-        except TypeError as error:
-            raise ValueError(
-                "BestExporter: compare_fn is called with best_eval_result and "
-                f"current_eval_result by name; {compare_fn!r} takes other arguments: "
-                f"{error}."
-            ) from error
+        if compare_fn is not None:
+            require_callable(compare_fn, "BestExporter: compare_fn")
+        self._is_better = compare_fn or _has_smaller_loss
         self._eval_name = eval_name
         self._best: EvalResults | None = None
         self._model_dir: str | None = None
@@ -248,10 +219,7 @@ class BestExporter(_SavedModelExporter):
     ) -> str | None:
         """See the base class."""
         if not eval_result:
-            raise ValueError(
-                f"BestExporter: eval_result must be what evaluate returned; got "
-                f"{eval_result!r}."
-            )
+            raise ValueError("BestExporter: eval_result must be what evaluate returns.")
         if self._model_dir != estimator.model_dir:
             self._model_dir = estimator.model_dir
             self._best = self._best_before(estimator, eval_result)
@@ -266,7 +234,7 @@ class BestExporter(_SavedModelExporter):
     def _best_before(
         self, estimator: Estimator, eval_result: EvalResults
     ) -> EvalResults | None:
-        """Find the best evaluation of earlier processes, without the current one."""
+        """Read the best evaluation of earlier processes, without the current one."""
         best: EvalResults | None = None
         folder = estimator.eval_dir(self._eval_name)
         for step, metrics in read_eval_metrics(folder).items():
@@ -286,12 +254,11 @@ class BestExporter(_SavedModelExporter):
 def _has_smaller_loss(
     best_eval_result: EvalResults, current_eval_result: EvalResults
 ) -> bool:
-    results = {"best": best_eval_result, "current": current_eval_result}
-    for which, result in results.items():
+    for result in (best_eval_result, current_eval_result):
         if "loss" not in result:
             raise ValueError(
-                f"BestExporter: the {which} evaluation has no 'loss'; it has "
-                f"{sorted(result)}. Give a compare_fn."
+                f"BestExporter: an evaluation has no 'loss'; it has {sorted(result)}. "
+                "Give a compare_fn."
             )
     best, current = best_eval_result["loss"], current_eval_result["loss"]
     return current < best or (math.isnan(best) and not math.isnan(current))

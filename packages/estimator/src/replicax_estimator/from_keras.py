@@ -10,7 +10,6 @@ import numpy as np
 
 from replicax._private.keras import has_value, set_value
 from replicax._util.types import PyTree, Tensor
-from replicax_estimator.absent import refuses
 from replicax_estimator.estimator import Estimator
 from replicax_estimator.run_config import RunConfig
 from replicax_estimator.spec import EstimatorSpec, ModeKeys, minimize
@@ -21,12 +20,6 @@ _WITH_WEIGHTS = {"features", "sample_weights"}
 """Names in TF of a model's features beside the weights of the examples."""
 
 
-@refuses(
-    "model_to_estimator",
-    checkpoint_format="Checkpoints have one format: leave it out.",
-    export_outputs="Each output is a prediction of the signature serving_default.",
-    metric_names_map="Name the metrics in model.compile(metrics=...).",
-)
 def model_to_estimator(
     keras_model: keras.Model | None = None,
     keras_model_path: str | os.PathLike[str] | None = None,

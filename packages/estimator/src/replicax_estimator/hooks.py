@@ -3,7 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypeAlias, TypeVar
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
@@ -19,12 +19,9 @@ __all__ = [
     "SessionRunHook",
     "SessionRunValues",
     "fetched",
-    "listed_of",
 ]
 
 Fetches: TypeAlias = "str | Sequence[Fetches] | Mapping[str, Fetches]"
-
-_T = TypeVar("_T")
 
 
 class HookSession(Protocol):
@@ -216,11 +213,11 @@ class SessionRunHook:
 class IntervalHook(SessionRunHook):
     """Base class of hooks that act at an interval."""
 
-    _every: Interval
+    _interval: Interval
 
     def begin(self) -> None:
         """Reset the timer: it is due at once."""
-        self._every.last = None
+        self._interval.last = None
 
 
 class CheckpointSaverListener:
@@ -273,12 +270,3 @@ def fetched(
         return np.asarray(tensors[name]())
 
     return of(fetches)
-
-
-def listed_of(kind: type[_T], values: Sequence[_T] | None, title: str) -> list[_T]:
-    """Copy a list of hooks or the like, or None; TypeError: There are other objects."""
-    listed = [] if values is None else values
-    is_list = isinstance(listed, Sequence)
-    if not is_list or not all(isinstance(value, kind) for value in listed):
-        raise TypeError(f"{title} must be a list of {kind.__name__}s; got {values!r}.")
-    return list(listed)

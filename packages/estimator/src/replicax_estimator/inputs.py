@@ -6,22 +6,18 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeAlias
 
+import jax
 import numpy as np
 from numpy.typing import ArrayLike
 
-from replicax._util.arguments import require_count
 from replicax._util.types import PyTree
-from replicax_estimator.absent import refuses
+from replicax_estimator.arguments import require_count
 
 __all__ = ["numpy_input_fn", "pandas_input_fn"]
 
-_Named: TypeAlias = np.ndarray | dict[str, np.ndarray]
+_Arrays: TypeAlias = np.ndarray | dict[str, np.ndarray]
 
 
-_QUEUE = "Batches are made when they are asked for, without a queue: leave it out."
-
-
-@refuses("numpy_input_fn", num_threads=_QUEUE, queue_capacity=_QUEUE)
 def numpy_input_fn(
     x: ArrayLike | Mapping[str, ArrayLike],
     y: ArrayLike | Mapping[str, ArrayLike] | None = None,
@@ -64,13 +60,12 @@ def numpy_input_fn(
         [2, 0] [4, 0]
         [1, 2] [2, 4]
     """
-    caller = "numpy_input_fn"
-    features = _as_arrays(x, "x", caller)
-    labels = None if y is None else _as_arrays(y, "y", caller)
-    return _input_fn(caller, features, labels, batch_size, num_epochs, shuffle, seed)
+    features = _as_arrays(x, "numpy_input_fn: x")
+    labels = None if y is None else _as_arrays(y, "numpy_input_fn: y")
+    options = (batch_size, num_epochs, shuffle, seed)
+    return _input_fn("numpy_input_fn", features, labels, *options)
 
 
-@refuses("pandas_input_fn", num_threads=_QUEUE, queue_capacity=_QUEUE)
 def pandas_input_fn(
     x: PyTree,
     y: PyTree = None,
@@ -82,8 +77,7 @@ def pandas_input_fn(
 ) -> Callable[[], Iterable[PyTree]]:
     """Make an `input_fn` that reads the columns of a data frame.
 
-    (TF: `tf.compat.v1.estimator.inputs.pandas_input_fn`, without the queue's
-    arguments.)
+    (TF: `tf.compat.v1.estimator.inputs.pandas_input_fn`.)
 
     `x` is a pandas `DataFrame`: each column is a feature `[n]`. `y` is a `Series`, or a
     `DataFrame` for a dict of labels. `target_column` is the labels' name, which no
@@ -104,69 +98,61 @@ def pandas_input_fn(
         ['Ulm', 'Bonn']
     """
     caller = "pandas_input_fn"
-    if not _is_frame(x):
+    if not hasattr(x, "columns"):
         raise TypeError(
             f"{caller}: x must be a pandas DataFrame; got a {type(x).__name__}. For "
-            "arrays there is numpy_input_fn."
+            "arrays use numpy_input_fn."
         )
-    features = _columns_of(x)
-    if y is None:
-        labels = None
-    elif target_column in features:
-        raise ValueError(
-            f"{caller}: x has a column {target_column!r}, and the labels are called "
-            "so. Give another target_column, or drop the column from x."
-        )
-    elif not (hasattr(y, "index") and hasattr(y, "to_numpy")):
-        raise TypeError(
-            f"{caller}: y must be a pandas Series or DataFrame; got a "
-            f"{type(y).__name__}."
-        )
-    elif not np.array_equal(x.index, y.index):
-        raise ValueError(
-            f"{caller}: x and y must have the same index; got {x.index!r} and "
-            f"{y.index!r}. Use y.reindex(x.index), or drop both indices."
-        )
-    else:
-        labels = _columns_of(y) if _is_frame(y) else np.asarray(y)
-    return _input_fn(caller, features, labels, batch_size, num_epochs, shuffle, seed)
+    labels = None
+    if y is not None:
+        if target_column in x.columns:
+            raise ValueError(
+                f"{caller}: x has the column {target_column!r}, the name of the "
+                "labels. Give another target_column, or drop the column from x."
+            )
+        # Rows are paired by position: another index would pair others in silence.
+        if not np.array_equal(x.index, y.index):
+            raise ValueError(
+                f"{caller}: x and y must have the same index; got {x.index!r} and "
+                f"{y.index!r}. Use y.reindex(x.index), or drop both indices."
+            )
+        labels = _columns_of(y) if hasattr(y, "columns") else np.asarray(y)
+    options = (batch_size, num_epochs, shuffle, seed)
+    return _input_fn(caller, _columns_of(x), labels, *options)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Batches:
     """An iterable over batches of arrays; each iteration starts from the beginning."""
 
-    features: _Named
-    labels: _Named | None
+    arrays: tuple[_Arrays, _Arrays | None]  # Features and labels.
     num_examples: int
     batch_size: int
     num_epochs: int | None
     seed: int | None  # None: no shuffling.
 
     def __iter__(self) -> Iterator[PyTree]:
-        left = np.zeros(0, int)
+        rest = np.zeros(0, int)
         for epoch in itertools.islice(itertools.count(), self.num_epochs):
             order = np.arange(self.num_examples)
             if self.seed is not None:
                 order = np.random.default_rng([self.seed, epoch]).permutation(order)
-            left = np.concatenate([left, order])
-            while len(left) >= self.batch_size:
-                yield self._batch(left[: self.batch_size])
-                left = left[self.batch_size :]
-        if len(left):
-            yield self._batch(left)
+            rest = np.concatenate([rest, order])
+            while len(rest) >= self.batch_size:
+                yield self._batch(rest[: self.batch_size])
+                rest = rest[self.batch_size :]
+        if len(rest):
+            yield self._batch(rest)
 
     def _batch(self, rows: np.ndarray) -> PyTree:
-        features = _mapped(lambda array: array[rows], self.features)
-        if self.labels is None:
-            return features
-        return features, _mapped(lambda array: array[rows], self.labels)
+        features, labels = jax.tree.map(lambda array: array[rows], self.arrays)
+        return features if labels is None else (features, labels)
 
 
 def _input_fn(
     caller: str,
-    features: _Named,
-    labels: _Named | None,
+    features: _Arrays,
+    labels: _Arrays | None,
     batch_size: int,
     num_epochs: int | None,
     shuffle: bool | None,
@@ -177,72 +163,41 @@ def _input_fn(
             f"{caller}: shuffle must be True or False; got {shuffle!r}. Training "
             "mostly wants True, evaluation and prediction False."
         )
-    require_count(batch_size, f"{caller}: batch_size", 1)
+    require_count(batch_size, f"{caller}: batch_size")
     if num_epochs is not None:
-        require_count(num_epochs, f"{caller}: num_epochs", 1, otherwise=", or None")
-    if seed is not None and seed < 0:
-        raise ValueError(f"{caller}: seed must not be negative; got {seed!r}.")
-    for name, arrays in (("x", features), ("y", labels)):
-        if isinstance(arrays, dict) and not arrays:
-            raise ValueError(
-                f"{caller}: {name} must have at least one array; got {{}}."
-            )
-    sizes = _sizes("x", features) | ({} if labels is None else _sizes("y", labels))
-    if len(set(sizes.values())) != 1 or 0 in sizes.values():
+        require_count(num_epochs, f"{caller}: num_epochs")
+    sizes = [len(array) for array in jax.tree.leaves((features, labels))]
+    if len(set(sizes)) != 1 or 0 in sizes:
         raise ValueError(
             f"{caller}: all arrays must have the same number of examples, and at least "
             f"one; got {sizes}."
         )
-    num_examples = next(iter(sizes.values()))
 
     def input_fn() -> Iterable[PyTree]:
         own = seed
         if shuffle and own is None:
-            own = random.randrange(2**63)  # The same on all workers of a strategy.
-        sizes = (num_examples, batch_size, num_epochs)
-        return _Batches(features, labels, *sizes, own if shuffle else None)
+            own = random.randrange(2**63)
+        order = (sizes[0], batch_size, num_epochs, own if shuffle else None)
+        return _Batches((features, labels), *order)
 
     return input_fn
 
 
-def _as_arrays(
-    value: ArrayLike | Mapping[str, ArrayLike], name: str, caller: str
-) -> _Named:
+def _as_arrays(value: ArrayLike | Mapping[str, ArrayLike], what: str) -> _Arrays:
     if isinstance(value, Mapping):
         return {
-            key: _as_array(array, f"{name}[{key!r}]", caller)
-            for key, array in value.items()
+            name: _as_array(array, f"{what}[{name!r}]") for name, array in value.items()
         }
-    return _as_array(value, name, caller)
+    return _as_array(value, what)
 
 
-def _as_array(value: ArrayLike, name: str, caller: str) -> np.ndarray:
-    try:
-        array = np.asarray(value)
-    except ValueError as error:
-        raise TypeError(f"{caller}: {name} is no array: {error}.") from error
+def _as_array(value: ArrayLike, what: str) -> np.ndarray:
+    array = np.asarray(value)
     if array.ndim == 0:
         raise TypeError(
-            f"{caller}: {name} must be an array with one row for each example; got "
-            f"{value!r}."
+            f"{what} must be an array with a row for each example; got {value!r}."
         )
     return array
-
-
-def _sizes(name: str, arrays: _Named) -> dict[str, int]:
-    if isinstance(arrays, dict):
-        return {f"{name}[{key!r}]": len(array) for key, array in arrays.items()}
-    return {name: len(arrays)}
-
-
-def _mapped(fn: Callable[[np.ndarray], np.ndarray], arrays: _Named) -> _Named:
-    if isinstance(arrays, dict):
-        return {key: fn(array) for key, array in arrays.items()}
-    return fn(arrays)
-
-
-def _is_frame(value: object) -> bool:
-    return all(hasattr(value, name) for name in ("columns", "index", "to_numpy"))
 
 
 def _columns_of(frame: PyTree) -> dict[str, np.ndarray]:

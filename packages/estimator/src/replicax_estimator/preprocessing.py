@@ -13,6 +13,7 @@ import numpy as np
 
 from replicax._util.listing import listed
 from replicax._util.types import JSONObject, PyTree
+from replicax_estimator.arguments import require_count, require_instance
 from replicax_estimator.feature_column import Column, features_of, numeric_column
 from replicax_estimator.feature_column.config import from_config, to_config
 from replicax_estimator.feature_column.numeric import NumericColumn
@@ -47,18 +48,14 @@ class Preprocessor:
     weight_column: NumericColumn | None = None
 
     def __post_init__(self) -> None:
-        _require_integer("label_dimension", self.label_dimension, 1)
+        require_count(self.label_dimension, "label_dimension")
         if self.n_classes is not None:
-            _require_integer("n_classes", self.n_classes, 2)
+            require_count(self.n_classes, "n_classes", 2)
         words = self.label_vocabulary
         if words is None:
             return
         for word in words:
-            if not isinstance(word, str):
-                raise TypeError(
-                    f"label_vocabulary: must have strings; got {word!r}. Labels that "
-                    "are ids from 0 to n_classes - 1 need no vocabulary."
-                )
+            require_instance(word, str, "label_vocabulary: each class")
         if len(words) != self.n_classes or len(set(words)) != len(words):
             raise ValueError(
                 f"label_vocabulary: must have n_classes={self.n_classes} strings, each "
@@ -201,11 +198,7 @@ def weight_column_of(weight_column: object) -> NumericColumn | None:
         return None
     if isinstance(weight_column, str):
         return numeric_column(weight_column)
-    if not isinstance(weight_column, NumericColumn):
-        raise TypeError(
-            "weight_column: must be a feature's name or a numeric_column; got "
-            f"{weight_column!r}."
-        )
+    weight_column = require_instance(weight_column, NumericColumn, "weight_column")
     if weight_column.shape != (1,):
         raise ValueError(
             "weight_column: must have one weight an example, shape (1,); got "
@@ -306,14 +299,6 @@ class SavedPreprocessor:
     def finish(self, outputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Convert the program's outputs to the caller's."""
         return self._preprocessor.finish(outputs)
-
-
-def _require_integer(name: str, value: int, least: int) -> None:
-    is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    if not is_integer or value < least:
-        raise ValueError(
-            f"{name}: must be an integer and at least {least}; got {value!r}."
-        )
 
 
 def _word(value: object) -> str:

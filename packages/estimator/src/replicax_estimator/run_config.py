@@ -5,34 +5,18 @@ import functools
 import os
 from typing import Any
 
-from replicax._util.arguments import require_count
 from replicax.cluster.resolvers import ClusterResolver, default_resolver
 from replicax.cluster.spec import ClusterSpec
 from replicax.engine.devices import default_devices
 from replicax.strategies.one_device import OneDeviceStrategy
 from replicax.strategies.strategy import Strategy
-from replicax_estimator.absent import refuses
+from replicax_estimator.arguments import require_count, require_instance
 
 __all__ = ["RunConfig", "one_device"]
 
 _DEFAULT_SECONDS = 600.0
 
 
-_RUNTIME = "It is for TensorFlow's runtime: leave it out."
-
-
-@refuses(
-    "RunConfig",
-    checkpoint_save_graph_def=_RUNTIME,
-    device_fn="Give train_distribute, a strategy, which places variables.",
-    experimental_distribute="Give train_distribute and eval_distribute.",
-    experimental_max_worker_delay_secs="Workers start together: leave it out.",
-    keep_checkpoint_every_n_hours="Give keep_checkpoint_max=None for all checkpoints.",
-    protocol=_RUNTIME,
-    save_summary_steps="Give log_step_count_steps, or write summaries in a hook.",
-    session_config=_RUNTIME,
-    session_creation_timeout_secs="Give the strategy timeouts=rx.Timeouts(...).",
-)
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
     """An estimator's strategies, checkpoint intervals and seed.
@@ -82,11 +66,8 @@ class RunConfig:
             raise ValueError("RunConfig: model_dir must name a folder; got ''.")
         for name in ("train_distribute", "eval_distribute"):
             value = getattr(self, name)
-            if value is not None and not isinstance(value, Strategy):
-                raise TypeError(
-                    f"RunConfig: {name} must be a strategy, such as "
-                    f"rx.MirroredStrategy(), or None; got {value!r}."
-                )
+            if value is not None:
+                require_instance(value, Strategy, f"RunConfig: {name}")
         for name in (
             "save_checkpoints_steps",
             "save_checkpoints_secs",
@@ -106,12 +87,7 @@ class RunConfig:
         if not self.save_checkpoints_steps and not self.save_checkpoints_secs:
             object.__setattr__(self, "save_checkpoints_secs", _DEFAULT_SECONDS)
         if self.keep_checkpoint_max is not None:
-            require_count(
-                self.keep_checkpoint_max,
-                "RunConfig: keep_checkpoint_max",
-                0,
-                otherwise=", or None",
-            )
+            require_count(self.keep_checkpoint_max, "RunConfig: keep_checkpoint_max", 0)
 
     def replace(self, **changes: Any) -> "RunConfig":
         """A copy with other values."""

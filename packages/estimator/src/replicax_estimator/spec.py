@@ -12,8 +12,8 @@ import keras
 
 from replicax._util.types import PyTree, Tensor
 from replicax.errors import ContextError
-from replicax_estimator.absent import refuses
-from replicax_estimator.hooks import SessionRunHook, listed_of
+from replicax_estimator.arguments import list_of, require_choice, require_instance
+from replicax_estimator.hooks import SessionRunHook
 
 __all__ = [
     "EstimatorSpec",
@@ -84,19 +84,10 @@ def minimize(
         >>> type(op.optimizer).__name__, op.loss
         ('SGD', 0.5)
     """
-    if not isinstance(optimizer, keras.optimizers.Optimizer):
-        raise TypeError(
-            f"minimize: optimizer must be a Keras optimizer; got {optimizer!r}. Make "
-            "one in the model_fn, such as keras.optimizers.Adam(1e-3)."
-        )
+    require_instance(optimizer, keras.optimizers.Optimizer, "minimize: optimizer")
     return TrainOp(optimizer, loss, None if var_list is None else tuple(var_list))
 
 
-@refuses(
-    "EstimatorSpec",
-    scaffold="Give the estimator warm_start_from, and write a SessionRunHook.",
-    training_chief_hooks="Give training_hooks that look at config.is_chief.",
-)
 @dataclasses.dataclass(frozen=True)
 class EstimatorSpec:
     """The result of a `model_fn`: predictions, loss, update and metrics.
@@ -145,11 +136,7 @@ class EstimatorSpec:
     optimizer: keras.Optimizer | None = None
 
     def __post_init__(self) -> None:
-        if self.mode not in list(ModeKeys):
-            raise ValueError(
-                f"EstimatorSpec: mode must be one of {[str(m) for m in ModeKeys]}; got "
-                f"{self.mode!r}."
-            )
+        require_choice(self.mode, [str(m) for m in ModeKeys], "EstimatorSpec: mode")
         if self.mode == ModeKeys.PREDICT and self.predictions is None:
             raise self._missing("predictions")
         if self.mode != ModeKeys.PREDICT and self.loss is None:
@@ -170,37 +157,35 @@ class EstimatorSpec:
         self._check_metrics()
         self._check_train_ops()
         for name in ("training_hooks", "evaluation_hooks", "prediction_hooks"):
-            listed_of(SessionRunHook, getattr(self, name), f"EstimatorSpec: {name}")
+            list_of(SessionRunHook, getattr(self, name), f"EstimatorSpec: {name}")
 
     def _check_metrics(self) -> None:
         for name in ("eval_metric_ops", "export_outputs"):
             value = getattr(self, name)
-            if value is not None and not isinstance(value, Mapping):
-                raise TypeError(
-                    f"EstimatorSpec: {name} must be a dict by name; got {value!r}."
-                )
+            if value is not None:
+                require_instance(value, Mapping, f"EstimatorSpec: {name}")
         for name, metric in (self.eval_metric_ops or {}).items():
             if name in ("loss", "global_step"):
                 raise ValueError(
                     f"EstimatorSpec: eval_metric_ops has the name {name!r}, which "
                     "evaluate returns by itself. Choose another."
                 )
-            if not isinstance(metric, keras.metrics.Metric):
-                raise TypeError(
-                    f"EstimatorSpec: eval_metric_ops[{name!r}] must be a Keras metric "
-                    f"that the model_fn has updated; got {type(metric).__name__}. "
-                    "Write metric = keras.metrics.Accuracy() and "
-                    "metric.update_state(labels, predictions)."
-                )
+            require_instance(
+                metric,
+                keras.metrics.Metric,
+                f"EstimatorSpec: eval_metric_ops[{name!r}]",
+                "Write metric = keras.metrics.Accuracy() and metric.update_state("
+                "labels, predictions) in the model_fn.",
+            )
 
     def _check_train_ops(self) -> None:
         for op in self.train_ops:
-            if not isinstance(op, TrainOp):
-                raise TypeError(
-                    "EstimatorSpec: train_op must be what rx.estimator.minimize("
-                    f"optimizer, loss) returns, or a list of those; got {op!r}. "
-                    "To train all variables give optimizer=... alone."
-                )
+            require_instance(
+                op,
+                TrainOp,
+                "EstimatorSpec: train_op",
+                "Call rx.estimator.minimize(optimizer, loss), or give optimizer=...",
+            )
             if op.loss is not self.loss:
                 raise ValueError(
                     "EstimatorSpec: a train_op is for another loss than the spec's. "

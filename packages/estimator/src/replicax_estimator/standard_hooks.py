@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 import numpy as np
 
-from replicax_estimator.absent import refuses
 from replicax_estimator.hooks import (
     HookSession,
     Interval,
@@ -84,11 +83,6 @@ class StopAtStepHook(SessionRunHook):
             run_context.request_stop()
 
 
-@refuses(
-    "StepCounterHook",
-    output_dir="Read steps_per_second in a hook of your own, and write it.",
-    summary_writer="Read steps_per_second in a hook of your own, and write it.",
-)
 class StepCounterHook(IntervalHook):
     """A hook that logs steps per second.
 
@@ -119,7 +113,7 @@ class StepCounterHook(IntervalHook):
         self, every_n_steps: int | None = 100, every_n_secs: float | None = None
     ) -> None:
         steps = None if every_n_secs is not None else every_n_steps
-        self._every = Interval(steps, every_n_secs, "StepCounterHook")
+        self._interval = Interval(steps, every_n_secs, "StepCounterHook")
         self.steps_per_second: float | None = None
 
     def after_run(
@@ -127,9 +121,9 @@ class StepCounterHook(IntervalHook):
     ) -> None:
         """Log the speed when the interval has passed."""
         step = run_context.session.global_step
-        if not self._every.is_due(step):
+        if not self._interval.is_due(step):
             return
-        passed = self._every.restart(step)
+        passed = self._interval.restart(step)
         if passed is not None and passed[1] > 0:
             self.steps_per_second = passed[0] / passed[1]
             _logger.info("global_step/sec: %.6g", self.steps_per_second)
@@ -183,7 +177,7 @@ class LoggingTensorHook(SessionRunHook):
                 for i, value in enumerate(tensors)
             }
         self.tensors: dict[str, str | jax.Array] = dict(tensors)
-        self._every = (
+        self._interval = (
             None
             if at_end and every_n_iter is None and every_n_secs is None
             else Interval(every_n_iter, every_n_secs, "LoggingTensorHook")
@@ -197,13 +191,13 @@ class LoggingTensorHook(SessionRunHook):
     def begin(self) -> None:
         """Reset the timer: the first step is logged."""
         self._values = {}
-        if self._every is not None:
-            self._every.last = None
+        if self._interval is not None:
+            self._interval.last = None
 
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
         """Fetch the values when the interval has passed, and always for the end."""
         self._step = run_context.session.global_step
-        self._is_due = self._every is not None and self._every.is_due(self._step)
+        self._is_due = self._interval is not None and self._interval.is_due(self._step)
         if not (self._is_due or self._at_end):
             return None
         return SessionRunArgs(
@@ -218,8 +212,8 @@ class LoggingTensorHook(SessionRunHook):
     ) -> None:
         """Log the values when the interval has passed."""
         self._values = run_values.results or self._values
-        if self._is_due and self._every is not None:
-            passed = self._every.restart(self._step)
+        if self._is_due and self._interval is not None:
+            passed = self._interval.restart(self._step)
             seconds = "" if passed is None else f" ({passed[1]:.3f} sec)"
             _logger.info("%s%s", self._format(self._values), seconds)
 
@@ -274,12 +268,12 @@ class NanTensorHook(IntervalHook):
     ) -> None:
         self._name = loss_tensor
         self._fails = fail_on_nan_loss
-        self._every = Interval(every_n_iter, None, "NanTensorHook")
+        self._interval = Interval(every_n_iter, None, "NanTensorHook")
 
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
         """Fetch the value when the interval has passed."""
         step = run_context.session.global_step
-        return SessionRunArgs(self._name) if self._every.is_due(step) else None
+        return SessionRunArgs(self._name) if self._interval.is_due(step) else None
 
     def after_run(
         self, run_context: SessionRunContext, run_values: SessionRunValues
@@ -288,7 +282,7 @@ class NanTensorHook(IntervalHook):
         if run_values.results is None:
             return
         step = run_context.session.global_step
-        self._every.restart(step)
+        self._interval.restart(step)
         try:
             require_finite(run_values.results, step, self._name)
         except NanLossDuringTrainingError as error:

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
-from replicax._util.arguments import require_count
 from replicax._util.waiting import wait_for
 from replicax.checkpoint.evaluation import POLL_PAUSES, CheckpointWatch
 from replicax.cluster.spec import ClusterSpec
 from replicax.cluster.timeouts import Timeouts, checked_timeouts
 from replicax.errors import CheckpointError
+from replicax_estimator.arguments import list_of, require_count, require_instance
 from replicax_estimator.estimator import Estimator
 from replicax_estimator.evaluating import EvalResults
 from replicax_estimator.exporters import Exporter
@@ -22,7 +22,6 @@ from replicax_estimator.hooks import (
     CheckpointSaverListener,
     HookSession,
     SessionRunHook,
-    listed_of,
 )
 from replicax_estimator.saving import CHECKPOINT_NAME
 from replicax_estimator.user_functions import InputFunction, require_input_function
@@ -119,8 +118,8 @@ class EvalSpec:
                     f"EvalSpec: {name} must not be negative; got "
                     f"{getattr(self, name)!r}."
                 )
-        if self.name is not None and not isinstance(self.name, str):
-            raise TypeError(f"EvalSpec: name must be a string; got {self.name!r}.")
+        if self.name is not None:
+            require_instance(self.name, str, "EvalSpec: name")
         _set_list(self, "hooks", SessionRunHook)
         if isinstance(self.exporters, Exporter):
             object.__setattr__(self, "exporters", (self.exporters,))
@@ -176,10 +175,7 @@ def train_and_evaluate(
         (train_spec, TrainSpec),
         (eval_spec, EvalSpec),
     ):
-        if not isinstance(value, kind):
-            raise TypeError(
-                f"train_and_evaluate: expected a {kind.__name__}; got {value!r}."
-            )
+        require_instance(value, kind, f"train_and_evaluate: the {kind.__name__}")
     config = estimator.config
     cluster = config.cluster_spec
     evaluation = _Evaluations(estimator, train_spec, eval_spec)
@@ -287,7 +283,7 @@ class _Evaluations(CheckpointSaverListener):
 def _set_list(spec: TrainSpec | EvalSpec, name: str, kind: type) -> None:
     """Replace a field by the tuple of its values; raise TypeError for other values."""
     title = f"{type(spec).__name__}: {name}"
-    object.__setattr__(spec, name, tuple(listed_of(kind, getattr(spec, name), title)))
+    object.__setattr__(spec, name, tuple(list_of(kind, getattr(spec, name), title)))
 
 
 def _exporters(spec: EvalSpec) -> tuple[Exporter, ...]:
@@ -330,4 +326,4 @@ def _check_cluster(estimator: Estimator, cluster: ClusterSpec) -> None:
 def _check(caller: str, input_fn: InputFunction, name: str, number: int | None) -> None:
     require_input_function(input_fn, caller)
     if number is not None:
-        require_count(number, f"{caller}: {name}", 1, otherwise=", or None")
+        require_count(number, f"{caller}: {name}")

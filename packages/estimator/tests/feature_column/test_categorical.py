@@ -202,8 +202,8 @@ def test_weights() -> None:
     [
         (
             lambda: fc.weighted_categorical_column(fc.numeric_column("x"), "w"),
-            ValueError,
-            "categorical column without weights",
+            TypeError,
+            "categorical_column must be a CategoricalColumn",
         ),
         (
             lambda: fc.weighted_categorical_column(vocabulary(), "w", "string"),

@@ -178,7 +178,7 @@ def test_functions_are_refused(column) -> None:
         (
             {**to_config(fc.categorical_column_with_identity("x", 1))}
             | {"number_buckets": 0},
-            "num_buckets must be an integer from 1",
+            "num_buckets must be an integer, at least 1",
         ),
     ],
 )

@@ -232,7 +232,7 @@ def test_mixed_precision_does_not_touch_boundaries() -> None:
         (lambda: fc.DenseFeatures([TAGS]), "indicator_column or embedding_column"),
         (lambda: fc.DenseFeatures([AGE, AGE]), "two of the name 'age'"),
         (lambda: fc.LinearModel([TAGS, TAGS]), "two of the name 'tags'"),
-        (lambda: fc.LinearModel([AGE], units=0), "units must be 1 or more"),
+        (lambda: fc.LinearModel([AGE], units=0), "units must be an integer"),
         (lambda: fc.LinearModel([AGE], sparse_combiner="max"), "sparse_combiner must"),
     ],
 )

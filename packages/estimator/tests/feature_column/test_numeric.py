@@ -57,7 +57,7 @@ def test_normalizer_sees_the_dtype_of_the_column(dtype, seen) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "match"),
     [
-        ({"key": 3}, TypeError, "key must be a string; got 3"),
+        ({"key": 3}, TypeError, "key must be a str; got 3"),
         ({"key": "x", "shape": (0,)}, ValueError, r"size in shape=\(0,\)"),
         ({"key": "x", "dtype": "string"}, TypeError, "dtype must be one of real"),
         ({"key": "x", "dtype": "int9"}, TypeError, "the name of a NumPy dtype"),
@@ -132,14 +132,14 @@ def test_buckets_are_the_same_on_host_and_in_the_program(raw, edges) -> None:
         (fc.numeric_column("x"), [np.nan], "list of numbers"),
         (fc.numeric_column("x"), "ab", "list of numbers"),
         (fc.numeric_column("x", shape=(2, 2)), [1], "one dimension"),
-        ("x", [1], "source_column must be a numeric_column; got 'x'"),
+        ("x", [1], "source_column must be a NumericColumn; got 'x'"),
         (
             fc.categorical_column_with_identity("x", 3),
             [1],
-            "source_column must be a numeric_column",
+            "source_column must be a NumericColumn",
         ),
     ],
 )
 def test_wrong_bucketized_columns(source, boundaries, match) -> None:
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises((TypeError, ValueError), match=match):
         fc.bucketized_column(source, boundaries)

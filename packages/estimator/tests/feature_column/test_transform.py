@@ -133,18 +133,17 @@ def test_traced_features_belong_into_the_input_function() -> None:
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (lambda: fc.indicator_column(NUMBER), "must be a categorical column"),
-        (lambda: fc.indicator_column(INDICATOR), "must be a categorical column"),
-        (lambda: fc.embedding_column("x", 3), "must be a categorical column; got 'x'"),
-        (lambda: fc.embedding_column(IDS, 0), "dimension must be an integer from 1"),
+        (lambda: fc.indicator_column(NUMBER), "must be a CategoricalColumn"),
+        (lambda: fc.indicator_column(INDICATOR), "must be a CategoricalColumn"),
+        (lambda: fc.embedding_column("x", 3), "must be a CategoricalColumn; got 'x'"),
+        (lambda: fc.embedding_column(IDS, 0), "dimension must be an integer"),
         (lambda: fc.embedding_column(IDS, None), "dimension.*got None"),
         (lambda: fc.embedding_column(IDS, 3, "max"), "combiner must be one of 'mean'"),
         (lambda: fc.embedding_column(IDS, 3, max_norm=0), "max_norm must be above 0"),
-        (lambda: fc.embedding_column(IDS, 3, initializer=3), "initializer must be"),
         (lambda: fc.shared_embeddings([IDS, WORDS], 3), "equal num_buckets; got"),
-        (lambda: fc.shared_embeddings([NUMBER], 3), "must be categorical columns"),
+        (lambda: fc.shared_embeddings([NUMBER], 3), "must be a CategoricalColumn"),
     ],
 )
 def test_wrong_dense_columns(make, match) -> None:
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises((TypeError, ValueError), match=match):
         make()

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from replicax._util.waiting import Announced
+from replicax_estimator.arguments import require_count, require_instance
 from replicax_estimator.feature_column.column import (
     Array,
     Arrays,
@@ -25,9 +26,7 @@ from replicax_estimator.feature_column.raw import (
     read_categories,
     read_numbers,
     real_dtype_name,
-    require_key,
     require_kind,
-    require_positive,
 )
 
 __all__ = [
@@ -50,8 +49,8 @@ class IdentityColumn(SingleFeature, CategoricalColumn):
     default_value: int | None
 
     def __post_init__(self) -> None:
-        require_key(self.key, "categorical_column_with_identity")
-        require_positive(self.number_buckets, "num_buckets", self.title)
+        require_instance(self.key, str, "categorical_column_with_identity: key")
+        require_count(self.number_buckets, f"{self.title}: num_buckets")
         default = self.default_value
         if default is not None and not 0 <= default < self.number_buckets:
             raise ValueError(
@@ -122,14 +121,10 @@ class WeightedColumn(CategoricalColumn):
     dtype: str
 
     def __post_init__(self) -> None:
-        column = self.categorical_column
-        if not isinstance(column, CategoricalColumn) or isinstance(
-            column, WeightedColumn
-        ):
-            raise ValueError(
-                "weighted_categorical_column: categorical_column must be a categorical "
-                f"column without weights; got {column!r}."
-            )
+        what = "weighted_categorical_column: categorical_column"
+        column = require_instance(self.categorical_column, CategoricalColumn, what)
+        if isinstance(column, WeightedColumn):
+            raise ValueError(f"{what} has weights already; got {column!r}.")
 
     @property
     def name(self) -> str:
@@ -219,7 +214,7 @@ class VocabularyColumn(SingleFeature, CategoricalColumn):
     num_oov_buckets: int
 
     def __post_init__(self) -> None:
-        require_key(self.key, "categorical_column_with_vocabulary_list")
+        require_instance(self.key, str, "categorical_column_with_vocabulary_list: key")
         words = self.vocabulary_list
         if not words:
             raise ValueError(f"{self.title}: the vocabulary must not be empty.")
@@ -230,7 +225,7 @@ class VocabularyColumn(SingleFeature, CategoricalColumn):
                 f"{twice!r} again."
             )
         if self.num_oov_buckets:
-            require_positive(self.num_oov_buckets, "num_oov_buckets", self.title)
+            require_count(self.num_oov_buckets, f"{self.title}: num_oov_buckets")
             if self.default_value != -1:
                 raise ValueError(
                     f"{self.title}: give default_value or num_oov_buckets, not both; "
@@ -369,7 +364,7 @@ def categorical_column_with_vocabulary_file(
     ):
         lines = [line.rstrip("\r\n") for line in file]
     if vocabulary_size is not None:
-        require_positive(vocabulary_size, "vocabulary_size", caller)
+        require_count(vocabulary_size, f"{caller}: vocabulary_size")
         if len(lines) < vocabulary_size:
             raise ValueError(
                 f"{caller}: vocabulary_size={vocabulary_size}, but "

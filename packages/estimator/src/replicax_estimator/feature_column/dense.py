@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import keras
 
-from replicax_estimator.absent import refuses
+from replicax_estimator.arguments import require_choice, require_count, require_instance
 from replicax_estimator.feature_column.column import (
     Arrays,
     CategoricalColumn,
@@ -17,33 +17,23 @@ from replicax_estimator.feature_column.column import (
     EmbeddingTable,
 )
 from replicax_estimator.feature_column.numeric import multi_hot
-from replicax_estimator.feature_column.raw import require_positive
 
 __all__ = [
+    "COMBINERS",
     "EmbeddingColumn",
     "IndicatorColumn",
     "combined",
     "embedding_column",
     "first_if_none",
     "indicator_column",
-    "require_combiner",
     "shared_embeddings",
 ]
 
 
-_COMBINERS = ("mean", "sqrtn", "sum")
+COMBINERS = ("mean", "sqrtn", "sum")
 _Initializer: TypeAlias = (
     keras.initializers.Initializer | str | Callable[..., object] | None
 )
-
-
-def require_combiner(combiner: str, name: str, caller: str) -> None:
-    """Raise ValueError unless `combiner` is `"mean"`, `"sqrtn"` or `"sum"`."""
-    if combiner not in _COMBINERS:
-        raise ValueError(
-            f"{caller}: {name} must be one of {', '.join(map(repr, _COMBINERS))}; got "
-            f"{combiner!r}."
-        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,11 +43,8 @@ class _DenseOfCategories(DenseColumn):
     categorical_column: CategoricalColumn
 
     def __post_init__(self) -> None:
-        if not isinstance(self.categorical_column, CategoricalColumn):
-            raise ValueError(
-                f"{type(self).__name__}: categorical_column must be a categorical "
-                f"column; got {self.categorical_column!r}."
-            )
+        what = f"{type(self).__name__}: categorical_column"
+        require_instance(self.categorical_column, CategoricalColumn, what)
 
     @property
     def host(self) -> Column:
@@ -121,18 +108,12 @@ class EmbeddingColumn(_DenseOfCategories):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_positive(self.dimension, "dimension", self.title)
-        require_combiner(self.combiner, "combiner", self.title)
+        require_count(self.dimension, f"{self.title}: dimension")
+        require_choice(self.combiner, COMBINERS, f"{self.title}: combiner")
         if self.max_norm is not None and not self.max_norm > 0:
             raise ValueError(
                 f"{self.title}: max_norm must be above 0, or None; got "
                 f"{self.max_norm!r}."
-            )
-        is_known = isinstance(self.initializer, str) or callable(self.initializer)
-        if self.initializer is not None and not is_known:
-            raise ValueError(
-                f"{self.title}: initializer must be a Keras initializer, its name, a "
-                f"function of shape and dtype, or None; got {self.initializer!r}."
             )
 
     @property
@@ -174,14 +155,6 @@ class EmbeddingColumn(_DenseOfCategories):
         return combined(vectors, ids, weights, self.combiner)
 
 
-_FROM_CHECKPOINT = "Give an initializer that returns the checkpoint's table."
-
-
-@refuses(
-    "embedding_column",
-    ckpt_to_load_from=_FROM_CHECKPOINT,
-    tensor_name_in_ckpt=_FROM_CHECKPOINT,
-)
 def embedding_column(
     categorical_column: CategoricalColumn,
     dimension: int,
@@ -226,11 +199,6 @@ def embedding_column(
     )
 
 
-@refuses(
-    "shared_embeddings",
-    ckpt_to_load_from=_FROM_CHECKPOINT,
-    tensor_name_in_ckpt=_FROM_CHECKPOINT,
-)
 def shared_embeddings(
     categorical_columns: Sequence[CategoricalColumn],
     dimension: int,
@@ -257,11 +225,7 @@ def shared_embeddings(
         ['seen_shared_embedding', 'bought_shared_embedding']
     """
     for column in categorical_columns:
-        if not isinstance(column, CategoricalColumn):
-            raise ValueError(
-                "shared_embeddings: categorical_columns must be categorical columns; "
-                f"got {column!r}."
-            )
+        require_instance(column, CategoricalColumn, "shared_embeddings: each column")
     sizes = {column.name: column.num_buckets for column in categorical_columns}
     if len(set(sizes.values())) != 1:
         raise ValueError(

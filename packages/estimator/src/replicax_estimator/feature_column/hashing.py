@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import DTypeLike
 
+from replicax_estimator.arguments import require_count, require_instance
 from replicax_estimator.feature_column.categorical import WeightedColumn
 from replicax_estimator.feature_column.column import (
     Array,
@@ -19,9 +20,7 @@ from replicax_estimator.feature_column.raw import (
     fingerprints,
     is_missing,
     read_categories,
-    require_key,
     require_kind,
-    require_positive,
 )
 
 __all__ = [
@@ -65,8 +64,8 @@ class HashedColumn(SingleFeature, CategoricalColumn):
     dtype: str
 
     def __post_init__(self) -> None:
-        require_key(self.key, "categorical_column_with_hash_bucket")
-        require_positive(self.hash_bucket_size, "hash_bucket_size", self.title)
+        require_instance(self.key, str, "categorical_column_with_hash_bucket: key")
+        require_count(self.hash_bucket_size, f"{self.title}: hash_bucket_size")
         if self.dtype != "string" and np.dtype(self.dtype).kind not in "iu":
             raise TypeError(
                 f"{self.title}: dtype must be 'string' or one of integers; got "
@@ -130,7 +129,7 @@ class CrossedColumn(CategoricalColumn):
             )
         for key in self.crossed_keys:
             _require_crossable(key)
-        require_positive(self.hash_bucket_size, "hash_bucket_size", self.title)
+        require_count(self.hash_bucket_size, f"{self.title}: hash_bucket_size")
         if self.hash_key is not None and not 0 <= self.hash_key < 2**64:
             raise ValueError(
                 f"{self.title}: hash_key must be an integer from 0 to 2**64 - 1; got "

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import keras
 
 from replicax.ps.embedding import Embedding
+from replicax_estimator.arguments import require_choice, require_count
 from replicax_estimator.feature_column.column import (
     Arrays,
     CategoricalColumn,
@@ -22,10 +23,10 @@ from replicax_estimator.feature_column.column import (
     variable_name,
 )
 from replicax_estimator.feature_column.dense import (
+    COMBINERS,
     EmbeddingColumn,
     combined,
     first_if_none,
-    require_combiner,
 )
 
 __all__ = ["DenseFeatures", "LinearModel", "input_layer", "linear_model"]
@@ -217,9 +218,8 @@ class LinearModel(_ColumnsLayer):
         **kwargs: Any,
     ) -> None:
         super().__init__(feature_columns, trainable=trainable, name=name, **kwargs)
-        if not isinstance(units, int) or units < 1:
-            raise ValueError(f"LinearModel: units must be 1 or more; got {units!r}.")
-        require_combiner(sparse_combiner, "sparse_combiner", "LinearModel")
+        require_count(units, "LinearModel: units")
+        require_choice(sparse_combiner, COMBINERS, "LinearModel: sparse_combiner")
         self.units = units
         self.sparse_combiner = sparse_combiner
         self._weights: dict[str, _Weights] = {}

@@ -10,6 +10,11 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from replicax._util.types import PyTree
+from replicax_estimator.arguments import (
+    require_callable,
+    require_count,
+    require_instance,
+)
 from replicax_estimator.feature_column.column import (
     Array,
     Arrays,
@@ -23,8 +28,6 @@ from replicax_estimator.feature_column.column import (
 from replicax_estimator.feature_column.raw import (
     read_numbers,
     real_dtype_name,
-    require_key,
-    require_positive,
     rows_of,
 )
 
@@ -48,14 +51,11 @@ class NumericColumn(SingleFeature, DenseColumn):
     normalizer_fn: Callable[[PyTree], PyTree] | None
 
     def __post_init__(self) -> None:
-        require_key(self.key, "numeric_column")
+        require_instance(self.key, str, "numeric_column: key")
         for size in self.shape:
-            require_positive(size, f"each size in shape={self.shape}", self.title)
-        if self.normalizer_fn is not None and not callable(self.normalizer_fn):
-            raise TypeError(
-                f"{self.title}: normalizer_fn must be a function of an array; got "
-                f"{self.normalizer_fn!r}."
-            )
+            require_count(size, f"{self.title}: each size in shape={self.shape}")
+        if self.normalizer_fn is not None:
+            require_callable(self.normalizer_fn, f"{self.title}: normalizer_fn")
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -171,11 +171,8 @@ class BucketizedColumn(DenseColumn, CategoricalColumn):
     boundaries: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        if not isinstance(self.source_column, NumericColumn):
-            raise ValueError(
-                "bucketized_column: source_column must be a numeric_column; got "
-                f"{self.source_column!r}."
-            )
+        what = "bucketized_column: source_column"
+        require_instance(self.source_column, NumericColumn, what)
         if len(self.source_column.shape) > 1:
             raise ValueError(
                 f"{self.title}: the numeric_column must have one dimension; got shape="

@@ -20,9 +20,7 @@ __all__ = [
     "read_categories",
     "read_numbers",
     "real_dtype_name",
-    "require_key",
     "require_kind",
-    "require_positive",
     "rows_of",
 ]
 
@@ -202,18 +200,3 @@ def real_dtype_name(dtype: DTypeLike, caller: str) -> str:
             f"{dtype!r}."
         )
     return name
-
-
-def require_key(key: object, caller: str) -> None:
-    """Raise TypeError unless a feature's name is a string."""
-    if not isinstance(key, str):
-        raise TypeError(f"{caller}: key must be a string; got {key!r}.")
-
-
-def require_positive(value: int, name: str, caller: str) -> None:
-    """Raise ValueError unless `value` is an integer above zero that fits `int32`."""
-    is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    if not is_integer or not 1 <= value < 2**31:
-        raise ValueError(
-            f"{caller}: {name} must be an integer from 1 to 2147483647; got {value!r}."
-        )

@@ -1,0 +1,57 @@
+"""Checks arguments of public calls, so that errors name the argument and its value."""
+
+from collections.abc import Collection, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+__all__ = [
+    "list_of",
+    "require_callable",
+    "require_choice",
+    "require_count",
+    "require_instance",
+]
+
+_T = TypeVar("_T")
+
+
+def require_instance(value: object, kind: type[_T], what: str, remedy: str = "") -> _T:
+    """Return `value`; raise TypeError unless it is an instance of `kind`."""
+    if not isinstance(value, kind):
+        raise TypeError(
+            f"{what} must be a {kind.__name__}; got {value!r}. {remedy}".rstrip()
+        )
+    return value
+
+
+def require_callable(value: object, what: str, remedy: str = "") -> None:
+    """Raise TypeError unless `value` is a function."""
+    if not callable(value):
+        raise TypeError(f"{what} must be a function; got {value!r}. {remedy}".rstrip())
+
+
+def require_choice(value: object, choices: Collection[object], what: str) -> None:
+    """Raise ValueError unless `value` is one of the `choices`."""
+    if value not in choices:
+        listed = ", ".join(repr(choice) for choice in choices)
+        raise ValueError(f"{what} must be one of {listed}; got {value!r}.")
+
+
+def require_count(value: Any, what: str, least: int = 1) -> None:
+    """Raise ValueError unless `value` is an integer from `least` to 2**31 - 1."""
+    is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not is_integer or not least <= value < 2**31:
+        raise ValueError(f"{what} must be an integer, at least {least}; got {value!r}.")
+
+
+def list_of(kind: type[_T], values: Sequence[_T] | None, what: str) -> list[_T]:
+    """Copy a list of hooks or the like; None is an empty list.
+
+    TypeError: `values` is no list, or holds other objects.
+    """
+    values = () if values is None else values
+    is_list = isinstance(values, Sequence)
+    if not is_list or not all(isinstance(value, kind) for value in values):
+        raise TypeError(f"{what} must be a list of {kind.__name__}s; got {values!r}.")
+    return list(values)
