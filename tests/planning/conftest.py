@@ -8,5 +8,5 @@ from replicax.planning import compiler
 @pytest.fixture(scope="session")
 def tpu_compiler() -> None:
     """Skip without libtpu."""
-    if compiler.find() is None:
+    if compiler.find_libtpu() is None:
         pytest.skip("the TPU compiler, libtpu, is not here (Linux x86-64 only)")

@@ -1,4 +1,4 @@
-"""The TPU compiler among the user's caches, installed by the real pip."""
+"""The compilers for TPUs and GPUs: found, or named with the command to install them."""
 
 import importlib.metadata
 import importlib.util
@@ -6,121 +6,51 @@ import os
 import signal
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import jax
 import pytest
 from jax._src import xla_bridge
+from typer.testing import CliRunner
 
 from replicax._private.jax import is_tpu_vm
+from replicax.cli import app
 from replicax.cluster import tpu_slice
 from replicax.planning import compiler
-
-pytestmark = pytest.mark.skipif(
-    not compiler.is_supported(), reason="there is no TPU compiler for this machine"
-)
-
-
-@pytest.fixture
-def environ(tmp_path: Path) -> dict[str, str]:
-    """An environment whose caches are empty, and whose package index holds nothing."""
-    (tmp_path / "index").mkdir()
-    kept = {k: v for k, v in os.environ.items() if k != compiler.LIBRARY_PATH}
-    return kept | {
-        "XDG_CACHE_HOME": str(tmp_path / "caches"),
-        "PIP_NO_INDEX": "1",
-        "PIP_FIND_LINKS": str(tmp_path / "index"),
-        "PIP_CONFIG_FILE": os.devnull,
-    }
+from replicax.planning.topology import find_topology
 
 
 @pytest.fixture
 def _without_libtpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = importlib.util.find_spec
+    find_spec = importlib.util.find_spec
+    monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
     monkeypatch.setattr(
         importlib.util,
         "find_spec",
-        lambda name, *a: None if name == "libtpu" else found(name, *a),
+        lambda name, *a: None if name == "libtpu" else find_spec(name, *a),
     )
 
 
-def add_wheel(environ: dict[str, str], content: str = "the compiler") -> None:
-    """A wheel of libtpu, as small as can be, in the package index."""
-    version = compiler.requirement().partition("==")[2].replace("*", "7") or "1.0"
-    folder = f"libtpu-{version}.dist-info"
-    path = Path(environ["PIP_FIND_LINKS"], f"libtpu-{version}-py3-none-any.whl")
-    with zipfile.ZipFile(path, "w") as wheel:
-        wheel.writestr("libtpu/libtpu.so", content)
-        wheel.writestr(
-            f"{folder}/METADATA",
-            f"Metadata-Version: 2.1\nName: libtpu\nVersion: {version}\n"
-            "Requires-Dist: never-installed-with-it\n",
-        )
-        wheel.writestr(
-            f"{folder}/WHEEL",
-            "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-        )
-        wheel.writestr(f"{folder}/RECORD", "")
+def test_the_named_libtpu_comes_first(tmp_path: Path) -> None:
+    own = tmp_path / "mine.so"
+    own.touch()
+    assert compiler.find_libtpu({"TPU_LIBRARY_PATH": str(own)}) == own
 
 
 @pytest.mark.usefixtures("_without_libtpu")
-def test_it_is_installed_among_the_caches_and_found(environ: dict[str, str]) -> None:
-    assert compiler.find(environ) is None
-    add_wheel(environ)
-    file = compiler.install(environ)
-    assert file.read_text() == "the compiler"
-    assert file.is_relative_to(Path(environ["XDG_CACHE_HOME"], "replicax"))
-    assert compiler.find(environ) == file
-    assert compiler.install(environ) == file  # As two processes may do at once.
-    assert [p.name for p in file.parents[2].iterdir()] == [file.parents[1].name]
-
-
-def test_one_that_is_named_comes_first(environ: dict[str, str], tmp_path: Path) -> None:
-    own = tmp_path / "mine.so"
-    own.touch()
-    assert compiler.find({**environ, "TPU_LIBRARY_PATH": str(own)}) == own
-
-
-def test_without_an_index_the_error_has_the_command(environ: dict[str, str]) -> None:
-    with pytest.raises(ImportError) as caught:
-        compiler.install(environ)
-    error = str(caught.value)
-    assert "No matching distribution found for libtpu" in error
-    assert "pip install --no-deps --target" in error
-    assert compiler.requirement().removesuffix("*") in error
-    folder = Path(environ["XDG_CACHE_HOME"], "replicax")
-    assert not list(folder.iterdir()), "something half installed is left"
-
-
-@pytest.mark.slow
-def test_plan_without_the_compiler_names_the_command(
-    environ: dict[str, str], tmp_path: Path
+def test_a_plan_without_libtpu_names_the_command_and_runs_nothing(
+    tmp_path: Path,
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text("raise SystemExit('ran')")
-    code = (
-        "import importlib.util, sys\n"
-        "found = importlib.util.find_spec\n"
-        "sys.modules['libtpu'] = None\n"
-        "importlib.util.find_spec = (\n"
-        "    lambda name, *a: None if name == 'libtpu' else found(name, *a)\n"
-        ")\n"
-        "from replicax.cli import main; main()"
-    )
-    process = subprocess.run(
-        [sys.executable, "-c", code, "plan", "--topology", "v5e:2x4", str(script)],
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert process.returncode == 1, process.stderr
-    first, *_, last = process.stderr.splitlines()
-    assert first.startswith("Installing the TPU compiler, libtpu")
-    assert last.startswith("Install it with: pip install --no-deps --target")
-    assert "ran" not in process.stdout + process.stderr
+    arguments = ["plan", "--topology", "v5e:2x4", str(script)]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 1
+    assert "compiling for v5e:2x4 needs the TPU compiler" in result.stderr
+    assert result.stderr.endswith("pip install 'replicax[tpu]'\n")
+    assert "ran" not in result.output
+    with pytest.raises(ImportError, match="v5e:2x4 needs the TPU compiler"):
+        find_topology("v5e:2x4")
 
 
 @pytest.fixture

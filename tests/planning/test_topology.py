@@ -1,10 +1,5 @@
 """Names of hardware."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import jax
 import pytest
 
@@ -150,39 +145,3 @@ def test_cards_need_the_cuda_compiler_alone(card: str) -> None:
         assert not needs_libtpu(f"{card}:{shape}")
     assert not needs_cuda("v5e:2x4")
     assert not needs_cuda("gpu:4")
-
-
-def test_without_the_compiler_the_error_says_what_to_install(tmp_path: Path) -> None:
-    code = (
-        "import sys\n"
-        "class Without:\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name == 'libtpu': raise ModuleNotFoundError(name)\n"
-        "sys.meta_path.insert(0, Without())\n"
-        "import importlib.util\n"
-        "found = importlib.util.find_spec\n"
-        "importlib.util.find_spec = (\n"
-        "    lambda name, *a: None if name == 'libtpu' else found(name, *a)\n"
-        ")\n"
-        "from replicax.planning.topology import find_topology\n"
-        "try:\n"
-        "    find_topology('v5e:2x4')\n"
-        "except ImportError as error:\n"
-        "    print(error)\n"
-    )
-    process = subprocess.run(
-        [sys.executable, "-c", code],
-        env={
-            **{k: v for k, v in os.environ.items() if k != "TPU_LIBRARY_PATH"},
-            "JAX_PLATFORMS": "cpu",
-            "XDG_CACHE_HOME": str(tmp_path),
-        },
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert "libtpu, which is not here" in process.stdout, process.stderr
-    assert (
-        f"pip install --no-deps --target {tmp_path}/replicax/libtpu" in process.stdout
-    )

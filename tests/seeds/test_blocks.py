@@ -24,7 +24,7 @@ def _case(program: Program) -> object:
 
 
 def _needs(program: Program) -> None:
-    if isinstance(program.run, Planned) and compiler.find() is None:
+    if isinstance(program.run, Planned) and compiler.find_libtpu() is None:
         pytest.skip("libtpu, with the TPU compiler in it, is not here")
     tasks = program.run.addresses if isinstance(program.run, Machines) else {}
     servers = isinstance(program.run, Tasks) and program.run.ps

@@ -16,7 +16,7 @@ import pytest
 from replicax.planning import compiler
 
 pytestmark = pytest.mark.skipif(
-    compiler.find() is None,
+    compiler.find_libtpu() is None,
     reason="libtpu, with the TPU compiler in it, is not here",
 )
 

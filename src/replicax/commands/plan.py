@@ -114,37 +114,19 @@ def _require_matplotlib(figure: Path | None) -> None:
         raise typer.Exit(1)
 
 
-def _tpu_compiler() -> Path:
-    """Find the TPU compiler, or install it outside this environment."""
-    found = compiler.find()
-    if found is not None:
-        return found
-    if compiler.is_supported():
-        typer.echo(
-            f"Installing the TPU compiler, {compiler.requirement()}, among your "
-            "caches. This is done once.",
-            err=True,
-        )
-    try:
-        return compiler.install()
-    except ImportError as error:
-        typer.echo(f"Error: {error}", err=True)
-        raise typer.Exit(1) from error
-
-
 def _environment(topology: str) -> dict[str, str]:
     from replicax.planning.topology import needs_cuda, needs_libtpu  # Imports JAX.
 
     environment = dict(os.environ)
     if not topology.startswith("gpu:"):
         environment["JAX_PLATFORMS"] = "cpu"
-    if needs_cuda(topology):
-        try:
+    try:
+        if needs_cuda(topology):
             compiler.require_cuda(topology)
-        except ImportError as error:
-            typer.echo(f"Error: {error}", err=True)
-            raise typer.Exit(1) from error
-    if needs_libtpu(topology):
-        environment["TPU_SKIP_MDS_QUERY"] = "1"
-        environment[compiler.LIBRARY_PATH] = str(_tpu_compiler())
+        if needs_libtpu(topology):
+            environment["TPU_SKIP_MDS_QUERY"] = "1"
+            environment[compiler.LIBRARY_PATH] = str(compiler.require_libtpu(topology))
+    except ImportError as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(1) from error
     return environment

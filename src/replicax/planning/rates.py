@@ -1,17 +1,19 @@
-"""Rates of devices: published figures of TPU chips, and rates measured here.
+"""Rates of devices: published ones of TPU chips, and measured ones of this machine.
 
-Figures of chips are per chip, and bandwidths in one direction: the vendor's pages give
-the sum of both directions of all links of a chip. Those of GPUs are in `cards`.
+`devices.toml` has the published figures; `cards` reads those of GPUs.
 
-Devices of this machine are measured in a second or two, as no published figures would
-be true of them: a CPU core shares its caches, and logical devices share the cores. All
-devices work at once, as in a step.
+No published figures would be true of a machine's own devices: CPU cores share their
+caches, and logical devices share the cores. So they are measured in a second or two,
+with all devices busy at once, as in a step.
 """
 
 import dataclasses
 import math
 import time
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
+from importlib import resources
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,21 +22,23 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from replicax.engine.devices import Device
 
-__all__ = ["CHIPS", "KERNEL_SECONDS", "Chip", "Rates", "measure_rates"]
+__all__ = ["CHIPS", "KERNEL_SECONDS", "Chip", "Rates", "device_tables", "measure_rates"]
 
 KERNEL_SECONDS = 2.5e-6
 """What a kernel of a GPU takes beside its work: 1.7 us for one with nothing to do on an
 H100, and the time in which a larger one comes to work on all processors.
 """
 
-_GIB = 2**30
-_LOOKED_UP = "2026-11-21"
-_PAGES = "https://docs.cloud.google.com/tpu/docs"
-
 _AXIS = "replica"
 _ROUNDS = 5
 _CPU_SIZES = (512, 2**22)
 _GPU_SIZES = (4096, 2**27)
+
+
+def device_tables(kind: str) -> dict[str, dict[str, Any]]:
+    """Read the tables of devices of a kind, `"chips"` or `"cards"`, by name."""
+    file = resources.files("replicax.planning") / "devices.toml"
+    return tomllib.loads(file.read_text(encoding="utf-8"))[kind]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,10 +63,10 @@ class Rates:
     """
 
     peak_flops: float
-    memory_bytes: int | None
     memory_bandwidth: float
-    ring_bandwidth: float | None
     source: str
+    memory_bytes: int | None = None
+    ring_bandwidth: float | None = None
     network_bandwidth: float | None = None
     flops_by_type: Mapping[str, float] = dataclasses.field(default_factory=dict)
     elementwise_flops: float | None = None
@@ -136,73 +140,14 @@ class Chip:
         return tuple(sorted(shape))
 
 
-def _published(
-    peak_flops: float,
-    memory_gib: int,
-    memory_bandwidth: float,
-    page: str,
-    network_bandwidth: float | None = None,
-) -> Rates:
-    return Rates(
-        peak_flops=peak_flops,
-        memory_bytes=memory_gib * _GIB,
-        memory_bandwidth=memory_bandwidth,
-        ring_bandwidth=None,
-        source=f"published at {_PAGES}/{page} (read {_LOOKED_UP})",
-        network_bandwidth=network_bandwidth,
-    )
-
-
-_FLAT = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
-_DEEP = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4), (4, 4, 4), (4, 4, 8), (4, 8, 8))
-
 CHIPS: Mapping[str, Chip] = {
-    chip.name: chip
-    for chip in (
-        Chip(
-            name="v4",
-            rates=_published(
-                275e12, 32, 1200e9, "v4; links: Jouppi et al. 2023, arXiv:2304.01433"
-            ),
-            # 6 links of 50 GB/s; 1.1 PB/s of all-reduce for 4096 chips agree with it.
-            link_bandwidth=50e9,
-            num_dims=3,
-            ring_multiple=4,
-            shapes=_DEEP,
-            max_chips=4096,
-            # Both cores of a chip as one device, as JAX has them on the hardware.
-            options={"chip_config_name": "megacore"},
-        ),
-        Chip(
-            name="v5e",
-            # Network: 6.4 Tb/s for a pod of 256 chips.
-            rates=_published(197e12, 16, 819e9, "v5e", 6.4e12 / 8 / 256),
-            link_bandwidth=400e9 / 2 / 4,  # 400 GB/s, both directions, 4 links
-            num_dims=2,
-            ring_multiple=16,
-            shapes=_FLAT,
-            max_chips=256,
-        ),
-        Chip(
-            name="v5p",
-            rates=_published(459e12, 95, 2765e9, "v5p", 50e9 / 8),  # Network: 50 Gb/s
-            link_bandwidth=1200e9 / 2 / 6,  # 1200 GB/s, both directions, 6 links
-            num_dims=3,
-            ring_multiple=4,
-            shapes=_DEEP,
-            max_chips=8960,
-        ),
-        Chip(
-            name="v6e",
-            # Network: 25.6 Tb/s for a pod of 256 chips.
-            rates=_published(918e12, 32, 1600e9, "v6e", 25.6e12 / 8 / 256),
-            link_bandwidth=800e9 / 2 / 4,  # 3200 Gb/s one direction over 4 links
-            num_dims=2,
-            ring_multiple=16,
-            shapes=_FLAT,
-            max_chips=256,
-        ),
+    name: Chip(
+        name=name,
+        rates=Rates(**table.pop("rates")),
+        shapes=tuple(map(tuple, table.pop("shapes"))),
+        **table,
     )
+    for name, table in device_tables("chips").items()
 }
 """The chips that `rx.plan` knows, by name."""
 

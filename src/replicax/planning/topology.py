@@ -239,12 +239,7 @@ def _described_cards(
 def _described_chips(
     name: str, chip: Chip, shape: tuple[int, ...], num_slices: int
 ) -> tuple[Device, ...]:
-    library = compiler.find()
-    if library is None:
-        raise ImportError(
-            f"plan: compiling for {name} needs the TPU compiler, libtpu, which is not "
-            f"here. {compiler.how_to_install()} `replicax plan` does so by itself."
-        )
+    library = compiler.require_libtpu(name)
     from jax.experimental import topologies
 
     options: dict[str, str | int] = dict(chip.options)

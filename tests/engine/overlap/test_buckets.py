@@ -168,7 +168,7 @@ def eight_devices(request, monkeypatch) -> Sequence[Any]:
     """Devices to compile for; nothing runs on them."""
     if request.param == "cpu":
         return jax.devices()[:8]
-    if compiler.find() is None:
+    if compiler.find_libtpu() is None:
         pytest.skip("libtpu, the compiler for TPUs, is not here")
     monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
     monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # No chip is taken.
