@@ -85,8 +85,8 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
 
     def _join_workers(
         self, timeouts: Timeouts, gpus: Sequence[int] | None
-    ) -> tuple[Workers, str]:
-        workers, fingerprint = super()._join_workers(timeouts, gpus)
+    ) -> Workers:
+        workers = super()._join_workers(timeouts, gpus)
         if workers.count > 1 and workers.timeouts != timeouts:
             _logger.warning(
                 "TPUStrategy: the hosts were joined before, with %r; the timeouts "
@@ -95,7 +95,7 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
                 "these calls out.",
                 workers.timeouts,
             )
-        return workers, fingerprint
+        return workers
 
     def _find_devices(self, workers: Workers) -> list[Device]:
         devices = tpu_devices(workers, "TPUStrategy")
