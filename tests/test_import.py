@@ -233,7 +233,7 @@ def test_advice_fits_a_file_of_keras(tmp_path: Path) -> None:
     error = run_python("import keras, replicax", keras_home=tmp_path).stderr
     assert "Keras is running on 'numpy'" in error
     assert "Write `import replicax` above every import of keras" in error
-    assert str(tmp_path / "keras.json") in error
+    assert "keras.json" in error
     assert "start Python again" in error
     process = run_python(
         "import replicax, keras; print(keras.config.backend())", keras_home=tmp_path

@@ -1,7 +1,6 @@
 """Training that is interrupted at random moments goes on from a whole step."""
 
 import contextlib
-import functools
 import os
 import random
 import re
@@ -10,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,6 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
-from keras.src.utils.python_utils import pythonify_logs
 
 import replicax as rx
 from replicax._util import interrupts
@@ -315,7 +312,7 @@ def test_a_second_interrupt_waits_for_no_save(strategy: Any, tmp_path: Path) -> 
 def test_a_postponed_interrupt_does_not_wait_for_ever(
     strategy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(interrupts, "_NO_STEP_S", 0.5)
+    monkeypatch.setattr(interrupts, "_NO_STEP_SECONDS", 0.5)
 
     class Hangs(Interrupts):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -329,160 +326,6 @@ def test_a_postponed_interrupt_does_not_wait_for_ever(
             X, Y, callbacks=[backup, Hangs(0, swallowed=False)], verbose=0
         )
     assert time.monotonic() - begin < 15
-
-
-class Stop(Exception):
-    """What the user's handler raises."""
-
-
-def stop(number: int, frame: Any) -> None:
-    raise Stop
-
-
-class Handler:
-    def __call__(self, number: int, frame: Any) -> None:
-        raise Stop
-
-
-class Sends:
-    """A value that sends a signal where Keras converts logs, under a bare `except`."""
-
-    def __float__(self) -> float:
-        signal.raise_signal(signal.SIGUSR1)
-        return 1.0
-
-
-class Swallowed(keras.callbacks.Callback):
-    """Has a handler's exception swallowed by Keras in a step, or at the end."""
-
-    def __init__(
-        self, at: int | None, *, error: type[Exception] | None = None, sets: bool = True
-    ) -> None:
-        super().__init__()
-        self.at, self.error, self.sets = at, error, sets
-
-    def act(self) -> None:
-        pythonify_logs({"loss": Sends()})
-        if self.error is not None:
-            raise self.error
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        if self.sets:
-            signal.signal(signal.SIGUSR1, stop)
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if self.at == batch:
-            self.act()
-
-    def on_train_end(self, logs: Any = None) -> None:
-        if self.at is None:
-            self.act()
-
-    on_test_end = on_predict_end = on_train_end
-
-
-@pytest.fixture
-def own_handler() -> Iterator[None]:
-    before = signal.signal(signal.SIGUSR1, stop)
-    yield
-    signal.signal(signal.SIGUSR1, before)
-
-
-@pytest.mark.parametrize(
-    "handler", [stop, Handler(), functools.partial(stop), lambda *_: stop(*_)]
-)
-def test_exception_of_a_users_handler_is_raised_though_keras_swallows_it(
-    strategy: Any, own_handler: None, handler: Any
-) -> None:
-    signal.signal(signal.SIGUSR1, handler)
-    model = small_model(strategy)
-    with pytest.raises(Stop):
-        model.fit(
-            *(X, Y), batch_size=2, verbose=0, callbacks=[Swallowed(2, sets=False)]
-        )
-    assert int(model.optimizer.iterations.numpy()) == 3
-    assert signal.getsignal(signal.SIGUSR1) is handler
-    model.fit(X, Y, batch_size=2, verbose=0)
-
-
-@pytest.mark.parametrize("call", ["fit", "evaluate", "predict"])
-def test_exception_of_a_users_handler_is_raised_at_the_end(
-    strategy: Any, own_handler: None, call: str
-) -> None:
-    args = (X,) if call == "predict" else (X, Y)
-    with pytest.raises(Stop):
-        getattr(small_model(strategy), call)(
-            *args, callbacks=[Swallowed(None)], verbose=0
-        )
-    assert signal.getsignal(signal.SIGUSR1) is stop
-
-
-def test_exception_of_a_handler_that_a_callback_sets(strategy: Any) -> None:
-    before = signal.getsignal(signal.SIGUSR1)
-    try:
-        with pytest.raises(Stop):
-            small_model(strategy).fit(
-                X, Y, batch_size=2, callbacks=[Swallowed(2)], verbose=0
-            )
-        assert signal.getsignal(signal.SIGUSR1) is stop
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-
-
-def test_exception_of_a_handler_is_raised_from_another_one(
-    strategy: Any, own_handler: None
-) -> None:
-    with pytest.raises(Stop) as caught:
-        small_model(strategy).fit(
-            X, Y, callbacks=[Swallowed(0, error=OSError)], verbose=0
-        )
-    assert isinstance(caught.value.__cause__, OSError)
-
-
-def test_exception_that_the_user_catches_is_not_raised_again(
-    strategy: Any, own_handler: None
-) -> None:
-    class Catches(keras.callbacks.Callback):
-        caught = 0
-
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            try:
-                signal.raise_signal(signal.SIGUSR1)
-            except Stop:
-                self.caught += 1
-            with contextlib.suppress(Stop):
-                keras.ops.convert_to_tensor(float(Sends()))
-
-    catches = Catches()
-    small_model(strategy).fit(X, Y, batch_size=8, callbacks=[catches], verbose=0)
-    assert catches.caught == 5
-
-
-@pytest.mark.slow
-def test_no_exception_of_a_users_handler_is_lost(strategy: Any) -> None:
-    """At random moments, where 5 to 10 % of them fell into Keras' bare `except`."""
-    model = small_model(strategy)
-
-    class Ends(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            self.model.stop_training = time.monotonic() > end
-
-    before = signal.signal(signal.SIGALRM, stop)
-    try:
-        for _ in range(100):
-            end = time.monotonic() + 1.0
-            signal.setitimer(signal.ITIMER_REAL, random.uniform(0.002, 0.1))
-            with pytest.raises(Stop):
-                model.fit(
-                    *(X, Y),
-                    batch_size=2,
-                    epochs=10**6,
-                    callbacks=[Ends()],
-                    verbose=0,
-                )
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 SCRIPT = """

@@ -1,9 +1,7 @@
-"""Which Keras this is: its backend, which must be JAX, and its version."""
+"""Checks Keras' backend, which must be JAX, and its version."""
 
-import json
 import os
 import sys
-from pathlib import Path
 
 __all__ = ["is_tested_version", "require_jax_backend", "version_error"]
 
@@ -17,10 +15,10 @@ def is_tested_version(version: str) -> bool:
 
 
 def version_error(what: str) -> ImportError:
-    """The error where this version of Keras lacks what replicax uses.
+    """Make the error for a Keras that lacks what replicax uses.
 
     Args:
-        what: What it lacks, or has in another form.
+        what: The function that it lacks, or has in another form.
     """
     version = sys.modules["keras"].__version__
     # Both packages have the folder `keras`, and leave files of theirs in it.
@@ -62,27 +60,10 @@ def require_jax_backend() -> None:
 
 
 def _advice(backend: str) -> str:
-    """Say what to change, by where the other backend was selected."""
+    """Name the change to make, by where the other backend was selected."""
     if os.environ.get("KERAS_BACKEND") == backend:
         return f"The environment variable KERAS_BACKEND names {backend!r}. {_SET_IT}"
-    file = _config_file()
-    if _chosen_in(file) == backend:
-        # Keras itself writes "tensorflow" there when it runs first.
-        return (
-            f"{_FIRST}, or set KERAS_BACKEND=jax in the environment: without either, "
-            f'Keras takes what {file} says. Write "backend": "jax" there for all '
-            "programs."
-        )
-    return f"{_FIRST}, or set KERAS_BACKEND=jax in the environment."
-
-
-def _config_file() -> Path:
-    home = os.environ.get("KERAS_HOME")
-    return (Path(home) if home else Path("~/.keras").expanduser()) / "keras.json"
-
-
-def _chosen_in(file: Path) -> str | None:
-    try:
-        return json.loads(file.read_text(encoding="utf-8")).get("backend")
-    except (OSError, ValueError, AttributeError):  # Keras ignores such a file, too.
-        return None
+    return (
+        f"{_FIRST}, or set KERAS_BACKEND=jax in the environment: without either, Keras "
+        "reads the backend from ~/.keras/keras.json."
+    )

@@ -39,17 +39,17 @@ __all__ = [
 ]
 
 ArrayImpl = jax._src.array.ArrayImpl
-"""The class of concrete arrays: made of parts without checks, and told by its type."""
+"""The class of concrete arrays: its constructor does not check the parts."""
 
 
 def put_everywhere(value: Any, like: jax.Array) -> jax.Array:
-    """A value on all devices of an array `like` it, of which each has all.
+    """Copy a value to all devices of a replicated array.
 
-    `jax.device_put`, which calls this as well, first finds out what is known here.
+    Faster than `jax.device_put`, which first infers the arguments of this function.
 
     Args:
         value: A NumPy array, or an array on one device.
-        like: Has its shape and dtype, and is replicated over devices of this process.
+        like: An array of the same shape and dtype, replicated over local devices.
     """
     sharding: Any = like.sharding
     devices = list(sharding.mesh.devices.flat)
@@ -67,15 +67,16 @@ class TracedEquation(Protocol):
 
 
 def equation_of(value: object) -> TracedEquation | None:
-    """The equation that computes a traced array; None for an argument of the function.
+    """Return the equation that computes a traced array.
 
-    Also None for what another transformation traces, such as `vmap`.
+    None for an argument of the function, and under another transformation, such as
+    `vmap`.
     """
     return getattr(value, "parent", None)
 
 
 def innermost(value: object) -> object:
-    """What a value is in the trace of the program, below `vmap` and differentiation."""
+    """Return the program's traced value below `vmap` and differentiation."""
     while True:
         inner = getattr(value, "primal", getattr(value, "val", None))
         if not isinstance(inner, jax.core.Tracer):
@@ -84,28 +85,28 @@ def innermost(value: object) -> object:
 
 
 def literal_of(value: object) -> Any:
-    """The number that a traced value stands for; None if it is computed or given."""
+    """Return the number of a literal; None for a computed value or an argument."""
     atom = getattr(value, "val", None)
     return atom.val if isinstance(atom, jax.extend.core.Literal) else None
 
 
 def constant_of(value: object) -> Any:
-    """The array that a traced value stands for; None if it is computed or given."""
+    """Return the array of a constant; None for a computed value or an argument."""
     get_const = getattr(value, "get_const", None)
     return None if get_const is None else get_const()
 
 
 def batch_of(value: Any) -> tuple[Any, int | None]:
-    """The array behind a value under `vmap`, and its dimension of the batch, if any."""
+    """Return the array of a value under `vmap`, and its batch dimension, or None."""
     if not hasattr(value, "batch_dim"):
         return value, None
     return value.val, value.batch_dim
 
 
 def frames_of(equation: object) -> Iterator[tuple[str, int, str]]:
-    """The Python frames that made an equation, the innermost first: file, line, name.
+    """Yield an equation's Python frames, innermost first: file, line, function name.
 
-    JAX's public `summarize` takes every frame but JAX's own for the user's.
+    JAX's public `summarize` treats all frames outside of JAX as the user's.
     """
     source = getattr(equation, "source_info", None)
     for frame in getattr(getattr(source, "traceback", None), "frames", ()):
@@ -113,12 +114,12 @@ def frames_of(equation: object) -> Iterator[tuple[str, int, str]]:
 
 
 def jaxlib_version() -> tuple[int, ...]:
-    """The version of the installed jaxlib, as numbers."""
+    """Return the version of the installed jaxlib, as numbers."""
     return importlib.import_module("jaxlib").version.__version_info__
 
 
 def distributed_state() -> Any:
-    """The state of `jax.distributed`; its `client` serves a key-value store."""
+    """Return the state of `jax.distributed`; its `client` has a key-value store."""
     return importlib.import_module("jax._src.distributed").global_state
 
 
@@ -143,14 +144,14 @@ def lowering_rule_for_cpus(primitive: Any) -> Any:
 
 
 def allow_high_operations(primitive: Any) -> None:
-    """Let a primitive's parameter `jaxpr` have operations that JAX replaces by others.
+    """Let a primitive's parameter `jaxpr` have operations that JAX expands.
 
     From JAX 0.11 on some functions of jax.numpy, such as `searchsorted`, are traced as
-    one operation. JAX replaces them before it lowers a program, and asks each primitive
-    that calls a jaxpr to do so in that.
+    one operation. JAX expands them before it lowers a program, and calls `to_lojax` of
+    each primitive that has a jaxpr.
 
     Args:
-        primitive: Has one parameter, and takes and returns arrays only.
+        primitive: A primitive of arrays, with one parameter.
     """
     tracing: Any = importlib.import_module("jax._src.interpreters.partial_eval")
     primitive.to_lojax = lambda *args, jaxpr: primitive.bind(
@@ -160,10 +161,10 @@ def allow_high_operations(primitive: Any) -> None:
 
 @contextlib.contextmanager
 def attention_of_card(capability: tuple[int, int]) -> Iterator[None]:
-    """Let JAX and Keras choose attention by cuDNN as on a card that need not be here.
+    """Let JAX and Keras choose cuDNN's attention as on a described card.
 
-    They ask the first local GPU for its compute capability, and write attention out
-    where there is none.
+    They read the compute capability of the first local GPU; without a GPU they write
+    attention as plain operations.
 
     Args:
         capability: CUDA's compute capability, major and minor.
@@ -175,7 +176,7 @@ def attention_of_card(capability: tuple[int, int]) -> Iterator[None]:
         return tuple(map(int, text.split(".")))
 
     module.check_compute_capability = lambda least: capability >= number(least)
-    module.is_cuda_compute_capability_equal = lambda its: capability == number(its)
+    module.is_cuda_compute_capability_equal = lambda text: capability == number(text)
     try:
         yield
     finally:
@@ -190,16 +191,16 @@ def has_devices() -> bool:
 
 
 def skip_platform(name: str) -> bool:
-    """Make JAX find no devices of a platform, which stays a known one.
+    """Make JAX find no devices of a platform, which stays registered.
 
-    JAX has no public way to do so, short of naming all other platforms. A platform
-    that it did not know would fail the import of Pallas, and so that of Keras.
+    The only public way is to name all other platforms. Without the registration the
+    imports of Pallas and of Keras fail.
 
     Returns:
-        Whether JAX knew it.
+        Whether JAX knew the platform.
     """
     bridge = importlib.import_module("jax._src.xla_bridge")
-    # Where a later version keeps them elsewhere, all platforms are looked for.
+    # If a later version has another name for these, JAX looks for all platforms.
     factories = getattr(bridge, "_backend_factories", {})
     if name not in factories:
         return False

@@ -1,4 +1,4 @@
-"""Private names of Keras' variables, layers, models and optimizers, with their reasons.
+"""Private names of Keras' variables, layers, models, optimizers; the reason for each.
 
 Those of its trainer are in `trainer.py`, the functions that are replaced in `wraps.py`.
 """
@@ -70,17 +70,17 @@ __all__ = [
 
 
 def current_scope() -> Any:
-    """The `keras.StatelessScope` that this thread is in, or None."""
+    """Return the `keras.StatelessScope` of this thread, or None."""
     return get_stateless_scope()
 
 
 def scope_around(scope: Any) -> Any:
-    """The `keras.StatelessScope` that was there when one was entered, or None."""
+    """Return the `keras.StatelessScope` outside of a scope, or None."""
     return scope.original_scope
 
 
 def set_current_scope(scope: Any) -> None:
-    """Put this thread in a `keras.StatelessScope`, or in none."""
+    """Set the `keras.StatelessScope` of this thread; None: no scope."""
     set_global_attribute("stateless_scope", scope)
 
 
@@ -97,10 +97,10 @@ _state = _ValuesOfThread()
 
 
 class OtherValues(Protocol):
-    """Values that variables have in one thread only, in place of their own."""
+    """Values of variables in one thread only, in place of their own values."""
 
     def read(self, variable: Any) -> Any:
-        """The value of a variable."""
+        """Return the value of a variable."""
         ...
 
     def write(self, variables: Iterable[Any], values: Iterable[Any]) -> None:
@@ -108,26 +108,26 @@ class OtherValues(Protocol):
         ...
 
     def has(self, variable: Any) -> bool:
-        """Whether a variable has another value here."""
+        """Whether a variable has a value here, beside its own."""
         ...
 
 
 def replace_values(values: OtherValues | None) -> OtherValues | None:
     """Let this thread read and write other values of variables; None: their own.
 
-    Returns those that it used before.
+    Returns the earlier argument.
     """
     before, _state.values = _state.values, values
     return before
 
 
 def other_values() -> OtherValues | None:
-    """The values that this thread reads and writes in place of variables' own."""
+    """Return the values that this thread uses in place of variables' own; or None."""
     return _state.values
 
 
 def read_values(variables: Iterable[Any]) -> list[Any]:
-    """The stored arrays of variables, without casting; the hot path of `run`."""
+    """Return the stored arrays of variables, without casting; the hot path of `run`."""
     if _state.values is not None:
         return list(map(_state.values.read, variables))
     return list(map(_read_value, variables))
@@ -136,9 +136,9 @@ def read_values(variables: Iterable[Any]) -> list[Any]:
 def write_values(variables: Iterable[Any], values: Iterable[Any]) -> None:
     """Store arrays that are already where they belong; the hot path of `run`.
 
-    It stores all or none if it is interrupted, and so does an iterator in C that makes
-    the values: no instruction of Python comes in between. One value is taken for each
-    variable.
+    An interrupt comes before or after all stores, also where an iterator in C makes the
+    values: no instruction of Python runs in between. Exactly one value is read from the
+    iterator for each variable.
     """
     if _state.values is not None:
         _state.values.write(variables, values)
@@ -148,26 +148,26 @@ def write_values(variables: Iterable[Any], values: Iterable[Any]) -> None:
 
 
 def layout_of(variable: Any) -> Any:
-    """The sharding that every later `assign` keeps, None for Keras' default."""
+    """Return the sharding that every later `assign` keeps; None: Keras' default."""
     return variable._layout
 
 
 def set_layout(variable: Any, layout: Any) -> None:
-    """Give a variable a sharding and move its value there."""
+    """Set a variable's sharding, and move its value there."""
     variable._layout = layout
     if variable._value is not None:
         variable._direct_assign(variable._value)
 
 
 def autocast(variable: Any, value: Any) -> Any:
-    """A variable's value in the dtype that the layer which is called computes with."""
+    """Cast a variable's value to the compute dtype of the layer under call."""
     return variable._maybe_autocast(value)
 
 
 def current_layer() -> Any:
-    """The call of a layer, by Python, that this thread is in: the outermost; or None.
+    """Return this thread's outermost call of a layer, or None.
 
-    It has the `entry_layer` as an attribute, and ends with the call.
+    Its attribute `entry_layer` is the layer. A new call has a new object.
     """
     return get_global_attribute("current_call_ctx")
 
@@ -175,13 +175,13 @@ def current_layer() -> Any:
 def begin_with_layout(
     init: Callable[..., None], variable: Any, kwargs: dict[str, Any], layout: Any
 ) -> None:
-    """Give a variable its sharding before it has a value.
+    """Set a variable's sharding before it has a value.
 
-    Keras would give an optimizer's slot the sharding of its weight.
+    Otherwise Keras gives optimizer state the sharding of its weight.
 
     Args:
-        init: `__init__` of Keras' class, which is called next.
-        variable: What is initialised.
+        init: `__init__` of Keras' class, which the caller calls next.
+        variable: The variable that is being initialised.
         kwargs: The keyword arguments of that call.
         layout: The sharding.
     """
@@ -198,7 +198,7 @@ else:
 
 
 class PlacedVariable(_Variable):
-    """Mixin of variables with a say in where Keras puts their values."""
+    """Mixin of variables that choose where Keras puts their values."""
 
     def _initialize(self, value: Any) -> None:
         super()._initialize(value)
@@ -212,11 +212,11 @@ class PlacedVariable(_Variable):
             super()._direct_assign(value)
 
     def initialized(self) -> None:
-        """Called when the variable has its first value."""
+        """Handle the variable's first value."""
         raise NotImplementedError
 
     def placed(self, value: Any, old: Any) -> Any:
-        """The value to store for one that is assigned; `old` is None for the first."""
+        """Place an assigned value; `old` is None for the first one."""
         raise NotImplementedError
 
 
@@ -231,38 +231,38 @@ def set_owned(variable: Any) -> None:
 
 
 def reference_of(variable: Any) -> str | None:
-    """The path of the weight that an optimizer's slot belongs to.
+    """Return the path of the weight that a variable of an optimizer belongs to.
 
-    `""` if the slot belongs to none in particular, None if the variable is no slot.
+    `""` if it belongs to no single weight; None if it is no optimizer state.
     """
     return getattr(variable, "_replicax_reference", None)
 
 
 def set_reference(variable: Any, path: str) -> None:
-    """Mark a variable as an optimizer's slot for the weight of a path."""
+    """Mark a variable as optimizer state for the weight with this path."""
     variable._replicax_reference = path
 
 
 def named_by() -> Any:
-    """The owner of this thread's innermost name scope, such as a layer; or None."""
+    """Return the owner of this thread's name scope, such as a layer; or None."""
     scopes = get_global_attribute("name_scope_stack")
     return scopes[-1].caller if scopes else None
 
 
 def forget_uninitialized(variable: Any) -> None:
-    """Keep Keras from initialising the variable that was just made in a trace."""
+    """Keep Keras from initialising the variable that this trace made last."""
     waiting = get_global_attribute("uninitialized_variables")
     if waiting and waiting[-1] is variable:
         waiting.pop()
 
 
 def own_value(variable: Any) -> Any:
-    """The array that a variable has in all threads; None before its first one."""
+    """Return a variable's array for all threads; None before its first value."""
     return getattr(variable, _VALUE, None)
 
 
 def has_value(variable: Any) -> bool:
-    """Whether the variable's array is here: initialised, and not lent to `fit`."""
+    """Whether the variable is initialised, and `fit` has not borrowed its array."""
     return variable._value is not None
 
 
@@ -290,7 +290,7 @@ def when_built(owner: Any, then: Callable[[], None]) -> None:
 
 @contextlib.contextmanager
 def _names_counted_in(counts: dict[str, int]) -> Generator[None]:
-    """Number the names of layers and variables by other counts."""
+    """Number the names of layers and variables from other counts."""
     key = "object_name_uids"
     before = get_global_attribute(key)
     set_global_attribute(key, counts)
@@ -301,12 +301,12 @@ def _names_counted_in(counts: dict[str, int]) -> Generator[None]:
 
 
 def names_counted_anew() -> contextlib.AbstractContextManager[None]:
-    """Number the names of layers and variables from the start, and go on afterwards."""
+    """Number the names of layers and variables from the start; afterwards as before."""
     return _names_counted_in(collections.defaultdict(int))
 
 
 class _HighCounts(dict[str, int]):
-    """Counts of names that all have been made many times."""
+    """High counts for all names, so that a new name equals no other one."""
 
     def __contains__(self, name: object) -> bool:
         return True
@@ -316,18 +316,18 @@ class _HighCounts(dict[str, int]):
 
 
 def names_counted_apart() -> contextlib.AbstractContextManager[None]:
-    """Number the names of layers and variables by numbers that nothing else has.
+    """Number the names of layers and variables with otherwise unused numbers.
 
-    What is made afterwards has the name that it would have if nothing were made here.
+    Later names are the same as without the block.
     """
     return _names_counted_in(_HighCounts())
 
 
 @contextlib.contextmanager
 def seeds_drawn_from(numbers: random.Random) -> Generator[None]:
-    """Draw the seeds that nobody gives from random numbers that are not Python's own.
+    """Draw Keras' default seeds from `numbers`, not from Python's global generator.
 
-    Input that other threads prepare may draw from those meanwhile.
+    Other threads, which prepare input, may use the global generator meanwhile.
     """
     own = seed_generator.python_random
     seed_generator.python_random = numbers
@@ -338,33 +338,33 @@ def seeds_drawn_from(numbers: random.Random) -> Generator[None]:
 
 
 def described(variable: Any) -> str:
-    """A variable's path, dtype and shape, by which workers compare theirs."""
+    """Format a variable's path, dtype and shape, which workers compare."""
     return f"{variable.path} {variable.dtype}{list(variable.shape)}"
 
 
 def parts_of_layer(layer: Any) -> tuple[list[Any], list[Any]]:
-    """A layer's own variables, and its layers, metrics and seed generators in order."""
+    """Return a layer's own variables; and its layers, metrics and seed generators."""
     own = [*layer._trainable_variables, *layer._non_trainable_variables]
     return own, [*layer._layers, *layer._metrics, *layer._seed_generators]
 
 
 def stored_dtype(variable: Any) -> str:
-    """The dtype of a variable's stored value, also in layers that cast it."""
+    """Return the dtype of a variable's stored value, also in layers that cast it."""
     return keras.backend.standardize_dtype(variable._dtype)
 
 
 def layers_of(model: Any) -> list[Any]:
-    """A model and all layers in it."""
+    """List a model and all layers in it."""
     return list(model._flatten_layers())
 
 
 def loss_ids(layer: Any) -> set[int]:
-    """The ids of the losses that a layer has added in the trace that is under way."""
+    """Return the ids of the losses that a layer has added in the present trace."""
     return layer._loss_ids
 
 
 def layer_label(layer: Any) -> str:
-    """A layer's name, without the number that Keras appends to default names."""
+    """Return a layer's name, without the number that Keras appends to default names."""
     base = to_snake_case(type(layer).__name__)
     name = getattr(layer, "name", base)
     return base if re.fullmatch(rf"{re.escape(base)}(_\d+)?", name) else name
@@ -377,7 +377,7 @@ def replace_moments(layer: Any, moments: Callable[..., Any]) -> None:
 
     Args:
         layer: The layer.
-        moments: Takes Keras' own method, the inputs and the mask.
+        moments: Called with Keras' own method, the inputs and the mask.
     """
     layer._moments = functools.partial(moments, layer._moments)
 
@@ -385,8 +385,7 @@ def replace_moments(layer: Any, moments: Callable[..., Any]) -> None:
 def spare_jax_layers_tensorflow() -> None:
     """Let Keras' `JaxLayer` be built where TensorFlow is not installed.
 
-    It asks TensorFlow whether it is built in one of its functions. Without TensorFlow
-    it is not.
+    The layer calls TensorFlow's `inside_function`; here that returns False.
     """
     tensorflow: Any = jax_layer.tf
     if not tensorflow.available:
@@ -394,38 +393,38 @@ def spare_jax_layers_tensorflow() -> None:
 
 
 def inner_of(optimizer: Any) -> Any:
-    """The optimizer itself, or the one that a `LossScaleOptimizer` wraps."""
+    """Return the optimizer that a `LossScaleOptimizer` wraps; else the optimizer."""
     return getattr(optimizer, "inner_optimizer", None) or optimizer
 
 
 def trained_by(optimizer: Any) -> list[Any]:
-    """The variables that an optimizer was built for."""
+    """List the variables that an optimizer was built for."""
     return list(inner_of(optimizer)._trainable_variables)
 
 
 def learning_rate_of(optimizer: Any) -> Any:
-    """The variable of an optimizer's learning rate; None where it is a schedule."""
+    """Return the variable of the learning rate; None if it is a schedule."""
     rate = inner_of(optimizer)._learning_rate
     return rate if hasattr(rate, "path") else None
 
 
 def clipped(optimizer: Any, gradients: Sequence[Any]) -> list[Any]:
-    """Gradients as an optimizer clips them; publicly it does so in updates only."""
+    """Clip gradients as an optimizer does; Keras' public API only clips in updates."""
     return list(optimizer._clip_gradients(list(gradients)))
 
 
 def decays(optimizer: Any, variable: Any) -> bool:
-    """Whether an optimizer's weight decay takes in a variable: it may exclude some."""
-    # Keras 3.16 notes it in `build`, and asks this method there.
+    """Whether an optimizer applies its weight decay to a variable."""
+    # Keras 3.16 calls this method in `build`, and stores the result.
     if hasattr(optimizer, "_is_excluded_from_weight_decay"):
         return not optimizer._is_excluded_from_weight_decay(variable)
     return optimizer._use_weight_decay(variable)
 
 
 def shared_seed_generator(*, make: bool) -> Any:
-    """Keras' global seed generator, for random numbers without a given seed.
+    """Return Keras' global seed generator, for random numbers without an explicit seed.
 
-    None if it was not used yet and is not to be made; making it draws from Python's
+    Without `make`, None if Keras has not made it yet. Making it draws from Python's
     random numbers.
     """
     if make:
@@ -433,16 +432,16 @@ def shared_seed_generator(*, make: bool) -> Any:
     return get_global_attribute(GLOBAL_SEED_GENERATOR)
 
 
-# Keras' masks hang on array objects, and are lost where JAX takes those apart.
+# A mask is an attribute of an array object, which JAX loses in pytrees.
 
 
 def masks_of(tree: Any) -> list[Any]:
-    """The mask that Keras attached to each leaf of a pytree; None without one."""
+    """Return the mask that Keras attached to each leaf of a pytree; None: no mask."""
     return [get_keras_mask(x) for x in jax.tree.leaves(tree)]
 
 
 def attach_masks(tree: Any, masks: Sequence[Any]) -> None:
-    """Attach masks to the leaves of a pytree, as `masks_of` found them."""
+    """Attach masks from `masks_of` to the leaves of a pytree."""
     for x, mask in zip(jax.tree.leaves(tree), masks, strict=True):
         if mask is not None:
             set_keras_mask(x, mask)

@@ -1,7 +1,7 @@
 """Private names of Keras' trainer: building, data adapters, callbacks and logs.
 
-The loop of `keras/` does what Keras' own does, on these parts of it that have no public
-name.
+The loop of `keras/` does the same as Keras' own loop, with these parts of it that have
+no public name.
 """
 
 import contextlib
@@ -65,17 +65,17 @@ __all__ = [
 _VERSION = tuple(int(part) for part in keras.__version__.split(".")[:2])
 
 IN_FIT = "_use_cached_eval_dataset"
-"""The argument by which `fit` tells the model's `evaluate` that it is a validation."""
+"""The argument with which `fit` calls the model's `evaluate` for a validation."""
 
 READS_AHEAD = _VERSION < (3, 15)
-"""Whether Keras' loop takes a batch from the data before the step that is for it."""
+"""Whether Keras' loop reads each batch before the step of the batch before it."""
 
 RESETS_METRICS_OF_BATCHES = _VERSION >= (3, 15)
 """Whether `train_on_batch` and `test_on_batch` begin with new metrics."""
 
 
 def build(model: Any, first_batch: Callable[[], Any]) -> None:
-    """Make the variables of a model, its losses, metrics and optimizer.
+    """Build a model with its losses, metrics and optimizer.
 
     Args:
         model: The model.
@@ -86,36 +86,36 @@ def build(model: Any, first_batch: Callable[[], Any]) -> None:
 
 
 def _as_on_devices(batch: Any) -> Any:
-    """A batch, of which Keras reads shapes and dtypes, with the dtypes on devices."""
+    """Give a batch the dtypes that it has on devices; Keras reads shapes and dtypes."""
 
-    def known(array: Any) -> Any:
+    def on_devices(array: Any) -> Any:
         if array is None or dtype_on_devices(array.dtype) == array.dtype:
             return array
         return jax.ShapeDtypeStruct(array.shape, dtype_on_devices(array.dtype))
 
-    return keras.tree.map_structure(known, batch)
+    return keras.tree.map_structure(on_devices, batch)
 
 
 def after_build(model: Any) -> None:
-    """Call what Keras calls after it has built a model."""
+    """Call Keras' own hook after a build."""
     model._post_build()
 
 
 def with_dataset(adapter: Any, dataset: Any) -> Any:
-    """A copy of an adapter of a Grain dataset, that reads another dataset.
+    """Copy an adapter of a Grain dataset, with another dataset.
 
     A new adapter would read the first batches once more.
     """
-    made = copy.copy(adapter)
-    made._dataset = dataset
-    return made
+    adapter = copy.copy(adapter)
+    adapter._dataset = dataset
+    return adapter
 
 
 def replace_iterator(adapter: Any, replace: Callable[[Any], Any]) -> None:
-    """Replace, once, the function by which an adapter of arrays makes its batches.
+    """Replace, once, the function with which an adapter of arrays makes its batches.
 
-    Keras' own draws the order of the rows, which differs between its versions, and cuts
-    each batch out of all arrays at once. `replace` is given it.
+    Keras' function shuffles rows, in orders that differ between its versions, and cuts
+    each batch out of all arrays at once. `replace` is called with that function.
     """
     if "_get_iterator" not in vars(adapter):
         adapter._get_iterator = replace(adapter._get_iterator)
@@ -136,30 +136,30 @@ def stop_workers(adapter: Any) -> None:
         with contextlib.suppress(RuntimeError):  # Interrupted before it was started.
             enqueuer.stop()
 
-    # In another thread: an interrupt may have left the lock of its queue taken.
+    # In another thread: an interrupt may have left the lock of its queue locked.
     stopper = threading.Thread(target=stop, daemon=True)
     stopper.start()
     stopper.join(timeout=5.0)
 
 
 def discard_ahead(adapter: Any) -> None:
-    """Discard what a `PyDataset`'s threads have made of an iteration that is over.
+    """Discard the batches that a `PyDataset`'s threads prefetched after an iteration.
 
-    Keras gives it again in the next iteration: as many batches as the threads were
-    ahead. An endless dataset goes on with them, so it keeps them.
+    Keras would yield them in the next iteration. An endless dataset continues with
+    them, so it keeps them.
     """
     if makes_batches_ahead(adapter) and adapter.num_batches is not None:
         adapter.enqueuer.stop()
-        made = adapter.enqueuer.ready_queue
-        while not made.empty():
-            made.get_nowait()
+        ready = adapter.enqueuer.ready_queue
+        while not ready.empty():
+            ready.get_nowait()
 
 
-def end_epoch(adapter: Any, *, goes_on: bool) -> None:
-    """Tell an adapter that an epoch ends; if its data go on, its threads do too."""
-    enqueuer = getattr(adapter, "enqueuer", None) if goes_on else None
+def end_epoch(adapter: Any, *, is_endless: bool) -> None:
+    """Call an adapter's `on_epoch_end`; the threads of endless data keep running."""
+    enqueuer = getattr(adapter, "enqueuer", None) if is_endless else None
     if enqueuer is not None:
-        adapter.enqueuer = None  # Else Keras stops it, and it begins anew.
+        adapter.enqueuer = None  # Otherwise Keras stops it, and it starts again.
     try:
         adapter.on_epoch_end()
     finally:
@@ -168,7 +168,7 @@ def end_epoch(adapter: Any, *, goes_on: bool) -> None:
 
 
 def dataset_with_epochs(adapter: Any) -> Any:
-    """An adapter's `PyDataset`, if it overrides a method called at epochs; or None."""
+    """Return an adapter's `PyDataset` if it overrides a method of epochs; else None."""
     dataset = getattr(adapter, "py_dataset", None)
     if dataset is None:
         return None
@@ -184,7 +184,7 @@ def defines_any(callbacks: Any, names: tuple[str, ...]) -> bool:
 
     Args:
         callbacks: Keras' `CallbackList`.
-        names: The methods' names, that of the list itself first.
+        names: The methods' names, the list's own method first.
     """
     if getattr(type(callbacks), names[0]) is not getattr(CallbackList, names[0]):
         return True
@@ -193,13 +193,13 @@ def defines_any(callbacks: Any, names: tuple[str, ...]) -> bool:
 
 
 def in_order(callbacks: Any) -> Any:
-    """Have the calls for batches that nobody waits for made in their order.
+    """Let one thread make the asynchronous calls for batches; return the callbacks.
 
-    Keras gives them to several threads: one that waits for a batch's logs is overtaken,
-    and a progress bar ends at an earlier batch, such as with 3/3 after five.
+    Keras uses several threads: a thread that waits for a batch's logs is overtaken, and
+    a progress bar ends at an earlier batch.
 
     Args:
-        callbacks: Keras' `CallbackList`, which is returned.
+        callbacks: Keras' `CallbackList`.
     """
     if getattr(callbacks, "_executor", None) is None:
         callbacks._executor = ThreadPoolExecutor(1, "replicax-callbacks")
@@ -207,41 +207,41 @@ def in_order(callbacks: Any) -> Any:
 
 
 def initial_epoch_of(model: Any) -> int | None:
-    """The first epoch that Keras' own `BackupAndRestore` has set; None: none."""
+    """Return the first epoch that Keras' own `BackupAndRestore` has set; or None."""
     return getattr(model, "_initial_epoch", None)
 
 
 def is_made_by_keras(function: Any) -> bool:
-    """Whether Keras made a model's `train_function`, or the user did.
+    """Whether a model's `train_function` is Keras' own, not the user's.
 
-    It is an inner function of Keras' trainer, and has the globals of that. The name of
-    its module would not do: `functools.wraps` gives it to a user's function as well.
+    Keras' is an inner function of its trainer, with the trainer's globals. Its
+    `__module__` proves nothing: `functools.wraps` copies that to a user's function.
     """
     module: str = getattr(function, "__globals__", {}).get("__name__", "")
     return module.startswith("keras.src.")
 
 
 def metrics_in_order(model: Any, logs: Any) -> Any:
-    """Results as `evaluate` returns them: one, or a list in the metrics' order."""
+    """Convert logs to the result of `evaluate`: one value, or a list of all."""
     return model._flatten_metrics_in_order(logs)
 
 
 def tracks_loss(model: Any, metric: Any) -> bool:
-    """Whether a metric is the one in which Keras' steps of a model keep its loss."""
+    """Whether a metric is the model's own tracker of its loss."""
     return metric is getattr(model, "_loss_tracker", None)
 
 
 def compiled_metrics(model: Any) -> list[Any]:
-    """The metrics and weighted metrics that a model compiles, once they are built."""
+    """List the metrics and weighted metrics of `compile`, once they are built."""
     compiled = getattr(model, "_compile_metrics", None)
     return list(compiled.metrics) if compiled is not None else []
 
 
 @contextlib.contextmanager
 def replaced_losses(model: Any, replace: Callable[[Any], Any]) -> Generator[None]:
-    """While open, each loss that a model compiles is `replace(loss)`, once built.
+    """While open, each built loss of a model is `replace(loss)`.
 
-    Publicly a model has what it was given; Keras makes losses of it.
+    The public attribute has the argument of `compile`, from which Keras makes losses.
     """
     compiled: Any = getattr(model, "_compile_loss", None)
     losses = getattr(compiled, "_flat_losses", None)
@@ -259,16 +259,16 @@ _WRAPPERS: tuple[Any, ...] = (
     keras.losses.MeanSquaredError.__base__,
     keras.metrics.MeanMetricWrapper,
 )
-"""The classes that make a loss and a metric of a function."""
+"""Keras' classes that wrap a function as a loss or a metric."""
 
 
 def wraps_function(item: Any) -> bool:
-    """Whether a loss or metric is a function that Keras wraps, and no class of its."""
+    """Whether a loss or metric is a plain function that Keras has wrapped."""
     return type(item) in _WRAPPERS
 
 
 def function_of(item: Any) -> tuple[Any, dict[str, Any]]:
-    """The function of a loss or metric that is made of one, and its options."""
+    """Return the function in a loss or metric, and its options; (None, {}): none."""
     if not isinstance(item, _WRAPPERS):
         return None, {}
     fn = getattr(item, "fn", None) or item._fn

@@ -1,12 +1,12 @@
-"""The wraps: each function of Keras that replicax replaces, and why.
+"""The wraps: each function of Keras that replicax replaces, and the reason.
 
-Where Keras calls such a function, `hook(original, *args, **kwargs)` is called in its
-place. `keras.hooks` has the hooks, each of which does nothing where there is no
-strategy. They are installed when the first strategy is made, not on import.
+Where Keras calls such a function, `hook(original, *args, **kwargs)` runs in its place.
+`keras.hooks` has the hooks, which do nothing without a strategy. The first strategy
+installs them, not the import.
 
 `WRAPS` names an owner by a public class and a method, such as the base of `keras.Model`
-that defines `fit`: the name of that base differs between versions of Keras. On every
-version each function must exist, and take the arguments that its hook names.
+that defines `fit`: the name of that base differs between versions of Keras. In every
+version each function must exist, and accept the arguments that its hook names.
 """
 
 import dataclasses
@@ -30,17 +30,17 @@ _logger = logging.getLogger("replicax")
 Hook = Callable[..., Any]
 
 Original: TypeAlias = Callable[..., Any]
-"""A function of Keras in whose place a hook is called."""
+"""A function of Keras that a hook replaces."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Wrap:
-    """Functions of one owner that are replaced for one reason.
+    """Functions of one owner that replicax replaces for one reason.
 
     Attributes:
         path: A public class, such as `"keras.Model"`, or a module of Keras.
         names: The functions' names.
-        reason: What the hook does.
+        reason: The work of the hook.
         base_with: The owner is the base of the class that defines this method; None:
             the class itself.
     """
@@ -56,7 +56,7 @@ class Wrap:
         return [f"{self.path.rpartition('.')[2]}.{name}" for name in self.names]
 
     def find_owner(self) -> Any:
-        """The class or module that has the functions; None where no base has them."""
+        """Find the class or module with the functions; None: no base has them."""
         module, _, name = self.path.rpartition(".")
         if not name[0].isupper():
             return importlib.import_module(self.path)
@@ -83,15 +83,15 @@ WRAPS = (
         # Not the class that a backend derives: Keras 3.14 has an `__init__` there, too.
         "keras.Variable",
         ("__init__",),
-        "those of a scope get a class of replicax, which gives them their place; a "
-        "function that makes its variables anew on each trace gets the first ones",
+        "variables of a scope get a class of replicax, which places them; a function "
+        "that makes its variables in each trace gets those of the first trace",
         base_with="assign",
     ),
     Wrap(
-        # Not of `keras.Model`: a layer may be trained with this class beside it.
+        # Not `keras.Model` itself: a layer may have the trainer as another base.
         "keras.Model",
         ("__init__",),
-        "remembers the strategy that a model is made under",
+        "stores the strategy in whose scope a model is made",
         base_with="fit",
     ),
     Wrap(
@@ -114,8 +114,8 @@ WRAPS = (
         base_with="fit",
     ),
     Wrap(
-        # Where it is defined: Keras compares a model's `compile` with its base class',
-        # and does not call one that a class in between overrides on loading.
+        # Where it is defined: on loading, Keras compares a model's `compile` with its
+        # base class', and does not call a `compile` that a subclass overrides.
         "keras.Model",
         ("compile",),
         "runs in the scope of the model's strategy",
@@ -130,14 +130,14 @@ WRAPS = (
     Wrap(
         "keras.Optimizer",
         ("add_variable_from_reference",),
-        "says which weight a slot is of, and makes none where servers keep them",
+        "stores the weight that optimizer state is for; servers keep theirs",
         base_with="apply",
     ),
     Wrap(
-        # It overrides `apply`, which its `stateless_apply` does not call.
+        # The class overrides `apply`; its `stateless_apply` does not call that.
         "keras.optimizers.LossScaleOptimizer",
         ("apply", "stateless_apply"),
-        "sums gradients before it looks whether they are finite",
+        "sums gradients before the check whether they are finite",
     ),
     Wrap(
         "keras.src.losses.loss", ("reduce_weighted_values",), "global means of losses"
@@ -145,38 +145,38 @@ WRAPS = (
     Wrap(
         "keras.Layer",
         ("add_loss",),
-        "notes the layer: it knows losses by ids, which others have in another trace",
+        "stores the layer: Keras identifies losses by ids, which another trace reuses",
     ),
     Wrap(
         "keras.Layer",
         ("get_weights", "set_weights"),
-        "all values are those after one step of another thread, or before it",
+        "all values are of one step, also while another thread trains",
     ),
     Wrap(
-        # Which `Model.save` and `keras.saving.save_model` call, among others.
+        # `Model.save` and `keras.saving.save_model`, among others, call these.
         "keras.src.saving.saving_lib",
         ("save_model", "save_weights_only", "load_weights_only"),
-        "a file has the values after one step, and loading comes between two steps",
+        "a file has the values of one step, and loading happens between two steps",
     ),
     Wrap(
         "keras.metrics.Mean",
         ("update_state",),
-        "a batch's value counts once, also where it does not divide by the replicas",
+        "a batch's value counts once, also if its rows do not divide by the replicas",
     ),
     Wrap(
         "keras.layers.BatchNormalization",
         ("__init__",),
-        "takes `synchronized=True` on JAX",
+        "accepts `synchronized=True` on JAX",
     ),
     Wrap(
         "keras.src.backend.jax.distribution_lib",
         ("_to_backend_device",),
-        "\"cpu\" is this worker's, not the first one's",
+        "\"cpu\" is this worker's CPU, not the first worker's",
     ),
     Wrap(
         "keras.src.trainers.data_adapters.data_adapter_utils",
         ("scipy_sparse_to_jax_sparse",),
-        "sparse batches stay on hosts",
+        "sparse batches stay on the host",
     ),
 )
 
@@ -185,13 +185,13 @@ def install(hooks: Mapping[str, Hook]) -> None:
     """Replace the functions of `WRAPS`.
 
     Args:
-        hooks: Of each key of each wrap. Each has the parameters of the function after
-            `original`; all that follow may be `*args` and `**kwargs`.
+        hooks: A hook for each key of each wrap. Its parameters are `original` and those
+            of the function; the last of them may be `*args` and `**kwargs`.
 
     Raises:
         KeyError: If there is a hook without a wrap, or a wrap without a hook.
-        ImportError: If this version of Keras lacks a function, or has one with other
-            parameters than its hook. Nothing is replaced then.
+        ImportError: If this version of Keras lacks a function, or if its parameters
+            differ from the hook's. Nothing is replaced then.
     """
     odd = {key for wrap in WRAPS for key in wrap.keys} ^ set(hooks)
     if odd:
@@ -206,8 +206,8 @@ def install(hooks: Mapping[str, Hook]) -> None:
         raise version_error("; ".join(differences))
     if not is_tested_version(keras.__version__):
         _logger.warning(
-            "Keras %s was not tested with this version of replicax. The functions that "
-            "replicax replaces are all there, and take the same arguments.",
+            "Keras %s was not tested with this version of replicax. All functions that "
+            "replicax replaces exist, with the same arguments.",
             keras.__version__,
         )
     for place in places:
@@ -215,12 +215,12 @@ def install(hooks: Mapping[str, Hook]) -> None:
 
 
 def with_parameters_of(function: Hook, hook: Hook, without: str) -> Hook:
-    """`hook`, whose signature becomes that of the `function` that it calls.
+    """Set the signature of `hook` to that of the `function` that it calls.
 
     Args:
-        function: Is called with what the hook is given.
-        hook: Takes anything.
-        without: A parameter of the function that the hook adds.
+        function: Called with the hook's arguments, and another one.
+        hook: Accepts any arguments.
+        without: The parameter of the function that the hook fills in.
     """
     signature = inspect.signature(function)
     parameters = [p for p in signature.parameters.values() if p.name != without]
@@ -229,7 +229,7 @@ def with_parameters_of(function: Hook, hook: Hook, without: str) -> Hook:
 
 
 def _difference(wrap: Wrap, name: str, hook: Hook) -> str | None:
-    """How a function of Keras differs from what its hook expects; None: it fits."""
+    """Describe how a function of Keras differs from its hook; None: it fits."""
     try:
         owner = wrap.find_owner()
     except (ImportError, AttributeError) as error:
@@ -241,7 +241,7 @@ def _difference(wrap: Wrap, name: str, hook: Hook) -> str | None:
     if not callable(function):
         return f"{label} has no {name!r}"
     if not getattr(function, "__module__", "").startswith("keras."):
-        return None  # Another library has replaced it, which says what it takes.
+        return None  # Another library has replaced it.
     signature = inspect.signature(function)
     if _takes_calls_of(hook, signature):
         return None
@@ -249,9 +249,10 @@ def _difference(wrap: Wrap, name: str, hook: Hook) -> str | None:
 
 
 def _takes_calls_of(hook: Hook, signature: inspect.Signature) -> bool:
-    """Whether a hook has a function's parameters in their order, and takes the others.
+    """Whether a hook accepts all calls of a function.
 
-    Parameters are equal if their names are; the name of `self` does not matter.
+    Its parameters must have the function's names, in the same order; the name of `self`
+    does not matter.
     """
     own = list(inspect.signature(hook).parameters.values())
     own = own[1:] if own[0].name == "original" else own
@@ -276,12 +277,13 @@ def _is_variadic(parameter: inspect.Parameter) -> bool:
 
 def _replace(wrap: Wrap, name: str, hook: Hook) -> None:
     holders = wrap.find_holders(name)
-    found = getattr(holders[0], name)
-    is_decorated = _is_decorated(found)
+    original = getattr(holders[0], name)
+    is_decorated = _is_decorated(original)
     # `model.fit(callbacks=[rx.BackupAndRestore(...)])` looks `fit` up before it makes
-    # the callback, which installs the hooks. Keras' decorator calls what its cell has.
-    cell = found.__closure__[0] if is_decorated else None
-    function = hooked(filter_traceback(cell.cell_contents) if cell else found, hook)
+    # the callback, which installs the hooks. So the hook also goes into the cell of
+    # Keras' decorator.
+    cell = original.__closure__[0] if is_decorated else None
+    function = hooked(filter_traceback(cell.cell_contents) if cell else original, hook)
     if cell:
         cell.cell_contents = function
     for holder in holders:
@@ -289,7 +291,7 @@ def _replace(wrap: Wrap, name: str, hook: Hook) -> None:
 
 
 def _is_decorated(function: Any) -> bool:
-    """Whether Keras filters the tracebacks of errors in it."""
+    """Whether Keras has decorated a function to filter tracebacks."""
     return _code_of(function) is _code_of(filter_traceback(function))
 
 
@@ -298,12 +300,12 @@ def _code_of(function: Any) -> Any:
 
 
 def hooked(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
-    """A function that calls `hook(original, ...)` in place of `original(...)`."""
+    """Make a function that calls `hook(original, ...)` in place of `original(...)`."""
 
     @functools.wraps(original)
     def function(*args: Any, **kwargs: Any) -> Any:
         return hook(original, *args, **kwargs)
 
-    # Keras reads argument names with `inspect.getfullargspec`, which needs this.
+    # Keras reads argument names with `inspect.getfullargspec`, which needs it.
     function.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
     return function

@@ -30,15 +30,15 @@ def holds_numbers(array: np.ndarray | np.generic) -> bool:
 
 
 def dtype_on_devices(dtype: Any) -> Any:
-    """The dtype that JAX gives arrays of a dtype, such as int32 for int64 by default.
+    """Return JAX's canonical dtype, such as int32 for int64 by default.
 
-    JAX 0.11 and later warn where a `jax.ShapeDtypeStruct` has another one.
+    JAX 0.11 and later warn of a `jax.ShapeDtypeStruct` with another dtype.
     """
     return jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
 
 
 def aligned(num_bytes: int) -> np.ndarray:
-    """New memory, `uint8[n]`, that JAX takes for an array on a CPU without a copy."""
+    """Allocate memory, `uint8[n]`, that JAX uses for a CPU array without a copy."""
     memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT
     return memory[start : start + num_bytes]
@@ -73,7 +73,7 @@ class FlatLayout:
     Example:
         >>> layout = FlatLayout([("int8", (2,)), ("float32", (1, 2)), ("int8", ())])
         >>> pieces = layout.pieces([np.int8([1, 2]), np.ones((1, 2)), np.array(3)])
-        >>> vectors = {dtype: np.concatenate(found) for dtype, found in pieces.items()}
+        >>> vectors = {dtype: np.concatenate(x) for dtype, x in pieces.items()}
         >>> vectors["int8"].tolist(), [x.shape for x in layout.unpack(vectors)]
         ([1, 2, 3], [(2,), (1, 2), ()])
     """
@@ -82,7 +82,7 @@ class FlatLayout:
 
     @property
     def spans(self) -> list[tuple[str, int, int]]:
-        """Each array's dtype, and its first element and end in that vector."""
+        """Each array's dtype, and its start and end in the vector of that dtype."""
         spans: list[tuple[str, int, int]] = []
         ends: dict[str, int] = {}
         for dtype, shape in self.entries:
@@ -97,14 +97,14 @@ class FlatLayout:
         return {dtype: stop for dtype, _, stop in self.spans}
 
     def pieces(self, arrays: Iterable[np.ndarray]) -> dict[str, list[np.ndarray]]:
-        """The arrays of each vector in its order, flat; joined they are the vector."""
+        """Return the flat arrays that each vector consists of, in order."""
         pieces: dict[str, list[np.ndarray]] = {}
         for (dtype, _), array in zip(self.entries, arrays, strict=True):
             pieces.setdefault(dtype, []).append(array.reshape(-1))
         return pieces
 
     def unpack(self, vectors: Mapping[str, _Array]) -> list[_Array]:
-        """The arrays of NumPy's vectors, as views, or of JAX's, also in programs."""
+        """Cut vectors into arrays: views of NumPy's vectors; also in JAX programs."""
         return [
             vectors[dtype][start:stop].reshape(shape)
             for (_, shape), (dtype, start, stop) in zip(

@@ -136,9 +136,9 @@ def complete_folder(path: Path) -> Path:
 
 
 def remove_folder(path: Path) -> None:
-    """Rename a folder, then delete it, so that nobody reads half of it.
+    """Rename a folder, then delete it, so that no process reads half of it.
 
-    It is no error if another process has deleted it.
+    Another process may have deleted it already.
 
     Raises:
         OSError: If it cannot be deleted.
@@ -158,14 +158,14 @@ def leftovers(folder: Path, names: str, idle_seconds: float = 0.0) -> list[Path]
     """
     pattern = re.compile(rf"\.(?:{names})\.part")
     latest = time.time() - idle_seconds if idle_seconds else math.inf
-    left: list[Path] = []
+    folders: list[Path] = []
     for path in folder.iterdir() if folder.is_dir() else ():
         # Another process may delete it meanwhile.
         with contextlib.suppress(FileNotFoundError):
             is_old = path.stat().st_mtime < latest
             if pattern.fullmatch(path.name) and path.is_dir() and is_old:
-                left.append(path)
-    return left
+                folders.append(path)
+    return folders
 
 
 def _old_of(path: Path) -> Path:
@@ -203,17 +203,16 @@ def full_disk_error(error: BaseException) -> int | None:
     """The error number of a full disk, a quota or a file too large; else None."""
     number = error.errno if isinstance(error, OSError) else None
     if number is None:  # TensorStore raises a ValueError.
-        found = re.search(r"\[os_error_code='(\d+)'", str(error))
-        number = int(found[1]) if found else None
+        code = re.search(r"\[os_error_code='(\d+)'", str(error))
+        number = int(code[1]) if code else None
     return number if number in _FULL else None
 
 
 def free_bytes(folder: Path) -> int:
     """Return the free bytes of a folder, or of the place where it would be created."""
-    there = next(
-        p for p in (folder.absolute(), *folder.absolute().parents) if p.is_dir()
-    )
-    return shutil.disk_usage(there).free
+    path = folder.absolute()
+    existing = next(p for p in (path, *path.parents) if p.is_dir())
+    return shutil.disk_usage(existing).free
 
 
 def reason(error: BaseException) -> str:

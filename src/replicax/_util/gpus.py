@@ -16,13 +16,15 @@ def visible_gpus(environment: Mapping[str, str]) -> list[str]:
     """List the GPUs that a process with this environment sees; starts no device.
 
     Returns:
-        Their names, as `CUDA_VISIBLE_DEVICES` takes them. What follows a number that no
-        GPU has, such as -1, is not seen.
+        Their names, in the form of `CUDA_VISIBLE_DEVICES`. As in CUDA, a number that no
+        GPU has, such as -1, ends the list.
     """
-    there = [str(number) for number, _ in enumerate(_DRIVER.glob("*"))]
+    present = [str(number) for number, _ in enumerate(_DRIVER.glob("*"))]
     visible = environment.get(CUDA_VISIBLE_DEVICES)
     if visible is None:
-        return there
+        return present
     named = [name.strip() for name in visible.split(",")]
-    seen = itertools.takewhile(lambda name: name in there or name[:1].isalpha(), named)
-    return list(seen)[: len(there)]
+    visible_names = itertools.takewhile(
+        lambda name: name in present or name[:1].isalpha(), named
+    )
+    return list(visible_names)[: len(present)]

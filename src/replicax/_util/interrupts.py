@@ -8,26 +8,24 @@ the critical sections are the rare steps that take several instructions.
 import _signal
 import _thread
 import contextlib
-import functools
-import inspect
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, TypeVar
 
-from replicax._util.user_code import is_installed_file, library_of
+from replicax._util.user_code import is_installed_file
 
 __all__ = [
     "describe_interrupts",
     "described",
-    "heeding_interrupts",
+    "end_postponement",
     "postponing_interrupts",
-    "raise_unheeded",
+    "raise_swallowed",
+    "reraising_interrupts",
     "shortened",
-    "take_up_postponed",
     "uninterrupted",
 ]
 
@@ -42,15 +40,15 @@ def uninterrupted(call: Callable[[], T]) -> T:
     """
     if threading.current_thread() is not threading.main_thread():
         return call()  # Handlers are called in the main thread only.
-    held = _HeldBack()
+    queue = _SignalQueue()
     try:
-        held.hold()
+        queue.hold()
         return call()
     finally:
-        held.release()
+        queue.release()
 
 
-class _HeldBack:
+class _SignalQueue:
     """Replaces this process' signal handlers, and queues the signals."""
 
     def __init__(self) -> None:
@@ -98,23 +96,22 @@ class _HeldBack:
                 self._deliver()
 
 
-_NO_STEP_S = 20.0
-"""How long a postponed interrupt waits without a step; a launcher waits 30 s."""
+_NO_STEP_SECONDS = 20.0
+"""Maximal wait of a postponed interrupt for the next step; a launcher waits 30 s."""
 
-_SPEAKS_S = 1.0
+_MESSAGE_SECONDS = 1.0
 _POSTPONED = (
-    "replicax: interrupted; training is saved after the step, or the validation, that "
-    "is under way. Interrupt again to end at once."
+    "replicax: interrupted; training is saved after the present step or validation. "
+    "Interrupt again to end at once."
 )
 
 
 class _Pending:
-    """The interrupts during a call that heeds them.
+    """The interrupts within `reraising_interrupts`.
 
     Attributes:
-        numbers: Signals that were raised, and may have been swallowed, or that were
-            postponed.
-        request: Called for a first interrupt, which it raises later; None: interrupts
+        numbers: Signals that were raised, and perhaps swallowed, or were postponed.
+        request: Called for a first interrupt, which is then postponed; None: interrupts
             are raised at once.
         moved_at: Start of the last step while an interrupt is postponed; else None.
     """
@@ -138,15 +135,15 @@ class _Pending:
         signal.default_int_handler(number, frame)
 
     def _limit(self) -> None:
-        speaks_at = time.monotonic() + _SPEAKS_S
+        prints_at = time.monotonic() + _MESSAGE_SECONDS
         while (moved_at := self.moved_at) is not None:
             now = time.monotonic()
-            if now > moved_at + _NO_STEP_S:
+            if now > moved_at + _NO_STEP_SECONDS:
                 main = threading.main_thread().ident
                 signal.pthread_kill(main or 0, signal.SIGINT)
                 return
-            if now > speaks_at:
-                speaks_at = float("inf")
+            if now > prints_at:
+                prints_at = float("inf")
                 print(_POSTPONED, file=sys.stderr, flush=True)
             time.sleep(0.1)
 
@@ -157,130 +154,26 @@ class _Pending:
 
 
 _pending = _Pending()
-_unheeded = _pending.numbers
-_note = _pending.note
-
-
-class _Heeded:
-    """A signal handler of the user's that remembers what it raises."""
-
-    def __init__(self, handler: Callable[..., Any]) -> None:
-        self.handler = handler
-
-    def __call__(self, number: int, frame: Any) -> None:
-        """Call the handler."""
-        try:
-            self.handler(number, frame)
-        except BaseException as error:
-            _raised.append(error)
-            raise
-
-
-_heeded: dict[int, _Heeded] = {}
-"""The handlers in place of the user's, by signal, while a call heeds them."""
-
-_raised: list[BaseException] = []
-"""What they have raised during the call."""
-
-_SENT = tuple(
-    getattr(_signal, f"SIG{name}")
-    for name in ("HUP", "INT", "QUIT", "ALRM", "TERM", "USR1", "USR2", "XCPU")
-)
-"""The signals whose handlers are looked up before each step, in 1 us."""
-
-
-def _heed_handlers(numbers: Iterable[int]) -> None:
-    """Put handlers that remember what they raise in place of the user's.
-
-    Those of installed packages stay: a package may compare its handler when it
-    restores the one before.
-    """
-    for number in numbers:
-        handler = _signal.getsignal(number)
-        if not callable(handler) or isinstance(handler, _Heeded):
-            continue
-        function: Any = handler
-        while isinstance(function, functools.partial):
-            function = function.func
-        if not inspect.isroutine(function):
-            function = type(function).__call__
-        code = getattr(inspect.unwrap(function), "__code__", None)
-        if code is not None and not is_installed_file(code.co_filename):
-            _heeded[number] = _Heeded(handler)
-            _signal.signal(number, _heeded[number])
-
-
-def _restore_handlers() -> None:
-    while _heeded:
-        number, heeded = _heeded.popitem()
-        if _signal.getsignal(number) is heeded:  # The call may have set another.
-            _signal.signal(number, heeded.handler)
-
-
-def _swallowed() -> BaseException | None:
-    """Take what a user's handler has raised and a library has swallowed, if anything.
-
-    A traceback begins where its exception was caught. A bare `except` of Keras, or a
-    callback of JAX's, may be interrupted; where the user's code catches an exception of
-    its own handler, it is dealt with.
-    """
-    errors, _raised[:] = list(_raised), []
-    for error in errors:
-        trace = error.__traceback__
-        if trace is None or library_of(trace.tb_frame.f_code.co_filename):
-            return error
-    return None
+_note = _pending.note  # One object: `signal` compares it.
 
 
 @contextlib.contextmanager
-def heeding_interrupts() -> Iterator[None]:
-    """While open, raise an interrupt again if a library swallows it.
+def reraising_interrupts() -> Iterator[None]:
+    """While open, raise a `KeyboardInterrupt` again if a library swallows it.
 
-    An interrupt is a `KeyboardInterrupt` of Python's own handler, or what a handler of
-    the user's raises. Destructors, callbacks of the garbage collector and of C
-    libraries swallow it, and so does a bare `except`. `raise_unheeded`, at the next
-    step's beginning, raises it again, or else the end of the context does. All handlers
-    are the user's afterwards.
+    Destructors, callbacks of the garbage collector and of C libraries, and a bare
+    `except` swallow it. `raise_swallowed`, before each step, raises it again; otherwise
+    the end of the context does. A SIGINT handler of the user's own stays as it is.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    is_inner = bool(_depth)
-    _depth.append(None)
-    try:
-        _heed_handlers(range(1, _signal.NSIG))
-        with _heeding_ctrl_c():
-            yield
-    except BaseException as error:
-        known = any(error is x for x in _raised)
-        if not known and (swallowed := _swallowed()) is not None:
-            raise swallowed from error
-        raise
-    else:
-        if (swallowed := _swallowed()) is not None:
-            raise swallowed
-    finally:
-        _depth.pop()
-        if not is_inner:
-            _restore_handlers()
-            _raised.clear()
-
-
-_depth: list[None] = []
-"""One entry for each open `heeding_interrupts`: `evaluate` is called within `fit`."""
-
-
-@contextlib.contextmanager
-def _heeding_ctrl_c() -> Iterator[None]:
-    """Raise a swallowed `KeyboardInterrupt` again, unless the user has a handler."""
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
     _pending.clear()
     try:
         signal.signal(signal.SIGINT, _note)
         yield
-        if _unheeded:
+        if _pending.numbers:
             raise KeyboardInterrupt
     finally:
         if _signal.getsignal(signal.SIGINT) is _note:
@@ -292,11 +185,11 @@ def _heeding_ctrl_c() -> Iterator[None]:
 def postponing_interrupts(request: Callable[[], None]) -> Iterator[None]:
     """While open, a first Ctrl-C calls `request`; a second one is raised at once.
 
-    The caller raises `KeyboardInterrupt` after the step. If no step begins for 20 s, it
-    is raised then. The signal handler calls `request`, at any instruction of the main
-    thread.
+    The caller raises `KeyboardInterrupt` after the step. If no step begins for 20 s,
+    the interrupt is raised then. The signal handler calls `request`, at any instruction
+    of the main thread.
     """
-    with heeding_interrupts():
+    with reraising_interrupts():
         before, _pending.request = _pending.request, request
         try:
             yield
@@ -304,35 +197,30 @@ def postponing_interrupts(request: Callable[[], None]) -> Iterator[None]:
             _pending.request = before
 
 
-def take_up_postponed() -> None:
+def end_postponement() -> None:
     """End the postponement: what follows, such as a save, has no time limit."""
     _pending.moved_at = None
 
 
-def raise_unheeded() -> None:
+def raise_swallowed() -> None:
     """Raise an interrupt that some code has swallowed; called before each step."""
-    if not _depth or threading.get_ident() != threading.main_thread().ident:
-        return
-    _heed_handlers(_SENT)
-    if _raised and (swallowed := _swallowed()) is not None:
-        raise swallowed
-    if not _unheeded:
+    if not _pending.numbers or threading.get_ident() != threading.main_thread().ident:
         return
     if _pending.moved_at is not None:
         _pending.moved_at = time.monotonic()
         return
-    _unheeded.clear()
+    _pending.numbers.clear()
     raise KeyboardInterrupt
 
 
 def _users(trace: TracebackType | None) -> list[TracebackType]:
     """List the frames of a traceback in the user's code."""
-    found = []
+    frames = []
     while trace is not None:
         if not is_installed_file(trace.tb_frame.f_code.co_filename):
-            found.append(trace)
+            frames.append(trace)
         trace = trace.tb_next
-    return found
+    return frames
 
 
 def shortened(error: BaseException) -> BaseException:

@@ -88,13 +88,13 @@ class FolderFormat:
 
     def _check_file(self, folder: Path, name: str, expected: JSONObject) -> None:
         try:
-            found = _fingerprint(folder / name)
+            actual = _fingerprint(folder / name)
         except OSError as error:
             raise self.damaged(folder, name, reason(error)) from error
-        if found["bytes"] != expected["bytes"]:
-            sizes = f"it has {found['bytes']} bytes, expected {expected['bytes']}"
+        if actual["bytes"] != expected["bytes"]:
+            sizes = f"it has {actual['bytes']} bytes, expected {expected['bytes']}"
             raise self.damaged(folder, name, sizes)
-        if found != expected:
+        if actual != expected:
             raise self.damaged(folder, name, "its checksum is wrong")
 
 

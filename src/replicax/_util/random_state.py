@@ -1,7 +1,7 @@
 """Captures and restores a process' random state: Python's and NumPy's generators.
 
-Keras uses both, for shuffling and for seeding its own generators. A `RandomStream` has
-them draw other numbers for a while.
+Keras uses both, for shuffling and for seeding its own generators. A `RandomStream`
+replaces their state for the length of a block.
 """
 
 import random
@@ -53,13 +53,13 @@ def fingerprint() -> str:
 
 
 class RandomStream:
-    """Random numbers apart from those that are drawn outside of it.
+    """A separate stream of random numbers.
 
-    While it is entered the process draws the stream's numbers, and afterwards goes on
-    where it was before. It may be entered again inside.
+    Inside its `with` block the process draws the stream's numbers; afterwards it
+    continues with its own. Blocks may nest, and a later block continues the stream.
 
     Args:
-        name: Streams of other names, or made in another random state, differ.
+        name: Streams differ if their names, or the random states at their creation, do.
 
     Example:
         >>> random.seed(0)

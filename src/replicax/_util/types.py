@@ -17,7 +17,7 @@ PyTree: TypeAlias = Any
 """A tree of arrays, or one array, as `jax.tree` takes it: any object may be a leaf."""
 
 Tensor: TypeAlias = Any
-"""A `jax.Array`, traced or not, as Keras' operations return it: they say no type."""
+"""A `jax.Array`, traced or not; Keras does not annotate its operations."""
 
 Logs: TypeAlias = dict[str, Any]
 """Values of losses and metrics by name, as Keras' callbacks get them."""

@@ -1,4 +1,4 @@
-"""Tells the user's code from that of replicax and other libraries."""
+"""Distinguishes the user's code from that of replicax and other libraries."""
 
 import functools
 import importlib.util
@@ -41,15 +41,17 @@ def library_of(file_name: str) -> str | None:
 
 def is_user_file(file_name: str) -> bool:
     """Whether a source file is the user's, or interactive input."""
-    is_made = file_name.startswith("<") and not file_name.startswith(("<ipy", "<stdin"))
-    return not is_made and library_of(file_name) is None
+    is_generated = file_name.startswith("<") and not file_name.startswith(
+        ("<ipy", "<stdin")
+    )
+    return not is_generated and library_of(file_name) is None
 
 
 def is_installed_file(file_name: str) -> bool:
     """Whether a source file is of Python, of an installed package, or of replicax.
 
-    These are more files than those of `library_of`. A user may call a layer of an
-    installed package, and messages name it, but an interrupt's place is elsewhere.
+    `library_of` knows fewer packages: messages do name a layer of another package. The
+    place of an interrupt is always in the user's own files.
     """
     return file_name.startswith(("<frozen", *_INSTALLED))
 

@@ -38,15 +38,15 @@ class _Nested:
 
     @property
     def is_innermost(self) -> bool:
-        there = [x for x in self._stack if x() is not None]
-        return there[-1:] == [weakref.ref(self)]
+        alive = [x for x in self._stack if x() is not None]
+        return alive[-1:] == [weakref.ref(self)]
 
 
 def back_off(first: float, longest: float, factor: float = 1.25) -> Iterator[float]:
     """Pauses between polls, each longer by a factor, to the longest.
 
-    By default whoever waits notices the result late by at most a quarter of what the
-    wait took.
+    With the default factor a waiter notices a result late by at most a quarter of the
+    time that it has waited.
 
     Example:
         >>> list(itertools.islice(back_off(1.0, 1.5), 4))

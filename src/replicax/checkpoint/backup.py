@@ -14,7 +14,7 @@ import numpy as np
 
 from replicax._util import json_codec, random_state
 from replicax._util.arguments import require_count, require_flag, require_path
-from replicax._util.interrupts import take_up_postponed
+from replicax._util.interrupts import end_postponement
 from replicax._util.types import Logs, PyTree
 from replicax.checkpoint.fit_state import (
     FitState,
@@ -286,7 +286,7 @@ class _BackedUpFit:
         interrupted = self._stop.interrupted
         result = f"training is saved after step {self._total} in"
         try:
-            take_up_postponed()
+            end_postponement()
             self._save()
             self._manager.wait()
         except CheckpointError as error:

@@ -24,7 +24,7 @@ from replicax._private.keras import (
 from replicax._private.trainer import IN_FIT
 from replicax._private.wraps import Original
 from replicax._util.dry_run import current_dry_run
-from replicax._util.interrupts import heeding_interrupts, shortened
+from replicax._util.interrupts import reraising_interrupts, shortened
 from replicax._util.types import PyTree
 from replicax.engine import threads
 from replicax.engine.blocks import (
@@ -180,7 +180,7 @@ def _run(
         # Shuffling depends on it.
         synchronize_random_state(strategy.workers, description)
         try:
-            with heeding_interrupts():
+            with reraising_interrupts():
                 return called_in(strategy, call, (caller, model))
         finally:
             strategy.home.settle()

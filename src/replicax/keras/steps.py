@@ -22,7 +22,7 @@ import numpy as np
 from replicax._private import keras as internals
 from replicax._private.trainer import is_made_by_keras
 from replicax._util.dry_run import current_dry_run
-from replicax._util.interrupts import raise_unheeded
+from replicax._util.interrupts import raise_swallowed
 from replicax._util.signatures import positional_count
 from replicax._util.types import PyTree
 from replicax._util.user_code import describe
@@ -338,7 +338,7 @@ class Steps:
 
     def __call__(self, batches: Sequence[PlacedBatch]) -> PyTree:
         """Run an execution; the variables have its values then."""
-        raise_unheeded()
+        raise_swallowed()
         if _function_of(self._model, self._kind) is not self._function:
             # A callback has replaced `train_function`: as in Keras, the next batch uses
             # the new one.

@@ -201,7 +201,7 @@ class EpochBatches:
 
     def finish(self) -> None:
         """Tell the data that all steps of the epoch have begun."""
-        trainer.end_epoch(self._adapter, goes_on=self._steps is not None)
+        trainer.end_epoch(self._adapter, is_endless=self._steps is not None)
 
     def end(self, length: int | None) -> None:
         """Go to the next epoch, after that many steps if that is known."""

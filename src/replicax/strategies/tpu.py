@@ -83,9 +83,7 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
         """This process' index among those of all slices."""
         return self._workers.index
 
-    def _join_workers(
-        self, timeouts: Timeouts, gpus: Sequence[int] | None
-    ) -> Workers:
+    def _join_workers(self, timeouts: Timeouts, gpus: Sequence[int] | None) -> Workers:
         workers = super()._join_workers(timeouts, gpus)
         if workers.count > 1 and workers.timeouts != timeouts:
             _logger.warning(
