@@ -13,13 +13,13 @@ import msgspec
 import numpy as np
 import pytest
 
+from replicax._util.watchdog import Watchdog
 from replicax.errors import ClusterError
 from replicax.ps import wire
 from replicax.ps.connection import Connection, ConnectionLost, ServerRefused
 from replicax.ps.credentials import Credentials, new_token
 from replicax.ps.service import Service
 from replicax.ps.store import VariableStore
-from replicax.ps.watchdog import Watchdog
 
 pytest.importorskip("pyarrow")
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from replicax._util.types import JSONObject
 from replicax._util.waiting import back_off, wait_for
+from replicax._util.watchdog import Watchdog
 from replicax._version import versions
 from replicax.cluster.addresses import parse_address
 from replicax.errors import ClusterError, ClusterMismatchError
@@ -20,7 +21,6 @@ from replicax.ps import wire
 from replicax.ps.credentials import Credentials
 from replicax.ps.message_stream import MessageStream
 from replicax.ps.shared_memory import SharedMemory
-from replicax.ps.watchdog import Watchdog
 
 __all__ = ["Connection", "ConnectionLost", "ServerRefused", "ValuesLostError"]
 
