@@ -124,7 +124,7 @@ PAGES = {
         ),
     ),
     "gradients.md": Page(
-        title="How gradients travel",
+        title="Gradient communication",
         text="Cross-device operations and their options.",
         names=(
             "CrossDeviceOps",
