@@ -1,7 +1,6 @@
 """A server's port in this process: what it answers, what it refuses, how it ends."""
 
 import json
-import logging
 import os
 import re
 import socket
@@ -411,14 +410,10 @@ def test_twenty_services_leave_no_thread_descriptor_or_port():
 
 def test_warnings_are_limited(service, caplog):
     service._log._per_minute = 20
-    with caplog.at_level(logging.WARNING, logger="replicax"):
-        with Connection(service.address, Credentials(token=new_token())) as stranger:
-            for _ in range(50):
-                with pytest.raises(ServerRefused, match="has the wrong token"):
-                    stranger.call("hello")
-        service.close()
-    lines = [r.getMessage() for r in caplog.records if r.name == "replicax"]
-    assert len(lines) <= 6
-    assert lines[-1] == (
-        "Warnings that were left out: 45 calls without the right token of 127.0.0.1."
-    )
+    with Connection(service.address, Credentials(token=new_token())) as stranger:
+        for _ in range(90):
+            with pytest.raises(ServerRefused, match="has the wrong token"):
+                stranger.call("hello")
+    texts = [record.getMessage() for record in caplog.records]
+    refusals = [text for text in texts if text.startswith("Refused a call")]
+    assert 20 <= len(refusals) <= 40  # A minute may begin meanwhile.

@@ -8,7 +8,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import threading
 import time
 
 import numpy as np
@@ -32,10 +31,7 @@ GROUP = place(
     1,
 )
 SERVER = """
-import logging, resource, sys, threading
-if len(sys.argv) > 2:
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[2]), most))
+import logging, sys
 logging.basicConfig(level="INFO", format="%(message)s")
 from replicax.cluster.timeouts import Timeouts
 from replicax.ps.board import Board
@@ -44,7 +40,8 @@ from replicax.ps.service import Service
 from replicax.ps.store import VariableStore
 board = Board(["worker:0"], Timeouts(startup=60, heartbeat=60, chief=60))
 credentials = Credentials.from_environment()
-service = Service(sys.argv[1], VariableStore(0), board, credentials, stranger_seconds=2)
+store = VariableStore(0)
+service = Service(sys.argv[1], store, board, credentials, handshake_seconds=2)
 service.serve_in_thread()
 print("ready", flush=True)
 sys.stdin.read()
@@ -56,9 +53,7 @@ print("closed", flush=True)
 class Server:
     """A server in a process of its own, and an honest worker of it."""
 
-    def __init__(
-        self, folder, environment, credentials, host="127.0.0.1", descriptors=None
-    ):
+    def __init__(self, folder, environment, credentials, host="127.0.0.1"):
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         self.address = f"{host}:{self.port}"
@@ -66,10 +61,7 @@ class Server:
         self.log_file = (folder / "log").open("w")
         self.log_path = folder / "log"
         self.process = subprocess.Popen(
-            [
-                *(sys.executable, "-c", SERVER, self.address),
-                *([] if descriptors is None else [str(descriptors)]),
-            ],
+            [sys.executable, "-c", SERVER, self.address],
             env=os.environ | environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -183,7 +175,7 @@ def test_a_connection_that_says_nothing_is_closed(server):
             while sock.recv(65536):
                 pass
     assert 1 < time.monotonic() - began < 8
-    server.log_has(rf"Closed the connection from 127\.0\.0\.1:{port} ")
+    server.log_has(rf"closed the connection from 127\.0\.0\.1:{port}:")
 
 
 @pytest.mark.parametrize("how", ["exchange", "call"])
@@ -198,53 +190,8 @@ def test_a_wrong_token_is_refused_at_once(server, how):
             calls[how]()
         assert caught.value.kind == "Unauthenticated"
     assert time.monotonic() - began < 10
-    server.log_has(r"has the wrong token. Refused; it came from 127\.0\.0\.1:\d+")
+    server.log_has(r"Refused a call of \w+ at .*: it has the wrong token")
     assert server.connection.call("board.alive") == []
-
-
-@pytest.mark.slow
-def test_a_flood_of_idle_connections_hides_no_wrong_token(tmp_path):
-    token = new_token()
-    environment = {"REPLICAX_PS_TOKEN": token}
-    server = Server(tmp_path, environment, Credentials(token=token))
-    try:
-        before = server.resident_megabytes()
-        with contextlib.ExitStack() as idle:
-            socks = [idle.enter_context(plain(server)[0]) for _ in range(170)]
-            assert server.resident_megabytes() - before < 50
-            for sock in socks:
-                sock.settimeout(30)
-                with contextlib.suppress(ConnectionError):
-                    while sock.recv(65536):
-                        pass
-        with server.connect(Credentials(token=new_token())) as stranger:
-            for _ in range(3):
-                with pytest.raises(ServerRefused, match="has the wrong token"):
-                    stranger.call("hello")
-        server.log_has(r"(?s)(has the wrong token. Refused; it came from 127.*){3}")
-    finally:
-        server.close()
-    log = server.log_path.read_text()
-    said = log.count("Closed the connection")
-    left_out = re.findall(r"(\d+) connections that stayed", log)
-    assert said <= 15 * 2  # Of one address, in each of the minutes that it took.
-    assert 170 <= said + sum(map(int, left_out)) <= 173, log
-
-
-def test_strangers_that_take_all_descriptors_keep_no_worker_out(tmp_path):
-    """The watch needs no descriptor of its own to see and close connections."""
-    token = new_token()
-    environment, limit = {"REPLICAX_PS_TOKEN": token}, 256
-    server = Server(tmp_path, environment, Credentials(token=token), descriptors=limit)
-    try:
-        with contextlib.ExitStack() as idle:
-            for _ in range(limit):
-                idle.enter_context(plain(server)[0])
-            with server.connect(retry_timeout_seconds=60) as worker:
-                assert worker.call("board.alive") == []
-        server.still_trains()
-    finally:
-        server.close()
 
 
 def test_no_token_opens_nothing(server):
@@ -266,7 +213,7 @@ def test_no_token_opens_nothing(server):
             options = flight.FlightCallOptions(headers=[(b"authorization", header)])
             with pytest.raises((flight.FlightError, pa.ArrowException), match=r"."):
                 list(client.do_action(("store.status", b"{}"), options))
-    server.log_has(r"has no token. Refused; it came from 127\.0\.0\.1:\d+")
+    server.log_has(r"Refused a call of \w+ at .*: it has no token")
 
 
 def test_a_claimed_frame_of_two_gigabytes_takes_no_memory(server):
@@ -310,60 +257,6 @@ def test_a_replayed_push_is_refused(server):
             server.push(server.pushed - 1)
         assert caught.value.kind == "RequestError"
         server.log_has(r"'push' of 127\.0\.0\.1:\d+ failed: .*is older than")
-
-
-@pytest.mark.skipif(
-    not hasattr(socket, "TCP_INFO"), reason="the system counts no received bytes"
-)
-@pytest.mark.parametrize("how", ["action", "stream"])
-def test_two_hundred_megabytes_without_a_token_are_cut_off(server, how):
-    """gRPC takes a body before the token is checked: the connection is closed."""
-    flight = wire.flight()
-    refused = (
-        *(flight.FlightUnavailableError, flight.FlightUnauthenticatedError),
-        flight.FlightTimedOutError,
-    )
-    body = bytes(200 << 20)
-    before, peak = server.resident_megabytes(), 0.0
-    done = threading.Event()
-
-    def watch():
-        nonlocal peak
-        while True:
-            peak = max(peak, server.resident_megabytes())
-            if done.wait(0.005):
-                return
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
-        with flight.FlightClient(f"grpc+tcp://{server.address}") as client:
-            # gRPC tries again each time it is cut off.
-            options = flight.FlightCallOptions(timeout=5)
-            attack = {"action": send_action, "stream": send_stream}[how]
-            with pytest.raises(refused, match=r"."):
-                attack(client, body, options)
-    finally:
-        done.set()
-        watcher.join()
-    print(f"{how}: {before:.0f} MB before, at most {peak:.0f} MB")
-    assert peak - before < 150
-    if how == "action":
-        server.log_has(r"Closed the connection from 127\.0\.0\.1:\d+ to port .* bytes")
-
-
-def send_action(client, body, options):
-    list(client.do_action(("hello", body), options))
-
-
-def send_stream(client, body, options):
-    descriptor = wire.flight().FlightDescriptor.for_path("x")
-    writer, reader = client.do_exchange(descriptor, options)
-    try:
-        writer.write_metadata(body)
-        reader.read_chunk()
-    finally:
-        writer.close()
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ Where what runs:
 
     both sides    wire, messages, limits, credentials, partition, group_vectors,
                   optimizers
-    a server      serve, service, unauthenticated, store, groups, snapshots, call_log;
+    a server      serve, service, open_connections, store, groups, snapshots, call_log;
                   variables: dense_group, server_optimizer; tables: table,
                   row_optimizer, row_initializers
     server 0      board: presence, streams, tickets, closures

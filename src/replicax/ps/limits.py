@@ -11,7 +11,10 @@ small job never comes near them: it is as prompt as it can be.
 import inspect
 import itertools
 import json
+import logging
 import math
+import threading
+import time
 from collections.abc import Callable
 from typing import Annotated, Any, TypeVar
 
@@ -22,6 +25,7 @@ __all__ = [
     "Count",
     "Disowned",
     "Few",
+    "LimitedLog",
     "Name",
     "Names256",
     "Names1024",
@@ -52,6 +56,8 @@ Tickets256 = Annotated[list[Count], msgspec.Meta(max_length=256)]
 Names256 = Annotated[list[Name], msgspec.Meta(max_length=256)]
 Names1024 = Annotated[list[Name], msgspec.Meta(max_length=1024)]
 Names4096 = Annotated[list[Name], msgspec.Meta(max_length=4096)]
+
+_logger = logging.getLogger("replicax")
 
 _BEATS_PER_SECOND = 200
 _WATCHES_PER_SECOND = 50
@@ -85,6 +91,44 @@ def check_size(value: Any, what: str, *, most: int) -> int:
     if size > most:
         raise RequestError(f"{what} has {size} bytes as JSON; at most {most} are kept.")
     return size
+
+
+class LimitedLog:
+    """At most `per_minute` warnings a minute, so that a flood cannot fill a disk.
+
+    Example:
+        >>> log = LimitedLog(per_minute=2)
+        >>> for _ in range(5):
+        ...     log.warn("refused")
+        >>> log.num_omitted
+        3
+    """
+
+    def __init__(
+        self, per_minute: int = 60, *, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._per_minute = per_minute
+        self._now = now
+        self._lock = threading.Lock()
+        self._minute = self._count = 0
+
+    @property
+    def num_omitted(self) -> int:
+        """Number of warnings of this minute that were not written."""
+        return max(0, self._count - self._per_minute)
+
+    def warn(self, message: str) -> None:
+        """Write a warning, or count it for the next minute's first one."""
+        with self._lock:
+            omitted, minute = 0, int(self._now() // 60)
+            if minute != self._minute:
+                omitted, self._minute, self._count = self.num_omitted, minute, 0
+            self._count += 1
+            write = self._count <= self._per_minute
+        if omitted:
+            _logger.warning("%d warnings were left out.", omitted)
+        if write:
+            _logger.warning("%s", message)
 
 
 def message_of(function: Callable[..., object]) -> type[msgspec.Struct]:

@@ -26,16 +26,12 @@ from replicax.errors import ClusterError
 from replicax.ps import wire
 from replicax.ps.board import Board
 from replicax.ps.credentials import Credentials
-from replicax.ps.limits import RequestError
+from replicax.ps.limits import LimitedLog, RequestError
 from replicax.ps.message_stream import MessageStream
 from replicax.ps.messages import MESSAGES, Message
+from replicax.ps.open_connections import OpenConnections, peer_name
 from replicax.ps.shared_memory import SharedMemory
 from replicax.ps.store import VariableStore
-from replicax.ps.unauthenticated import (
-    LimitedLog,
-    Peer,
-    UnauthenticatedConnections,
-)
 from replicax.ps.wire import MessageReader, MessageWriter
 
 __all__ = ["Refused", "Service", "VersionMismatch"]
@@ -55,8 +51,8 @@ class Service:
     """Serves a store, and on server 0 the board, to those who have the token.
 
     It listens at `address`, as TF_CONFIG has it; one that means all interfaces is
-    refused. `messages` are further ones of the tensor streams, by name. Connections
-    that have not shown the token are closed after `stranger_seconds`.
+    refused. `messages` are further ones of the tensor streams, by name. A connection
+    on which no call has shown the token is closed after `handshake_seconds`.
     """
 
     def __init__(
@@ -67,7 +63,7 @@ class Service:
         credentials: Credentials,
         *,
         messages: Mapping[str, type[Message]] | None = None,
-        stranger_seconds: float = 10.0,
+        handshake_seconds: float = 10.0,
     ) -> None:
         self.address = address
         self._bound = _address_to_bind(address)
@@ -86,8 +82,8 @@ class Service:
             self._actions[f"board.{name}"] = getattr(board, name)
         self._signatures = {n: inspect.signature(a) for n, a in self._actions.items()}
         self._log = LimitedLog()
-        self._connections = UnauthenticatedConnections(
-            self._bound.port, self._log, limit_seconds=stranger_seconds
+        self._connections = OpenConnections(
+            self._bound.port, handshake_seconds=handshake_seconds
         )
         self._flight_server: Any = None
         self._closing = False
@@ -155,6 +151,12 @@ class Service:
 
     # What the Flight server calls.
 
+    def _authenticated(self, caller: str) -> str:
+        """The address of a caller who has shown the token, by gRPC's name of it."""
+        peer = peer_name(caller)
+        self._connections.authenticate(peer)
+        return peer
+
     def check(self, method: str, headers: Mapping[str, list[str]]) -> None:
         """Refuse a call without the token, before reading it."""
         given = headers.get("authorization") or [""]
@@ -162,8 +164,9 @@ class Service:
         if self._credentials.accepts(token):
             return
         why = "has the wrong token" if token else "has no token"
-        self._connections.report(
-            f"A call of {method} at the parameter server {self.address} {why}."
+        self._log.warn(
+            f"Refused a call of {method} at the parameter server {self.address}: it "
+            f"{why}."
         )
         raise wire.flight().FlightUnauthenticatedError(
             f"the call {why}; all tasks of a cluster need the same one"
@@ -176,7 +179,7 @@ class Service:
 
         `offer` is that of memory to share, if the worker makes one.
         """
-        peer = self._connections.accept(caller)
+        peer = self._authenticated(caller)
         stream = MessageStream(reader, writer, SharedMemory.accept(offer))
         try:
             while not self._closing:
@@ -187,9 +190,9 @@ class Service:
         except (wire.WireError, RequestError) as error:
             raise self._refusal(peer, error) from error
         except ConnectionResetError as error:
-            self._log.warn("lost connections", peer.host, f"Lost {peer}: {error}.")
+            self._log.warn(f"Lost {peer}: {error}.")
 
-    def _answer(self, peer: Peer, header: JSONObject, stream: MessageStream) -> None:
+    def _answer(self, peer: str, header: JSONObject, stream: MessageStream) -> None:
         kind = self._messages.get(str(header.get("op")))
         if kind is None:
             raise wire.WireError(
@@ -216,7 +219,7 @@ class Service:
 
     def act(self, caller: str, name: str, body: bytes) -> bytes:
         """Execute an action; its arguments and `"value"` of the answer are JSON."""
-        peer = self._connections.accept(caller)
+        peer = self._authenticated(caller)
         try:
             value = self._called(name, body)
             # gRPC finds its way to a restarted server without a word: so a client sees
@@ -242,29 +245,21 @@ class Service:
 
     def refuse(self, caller: str, method: str) -> Exception:
         """Make the error of a call that this service does not have."""
-        peer = self._connections.accept(caller)
+        peer = self._authenticated(caller)
         return self._refusal(peer, Refused(f"there is no {method} here"))
 
-    def _refusal(self, peer: Peer, error: Exception) -> Exception:
-        self._log.warn(
-            "refused messages",
-            peer.host,
-            f"Refused a message from {peer}: {error}.",
-        )
+    def _refusal(self, peer: str, error: Exception) -> Exception:
+        self._log.warn(f"Refused a message from {peer}: {error}.")
         detail = json.dumps({"error": str(error), "kind": type(error).__name__})
         return wire.flight().FlightServerError(
             str(error)[:1000], extra_info=detail[:4000].encode()
         )
 
-    def _error(self, peer: Peer, what: str, error: Exception) -> JSONObject:
+    def _error(self, peer: str, what: str, error: Exception) -> JSONObject:
         """Convert an exception for the caller; log the unexpected with a traceback."""
         foreseen = (ValueError, LookupError, RuntimeError, TimeoutError)
         if isinstance(error, foreseen):
-            self._log.warn(
-                "failed messages",
-                peer.host,
-                f"{what!r:.80} of {peer} failed: {error}",
-            )
+            self._log.warn(f"{what!r:.80} of {peer} failed: {error}")
         else:
             _logger.error("%r of %s failed.", what, peer, exc_info=error)
         return {"error": str(error), "kind": type(error).__name__}
