@@ -29,7 +29,7 @@ def gradients_unscaled(values: PyTree) -> PyTree:
 
 def _num_averaged() -> int:
     context = current_context()
-    return context.num_averaged if context and context.uses_float16 else 1
+    return context.loss_scale if context and context.model.computes_in_float16 else 1
 
 
 def _with_tangent_scale(tree: PyTree, scale: float) -> PyTree:

@@ -70,8 +70,8 @@ class ReplicaGroup:
         first_local: The first of them.
         first_seed: Number of the mesh's first replica among those of all workers, whose
             random numbers differ.
-        defers_updates: Whether the variables live elsewhere, so that the strategy makes
-            the updates when a program is over.
+        updates_at_home: Whether the variables live elsewhere, so that the strategy's
+            home makes the updates, after the program.
     """
 
     strategy: StrategyLike
@@ -84,7 +84,7 @@ class ReplicaGroup:
     num_local: int
     first_local: int = 0
     first_seed: int = 0
-    defers_updates: bool = False
+    updates_at_home: bool = False
 
     @property
     def num_replicas(self) -> int:
@@ -149,7 +149,7 @@ class ReplicaGroup:
             num_per_device=1,
             num_local=1,
             first_seed=0,
-            defers_updates=False,
+            updates_at_home=False,
         )
 
     def layout(self, variable: Variable) -> NamedSharding:

@@ -112,7 +112,7 @@ class Program:
         self.name = f"{current_call()}({describe(fn)})"
         # A step whose update follows is not over with the program. What it writes, no
         # weights, keeps its old values till then.
-        self._donates = not group.defers_updates
+        self._donates = not group.updates_at_home
         self.facts = self._options.facts
         self.operation = Operation(self.name, b"", self._options.num_steps or 1)
         self._step = ReplicaStep(fn, group, arguments, self._options, self.name)

@@ -1,6 +1,7 @@
 """The replica context: collectives and the optimizer seam, in a replica function."""
 
 import contextlib
+import dataclasses
 import logging
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -19,6 +20,7 @@ from replicax.engine.checks.trace_warnings import warn_of_combined
 from replicax.engine.collectives import ReduceOp
 from replicax.engine.communication import sum_gradients
 from replicax.engine.composites import densified, require_dense
+from replicax.engine.counted import CountedReplicas
 from replicax.engine.group import ReplicaGroup
 from replicax.engine.replay import current_run
 from replicax.engine.scope import current_context, entered_context
@@ -26,7 +28,7 @@ from replicax.engine.values import PerReplica, is_per_replica
 from replicax.engine.variables import Update, Variable
 from replicax.errors import ContextError
 
-__all__ = ["ReplicaContext"]
+__all__ = ["ModelTrace", "ReplicaContext"]
 
 
 _logger = logging.getLogger("replicax")
@@ -34,7 +36,29 @@ T = TypeVar("T")
 Grad: TypeAlias = jax.Array | None
 
 
-class ReplicaContext:
+@dataclasses.dataclass
+class ModelTrace:
+    """The facts about a Keras model that its step notes while it is traced.
+
+    Attributes:
+        batch: The replica's rows of a batch that the replicas share, as in `fit`; None
+            where each has batches of its own, as in estimators.
+        computes_in_float16: Whether a layer does; see `engine.float16`.
+        has_odd_outputs: Whether a loss got outputs whose shape may be of pairs of rows.
+        is_in_metric: Whether a metric is being updated.
+        is_per_example: Whether a loss declared `per_example` is being computed.
+        metrics_of_whole: Names of metrics computed from the rows of all replicas.
+    """
+
+    batch: list[jax.Array] | None = None
+    computes_in_float16: bool = False
+    has_odd_outputs: bool = False
+    is_in_metric: bool = False
+    is_per_example: bool = False
+    metrics_of_whole: list[str] = dataclasses.field(default_factory=list)
+
+
+class ReplicaContext(CountedReplicas):
     """One replica's view of the others, inside a function that `strategy.run` runs.
 
     Get it with `rx.get_replica_context()`. (TF: `tf.distribute.ReplicaContext`.)
@@ -74,38 +98,18 @@ class ReplicaContext:
             divides_updates: Whether updates are made after the replicas' part, each
                 device its block.
         """
+        super().__init__(group, gradient_op, num_active)
         self.strategy = group.strategy
-        self.defers_updates = group.defers_updates or divides_updates
+        self.defers_updates = group.updates_at_home or divides_updates
         self.blocked = BlockedValues(group.axis)
+        self.model = ModelTrace()
         self.has_trained = False
         # Ids of variables that all replicas give the same value, though their
         # aggregation is "sum".
         self.mirrored_sums: set[int] = set()
-        # The names of metrics among those whose states are such variables.
-        self.metrics_of_whole: list[str] = []
-        # Ids of variables whose values in replicas are parts of a sum.
+        # Ids of variables whose values in replicas are summands of a sum.
         self.summands: set[int] = set()
-        # The replica's part of a batch that the replicas share, as in `fit`; None where
-        # each has batches of its own, as in estimators.
-        self.batch: list[jax.Array] | None = None
-        # Whether a loss was given outputs whose shape may be of pairs of rows.
-        self.has_odd_outputs = False
-        # Whether the model computes in float16; see `engine.float16`.
-        self.uses_float16 = False
-        # Whether a metric is being updated, and a loss that is declared `per_example`
-        # computed: not both.
-        self.is_in_metric = False
-        self.is_per_example = False
-        self._group = group
-        self._gradient_op = gradient_op
-        self._num_active = num_active
         self._applying = False
-
-    def mapped(
-        self, fn: Callable[..., PyTree], in_axes: PyTree, out_axes: PyTree
-    ) -> Callable[..., PyTree]:
-        """Map `fn` over the replicas of a device as the step is, if it has several."""
-        return self._group.mapped(fn, in_axes, out_axes)
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -137,10 +141,10 @@ class ReplicaContext:
         self._check("all_reduce")
         op = ReduceOp.of(op, "ReplicaContext.all_reduce")
         require_dense(value, "ReplicaContext.all_reduce")
-        total = self._reduced(self.counted(jax.tree.map(_countable, value)))
+        total = self.sum_by_operations(self.counted(jax.tree.map(_countable, value)))
         if op is ReduceOp.MEAN:
             total = jax.tree.map(lambda x: x / self.num_counted, total)
-        return declare_mirrored(self._of_counted_losses(total))
+        return declare_mirrored(self.of_counted_losses(total))
 
     def all_gather(
         self, value: PyTree, axis: int, *, drop_copies: bool = False
@@ -222,26 +226,6 @@ class ReplicaContext:
             is_leaf=is_per_replica,
         )
 
-    # For the rest of the library only: sums over the replicas that count.
-
-    @property
-    def loss_scale(self) -> int:
-        """Factor on a loss' local share of the global value.
-
-        Gradients that are averaged need the share times the number of replicas.
-        """
-        return self.num_averaged
-
-    @property
-    def num_averaged(self) -> int:
-        """Number of replicas whose gradients the program averages; 1: it sums them."""
-        return self.num_counted if self._gradient_op is ReduceOp.MEAN else 1
-
-    @property
-    def num_replicas_here(self) -> int:
-        """Number of replicas that this program's collectives join."""
-        return self._group.num_replicas
-
     @contextlib.contextmanager
     def alone(self) -> Generator[None]:
         """Enter the context of a single replica, which has all rows at hand."""
@@ -250,77 +234,6 @@ class ReplicaContext:
             context = ReplicaContext(self._group.alone(), gradient_op=self._gradient_op)
         with entered_context(context):
             yield
-
-    @property
-    def replica_id_here(self) -> jax.Array:
-        """This replica's number among those of this program."""
-        return self._group.index()
-
-    @property
-    def num_counted(self) -> int:
-        """Number of replicas whose examples count in this step."""
-        return self._num_active or self._group.num_replicas
-
-    def counted(self, tree: PyTree) -> PyTree:
-        """`tree` on replicas that count, zeros on the others."""
-        return self._where_counted(tree, jnp.zeros_like)
-
-    def _where_counted(
-        self, tree: PyTree, other: Callable[[jax.Array], jax.Array]
-    ) -> PyTree:
-        if self._num_active is None:
-            return tree
-        counts = self._group.index() < self._num_active
-        return jax.tree.map(lambda x: jnp.where(counts, x, other(x)), tree)
-
-    def sum(self, tree: PyTree) -> PyTree:
-        """Sum over the replicas that count, with XLA's all-reduce.
-
-        Gradients through the sum are those of the losses that count, too.
-        """
-        return self._of_counted_losses(self._group.sum(self.counted(tree)))
-
-    def _of_counted_losses(self, tree: PyTree) -> PyTree:
-        """The same arrays; no gradient comes back from replicas that do not count."""
-        # An all-reduce adds what comes back from all replicas. The others compute
-        # losses, too, and their own gradients are left out only when these are summed.
-        tree = self._where_counted(tree, lax.stop_gradient)
-        return tree if self._num_active is None else declare_mirrored(tree)
-
-    def mean(self, tree: PyTree) -> PyTree:
-        """Mean over the replicas that count."""
-        return jax.tree.map(lambda x: x / self.num_counted, self.sum(tree))
-
-    def summand(self, value: jax.Array) -> jax.Array:
-        """This replica's part of a value; the parts that count sum to it exactly.
-
-        Equal parts, but for what rounding leaves to the first replica. With the low
-        bits cut off, the parts' sums need no rounding in any order.
-        """
-        num = self.num_counted
-        if num == 1:
-            return value
-        if jnp.issubdtype(value.dtype, jnp.floating):
-            info = jnp.finfo(value.dtype)
-            kept = max(1, info.nmant - 2 * num.bit_length())
-            part = lax.reduce_precision(value / num, info.nexp, kept)
-            # Infinity has no parts: less itself it would be NaN.
-            part = jnp.where(jnp.isfinite(value), part, 0)
-        else:
-            part = value // num
-        is_first = self._group.index() == 0
-        return jnp.where(is_first, value - (num - 1) * part, part)
-
-    def first(self, tree: PyTree) -> PyTree:
-        """The first replica's value, on all replicas."""
-        return jax.tree.map(lambda x: self._group.stacked(x)[0], tree)
-
-    def _reduced(self, tree: PyTree) -> PyTree:
-        """The sum of all replicas' arrays, as the user wants it made."""
-        tree = self._group.sum_on_device(tree)
-        if self._group.axis.size == 1:
-            return tree
-        return self._group.cross_device_ops.reduce(ReduceOp.SUM, tree, self._group.axis)
 
     def _combined_gradients(
         self,
@@ -438,7 +351,7 @@ class ReplicaContext:
         current_run("optimizer.apply").scope.defer(
             update,
             [g for g in combined if g is not None],
-            follows_writes=not self._group.defers_updates,
+            follows_writes=not self._group.updates_at_home,
         )
         return update
 

@@ -122,7 +122,7 @@ class ReplicaStep:
             )
             self.divides_updates = False
             updates = self._discover(leaves)
-        if self._group.defers_updates:
+        if self._group.updates_at_home:
             # Keras' steps read the whole optimizer state, which stays where it lives.
             self.inputs = [v for v in self.inputs if id(v) not in self.unused]
             return updates
@@ -452,7 +452,7 @@ class ReplicaStep:
     def _warn_of_workers(self, context: ReplicaContext) -> None:
         """Warn of metrics of the whole batch, where workers' states are added up."""
         home = self._group.strategy.home
-        names = dict.fromkeys(context.metrics_of_whole)
+        names = dict.fromkeys(context.model.metrics_of_whole)
         if names and home.adds_up(trains=context.has_trained):
             warnings.warn(
                 f"{self._name}: {', '.join(names)} is not known to be a sum over "

@@ -191,7 +191,7 @@ def computed_whole(
         variable.assign(value)
     if scope.written:
         context.note_mirrored(list(scope.written.values()))
-        context.metrics_of_whole.append(name)
+        context.model.metrics_of_whole.append(name)
     if result is None:
         return None
     if _rank(result) > 0 and not is_alone:
@@ -257,13 +257,17 @@ def _require_rows(
     """Raise for arguments of other sizes than the rows, and for too many bytes."""
     leaves = jax.tree.leaves(tree)
     shapes = [tuple(x.shape) for x in leaves]
-    batch = context.batch[0].shape[:1] if context.batch else None
-    sizes = {s[:1] for s in shapes} | ({batch} if batch else set())
+    batch = context.model.batch
+    sizes = {s[:1] for s in [*shapes, *(x.shape for x in (batch or [])[:1])]}
     if () in sizes or len(sizes) > 1:
         raise ValueError(
             f"{current_call()}: {name} is computed from the rows of all replicas, but "
             f"got arrays of shapes {shapes}"
-            + (f" for {batch[0]} rows of the batch on each replica" if batch else "")
+            + (
+                f" for {len(batch[0])} rows of the batch on each replica"
+                if batch
+                else ""
+            )
             + ". Give all of them one row for each example, and the rest in a closure, "
             "such as with functools.partial; or, if it treats each row by itself, "
             "declare so with rx.losses.per_example(fn)."

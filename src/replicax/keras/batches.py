@@ -225,7 +225,7 @@ class _Placing:
         if self._reused:
             chunk = [*chunk[:-1], _copy(chunk[-1])]
         # Deferred updates come between the steps, so each is a dispatch of its own.
-        together = size > 1 and not self._group.defers_updates
+        together = size > 1 and not self._group.updates_at_home
         if together and len(chunk) == size and self._divides(chunk[0]):
             stacked = _stacked(chunk)
             if stacked is not None:

@@ -145,16 +145,16 @@ def _compute(
     context = current_context()
     if context is None:
         return loss(y, outputs, sample_weight)
-    if context.num_replicas_here > 1 and context.batch:
+    if context.num_replicas_here > 1 and context.model.batch:
         shapes = [x.shape for x in jax.tree.leaves(outputs, is_leaf=is_composite)]
-        if not are_of_rows(shapes, context.batch[0].shape[0]):
-            context.has_odd_outputs = True
+        if not are_of_rows(shapes, context.model.batch[0].shape[0]):
+            context.model.has_odd_outputs = True
     if keeps_rows(loss, outputs):
-        context.is_per_example = keeps_own_rows(loss) is True
+        context.model.is_per_example = keeps_own_rows(loss) is True
         try:
             return loss(y, outputs, sample_weight)
         finally:
-            context.is_per_example = False
+            context.model.is_per_example = False
     fn, _ = function_of(loss)
     inner = getattr(fn, "__wrapped__", None)
     return computed_whole(
@@ -180,11 +180,11 @@ def _update(
         return
     outputs = args[1] if len(args) > 1 else kwargs.get("y_pred")
     if not is_compiled or keeps_rows(metric, outputs):
-        outer, context.is_in_metric = context.is_in_metric, True
+        outer, context.model.is_in_metric = context.model.is_in_metric, True
         try:
             update(*args, **kwargs)
         finally:
-            context.is_in_metric = outer
+            context.model.is_in_metric = outer
         return
     limit = _limit(metric, function_of(metric)[0])
     name = f"metric {name_of(metric)}"

@@ -106,7 +106,7 @@ def note_strategy(strategy: StrategyLike) -> None:
     """
     global _newest
     group = strategy.group
-    if group.num_replicas > 1 or strategy.workers.count > 1 or group.defers_updates:
+    if group.num_replicas > 1 or strategy.workers.count > 1 or group.updates_at_home:
         _newest = weakref.ref(strategy)
 
 

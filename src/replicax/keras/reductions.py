@@ -62,13 +62,13 @@ def reduce_weighted_values(
     if reduction in (None, "none") or np.shape(values) == (0,):
         return loss
     if np.shape(values) == ():
-        if context.is_per_example:
+        if context.model.is_per_example:
             require_per_example(current_call(), values)
         return loss
     scale: PyTree = context.loss_scale
     is_weighted = sample_weight is not None or mask is not None
     if reduction == "sum":
-        if context.is_in_metric:
+        if context.model.is_in_metric:
             scale = 1  # The metric's state is summed over the replicas.
     elif reduction == "mean_with_sample_weight" and is_weighted:
         ones = ops.ones_like(values, dtype=loss.dtype)
@@ -105,7 +105,7 @@ def update_mean(
     if is_share(values):
         values = values * (context.num_counted / context.loss_scale)
     is_scalar = sample_weight is None and ops.ndim(values) == 0
-    if is_scalar and context.batch is not None and context.num_counted > 1:
+    if is_scalar and context.model.batch is not None and context.num_counted > 1:
         sample_weight = 1 / context.num_counted
     original(metric, values, sample_weight)
 

@@ -84,9 +84,9 @@ class _ModelStep:
 
     def __call__(self, data: PyTree) -> PyTree:
         context = required_context()
-        context.batch = jax.tree.leaves(data)
-        layers = internals.layers_of(self._model)
-        context.uses_float16 = any(x.compute_dtype == "float16" for x in layers)
+        context.model.batch = jax.tree.leaves(data)
+        types = {x.compute_dtype for x in internals.layers_of(self._model)}
+        context.model.computes_in_float16 = "float16" in types
         require_examples(self._model, self._name, data)
         metrics = self._model.metrics if self._has_own_logs else []
         with computed_as_compiled(self._model), global_results(metrics) as results:
@@ -94,7 +94,7 @@ class _ModelStep:
                 result = self._step(data)
             else:
                 result = self._stateless(self._groups, data)
-        if context.has_odd_outputs and is_of_keras(self._model, [self._name]):
+        if context.model.has_odd_outputs and is_of_keras(self._model, [self._name]):
             _require_outputs_of_rows(self._model, data)
         if isinstance(result, dict):
             self._names = list(result)
@@ -263,7 +263,7 @@ def make_variables(
     model: keras.Model, name: str, strategy: StrategyLike, data: PyTree
 ) -> None:
     """Trace a step with a tape on a batch, which creates the variables that it uses."""
-    step = _ModelStep(model, name, [], defers_updates=strategy.group.defers_updates)
+    step = _ModelStep(model, name, [], defers_updates=strategy.group.updates_at_home)
     batch = place(data, strategy.group)
     options = step.options(batch)
     Program(step, strategy.group, batch.make_arguments(), batch.arrays, options)
@@ -305,7 +305,7 @@ class Steps:
         if step is None:
             if not self._is_eager:
                 _refuse_stateful(self._model, self._strategy)
-            defers = self._strategy.group.defers_updates
+            defers = self._strategy.group.updates_at_home
             step = self._of_groups[key] = _ModelStep(
                 self._model, f"{self._kind}_step", groups, defers_updates=defers
             )

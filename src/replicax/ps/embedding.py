@@ -364,4 +364,4 @@ def _own_share(
     if context is None:
         return gradients, jnp.asarray(True)
     counts = context.counted(jnp.asarray(True))
-    return context.counted(gradients) / context.num_averaged, counts
+    return context.counted(gradients) / context.loss_scale, counts

@@ -122,7 +122,7 @@ class ParameterServerStrategy(Strategy):
         super().__init__(
             devices,
             cross_device_ops,
-            defers_updates=index is not None,
+            updates_at_home=index is not None,
             first_seed=(index or 0) * len(devices),
         )
         if index is None:

@@ -333,7 +333,7 @@ class FitReport:
             return "servers"
         if strategy is None or strategy.num_replicas_in_sync == 1:
             return "alone"
-        return "central" if strategy.group.defers_updates else "replicas"
+        return "central" if strategy.group.updates_at_home else "replicas"
 
 
 def _joined(before: EpochRecord | None, epoch: EpochRecord) -> EpochRecord:

@@ -87,7 +87,7 @@ class CentralStorageStrategy(Strategy):
         super().__init__(
             devices,
             cross_device_ops,
-            defers_updates=True,
+            updates_at_home=True,
         )
         self._parameter_device = device_name(home)
         self.home = _ParameterDevice(

@@ -291,7 +291,7 @@ def require_cross_replica(name: str) -> None:
 
 def require_plannable(group: ReplicaGroup) -> None:
     """Raise if plans do not support a strategy's updates."""
-    if group.defers_updates:
+    if group.updates_at_home:
         raise not_plannable(type(group.strategy).__name__)
 
 

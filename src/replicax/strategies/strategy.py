@@ -72,7 +72,7 @@ class Strategy(DatasetMaker):
         check_replicas_every: int | None = None,
         workers: Workers | None = None,
         check_input: bool = True,
-        defers_updates: bool = False,
+        updates_at_home: bool = False,
         first_seed: int = 0,
         communication_options: CommunicationOptions | None = None,
         replicas_per_device: int = 1,
@@ -84,7 +84,7 @@ class Strategy(DatasetMaker):
 
         `workers` are the processes of the devices, in the devices' order. `first_seed`
         is the number of the first of these replicas among those of all workers.
-        With `defers_updates` the home makes the updates, after a program. `split` says
+        With `updates_at_home` the home makes the updates, after a program. `split` says
         how a replica's weights are sharded over several devices.
         """
         name = type(self).__name__
@@ -120,7 +120,7 @@ class Strategy(DatasetMaker):
             num_local=num_local * replicas_per_device,
             first_local=num_local * self._workers.index * replicas_per_device,
             first_seed=first_seed,
-            defers_updates=defers_updates,
+            updates_at_home=updates_at_home,
         )
         dry_run = current_dry_run() if self._joins_dry_runs else None
         if dry_run is None:
