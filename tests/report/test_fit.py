@@ -333,19 +333,6 @@ def test_an_error_that_is_no_text(page) -> None:
     assert ": FileNotFoundError: train" in page.read_text()
 
 
-def test_many_epochs_are_few_lines(page, monkeypatch) -> None:
-    monkeypatch.setattr("replicax.report.runs._ALL_EPOCHS", 3)
-    train(make(), page, epochs=14)
-    (fit,) = fits_of(page)
-    # One by one until the third, then by 2, by 4 from the seventh on; and the rest.
-    assert [e.number for e in fit.epochs] == [0, 1, 2, 3, 5, 7, 11, 13]
-    assert [e.counts["steps"] for e in fit.epochs] == [10] * 4 + [20] * 2 + [40, 20]
-    with pytest.raises(SystemExit):
-        train(make(), page, epochs=14, callbacks=[Boom(SystemExit(1), at=8)])
-    last = fits_of(page)[-1]
-    assert (last.state, last.epochs[-1].number) == ("interrupted", 7)
-
-
 def test_too_little_memory_to_measure(page, monkeypatch, caplog) -> None:
     def fail(*arguments):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")

@@ -8,17 +8,20 @@ import json
 import logging
 import math
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["REPORT", "Journal", "folder_of", "number_of", "read_events"]
+import msgspec
+
+__all__ = ["REPORT", "Journal", "files_of", "folder_of"]
 
 _logger = logging.getLogger("replicax")
 
 REPORT = "REPLICAX_REPORT"
 """Environment variable: the page for reports of every `fit` of a process."""
 
-_PREFIX, _SUFFIX = "worker-", ".jsonl"
+_NAME = re.compile(r"worker-([0-9]+)\.jsonl")
 
 
 def folder_of(page: Path) -> Path:
@@ -26,12 +29,12 @@ def folder_of(page: Path) -> Path:
     return page.with_name(page.name + ".d")
 
 
-def number_of(file: Path) -> int | None:
-    """The index of a file's worker; None for another file."""
-    name = file.name
-    digits = name.removeprefix(_PREFIX).removesuffix(_SUFFIX)
-    is_ours = name == f"{_PREFIX}{digits}{_SUFFIX}" and digits.isdecimal()
-    return int(digits) if is_ours and digits.isascii() else None
+def files_of(page: Path) -> list[tuple[int, Path]]:
+    """List the workers' files for a page, with the indices of the workers."""
+    folder = folder_of(page)
+    files = list(folder.iterdir()) if folder.is_dir() else []
+    matches = [(_NAME.fullmatch(file.name), file) for file in files]
+    return sorted((int(match[1]), file) for match, file in matches if match)
 
 
 class Journal:
@@ -41,29 +44,27 @@ class Journal:
         page: The page that the file is for.
         index: This worker's index.
         fresh: Whether this is a new report, which replaces the file of an older one.
-        clears: Whether this worker deletes the other workers' files for a new report.
 
     Attributes:
         path: The file.
-        is_taken: Whether another process was found to write to the file.
+        has_failed: Whether a write has failed. Later events are dropped.
 
     Raises:
         OSError: If the folder cannot be created or written to.
     """
 
-    def __init__(self, page: Path, index: int, *, fresh: bool, clears: bool) -> None:
+    def __init__(self, page: Path, index: int, *, fresh: bool) -> None:
         folder = folder_of(page)
-        self.path = folder / f"{_PREFIX}{index}{_SUFFIX}"
-        self.is_taken = False
-        self._begin: Mapping[str, object] | None = None
-        self._has_failed = False
+        self.path = folder / f"worker-{index}.jsonl"
+        self.has_failed = False
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            if fresh and clears:
-                for file in folder.iterdir():
-                    if number_of(file) is not None:
-                        file.unlink(missing_ok=True)
-            self._size = self._kept = self._begin_file(fresh)
+            with self.path.open("wb" if fresh else "a+b") as stream:
+                if stream.tell():
+                    stream.seek(-1, os.SEEK_END)
+                    if stream.read(1) != b"\n":  # A killed process left part of a line.
+                        stream.write(b"\n")
+                self._size = self._kept = stream.tell()
         except OSError as error:
             raise OSError(
                 error.errno,
@@ -72,66 +73,31 @@ class Journal:
                 str(page),
             ) from error
 
-    def _begin_file(self, fresh: bool) -> int:
-        with self.path.open("wb" if fresh else "a+b") as stream:
-            size = stream.tell()
-            if size:
-                stream.seek(-1, os.SEEK_END)
-                if stream.read(1) != b"\n":  # A process was killed while it wrote.
-                    stream.write(b"\n")
-                    size += 1
-            return size
-
-    def begin(self, event: Mapping[str, object]) -> None:
-        """Add the first event of a run of `fit`."""
-        self._begin = event
-        self.add(event)
-
-    def add(self, event: Mapping[str, object], *, passing: bool = False) -> None:
+    def add(self, event: msgspec.Struct, *, passing: bool = False) -> None:
         """Append an event; if that fails, log a warning and let training continue.
 
         The next event overwrites one that is `passing`, so files stay small.
         """
-        if self._has_failed:
+        if self.has_failed:
             return
+        line = json.dumps(_finite(msgspec.to_builtins(event)), allow_nan=False) + "\n"
         try:
-            self._write(event, passing)
+            with self.path.open("r+b") as stream:
+                if stream.seek(0, os.SEEK_END) != self._size:
+                    raise OSError("another process changed it; give each its own path")
+                stream.truncate(self._kept)
+                stream.seek(self._kept)
+                self._size = self._kept + stream.write(line.encode())
         except OSError as error:
-            self._fail(f"cannot be written ({error})")
-
-    def _write(self, event: Mapping[str, object], passing: bool) -> None:
-        if not self.path.is_file():
-            # The chief has deleted it as an older report's.
-            self.path.write_bytes(b"")
-            self._size = self._kept = 0
-            if self._begin is not None and event is not self._begin:
-                self._write(self._begin, passing=False)
-        if self.path.stat().st_size != self._size:
-            self.is_taken = True
-            self._fail(
-                "was changed by another process (give each training a path of its own)"
+            self.has_failed = True
+            _logger.warning(
+                "Report: %s cannot be written (%s). Training continues, and the report "
+                "ends here.",
+                self.path,
+                error,
             )
-            return
-        data = _line(event).encode()
-        with self.path.open("r+b") as stream:
-            stream.truncate(self._kept)
-            stream.seek(self._kept)
-            stream.write(data)
-        self._size = self._kept + len(data)
         if not passing:
             self._kept = self._size
-
-    def _fail(self, what: str) -> None:
-        self._has_failed = True
-        _logger.warning(
-            "Report: %s %s. Training goes on, and the report ends here.",
-            self.path,
-            what,
-        )
-
-
-def _line(event: Mapping[str, object]) -> str:
-    return json.dumps(_finite(event), allow_nan=False) + "\n"
 
 
 def _finite(value: object) -> object:
@@ -143,22 +109,3 @@ def _finite(value: object) -> object:
     if isinstance(value, float) and not math.isfinite(value):
         return repr(value)
     return value
-
-
-def read_events(file: Path) -> tuple[list[dict[str, object]], int]:
-    """Read the events of a file; return them and the number of malformed lines.
-
-    It ignores an incomplete last line, which is being written.
-    """
-    *lines, _ = file.read_text(encoding="utf-8", errors="replace").split("\n")
-    events, num_bad = [], 0
-    for line in lines:
-        try:
-            event = json.loads(line)
-        except ValueError:
-            event = None
-        if isinstance(event, dict):
-            events.append(event)
-        else:
-            num_bad += 1
-    return events, num_bad

@@ -1,12 +1,14 @@
 """Reads workers' event logs as runs, fits and epochs, for the page.
 
-Files may be incomplete, of another version or written by hand, so every event is
-validated: malformed ones are counted and skipped.
+A killed process leaves part of a line, and files may be of another version: every event
+is validated, and malformed ones are counted and skipped.
 """
 
 import dataclasses
+import json
 import math
 import sys
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,14 +16,16 @@ from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
-from replicax.report.journal import folder_of, number_of, read_events
+from replicax.report.journal import files_of
 
 __all__ = [
     "EpochRecord",
     "Fit",
+    "FitBegin",
+    "FitEnd",
+    "ProgressRecord",
     "Run",
     "WorkerRecord",
-    "is_written",
     "merged",
     "read_run",
 ]
@@ -29,12 +33,8 @@ __all__ = [
 _STALE_S = 300.0
 """A worker's file that ends this long before the chief's begins is outdated."""
 
-_ALL_EPOCHS = 1000
-"""Number of first epochs with a line each in a worker's file."""
-
 _AMID_STEPS = ("input_s", "stalled_s", "waits_s")
 """Durations within the time of steps."""
-
 
 _MOST = sys.float_info.max
 _Finite: TypeAlias = Annotated[float, msgspec.Meta(ge=-_MOST, le=_MOST)]
@@ -42,8 +42,29 @@ _Amount: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=_MOST)]
 """A duration or a count."""
 
 
-class EpochRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """An epoch of one worker, finished or in progress; times in seconds.
+class _Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
+    """A line of a worker's file; `time` is in seconds since 1970."""
+
+    time: _Finite = msgspec.field(default_factory=time.time)
+
+
+class FitBegin(_Event, frozen=True, kw_only=True, tag="begin"):
+    """The first event of a `fit`, with its configuration."""
+
+    facts: dict[str, object]
+
+
+class FitEnd(_Event, frozen=True, kw_only=True, tag="end"):
+    """The last event of a `fit`: see `Fit`."""
+
+    state: Literal["done", "interrupted"]
+    error: str = ""
+    shares: Mapping[str, object] = {}
+    diagnosis: str = ""
+
+
+class EpochRecord(_Event, frozen=True, kw_only=True, tag="epoch"):
+    """An epoch of one worker; times in seconds.
 
     Attributes:
         number: Keras' number of the epoch, from 0.
@@ -91,6 +112,10 @@ class EpochRecord(msgspec.Struct, frozen=True, kw_only=True):
         if self.timed_s <= 0:
             return math.nan
         return min(1.0, self.counts.get("stalled_s", 0.0) / self.timed_s)
+
+
+class ProgressRecord(EpochRecord, frozen=True, kw_only=True, tag="progress"):
+    """The epoch in progress; the next event replaces it."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -148,91 +173,65 @@ class Run:
 
 def read_run(page: Path) -> Run:
     """Read the workers' event logs for a page; empty without a folder."""
-    folder = folder_of(page)
-    files = list(folder.iterdir()) if folder.is_dir() else []
-    numbered = [(n, file) for file in files if (n := number_of(file)) is not None]
-    workers = [_worker(number, file) for number, file in sorted(numbered)]
+    workers = [_worker(number, file) for number, file in files_of(page)]
     workers = [worker for worker in workers if worker.fits]
     if not workers:
         return Run(workers=[], missing=[])
-    named = workers[0].fits[-1].facts.get("workers")
-    expected = [str(name) for name in named] if isinstance(named, list) else []
+    names = workers[0].fits[-1].facts.get("workers")
+    expected = [str(name) for name in names] if isinstance(names, list) else []
     began = workers[0].fits[0].began
-    kept = [
+    current = [
         worker
         for worker in workers
         if (not expected or worker.name in expected)
         and worker.fits[-1].last > began - _STALE_S
     ]
-    there = {worker.name for worker in kept}
-    return Run(workers=kept, missing=[n for n in expected if n not in there])
+    present = {worker.name for worker in current}
+    missing = [name for name in expected if name not in present]
+    return Run(workers=current, missing=missing)
 
 
 def _worker(number: int, file: Path) -> WorkerRecord:
-    events, num_bad = read_events(file)
-    worker = WorkerRecord(name=f"worker:{number}", fits=[], num_bad=num_bad)
-    for event in events:
+    worker = WorkerRecord(name=f"worker:{number}", fits=[])
+    # The last one is being written, or empty.
+    *lines, _ = file.read_text(encoding="utf-8", errors="replace").split("\n")
+    for line in lines:
         try:
-            _take(worker, event)
+            # NaN and infinities are strings, and so are keys that are numbers.
+            event = msgspec.convert(json.loads(line), _Events, strict=False)
+            _add(worker, event)
         except (ValueError, IndexError):
             worker.num_bad += 1
     return worker
 
 
-class _FitEnd(msgspec.Struct):
-    """The last event of a `fit`."""
-
-    state: Literal["done", "interrupted"]
-    error: str | None = None
-    shares: Mapping[str, object] | None = None
-    diagnosis: str | None = None
+_Events = FitBegin | EpochRecord | ProgressRecord | FitEnd
 
 
-def _take(worker: WorkerRecord, event: Mapping[str, object]) -> None:
-    """Add an event to the record; ValueError or IndexError for a malformed one."""
-    kind = event.get("event")
-    if kind == "begin":
+def _add(worker: WorkerRecord, event: _Events) -> None:
+    """Add an event to the record; IndexError if it belongs to no `fit`."""
+    if isinstance(event, FitBegin):
         _begin(worker, event)
         return
     fit = worker.fits[-1]
-    when = msgspec.convert(event.get("time", fit.last), _Finite)
-    if kind == "end":
-        end = msgspec.convert(event, _FitEnd)
-        fit.state, fit.error = end.state, end.error or ""
-        fit.shares, fit.diagnosis = end.shares or {}, end.diagnosis or ""
-    elif kind in ("epoch", "progress"):
-        # NaN and infinities are strings, and so are keys that are numbers.
-        epoch = msgspec.convert(event, EpochRecord, strict=False)
-        fit.current = epoch if kind == "progress" else None
-        if kind == "epoch":
-            fit.epochs.append(epoch)
-    else:
-        raise ValueError(f"no such event: {kind!r}")
-    fit.last = max(fit.last, when)
+    fit.last = max(fit.last, event.time)
+    match event:
+        case FitEnd():
+            fit.state, fit.error = event.state, event.error
+            fit.shares, fit.diagnosis = event.shares, event.diagnosis
+        case ProgressRecord():
+            fit.current = event
+        case EpochRecord():
+            fit.current = None
+            fit.epochs.append(event)
 
 
-def _begin(worker: WorkerRecord, event: Mapping[str, object]) -> None:
-    facts = msgspec.convert(event.get("facts", {}), dict[str, object])
-    now = msgspec.convert(event.get("time"), _Finite)
+def _begin(worker: WorkerRecord, event: FitBegin) -> None:
     if worker.fits and worker.fits[-1].state == "running":
         worker.fits[-1].state = "interrupted"
-        worker.fits[-1].error = worker.fits[-1].error or "the process was restarted"
-    worker.name = str(facts.get("worker", worker.name))
-    worker.fits.append(Fit(facts=facts, began=now, last=now))
-
-
-def is_written(number: int) -> bool:
-    """Whether the log gets a line at the end of epoch `number`, for a group of epochs.
-
-    The first 1,000 epochs have a line each. Later lines are for 2, 4, 8, ... epochs,
-    the same on all workers: a million epochs have about six thousand lines.
-
-    Example:
-        >>> [n for n in range(3996, 4016) if is_written(n)]
-        [3999, 4007, 4015]
-    """
-    stride = 1 << (number // _ALL_EPOCHS).bit_length()
-    return (number + 1) % stride == 0
+        worker.fits[-1].error = "the process was restarted"
+    worker.name = str(event.facts.get("worker", worker.name))
+    worker.fits.append(Fit(facts=event.facts, began=event.time, last=event.time))
 
 
 def merged(epochs: Sequence[EpochRecord]) -> EpochRecord:

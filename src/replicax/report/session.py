@@ -1,5 +1,6 @@
 """Reports one call of `fit`: records and writes its epochs, measures at the end."""
 
+import dataclasses
 import json
 import logging
 import math
@@ -7,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import jax
 import keras
@@ -22,8 +24,10 @@ from replicax.report.probes import memory_of, start_seconds, sum_seconds
 from replicax.report.recorder import Recorder
 from replicax.report.runs import (
     EpochRecord,
+    FitBegin,
+    FitEnd,
+    ProgressRecord,
     WorkerRecord,
-    is_written,
     merged,
     read_run,
 )
@@ -75,20 +79,19 @@ class FitReport:
         self._is_known = is_known
         self._fit_number = number
         self._measures = wants_diagnosis
-        self._opened: Journal | None = None
-        self._total: EpochRecord | None = None  # All epochs,
-        self._unwritten: EpochRecord | None = None  # and those since the last line.
+        self._journal: Journal | None = None
+        self._total: EpochRecord | None = None  # All epochs.
         self._number = 0
         self._exchange_s = worker.exchange_s()
         self._staleness = worker.staleness()
         self._has_ended = False
 
-    # Epochs, as Keras tells them.
+    # Epochs.
 
     def begin_epoch(self, number: int) -> None:
         """Start the steps of an epoch."""
-        if self._opened is None:
-            self._opened = self._open(number)
+        if self._journal is None:
+            self._journal = self._open(number)
             self._write_page()
         self._number = number
         self.recorder.begin_epoch()
@@ -96,41 +99,28 @@ class FitReport:
     def end_epoch(self, logs: Mapping[str, object]) -> None:
         """End an epoch, after all callbacks."""
         steps_s = self.recorder.end_steps()
-        # The rest is the time of validation and of other callbacks.
-        after_s = max(0.0, self.recorder.elapsed_s() - steps_s)
         exchange_s, staleness = self.worker.exchange_s(), self.worker.staleness()
-        epoch = msgspec.structs.replace(
-            self._epoch(steps_s, logs),
-            after_s=after_s,
+        epoch = EpochRecord(
+            **self._progress(steps_s, logs),
+            # The rest is the time of validation and of other callbacks.
+            after_s=max(0.0, self.recorder.elapsed_s() - steps_s),
             exchange_s=max(0.0, exchange_s - self._exchange_s),
             staleness=staleness - self._staleness,
         )
         self._exchange_s, self._staleness = exchange_s, staleness
-        self._total = _joined(self._total, epoch)
-        self._unwritten = _joined(self._unwritten, epoch)
-        if is_written(epoch.number):
-            self._write_epochs()
+        self._total = epoch if self._total is None else merged([self._total, epoch])
+        self._add(epoch)
         self._write_page()
-
-    def _write_epochs(self) -> None:
-        epoch, self._unwritten = self._unwritten, None
-        if epoch is not None:
-            self._add("epoch", msgspec.to_builtins(epoch))
 
     def end(self) -> str:
         """End the report of `fit`; return the diagnosis, or an empty string."""
-        if self._opened is None:
-            self._has_ended = True
-            return ""
-        self._write_epochs()
         measured = self._measured() if self._measures and self._total else None
-        found: dict[str, object] = {}
-        line = ""
-        if measured is not None:
-            found["shares"] = diagnosis.shares(measured)
-            if self.worker.is_chief:
-                line = found["diagnosis"] = diagnosis.summary(measured)
-        self._finish("done", **found)
+        if measured is None:
+            self._finish(FitEnd(state="done"))
+            return ""
+        line = diagnosis.summary(measured) if self.worker.is_chief else ""
+        shares = diagnosis.shares(measured)
+        self._finish(FitEnd(state="done", shares=shares, diagnosis=line))
         return line
 
     def close(
@@ -140,54 +130,50 @@ class FitReport:
         trace: TracebackType | None,
     ) -> None:
         """End the report after an error; an `__exit__`."""
-        if self._has_ended or self._opened is None:
+        if self._has_ended or self._journal is None:
             return
-        self._write_epochs()
         if self._total is None or self._total.number != self._number:
             # The progress of the epoch, without the devices: they may have failed.
             wall_s, counts = self.recorder.elapsed_s(), self._counts()
-            fields = {"epoch": self._number, "wall_s": wall_s, "counts": counts}
-            self._add("progress", fields)
+            self._add(ProgressRecord(number=self._number, wall_s=wall_s, counts=counts))
         text = "fit did not end"
         if error is not None:
             text = f"{type(error).__name__}: {error}"[:_LONGEST_ERROR]
-        self._finish("interrupted", error=text)
+        self._finish(FitEnd(state="interrupted", error=text))
 
-    def _finish(self, state: str, **fields: object) -> None:
+    def _finish(self, event: FitEnd) -> None:
         self._has_ended = True
-        self._add("end", {"state": state, **fields})
-        if self.worker.is_chief:
-            if state == "done":
+        self._add(event)
+        if self.worker.is_chief and self._journal is not None:
+            if event.state == "done":
                 self._await_others(lambda worker: worker.fits[-1].state != "running")
             self._write_page(now=True)
 
     def _mark(self) -> None:
         """Write the progress of the epoch."""
         logs = self.recorder.logs
-        known = logs if isinstance(logs, Mapping) else {}
-        epoch = self._epoch(self.recorder.elapsed_s(), known)
-        self._add("progress", msgspec.to_builtins(epoch), passing=True)
+        fields = self._progress(
+            self.recorder.elapsed_s(), logs if isinstance(logs, Mapping) else {}
+        )
+        self._add(ProgressRecord(**fields), passing=True)
         self._write_page()
 
     def _counts(self) -> dict[str, float]:
-        tally = self.recorder.tally
-        return {name: getattr(tally, name) for name in tally.__slots__}
+        return dataclasses.asdict(self.recorder.tally)
 
-    def _epoch(self, wall_s: float, logs: Mapping[str, object]) -> EpochRecord:
-        """Make the record of the epoch so far."""
-        return EpochRecord(
-            number=self._number,
-            logs=_numbers(logs),
-            wall_s=wall_s,
-            counts=self._counts(),
-            memory=memory_of(self._devices),
-        )
+    def _progress(self, wall_s: float, logs: Mapping[str, object]) -> dict[str, Any]:
+        """The fields of an epoch's record so far."""
+        return {
+            "number": self._number,
+            "logs": _numbers(logs),
+            "wall_s": wall_s,
+            "counts": self._counts(),
+            "memory": memory_of(self._devices),
+        }
 
-    def _add(
-        self, kind: str, fields: Mapping[str, object], *, passing: bool = False
-    ) -> None:
-        event = {"event": kind, "time": time.time(), **fields}
-        self._journal.add(event, passing=passing)
+    def _add(self, event: msgspec.Struct, *, passing: bool = False) -> None:
+        if self._journal is not None:
+            self._journal.add(event, passing=passing)
 
     def _open(self, epoch: int) -> Journal:
         """Open the event log at the first epoch.
@@ -196,8 +182,7 @@ class FitReport:
         """
         worker = self.worker
         fresh = not self._is_known and epoch == 0
-        journal = Journal(self._page, worker.index, fresh=fresh, clears=worker.is_chief)
-        # A barrier: after older files are deleted, and before others write theirs.
+        journal = Journal(self._page, worker.index, fresh=fresh)
         self._measures = worker.wants(self._measures)
         facts = {
             "worker": worker.name,
@@ -207,14 +192,8 @@ class FitReport:
             **facts_of(self._model, worker.strategy, self._params),
         }
         # Names that a user gives may have any type.
-        facts = json.loads(json.dumps(facts, default=str))
-        journal.begin({"event": "begin", "time": time.time(), "facts": facts})
+        journal.add(FitBegin(facts=json.loads(json.dumps(facts, default=str))))
         return journal
-
-    @property
-    def _journal(self) -> Journal:
-        assert self._opened is not None
-        return self._opened
 
     # The page.
 
@@ -222,7 +201,9 @@ class FitReport:
         """Write the page, if this is the chief and the interval has passed."""
         began = time.monotonic()
         is_time = now or began >= _next_pages.get(self._page, 0.0)
-        if not is_time or not self.worker.is_chief or self._journal.is_taken:
+        if not is_time or not self.worker.is_chief:
+            return
+        if self._journal is None or self._journal.has_failed:
             return
         try:
             write_whole(self._page, page_of(read_run(self._page)))
@@ -334,10 +315,6 @@ class FitReport:
         if strategy is None or strategy.num_replicas_in_sync == 1:
             return "alone"
         return "central" if strategy.group.updates_at_home else "replicas"
-
-
-def _joined(before: EpochRecord | None, epoch: EpochRecord) -> EpochRecord:
-    return epoch if before is None else merged([before, epoch])
 
 
 def _share(part: float, whole: float) -> float:
