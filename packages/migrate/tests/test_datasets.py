@@ -1,7 +1,5 @@
 """Datasets of other packages and of Python's generators, ported and read."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 from packages.migrate.tests.porting import executed, ported, run
@@ -23,65 +21,6 @@ def test_an_argument_of_a_function_has_the_name_of_the_one_in_numpy() -> None:
         "d = d.map(lambda x: tf.reshape(x, shape=[2, 2]))"
     )
     assert [x.shape for x in names["d"]] == [(2, 2), (2, 2)]
-
-
-GENERATORS = """
-import numpy as np
-import tensorflow as tf
-data = np.arange(6).reshape(3, 2)
-def generate():
-    for i, x in enumerate(data): yield x, i
-class Data:
-    def __init__(self, n): self.n = n
-    def __call__(self):
-        for i in range(self.n): yield (i,)
-def some(n):
-    yield from range(n)
-"""
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (
-            "generate, output_types=(tf.float32, tf.int32), output_shapes=((2,), ())",
-            [([0, 1], 0), ([2, 3], 1), ([4, 5], 2)],
-        ),
-        ("Data(2), (tf.float32,)", [(0,), (1,)]),
-        (
-            "lambda: some(2), output_signature=tf.TensorSpec((), dtype=tf.float32)",
-            [0, 1],
-        ),
-    ],
-)
-def test_examples_of_generators(arguments: str, expected: list[Any]) -> None:
-    names = run(f"{GENERATORS}d = tf.data.Dataset.from_generator({arguments})")
-    examples = list(names["d"])
-    first = [e[0] if isinstance(e, tuple) else e for e in examples]
-    assert {x.dtype for x in first} == {np.dtype("float32")}
-    assert str([np.asarray(e).tolist() for e in first]) == str(
-        [np.float32(e[0] if isinstance(e, tuple) else e).tolist() for e in expected]
-    )
-    assert [e[1:] for e in examples if isinstance(e, tuple)] == [
-        e[1:] for e in expected if isinstance(e, tuple)
-    ]
-
-
-@pytest.mark.parametrize(
-    ("generator", "reason"),
-    [
-        ("def g():\n    while True: yield 1", "of what may not end"),
-        ("def g():\n    for i in itertools.count(): yield i", "of what may not end"),
-        ("def g():\n    for i in r.permutation(9): yield i", "of random numbers"),
-        ("def g():\n    global n\n    yield n", "changes with each epoch"),
-        ("from other import g", "the generator `g` is not in sight"),
-    ],
-)
-def test_other_generators_are_left(generator: str, reason: str) -> None:
-    call = "tf.data.Dataset.from_generator(g, tf.int32).batch(2)"
-    text, left = ported(f"import tensorflow as tf\n{generator}\nd = {call}")
-    assert any(reason in each for each in left)
-    assert call in text
 
 
 @pytest.mark.parametrize(
@@ -141,21 +80,6 @@ d = d.window({}
 d = d.map(lambda w: (w[:-1], w[-1])).batch(4)
 """
 SHIFTED = "n, shift=1, drop_remainder=True)\nd = d"
-
-
-@pytest.mark.parametrize(
-    ("windows", "targets"),
-    [
-        (f"{SHIFTED}.flat_map(lambda w: w.batch(n))", [2, 3, 4, 5]),
-        (f"{SHIFTED}.flat_map(map_func=batched)", [2, 3, 4, 5]),
-        ("size=n, shift=2).flat_map(batched)", [2, 4]),
-        ("n, drop_remainder=True).flat_map(lambda w: w.batch(n))", [2, 5]),
-    ],
-)
-def test_windows_of_a_dataset(windows: str, targets: list[int]) -> None:
-    ((inputs, found),) = run(WINDOWS.format(windows))["d"]
-    assert inputs.tolist() == [[i - 2, i - 1] for i in targets]
-    assert found.tolist() == targets
 
 
 @pytest.mark.parametrize(
@@ -445,8 +369,6 @@ def test_a_map_of_processes_is_none_of_a_dataset(made: str) -> None:
 @pytest.mark.parametrize(
     ("call", "after"),
     [
-        ("fit(d, class_weight=w, epochs=2)", "class_weighted(d, w), epochs=2)"),
-        ("fit(x=d, class_weight={0: 1, 1: 2})", "class_weighted(d, {0: 1, 1: 2}))"),
         ("fit(d, class_weight=None)", "fit(d, class_weight=None)"),
         ("fit(x, y, class_weight=w)", "fit(x, y, class_weight=w)"),
     ],
@@ -547,8 +469,6 @@ def test_a_dataset_as_a_type() -> None:
 @pytest.mark.parametrize(
     ("statement", "reason"),
     [
-        ("print(examples.element_spec)", "Grain's datasets have no element_spec"),
-        ("print(len(images))", "Grain's stream of batches has no length"),
         ("n = images.cardinality()", "no `cardinality`: count the files"),
         ("n = examples.reduce(0, f)", "Grain's datasets have no `reduce`"),
     ],

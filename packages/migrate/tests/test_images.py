@@ -1,6 +1,5 @@
 """Images, paddings and files of weights: what a port gives is TensorFlow's."""
 
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -109,45 +108,9 @@ def test_what_has_no_counterpart_is_left(call: str) -> None:
             "i = tf.random_uniform_initializer(0, 1)",
             "i = keras.initializers.RandomUniform(0, 1)",
         ),
-        (
-            "from tensorflow.compat.v1 import train\n"
-            "step = train.get_or_create_global_step()\n"
-            "r = train.exponential_decay(0.1, step, 10, 0.9)\n"
-            "o = train.AdamOptimizer(r)",
-            "ExponentialDecay(0.1, decay_steps=10, decay_rate=0.9)",
-        ),
-        (
-            "from tensorflow.compat.v1 import train\n"
-            "o = train.AdamOptimizer(train.piecewise_constant("
-            "train.get_global_step(), [9], [0.1, 0.01]))",
-            "PiecewiseConstantDecay(boundaries=[9], values=[0.1, 0.01])",
-        ),
     ],
 )
 def test_initializers_and_rates(before: str, after: str) -> None:
     text, left = ported(f"{START}{before}")
     assert after in text
     assert left == []
-
-
-def test_the_newest_weights_are_loaded(tmp_path: Path) -> None:
-    text, left = ported(
-        f"{START}import os\n"
-        "layers = [tf.keras.Input((3,)), tf.keras.layers.Dense(1)]\n"
-        "model = tf.keras.Sequential(layers)\n"
-        "path = os.path.join(base, 'new/cp-{epoch:02d}.ckpt')\n"
-        "folder = os.path.dirname(path)\n"
-        "for i in range(2):\n"
-        "    model.set_weights([w + 1 for w in model.get_weights()])\n"
-        "    model.save_weights(path.format(epoch=i))\n"
-        "latest = tf.train.latest_checkpoint(folder)\n"
-        "other = tf.keras.models.clone_model(model)\n"
-        "other.load_weights(latest)\n"
-    )
-    assert left == []
-    names = executed(text, {"base": str(tmp_path)})
-    assert names["latest"].endswith("cp-01.ckpt.weights.h5")
-    for one, other in zip(
-        names["model"].get_weights(), names["other"].get_weights(), strict=True
-    ):
-        np.testing.assert_array_equal(one, other)

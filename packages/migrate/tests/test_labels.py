@@ -1,8 +1,6 @@
 """Labels that are dicts with those of a model's one output."""
 
-import numpy as np
-import pytest
-from packages.migrate.tests.porting import ported, run
+from packages.migrate.tests.porting import ported
 
 START = """import numpy as np
 import tensorflow as tf
@@ -12,8 +10,6 @@ last = tf.keras.layers.Dense(1, name="out", kernel_initializer="ones")
 """
 FUNCTIONAL = """i = tf.keras.Input((5,))
 model = tf.keras.Model(i, last(i))
-"""
-SEQUENTIAL = """model = tf.keras.Sequential([last])
 """
 COMPILED = """model.compile("sgd", loss={"out": "mse"})
 """
@@ -49,20 +45,6 @@ data = tf.data.Dataset.from_tensor_slices((x, {"out": y}, y[:, 0] / 2)).batch(8)
 history = model.fit(data, steps_per_epoch=1, shuffle=False, verbose=0)
 """,
 }
-
-
-@pytest.mark.parametrize("model", [FUNCTIONAL, SEQUENTIAL])
-@pytest.mark.parametrize("data", DATA)
-def test_labels_of_one_output(model: str, data: str) -> None:
-    history = run(START + model + COMPILED + DATA[data])["history"]
-    # The sum of five ones, and the label 1, at half the weight.
-    np.testing.assert_allclose(history.history["loss"], [8], rtol=1e-5)
-
-
-def test_labels_that_the_script_reads_are_left() -> None:
-    source = START + FUNCTIONAL + COMPILED + DATA["slices"]
-    _, left = ported(f"{source}for _, labels in data:\n    print(labels['out'])")
-    assert ["dict of one output's labels" in each for each in left] == [True]
 
 
 def test_labels_of_named_outputs_stay() -> None:

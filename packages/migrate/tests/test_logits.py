@@ -182,33 +182,6 @@ model.compile("adam", "{loss}", metrics=["accuracy"])
 """
 
 
-@pytest.mark.parametrize(
-    ("activation", "loss", "name"),
-    [
-        (
-            '"sigmoid"',
-            "sparse_categorical_crossentropy",
-            "SparseCategoricalCrossentropy",
-        ),
-        ('"softmax"', "binary_crossentropy", "BinaryCrossentropy"),
-    ],
-)
-def test_a_loss_takes_the_logits_of_an_activation_for_another_loss(
-    activation: str, loss: str, name: str
-) -> None:
-    result, _ = text(CROSSED.format(activation=activation, loss=loss))
-    assert "Dense(UNITS)])" in result
-    assert f'{name}(from_logits=True), metrics=["accuracy"])' in result
-
-
-def test_an_activation_for_another_loss_that_stays_is_reported() -> None:
-    source = CROSSED.format(activation='"softmax"', loss="binary_crossentropy")
-    ported = port(source.replace("UNITS = 3", "UNITS = 1").encode())
-    assert [(each.line, each.reason.split(":")[0]) for each in ported.left] == [
-        (4, "TensorFlow takes what goes into the softmax, whatever the cross-entropy")
-    ]
-
-
 def test_probabilities_of_a_function_of_tensorflow_stay_for_another_loss() -> None:
     crossed = {"activation": "tf.nn.sigmoid", "loss": "categorical_crossentropy"}
     result, _ = text(CROSSED.format(**crossed))

@@ -66,29 +66,6 @@ def test_commands_of_ipython_stay() -> None:
     assert others[2:] == ["%%time\ny = keras.ops.abs(x)", "z = (x\n     % y)"]
 
 
-def test_code_of_one_block_stands_in_the_first_of_its_cells() -> None:
-    model = (
-        "class Model(tf.keras.Model):\n    def train_step(self, data):\n"
-        "        x, y = data\n        with tf.GradientTape() as tape:\n"
-        "            loss = self.compute_loss(y=y, y_pred=self(x, training=True))\n"
-        "        weights = self.trainable_variables\n"
-        "        gradients = tape.gradient(loss, weights)\n"
-        "        self.optimizer.apply_gradients(zip(gradients, weights))\n"
-        "        return {'loss': loss}"
-    )
-    *_, made, compiled, _ = ported_cells(
-        "import tensorflow as tf",
-        model,
-        "model = Model()",
-        "model.compile('sgd', 'mse')",
-        "model.fit(x, y)",
-    )
-    scope = "with rx.get_strategy().scope():\n"
-    assert made.startswith(f"{scope}    model = Model()\n")
-    assert "    model.compile('sgd', 'mse')" in made
-    assert compiled == ""
-
-
 def test_a_notebook_without_tensorflow_stays_byte_for_byte() -> None:
     source = notebook("%time\nx = 1", "!ls").replace(b"\n ", b"\n    ")
     assert port_notebook(source).source == source

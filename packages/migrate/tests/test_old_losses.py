@@ -56,7 +56,6 @@ def test_a_loss_that_is_no_mean_of_examples_is_left(call: str, why: str) -> None
     ("lines", "is_old"),
     [
         ("", False),
-        ("x = tf.layers.dense(x, 1)\n", True),
         ("tf.compat.v1.train.AdamOptimizer()\n", False),
         ("x = tf.keras.layers.Dense(1)(x)\n", False),
     ],

@@ -12,14 +12,6 @@ def lines(source: str) -> tuple[str, list[str]]:
     return ported(f"import tensorflow as tf\n{source}")
 
 
-LOG = """\
-class Log:
-    def __init__(self):
-        self.w = tf.summary.create_file_writer("d")
-    def log(self, l):
-        """
-
-
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -28,23 +20,12 @@ class Log:
             "print(f\"{keras.ops.cast(x, 'float32')}\")",
         ),
         ("x = tf.add_n(model.losses)", "x = sum(model.losses)"),
-        ("x = 1 - tf.linalg.band_part(m, -1, 0)", "x = 1 - keras.ops.tril(m)"),
-        ("x = tf.linalg.band_part(m, 0, -1)", "x = keras.ops.triu(m)"),
-        (
-            "x = tf.linalg.band_part(m, 2, 1)",
-            "x = keras.ops.tril(keras.ops.triu(m, k=-2), k=1)",
-        ),
         (
             "SIZE = (3, 4)\nx = tf.reshape(tf.maximum(*SIZE), s)",
             "keras.ops.maximum(SIZE[0], SIZE[1])",
         ),
         ("def f(x, a=tf.identity): pass", "a=keras.activations.linear"),
         ("x = tf.io.gfile.glob(f'{d}/*')", "x = sorted(glob.glob(f'{d}/*'))"),
-        (
-            "from tensorflow.python.client import device_lib\n"
-            "x = [d.name for d in device_lib.list_local_devices()]",
-            "x = [d.name for d in rx.config.list_logical_devices()]",
-        ),
         (
             "import tensorflow_datasets as tfds\ntfds.disable_progress_bar()\n"
             "x = tf.size(y)",
@@ -82,7 +63,6 @@ class Log:
             "x = tf.random.uniform([2], maxval=3, dtype=tf.int32)",
             'keras.random.randint([2], maxval=3, dtype="int32", minval=0)',
         ),
-        ("def main(_): pass\ntf.app.run()", "absl.app.run(main)"),
         (
             'w = self.add_weight("w", shape=[3])',
             'w = self.add_weight(name="w", shape=[3])',
@@ -95,11 +75,6 @@ class Log:
             "o = tf.train.RMSPropOptimizer(0.1)",
             "o = keras.optimizers.RMSprop(0.1, epsilon=1e-10)",
         ),
-        (
-            "import tensorflow.keras.mixed_precision.experimental as mp\n"
-            "o = mp.LossScaleOptimizer(o, 'dynamic')",
-            "o = keras.mixed_precision.LossScaleOptimizer(o)",
-        ),
         ("g = optimizer.get_unscaled_gradients(h)", "g = h"),
         ('model.save("m.keras", save_format="keras")', 'model.save("m.keras")'),
         ("n = x.get_shape()[1].value", "n = x.shape[1]"),
@@ -111,21 +86,6 @@ class Log:
         (
             "b = tf.keras.callbacks.TensorBoard('d', 1, profile_batch='5,9')",
             "b = rx.callbacks.TensorBoard('d', 1)",
-        ),
-        (
-            "w = tf.summary.create_file_writer(d)\nfor i in r:\n"
-            "    with w.as_default():\n        tf.summary.scalar('x', l, step=i)",
-            "w = rx.SummaryWriter(d)\nfor i in r:\n    w.scalar('x', l, step=i)\n",
-        ),
-        (
-            "w = tf.summary.create_file_writer(d)\nw.set_as_default()\n"
-            "def f(i):\n    tf.summary.scalar('x', data=l, step=i)",
-            "def f(i):\n    w.scalar('x', value=l, step=i)\n",
-        ),
-        (
-            f"{LOG}with self.w.as_default():\n            "
-            "tf.summary.scalar('x', l, step=1)",
-            "    def log(self, l):\n        self.w.scalar('x', l, step=1)\n",
         ),
         (
             "def f(x):\n    tf.debugging.assert_rank(x, 2)\n    return x",
@@ -154,15 +114,6 @@ def test_what_is_ported(before: str, after: str) -> None:
     text, left = lines(before)
     assert after in text
     assert left == []
-
-
-def test_gradients_are_clipped_as_tensorflow_does() -> None:
-    text, left = lines("def f(g): return [tf.clip_by_norm(x, 1.0) for x in g]")
-    assert left == []
-    names = executed(text)
-    clipped = names["f"]([np.array([3.0, 4.0]), np.array([0.3, 0.4]), np.zeros(2)])
-    expected = [[0.6, 0.8], [0.3, 0.4], [0.0, 0.0]]  # What TensorFlow 2.21 gives.
-    np.testing.assert_allclose(np.stack(clipped), expected, rtol=1e-6)
 
 
 LAYER = """
@@ -257,42 +208,12 @@ def test_the_step_of_keras_2_logs_its_loss_and_its_metrics() -> None:
     np.testing.assert_allclose(names["logs"]["mae"], [np.mean(error)], rtol=1e-5)
 
 
-OTHER_STEPS = """
-    def train_step(self, data):
-        x, y, w = data
-        with tf.GradientTape() as tape:
-            y_pred = self(x, training=True)
-            value = self.compiled_loss(y, y_pred, w)
-            value = value + 0.0 * tf.reduce_sum(y_pred)
-        self.optimizer.minimize(value, self.trainable_variables, tape=tape)
-        return {m.name: m.result() for m in self.metrics}
-    def test_step(self, data):
-        x, y, w = data
-        self.compiled_loss(y, self(x), sample_weight=w, regularization_losses=None)
-        return {m.name: m.result() for m in self.metrics}
-"""
-
-
-def test_steps_log_the_weighted_loss_wherever_they_compute_it() -> None:
-    start, end = STEP_OF_KERAS.split("    def train_step")[0], STEP_OF_KERAS[-300:]
-    end = end[end.index("with tf.distribute") :].replace("verbose=0", "**weights")
-    weights = "weights = dict(sample_weight=np.arange(8.0), verbose=0)\n"
-    text, left = lines(f"{start}{OTHER_STEPS}{weights}{end}")
-    assert left == []
-    names = executed(text)
-    model, x, weights = names["model"], names["x"], names["weights"]
-    error = np.mean(np.arange(8) * (np.array(model(x))[:, 0] - 2) ** 2)
-    logs = model.evaluate(x, x[:, :1] * 2, return_dict=True, **weights)
-    np.testing.assert_allclose(names["logs"]["loss"], [error], rtol=1e-5)
-    np.testing.assert_allclose(logs["loss"], error, rtol=1e-5)
-
-
 @pytest.mark.parametrize(
     ("value", "reason"),
     [
         ("self.compiled_loss(y, y_pred, **w)", "use self.compute_loss"),
-        ("0 if y is None else self.compiled_loss(y, y_pred)", "a line of its own"),
-        ("2 * self.compiled_loss(y, y_pred)", "a line of its own"),
+        ("0 if y is None else self.compiled_loss(y, y_pred)", "use self.compute_loss"),
+        ("2 * self.compiled_loss(y, y_pred)", "use self.compute_loss"),
         ("self.compiled_loss(y, y_pred, None, [r])", "takes no others"),
         (
             "self.compiled_loss(y, y_pred)\n            value += sum(self.losses)",
@@ -311,47 +232,6 @@ def test_losses_that_compute_loss_cannot_give_are_left(value: str, reason: str) 
     assert ["super().compute_loss" in each for each in left] == [True]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        ("value, v, grad_loss=w, tape=tape", "weighs the loss"),
-        ("value, v, w, tape=tape", "weighs the loss"),
-        ("value, v, tape=None", "no optimizer.minimize"),
-        ("lambda: value, v, tape=tape", "no optimizer.minimize"),
-        ("value, tape=tape", "loss= and var_list="),
-    ],
-)
-def test_minimize_with_what_a_tape_cannot_be_given_is_left(
-    arguments: str, reason: str
-) -> None:
-    text, left = lines(f"def step(o, value, v, w, tape):\n    o.minimize({arguments})")
-    assert [reason in each for each in left] == [True]
-    assert f"o.minimize({arguments})" in text
-
-
-def test_a_step_of_keras_without_a_strategy_gets_the_default_or_is_left() -> None:
-    step = STEP_OF_KERAS.replace(
-        'with tf.distribute.OneDeviceStrategy("cpu:0").scope():', "if 1:"
-    )
-    text, left = lines(step)
-    assert left == []
-    exec(text, {})
-    _, left = lines(step.replace("model.compile", "for _ in x: model.compile"))
-    assert ["passes train_step other arguments" in each for each in left] == [True]
-    assert lines(step.replace("model.fit", "run"))[1] == []
-    before = "model = tf.keras.Sequential()\nmodel.compile('sgd', 'mse')\n"
-    text, left = lines(f"{before}{step}")
-    assert left == []
-    exec(text, {})
-    _, left = lines(
-        "class Net(tf.keras.Model):\n    def predict_step(self, x): pass\n"
-        "Net().predict(x)"
-    )
-    assert ["passes predict_step other arguments" in each for each in left] == [True]
-    trainer = "class Trainer:\n    def train_step(self, x, y): pass\nscaler.fit(x)"
-    assert lines(trainer)[1] == []
-
-
 def test_methods_that_steps_call_on_objects_get_random_state() -> None:
     text, left = lines(
         "class Net:\n    def draw(self):\n        return tf.random.normal([2])\n"
@@ -366,56 +246,15 @@ def test_methods_that_steps_call_on_objects_get_random_state() -> None:
     [
         ("x = tf.io.gfile.glob(['a', 'b'])", "its pattern is a list"),
         (
-            "from tensorflow.python.client import device_lib\n"
-            "for d in device_lib.list_local_devices(): print(d.memory_limit)",
-            "a name and a type here",
-        ),
-        (
             "s = tf.distribute.get_strategy()\ndef f(): print(tf.executing_eagerly())\n"
             "s.run(f)",
             "is false in steps",
         ),
-        ("tf.keras.layers.BatchNormalization(fused=True)", "no argument 'fused'"),
-        ("tf.keras.layers.Dense(3, batch_input_shape=(1, 2))", "'batch_input_shape'"),
-        ("tf.keras.optimizers.SGD(0.1, use_locking=True)", "argument 'use_locking'"),
-        ("class Board(tf.keras.callbacks.TensorBoard): pass", "has other methods"),
-        ("l = tf.nn.ctc_loss(y, x, n, m)", "give it logits_time_major=False"),
-        (
-            "w = tf.summary.create_file_writer(d)\nf(w)",
-            "the writer is given to what is not ported",
-        ),
-        (f"{LOG}self.w.flush()\nLog().w.flush()", "is used outside of its class"),
-        (
-            "w = tf.summary.create_file_writer(d)\n"
-            "with w.as_default():\n    tf.summary.image('x', x, step=1)",
-            "tf.summary.image has no counterpart",
-        ),
-        (
-            "p = os.path.join(d, 'ckpt')\n"
-            "tf.keras.callbacks.ModelCheckpoint(p, save_weights_only=True)\nos.stat(p)",
-            "ends with .weights.h5",
-        ),
-        ("model.load_weights('x.ckpt')", "ends with .weights.h5 or .keras"),
-        ("tf.keras.models.load_model('folder')", "ends with .keras or .h5"),
-        (
-            "latest = tf.train.latest_checkpoint(d)\nmodel.load_weights(latest)",
-            "finds what rx.Checkpoint writes",
-        ),
-        (
-            "d = tf.keras.layers.Discretization(num_bins=3)\nd.adapt(x)",
-            "adapts with TensorFlow",
-        ),
-        ("model.predict_classes(x)", "use keras.ops.argmax"),
         (
             "def f(x):\n    return tf.layers.dense(x, 3)",
             "makes a new layer in each call",
         ),
-        ("tf.app.run()", "which is not here"),
         ("g = tf.clip_by_norm(f(x), 1.0)", "use `clipnorm=`"),
-        (
-            "tf.keras.mixed_precision.experimental.LossScaleOptimizer(o, loss_scale=8)",
-            "take loss_scale= out",
-        ),
         ("tf.keras.layers.StringLookup(vocabulary=v)", "is made with TensorFlow"),
         ("x = tf.constant(['a', 'b'])", "of a string stays"),
         ("d = tf.layers.Dropout(0.5)", "use the layer of `keras.layers`"),
@@ -423,31 +262,12 @@ def test_methods_that_steps_call_on_objects_get_random_state() -> None:
             "K = tf.keras.backend\ny = K.sum(x)\nK = 5",
             "`K` is tf.keras.backend here, and is assigned something else",
         ),
-        (
-            "a = tf.keras.layers.ReLU()\n"
-            "m = tf.keras.Sequential([tf.keras.layers.Dense(3), a, a])",
-            "Keras 2 applies a layer once",
-        ),
-        (
-            "a = tf.keras.layers.ReLU()\nm = tf.keras.Sequential()\n"
-            "for n in sizes:\n    m.add(tf.keras.layers.Dense(n))\n    m.add(a)",
-            "Keras 2 applies a layer once",
-        ),
         ("import tf_slim", "tf_slim needs TensorFlow"),
         ("import tensorflow_docs.modeling", "tensorflow_docs needs TensorFlow"),
         ("import efficientnet.tfkeras", "efficientnet is of Keras 2"),
         ("from transformers import TFBertModel, AutoTokenizer", "transformers.TFBert"),
         ("import smdistributed.dataparallel.tensorflow as d", "use `rx.Mirrored"),
         ("from transformers import AutoTokenizer, TFAutoModel", "or KerasHub"),
-        ("d = data.to_tf_dataset(batch_size=4)", "it needs TensorFlow: pass arrays"),
-        ("def f(x, sess):\n    return sess.run(x)", "nothing runs in a session"),
-        ("x = s.graph.get_tensor_by_name('x')", "there are no graphs"),
-        (
-            "tf.keras.utils.SidecarEvaluator(model, d, f).start()\n"
-            "c = tf.keras.callbacks.ModelCheckpoint(f + '/{epoch}.weights.h5', "
-            "save_weights_only=True)",
-            "waits for what rx.Checkpoint writes",
-        ),
     ],
 )
 def test_what_is_left(before: str, reason: str) -> None:
@@ -495,11 +315,7 @@ strategy.run(step, args=(x,))
 @pytest.mark.parametrize(
     ("statement", "num_left"),
     [
-        ("y = 1 if loss > 3 else 2", 1),
-        ("while tf.reduce_any(x > 3): pass", 1),
-        ("assert -loss + 1 > 0 and n", 1),
         ("y = 1 if n > 3 else 2", 0),
-        ("if x % 2 == 0: pass", 1),
         ("if x is None or x == 'a': pass", 0),
     ],
 )

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from sklearn.datasets import load_digits
 
-ROOT = Path(__file__).parents[3]
 SCRIPTS = Path(__file__).parent / "scripts"
 TIMEOUT_S = 200
 

@@ -172,20 +172,6 @@ def test_two_replicas_train_to_the_numbers_of_tensorflow(loss: str) -> None:
     assert [*kernel, *bias] == pytest.approx(expected, abs=1e-6)
 
 
-def test_losses_of_the_model_are_read_in_the_tape() -> None:
-    late = '{"loss": loss, "more": sum(self.losses)}'
-    _, left = ported(STEP.replace('{"loss": loss}', late))
-    assert left == [LATE]
-    _, left = ported(STEP.replace(OWN, f"{OWN} + sum(self.losses)"))
-    assert left == []
-
-
-LATE = (
-    "the losses of a model are gone behind the tape: give them a name in its `with`, "
-    "and use that"
-)
-
-
 TWIN = """import tensorflow as tf
 class Net(tf.keras.Model):
     def compute_loss(self, x):

@@ -16,14 +16,7 @@ import libcst as cst
 
 from replicax_migrate.flow import Definition
 from replicax_migrate.kinds import Origin, is_class_of, kind_of, origins, own_methods
-from replicax_migrate.origins import (
-    definitions,
-    elements,
-    ends_at_cycles,
-    iterated,
-    returned,
-    returned_by,
-)
+from replicax_migrate.plan import Plan
 from replicax_migrate.script import Expression, Script
 from replicax_migrate.tables import MESSAGES, NAMES, find_target
 from replicax_migrate.tracing import calls_in, class_of, scopes, strategy_of
@@ -43,8 +36,15 @@ from replicax_migrate.tree import (
     text_of,
     value_of,
 )
+from replicax_migrate.values import (
+    definitions,
+    ends_at_cycles,
+    iterated_container,
+    returned_values,
+    values_returned_by,
+)
 
-__all__ = ["plan_gradient_sums", "report_unreduced"]
+__all__ = ["plan_gradient_sums"]
 
 _Term: TypeAlias = Literal["own", "scaled", "unknown"]
 """Where a term of a loss is from: the script, a function that scales it, or unknown."""
@@ -53,16 +53,6 @@ _NONE: _Terms = frozenset()
 _OWN: _Terms = frozenset(["own"])
 _SCALED: _Terms = frozenset(["scaled"])
 _UNKNOWN: _Terms = frozenset(["unknown"])
-
-
-def report_unreduced(script: Script) -> None:
-    """Report losses without a reduction that are given to Keras' own steps."""
-    compiled = [call for call in script.calls if method_of(call) == "compile"]
-    for call in () if _steps(script) or script.functions("compile") else compiled:
-        given = value_of(call, 1, "loss")
-        for loss in [given, *elements(script, given)] if given is not None else ():
-            if _has_no_reduction(script, script.flow.resolved(loss)):
-                script.leave(loss, MESSAGES["not_reduced"])
 
 
 def _steps(script: Script) -> list[cst.FunctionDef]:
@@ -74,20 +64,24 @@ def _steps(script: Script) -> list[cst.FunctionDef]:
     ]
 
 
-def plan_gradient_sums(script: Script) -> None:
+def plan_gradient_sums(script: Script) -> Plan:
     """Plan factors on the losses of `train_step`s, or report what is not understood."""
+    plan = Plan()
     steps = _steps(script)
     if not steps or not _may_have_replicas(script):
-        return
+        return plan
     for call in calls_in(script, steps):
         if method_of(call) == "minimize" and named(call, "tape") is not None:
-            _plan_loss(script, call, "loss")
+            _plan_loss(script, plan, call, "loss")
         elif method_of(call) == "apply_gradients" and call.args:
             found = _gradients(script, call.args[0].value)
             if not found:
                 script.leave(call, MESSAGES["summed_gradients"])
             for gradient, is_changed in found.items():
-                _plan_loss(script, gradient, "target", call if is_changed else None)
+                _plan_loss(
+                    script, plan, gradient, "target", call if is_changed else None
+                )
+    return plan
 
 
 def _may_have_replicas(script: Script) -> bool:
@@ -101,12 +95,17 @@ def _may_have_replicas(script: Script) -> bool:
 
 
 def _plan_loss(
-    script: Script, call: cst.Call, name: str, changed: cst.Call | None = None
+    script: Script,
+    plan: Plan,
+    call: cst.Call,
+    name: str,
+    changed: cst.Call | None = None,
 ) -> None:
     """Plan a factor on the loss that a call differentiates, or report the call.
 
     Args:
         script: The script.
+        plan: Gets the factor.
         call: A call of `tape.gradient`, or of `minimize` with a tape.
         name: The keyword of the loss, its first argument.
         changed: The call that applies the gradients, if they are changed before it.
@@ -119,7 +118,7 @@ def _plan_loss(
         script.leave(changed, MESSAGES["changed_gradients"])
     elif terms == _OWN:
         arg = next(arg for arg in call.args if arg.value is loss)
-        script.replacements[arg] = lambda updated: _multiplied(script, updated)
+        plan.replacements[arg] = lambda updated: _multiplied(script, updated)
         script.note(call, MESSAGES["multiplied_loss"])
 
 
@@ -156,7 +155,7 @@ def _gradients(script: Script, node: Expression) -> dict[cst.Call, bool]:
 def _sources(script: Script, node: Expression) -> tuple[list[Expression], bool]:
     """What the gradients in an expression come from, and whether it changes them."""
     if isinstance(node, cst.Call):
-        if values := [*returned(script, node)]:
+        if values := [*returned_values(script, node)]:
             return values, False
         is_kept = is_name(node.func, "zip", "list", "tuple")
         is_unscaled = method_of(node) == "get_unscaled_gradients"
@@ -164,7 +163,7 @@ def _sources(script: Script, node: Expression) -> tuple[list[Expression], bool]:
     if isinstance(node, cst.ListComp | cst.GeneratorExp):
         first = (parts_of(node.elt) or [node.elt])[0]
         return [*find(first, cst.Name)], not isinstance(first, cst.Name)
-    if (each := iterated(script, node)) is not None:
+    if (each := iterated_container(script, node)) is not None:
         return [each[0]], False
     if isinstance(node, cst.BinaryOperation):
         return [node.left, node.right], True
@@ -204,7 +203,7 @@ def _terms_of_definition(script: Script, made: Definition) -> _Terms:
     if index is None or not calls:
         return _all(script, *made.values)
     # One element of what a function returns.
-    results = [parts_of(x) for call in calls for x in returned(script, call)]
+    results = [parts_of(x) for call in calls for x in returned_values(script, call)]
     if not results or any(len(each) <= index for each in results):
         return _UNKNOWN
     return _all(script, *(each[index] for each in results))
@@ -246,7 +245,7 @@ def _terms_of_result(script: Script, function: Expression) -> _Terms:
 
 def _results(script: Script, name: str) -> list[Expression]:
     """What the functions and methods of a name return."""
-    return [r for f in script.functions(name) for r in returned_by(script, f)]
+    return [r for f in script.functions(name) for r in values_returned_by(script, f)]
 
 
 def _given(script: Script, node: Expression) -> list[Expression]:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 import libcst as cst
 
 from replicax_migrate.arrays import resize
+from replicax_migrate.plan import Plan
 from replicax_migrate.rules import CallSite, Rule, bound, by_row, written
 from replicax_migrate.script import Expression, Script, Unported
 from replicax_migrate.statements import is_static_shape
@@ -131,14 +132,14 @@ def _name_of(function: cst.CSTNode) -> str:
     return f"`{function.name.value}`" if is_named else "a lambda"
 
 
-def plan_in_place(script: Script, function: cst.CSTNode) -> None:
+def plan_in_place(script: Script, plan: Plan, function: cst.CSTNode) -> None:
     """Plan `image = image / 255` for `image /= 255`, which would change the dataset."""
     if not isinstance(function, cst.FunctionDef):
         return
     parameters = {p.name.value for p in function.params.params}
     for node in find(function.body, cst.AugAssign):
         if is_name(node.target, *parameters):
-            script.replacements[node] = as_assignment
+            plan.replacements[node] = as_assignment
 
 
 def example_function(
@@ -232,21 +233,32 @@ def random_functions(script: Script, functions: set[cst.CSTNode]) -> set[cst.CST
     return set(filter(draws, functions))
 
 
-def why_not_random(script: Script, functions: set[cst.CSTNode]) -> str | None:
-    """Why the functions of a `map` cannot get a random generator; None if they can."""
+def why_not_random(
+    script: Script, functions: set[cst.CSTNode], maps: set[cst.Call]
+) -> str | None:
+    """Why the functions of a `map` cannot get a random generator; None if they can.
+
+    Args:
+        script: The script.
+        functions: The functions.
+        maps: All calls of `map` of datasets.
+    """
     mapped = set(functions)
-    for call in script.maps:
-        if call is not None and call.args:
+    for call in maps:
+        if call.args:
             mapped |= host_functions_of(script, call.args[0].value)
     for function in random_functions(script, functions):
         is_named = isinstance(function, cst.FunctionDef)
-        if is_named and (why := _why_no_generator(script, function, mapped)):
+        if is_named and (why := _why_no_generator(script, function, mapped, maps)):
             return f"{_name_of(function)} draws random numbers, and {why}"
     return None
 
 
 def _why_no_generator(
-    script: Script, function: cst.FunctionDef, mapped: set[cst.CSTNode]
+    script: Script,
+    function: cst.FunctionDef,
+    mapped: set[cst.CSTNode],
+    maps: set[cst.Call],
 ) -> str | None:
     params = function.params
     has_stars = _has_star(function) or params.star_kwarg is not None
@@ -258,31 +270,33 @@ def _why_no_generator(
     for use in (n for n in names if n.value == function.name.value):
         is_inside = not mapped.isdisjoint(script.parents(use))
         is_known = is_inside and script.call_of(use) is not None
-        if not is_known and script.call_with(use) not in script.maps:
+        if not is_known and script.call_with(use) not in maps:
             return "is used outside of `map`, too"
     return None
 
 
-def plan_random(script: Script, call: cst.Call, functions: set[cst.CSTNode]) -> None:
+def plan_random(
+    script: Script, plan: Plan, call: cst.Call, functions: set[cst.CSTNode]
+) -> None:
     """Plan a random generator as the last argument of the functions of a `map`."""
     drawing = random_functions(script, functions)
     if not drawing:
         return
     name = free_name(names_in(script.module), "rng", "generator", "example_rng")
-    script.generators[call] = name
+    plan.generators[call] = name
     script.note(call, MESSAGES["random_map"])
     for function in drawing:
         if isinstance(function, cst.FunctionDef):
-            script.replacements[function.params] = lambda updated: updated.with_changes(
+            plan.replacements[function.params] = lambda updated: updated.with_changes(
                 params=[*updated.params, cst.Param(cst.Name(name))]
             )
         for node in find(function, cst.Call):
             if script.called(node) in _RANDOM:
-                script.generators[node] = name
+                plan.generators[node] = name
                 continue
             named = node.func.value if isinstance(node.func, cst.Name) else ""
             if not drawing.isdisjoint(script.functions(named)):
-                script.extra_arguments[node] = keyword(name, cst.Name(name))
+                plan.appended[node] = keyword(name, cst.Name(name))
 
 
 # Look-ups of words.
@@ -292,17 +306,19 @@ _USUAL = {"max_tokens": {"None"}, "mask_token": {"None"}}
 _USUAL["num_oov_indices"] = {"0", "1"}
 
 
-def plan_lookups(script: Script) -> None:
+def plan_lookups(script: Script) -> Plan:
     """Plan the port of `StringLookup` layers that only functions of pipelines call."""
+    plan = Plan()
     for made in script.calls:
         if script.called(made) in NAMES["lookups"]:
             try:
-                _plan_lookup(script, made)
+                _plan_lookup(script, plan, made)
             except Unported:
                 continue  # The layer's name is reported.
+    return plan
 
 
-def _plan_lookup(script: Script, made: cst.Call) -> None:
+def _plan_lookup(script: Script, plan: Plan, made: cst.Call) -> None:
     """Plan the port of a layer to a dictionary, where words and uses are in sight."""
     given = bound(made.args, _PARAMETERS)
     words = given.pop("vocabulary", None)
@@ -318,10 +334,12 @@ def _plan_lookup(script: Script, made: cst.Call) -> None:
     if not calls or any(script.flow.value(call.func) is not made for call in calls):
         raise Unported("its uses are not in sight")
     for call in calls:
-        _plan_lookup_call(script, call, "[word]" if first == "0" else ".get(word, 0)")
-    script.frozen.add(made.func)
+        _plan_lookup_call(
+            script, plan, call, "[word]" if first == "0" else ".get(word, 0)"
+        )
+    plan.kept.add(made.func)
     start = "" if first == "0" else ", 1"
-    script.replacements[made] = lambda updated: script.template(
+    plan.replacements[made] = lambda updated: script.template(
         f"{{word: index for index, word in enumerate({{words}}{start})}}",
         words=bound(updated.args, _PARAMETERS)["vocabulary"].value,
     )
@@ -352,11 +370,11 @@ def _shown_words(script: Script, node: Expression) -> cst.List | None:
     return node if isinstance(node, cst.List) else None
 
 
-def _plan_lookup_call(script: Script, call: cst.Call, item: str) -> None:
+def _plan_lookup_call(script: Script, plan: Plan, call: cst.Call, item: str) -> None:
     """Plan to port `lookup(x)` to the look-up of each word of an array."""
     if shown := _shown_words(script, call.args[0].value):
-        script.replacements[call.args[0].value] = lambda updated: shown
-    script.replacements[call] = lambda updated: script.template(
+        plan.replacements[call.args[0].value] = lambda updated: shown
+    plan.replacements[call] = lambda updated: script.template(
         f'np.vectorize(lambda word: {{lookup}}{item}, otypes=["int64"])'
         '(np.asarray({words}, "str"))',
         lookup=updated.func,
@@ -391,7 +409,7 @@ def _random_image(site: CallSite) -> Expression:
 
 
 def _generator(site: CallSite) -> cst.Name:
-    return cst.Name(site.script.generators.get(site.node, "rng"))
+    return cst.Name(site.script.plan.generators.get(site.node, "rng"))
 
 
 _OF_UNIFORM = ("shape", "minval", "maxval", "dtype", "seed", "name")

@@ -8,6 +8,7 @@ from typing import Any
 import libcst as cst
 
 from replicax_migrate.names import path_in_tensorflow
+from replicax_migrate.plan import Plan
 from replicax_migrate.script import (
     Replacement,
     Script,
@@ -45,7 +46,7 @@ from replicax_migrate.tree import (
     used_names,
 )
 
-__all__ = ["find_retained", "ported_imports", "report_rebound", "uses_tensorflow"]
+__all__ = ["plan_retained", "ported_imports", "report_rebound", "uses_tensorflow"]
 
 
 def uses_tensorflow(module: cst.Module) -> bool:
@@ -94,19 +95,21 @@ def _uses_keras_2(module: cst.Module, imported: dict[str, str]) -> bool:
     return False
 
 
-def find_retained(script: Script) -> None:
+def plan_retained(script: Script) -> Plan:
     """Record the imported names that stay, because Keras has them by the same name."""
+    plan = Plan()
     for node in script.nodes(cst.Import):
         for alias in node.names:
             name, target = alias.evaluated_name, _module_target(alias.evaluated_name)
             if target and (alias.asname or name == "tf_keras"):
-                script.retained[alias.evaluated_alias or name] = target
+                plan.retained[alias.evaluated_alias or name] = target
     for node in script.nodes(cst.ImportFrom):
         for local, name in import_names(node):
             if local == "*":
-                _retain_starred(script, name)
+                _retain_starred(script, plan, name)
             elif target := _name_target(name):
-                script.retained[local] = target
+                plan.retained[local] = target
+    return plan
 
 
 def report_rebound(script: Script) -> None:
@@ -122,13 +125,13 @@ def report_rebound(script: Script) -> None:
             script.leave(node, reason)
 
 
-def _retain_starred(script: Script, module: str) -> None:
+def _retain_starred(script: Script, plan: Plan, module: str) -> None:
     """Record the used names that a star import binds to the same names of Keras."""
     home = _module_target(module)
     for name in used_names(script.module) if home else ():
         path = script.names.starred(name) if not script.names.is_bound(name) else None
         if path and find_target(path) == f"{home}.{name}":
-            script.retained[name] = f"{home}.{name}"
+            plan.retained[name] = f"{home}.{name}"
 
 
 def _module_target(name: str) -> str | None:
@@ -214,7 +217,7 @@ class _Imports(cst.CSTTransformer):
         kept: list[cst.ImportAlias] = []
         for alias in small.names:
             local = alias.evaluated_alias or alias.evaluated_name.partition(".")[0]
-            target = self._script.retained.get(local)
+            target = self._script.plan.retained.get(local)
             is_ours = path_in_tensorflow(alias.evaluated_name) is not None
             if is_ours and target is None:
                 kept += [_of_existing(alias)] if local in self._used else []
@@ -235,7 +238,7 @@ class _Imports(cst.CSTTransformer):
         for alias in aliases:
             name = alias.evaluated_name
             local = alias.evaluated_alias or name
-            target = self._script.retained.get(local)
+            target = self._script.plan.retained.get(local)
             if target is not None and self._stays(local):
                 groups[target.rpartition(".")[0]].append(alias)
             elif target is None and local in self._used:

@@ -1,33 +1,31 @@
 """Infers the kind of Keras object that an expression is, such as a model or layer."""
 
-import re
 from collections.abc import Iterable, Iterator
 from typing import TypeAlias
 
 import libcst as cst
 
 from replicax_migrate.flow import Definition
-from replicax_migrate.origins import (
+from replicax_migrate.script import Expression, Script
+from replicax_migrate.tables import NAMES, find_target, is_dotted, kind_of_target
+from replicax_migrate.tree import (
+    attr_of,
+    is_name,
+    method_of,
+    methods_of,
+    object_of,
+)
+from replicax_migrate.values import (
     bases,
     bound_values,
     definitions,
     elements,
     ends_at_cycles,
     is_parameter,
-    iterated,
-    part,
-    returned,
+    items_at,
+    iterated_container,
+    returned_values,
     with_bases,
-)
-from replicax_migrate.script import Expression, Script
-from replicax_migrate.tables import NAMES, find_target, is_dotted, kind_of_target
-from replicax_migrate.tree import (
-    attr_of,
-    is_name,
-    last_name,
-    method_of,
-    methods_of,
-    object_of,
 )
 
 __all__ = [
@@ -35,7 +33,6 @@ __all__ = [
     "Origin",
     "is_class_of",
     "is_kind",
-    "is_named_optimizer",
     "kind_of",
     "makers",
     "makes_optimizer",
@@ -98,7 +95,7 @@ def _is_given(script: Script, node: Expression) -> bool:
 
 def _is_element_given(script: Script, node: cst.CSTNode) -> bool:
     """Whether a loop binds a name to elements of such a parameter."""
-    each = iterated(script, node)
+    each = iterated_container(script, node)
     return each is not None and _is_given(script, each[0])
 
 
@@ -112,32 +109,6 @@ def _takes_tensors(script: Script, param: cst.Param) -> bool:
     names = [p.name.value for p in function.params.params]
     is_loss = any(name.endswith(("_true", "_pred")) for name in names)
     return function.name.value in NAMES["called_by_keras"] or is_loss
-
-
-def is_named_optimizer(script: Script, node: Expression) -> bool:
-    """Whether an object of unknown origin has an optimizer's name, such as `d_opt`.
-
-    The name may as well be one of options.
-    """
-    if isinstance(node, cst.Subscript):
-        node = node.value
-    words = re.split(r"[\W\d_]+", last_name(node).lower())
-    if not any(word in NAMES["optimizer_words"] for word in words):
-        return False
-    if isinstance(node, cst.Attribute) and not definitions(script, node):
-        return kind_of(script, node) is None
-    return _is_open(script, node)
-
-
-@ends_at_cycles(False)
-def _is_open(script: Script, node: Expression) -> bool:
-    """Whether an expression comes only from parameters without call sites in sight."""
-    found = definitions(script, node)
-    return bool(found) and all(
-        (each.values or isinstance(script.parent(each.node), cst.Param))
-        and all(_is_open(script, value) for value in each.values)
-        for each in found
-    )
 
 
 def kind_of(script: Script, node: Expression) -> str | None:
@@ -191,7 +162,7 @@ def _values(script: Script, node: Expression) -> Iterator[Expression]:
     elif isinstance(node, cst.Subscript):
         index = node.slice[0].slice
         if isinstance(index, cst.Index):
-            yield from part(script, node.value, index.value)
+            yield from items_at(script, node.value, index.value)
     elif isinstance(node, cst.Call) and method_of(node):
         if method_of(node) == "get":  # `dict.get(key, default)`.
             yield from elements(script, object_of(node))
@@ -234,7 +205,7 @@ def origins(script: Script, node: Expression) -> frozenset[Origin]:
         case cst.Call():
             if _called_makers(script, node):
                 return frozenset([node])
-            return _of_all(script, *returned(script, node))
+            return _of_all(script, *returned_values(script, node))
         case cst.IfExp():
             return _of_all(script, node.body, node.orelse)
         case cst.BooleanOperation(operator=cst.Or()):  # `given or Adam()`
@@ -252,7 +223,7 @@ def origins(script: Script, node: Expression) -> frozenset[Origin]:
             return frozenset(["variable"])
         owner = kind_of(script, node.value) or ""
         return frozenset([_PARTS.get((owner, node.attr.value))])
-    each = iterated(script, node)
+    each = iterated_container(script, node)
     return _of_element(script, *each) if each is not None else _UNKNOWN
 
 
@@ -279,7 +250,7 @@ def _single(kinds: Iterable[str | None]) -> str | None:
 
 def _of_definition(script: Script, definition: Definition) -> frozenset[Origin]:
     """The origins of a definition's values; a value `None` is left out."""
-    if (each := iterated(script, definition.node)) is not None:
+    if (each := iterated_container(script, definition.node)) is not None:
         return _of_element(script, *each)
     if not definition.values:
         return _UNKNOWN
@@ -293,7 +264,7 @@ def _of_definition(script: Script, definition: Definition) -> frozenset[Origin]:
 
 def _of_part(script: Script, node: Expression, index: Expression) -> frozenset[Origin]:
     """The origins of `node[index]`."""
-    found = part(script, node, index)
+    found = items_at(script, node, index)
     return _of_all(script, *found) if found else _of_element(script, node, True)
 
 

@@ -11,13 +11,7 @@ import libcst as cst
 
 from replicax_migrate.functional import layers_of
 from replicax_migrate.kinds import is_class_of, own_methods
-from replicax_migrate.origins import (
-    definitions,
-    is_parameter,
-    returned,
-    returned_by,
-    with_bases,
-)
+from replicax_migrate.plan import Plan
 from replicax_migrate.script import Expression, Script, Unported
 from replicax_migrate.tables import NAMES, find_target
 from replicax_migrate.tree import (
@@ -28,6 +22,13 @@ from replicax_migrate.tree import (
     text_of,
     value_of,
     with_args,
+)
+from replicax_migrate.values import (
+    definitions,
+    is_parameter,
+    returned_values,
+    values_returned_by,
+    with_bases,
 )
 
 __all__ = [
@@ -72,15 +73,9 @@ class Endings:
         except Unported:
             self.calls.clear()
 
-    def kinds(self, *, is_crossed: bool = False) -> set[str | None]:
-        """The names of the activations at the ends; None where there is no such one.
-
-        Args:
-            is_crossed: Whether the loss is for another activation: then Keras' count
-                alone. They keep their inputs with the result, for cross-entropies of
-                any kind. TensorFlow's `tf.nn.sigmoid` does not.
-        """
-        return {_activation(self._script, call, is_crossed) for call in self.calls}
+    def kinds(self) -> set[str | None]:
+        """The names of the activations at the ends; None where there is no such one."""
+        return {_activation(self._script, call) for call in self.calls}
 
     def _follow(self, node: Expression, *, is_layer: bool) -> None:
         """Follow an expression that is a tensor, or a layer."""
@@ -110,7 +105,7 @@ class Endings:
             self._follow(each, is_layer=is_layer)
 
     def _follow_call(self, node: cst.Call, is_layer: bool) -> None:
-        values = list(returned(self._script, node))
+        values = list(returned_values(self._script, node))
         if values:
             self._follow_all(values, is_layer)
         elif is_layer:
@@ -135,7 +130,9 @@ class Endings:
         elif classes:
             methods = [m for each in classes for m in own_methods(script, each, "call")]
             self.classes.update(with_bases(script, *classes))
-            found = (v for method in methods[:1] for v in returned_by(script, method))
+            found = (
+                v for method in methods[:1] for v in values_returned_by(script, method)
+            )
             self._follow_all(found if len(methods) == 1 else (), False)
         else:
             self.calls[node] = None
@@ -184,24 +181,18 @@ def _returning(script: Script, node: cst.CSTNode) -> cst.FunctionDef | None:
     return script.function_of(node) if is_returned else None
 
 
-def _activation(script: Script, call: cst.Call, is_crossed: bool) -> str | None:
+def _activation(script: Script, call: cst.Call) -> str | None:
     """The activation that a call ends with, if its result can be without it."""
     if name := _function(script, call):
-        return None if is_crossed and not _is_of_keras(script, call.func) else name
+        return name
     name = name_in(script, call.func, "layers")
-    if name == "Softmax" and not is_crossed:
+    if name == "Softmax":
         return "softmax" if _is_of_last_axis(script, call, 0) else None
     if name not in _LAYERS:
         return None
-    given = script.flow.resolved(value_of(call, _LAYERS[name], _argument(name)))
-    text = text_of(given)
-    if given is not None and not text and not is_crossed | _is_of_keras(script, given):
-        text = (script.names.path(given) or "").rpartition(".")[2]
+    value = script.flow.resolved(value_of(call, _LAYERS[name], _argument(name)))
+    text = text_of(value) or (script.names.path(value) or "").rpartition(".")[2]
     return text if text in _KINDS else None
-
-
-def _is_of_keras(script: Script, node: Expression) -> bool:
-    return (script.names.path(node) or "").startswith("keras.activations.")
 
 
 def _function(script: Script, call: cst.Call) -> str:
@@ -221,30 +212,30 @@ def _argument(name: str) -> str:
     return "function" if name == "Lambda" else "activation"
 
 
-def take_activation(script: Script, call: cst.Call) -> None:
+def take_activation(script: Script, plan: Plan, call: cst.Call) -> None:
     """Plan a call that ends a model without its activation."""
     name = name_in(script, call.func, "layers")
     parent = script.parent(call)
     around = script.parent(parent) if parent is not None else None
     given = argument(call.args, _LAYERS.get(name, 0), _argument(name))
     if not name:
-        script.replacements[call] = _first_value
+        plan.replacements[call] = _first_value
     elif name not in {"Activation", "Lambda", "Softmax"}:
         if given is not None:
-            script.frozen.add(given)
-            script.dropped_arguments.add(given)
+            plan.kept.add(given)
+            plan.dropped.add(given)
     elif name == "Activation" and given is not None and len(call.args) > 1:
-        script.replacements[given.value] = lambda updated: script.string("linear")
+        plan.replacements[given.value] = lambda updated: script.string("linear")
     elif isinstance(around, cst.List | cst.Tuple) and not any(
         is_named(arg, *_KEPT) for arg in call.args
     ):
-        script.replacements[around] = _without_last
+        plan.replacements[around] = _without_last
     elif isinstance(parent, cst.Call) and len(call.args) < 2:
-        script.replacements[parent] = _first_value  # `Activation("softmax")(x)`.
+        plan.replacements[parent] = _first_value  # `Activation("softmax")(x)`.
     elif method_of(around) == "add" and len(call.args) < 2:
-        script.take_out(script.statement_of(call))
+        plan.take_out(script.statement_of(call))
     else:
-        script.replacements[call] = lambda updated: _linear(script, updated)
+        plan.replacements[call] = lambda updated: _linear(script, updated)
 
 
 def _first_value(updated: cst.Call) -> Expression:

@@ -8,7 +8,7 @@ sight, a note says so. TensorFlow does the same where a loss has `from_logits=Tr
 gets probabilities.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TypeAlias
 
 import libcst as cst
@@ -21,7 +21,7 @@ from replicax_migrate.last_layers import (
     take_activation,
     units_of,
 )
-from replicax_migrate.origins import elements, meanings, stands_for
+from replicax_migrate.plan import Plan
 from replicax_migrate.script import Expression, Script, Unported
 from replicax_migrate.tables import MESSAGES, NAMES
 from replicax_migrate.tracing import is_traced
@@ -37,6 +37,7 @@ from replicax_migrate.tree import (
     value_of,
     walk,
 )
+from replicax_migrate.values import elements, possible_values, value_sources
 
 __all__ = ["plan_logits"]
 
@@ -51,40 +52,30 @@ _Losses: TypeAlias = dict[Expression, str]
 """Cross-entropies, and their names in Keras."""
 
 
-def plan_logits(script: Script) -> None:
+def plan_logits(script: Script) -> Plan:
     """Plan the port of models that end with an activation for the loss."""
+    plan = Plan()
     losses = dict(_losses(script))
-    for kind, other in (("softmax", "sigmoid"), ("sigmoid", "softmax")):
+    for kind in ("softmax", "sigmoid"):
         is_binary = kind == "sigmoid"
         own = {k: v for k, v in losses.items() if ("binary" in v.lower()) == is_binary}
         logits = {k: v for k, v in own.items() if _is_of_logits(script, k)}
-        given = {k: v for k, v in own.items() if k not in logits} or logits
-        if not given:
+        plain = {k: v for k, v in own.items() if k not in logits}
+        if not own:
             continue
-        port = _Port(script, kind, given)
-        crossed = _Port(script, other, given, is_crossed=True)
-        if crossed.models and not port.models and given is not logits:
-            port = crossed
+        port = _Port(script, kind, plain or logits)
         try:
-            port.plan()
+            plan |= port.plan()
         except Unported:
-            _report(script, port, [k for k in given if k not in logits])
+            for loss in plain:
+                script.note(loss, MESSAGES["probabilities"])
             for loss in filter(port.takes, logits):
                 script.leave(loss, MESSAGES["applied_twice"].format(kind=kind))
-    for given in filter(None, map(_compiled_loss, script.calls)):
-        for loss in elements(script, script.flow.resolved(given)):
+    for value in filter(None, map(_compiled_loss, script.calls)):
+        for loss in elements(script, script.flow.resolved(value)):
             if _loss_name(script, loss):  # One of several outputs.
                 script.note(loss, MESSAGES["probabilities"])
-
-
-def _report(script: Script, port: "_Port", losses: Iterable[Expression]) -> None:
-    """Report losses of probabilities that stay, or note them."""
-    made = {call for call in script.calls if is_model(script, call)}
-    for loss in losses:
-        if port.is_crossed and made == port.models.keys():
-            script.leave(loss, MESSAGES["crossed"].format(kind=port.kind))
-        else:
-            script.note(loss, MESSAGES["probabilities"])
+    return plan
 
 
 def _losses(script: Script) -> Iterator[tuple[Expression, str]]:
@@ -119,23 +110,20 @@ def _compiled_loss(node: cst.Call) -> Expression | None:
 class _Port:
     """Plans the port of all losses of one kind, and of the models that they are for."""
 
-    def __init__(
-        self, script: Script, kind: str, losses: _Losses, *, is_crossed: bool = False
-    ) -> None:
+    def __init__(self, script: Script, kind: str, losses: _Losses) -> None:
         self._script = script
         self.kind = kind
-        self.is_crossed = is_crossed
         self._losses = losses
         made = (call for call in script.calls if is_model(script, call))
         found = [Endings(script, call) for call in made]
-        found = [each for each in found if each.kinds(is_crossed=is_crossed) == {kind}]
+        found = [each for each in found if each.kinds() == {kind}]
         self._inner = {node for each in found for node in each.seen - {each.model}}
         outer = [each for each in found if each.model not in self._inner]
         predicting = {each.model for each in outer if self._predicts_only(each)}
         self._inner |= predicting
         self.models = {e.model: e for e in outer if e.model not in predicting}
 
-    def plan(self) -> None:
+    def plan(self) -> Plan:
         """Plan the port of models, metrics, losses and predictions, or of none."""
         if not self.models:
             raise Unported("no model in sight")
@@ -161,7 +149,7 @@ class _Port:
                 raise Unported("used in other ways")
         self._require_own(compiled)
         require_no_other_uses(self._script, self.models.values())
-        self._apply(changes, wrapped, saved)
+        return self._planned(changes, wrapped, saved)
 
     def takes(self, loss: Expression) -> bool:
         """Whether a loss may get outputs of the models, and not those of others."""
@@ -171,7 +159,7 @@ class _Port:
 
         def inside(each: Expression) -> list[Expression]:
             held = [object_of(each)] if isinstance(each, cst.Call) else []
-            return [*stands_for(script, each), *held]
+            return [*value_sources(script, each), *held]
 
         uses = (loss, *script.uses_of(loss))
         calls = [script.call_of(use) or script.call_with(use) for use in uses]
@@ -325,40 +313,41 @@ class _Port:
         places = [given, *self._script.functions(name), *_origins(self._script, given)]
         return any(each in self._losses for place in places for each in walk(place))
 
-    def _apply(
+    def _planned(
         self,
         changes: list[tuple[cst.CSTNode, Expression]],
         wrapped: list[cst.Call],
         saved: list[cst.Call],
-    ) -> None:
-        script = self._script
+    ) -> Plan:
+        script, plan = self._script, Plan()
         for node, value in changes:
-            script.replacements[node] = lambda updated, value=value: value
+            plan.replacements[node] = lambda updated, value=value: value
         for loss, name in self._losses.items():
-            _plan_loss(script, loss, name)
+            _plan_loss(script, plan, loss, name)
         for call in wrapped:
-            script.wrapped[call] = f"keras.ops.{self.kind}({{x}})"
+            plan.wrapped[call] = f"keras.ops.{self.kind}({{x}})"
         for call in saved:
             script.note(call, f"the saved model gives logits now, without {self.kind}")
         for last in self._ends():
-            take_activation(script, last)
+            take_activation(script, plan, last)
             script.note(last, MESSAGES["activation_gone"].format(kind=self.kind))
+        return plan
 
 
-def _plan_loss(script: Script, loss: Expression, name: str) -> None:
+def _plan_loss(script: Script, plan: Plan, loss: Expression, name: str) -> None:
     """Plan `from_logits=True` for a loss: a call, a name of one, or the function."""
     if not isinstance(loss, cst.Call):
         text = f"keras.losses.{_CLASSES[name]}(from_logits=True)"
-        script.replacements[loss] = lambda updated: script.template(text)
+        plan.replacements[loss] = lambda updated: script.template(text)
     elif (given := value_of(loss, _FROM_LOGITS[name], "from_logits")) is not None:
-        script.replacements[given] = lambda updated: cst.Name("True")
+        plan.replacements[given] = lambda updated: cst.Name("True")
     else:
         extra = keyword("from_logits", cst.Name("True"))
-        script.extra_arguments[loss] = extra
+        plan.appended[loss] = extra
 
 
 def _origins(script: Script, node: Expression) -> set[Expression]:
     """The expressions that a variable may stand for, followed through functions."""
     # The None of a bare `return` has no parent.
-    found = (each for each in meanings(script, node) if script.parent(each))
-    return {e for e in found if e is not node and not stands_for(script, e)}
+    found = (each for each in possible_values(script, node) if script.parent(each))
+    return {e for e in found if e is not node and not value_sources(script, e)}

@@ -1,28 +1,22 @@
 """Ports one script: its text in, the ported text and a report out."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import libcst as cst
 
 from replicax_migrate import (
-    arrays,
     compile_calls,
-    eager_steps,
     files,
     functional,
     gradient_sums,
     host,
     imports,
-    inline_steps,
     keras_calls,
     layer_calls,
     layer_names,
     logits,
-    members,
     methods,
-    optimizer_calls,
-    outputs,
     pipelines,
     scopes,
     sessions,
@@ -32,7 +26,6 @@ from replicax_migrate import (
 )
 from replicax_migrate.rewrite import Rewriter
 from replicax_migrate.script import MARK, Finding, Script
-from replicax_migrate.tables import MESSAGES
 from replicax_migrate.tree import text_of
 
 __all__ = ["Ported", "port"]
@@ -84,15 +77,15 @@ def port(source: bytes) -> Ported:
     script = Script(module)
     changed = _changed(script)
     findings = script.findings
-    if any(found.reason == MESSAGES["tape_outside"] for found in findings):
-        changed, findings = _with_functions(script, changed)
     return _ported(findings, changed.code.encode(module.encoding), marked)
 
 
 def _changed(script: Script) -> cst.Module:
     """The ported tree of a script, whose findings are in it."""
-    for plan in _PLANNERS:
-        plan(script)
+    for planner in _PLANNERS:
+        script.plan |= planner(script)
+    for report in _REPORTS:
+        report(script)
     changed = script.module.visit(Rewriter(script))
     changed = imports.ported_imports(script, changed)
     if script.names.is_assumed:
@@ -100,23 +93,6 @@ def _changed(script: Script) -> cst.Module:
         what = "`tf` is nowhere imported: it is taken for TensorFlow"
         script.findings.add(Finding(line, "tf", what, is_left=False))
     return changed
-
-
-def _with_functions(
-    script: Script, changed: cst.Module
-) -> tuple[cst.Module, set[Finding]]:
-    """The port with functions of those steps in loops that fewer is left of then."""
-    findings = script.findings
-    chosen: list[inline_steps.InlineStep] = []
-    for step in inline_steps.inline_steps(script):
-        tree, lines = inline_steps.with_functions(script, [*chosen, step])
-        other = Script(tree)
-        made = _changed(other)
-        if len(_left(other.findings)) < len(_left(findings)):
-            chosen.append(step)
-            changed = made
-            findings = {replace(f, line=lines[f.line]) for f in other.findings}
-    return changed, findings
 
 
 def _left(findings: Iterable[Finding]) -> list[Finding]:
@@ -131,54 +107,35 @@ def _report_backend(script: Script) -> None:
 
 
 _PLANNERS = (
-    imports.find_retained,
-    imports.report_rebound,
-    tracing.find_traced,
-    eager_steps.plan_eager_steps,
+    imports.plan_retained,
+    tracing.plan_traced,
     statements.plan_servers,
-    statements.plan_iterators,
     pipelines.plan_pipelines,
     host.plan_lookups,
     statements.plan_settings,
-    sessions.plan_summaries,
-    sessions.plan_tensor_arrays,
     tracing.plan_randomness,
     sessions.plan_sessions,
     training.plan_training,
     training.plan_train_steps,
-    training.report_late_losses,
-    gradient_sums.report_unreduced,
     gradient_sums.plan_gradient_sums,
-    training.plan_trainable,
     logits.plan_logits,
     files.plan_files,
-    arrays.plan_scalars,
     keras_calls.plan_arguments,
-    compile_calls.report_compiled_metrics,
     layer_names.plan_identifiers,
-    layer_names.plan_names,
     compile_calls.plan_metrics,
-    compile_calls.plan_results,
-    optimizer_calls.report_shared_optimizers,
-    _report_backend,
-    tracing.report_branches,
-    tracing.report_gradients,
-    tracing.report_updates,
-    scopes.plan_models,
     scopes.plan_scopes,
     methods.plan_resets,
-    members.plan_constructors,
-    outputs.plan_outputs,
-    layer_calls.plan_labels,
     layer_calls.plan_layer_calls,
-    keras_calls.plan_input_shapes,
-    functional.report_functional,
-    functional.report_ranks,
-    functional.plan_sizes,
-    functional.plan_operations,
-    functional.plan_shapes,
 )
-"""Look at the whole script, and plan or report; each knows what those before found."""
+"""Look at the whole script and return plans; each sees those of the ones before."""
+
+_REPORTS = (
+    imports.report_rebound,
+    training.report_trainable,
+    functional.report_functional,
+    _report_backend,
+)
+"""Report what stays, and would be wrong in silence."""
 
 
 def _ported(findings: set[Finding], source: bytes, marked: list[Finding]) -> Ported:

@@ -1,16 +1,14 @@
 """Rewrites a script's syntax tree by the tables and rules of the other modules."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 import libcst as cst
 from libcst import matchers
 
 from replicax_migrate import calls, members, statements
-from replicax_migrate.kinds import renamed_optimizer
 from replicax_migrate.methods import ported_method
-from replicax_migrate.optimizer_calls import is_logged_rate, ported_class_call
 from replicax_migrate.pipelines import STAYS
 from replicax_migrate.rules import CallSite
 from replicax_migrate.script import (
@@ -42,25 +40,29 @@ class Rewriter(cst.CSTTransformer):
     def __init__(self, script: Script) -> None:
         super().__init__()
         self._script = script
+        self._kept = set(script.plan.kept)
 
     def on_visit(self, node: cst.CSTNode) -> bool:
         """Visit the children of a node, unless it stays or is ported as a whole."""
+        if node in self._kept:
+            return False
         visit = _VISITS.get(type(node))
-        is_frozen = node in self._script.frozen
-        return not is_frozen and (visit is None or visit(self._script, node))
+        kept = visit(self._script, node) if visit else ()
+        self._kept.update(kept or ())
+        return kept is not None
 
     def on_leave(self, original_node: Any, updated_node: Any) -> Any:
         """Port a node whose children are ported: by its plan, or by its kind."""
-        script = self._script
+        script, plan = self._script, self._script.plan
         result: Any = updated_node
         port = _PORTS.get(type(original_node))
-        if original_node in script.replacements:
-            result = script.replacements[original_node](updated_node)
-        elif port is not None and original_node not in script.frozen:
+        if original_node in plan.replacements:
+            result = plan.replacements[original_node](updated_node)
+        elif port is not None and original_node not in self._kept:
             result = port(script, original_node, updated_node)
-        if original_node in script.wrapped:
+        if original_node in plan.wrapped:
             plain = result.with_changes(lpar=(), rpar=())
-            result = script.template(script.wrapped[original_node], x=plain)
+            result = script.template(plan.wrapped[original_node], x=plain)
         if isinstance(original_node, Statement):
             return _finished(script, original_node, result)
         if not isinstance(original_node, Expression) or not original_node.lpar:
@@ -78,7 +80,7 @@ def _finished(script: Script, original: Statement, result: Replacement) -> Repla
     if result is cst.RemovalSentinel.REMOVE:
         nodes = []
     if nodes:
-        if lines := script.inserted.pop(original, None):
+        if lines := script.plan.inserted.get(original):
             made: list[Any] = [cst.parse_statement(line) for line in lines]
             above = nodes[0].leading_lines
             made[0] = made[0].with_changes(leading_lines=above)
@@ -143,17 +145,6 @@ def _is_compared(script: Script, node: cst.CSTNode) -> bool:
     )
 
 
-def _string(
-    script: Script, node: cst.SimpleString, updated: cst.SimpleString
-) -> cst.SimpleString:
-    """Port the key `"lr"` of logs, and what asks a tokenizer for TF's tensors."""
-    if members.is_kind_of_tensors(script, node):
-        script.note(node, MESSAGES["numpy_tensors"])
-        return script.string("np")
-    is_rate = is_logged_rate(script, node)
-    return script.string("learning_rate") if is_rate else updated
-
-
 def _formatted(script: Script, node: cst.FormattedString, updated: Any) -> Any:
     """Change quotes in an f-string, whose own kind Python 3.11 forbids in it."""
     other = "'" if '"' in node.quote else '"'
@@ -170,77 +161,64 @@ def _formatted(script: Script, node: cst.FormattedString, updated: Any) -> Any:
 # Calls.
 
 
-def _visit_call(script: Script, node: cst.Call) -> bool:
-    """Freeze a call without a counterpart; of one with a rule, freeze the name."""
+def _visit_call(script: Script, node: cst.Call) -> Collection[cst.CSTNode] | None:
+    """Keep a call without a counterpart; of one with a rule, keep the name."""
     path = script.names.path(node.func)
-    if path is None or node in script.replacements:
-        return True
+    if path is None or node in script.plan.replacements:
+        return ()
     if calls.has_rule(script, node, path):
-        script.frozen.add(node.func)
-        if path in calls.UNTOUCHED_ARGUMENTS:
-            script.frozen |= set(node.args)
-    elif (target := find_target(path)) is None or is_module_of_keras(target):
-        is_called = MESSAGES["module_called"].format(target=target)
-        script.leave(node.func, is_called if target else find_reason(path))
-        script.frozen.add(node)
-        return False
-    return True
+        is_whole = path in calls.UNTOUCHED_ARGUMENTS
+        return [node.func, *node.args] if is_whole else [node.func]
+    target = find_target(path)
+    if target is not None and not is_module_of_keras(target):
+        return ()
+    is_called = MESSAGES["module_called"].format(target=target)
+    script.leave(node.func, is_called if target else find_reason(path))
+    return None
 
 
 def _call(script: Script, node: cst.Call, updated: cst.Call) -> Expression:
-    """Port a call of a function, a method or an optimizer class by its rule."""
-    path = script.names.path(node.func) or renamed_optimizer(script, node)
+    """Port a call of a function or a method by its rule."""
+    path = script.names.path(node.func)
     updated = _with_other_arguments(script, node, updated)
-    if path is not None:
-        result: Expression = updated
-        if calls.has_rule(script, node, path):
-            result = script.attempt(
-                node, lambda: calls.ported(script, node, updated, path), node
-            )
-        if result is not node:
-            calls.leave_unknown_arguments(script, node, result, path)
-        return result
-    site = CallSite(script, node, updated)
-    result = script.attempt(node, lambda: ported_method(site), node)
-    if result is updated:
-        result = script.attempt(node, lambda: ported_class_call(site), node)
+    if path is None:
+        site = CallSite(script, node, updated)
+        return script.attempt(node, lambda: ported_method(site), node)
+    result: Expression = updated
+    if calls.has_rule(script, node, path):
+        result = script.attempt(
+            node, lambda: calls.ported(script, node, updated, path), node
+        )
     if result is not node:
-        members.report_unknown(script, node, result)
+        calls.report_differences(script, node, result, path)
     return result
 
 
 def _with_other_arguments(
     script: Script, original: cst.Call, updated: cst.Call
 ) -> cst.Call:
-    extra = script.extra_arguments.get(original)
-    names = script.argument_names
-    kept = [
-        renamed(new, names[old]) if old in names else new
+    plan = script.plan
+    args = [
+        renamed(new, plan.keywords[old]) if old in plan.keywords else new
         for old, new in zip(original.args, updated.args, strict=True)
-        if old not in script.dropped_arguments
+        if old not in plan.dropped
     ]
-    return with_args(updated, kept if extra is None else [*kept, extra])
+    if original in plan.appended:
+        args.append(plan.appended[original])
+    return with_args(updated, args)
 
 
 # Statements.
 
 
-def _visit_class(script: Script, node: cst.ClassDef) -> bool:
-    """Report methods that have other names here, or that nothing calls any more."""
+def _visit_class(script: Script, node: cst.ClassDef) -> Collection[cst.CSTNode]:
+    """Report methods that nothing calls any more."""
     members.report_overridden(script, node)
-    for base in node.bases:
-        if script.names.path(base.value) == "keras.callbacks.TensorBoard":
-            script.leave(node.name, MESSAGES["tensorboard_methods"])
-    return True
+    return ()
 
 
 def _decorator(script: Script, node: cst.Decorator, updated: cst.Decorator) -> Any:
     return cst.RemoveFromParent() if is_graph_decorator(script, node) else updated
-
-
-def _visit_with(script: Script, node: cst.With) -> bool:
-    script.frozen |= set(statements.transparent_items(script, node))
-    return True
 
 
 def _line(
@@ -268,7 +246,7 @@ def _assembled(script: Script, block: _Block, updated: _Block) -> _Block:
     pending: list[cst.EmptyLine] = []
     gap: list[cst.EmptyLine] = []
     shown: set[str] = set()
-    line = script.first_lines.get(block)
+    line = script.plan.first_lines.get(block)
     for statement in block.body:
         if line and not is_docstring(statement):
             first_small = only_of(statement)  # An earlier run may have written it.
@@ -311,19 +289,24 @@ def _gap(statement: Any) -> list[cst.EmptyLine]:
     return list(itertools.takewhile(lambda line: line.comment is None, lines))
 
 
-_VISITS: dict[type, Callable[[Script, Any], bool]] = {
-    cst.Attribute: lambda script, node: script.names.path(node) is None,  # Else whole.
+def _unless(is_whole: bool) -> Collection[cst.CSTNode] | None:
+    return None if is_whole else ()
+
+
+_VISITS: dict[type, Callable[[Script, Any], Collection[cst.CSTNode] | None]] = {
+    cst.Attribute: lambda s, node: _unless(s.names.path(node) is not None),
     cst.Call: _visit_call,
     cst.ClassDef: _visit_class,
-    cst.Decorator: lambda script, node: not is_graph_decorator(script, node),
-    cst.Import: lambda script, node: False,  # Imports are ported later.
-    cst.ImportFrom: lambda script, node: False,
-    cst.SimpleStatementLine: lambda s, node: statements.why_dropped(s, node) is None,
-    cst.With: _visit_with,
+    cst.Decorator: lambda s, node: _unless(is_graph_decorator(s, node)),
+    cst.Import: lambda s, node: None,  # Imports are ported later.
+    cst.ImportFrom: lambda s, node: None,
+    cst.SimpleStatementLine: lambda s, node: _unless(
+        statements.why_dropped(s, node) is not None
+    ),
+    cst.With: statements.transparent_items,
 }
-"""Whether the children of a node are visited, by its kind."""
+"""The nodes in a node that stay, by its kind; None where none in it is visited."""
 _PORTS: dict[type, Callable[[Script, Any, Any], Any]] = {
-    cst.Assign: members.ported_assignment,
     cst.Attribute: _attribute,
     cst.Call: _call,
     cst.Decorator: _decorator,
@@ -335,7 +318,6 @@ _PORTS: dict[type, Callable[[Script, Any, Any], Any]] = {
     cst.Name: _name,
     cst.Param: members.ported_parameter,
     cst.SimpleStatementLine: _line,
-    cst.SimpleString: _string,
     cst.With: statements.unwrapped,
 }
 """Ports a node from the original one and the one with ported children, by its kind."""

@@ -4,7 +4,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import libcst as cst
 from libcst.helpers import parse_template_expression
@@ -12,6 +12,7 @@ from libcst.metadata import MetadataWrapper, ParentNodeProvider, PositionProvide
 
 from replicax_migrate.flow import Flow
 from replicax_migrate.names import Names, path_in_tensorflow
+from replicax_migrate.plan import Plan
 from replicax_migrate.tables import ALIASES, find_target, is_dotted
 from replicax_migrate.tree import (
     find,
@@ -72,7 +73,7 @@ class Unported(Exception):
 
 
 class Script:
-    """The state of a port: the original tree, facts about it, plans and findings.
+    """A script that is ported: its tree, facts about it, the plan, and what was found.
 
     Attributes:
         module: The tree of the original, whose nodes are the keys everywhere.
@@ -81,26 +82,9 @@ class Script:
         flow: The definitions that reach each use of a variable.
         findings: What was reported so far.
         needed: First names of targets that were written, such as `"keras"`.
-        frozen: Nodes that stay as they are, with all that is in them.
-        retained: Names of `from tensorflow.x import y` that stay, and their targets.
-        replacements: Plans by original node: functions from the node with ported
-            children to its replacement.
-        maps: Calls of `map` of datasets, not of pools of processes.
-        host_functions: Functions and lambdas that run in an input pipeline, on NumPy.
-        traced_functions: Functions and lambdas that a strategy compiles.
+        plan: What planners want changed.
         outcomes: The ports of the original statements so far.
         moved: Ported statements that stand elsewhere now, by the original.
-        first_lines: Code that a block begins with, by the original block.
-        dropped_arguments: Arguments of original calls that are removed.
-        extra_arguments: Arguments that are appended to original calls.
-        argument_names: Keywords for positional arguments of original calls.
-        wrapped: Templates, such as `"keras.ops.softmax({x})"`, that are applied to the
-            ports of original calls and operations.
-        generators: Names of the random generators that original calls use.
-        files: New names of files, by the literals of the old ones.
-        with_generator: Classes whose instances get a random generator.
-        inserted: Code that is inserted above original statements.
-        made_names: Names that rules have bound in such code.
     """
 
     def __init__(self, module: cst.Module) -> None:
@@ -112,24 +96,9 @@ class Script:
         self.findings: set[Finding] = set()
         self._marks: dict[cst.CSTNode, dict[str, None]] = {}
         self.needed: set[str] = set()
-        self.frozen: set[cst.CSTNode] = set()
-        self.retained: dict[str, str] = {}
-        self.replacements: dict[cst.CSTNode, Callable[[Any], Any]] = {}
-        self.maps: set[cst.Call | None] = set()
-        self.host_functions: set[cst.CSTNode] = set()
-        self.traced_functions: set[cst.CSTNode] = set()
+        self.plan = Plan()
         self.outcomes: dict[cst.CSTNode, list[Statement]] = {}
         self.moved: dict[cst.CSTNode, Statement] = {}
-        self.first_lines: dict[cst.CSTNode, str] = {}
-        self.dropped_arguments: set[cst.Arg] = set()
-        self.extra_arguments: dict[cst.Call, cst.Arg] = {}
-        self.argument_names: dict[cst.Arg, str] = {}
-        self.wrapped: dict[cst.CSTNode, str] = {}
-        self.generators: dict[cst.CSTNode, str] = {}
-        self.files: dict[cst.SimpleString, str] = {}
-        self.with_generator: set[cst.ClassDef] = set()
-        self.inserted: dict[cst.CSTNode, list[str]] = {}
-        self.made_names: set[str] = set()
         self._positions = wrapper.resolve(PositionProvider)
         self._parents = wrapper.resolve(ParentNodeProvider)
         self._aliases = {root: self._find_alias(root) for root in ALIASES}
@@ -175,7 +144,7 @@ class Script:
 
     def runs_on_host(self, node: cst.CSTNode) -> bool:
         """Whether an original node is in a function that runs in an input pipeline."""
-        return any(parent in self.host_functions for parent in self.parents(node))
+        return any(parent in self.plan.host_functions for parent in self.parents(node))
 
     def functions(self, name: str) -> list[cst.FunctionDef]:
         """The functions and methods of the script that have a name."""
@@ -251,24 +220,15 @@ class Script:
         """Where the value of an original node is used: its variable, or the node."""
         return [node] if self.target_of(node) is None else self.uses_of(node)
 
-    def insert(self, node: cst.CSTNode, *lines: str) -> None:
-        """Plan code above the statement that an original node is in."""
-        self.inserted.setdefault(self.statement_of(node), []).extend(lines)
-
-    def take_out(self, statement: cst.CSTNode) -> None:
-        """Plan to remove a statement, without visiting it."""
-        self.frozen.add(statement)
-        self.replacements[statement] = lambda updated: cst.RemoveFromParent()
-
-    def move(self, statement: cst.CSTNode) -> None:
-        """Plan to take a statement, once ported, from its place into `moved`."""
+    def moving(self, statement: cst.CSTNode) -> Callable[[Statement], Replacement]:
+        """The function that takes a statement, once ported, to `moved`."""
 
         def keep(updated: Statement) -> Replacement:
             marks = self.marks_of(statement)
             self.moved[statement] = with_marks(updated, marks)
             return cst.RemoveFromParent()
 
-        self.replacements[statement] = keep
+        return keep
 
     def attempt(self, node: cst.CSTNode, rule: Callable[[], _T], kept: _T) -> _T:
         """What a rule makes of an original node; if it refuses, `kept` and a report."""
@@ -302,7 +262,7 @@ class Script:
         local = root.value if root else ""
         is_within = isinstance(node, cst.Attribute)
         alias = self.names.alias(root) if root and is_within else None
-        kept = find_target(alias) if alias else self.retained.get(local)
+        kept = find_target(alias) if alias else self.plan.retained.get(local)
         if kept is not None and f"{target}.".startswith(f"{kept}."):
             return cst.parse_expression(local + target[len(kept) :])
         return self.expression(target)

@@ -1,8 +1,4 @@
-"""Rules for sources and methods of datasets, which become those of Grain.
-
-Where a generator is a function of the script that ends, and draws no random numbers,
-each epoch of TensorFlow's dataset has the same examples; Grain takes them as a list.
-"""
+"""Rules for sources and methods of datasets, which become those of Grain."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -10,31 +6,26 @@ from typing import Any
 import libcst as cst
 
 from replicax_migrate.host import example_function, host_functions_of, random_functions
-from replicax_migrate.origins import meanings, stands_for
 from replicax_migrate.rules import CallSite, Rule, written
 from replicax_migrate.script import Expression, Script, Unported
 from replicax_migrate.tables import MESSAGES, NAMES, READERS
-from replicax_migrate.tracing import with_called
 from replicax_migrate.tree import (
     argument,
-    dotted,
     is_name,
     is_named,
     keyword,
     method_of,
-    methods_of,
     named,
     object_of,
     parts_of,
     reached,
-    value_of,
     walk,
     with_args,
 )
+from replicax_migrate.values import possible_values, value_sources
 
 __all__ = [
     "DROPPED_METHODS",
-    "FROM_GENERATOR",
     "KNOWN_SOURCES",
     "MAPPED",
     "STREAM_RULES",
@@ -46,7 +37,6 @@ __all__ = [
     "is_looped",
     "replacement",
     "shuffle_and_repeat",
-    "why_not_listed",
 ]
 
 
@@ -110,7 +100,7 @@ def _arrays(site: CallSite, before: Expression, after: Expression) -> Expression
         ]
         return after.with_changes(**{field: made})
     script = site.script
-    for each in meanings(script, before):
+    for each in possible_values(script, before):
         if any(_may_be_list(script, inner.value) for inner in _parts(each) or ()):
             text = "tuple(map(np.array, {x}))" if parts_of(each) else _DICT
             return site.make(text, x=after)
@@ -139,103 +129,14 @@ def _may_be_list(script: Script, node: Expression) -> bool:
     return any(
         isinstance(each, cst.List | cst.ListComp)
         or (isinstance(each, cst.Call) and is_name(each.func, *NAMES["list_functions"]))
-        for each in meanings(script, node)
+        for each in possible_values(script, node)
     )
-
-
-FROM_GENERATOR = "data.Dataset.from_generator"
-
-
-def why_not_listed(script: Script, node: cst.Call) -> str | None:
-    """Why a generator's examples cannot be put into a list; None if they can."""
-    try:
-        _read(script, node)
-    except Unported as why:
-        return why.reason
-    return None
-
-
-def _listed(site: CallSite) -> Expression:
-    """Port to `grain.MapDataset.source([... for x, y in generator()])`."""
-    dtypes, is_tuple = _read(site.script, site.node)
-    source = site.required(0, "generator")
-    made = source.body if isinstance(source, cst.Lambda) else cst.Call(source)
-    names = [f"x{i}" for i in range(len(dtypes))] if len(dtypes) > 1 else ["x"]
-    parts = [
-        f'np.asarray({x}, "{dtype}")' for x, dtype in zip(names, dtypes, strict=True)
-    ]
-    one, target = ", ".join(parts), ", ".join(names)
-    if is_tuple:
-        comma = "," if len(parts) == 1 else ""
-        one, target = f"({one}{comma})", f"({target}{comma})" if comma else target
-    site.note("what the generator yields is computed once, and kept in memory")
-    text = f"grain.MapDataset.source([{one} for {target} in {{made}}])"
-    return site.make(text, made=made)
-
-
-def _read(script: Script, node: cst.Call) -> tuple[list[str], bool]:
-    """The dtypes of an example's parts, and whether it is a tuple of them."""
-    given = value_of(node, 0, "generator")
-    if given is None or named(node, "args") is not None:
-        raise Unported("from_generator with args=: pass a function without arguments")
-    found = _functions(script, given)
-    if not found:
-        raise Unported(f"the generator `{script.code(given)}` is not in sight")
-    for function in sorted(found, key=script.line):
-        _require_same(function)
-    types = named(node, "output_signature") or value_of(node, 1, "output_types")
-    if types is None:
-        raise Unported("from_generator without the dtypes of what is yielded")
-    is_tuple = isinstance(types, cst.Tuple)
-    parts = parts_of(types) if is_tuple else [types]
-    return [_dtype(script, part) for part in parts], is_tuple
-
-
-def _dtype(script: Script, node: Expression) -> str:
-    if isinstance(node, cst.Call) and script.called(node) == "TensorSpec":
-        given = value_of(node, 1, "dtype")
-        path = script.names.path(given) if given else "float32"
-    else:
-        path = script.names.path(node)
-    dtype = (path or "").removeprefix("dtypes.")
-    if dtype not in NAMES["dtypes"] or dtype == "bfloat16":
-        raise Unported(f"from_generator: `{script.code(node)}` is no dtype of NumPy")
-    return dtype
-
-
-def _functions(script: Script, node: Expression) -> set[cst.CSTNode]:
-    """The functions of the script that run when a generator is called."""
-    first: list[cst.FunctionDef] = []
-    if isinstance(node, cst.Lambda) and isinstance(node.body, cst.Call):
-        if not node.params.params:
-            first = script.functions(dotted(node.body.func) or "")
-    elif isinstance(node, cst.Call):  # An instance with `__call__`.
-        owners = map(methods_of, script.classes(dotted(node.func) or ""))
-        first = [owner["__call__"] for owner in owners if "__call__" in owner]
-    else:
-        text = (dotted(node) or "").removeprefix("self.")
-        first = script.functions(text)
-    return with_called(script, first)
-
-
-def _require_same(function: cst.CSTNode) -> None:
-    for node in walk(function):
-        name = node.value if isinstance(node, cst.Name) else ""
-        if isinstance(node, cst.While) or name in NAMES["endless_functions"]:
-            raise Unported(MESSAGES["generator_endless"])
-        if name in NAMES["random_functions"]:
-            raise Unported(MESSAGES["generator_random"])
-        is_target = isinstance(node, cst.AugAssign | cst.AssignTarget)
-        is_attribute = is_target and isinstance(node.target, cst.Attribute)
-        if is_attribute or isinstance(node, cst.Global | cst.Nonlocal):
-            raise Unported("from_generator of what changes with each epoch")
 
 
 KNOWN_SOURCES: dict[str, Rule | None] = {
     "data.Dataset.from_tensor_slices": _slices,
     "data.Dataset.from_tensors": _single,
     "data.Dataset.range": _range,
-    FROM_GENERATOR: _listed,
     "data.Dataset.zip": _zip,
     **dict.fromkeys(READERS, None),  # Ported as other calls of Keras are.
 }
@@ -255,7 +156,7 @@ def calls_before(script: Script, node: Expression) -> Iterator[cst.Call]:
     """The method calls that derive a dataset, through variables and functions."""
 
     def one_back(each: Expression) -> list[Expression]:
-        found = stands_for(script, each)
+        found = value_sources(script, each)
         return found or ([object_of(each)] if method_of(each) else [])
 
     for each in reached([node], one_back):
@@ -268,7 +169,7 @@ def draws_before(script: Script, cache: cst.Call) -> bool:
     return any(
         random_functions(script, host_functions_of(script, call.args[0].value))
         for call in calls_before(script, cache)
-        if call in script.maps and call.args
+        if method_of(call) == "map" and call.args
     )
 
 
@@ -289,7 +190,7 @@ def _map(site: CallSite) -> Expression:
     before, after = site.given(0, "map_func"), site.ported(0, "map_func")
     assert before is not None
     assert after is not None
-    script, generator = site.script, site.script.generators.get(site.node)
+    script, generator = site.script, site.script.plan.generators.get(site.node)
     function = example_function(script, before, after, generator)
     if function is None:
         raise Unported("how many arguments the function takes cannot be seen")
@@ -297,7 +198,7 @@ def _map(site: CallSite) -> Expression:
     if generator is None:
         return with_args(updated, args)
     # A seed of its own, so that each `random_map` draws other numbers.
-    drawing = [each for each in script.generators if method_of(each) == "map"]
+    drawing = [each for each in script.plan.generators if method_of(each) == "map"]
     args.append(keyword("seed", cst.Integer(str(drawing.index(site.node)))))
     return site.as_method("random_map", args)
 
@@ -363,13 +264,6 @@ def is_looped(script: Script, node: cst.CSTNode) -> bool:
     return isinstance(script.parent(node), cst.For | cst.CompFor)
 
 
-def _windows(site: CallSite) -> Expression:
-    size = site.required(0, "size")
-    shift = site.ported(1, "shift")
-    text = "rx.input.windows({x}, {size}, shift={shift})"
-    return site.make(text, x=site.receiver, size=size, shift=shift or size)
-
-
 def _enumerate(site: CallSite) -> Expression:
     site.note(MESSAGES["python_numbers"])
     args = [cst.Arg(site.receiver), *site.updated.args]
@@ -392,8 +286,6 @@ MAPPED: dict[str, Rule] = {
     "repeat": _repeat,
     **DROPPED_METHODS,
     "cache": _cache,
-    "window": _windows,
-    "flat_map": dropped("the windows are arrays"),
     "enumerate": _enumerate,
     "cardinality": written("len({self})"),
     "take": written("{self}[:{count}]", "count", "name"),

@@ -8,6 +8,7 @@ from typing import Any
 import libcst as cst
 
 from replicax_migrate.flow import Definition
+from replicax_migrate.plan import Plan
 from replicax_migrate.script import Replacement, Script, Statement
 from replicax_migrate.tables import DROPPED, MESSAGES, NAMES
 from replicax_migrate.tree import (
@@ -30,7 +31,6 @@ __all__ = [
     "is_static_shape",
     "is_version_of_tensorflow",
     "lost_comments",
-    "plan_iterators",
     "plan_servers",
     "plan_settings",
     "remaining_comments",
@@ -52,7 +52,7 @@ def why_dropped(script: Script, line: cst.SimpleStatementLine) -> str | None:
     call = small.value if isinstance(small, cst.Expr) else None
     if not isinstance(call, cst.Call):
         return None
-    if is_static_shape(script, call) or begins_iterator(script, call):
+    if is_static_shape(script, call):
         return ""
     if script.names.imported(call.func) == "tensorflow_datasets.disable_progress_bar":
         return ""
@@ -191,24 +191,26 @@ _NOTE = (
 )
 
 
-def plan_servers(script: Script) -> None:
+def plan_servers(script: Script) -> Plan:
     """Plan to remove `if task is a server:`, and functions that start clusters."""
+    plan = Plan()
     for function in script.nodes(cst.FunctionDef):
         if _starts_cluster(script, function):
             script.note(function.name, MESSAGES["cluster"])
-            script.take_out(function)
+            plan.take_out(function)
             for node in script.calls:
                 if is_name(node.func, function.name.value):
-                    script.frozen |= {node.func, *node.args}
-                    script.replacements[node] = lambda updated: script.template(
+                    plan.kept.update({node.func, *node.args})
+                    plan.replacements[node] = lambda updated: script.template(
                         "rx.cluster_resolver.TFConfigClusterResolver()"
                     )
     for node in script.nodes(cst.If):
         is_elif = isinstance(script.parent(node), cst.If)
         if not is_elif and _only_serves(script, node.body):
             script.note(node.test, _NOTE)
-            script.frozen |= {node.test, node.body}
-            script.replacements[node] = _without_first_branch
+            plan.kept.update({node.test, node.body})
+            plan.replacements[node] = _without_first_branch
+    return plan
 
 
 def _starts_cluster(script: Script, function: cst.FunctionDef) -> bool:
@@ -264,7 +266,7 @@ def _without_first_branch(updated: cst.If) -> Replacement:
     return body_in_place(rest.with_changes(leading_lines=updated.leading_lines))
 
 
-def plan_settings(script: Script) -> None:
+def plan_settings(script: Script) -> Plan:
     """Plan to remove variables of `tf.data.Options()`, `ConfigProto()` and `AUTOTUNE`.
 
     So are lists of `tf.TensorSpec` that are signatures of a `tf.function`, and an `if`
@@ -273,15 +275,16 @@ def plan_settings(script: Script) -> None:
     A variable with a use that is not ported stays, with the assignments to its
     attributes.
     """
-    _drop_arguments(script)
+    plan = Plan()
+    _drop_arguments(script, plan)
     for node in script.nodes(cst.If):
         first, *rest = node.body.body
         is_raise = isinstance(only_of(first) or first, cst.Raise) and not rest
         is_alone = node.orelse is None and not isinstance(script.parent(node), cst.If)
         if is_raise and is_alone and _asks_version(script, node.test):
             script.note(node.test, MESSAGES["asserted_version"])
-            script.take_out(node)
-    settings = {d for d in script.flow.definitions if _is_setting(script, d)}
+            plan.take_out(node)
+    settings = {d for d in script.flow.definitions if _is_setting(script, plan, d)}
     unused = set(settings)
     number = -1
     while number != len(unused):
@@ -291,7 +294,7 @@ def plan_settings(script: Script) -> None:
             for definition in unused
             for uses in [script.flow.uses(definition)]
             if all(
-                _is_in_ported_call(script, use)
+                _is_in_ported_call(script, plan, use)
                 or (_set_there(script, use) and script.flow.reaching(use) <= unused)
                 for use in uses
             )
@@ -300,13 +303,14 @@ def plan_settings(script: Script) -> None:
         uses = script.flow.uses(definition)
         assigned = [each for use in uses if (each := _set_there(script, use))]
         if definition in unused:
-            _drop_statement(script, definition.values[0])
+            _drop_statement(script, plan, definition.values[0])
             for each in assigned:
-                _drop_statement(script, each)
+                _drop_statement(script, plan, each)
                 _note_policy(script, each)
         elif isinstance(value := definition.values[0], cst.Call):
             script.leave(value, f"{script.code(value.func)} {_STAYING}")
-            script.frozen |= {value, *assigned}
+            plan.kept.update({value, *assigned})
+    return plan
 
 
 _STAYING = "stays: not all that it is given to is ported"
@@ -316,18 +320,18 @@ _NO_ARGUMENTS = {
 """Arguments that only TensorFlow's runtime has, by the call's path."""
 
 
-def _drop_arguments(script: Script) -> None:
+def _drop_arguments(script: Script, plan: Plan) -> None:
     for node in script.calls:
         for arg in node.args:
             name = keyword_of(arg)
             if name in _NO_ARGUMENTS.get(script.called(node), ()):
                 script.note(node, f"{name}= is taken out: JAX has no sessions")
-                script.dropped_arguments.add(arg)
-                script.frozen.add(arg)
+                plan.dropped.add(arg)
+                plan.kept.add(arg)
 
 
-def _is_setting(script: Script, definition: Definition) -> bool:
-    if not script.frozen.isdisjoint(script.parents(definition.node)):
+def _is_setting(script: Script, plan: Plan, definition: Definition) -> bool:
+    if not (script.plan.kept | plan.kept).isdisjoint(script.parents(definition.node)):
         return False  # In a function that is removed or stays as a whole.
     if len(definition.values) != 1 or not isinstance(definition.node, cst.Name):
         return False
@@ -341,7 +345,7 @@ def _is_setting(script: Script, definition: Definition) -> bool:
     return path.startswith("data.") and path.endswith("AUTOTUNE")
 
 
-def _is_in_ported_call(script: Script, use: cst.CSTNode) -> bool:
+def _is_in_ported_call(script: Script, plan: Plan, use: cst.CSTNode) -> bool:
     """Whether a use goes with the port, or is the signature of a `tf.function`."""
     arg, call = script.parent(use), script.call_with(use)
     if not isinstance(arg, cst.Arg):
@@ -349,7 +353,7 @@ def _is_in_ported_call(script: Script, use: cst.CSTNode) -> bool:
     is_signature = (
         is_named(arg, "input_signature") and script.called(call) == "function"
     )
-    is_ported = call in script.replacements or arg in script.dropped_arguments
+    is_ported = call in script.plan.replacements or arg in plan.dropped
     return is_ported or is_signature
 
 
@@ -369,52 +373,7 @@ def _note_policy(script: Script, node: cst.Assign) -> None:
     script.note(node, MESSAGES["dataset_options"].format(policy=policy))
 
 
-def _drop_statement(script: Script, node: cst.CSTNode) -> None:
+def _drop_statement(script: Script, plan: Plan, node: cst.CSTNode) -> None:
     line = script.statement_of(node)
     if only_of(line) is not None:
-        script.take_out(line)
-
-
-def begins_iterator(script: Script, call: cst.Call) -> bool:
-    """Whether a call is `initialize()` of an iterator that a strategy has just made."""
-    in_loop = script.around(call, cst.For, cst.While) is not None
-    return not in_loop and _initialized(script, call) is not None
-
-
-def _initialized(script: Script, call: cst.Call) -> cst.Call | None:
-    """The call of a strategy that makes the iterator which a call initializes."""
-    made = script.flow.resolved(object_of(call))
-    if not isinstance(made, cst.Call) or method_of(call) != "initialize":
-        return None
-    is_new = method_of(made) in {"make_dataset_iterator", "make_input_fn_iterator"}
-    return made if is_new else None
-
-
-def plan_iterators(script: Script) -> None:
-    """Plan to make an iterator of a strategy anew where a loop initializes it."""
-    for call in script.calls:
-        made = _initialized(script, call)
-        if made is None or begins_iterator(script, call):
-            continue
-        first, line = script.parent(made), script.parent(call)
-        # In another function the assignment would bind a name of that one.
-        is_here = script.function_of(made) is script.function_of(call)
-        is_above = script.line(made) < script.line(call)
-        is_name = isinstance(object_of(call), cst.Name)
-        is_again = is_here and is_above and is_name
-        if isinstance(first, cst.Assign) and isinstance(line, cst.Expr) and is_again:
-            _plan_again(script, first, line)
-        else:
-            script.leave(call, MESSAGES["iterator_begins"])
-
-
-def _plan_again(script: Script, first: cst.Assign, line: cst.Expr) -> None:
-    """Plan to replace a line by the port of an assignment that is above it."""
-    ported: list[cst.Assign] = []
-
-    def hold(updated: cst.Assign) -> cst.Assign:
-        ported[:] = [updated]
-        return updated
-
-    script.replacements[first] = hold
-    script.replacements[line] = lambda updated: ported[0].deep_clone()
+        plan.take_out(line)

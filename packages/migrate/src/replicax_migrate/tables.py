@@ -5,10 +5,8 @@ import functools
 import importlib
 import inspect
 import itertools
-import math
-import re
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
@@ -129,8 +127,9 @@ KEYWORDS = {
 OLD_KEYWORDS: dict[str, str] = _DATA["old_keywords"]
 OLD_ORDERS = {k: v.split() for k, v in _by_name(_DATA["old_orders"]).items()}
 """Parameters in the order of TensorFlow 1, by path."""
+
+
 OLD_LAYERS: dict[str, str] = _DATA["old_layers"]
-OLD_METRICS: dict[str, str] = _DATA["old_metrics"]
 OLD_LOSSES = _lists(_DATA["old_losses"])
 """Losses of `tf.losses` of TensorFlow 1: the class in Keras, and their parameters."""
 WIDE_METRICS: dict[str, str] = _DATA["wide_metrics"]
@@ -143,26 +142,20 @@ CALL_ORDERS = _lists(_DATA["call_orders"])
 MESSAGES: dict[str, str] = _DATA["messages"]
 CHANGED_DEFAULTS = _arguments(_DATA["changed_defaults"])
 """Paths, and positions and names of arguments with other defaults in Keras 2."""
-PYTHON_INTEGERS = _arguments(_DATA["python_integers"])
-"""Paths, and positions and names of arguments that cannot be NumPy's integers."""
+
 READERS = _products(_DATA["readers"])
 """Paths of functions of Keras that read data in batches; `format="grain"` for Grain."""
 OPTIMIZERS = _products(_DATA["optimizers"])
 """Paths of the classes of optimizers."""
-ATTRIBUTES = {kind: _by_name(table) for kind, table in _DATA["attributes"].items()}
-DTYPE_ATTRIBUTES: dict[str, str] = _DATA["attributes_of_dtypes"]
+
+
 OVERRIDDEN = {kind: _by_name(table) for kind, table in _DATA["overridden"].items()}
-READ_ONLY = _lists(_DATA["read_only"])
+
 RENAMED_METHODS: dict[str, str] = _DATA["methods"]["renamed"]
 WRITTEN_METHODS = _templates(_DATA["methods"]["written"])
-LEFT_METHODS = _by_name(_DATA["methods"]["left"])
 KINDS: dict[str, str] = _DATA["kinds"]
 _MAKERS = _by_name(_DATA["makers"])
 _NOTHING = object()
-_BY_POSITION = (
-    inspect.Parameter.POSITIONAL_ONLY,
-    inspect.Parameter.POSITIONAL_OR_KEYWORD,
-)
 
 
 def is_dotted(target: str) -> bool:
@@ -218,82 +211,6 @@ def kind_of_target(target: str) -> str | None:
         return None
     bases = ((kind, _resolved(base)) for kind, base in KINDS.items())
     return next((kind for kind, base in bases if issubclass(found, base)), None)
-
-
-def call_parameters(target: str) -> tuple[str, ...]:
-    """The parameters of the `call` of a class of layers; empty if it takes `*args`."""
-    call = getattr(_resolved(target), "call", None)
-    parameters = list(inspect.signature(call).parameters.values())[1:] if call else []
-    is_open = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    return () if is_open else tuple(p.name for p in parameters)
-
-
-def default_of(target: str, parameter: str) -> object:
-    """The default of a parameter of a target, a function or a class."""
-    return inspect.signature(_resolved(target)).parameters[parameter].default
-
-
-@functools.cache
-def accepted_arguments(target: str) -> frozenset[str] | None:
-    """The keywords that a target accepts; None if it may accept any."""
-    if not is_dotted(target) or not exists(target):
-        return None
-    found = _resolved(target)
-    if not inspect.isclass(found):
-        names, is_open = _keywords(found)
-        return None if is_open else names
-    is_optimizer = issubclass(found, _resolved(KINDS["optimizer"]))
-    if found.__init__ is object.__init__:
-        return frozenset()
-    accepted: frozenset[str] = frozenset()
-    for each in found.__mro__[:-1]:
-        init = vars(each).get("__init__")
-        names, is_open = _keywords(init) if init else (frozenset(), True)
-        accepted |= names
-        if "*" in names and not is_optimizer:
-            return None
-        if not is_open:
-            return accepted
-    # The innermost constructor of optimizers refuses what is left over.
-    return accepted if is_optimizer else None
-
-
-@functools.cache
-def most_positions(target: str) -> float:
-    """How many arguments a target accepts by position; infinite if unknown."""
-    found: Any = _resolved(target) if is_dotted(target) else _NOTHING
-    is_made = inspect.isclass(found) and inspect.isfunction(found.__init__)
-    function = found.__init__ if is_made else found
-    try:
-        kinds = [p.kind for p in inspect.signature(function).parameters.values()]
-    except (TypeError, ValueError):
-        return math.inf
-    if inspect.Parameter.VAR_POSITIONAL in kinds:
-        return math.inf
-    return sum(kind in _BY_POSITION for kind in kinds) - is_made
-
-
-def _keywords(function: Callable[..., object]) -> tuple[frozenset[str], bool]:
-    """A function's keywords (`*` for `*args`), and whether it takes `**kwargs` too.
-
-    Keras takes some old arguments out of `**kwargs` by their names.
-    """
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return frozenset(), True
-    is_open = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    named = (p for p in parameters if p.kind is not p.VAR_KEYWORD)
-    names = {"*" if p.kind is p.VAR_POSITIONAL else p.name for p in named}
-    if is_open and inspect.isfunction(function):
-        source = inspect.getsource(function)
-        # `if kwargs.pop("x", None) is not None` refuses an argument.
-        found = r"""(?<!if )kwargs\.(?:pop|get)\(\s*["'](\w+)"""
-        names |= set(re.findall(found, source))
-        names |= set(re.findall(r"""["'](\w+)["'] in kwargs""", source))
-        # What is left over is refused.
-        is_open = re.search(r"if kwargs:\s+raise ", source) is None
-    return frozenset(names), is_open
 
 
 @functools.cache

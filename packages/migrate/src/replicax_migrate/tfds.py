@@ -10,11 +10,12 @@ from typing import NamedTuple
 
 import libcst as cst
 
-from replicax_migrate.origins import is_parameter
+from replicax_migrate.plan import Plan
 from replicax_migrate.rules import bound
 from replicax_migrate.script import Expression, Script, Unported
 from replicax_migrate.tables import NAMES
 from replicax_migrate.tree import find, is_name, parts_of, text_of
+from replicax_migrate.values import is_parameter
 
 __all__ = ["plan_loads", "unknown_loads"]
 
@@ -60,15 +61,15 @@ def unknown_loads(
             yield call, f"its examples come from TensorFlow Datasets{why.reason}"
 
 
-def plan_loads(script: Script, calls: list[cst.Call]) -> None:
+def plan_loads(script: Script, plan: Plan, calls: list[cst.Call]) -> None:
     """Plan the port of calls, none of which is among `unknown_loads`."""
     for call in calls:
-        _plan(script, call, _read(script, call))
+        _plan(script, plan, call, _read(script, call))
     for node in script.calls:
         if script.names.imported(node.func) == f"{_PACKAGE}.disable_progress_bar":
             statement = script.statement_of(node)
             if isinstance(statement, cst.SimpleStatementLine):
-                script.take_out(statement)
+                plan.take_out(statement)
 
 
 def _read(script: Script, call: cst.Call) -> _Load:
@@ -170,20 +171,20 @@ def _uses(
         yield node, known[text]
 
 
-def _plan(script: Script, call: cst.Call, load: _Load) -> None:
+def _plan(script: Script, plan: Plan, call: cst.Call, load: _Load) -> None:
     splits, begin, end = load.splits or ["train", "test"], "[", "]"
     both = ("train", "test")
     needed = [*(split.partition("[")[0] for split in splits), *load.uses.values()]
     names = {
-        k: (_free(script, f"{k}_images"), _free(script, f"{k}_labels"))
+        k: (_free(script, plan, f"{k}_images"), _free(script, plan, f"{k}_labels"))
         for k in both
         if any(k in text for text in needed)
     }
-    script.made_names |= {name for pair in names.values() for name in pair}
+    plan.names.update({name for pair in names.values() for name in pair})
     pairs = [f"({', '.join(names[k])})" if k in names else "_" for k in both]
     loaded = script.here(f"keras.datasets.{load.name}.load_data")
     line = f"{', '.join(pairs)} = {loaded}()"
-    script.insert(call, line)
+    plan.insert(script.statement_of(call), line)
     values = [_dataset(load, split, names) for split in splits]
     if not load.splits:
         values = [f'"{key}": {x}' for key, x in zip(splits, values, strict=True)]
@@ -195,20 +196,20 @@ def _plan(script: Script, call: cst.Call, load: _Load) -> None:
         text = f"({values[0]} if {load.test} else {values[1]})"
     value = script.template(text)
     script.note(call, _ORDER)
-    script.frozen.add(call)
-    script.replacements[call] = lambda updated: value
+    plan.kept.add(call)
+    plan.replacements[call] = lambda updated: value
     if load.info is not None:
         target = script.parent(script.parent(load.info) or load.info)
         assert isinstance(target, cst.Tuple | cst.List)
-        script.replacements[target] = lambda updated: updated.elements[0].value
+        plan.replacements[target] = lambda updated: updated.elements[0].value
     for node, what in load.uses.items():
         labels = {k: pair[1] for k, pair in names.items()}
         made = cst.parse_expression(what.format(**labels))
-        script.replacements[node] = lambda updated, made=made: made
+        plan.replacements[node] = lambda updated, made=made: made
 
 
-def _free(script: Script, name: str) -> str:
-    while script.names.is_bound(name) or name in script.made_names:
+def _free(script: Script, plan: Plan, name: str) -> str:
+    while script.names.is_bound(name) or name in plan.names:
         name += "_"
     return name
 

@@ -12,9 +12,9 @@ import functools
 import libcst as cst
 
 from replicax_migrate.kinds import is_class_of, is_kind, origins, own_methods
-from replicax_migrate.origins import definitions, iterated
-from replicax_migrate.script import Expression, Replacement, Script, Statement, Unported
-from replicax_migrate.tables import MESSAGES, NAMES
+from replicax_migrate.plan import Plan
+from replicax_migrate.script import Expression, Replacement, Script, Unported
+from replicax_migrate.tables import MESSAGES
 from replicax_migrate.tracing import class_of, makes_spec
 from replicax_migrate.tree import (
     attr_of,
@@ -35,67 +35,44 @@ from replicax_migrate.tree import (
     value_of,
     walk,
 )
+from replicax_migrate.values import definitions, iterated_container
 
-__all__ = ["plan_train_steps", "plan_trainable", "plan_training", "report_late_losses"]
+__all__ = ["plan_train_steps", "plan_training", "report_trainable"]
 
 
-def plan_training(script: Script) -> None:
-    """Plan the port of calls of `minimize` and `compiled_loss`, or report them."""
+def plan_training(script: Script) -> Plan:
+    """Plan the port of calls of `minimize` and `compiled_loss`, where it is literal."""
+    plan = Plan()
     for node in filter(_is_minimize, script.calls):
         function = script.function_of(node)
-        if function is None:
+        if function is None or named(node, "grad_loss") is not None:
             continue
-        if reason := _problem_of_minimize(script, node):
-            script.leave(node, reason)
-            script.replacements[node] = lambda updated: updated
-        elif named(node, "tape") is not None:
-            script.replacements[node] = functools.partial(_with_given_tape, script)
+        if named(node, "tape") is not None:
+            if _has_variables(script, node):
+                plan.replacements[node] = functools.partial(_with_given_tape, script)
         elif makes_spec(script, function):
-            script.replacements[node] = functools.partial(_estimators, script)
+            plan.replacements[node] = functools.partial(_estimators, script)
         else:
-            _plan_tape(script, node)
+            _plan_tape(script, plan, node)
     for node in script.calls:
         if _is_compiled_loss(script, node):
-            script.attempt(node, lambda n=node: _plan_compiled_loss(script, n), None)
+            script.attempt(
+                node, lambda n=node: _plan_compiled_loss(script, plan, n), None
+            )
+    return plan
 
 
-def report_late_losses(script: Script) -> None:
-    """Report `model.losses` that a step reads behind its tape, where they are gone."""
-    taped = [block for block in script.nodes(cst.With) if _has_tape(script, block)]
-    for block in taped:
-        function = script.function_of(block)
-        for node in find(function.body, cst.Attribute) if function else ():
-            is_inside = not {*script.parents(node)}.isdisjoint(taped)
-            is_late = not is_inside and script.line(node) > script.line(block)
-            if attr_of(node) == "losses" and is_late and not script.names.path(node):
-                script.leave(node, MESSAGES["late_losses"])
-
-
-def _has_tape(script: Script, block: cst.With) -> bool:
-    return any(script.called(item.item) == "GradientTape" for item in block.items)
+def _has_variables(script: Script, node: cst.Call) -> bool:
+    """Whether a call of `minimize` names a loss, no function, and variables."""
+    loss = script.flow.resolved(value_of(node, 0, "loss"))
+    is_function = isinstance(loss, cst.Lambda) or (
+        isinstance(loss, cst.Name) and bool(script.functions(loss.value))
+    )
+    return not is_function and value_of(node, 1, "var_list") is not None
 
 
 def _is_minimize(node: cst.Call) -> bool:
     return method_of(node) == "minimize" and bool(node.args)
-
-
-def _problem_of_minimize(script: Script, node: cst.Call) -> str | None:
-    """Why a `minimize` call cannot become `tape.gradient` and `apply_gradients`."""
-    tape = named(node, "tape")
-    weight = value_of(node, 2 if tape else len(node.args), "grad_loss")
-    if weight is not None and not is_name(weight, "None"):
-        return MESSAGES["grad_loss"]
-    if tape is None:
-        return None
-    loss, variables = value_of(node, 0, "loss"), value_of(node, 1, "var_list")
-    if loss is None or variables is None:
-        return "minimize(tape=): name its arguments loss= and var_list="
-    value = script.flow.resolved(loss)
-    is_defined = isinstance(value, cst.Name) and bool(script.functions(value.value))
-    is_function = isinstance(value, cst.Lambda) or is_defined
-    meant = [tape, *script.flow.values(tape)]
-    is_none = any(is_name(each, "None") for each in meant)
-    return MESSAGES["minimize"] if is_none or is_function else None
 
 
 def _with_given_tape(script: Script, updated: cst.Call) -> Expression:
@@ -121,7 +98,7 @@ def _estimators(script: Script, updated: cst.Call) -> cst.Call:
     return cst.Call(script.expression("rx.estimator.minimize"), args)
 
 
-def _plan_tape(script: Script, call: cst.Call) -> None:
+def _plan_tape(script: Script, plan: Plan, call: cst.Call) -> None:
     """Plan to move the straight-line code that computes the loss into a tape."""
     line = script.statement_of(call)
     block = script.parent(line)
@@ -141,16 +118,14 @@ def _plan_tape(script: Script, call: cst.Call) -> None:
     if not any(is_name(target, loss.value) for target in targets):
         return
     for statement in inside:
-        script.move(statement)
+        plan.replacements[statement] = script.moving(statement)
     called = sorted(set().union(*used))
     variables = value_of(call, 9, "var_list")
     text = " + ".join(f"{name}.trainable_variables" for name in called)
     if variables is not None:
         text = script.code(variables)
-    script.replacements[line] = functools.partial(
-        _with_tape, script, line, inside, text
-    )
-    script.replacements[call] = lambda updated: updated
+    plan.replacements[line] = functools.partial(_with_tape, script, line, inside, text)
+    plan.replacements[call] = lambda updated: updated
 
 
 def _is_unused(
@@ -216,37 +191,23 @@ def _is_compiled_loss(script: Script, node: cst.Call) -> bool:
 
 
 _COMPILED_LOSS = "there is no compiled_loss: use self.compute_loss(y=y, y_pred=y_pred)"
-_BY_HAND = (
-    f"{_COMPILED_LOSS}, in a line of its own, and update the metric in self.metrics "
-    "whose name is 'loss' with it"
-)
 
 
-def _plan_compiled_loss(script: Script, node: cst.Call) -> None:
+def _plan_compiled_loss(script: Script, plan: Plan, node: cst.Call) -> None:
     """Plan `compute_loss` and the update of the metric `loss`, or refuse a call."""
     line, function = script.statement_of(node), script.function_of(node)
     model, target = dotted(object_of(node)), script.target_of(node)
     small = only_of(line)
-    is_whole = isinstance(small, cst.Assign | cst.Expr) and small.value is node
-    is_bound = target is None or isinstance(target, cst.Name)
-    is_clear = is_whole and is_bound and line not in script.replacements
+    is_whole = isinstance(small, cst.Assign) and small.value is node
+    is_clear = is_whole and isinstance(target, cst.Name)
     if not is_clear or function is None or model is None:
-        raise Unported(_BY_HAND)
+        raise Unported(_COMPILED_LOSS)
     _check_compiled_loss(script, node, model, function)
     script.note(node, MESSAGES["loss_of_batches"])
-    unused = free_name(names_in(function), "loss", "total_loss")
-    name = last_name(target) or unused
+    name = last_name(target)
     update = cst.parse_statement(_update_of_loss(script, function, model, name))
-
-    def with_update(updated: cst.SimpleStatementLine) -> Replacement:
-        (now,) = updated.body
-        if isinstance(now, cst.Expr):
-            assigned = cst.Assign([cst.AssignTarget(cst.Name(name))], now.value)
-            updated = updated.with_changes(body=[assigned])
-        return cst.FlattenSentinel([updated, update])
-
-    script.replacements[node] = _compute_loss
-    script.replacements[line] = with_update
+    plan.replacements[node] = _compute_loss
+    plan.replacements[line] = lambda updated: cst.FlattenSentinel([updated, update])
 
 
 def _update_of_loss(
@@ -264,22 +225,19 @@ def _update_of_loss(
 def _check_compiled_loss(
     script: Script, node: cst.Call, model: str, function: cst.FunctionDef
 ) -> None:
-    """Refuse a call of `compiled_loss` whose arguments `compute_loss` cannot take."""
-    args = node.args
-    has_both = value_of(node, 0, "y_true") and value_of(node, 1, "y_pred")
-    if not has_both or any(arg.star for arg in args) or len(args) > 4:
+    """Refuse a call of `compiled_loss` whose losses `compute_loss` would add twice."""
+    if any(arg.star for arg in node.args):
         raise Unported(_COMPILED_LOSS)
     if own_methods(script, object_of(node), "compute_loss"):
         raise Unported(MESSAGES["own_compute_loss"])
     losses = value_of(node, 3, "regularization_losses")
     adds = f"compute_loss adds {model}.losses"
-    if losses is not None and not is_name(losses, "None"):
-        if script.code(losses) != f"{model}.losses":
-            raise Unported(f"{adds} by itself, and takes no others")
-    elif any(attr_of(each) == "losses" for each in walk(function)):
-        raise Unported(f"{adds} by itself: use it, and do not add them")
-    else:
+    if losses is None:
+        if any(attr_of(each) == "losses" for each in walk(function)):
+            raise Unported(f"{adds} by itself: use it, and do not add them")
         script.note(node, f"{adds}, those of regularizers and add_loss")
+    elif script.code(losses) not in {f"{model}.losses", "None"}:
+        raise Unported(f"{adds} by itself, and takes no others")
 
 
 def _compute_loss(updated: cst.Call) -> cst.Call:
@@ -294,18 +252,20 @@ def _compute_loss(updated: cst.Call) -> cst.Call:
     return updated.with_changes(func=func, args=args)
 
 
-def plan_train_steps(script: Script) -> None:
+def plan_train_steps(script: Script) -> Plan:
     """Plan updates of the metric `loss` in steps that log nothing but their loss."""
+    plan = Plan()
     for function in [*script.functions("train_step"), *script.functions("test_step")]:
         owner = class_of(script, function)
         if owner is None or not is_class_of(script, owner, ("model",)):
             continue
         has_metrics = bool(own_methods(script, owner, "metrics"))
         if not has_metrics and "compiled_loss" not in names_in(function):
-            _plan_log(script, function)
+            _plan_log(script, plan, function)
+    return plan
 
 
-def _plan_log(script: Script, function: cst.FunctionDef) -> None:
+def _plan_log(script: Script, plan: Plan, function: cst.FunctionDef) -> None:
     """Plan an update of the metric `loss` above `return {"loss": loss}`."""
     for node in find(function, cst.Return):
         pairs = node.value.elements if isinstance(node.value, cst.Dict) else ()
@@ -314,56 +274,39 @@ def _plan_log(script: Script, function: cst.FunctionDef) -> None:
             continue
         if isinstance(pair.value, cst.Name):
             update = _update_of_loss(script, function, "self", pair.value.value)
-            script.insert(node, update)
+            plan.insert(script.statement_of(node), update)
             script.note(node, MESSAGES["loss_of_epoch"])
 
 
 # Models that are frozen behind their compile.
 
 
-def plan_trainable(script: Script) -> None:
-    """Plan to switch `trainable` on around training steps, or report assignments."""
-    assigned = [
-        (node, target)
+def report_trainable(script: Script) -> None:
+    """Report assignments to `trainable` of a model that is compiled already.
+
+    Keras 2 trains what was trainable when the model was compiled.
+    """
+    targets = [
+        target
         for node in script.nodes(cst.Assign)
-        if isinstance(target := node.targets[0].target, cst.Attribute)
-        and target.attr.value == "trainable"
+        if attr_of(target := node.targets[0].target) == "trainable"
     ]
-    for node, target in assigned:
+    texts = [script.code(target) for target in targets]
+    for target, text in zip(targets, texts, strict=True):
+        assert isinstance(target, cst.Attribute)
         owner = _owner_of_layers(script, target.value)
-        same = [t for _, t in assigned if script.code(t) == script.code(target)]
-        if owner is not None:
-            _plan_assignment(script, node, owner, is_part=True)
-        elif len(same) == 1:  # Else the script switches it by itself.
-            _plan_assignment(script, node, target.value, is_part=False)
+        is_switched = owner is None and texts.count(text) > 1  # By the script itself.
+        if not is_switched and _is_late(script, target, owner or target.value):
+            script.leave(target, MESSAGES["late_trainable"])
 
 
 def _owner_of_layers(script: Script, node: Expression) -> Expression | None:
     """The model whose layers a loop gives a name to; None for other names."""
     for made in definitions(script, node):
-        match iterated(script, made.node):
+        match iterated_container(script, made.node):
             case (cst.Attribute(attr=cst.Name("layers"), value=model), _):
                 return model
     return None
-
-
-def _plan_assignment(
-    script: Script, node: cst.Assign, model: Expression, *, is_part: bool
-) -> None:
-    """Plan the port of an assignment to a model's, or its layers', `trainable`."""
-    trained = _calls_of(script, model, NAMES["training_methods"])
-    if not _is_late(script, node, model):
-        return
-    lines = {script.statement_of(call): call for call in trained}
-    is_plain = all(only_of(x) and x not in script.replacements for x in lines)
-    # A compiled model that nothing here trains is trained by another module.
-    if not trained or is_part or not is_plain or not is_name(node.value, "False"):
-        script.leave(node, MESSAGES["late_trainable"])
-        return
-    script.note(node, MESSAGES["switched_trainable"])
-    for line, call in lines.items():
-        text = script.code(object_of(call))
-        script.replacements[line] = functools.partial(_switched, text)
 
 
 def _calls_of(
@@ -380,7 +323,7 @@ def _calls_of(
     ]
 
 
-def _is_late(script: Script, node: cst.Assign, model: Expression) -> bool:
+def _is_late(script: Script, node: cst.CSTNode, model: Expression) -> bool:
     """Whether a model was compiled before an assignment, and is not compiled again.
 
     It was where the function that makes it compiles it, and another one assigns.
@@ -390,15 +333,7 @@ def _is_late(script: Script, node: cst.Assign, model: Expression) -> bool:
     here = [script.line(c) for c in compiled if script.function_of(c) is around]
     if here:
         return max(here) < script.line(node)
-    made = {
+    makers = {
         script.function_of(c) for c in origins(script, model) if isinstance(c, cst.Call)
     }
-    return any(script.function_of(call) in made - {None} for call in compiled)
-
-
-def _switched(model: str, updated: Statement) -> Replacement:
-    """A training step between lines that switch `trainable` on and off."""
-    first = cst.parse_statement(f"{model}.trainable = True")
-    first = first.with_changes(leading_lines=updated.leading_lines)
-    last = cst.parse_statement(f"{model}.trainable = False")
-    return cst.FlattenSentinel([first, updated.with_changes(leading_lines=()), last])
+    return any(script.function_of(call) in makers - {None} for call in compiled)

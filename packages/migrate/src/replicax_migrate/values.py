@@ -28,12 +28,12 @@ __all__ = [
     "elements",
     "ends_at_cycles",
     "is_parameter",
-    "iterated",
-    "meanings",
-    "part",
-    "returned",
-    "returned_by",
-    "stands_for",
+    "items_at",
+    "iterated_container",
+    "possible_values",
+    "returned_values",
+    "value_sources",
+    "values_returned_by",
     "with_bases",
 ]
 
@@ -143,7 +143,7 @@ def elements(script: Script, node: Expression) -> list[Expression]:
     return found
 
 
-def part(script: Script, node: Expression, index: Expression) -> list[Expression]:
+def items_at(script: Script, node: Expression, index: Expression) -> list[Expression]:
     """The expressions that `node[index]` may be: all elements if `index` is unknown."""
     found: list[Expression] = []
     literals = _literals(script, node)
@@ -161,11 +161,13 @@ def _literals(script: Script, node: Expression) -> list[Expression]:
     """The literal lists, tuples and dicts that an expression may stand for."""
     if isinstance(node, cst.List | cst.Tuple | cst.Dict):
         return [node]
-    values = stands_for(script, node)
+    values = value_sources(script, node)
     return [literal for value in values for literal in _literals(script, value)]
 
 
-def iterated(script: Script, node: cst.CSTNode) -> tuple[Expression, bool] | None:
+def iterated_container(
+    script: Script, node: cst.CSTNode
+) -> tuple[Expression, bool] | None:
     """The container whose elements a loop or a comprehension binds to a name.
 
     Returns:
@@ -210,10 +212,12 @@ def _of_call(script: Script, node: cst.Call) -> list[Expression]:
         return [arg.value for arg in node.args if arg.keyword]
     if method_of(node) == "values":
         return elements(script, object_of(node))
-    return [e for value in returned(script, node) for e in elements(script, value)]
+    return [
+        e for value in returned_values(script, node) for e in elements(script, value)
+    ]
 
 
-def stands_for(script: Script, node: Expression) -> list[Expression]:
+def value_sources(script: Script, node: Expression) -> list[Expression]:
     """The values of a variable or of a part of a tuple; what a function returns.
 
     An augmented assignment such as `x += y` has those of both sides, and a parameter
@@ -221,9 +225,9 @@ def stands_for(script: Script, node: Expression) -> list[Expression]:
     """
     match node:
         case cst.Call():
-            return list(returned(script, node))
+            return list(returned_values(script, node))
         case cst.Subscript(slice=[cst.SubscriptElement(slice=cst.Index(index))]):
-            return part(script, node.value, index)
+            return items_at(script, node.value, index)
     found: list[Expression] = []
     for each in definitions(script, node):
         assigned = script.parent(each.node)
@@ -233,28 +237,32 @@ def stands_for(script: Script, node: Expression) -> list[Expression]:
             found += bound_values(script, each)
         else:
             index = cst.Integer(str(each.index))
-            found += [e for value in each.values for e in part(script, value, index)]
+            found += [
+                e for value in each.values for e in items_at(script, value, index)
+            ]
     return found
 
 
-def meanings(script: Script, node: Expression) -> Iterator[Expression]:
+def possible_values(script: Script, node: Expression) -> Iterator[Expression]:
     """An expression, and all that it may be, through variables and functions."""
-    return reached([node], lambda each: stands_for(script, each))
+    return reached([node], lambda each: value_sources(script, each))
 
 
-def returned(script: Script, node: cst.Call) -> Iterator[Expression]:
+def returned_values(script: Script, node: cst.Call) -> Iterator[Expression]:
     """The values that a called function, lambda or method of the script returns."""
     func = node.func
-    for value in stands_for(script, func):
+    for value in value_sources(script, func):
         if isinstance(value, cst.Lambda):
             yield value.body
     if isinstance(func, cst.Attribute) and is_name(func.value, "self"):
         func = func.attr
     for function in script.functions(func.value) if isinstance(func, cst.Name) else ():
-        yield from returned_by(script, function)
+        yield from values_returned_by(script, function)
 
 
-def returned_by(script: Script, function: cst.FunctionDef) -> Iterator[Expression]:
+def values_returned_by(
+    script: Script, function: cst.FunctionDef
+) -> Iterator[Expression]:
     """The values that a function of the script returns."""
     for each in find(function, cst.Return):
         if script.function_of(each) is function:
