@@ -18,7 +18,7 @@ from discrete_events import Event, Process, Shared, Turns, World, all_of
 from replicax._util.waiting import back_off
 from replicax.cluster.timeouts import Timeouts
 from replicax.ps.board import Board
-from replicax.ps.call_log import Sessions, note_nothing
+from replicax.ps.call_log import Sessions
 from replicax.ps.groups import Group
 from replicax.ps.limits import (
     beat_seconds,
@@ -115,7 +115,7 @@ class Server:
 
     def __init__(self, cluster: "Cluster", index: int) -> None:
         self.machine = cluster.machine()
-        self.group = SimulatedGroup("group", index, note_nothing, Sessions())
+        self.group = SimulatedGroup("group", index, Sessions())
         self._cluster = cluster
         self._python, self._updates = Turns(), Turns()
         self.board_used = self.python_used = self.updates_used = 0.0

@@ -288,9 +288,10 @@ def problems_of(
         return problems
     print(f"{name}: {made} steps; {json.dumps(found)}")
     for server, counts in enumerate(found["servers"]):
-        # A killed worker's last updates may have come, but nobody said so.
+        # A killed worker's last updates may be applied and not counted as made. An
+        # update that a killed server did not answer may be lost and applied.
         missing = made - counts["applied"] - counts["lost"]
-        if not 0 <= missing <= found["given_up"]:
+        if not -counts["lost"] <= missing <= found["given_up"]:
             problems.append(
                 f"{name}: ps:{server} has applied {counts['applied']} and lost "
                 f"{counts['lost']} of {made}, of which {found['given_up']} were given "

@@ -2,6 +2,8 @@
 
 from types import SimpleNamespace
 
+import msgspec
+
 from replicax.ps.group_vectors import Slots, slots_to_message
 from replicax.ps.messages import Message, Pull, Push, PushRows, SetSlots
 from replicax.ps.store import VariableStore
@@ -13,8 +15,8 @@ def ask(store: VariableStore, message: Message, vectors=None) -> SimpleNamespace
     vectors = vectors or {}
     sent = [[name, str(array.dtype), array.size] for name, array in vectors.items()]
     announced({"vectors": sent}, message.expected(store))
-    header, results = message.handle(store, vectors)
-    return SimpleNamespace(**header, vectors=results)
+    answer, results = message.handle(store, vectors)
+    return SimpleNamespace(**msgspec.structs.asdict(answer), vectors=results)
 
 
 def push(store, group, *, vectors, **fields) -> SimpleNamespace:
@@ -27,7 +29,8 @@ def push_rows(store, table, *, ids, gradients, **fields) -> SimpleNamespace:
 
 
 def pull(store, group, have=None) -> SimpleNamespace:
-    return ask(store, Pull(group, have))
+    seen = None if have is None else (store.incarnation, have)
+    return ask(store, Pull(group, seen))
 
 
 def set_slots(store, group, slots: Slots) -> None:

@@ -44,17 +44,17 @@ class AnyOrder(RuleBasedStateMachine):
         ask(self.board, "open", stream=self.stream, **wanted)
 
     def make(self):
-        self.journal: dict[tuple[str, ...], str] = getattr(self, "journal", {})
+        self.wal: dict[tuple[str, ...], str] = getattr(self, "wal", {})
 
-        def note(key, value):
-            self.journal.pop(tuple(key), None)  # The latest is the last.
-            self.journal[tuple(key)] = json.dumps(value)
+        def append(key, value):
+            self.wal.pop(tuple(key), None)  # The latest is the last.
+            self.wal[tuple(key)] = json.dumps(value)
 
         return Board(
             NAMES,
             Timeouts(startup=1e9, heartbeat=10, chief=1e9),
             now=self.clock,
-            note=note,
+            append=append,
         )
 
     def twice(self, client, name, **arguments):
@@ -156,8 +156,8 @@ class AnyOrder(RuleBasedStateMachine):
 
     def restart(self):
         self.board = self.make()
-        journal = {key: json.loads(value) for key, value in self.journal.items()}
-        self.board.load_state(json.loads(self.saved), journal=journal)
+        wal = {key: json.loads(value) for key, value in self.wal.items()}
+        self.board.load_state(json.loads(self.saved), wal=wal)
         for client in self.clients.values():
             client.board = self.board
 

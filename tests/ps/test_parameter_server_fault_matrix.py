@@ -129,7 +129,8 @@ def test_a_server_with_an_old_snapshot_says_what_is_lost(tmp_path):
     one, other = counts_of(found)
     print(f"old snapshot: {made} updates, {one}, {other}")
     assert one == {"applied": made, "lost": 0}
-    assert other["applied"] + other["lost"] == made
+    # One of two workers may have sent an update again, which counts as lost, too.
+    assert 0 <= other["applied"] + other["lost"] - made <= 1
     assert other["lost"] >= 8
     assert "were lost when the server was restarted" in results["ps:1"].output
 

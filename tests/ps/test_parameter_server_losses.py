@@ -1,12 +1,11 @@
-"""Updates that killed servers lose: each server says how many, exactly.
+"""Updates that killed servers lose: each server counts them by versions.
 
 Two workers train asynchronously while servers are killed at random moments and go on
-from their snapshots. What a server has in its values, and what it says is lost, are
-together what the workers made.
+from their snapshots. The updates in a server's values and its lost ones are together
+those that the workers made, but for those that were sent again.
 """
 
 import random
-import re
 import time
 
 import numpy as np
@@ -25,8 +24,6 @@ from tests.ps.test_parameter_server_faults import (
 
 pytest.importorskip("pyarrow")
 pytestmark = pytest.mark.multiprocess
-
-LOST = re.compile(r"ps:(\d) group '\w+ \w+': (\d+) updates of (worker:\d)")
 
 
 def counted(options):
@@ -60,11 +57,6 @@ def counted(options):
     }
 
 
-def lost_in(output, server):
-    """How many updates a server's log says that it has lost."""
-    return sum(int(n) for i, n, _ in LOST.findall(output) if int(i) == server)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
@@ -74,7 +66,7 @@ def lost_in(output, server):
         *(pytest.param(n, [0, 0, 1, 1], marks=pytest.mark.slow) for n in (1, 2, 3)),
     ],
 )
-def test_what_is_applied_and_what_is_lost_are_what_was_made(tmp_path, seed, killed):
+def test_applied_and_lost_updates_are_those_that_were_made(tmp_path, seed, killed):
     moments = random.Random(seed)
     options = snapshots_in(tmp_path, 25)
     with Job(tmp_path, counted, options=options) as cluster:
@@ -95,14 +87,17 @@ def test_what_is_applied_and_what_is_lost_are_what_was_made(tmp_path, seed, kill
     assert made == sum(found["steps"].values()) == found["next"]
     assert found["totals"] == {"given_up": 0, "twice": 0}
     for server, status in enumerate(found["servers"]):
-        assert status["applied"] + status["lost"] == made
+        # Of two workers one may send an update again that is lost and has a number
+        # below one that the other has seen.
+        extra = status["applied"] + status["lost"] - made
+        assert 0 <= extra <= killed.count(server)
         output = results[f"ps:{server}"].output
         assert f"ps:{server} goes on from its snapshot" in output
-        assert lost_in(output, server) == status["lost"]
-        assert (
-            f"ends with {status['applied']} updates in its values; {status['lost']} of "
-            f"{made} that were made are lost" in output
-        ) == (status["lost"] > 0)
+        said = (
+            f"ends with {status['applied']} updates in its values; {status['lost']} "
+            "others were lost"
+        )
+        assert (said in output) == (status["lost"] > 0)
     assert any(status["lost"] for status in found["servers"])
 
 
@@ -123,5 +118,6 @@ def test_updates_of_a_worker_that_died_with_the_server_are_counted(tmp_path):
     one, other = found["servers"]
     assert one["lost"] == 0
     # At the other server one push of the killed worker may not have arrived.
-    assert 0 <= one["applied"] - other["applied"] - other["lost"] <= 1
-    assert lost_in(results["ps:1"].output, 1) == other["lost"]
+    # The killed worker may have seen the newest version there.
+    missing = one["applied"] - other["applied"] - other["lost"]
+    assert -1 <= missing <= 2

@@ -18,6 +18,7 @@ from replicax.ps import message_stream, wire
 from replicax.ps.board import Board
 from replicax.ps.connection import Connection, ServerRefused
 from replicax.ps.credentials import Credentials, new_token
+from replicax.ps.messages import Pull
 from replicax.ps.partition import VariableInfo, place
 from replicax.ps.service import Service
 from replicax.ps.store import VariableStore
@@ -135,8 +136,9 @@ def test_create_pull_and_push(created):
 
 def test_who_has_the_newest_version_gets_no_bytes(created):
     before = created.bytes_received
-    header, vectors = created.exchange({"op": "pull", "group": "weights", "have": 0})
-    assert header == {"version": 0, "steps": 0, "unchanged": True}
+    message = Pull("weights", (created.incarnation, 0))
+    answer, vectors = created.exchange(message)
+    assert (answer.seen, answer.steps) == (message.seen, 0)
     assert vectors == {}
     assert created.bytes_received == before
 
@@ -167,7 +169,7 @@ def test_a_replayed_push_is_not_applied_again(created):
         ({"op": ["pull"]}, {}, "there is no operation"),
         ({"op": "pull", "group": "other"}, {}, "group 'other' is not on server 0"),
         ({"op": "pull", "group": 7}, {}, "group is 7; expected str"),
-        ({"op": "pull", "group": "weights", "have": "1"}, {}, "have is '1'"),
+        ({"op": "pull", "group": "weights", "seen": ["a", "1"]}, {}, "seen[1] is '1'"),
         ({"op": "push", "group": "weights"}, {}, "missing required field worker"),
         (push(1, sequence=True), {}, "sequence is True; expected int"),
         (push(1), {}, r"has the vectors \[\]"),

@@ -283,7 +283,7 @@ def test_a_folder_that_cannot_be_changed_is_no_failure_of_a_done_job(
     tmp_path, caplog
 ) -> None:
     snapshots = Snapshots(tmp_path, 0)
-    (snapshots.folder / "journal").mkdir(parents=True)  # It cannot be unlinked.
+    (snapshots.folder / "wal").mkdir(parents=True)  # It cannot be unlinked.
     snapshots.finish()
     assert f"Delete {snapshots.folder} before another job uses it" in caplog.text
 

@@ -1,14 +1,14 @@
 """The board: heartbeats, barriers, work queue and closures, as one state machine.
 
-No clock and no I/O of its own: the time and the journal are functions that it is given.
+No clock and no I/O: it gets the time, and a function that writes the write-ahead log.
 
-- A call is a turn, from begin to end under the board's one lock: dead workers lose what
-  they hold, then the action is done, then the journal is written.
-- No action waits: who has to wait asks again. Any call may come twice. One with a
-  number is carried out once and has the same answer again; the others are idempotent.
-- What a worker was told of its steps is in the journal before it hears of it. All else
-  that a restarted board lacks its clients tell it again (`session`), or it is lost,
-  such as closures since the last snapshot.
+- A call is a turn under the board's one lock: dead workers lose their leases, then the
+  action runs, then the write-ahead log is written.
+- No action waits: a client that has to wait calls again. Any call may come twice. One
+  with a number runs once and repeats its answer; the others are idempotent.
+- The write-ahead log has a worker's steps before the worker gets the answer. Anything
+  else that a restarted board lacks, clients send again (`session`), or it is lost, such
+  as closures since the last snapshot.
 """
 
 import functools
@@ -23,7 +23,7 @@ import msgspec
 
 from replicax._util.types import JSONObject
 from replicax.cluster.timeouts import Timeouts
-from replicax.ps.call_log import Journaled, Note, note_nothing
+from replicax.ps.call_log import Append, LogEntries, append_nowhere
 from replicax.ps.closures import Closures
 from replicax.ps.limits import (
     Count,
@@ -41,7 +41,6 @@ __all__ = ["Board"]
 
 _logger = logging.getLogger("replicax")
 _MAX_INFO = 64 * 1024
-_STATE_VERSION = 12
 
 _ACTIONS: set[str] = set()
 
@@ -57,7 +56,6 @@ _Answer = TypeVar("_Answer")
 class _State(msgspec.Struct):
     """The state of a board, as snapshots store it."""
 
-    version: int
     workers: dict[str, Worker]
     streams: Streams
     closures: Closures
@@ -127,12 +125,12 @@ class Board:
         workers: Sequence[str],
         timeouts: Timeouts,
         *,
-        note: Note = note_nothing,
+        append: Append = append_nowhere,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = now
         self._now = now()  # The time of the present turn.
-        self._note = note
+        self._append = append
         self._lock = threading.Lock()
         self._failure: str | None = None
         self._is_over = False
@@ -201,7 +199,7 @@ class Board:
             known = self._presence.workers[worker]
             told = {k: x for k, x in known.answers.items() if k in ("claim", "finish")}
             entry |= {"session": known.session, "answers": told}
-        self._note(["stream", family_of(stream)[0], worker], entry)
+        self._append(["stream", family_of(stream)[0], worker], entry)
 
     # Who is there.
 
@@ -340,22 +338,16 @@ class Board:
         with self._lock:
             self._begin_turn()
             parts = self._streams, self._closures, self._rendezvous
-            state = _State(_STATE_VERSION, self._presence.workers, *parts)
+            state = _State(self._presence.workers, *parts)
             return msgspec.to_builtins(state, str_keys=True)
 
-    def load_state(self, state: JSONObject, journal: Journaled | None = None) -> None:
+    def load_state(self, state: JSONObject, wal: LogEntries | None = None) -> None:
         """Restore the state from a snapshot, in a restarted server.
 
-        Heartbeats start anew, so nobody is dead because the server was away. The same
-        sessions go on with the tickets that the journal, written since the snapshot,
-        tells of. All others are taken back, and closures: those who had them may have
-        finished them, and would not say so again.
+        Heartbeats start anew, so no worker counts as dead because the server was away.
+        Sessions keep the tickets that the write-ahead log has. Other tickets and
+        closures are revoked: their workers may have reported them as finished already.
         """
-        if state.get("version") != _STATE_VERSION:
-            raise ValueError(
-                f"Board.load_state: the snapshot has version {state.get('version')!r}, "
-                f"expected {_STATE_VERSION}. Delete it, or use the replicax it is of."
-            )
         loaded = msgspec.convert(state, _State, str_keys=True)
         with self._lock:
             self._now = self._clock()
@@ -366,7 +358,7 @@ class Board:
             for name, worker in loaded.workers.items():
                 worker.answers.pop("take", None)
                 self._streams.release(name)
-            entries = [e for key, e in (journal or {}).items() if key[0] == "stream"]
+            entries = [e for key, e in (wal or {}).items() if key[0] == "stream"]
             self._streams.restart(entries)
             for entry in entries:
                 self._resume(entry["worker"], entry)

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, overload
 
 import msgspec
 import numpy as np
@@ -20,6 +20,7 @@ from replicax.errors import ClusterError, ClusterMismatchError
 from replicax.ps import wire
 from replicax.ps.credentials import Credentials
 from replicax.ps.message_stream import MessageStream
+from replicax.ps.messages import Message, Vectors
 from replicax.ps.shared_memory import SharedMemory
 
 __all__ = ["Connection", "ConnectionLost", "ServerRefused", "ValuesLostError"]
@@ -29,6 +30,7 @@ _PAUSES = (0.05, 5.0)
 _CHANNEL_OPTIONS = [("grpc.use_local_subchannel_pool", 1)]
 
 _Answer = TypeVar("_Answer")
+_Reply = TypeVar("_Reply", bound=msgspec.Struct)
 
 
 class ConnectionLost(ClusterError):
@@ -111,16 +113,34 @@ class Connection:
         self.bytes_received = 0
         self.exchange_s = 0.0
 
+    @overload
     def exchange(
         self,
-        message: JSONObject | msgspec.Struct,
+        message: Message[_Reply],
         vectors: Mapping[str, np.ndarray] | None = None,
         *,
         reply_timeout_seconds: float | None = None,
-    ) -> tuple[JSONObject, dict[str, np.ndarray]]:
-        """Send a message on the stream; the answer's header and its read-only vectors.
+    ) -> tuple[_Reply, Vectors]: ...
 
-        The message is one of `messages`, or its header, where `"op"` says which.
+    @overload
+    def exchange(
+        self,
+        message: JSONObject,
+        vectors: Mapping[str, np.ndarray] | None = None,
+        *,
+        reply_timeout_seconds: float | None = None,
+    ) -> tuple[JSONObject, Vectors]: ...
+
+    def exchange(
+        self,
+        message: Message[Any] | JSONObject,
+        vectors: Mapping[str, np.ndarray] | None = None,
+        *,
+        reply_timeout_seconds: float | None = None,
+    ) -> tuple[Any, Vectors]:
+        """Send a message on the stream; return the answer and its read-only vectors.
+
+        The answer to a message's header, in place of a message, is a header as well.
 
         Raises:
             ServerRefused: If the server answers with an error.
@@ -131,13 +151,15 @@ class Connection:
         header: JSONObject = msgspec.to_builtins(message)
         with self._stream_lock:
             began = time.perf_counter()
-            answer = self._until_answered(
+            answer, results = self._until_answered(
                 str(header.get("op")),
                 lambda: self._attempt(header, vectors or {}, timeout),
             )
             self._num_lost = 0
             self.exchange_s += time.perf_counter() - began
-            return answer
+        if isinstance(message, Message):
+            return msgspec.convert(answer, message.answer_type), results
+        return answer, results
 
     def submit(self, use: Callable[["Connection"], _Answer]) -> Future[_Answer]:
         """Queue a call for the connection's thread, which runs calls in order.

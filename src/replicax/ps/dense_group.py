@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from replicax._util.types import JSONObject
-from replicax.ps.call_log import Journaled, Note, Sessions, note_nothing
+from replicax.ps.call_log import Sessions
 from replicax.ps.group_vectors import SlotKey, Slots
 from replicax.ps.groups import Arrays, Group
 from replicax.ps.limits import RequestError
@@ -30,10 +30,9 @@ class DenseGroup(Group):
         group: VariableGroup,
         vectors: Arrays,
         server: int,
-        note: Note = note_nothing,
         sessions: Sessions | None = None,
     ) -> None:
-        super().__init__(f"group {group.name!r}", server, note, sessions)
+        super().__init__(f"group {group.name!r}", server, sessions)
         self.group = group
         self.lengths = group.lengths_on(server)
         with _refusing():
@@ -93,9 +92,7 @@ class DenseGroup(Group):
         arrays |= {f"slots/{i}": slot for i, slot in enumerate(_copies(self._slots))}
         return arrays, {"group": self.group.to_json(), **self._counts()}
 
-    def load_state(
-        self, arrays: Arrays, meta: JSONObject, journal: Journaled | None = None
-    ) -> None:
+    def load_state(self, arrays: Arrays, meta: JSONObject) -> None:
         """Restore the state that `state` returned, in a group made with its values."""
         num_slots = sum(name.startswith("slots/") for name in arrays)
         slots = [arrays[f"slots/{i}"] for i in range(num_slots)]
@@ -110,7 +107,7 @@ class DenseGroup(Group):
         # One by one, so that the old ones' memory is free for the next.
         for i, new in enumerate(slots):
             self._slots[i] = jax.device_put(np.array(new), self._slots[i].device)
-        self._load_counts(meta, journal or {})
+        self._load_counts(meta)
 
 
 @contextlib.contextmanager

@@ -6,32 +6,35 @@ message that was not answered.
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import msgspec
 
-from replicax._util.types import JSONObject, PyTree
+from replicax._util.types import PyTree
 from replicax.ps.connection import Connection, ValuesLostError
+from replicax.ps.messages import Created, Message, TableCreated
 from replicax.ps.partition import VariableGroup
 from replicax.ps.session import Session
 
 __all__ = ["Answer", "GroupServers", "Vectors", "require_all_known"]
 
 Vectors: TypeAlias = dict[str, PyTree]
-Answer: TypeAlias = tuple[JSONObject, Vectors]
-"""The header and the vectors of a server's answer."""
+_Answer = TypeVar("_Answer", bound=msgspec.Struct)
+_AnyAnswer = TypeVar("_AnyAnswer")
+Answer: TypeAlias = tuple[_Answer, Vectors]
+"""A server's answer and its vectors."""
 
 
 def require_all_known(
-    worker: str, name: str, answers: Mapping[int, JSONObject]
+    worker: str, name: str, answers: Mapping[int, Created | TableCreated]
 ) -> None:
     """Raise if some servers have trained values of a group, and others just created it.
 
     `answers` are those to its creation, by server. A trained group was created on all
     servers: a server to which it is new has lost its values.
     """
-    trained = [server for server, answer in answers.items() if answer["version"]]
-    new = [server for server, answer in answers.items() if answer["is_new"]]
+    trained = [server for server, answer in answers.items() if answer.version]
+    new = [server for server, answer in answers.items() if answer.is_new]
     if trained and new:
         raise ValuesLostError(
             f"{worker}: ps:{new[0]} has lost its values: {name!r} is new there, and "
@@ -50,26 +53,28 @@ class GroupServers:
         self.numbers = placement.servers
 
     def submit(
-        self, server: int, use: Callable[[Connection], Answer]
-    ) -> Future[Answer]:
+        self, server: int, use: Callable[[Connection], _AnyAnswer]
+    ) -> Future[_AnyAnswer]:
         """Queue a call for the thread of a server's connection."""
         return self.session.connections[server].submit(use)
 
     def ask_all(
         self,
-        message: msgspec.Struct | Mapping[int, msgspec.Struct],
+        message: Message[_Answer] | Mapping[int, Message[_Answer]],
         vectors: Mapping[int, Vectors] | None = None,
-    ) -> dict[int, Answer]:
+    ) -> dict[int, Answer[_Answer]]:
         """Exchange a message with all servers, or each its own; answers by server."""
         futures = {}
         for server in self.numbers:
-            own = message if isinstance(message, msgspec.Struct) else message[server]
+            own = message if isinstance(message, Message) else message[server]
             sent = (vectors or {}).get(server)
             futures[server] = self.submit(
                 server, lambda x, own=own, sent=sent: x.exchange(own, sent)
             )
         return self.results(futures)
 
-    def results(self, futures: Mapping[int, Future[Answer]]) -> dict[int, Answer]:
+    def results(
+        self, futures: Mapping[int, Future[_AnyAnswer]]
+    ) -> dict[int, _AnyAnswer]:
         """Wait for answers, by server."""
         return {server: self.session.result(x) for server, x in futures.items()}

@@ -4,11 +4,13 @@ A group is the variables that one `optimizer.apply` updates (`dense_group`), or 
 of an embedding table (`table`). Both kinds apply pushes in the same way.
 
 - Each group has one lock, under which all of its fields are read and written.
-- A worker's process numbers its pushes to a group, and a push is counted before it is
-  applied. The last push, sent again, gets the same answer; an older one is refused.
+- A worker's process numbers its pushes to a group. The last push, sent again, gets the
+  same answer; an older one is refused.
 - A closure that a coordinator gives to another worker makes its pushes again. They are
   numbered within the closure, and of each number the first push is applied. Pushes of a
-  closure whose chief was replaced are counted, and change nothing.
+  closure whose chief was replaced change nothing.
+- A restarted server counts what it has lost by versions: the newest one that a worker
+  has seen before the restart, less the restored one.
 """
 
 import abc
@@ -22,8 +24,8 @@ import jax
 import numpy as np
 
 from replicax._util.types import JSONObject
-from replicax.ps.call_log import Journaled, Note, PushCounts, Sessions
-from replicax.ps.limits import Closure, Disowned, RequestError, owner_of, remember
+from replicax.ps.call_log import Sessions
+from replicax.ps.limits import Closure, Disowned, RequestError, Seen, owner_of, remember
 
 __all__ = ["Arrays", "Group", "LastPush"]
 
@@ -48,13 +50,11 @@ class Group(abc.ABC):
     """One group. Its fields are read and written under its `lock`.
 
     `what` names it in messages, such as `"group 'weights'"`. `version` counts updates
-    and assignments, including those that a restart has lost; `replaced` counts the
-    assignments alone, and `assignments` those of its optimizer's variables.
+    and assignments; `replaced` counts the assignments alone, and `assignments` those of
+    its optimizer's variables. `lost` counts the updates that restarts have undone.
     """
 
-    def __init__(
-        self, what: str, server: int, note: Note, sessions: Sessions | None
-    ) -> None:
+    def __init__(self, what: str, server: int, sessions: Sessions | None) -> None:
         self.what = what
         self.server = server
         self.lock = threading.RLock()
@@ -63,7 +63,9 @@ class Group(abc.ABC):
         self.assignments = 0
         self.last: dict[str, LastPush] = {}
         self.staleness: dict[str, dict[int, int]] = {}
-        self.pushes = PushCounts(f"ps:{server} {what}", note)
+        self.lost = 0
+        self._repeated = 0  # Pushes of closures that changed nothing.
+        self._restored = 0, 0  # The snapshot's version, and its `lost`.
         self._closures: dict[str, int] = {}  # By the newest ids: pushes made.
         self._sessions = Sessions() if sessions is None else sessions
 
@@ -75,7 +77,7 @@ class Group(abc.ABC):
     @property
     def num_changes(self) -> int:
         """A counter of all changes that a snapshot must contain."""
-        return self.version + self.assignments + self.pushes.repeated
+        return self.version + self.assignments + self._repeated
 
     @property
     @abc.abstractmethod
@@ -89,14 +91,14 @@ class Group(abc.ABC):
     def status(self) -> JSONObject:
         """Versions, sizes and pushes by worker, as JSON values.
 
-        `applied` counts the updates in the values, `lost` those that a restart has
-        rolled back.
+        `applied` counts the updates in the values, `lost` those that restarts have
+        undone.
         """
         with self.lock:
             return {
                 "version": self.version,
-                "applied": self.pushes.applied,
-                "lost": self.pushes.lost,
+                "applied": self.steps,
+                "lost": self.lost,
                 "bytes": self.num_bytes,
                 "pushed_by": {w: sum(h.values()) for w, h in self.staleness.items()},
             }
@@ -134,10 +136,9 @@ class Group(abc.ABC):
         last = LastPush(session=session, sequence=sequence)
         disowned = closure is not None and self._sessions.has_ended(owner_of(closure))
         repeats = disowned or (closure is not None and self._is_repeated(*closure))
-        # Counted before it is applied, as the write-ahead log needs.
-        self.pushes.add(worker, session, sequence, repeats=repeats)
         if repeats:
             last.applied = False
+            self._repeated += 1
         else:
             last.staleness = self._record(worker, based_on)
             self._apply(gradients)
@@ -149,6 +150,15 @@ class Group(abc.ABC):
                 "scheduled by a chief that was killed or replaced. It changes nothing."
             )
         return last
+
+    def count_lost(self, seen: Seen | None, incarnation: str) -> None:
+        """Count the updates that a restart has undone, if a client has seen later ones.
+
+        `incarnation` is that of this server.
+        """
+        if seen is not None and seen[0] != incarnation:
+            version, lost = self._restored
+            self.lost = max(self.lost, lost + seen[1] - version)
 
     def _is_repeated(self, closure: str, number: int) -> bool:
         """Whether a closure's push was made before; else it is made from now on."""
@@ -164,10 +174,6 @@ class Group(abc.ABC):
         histogram[staleness] = histogram.get(staleness, 0) + 1
         return staleness
 
-    def log_losses(self) -> None:
-        """At the end, log lost updates that were not logged yet."""
-        self.pushes.log_rest()
-
     @abc.abstractmethod
     def state(self) -> tuple[dict[str, np.ndarray | jax.Array], JSONObject]:
         """The state: copies of arrays by name, the rest as JSON values."""
@@ -179,13 +185,14 @@ class Group(abc.ABC):
             "replaced": self.replaced,
             "last": {w: dataclasses.asdict(last) for w, last in self.last.items()},
             "staleness": {w: sorted(h.items()) for w, h in self.staleness.items()},
-            "pushes": self.pushes.state(),
+            "lost": self.lost,
             "closures": self._closures.copy(),
         }
 
-    def _load_counts(self, meta: JSONObject, journal: Journaled) -> None:
+    def _load_counts(self, meta: JSONObject) -> None:
         self.version, self.replaced = meta["version"], meta["replaced"]
         self.last = {worker: LastPush(**last) for worker, last in meta["last"].items()}
         self.staleness = {w: dict(h) for w, h in meta["staleness"].items()}
-        self.pushes.load_state(meta["pushes"], journal)
         self._closures = dict(meta["closures"])
+        self.lost = meta["lost"]
+        self._restored = self.version, self.lost

@@ -31,6 +31,7 @@ __all__ = [
     "Names1024",
     "Names4096",
     "RequestError",
+    "Seen",
     "Superseded",
     "Tickets256",
     "beat_seconds",
@@ -50,6 +51,9 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=2**53 - 1)]
 """A number of a client, which JSON can carry."""
 Closure = tuple[Name, Count]
 """A closure of a coordinator, and the number of its push to a group, from 1."""
+
+Seen = tuple[str, Count]
+"""The incarnation of a server, and the version of a group that it has answered."""
 
 Few = Annotated[int, msgspec.Meta(ge=1, le=64)]
 Tickets256 = Annotated[list[Count], msgspec.Meta(max_length=256)]

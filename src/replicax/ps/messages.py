@@ -1,35 +1,115 @@
 """Messages of the tensor streams: types, limits, and their execution on a server.
 
-A message's header says in `"op"` which of these it is; its vectors come behind it. What
-is not of this form is refused before memory is taken for the vectors.
+A message's header names its type in `"op"`; its vectors follow. A server refuses any
+other message before it allocates memory for vectors. Each type of message has a type of
+answer, whose header is JSON as well.
 """
 
 import math
 from collections.abc import Mapping
+from typing import ClassVar, Generic, TypeVar
 
 import jax
 import msgspec
 import numpy as np
 
-from replicax._util.types import JSONObject
 from replicax.ps.dense_group import DenseGroup
-from replicax.ps.group_vectors import SlotKey, slots_from_message, slots_to_message
-from replicax.ps.limits import Closure, Count
+from replicax.ps.group_vectors import (
+    Announced,
+    SlotKey,
+    slots_from_message,
+    slots_to_message,
+)
+from replicax.ps.limits import Closure, Count, Seen
 from replicax.ps.partition import VariableGroup
 from replicax.ps.store import VariableStore
 from replicax.ps.table import TableSpec
 from replicax.ps.wire import Allowed, WireError, exactly
 
-__all__ = ["MESSAGES", "Message"]
+__all__ = [
+    "MESSAGES",
+    "Created",
+    "Done",
+    "GroupSlots",
+    "GroupVersion",
+    "Message",
+    "Pushed",
+    "TableCreated",
+    "TablePushed",
+]
 
 Vectors = dict[str, np.ndarray]
-Answer = tuple[JSONObject, Vectors]
-"""The header and the vectors of what a server answers."""
-_Applied = tuple[JSONObject, Mapping[str, jax.Array | np.ndarray]]
+_Answer = TypeVar("_Answer", bound=msgspec.Struct)
+_Results = Mapping[str, jax.Array | np.ndarray]
 
 
-class Message(msgspec.Struct, tag_field="op"):
+# Answers.
+
+
+class Done(msgspec.Struct):
+    """The message was executed."""
+
+
+class Created(msgspec.Struct):
+    """The group exists, and was created now if it `is_new`.
+
+    Its optimizer began with `iterations` steps.
+    """
+
+    version: int
+    is_new: bool
+    iterations: int
+
+
+class TableCreated(msgspec.Struct):
+    """The table exists with this specification, and was created now if it `is_new`."""
+
+    version: int
+    is_new: bool
+    spec: TableSpec
+
+
+class GroupVersion(msgspec.Struct):
+    """The version of a group on a server of this incarnation."""
+
+    incarnation: str
+    version: int
+    steps: int
+
+    @property
+    def seen(self) -> Seen:
+        """The version, for the client's later messages."""
+        return self.incarnation, self.version
+
+
+class Pushed(GroupVersion):
+    """The group after a push, and whether the push was `applied`."""
+
+    staleness: int
+    applied: bool
+
+
+class TablePushed(msgspec.Struct):
+    """The version of a table after a push, and whether the push was `applied`."""
+
+    incarnation: str
+    version: int
+    applied: bool
+
+
+class GroupSlots(msgspec.Struct):
+    """Keys and shapes of the optimizer's slots that follow as vectors."""
+
+    slots: Announced
+
+
+# Messages.
+
+
+class Message(msgspec.Struct, Generic[_Answer], tag_field="op"):
     """A message of some type. Several threads handle messages at the same time."""
+
+    answer_type: ClassVar[type[msgspec.Struct]] = Done
 
     def expected(self, store: VariableStore) -> Mapping[str, Allowed]:
         """The vectors that the message must have, checked before memory is allocated.
@@ -38,20 +118,15 @@ class Message(msgspec.Struct, tag_field="op"):
         """
         return {}
 
-    def handle(self, store: VariableStore, vectors: Vectors) -> Answer:
-        """Execute the message; return the header and the vectors of the answer."""
+    def handle(self, store: VariableStore, vectors: Vectors) -> tuple[_Answer, Vectors]:
+        """Execute the message; return the answer and its vectors."""
         raise NotImplementedError
 
 
-def _versions(held: DenseGroup) -> JSONObject:
-    """The group's version, and the number of steps in it."""
-    return {"version": held.version, "steps": held.steps}
-
-
-class _OfGroup(Message):
+class _OfGroup(Message[_Answer], Generic[_Answer]):
     """A message to a group, which is applied under the group's lock.
 
-    The answer's vectors never change, so they are sent when the lock is free again.
+    The answer's vectors never change, so they are sent after the lock is released.
     """
 
     group: str
@@ -59,62 +134,76 @@ class _OfGroup(Message):
     def expected(self, store: VariableStore) -> Mapping[str, Allowed]:
         return self.expected_by(store.group(self.group))
 
-    def handle(self, store: VariableStore, vectors: Vectors) -> Answer:
+    def handle(self, store: VariableStore, vectors: Vectors) -> tuple[_Answer, Vectors]:
         held = store.group(self.group)
         if vectors:
             store.count(bytes_in=vectors)
         with held.lock:
-            header, results = self.apply(held, vectors)
-        return header, store.hand_out(results)
+            answer, results = self.apply(held, vectors, store.incarnation)
+        return answer, store.hand_out(results)
 
     def expected_by(self, held: DenseGroup) -> Mapping[str, Allowed]:
         return {}
 
-    def apply(self, held: DenseGroup, vectors: Vectors) -> _Applied:
+    def apply(
+        self, held: DenseGroup, vectors: Vectors, incarnation: str
+    ) -> tuple[_Answer, _Results]:
+        """Apply the message to the group, on a server of this incarnation."""
         raise NotImplementedError
 
 
-class Create(Message, tag="create"):
+class Create(Message[Created], tag="create"):
     """Create a group with these values, unless it exists."""
 
+    answer_type = Created
     group: VariableGroup
 
     def expected(self, store: VariableStore) -> Mapping[str, Allowed]:
         store.require_room_for(self.group)
         return exactly(self.group.lengths_on(store.server))
 
-    def handle(self, store: VariableStore, vectors: Vectors) -> Answer:
+    def handle(self, store: VariableStore, vectors: Vectors) -> tuple[Created, Vectors]:
         is_new = not store.has(self.group.name)
         held = store.create(self.group, vectors)
-        iterations = held.group.rule.get("iterations", 0)
-        header = {"version": held.version, "iterations": iterations, "is_new": is_new}
-        return header, {}
+        return Created(held.version, is_new, held.group.rule.get("iterations", 0)), {}
 
 
-class Pull(_OfGroup, tag="pull"):
-    """Read a group's values, if its version is not `have`."""
+class Pull(_OfGroup[GroupVersion], tag="pull"):
+    """Read a group's values, if they are not those of the version `seen` last."""
 
-    have: int | None = None
+    answer_type = GroupVersion
+    seen: Seen | None = None
 
-    def apply(self, held: DenseGroup, vectors: Vectors) -> _Applied:
-        is_known = held.version == self.have
-        header = _versions(held) | {"unchanged": is_known}
-        return header, {} if is_known else held.vectors
+    def apply(
+        self, held: DenseGroup, vectors: Vectors, incarnation: str
+    ) -> tuple[GroupVersion, _Results]:
+        held.count_lost(self.seen, incarnation)
+        answer = GroupVersion(incarnation, held.version, held.steps)
+        return answer, {} if self.seen == answer.seen else held.vectors
 
 
-class Push(_OfGroup, tag="push"):
-    """Push gradients of a group; the answer has the new values."""
+class Push(_OfGroup[Pushed], tag="push"):
+    """Push gradients of a group; the answer has the new values.
 
+    The gradients were computed from the version `based_on`, `seen` is the newest one
+    that the worker knows.
+    """
+
+    answer_type = Pushed
     worker: str
     session: str
     sequence: int
     based_on: int
     closure: Closure | None = None
+    seen: Seen | None = None
 
     def expected_by(self, held: DenseGroup) -> Mapping[str, Allowed]:
         return exactly(held.lengths, "bfloat16")
 
-    def apply(self, held: DenseGroup, vectors: Vectors) -> _Applied:
+    def apply(
+        self, held: DenseGroup, vectors: Vectors, incarnation: str
+    ) -> tuple[Pushed, _Results]:
+        held.count_lost(self.seen, incarnation)
         last = held.push(
             self.worker,
             self.session,
@@ -123,37 +212,43 @@ class Push(_OfGroup, tag="push"):
             based_on=self.based_on,
             closure=self.closure,
         )
-        header = _versions(held) | {
-            "staleness": last.staleness,
-            "applied": last.applied,
-        }
-        return header, held.vectors
+        answer = Pushed(
+            incarnation, held.version, held.steps, last.staleness, last.applied
+        )
+        return answer, held.vectors
 
 
-class Replace(_OfGroup, tag="replace"):
+class Replace(_OfGroup[GroupVersion], tag="replace"):
     """Replace a group's values, as when a user assigns to its variables."""
+
+    answer_type = GroupVersion
 
     def expected_by(self, held: DenseGroup) -> Mapping[str, Allowed]:
         return exactly(held.lengths)
 
-    def apply(self, held: DenseGroup, vectors: Vectors) -> _Applied:
+    def apply(
+        self, held: DenseGroup, vectors: Vectors, incarnation: str
+    ) -> tuple[GroupVersion, _Results]:
         held.replace(vectors)
-        return _versions(held), held.vectors
+        return GroupVersion(incarnation, held.version, held.steps), held.vectors
 
 
-class GetSlots(_OfGroup, tag="slots"):
+class GetSlots(_OfGroup[GroupSlots], tag="slots"):
     """Read the slots of a group's optimizer: those of a name, or all."""
 
+    answer_type = GroupSlots
     name: str | None = None
 
-    def apply(self, held: DenseGroup, vectors: Vectors) -> _Applied:
-        found = held.slots()
-        wanted = {key: x for key, x in found.items() if self.name in (None, key.name)}
+    def apply(
+        self, held: DenseGroup, vectors: Vectors, incarnation: str
+    ) -> tuple[GroupSlots, _Results]:
+        slots = held.slots()
+        wanted = {key: x for key, x in slots.items() if self.name in (None, key.name)}
         header, arrays = slots_to_message(wanted)
-        return {"slots": header}, arrays
+        return GroupSlots(header), arrays
 
 
-class SetSlots(_OfGroup, tag="set_slots"):
+class SetSlots(_OfGroup[Done], tag="set_slots"):
     """Replace slots of a group's optimizer, given by key and shape."""
 
     slots: list[tuple[str, Count | None, tuple[Count, ...]]]
@@ -167,28 +262,32 @@ class SetSlots(_OfGroup, tag="set_slots"):
             for i, (key, shape) in enumerate(shapes.items())
         }
 
-    def apply(self, held: DenseGroup, vectors: Vectors) -> _Applied:
+    def apply(
+        self, held: DenseGroup, vectors: Vectors, incarnation: str
+    ) -> tuple[Done, _Results]:
         held.assign_slots(slots_from_message(self.slots, vectors))
-        return {}, {}
+        return Done(), {}
 
 
-class CreateTable(Message, tag="create_table"):
+class CreateTable(Message[TableCreated], tag="create_table"):
     """Create a table. Its optimizer is sent, and validated, once it is known."""
 
+    answer_type = TableCreated
     spec: TableSpec
 
     def expected(self, store: VariableStore) -> Mapping[str, Allowed]:
         store.require_room_for(self.spec)
         return {}
 
-    def handle(self, store: VariableStore, vectors: Vectors) -> Answer:
+    def handle(
+        self, store: VariableStore, vectors: Vectors
+    ) -> tuple[TableCreated, Vectors]:
         is_new = not store.has(self.spec.name)
         table = store.create_table(msgspec.structs.replace(self.spec, rule=None))
-        spec = table.spec.to_json()
-        return {"spec": spec, "version": table.version, "is_new": is_new}, {}
+        return TableCreated(table.version, is_new, table.spec), {}
 
 
-class PullRows(Message, tag="rows"):
+class PullRows(Message[Done], tag="rows"):
     """Read rows of a table."""
 
     table: str
@@ -198,21 +297,22 @@ class PullRows(Message, tag="rows"):
         most = store.num_rows_here(store.table(self.table).spec)
         return {"ids": Allowed(("int64",), 0, most)}
 
-    def handle(self, store: VariableStore, vectors: Vectors) -> Answer:
-        table = store.table(self.table)
-        version = table.version
-        return {"version": version}, {"rows": table.rows(vectors["ids"]).reshape(-1)}
+    def handle(self, store: VariableStore, vectors: Vectors) -> tuple[Done, Vectors]:
+        rows = store.table(self.table).rows(vectors["ids"])
+        return Done(), {"rows": rows.reshape(-1)}
 
 
-class PushRows(Message, tag="push_rows"):
-    """Push gradients of a table's rows."""
+class PushRows(Message[TablePushed], tag="push_rows"):
+    """Push gradients of a table's rows; `seen` is the newest version that is known."""
 
+    answer_type = TablePushed
     table: str
     num_rows: Count
     worker: str
     session: str
     sequence: int
     closure: Closure | None = None
+    seen: Seen | None = None
 
     def expected(self, store: VariableStore) -> Mapping[str, Allowed]:
         spec, count = store.table(self.table).spec, self.num_rows
@@ -227,9 +327,13 @@ class PushRows(Message, tag="push_rows"):
             "gradients": Allowed(("float32", "bfloat16"), size, size),
         }
 
-    def handle(self, store: VariableStore, vectors: Vectors) -> Answer:
+    def handle(
+        self, store: VariableStore, vectors: Vectors
+    ) -> tuple[TablePushed, Vectors]:
         table = store.table(self.table)
-        pushed = table.push_rows(
+        with table.lock:
+            table.count_lost(self.seen, store.incarnation)
+        version, is_applied = table.push_rows(
             vectors["ids"],
             vectors["gradients"].reshape(self.num_rows, table.spec.dim),
             worker=self.worker,
@@ -237,7 +341,7 @@ class PushRows(Message, tag="push_rows"):
             sequence=self.sequence,
             closure=self.closure,
         )
-        return {"version": pushed.version, "applied": pushed.applied}, {}
+        return TablePushed(store.incarnation, version, is_applied), {}
 
 
 MESSAGES: dict[str, type[Message]] = {

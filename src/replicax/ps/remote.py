@@ -31,7 +31,15 @@ from replicax.ps.group_servers import (
     require_all_known,
 )
 from replicax.ps.group_vectors import GroupLayout, VariableSlot
-from replicax.ps.messages import Create, Pull, Push, Replace
+from replicax.ps.limits import Seen
+from replicax.ps.messages import (
+    Create,
+    GroupVersion,
+    Pull,
+    Push,
+    Pushed,
+    Replace,
+)
 from replicax.ps.partition import VariableGroup
 from replicax.ps.remote_optimizer import RemoteOptimizer
 from replicax.ps.rows import tables_of
@@ -42,7 +50,7 @@ __all__ = ["GroupPush", "RemoteGroup", "key_of"]
 _logger = logging.getLogger("replicax")
 
 
-GroupPush: TypeAlias = dict[int, Future[Answer]]
+GroupPush: TypeAlias = dict[int, Future[Answer[Pushed]]]
 """The answers of a group's servers to a push that is under way."""
 
 
@@ -70,7 +78,6 @@ class RemoteGroup:
         self.variables = list(variables)
         self.tables = tables_of(variables)
         self.values: list[jax.Array] = []
-        self.versions: dict[int, int] = {}
         self._steps: dict[int, int] = {}  # Those in the values, by server.
         self.steps_ahead = 0
         self.optimizer: RemoteOptimizer | None = None
@@ -78,7 +85,7 @@ class RemoteGroup:
             self.optimizer = RemoteOptimizer(self, sharding)
         self._handed: list[jax.Array] = []
         self._layout = GroupLayout(placement, sharding, compression)
-        self._incarnations: dict[int, str] = {}  # Of the servers, with `versions`.
+        self._seen: dict[int, Seen] = {}  # By server: of its last answer.
         self._held: dict[int, Vectors] = {}
         self._sequence = 0
 
@@ -86,6 +93,11 @@ class RemoteGroup:
     def name(self) -> str:
         """The group's name, which is unique in a job."""
         return self.placement.name
+
+    @property
+    def versions(self) -> dict[int, int]:
+        """The versions of the cached values, by server."""
+        return {server: version for server, (_, version) in self._seen.items()}
 
     @property
     def version(self) -> int:
@@ -110,12 +122,11 @@ class RemoteGroup:
         `ValuesLostError` if a server has lost values that others have.
         """
         vectors = self._layout.all_vectors(values)
-        made = self.servers.ask_all(Create(self.placement), vectors)
-        require_all_known(
-            self.session.name, self.name, {i: said for i, (said, _) in made.items()}
-        )
-        self.steps_ahead = made[self.servers.numbers[0]][0]["iterations"]
-        is_new = not any(header["version"] for header, _ in made.values())
+        answers = self.servers.ask_all(Create(self.placement), vectors)
+        created = {server: answer for server, (answer, _) in answers.items()}
+        require_all_known(self.session.name, self.name, created)
+        self.steps_ahead = created[self.servers.numbers[0]].iterations
+        is_new = not any(answer.version for answer in created.values())
         if self.optimizer is not None and not is_new:
             _logger.warning(
                 "%s: the servers have values of %r already, and it goes on with these. "
@@ -126,9 +137,9 @@ class RemoteGroup:
         elif self.optimizer is not None and restored:
             # Before others hear of the group, and push.
             self.optimizer.restore(restored)
-        created = {"digest": self.placement.digest, "steps": self.steps_ahead}
-        created = self.session.board("put", key=key_of(self.name), value=created)
-        self.steps_ahead = created["steps"]  # What an earlier chief put stands.
+        value = {"digest": self.placement.digest, "steps": self.steps_ahead}
+        value = self.session.board("put", key=key_of(self.name), value=value)
+        self.steps_ahead = value["steps"]  # What an earlier chief put stands.
 
     def require_created(self) -> None:
         """Wait until the chief has created the group; raise if it differs."""
@@ -181,11 +192,8 @@ class RemoteGroup:
 
     def pull(self) -> bool:
         """Fetch values of newer versions; whether there were any."""
-        pulls = {
-            x: self.servers.submit(x, functools.partial(self._pull_from, x))
-            for x in self.servers.numbers
-        }
-        return self._take(self.servers.results(pulls))
+        messages = {x: Pull(self.name, self._seen.get(x)) for x in self.servers.numbers}
+        return self._take(self.servers.ask_all(messages))
 
     def assign(self, values: Sequence[jax.Array]) -> None:
         """Replace the servers' values."""
@@ -211,8 +219,12 @@ class RemoteGroup:
             self.session.closure_push(self.name),
         )
 
-        def exchange(server: int, connection: Connection) -> Answer:
-            own = msgspec.structs.replace(message, based_on=based_on[server])
+        seen = dict(self._seen)
+
+        def exchange(server: int, connection: Connection) -> Answer[Pushed]:
+            own = msgspec.structs.replace(
+                message, based_on=based_on[server], seen=seen[server]
+            )
             # Here the connection's thread waits for the step's gradients.
             return connection.exchange(own, self._layout.vectors(pushed, server))
 
@@ -228,15 +240,15 @@ class RemoteGroup:
         """
         answers = self.servers.results(push)
         self._take(answers)
-        return max(header["staleness"] for header, _ in answers.values())
+        return max(answer.staleness for answer, _ in answers.values())
 
-    def _take(self, answers: Mapping[int, Answer]) -> bool:
+    def _take(self, answers: Mapping[int, Answer[GroupVersion]]) -> bool:
         """Cache the values in servers' answers; whether there were any."""
         changed = False
-        for server, (header, vectors) in answers.items():
-            self._note_restart(server)
-            self.versions[server] = header["version"]
-            self._steps[server] = header["steps"]
+        for server, (answer, vectors) in answers.items():
+            self._warn_of_restart(server, answer.incarnation)
+            self._seen[server] = answer.seen
+            self._steps[server] = answer.steps
             if vectors:
                 self._held[server] = vectors
                 changed = True
@@ -244,24 +256,14 @@ class RemoteGroup:
             self.values = self._layout.on_devices(self._held)
         return changed
 
-    def _note_restart(self, server: int) -> None:
-        now = self.session.connections[server].incarnation
-        if self._incarnations.setdefault(server, now) != now:
-            self._incarnations[server] = now
+    def _warn_of_restart(self, server: int, incarnation: str) -> None:
+        if server in self._seen and self._seen[server][0] != incarnation:
             _logger.warning(
                 "ps:%d was restarted from a snapshot; its log says how many updates "
                 "of %s are lost.",
                 server,
                 self.name,
             )
-
-    def _pull_from(self, server: int, connection: Connection) -> Answer:
-        answer = connection.exchange(Pull(self.name, self.versions.get(server)))
-        known = self._incarnations.get(server)
-        if not answer[1] and known not in (None, connection.incarnation):
-            # Restored: what this worker has is of no version there.
-            answer = connection.exchange(Pull(self.name))
-        return answer
 
 
 def key_of(name: str) -> str:

@@ -106,8 +106,8 @@ class RemoteOptimizer:
         """Read its slots, those of a name or all; slices are joined."""
         answers = self.group.servers.ask_all(GetSlots(self.group.name, name))
         on_servers = {
-            server: slots_from_message(header["slots"], vectors)
-            for server, (header, vectors) in answers.items()
+            server: slots_from_message(answer.slots, vectors)
+            for server, (answer, vectors) in answers.items()
         }
         return join_slots(self.group.placement, on_servers)
 

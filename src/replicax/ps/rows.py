@@ -22,16 +22,26 @@ import numpy as np
 from replicax._util.types import JSONObject
 from replicax.ps.connection import Connection, ConnectionLost, ServerRefused
 from replicax.ps.group_servers import require_all_known
-from replicax.ps.messages import CreateTable, PullRows, PushRows
+from replicax.ps.limits import Seen
+from replicax.ps.messages import (
+    CreateTable,
+    Message,
+    PullRows,
+    PushRows,
+    TablePushed,
+    Vectors,
+)
 from replicax.ps.partition import VariableGroup
 from replicax.ps.session import Session
 from replicax.ps.table import TableSpec, sum_duplicates
 
 __all__ = ["RemoteTables", "RowPush", "tables_of"]
 
-RowPush = Future[tuple[JSONObject, dict[str, np.ndarray]]]
+_Place = tuple[str, int]  # A table and a server.
+RowPush = tuple[_Place, Future[tuple[TablePushed, Vectors]]]
 
 _logger = logging.getLogger("replicax")
+_Answer = TypeVar("_Answer", bound=msgspec.Struct)
 _Result = TypeVar("_Result")
 
 # An attempt that begins when this time is nearly over takes the time for connecting and
@@ -55,6 +65,7 @@ class RemoteTables:
         self._dims: dict[str, int] = {}
         self._said: set[tuple[str, str]] = set()  # Tables and groups of their rules.
         self._sequences: Counter[str] = Counter()  # Pushes so far, by table.
+        self._seen: dict[_Place, Seen] = {}  # By table and server: of its last answer.
         # Of the program that runs.
         self._memo: dict[tuple[str, bytes], Future[np.ndarray]] | None = None
         self._collected: dict[str, list[tuple[np.ndarray, np.ndarray]]]
@@ -74,8 +85,7 @@ class RemoteTables:
             answer, _ = self._exchange(server, message, reply_seconds=seconds).result()
             # The first server says whose seed stands, where workers have different
             # ones, so that all have the same.
-            spec = msgspec.convert(answer["spec"], TableSpec)
-            answers[server] = answer
+            spec, answers[server] = answer.spec, answer
         require_all_known(self._session.name, spec.name, answers)
         self._dims[spec.name] = spec.dim
 
@@ -188,18 +198,19 @@ class RemoteTables:
                 self._session.id,
                 self._sequences[name],
                 closure,
+                self._seen.get((name, server)),
             )
             # It has longer than a pull, for which a program waits: it may be large.
             seconds = self._session.timeouts.step
-            pushes.append(
-                self._exchange(server, message, vectors, reply_seconds=seconds)
-            )
+            push = self._exchange(server, message, vectors, reply_seconds=seconds)
+            pushes.append(((name, server), push))
         return pushes
 
     def finish(self, pushes: Sequence[RowPush]) -> None:
         """Wait for pushes, while the job runs."""
-        for push in pushes:
-            self._session.result(push)
+        for place, push in pushes:
+            answer, _ = self._session.result(push)
+            self._seen[place] = answer.incarnation, answer.version
 
     def _fetch(self, name: str, ids: np.ndarray, *, in_program: bool) -> np.ndarray:
         rows = np.empty((len(ids), self._dims[name]), np.float32)
@@ -220,12 +231,12 @@ class RemoteTables:
     def _exchange(
         self,
         server: int,
-        message: msgspec.Struct,
+        message: Message[_Answer],
         vectors: dict[str, np.ndarray] | None = None,
         *,
         in_program: bool = False,
         reply_seconds: float | None = None,
-    ) -> RowPush:
+    ) -> Future[tuple[_Answer, Vectors]]:
         """Exchange a message; within a program, before XLA's timeout of callbacks."""
         return self._submit(
             server,

@@ -16,7 +16,7 @@ from replicax.cluster.listening import await_own_name
 from replicax.cluster.timeouts import Timeouts
 from replicax.errors import ClusterMismatchError
 from replicax.ps.board import Board
-from replicax.ps.call_log import note_nothing
+from replicax.ps.call_log import append_nowhere
 from replicax.ps.connection import Connection, ConnectionLost
 from replicax.ps.credentials import Credentials
 from replicax.ps.limits import beat_seconds, watch_seconds
@@ -66,10 +66,10 @@ def serve(
             every_updates=snapshot_every_updates,
             every_seconds=snapshot_every_seconds,
         )
-    note = note_nothing if snapshots is None else snapshots.journal.note
-    store = VariableStore(server, num_servers, note=note)
+    append = append_nowhere if snapshots is None else snapshots.wal.append
+    store = VariableStore(server, num_servers, append=append)
     workers = [task.name for task in config.cluster.workers]
-    board = Board(workers, timeouts, note=note) if server == 0 else None
+    board = Board(workers, timeouts, append=append) if server == 0 else None
     await_own_name(f"ps:{server}", address, timeouts.startup)
     service = Service(address, store, board, credentials)
     failure = None
@@ -111,17 +111,15 @@ def serve(
 
 
 def _log_losses(store: VariableStore) -> None:
-    """At the end, log the updates that were lost, and the number that was applied."""
-    store.log_losses()
-    status = store.status()
-    if status["lost"]:
+    """At the end, log the number of lost updates."""
+    counts = store.status()
+    if counts["lost"]:
         _logger.warning(
-            "ps:%d ends with %d updates in its values; %d of %d that were made are "
-            "lost, as it was restarted from snapshots.",
+            "ps:%d ends with %d updates in its values; %d others were lost when the "
+            "server was restarted from its snapshots.",
             store.server,
-            status["applied"],
-            status["lost"],
-            status["applied"] + status["lost"],
+            counts["applied"],
+            counts["lost"],
         )
 
 
@@ -155,10 +153,10 @@ def _restore(
 ) -> None:
     """Restore the newest snapshot, if there is one; answers wait for later ones."""
     if (found := snapshots.restore(done_job)) is not None:
-        journal = snapshots.journal.newest
-        store.load_state(found.state, journal)
+        wal = snapshots.wal.newest
+        store.load_state(found.state, wal)
         if board is not None and found.board is not None:
-            board.load_state(found.board, journal)
+            board.load_state(found.board, wal)
         _logger.warning(
             "ps:%d goes on from its snapshot %s, after %d updates",
             store.server,

@@ -18,6 +18,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
+import msgspec
+
 from replicax._util.types import JSONObject
 from replicax._util.waiting import wait_for
 from replicax._version import versions as own_versions
@@ -209,9 +211,10 @@ class Service:
             try:
                 answer, results = message.handle(self._store, vectors)
                 self._store.flush()  # What a worker is told must not be lost.
+                header = msgspec.to_builtins(answer)
             except Exception as error:  # noqa: BLE001
-                answer, results = self._error(peer, str(header["op"]), error), {}
-            stream.send(answer, results)
+                header, results = self._error(peer, str(header["op"]), error), {}
+            stream.send(header, results)
         finally:
             with self._idle:
                 self._busy -= 1

@@ -241,7 +241,7 @@ class Session:
 
     def _call(self, method: str, arguments: JSONObject) -> Any:
         """Call the board; replay the log first if it was restarted."""
-        self._log.note(method, arguments)
+        self._log.record(method, arguments)
         server = self.connections[0]
         try:
             answer = server.call(f"board.{method}", **arguments)
@@ -251,7 +251,7 @@ class Session:
         else:
             if self._is_known:
                 if method == "put":  # Another's value may stand.
-                    self._log.note("put", arguments | {"value": answer})
+                    self._log.record("put", arguments | {"value": answer})
                 return answer
         self._replay()
         return server.call(f"board.{method}", **arguments)
@@ -274,7 +274,7 @@ class Session:
                     "snapshot_dir=... a restarted server goes on.",
                     culprit=server.task,
                 )
-            for method, arguments in self._log.again():
+            for method, arguments in self._log.calls():
                 server.call(f"board.{method}", **arguments)
             self._incarnation = incarnation
 
@@ -450,7 +450,7 @@ class ReplayLog:
         self._calls: dict[tuple[str, str], JSONObject] = {}
         self._lock = threading.Lock()
 
-    def note(self, method: str, arguments: JSONObject) -> None:
+    def record(self, method: str, arguments: JSONObject) -> None:
         """Record a call, if it is to be replayed."""
         if method not in _NAMED_BY:
             return
@@ -462,7 +462,7 @@ class ReplayLog:
                 self._calls.pop(("end", name), None)
             remember(self._calls, (method, name), arguments, most=_MOST_REPLAYED)
 
-    def again(self) -> list[tuple[str, JSONObject]]:
+    def calls(self) -> list[tuple[str, JSONObject]]:
         """The calls to replay, as method and arguments."""
         with self._lock:
             return [(method, given) for (method, _), given in self._calls.items()]

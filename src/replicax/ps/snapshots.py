@@ -1,7 +1,7 @@
 """A server's snapshots on disk: folders with checksums, each complete or absent.
 
     server-0/
-      journal           what was counted since the newest snapshot
+      wal               write-ahead log: counts since the newest snapshot
       snapshot-000000012/
         arrays.bin      the arrays' bytes, one after another
         state.json      their names, dtypes, shapes and places; all other values
@@ -51,7 +51,7 @@ _STATE = "state.json"
 # Beside the snapshots: the number of the last one of a job that is done, and its id.
 _DONE = "done"
 _NAME = re.compile(r"snapshot-(\d{9})")
-_FORMAT = FolderFormat("snapshot", "replicax-snapshot", 1, "It is skipped.")
+_FORMAT = FolderFormat("snapshot", "replicax-snapshot", 2, "It is skipped.")
 _POLL_SECONDS = 0.05
 _RETRY_SECONDS = 5.0
 
@@ -72,8 +72,8 @@ class Snapshots:
     After `start` a thread writes a snapshot of the first update, and then when
     `every_updates` were applied or `every_seconds` have passed since the first one that
     is not on disk; with neither only `write` writes. Pushes are not held up. The newest
-    `keep` stay. `journal` says what was done since the newest one, `job` is the id of
-    the job that they are of.
+    `keep` stay. `wal` is the write-ahead log since the newest one, `job` the id
+    of their job.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Snapshots:
                     f"Snapshots: got {name}={value!r}, expected a positive number."
                 )
         self.folder = Path(folder) / f"server-{server}"
-        self.journal = WriteAheadLog(self.folder / "journal")
+        self.wal = WriteAheadLog(self.folder / "wal")
         self.job = ""
         self._every_updates = every_updates
         self._every_seconds = every_seconds
@@ -107,6 +107,7 @@ class Snapshots:
         self._flushed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._written = 0  # What `_made` was in the newest snapshot.
+        self._has_written = False  # Since the start.
         self._failed = FailedWrites()
         self._source: VariableStore | None = None
         self._board_state: Callable[[], JSONObject] | None = None
@@ -148,7 +149,7 @@ class Snapshots:
                 last = numbers[-1] if numbers else 0
                 self.folder.mkdir(parents=True, exist_ok=True)
                 write_whole(self.folder / _DONE, f"{last} {self.job}")
-            self.journal.clear()
+            self.wal.clear()
         except OSError as error:
             _logger.error(
                 "%s could not be written: %s. Delete %s before another job uses it: it "
@@ -203,7 +204,7 @@ class Snapshots:
                 path,
             )
             break
-        self.journal.clear()  # It tells of what happened after a snapshot.
+        self.wal.clear()  # Its entries are later than a snapshot.
         return None
 
     def flush(self) -> None:
@@ -240,7 +241,7 @@ class Snapshots:
             enough = self._every_updates is not None and fresh >= self._every_updates
             waited = time.monotonic() - written_at
             late = self._every_seconds is not None and waited >= self._every_seconds
-            if enough or late or not self._written:
+            if enough or late or not self._has_written:
                 if not self._try_to_write(self._source):
                     self._stop.wait(_RETRY_SECONDS)
                 written_at = time.monotonic()
@@ -264,6 +265,7 @@ class Snapshots:
             )
             return False
         self._failed.end(f"snapshot {path}")
+        self._has_written = True
         with self._flushed:
             self._written = made
             self._flushed.notify_all()

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from replicax._util.types import JSONObject
-from replicax.ps.call_log import Journaled, Note, Sessions, note_nothing
+from replicax.ps.call_log import Append, LogEntries, Sessions, append_nowhere
 from replicax.ps.dense_group import DenseGroup
 from replicax.ps.groups import Arrays, Group
 from replicax.ps.limits import RequestError
@@ -50,19 +50,18 @@ class VariableStore:
         num_servers: int = 1,
         *,
         byte_limit: int | None = None,
-        note: Note = note_nothing,
+        append: Append = append_nowhere,
     ) -> None:
         self.server = server
         self.incarnation = uuid.uuid4().hex
         self._num_servers = num_servers
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         self._byte_limit = memory if byte_limit is None else byte_limit
-        self._note = note
         self._lock = threading.Lock()
         self._creating = threading.Lock()  # Who asks for a group again waits.
         self._groups: dict[str, DenseGroup] = {}
         self._tables: dict[str, Table] = {}
-        self._sessions = Sessions(note)
+        self._sessions = Sessions(append)
         self._bytes_in = self._bytes_out = 0
         self.flush: Callable[[], None] = lambda: None
 
@@ -89,7 +88,7 @@ class VariableStore:
         return self._named(self._groups, "group", name)
 
     def _new_group(self, group: VariableGroup, vectors: Arrays) -> DenseGroup:
-        return DenseGroup(group, vectors, self.server, self._note, self._sessions)
+        return DenseGroup(group, vectors, self.server, self._sessions)
 
     # Tables.
 
@@ -134,7 +133,6 @@ class VariableStore:
             spec,
             server=self.server,
             num_servers=self._num_servers,
-            note=self._note,
             sessions=self._sessions,
         )
 
@@ -209,9 +207,10 @@ class VariableStore:
     def status(self) -> JSONObject:
         """Versions, staleness and traffic, in JSON values.
 
-        `applied` and `lost` count the updates in the values, and those that a restart
-        has taken back: of what an optimizer updates; else of what is here. `staleness`
-        has by worker a histogram of its pushes to what an optimizer updates.
+        `applied` counts the updates in the values, `lost` those that restarts have
+        undone. Both are sums over the groups that an optimizer trains; if there are
+        none, over all groups, or else all tables. `staleness` has by worker a histogram
+        of its pushes to trained groups.
         """
         staleness: dict[str, Counter[int]] = {}
         for held in self._all(self._groups):
@@ -257,9 +256,9 @@ class VariableStore:
         meta = {"groups": [m for _, m in taken], "sessions": self._sessions.state()}
         return {"meta": meta, "arrays": arrays}
 
-    def load_state(self, state: JSONObject, journal: Journaled | None = None) -> None:
+    def load_state(self, state: JSONObject, wal: LogEntries | None = None) -> None:
         """Restore the state that `state()` returned, in a store without groups."""
-        self._sessions.load_state(state["meta"]["sessions"], journal or {})
+        self._sessions.load_state(state["meta"]["sessions"], wal or {})
         for i, meta in enumerate(state["meta"]["groups"]):
             start = f"{i}/"
             arrays = {
@@ -269,21 +268,15 @@ class VariableStore:
             }
             if "spec" in meta:
                 table = self._new_table(msgspec.convert(meta["spec"], TableSpec))
-                table.load_state(arrays, meta, journal)
+                table.load_state(arrays, meta)
                 self._tables[table.spec.name] = table
             else:
                 group = VariableGroup.from_json(meta["group"])
                 lengths = group.lengths_on(self.server)
                 vectors = {dtype: arrays[f"values/{dtype}"] for dtype in lengths}
                 held = self._new_group(group, vectors)
-                held.load_state(arrays, meta, journal)
+                held.load_state(arrays, meta)
                 self._groups[group.name] = held
-
-    def log_losses(self) -> None:
-        """At the end, log lost updates that were not logged yet."""
-        for held in self._all_groups():
-            with held.lock:
-                held.log_losses()
 
     def _all_groups(self) -> list[Group]:
         return [*self._all(self._groups), *self._all(self._tables)]

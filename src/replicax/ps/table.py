@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from replicax._util.types import JSONObject
-from replicax.ps.call_log import Journaled, Note, Sessions, note_nothing
+from replicax.ps.call_log import Sessions
 from replicax.ps.groups import Arrays, Group
 from replicax.ps.limits import Closure, RequestError
 from replicax.ps.row_initializers import check_initializer, fill_rows
@@ -131,10 +131,9 @@ class Table(Group):
         *,
         server: int = 0,
         num_servers: int = 1,
-        note: Note = note_nothing,
         sessions: Sessions | None = None,
     ) -> None:
-        super().__init__(f"table {spec.name!r}", server, note, sessions)
+        super().__init__(f"table {spec.name!r}", server, sessions)
         self.spec = spec
         self._groups: set[str] = set()  # Those with which its rows are updated.
         self._num_servers = num_servers
@@ -258,10 +257,8 @@ class Table(Group):
         slots = {f"slots/{name}": slot for name, slot in self._slots.items()}
         return {"values": self._values, **slots}
 
-    def load_state(
-        self, arrays: Arrays, meta: JSONObject, journal: Journaled | None = None
-    ) -> None:
-        """Restore the state of `state`, and the log's later entries."""
+    def load_state(self, arrays: Arrays, meta: JSONObject) -> None:
+        """Restore the state that `state` returned."""
         mine = {"server": self.server, "num_servers": self._num_servers}
         its = {key: meta[key] for key in mine}
         shapes = {name: array.shape for name, array in self._arrays().items()}
@@ -277,7 +274,7 @@ class Table(Group):
         if self._optimizer is not None:
             self._optimizer.assign(meta["optimizer"])
         self._groups = set(meta["groups"])
-        self._load_counts(meta, journal or {})
+        self._load_counts(meta)
 
     def _required_optimizer(self) -> RowOptimizer:
         if self._optimizer is None:
