@@ -150,8 +150,8 @@ def test_a_call_that_is_refused_may_be_repeated(board, clients):
     with pytest.raises(RequestError, match="open it first"):
         a("claim", stream=STREAM, call=1)
     ask(board, "open", stream=STREAM)
-    with pytest.raises(RequestError, match="count is 65; expected int <= 64"):
-        a("claim", stream=STREAM, call=1, count=65)
+    with pytest.raises(RequestError, match="count is 0; expected int >= 1"):
+        a("claim", stream=STREAM, call=1, count=0)
     assert a("claim", stream=STREAM, call=1) == {"indices": [0]}
     with pytest.raises(RequestError, match="call is '2'; expected int"):
         a("claim", stream=STREAM, call="2")
@@ -251,18 +251,6 @@ def test_a_newer_stream_ends_the_one_before_it_in_its_family(board, clients):
     assert ask(board, "open", stream="s/0", limit=4) == {"over": True, "length": 4}
 
 
-def test_streams_that_nobody_ends_are_bounded(board):
-    for number in range(256):
-        ask(board, "open", stream=f"s{number}/7")
-    with pytest.raises(RequestError, match="256 streams are open"):
-        ask(board, "open", stream="s256/0")
-    ask(board, "end", stream="s3/7", length=0)
-    assert ask(board, "open", stream="s256/0") == {"over": False, "length": None}
-    for number in (6, 7):
-        old = {"over": True, "length": 0 if number == 7 else None}
-        assert ask(board, "open", stream=f"s3/{number}") == old
-
-
 def test_a_barrier_waits_for_those_alive(clients, clock):
     a, b, c = clients
     assert a("arrive", barrier="go") == {
@@ -290,13 +278,6 @@ def test_a_late_worker_finds_all_barriers_of_a_long_job_complete(clients):
     assert not clients[2]("arrive", barrier="end/2000")["complete"]
 
 
-def test_barriers_that_nobody_completes_are_bounded(clients):
-    for number in range(256):
-        clients[0]("arrive", barrier=f"b/{number}")
-    with pytest.raises(RequestError, match="wait at 256 barriers"):
-        clients[0]("arrive", barrier="b/256")
-
-
 def test_the_first_value_of_a_key_stands(board):
     assert ask(board, "get", key="k") is None
     assert ask(board, "put", key="k", value={"a": [1]}) == {"a": [1]}
@@ -316,22 +297,6 @@ def test_numbered_keys_are_kept_for_the_newest(board):
     assert ask(board, "get", key="init") == 1
 
 
-def test_keys_and_their_bytes_are_bounded(board):
-    for number in range(4096):
-        board.put(f"k{number}", 1)
-    with pytest.raises(RequestError, match="4096 keys are kept"):
-        board.put("k", 1)
-    board.put("k/1", "x" * 40 * 2**20)
-    with pytest.raises(RequestError, match="at most 67108864 are kept"):
-        board.put("k/2", "x" * 40 * 2**20)
-    board.put("k/1", 1, first=False)
-    board.put("k/2", "x" * 40 * 2**20)
-    board.put("k/2", "x" * 50 * 2**20, first=False)
-    for number in range(3, 67):
-        board.put(f"k/{number}", number)
-    board.put("k/67", "x" * 60 * 2**20)  # The large one was dropped.
-
-
 def test_reports_by_worker_and_the_newest_names(board, clients):
     a, b, _ = clients
     for epoch in range(70):
@@ -342,8 +307,6 @@ def test_reports_by_worker_and_the_newest_names(board, clients):
         "worker:1": {"loss": 1.5},
     }
     assert ask(board, "reports", topic="m/5") == {}
-    with pytest.raises(RequestError, match="at most 1048576 are kept"):
-        a("report", topic="m/70", values="x" * 2**20)
 
 
 def test_status_has_what_workers_tell_and_their_steps(board, clients, clock):
@@ -362,8 +325,6 @@ def test_status_has_what_workers_tell_and_their_steps(board, clients, clock):
     workers = ask(board, "status")["workers"]
     assert workers["worker:0"]["steps"] == 15
     assert workers["worker:0"]["state"] == "dead"
-    with pytest.raises(RequestError, match="info has"):
-        a("beat", info={"x": "y" * 2**16})
 
 
 def test_a_failure_is_never_taken_back(board, clients, clock):

@@ -29,7 +29,6 @@ from replicax.ps.limits import (
     Count,
     Name,
     RequestError,
-    check_size,
     family_of,
     message_of,
 )
@@ -40,7 +39,6 @@ from replicax.ps.wire import read
 __all__ = ["Board"]
 
 _logger = logging.getLogger("replicax")
-_MAX_INFO = 64 * 1024
 
 _ACTIONS: set[str] = set()
 
@@ -213,7 +211,6 @@ class Board:
         and `before` which sessions it replaces.
         Nobody joins a job that `is_over`.
         """
-        check_size(info, f"{worker}: info", most=_MAX_INFO)
         presence = self._presence
         if not self._is_over and presence.join(worker, session, info or {}, self._now):
             self._release(worker, died=True)
@@ -232,7 +229,6 @@ class Board:
     ) -> JSONObject:
         """Record a heartbeat; return the state of the job."""
         if info is not None:
-            check_size(info, f"{worker}: info", most=_MAX_INFO)
             self._presence.workers[worker].info = info
         return {"failed": self._failure}
 

@@ -1,7 +1,4 @@
-"""Quotas and rate limits of clients, and the errors of refused calls.
-
-Clients are authenticated, yet a broken one must not fill the server's memory: whatever
-they can store has a bound, and each of these errors says which.
+"""Types of clients' arguments, rates of their calls, and errors of refused calls.
 
 A call costs server 0 half a millisecond (`benchmarks/ps_simulation.py` measures it). So
 the rates here, which are of all tasks together, take less than half of one core. A
@@ -10,7 +7,6 @@ small job never comes near them: it is as prompt as it can be.
 
 import inspect
 import itertools
-import json
 import logging
 import math
 import threading
@@ -21,21 +17,16 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 __all__ = [
+    "AtLeastOne",
     "Closure",
     "Count",
     "Disowned",
-    "Few",
     "LimitedLog",
     "Name",
-    "Names256",
-    "Names1024",
-    "Names4096",
     "RequestError",
     "Seen",
     "Superseded",
-    "Tickets256",
     "beat_seconds",
-    "check_size",
     "family_of",
     "message_of",
     "owner_of",
@@ -55,11 +46,7 @@ Closure = tuple[Name, Count]
 Seen = tuple[str, Count]
 """The incarnation of a server, and the version of a group that it has answered."""
 
-Few = Annotated[int, msgspec.Meta(ge=1, le=64)]
-Tickets256 = Annotated[list[Count], msgspec.Meta(max_length=256)]
-Names256 = Annotated[list[Name], msgspec.Meta(max_length=256)]
-Names1024 = Annotated[list[Name], msgspec.Meta(max_length=1024)]
-Names4096 = Annotated[list[Name], msgspec.Meta(max_length=4096)]
+AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 
 _logger = logging.getLogger("replicax")
 
@@ -84,17 +71,6 @@ class Superseded(RequestError):
 
 class Disowned(RequestError):
     """This comes from a closure whose chief was replaced by a later process."""
-
-
-def check_size(value: Any, what: str, *, most: int) -> int:
-    """Return the size of a value's JSON; raise if it is more than `most` bytes."""
-    try:
-        size = len(json.dumps(value))
-    except (TypeError, ValueError) as error:
-        raise RequestError(f"{what} must be a JSON value: {error}.") from error
-    if size > most:
-        raise RequestError(f"{what} has {size} bytes as JSON; at most {most} are kept.")
-    return size
 
 
 class LimitedLog:

@@ -27,7 +27,6 @@ from replicax.ps.wire import dtype_named
 
 __all__ = ["UnknownGroup", "VariableStore"]
 
-_MOST_GROUPS = 8192
 _Group = TypeVar("_Group", bound=Group)
 
 
@@ -175,11 +174,6 @@ class VariableStore:
             lengths = new.lengths_on(self.server).items()
             size = sum(dtype_named(dtype).itemsize * n for dtype, n in lengths)
         self._require_room(repr(new.name)[:80], size)
-        if len(self._groups) + len(self._tables) >= _MOST_GROUPS:
-            raise TableError(
-                f"{new.name!r:.80}: this server has {_MOST_GROUPS} groups and tables, "
-                "and may not have more. Put rows of equal length into one table."
-            )
 
     def _require_room(self, what: str, size: int) -> None:
         total = size + sum(each.num_bytes for each in self._all_groups())

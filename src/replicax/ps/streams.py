@@ -14,11 +14,10 @@ import msgspec
 
 from replicax._util.types import JSONObject
 from replicax.ps.limits import (
+    AtLeastOne,
     Count,
-    Few,
     Name,
     RequestError,
-    Tickets256,
     family_of,
     remember,
 )
@@ -28,7 +27,6 @@ __all__ = ["Stream", "Streams"]
 
 _logger = logging.getLogger("replicax")
 
-_MAX_STREAMS = 256
 _LENGTHS_KEPT = 1024
 
 
@@ -95,8 +93,6 @@ class Streams(msgspec.Struct):
         if known is None:
             tickets = StepTickets(length=limit, max_staleness=max_staleness)
             known = Stream(stream, settings, tickets)
-            if family_of(stream)[0] not in self.newest:
-                self._make_room()
             self._add(known)
         if known.settings != settings:
             raise RequestError(
@@ -109,8 +105,8 @@ class Streams(msgspec.Struct):
         self,
         stream: Name,
         worker: Name,
-        count: Few = 1,
-        finished: Tickets256 = (),  # type: ignore[assignment]
+        count: AtLeastOne = 1,
+        finished: list[Count] = [],  # noqa: B006 - never changed
     ) -> JSONObject:
         """Lease up to `count` tickets for the next steps, after finishing others.
 
@@ -135,8 +131,8 @@ class Streams(msgspec.Struct):
         self,
         stream: Name,
         worker: Name,
-        indices: Tickets256,
-        given_up: Tickets256 = (),  # type: ignore[assignment]
+        indices: list[Count],
+        given_up: list[Count] = [],  # noqa: B006 - never changed
     ) -> JSONObject:
         """Record that the updates of leased steps are applied.
 
@@ -190,7 +186,7 @@ class Streams(msgspec.Struct):
         return newest if newest is not None and newest.name == stream else None
 
     def _is_over(self, stream: str) -> bool:
-        """Whether a newer stream of its family was opened, or it made room."""
+        """Whether a newer stream of its family was opened."""
         family, number = family_of(stream)
         return self.ended.get(family, -1) >= (number or 0)
 
@@ -221,20 +217,6 @@ class Streams(msgspec.Struct):
         for worker in list(stream.tickets.held):
             stream.tickets.release(worker)
         self.past = _with(self.past, stream.tickets)
-
-    def _make_room(self) -> None:
-        if len(self.newest) < _MAX_STREAMS:
-            return
-        complete = [f for f, each in self.newest.items() if each.tickets.is_complete]
-        if not complete:
-            raise RequestError(
-                f"{_MAX_STREAMS} streams are open and none is complete. End those that "
-                f"nobody takes from any more."
-            )
-        stream = self.newest.pop(complete[0])
-        _, number = family_of(stream.name)
-        remember(self.ended, complete[0], number or 0, most=_LENGTHS_KEPT)
-        self._end(stream)
 
     def totals(self) -> dict[str, int]:
         """The job's numbers of steps that were lost, or done twice."""

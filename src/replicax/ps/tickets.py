@@ -10,11 +10,10 @@ from collections.abc import Sequence
 import msgspec
 
 from replicax._util.types import JSONObject
-from replicax.ps.limits import RequestError, remember
+from replicax.ps.limits import remember
 
 __all__ = ["StepTickets"]
 
-_MAX_HELD = 256
 _LOST_KEPT = 1000
 
 
@@ -62,12 +61,6 @@ class StepTickets(msgspec.Struct, kw_only=True):
 
         Some are left: the stream is not over.
         """
-        held = len(self.held.get(worker, ()))
-        if held + count > _MAX_HELD:
-            raise RequestError(
-                f"{worker} holds {held} unfinished steps and wants {count} more; at "
-                f"most {_MAX_HELD} are given. Finish some first."
-            )
         why = self._overtaken()
         if why is None and self.waiting and self.waiting[0] != worker:
             why = f"it is the turn of {self.waiting[0]}"
