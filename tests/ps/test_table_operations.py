@@ -105,7 +105,8 @@ def push(connection, ids, value=1.0, sequence=1, dtype=np.float32, **changes):
 
 
 def test_rows_are_pulled_and_pushed(words):
-    assert push(words, [3, 7, 7]) == {"version": 1, "applied": True}
+    pushed = push(words, [3, 7, 7])
+    assert (pushed["version"], pushed["applied"]) == (1, True)
     assert rows(words, 7, 1, 3)[:, 0].tolist() == [0.0, 1.0, 0.5]
     assert rows(words).shape == (0, DIM)
     assert push(words, [], sequence=2)["version"] == 2

@@ -1,5 +1,6 @@
-"""A client of one parameter server: one stream, its thread, and calls beside it."""
+"""A client of one parameter server: its streams of tensors, and calls beside them."""
 
+import functools
 import json
 import random
 import threading
@@ -23,7 +24,23 @@ from replicax.ps.message_stream import MessageStream
 from replicax.ps.messages import Message, Vectors
 from replicax.ps.shared_memory import SharedMemory
 
-__all__ = ["Connection", "ConnectionLost", "ServerRefused", "ValuesLostError"]
+__all__ = [
+    "ROWS",
+    "VALUES",
+    "Connection",
+    "ConnectionLost",
+    "ServerRefused",
+    "ValuesLostError",
+]
+
+VALUES = "values"
+"""The stream of groups' values and gradients."""
+ROWS = "rows"
+"""The stream of tables' rows.
+
+Callbacks inside a running program fetch rows. On the other stream they would wait for a
+push of dense gradients, which may be large.
+"""
 
 _PAUSES = (0.05, 5.0)
 # A channel of its own for each connection: gRPC shares channels within a process.
@@ -53,24 +70,28 @@ class ValuesLostError(ClusterError):
 
 
 class Connection:
-    """One stream to a server, and calls beside it, from any thread.
+    """Streams to a server, opened on first use, and calls beside them.
 
-    When the connection is lost it is made again, with growing pauses, and what was
-    asked is asked again, for `retry_timeout_seconds`. A server may so get a message
-    twice: pushes carry sequence numbers, and it applies them once. While bytes come or
-    go, `reply_timeout_seconds` begin anew.
+    Each stream has a thread and sends one message at a time. Methods may be called from
+    any thread.
 
-    A connection may be lost without a word: the server's host, or a NAT's memory of it,
-    is gone. So the stream's is pinged where it is idle, or waits, and counts as lost
-    when nothing came for `silence_timeout_seconds`. A call, which a server answers at
-    once, has as long. The network may only be slow, and what travels large: so both
-    have twice as long in each further attempt.
+    If the connection is lost, a client connects again, with growing pauses, and retries
+    for `retry_timeout_seconds`. So a server may get a message twice: pushes carry
+    sequence numbers, and the server applies them once. As long as bytes travel,
+    `reply_timeout_seconds` start anew.
 
-    A server refuses a `caller` of another token or other versions than its own; None
-    only looks on. `incarnation` is another text when the server was restarted, and so
-    has other values or older ones; `""`: it was not reached yet. `exchange_s` counts
-    the seconds of exchanges. One that `shares_memory`, as all do, offers some to a
-    server of this machine.
+    A connection may be lost in silence, if the server's host or a NAT's entry for it is
+    gone. So a stream is pinged while it is idle or waits, and counts as lost after
+    `silence_timeout_seconds` without an answer. A call, which a server answers at once,
+    has the same time. A slow network or large messages may be the cause as well, so
+    each retry has twice the time of the one before.
+
+    A server refuses a `caller` whose token or versions differ from its own; a client
+    without a `caller` only observes. `incarnation` changes when the server was
+    restarted, and so may have older values; it is `""` before the first answer.
+    `exchange_s` counts the seconds of exchanges on the stream of values. With
+    `shares_memory`, the default, a client offers shared memory to a server of the same
+    machine.
     """
 
     def __init__(
@@ -97,21 +118,35 @@ class Connection:
         self.shares_memory = True
         self.incarnation = ""
         wire.flight()  # Fail here if it is not installed.
-        self._stream_lock = threading.Lock()
         self._client_lock = threading.Lock()
         self._client: wire.FlightClient | None = None
-        self._stream: _FlightStream | None = None
-        self._num_lost = 0  # Streams since the last answer that did not answer a ping.
         self._closed = threading.Event()
-        self._thread = ThreadPoolExecutor(1, f"replicax-stream-{task}")
-        self._watchdog = Watchdog(
-            f"replicax-ps-watchdog-{address}",
-            ping=self._ping,
-            idle_seconds=self._silence_timeout / 4,
-        )
-        self.bytes_sent = 0
-        self.bytes_received = 0
-        self.exchange_s = 0.0
+        self._opening = threading.Lock()
+        self._streams: dict[str, _Stream] = {}
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of the messages sent so far."""
+        return sum(stream.bytes_sent for stream in list(self._streams.values()))
+
+    @property
+    def bytes_received(self) -> int:
+        """Bytes of the vectors received so far."""
+        return sum(stream.bytes_received for stream in list(self._streams.values()))
+
+    @property
+    def exchange_s(self) -> float:
+        """Seconds of exchanges on the stream of values."""
+        return self._stream(VALUES).exchange_s
+
+    def _stream(self, name: str) -> "_Stream":
+        """The stream of a name, created on first use."""
+        with self._opening:
+            if name not in self._streams:
+                self._streams[name] = _Stream(
+                    f"{name}-{self.task}", self._ping, self._silence_timeout / 4
+                )
+            return self._streams[name]
 
     @overload
     def exchange(
@@ -119,7 +154,9 @@ class Connection:
         message: Message[_Reply],
         vectors: Mapping[str, np.ndarray] | None = None,
         *,
+        stream: str = VALUES,
         reply_timeout_seconds: float | None = None,
+        retry_timeout_seconds: float | None = None,
     ) -> tuple[_Reply, Vectors]: ...
 
     @overload
@@ -128,7 +165,9 @@ class Connection:
         message: JSONObject,
         vectors: Mapping[str, np.ndarray] | None = None,
         *,
+        stream: str = VALUES,
         reply_timeout_seconds: float | None = None,
+        retry_timeout_seconds: float | None = None,
     ) -> tuple[JSONObject, Vectors]: ...
 
     def exchange(
@@ -136,11 +175,14 @@ class Connection:
         message: Message[Any] | JSONObject,
         vectors: Mapping[str, np.ndarray] | None = None,
         *,
+        stream: str = VALUES,
         reply_timeout_seconds: float | None = None,
+        retry_timeout_seconds: float | None = None,
     ) -> tuple[Any, Vectors]:
-        """Send a message on the stream; return the answer and its read-only vectors.
+        """Send a message on a stream; return the answer and its read-only vectors.
 
         The answer to a message's header, in place of a message, is a header as well.
+        Timeouts that are None are those of the connection.
 
         Raises:
             ServerRefused: If the server answers with an error.
@@ -149,25 +191,29 @@ class Connection:
         """
         timeout = reply_timeout_seconds or self._reply_timeout
         header: JSONObject = msgspec.to_builtins(message)
-        with self._stream_lock:
+        used = self._stream(stream)
+        with used.lock:
             began = time.perf_counter()
             answer, results = self._until_answered(
                 str(header.get("op")),
-                lambda: self._attempt(header, vectors or {}, timeout),
+                lambda: self._attempt(used, header, vectors or {}, timeout),
+                retry_timeout_seconds,
             )
-            self._num_lost = 0
-            self.exchange_s += time.perf_counter() - began
+            used.num_lost = 0
+            used.exchange_s += time.perf_counter() - began
         if isinstance(message, Message):
             return msgspec.convert(answer, message.answer_type), results
         return answer, results
 
-    def submit(self, use: Callable[["Connection"], _Answer]) -> Future[_Answer]:
-        """Queue a call for the connection's thread, which runs calls in order.
+    def submit(
+        self, use: Callable[["Connection"], _Answer], *, stream: str = VALUES
+    ) -> Future[_Answer]:
+        """Queue a call for a stream's thread, which runs calls in order.
 
         A `ClusterError` in place of `ServerRefused` says that the server has lost its
         values, or that another process of this worker has taken over.
         """
-        return self._thread.submit(self._used, use)
+        return self._stream(stream).thread.submit(self._used, use)
 
     def _used(self, use: Callable[["Connection"], _Answer]) -> _Answer:
         try:
@@ -196,13 +242,10 @@ class Connection:
 
     def close(self) -> None:
         """Close the connection. Calls in progress in other threads fail."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
         self._closed.set()
-        self._watchdog.fire()
-        with self._stream_lock:
-            self._drop_stream()
+        for stream in list(self._streams.values()):
+            stream.shut_down()
         self._drop_client(self._client)
-        self._watchdog.close()
 
     def __enter__(self) -> "Connection":
         return self
@@ -210,7 +253,12 @@ class Connection:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _until_answered(self, what: str, attempt: Callable[[], _Answer]) -> _Answer:
+    def _until_answered(
+        self,
+        what: str,
+        attempt: Callable[[], _Answer],
+        retry_timeout_seconds: float | None = None,
+    ) -> _Answer:
         # Not the errors: their frames hold channels, which would connect again unused.
         failures: list[str] = []
         began = time.monotonic()
@@ -241,7 +289,9 @@ class Connection:
 
         (answer,) = wait_for(
             answered,
-            self.retry_timeout_seconds,
+            self.retry_timeout_seconds
+            if retry_timeout_seconds is None
+            else retry_timeout_seconds,
             late=late,
             reminder=lambda waited: (
                 f"{self._name} does not answer to {what!r} for {waited:.0f} s: "
@@ -307,18 +357,18 @@ class Connection:
             if client is self._client:
                 self._client = None
 
-    def _ping(self, seconds: float) -> None:
-        """Give up the stream if its server does not answer on the same connection."""
-        if (stream := self._stream) is None:
+    def _ping(self, stream: "_Stream", seconds: float) -> None:
+        """Cancel a stream if its server does not answer on the same connection."""
+        if (flight := stream.flight) is None:
             return
-        patience = self._silence_timeout * 3 / 4 * 2**self._num_lost
+        patience = self._silence_timeout * 3 / 4 * 2**stream.num_lost
         seconds = min(seconds, self._reply_timeout, patience)
         try:
-            _act(stream.client, "hello", b"{}", self._options(seconds))
+            _act(flight.client, "hello", b"{}", self._options(seconds))
         except (*_lost_errors(), ServerRefused):
-            self._num_lost += 1
-            self._drop_client(stream.client)
-            stream.cancel()  # Whoever waits for it, or comes next, makes another one.
+            stream.num_lost += 1
+            self._drop_client(flight.client)
+            flight.cancel()  # The present exchange, or the next one, opens another.
 
     def _act(self, name: str, body: bytes, timeout: float) -> Any:
         client = self._connected()
@@ -335,48 +385,82 @@ class Connection:
 
     def _attempt(
         self,
+        stream: "_Stream",
         header: JSONObject,
         vectors: Mapping[str, np.ndarray],
         timeout: float,
     ) -> tuple[JSONObject, dict[str, np.ndarray]]:
         client = self._connected()
         try:
-            if self._stream is None:
+            if stream.flight is None:
                 memory = SharedMemory.make() if self.shares_memory else None
-                self._stream = _FlightStream(client, self._options(None), memory)
-            stream = self._stream
-            with self._watchdog.watch(timeout, stream.cancel) as progress:
-                answer = self._transfer(stream, header, vectors, progress)
+                stream.flight = _FlightStream(client, self._options(None), memory)
+            with stream.watchdog.watch(timeout, stream.flight.cancel) as progress:
+                answer = stream.transfer(header, vectors, progress)
         except BaseException:
-            self._drop_stream()
+            stream.drop()
             self._drop_client(client)
             raise
         if "error" in answer[0]:
             raise ServerRefused(answer[0]["error"], answer[0].get("kind", ""))
         return answer
 
-    def _transfer(
+
+class _Stream:
+    """A stream of a connection: its thread, and the Flight stream that is open now."""
+
+    def __init__(
         self,
-        stream: "_FlightStream",
+        name: str,
+        ping: Callable[["_Stream", float], None],
+        idle_seconds: float,
+    ) -> None:
+        self.lock = threading.Lock()
+        self.thread = ThreadPoolExecutor(1, f"replicax-stream-{name}")
+        self.watchdog = Watchdog(
+            f"replicax-ps-watchdog-{name}",
+            ping=functools.partial(ping, self),
+            idle_seconds=idle_seconds,
+        )
+        self.flight: _FlightStream | None = None
+        self.num_lost = 0  # Flight streams that failed a ping since the last answer.
+        self.bytes_sent = 0
+        self.bytes_received = 0
+        self.exchange_s = 0.0
+
+    def transfer(
+        self,
         header: JSONObject,
         vectors: Mapping[str, np.ndarray],
         progress: Callable[[], None],
-    ) -> tuple[JSONObject, dict[str, np.ndarray]]:
-        self.bytes_sent += stream.messages.send(header, vectors, progress)
-        answer = stream.messages.receive_header()
+    ) -> tuple[JSONObject, Vectors]:
+        """Send a message, and receive its answer."""
+        assert self.flight is not None
+        messages = self.flight.messages
+        self.bytes_sent += messages.send(header, vectors, progress)
+        answer = messages.receive_header()
         if answer is None:
             raise ConnectionResetError("the server ended the stream")
         progress()
         announcement = wire.announced(answer, None)
         del answer["vectors"]
-        results = stream.messages.receive_vectors(announcement, progress)
+        results = messages.receive_vectors(announcement, progress)
         self.bytes_received += sum(vector.nbytes for vector in results.values())
         return answer, results
 
-    def _drop_stream(self) -> None:
-        stream, self._stream = self._stream, None
-        if stream is not None:
-            stream.close()
+    def drop(self) -> None:
+        """Close the Flight stream; the next message opens another one."""
+        flight, self.flight = self.flight, None
+        if flight is not None:
+            flight.close()
+
+    def shut_down(self) -> None:
+        """Cancel the present exchange and those that are queued."""
+        self.thread.shutdown(wait=False, cancel_futures=True)
+        self.watchdog.fire()
+        with self.lock:
+            self.drop()
+        self.watchdog.close()
 
 
 class _FlightStream:

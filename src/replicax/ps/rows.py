@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from replicax._util.types import JSONObject
-from replicax.ps.connection import Connection, ConnectionLost, ServerRefused
+from replicax.ps.connection import ROWS, Connection, ConnectionLost, ServerRefused
 from replicax.ps.group_servers import require_all_known
 from replicax.ps.limits import Seen
 from replicax.ps.messages import (
@@ -44,9 +44,10 @@ _logger = logging.getLogger("replicax")
 _Answer = TypeVar("_Answer", bound=msgspec.Struct)
 _Result = TypeVar("_Result")
 
-# An attempt that begins when this time is nearly over takes the time for connecting and
-# for the answer besides, and XLA ends the process after 40 s; see `session`.
+# Other replicas may wait in a collective for one whose callback waits for rows, and XLA
+# ends the process after 40 s. The last retry has 10 s to connect, and these to answer.
 _RETRY_SECONDS = 18.0
+_REPLY_SECONDS = 8.0
 
 
 class RemoteTables:
@@ -240,8 +241,12 @@ class RemoteTables:
         """Exchange a message; within a program, before XLA's timeout of callbacks."""
         return self._submit(
             server,
-            lambda connection: connection.exchange(
-                message, vectors, reply_timeout_seconds=reply_seconds
+            lambda connection, seconds: connection.exchange(
+                message,
+                vectors,
+                stream=ROWS,
+                reply_timeout_seconds=reply_seconds or _REPLY_SECONDS,
+                retry_timeout_seconds=seconds,
             ),
             _RETRY_SECONDS if in_program else self._session.timeouts.server,
         )
@@ -249,16 +254,23 @@ class RemoteTables:
     def _call_all(self, call: Callable[[Connection], object]) -> None:
         """Call all servers in parallel, outside of programs."""
         seconds = self._session.timeouts.server
-        for called in [self._submit(i, call, seconds) for i in self._servers]:
+        for called in [
+            self._submit(i, lambda connection, _: call(connection), seconds)
+            for i in self._servers
+        ]:
             called.result()
 
     def _submit(
-        self, server: int, exchange: Callable[[Connection], _Result], seconds: float
+        self,
+        server: int,
+        exchange: Callable[[Connection, float], _Result],
+        seconds: float,
     ) -> Future[_Result]:
-        """Queue a call on a server's row stream; it may reconnect for `seconds`."""
+        """Queue a call on a server's row stream, which may retry it for `seconds`."""
         end = time.monotonic() + seconds
-        connection = self._session.row_connection(server)
-        return connection.submit(functools.partial(_in_time, exchange, end))
+        connection = self._session.connections[server]
+        use = functools.partial(_in_time, exchange, end)
+        return connection.submit(use, stream=ROWS)
 
     def _summed(
         self, name: str, collected: list[tuple[np.ndarray, np.ndarray]]
@@ -278,7 +290,7 @@ class RemoteTables:
 
 
 def _in_time(
-    exchange: Callable[[Connection], _Result], end: float, connection: Connection
+    exchange: Callable[[Connection, float], _Result], end: float, connection: Connection
 ) -> _Result:
     left = end - time.monotonic()
     if left <= 0:  # Those before this one have waited for the server long enough.
@@ -287,9 +299,8 @@ def _in_time(
             "answer in time for rows. See its log, and whether it still runs.",
             culprit=connection.task,
         )
-    connection.retry_timeout_seconds = left
     try:
-        return exchange(connection)
+        return exchange(connection, left)
     except ServerRefused as refused:
         if refused.kind in ("TableError", "WireError"):
             raise ValueError(str(refused)) from refused

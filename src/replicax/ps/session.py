@@ -52,10 +52,6 @@ JOB = "job"
 """The key under which a board says which job it is of."""
 
 _CHIEF_LEFT = "the chief has left"
-# Other replicas may wait in a collective for one whose callback waits for rows, and XLA
-# ends the process after 40 s of that; see `rows`.
-_ROW_CONNECT_SECONDS = 7.0
-_ROW_REPLY_SECONDS = 8.0
 _LOOK_SECONDS = 0.5
 _MOST_REPLAYED = 64
 _NAMED_BY = {
@@ -97,15 +93,19 @@ class Session:
         self.steps = 0
         self.staleness: Counter[int] = Counter()
         self.closure: tuple[str, Counter[str]] | None = None
-        self._servers = tuple(servers)
-        self._credentials = credentials
-        self.connections = self._open(
-            reply_timeout_seconds=timeouts.step,
-            # For the start; `join` makes it that of a server's restart.
-            retry_timeout_seconds=timeouts.startup,
-        )
-        self._row_connections: list[Connection] = []
-        self._opening = threading.Lock()
+        self.connections = [
+            Connection(
+                address,
+                credentials,
+                task=f"ps:{i}",
+                caller=self.name,
+                reply_timeout_seconds=timeouts.step,
+                # For the start; `join` sets that of a server's restart.
+                retry_timeout_seconds=timeouts.startup,
+                silence_timeout_seconds=timeouts.heartbeat,
+            )
+            for i, address in enumerate(servers)
+        ]
         self._calls = itertools.count(1)
         self._numbering = threading.Lock()
         self.has_values = False
@@ -157,34 +157,6 @@ class Session:
 
     # Tensors.
 
-    def _open(self, **timeouts: float) -> list[Connection]:
-        """A stream to each server."""
-        return [
-            Connection(
-                address,
-                self._credentials,
-                task=f"ps:{i}",
-                caller=self.name,
-                silence_timeout_seconds=self.timeouts.heartbeat,
-                **timeouts,
-            )
-            for i, address in enumerate(self._servers)
-        ]
-
-    def row_connection(self, server: int) -> Connection:
-        """A server's row stream, opened on first use.
-
-        Callbacks inside a running program fetch rows. Behind a push of dense gradients,
-        which may be waiting for this very step, they would wait for ever.
-        """
-        with self._opening:
-            if not self._row_connections:
-                self._row_connections = self._open(
-                    connect_timeout_seconds=_ROW_CONNECT_SECONDS,
-                    reply_timeout_seconds=_ROW_REPLY_SECONDS,
-                )
-        return self._row_connections[server]
-
     def result(self, future: "Future[_Result]") -> _Result:
         """Wait for the future of `Connection.submit`, while the job runs."""
         while True:
@@ -203,8 +175,7 @@ class Session:
     @property
     def num_bytes(self) -> int:
         """Bytes sent and received so far."""
-        used = (*self.connections, *self._row_connections)
-        return sum(x.bytes_sent + x.bytes_received for x in used)
+        return sum(x.bytes_sent + x.bytes_received for x in self.connections)
 
     def closure_push(self, group: str) -> Closure | None:
         """Number the next push to a group among those of the closure that runs."""
@@ -382,7 +353,7 @@ class Session:
 
     def close(self) -> None:
         """Close all streams. Idempotent."""
-        for connection in (*self.connections, *self._row_connections):
+        for connection in self.connections:
             connection.close()
 
     def _info(self) -> JSONObject:

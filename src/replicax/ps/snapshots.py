@@ -69,9 +69,10 @@ class Snapshot:
 class Snapshots:
     """Writes a server's state to disk periodically, and restores it.
 
-    After `start` a thread writes a snapshot of the first update, and then when
-    `every_updates` were applied or `every_seconds` have passed since the first one that
-    is not on disk; with neither only `write` writes. Pushes are not held up. The newest
+    After `start` a thread writes a snapshot of the first update, and whenever
+    `every_updates` were applied, `every_seconds` have passed since the first update
+    that is not on disk, or more updates count as lost. Without both options only
+    `write` writes. Pushes go on meanwhile. The newest
     `keep` stay. `wal` is the write-ahead log since the newest one, `job` the id
     of their job.
     """
@@ -107,7 +108,7 @@ class Snapshots:
         self._flushed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._written = 0  # What `_made` was in the newest snapshot.
-        self._has_written = False  # Since the start.
+        self._lost_written = 0  # Lost updates in the newest snapshot.
         self._failed = FailedWrites()
         self._source: VariableStore | None = None
         self._board_state: Callable[[], JSONObject] | None = None
@@ -121,7 +122,7 @@ class Snapshots:
         if self._source is not None:
             raise RuntimeError(f"Snapshots of {self.folder}: they are written already.")
         self._source, self._board_state = store, board_state
-        self._written = self._made(store)
+        self._written, self._lost_written = self._made(store), store.num_lost
         if self._every_updates is None and self._every_seconds is None:
             return
         self._thread = threading.Thread(
@@ -241,7 +242,9 @@ class Snapshots:
             enough = self._every_updates is not None and fresh >= self._every_updates
             waited = time.monotonic() - written_at
             late = self._every_seconds is not None and waited >= self._every_seconds
-            if enough or late or not self._has_written:
+            is_first = not self._written
+            has_lost = self._source.num_lost > self._lost_written
+            if enough or late or is_first or has_lost:
                 if not self._try_to_write(self._source):
                     self._stop.wait(_RETRY_SECONDS)
                 written_at = time.monotonic()
@@ -251,7 +254,7 @@ class Snapshots:
         return store.num_changes if self._is_durable else store.num_updates
 
     def _try_to_write(self, store: VariableStore) -> bool:
-        made = self._made(store)
+        made, lost = self._made(store), store.num_lost
         board = None if self._board_state is None else self._board_state()
         state = store.state()
         try:
@@ -265,7 +268,7 @@ class Snapshots:
             )
             return False
         self._failed.end(f"snapshot {path}")
-        self._has_written = True
+        self._lost_written = lost
         with self._flushed:
             self._written = made
             self._flushed.notify_all()

@@ -198,6 +198,11 @@ class VariableStore:
             sum(table.version for table in self._all(self._tables)),
         )
 
+    @property
+    def num_lost(self) -> int:
+        """Updates that restarts have undone, of all groups and tables."""
+        return sum(held.lost for held in self._all_groups())
+
     def status(self) -> JSONObject:
         """Versions, staleness and traffic, in JSON values.
 
