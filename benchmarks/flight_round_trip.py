@@ -104,7 +104,7 @@ def flight_round_trip(port: int, values: np.ndarray) -> Callable[[], object]:
 
     connection = Connection(f"127.0.0.1:{port}", credentials())
     connection.shares_memory = False
-    return lambda: connection.exchange({"op": "echo"}, {"float32": values})
+    return lambda: connection.exchange_header({"op": "echo"}, {"float32": values})
 
 
 def update_round_trip(
@@ -125,7 +125,9 @@ def update_round_trip(
     group = VariableGroup(name="all", rule=rule, parts=(part,))
     connection = Connection(f"127.0.0.1:{port}", credentials())
     connection.shares_memory = shares_memory
-    connection.exchange({"op": "create", "group": group.to_json()}, {"float32": values})
+    connection.exchange_header(
+        {"op": "create", "group": group.to_json()}, {"float32": values}
+    )
     session = uuid.uuid4().hex
     numbers = itertools.count(1)
     based_on = 0
@@ -140,7 +142,7 @@ def update_round_trip(
             "sequence": next(numbers),
             "based_on": based_on,
         }
-        answer, _ = connection.exchange(header, {"float32": values})
+        answer, _ = connection.exchange_header(header, {"float32": values})
         based_on = answer["version"]
 
     return go

@@ -103,7 +103,7 @@ class Exchanges:
         """Of a push and the new values, at the server and here."""
         name, ones = f"of {size}", np.ones(size, np.float32)
         create = {"op": "create", "group": group_of(name, size).to_json()}
-        self._connection.exchange(create, {"float32": ones})
+        self._connection.exchange_header(create, {"float32": ones})
 
         def push() -> None:
             header = {
@@ -114,7 +114,7 @@ class Exchanges:
                 "sequence": next(self._numbers),
                 "based_on": 0,
             }
-            self._connection.exchange(header, {"float32": ones})
+            self._connection.exchange_header(header, {"float32": ones})
 
         return self._timed(push)
 

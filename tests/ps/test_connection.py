@@ -94,7 +94,7 @@ def test_a_server_that_is_not_there_is_named_after_the_deadline():
     with connect(address, retry_timeout_seconds=1) as connection:
         began = time.monotonic()
         with pytest.raises(ConnectionLost, match=f"ps:0 at {address}.*'add'") as caught:
-            connection.exchange({"op": "add"}, ONE)
+            connection.exchange_header({"op": "add"}, ONE)
         assert 1 <= time.monotonic() - began < 20
         assert caught.value.culprit == "ps:0"
         assert isinstance(caught.value, ClusterError)
@@ -108,7 +108,9 @@ def test_a_server_may_start_later_than_its_workers(adds):
         assert not connection.incarnation
         answers = []
         thread = threading.Thread(
-            target=lambda: answers.append(connection.exchange({"op": "add"}, ONE))
+            target=lambda: answers.append(
+                connection.exchange_header({"op": "add"}, ONE)
+            )
         )
         thread.start()
         time.sleep(0.5)
@@ -121,14 +123,14 @@ def test_a_server_may_start_later_than_its_workers(adds):
 
 def test_a_message_is_sent_again_after_the_connection_was_lost(service, adds):
     with connect(service.address) as connection:
-        connection.exchange({"op": "add"}, ONE)
+        connection.exchange_header({"op": "add"}, ONE)
 
         def cut_once():
             adds.before = lambda: None
             service._connections.disconnect()
 
         adds.before = cut_once
-        header, _ = connection.exchange({"op": "add"}, ONE)
+        header, _ = connection.exchange_header({"op": "add"}, ONE)
     assert adds.calls == 3
     assert header == {"total": 3.0}
 
@@ -141,12 +143,12 @@ def test_a_connection_survives_restarts_of_the_server(adds):
         services.append(serve(address, adds, incarnation=incarnation))
 
     with connect(address) as connection:
-        connection.exchange({"op": "add"}, ONE)
+        connection.exchange_header({"op": "add"}, ONE)
         assert connection.incarnation == "first"
         services[0].close()
         timer = threading.Timer(0.5, start, ["second"])
         timer.start()
-        assert connection.exchange({"op": "add"}, ONE)[0] == {"total": 2.0}
+        assert connection.exchange_header({"op": "add"}, ONE)[0] == {"total": 2.0}
         timer.join()
         assert connection.incarnation == "second"
         services[1].close()
@@ -163,7 +165,7 @@ def test_a_server_that_accepts_and_says_nothing():
             connect(address, connect_timeout_seconds=0.3, retry_timeout_seconds=1) as c,
             pytest.raises(ConnectionLost, match="'add' for"),
         ):
-            c.exchange({"op": "add"}, ONE)
+            c.exchange_header({"op": "add"}, ONE)
 
 
 def test_a_server_that_never_answers_to_a_message(service, adds):
@@ -174,17 +176,17 @@ def test_a_server_that_never_answers_to_a_message(service, adds):
     ) as connection:
         began = time.monotonic()
         with pytest.raises(ConnectionLost, match=r"nothing came for 0\.3 s"):
-            connection.exchange({"op": "add"}, ONE)
+            connection.exchange_header({"op": "add"}, ONE)
         assert time.monotonic() - began < 5
         go_on.set()
         adds.before = lambda: None
-        assert connection.exchange({"op": "add"}, ONE)[0]["total"] >= 2
+        assert connection.exchange_header({"op": "add"}, ONE)[0]["total"] >= 2
 
 
 def test_the_deadline_of_one_message_may_be_longer(service, adds):
     adds.before = lambda: time.sleep(0.6)
     with connect(service.address, reply_timeout_seconds=0.3) as connection:
-        connection.exchange({"op": "add"}, ONE, reply_timeout_seconds=5)
+        connection.exchange_header({"op": "add"}, ONE, reply_timeout_seconds=5)
     assert adds.calls == 1
 
 
@@ -192,10 +194,10 @@ def test_a_refusal_is_not_tried_again(service, adds):
     with connect(service.address) as connection:
         began = time.monotonic()
         with pytest.raises(ServerRefused, match="elements") as caught:
-            connection.exchange({"op": "add"}, {"x": np.ones(0, np.float32)})
+            connection.exchange_header({"op": "add"}, {"x": np.ones(0, np.float32)})
         assert caught.value.kind == "WireError"
         assert time.monotonic() - began < 5
-        connection.exchange({"op": "add"}, ONE)
+        connection.exchange_header({"op": "add"}, ONE)
     assert adds.calls == 1
 
 
@@ -203,7 +205,7 @@ def test_a_large_message_is_refused_before_it_was_sent(service):
     with connect(service.address) as connection:
         large = {"x": np.zeros(1 << 26, np.float32)}
         with pytest.raises(ServerRefused, match="67108864 elements; expected 1 to"):
-            connection.exchange({"op": "add"}, large)
+            connection.exchange_header({"op": "add"}, large)
 
 
 def test_many_threads_share_a_connection(service, adds):
@@ -211,7 +213,10 @@ def test_many_threads_share_a_connection(service, adds):
         threads = [
             threading.Thread(
                 target=lambda: [
-                    (connection.exchange({"op": "add"}, ONE), connection.call("hello"))
+                    (
+                        connection.exchange_header({"op": "add"}, ONE),
+                        connection.call("hello"),
+                    )
                     for _ in range(20)
                 ]
             )
@@ -221,7 +226,7 @@ def test_many_threads_share_a_connection(service, adds):
             thread.start()
         for thread in threads:
             thread.join(30)
-        assert connection.exchange({"op": "add"}, ONE)[0] == {"total": 81.0}
+        assert connection.exchange_header({"op": "add"}, ONE)[0] == {"total": 81.0}
 
 
 def test_closing_ends_what_waits_in_another_thread(service, adds):
@@ -232,7 +237,7 @@ def test_closing_ends_what_waits_in_another_thread(service, adds):
 
     def wait():
         try:
-            connection.exchange({"op": "add"}, ONE)
+            connection.exchange_header({"op": "add"}, ONE)
         except ConnectionLost as error:
             errors.append(str(error))
 
@@ -255,7 +260,7 @@ def test_an_ipv6_address():
     service = serve(address, Adds())
     try:
         with connect(address) as connection:
-            assert connection.exchange({"op": "add"}, ONE)[0] == {"total": 1.0}
+            assert connection.exchange_header({"op": "add"}, ONE)[0] == {"total": 1.0}
     finally:
         service.close()
 
@@ -355,5 +360,5 @@ def test_vectors_arrive_with_shared_memory_and_without(service, adds, shares_mem
         connection.shares_memory = shares_memory
         for x in (1.0, 2.0, 3.0):
             vector = np.full(1 << 24, x, np.float32)  # More than all windows have.
-            connection.exchange({"op": "add"}, {"x": vector})
+            connection.exchange_header({"op": "add"}, {"x": vector})
     assert adds.total == 6.0

@@ -81,7 +81,7 @@ def connected(network: Network, **more):
 
 def echo(connection, vectors=None):
     began = time.monotonic()
-    header, answer = connection.exchange({"op": "echo"}, vectors or ONE)
+    header, answer = connection.exchange_header({"op": "echo"}, vectors or ONE)
     for name, vector in (vectors or ONE).items():
         np.testing.assert_array_equal(answer[name], vector)
     return header["calls"], time.monotonic() - began

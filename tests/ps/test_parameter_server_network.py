@@ -23,6 +23,7 @@ from tests.ps.test_parameter_server_faults import (
 )
 
 import replicax as rx
+from replicax.ps.client_stream import ClientStream
 from replicax.ps.connection import Connection
 
 pytest.importorskip("pyarrow")
@@ -125,8 +126,8 @@ def lose_first_answers():
 
         return answer
 
-    Connection._transfer = with_losses(
-        Connection._transfer, lambda x, stream, header, *_: (x.task, header["op"])
+    ClientStream.transfer = with_losses(
+        ClientStream.transfer, lambda x, header, *_: (x.name, header["op"])
     )
     Connection._act = with_losses(Connection._act, lambda x, name, *_: (x.task, name))
 

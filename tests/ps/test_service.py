@@ -119,15 +119,15 @@ def connection(service):
 
 @pytest.fixture
 def created(connection):
-    connection.exchange({"op": "create", "group": GROUP.to_json()}, values(1))
+    connection.exchange_header({"op": "create", "group": GROUP.to_json()}, values(1))
     return connection
 
 
 def test_create_pull_and_push(created):
-    header, vectors = created.exchange({"op": "pull", "group": "weights"})
+    header, vectors = created.exchange_header({"op": "pull", "group": "weights"})
     assert (header["version"], header["steps"]) == (0, 0)
     np.testing.assert_array_equal(vectors["float32"], values(1)["float32"])
-    header, vectors = created.exchange(push(1), values(2))
+    header, vectors = created.exchange_header(push(1), values(2))
     assert (header["version"], header["steps"], header["staleness"]) == (1, 1, 0)
     assert header["applied"]
     np.testing.assert_array_equal(vectors["float32"], values(3)["float32"])
@@ -145,19 +145,19 @@ def test_who_has_the_newest_version_gets_no_bytes(created):
 
 def test_gradients_may_come_as_bfloat16(created):
     half = values(2) | {"float32": np.full(SIZE, 2, ml_dtypes.bfloat16)}
-    _, vectors = created.exchange(push(1), half)
+    _, vectors = created.exchange_header(push(1), half)
     np.testing.assert_array_equal(vectors["float32"], values(3)["float32"])
 
 
 def test_a_replayed_push_is_not_applied_again(created):
-    created.exchange(push(1), values(2))
-    created.exchange(push(2), values(2))
-    header, vectors = created.exchange(push(2), values(2))
+    created.exchange_header(push(1), values(2))
+    created.exchange_header(push(2), values(2))
+    header, vectors = created.exchange_header(push(2), values(2))
     assert header["version"] == 2
     with pytest.raises(ServerRefused, match="push 1 of worker:0") as caught:
-        created.exchange(push(1), values(2))
+        created.exchange_header(push(1), values(2))
     assert caught.value.kind == "RequestError"
-    _, vectors = created.exchange({"op": "pull", "group": "weights"})
+    _, vectors = created.exchange_header({"op": "pull", "group": "weights"})
     np.testing.assert_array_equal(vectors["float32"], values(5)["float32"])
 
 
@@ -195,9 +195,9 @@ def test_a_replayed_push_is_not_applied_again(created):
 )
 def test_a_message_that_fits_nothing_is_refused(created, caplog, header, vectors, why):
     with pytest.raises(ServerRefused, match=why):
-        created.exchange(header, vectors)
+        created.exchange_header(header, vectors)
     assert any("Refused a message from 127.0.0.1:" in r.message for r in caplog.records)
-    header, _ = created.exchange({"op": "pull", "group": "weights"})
+    header, _ = created.exchange_header({"op": "pull", "group": "weights"})
     assert header["version"] == 0
 
 
@@ -208,7 +208,7 @@ def test_a_group_larger_than_the_limit_is_refused():
     try:
         with Connection(address, CREDENTIALS) as connection:
             with pytest.raises(ServerRefused, match="would hold 4012 bytes"):
-                connection.exchange(
+                connection.exchange_header(
                     {"op": "create", "group": GROUP.to_json()}, values(1)
                 )
             with pytest.raises(ServerRefused, match=r"no action 'board\.alive'"):
@@ -236,7 +236,7 @@ def test_a_payload_that_is_cut_or_goes_on_is_refused(service, created):
     stream = OpenStream(service)
     stream.writer.write_metadata(b"\x80\x04\x95 a pickle")
     assert "is not JSON" in stream.error()
-    header, _ = created.exchange({"op": "pull", "group": "weights"})
+    header, _ = created.exchange_header({"op": "pull", "group": "weights"})
     assert header["version"] == 0
 
 
@@ -253,7 +253,7 @@ def test_a_sender_that_is_gone_in_the_midst_of_a_message_is_no_refusal(
     logged = "\n".join(record.getMessage() for record in caplog.records)
     assert re.search("Lost 127.*: the stream ended before the end of a message", logged)
     assert "Refused" not in logged
-    header, _ = created.exchange({"op": "pull", "group": "weights"})
+    header, _ = created.exchange_header({"op": "pull", "group": "weights"})
     assert header["version"] == 0
 
 
@@ -288,10 +288,10 @@ class OpenStream:
 
 def test_what_fails_in_an_operation_is_told_and_the_stream_goes_on(created, caplog):
     with pytest.raises(ServerRefused, match="on purpose") as caught:
-        created.exchange({"op": "double", "fail": True}, {"ids": np.arange(3)})
+        created.exchange_header({"op": "double", "fail": True}, {"ids": np.arange(3)})
     assert caught.value.kind == "ZeroDivisionError"
     assert any(record.exc_info for record in caplog.records)
-    header, vectors = created.exchange({"op": "double"}, {"ids": np.arange(3)})
+    header, vectors = created.exchange_header({"op": "double"}, {"ids": np.arange(3)})
     assert header == {"done": True}
     assert vectors["ids"].tolist() == [0, 2, 4]
 
@@ -364,7 +364,7 @@ def test_closing_lets_an_answer_finish(service, connection, doubles):
     message = {"op": "double", "wait": True}
     thread = threading.Thread(
         target=lambda: answers.append(
-            connection.exchange(message, {"ids": np.arange(2)})
+            connection.exchange_header(message, {"ids": np.arange(2)})
         )
     )
     thread.start()
@@ -389,7 +389,9 @@ def test_twenty_services_leave_no_thread_descriptor_or_port():
         service = Service(address, VariableStore(0), None, CREDENTIALS)
         service.serve_in_thread()
         with Connection(address, CREDENTIALS) as connection:
-            connection.exchange({"op": "create", "group": GROUP.to_json()}, values(1))
+            connection.exchange_header(
+                {"op": "create", "group": GROUP.to_json()}, values(1)
+            )
             service.close()
         host, _, port = address.rpartition(":")
         socket.create_server((host, int(port))).close()

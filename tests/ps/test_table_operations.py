@@ -77,14 +77,14 @@ def connection(tables):
 @pytest.fixture
 def words(connection):
     """A connection to a server that has the table, and knows how to update it."""
-    connection.exchange({"op": "create_table", "spec": SPEC})
+    connection.exchange_header({"op": "create_table", "spec": SPEC})
     connection.call("tables.set_rule", table="words", rule=sgd(), group=GROUP)
     return connection
 
 
 def rows(connection, *ids):
     vectors = {"ids": np.array(ids, np.int64)}
-    answer = connection.exchange({"op": "rows", "table": "words"}, vectors)[1]
+    answer = connection.exchange_header({"op": "rows", "table": "words"}, vectors)[1]
     return answer["rows"].reshape(len(ids), DIM)
 
 
@@ -101,7 +101,7 @@ def push(connection, ids, value=1.0, sequence=1, dtype=np.float32, **changes):
         "ids": np.array(ids, np.int64),
         "gradients": np.full(len(ids) * DIM, value, dtype),
     }
-    return connection.exchange(header, vectors)[0]
+    return connection.exchange_header(header, vectors)[0]
 
 
 def test_rows_are_pulled_and_pushed(words):
@@ -201,7 +201,9 @@ def test_other_messages_are_refused_before_their_bytes_are_read(
     # And over the wire, after which the server goes on.
     arrays = {name: np.zeros(n, dtype) for name, (dtype, n) in vectors.items()}
     with pytest.raises(ServerRefused, match=message):
-        words.exchange({k: v for k, v in complete.items() if k != "vectors"}, arrays)
+        words.exchange_header(
+            {k: v for k, v in complete.items() if k != "vectors"}, arrays
+        )
     assert rows(words, 3).shape == (1, DIM)
 
 
@@ -222,19 +224,19 @@ def test_other_messages_are_refused_before_their_bytes_are_read(
 )
 def test_tables_that_cannot_be_are_refused(connection, changes, message):
     with pytest.raises(ServerRefused, match=message):
-        connection.exchange({"op": "create_table", "spec": {**SPEC, **changes}})
+        connection.exchange_header({"op": "create_table", "spec": {**SPEC, **changes}})
     assert connection.call("store.status")["tables"] == {}
 
 
 def test_the_first_table_of_a_name_stands(words):
     push(words, [3])
     again = {**SPEC, "seed": 5, "initializer": {"class_name": "Zeros", "config": {}}}
-    answer, _ = words.exchange({"op": "create_table", "spec": again})
+    answer, _ = words.exchange_header({"op": "create_table", "spec": again})
     assert answer["spec"]["initializer"] == SPEC["initializer"]
     assert answer["version"] == 1
     assert rows(words, 3)[0, 0] == 0.5
     with pytest.raises(ServerRefused, match="with 100 rows of 4; got 100 rows of 5"):
-        words.exchange({"op": "create_table", "spec": {**SPEC, "dim": 5}})
+        words.exchange_header({"op": "create_table", "spec": {**SPEC, "dim": 5}})
 
 
 def test_slots_count_for_the_byte_limit():
@@ -249,7 +251,7 @@ def test_slots_count_for_the_byte_limit():
 
 
 def test_a_table_needs_an_optimizer_to_be_pushed_to(connection):
-    connection.exchange({"op": "create_table", "spec": SPEC})
+    connection.exchange_header({"op": "create_table", "spec": SPEC})
     assert (rows(connection, 3) == 1).all()
     with pytest.raises(ServerRefused, match="Set its rule before rows are pushed"):
         push(connection, [3])

@@ -72,7 +72,9 @@ class Server:
         self.connection = self.connect()
         self.pushed = 0
         vectors = {"float32": np.zeros(SIZE, np.float32)}
-        self.connection.exchange({"op": "create", "group": GROUP.to_json()}, vectors)
+        self.connection.exchange_header(
+            {"op": "create", "group": GROUP.to_json()}, vectors
+        )
 
     def connect(self, credentials=None, **settings):
         defaults = {"retry_timeout_seconds": 5, "reply_timeout_seconds": 10}
@@ -88,7 +90,9 @@ class Server:
             "sequence": number,
             "based_on": 0,
         }
-        return self.connection.exchange(message, {"float32": np.ones(SIZE, "float32")})
+        return self.connection.exchange_header(
+            message, {"float32": np.ones(SIZE, "float32")}
+        )
 
     def still_trains(self):
         """An honest worker's push and pull work, on the stream it had all along."""
@@ -183,7 +187,9 @@ def test_a_wrong_token_is_refused_at_once(server, how):
     began = time.monotonic()
     with server.connect(Credentials(token=new_token())) as stranger:
         calls = {
-            "exchange": lambda: stranger.exchange({"op": "pull", "group": "weights"}),
+            "exchange": lambda: stranger.exchange_header(
+                {"op": "pull", "group": "weights"}
+            ),
             "call": lambda: stranger.call("board.alive"),
         }
         with pytest.raises(ServerRefused, match="has the wrong token") as caught:

@@ -1,26 +1,24 @@
 """A client of one parameter server: its streams of tensors, and calls beside them."""
 
-import functools
 import json
 import random
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NoReturn, TypeVar, overload
+from concurrent.futures import Future
+from typing import Any, NoReturn, TypeVar, cast
 
 import msgspec
 import numpy as np
 
 from replicax._util.types import JSONObject
 from replicax._util.waiting import back_off, wait_for
-from replicax._util.watchdog import Watchdog
 from replicax._version import versions
 from replicax.cluster.addresses import parse_address
 from replicax.errors import ClusterError, ClusterMismatchError
 from replicax.ps import wire
+from replicax.ps.client_stream import ClientStream, lost_errors
 from replicax.ps.credentials import Credentials
-from replicax.ps.message_stream import MessageStream
 from replicax.ps.messages import Message, Vectors
 from replicax.ps.shared_memory import SharedMemory
 
@@ -122,7 +120,7 @@ class Connection:
         self._client: wire.FlightClient | None = None
         self._closed = threading.Event()
         self._opening = threading.Lock()
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, ClientStream] = {}
 
     @property
     def bytes_sent(self) -> int:
@@ -139,16 +137,15 @@ class Connection:
         """Seconds of exchanges on the stream of values."""
         return self._stream(VALUES).exchange_s
 
-    def _stream(self, name: str) -> "_Stream":
+    def _stream(self, name: str) -> ClientStream:
         """The stream of a name, created on first use."""
         with self._opening:
             if name not in self._streams:
-                self._streams[name] = _Stream(
+                self._streams[name] = ClientStream(
                     f"{name}-{self.task}", self._ping, self._silence_timeout / 4
                 )
             return self._streams[name]
 
-    @overload
     def exchange(
         self,
         message: Message[_Reply],
@@ -157,31 +154,9 @@ class Connection:
         stream: str = VALUES,
         reply_timeout_seconds: float | None = None,
         retry_timeout_seconds: float | None = None,
-    ) -> tuple[_Reply, Vectors]: ...
-
-    @overload
-    def exchange(
-        self,
-        message: JSONObject,
-        vectors: Mapping[str, np.ndarray] | None = None,
-        *,
-        stream: str = VALUES,
-        reply_timeout_seconds: float | None = None,
-        retry_timeout_seconds: float | None = None,
-    ) -> tuple[JSONObject, Vectors]: ...
-
-    def exchange(
-        self,
-        message: Message[Any] | JSONObject,
-        vectors: Mapping[str, np.ndarray] | None = None,
-        *,
-        stream: str = VALUES,
-        reply_timeout_seconds: float | None = None,
-        retry_timeout_seconds: float | None = None,
-    ) -> tuple[Any, Vectors]:
+    ) -> tuple[_Reply, Vectors]:
         """Send a message on a stream; return the answer and its read-only vectors.
 
-        The answer to a message's header, in place of a message, is a header as well.
         Timeouts that are None are those of the connection.
 
         Raises:
@@ -189,8 +164,27 @@ class Connection:
             ConnectionLost: If it cannot be reached, or does not answer, for too long.
             ClusterMismatchError: If it has another token or other versions.
         """
+        answer, results = self.exchange_header(
+            msgspec.to_builtins(message),
+            vectors,
+            stream=stream,
+            reply_timeout_seconds=reply_timeout_seconds,
+            retry_timeout_seconds=retry_timeout_seconds,
+        )
+        # The message's class says of which type the answer is.
+        return cast(_Reply, msgspec.convert(answer, message.answer_type)), results
+
+    def exchange_header(
+        self,
+        header: JSONObject,
+        vectors: Mapping[str, np.ndarray] | None = None,
+        *,
+        stream: str = VALUES,
+        reply_timeout_seconds: float | None = None,
+        retry_timeout_seconds: float | None = None,
+    ) -> tuple[JSONObject, Vectors]:
+        """Send a message by its header; return the answer's header. See `exchange`."""
         timeout = reply_timeout_seconds or self._reply_timeout
-        header: JSONObject = msgspec.to_builtins(message)
         used = self._stream(stream)
         with used.lock:
             began = time.perf_counter()
@@ -201,8 +195,6 @@ class Connection:
             )
             used.num_lost = 0
             used.exchange_s += time.perf_counter() - began
-        if isinstance(message, Message):
-            return msgspec.convert(answer, message.answer_type), results
         return answer, results
 
     def submit(
@@ -272,7 +264,7 @@ class Connection:
                 )
             try:
                 return (attempt(),)
-            except _lost_errors() as error:
+            except lost_errors() as error:
                 if (refusal := _refusal_in(error)) is not None:
                     raise refusal from error
                 failures.append(_short(error))
@@ -357,24 +349,24 @@ class Connection:
             if client is self._client:
                 self._client = None
 
-    def _ping(self, stream: "_Stream", seconds: float) -> None:
+    def _ping(self, stream: ClientStream, seconds: float) -> None:
         """Cancel a stream if its server does not answer on the same connection."""
-        if (flight := stream.flight) is None:
+        if (client := stream.client) is None:
             return
         patience = self._silence_timeout * 3 / 4 * 2**stream.num_lost
         seconds = min(seconds, self._reply_timeout, patience)
         try:
-            _act(flight.client, "hello", b"{}", self._options(seconds))
-        except (*_lost_errors(), ServerRefused):
+            _act(client, "hello", b"{}", self._options(seconds))
+        except (*lost_errors(), ServerRefused):
             stream.num_lost += 1
-            self._drop_client(flight.client)
-            flight.cancel()  # The present exchange, or the next one, opens another.
+            self._drop_client(client)
+            stream.cancel()  # The present exchange, or the next one, opens another.
 
     def _act(self, name: str, body: bytes, timeout: float) -> Any:
         client = self._connected()
         try:
             answer = _act(client, name, body, self._options(timeout))
-        except _lost_errors() as error:
+        except lost_errors() as error:
             if _refusal_in(error) is None:
                 self._drop_client(client)
             raise
@@ -385,17 +377,17 @@ class Connection:
 
     def _attempt(
         self,
-        stream: "_Stream",
+        stream: ClientStream,
         header: JSONObject,
         vectors: Mapping[str, np.ndarray],
         timeout: float,
     ) -> tuple[JSONObject, dict[str, np.ndarray]]:
         client = self._connected()
         try:
-            if stream.flight is None:
+            if stream.client is None:
                 memory = SharedMemory.make() if self.shares_memory else None
-                stream.flight = _FlightStream(client, self._options(None), memory)
-            with stream.watchdog.watch(timeout, stream.flight.cancel) as progress:
+                stream.open(client, self._options(None), memory)
+            with stream.watchdog.watch(timeout, stream.cancel) as progress:
                 answer = stream.transfer(header, vectors, progress)
         except BaseException:
             stream.drop()
@@ -404,94 +396,6 @@ class Connection:
         if "error" in answer[0]:
             raise ServerRefused(answer[0]["error"], answer[0].get("kind", ""))
         return answer
-
-
-class _Stream:
-    """A stream of a connection: its thread, and the Flight stream that is open now."""
-
-    def __init__(
-        self,
-        name: str,
-        ping: Callable[["_Stream", float], None],
-        idle_seconds: float,
-    ) -> None:
-        self.lock = threading.Lock()
-        self.thread = ThreadPoolExecutor(1, f"replicax-stream-{name}")
-        self.watchdog = Watchdog(
-            f"replicax-ps-watchdog-{name}",
-            ping=functools.partial(ping, self),
-            idle_seconds=idle_seconds,
-        )
-        self.flight: _FlightStream | None = None
-        self.num_lost = 0  # Flight streams that failed a ping since the last answer.
-        self.bytes_sent = 0
-        self.bytes_received = 0
-        self.exchange_s = 0.0
-
-    def transfer(
-        self,
-        header: JSONObject,
-        vectors: Mapping[str, np.ndarray],
-        progress: Callable[[], None],
-    ) -> tuple[JSONObject, Vectors]:
-        """Send a message, and receive its answer."""
-        assert self.flight is not None
-        messages = self.flight.messages
-        self.bytes_sent += messages.send(header, vectors, progress)
-        answer = messages.receive_header()
-        if answer is None:
-            raise ConnectionResetError("the server ended the stream")
-        progress()
-        announcement = wire.announced(answer, None)
-        del answer["vectors"]
-        results = messages.receive_vectors(announcement, progress)
-        self.bytes_received += sum(vector.nbytes for vector in results.values())
-        return answer, results
-
-    def drop(self) -> None:
-        """Close the Flight stream; the next message opens another one."""
-        flight, self.flight = self.flight, None
-        if flight is not None:
-            flight.close()
-
-    def shut_down(self) -> None:
-        """Cancel the present exchange and those that are queued."""
-        self.thread.shutdown(wait=False, cancel_futures=True)
-        self.watchdog.fire()
-        with self.lock:
-            self.drop()
-        self.watchdog.close()
-
-
-class _FlightStream:
-    """A Flight stream to a server, to which `memory` is offered."""
-
-    def __init__(
-        self,
-        client: wire.FlightClient,
-        options: object,
-        memory: SharedMemory | None,
-    ) -> None:
-        offer = b"" if memory is None else memory.offer
-        self.client = client
-        descriptor = wire.flight().FlightDescriptor.for_command(offer)
-        writer, reader = client.do_exchange(descriptor, options)
-        self.messages = MessageStream(reader, writer, memory)
-        self._memory = memory
-
-    def cancel(self) -> None:
-        """Cancel calls in progress; from any thread."""
-        self.messages.reader.cancel()
-
-    def close(self) -> None:
-        """End the stream; the server need not answer."""
-        self.cancel()
-        try:
-            self.messages.writer.close()
-        except _lost_errors():
-            pass  # It was lost, or has just been cancelled.
-        if self._memory is not None:
-            self._memory.close()
 
 
 def _act(
@@ -504,12 +408,6 @@ def _act(
     if "error" in answer:
         raise ServerRefused(answer["error"], answer.get("kind", ""))
     return answer
-
-
-def _lost_errors() -> tuple[type[Exception], ...]:
-    import pyarrow as pa
-
-    return (pa.ArrowException, OSError)
 
 
 def _refusal_in(error: Exception) -> ServerRefused | None:
