@@ -124,7 +124,7 @@ def test_repeated_calls_do_nothing_twice(board, clients):
     first = a("claim", stream=STREAM, count=2, call=5)
     assert a("claim", stream=STREAM, count=2, call=5) == first == {"indices": [0, 1]}
     assert a("claim", stream=STREAM, count=2, call=6) == {"indices": [2, 3]}
-    with pytest.raises(RequestError, match="call 5 of claim came after call 6"):
+    with pytest.raises(RequestError, match="claim: number 5 came after number 6"):
         a("claim", stream=STREAM, call=5)
     for _ in range(2):
         assert not a("finish", stream=STREAM, indices=[0], call=1)["late"]

@@ -187,7 +187,7 @@ def test_each_gradient_gets_to_its_variable(session, variables, partitioner):
     remote = RemoteGroup(session, group, SHARDING)
     remote.create(on_devices(values))
     remote.pull()
-    assert remote.finish(remote.push(on_devices(steps), remote.versions)) == 0
+    assert remote.await_push(remote.push(on_devices(steps), remote.versions)) == 0
     # Whole numbers: sums are exact.
     assert_equal(remote.values, [v + s for v, s in zip(values, steps, strict=True)])
     assert set(remote.versions.values()) == {1}
@@ -208,7 +208,7 @@ def test_gradients_travel_as_bfloat16(session):
         remote.create(on_devices([np.zeros((1000, 30), "float32")]))
         remote.pull()
         before = session.connections[0].bytes_sent
-        remote.finish(
+        remote.await_push(
             remote.push(on_devices([np.full((1000, 30), 0.1, "float32")]), {0: 0})
         )
         sent[compression] = session.connections[0].bytes_sent - before
@@ -246,7 +246,7 @@ def test_staleness_counts_the_updates_of_others(session):
     first.create(ones)
     first.pull()
     based_on = dict(first.versions)
-    found = [first.finish(first.push(ones, based_on)) for _ in range(3)]
+    found = [first.await_push(first.push(ones, based_on)) for _ in range(3)]
     assert found == [0, 1, 2]
 
 
@@ -263,14 +263,14 @@ def test_a_closure_that_is_run_again_makes_each_of_its_updates_once(session):
         pushes = [remote.push(ones, remote.versions) for _ in range(num_pushes)]
         session.closure = None
         for push in pushes:
-            remote.finish(push)
+            remote.await_push(push)
         return remote.version
 
     assert run("chief 1", 2) == 2
     assert run("chief 1", 3) == 3
     assert run("chief 2", 1) == 4
     for _ in range(2):  # Of no closure.
-        remote.finish(remote.push(ones, {0: 0}))
+        remote.await_push(remote.push(ones, {0: 0}))
     np.testing.assert_array_equal(np.asarray(remote.values[0]), before + 6)
 
 
@@ -284,7 +284,7 @@ def test_a_chief_that_is_started_again_counts_on_from_restored_steps(session, ca
     chief = RemoteGroup(session, group, SHARDING)
     chief.create(values, restored)
     chief.pull()
-    chief.finish(chief.push(values, chief.versions))
+    chief.await_push(chief.push(values, chief.versions))
     again = RemoteGroup(session, group, SHARDING)
     with caplog.at_level("WARNING", logger="replicax"):
         again.create(values, restored)

@@ -144,7 +144,7 @@ def everything(rows, name="words"):
 
 def step(rows, ids, value=1.0, name="words"):
     """What a program and the strategy do with one replica's rows."""
-    rows.finish(begun(rows, ids, value, name))
+    rows.await_pushes(begun(rows, ids, value, name))
 
 
 def begun(rows, ids, value, name="words"):
@@ -200,7 +200,7 @@ def test_all_replicas_gradients_make_one_update_of_each_server(rows, servers):
         rows.collect("words", np.array([4, 8]), np.ones((2, DIM), np.float32))
 
     rows.complete(program)
-    rows.finish(rows.push(["words"]))
+    rows.await_pushes(rows.push(["words"]))
     change = np.zeros((NUM_ROWS, DIM), np.float32)
     change[[2, 4, 8]] = [[0.5], [1.0], [0.5]]
     np.testing.assert_allclose(before - everything(rows), change, atol=1e-7)
@@ -211,9 +211,9 @@ def test_rows_of_a_closure_that_is_run_again_are_updated_once(rows, servers):
     before = everything(rows)
     for _ in range(2):
         rows._session.closure = "chief 1", Counter()
-        rows.finish(begun(rows, [3, 4], 1.0))
+        rows.await_pushes(begun(rows, [3, 4], 1.0))
     rows._session.closure = None
-    rows.finish(begun(rows, [4], 1.0))
+    rows.await_pushes(begun(rows, [4], 1.0))
     change = np.zeros((NUM_ROWS, DIM), np.float32)
     change[[3, 4]] = [[0.5], [1.0]]
     np.testing.assert_allclose(before - everything(rows), change, atol=1e-7)
@@ -246,7 +246,7 @@ def test_what_a_program_leaves_that_is_not_pushed_is_forgotten(rows):
         lambda: rows.collect("words", np.array([1]), np.ones((1, DIM), np.float32))
     )
     rows.complete(lambda: None)
-    rows.finish(rows.push(["words"]))
+    rows.await_pushes(rows.push(["words"]))
     np.testing.assert_array_equal(everything(rows), before)
 
 
@@ -408,7 +408,7 @@ def test_a_program_that_lost_a_server_runs_again(rows, servers, monkeypatch, cap
     assert len(runs) > 1
     np.testing.assert_array_equal(found, expected)
     assert "the step is computed again when it is back" in caplog.text
-    rows.finish(rows.push(["words"]))
+    rows.await_pushes(rows.push(["words"]))
     # The gradients of the run that failed do not count.
     np.testing.assert_allclose(expected - everything(rows)[1:3], 0.5, atol=1e-6)
 

@@ -266,11 +266,11 @@ def test_wrong_arguments(tmp_path) -> None:
 
 def test_what_a_finished_job_has_left_is_not_restored(tmp_path, caplog) -> None:
     snapshots = Snapshots(tmp_path, 0)
-    snapshots.finish()  # Of a job without any.
+    snapshots.mark_done()  # Of a job without any.
     assert written(snapshots) == []
     snapshots.write(filled(1).state())
     assert snapshots.restore() is not None
-    snapshots.finish()
+    snapshots.mark_done()
     assert snapshots.restore() is None
     assert "are of a job that is done" in caplog.text
     path = snapshots.write(filled(2).state())
@@ -284,7 +284,7 @@ def test_a_folder_that_cannot_be_changed_is_no_failure_of_a_done_job(
 ) -> None:
     snapshots = Snapshots(tmp_path, 0)
     (snapshots.folder / "wal").mkdir(parents=True)  # It cannot be unlinked.
-    snapshots.finish()
+    snapshots.mark_done()
     assert f"Delete {snapshots.folder} before another job uses it" in caplog.text
 
 

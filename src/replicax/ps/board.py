@@ -23,7 +23,7 @@ import msgspec
 
 from replicax._util.types import JSONObject
 from replicax.cluster.timeouts import Timeouts
-from replicax.ps.call_log import Append, LogEntries, append_nowhere
+from replicax.ps.call_log import Append, LogEntries, append_nowhere, is_repeated
 from replicax.ps.closures import Closures
 from replicax.ps.limits import (
     Count,
@@ -142,7 +142,7 @@ class Board:
     ) -> _Answer:
         method, worker = transition.__name__, arguments.get("worker")
         with self._lock:
-            self._begin_turn()
+            self._advance()
             if "session" in arguments and method not in ("join", "leave"):
                 self._presence.sign(str(worker), arguments["session"], self._now)
             if "call" in arguments:
@@ -160,18 +160,13 @@ class Board:
         method, worker = transition.__name__, str(arguments["worker"])
         call, answers = arguments["call"], self._presence.workers[worker].answers
         last, answer = answers.get(method, (-1, None))
-        if call < last:
-            raise RequestError(
-                f"{worker}: call {call} of {method} came after call {last} of the same "
-                "session. Numbers must increase."
-            )
-        if call > last:
+        if not is_repeated(call, last, f"{worker}: call of {method}"):
             answer = transition(self, **arguments)
             answers[method] = call, answer
         return cast(_Answer, answer)
 
-    def _begin_turn(self) -> None:
-        """Detect workers that died, and whether the job has failed."""
+    def _advance(self) -> None:
+        """Advance the time: detect dead workers, and whether the job has failed."""
         self._now = self._clock()
         for worker in self._presence.newly_dead(self._now):
             self._release(worker, died=True)
@@ -325,14 +320,14 @@ class Board:
     def refuse(self, task: str, reason: str) -> None:
         """Record that a task cannot take part; a job cannot start without some."""
         with self._lock:
-            self._begin_turn()
+            self._advance()
             if self._presence.refuse(task, reason, self._now):
                 self._failure = self._failure or reason
 
     def state(self) -> JSONObject:
         """The state as JSON values, for a snapshot."""
         with self._lock:
-            self._begin_turn()
+            self._advance()
             parts = self._streams, self._closures, self._rendezvous
             state = _State(self._presence.workers, *parts)
             return msgspec.to_builtins(state, str_keys=True)

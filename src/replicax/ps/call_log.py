@@ -1,4 +1,4 @@
-"""What a server's snapshot lacks: its write-ahead log, and the sessions of workers."""
+"""Exactly-once across restarts: numbered calls, sessions, and a write-ahead log."""
 
 import contextlib
 import json
@@ -11,7 +11,7 @@ from typing import Any
 
 from replicax._util.files import write_whole
 from replicax._util.types import JSON
-from replicax.ps.limits import Superseded
+from replicax.ps.limits import RequestError, Superseded
 
 __all__ = [
     "Append",
@@ -19,6 +19,7 @@ __all__ = [
     "Sessions",
     "WriteAheadLog",
     "append_nowhere",
+    "is_repeated",
 ]
 
 
@@ -35,6 +36,26 @@ LogEntries = Mapping[tuple[str, ...], Any]
 
 def append_nowhere(key: Sequence[str], value: JSON) -> None:
     """The `Append` of a server without a write-ahead log."""
+
+
+def is_repeated(number: int, last: int, what: str) -> bool:
+    """Whether a client sends its last numbered call again, whose answer is known.
+
+    Raises:
+        RequestError: If a later call was answered already; `what` names the call.
+
+    Example:
+        >>> is_repeated(3, last=3, what="a push"), is_repeated(4, last=3, what="a push")
+        (True, False)
+    """
+    if number < last:
+        message = (
+            f"{what}: number {number} came after number {last}, which is done. It is "
+            "refused: it was sent twice."
+        )
+        _logger.warning("%s", message)
+        raise RequestError(message)
+    return number == last
 
 
 class WriteAheadLog:

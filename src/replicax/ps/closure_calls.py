@@ -63,17 +63,17 @@ def _is_disowned(error: BaseException) -> bool:
 
 
 def _outcome(
-    said: JSONObject, why_cancelled: str, failed: dict[str, str] | None = None
+    answer: JSONObject, why_cancelled: str, failed: dict[str, str] | None = None
 ) -> JSONObject:
-    """A closure's value or error, from what the board says of a finished one.
+    """A closure's value or error, from the board's answer about a finished one.
 
     `failed` is the error that has cancelled it.
     """
-    match said["status"]:
+    match answer["status"]:
         case "done":
-            return {"value": said["value"]["value"]}
+            return {"value": answer["value"]["value"]}
         case "error":
-            return {"error": said["error"]}
+            return {"error": answer["error"]}
     error = error_of("ClosureCancelledError", why_cancelled)
     if failed is not None:
         error = because_of(error, why_cancelled, failed)
@@ -133,27 +133,27 @@ class ClosureOwner:
         ids = list(itertools.islice(self.unknown, _AT_ONCE))
         if not ids and not self._to_forget:
             return []
-        found = self._session.board("fetch", ids=ids, forget=self._to_forget)
+        answers = self._session.board("fetch", ids=ids, forget=self._to_forget)
         self._to_forget = []
         changes: list[JSON] = []
-        for id, said in found.items():
-            if said["status"] in ("queued", "running"):
+        for id, answer in answers.items():
+            if answer["status"] in ("queued", "running"):
                 continue
-            if said["status"] == "unknown":
+            if answer["status"] == "unknown":
                 raise ClusterError(
                     f"{self._session.name}: ps:0 was restarted and has lost closures "
                     "that were scheduled. Start the job again."
                 )
-            self._settle(id, said)
-            if said["status"] == "done":
-                changes += said["value"]["sums"]
+            self._record_outcome(id, answer)
+            if answer["status"] == "done":
+                changes += answer["value"]["sums"]
         return changes
 
-    def _settle(self, id: str, said: JSONObject) -> None:
+    def _record_outcome(self, id: str, answer: JSONObject) -> None:
         result, needs = self.unknown.pop(id)
-        self._failed = said.get("error", self._failed)
+        self._failed = answer.get("error", self._failed)
         why = "the closure was cancelled, since another one has failed"
-        result.outcome = _outcome(said, why, self._failed)
+        result.outcome = _outcome(answer, why, self._failed)
         for need in needs:
             need.num_users -= 1
         finished = [x for x in (result, *needs) if x.outcome and not x.num_users]
@@ -180,7 +180,7 @@ class ScriptSync:
         if session.is_chief:
             self._say()
 
-    def end(self, record: JSONObject) -> None:
+    def publish(self, record: JSONObject) -> None:
         """On the chief: publish the outcome of the next synchronization point."""
         if record != NOT_DONE:
             key = self._key(self._session.starts)
@@ -191,7 +191,7 @@ class ScriptSync:
         self._pass()
         self._say()
 
-    def ended(self, at: str | None = None) -> JSONObject | None:
+    def outcome(self, at: str | None = None) -> JSONObject | None:
         """On the others: the next point's outcome; None: it is not reached yet.
 
         This script has then passed the point; with `at` only if it is such a call.
@@ -405,12 +405,12 @@ class ClosureWorker:
             self._home.refresh()
         is_own = self._session.is_chief  # What it assigns is there already.
         if not is_own:
-            self._variables.begin(is_fresh=is_new)
+            self._variables.record(is_fresh=is_new)
         steps = self._session.steps
         value = self._functions[name](*args, **kwargs)
         # Its updates have to be there when the chief hears that it is done.
         self._home.settle()
-        sums = [] if is_own else self._variables.finish()
+        sums = [] if is_own else self._variables.send_changes()
         # A training step brings the newest values with it.
         self._trained_last = name if self._session.steps > steps else None
         answer = {"value": encode(value, f"the result of {name}"), "sums": sums}
@@ -448,6 +448,6 @@ class ClosureWorker:
             running = self._session.board("pending")["running"]
             return running.get(id, "a worker that is free")
 
-        said = self._session.wait(poll, "the result that a closure needs", holder)
+        answer = self._session.wait(poll, "the result that a closure needs", holder)
         why = "its argument, the result of another closure, was cancelled"
-        return _outcome(said, why)
+        return _outcome(answer, why)

@@ -52,8 +52,8 @@ class ClosureVariables:
         self._warned: set[Label] = set()
         self._touched: set[Label] = set()
 
-    def begin(self, *, is_fresh: bool) -> None:
-        """Record all values at the begin of a closure.
+    def record(self, *, is_fresh: bool) -> None:
+        """Record all values before a closure runs.
 
         Args:
             is_fresh: Whether they are the newest; else those are fetched before.
@@ -63,8 +63,8 @@ class ClosureVariables:
             group.write()
         self._before = {label: _value(v) for label, v in self._candidates()}
 
-    def finish(self) -> list[Any]:
-        """Add changes since `begin` to the servers' values; return those of metrics."""
+    def send_changes(self) -> list[Any]:
+        """Add changes since `record` to the servers' values; return metrics' changes."""
         changes = []
         for label, variable in self._candidates():
             before, now = self._before.get(label), _value(variable)
@@ -91,7 +91,7 @@ class ClosureVariables:
             )
             return
         group = self._remote.connect_assigned(variable, before)
-        group.finish(group.push([now - before], dict(group.versions)))
+        group.await_push(group.push([now - before], group.versions))
         group.write()
 
     def _warn_once(self, label: Label, text: str) -> None:

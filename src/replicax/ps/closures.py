@@ -154,11 +154,13 @@ class Closures(msgspec.Struct, kw_only=True):
         if error is not None:
             self._fail(closure, error)
         else:
-            self._finish(closure, {"status": "done", "value": value}, size)
+            self._set_outcome(closure, {"status": "done", "value": value}, size)
         return {"late": False}
 
-    def _finish(self, closure: _Closure, outcome: JSONObject, size: int = 0) -> None:
-        """Note how a closure ended, or forget it if nobody will ask for it."""
+    def _set_outcome(
+        self, closure: _Closure, outcome: JSONObject, size: int = 0
+    ) -> None:
+        """Record how a closure ended, or forget it if nobody will fetch it."""
         self.running.pop(closure.id, None)
         self.num_bytes += size - closure.size
         closure.payload, closure.size = None, size
@@ -168,13 +170,13 @@ class Closures(msgspec.Struct, kw_only=True):
 
     def _fail(self, closure: _Closure, error: dict[str, str]) -> None:
         """Keep an error; the first one of a generation cancels what is queued."""
-        self._finish(closure, {"status": "error", "error": error})
+        self._set_outcome(closure, {"status": "error", "error": error})
         if closure.generation < self.generation:
             return
         self.error, self.error_owner = error, closure.owner
         self.generation += 1
         for id in self.queue:
-            self._finish(self.known[id], {"status": "cancelled"})
+            self._set_outcome(self.known[id], {"status": "cancelled"})
         self.queue.clear()
 
     def _forget(self, id: str) -> None:
@@ -191,7 +193,7 @@ class Closures(msgspec.Struct, kw_only=True):
             if len(closure.died_with) > self.max_retries:
                 self._fail(closure, _given_up(closure))
             elif closure.generation < self.generation:
-                self._finish(closure, {"status": "cancelled"})
+                self._set_outcome(closure, {"status": "cancelled"})
             else:
                 del self.running[id]
                 _logger.warning(

@@ -147,7 +147,7 @@ class ClusterCoordinator:
 
         answer = self._script_sync.until(poll, "a place in the queue")
         if "failed" in answer:
-            self._end("schedule", answer["failed"])
+            self._publish("schedule", answer["failed"])
         self._owner.add(result, needs)
         return result
 
@@ -170,7 +170,7 @@ class ClusterCoordinator:
             self._follow("join")
             return
         self._script_sync.until(self._all_over, "the end of all closures")
-        self._end_round("join")
+        self._publish_round("join")
 
     def done(self) -> bool:
         """Whether all scheduled functions have run.
@@ -189,9 +189,9 @@ class ClusterCoordinator:
             lambda: self._all_over() or None, _PACE_SECONDS, late=lambda: False
         )
         if is_over:
-            self._end_round("done")
+            self._publish_round("done")
         else:
-            self._script_sync.end(NOT_DONE)
+            self._script_sync.publish(NOT_DONE)
         return is_over
 
     def fetch(self, val: PyTree) -> PyTree:
@@ -283,7 +283,7 @@ class ClusterCoordinator:
         self._tend()
         return not self._owner.unknown
 
-    def _end_round(self, at: str) -> None:
+    def _publish_round(self, at: str) -> None:
         """After all closures: publish the outcome, or raise the error of one."""
         error = self._session.once("raise_if_failed")
         self.strategy.servers.refresh()
@@ -292,11 +292,11 @@ class ClusterCoordinator:
         if error is None and twice is not None and not is_alone:
             error = error_of("NotImplementedError", twice)
         done = {"done": True} if at == "done" else {}
-        self._end(at, error, sums=self._variables.values(), **done)
+        self._publish(at, error, sums=self._variables.values(), **done)
 
-    def _end(self, at: str, error: dict[str, str] | None, **record: JSON) -> None:
+    def _publish(self, at: str, error: dict[str, str] | None, **record: JSON) -> None:
         """Publish the outcome of a call; raise its error."""
-        self._script_sync.end({"at": at, "error": error, **record})
+        self._script_sync.publish({"at": at, "error": error, **record})
         if error is not None:
             raise error_from_json(error)
 
@@ -318,7 +318,7 @@ class ClusterCoordinator:
                 require_size(values, "fetch: all results together")
         except ValueError as too_large:
             error = error_of("ValueError", str(too_large))
-        self._end("fetch", error, **({"values": values} if error is None else {}))
+        self._publish("fetch", error, **({"values": values} if error is None else {}))
         return values
 
     # The other workers.
@@ -330,7 +330,7 @@ class ClusterCoordinator:
         """
 
         def poll() -> JSONObject | None:
-            record = self._script_sync.ended("schedule")
+            record = self._script_sync.outcome("schedule")
             if record is None and self._worker.newest < self._script_sync.place:
                 self._run_one()
                 return None
@@ -345,7 +345,7 @@ class ClusterCoordinator:
         """Run closures until the chief has passed this point; return its outcome."""
 
         def poll() -> JSONObject | None:
-            record = self._script_sync.ended()
+            record = self._script_sync.outcome()
             if record is None:
                 self._run_one()
             return record

@@ -225,7 +225,7 @@ class WorkQueueFit:
         self._home.fit_metrics = None
         error = sys.exc_info()[1]
         if isinstance(error, SystemExit):  # Python does not say so at its end.
-            self._session.note_exit(error.code)
+            self._session.record_exit(error.code)
 
     def after_epoch(self) -> None:
         """After the chief's callbacks: all workers learn whether training continues."""

@@ -24,8 +24,8 @@ import jax
 import numpy as np
 
 from replicax._util.types import JSONObject
-from replicax.ps.call_log import Sessions
-from replicax.ps.limits import Closure, Disowned, RequestError, Seen, owner_of, remember
+from replicax.ps.call_log import Sessions, is_repeated
+from replicax.ps.limits import Closure, Disowned, Seen, owner_of, remember
 
 __all__ = ["Arrays", "Group", "LastPush"]
 
@@ -124,18 +124,15 @@ class Group(abc.ABC):
         # Under the group's lock: a session that ends meanwhile must not be applied.
         self._sessions.admit(worker, session)
         last = self.last.get(worker)
-        if last is not None and last.session == session and sequence <= last.sequence:
-            if sequence == last.sequence:
-                return last
-            message = (
-                f"{self.what}: push {sequence} of {worker} is older than its push "
-                f"{last.sequence}, which is done. It is refused: it was sent twice."
-            )
-            _logger.warning("%s", message)
-            raise RequestError(message)
+        if (
+            last is not None
+            and last.session == session
+            and is_repeated(sequence, last.sequence, f"{self.what}: push of {worker}")
+        ):
+            return last
         last = LastPush(session=session, sequence=sequence)
         disowned = closure is not None and self._sessions.has_ended(owner_of(closure))
-        repeats = disowned or (closure is not None and self._is_repeated(*closure))
+        repeats = disowned or (closure is not None and self._was_made(*closure))
         if repeats:
             last.applied = False
             self._repeated += 1
@@ -160,7 +157,7 @@ class Group(abc.ABC):
             version, lost = self._restored
             self.lost = max(self.lost, lost + seen[1] - version)
 
-    def _is_repeated(self, closure: str, number: int) -> bool:
+    def _was_made(self, closure: str, number: int) -> bool:
         """Whether a closure's push was made before; else it is made from now on."""
         made = self._closures.get(closure, 0)
         if number > made:

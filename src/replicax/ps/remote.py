@@ -203,7 +203,7 @@ class RemoteGroup:
     def push(
         self, gradients: Sequence[jax.Array], based_on: Mapping[int, int]
     ) -> GroupPush:
-        """Start a push, which is answered with new values; `finish` waits for it.
+        """Start a push, which is answered with new values; `await_push` waits for it.
 
         Gradients are equal on all of this worker's replicas, and were computed from
         values of the versions `based_on`.
@@ -233,7 +233,7 @@ class RemoteGroup:
             for server in self.servers.numbers
         }
 
-    def finish(self, push: GroupPush) -> int:
+    def await_push(self, push: GroupPush) -> int:
         """Wait for a push, and cache the values of its answer; return its staleness.
 
         That is the most updates that any server applied between the pull and the push.

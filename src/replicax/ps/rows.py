@@ -175,7 +175,7 @@ class RemoteTables:
             self._call_all(lambda x: x.call("hello"))
 
     def push(self, tables: Sequence[str]) -> list[RowPush]:
-        """Start the pushes of the program's row gradients; `finish` waits for them.
+        """Start pushes of the program's row gradients; `await_pushes` waits for them.
 
         Every table gets a push on every server, with no rows where there are none: each
         counts as an update, so that schedules and Adam's correction go in step.
@@ -207,7 +207,7 @@ class RemoteTables:
             pushes.append(((name, server), push))
         return pushes
 
-    def finish(self, pushes: Sequence[RowPush]) -> None:
+    def await_pushes(self, pushes: Sequence[RowPush]) -> None:
         """Wait for pushes, while the job runs."""
         for place, push in pushes:
             answer, _ = self._session.result(push)

@@ -105,7 +105,7 @@ def serve(
         _logger.error("ps:%d ends: %s", server, failure)
         raise SystemExit(int(ExitCode.FAILED))
     if snapshots is not None and board is None:
-        snapshots.finish()
+        snapshots.mark_done()
     _logger.info("ps:%d ends: the job is done", server)
     raise SystemExit(int(ExitCode.DONE))
 
@@ -180,7 +180,7 @@ def _until_over(
     if failure is None:
         # First here: whoever is killed from now on finds that the job is done.
         if snapshots is not None:
-            snapshots.finish()
+            snapshots.mark_done()
         board.put(_OVER, True)
     # The others have to hear of it before the board is gone.
     others = {_heard(i) for i in range(1, num_servers)}

@@ -325,7 +325,7 @@ class Session:
         if self._failure is not None:
             raise ClusterError(f"{self.name}: the job has failed: {self._failure}")
 
-    def note_exit(self, code: object) -> None:
+    def record_exit(self, code: object) -> None:
         """Record that the script ends by `SystemExit` with a code of failure."""
         if code not in (None, int(ExitCode.DONE), int(ExitCode.RETRY)):
             self._script_exit = f"SystemExit: {code}"

@@ -142,8 +142,8 @@ class Snapshots:
                 self._try_to_write(source)
         self._source = None
 
-    def finish(self) -> None:
-        """Mark the job as done: the next one in this folder starts from scratch."""
+    def mark_done(self) -> None:
+        """Mark the job as done: the next job in this folder starts from scratch."""
         numbers = self._numbers()
         try:
             if numbers or self.job:

@@ -208,11 +208,11 @@ class Streams(msgspec.Struct):
         family, number = family_of(stream.name)
         before = self.newest.get(family)
         if before is not None and before.name != stream.name:
-            self._end(before)
+            self._retire(before)
         self.newest[family] = stream
         remember(self.ended, family, (number or 0) - 1, most=_LENGTHS_KEPT)
 
-    def _end(self, stream: Stream) -> None:
+    def _retire(self, stream: Stream) -> None:
         remember(self.lengths, stream.name, stream.tickets.length, most=_LENGTHS_KEPT)
         for worker in list(stream.tickets.held):
             stream.tickets.release(worker)

@@ -52,12 +52,12 @@ class TrainingSteps:
         # The next step looks up rows that this one changes.
         if looks_up or not self.overlap:
             self.settle()
-        self._rows.finish(rows)
+        self._rows.await_pushes(rows)
 
     def settle(self) -> None:
         """Wait until this worker's last step is applied."""
         pushes, self._in_flight = self._in_flight, []
         if pushes:
-            (first, *_) = [group.finish(push) for group, push in pushes]
+            (first, *_) = [group.await_push(push) for group, push in pushes]
             self._session.staleness[first] += 1
             self._session.steps += 1
