@@ -37,12 +37,13 @@ _logger = logging.getLogger("replicax")
 class ClosureVariables:
     """Variables that closures change and no training step does.
 
-    - Those with aggregation `"sum"`, such as metrics': a worker tells by how much a
-      closure has changed its own, and the chief adds that to its own, once for each
-      closure that counts.
-    - Others, such as a step counter: servers store one once a closure assigns it. A
-      worker adds to it there, and fetches the newest value before its next closure. So
-      the additions of all workers count, and the chief and later closures see them.
+    - Those with aggregation `"sum"`, such as metrics': a worker reports the change that
+      a closure has made to its own variable, and the chief adds the change to its own,
+      once for each closure that counts.
+    - Others, such as a step counter: servers store the variable after a closure first
+      assigns it. A worker adds its change there, and fetches the newest value before
+      its next closure. So the changes of all workers count, and the chief and later
+      closures see them.
     """
 
     def __init__(self, remote: RemoteVariables, labels: Labels) -> None:
@@ -56,7 +57,7 @@ class ClosureVariables:
         """Record all values before a closure runs.
 
         Args:
-            is_fresh: Whether they are the newest; else those are fetched before.
+            is_fresh: Whether the values are the newest; else those are fetched first.
         """
         for group in () if is_fresh else self._remote.assigned:
             group.pull()
@@ -64,7 +65,7 @@ class ClosureVariables:
         self._before = {label: _value(v) for label, v in self._candidates()}
 
     def send_changes(self) -> list[Any]:
-        """Add changes since `record` to the servers' values; return metrics' changes."""
+        """Send changes since `record` to the servers; return those of metrics."""
         changes = []
         for label, variable in self._candidates():
             before, now = self._before.get(label), _value(variable)
@@ -100,7 +101,7 @@ class ClosureVariables:
             _logger.warning(f"ClusterCoordinator: {text}", label[0])
 
     def _candidates(self) -> Iterator[tuple[Label, Variable]]:
-        """Metrics, and what closures may assign and nothing else brings to others."""
+        """Metrics, and variables that closures may assign and no step changes."""
         known = self._remote.variables_of_steps()
         for label, variable in self._labels:
             is_metric = variable.aggregation == "sum"

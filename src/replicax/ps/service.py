@@ -1,12 +1,12 @@
 """The Arrow Flight service of a parameter server: refuses calls without the token.
 
-Tensors come and go on streams, one for each worker; what is done with them stands in a
-table of operations by name. Everything else is an action: JSON in, JSON out.
+Workers send messages with tensors on streams; `messages` defines their operations.
+Everything else is an action: JSON in, JSON out.
 
-gRPC listens at the address of TF_CONFIG only. Each call's token is checked before
-anything of it is looked at. What a message announces is checked against the groups of
-the store before memory is taken. Whoever is refused gets the reason, if he is let in,
-and the log has it with his address.
+gRPC listens at the address of TF_CONFIG only. The service checks a call's token before
+it reads anything else, and a message's announcement against the groups of the store
+before it allocates memory. The log has each refusal with the caller's address; a caller
+with the token also gets the reason.
 """
 
 import inspect
@@ -210,7 +210,7 @@ class Service:
             vectors = stream.receive_vectors(announcement)
             try:
                 answer, results = message.handle(self._store, vectors)
-                self._store.flush()  # What a worker is told must not be lost.
+                self._store.flush()  # An answered update must not be lost.
                 header = msgspec.to_builtins(answer)
             except Exception as error:  # noqa: BLE001
                 header, results = self._error(peer, str(header["op"]), error), {}
@@ -225,8 +225,7 @@ class Service:
         peer = self._authenticated(caller)
         try:
             value = self._called(name, body)
-            # gRPC finds its way to a restarted server without a word: so a client sees
-            # that it is another one.
+            # gRPC reconnects to a restarted server in silence; this tells the client.
             answer = {"value": value, "incarnation": self._store.incarnation}
             return json.dumps(answer).encode()
         except Refused as error:

@@ -1,14 +1,13 @@
 """A worker's session with the servers: joins, sends heartbeats, waits for others.
 
-- Heartbeats are sent by a thread of their own. What they hear, that the job has failed,
-  is raised by the next call or wait of any other thread.
-- Who waits asks the board again and again, until its own deadline.
-- The incarnation of server 0 tells that its board was restarted. Then one thread joins
-  it again and replays the log of calls, and the others wait, before anybody calls it. A
-  call is in the log before it is sent: one that a lost board has not answered is
-  repeated as well.
-- A board of another job is an error for a worker that has values on servers: they are
-  lost. To another one it is the same job, which has not begun.
+- A thread of its own sends heartbeats. If their answers say that the job has failed,
+  the next call or wait of any other thread raises this.
+- A thread that waits polls the board until its own deadline.
+- A new incarnation of server 0 has a restarted board. Then one thread joins it again
+  and replays the log of calls, while the other threads wait. A call is logged before it
+  is sent, so a call that a lost board has not answered is replayed as well.
+- A worker that has values on servers fails if it finds a board of another job: its
+  values are lost. To a worker without values it is the same job, which has not begun.
 """
 
 import atexit
@@ -46,10 +45,10 @@ from replicax.ps.limits import (
 __all__ = ["FAREWELL_SECONDS", "JOB", "ReplayLog", "Session"]
 
 FAREWELL_SECONDS = 10.0
-"""For a task that ends to tell the others, or to hear that they have been told."""
+"""Time for a task that ends to tell the others, or to learn that they know."""
 
 JOB = "job"
-"""The key under which a board says which job it is of."""
+"""The board's key of the job's id."""
 
 _CHIEF_LEFT = "the chief has left"
 _LOOK_SECONDS = 0.5
@@ -68,12 +67,11 @@ _Result = TypeVar("_Result")
 class Session:
     """This process as one of the workers: `workers[index]`, the chief first.
 
-    The chief creates values and decides when to stop. `id` is unique for this process:
-    a restarted worker has another one. `steps` counts its training steps that are over,
-    `staleness` how many of its pushes were applied with which staleness, `starts` how
-    often the worker was started. `has_values` says that it has groups or tables.
-    `closure` is the id of the coordinator's closure that runs, and its pushes so far by
-    group.
+    The chief creates values and decides when to stop. `id` is unique to this process: a
+    restarted worker has another one. `steps` counts its completed training steps,
+    `staleness` its pushes by their staleness, `starts` the starts of this worker.
+    `has_values` is true if it has groups or tables. `closure` is the id of the
+    coordinator's closure that runs, with the closure's pushes so far by group.
     """
 
     def __init__(
@@ -143,8 +141,8 @@ class Session:
         )
         threading.Thread(target=self._beat, daemon=True).start()
         atexit.register(self.leave)
-        # Only now the others: who cannot reach them tells the board, and hears of it.
-        # From then on all servers refuse what the process before might still send.
+        # The other servers follow, so that the board learns of a failure to reach them.
+        # From then on all servers refuse messages of this worker's earlier process.
         me = self._me | {"before": joined["before"]}
         greetings = [
             connection.submit(lambda x: x.call("store.admit", **me))
@@ -198,7 +196,7 @@ class Session:
 
     def once(self, method: str, **arguments: Any) -> Any:
         """Call a method of the board exactly once, by a call number."""
-        with self._numbering:  # In the order of their numbers.
+        with self._numbering:  # Calls are sent in the order of their numbers.
             return self.as_worker(method, call=next(self._calls), **arguments)
 
     @property
@@ -207,7 +205,7 @@ class Session:
 
     @property
     def _is_known(self) -> bool:
-        """Whether the board is the one that has been told of all calls."""
+        """Whether the present board has all logged calls."""
         return self._incarnation == self.connections[0].incarnation
 
     def _call(self, method: str, arguments: JSONObject) -> Any:
@@ -221,14 +219,14 @@ class Session:
                 raise
         else:
             if self._is_known:
-                if method == "put":  # Another's value may stand.
+                if method == "put":  # Another worker's value may stand.
                     self._log.record("put", arguments | {"value": answer})
                 return answer
         self._replay()
         return server.call(f"board.{method}", **arguments)
 
     def _replay(self) -> None:
-        """Tell another board what the one before was told."""
+        """Replay the log of calls to a restarted board."""
         with self._replaying:
             if self._is_known:
                 return  # Another thread has.
@@ -255,10 +253,10 @@ class Session:
         what: str,
         missing: Callable[[], str],
     ) -> _Result:
-        """Call `poll`, which asks the board, until it returns something but None.
+        """Call `poll`, which asks the board, until its result is not None.
 
-        After the step timeout a `ClusterError` names who is `missing` and `what` was
-        waited for; at once if the job has failed.
+        After the step timeout, or at once if the job has failed, a `ClusterError` names
+        `what` this worker waits for and the workers that are `missing`.
         """
 
         def late() -> NoReturn:
@@ -331,7 +329,7 @@ class Session:
             self._script_exit = f"SystemExit: {code}"
 
     def leave(self, error: str | None = None) -> None:
-        """Tell the board that this worker leaves, or fails. Idempotent."""
+        """Tell the board that this worker leaves or fails. Idempotent."""
         if self._ended.is_set() or not self.starts:
             return
         self._ended.set()
@@ -347,7 +345,7 @@ class Session:
                 self.connections[0].call("board.put", key=_CHIEF_LEFT, value=True)
             self._say("leave", ok=error is None, error=error)
         except (ClusterError, ServerRefused) as lost:
-            if self._is_known:  # Else it is another job's.
+            if self._is_known:  # Else it is another job's board.
                 _logger.warning("%s could not say that it ends: %s", self.name, lost)
         self.close()
 
@@ -391,7 +389,7 @@ def _report_exceptions(session: Session) -> None:
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         if isinstance(error, ClusterError) and KeyboardInterrupt.__name__ in str(error):
-            # Another one's: where this one was when it heard of it says nothing.
+            # Another task was interrupted: this task's traceback would not help.
             print(f"replicax: {error}", file=sys.stderr, flush=True)
         else:
             previous(kind, error, trace)
@@ -402,8 +400,8 @@ def _report_exceptions(session: Session) -> None:
             )
         report.write()
         is_lost = report.exit_code == ExitCode.RETRY
-        # The job has failed with a chief that leaves. One that is started again comes
-        # back instead.
+        # If the chief leaves, the job has failed. A chief that the launcher starts
+        # again does not leave.
         if not (is_lost and session.is_chief and ATTEMPT in os.environ):
             session.leave(f"{kind.__name__}: {error}")
         if is_lost:
@@ -415,7 +413,7 @@ def _report_exceptions(session: Session) -> None:
 
 
 class ReplayLog:
-    """The last calls that a restarted board needs again, in order; of each name one."""
+    """The last calls that a restarted board needs again: of each name one, in order."""
 
     def __init__(self) -> None:
         self._calls: dict[tuple[str, str], JSONObject] = {}
@@ -429,7 +427,7 @@ class ReplayLog:
         name = str(arguments[kind])
         with self._lock:
             if kind == "stream":
-                name = family_of(name)[0]  # Streams before the newest are over.
+                name = family_of(name)[0]  # Earlier streams of the family are over.
                 self._calls.pop(("end", name), None)
             remember(self._calls, (method, name), arguments, most=_MOST_REPLAYED)
 
