@@ -1,9 +1,9 @@
 """Closures: the chief packs and schedules them, workers run them, errors return.
 
 All tasks run the same script. Each `join`, `done` and `fetch` of the coordinator is a
-synchronization point in it, and so is a `schedule` that raises: the chief decides how
-it ends, and the others' scripts go the same way. A wait lasts while any closure makes
-progress.
+synchronization point in it, and so is a `schedule` that raises: the chief decides its
+outcome, and the scripts of the other tasks follow. A wait lasts as long as any closure
+makes progress.
 """
 
 import itertools
@@ -48,17 +48,17 @@ _DEEPEST = 8
 _LOOK_SECONDS = 1.0
 _NOW = "coordinator: now"
 _KEPT_BYTES = 16 * 2**20
-_FAMILY = 64  # The board keeps so many newest values of one.
+_FAMILY = 64  # The board keeps the 64 newest keys of a family.
 
 NOT_DONE: JSONObject = {"done": False}
-"""The outcome of a point that no record is kept of: a script may ask very often."""
+"""The outcome of a `done` without a record, as a script may call it very often."""
 
 _Result = TypeVar("_Result")
 _logger = logging.getLogger("replicax")
 
 
 def _is_disowned(error: BaseException) -> bool:
-    """Whether a server refuses a closure's updates, whose chief was replaced."""
+    """Whether a server refuses updates of a closure since its chief was replaced."""
     return isinstance(error, ServerRefused) and error.kind == Disowned.__name__
 
 
@@ -83,8 +83,8 @@ def _outcome(
 class ClosureOwner:
     """The closures that the chief has scheduled.
 
-    `unknown` are those whose outcome is not known, by id, with the results that each
-    waits for.
+    `unknown` are the closures without a known outcome, by id, each with the results
+    that it waits for.
     """
 
     def __init__(self, session: Session) -> None:
@@ -192,9 +192,10 @@ class ScriptSync:
         self._say()
 
     def outcome(self, at: str | None = None) -> JSONObject | None:
-        """On the others: the next point's outcome; None: it is not reached yet.
+        """On other tasks: the next point's outcome; None if the chief is not there yet.
 
-        This script has then passed the point; with `at` only if it is such a call.
+        With an outcome, this script has passed the point; with `at` only if the point
+        is such a call.
         """
         if self._known["points"] <= self.passed:
             self._known = self._session.board("get", key=_NOW) or self._known
@@ -312,25 +313,25 @@ class ClosureWorker:
         self._held: JSONObject | None = None
         self._trained_last: str | None = None
         self._own_used: list[int] = []  # Per-worker values of the closure that runs.
-        self._broken: dict[int, dict[str, str]] = {}  # By these: what closures raised.
-        # The script's stay those of all tasks, whichever functions this worker runs.
+        self._broken: dict[int, dict[str, str]] = {}  # First errors with each of them.
+        # So the script's random numbers are the same in all tasks.
         self.random_numbers = random_numbers
-        self.newest = (0, 0)  # Of the closures taken: see `ScriptSync.place`.
+        self.newest = (0, 0)  # Newest `ScriptSync.place` of the closures that it took.
 
     def run_one(self) -> bool:
-        """Run one queued closure, if any; whether there was one."""
+        """Run one queued closure, if there is one; return whether it ran."""
         closure = self._held or self._session.once(
             "take", functions=self._functions.names
         )
         self._held = None
         if closure is None:
-            self._trained_last = None  # Others may have gone on in the meantime.
+            self._trained_last = None  # Other workers may have trained meanwhile.
             return False
         points, number = closure["payload"]["place"]
         self.newest = max(self.newest, (points, number))
         if points > self._script_sync.passed:
-            # The chief is past a point where this script still is, and what the closure
-            # needs comes after it.
+            # The chief has passed a point that this script has not; the closure may
+            # need objects that the script makes after it.
             self._held = closure
             return False
         self._home.num_closures += 1
@@ -367,17 +368,17 @@ class ClosureWorker:
         """Run a closure; return its value, or the error that it has raised."""
         name = closure["function"]
         try:
-            # The names of what it makes do not count: the chief's script makes none.
+            # The chief's script does not make these objects, so it counts no names.
             with internals.names_counted_apart():
                 return {"value": self._value_of(name, closure["payload"]["call"])}
         except ClusterError:
-            raise  # Of the cluster, not of the closure: another worker shall try.
+            raise  # Of the cluster, not of the closure: another worker runs it.
         except SystemExit as error:
-            if error.code != ExitCode.RETRY:  # Another worker would end, too.
+            if error.code != ExitCode.RETRY:  # Another worker would exit as well.
                 told = self._told(error, name)
                 self._session.once("result", id=closure["id"], error=told)
             raise
-        except Exception as error:  # It is the chief's to raise.
+        except Exception as error:  # The chief raises it.
             self._home.settle()
             self._trained_last = None
             if _is_disowned(error):
@@ -387,8 +388,8 @@ class ClosureWorker:
     def _told(self, error: BaseException, name: str) -> dict[str, str]:
         """Describe an error for the chief.
 
-        A generator that has raised an error is at its end: so an iterator's end names
-        what was raised with it before.
+        A generator that has raised an error is exhausted. So the error of an exhausted
+        iterator names the error that was raised before.
         """
         told = error_to_json(error, name, self._session.name, __file__)
         for number in self._own_used:
@@ -408,10 +409,10 @@ class ClosureWorker:
             self._variables.record(is_fresh=is_new)
         steps = self._session.steps
         value = self._functions[name](*args, **kwargs)
-        # Its updates have to be there when the chief hears that it is done.
+        # The updates must be on the servers when the chief learns that it is done.
         self._home.settle()
         sums = [] if is_own else self._variables.send_changes()
-        # A training step brings the newest values with it.
+        # After a training step this worker has the newest values.
         self._trained_last = name if self._session.steps > steps else None
         answer = {"value": encode(value, f"the result of {name}"), "sums": sums}
         require_size(answer, f"the result of {name}")
@@ -439,8 +440,8 @@ class ClosureWorker:
             if outcome["status"] not in ("queued", "running"):
                 return outcome
             if self._home.num_closures < _DEEPEST and outcome["status"] == "queued":
-                # Its worker has died. It is first in the queue; perhaps all others wait
-                # for it as this one does.
+                # Its worker has died. It is first in the queue, and all other workers
+                # may wait for it as this one does.
                 self.run_one()
             return None
 

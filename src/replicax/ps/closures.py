@@ -26,9 +26,9 @@ _MAX_ERROR_TEXT = 64 * 1024
 
 
 class _Closure(msgspec.Struct, kw_only=True):
-    """A closure; `worker` runs it, or did before the server was restarted.
+    """A closure; `worker` runs it, or ran it before the server was restarted.
 
-    `outcome` is what `Closures.fetch` answers. Its `status` is `queued`, `running`,
+    `outcome` is the answer of `Closures.fetch`. Its `status` is `queued`, `running`,
     `done`, `error` or `cancelled`.
     """
 
@@ -45,7 +45,7 @@ class _Closure(msgspec.Struct, kw_only=True):
 
     @property
     def status(self) -> str:
-        """How far it is."""
+        """The status of its outcome."""
         return self.outcome["status"]
 
     @property
@@ -55,12 +55,12 @@ class _Closure(msgspec.Struct, kw_only=True):
 
 
 class Closures(msgspec.Struct, kw_only=True):
-    """The closures of a job: queued, running, and finished but not yet forgotten.
+    """The closures of a job: queued, running, and finished ones that are not forgotten.
 
-    A closure whose worker dies goes back to the front of the queue, until it was tried
-    `1 + max_retries` times. After an error, a worker's or this one, what is queued is
-    cancelled; the error is told once, and then closures may be scheduled again.
-    `generation` counts errors: closures of an earlier one do not raise one again.
+    A closure whose worker dies returns to the front of the queue, until it was tried
+    `1 + max_retries` times; then this is an error. An error cancels the queued closures
+    and is reported once; then closures may be scheduled again. `generation` counts
+    errors: errors of closures of an earlier generation are not reported.
     """
 
     max_retries: int = 3
@@ -78,11 +78,11 @@ class Closures(msgspec.Struct, kw_only=True):
     ) -> JSONObject:
         """Queue a closure, as TF's `ClusterCoordinator.schedule`.
 
-        If the worker who schedules it is replaced or leaves, it is dropped. Only
-        workers that have registered the `function` get it. `{"full": True,
-        "known": n, "finished": m}`: not queued; forget results, or wait. `{"failed":
-        error}`: not queued; an earlier closure failed, and the error is told now and
-        not again.
+        If the worker that schedules it is replaced or leaves, the closure is dropped.
+        Only workers that have registered the `function` get it. The answer
+        `{"full": True, "known": n, "finished": m}` means that it is not queued: forget
+        results, or wait. So does `{"failed": error}`: an earlier closure failed, and
+        this answer reports the error.
         """
         size = len(json.dumps(payload))
         if self.error is not None:
@@ -139,9 +139,9 @@ class Closures(msgspec.Struct, kw_only=True):
     ) -> JSONObject:
         """Record a closure's outcome: its value, or the error it raised.
 
-        An error has `type`, `message` and `traceback`; the first cancels all that is
-        queued. `late` in the answer: the worker does not have the closure any more, and
-        this is not used.
+        An error has `type`, `message` and `traceback`; the first one cancels all queued
+        closures. If the answer is `late`, the worker does not have the closure any
+        more, and the outcome is ignored.
         """
         size = len(json.dumps(value))
         if error is not None:
@@ -169,7 +169,7 @@ class Closures(msgspec.Struct, kw_only=True):
             self._forget(closure.id)
 
     def _fail(self, closure: _Closure, error: dict[str, str]) -> None:
-        """Keep an error; the first one of a generation cancels what is queued."""
+        """Keep an error; the first one of a generation cancels the queued closures."""
         self._set_outcome(closure, {"status": "error", "error": error})
         if closure.generation < self.generation:
             return
@@ -183,7 +183,7 @@ class Closures(msgspec.Struct, kw_only=True):
         self.num_bytes -= self.known.pop(id).size
 
     def release(self, worker: str, *, died: bool) -> None:
-        """Requeue what a worker was running; `died`: it counts as an attempt."""
+        """Requeue a worker's closures; if it `died`, this counts as an attempt."""
         mine = [id for id, holder in self.running.items() if holder == worker]
         # From the last one: each goes to the front, so they keep their order.
         for id in reversed(mine):
@@ -209,8 +209,9 @@ class Closures(msgspec.Struct, kw_only=True):
     def restart(self) -> None:
         """Resume in a restarted server: requeue closures that ran at the snapshot.
 
-        A worker may have said its result to the server that is gone, and would not say
-        it again. One that still runs its closure may, until another worker takes it.
+        A worker may have reported its result to the lost server, and would not report
+        it again. A worker that still runs a closure may report it, until another worker
+        takes the closure.
         """
         running = [id for id in self.known if id in self.running]
         for id in running:
@@ -240,9 +241,9 @@ class Closures(msgspec.Struct, kw_only=True):
         """Outcomes of closures by id, as TF's `ClusterCoordinator.fetch`.
 
         `status` is `queued`, `running`, `done`, `error`, `cancelled` or `unknown`, with
-        `value` or `error`. At most 16 MiB are answered: ask again for the rest. Nobody
-        will ask again of those to `forget`; one that is not finished yet is still run,
-        its error still told.
+        `value` or `error`. The answer has at most 16 MiB: fetch the rest again. The
+        closures to `forget` are not fetched again; if one is not finished, it still
+        runs, and its error is still reported.
         """
         for id in forget:
             if id in self.known:
@@ -262,7 +263,7 @@ class Closures(msgspec.Struct, kw_only=True):
     def pending(self) -> JSONObject:
         """Numbers of `queued` and `finished` closures; the `running` ones, by worker.
 
-        `failed`: an error waits to be told.
+        `failed`: an error is not reported yet.
         """
         return {
             "queued": len(self.queue),
@@ -286,7 +287,7 @@ def _given_up(closure: _Closure) -> dict[str, str]:
 
 
 def _shortened(error: dict[str, str]) -> dict[str, str]:
-    """The texts of an error; a traceback's end says most."""
+    """Shorten the texts of an error; the end of a traceback is the most useful."""
     return {
         "type": error.get("type", "Exception")[:256],
         "message": error.get("message", "")[:_MAX_ERROR_TEXT],

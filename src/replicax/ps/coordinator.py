@@ -45,10 +45,10 @@ class ClusterCoordinator:
     """Functions are scheduled, and run on whichever worker is free.
 
     The script is the same in every task and makes the same calls. The chief schedules
-    the functions and waits in `join`, `done` and `fetch`; the other workers run them
-    there, one at a time. In their scripts these calls end as they end on the chief, so
-    that loops and branches which depend on them go the same way. A chief that is the
-    only worker runs the functions itself. (TF:
+    functions and waits in `join`, `done` and `fetch`; in these calls the other workers
+    run the functions, one at a time. The calls return or raise the same in every task,
+    so loops and branches that depend on them go the same way. A chief that is the only
+    worker runs the functions itself. (TF:
     `tf.distribute.experimental.coordinator.ClusterCoordinator`.)
 
     Args:
@@ -117,7 +117,7 @@ class ClusterCoordinator:
             kwargs: Keyword arguments, likewise.
 
         Returns:
-            What stands for the result.
+            A handle of the result.
 
         Raises:
             Exception: What a function scheduled before has raised. It is raised once;
@@ -175,9 +175,9 @@ class ClusterCoordinator:
     def done(self) -> bool:
         """Whether all scheduled functions have run.
 
-        In other tasks than the chief it runs functions until the chief's answer to the
-        same call is known. So `while not coordinator.done():` is fine; keep its body
-        short, as it is run by all.
+        In tasks other than the chief it runs functions until the chief's answer to the
+        same call is known. So `while not coordinator.done():` works; keep its body
+        short, as all tasks run it.
 
         Raises:
             Exception: As `join`.
@@ -204,8 +204,8 @@ class ClusterCoordinator:
             The same with the results, at most 3 MiB in all. Arrays are NumPy's.
 
         Raises:
-            Exception: What one of the functions has raised. The next `join` raises it
-                all the same.
+            Exception: The error of one of the functions. The next `join` raises it as
+                well.
         """
         self._require_outside("fetch")
         leaves, structure = jax.tree.flatten(
@@ -228,15 +228,15 @@ class ClusterCoordinator:
         )
 
     def create_per_worker_dataset(self, dataset_fn: PyTree) -> PerWorkerValues:
-        """A dataset of which every worker has its own.
+        """Create a dataset on each worker.
 
         Args:
-            dataset_fn: Returns a dataset: anything to iterate over, such as what
-                `strategy.experimental_distribute_dataset` returns. Each worker calls it
-                when a function first needs it, and so does a worker that was restarted.
-                If it takes an argument, that is an `rx.InputContext` with the number of
-                workers that run functions, and this one's place among them. Or a
-                dataset, which each worker has as it is.
+            dataset_fn: Returns a dataset: any iterable, such as a result of
+                `strategy.experimental_distribute_dataset`. Each worker calls it when a
+                function first needs it; a restarted worker calls it again. If it takes
+                an argument, that is an `rx.InputContext` with the number of workers
+                that run functions, and this one's index among them. Or a dataset, which
+                each worker uses as it is.
 
         Returns:
             The datasets. `iter` of them goes to `schedule` as an argument; in the
@@ -288,7 +288,7 @@ class ClusterCoordinator:
         error = self._session.once("raise_if_failed")
         self.strategy.servers.refresh()
         twice = self.strategy.servers.remote.trained_twice()
-        is_alone = len(self._session.workers) == 1  # It has the newest of both.
+        is_alone = len(self._session.workers) == 1  # It has the newest values of both.
         if error is None and twice is not None and not is_alone:
             error = error_of("NotImplementedError", twice)
         done = {"done": True} if at == "done" else {}
@@ -326,7 +326,7 @@ class ClusterCoordinator:
     def _let_the_chief_come(self) -> None:
         """Run closures until the chief has scheduled as many as this script.
 
-        A script that schedules until an error stops it would not come to a `join`.
+        A script that schedules until an error stops it never calls `join`.
         """
 
         def poll() -> JSONObject | None:
