@@ -1,4 +1,4 @@
-"""Sends and receives messages: headers, and the bytes of vectors, on a Flight stream.
+"""Sends and receives messages on a Flight stream: headers, and bytes of vectors.
 
 Bytes come in record batches of one column of bytes, `CHUNK_BYTES` each; or, with
 `"shared": true` in the header, in the windows of memory that both ends have. There a
@@ -33,13 +33,13 @@ __all__ = ["CHUNK_BYTES", "MessageStream"]
 # benchmarks/flight_round_trip.py, on a busy machine of two cores: from 512 KiB to 8 MiB
 # Flight reaches 0.47 to 0.6 of raw TCP; this size was the fastest and the steadiest.
 CHUNK_BYTES = 4 << 20
-_CUT = "the stream ended before the end of a message"  # Whose sender is gone.
-# Pieces of a vector below it travel together: a record batch costs as much as a copy.
+_CUT = "the stream ended before the end of a message"
+# Smaller pieces of a vector travel together: a record batch costs as much as a copy.
 _SMALL_BYTES = 128 << 10
 _NOTE = b"\n"  # A window of shared memory is full, or was read.
 
 Vectors = Mapping[str, np.ndarray | Sequence[np.ndarray]]
-"""Vectors by name: each an array, or the pieces that it is made of, all of a dtype."""
+"""Vectors by name: arrays, or lists of their pieces, which have one dtype."""
 
 
 @functools.cache
@@ -114,7 +114,7 @@ class MessageStream:
         return sent
 
     def receive_header(self) -> JSONObject | None:
-        """Wait for the next message and take its header; None: the stream has ended."""
+        """Receive the next message's header; None if the stream has ended."""
         try:
             chunk = self.reader.read_chunk()
         except StopIteration:
@@ -135,9 +135,9 @@ class MessageStream:
         announcement: list[tuple[str, np.dtype, int]],
         progress: Callable[[], None] = lambda: None,
     ) -> dict[str, np.ndarray]:
-        """Take the vectors that follow a header, as `announced` gave them; read-only.
+        """Receive the vectors after a header, which `announced` has read; read-only.
 
-        One that came in a single chunk is a view of what was received; others are
+        A vector that came in a single chunk is a view of the received bytes; others are
         copied once. `progress` is called after each chunk.
         """
         if self._filled is None:

@@ -1,6 +1,6 @@
 """Serializes closures: names of functions, arguments, results and errors as JSON.
 
-Code is never sent. An argument may stand for something of which each worker has its own
+Code is never sent. An argument may stand for a value that each worker makes for itself
 (`PerWorkerValues`), or for the result of another closure (`RemoteValue`).
 """
 
@@ -60,8 +60,9 @@ def encode(
 ) -> JSON:
     """Encode a value as JSON: the types of `json_codec`, variables, `PerReplica`.
 
-    `what` names it in messages; `mark` replaces values of other types, and returns None
-    for one that it does not know. `TypeError` names where anything else stands.
+    `what` names the value in messages; `mark` replaces values of other types, and
+    returns None for types that it does not know. For any other value a `TypeError`
+    names its place.
     """
 
     def extend(value: PyTree, what: str) -> JSON:
@@ -88,7 +89,7 @@ def encode(
 
 
 def decode(sent: Any, resolve: Callable[[JSONObject], PyTree] | None = None) -> PyTree:
-    """Decode a value of `encode`; `resolve` gives the values that `mark` replaced."""
+    """Decode a value of `encode`; `resolve` returns the values that `mark` replaced."""
 
     def extend(sent: JSONObject) -> PyTree:
         if sent[MARK] == "mark" and resolve is not None:
@@ -114,9 +115,9 @@ def require_size(sent: JSON, what: str) -> None:
 class FunctionNames:
     """The functions that a script has scheduled.
 
-    A name is made of the function's module and qualified name, and of its place among
-    the different functions of that name in the order of their first use. So it is the
-    same wherever the same script runs.
+    A name has the function's module and qualified name, and its place among different
+    functions of that name in the order of their first use. So it is the same in every
+    task of the script.
     """
 
     def __init__(self) -> None:
@@ -163,7 +164,7 @@ def _key(fn: Callable[..., PyTree]) -> Hashable:
     if isinstance(fn, functools.partial):
         bound = (*fn.args, *fn.keywords.values())
         return (_key(fn.func), tuple(fn.keywords), tuple(map(static_key, bound)))
-    # Globals are looked up when it runs; tasks may have other values of them.
+    # Without globals: they are looked up at run time, and may differ between tasks.
     return function_key(fn, with_globals=False)
 
 
@@ -210,7 +211,7 @@ class PerWorkerValues:
         return f"PerWorkerValues({self._what})"
 
     def __iter__(self) -> "Iterator[PyTree]":
-        # Not really an iterator: the chief's script never takes anything from it.
+        # The chief's script never takes an item from it.
         return PerWorkerIterator(
             self._sources, lambda: iter(self.own()), f"iter of {self._what}"
         )
@@ -240,7 +241,7 @@ class PerWorkerSources:
 
     def __init__(self) -> None:
         self._number = 0
-        # Iterators hold threads and batches: only the newest are kept for closures.
+        # Iterators own threads and batches, so only the newest ones are kept.
         self._newest: deque[PerWorkerValues] = deque(maxlen=_KEPT_VALUES)
         self._all: weakref.WeakValueDictionary[int, PerWorkerValues] = (
             weakref.WeakValueDictionary()
@@ -287,8 +288,8 @@ class RemoteValue:
         self, fetch: Callable[["RemoteValue"], PyTree], id: str | None = None
     ) -> None:
         self.id = id  # None in tasks that did not schedule it.
-        self.outcome: JSONObject | None = None  # Its value or error, once it is known.
-        self.num_users = 0  # Closures with this argument whose outcome is not known.
+        self.outcome: JSONObject | None = None  # Its value or error, if it is known.
+        self.num_users = 0  # Unfinished closures with this argument.
         self._fetch = fetch
 
     def fetch(self) -> PyTree:
@@ -317,11 +318,11 @@ def dataset_maker(
 
 
 class ClosureError(RuntimeError):
-    """A closure has raised an error that is no builtin exception."""
+    """A closure has raised an error whose type is not builtin."""
 
 
 class ClosureCancelledError(ClosureError):
-    """A closure was not run, since one before it has raised an error."""
+    """A closure was cancelled, since an earlier one has raised an error."""
 
 
 def error_to_json(
@@ -329,7 +330,7 @@ def error_to_json(
 ) -> dict[str, str]:
     """Encode an error: its type, message and traceback.
 
-    The first frames, of the file `caller` that called the closure, say nothing.
+    The first frames, of the file `caller` that called the closure, are left out.
     """
     shown = traceback.TracebackException.from_exception(error)
     while shown.stack and shown.stack[0].filename == caller:
@@ -354,7 +355,7 @@ def _error(error: dict[str, str]) -> Exception:
     if name == ClosureCancelledError.__name__:
         return ClosureCancelledError(message)
     if name == "StopIteration":
-        # As itself it would end loops and generators that it passes.
+        # A StopIteration would end loops and generators that it passes.
         return ClosureError(
             f"StopIteration: {message or 'an iterator is at its end'}. Let datasets of "
             "closures repeat, and decide by the number of steps when to stop."
@@ -369,7 +370,7 @@ def _error(error: dict[str, str]) -> Exception:
 
 
 def error_of(kind: str, message: str) -> dict[str, str]:
-    """Make an error that nothing has raised."""
+    """Make an error without an exception."""
     return {"type": kind, "message": message, "traceback": ""}
 
 

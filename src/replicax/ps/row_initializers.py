@@ -1,7 +1,7 @@
-"""Initializers of a table's rows, of each by the seed and the row's number alone.
+"""Initializers of a table's rows, each from the seed and the row's number alone.
 
-A counter-based generator makes them block by block, so a row starts with the same value
-on any number of servers, and no process makes the whole table.
+A counter-based generator draws rows block by block. So a row starts with the same value
+on any number of servers, and no process draws the whole table.
 """
 
 from collections.abc import Callable

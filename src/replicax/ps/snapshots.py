@@ -7,8 +7,8 @@
         state.json      their names, dtypes, shapes and places; all other values
         manifest.json   checksums of the two
 
-One is written under a temporary name, its manifest last, and renamed after fsync.
-Nothing in it is code.
+A snapshot is written under a temporary name, its manifest last, and renamed after
+fsync. It contains no code.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ _logger = logging.getLogger("replicax")
 
 _ARRAYS = "arrays.bin"
 _STATE = "state.json"
-# Beside the snapshots: the number of the last one of a job that is done, and its id.
+# Beside the snapshots: the number of the finished job's last snapshot, and its id.
 _DONE = "done"
 _NAME = re.compile(r"snapshot-(\d{9})")
 _FORMAT = FolderFormat("snapshot", "replicax-snapshot", 2, "It is skipped.")
@@ -162,7 +162,7 @@ class Snapshots:
 
     @property
     def done(self) -> tuple[int, str]:
-        """The number of the last snapshot of a job that is done, and the job's id."""
+        """The number of the finished job's last snapshot, and the job's id."""
         try:
             number, job = (self.folder / _DONE).read_text().split(" ")
             return int(number), job
@@ -187,8 +187,8 @@ class Snapshots:
     def restore(self, done_job: str = "") -> Snapshot | None:
         """Read the newest complete snapshot; None if there is none.
 
-        Damaged ones are named in the log and skipped, and so are those of a job that
-        is done, as is that of the id `done_job`.
+        Damaged snapshots are skipped, which is logged, and so are those of a finished
+        job, such as the one of the id `done_job`.
         """
         last, job = self.done
         for number in reversed(self._numbers()):
@@ -201,7 +201,7 @@ class Snapshots:
             if found is not None and found.job not in {job, done_job} - {""}:
                 return found
             _logger.warning(
-                "snapshots up to %s are of a job that is done; they are not restored",
+                "snapshots up to %s are of a finished job; they are not restored",
                 path,
             )
             break
@@ -211,7 +211,7 @@ class Snapshots:
     def flush(self) -> None:
         """With `every_updates=1`, wait until all present changes are on disk.
 
-        A disk that is full is not waited for.
+        It does not wait for a full disk.
         """
         source = self._source
         if not self._is_durable or source is None:
@@ -236,7 +236,7 @@ class Snapshots:
                 return
             fresh = self._made(self._source) - self._written
             if not fresh:
-                # The time counts from the first update that is not on disk.
+                # The time starts at the first update that is not on disk.
                 written_at = time.monotonic()
                 continue
             enough = self._every_updates is not None and fresh >= self._every_updates
@@ -250,7 +250,7 @@ class Snapshots:
                 written_at = time.monotonic()
 
     def _made(self, store: VariableStore) -> int:
-        """The number of updates; of all changes, if answers wait for the disk."""
+        """The number of updates; of all changes if answers wait for the disk."""
         return store.num_changes if self._is_durable else store.num_updates
 
     def _try_to_write(self, store: VariableStore) -> bool:
@@ -313,7 +313,7 @@ def _read(path: Path) -> Snapshot:
     with (path / _ARRAYS).open("rb") as file:
         for name, dtype, shape, offset in state["arrays"]:
             file.seek(offset)
-            # One by one: the file is as large as all of them.
+            # One by one, as the file is as large as all arrays.
             data = file.read(math.prod(shape) * np.dtype(dtype).itemsize)
             arrays[name] = array_of(data, dtype, shape)
     return Snapshot(

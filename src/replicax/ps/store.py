@@ -1,8 +1,8 @@
 """A server's store: groups of variables and tables by name.
 
-Each group and table has a lock of its own, so that one that compiles does not hold up
-others. A step is only dispatched under that lock; who waits for its values waits
-outside.
+Each group and table has its own lock, so that a group that compiles does not block
+others. The lock covers the dispatch of a step; a reader waits for its values without
+the lock.
 """
 
 import os
@@ -37,10 +37,11 @@ class UnknownGroup(RequestError):
 class VariableStore:
     """The groups and tables of one server. All methods may be called from any thread.
 
-    Servers share the rows of tables. All values have at most `byte_limit` bytes, the
-    machine's memory by default. `incarnation` is another text for each store: versions
-    of an earlier one say nothing here, as a restored server may give the same numbers
-    to other values. `flush` waits until the disk has what was changed, where it must.
+    Tables are sharded over servers by rows. All values have at most `byte_limit` bytes,
+    by default the machine's memory. `incarnation` is a random text of this store:
+    versions of another incarnation mean nothing here, as a restored server may give the
+    same number to other values. `flush` waits until the disk has all changes, if
+    answers need that.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class VariableStore:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         self._byte_limit = memory if byte_limit is None else byte_limit
         self._lock = threading.Lock()
-        self._creating = threading.Lock()  # Who asks for a group again waits.
+        self._creating = threading.Lock()  # A second creation of a group waits.
         self._groups: dict[str, DenseGroup] = {}
         self._tables: dict[str, Table] = {}
         self._sessions = Sessions(append)
@@ -65,9 +66,9 @@ class VariableStore:
         self.flush: Callable[[], None] = lambda: None
 
     def admit(self, worker: str, session: str, before: Sequence[str] = ()) -> None:
-        """Admit a new process of a worker; that ends those before, and their closures.
+        """Admit a new process of a worker, which ends those `before`.
 
-        After the process that a chief replaces, nothing is updated for that one.
+        If it is the chief, closures of the ended processes update nothing any more.
         """
         self._sessions.admit(worker, session, before)
 
@@ -119,7 +120,7 @@ class VariableStore:
     def set_rule(self, table: str, rule: JSONObject, group: str) -> None:
         """Set the rule by which a table's rows are updated with a group."""
         held = self.table(table)
-        with self._creating:  # Nobody else takes the room meanwhile.
+        with self._creating:  # So that no other creation takes the memory.
             what = f"the slots of table {table!r}"
             held.set_rule(rule, group, lambda size: self._require_room(what, size))
 
@@ -192,7 +193,7 @@ class VariableStore:
     @property
     def num_updates(self) -> int:
         """Updates applied so far, of all groups together."""
-        # Rows are updated with a group, whose values may all lie on other servers.
+        # Rows are updated with a group, whose values may lie on other servers only.
         return max(
             sum(held.version for held in self._all(self._groups)),
             sum(table.version for table in self._all(self._tables)),

@@ -1,10 +1,10 @@
 """The work queues of a job by name, and each worker's progress in them.
 
-- All calls come under the board's lock. A queue that is over stays over, and any call
-  of it is answered.
-- A step is given to one worker. It is then held, finished or lost, and only its worker
-  can still finish a lost one. So none is given twice.
-- `past` and the streams that are open make up the job's totals.
+- All calls are made under the board's lock. A queue that is over stays over, and still
+  answers calls.
+- A step is leased to one worker. It is then held, finished or lost; only its worker can
+  finish a lost step. So no step is leased twice.
+- `past` and the open streams add up to the job's totals.
 """
 
 import logging
@@ -41,8 +41,8 @@ class Stream(msgspec.Struct):
 class _Entry(msgspec.Struct):
     """The write-ahead log's entry of a stream and one worker.
 
-    It is written down in each call, and so has nothing of the other workers. `past` are
-    the totals of all streams that have a newer one in their family.
+    Each call appends one, so it has no state of other workers. `past` are the totals of
+    all streams that have a newer one in their family.
     """
 
     stream: Stream
@@ -55,14 +55,14 @@ class _Entry(msgspec.Struct):
 class Streams(msgspec.Struct):
     """The streams of a job: of each family the newest.
 
-    A stream's name ends in a number that increases all through the job, such as `"fit
-    0/epoch/12"`. When it is opened, the one before it in its family is over, and stays
-    over: all workers have come to its end. So a name must never be used for something
-    new.
+    A stream's name ends in a number that increases throughout the job, such as `"fit
+    0/epoch/12"`. When a stream is opened, the one before it in its family is over for
+    good: all workers have come to its end. So a name is never used again.
 
-    `newest` has the streams by family, `ended` the greatest number of its streams that
-    are over, `lengths` those of the last streams that are over, `steps` how many each
-    worker has finished, of all streams, `past` the totals of those that are over.
+    `newest` has the streams by family, `ended` the greatest number of a family's
+    streams that are over, `lengths` the lengths of the last of these, `steps` the
+    finished steps by worker, of all streams, `past` the totals of streams that are
+    over.
     """
 
     newest: dict[str, Stream] = {}
@@ -81,10 +81,9 @@ class Streams(msgspec.Struct):
     ) -> JSONObject:
         """Open a stream of step tickets, with equal settings on all workers.
 
-        `limit` is the number of steps; None: until somebody finds the end. At most
-        `max_staleness` other steps may be finished between the moment when a step is
-        given and its own end. The answer says whether it is `over`, and its `length` if
-        that is known.
+        `limit` is the number of steps; None: until a worker finds the end. Between the
+        lease and the end of a step at most `max_staleness` other steps may be finished.
+        The answer says whether the stream is `over`, and its `length` if that is known.
         """
         settings = {"limit": limit, "max_staleness": max_staleness}
         if self._is_over(stream):
@@ -110,10 +109,10 @@ class Streams(msgspec.Struct):
     ) -> JSONObject:
         """Lease up to `count` tickets for the next steps, after finishing others.
 
-        `{"indices": [...]}` are steps. Or `{"wait": reason}`: ask again soon. Or
-        `{"over": length, "lost": n, "complete": ...}`: no tickets are left; `lost` were
-        taken from workers that died; `complete` when none is in progress. With
-        `finished` also what `finish` answers.
+        The answer is `{"indices": [...]}`, or `{"wait": reason}`: claim again soon, or
+        `{"over": length, "lost": n, "complete": ...}`: no steps are left; `lost` ones
+        were leased by workers that died; `complete` if none is in progress. With
+        `finished` it also has the answer of `finish`.
         """
         done = self._finish(stream, worker, finished) if finished else {}
         tickets = self._open_tickets(stream)
@@ -136,8 +135,9 @@ class Streams(msgspec.Struct):
     ) -> JSONObject:
         """Record that the updates of leased steps are applied.
 
-        `given_up` are others, which the worker will not do. `late`: the worker did not
-        hold some of them, as it was dead for a while; `late_indices`: those.
+        The worker releases the steps `given_up` without training on them. `late` says
+        whether it did not hold some finished steps, as it was dead for a while;
+        `late_indices` are these.
         """
         tickets = self._open_tickets(stream)
         if given_up and tickets is not None:
@@ -152,7 +152,7 @@ class Streams(msgspec.Struct):
         late = tickets.finish(worker, indices)
         if tickets.twice > twice:
             _logger.warning(
-                "%s: %s trained on steps %s, which others have too.",
+                "%s: %s trained on steps %s, as other workers did.",
                 stream,
                 worker,
                 late,
@@ -165,8 +165,8 @@ class Streams(msgspec.Struct):
     def end(self, stream: Name, length: Count | None = None) -> JSONObject:
         """Truncate a stream: its input has only `length` steps, or it is to stop.
 
-        Tickets from there on are void. None: no further steps than those given already.
-        The answer's `length` is the one that holds, the least that anybody gave.
+        Leases of later steps are void. None: up to the last leased step. The answer's
+        `length` is the least of all calls.
         """
         tickets = self._open_tickets(stream)
         if tickets is None:
@@ -191,7 +191,7 @@ class Streams(msgspec.Struct):
         return self.ended.get(family, -1) >= (number or 0)
 
     def _open_tickets(self, stream: str) -> StepTickets | None:
-        """The tickets of a stream; None if it is over, and a newer one is open."""
+        """The tickets of a stream; None if a newer one of its family is open."""
         known = self._opened(stream)
         if known is not None:
             return known.tickets

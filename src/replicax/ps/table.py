@@ -1,7 +1,7 @@
-"""An embedding table on a server: rows that are pulled and updated a few at a time.
+"""An embedding table on a server: workers pull and update a few rows at a time.
 
-Row `r` lies on server `r % num_servers`, at place `r // num_servers` there. Its first
-value is that of `row_initializers`.
+Row `r` lies on server `r % num_servers`, at place `r // num_servers` there. Its initial
+value comes from `row_initializers`.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ class TableSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         initializer: What `keras.initializers.serialize` returns.
         seed: Seed of the rows' first values.
         dtype: `"float32"`.
-        rule: How rows are updated (see `RowOptimizer`); None: not known yet.
+        rule: The update rule of rows (see `RowOptimizer`); None if not known yet.
 
     Raises:
         TableError: For sizes below 1, another dtype than float32, or an initializer
@@ -78,8 +78,8 @@ class TableSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def fits(self, other: "TableSpec") -> bool:
         """Whether an existing table has the sizes of this specification.
 
-        First values and the optimizer are those of the first, as every process that
-        starts without a seed draws its own.
+        The existing table keeps its initial values and optimizer: each process that
+        starts without a seed draws its own seed.
         """
         return all(
             getattr(self, field) == getattr(other, field)
@@ -169,10 +169,9 @@ class Table(Group):
     ) -> None:
         """Set the rule by which rows are updated with a group.
 
-        The first rule stands. The same optimizer again does nothing, whatever its name;
-        another one is refused. The first worker that speaks of a group settles the
-        learning rate. `require_room` raises if there is none for so many bytes of
-        slots.
+        The first rule holds. The same optimizer again changes nothing, whatever its
+        name; another optimizer is refused. The first worker that names a group sets
+        the learning rate. `require_room` raises if so many bytes of slots do not fit.
         """
         optimizer = self._built(rule)
         with self.lock:

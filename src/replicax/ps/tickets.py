@@ -1,8 +1,8 @@
 """Leases on the steps of a work queue: who holds which step, and its state.
 
-A stream is the steps 0, 1, 2, ... of an epoch, which all workers take from; `streams`
-keeps them by name. A holder is the name of a worker: a session that is replaced loses
-its tickets before the next one claims.
+A stream is the steps 0, 1, 2, ... of an epoch, of which all workers claim some;
+`streams` keeps the streams by name. A holder is the name of a worker: a replaced
+session loses its tickets before the next session claims any.
 """
 
 from collections.abc import Sequence
@@ -20,15 +20,15 @@ _LOST_KEPT = 1000
 class StepTickets(msgspec.Struct, kw_only=True):
     """Leases on the steps of a stream: each step once, in order.
 
-    The input moves forward only, so the steps that a dead worker held are lost; unless
-    it was only silent, and says later that they are done.
+    The input only moves forward, so the steps of a dead worker are lost, unless the
+    worker was only silent, and reports them as finished later.
 
-    `length` is None until somebody finds the end. A ticket is given only while none can
-    be overtaken by more than `max_staleness` others. `held` has by worker its
-    unfinished steps, in their order, and how many steps were `finished` when each was
-    given. `twice` counts steps that a second worker has done as well. `waiting` are
-    those who were told to wait, longest first: who has just finished asks at once, and
-    would leave nothing to the others.
+    `length` is None until a worker finds the end. A step is leased only as long as no
+    held step can be overtaken by more than `max_staleness` others. `held` has the
+    unfinished steps by worker, in their order, with the number of `finished` steps at
+    the time of each lease. `twice` counts steps that a second worker has trained on as
+    well. `waiting` are the workers that have to wait, longest first: a worker that has
+    just finished claims at once, and would leave nothing to them.
     """
 
     length: int | None
@@ -48,18 +48,18 @@ class StepTickets(msgspec.Struct, kw_only=True):
 
     @property
     def is_over(self) -> bool:
-        """Whether all steps were given."""
+        """Whether all steps were leased."""
         return self.length is not None and self.next >= self.length
 
     @property
     def is_complete(self) -> bool:
-        """Whether all steps were given and are finished or lost."""
+        """Whether all steps were leased, and are finished or lost."""
         return self.is_over and not self.held
 
     def claim(self, worker: str, count: int) -> list[int] | str:
-        """Lease the next steps, as many as allowed; or the reason to wait.
+        """Lease the next steps, as many as allowed, or return the reason to wait.
 
-        Some are left: the stream is not over.
+        The stream must not be over.
         """
         why = self._overtaken()
         if why is None and self.waiting and self.waiting[0] != worker:
@@ -81,8 +81,8 @@ class StepTickets(msgspec.Struct, kw_only=True):
         """The reason why one more lease could exceed the staleness; None: it cannot."""
         if self.max_staleness is None or not self.held:
             return None
-        # Of those held, the first one given has seen the most steps finish since, and
-        # all others that are held, with a new one, may finish before it too.
+        # The oldest lease has been overtaken by the most steps. All other held steps,
+        # and a new one, may overtake it as well.
         step, holder = min((next(iter(own)), who) for who, own in self.held.items())
         passed, held = self.finished - self.held[holder][step], self.num_held
         if passed + held <= self.max_staleness:

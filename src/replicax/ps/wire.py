@@ -1,9 +1,9 @@
 """The headers of messages between workers and parameter servers, and Arrow Flight.
 
-A message is a header, a JSON object of at most `HEADER_BYTES`, and after it the bytes
-of its vectors (`message_stream`). The header announces the vectors: `"vectors": [[name,
-dtype, length], ...]`. A receiver looks at the announcement before it takes memory, and
-nothing is ever unpickled.
+A message is a header, a JSON object of at most `HEADER_BYTES`, and then the bytes of
+its vectors (`message_stream`). The header announces the vectors: `"vectors": [[name,
+dtype, length], ...]`. A receiver checks the announcement before it allocates memory.
+Nothing is ever unpickled.
 """
 
 import dataclasses
@@ -147,10 +147,10 @@ def write_options() -> "pa.ipc.IpcWriteOptions":
 
 @functools.cache
 def dtype_named(name: str) -> np.dtype:
-    """Look up the NumPy dtype of a name that messages may have.
+    """Look up the NumPy dtype of a name in a message.
 
     Raises:
-        WireError: If there is none of this name.
+        WireError: If messages have no dtype of this name.
 
     Example:
         >>> dtype_named("bfloat16").itemsize
@@ -186,8 +186,8 @@ def read(kind: type[_Message], sent: object, refused: type[Exception]) -> _Messa
     """Validate JSON values as a message of a type, whose fields have the limits.
 
     Raises:
-        Exception: Of the type `refused`: it is none. The message names the field and
-            its value.
+        Exception: An error of the type `refused` if they are no such message. It names
+            the field and its value.
 
     Example:
         >>> read(dict[str, int], {"steps": "7"}, WireError)
@@ -212,7 +212,7 @@ def announced(
 ) -> list[tuple[str, np.dtype, int]]:
     """Name, dtype and number of elements of each vector that a header announces.
 
-    Raises a `WireError` that names what is other than `allowed`; None: any is.
+    Raises a `WireError` that names what differs from `allowed`; None allows any.
     """
     try:
         entries = msgspec.convert(header.get("vectors"), list[tuple[str, str, Count]])
