@@ -8,7 +8,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from tests.ps.test_board import NAMES, Client, Clock, ask
+from tests.ps.boards import NAMES, Client, Clock, ask
 
 from replicax.cluster.timeouts import Timeouts
 from replicax.ps.board import Board

@@ -12,6 +12,7 @@ import time
 import msgspec
 import numpy as np
 import pytest
+from tests.ps.addresses import free_address
 
 from replicax._util.watchdog import Watchdog
 from replicax.errors import ClusterError
@@ -48,11 +49,6 @@ class Adds:
                 return {"total": owner.total}, {}
 
         return Number
-
-
-def free_address():
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return f"127.0.0.1:{free.getsockname()[1]}"
 
 
 def serve(address, adds, incarnation="first"):

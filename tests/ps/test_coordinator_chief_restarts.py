@@ -6,9 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.ps.test_coordinator_fault_matrix import DIM, Trainer
-from tests.ps.test_parameter_server_fault_matrix import durable
-from tests.ps.test_parameter_server_faults import Job
+from tests.ps.coordinators import DIM, Trainer
+from tests.ps.jobs import Job, durable
 
 pytest.importorskip("pyarrow")
 pytestmark = [

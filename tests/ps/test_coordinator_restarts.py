@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.ps.test_coordinator import ENV, command_of, wait_for
+from tests.ps.coordinators import ENV, command_of, wait_for
 
 import replicax.testing
 

@@ -12,20 +12,18 @@ import time
 import keras
 import numpy as np
 import pytest
-from tests.ps.test_parameter_server_fault_matrix import (
-    FAULTS,
-    LONG,
-    SERVERS,
-    disturb,
-    durable,
-)
-from tests.ps.test_parameter_server_faults import (
+from tests.ps.jobs import (
     BATCH_SIZE,
+    FAULTS,
     LABELS,
+    LONG,
     POINTS,
+    SERVERS,
     Job,
     Watched,
     all_done,
+    disturb,
+    durable,
     make,
 )
 

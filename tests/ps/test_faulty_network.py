@@ -7,8 +7,8 @@ import time
 import msgspec
 import numpy as np
 import pytest
+from tests.ps.addresses import free_address
 from tests.ps.faulty_network import Network, network_before
-from tests.ps.test_connection import free_address
 
 from replicax.ps import wire
 from replicax.ps.connection import Connection, ConnectionLost

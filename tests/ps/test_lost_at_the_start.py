@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.ps.test_parameter_server_faults import (
+from tests.ps.jobs import (
     BATCH_SIZE,
     LABELS,
     POINTS,

@@ -4,15 +4,7 @@ import signal
 
 import keras
 import pytest
-from tests.ps.test_parameter_server_faults import (
-    BATCH_SIZE,
-    LABELS,
-    POINTS,
-    Job,
-    Watched,
-    make,
-    network,
-)
+from tests.ps.jobs import BATCH_SIZE, LABELS, POINTS, Job, Watched, make, network
 
 import replicax as rx
 

@@ -4,7 +4,7 @@ import re
 import time
 
 import pytest
-from tests.ps.test_parameter_server_faults import Job, all_done, snapshots_in
+from tests.ps.jobs import Job, all_done, snapshots_in
 
 pytest.importorskip("pyarrow")
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200)]

@@ -6,15 +6,7 @@ import signal
 import keras
 import numpy as np
 import pytest
-from tests.ps.test_parameter_server_faults import (
-    BATCH_SIZE,
-    LABELS,
-    POINTS,
-    Job,
-    all_done,
-    make,
-    network,
-)
+from tests.ps.jobs import BATCH_SIZE, LABELS, POINTS, Job, all_done, make, network
 
 pytest.importorskip("pyarrow")
 pytestmark = [

@@ -1,7 +1,7 @@
 """A chief whose script ends early: the others hear of it, and do not wait for it."""
 
 import pytest
-from tests.ps.test_parameter_server_faults import Job, make
+from tests.ps.jobs import Job, make
 
 pytest.importorskip("pyarrow")
 pytestmark = pytest.mark.multiprocess

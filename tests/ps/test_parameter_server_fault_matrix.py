@@ -5,15 +5,19 @@ No batch is lost and none is applied twice, but for those that a killed worker h
 """
 
 import shutil
-import time
 from pathlib import Path
 
 import pytest
-from tests.ps.test_parameter_server_faults import (
+from tests.ps.jobs import (
+    FAULTS,
+    LONG,
+    SERVERS,
     Job,
     all_done,
+    counted,
+    disturb,
+    durable,
 )
-from tests.ps.test_parameter_server_losses import counted
 
 pytest.importorskip("pyarrow")
 pytestmark = [
@@ -22,41 +26,9 @@ pytestmark = [
     pytest.mark.timeout(280),
 ]
 
-STOPPED_SECONDS = 15
-LONG = {"deadline_seconds": 240}
-SERVERS = ("ps:0", "ps:1")
-TASKS = ("worker:0", "worker:1", *SERVERS)
-
-
-def durable(tmp_path, every_updates=1):
-    return {
-        "snapshot_dir": str(tmp_path / "snapshots"),
-        "snapshot_every_updates": every_updates,
-    }
-
-
-def disturb(cluster, fault, tasks):
-    """Kill tasks, which are started again, or stop them for a while."""
-    for name in tasks:
-        cluster.kill(name) if fault == "kill" else cluster.task(name).stop()
-    if fault == "stop":
-        time.sleep(STOPPED_SECONDS)
-    for name in tasks:
-        cluster.restart(name) if fault == "kill" else cluster.task(name).resume()
-
 
 def counts_of(found):
     return [{k: s[k] for k in ("applied", "lost")} for s in found["servers"]]
-
-
-FAULTS = [
-    *((fault, (task,)) for fault in ("kill", "stop") for task in TASKS),
-    ("kill", ("worker:1", "ps:1")),
-    ("kill", ("worker:0", "ps:0")),
-    ("kill", SERVERS),
-    ("kill", ("worker:0", "worker:1")),
-    ("stop", ("worker:1", "ps:0")),
-]
 
 
 @pytest.mark.parametrize(("fault", "tasks"), FAULTS)

@@ -8,53 +8,11 @@ those that the workers made, but for those that were sent again.
 import random
 import time
 
-import numpy as np
 import pytest
-from tests.ps.test_parameter_server_faults import (
-    BATCH_SIZE,
-    LABELS,
-    POINTS,
-    Job,
-    Watched,
-    all_done,
-    make,
-    network,
-    snapshots_in,
-)
+from tests.ps.jobs import Job, all_done, counted, snapshots_in
 
 pytest.importorskip("pyarrow")
 pytestmark = pytest.mark.multiprocess
-
-
-def counted(options):
-    """Train until the test says that it is enough; what everybody has counted."""
-    strategy = make(options)
-    with strategy.scope():
-        model = network()
-    model.fit(
-        np.tile(POINTS, (500, 1)),
-        np.tile(LABELS, 500),
-        batch_size=BATCH_SIZE,
-        shuffle=False,
-        verbose=0,
-        callbacks=[Watched(strategy)],
-    )
-    session = strategy.session
-    # All have said how many steps they made before the chief looks.
-    session.board("put", key=f"made {session.name}", value=session.steps)
-    if not strategy.is_chief:
-        return {}
-    made = {n: session.get(f"made {n}", "counts") for n in session.workers}
-    board = session.board("status")
-    predicted = model.predict(POINTS, verbose=0).argmax(-1)
-    return {
-        "accuracy": float(np.mean(predicted == LABELS)),
-        "made": made,
-        "servers": [c.call("store.status") for c in session.connections],
-        "steps": {n: w["steps"] for n, w in board["workers"].items()},
-        "totals": board["totals"],
-        "next": board["streams"]["fit 1/epoch/0"]["next"],
-    }
 
 
 @pytest.mark.slow
@@ -99,25 +57,3 @@ def test_applied_and_lost_updates_are_those_that_were_made(tmp_path, seed, kille
         )
         assert (said in output) == (status["lost"] > 0)
     assert any(status["lost"] for status in found["servers"])
-
-
-@pytest.mark.timeout(200)
-@pytest.mark.slow
-def test_updates_of_a_worker_that_died_with_the_server_are_counted(tmp_path):
-    options = snapshots_in(tmp_path, 25)
-    with Job(tmp_path, counted, options=options) as cluster:
-        for name in ("worker:0", "worker:1"):
-            cluster.wait_for_step(name, 30)
-        cluster.kill("ps:1")
-        cluster.kill("worker:1")
-        cluster.restart("ps:1")
-        cluster.restart("worker:1")
-        cluster.wait_for_progress("worker:0", "worker:1", steps=15)
-        results = cluster.end()
-    found = all_done(results)
-    one, other = found["servers"]
-    assert one["lost"] == 0
-    # At the other server one push of the killed worker may not have arrived.
-    # The killed worker may have seen the newest version there.
-    missing = one["applied"] - other["applied"] - other["lost"]
-    assert -1 <= missing <= 2

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 from tests.ps.faulty_network import Network
-from tests.ps.test_parameter_server_faults import (
+from tests.ps.jobs import (
     BATCH_SIZE,
     LABELS,
     POINTS,

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.ps.test_parameter_server_faults import Job, all_done, make
+from tests.ps.jobs import Job, all_done, make
 
 from replicax.ps.credentials import new_token
 

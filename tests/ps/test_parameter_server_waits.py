@@ -4,14 +4,7 @@ import time
 
 import keras
 import pytest
-from tests.ps.test_parameter_server_faults import (
-    BATCH_SIZE,
-    LABELS,
-    POINTS,
-    Job,
-    make,
-    network,
-)
+from tests.ps.jobs import BATCH_SIZE, LABELS, POINTS, Job, make, network
 
 pytest.importorskip("pyarrow")
 pytestmark = [

@@ -10,9 +10,7 @@ import signal
 import time
 
 import pytest
-from tests.ps.test_parameter_server_fault_matrix import LONG, TASKS, durable
-from tests.ps.test_parameter_server_faults import Job, all_done
-from tests.ps.test_parameter_server_losses import counted
+from tests.ps.jobs import LONG, TASKS, Job, all_done, counted, durable
 
 pytest.importorskip("pyarrow")
 pytestmark = [

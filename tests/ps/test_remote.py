@@ -1,8 +1,5 @@
 """Values that a worker sends to servers, and gets from them, are the very same."""
 
-import socket
-from collections import Counter
-
 import jax
 import keras
 import ml_dtypes
@@ -11,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tests.ps.addresses import free_address
 
 import replicax as rx
 from replicax._util.arrays import aligned
@@ -43,11 +41,6 @@ PARTITIONERS = [
     rx.experimental.partitioners.MinSizePartitioner(8, 4),
     rx.experimental.partitioners.MaxSizePartitioner(16),
 ]
-
-
-def free_address():
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return f"127.0.0.1:{free.getsockname()[1]}"
 
 
 @pytest.fixture(scope="module")
@@ -248,30 +241,6 @@ def test_staleness_counts_the_updates_of_others(session):
     based_on = dict(first.versions)
     found = [first.await_push(first.push(ones, based_on)) for _ in range(3)]
     assert found == [0, 1, 2]
-
-
-def test_a_closure_that_is_run_again_makes_each_of_its_updates_once(session):
-    group = group_of([((2,), "float32")], None, 1)
-    remote = RemoteGroup(session, group, SHARDING)
-    ones = on_devices([np.ones(2, "float32")])
-    remote.create(ones)
-    remote.pull()
-    before = np.asarray(remote.values[0])
-
-    def run(id, num_pushes):
-        session.closure = id, Counter()
-        pushes = [remote.push(ones, remote.versions) for _ in range(num_pushes)]
-        session.closure = None
-        for push in pushes:
-            remote.await_push(push)
-        return remote.version
-
-    assert run("chief 1", 2) == 2
-    assert run("chief 1", 3) == 3
-    assert run("chief 2", 1) == 4
-    for _ in range(2):  # Of no closure.
-        remote.await_push(remote.push(ones, {0: 0}))
-    np.testing.assert_array_equal(np.asarray(remote.values[0]), before + 6)
 
 
 def test_a_chief_that_is_started_again_counts_on_from_restored_steps(session, caplog):

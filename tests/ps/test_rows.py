@@ -207,22 +207,6 @@ def test_all_replicas_gradients_make_one_update_of_each_server(rows, servers):
     assert servers.versions() == [1, 1]  # The odd rows' server had an empty push.
 
 
-def test_rows_of_a_closure_that_is_run_again_are_updated_once(rows, servers):
-    before = everything(rows)
-    for _ in range(2):
-        rows._session.closure = "chief 1", Counter()
-        rows.await_pushes(begun(rows, [3, 4], 1.0))
-    rows._session.closure = None
-    rows.await_pushes(begun(rows, [4], 1.0))
-    change = np.zeros((NUM_ROWS, DIM), np.float32)
-    change[[3, 4]] = [[0.5], [1.0]]
-    np.testing.assert_allclose(before - everything(rows), change, atol=1e-7)
-    assert servers.versions() == [2, 2]
-    for store in servers.tables:
-        status = store.status()["tables"]["words"]
-        assert (status["applied"], status["lost"]) == (2, 0)
-
-
 def test_a_program_fetches_the_same_rows_once(rows):
     ids = np.array([1, 2])
 

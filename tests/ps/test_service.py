@@ -11,6 +11,7 @@ import ml_dtypes
 import msgspec
 import numpy as np
 import pytest
+from tests.ps.addresses import free_address
 
 from replicax.cluster.timeouts import Timeouts
 from replicax.errors import ClusterError
@@ -37,11 +38,6 @@ GROUP = place(
     ],
     1,
 )
-
-
-def free_address():
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return f"127.0.0.1:{free.getsockname()[1]}"
 
 
 def values(scale):

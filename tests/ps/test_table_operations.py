@@ -1,11 +1,10 @@
 """A server's tables over a real connection: rows out, gradients in, nothing more."""
 
-import socket
-
 import ml_dtypes
 import numpy as np
 import pytest
 from tests.ps import asking
+from tests.ps.addresses import free_address
 
 from replicax.ps import wire
 from replicax.ps.connection import Connection, ServerRefused
@@ -40,11 +39,6 @@ def adam(rate=0.1):
     options = {"beta_1": 0.9, "beta_2": 0.999, "epsilon": 1e-7, "amsgrad": False}
     config = {"learning_rate": rate, **options}
     return {"kind": "optimizer", "config": {"class_name": "Adam", "config": config}}
-
-
-def free_address():
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return f"127.0.0.1:{free.getsockname()[1]}"
 
 
 def spec_of(**changes):
@@ -127,32 +121,6 @@ def test_rows_are_pulled_and_pushed(words):
 def test_gradients_may_be_bfloat16(words):
     push(words, [5], value=0.5, dtype=ml_dtypes.bfloat16)
     assert rows(words, 5)[0].tolist() == [0.75] * DIM
-
-
-def test_a_push_that_comes_again_is_applied_once(words):
-    first = push(words, [3], sequence=7)
-    assert push(words, [3], sequence=7) == first
-    assert rows(words, 3)[0, 0] == 0.5
-    with pytest.raises(
-        ServerRefused, match=r"push 6 of worker:0 is older.* push 7"
-    ) as refused:
-        push(words, [3], sequence=6)
-    assert refused.value.kind == "RequestError"
-    push(words, [3], session="b")
-    with pytest.raises(ServerRefused, match="a later process") as refused:
-        push(words, [3], sequence=8)
-    assert refused.value.kind == "Superseded"
-    assert rows(words, 3)[0, 0] == 0.0
-
-
-@pytest.mark.parametrize("bad", [-1, 100, 4])
-def test_ids_of_other_rows_are_refused(words, bad):
-    with pytest.raises(ServerRefused, match=r"not one of its rows|lies on server 0"):
-        rows(words, 3, bad)
-    with pytest.raises(ServerRefused, match=r"not one of its rows|lies on server 0"):
-        push(words, [3, bad])
-    assert (rows(words, 3) == 1).all()
-    assert push(words, [3])["version"] == 1
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicax.ps.limits import RequestError, Superseded
 from replicax.ps.row_initializers import fill_rows
 from replicax.ps.table import Table, TableError, TableSpec, check_ids, sum_duplicates
 
@@ -207,17 +206,6 @@ def test_duplicates_are_summed_first_and_servers_make_no_difference(ids, num_ser
         assert table.version == 1  # Even with no row here.
 
 
-def test_gradients_may_be_bfloat16():
-    import ml_dtypes
-
-    table = Table(spec_of(initializer={"class_name": "Zeros"}))
-    gradients = np.ones((1, DIM), ml_dtypes.bfloat16)
-    table.push_rows(
-        np.array([4], np.int32), gradients, worker="w", session="a", sequence=0
-    )
-    np.testing.assert_allclose(table.rows(np.array([4])), -0.1)
-
-
 @pytest.mark.parametrize(
     ("optimizer", "num_servers", "message"),
     [
@@ -270,18 +258,6 @@ def test_rows_of_another_server_are_refused():
         table.rows(np.array([3, 4]))
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"num_rows": 0}, "num_rows=0"),
-        ({"dtype": "bfloat16"}, "dtype='bfloat16'"),
-    ],
-)
-def test_a_table_must_have_sizes_and_be_float32(change, message):
-    with pytest.raises(TableError, match=message):
-        msgspec.structs.replace(spec_of(), **change)
-
-
 def test_check_ids_and_sum_duplicates_take_nothing():
     none = np.empty(0, np.int32)
     assert check_ids(none, 5, "x").dtype == np.int64
@@ -290,27 +266,6 @@ def test_check_ids_and_sum_duplicates_take_nothing():
 
 
 # Exactly once.
-
-
-def test_a_push_that_comes_again_is_applied_once():
-    table = Table(spec_of())
-    assert push(table, [1], np.ones((1, DIM)), 4).version == 1
-    after = whole(table)
-    again = push(table, [1], np.ones((1, DIM)), 4)
-    assert (again.version, again.applied) == (1, True)
-    np.testing.assert_array_equal(whole(table), after)
-    with pytest.raises(RequestError, match=r"push 3 of worker:0 is older.* push 4"):
-        push(table, [1], np.ones((1, DIM)), 3)
-    assert push(table, [1], np.ones((1, DIM)), 0, worker="worker:1").version == 2
-
-
-def test_a_new_session_replaces_the_old_one():
-    table = Table(spec_of())
-    push(table, [1], np.ones((1, DIM)), 9, session="a")
-    push(table, [1], np.ones((1, DIM)), 0, session="b")
-    with pytest.raises(Superseded, match="later process"):
-        push(table, [1], np.ones((1, DIM)), 10, session="a")
-    assert table.version == 2
 
 
 def test_threads_push_and_read_at_once():
