@@ -63,6 +63,7 @@ class Group(abc.ABC):
         self.assignments = 0
         self.last: dict[str, LastPush] = {}
         self.staleness: dict[str, dict[int, int]] = {}
+        self.incarnation = ""
         self.lost = 0
         self._repeated = 0  # Pushes of closures that changed nothing.
         self._restored = 0, 0  # The snapshot's version, and its `lost`.
@@ -148,12 +149,14 @@ class Group(abc.ABC):
             )
         return last
 
-    def count_lost(self, seen: Seen | None, incarnation: str) -> None:
-        """Count the updates that a restart has undone, if a client has seen later ones.
+    @property
+    def seen(self) -> Seen:
+        """The version with the server's incarnation, for clients."""
+        return self.incarnation, self.version
 
-        `incarnation` is that of this server.
-        """
-        if seen is not None and seen[0] != incarnation:
+    def count_lost(self, seen: Seen | None) -> None:
+        """Count the updates that a restart has undone, if a client has seen them."""
+        if seen is not None and seen[0] != self.incarnation:
             version, lost = self._restored
             self.lost = max(self.lost, lost + seen[1] - version)
 

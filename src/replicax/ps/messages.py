@@ -40,7 +40,7 @@ __all__ = [
 
 Vectors = dict[str, np.ndarray]
 _Answer = TypeVar("_Answer", bound=msgspec.Struct)
-_Results = Mapping[str, jax.Array | np.ndarray]
+Results = Mapping[str, jax.Array | np.ndarray]
 
 
 # Answers.
@@ -139,16 +139,14 @@ class _OfGroup(Message[_Answer], Generic[_Answer]):
         if vectors:
             store.count(bytes_in=vectors)
         with held.lock:
-            answer, results = self.apply(held, vectors, store.incarnation)
+            answer, results = self.apply(held, vectors)
         return answer, store.hand_out(results)
 
     def expected_by(self, held: DenseGroup) -> Mapping[str, Allowed]:
         return {}
 
-    def apply(
-        self, held: DenseGroup, vectors: Vectors, incarnation: str
-    ) -> tuple[_Answer, _Results]:
-        """Apply the message to the group, on a server of this incarnation."""
+    def apply(self, held: DenseGroup, vectors: Vectors) -> tuple[_Answer, Results]:
+        """Apply the message to the group."""
         raise NotImplementedError
 
 
@@ -159,7 +157,6 @@ class Create(Message[Created], tag="create"):
     group: VariableGroup
 
     def expected(self, store: VariableStore) -> Mapping[str, Allowed]:
-        store.require_room_for(self.group)
         return exactly(self.group.lengths_on(store.server))
 
     def handle(self, store: VariableStore, vectors: Vectors) -> tuple[Created, Vectors]:
@@ -174,12 +171,10 @@ class Pull(_OfGroup[GroupVersion], tag="pull"):
     answer_type = GroupVersion
     seen: Seen | None = None
 
-    def apply(
-        self, held: DenseGroup, vectors: Vectors, incarnation: str
-    ) -> tuple[GroupVersion, _Results]:
-        held.count_lost(self.seen, incarnation)
-        answer = GroupVersion(incarnation, held.version, held.steps)
-        return answer, {} if self.seen == answer.seen else held.vectors
+    def apply(self, held: DenseGroup, vectors: Vectors) -> tuple[GroupVersion, Results]:
+        held.count_lost(self.seen)
+        values = {} if self.seen == held.seen else held.vectors
+        return GroupVersion(*held.seen, held.steps), values
 
 
 class Push(_OfGroup[Pushed], tag="push"):
@@ -200,10 +195,8 @@ class Push(_OfGroup[Pushed], tag="push"):
     def expected_by(self, held: DenseGroup) -> Mapping[str, Allowed]:
         return exactly(held.lengths, "bfloat16")
 
-    def apply(
-        self, held: DenseGroup, vectors: Vectors, incarnation: str
-    ) -> tuple[Pushed, _Results]:
-        held.count_lost(self.seen, incarnation)
+    def apply(self, held: DenseGroup, vectors: Vectors) -> tuple[Pushed, Results]:
+        held.count_lost(self.seen)
         last = held.push(
             self.worker,
             self.session,
@@ -212,9 +205,7 @@ class Push(_OfGroup[Pushed], tag="push"):
             based_on=self.based_on,
             closure=self.closure,
         )
-        answer = Pushed(
-            incarnation, held.version, held.steps, last.staleness, last.applied
-        )
+        answer = Pushed(*held.seen, held.steps, last.staleness, last.applied)
         return answer, held.vectors
 
 
@@ -226,11 +217,9 @@ class Replace(_OfGroup[GroupVersion], tag="replace"):
     def expected_by(self, held: DenseGroup) -> Mapping[str, Allowed]:
         return exactly(held.lengths)
 
-    def apply(
-        self, held: DenseGroup, vectors: Vectors, incarnation: str
-    ) -> tuple[GroupVersion, _Results]:
+    def apply(self, held: DenseGroup, vectors: Vectors) -> tuple[GroupVersion, Results]:
         held.replace(vectors)
-        return GroupVersion(incarnation, held.version, held.steps), held.vectors
+        return GroupVersion(*held.seen, held.steps), held.vectors
 
 
 class GetSlots(_OfGroup[GroupSlots], tag="slots"):
@@ -239,9 +228,7 @@ class GetSlots(_OfGroup[GroupSlots], tag="slots"):
     answer_type = GroupSlots
     name: str | None = None
 
-    def apply(
-        self, held: DenseGroup, vectors: Vectors, incarnation: str
-    ) -> tuple[GroupSlots, _Results]:
+    def apply(self, held: DenseGroup, vectors: Vectors) -> tuple[GroupSlots, Results]:
         slots = held.slots()
         wanted = {key: x for key, x in slots.items() if self.name in (None, key.name)}
         header, arrays = slots_to_message(wanted)
@@ -262,9 +249,7 @@ class SetSlots(_OfGroup[Done], tag="set_slots"):
             for i, (key, shape) in enumerate(shapes.items())
         }
 
-    def apply(
-        self, held: DenseGroup, vectors: Vectors, incarnation: str
-    ) -> tuple[Done, _Results]:
+    def apply(self, held: DenseGroup, vectors: Vectors) -> tuple[Done, Results]:
         held.assign_slots(slots_from_message(self.slots, vectors))
         return Done(), {}
 
@@ -274,10 +259,6 @@ class CreateTable(Message[TableCreated], tag="create_table"):
 
     answer_type = TableCreated
     spec: TableSpec
-
-    def expected(self, store: VariableStore) -> Mapping[str, Allowed]:
-        store.require_room_for(self.spec)
-        return {}
 
     def handle(
         self, store: VariableStore, vectors: Vectors
@@ -332,7 +313,7 @@ class PushRows(Message[TablePushed], tag="push_rows"):
     ) -> tuple[TablePushed, Vectors]:
         table = store.table(self.table)
         with table.lock:
-            table.count_lost(self.seen, store.incarnation)
+            table.count_lost(self.seen)
         version, is_applied = table.push_rows(
             vectors["ids"],
             vectors["gradients"].reshape(self.num_rows, table.spec.dim),

@@ -259,7 +259,7 @@ class Service:
 
     def _error(self, peer: str, what: str, error: Exception) -> JSONObject:
         """Convert an exception for the caller; log the unexpected with a traceback."""
-        foreseen = (ValueError, LookupError, RuntimeError, TimeoutError)
+        foreseen = (ValueError, LookupError, RuntimeError, TimeoutError, MemoryError)
         if isinstance(error, foreseen):
             self._log.warn(f"{what!r:.80} of {peer} failed: {error}")
         else:

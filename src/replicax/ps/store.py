@@ -5,7 +5,6 @@ others. The lock covers the dispatch of a step; a reader waits for its values wi
 the lock.
 """
 
-import os
 import threading
 import uuid
 from collections import Counter
@@ -23,7 +22,6 @@ from replicax.ps.groups import Arrays, Group
 from replicax.ps.limits import RequestError
 from replicax.ps.partition import VariableGroup
 from replicax.ps.table import Table, TableError, TableSpec
-from replicax.ps.wire import dtype_named
 
 __all__ = ["UnknownGroup", "VariableStore"]
 
@@ -37,11 +35,10 @@ class UnknownGroup(RequestError):
 class VariableStore:
     """The groups and tables of one server. All methods may be called from any thread.
 
-    Tables are sharded over servers by rows. All values have at most `byte_limit` bytes,
-    by default the machine's memory. `incarnation` is a random text of this store:
-    versions of another incarnation mean nothing here, as a restored server may give the
-    same number to other values. `flush` waits until the disk has all changes, if
-    answers need that.
+    Tables are sharded over servers by rows. `incarnation` is a random text of this
+    store: versions of another incarnation mean nothing here, as a restored server may
+    give the same number to other values. `flush` waits until the disk has all changes,
+    if answers need that.
     """
 
     def __init__(
@@ -49,14 +46,11 @@ class VariableStore:
         server: int,
         num_servers: int = 1,
         *,
-        byte_limit: int | None = None,
         append: Append = append_nowhere,
     ) -> None:
         self.server = server
         self.incarnation = uuid.uuid4().hex
         self._num_servers = num_servers
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        self._byte_limit = memory if byte_limit is None else byte_limit
         self._lock = threading.Lock()
         self._creating = threading.Lock()  # A second creation of a group waits.
         self._groups: dict[str, DenseGroup] = {}
@@ -88,18 +82,15 @@ class VariableStore:
         return self._named(self._groups, "group", name)
 
     def _new_group(self, group: VariableGroup, vectors: Arrays) -> DenseGroup:
-        return DenseGroup(group, vectors, self.server, self._sessions)
+        held = DenseGroup(group, vectors, self.server, self._sessions)
+        held.incarnation = self.incarnation
+        return held
 
     # Tables.
 
     def create_table(self, spec: TableSpec) -> Table:
         """Create a table, unless one of its name and sizes exists."""
-
-        def make() -> Table:
-            self.require_room_for(spec)
-            return self._new_table(spec)
-
-        table = self._made(self._tables, spec.name, make)
+        table = self._made(self._tables, spec.name, lambda: self._new_table(spec))
         if not spec.fits(table.spec):
             has = table.spec
             raise TableError(
@@ -119,22 +110,21 @@ class VariableStore:
 
     def set_rule(self, table: str, rule: JSONObject, group: str) -> None:
         """Set the rule by which a table's rows are updated with a group."""
-        held = self.table(table)
-        with self._creating:  # So that no other creation takes the memory.
-            what = f"the slots of table {table!r}"
-            held.set_rule(rule, group, lambda size: self._require_room(what, size))
+        self.table(table).set_rule(rule, group)
 
     def set_learning_rate(self, table: str, learning_rate: float) -> None:
         """Set the learning rate of a table."""
         self.table(table).set_learning_rate(learning_rate)
 
     def _new_table(self, spec: TableSpec) -> Table:
-        return Table(
+        table = Table(
             spec,
             server=self.server,
             num_servers=self._num_servers,
             sessions=self._sessions,
         )
+        table.incarnation = self.incarnation
+        return table
 
     # Both.
 
@@ -163,27 +153,6 @@ class VariableStore:
             f"{kind} {name!r:.80} is not on server {self.server}, which has {known}. "
             "A server that was restarted without a snapshot has lost its values."
         )
-
-    def require_room_for(self, new: VariableGroup | TableSpec) -> None:
-        """Raise if a new group or table would exceed the memory limit."""
-        held = self._groups if isinstance(new, VariableGroup) else self._tables
-        if new.name in held:
-            return
-        if isinstance(new, TableSpec):
-            size = 4 * new.dim * self.num_rows_here(new)
-        else:
-            lengths = new.lengths_on(self.server).items()
-            size = sum(dtype_named(dtype).itemsize * n for dtype, n in lengths)
-        self._require_room(repr(new.name)[:80], size)
-
-    def _require_room(self, what: str, size: int) -> None:
-        total = size + sum(each.num_bytes for each in self._all_groups())
-        if total > self._byte_limit:
-            raise TableError(
-                f"with {what}, of {size} bytes, this server would hold {total} bytes, "
-                f"and may hold {self._byte_limit}; use more servers, or an optimizer "
-                "with fewer slots"
-            )
 
     @property
     def num_changes(self) -> int:

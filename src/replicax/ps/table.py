@@ -4,7 +4,6 @@ Row `r` lies on server `r % num_servers`, at place `r // num_servers` there. Its
 value comes from `row_initializers`.
 """
 
-from collections.abc import Callable
 from typing import Annotated, NamedTuple
 
 import jax
@@ -161,23 +160,17 @@ class Table(Group):
         except (KeyError, TypeError, AttributeError) as error:
             raise TableError(f"the rule is malformed: {error!r:.200}") from error
 
-    def set_rule(
-        self,
-        rule: JSONObject,
-        group: str,
-        require_room: Callable[[int], None] = lambda size: None,
-    ) -> None:
+    def set_rule(self, rule: JSONObject, group: str) -> None:
         """Set the rule by which rows are updated with a group.
 
         The first rule holds. The same optimizer again changes nothing, whatever its
         name; another optimizer is refused. The first worker that names a group sets
-        the learning rate. `require_room` raises if so many bytes of slots do not fit.
+        the learning rate.
         """
         optimizer = self._built(rule)
         with self.lock:
             is_first = self.spec.rule is None
             if is_first:
-                require_room(self._values.nbytes * len(optimizer.slots))
                 self.spec = msgspec.structs.replace(self.spec, rule=rule)
                 self._optimizer = optimizer
                 self._slots = self._new_slots()
