@@ -98,11 +98,6 @@ class Machine:
 class SimulatedGroup(Group):
     """A group without values: it admits, numbers, counts and orders pushes."""
 
-    @property
-    def num_bytes(self) -> int:
-        """No values, no bytes."""
-        return 0
-
     def _apply(self, gradients: Any) -> None:
         pass
 
@@ -179,7 +174,7 @@ class Worker:
         between = beat_seconds(self._job.workers, self._job.heartbeat)
         yield self._world.sleep(self._world.random.random() * between)
         while True:
-            yield from self.call("beat", info={"steps": self.steps})
+            yield from self.call("beat")
             yield self._world.sleep(between)
 
     def train(self) -> Process:

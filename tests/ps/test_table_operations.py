@@ -109,11 +109,9 @@ def test_rows_are_pulled_and_pushed(words):
         "words": {
             "num_rows": 100,
             "dim": 4,
-            "bytes": 50 * 4 * 4,
             "version": 2,
             "applied": 2,
             "lost": 0,
-            "pushed_by": {"worker:0": 2},
         }
     }
 

@@ -197,9 +197,7 @@ class Board:
     # Who is there.
 
     @_action
-    def join(
-        self, worker: Name, session: Name, info: JSONObject | None = None
-    ) -> JSONObject:
+    def join(self, worker: Name, session: Name) -> JSONObject:
         """Make a worker alive; a new session replaces the one before.
 
         `starts` in the answer says how often the worker was started, 1 the first time,
@@ -207,7 +205,7 @@ class Board:
         Nobody joins a job that `is_over`.
         """
         presence = self._presence
-        if not self._is_over and presence.join(worker, session, info or {}, self._now):
+        if not self._is_over and presence.join(worker, session, self._now):
             self._release(worker, died=True)
             self._closures.disown(worker)
         return {
@@ -219,12 +217,8 @@ class Board:
         }
 
     @_action
-    def beat(
-        self, worker: Name, session: Name, info: JSONObject | None = None
-    ) -> JSONObject:
+    def beat(self, worker: Name, session: Name) -> JSONObject:
         """Record a heartbeat; return the state of the job."""
-        if info is not None:
-            self._presence.workers[worker].info = info
         return {"failed": self._failure}
 
     @_action
@@ -301,7 +295,7 @@ class Board:
 
     @_action
     def status(self) -> JSONObject:
-        """The values of the live job table."""
+        """The state of workers and streams, for people."""
         workers = self._presence.status(self._now)
         for name, worker in workers.items():
             worker["steps"] = self._streams.steps.get(name, 0)
@@ -360,7 +354,7 @@ class Board:
         if worker is None or (session := entry["session"]) in worker.replaced:
             return
         if session != worker.session and self._presence.join(
-            name, session, worker.info, self._now
+            name, session, self._now
         ):  # It had not joined when the snapshot was taken.
             self._closures.disown(name)
         worker.answers |= entry["answers"]

@@ -39,11 +39,6 @@ class DenseGroup(Group):
             self._optimizer = ServerOptimizer(group, server)
             self.vectors, self._slots = self._optimizer.start(vectors)
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of its vectors, without the optimizer's slots."""
-        return sum(vector.nbytes for vector in self.vectors.values())
-
     def status(self) -> JSONObject:
         """The status of every group, and whether it is trained."""
         return super().status() | {"is_trained": self.group.is_trained}

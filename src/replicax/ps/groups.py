@@ -80,17 +80,12 @@ class Group(abc.ABC):
         """A counter of all changes that a snapshot must contain."""
         return self.version + self.assignments + self._repeated
 
-    @property
-    @abc.abstractmethod
-    def num_bytes(self) -> int:
-        """Bytes of its values and its optimizer's state."""
-
     @abc.abstractmethod
     def _apply(self, gradients: Arrays) -> None:
         """Update the values."""
 
     def status(self) -> JSONObject:
-        """Versions, sizes and pushes by worker, as JSON values.
+        """The version and counts of updates, as JSON values.
 
         `applied` counts the updates in the values, `lost` those that restarts have
         undone.
@@ -100,8 +95,6 @@ class Group(abc.ABC):
                 "version": self.version,
                 "applied": self.steps,
                 "lost": self.lost,
-                "bytes": self.num_bytes,
-                "pushed_by": {w: sum(h.values()) for w, h in self.staleness.items()},
             }
 
     def push(

@@ -136,11 +136,10 @@ class _OfGroup(Message[_Answer], Generic[_Answer]):
 
     def handle(self, store: VariableStore, vectors: Vectors) -> tuple[_Answer, Vectors]:
         held = store.group(self.group)
-        if vectors:
-            store.count(bytes_in=vectors)
         with held.lock:
             answer, results = self.apply(held, vectors)
-        return answer, store.hand_out(results)
+        # Read-only views of arrays on the CPU, which are sent without a copy.
+        return answer, {name: np.asarray(array) for name, array in results.items()}
 
     def expected_by(self, held: DenseGroup) -> Mapping[str, Allowed]:
         return {}

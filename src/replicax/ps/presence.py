@@ -33,7 +33,6 @@ class Worker(msgspec.Struct):
     gone_at: float = 0.0  # When it died or left; when the board started.
     ok: bool | None = None
     error: str | None = None
-    info: JSONObject = {}
     starts: int = 0
     deaths: int = 0
     replaced: list[str] = []
@@ -84,7 +83,7 @@ class Presence:
                 f"worker was started again. This process must stop."
             )
 
-    def join(self, worker: str, session: str, info: JSONObject, now: float) -> bool:
+    def join(self, worker: str, session: str, now: float) -> bool:
         """Add a worker; whether it replaced another session of its name."""
         known = self._worker(worker)
         self._refuse_replaced(worker, known, session)
@@ -96,7 +95,7 @@ class Presence:
             known.answers = {}
         known.session, known.state = session, "alive"
         known.ok = known.error = None
-        known.last_sign, known.info = now, info
+        known.last_sign = now
         return replaces
 
     def sign(self, worker: str, session: str, now: float) -> None:
@@ -207,7 +206,6 @@ class Presence:
                 "silent_seconds": now - known.last_sign if known.starts else None,
                 "ok": known.ok,
                 "error": known.error,
-                "info": known.info,
             }
             for name, known in self.workers.items()
         }

@@ -339,7 +339,6 @@ class Session:
                 connection.retry_timeout_seconds = FAREWELL_SECONDS
             with contextlib.suppress(ClusterError):
                 self._replay()
-            self._say("beat", info=self._info())
             FailureReport.note_progress(self.name, self.steps)
             if self.is_chief:
                 self.connections[0].call("board.put", key=_CHIEF_LEFT, value=True)
@@ -354,15 +353,8 @@ class Session:
         for connection in self.connections:
             connection.close()
 
-    def _info(self) -> JSONObject:
-        return {
-            "steps": self.steps,
-            "bytes": self.num_bytes,
-            "pid": os.getpid(),
-        }
-
     def _join(self) -> JSONObject:
-        return self._say("join", info=self._info())
+        return self._say("join")
 
     def _say(self, method: str, **arguments: JSON) -> JSONObject:
         """Call the board as this worker, even if the job has failed."""
@@ -372,7 +364,7 @@ class Session:
         while not self._ended.wait(self._beat_seconds):
             FailureReport.note_progress(self.name, self.steps)
             try:
-                answer = self._call("beat", {**self._me, "info": self._info()})
+                answer = self._call("beat", self._me)
                 self._failure = answer["failed"]
             except (ClusterError, ServerRefused) as error:
                 if not self._ended.is_set():

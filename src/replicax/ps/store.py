@@ -8,7 +8,7 @@ the lock.
 import threading
 import uuid
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import jax
@@ -56,7 +56,6 @@ class VariableStore:
         self._groups: dict[str, DenseGroup] = {}
         self._tables: dict[str, Table] = {}
         self._sessions = Sessions(append)
-        self._bytes_in = self._bytes_out = 0
         self.flush: Callable[[], None] = lambda: None
 
     def admit(self, worker: str, session: str, before: Sequence[str] = ()) -> None:
@@ -74,7 +73,6 @@ class VariableStore:
             self._groups, group.name, lambda: self._new_group(group, vectors)
         )
         held.require_same(group)
-        self.count(bytes_in=vectors)
         return held
 
     def group(self, name: str) -> DenseGroup:
@@ -174,7 +172,7 @@ class VariableStore:
         return sum(held.lost for held in self._all_groups())
 
     def status(self) -> JSONObject:
-        """Versions, staleness and traffic, in JSON values.
+        """Versions, counts of updates, and staleness, as JSON values.
 
         `applied` counts the updates in the values, `lost` those that restarts have
         undone. Both are sums over the groups that an optimizer trains; if there are
@@ -191,8 +189,6 @@ class VariableStore:
         tables = {held.spec.name: held.status() for held in self._all(self._tables)}
         trained = [group for group in groups.values() if group["is_trained"]]
         counted = trained or groups.values() or tables.values()
-        with self._lock:
-            bytes_in, bytes_out = self._bytes_in, self._bytes_out
         return {
             "server": self.server,
             "num_updates": self.num_updates,
@@ -204,8 +200,6 @@ class VariableStore:
                 worker: {str(k): n for k, n in sorted(histogram.items())}
                 for worker, histogram in staleness.items()
             },
-            "bytes_in": bytes_in,
-            "bytes_out": bytes_out,
         }
 
     def state(self) -> JSONObject:
@@ -253,21 +247,3 @@ class VariableStore:
     def _all(self, groups: dict[str, _Group]) -> list[_Group]:
         with self._lock:
             return list(groups.values())
-
-    # For messages.
-
-    def hand_out(
-        self, vectors: Mapping[str, jax.Array | np.ndarray]
-    ) -> dict[str, np.ndarray]:
-        """Read-only views of arrays on the CPU, to send without a copy."""
-        handed = {dtype: np.asarray(vector) for dtype, vector in vectors.items()}
-        self.count(bytes_out=handed)
-        return handed
-
-    def count(
-        self, *, bytes_in: Arrays | None = None, bytes_out: Arrays | None = None
-    ) -> None:
-        """Count bytes received from workers and sent to them."""
-        with self._lock:
-            self._bytes_in += sum(v.nbytes for v in (bytes_in or {}).values())
-            self._bytes_out += sum(v.nbytes for v in (bytes_out or {}).values())

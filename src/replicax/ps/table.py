@@ -142,11 +142,6 @@ class Table(Group):
         fill_rows(self._values, spec.initializer, spec.seed, server, num_servers)
         self._slots = self._new_slots()
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the rows and their slots."""
-        return self._values.nbytes * (1 + len(self._slots))
-
     def status(self) -> JSONObject:
         """Versions and sizes."""
         sizes = {"num_rows": self.spec.num_rows, "dim": self.spec.dim}
