@@ -1,10 +1,7 @@
 """Jobs with a `ClusterCoordinator`, for tests."""
 
-import contextlib
 import os
-import subprocess
 import time
-from pathlib import Path
 
 import keras
 import numpy as np
@@ -12,7 +9,6 @@ from tests.ps.jobs import make
 
 import replicax as rx
 
-ENV = {"REPLICAX_PS_TOKEN": "a-token-of-the-tests"}
 NUM_ROWS, DIM, ROUNDS, PER_ROUND = 20, 4, 4, 20
 
 
@@ -76,32 +72,3 @@ class Trainer:
                 for s in servers
             ],
         }
-
-
-def command_of(task):
-    """Starts the task once more, as `replicax run` does."""
-    process = Path(f"/proc/{task.pid}")
-    command = process.joinpath("cmdline").read_bytes().split(b"\0")[:-1]
-    entries = process.joinpath("environ").read_bytes().split(b"\0")
-    environment = dict(entry.split(b"=", 1) for entry in entries if entry)
-
-    @contextlib.contextmanager
-    def start_again():
-        again = subprocess.Popen(command, env=environment)
-        try:
-            yield again
-        finally:
-            again.kill()
-            again.wait()
-
-    return start_again
-
-
-def wait_for(condition, seconds=60):
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        found = condition()
-        if found:
-            return found
-        time.sleep(0.02)
-    raise TimeoutError(f"not within {seconds} s")

@@ -1,17 +1,19 @@
 """ClusterCoordinator, on clusters of real processes."""
 
+import contextlib
 import os
 import re
+import subprocess
 import time
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.ps.coordinators import ENV, command_of, wait_for
 
 import replicax.testing
 
+ENV = {"REPLICAX_PS_TOKEN": "a-token-of-the-tests"}
 CLUSTER = {"chief": 1, "worker": 2, "ps": 1}
 
 
@@ -332,6 +334,35 @@ def test_a_function_that_ends_its_worker_is_an_error():
     assert "ClosureError: SystemExit: 3" in chief.output
     assert "leave on worker:" in chief.output
     assert 3 in {results[name].exit_code for name in ("worker:0", "worker:1")}
+
+
+def command_of(task):
+    """Starts the task once more, as `replicax run` does."""
+    process = Path(f"/proc/{task.pid}")
+    command = process.joinpath("cmdline").read_bytes().split(b"\0")[:-1]
+    entries = process.joinpath("environ").read_bytes().split(b"\0")
+    environment = dict(entry.split(b"=", 1) for entry in entries if entry)
+
+    @contextlib.contextmanager
+    def start_again():
+        again = subprocess.Popen(command, env=environment)
+        try:
+            yield again
+        finally:
+            again.kill()
+            again.wait()
+
+    return start_again
+
+
+def wait_for(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        found = condition()
+        if found:
+            return found
+        time.sleep(0.02)
+    raise TimeoutError(f"not within {seconds} s")
 
 
 def outlive_the_chief(folder):

@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 
 from replicax.cluster.timeouts import Timeouts
-from replicax.errors import ClusterError
 from replicax.layers import RowSource, TableSpec
 from replicax.ps import rows as rows_module
 from replicax.ps import session as session_module
-from replicax.ps.connection import ConnectionLost, ValuesLostError
+from replicax.ps.connection import ConnectionLost
 from replicax.ps.credentials import Credentials, new_token
 from replicax.ps.messages import PushRows
 from replicax.ps.partition import VariableGroup
@@ -335,16 +334,6 @@ def test_gradients_may_travel_as_bfloat16(make_rows):
     assert sizes[0] - sizes[1] > 100 * DIM
 
 
-def test_a_later_process_of_the_worker_replaces_it(rows, make_rows):
-    step(rows, [1])
-    again = make_rows()
-    again.create(table("words"))
-    again.connect(SGD_GROUP, [Anchor("words")])
-    step(again, [1])
-    with pytest.raises(ClusterError, match=r"ps:0 refuses to go on.*a later process"):
-        step(rows, [1])
-
-
 def test_a_server_that_comes_back_between_steps_goes_on(rows, servers):
     before = everything(rows)
     step(rows, [1, 2])
@@ -412,11 +401,3 @@ def test_a_server_that_stays_away_is_named(servers, make_rows, monkeypatch):
         rows.complete(program)
     assert lost.value.culprit == "ps:1"
     assert time.monotonic() - began < 10
-
-
-def test_a_server_that_lost_its_rows_ends_the_job(rows, servers):
-    servers.lose(1)
-    servers.bring_back(1, {"meta": {"groups": [], "sessions": {}}, "arrays": {}})
-    lost = r"ps:1 at .* has lost its values: table 'words' is not on server 1"
-    with pytest.raises(ValuesLostError, match=lost):
-        everything(rows)

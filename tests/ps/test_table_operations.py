@@ -1,6 +1,5 @@
 """A server's tables over a real connection: rows out, gradients in, nothing more."""
 
-import ml_dtypes
 import numpy as np
 import pytest
 from tests.ps import asking
@@ -114,11 +113,6 @@ def test_rows_are_pulled_and_pushed(words):
             "lost": 0,
         }
     }
-
-
-def test_gradients_may_be_bfloat16(words):
-    push(words, [5], value=0.5, dtype=ml_dtypes.bfloat16)
-    assert rows(words, 5)[0].tolist() == [0.75] * DIM
 
 
 @pytest.mark.parametrize(

@@ -256,13 +256,6 @@ def test_a_claimed_frame_of_two_gigabytes_in_http2_takes_no_memory(server):
     assert server.resident_megabytes() - before < 50
 
 
-def test_a_replayed_push_is_refused(server):
-    server.push(server.pushed)
-    if server.pushed > 1:
-        with pytest.raises(ServerRefused, match="came after number") as caught:
-            server.push(server.pushed - 1)
-        assert caught.value.kind == "RequestError"
-        server.log_has(r"'push' of 127\.0\.0\.1:\d+ failed: .*came after number")
 
 
 @pytest.fixture(scope="module")
