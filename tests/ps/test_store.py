@@ -77,7 +77,7 @@ def test_an_older_push_and_an_older_session_are_refused(caplog) -> None:
         RequestError, match=r"push of worker:0: number 4 came after number 5"
     ):
         push(store, 4)
-    assert "push 4 of worker:0" in caplog.text
+    assert "push of worker:0: number 4" in caplog.text
     push(store, 1, session="b")
     with pytest.raises(Superseded, match=r"worker:0: session 'a' was ended by.*'b'"):
         push(store, 6, session="a")
