@@ -256,8 +256,6 @@ def test_a_claimed_frame_of_two_gigabytes_in_http2_takes_no_memory(server):
     assert server.resident_megabytes() - before < 50
 
 
-
-
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory):
     """Paths of a self-made certificate for localhost and of its key."""
