@@ -14,7 +14,6 @@ import pytest
 from replicax.cluster.timeouts import Timeouts
 from replicax.layers import RowSource, TableSpec
 from replicax.ps import rows as rows_module
-from replicax.ps import session as session_module
 from replicax.ps.connection import ConnectionLost
 from replicax.ps.credentials import Credentials, new_token
 from replicax.ps.messages import PushRows
@@ -118,6 +117,8 @@ def make_rows(servers):
             CREDENTIALS,
             timeouts or Timeouts(server=10.0),
         )
+        for connection in session.connections:  # As `join` does.
+            connection.retry_timeout_seconds = session.timeouts.server
         sessions.append(session)
         rows = RemoteTables(session, **options)
         rows.session = session
@@ -160,7 +161,7 @@ def begun(rows, ids, value, name="words"):
 
 def test_a_push_has_longer_than_a_pull_within_a_program(make_rows, monkeypatch):
     """As over a slow network, where it may be large."""
-    monkeypatch.setattr(session_module, "_ROW_REPLY_SECONDS", 0.5)
+    monkeypatch.setattr(rows_module, "_REPLY_SECONDS", 0.5)
     handle, handled = PushRows.handle, Counter()
 
     def handle_late(message, store, vectors):

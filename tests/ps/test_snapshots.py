@@ -272,7 +272,7 @@ def test_what_a_finished_job_has_left_is_not_restored(tmp_path, caplog) -> None:
     assert snapshots.restore() is not None
     snapshots.mark_done()
     assert snapshots.restore() is None
-    assert "are of a job that is done" in caplog.text
+    assert "are of a finished job" in caplog.text
     path = snapshots.write(filled(2).state())
     found = Snapshots(tmp_path, 0).restore()
     assert found is not None
