@@ -8,22 +8,10 @@ import json
 import os
 from typing import Any
 
-import grain
 import keras
 import numpy as np
 import pytest
-from keras.layers import (
-    Activation,
-    Add,
-    BatchNormalization,
-    Conv2D,
-    Dense,
-    GlobalAveragePooling2D,
-    Input,
-    MaxPooling2D,
-)
-from keras.models import Model
-from sklearn.datasets import load_digits
+from tests.seeds.resnet import create_resnet_model, datasets
 
 import replicax as rx
 from replicax.testing import run
@@ -31,59 +19,8 @@ from replicax.testing import run
 pytest.importorskip("pyarrow")
 
 
-# Define the residual block and create_resnet_model functions as shown in the previous
-# examples
-def residual_block(x: Any, filters: int, strides: int = 1) -> Any:
-    shortcut = x
-    x = Conv2D(filters, kernel_size=(3, 3), strides=strides, padding="same")(x)
-    x = BatchNormalization()(x)
-    x = Activation("relu")(x)
-    x = Conv2D(filters, kernel_size=(3, 3), strides=1, padding="same")(x)
-    x = BatchNormalization()(x)
-    if strides != 1:
-        shortcut = Conv2D(filters, kernel_size=(1, 1), strides=strides, padding="same")(
-            shortcut
-        )
-        shortcut = BatchNormalization()(shortcut)
-    x = Add()([x, shortcut])
-    return Activation("relu")(x)
-
-
-def create_resnet_model(input_shape: tuple[int, ...], num_classes: int) -> Model:
-    inputs = Input(shape=input_shape)
-    # Source: 64, and then 64, 128, 256 and 512 filters
-    x = Conv2D(16, kernel_size=(7, 7), strides=2, padding="same")(inputs)
-    x = BatchNormalization()(x)
-    x = Activation("relu")(x)
-    x = MaxPooling2D(pool_size=(3, 3), strides=2, padding="same")(x)
-    x = residual_block(x, filters=16)
-    x = residual_block(x, filters=16)
-    x = residual_block(x, filters=32, strides=2)
-    x = residual_block(x, filters=32)
-    x = residual_block(x, filters=64, strides=2)
-    x = residual_block(x, filters=64)
-    x = residual_block(x, filters=128, strides=2)
-    x = residual_block(x, filters=128)
-    x = GlobalAveragePooling2D()(x)
-    outputs = Dense(num_classes, activation="softmax")(x)
-    return Model(inputs=inputs, outputs=outputs)
-
-
-def datasets() -> tuple[Any, Any]:
-    """160 digits as images `float32[32, 32, 3]` with one-hot classes, 128 to train."""
-    images, labels = load_digits(return_X_y=True)
-    x = (images[:160] / 16).astype("float32").reshape(-1, 8, 8, 1)
-    x = np.tile(np.kron(x, np.ones((1, 4, 4, 1), "float32")), 3)
-    y = np.eye(10, dtype="float32")[labels[:160]]
-    examples = list(zip(x, y, strict=True))
-    return (
-        grain.MapDataset.source(examples[:128]).batch(16),
-        grain.MapDataset.source(examples[128:]).batch(16),
-    )
-
-
 def script() -> dict[str, Any]:
-    train_dataset, val_dataset = datasets()
+    train_dataset, val_dataset = datasets(16)
 
     # Define the strategy and cluster configurations
     given = json.loads(os.environ.pop("TF_CONFIG"))
@@ -103,7 +40,7 @@ def script() -> dict[str, Any]:
     with strategy.scope():
         input_shape = (32, 32, 3)  # Source: (224, 224, 3)
         num_classes = 10
-        resnet_model: Any = create_resnet_model(input_shape, num_classes)
+        resnet_model: Any = create_resnet_model(input_shape, num_classes, width=16)
         resnet_model.compile(
             optimizer="adam", loss="categorical_crossentropy", metrics=["accuracy"]
         )
@@ -114,7 +51,7 @@ def script() -> dict[str, Any]:
     statistics = [
         float(keras.ops.mean(layer.moving_variance))
         for layer in resnet_model.layers
-        if isinstance(layer, BatchNormalization)
+        if isinstance(layer, keras.layers.BatchNormalization)
     ]
     return {
         "history": history.history,

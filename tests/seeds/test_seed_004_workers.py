@@ -1,82 +1,19 @@
 """Seed 004, "Distributed Deep Learning in TensorFlow": MultiWorkerMirroredStrategy.
 
 The script of the section of that name with imports and data changed, on two workers.
-Its residual network is that of `test_seed_004.py`.
 """
 
 import json
 import os
 from typing import Any
 
-import grain
 import numpy as np
 import pytest
-from keras.layers import (
-    Activation,
-    Add,
-    BatchNormalization,
-    Conv2D,
-    Dense,
-    GlobalAveragePooling2D,
-    Input,
-    MaxPooling2D,
-)
-from keras.models import Model
-from sklearn.datasets import load_digits
 from tests.seeds.machines import take_machine
+from tests.seeds.resnet import create_resnet_model, datasets
 
 import replicax as rx
 from replicax.testing import run
-
-
-# Define the residual block
-def residual_block(x: Any, filters: int, strides: int = 1) -> Any:
-    shortcut = x
-    x = Conv2D(filters, kernel_size=(3, 3), strides=strides, padding="same")(x)
-    x = BatchNormalization()(x)
-    x = Activation("relu")(x)
-    x = Conv2D(filters, kernel_size=(3, 3), strides=1, padding="same")(x)
-    x = BatchNormalization()(x)
-    if strides != 1:
-        shortcut = Conv2D(filters, kernel_size=(1, 1), strides=strides, padding="same")(
-            shortcut
-        )
-        shortcut = BatchNormalization()(shortcut)
-    x = Add()([x, shortcut])
-    return Activation("relu")(x)
-
-
-# Define the ResNet model
-def create_resnet_model(input_shape: tuple[int, ...], num_classes: int) -> Model:
-    inputs = Input(shape=input_shape)
-    x = Conv2D(64, kernel_size=(7, 7), strides=2, padding="same")(inputs)
-    x = BatchNormalization()(x)
-    x = Activation("relu")(x)
-    x = MaxPooling2D(pool_size=(3, 3), strides=2, padding="same")(x)
-    x = residual_block(x, filters=64)
-    x = residual_block(x, filters=64)
-    x = residual_block(x, filters=128, strides=2)
-    x = residual_block(x, filters=128)
-    x = residual_block(x, filters=256, strides=2)
-    x = residual_block(x, filters=256)
-    x = residual_block(x, filters=512, strides=2)
-    x = residual_block(x, filters=512)
-    x = GlobalAveragePooling2D()(x)
-    outputs = Dense(num_classes, activation="softmax")(x)
-    return Model(inputs=inputs, outputs=outputs)
-
-
-def datasets() -> tuple[Any, Any]:
-    """160 digits as images `float32[32, 32, 3]` with one-hot classes, 128 to train."""
-    images, labels = load_digits(return_X_y=True)
-    x = (images[:160] / 16).astype("float32").reshape(-1, 8, 8, 1)
-    x = np.tile(np.kron(x, np.ones((1, 4, 4, 1), "float32")), 3)
-    y = np.eye(10, dtype="float32")[labels[:160]]
-    examples = list(zip(x, y, strict=True))
-    return (
-        grain.MapDataset.source(examples[:128]).batch(32),
-        grain.MapDataset.source(examples[128:]).batch(32),
-    )
 
 
 def script() -> dict[str, Any]:
