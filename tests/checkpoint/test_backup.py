@@ -296,7 +296,7 @@ def test_a_damaged_backup_costs_some_steps_only(tmp_path):
 def test_what_does_not_fit(tmp_path):
     with pytest.raises(InterruptedError):
         outcome(arrays, [BackupAndRestore(tmp_path / "b", 1), Interrupt(4)])
-    with pytest.raises(ValueError, match="is at step 4 of epoch 0, which steps_per_ex"):
+    with pytest.raises(ValueError, match="is at step 4 of epoch 0, and no execution"):
         outcome(arrays, [BackupAndRestore(tmp_path / "b")], steps_per_execution=3)
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
     model.compile("adam", "mse")
@@ -394,7 +394,7 @@ def test_a_process_that_is_told_to_end(tmp_path, stop, save_freq):
     else:
         assert child.returncode == -signal.SIGKILL
     out, errors = finish(start(0))
-    assert "fit: goes on in epoch 2, step" in errors
+    assert "fit: continues in epoch 2, step" in errors
     assert out.splitlines()[-1] == expected
     if stop == signal.SIGTERM:
         assert out.count("step\n") == 4 * 8 - 12

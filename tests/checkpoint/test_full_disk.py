@@ -76,24 +76,6 @@ def test_the_error_names_the_folder_and_the_room(disk: Path, capfd) -> None:
     assert capfd.readouterr().err.splitlines() == []
 
 
-def test_what_found_no_room_is_not_tried_again_before_there_is_more(
-    disk: Path,
-) -> None:
-    filler = fill(disk)
-    with pytest.raises(CheckpointError, match="No space left") as first:
-        storage.write(disk / "c", contents(20, 1))
-    with pytest.raises(CheckpointError, match="no more than when it was tried"):
-        storage.write(disk / "c", contents(20, 1))
-    assert "no more than" not in str(first.value)
-    with pytest.raises(CheckpointError) as smaller:
-        storage.write(disk / "c", contents(10, 1))
-    assert "no more than" not in str(smaller.value)
-    filler.unlink()
-    storage.write(disk / "c", contents(20, 1))
-    storage.write(disk / "c", contents(2, 2))
-    assert storage.read(disk / "c").values == {"step": 2}
-
-
 def test_arrays_that_compress_may_be_larger_than_the_room(disk: Path) -> None:
     zeros = Contents(arrays={"x": np.zeros(1_000_000)}, values={}, labels={})
     storage.write(disk / "c", zeros)
@@ -227,38 +209,6 @@ def test_the_warning_names_the_last_whole_backup(disk: Path, caplog, capfd) -> N
     assert int(whole.rpartition("-")[2]) >= 8
 
 
-@pytest.mark.parametrize("delete", [True, False])
-def test_fit_ends_with_an_error_if_asked_to(disk: Path, delete, caplog, capfd) -> None:
-    def backup() -> rx.BackupAndRestore:
-        return rx.BackupAndRestore(
-            disk / "backup", on_failed_save="raise", delete_checkpoint=delete
-        )
-
-    fills = Fills(disk)
-    with pytest.raises(CheckpointError, match="No space left on device"):
-        run_fit(backup(), fills)
-    assert fills.epochs < 10
-    said(caplog, capfd)
-    (disk / "filler").unlink()
-    caplog.clear()
-    again = Fills()
-    run_fit(backup(), again)
-    assert "fit: goes on in epoch" in caplog.text
-    assert again.epochs == 10
-
-
-def test_the_last_backup_raises_at_the_end_of_fit(disk: Path) -> None:
-    fill(disk)
-    backup = rx.BackupAndRestore(disk / "backup", save_freq=30, on_failed_save="raise")
-    with pytest.raises(CheckpointError, match="No space left on device"):
-        run_fit(backup)
-
-
-def test_another_way_to_fail_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="on_failed_save must be 'warn' or 'raise'"):
-        rx.BackupAndRestore(tmp_path, on_failed_save="ignore")
-
-
 def test_a_servers_snapshots_say_it_once(disk: Path, caplog, monkeypatch) -> None:
     monkeypatch.setattr("replicax.ps.snapshots._RETRY_SECONDS", 0.01)
     store = VariableStore(0)
@@ -275,40 +225,29 @@ def test_a_servers_snapshots_say_it_once(disk: Path, caplog, monkeypatch) -> Non
     assert "after 10 that failed" in caplog.text
 
 
-def fit_of_two(folder: str) -> dict[str, str]:
-    """How `fit` ends on a worker that asks for warnings, and for errors."""
+def fit_of_two(folder: str) -> str:
+    """The log of a worker whose backups fail."""
     log = io.StringIO()
     logging.getLogger("replicax").addHandler(logging.StreamHandler(log))
     strategy = rx.MultiWorkerMirroredStrategy(
         timeouts=rx.Timeouts(heartbeat=6, startup=90)
     )
-    ends = {}
     with strategy.scope():
         model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(8192)])
         model.compile("sgd", "mse")
-    for what in ("warn", "raise"):
-        backup = rx.BackupAndRestore(folder, save_freq=1, on_failed_save=what)
-        x = np.ones((32, 64))
-        y = np.ones((32, 8192))
-        try:
-            model.fit(x, y, batch_size=8, epochs=5, verbose=0, callbacks=[backup])
-            ends[what] = log.getvalue()
-        except CheckpointError as error:
-            ends[what] = f"CheckpointError: {error}"
-    return ends
+    backup = rx.BackupAndRestore(folder, save_freq=1)
+    x, y = np.ones((32, 64)), np.ones((32, 8192))
+    model.fit(x, y, batch_size=8, epochs=5, verbose=0, callbacks=[backup])
+    return log.getvalue()
 
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
 @pytest.mark.timeout(150)
-def test_all_workers_warn_or_raise(disk: Path) -> None:
+def test_all_workers_warn(disk: Path) -> None:
     results = run(
         fit_of_two, num_workers=2, args=[str(disk / "backup")], deadline_seconds=120
     )
-    for ends in results.returned.values():
-        assert "NO BACKUP WAS WRITTEN" in ends["warn"]
-        assert len(ends["warn"].splitlines()) <= 8  # Of 20 that failed.
-        assert ends["raise"].startswith("CheckpointError: The last save failed.")
-        assert "No space left on device" in ends["raise"]
-    for result in results.values():
-        assert "Traceback" not in result.output
+    for log in results.returned.values():
+        assert "NO BACKUP WAS WRITTEN" in log
+        assert len(log.splitlines()) <= 8  # Of 20 that failed.

@@ -177,7 +177,7 @@ def test_sigkill_and_restart_end_with_the_same_bits(
     digests, output = launched(tmp_path, victim)
     undisturbed, _ = launched(tmp_path, "none")
     assert f"worker:{victim} was killed by SIGKILL" in output
-    assert "goes on in epoch" in output
+    assert "continues in epoch" in output
     assert len(undisturbed) == 2
     assert set(digests) == set(undisturbed), "weights and losses, bit by bit"
 

@@ -16,16 +16,16 @@ import orbax.checkpoint as ocp
 __all__ = ["restore", "write"]
 
 _READ_AT_ONCE = 4
-# What is written stays in memory until its file is full; by default 2 GiB. From 32 MiB
-# on glibc gives memory back at once: arrays are read in pieces of this size.
+# TensorStore keeps written data in memory until the file is full, by default 2 GiB. It
+# reads in pieces of the same size, and glibc returns pieces above 32 MiB at once.
 _FILE_BYTES = 64 << 20
 
 
 class _Arrays(ocp.type_handlers.NumpyHandler):
-    """A handler that needs little more memory than the arrays have.
+    """A handler that needs little more memory than the arrays.
 
-    It writes them without a copy: nobody changes them meanwhile. It reads some at a
-    time: TensorStore holds what is read and not decoded yet.
+    It writes arrays without a copy, because nothing changes them during a save. It
+    reads a few arrays at a time, because TensorStore keeps encoded arrays in memory.
 
     After a failed write it waits for the other writes to end. Orbax raises at the first
     failure and closes its event loop. TensorStore still writes the other arrays, into a
@@ -40,11 +40,11 @@ class _Arrays(ocp.type_handlers.NumpyHandler):
     async def deserialize(
         self, infos: Sequence[Any], args: Sequence[Any] | None = None
     ) -> Sequence[np.ndarray]:
-        found: list[np.ndarray] = []
+        arrays: list[np.ndarray] = []
         for i in range(0, len(infos), _READ_AT_ONCE):
             some = slice(i, i + _READ_AT_ONCE)
-            found += await super().deserialize(infos[some], args and args[some])
-        return found
+            arrays += await super().deserialize(infos[some], args and args[some])
+        return arrays
 
     async def _background_serialize(self, *args: Any, **kwargs: Any) -> None:
         try:

@@ -25,39 +25,39 @@ _WRITE = (
     "import pickle, sys; from replicax.checkpoint import storage; "
     "storage.write(*pickle.load(sys.stdin.buffer))"
 )
-"""The program that writes a checkpoint which it reads from its standard input."""
+"""A program that reads a checkpoint from its standard input, and writes it to disk."""
 
 # Saves whose error nobody has read.
-_unsettled: set["BackgroundSave"] = set()
+_unread: set["BackgroundSave"] = set()
 
 
 class BackgroundSave:
     """A thread that writes one checkpoint, whose contents must not change.
 
-    Before the write it deletes the folders `left` by incomplete saves, to make room;
-    after it the `outdated` older checkpoints.
+    Before the write it deletes the `partial` folders of incomplete saves, to make room;
+    after the write the `outdated` checkpoints.
     """
 
     def __init__(
         self,
         path: Path,
         contents: Contents,
-        left: Sequence[Path],
+        partial: Sequence[Path],
         outdated: Sequence[Path],
         failed: FailedWrites,
     ) -> None:
         self.path = path
-        _unsettled.add(self)
-        with_thread = ThreadPoolExecutor(1, thread_name_prefix="replicax-checkpoint")
-        self._future: Future[None] = with_thread.submit(
-            _save, path, contents, left, outdated, failed
+        _unread.add(self)
+        executor = ThreadPoolExecutor(1, thread_name_prefix="replicax-checkpoint")
+        self._future: Future[None] = executor.submit(
+            _save, path, contents, partial, outdated, failed
         )
-        with_thread.shutdown(wait=False)
+        executor.shutdown(wait=False)
 
     def error(self) -> str | None:
         """Wait for the end; return the error or None. The caller reports the error."""
         problem = self.wait()
-        _unsettled.discard(self)
+        _unread.discard(self)
         return problem
 
     def wait(self) -> str | None:
@@ -70,7 +70,7 @@ class BackgroundSave:
 
 def finish(folder: Path) -> None:
     """Wait for all saves in a folder, of other managers too."""
-    for save in list(_unsettled):
+    for save in list(_unread):
         if save.path.parent == folder:
             save.wait()
 
@@ -78,11 +78,11 @@ def finish(folder: Path) -> None:
 def _save(
     path: Path,
     contents: Contents,
-    left: Sequence[Path],
+    partial: Sequence[Path],
     outdated: Sequence[Path],
     failed: FailedWrites,
 ) -> None:
-    _remove(left)
+    _remove(partial)
     try:
         _write(path, contents)
     except CheckpointError as error:
@@ -103,7 +103,7 @@ def _write(path: Path, contents: Contents) -> None:
 
 
 def _may_start_threads() -> bool:
-    """Whether Python still starts threads; from 3.12, not once the script has ended.
+    """Whether Python still starts threads; from 3.12 on, not after the script's end.
 
     `sys.is_finalizing` becomes true later than that.
     """
@@ -138,8 +138,8 @@ def _write_in_process(path: Path, contents: Contents) -> None:
             "end of the script. Save it earlier, and wait for the save."
         ) from error
     if ended.returncode:
-        said = ended.stderr.decode(errors="replace")
-        raise CheckpointError(said.rpartition("CheckpointError: ")[-1].strip())
+        text = ended.stderr.decode(errors="replace")
+        raise CheckpointError(text.rpartition("CheckpointError: ")[-1].strip())
 
 
 def _remove(paths: Sequence[Path]) -> None:
@@ -151,12 +151,12 @@ def _remove(paths: Sequence[Path]) -> None:
 
 
 def _finish_saves() -> None:
-    for save in list(_unsettled):
+    for save in list(_unread):
         save.wait()
 
 
 def _report_lost_saves() -> None:
-    lost = [problem for save in list(_unsettled) if (problem := save.wait())]
+    lost = [problem for save in list(_unread) if (problem := save.wait())]
     if not lost:
         return
     print(

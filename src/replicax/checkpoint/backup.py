@@ -16,13 +16,13 @@ from replicax._util import json_codec, random_state
 from replicax._util.arguments import require_count, require_flag, require_path
 from replicax._util.interrupts import end_postponement
 from replicax._util.types import Logs, PyTree
+from replicax.checkpoint.entries import encode
 from replicax.checkpoint.fit_state import (
     FitState,
     capture_callbacks,
     restore_callbacks,
 )
 from replicax.checkpoint.manager import CheckpointManager
-from replicax.checkpoint.slots import encode
 from replicax.cluster import workers
 from replicax.cluster.failure import ExitCode
 from replicax.errors import CheckpointError
@@ -34,7 +34,7 @@ __all__ = ["BACKUP_NAME", "BackupAndRestore"]
 _logger = logging.getLogger("replicax")
 
 BACKUP_NAME = "backup"
-"""Beginning of the names of backups in their folder."""
+"""Prefix of the names of backups in their folder."""
 
 
 class BackupAndRestore(LateCallback):
@@ -51,17 +51,15 @@ class BackupAndRestore(LateCallback):
         backup_dir: The folder of the backups, for this run alone.
         save_freq: `"epoch"`, a number of batches, or False: on SIGTERM and
             Ctrl-C only.
-        max_to_keep: How many backups to keep. With 2, there is one to go back to if
-            the newest is damaged.
+        max_to_keep: Number of backups to keep. With 2, there is another one if the
+            newest is damaged.
         delete_checkpoint: Delete the backups when `fit` has ended.
-        on_failed_save: What a backup that cannot be written does, on a full disk for
-            example. `"warn"`: it is logged, training goes on, and a warning at the end
-            of `fit` says what was not backed up. `"raise"`: `fit` ends with a
-            `CheckpointError` when the next backup is due, or at its end, and keeps the
-            backups before.
+
+    A backup that cannot be written, on a full disk for example, is logged; training
+    continues, and a warning at the end of `fit` names the last complete backup.
 
     Raises:
-        ValueError: For another `save_freq` or `on_failed_save`.
+        ValueError: For another `save_freq`.
         TypeError: If another argument has the wrong type.
 
     Example:
@@ -81,7 +79,6 @@ class BackupAndRestore(LateCallback):
         *,
         max_to_keep: int = 2,
         delete_checkpoint: bool = True,
-        on_failed_save: str = "warn",
     ) -> None:
         super().__init__()
         is_count = isinstance(save_freq, int) and save_freq is not True
@@ -91,11 +88,6 @@ class BackupAndRestore(LateCallback):
                 "BackupAndRestore: save_freq must be 'epoch', a number of batches, or "
                 f"False for none but the one on SIGTERM; got {save_freq!r}."
             )
-        if on_failed_save not in ("warn", "raise"):
-            raise ValueError(
-                "BackupAndRestore: on_failed_save must be 'warn' or 'raise'; got "
-                f"{on_failed_save!r}."
-            )
         require_path(backup_dir, "BackupAndRestore: backup_dir")
         require_flag(delete_checkpoint, "BackupAndRestore: delete_checkpoint")
         require_count(max_to_keep, "BackupAndRestore: max_to_keep", 1)
@@ -103,7 +95,6 @@ class BackupAndRestore(LateCallback):
         self.save_freq = save_freq
         self.max_to_keep = max_to_keep
         self.delete_checkpoint = delete_checkpoint
-        self.on_failed_save = on_failed_save
         self._run: _BackedUpFit | None = None
 
     def after_train_begin(self, callbacks: Sequence[keras.callbacks.Callback]) -> None:
@@ -123,23 +114,22 @@ class BackupAndRestore(LateCallback):
         self._run = _BackedUpFit(self, session, session.epochs, others)
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        """Restore metrics that Keras has just reset, where an epoch is resumed."""
+        """In a resumed epoch, restore the metrics that Keras has just reset."""
         self._running().begin_epoch(epoch)
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        """Save if a backup is due, or if the process was told to end."""
+        """Save if a backup is due, or after a request to stop."""
         self._running().end_batches(batch)
 
     def after_epoch_end(self, epoch: int) -> None:
-        """Save if a backup is due, or if the process was told to end."""
+        """Save if a backup is due, or after a request to stop."""
         self._running().end_epoch(epoch)
 
     def on_train_end(self, logs: Logs | None = None) -> None:
         """Delete the backups, or mark the run as finished.
 
         Raises:
-            CheckpointError: If the last one could not be saved, and is to be kept or
-                `on_failed_save="raise"`.
+            CheckpointError: If the last one could not be saved, and is to be kept.
         """
         run, self._run = self._running(), None
         run.end()
@@ -153,7 +143,7 @@ class BackupAndRestore(LateCallback):
 
 
 class _BackedUpFit:
-    """The backups of one call of `fit`: counts its steps, saves when one is due."""
+    """Counts the steps of one call of `fit`, and saves when a backup is due."""
 
     def __init__(
         self,
@@ -245,15 +235,11 @@ class _BackedUpFit:
         try:
             self._manager.close()
         except CheckpointError as error:  # The next run may fail, too.
-            if self._options.on_failed_save == "raise":
-                raise
             wrote_any = self._manager.latest_checkpoint is not None
             _logger.warning(
-                "BackupAndRestore: fit has ended, and %s in %s: an interruption would "
-                "have lost %s. %s",
+                "BackupAndRestore: fit has ended, and %s in %s. %s",
                 "its last backup failed" if wrote_any else "NO BACKUP WAS WRITTEN",
                 self._options.backup_dir,
-                "what came after the one before" if wrote_any else "all of it",
                 error,
             )
         if self._worker.is_chief:
@@ -266,8 +252,6 @@ class _BackedUpFit:
         return self._total - self._last_saved >= every
 
     def _save(self) -> None:
-        if self._options.on_failed_save == "raise":
-            self._manager.wait()
         self._is_due = False
         self._last_saved = self._total
         position = self._data.position(self._epoch, self._step)
@@ -295,7 +279,7 @@ class _BackedUpFit:
             result = f"training could not be saved: {error} The newest backup is"
         print(
             f"replicax: {'interrupted' if interrupted else 'told to stop'}; {result} "
-            f"{self._manager.latest_checkpoint}. Start the same script again to go on.",
+            f"{self._manager.latest_checkpoint}. Start the same script again.",
             file=sys.stderr,
             flush=True,
         )
@@ -321,20 +305,20 @@ class _BackedUpFit:
         )
         if missing:
             _logger.warning(
-                "fit: the interrupted run had the callbacks %s, this one has not.",
+                "fit: the interrupted run had the callbacks %s, which this run lacks.",
                 missing,
             )
-        is_over = progress["stop_training"] and not position.step
+        has_stopped = progress["stop_training"] and not position.step
         params: PyTree = self._options.params
         epochs = params["epochs"]
-        first = max(position.epoch, epochs) if is_over else position.epoch
+        first = max(position.epoch, epochs) if has_stopped else position.epoch
         self._session.initial_epoch = first
         if position.step:
             # Keras resets them at the beginning of an epoch.
             variables = self._model.metrics_variables
             self._metrics = [np.array(v.value) for v in variables]
         _logger.warning(
-            "fit: goes on in epoch %d, step %d, from %s.",
+            "fit: continues in epoch %d, step %d, from %s.",
             position.epoch + 1,
             position.step,
             path,
@@ -348,13 +332,13 @@ def _check_servers(options: BackupAndRestore) -> None:
     if tables:
         raise NotImplementedError(
             f"BackupAndRestore: the rows of {tables} are on parameter servers only, "
-            "which a backup does not hold. Use ParameterServerStrategy(snapshot_dir="
-            "...): restarted servers and workers go on from there."
+            "which no backup has. Use ParameterServerStrategy(snapshot_dir=...): "
+            "restarted servers and workers continue from there."
         )
     if options.save_freq != "epoch":
         _logger.warning(
             "BackupAndRestore: on parameter servers fit is backed up at the end of "
             "each epoch, in place of save_freq=%r: workers are at different steps in "
-            "between. ParameterServerStrategy(snapshot_dir=...) goes on from there.",
+            "between. ParameterServerStrategy(snapshot_dir=...) continues from there.",
             options.save_freq,
         )

@@ -13,17 +13,17 @@ import keras
 from replicax._private import keras as internals
 from replicax._util.types import JSON, JSONObject, PyTree
 from replicax.checkpoint import storage
-from replicax.checkpoint.restore import RestoreStatus, compare
-from replicax.checkpoint.slots import (
-    ArraySlot,
+from replicax.checkpoint.entries import (
+    ArrayEntry,
     Binding,
-    RemoteSlots,
-    Slot,
-    ValueSlot,
+    Entry,
+    RemoteEntries,
+    ValueEntry,
     bind,
     same_state,
     to_host,
 )
+from replicax.checkpoint.restore import RestoreStatus, compare
 from replicax.checkpoint.storage import Contents
 from replicax.cluster import workers
 from replicax.cluster.workers import Workers
@@ -71,8 +71,8 @@ class Checkpoint:
     def __init__(self, root: PyTree = None, **objects: PyTree) -> None:
         if root is not None:
             objects["root"] = root
-        taken = [name for name in objects if hasattr(type(self), name)]
-        if taken or _COUNTER in objects or any(name[:1] == "_" for name in objects):
+        reserved = any(hasattr(type(self), name) for name in objects)
+        if reserved or _COUNTER in objects or any(name[:1] == "_" for name in objects):
             raise ValueError(
                 f"Checkpoint: got the names {sorted(objects)}. 'save_counter', names "
                 "with a leading underscore and those of methods cannot be used: "
@@ -129,12 +129,13 @@ class Checkpoint:
     def restore(self, path: str | os.PathLike[str] | None) -> "RestoreStatus":
         """Set the objects to their saved values, keeping their placement.
 
-        Objects and saved values may differ in part: the status tells. Models, layers
-        and optimizers that are not built yet are restored when they are built.
+        The status lists names that only the objects or only the checkpoint have.
+        Models, layers and optimizers that are not built yet are restored when they are
+        built.
 
         Args:
-            path: The result of `save` or `write`. None, like `latest_checkpoint` before
-                the first save: nothing happens.
+            path: The result of `save` or `write`. None, the `latest_checkpoint` before
+                the first save: nothing is restored.
 
         Returns:
             A status with `assert_consumed()`, which raises if the path was None, and
@@ -156,20 +157,20 @@ class Checkpoint:
         In a cluster all workers call it: it gathers the states of their iterators.
         """
         worker = workers.current()
-        slots = self._slots()
-        arrays = [slot for slot in slots if isinstance(slot, ArraySlot)]
-        values = _worker_values(worker, slots)
+        entries = self._entries()
+        arrays = [entry for entry in entries if isinstance(entry, ArrayEntry)]
+        values = _worker_values(worker, entries)
         on_host = to_host(arrays, wanted=worker.is_chief)
         if not worker.is_chief:
             return None
-        for slot in slots:
-            if isinstance(slot, RemoteSlots):
-                found = slot.read()
-                on_host |= {slot.name + name: array for name, array in found.items()}
+        for entry in entries:
+            if isinstance(entry, RemoteEntries):
+                arrays_there = entry.read()
+                on_host |= {entry.name + n: array for n, array in arrays_there.items()}
         return Contents(
             arrays=on_host,
             values=values,
-            labels={slot.name: slot.label for slot in arrays},
+            labels={entry.name: entry.label for entry in arrays},
         )
 
     def apply(self, contents: Contents, path: str) -> "RestoreStatus":
@@ -178,14 +179,16 @@ class Checkpoint:
         _build_optimizers(objects)
         waiting = {name: x for name, x in objects.items() if _is_unbuilt(x)}
         bindings = self._bind()
-        slots = [slot for binding in bindings.values() for slot in binding.slots]
-        status = compare(slots, contents, path, waiting)
+        entries = [entry for binding in bindings.values() for entry in binding.entries]
+        status = compare(entries, contents, path, waiting)
         worker = workers.current()
-        _write_arrays(slots, contents)
-        for slot in slots:
-            if isinstance(slot, ValueSlot) and slot.name in contents.values:
-                saved = contents.values[slot.name]
-                slot.write(_own_state(worker, slot, saved) if slot.of_worker else saved)
+        _write_arrays(entries, contents)
+        for entry in entries:
+            if isinstance(entry, ValueEntry) and entry.name in contents.values:
+                saved = contents.values[entry.name]
+                entry.write(
+                    _own_state(worker, entry, saved) if entry.of_worker else saved
+                )
         for name, binding in bindings.items():
             setattr(self, name, binding.value())
         for name, value in waiting.items():
@@ -199,21 +202,21 @@ class Checkpoint:
         """Restore an object that was not built at the call of `restore`."""
         if internals.current_scope() is None:
             _build_optimizers(self._objects())
-        slots = self._bind()[name].slots
-        missing = compare(slots, contents, path).expect_partial().missing
-        _write_arrays(slots, contents)
-        status.note_built(name, missing, [slot.name for slot in slots])
+        entries = self._bind()[name].entries
+        missing = compare(entries, contents, path).expect_partial().missing
+        _write_arrays(entries, contents)
+        status.note_built(name, missing, [entry.name for entry in entries])
 
     def _objects(self) -> dict[str, PyTree]:
         return {name: getattr(self, name) for name in self._names}
 
-    def _slots(self) -> list[Slot]:
+    def _entries(self) -> list[Entry]:
         for value in self._objects().values():
             if isinstance(value, keras.Model):
                 value.jax_state_sync()  # During fit the loop holds the model's values.
         # As in `apply`, so that both have the same names.
         _build_optimizers(self._objects())
-        return [slot for binding in self._bind().values() for slot in binding.slots]
+        return [entry for binding in self._bind().values() for entry in binding.entries]
 
     def _bind(self) -> dict[str, Binding]:
         objects = self._objects()
@@ -228,28 +231,28 @@ class Checkpoint:
                 and isinstance(optimizer, keras.optimizers.Optimizer)
                 and not any(optimizer is x for x in optimizers)
             ):
-                more = bind(f"{name}/optimizer", optimizer).slots
+                more = bind(f"{name}/optimizer", optimizer).entries
                 bindings[name] = dataclasses.replace(
-                    bindings[name], slots=bindings[name].slots + more
+                    bindings[name], entries=bindings[name].entries + more
                 )
         return bindings
 
 
-def _write_arrays(slots: Iterable[Slot], contents: Contents) -> None:
+def _write_arrays(entries: Iterable[Entry], contents: Contents) -> None:
     """Set the arrays that are in a checkpoint, also those on servers."""
-    for slot in slots:
-        if isinstance(slot, ArraySlot) and slot.name in contents.arrays:
-            slot.write(contents.arrays[slot.name])
-        elif isinstance(slot, RemoteSlots):
-            prefix = slot.name
+    for entry in entries:
+        if isinstance(entry, ArrayEntry) and entry.name in contents.arrays:
+            entry.write(contents.arrays[entry.name])
+        elif isinstance(entry, RemoteEntries):
+            prefix = entry.name
             below = {n: x for n, x in contents.arrays.items() if n.startswith(prefix)}
-            slot.write({n.removeprefix(prefix): x for n, x in below.items()})
+            entry.write({n.removeprefix(prefix): x for n, x in below.items()})
 
 
-def _worker_values(worker: Workers, slots: Iterable[Slot]) -> JSONObject:
+def _worker_values(worker: Workers, entries: Iterable[Entry]) -> JSONObject:
     """Collect the plain values; for iterators, a list of all workers' states."""
-    values = {s.name: s.read() for s in slots if isinstance(s, ValueSlot)}
-    own = {s.name for s in slots if isinstance(s, ValueSlot) and s.of_worker}
+    values = {s.name: s.read() for s in entries if isinstance(s, ValueEntry)}
+    own = {s.name for s in entries if isinstance(s, ValueEntry) and s.of_worker}
     if not own:
         return values
     states = [{name: values[name] for name in own}]
@@ -258,14 +261,14 @@ def _worker_values(worker: Workers, slots: Iterable[Slot]) -> JSONObject:
     return values | {name: [state[name] for state in states] for name in own}
 
 
-def _own_state(worker: Workers, slot: ValueSlot, saved: list[JSON]) -> JSON:
+def _own_state(worker: Workers, entry: ValueEntry, saved: list[JSON]) -> JSON:
     if len(saved) == worker.count:
         return saved[worker.index]
     if all(same_state(state, saved[0]) for state in saved[1:]):
         return saved[0]
     raise CheckpointError(
-        f"Checkpoint.restore: {slot.name} was saved by {len(saved)} workers, each with "
-        f"a state of its own, and there are {worker.count} now. Restore with "
+        f"Checkpoint.restore: {len(saved)} workers saved {entry.name}, each with a "
+        f"state of its own, and there are {worker.count} workers now. Restore with "
         f"{len(saved)} workers, or leave it out of the checkpoint."
     )
 

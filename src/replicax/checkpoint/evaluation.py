@@ -29,11 +29,11 @@ _NO_MORE = ()
 class CheckpointWatch:
     """Polls a folder for new checkpoints, until the run is marked as finished.
 
-    It skips checkpoints that are older than the last one found, or deleted before it
-    has read them, and always finds the last one of a finished run.
+    It skips checkpoints that are older than `latest`, or deleted before they are read,
+    and always yields the last one of a finished run.
 
     Attributes:
-        latest: Name of the checkpoint found last; None before.
+        latest: Name of the last checkpoint that `next` returned; None before.
     """
 
     def __init__(self, directory: Path, name: str, timeout: float, caller: str) -> None:
@@ -46,8 +46,8 @@ class CheckpointWatch:
     def next(self) -> tuple[Path, Contents] | None:
         """Wait for a newer checkpoint; None at the end of the run.
 
-        It reads the mark of the end before the list of checkpoints, so that the list is
-        complete if there is a mark.
+        It reads the mark of a finished run before the list of checkpoints, so that the
+        list is complete if there is a mark.
 
         Raises:
             CheckpointError: If none comes in time, or the last one is damaged.
@@ -62,8 +62,8 @@ class CheckpointWatch:
                 "(rx.Timeouts(checkpoint=...))."
             )
 
-        found = wait_for(self._look, self._timeout, late=late, pauses=POLL_PAUSES)
-        return found or None
+        result = wait_for(self._look, self._timeout, late=late, pauses=POLL_PAUSES)
+        return result or None
 
     def _look(self) -> "tuple[Path, Contents] | tuple[()] | None":
         """Poll once for a newer checkpoint, or `_NO_MORE`; None: not yet."""
@@ -92,7 +92,7 @@ class CheckpointWatch:
 
     @property
     def is_at_end(self) -> bool:
-        """Whether the checkpoint found last is the last one of a finished run."""
+        """Whether `latest` is the last checkpoint of a finished run."""
         last = self._last_of_finished_run()
         return last is not None and last.get("checkpoint") == self.latest
 

@@ -4,20 +4,16 @@ import json
 import logging
 import os
 import re
-import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
 from replicax._util.arguments import require_count, require_path
 from replicax._util.files import FailedWrites, leftovers, write_whole
-from replicax._util.listing import listed
-from replicax._util.waiting import wait_for
 from replicax.checkpoint import background, storage
 from replicax.checkpoint.background import BackgroundSave
 from replicax.checkpoint.storage import Contents
 from replicax.cluster import workers
-from replicax.cluster.workers import Workers
 from replicax.errors import CheckpointError
 
 __all__ = [
@@ -33,8 +29,6 @@ _logger = logging.getLogger("replicax")
 FINISHED = "FINISHED"
 """File that marks a finished run, beside its checkpoints; it names the last one."""
 
-# Network file systems may show a new file to others some seconds late.
-_SHARED_FILE_TIMEOUT_SECONDS = 30.0
 _SAVE_TIMEOUT_SECONDS = 1800.0
 
 
@@ -57,8 +51,8 @@ class CheckpointManager:
 
     (TF: `tf.train.CheckpointManager`.) `save` returns when the values are copied to the
     host; a thread writes them. The next `save` waits for that write. In a cluster all
-    workers make the same calls on a shared folder. A worker that names another folder,
-    as TensorFlow requires, uses that of worker 0.
+    workers make the same calls, and use the folder of worker 0, which must be on
+    storage that all of them mount.
 
     Args:
         checkpoint: The checkpoint to save.
@@ -68,7 +62,6 @@ class CheckpointManager:
         init_fn: Called by `restore_or_initialize` if there is nothing to restore.
 
     Raises:
-        CheckpointError: If a worker does not see the folder of worker 0.
         TypeError: If an argument has another type.
         ValueError: If `max_to_keep` is less than 1.
 
@@ -112,13 +105,13 @@ class CheckpointManager:
         self._failure: str | None = None
         self._failed = FailedWrites()
         background.finish(self._directory)
-        found = numbered_checkpoints(self._directory, checkpoint_name)
+        paths = numbered_checkpoints(self._directory, checkpoint_name)
         if self._worker.count > 1:
-            self._directory = _shared_folder(self._worker, self._directory)
-            names = [path.name for path in found]
-            names = self._worker.exchange("replicax.checkpoint.list", names)[0]
-            found = [self._directory / name for name in names]
-        self._known = found
+            own = [os.fspath(self._directory.absolute()), [x.name for x in paths]]
+            folder, names = self._worker.exchange("replicax.checkpoint.folder", own)[0]
+            self._directory = Path(folder)
+            paths = [self._directory / name for name in names]
+        self._paths = paths
 
     def __enter__(self) -> "CheckpointManager":
         return self
@@ -127,7 +120,7 @@ class CheckpointManager:
         if kind is None:
             self.close()
         else:  # An error of the save must not replace this exception.
-            self._settle()
+            self._await_save()
 
     @property
     def directory(self) -> str:
@@ -142,8 +135,8 @@ class CheckpointManager:
         the next `save`, `wait` or `close`, in which the workers synchronize.
         """
         if self._worker.count == 1:
-            self._settle()
-        return [os.fspath(path) for path in self._known]
+            self._await_save()
+        return [os.fspath(path) for path in self._paths]
 
     @property
     def latest_checkpoint(self) -> str | None:
@@ -161,7 +154,7 @@ class CheckpointManager:
             The path of the checkpoint. A failed write is logged (the 1st, 2nd, 4th and
             so on in a row); `wait` and `close` raise it if no later save succeeds.
         """
-        self._settle()
+        self._await_save()
         self._checkpoint.save_counter += 1
         number = checkpoint_number
         number = self._checkpoint.save_counter if number is None else number
@@ -171,8 +164,10 @@ class CheckpointManager:
             self._pending = path
         else:
             _, outdated = self._kept(path)
-            left = leftovers(self._directory, rf"{re.escape(self._name)}-\d+")
-            self._pending = BackgroundSave(path, contents, left, outdated, self._failed)
+            partial = leftovers(self._directory, rf"{re.escape(self._name)}-\d+")
+            self._pending = BackgroundSave(
+                path, contents, partial, outdated, self._failed
+            )
         return os.fspath(path)
 
     def wait(self) -> None:
@@ -181,10 +176,10 @@ class CheckpointManager:
         Raises:
             CheckpointError: If it failed.
         """
-        self._settle()
+        self._await_save()
         failure, self._failure = self._failure, None
         if failure is not None:
-            last = self._known[-1] if self._known else "none"
+            last = self._paths[-1] if self._paths else "none"
             raise CheckpointError(
                 f"The last save failed. {failure} The last complete one: {last}"
             )
@@ -202,7 +197,7 @@ class CheckpointManager:
         self.wait()
         if not self._worker.is_chief:
             return
-        last = self._known[-1].name if self._known else None
+        last = self._paths[-1].name if self._paths else None
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             write_whole(self._directory / FINISHED, json.dumps({"checkpoint": last}))
@@ -222,51 +217,51 @@ class CheckpointManager:
             CheckpointError: If all checkpoints are damaged, if the newest undamaged one
                 does not fit the objects, or if a model is not built.
         """
-        self._settle()
-        found, problems = self._newest_undamaged()
+        self._await_save()
+        newest, problems = self._newest_undamaged()
         mark = self._directory / FINISHED
         if self._worker.is_chief and mark.exists():  # A resumed run is not finished.
             mark.unlink(missing_ok=True)
-        if found is None and problems:
+        if newest is None and problems:
             raise CheckpointError(
                 "CheckpointManager: no checkpoint is undamaged: "
                 + " ".join(problems)
                 + f" Delete {self._directory} to start from the beginning."
             )
-        if found is None:
+        if newest is None:
             if self._init_fn is not None:
                 self._init_fn()
             return None
-        path, contents = found
+        path, contents = newest
         self._checkpoint.apply(contents or storage.read(path), os.fspath(path))
         return os.fspath(path)
 
     def _newest_undamaged(
         self,
     ) -> tuple[tuple[Path, Contents | None] | None, list[str]]:
-        """Find the newest undamaged checkpoint on worker 0; the others follow."""
-        found, problems = None, []
+        """Find the newest undamaged checkpoint on worker 0, for all workers."""
+        newest, problems = None, []
         if self._worker.is_chief:
-            for path in reversed(self._known):
+            for path in reversed(self._paths):
                 try:
-                    found = (path, storage.read(path))
+                    newest = (path, storage.read(path))
                     break
                 except CheckpointError as error:
                     _logger.warning("%s It is skipped.", error)
                     problems.append(str(error))
         if self._worker.count > 1:
-            answer = [found and found[0].name, problems]
+            answer = [newest and newest[0].name, problems]
             name, problems = self._worker.exchange(
                 "replicax.checkpoint.newest", answer
             )[0]
-            if found is None and name is not None:
-                found = (self._directory / name, None)
-        if found is not None:
-            self._known = self._known[: self._known.index(found[0]) + 1]
-        return found, problems
+            if newest is None and name is not None:
+                newest = (self._directory / name, None)
+        if newest is not None:
+            self._paths = self._paths[: self._paths.index(newest[0]) + 1]
+        return newest, problems
 
-    def _settle(self) -> None:
-        """Wait for the save in progress; all workers learn its outcome."""
+    def _await_save(self) -> None:
+        """Wait for the save in progress; worker 0 sends its result to the others."""
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
@@ -284,11 +279,11 @@ class CheckpointManager:
                 self._failed.add(problem)
         self._failure = problem
         if problem is None:
-            self._known, _ = self._kept(path)
+            self._paths, _ = self._kept(path)
 
     def _kept(self, path: Path) -> tuple[list[Path], list[Path]]:
         """Divide the checkpoints into those to keep after `path`, and the others."""
-        paths = [p for p in self._known if p != path] + [path]
+        paths = [p for p in self._paths if p != path] + [path]
         if self._max_to_keep is None:
             return paths, []
         return paths[-self._max_to_keep :], paths[: -self._max_to_keep]
@@ -317,8 +312,8 @@ def latest_checkpoint(
         >>> rx.latest_checkpoint(folder) == path
         True
     """
-    found = numbered_checkpoints(Path(directory), checkpoint_name)
-    return os.fspath(found[-1]) if found else None
+    paths = numbered_checkpoints(Path(directory), checkpoint_name)
+    return os.fspath(paths[-1]) if paths else None
 
 
 def numbered_checkpoints(directory: Path, name: str) -> list[Path]:
@@ -327,59 +322,11 @@ def numbered_checkpoints(directory: Path, name: str) -> list[Path]:
     It includes one without a manifest, so that a read reports the damage.
     """
     pattern = re.compile(rf"\.?{re.escape(name)}-(\d+)(?:\.old)?")
-    found: dict[int, Path] = {}
+    paths: dict[int, Path] = {}
     for path in directory.iterdir() if directory.is_dir() else ():
         match = pattern.fullmatch(path.name)
         if match and path.is_dir():
             # `.name-1.old` is `name-1`, if the process was killed while replacing it.
             number = int(match[1])
-            found[number] = directory / f"{name}-{number}"
-    return [path for _, path in sorted(found.items())]
-
-
-def _shared_folder(worker: Workers, directory: Path) -> Path:
-    """Choose the folder in which a worker sees worker 0's files: its own or worker 0's.
-
-    Raises:
-        CheckpointError: On all workers, if one of them sees the files in neither.
-    """
-    token, problem = f".shared-{uuid.uuid4().hex}", None
-    if worker.is_chief:
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            (directory / token).write_text("")
-        except OSError as error:
-            problem = str(error)
-    mine = [os.fspath(directory.absolute()), token, problem]
-    folder, name, problem = worker.exchange("replicax.checkpoint.token", mine)[0]
-    if problem is not None:
-        raise CheckpointError(
-            f"CheckpointManager: worker 0 cannot write to {folder}: {problem}."
-        )
-    folders = dict.fromkeys([directory, Path(folder)])
-    found = directory if worker.is_chief else _first_with(folders, name)
-    answers = worker.exchange("replicax.checkpoint.shared", found is not None)
-    if worker.is_chief:
-        (directory / token).unlink(missing_ok=True)
-    blind = [i for i, answer in enumerate(answers) if not answer]
-    if blind or found is None:
-        raise CheckpointError(
-            f"CheckpointManager: {directory} is not the same folder on all workers: "
-            f"worker {listed(map(str, blind))} did not see a file of worker 0 "
-            f"within {_SHARED_FILE_TIMEOUT_SECONDS:.0f} s, there or in {folder}. Use a "
-            "folder on storage that all of them mount."
-        )
-    return found
-
-
-def _first_with(folders: Iterable[Path], name: str) -> Path | None:
-    """Wait until a file appears in one of the folders; None after the timeout."""
-
-    def place() -> Path | None:
-        # Listing the folder refreshes the caches of network file systems.
-        seen = (f for f in folders if f.is_dir() and name in os.listdir(f))
-        return next(seen, None)
-
-    return wait_for(
-        place, _SHARED_FILE_TIMEOUT_SECONDS, late=lambda: None, pauses=(0.1, 0.1)
-    )
+            paths[number] = directory / f"{name}-{number}"
+    return [path for _, path in sorted(paths.items())]

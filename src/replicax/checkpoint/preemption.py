@@ -57,17 +57,17 @@ class PreemptionCheckpointHandler:
         checkpoint_or_checkpoint_manager: Checkpoint | CheckpointManager,
         checkpoint_dir: str | os.PathLike[str] | None = None,
     ) -> None:
-        given = checkpoint_or_checkpoint_manager
-        if isinstance(given, CheckpointManager) != (checkpoint_dir is None):
+        target = checkpoint_or_checkpoint_manager
+        if isinstance(target, CheckpointManager) != (checkpoint_dir is None):
             raise ValueError(
                 "PreemptionCheckpointHandler: a Checkpoint needs checkpoint_dir, and a "
-                f"CheckpointManager has a folder of its own; got {given!r} and "
+                f"CheckpointManager has a folder of its own; got {target!r} and "
                 f"checkpoint_dir={checkpoint_dir!r}."
             )
-        if isinstance(given, CheckpointManager):
-            self._manager = given
+        if isinstance(target, CheckpointManager):
+            self._manager = target
         else:
-            self._manager = CheckpointManager(given, checkpoint_dir or "", 1)
+            self._manager = CheckpointManager(target, checkpoint_dir or "", 1)
         self._stop = workers.current().stop
         self._open = contextlib.ExitStack()
         restored = self._manager.restore_or_initialize()

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Iterable, Sequence
 
-from replicax.checkpoint.slots import ArraySlot, RemoteSlots, Slot
+from replicax.checkpoint.entries import ArrayEntry, Entry, RemoteEntries
 from replicax.checkpoint.storage import Contents
 from replicax.errors import CheckpointError
 
@@ -101,7 +101,7 @@ class RestoreStatus:
 
 
 def compare(
-    slots: Iterable[Slot],
+    entries: Iterable[Entry],
     contents: Contents,
     path: str,
     waiting: Iterable[str] = (),
@@ -111,25 +111,25 @@ def compare(
     Raises:
         CheckpointError: If a shape or dtype differs; it lists all differences.
     """
-    wanted, elsewhere = {}, []
-    for slot in slots:
-        if isinstance(slot, RemoteSlots):
-            elsewhere.append(slot.name)
+    here, remote = {}, []
+    for entry in entries:
+        if isinstance(entry, RemoteEntries):
+            remote.append(entry.name)
         else:
-            wanted[slot.name] = slot
+            here[entry.name] = entry
     saved = {*contents.arrays, *contents.values}
-    missing = sorted(set(wanted) - saved)
-    unused = sorted(saved - set(wanted))
-    # Remote slots know their own names; the checkpoint must have some with the prefix.
-    missing += [x for x in elsewhere if not any(n.startswith(x) for n in unused)]
-    unused = [name for name in unused if not name.startswith(tuple(elsewhere))]
+    missing = sorted(set(here) - saved)
+    unused = sorted(saved - set(here))
+    # Servers know the names of remote entries: the checkpoint needs the prefix only.
+    missing += [x for x in remote if not any(n.startswith(x) for n in unused)]
+    unused = [name for name in unused if not name.startswith(tuple(remote))]
     wrong = []
-    for name in sorted(set(wanted) & saved):
-        slot, array = wanted[name], contents.arrays.get(name)
+    for name in sorted(set(here) & saved):
+        entry, array = here[name], contents.arrays.get(name)
         has = "a plain value" if array is None else _describe(array.shape, array.dtype)
         wants = (
-            _describe(slot.shape, slot.dtype)
-            if isinstance(slot, ArraySlot)
+            _describe(entry.shape, entry.dtype)
+            if isinstance(entry, ArrayEntry)
             else "a plain value"
         )
         if has != wants:
@@ -145,18 +145,18 @@ def compare(
     return RestoreStatus(path, missing, unused, waiting)
 
 
-def write_existing(slots: Iterable[Slot], contents: Contents, path: str) -> None:
+def write_existing(entries: Iterable[Entry], contents: Contents, path: str) -> None:
     """Set arrays from a checkpoint that contains all of them.
 
     Raises:
         CheckpointError: If one is missing, or has another shape or dtype; nothing is
             changed then.
     """
-    slots = list(slots)
-    compare(slots, contents, path).assert_existing_objects_matched()
-    for slot in slots:
-        if isinstance(slot, ArraySlot):
-            slot.write(contents.arrays[slot.name])
+    entries = list(entries)
+    compare(entries, contents, path).assert_existing_objects_matched()
+    for entry in entries:
+        if isinstance(entry, ArrayEntry):
+            entry.write(contents.arrays[entry.name])
 
 
 def _describe(shape: Iterable[int], dtype: object) -> str:

@@ -8,9 +8,9 @@ import keras
 
 from replicax._util.arguments import require_count, require_path
 from replicax._util.types import PyTree
+from replicax.checkpoint.entries import bind
 from replicax.checkpoint.evaluation import CheckpointWatch, append_evaluation
 from replicax.checkpoint.restore import write_existing
-from replicax.checkpoint.slots import bind
 from replicax.cluster.timeouts import Timeouts, checked_timeouts
 
 __all__ = ["SidecarEvaluator"]
@@ -22,17 +22,17 @@ class SidecarEvaluator:
     (TF: `tf.keras.utils.SidecarEvaluator`.) Takes the model from checkpoints of
     `CheckpointManager(Checkpoint(model=...), ...)`, or of
     `BackupAndRestore(..., delete_checkpoint=False)` with `checkpoint_name="backup"`.
-    It skips checkpoints that are older than one it has evaluated, or deleted before it
-    has read them, and always evaluates the last one of a run that says it has ended.
+    It skips checkpoints that are older than an evaluated one, or deleted before they
+    are read, and always evaluates the last one of a finished run.
 
     Args:
-        model: A compiled model like the one that is trained. One that is not built yet
+        model: A compiled model like the one in training. A model that is not built yet
             is built from the first batch of the data.
-        data: What `model.evaluate` takes as `x`, or a tuple `(x, y)` or
+        data: The argument `x` of `model.evaluate`, or a tuple `(x, y)` or
             `(x, y, sample_weight)`.
         checkpoint_dir: The folder of the checkpoints.
         steps: Number of batches of each evaluation; None: all of the data.
-        max_evaluations: Stop after so many; None: when the training has ended.
+        max_evaluations: Number of evaluations; None: until the training has ended.
         callbacks: Keras callbacks for `model.evaluate`.
         log_dir: Folder of `metrics.jsonl`, which gets a line for each evaluation;
             defaults to `eval` beside `checkpoint_dir`.
@@ -102,15 +102,15 @@ class SidecarEvaluator:
         """
         number = 0
         while self._max_evaluations is None or number < self._max_evaluations:
-            found = self._watch.next()
-            if found is None:
+            newer = self._watch.next()
+            if newer is None:
                 return
-            path, contents = found
+            path, contents = newer
             if not self._model.built:  # Else there are no variables to restore.
                 self._run(steps=1)
-            # It has more than the model: the optimizer for one.
-            slots = bind("model", self._model).slots
-            write_existing(slots, contents, os.fspath(path))
+            # The checkpoint may have more than the model, such as the optimizer.
+            entries = bind("model", self._model).entries
+            write_existing(entries, contents, os.fspath(path))
             self._evaluate(os.fspath(path))
             number += 1
 
@@ -124,7 +124,7 @@ class SidecarEvaluator:
     def _run(
         self, steps: int | None, callbacks: Sequence[PyTree] | None = None
     ) -> dict[str, PyTree]:
-        """The model's `evaluate` on the data."""
+        """Call the model's `evaluate` on the data."""
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(self._data)
         evaluate: Callable[..., dict[str, PyTree]] = self._model.evaluate
         return evaluate(

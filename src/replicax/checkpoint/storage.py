@@ -9,8 +9,6 @@ process writes without the others, so there is no barrier.
 """
 
 import dataclasses
-import errno
-import os
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,8 +18,6 @@ import numpy as np
 from replicax._util.arrays import bytes_of
 from replicax._util.files import (
     complete_folder,
-    free_bytes,
-    full_disk_error,
     part_of,
     publish,
     reason,
@@ -40,9 +36,6 @@ _ARRAYS = "arrays"
 _FORMAT = FolderFormat(
     "checkpoint", "replicax-checkpoint", 1, "Use an earlier checkpoint."
 )
-
-# Folders with a full disk: the arrays' bytes and the free bytes at the failure.
-_too_small: dict[Path, tuple[int, int]] = {}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +59,6 @@ def write(path: Path, contents: Contents) -> None:
     Raises:
         CheckpointError: If it cannot be written. The older one is still there.
     """
-    _require_room(path, contents)
     try:
         with temporary_folder(part_of(path)) as part:
             stored = {name: x for name, x in contents.arrays.items() if x.size}
@@ -79,8 +71,13 @@ def write(path: Path, contents: Contents) -> None:
             publish(part, path, replace=True)
     # Orbax and TensorStore report a full disk in exceptions of many kinds.
     except Exception as error:
-        raise _not_written(path, _why(error, contents, path)) from error
-    _too_small.pop(path.parent, None)
+        size = sum(x.nbytes for x in contents.arrays.values())
+        needs = f"its arrays have {size:,} bytes before compression"
+        raise CheckpointError(
+            f"checkpoint {path}: could not be written: "
+            f"{why_not_written(error, path.parent, needs)}. Checkpoints written before "
+            "are untouched. Make room, or use another folder."
+        ) from error
 
 
 def read(path: Path) -> Contents:
@@ -92,7 +89,10 @@ def read(path: Path) -> Contents:
     path = complete_folder(path)
     with Announced(f"reading checkpoint {path}"):
         if not path.exists():
-            raise CheckpointError(f"checkpoint {path}: there is nothing at this path.")
+            raise CheckpointError(
+                f"checkpoint {path}: there is nothing at this path. Several "
+                "workers need a folder on storage that all of them mount."
+            )
         manifest = _FORMAT.read_manifest(path)
         arrays = _read_arrays(path, manifest["arrays"])
     return Contents(arrays=arrays, values=manifest["values"], labels=manifest["labels"])
@@ -156,42 +156,3 @@ def _restore_arrays(path: Path) -> dict[str, np.ndarray]:
 
 def _crc32(x: np.ndarray) -> int:
     return zlib.crc32(bytes_of(x).data)
-
-
-def _not_written(path: Path, why: str) -> CheckpointError:
-    return CheckpointError(
-        f"checkpoint {path}: could not be written: {why}. Checkpoints written "
-        "before are untouched. Make room, or give another folder."
-    )
-
-
-def _require_room(path: Path, contents: Contents) -> None:
-    """Raise if a write of at most this size has failed with as much free space.
-
-    The compressed size is unknown before the write, so only a failed attempt shows that
-    the disk is too small. Later attempts need not fill the disk again.
-    """
-    if path.parent not in _too_small:
-        return
-    failed_size, failed_free = _too_small[path.parent]
-    if _size(contents) >= failed_size and free_bytes(path.parent) <= failed_free:
-        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        why = why_not_written(full, path.parent, _needs(contents))
-        raise _not_written(path, f"{why}, no more than when it was tried")
-
-
-def _why(error: BaseException, contents: Contents, path: Path) -> str:
-    """Explain why a checkpoint cannot be written; remember a full disk."""
-    size, free = _size(contents), free_bytes(path.parent)
-    # Otherwise the disk may be out of inodes.
-    if full_disk_error(error) == errno.ENOSPC and size > free:
-        _too_small[path.parent] = (size, free)
-    return why_not_written(error, path.parent, _needs(contents))
-
-
-def _needs(contents: Contents) -> str:
-    return f"its arrays have {_size(contents):,} bytes before compression"
-
-
-def _size(contents: Contents) -> int:
-    return sum(x.nbytes for x in contents.arrays.values())

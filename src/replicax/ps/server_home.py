@@ -267,7 +267,7 @@ class ServerHome(ReplicaHome):
         self._num_fits += 1
         return WorkQueueFit(self._strategy, model, fit, self._num_fits)
 
-    def read_slots(self, optimizer: keras.Optimizer) -> dict[str, np.ndarray]:
+    def read_state(self, optimizer: keras.Optimizer) -> dict[str, np.ndarray]:
         """Read an optimizer's slots from the servers, by names for a checkpoint.
 
         They are those of an optimizer whose variables are in this process, so that
@@ -279,7 +279,7 @@ class ServerHome(ReplicaHome):
             for (name, variable), array in self.remote.slots(optimizer).items()
         }
 
-    def write_slots(
+    def write_state(
         self, optimizer: keras.Optimizer, arrays: dict[str, np.ndarray]
     ) -> None:
         """Set an optimizer's slots on the servers; only the chief does."""

@@ -8,8 +8,8 @@ import numpy as np
 
 from replicax._private.keras import reference_of
 from replicax.checkpoint import Checkpoint, CheckpointError, CheckpointManager, storage
+from replicax.checkpoint.entries import bind
 from replicax.checkpoint.restore import RestoreStatus, compare, write_existing
-from replicax.checkpoint.slots import bind
 from replicax.checkpoint.storage import Contents
 from replicax_estimator.hooks import Interval
 from replicax_estimator.model import EstimatorModel
@@ -92,7 +92,9 @@ class _TrainingState:
         if not self._model.strategy.home.keeps_slots:
             unused = set()
         try:
-            compare(bind("variables", variables).slots, contents, path).expect_partial()
+            compare(
+                bind("variables", variables).entries, contents, path
+            ).expect_partial()
             status = RestoreStatus(path, sorted(missing), sorted(unused))
             status.assert_consumed()
         except CheckpointError as error:
@@ -174,8 +176,8 @@ def restore(model: EstimatorModel, path: str) -> int:
     """
     contents = storage.read(Path(path))
     slots = [
-        *bind("variables", model.variables()).slots,
-        *bind("global_step", model.global_step).slots,
+        *bind("variables", model.variables()).entries,
+        *bind("global_step", model.global_step).entries,
     ]
     try:
         write_existing(slots, contents, path)

@@ -1,15 +1,9 @@
-"""Maps objects to named slots, arrays and values, that are saved and restored.
-
-A variable's name is the same after a restart. Keras numbers layers in the order of
-their creation in a process, so `dense_3/kernel` of one run may be `dense/kernel` of the
-next. Here a layer is numbered within its parent.
-"""
+"""Maps objects to the entries of a checkpoint: named arrays and values."""
 
 import dataclasses
 import json
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol, TypeAlias, TypeGuard
+from collections.abc import Callable, Iterable
+from typing import Protocol, TypeAlias
 
 import jax
 import keras
@@ -18,51 +12,41 @@ import numpy as np
 from replicax._private import keras as internals
 from replicax._util import json_codec
 from replicax._util.types import JSON, PyTree
+from replicax.checkpoint.variable_names import has_variables, named_variables
 from replicax.engine import device_put
 from replicax.engine.composites import is_key
 from replicax.engine.protocols import STATE_HOME
 from replicax.errors import CheckpointError
 
 __all__ = [
-    "ArraySlot",
+    "ArrayEntry",
     "Binding",
-    "RemoteSlots",
-    "Slot",
-    "SlotHome",
-    "ValueSlot",
+    "Entry",
+    "OptimizerHome",
+    "RemoteEntries",
+    "ValueEntry",
     "bind",
     "encode",
-    "named_variables",
     "to_host",
 ]
 
 
-_Named: TypeAlias = tuple[str, keras.Variable]
-
-
-class SlotHome(Protocol):
+class OptimizerHome(Protocol):
     """The parameter servers that hold an optimizer's variables."""
 
-    def read_slots(self, optimizer: keras.Optimizer) -> dict[str, np.ndarray]:
+    def read_state(self, optimizer: keras.Optimizer) -> dict[str, np.ndarray]:
         """Read the optimizer's variables, by their names in this process."""
         ...
 
-    def write_slots(
+    def write_state(
         self, optimizer: keras.Optimizer, arrays: dict[str, np.ndarray]
     ) -> None:
         """Set the optimizer's variables."""
         ...
 
 
-class _HasVariables(Protocol):
-    """A layer, model, optimizer, metric or seed generator."""
-
-    @property
-    def variables(self) -> Sequence[keras.Variable]: ...
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ArraySlot:
+class ArrayEntry:
     """One array of an object.
 
     Attributes:
@@ -83,7 +67,7 @@ class ArraySlot:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ValueSlot:
+class ValueEntry:
     """A number, a string, or the state of an object.
 
     Attributes:
@@ -100,7 +84,7 @@ class ValueSlot:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class RemoteSlots:
+class RemoteEntries:
     """The arrays of an object on servers, which alone know their number.
 
     Attributes:
@@ -114,7 +98,7 @@ class RemoteSlots:
     write: Callable[[dict[str, np.ndarray]], None]
 
 
-Slot: TypeAlias = ArraySlot | ValueSlot | RemoteSlots
+Entry: TypeAlias = ArrayEntry | ValueEntry | RemoteEntries
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,16 +106,16 @@ class Binding:
     """One tracked object.
 
     Attributes:
-        slots: The object's arrays and values.
+        entries: The object's arrays and values.
         value: Returns the restored object: itself, or a new tree of new arrays.
     """
 
-    slots: list[Slot]
+    entries: list[Entry]
     value: Callable[[], PyTree]
 
 
 def bind(name: str, value: PyTree) -> Binding:
-    """Make the slots of an object; their names begin with `name`.
+    """Make the entries of an object; their names begin with `name`.
 
     The object is a Keras object or variable, an object with a state, an array, a
     number, a string, or a pytree of these.
@@ -139,29 +123,19 @@ def bind(name: str, value: PyTree) -> Binding:
     Raises:
         TypeError: If a part of the object is none of these; it names the part.
     """
-    slots: list[Slot] = []
+    entries: list[Entry] = []
     leaves, structure = jax.tree_util.tree_flatten_with_path(value, is_leaf=_is_object)
     cells = [leaf for _, leaf in leaves]
     for i, (path, leaf) in enumerate(leaves):
         suffix = jax.tree_util.keystr(path, simple=True, separator="/")
-        slots += _leaf_slots(f"{name}/{suffix}" if suffix else name, leaf, cells, i)
-    return Binding(slots=slots, value=lambda: jax.tree.unflatten(structure, cells))
+        entries += _leaf_entries(f"{name}/{suffix}" if suffix else name, leaf, cells, i)
+    return Binding(entries=entries, value=lambda: jax.tree.unflatten(structure, cells))
 
 
 def _is_object(x: object) -> bool:
     return not isinstance(x, (dict, list, tuple)) and (
-        _has_variables(x) or isinstance(x, keras.Variable) or _accessors(x) is not None
+        has_variables(x) or isinstance(x, keras.Variable) or _accessors(x) is not None
     )
-
-
-def _has_variables(x: object) -> TypeGuard[_HasVariables]:
-    kinds = (
-        keras.Layer,
-        keras.optimizers.Optimizer,
-        keras.metrics.Metric,
-        keras.random.SeedGenerator,
-    )
-    return isinstance(x, kinds)
 
 
 def _accessors(
@@ -177,26 +151,26 @@ def _accessors(
     return None
 
 
-def _leaf_slots(
+def _leaf_entries(
     name: str, leaf: PyTree, cells: list[PyTree], index: int
-) -> Iterable[Slot]:
+) -> Iterable[Entry]:
     def put(value: PyTree) -> None:
         cells[index] = value
 
     if isinstance(leaf, keras.Variable):
-        return [_variable_slot(name, leaf)]
-    if _has_variables(leaf):
-        own = [_variable_slot(f"{name}/{n}", v) for n, v in named_variables(leaf)]
-        home: SlotHome | None = getattr(leaf, STATE_HOME, None)
-        return [*own, *([] if home is None else [_remote_slots(name, leaf, home)])]
+        return [_variable_entry(name, leaf)]
+    if has_variables(leaf):
+        own = [_variable_entry(f"{name}/{n}", v) for n, v in named_variables(leaf)]
+        home: OptimizerHome | None = getattr(leaf, STATE_HOME, None)
+        return [*own, *([] if home is None else [_remote_entries(name, leaf, home)])]
     accessors = _accessors(leaf)
     if accessors is not None:
         get, put_state = accessors
-        return [_value_slot(name, get, put_state, of_worker=True)]
+        return [_value_entry(name, get, put_state, of_worker=True)]
     if isinstance(leaf, np.ndarray | np.generic | jax.Array):
-        return [_array_slot(name, leaf, put)]
+        return [_array_entry(name, leaf, put)]
     if isinstance(leaf, bool | int | float | str | bytes):
-        return [_value_slot(name, lambda: leaf, put, of_worker=False)]
+        return [_value_entry(name, lambda: leaf, put, of_worker=False)]
     raise TypeError(
         f"Checkpoint: {name} is a {type(leaf).__name__}, which cannot be saved. "
         "Expected a Keras object or variable, an array, a number, a string, a pytree "
@@ -204,22 +178,22 @@ def _leaf_slots(
     )
 
 
-def _remote_slots(name: str, optimizer: PyTree, home: SlotHome) -> RemoteSlots:
-    return RemoteSlots(
+def _remote_entries(name: str, optimizer: PyTree, home: OptimizerHome) -> RemoteEntries:
+    return RemoteEntries(
         name=f"{name}/",
-        read=lambda: home.read_slots(optimizer),
-        write=lambda arrays: home.write_slots(optimizer, arrays),
+        read=lambda: home.read_state(optimizer),
+        write=lambda arrays: home.write_state(optimizer, arrays),
     )
 
 
-def _value_slot(
+def _value_entry(
     name: str,
     get: Callable[[], PyTree],
     put: Callable[[PyTree], object],
     *,
     of_worker: bool,
-) -> ValueSlot:
-    return ValueSlot(
+) -> ValueEntry:
+    return ValueEntry(
         name=name,
         of_worker=of_worker,
         read=lambda: encode(get(), name),
@@ -227,7 +201,7 @@ def _value_slot(
     )
 
 
-def _variable_slot(name: str, variable: keras.Variable) -> ArraySlot:
+def _variable_entry(name: str, variable: keras.Variable) -> ArrayEntry:
     def read() -> jax.Array:
         if not internals.has_value(variable):
             raise CheckpointError(
@@ -237,7 +211,7 @@ def _variable_slot(name: str, variable: keras.Variable) -> ArraySlot:
             )
         return variable.value
 
-    return ArraySlot(
+    return ArrayEntry(
         name=name,
         label=variable.path,
         shape=tuple(variable.shape),
@@ -248,15 +222,15 @@ def _variable_slot(name: str, variable: keras.Variable) -> ArraySlot:
     )
 
 
-def _array_slot(
+def _array_entry(
     name: str,
     leaf: np.ndarray | np.generic | jax.Array,
     put: Callable[[np.ndarray | np.generic | jax.Array], None],
-) -> ArraySlot:
+) -> ArrayEntry:
     if isinstance(leaf, jax.Array):
-        return _jax_slot(name, leaf, put)
+        return _jax_entry(name, leaf, put)
     is_scalar = isinstance(leaf, np.generic)
-    return ArraySlot(
+    return ArrayEntry(
         name=name,
         label=name,
         shape=leaf.shape,
@@ -266,18 +240,18 @@ def _array_slot(
     )
 
 
-def _jax_slot(
+def _jax_entry(
     name: str, leaf: jax.Array, put: Callable[[jax.Array], None]
-) -> ArraySlot:
+) -> ArrayEntry:
     if is_key(leaf):
         implementation = jax.random.key_impl(leaf)
 
         def put_key(data: jax.Array) -> None:
             put(jax.random.wrap_key_data(data, impl=implementation))
 
-        return _jax_slot(name, jax.random.key_data(leaf), put_key)
+        return _jax_entry(name, jax.random.key_data(leaf), put_key)
     sharding = leaf.sharding if leaf.committed else None
-    return ArraySlot(
+    return ArrayEntry(
         name=name,
         label=name,
         shape=leaf.shape,
@@ -289,21 +263,21 @@ def _jax_slot(
 
 
 def to_host(
-    slots: Iterable[ArraySlot], *, wanted: bool = True
+    entries: Iterable[ArrayEntry], *, wanted: bool = True
 ) -> dict[str, np.ndarray]:
-    """Copy the slots' arrays to the host; the next step may donate the originals.
+    """Copy the entries' arrays to the host; the next step may donate the originals.
 
     Mirrored arrays are read from one device, without communication. Arrays that are
     sharded over processes are gathered, one at a time, so all processes call this for
-    the same slots, even without `wanted`.
+    the same entries, even without `wanted`.
     """
     spread, here = [], {}
-    for slot in slots:
-        x = slot.read()
+    for entry in entries:
+        x = entry.read()
         if device_put.is_spread(x):
-            spread.append((slot.name, x))
+            spread.append((entry.name, x))
         elif wanted:
-            here[slot.name] = _one_copy(slot, x)
+            here[entry.name] = _one_copy(entry, x)
     for x in here.values():
         if isinstance(x, jax.Array):
             x.copy_to_host_async()
@@ -315,10 +289,10 @@ def to_host(
     return copies
 
 
-def _one_copy(slot: ArraySlot, x: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
+def _one_copy(entry: ArrayEntry, x: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
     if not isinstance(x, jax.Array):
         return x
-    if x.is_fully_replicated or not slot.shape or x.size == 0:
+    if x.is_fully_replicated or not entry.shape or x.size == 0:
         return x.addressable_data(0)
     return x
 
@@ -349,74 +323,3 @@ def _base_container(value: PyTree, what: str) -> JSON:
 def same_state(a: JSON, b: JSON) -> bool:
     """Whether two encoded states are equal, where NaN equals NaN."""
     return json.dumps(a) == json.dumps(b)
-
-
-def named_variables(owner: _HasVariables) -> list[_Named]:
-    """List all variables of a Keras object in a fixed order, with unique names.
-
-    Example:
-        >>> import keras
-        >>> def model():
-        ...     layers = [keras.layers.Dense(1), keras.layers.Dense(1)]
-        ...     return keras.Sequential([keras.Input((1,)), *layers])
-        >>> [name for name, _ in named_variables(model())]
-        ['dense/kernel', 'dense/bias', 'dense_1/kernel', 'dense_1/bias']
-        >>> named_variables(model())[0][0]
-        'dense/kernel'
-    """
-    if isinstance(owner, keras.Layer):
-        found = _of_layer(owner)
-        known = {id(v) for _, v in found}
-        rest = [v for v in owner.variables if id(v) not in known]
-        return found + _numbered([("other/" + v.name, v) for v in rest])
-    if isinstance(owner, keras.optimizers.Optimizer):
-        return _of_optimizer(owner)
-    if isinstance(owner, keras.random.SeedGenerator):
-        return [("state", owner.state)]
-    return _numbered([(v.name, v) for v in owner.variables])
-
-
-def _of_layer(layer: keras.Layer) -> list[_Named]:
-    own, children = internals.parts_of_layer(layer)
-    found = _numbered([(v.name, v) for v in own])
-    seen = {id(v) for v in own}
-    labels = Counter(name for name, _ in found)
-    for child in children:
-        label = _unique(internals.layer_label(child), labels)
-        for name, variable in named_variables(child):
-            if id(variable) not in seen:  # A layer may be shared by two others.
-                seen.add(id(variable))
-                found.append((f"{label}/{name}", variable))
-    return found
-
-
-def _of_optimizer(optimizer: keras.optimizers.Optimizer) -> list[_Named]:
-    """Name slots by the index of their trained variable, not by its path."""
-    prefixes = {
-        v.path.replace("/", "_") + "_": i
-        for i, v in enumerate(internals.trained_by(optimizer))
-    }
-    found = []
-    for variable in optimizer.variables:
-        matching = [p for p in prefixes if variable.name.startswith(p)]
-        name = variable.name
-        if matching:
-            prefix = max(matching, key=len)
-            name = f"{name.removeprefix(prefix)}/{prefixes[prefix]}"
-        found.append((name, variable))
-    return _numbered(found)
-
-
-def _numbered(named: Iterable[_Named]) -> list[_Named]:
-    taken: Counter[str] = Counter()
-    return [(_unique(name, taken), variable) for name, variable in named]
-
-
-def _unique(name: str, taken: Counter[str]) -> str:
-    """Return the first of `name`, `name_1`, ... not in `taken`, and add it there."""
-    candidate, number = name, 0
-    while candidate in taken:
-        number += 1
-        candidate = f"{name}_{number}"
-    taken[candidate] += 1
-    return candidate
