@@ -71,19 +71,17 @@ class _TrainingState:
 
     def apply(self, contents: Contents, path: str) -> RestoreStatus:
         saved = {name for name in contents.arrays if name.startswith(_VARIABLES)}
-        variables = self._model.variables()
-        slots = {
-            _VARIABLES + name
-            for name, v in variables.items()
-            if reference_of(v) is not None
+        named = self._model.variables()
+        state = {
+            _VARIABLES + n for n, v in named.items() if reference_of(v) is not None
         }
-        own = {_VARIABLES + name for name in variables}
+        own = {_VARIABLES + name for name in named}
         # A number in one script may be a schedule in the next.
         missing, unused = (
             {name for name in names if not name.endswith("/learning_rate")}
             for names in (own - saved, saved - own)
         )
-        if missing and missing == slots:
+        if missing and missing == state:
             # A checkpoint of a parameter-server training has no slots.
             _logger.warning(
                 "Estimator: %s has no optimizer slots; they start from zero.", path
@@ -92,9 +90,8 @@ class _TrainingState:
         if not self._model.strategy.home.keeps_slots:
             unused = set()
         try:
-            compare(
-                bind("variables", variables).entries, contents, path
-            ).expect_partial()
+            entries = bind("variables", named).entries
+            compare(entries, contents, path).expect_partial()
             status = RestoreStatus(path, sorted(missing), sorted(unused))
             status.assert_consumed()
         except CheckpointError as error:
