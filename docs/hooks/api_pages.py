@@ -156,8 +156,6 @@ PAGES = {
             "PerWorkerValues",
             "experimental.partitioners.*",
             "layers.Embedding",
-            "layers.RowSource",
-            "layers.TableSpec",
         ),
     ),
     "checkpoints.md": Page(

@@ -1,6 +1,5 @@
 """Keras layers whose variables parameter servers may hold."""
 
-from replicax.ps.embedding import Embedding, RowSource
-from replicax.ps.table import TableSpec
+from replicax.ps.embedding import Embedding
 
-__all__ = ["Embedding", "RowSource", "TableSpec"]
+__all__ = ["Embedding"]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import replicax as rx
-from replicax.layers import Embedding, RowSource
+from replicax.layers import Embedding
 from replicax.ps.table import Table, TableError
 
 NUM_SERVERS = 2
@@ -132,10 +132,6 @@ def plain_twin(model, rows):
     twin = digit_model(keras.layers.Embedding(NUM_ROWS, DIM))
     twin.set_weights([rows, *(v.numpy() for v in model.layers[-1].variables)])
     return twin
-
-
-def test_the_test_source_is_a_row_source():
-    assert isinstance(Servers(keras.optimizers.SGD()), RowSource)
 
 
 @pytest.mark.slow(but=["2"])

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from replicax.cluster.timeouts import Timeouts
-from replicax.layers import RowSource, TableSpec
 from replicax.ps import rows as rows_module
 from replicax.ps.connection import ConnectionLost
 from replicax.ps.credentials import Credentials, new_token
@@ -22,6 +21,7 @@ from replicax.ps.rows import RemoteTables, tables_of
 from replicax.ps.service import Service
 from replicax.ps.session import Session
 from replicax.ps.store import VariableStore
+from replicax.ps.table import TableSpec
 
 pytest.importorskip("pyarrow")
 
@@ -175,10 +175,6 @@ def test_a_push_has_longer_than_a_pull_within_a_program(make_rows, monkeypatch):
     rows.connect(SGD_GROUP, [Anchor("words")])
     step(rows, [1, 2, 3])
     assert handled == {0: 1, 1: 1}
-
-
-def test_it_is_a_row_source(rows):
-    assert isinstance(rows, RowSource)
 
 
 def test_rows_come_from_where_they_lie(rows, servers):

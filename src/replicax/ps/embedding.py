@@ -8,7 +8,7 @@ for its gradient is asking for the rows', and when it is ready they are handed o
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,10 @@ from replicax.engine.replica import ReplicaContext
 from replicax.engine.scope import current_context, current_strategy
 from replicax.ps.table import TableSpec, check_ids, sum_duplicates
 
-__all__ = ["Embedding", "RowSource"]
+if TYPE_CHECKING:
+    from replicax.ps.rows import RemoteTables
+
+__all__ = ["Embedding"]
 
 Regularizer = str | JSONObject | keras.regularizers.Regularizer
 Constraint = str | JSONObject | keras.constraints.Constraint
@@ -31,48 +34,11 @@ Constraint = str | JSONObject | keras.constraints.Constraint
 _EXACT_FLOATS = 2**24
 
 
-@runtime_checkable
-class RowSource(Protocol):
-    """The client of tables in other processes: `strategy.home.rows` of a worker.
-
-    `pull`, `collect` and `fail` are called from callbacks inside a running program, on
-    XLA's threads and by several replicas at once. They must not call JAX, and must
-    answer within XLA's time limit for a collective (40 s on CPUs), for other replicas
-    may wait for this one there.
-    """
-
-    def create(self, spec: TableSpec) -> None:
-        """Create a table, unless one of these sizes exists, with any seed."""
-        ...
-
-    def pull(self, name: str, ids: np.ndarray) -> np.ndarray:
-        """The values `float32[n, dim]` of distinct rows `int64[n]`.
-
-        A tape asks for the same rows again in the same step.
-        """
-        ...
-
-    def collect(self, name: str, ids: np.ndarray, gradients: np.ndarray) -> None:
-        """Take one replica's gradients `float32[n, dim]` of distinct rows `int64[n]`.
-
-        Of several replicas and lookups in a step, the sum is the step's gradient.
-        """
-        ...
-
-    def fail(self, error: Exception) -> None:
-        """Keep an error of a callback, for the strategy to raise after the step.
-
-        Raised in a callback it would leave the other replicas waiting in a collective,
-        until XLA ends the process.
-        """
-        ...
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _RemoteTable:
     """A layer's table on the servers."""
 
-    source: RowSource
+    source: "RemoteTables"
     spec: TableSpec
 
     def pull(self, ids: np.ndarray) -> np.ndarray:
@@ -161,7 +127,7 @@ class Embedding(keras.layers.Embedding):
 
     def build(self, input_shape: Shape | None = None) -> None:
         """Create the table, here or on the servers of the current strategy."""
-        source = _row_source()
+        source = _tables()
         if self.built or source is None:
             super().build(input_shape)
             return
@@ -290,8 +256,8 @@ class Embedding(keras.layers.Embedding):
             )
 
 
-def _row_source() -> RowSource | None:
-    """The row source of the current strategy's home; None if it has none."""
+def _tables() -> "RemoteTables | None":
+    """The client of tables of the current strategy's home; None if it has none."""
     context = current_context()
     strategy = current_strategy() if context is None else context.strategy
     home = None if strategy is None else strategy.home

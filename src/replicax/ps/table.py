@@ -41,9 +41,9 @@ class TableSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             that looks at the whole table.
 
     Example:
-        >>> import keras, replicax as rx
+        >>> import keras
         >>> initializer = keras.initializers.serialize(keras.initializers.Zeros())
-        >>> spec = rx.layers.TableSpec(
+        >>> spec = TableSpec(
         ...     name="words", num_rows=1000, dim=8, initializer=initializer, seed=0
         ... )
         >>> [spec.num_rows_on(server, num_servers=3) for server in range(3)]
