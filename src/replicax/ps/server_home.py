@@ -103,7 +103,7 @@ class ServerHome(ReplicaHome):
             self._follow_optimizer(group)
             group.pull()
             if _have_values(group) and (
-                follows or group.is_handed(internals.read_values(group.variables))
+                follows or group.are_handed_out(internals.read_values(group.variables))
             ):
                 group.write()
             if group.optimizer is not None:
@@ -182,7 +182,7 @@ class ServerHome(ReplicaHome):
         stored |= _values(connected.others)
         for group in connected.groups:
             self._follow_optimizer(group, stored)
-            group.follow([stored[id(v)] for v in group.variables])
+            group.send_assigned([stored[id(v)] for v in group.variables])
             group.hand_out(stored)
         return connected
 
@@ -225,7 +225,7 @@ class ServerHome(ReplicaHome):
         """On the chief: send values and learning rates that the user has assigned."""
         for group in self.remote.groups if self.session.is_chief else ():
             self._follow_optimizer(group)
-            if _have_values(group) and group.follow(
+            if _have_values(group) and group.send_assigned(
                 internals.read_values(group.variables)
             ):
                 group.write()
