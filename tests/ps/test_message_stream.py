@@ -1,5 +1,6 @@
 """Messages over a real Flight stream: in record batches, and through shared memory."""
 
+import json
 import os
 import socket
 
@@ -7,10 +8,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from replicax.ps import message_stream, wire
+from replicax.ps import message_stream, shared_memory, wire
 from replicax.ps.message_stream import CHUNK_BYTES, MessageStream
 from replicax.ps.partition import VariableGroup, VariableSlice
-from replicax.ps.shared_memory import NUM_WINDOWS, WINDOW_BYTES, Offer, SharedMemory
+from replicax.ps.shared_memory import Offer, SharedMemory
 from replicax.ps.wire import WireError, announced
 
 pa = pytest.importorskip("pyarrow")
@@ -157,24 +158,20 @@ def test_a_header_that_is_too_large_is_not_sent(stream):
         stream.send({"text": "x" * wire.HEADER_BYTES}, {})
 
 
-def test_windows_are_used_again_where_there_are_more_bytes(stream):
-    """Both ends wait for each other, in both directions."""
-    size = (2 * NUM_WINDOWS + 1) * WINDOW_BYTES + 5
-    sent = np.arange(size // 4, dtype=np.int32)
-    calls = []
-    stream.send({}, {"a": sent, "b": sent[:3]}, lambda: calls.append("sent"))
-    header = stream.receive_header()
-    received = stream.receive_vectors(
-        announced(header, None), lambda: calls.append("received")
-    )
-    np.testing.assert_array_equal(received["a"], sent)
-    np.testing.assert_array_equal(received["b"], sent[:3])
-    assert calls.count("sent") >= 17
-    assert calls.count("received") >= 17
+@pytest.mark.parametrize("capacity", [None, 1000])
+def test_messages_too_large_for_the_memory_go_over_the_stream(
+    stream, monkeypatch, capacity
+):
+    if capacity is not None:
+        monkeypatch.setattr(shared_memory, "_CAPACITY_BYTES", capacity)
+    sent = np.arange(2 * CHUNK_BYTES // 4 + 1, dtype=np.int32)
+    _, vectors = echo(stream, {}, {"a": sent, "b": sent[:3]})
+    np.testing.assert_array_equal(vectors["a"], sent)
+    np.testing.assert_array_equal(vectors["b"], sent[:3])
 
 
 @pytest.mark.parametrize("stream", [SHARED], indirect=True)
-def test_large_vectors_leave_the_stream_to_notes(stream):
+def test_large_vectors_do_not_travel_on_the_stream(stream):
     """What goes through shared memory does not go through the socket."""
     written = []
     stream.writer = _Recorder(stream.writer, written)
@@ -197,10 +194,11 @@ class _Recorder:
 
 
 @pytest.mark.parametrize("stream", [SHARED], indirect=True)
-def test_what_is_no_note_is_refused(stream):
-    stream.writer.write_metadata(b'{"vectors": [["a", "uint8", 9]], "shared": true}')
-    stream.writer.write_metadata(b'{"vectors": []}')
-    with pytest.raises(pa.ArrowException, match="where the next window should be"):
+def test_more_bytes_than_the_memory_has_are_refused(stream):
+    size = shared_memory._CAPACITY_BYTES + 1
+    header = {"vectors": [["a", "uint8", size]], "shared": True}
+    stream.writer.write_metadata(json.dumps(header).encode())
+    with pytest.raises(pa.ArrowException, match="do not fit into the shared memory"):
         stream.receive_header()
 
 

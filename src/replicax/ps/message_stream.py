@@ -1,9 +1,7 @@
 """Sends and receives messages on a Flight stream: headers, and bytes of vectors.
 
-Bytes come in record batches of one column of bytes, `CHUNK_BYTES` each; or, with
-`"shared": true` in the header, in the windows of memory that both ends have. There a
-note on the stream says that a window is full, and another one, where the window is
-needed again, that it was read.
+The bytes of a vector are record batches of one column of bytes, of `CHUNK_BYTES` each.
+With `"shared": true` in the header they are in memory that both ends have.
 """
 
 import functools
@@ -15,7 +13,7 @@ import numpy as np
 
 from replicax._util.arrays import aligned, bytes_of
 from replicax._util.types import JSONObject
-from replicax.ps.shared_memory import NUM_WINDOWS, WINDOW_BYTES, SharedMemory
+from replicax.ps.shared_memory import SharedMemory
 from replicax.ps.wire import (
     HEADER_BYTES,
     MessageReader,
@@ -36,7 +34,6 @@ CHUNK_BYTES = 4 << 20
 _CUT = "the stream ended before the end of a message"
 # Smaller pieces of a vector travel together: a record batch costs as much as a copy.
 _SMALL_BYTES = 128 << 10
-_NOTE = b"\n"  # A window of shared memory is full, or was read.
 
 Vectors = Mapping[str, np.ndarray | Sequence[np.ndarray]]
 """Vectors by name: arrays, or lists of their pieces, which have one dtype."""
@@ -65,8 +62,7 @@ class MessageStream:
         self.reader = reader
         self.writer = writer
         self._memory = memory
-        # What has the bytes of the message whose header was received last.
-        self._filled: SharedMemory | None = None
+        self._is_shared = False  # Whether the message whose header was received is.
         writer.begin(_schema(), options=write_options())
 
     def send(
@@ -90,7 +86,10 @@ class MessageStream:
             [name, found[0].dtype.name, sum(piece.size for piece in found)]
             for name, found in pieces.items()
         ]
-        memory = self._memory if self._memory and self._memory.is_agreed else None
+        size = sum(piece.nbytes for found in pieces.values() for piece in found)
+        memory = self._memory
+        if memory and not (memory.is_agreed and memory.has_room_for(size)):
+            memory = None
         whole = {**header, "vectors": announcement, "shared": memory is not None}
         text = json.dumps(whole).encode()
         if len(text) > HEADER_BYTES:
@@ -98,13 +97,16 @@ class MessageStream:
                 f"the header of a message has {len(text)} bytes, and may have "
                 f"{HEADER_BYTES}: {text[:100]!r}..."
             )
-        self.writer.write_metadata(text)
-        if memory is not None:
+        if memory is not None:  # Filled before the other end hears of it.
             arrays = [
-                _little_endian(piece) for each in pieces.values() for piece in each
+                _little_endian(piece) for found in pieces.values() for piece in found
             ]
-            self._fill_windows(memory, arrays, progress)
-            return len(text) + sum(map(len, arrays))
+            for array, place in memory.places(arrays):
+                place[:] = array
+                progress()
+            self.writer.write_metadata(text)
+            return len(text) + size
+        self.writer.write_metadata(text)
         sent = len(text)
         for found in pieces.values():
             for chunk in _chunks(found):
@@ -122,12 +124,11 @@ class MessageStream:
         if chunk.data is not None or chunk.app_metadata is None:
             raise WireError("bytes of a vector came where a message's header should be")
         header = read_json(chunk.app_metadata)
-        is_shared = header.pop("shared", False) is True
-        self._filled = self._memory if is_shared else None
-        if self._filled is not None:
-            self._filled.is_agreed = True
-        elif is_shared:
+        self._is_shared = header.pop("shared", False) is True
+        if self._is_shared and self._memory is None:
             raise WireError("the header says shared, and no memory is shared here")
+        if self._is_shared and self._memory is not None:
+            self._memory.is_agreed = True
         return header
 
     def receive_vectors(
@@ -140,57 +141,23 @@ class MessageStream:
         A vector that came in a single chunk is a view of the received bytes; others are
         copied once. `progress` is called after each chunk.
         """
-        if self._filled is None:
+        if not self._is_shared or self._memory is None:
             return {
                 name: _receive_vector(self.reader, name, dtype, length, progress)
                 for name, dtype, length in announcement
             }
-        received = {
-            name: aligned(dtype.itemsize * length)
-            for name, dtype, length in announcement
-        }
-        self._empty_windows(self._filled, list(received.values()), progress)
-        vectors = {name: received[name].view(dtype) for name, dtype, _ in announcement}
-        for vector in vectors.values():
-            vector.flags.writeable = False
+        sizes = [dtype.itemsize * length for _, dtype, length in announcement]
+        if not self._memory.has_room_for(sum(sizes)):
+            raise WireError(f"{sum(sizes)} bytes do not fit into the shared memory")
+        received = list(map(aligned, sizes))
+        for array, place in self._memory.places(received):
+            array[:] = place
+            progress()
+        vectors = {}
+        for (name, dtype, _), array in zip(announcement, received, strict=True):
+            vectors[name] = array.view(dtype)
+            vectors[name].flags.writeable = False
         return vectors
-
-    def _fill_windows(
-        self,
-        memory: SharedMemory,
-        arrays: Sequence[np.ndarray],
-        progress: Callable[[], None],
-    ) -> None:
-        for number, window in enumerate(memory.windows(arrays)):
-            if number >= NUM_WINDOWS:
-                self._take_note()  # What it held before was read.
-            for part, place in window:
-                place[:] = part
-            self.writer.write_metadata(_NOTE)
-            progress()
-
-    def _empty_windows(
-        self,
-        memory: SharedMemory,
-        arrays: Sequence[np.ndarray],
-        progress: Callable[[], None],
-    ) -> None:
-        num_windows = -(-sum(map(len, arrays)) // WINDOW_BYTES)
-        for number, window in enumerate(memory.windows(arrays)):
-            self._take_note()
-            for part, place in window:
-                part[:] = place
-            if number + NUM_WINDOWS < num_windows:  # It is needed again.
-                self.writer.write_metadata(_NOTE)
-            progress()
-
-    def _take_note(self) -> None:
-        try:
-            chunk = self.reader.read_chunk()
-        except StopIteration:
-            raise ConnectionResetError(_CUT) from None
-        if chunk.data is not None or bytes(chunk.app_metadata or b"") != _NOTE:
-            raise WireError("something else came where the next window should be")
 
 
 def _chunks(pieces: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
