@@ -113,16 +113,16 @@ def update_round_trip(
     import keras
 
     from replicax.ps.connection import Connection
-    from replicax.ps.partition import VariableGroup, VariableSlice
+    from replicax.ps.partition import VariableGroup, VariableShard
 
-    part = VariableSlice(
+    part = VariableShard(
         variable=0, path="values", shape=values.shape, dtype="float32", server=0
     )
     rule = {
         "kind": "optimizer",
         "config": keras.optimizers.serialize(keras.optimizers.SGD(0.1)),
     }
-    group = VariableGroup(name="all", rule=rule, parts=(part,))
+    group = VariableGroup(name="all", rule=rule, shards=(part,))
     connection = Connection(f"127.0.0.1:{port}", credentials())
     connection.shares_memory = shares_memory
     connection.exchange_header(

@@ -31,7 +31,7 @@ from replicax.ps.board import Board
 from replicax.ps.connection import Connection
 from replicax.ps.credentials import Credentials
 from replicax.ps.dense_group import DenseGroup
-from replicax.ps.partition import VariableGroup, VariableSlice
+from replicax.ps.partition import VariableGroup, VariableShard
 from replicax.ps.service import Service
 from replicax.ps.store import VariableStore
 
@@ -43,11 +43,11 @@ SMALL = 1024  # Elements of a vector of which only the message counts.
 def group_of(name: str, size: int) -> VariableGroup:
     """A vector of float32 that Adam trains."""
     config = keras.optimizers.serialize(keras.optimizers.Adam(name="adam"))
-    part = VariableSlice(
+    part = VariableShard(
         variable=0, path=name, shape=(size,), dtype="float32", server=0
     )
     rule = {"kind": "optimizer", "config": config}
-    return VariableGroup(name=name, rule=rule, parts=(part,))
+    return VariableGroup(name=name, rule=rule, shards=(part,))
 
 
 def serve(pipe: Pipe, port: int) -> None:

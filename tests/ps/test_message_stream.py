@@ -10,7 +10,7 @@ import pytest
 
 from replicax.ps import message_stream, shared_memory, wire
 from replicax.ps.message_stream import CHUNK_BYTES, MessageStream
-from replicax.ps.partition import VariableGroup, VariableSlice
+from replicax.ps.partition import VariableGroup, VariableShard
 from replicax.ps.shared_memory import Offer, SharedMemory
 from replicax.ps.wire import WireError, announced
 
@@ -128,7 +128,7 @@ def test_large_pieces_are_not_copied_and_small_ones_travel_together():
 
 def test_a_group_of_ten_thousand_variables_fits_into_a_header():
     parts = tuple(
-        VariableSlice(
+        VariableShard(
             variable=i,
             path=f"transformer/encoder_layer_{i}/self_attention/query/kernel",
             shape=(1024, 16, 64),
@@ -138,7 +138,7 @@ def test_a_group_of_ten_thousand_variables_fits_into_a_header():
         )
         for i in range(10_000)
     )
-    group = VariableGroup(name="optimizer 0", rule={"kind": "add"}, parts=parts)
+    group = VariableGroup(name="optimizer 0", rule={"kind": "add"}, shards=parts)
     written = []
 
     class Writer:

@@ -67,8 +67,8 @@ def info(path="w", shape=(4, 2), dtype="float32", **more) -> VariableInfo:
 
 def test_first_shards_have_a_row_more() -> None:
     group = place("g", ADD, [info(shape=(10, 2))], 1, FixedShardsPartitioner(4))
-    assert [p.rows for p in group.parts] == [(0, 3), (3, 6), (6, 8), (8, 10)]
-    assert [p.shape for p in group.parts] == [(3, 2), (3, 2), (2, 2), (2, 2)]
+    assert [p.rows for p in group.shards] == [(0, 3), (3, 6), (6, 8), (8, 10)]
+    assert [p.shape for p in group.shards] == [(3, 2), (3, 2), (2, 2), (2, 2)]
 
 
 def test_scalars_are_not_asked_about() -> None:
@@ -76,15 +76,15 @@ def test_scalars_are_not_asked_about() -> None:
         raise AssertionError("it was called")
 
     group = place("g", ADD, [info(shape=())], 3, partitioner)
-    assert group.parts[0].rows is None
+    assert group.shards[0].rows is None
 
 
 def test_largest_go_first_and_order_stays() -> None:
     sizes = [1, 8, 2, 5, 3]
     infos = [info(path=str(n), shape=(n,)) for n in sizes]
     group = place("g", ADD, infos, 2)
-    assert [int(p.path) for p in group.parts] == sizes
-    assert [p.server for p in group.parts] == [1, 0, 0, 1, 1]
+    assert [int(p.path) for p in group.shards] == sizes
+    assert [p.server for p in group.shards] == [1, 0, 0, 1, 1]
     assert place("g", ADD, infos, 2) == group
 
 
@@ -92,7 +92,7 @@ def test_constraints_and_optimizers_keep_variables_whole(caplog) -> None:
     constrained = info(path="c", constraint={"class_name": "NonNeg"})
     infos = [info(), constrained, info(path="v")]
     group = place("g", ADD, infos, 2, FixedShardsPartitioner(2))
-    assert [p.name for p in group.parts] == [
+    assert [p.name for p in group.shards] == [
         "w[0:2]",
         "w[2:4]",
         "c",
@@ -105,7 +105,7 @@ def test_constraints_and_optimizers_keep_variables_whole(caplog) -> None:
     ]
     caplog.clear()
     group = place("g", ADD, infos, 2, FixedShardsPartitioner(2), can_split=False)
-    assert [p.name for p in group.parts] == ["w", "c", "v"]
+    assert [p.name for p in group.shards] == ["w", "c", "v"]
     assert len(caplog.messages) == 1
     assert "its optimizer needs whole variables. Kept whole: w, c, v" in caplog.text
     caplog.clear()
@@ -125,7 +125,7 @@ def test_a_custom_partitioner_is_checked(result) -> None:
 
 def test_a_custom_partitioner_may_return_more_shards_than_rows() -> None:
     group = place("g", ADD, [info()], 2, lambda shape, dtype: (np.int64(9), 1))
-    assert [p.rows for p in group.parts] == [(0, 1), (1, 2), (2, 3), (3, 4)]
+    assert [p.rows for p in group.shards] == [(0, 1), (1, 2), (2, 3), (3, 4)]
 
 
 def test_no_server() -> None:
@@ -158,7 +158,7 @@ def test_every_row_is_on_one_server_and_servers_are_balanced(
     assert VariableGroup.from_json(group.to_json()) == group
     rows = {i: [] for i in range(len(infos))}
     loads, largest = [0] * num_servers, 0
-    for part in group.parts:
+    for part in group.shards:
         whole = infos[part.variable]
         if part.rows is None:
             assert part.shape == whole.shape
@@ -170,7 +170,9 @@ def test_every_row_is_on_one_server_and_servers_are_balanced(
         size = part.size * np.dtype(part.dtype).itemsize
         loads[part.server] += size
         largest = max(largest, size)
-    assert [p.variable for p in group.parts] == sorted(p.variable for p in group.parts)
+    assert [p.variable for p in group.shards] == sorted(
+        p.variable for p in group.shards
+    )
     for i, covered in rows.items():
         starts = [0, *(stop for _, stop in covered)]
         assert [start for start, _ in covered] == starts[:-1]

@@ -193,7 +193,7 @@ def test_gradients_travel_as_bfloat16(session):
         remote = RemoteGroup(
             session,
             VariableGroup(
-                name=f"{group.name} {compression}", rule=group.rule, parts=group.parts
+                name=f"{group.name} {compression}", rule=group.rule, shards=group.shards
             ),
             SHARDING,
             compression,

@@ -40,7 +40,7 @@ ADAM = {
 def group_of(class_name, config, name="group 0", **rule):
     described = {"class_name": class_name, "config": config}
     rule = {"kind": "optimizer", "config": described, **rule}
-    return VariableGroup(name=name, rule=rule, parts=())
+    return VariableGroup(name=name, rule=rule, shards=())
 
 
 ADAM_GROUP = group_of("Adam", ADAM)

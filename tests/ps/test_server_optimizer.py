@@ -56,7 +56,7 @@ def grouped(
 
 def flat(group, server, values) -> dict[str, np.ndarray]:
     vectors: dict[str, list[np.ndarray]] = {}
-    for part in group.slices_on(server):
+    for part in group.shards_on(server):
         rows = slice(None) if part.rows is None else slice(*part.rows)
         value = np.asarray(values[part.variable])
         value = value[rows] if value.ndim else value
@@ -68,7 +68,7 @@ def whole(group, vectors_by_server, shapes) -> list[np.ndarray]:
     values = [np.zeros(shape, np.float32) for shape in shapes]
     for server, vectors in enumerate(vectors_by_server):
         start = 0
-        for part in group.slices_on(server):
+        for part in group.shards_on(server):
             piece = np.asarray(vectors[part.dtype])[start : start + part.size]
             start += part.size
             if part.rows is None:
@@ -161,8 +161,8 @@ def test_equals_keras_whole(name) -> None:
 def test_optimizers_that_need_whole_variables_are_not_split(name) -> None:
     assert not can_split(WHOLE[name]())
     *_, group, _, _ = compare(WHOLE[name](), split=True, rtol=1e-5)
-    assert all(part.rows is None for part in group.parts)
-    assert {part.server for part in group.parts} == {0, 1}
+    assert all(part.rows is None for part in group.shards)
+    assert {part.server for part in group.shards} == {0, 1}
 
 
 def test_a_subclass_is_not_split() -> None:
@@ -205,7 +205,7 @@ if hasattr(keras.optimizers, "OptimizerMap"):
 @pytest.mark.parametrize("name", TOGETHER)
 def test_optimizers_that_need_all_gradients_have_one_server(name, caplog) -> None:
     *_, group, _, _ = compare(TOGETHER[name](), split=True, rtol=1e-5)
-    assert {part.server for part in group.parts} == {0}
+    assert {part.server for part in group.shards} == {0}
     assert "needs all gradients at once" in caplog.text
 
 
@@ -213,8 +213,8 @@ def test_optimizers_that_need_whole_gradients_are_spread() -> None:
     clipped = keras.optimizers.SGD(0.5, clipnorm=0.3, gradient_accumulation_steps=2)
     for optimizer in (clipped, OneByOne(0.1)):
         *_, group, _, _ = compare(optimizer, split=True, rtol=1e-5)
-        assert all(part.rows is None for part in group.parts)
-        assert {part.server for part in group.parts} == {0, 1}
+        assert all(part.rows is None for part in group.shards)
+        assert {part.server for part in group.shards} == {0, 1}
 
 
 def test_accumulated_gradients_are_clipped_by_the_server() -> None:
@@ -227,8 +227,8 @@ def test_accumulated_gradients_are_clipped_by_the_server() -> None:
 def test_workers_clip_by_norms_over_all_servers(clip, scale) -> None:
     optimizer = keras.optimizers.SGD(0.5, **{clip: 0.3}, loss_scale_factor=scale)
     _, group, _, _ = compare(optimizer, split=True)
-    assert {part.server for part in group.parts} == {0, 1}
-    assert any(part.rows is not None for part in group.parts)
+    assert {part.server for part in group.shards} == {0, 1}
+    assert any(part.rows is not None for part in group.shards)
 
 
 @pytest.mark.parametrize("by", ["names", "variables"])
@@ -298,7 +298,7 @@ def test_slots_say_what_belongs_to_which_part() -> None:
         slots = rule.slots(state)
         assert slots["iteration", None] == STEPS
         assert slots["learning_rate", None] == np.float32(0.1)
-        for i, part in enumerate(group.slices_on(server)):
+        for i, part in enumerate(group.shards_on(server)):
             own = {name: value for (name, at), value in slots.items() if at == i}
             assert set(own) == {"momentum", "velocity", "average"}
             rows = slice(None) if part.rows is None else slice(*part.rows)
@@ -315,7 +315,7 @@ def test_slots_say_what_belongs_to_which_part() -> None:
         # And back: the inverse.
         again = rule.slots(rule.with_slots(rule.start(states[server][0])[1], slots))
         jax.tree.map(np.testing.assert_array_equal, again, slots)
-    assert seen == 3 * len(group.parts)
+    assert seen == 3 * len(group.shards)
 
 
 def test_slots_of_one_part_are_set_alone() -> None:

@@ -185,9 +185,9 @@ def test_a_replayed_push_is_not_applied_again(created):
         ({"op": "double"}, {"ids": np.arange(11)}, "11 elements; expected 0 to 10"),
         ({"op": "create", "group": {}}, {}, "missing required field name"),
         (
-            {"op": "create", "group": {"name": "x", "rule": {}, "parts": 3}},
+            {"op": "create", "group": {"name": "x", "rule": {}, "shards": 3}},
             {},
-            "group.parts is 3",
+            "group.shards is 3",
         ),
     ],
 )

@@ -32,7 +32,7 @@ def test_slots_come_back_as_they_were(shapes, num_servers, num_shards) -> None:
     slots = {("iteration", None): np.array(7)}
     slots |= {("momentum", i): rng.random(shape) for i, shape in enumerate(shapes)}
     on_servers = {}
-    for server in {part.server for part in group.parts}:
+    for server in {part.server for part in group.shards}:
         header, vectors = slots_to_message(cut_slots(group, slots, server))
         assert all(vector.ndim == 1 for vector in vectors.values())
         on_servers[server] = slots_from_message(header, vectors)

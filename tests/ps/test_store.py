@@ -127,7 +127,7 @@ def test_create_again_keeps_values_and_another_group_is_refused() -> None:
     with pytest.raises(RequestError, match=r"'weights'.*its rule: config"):
         store.create(other, {"float32": np.zeros(8, np.float32)})
     longer = place("weights", ADD, [INFO, INFO], 1)
-    with pytest.raises(RequestError, match=r"its parts: 1 and 2"):
+    with pytest.raises(RequestError, match=r"its shards: 1 and 2"):
         store.create(longer, {"float32": np.zeros(16, np.float32)})
 
 

@@ -16,7 +16,7 @@ Where what runs:
                   embedding; fit, worker_input
     coordinators  coordinator, closure_calls, closure_variables, payloads
 
-Slices. What one `optimizer.apply` trains is a group; its variables are cut into slices,
+Shards. What one `optimizer.apply` trains is a group; its variables are cut into shards,
 balanced over the servers by bytes. In a server, and on the wire, a group is one flat
 vector per dtype. A server rebuilds the user's optimizer from its config and steps it
 with one compiled function. Vectors that were handed out never change, so answering

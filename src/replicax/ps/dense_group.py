@@ -125,9 +125,9 @@ def _difference(one: VariableGroup, other: VariableGroup) -> str:
         keys = sorted(one.rule.keys() | other.rule.keys())
         key = next(k for k in keys if one.rule.get(k) != other.rule.get(k))
         return f"its rule: {key} is {one.rule.get(key)!r} and {other.rule.get(key)!r}"
-    if len(one.parts) != len(other.parts):
-        return f"its parts: {len(one.parts)} and {len(other.parts)}"
-    for a, b in zip(one.parts, other.parts, strict=True):
+    if len(one.shards) != len(other.shards):
+        return f"its shards: {len(one.shards)} and {len(other.shards)}"
+    for a, b in zip(one.shards, other.shards, strict=True):
         if a != b:
-            return f"part {a.name!r}: {a} and {b}"
+            return f"shard {a.name!r}: {a} and {b}"
     return "nothing but the order of its values"

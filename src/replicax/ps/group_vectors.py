@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 
 from replicax._util.arrays import aligned
 from replicax._util.types import PyTree
-from replicax.ps.partition import VariableGroup, VariableSlice
+from replicax.ps.partition import VariableGroup, VariableShard
 from replicax.ps.wire import dtype_named
 
 __all__ = [
@@ -42,9 +42,9 @@ class GroupLayout:
     ) -> None:
         self._group = group
         self._sharding = sharding
-        self._slices = {server: group.slices_on(server) for server in group.servers}
+        self._shards = {server: group.shards_on(server) for server in group.servers}
         self._layouts = {server: group.layout_on(server) for server in group.servers}
-        by_variable = {part.variable: part.dtype for part in group.parts}
+        by_variable = {shard.variable: shard.dtype for shard in group.shards}
         dtypes = [by_variable[i] for i in range(len(by_variable))]
         if compression:
             dtypes = [compression if x == "float32" else x for x in dtypes]
@@ -68,17 +68,17 @@ class GroupLayout:
 
         For the MLP of benchmarks/parameter_servers.py that took as long as the step.
         """
-        parts = self._slices[server]
-        hosts = (np.asarray(values[part.variable]) for part in parts)
+        shards = self._shards[server]
+        hosts = (np.asarray(values[shard.variable]) for shard in shards)
         return self._layouts[server].pieces(
-            host if part.rows is None else host[slice(*part.rows)]
-            for part, host in zip(parts, hosts, strict=True)
+            host if shard.rows is None else host[slice(*shard.rows)]
+            for shard, host in zip(shards, hosts, strict=True)
         )
 
     def all_vectors(self, values: Sequence[jax.Array]) -> dict[int, _Vectors]:
         """The vectors of all servers."""
         local = [x.addressable_data(0) for x in values]
-        return {server: self.vectors(local, server) for server in self._slices}
+        return {server: self.vectors(local, server) for server in self._shards}
 
     def on_devices(self, held: Mapping[int, _Vectors]) -> list[jax.Array]:
         """The variables' values, on all devices, of the servers' vectors."""
@@ -96,8 +96,8 @@ class GroupLayout:
             for server, vectors in held.items()
         }
         pieces: dict[int, list[PyTree]] = {}
-        for part in self._group.parts:  # Rows of a variable are in order.
-            pieces.setdefault(part.variable, []).append(next(unpacked[part.server]))
+        for shard in self._group.shards:  # Rows of a variable are in order.
+            pieces.setdefault(shard.variable, []).append(next(unpacked[shard.server]))
         return [
             found[0] if len(found) == 1 else _joined(found)
             for _, found in sorted(pieces.items())
@@ -118,12 +118,12 @@ class SlotKey(NamedTuple):
     """Names one of the variables of an optimizer on one server.
 
     `name` is `"momentum"`, `"iteration"` and the like, or a path where a name is there
-    twice; `part` the place, among the server's slices, of the one that it belongs to;
+    twice; `shard` the place, among the server's shards, of the one that it belongs to;
     None: it belongs to no variable.
     """
 
     name: str
-    part: int | None
+    shard: int | None
 
 
 Slots = dict[SlotKey, np.ndarray]
@@ -134,37 +134,37 @@ VariableSlot = tuple[str, int | None]
 
 
 Announced = list[tuple[str, int | None, tuple[int, ...]]]
-"""What a message's header says of slots: each one's name, part and shape."""
+"""What a message's header says of slots: each one's name, shard and shape."""
 
 
 def slots_to_message(slots: Slots) -> tuple[Announced, dict[str, np.ndarray]]:
     """Encode slots as a message's header and vectors."""
-    header = [(key.name, key.part, x.shape) for key, x in slots.items()]
+    header = [(key.name, key.shard, x.shape) for key, x in slots.items()]
     return header, {str(i): np.ravel(x) for i, x in enumerate(slots.values())}
 
 
 def slots_from_message(header: Announced, vectors: Mapping[str, np.ndarray]) -> Slots:
     """Decode the slots of a message."""
     return {
-        SlotKey(name, part): vectors[str(i)].reshape(shape)
-        for i, (name, part, shape) in enumerate(header)
+        SlotKey(name, shard): vectors[str(i)].reshape(shape)
+        for i, (name, shard, shape) in enumerate(header)
     }
 
 
 def join_slots(
     group: VariableGroup, on_servers: Mapping[int, Slots]
 ) -> dict[VariableSlot, np.ndarray]:
-    """Concatenate each slot from its slices on the servers.
+    """Concatenate each slot from its shards on the servers.
 
     What belongs to no variable each server has for itself; the first one's counts.
     """
     pieces: dict[VariableSlot, dict[int, np.ndarray]] = {}  # By their first rows.
     for server, slots in on_servers.items():
-        parts = group.slices_on(server)
+        shards = group.shards_on(server)
         for (name, place), array in slots.items():
-            part = None if place is None else parts[place]
-            variable = None if part is None else part.variable
-            first = part.rows[0] if part and part.rows else 0
+            shard = None if place is None else shards[place]
+            variable = None if shard is None else shard.variable
+            first = shard.rows[0] if shard and shard.rows else 0
             pieces.setdefault((name, variable), {}).setdefault(first, array)
     rows = {key: [x for _, x in sorted(found.items())] for key, found in pieces.items()}
     return {k: np.concatenate(x) if len(x) > 1 else x[0] for k, x in rows.items()}
@@ -174,15 +174,15 @@ def cut_slots(
     group: VariableGroup, slots: Mapping[VariableSlot, np.ndarray], server: int
 ) -> Slots:
     """Slice each slot for one server."""
-    places: dict[int, list[tuple[int, VariableSlice]]] = {}
-    for place, part in enumerate(group.slices_on(server)):
-        places.setdefault(part.variable, []).append((place, part))
+    places: dict[int, list[tuple[int, VariableShard]]] = {}
+    for place, shard in enumerate(group.shards_on(server)):
+        places.setdefault(shard.variable, []).append((place, shard))
     cut: Slots = {}
     for (name, variable), array in slots.items():
         if variable is None:
             cut[SlotKey(name, None)] = array
             continue
-        for place, part in places.get(variable, ()):
-            rows = array if part.rows is None else array[slice(*part.rows)]
+        for place, shard in places.get(variable, ()):
+            rows = array if shard.rows is None else array[slice(*shard.rows)]
             cut[SlotKey(name, place)] = rows
     return cut

@@ -240,7 +240,7 @@ class SetSlots(_OfGroup[Done], tag="set_slots"):
     slots: list[tuple[str, Count | None, tuple[Count, ...]]]
 
     def expected_by(self, held: DenseGroup) -> Mapping[str, Allowed]:
-        shapes = {SlotKey(name, part): shape for name, part, shape in self.slots}
+        shapes = {SlotKey(name, shard): shape for name, shard, shape in self.slots}
         with held.lock:
             dtypes = held.check_slots(shapes)
         return {

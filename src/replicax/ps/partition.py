@@ -1,12 +1,12 @@
 """Partitions variables over servers, by rows, balanced by bytes.
 
-A group is what one `optimizer.apply` updates. Each of its variables is one slice, or
-several that split its first dimension, and each slice lies on one server. On the wire
-and in a server, a group is one flat vector per dtype: its slices on that server, row by
-row, one after another.
+A group is the variables that one `optimizer.apply` updates. A variable is one shard, or
+several that split its first dimension, and each shard lies on one server. On the wire
+and in a server, a group is one flat vector per dtype: its shards on that server, one
+after another, row by row.
 
-A partitioner says into how many shards a variable is cut; `place` cuts the variables
-and deals the slices out.
+A partitioner returns into how many shards a variable is cut; `place` cuts the variables
+and assigns the shards to servers.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ __all__ = [
     "Partitioner",
     "VariableGroup",
     "VariableInfo",
-    "VariableSlice",
+    "VariableShard",
     "place",
 ]
 
@@ -60,11 +60,11 @@ class VariableInfo:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class VariableSlice(VariableInfo):
+class VariableShard(VariableInfo):
     """A variable, or some of its rows, on one server.
 
-    `variable` is its place in its group, `rows` are `(start, stop)` in its first
-    dimension; None: the whole. `shape` is the slice's.
+    `variable` is its index in its group, `rows` are `(start, stop)` in its first
+    dimension; None: the whole. `shape` is that of the shard.
     """
 
     variable: int
@@ -88,14 +88,14 @@ class VariableSlice(VariableInfo):
 class VariableGroup:
     """Variables that are updated together, and the servers they lie on.
 
-    `rule` says how: `{"kind": "optimizer", "config": ...}` with what
+    `rule` is `{"kind": "optimizer", "config": ...}` with what
     `keras.optimizers.serialize` returns, or `{"kind": "add"}`, which adds what is
-    pushed. `parts` are in the order of the variables and their rows.
+    pushed. `shards` are in the order of the variables and their rows.
     """
 
     name: str
     rule: JSONObject
-    parts: tuple[VariableSlice, ...]
+    shards: tuple[VariableShard, ...]
 
     @property
     def is_trained(self) -> bool:
@@ -104,16 +104,16 @@ class VariableGroup:
 
     @property
     def servers(self) -> list[int]:
-        """The servers that hold slices of the group, in order."""
-        return sorted({part.server for part in self.parts})
+        """The servers that hold shards of the group, in order."""
+        return sorted({shard.server for shard in self.shards})
 
-    def slices_on(self, server: int) -> tuple[VariableSlice, ...]:
-        """The parts on one server, in the order in which its vectors hold them."""
-        return tuple(part for part in self.parts if part.server == server)
+    def shards_on(self, server: int) -> tuple[VariableShard, ...]:
+        """The shards on one server, in the order in which its vectors hold them."""
+        return tuple(shard for shard in self.shards if shard.server == server)
 
     def layout_on(self, server: int) -> FlatLayout:
-        """Where the slices on one server lie in its vectors."""
-        return FlatLayout([(x.dtype, x.shape) for x in self.slices_on(server)])
+        """Where the shards on one server lie in its vectors."""
+        return FlatLayout([(x.dtype, x.shape) for x in self.shards_on(server)])
 
     def lengths_on(self, server: int) -> dict[str, int]:
         """Elements in a server's vector of each dtype, in the vectors' order."""
@@ -132,7 +132,7 @@ class VariableGroup:
     def digest(self) -> str:
         """A hash of the group.
 
-        The learning rate and the iterations, which training changes, do not count: one
+        It leaves out the learning rate and the iterations, which training changes: one
         task may be ahead of another, or have restored a checkpoint.
         """
         described = self.to_json()
@@ -296,14 +296,14 @@ def place(
     can_split: bool = True,
     can_spread: bool = True,
 ) -> VariableGroup:
-    """Cut variables into parts, and give each part a server.
+    """Cut variables into shards, and give each shard a server.
 
-    The largest part goes first, each to the server that has the fewest bytes yet, so no
-    two servers differ by more than the largest part. Equal calls give equal groups.
-    `can_split` says whether the rule may be applied to some rows of a variable alone,
-    `can_spread` whether to some variables alone: if not, one server has all, whole. A
-    partitioner that returns anything but the number of shards along each dimension, 1
-    except for the first, raises `ValueError`.
+    Shards are assigned from the largest on, each to the server that has the fewest bytes
+    yet: no two servers differ by more than the largest shard. Equal calls return equal
+    groups. `can_split`: the rule may be applied to some rows of a variable alone;
+    `can_spread`: to some variables alone. If it cannot spread, one server has all
+    variables, whole. Raises `ValueError` if the partitioner does not return the number
+    of shards along each dimension, 1 except for the first.
     """
     _require_positive("place", num_servers=num_servers)
     cuts = [_cuts(variable, partitioner) for variable in variables]
@@ -313,24 +313,24 @@ def place(
         _logger.warning("group %r: all of it is on one server: %s.", name, reason)
         num_servers = 1
     pieces = [(i, rows) for i, ranges in enumerate(cuts) for rows in ranges]
-    parts = [_slice(variables[i], i, rows) for i, rows in pieces]
-    sizes = [part.size * np.dtype(part.dtype).itemsize for part in parts]
+    shards = [_shard(variables[i], i, rows) for i, rows in pieces]
+    sizes = [shard.size * np.dtype(shard.dtype).itemsize for shard in shards]
     loads = [(0, server) for server in range(num_servers)]
-    for piece in sorted(range(len(parts)), key=lambda p: -sizes[p]):
+    for piece in sorted(range(len(shards)), key=lambda p: -sizes[p]):
         load, server = heapq.heappop(loads)
-        parts[piece] = dataclasses.replace(parts[piece], server=server)
+        shards[piece] = dataclasses.replace(shards[piece], server=server)
         heapq.heappush(loads, (load + sizes[piece], server))
-    return VariableGroup(name=name, rule=rule, parts=tuple(parts))
+    return VariableGroup(name=name, rule=rule, shards=tuple(shards))
 
 
-def _slice(info: VariableInfo, variable: int, rows: _Rows) -> VariableSlice:
+def _shard(info: VariableInfo, variable: int, rows: _Rows) -> VariableShard:
     shape = info.shape if rows is None else (rows[1] - rows[0], *info.shape[1:])
     own = {**vars(info), "shape": shape}
-    return VariableSlice(**own, variable=variable, server=0, rows=rows)
+    return VariableShard(**own, variable=variable, server=0, rows=rows)
 
 
 def _cuts(variable: VariableInfo, partitioner: Partitioner | None) -> list[_Rows]:
-    """The row boundaries of a variable's slices, by its partitioner."""
+    """The row boundaries of a variable's shards, by its partitioner."""
     if partitioner is None or not variable.shape:
         return [None]
     shards = partitioner(shape=variable.shape, dtype=variable.dtype)

@@ -147,8 +147,8 @@ class RemoteGroup:
         if created["digest"] != self.placement.digest:
             raise ClusterMismatchError(
                 f"{self.session.name}: {self.name!r} differs from the chief's: "
-                f"here it is of {len(self.placement.parts)} parts, first "
-                f"{self.placement.parts[0]}. All tasks must run the same script with "
+                f"here it is of {len(self.placement.shards)} shards, first "
+                f"{self.placement.shards[0]}. All tasks must run the same script with "
                 "the same arguments and versions."
             )
         self.steps_ahead = created["steps"]

@@ -1,12 +1,12 @@
-"""Steps the user's Keras optimizer on a server's slices of a group.
+"""Steps the user's Keras optimizer on a server's shards of a group.
 
-The optimizer is built anew from its config, for variables of the slices' names and
+The optimizer is built anew from its config, for variables of the shards' names and
 shapes, and stepped by one compiled function of flat vectors. Its own variables (slots)
 are this function's state; they are donated, the parameters are not, for those have been
 handed out.
 
 An optimizer that works element by element need not know where one variable ends and the
-next begins. So spans of neighbouring slices are stepped as one: a few operations on
+next begins. So spans of neighbouring shards are stepped as one: a few operations on
 long vectors for a model of hundreds of variables.
 """
 
@@ -29,7 +29,7 @@ from replicax.ps.optimizers import (
     clips_on_worker,
     deserialize,
 )
-from replicax.ps.partition import VariableGroup, VariableSlice
+from replicax.ps.partition import VariableGroup, VariableShard
 
 __all__ = ["ServerOptimizer"]
 
@@ -37,10 +37,10 @@ _Vectors = dict[str, jax.Array]
 
 
 class ServerOptimizer:
-    """Updates a server's slices of one group: a pure function of values and state.
+    """Updates a server's shards of one group: a pure function of values and state.
 
     Raises `ValueError` for an unknown rule; in `start`, if its optimizer cannot be
-    built or compiled for these slices.
+    built or compiled for these shards.
 
     Example:
         >>> from replicax.ps.partition import VariableInfo, place
@@ -61,10 +61,10 @@ class ServerOptimizer:
                 "'optimizer'."
             )
         self.group = group
-        self.parts = group.slices_on(server)
+        self.shards = group.shards_on(server)
         self._cpu = jax.devices("cpu")[0]
         self._optimizer: Any = None
-        self._spans, self._layout = self._fused(lambda part: None)
+        self._spans, self._layout = self._fused(lambda shard: None)
         self._owners: list[tuple[int | None, str]] = []
         self._has_begun = False
         # Vectors are not donated: they were handed out.
@@ -79,7 +79,7 @@ class ServerOptimizer:
             dtype: jax.device_put(np.array(vector), self._cpu)
             for dtype, vector in vectors.items()
         }
-        if not self.group.is_trained or not self.parts:
+        if not self.group.is_trained or not self.shards:
             return placed, []
         with jax.default_device(self._cpu):
             state = self._build(placed)
@@ -125,9 +125,9 @@ class ServerOptimizer:
                 continue
             span, pieces = self._spans[owner], [np.asarray(value)]
             if len(span) > 1:  # The slot of a single one may have another shape.
-                shapes = [("", self.parts[i].shape) for i in span]
+                shapes = [("", self.shards[i].shape) for i in span]
                 pieces = FlatLayout(shapes).unpack({"": pieces[0]})
-            keys = [SlotKey(name, part) for part in span]
+            keys = [SlotKey(name, shard) for shard in span]
             slots |= zip(keys, pieces, strict=True)
         return slots
 
@@ -137,8 +137,8 @@ class ServerOptimizer:
         self.check_slots(state, {key: np.shape(value) for key, value in given.items()})
         changed = []
         for old, (owner, name) in zip(state, self._owners, strict=True):
-            parts = [None] if owner is None else self._spans[owner]
-            keys = [SlotKey(name, part) for part in parts]
+            shards = [None] if owner is None else self._spans[owner]
+            keys = [SlotKey(name, shard) for shard in shards]
             if not given.keys() & keys:
                 changed.append(old)
                 continue
@@ -154,18 +154,20 @@ class ServerOptimizer:
         slots = self.slots(state)
         for key, shape in shapes.items():
             if key not in slots:
-                shared = key.part is None
-                names = {name for name, part in slots if (part is None) == shared}
+                shared = key.shard is None
+                names = {name for name, shard in slots if (shard is None) == shared}
                 raise ValueError(
                     f"group {self.group.name!r}: its optimizer has no variable "
                     f"{key.name!r}, but {sorted(names)}. A learning rate that follows "
                     "a schedule cannot be set."
                 )
             if shape != slots[key].shape:
-                of_part = "" if key.part is None else f" of {self.parts[key.part].name}"
+                of_shard = (
+                    "" if key.shard is None else f" of {self.shards[key.shard].name}"
+                )
                 raise ValueError(
                     f"group {self.group.name!r}: got shape {shape} for the "
-                    f"optimizer's {key.name!r}{of_part}, expected {slots[key].shape}."
+                    f"optimizer's {key.name!r}{of_shard}, expected {slots[key].shape}."
                 )
         return {key: str(slots[key].dtype) for key in shapes}
 
@@ -184,12 +186,12 @@ class ServerOptimizer:
             optimizer.clipnorm = optimizer.global_clipnorm = optimizer.clipvalue = None
         excluded = set(rule.get("no_weight_decay", ()))
         self._spans, self._layout = self._fused_for(optimizer, excluded)
-        firsts = [self.parts[span[0]] for span in self._spans]
+        firsts = [self.shards[span[0]] for span in self._spans]
         variables = list(map(_variable, firsts, self._layout.unpack(vectors)))
         without = [
             variable
-            for part, variable in zip(firsts, variables, strict=True)
-            if part.variable in excluded
+            for shard, variable in zip(firsts, variables, strict=True)
+            if shard.variable in excluded
         ]
         if without:
             for stepper in (optimizer, *getattr(optimizer, "optimizers", ())):
@@ -203,40 +205,40 @@ class ServerOptimizer:
     def _fused_for(
         self, optimizer: keras.optimizers.Optimizer, excluded: set[int]
     ) -> tuple[list[list[int]], FlatLayout]:
-        """The optimizer's variables: single slices, or fused spans of several."""
+        """The optimizer's variables: single shards, or fused spans of several."""
         is_one_by_one = can_split(optimizer) and not hasattr(optimizer, "optimizers")
         if not is_one_by_one or optimizer.clipnorm:
-            return self._fused(lambda part: None)
+            return self._fused(lambda shard: None)
 
-        def kind_of(part: VariableSlice) -> bool | None:
-            alone = part.constraint is not None
-            return None if alone else part.variable in excluded
+        def kind_of(shard: VariableShard) -> bool | None:
+            alone = shard.constraint is not None
+            return None if alone else shard.variable in excluded
 
         return self._fused(kind_of)
 
     def _fused(
-        self, kind_of: Callable[[VariableSlice], Hashable | None]
+        self, kind_of: Callable[[VariableShard], Hashable | None]
     ) -> tuple[list[list[int]], FlatLayout]:
-        """Spans of slices by place, in order of their first ones, and their layout.
+        """Spans of shards by place, in order of their first ones, and their layout.
 
         Neighbours of equal kind go together, as a flat vector; one of kind None stays
         alone, and keeps its shape.
         """
         spans: list[list[int]] = []
         newest: dict[str, tuple[list[int], Hashable | None]] = {}  # By dtype.
-        for i, part in enumerate(self.parts):
-            kind = kind_of(part)
-            span, previous = newest.get(part.dtype, ([], None))
+        for i, shard in enumerate(self.shards):
+            kind = kind_of(shard)
+            span, previous = newest.get(shard.dtype, ([], None))
             if kind is None or kind != previous:
                 span = []
                 spans.append(span)
-                newest[part.dtype] = span, kind
+                newest[shard.dtype] = span, kind
             span.append(i)
         shapes = []
         for first, *others in spans:
-            size = sum(self.parts[i].size for i in (first, *others))
-            shape = (size,) if others else self.parts[first].shape
-            shapes.append((self.parts[first].dtype, shape))
+            size = sum(self.shards[i].size for i in (first, *others))
+            shape = (size,) if others else self.shards[first].shape
+            shapes.append((self.shards[first].dtype, shape))
         return spans, FlatLayout(shapes)
 
     def _update(
@@ -271,21 +273,21 @@ class ServerOptimizer:
         return joined
 
 
-def _variable(part: VariableSlice, value: jax.Array) -> keras.Variable:
+def _variable(shard: VariableShard, value: jax.Array) -> keras.Variable:
     """Make a variable with the worker's path and name, which optimizers may read."""
-    *scope, name = part.path.split("/")
+    *scope, name = shard.path.split("/")
     within = contextlib.nullcontext()
     if scope:  # An absolute path, whatever scope the calling thread is in.
         within = keras.name_scope(scope[-1], override_parent="/".join(scope[:-1]))
     variable_class: Any = keras.Variable
     with within:
-        variable = variable_class(value, dtype=part.dtype, name=name)
-    if part.constraint is not None:
-        if part.rows is not None:
+        variable = variable_class(value, dtype=shard.dtype, name=name)
+    if shard.constraint is not None:
+        if shard.rows is not None:
             raise ValueError(
-                f"part {part.name!r}: a variable with a constraint cannot be split."
+                f"shard {shard.name!r}: a variable with a constraint cannot be split."
             )
         variable.constraint = keras.constraints.deserialize(
-            copy.deepcopy(part.constraint)
+            copy.deepcopy(shard.constraint)
         )
     return variable

@@ -1,4 +1,4 @@
-"""A server steps neighbouring slices as one: each has its own values and slots."""
+"""A server steps neighbouring shards as one: each has its own values and slots."""
 
 import keras
 import numpy as np
@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 from replicax.ps.group_vectors import SlotKey
 from replicax.ps.optimizers import optimizer_rule
-from replicax.ps.partition import VariableGroup, VariableSlice
+from replicax.ps.partition import VariableGroup, VariableShard
 from replicax.ps.server_optimizer import ServerOptimizer
 
 NOT_NEGATIVE = keras.constraints.serialize(keras.constraints.NonNeg())
-PARTS = st.lists(
+SHARDS = st.lists(
     st.tuples(
         st.lists(st.integers(1, 3), max_size=2).map(tuple),
         st.sampled_from(["float32", "float16"]),
@@ -24,10 +24,10 @@ PARTS = st.lists(
 
 
 @settings(database=None, max_examples=30)
-@given(PARTS)
-def test_each_slice_is_updated_with_its_own_gradient_and_slots(drawn) -> None:
-    parts = [
-        VariableSlice(
+@given(SHARDS)
+def test_each_shard_is_updated_with_its_own_gradient_and_slots(drawn) -> None:
+    shards = [
+        VariableShard(
             variable=i,
             path=f"v{i}",
             shape=shape,
@@ -39,7 +39,7 @@ def test_each_slice_is_updated_with_its_own_gradient_and_slots(drawn) -> None:
     ]
     rule = optimizer_rule(keras.optimizers.SGD(1.0, momentum=0.5), [])
     rule["no_weight_decay"] = [i for i, each in enumerate(drawn) if each[-1]]
-    group = VariableGroup(name="g", rule=rule, parts=tuple(parts))
+    group = VariableGroup(name="g", rule=rule, shards=tuple(shards))
     optimizer = ServerOptimizer(group, 0)
     lengths = group.lengths_on(0)
     gradients = {d: np.arange(n, dtype=d) for d, n in lengths.items()}
@@ -50,14 +50,16 @@ def test_each_slice_is_updated_with_its_own_gradient_and_slots(drawn) -> None:
 
     starts = dict.fromkeys(lengths, 0)
     slots = optimizer.slots(state)
-    for i, part in enumerate(parts):
-        start = starts[part.dtype]
-        starts[part.dtype] = start + part.size
-        expected = -gradients[part.dtype][start : start + part.size]
+    for i, shard in enumerate(shards):
+        start = starts[shard.dtype]
+        starts[shard.dtype] = start + shard.size
+        expected = -gradients[shard.dtype][start : start + shard.size]
         momentum = slots[SlotKey("momentum", i)]
-        np.testing.assert_array_equal(momentum, expected.reshape(part.shape))
-    changed = {SlotKey("momentum", i): np.full(p.shape, i) for i, p in enumerate(parts)}
+        np.testing.assert_array_equal(momentum, expected.reshape(shard.shape))
+    changed = {
+        SlotKey("momentum", i): np.full(p.shape, i) for i, p in enumerate(shards)
+    }
     again = optimizer.slots(optimizer.with_slots(state, changed))
     for key, value in changed.items():
         np.testing.assert_array_equal(again[key], value)
-    assert {k for k in slots if k.part is not None} == set(changed)
+    assert {k for k in slots if k.shard is not None} == set(changed)
