@@ -1,9 +1,9 @@
 """`Embedding`: a table of vectors that may lie on parameter servers, row by row.
 
-Where it does, the layer has no variable of the table's size. The step looks rows up
-through a callback on the host, and its backward pass hands the rows' gradients over
-through another. A variable of one element, the anchor, ties the two to the step: asking
-for its gradient is asking for the rows', and when it is ready they are handed over.
+On servers the layer has no variable of the table's size. The step looks rows up by a
+callback on the host, and its backward pass collects the rows' gradients by another. A
+variable of one element, the anchor, ties the two to the step: the program computes the
+rows' gradients to get that of the anchor.
 """
 
 import dataclasses
@@ -50,7 +50,7 @@ class _RemoteTable:
         return rows[place].reshape(*ids.shape, spec.dim)
 
     def collect(self, ids: np.ndarray, gradients: np.ndarray) -> None:
-        """Hand over gradients for ids of any shape, those of equal ids summed."""
+        """Collect gradients for ids of any shape, those of equal ids summed."""
         flat = ids.ravel().astype(np.int64)
         rows = sum_duplicates(flat, gradients.reshape(len(flat), self.spec.dim))
         self.source.collect(self.spec.name, *rows)
@@ -63,7 +63,7 @@ class Embedding(keras.layers.Embedding):
     In the scope of a `ParameterServerStrategy` the table lies on the servers, row by
     row. A step pulls the rows of its batch only and pushes only their gradients, so no
     worker holds the table. Rows are updated lazily: a row that is not in the batch
-    keeps its value and its optimizer slots. The layer has one variable there, the
+    keeps its value and its optimizer state. The layer has one variable there, the
     anchor of shape `(1,)`, which stays zero. Saved models have no rows of such a table;
     the servers' snapshots do. The layer's name is the table's: layers of one name share
     it, and the first one's initializer and seed stand.

@@ -1,7 +1,7 @@
-"""A group's variables as flat vectors in messages, and its optimizer's as slots.
+"""A group's variables as flat vectors in messages, and its optimizer's state.
 
-A worker cuts values into each server's vectors, and joins what it gets back. The
-variables of an optimizer (slots) travel each on its own.
+A worker cuts values into each server's vectors, and joins the vectors of the servers'
+answers. Each variable of an optimizer (a slot) travels on its own.
 """
 
 from collections.abc import Mapping, Sequence
@@ -117,9 +117,9 @@ def _joined(rows: Sequence[PyTree]) -> PyTree:
 class SlotKey(NamedTuple):
     """Names one of the variables of an optimizer on one server.
 
-    `name` is `"momentum"`, `"iteration"` and the like, or a path where a name is there
-    twice; `shard` the place, among the server's shards, of the one that it belongs to;
-    None: it belongs to no variable.
+    `name` is `"momentum"`, `"iteration"` and the like, or a path where two have the
+    same name. `shard` is the index, among the server's shards, of the one that it
+    belongs to; None: it belongs to no variable.
     """
 
     name: str
@@ -130,11 +130,11 @@ Slots = dict[SlotKey, np.ndarray]
 
 
 VariableSlot = tuple[str, int | None]
-"""A name, and the place in its group of the variable that it belongs to."""
+"""A name, and the index in its group of the variable that it belongs to."""
 
 
 Announced = list[tuple[str, int | None, tuple[int, ...]]]
-"""What a message's header says of slots: each one's name, shard and shape."""
+"""The slots in a message's header: the name, shard and shape of each."""
 
 
 def slots_to_message(slots: Slots) -> tuple[Announced, dict[str, np.ndarray]]:
@@ -156,7 +156,8 @@ def join_slots(
 ) -> dict[VariableSlot, np.ndarray]:
     """Concatenate each slot from its shards on the servers.
 
-    What belongs to no variable each server has for itself; the first one's counts.
+    Of a slot that belongs to no variable each server has a copy; the first one's is
+    returned.
     """
     pieces: dict[VariableSlot, dict[int, np.ndarray]] = {}  # By their first rows.
     for server, slots in on_servers.items():

@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 
-# Those whose update of an element needs that element's gradient, value and slots only.
+# Their update of an element reads that element's gradient, value and state only.
 ELEMENTWISE = (
     keras.optimizers.SGD,
     keras.optimizers.Adagrad,
@@ -46,9 +46,9 @@ ELEMENTWISE = (
 def can_split(optimizer: keras.optimizers.Optimizer) -> bool:
     """Whether rows of a variable may be updated apart from its other rows.
 
-    Adafactor, Lamb and Muon need whole variables. Subclasses of Keras' optimizers are
-    not looked into and are taken to need them too. So does `clipnorm` of gradients that
-    servers accumulate.
+    Adafactor, Lamb and Muon need whole variables. Subclasses of Keras' optimizers may
+    need them, and are not split either. Nor is a variable whose accumulated gradients a
+    server clips by `clipnorm`.
     """
     # By name: Keras has it since 3.14 only.
     free = getattr(keras.optimizers, "ScheduleFreeAdamW", None)
@@ -103,11 +103,10 @@ def optimizer_rule(
     optimizer: keras.optimizers.Optimizer,
     variables: Sequence[keras.Variable],
 ) -> JSONObject:
-    """Serialize an optimizer, without its slots, as a group's rule in JSON values.
+    """Serialize an optimizer, without its state, as a group's rule in JSON values.
 
-    The learning rate and the iterations are the current ones, and variables that
-    `exclude_from_weight_decay` named stay excluded. `variables` are in the group's
-    order.
+    The rule has the current learning rate and iterations, and the variables that
+    `exclude_from_weight_decay` named. `variables` are in the group's order.
 
     Raises:
         ValueError: If the optimizer cannot be built elsewhere, or scales its loss
@@ -197,11 +196,11 @@ def build_recording(
     variables: Sequence[keras.Variable],
     steps: int = 0,
 ) -> tuple[list[tuple[int | None, str]], list[jax.Array]]:
-    """Build an optimizer after `steps` steps, and take its variables' values away.
+    """Build an optimizer after `steps` steps, and move its variables' values out.
 
     Returns:
-        For each of its variables the trained one's place, and a name: their own names
-        do not say it, as those of `a/b` and `a_b` are the same. And their values.
+        For each of its variables the index of the trained variable that it belongs to,
+        and a name (Keras gives the same name for `a/b` and `a_b`); and their values.
     """
     steppers = [optimizer, *getattr(optimizer, "optimizers", ())]
     places = {id(variable): i for i, variable in enumerate(variables)}

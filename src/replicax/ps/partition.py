@@ -298,7 +298,7 @@ def place(
 ) -> VariableGroup:
     """Cut variables into shards, and give each shard a server.
 
-    Shards are assigned from the largest on, each to the server that has the fewest bytes
+    Shards are assigned from the largest on, each to the server with the fewest bytes
     yet: no two servers differ by more than the largest shard. Equal calls return equal
     groups. `can_split`: the rule may be applied to some rows of a variable alone;
     `can_spread`: to some variables alone. If it cannot spread, one server has all

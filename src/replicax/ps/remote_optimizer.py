@@ -1,13 +1,13 @@
 """A worker's client of a group's optimizer, which the servers step.
 
-A worker has none of its slots. It has two of its numbers as variables of its own: the
-number of steps and, where no schedule sets it, the learning rate.
+A worker has no optimizer state but two numbers, which are variables of its own: the
+number of steps and, unless a schedule sets it, the learning rate.
 
-- A group counts the steps that it has made in this job. The optimizer has made the
-  group's `steps_ahead` more.
-- All workers have the chief's `steps_ahead`: from the board when they meet the group,
-  and when an epoch begins.
-- A number that was not noted here was assigned by the user. The chief's counts.
+- A group counts its steps in this job. The optimizer has made `steps_ahead` more.
+- All workers use the chief's `steps_ahead`. They read it from the board when they
+  connect to the group, and when an epoch begins.
+- If such a variable has a value that this worker did not write, the user has assigned
+  it. Only the chief sends it to the servers.
 """
 
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["RemoteOptimizer", "Stored"]
 
 Stored: TypeAlias = Mapping[int, jax.Array]
-"""Values by id of their variables, which do not have them now."""
+"""Values by ids of variables, whose values were moved out."""
 
 
 class RemoteOptimizer:
@@ -52,7 +52,7 @@ class RemoteOptimizer:
     # Its numbers, which are variables of this worker.
 
     def watch(self, count: keras.Variable | None, rate: keras.Variable | None) -> None:
-        """Watch its number of steps, and its learning rate where that is a variable."""
+        """Follow assignments to its number of steps and, if a variable, its rate."""
         if self._steps is None and count is not None:
             self._steps = _SharedNumber(count)
             self._rate = None if rate is None else _SharedNumber(rate)
@@ -83,7 +83,7 @@ class RemoteOptimizer:
         """On the chief: send a rate and a number of steps that the user has assigned.
 
         Returns:
-            The rate if it is another one, on the chief; else None.
+            On the chief the rate, if the user has assigned another one; else None.
         """
         steps = self._steps and self._steps.assigned(stored)
         rate = self._rate and self._rate.assigned(stored)
@@ -97,13 +97,13 @@ class RemoteOptimizer:
         return rate
 
     def _count_from(self, steps: float) -> None:
-        """Take the present values for those after a number of steps."""
+        """Set `steps_ahead` so that the optimizer has made a number of steps."""
         self.group.steps_ahead = int(steps) - self.group.steps
 
-    # Its slots.
+    # Its state, by slots.
 
     def slots(self, name: str | None = None) -> dict[VariableSlot, np.ndarray]:
-        """Read its slots, those of a name or all; slices are joined."""
+        """Read its slots of a name, or all; the shards of each are joined."""
         answers = self.group.servers.ask_all(GetSlots(self.group.name, name))
         on_servers = {
             server: slots_from_message(answer.slots, vectors)
@@ -148,7 +148,7 @@ class RemoteOptimizer:
 class _SharedNumber:
     """A variable of this worker whose value the servers have as well.
 
-    A value that was not noted here was assigned by the user.
+    It remembers the last value, so that one that the user assigns is found.
     """
 
     def __init__(self, variable: keras.Variable) -> None:
@@ -158,7 +158,7 @@ class _SharedNumber:
         self.assigned(None)
 
     def note(self, array: jax.Array, number: float) -> None:
-        """Note the variable's next value, which is the servers', and its number."""
+        """Remember the servers' value, which the variable gets next, and its number."""
         self._array, self._number = array, number
 
     def cast(self, number: float) -> np.ndarray:
@@ -166,7 +166,7 @@ class _SharedNumber:
         return np.asarray(number, self.variable.dtype)
 
     def assigned(self, stored: Stored | None) -> float | None:
-        """The number if it has changed since the last call or `note`, else None."""
+        """The number, if the user has assigned another one; else None."""
         (array,) = internals.read_values([self.variable])
         array = (stored or {}).get(id(self.variable), array)
         if array is None or array is self._array:

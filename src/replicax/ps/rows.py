@@ -1,7 +1,7 @@
 """A worker's client of tables: pulls rows for its layers, pushes their gradients.
 
-Layers fetch rows and leave gradients by callbacks inside a running program; they must
-not wait for JAX. When the program is over the strategy has the gradients pushed.
+Layers fetch rows and leave gradients by callbacks inside a running program. Callbacks
+must not call JAX. When the program has ended, the strategy pushes the gradients.
 """
 
 import functools

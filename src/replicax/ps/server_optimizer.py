@@ -1,13 +1,13 @@
 """Steps the user's Keras optimizer on a server's shards of a group.
 
 The optimizer is built anew from its config, for variables of the shards' names and
-shapes, and stepped by one compiled function of flat vectors. Its own variables (slots)
-are this function's state; they are donated, the parameters are not, for those have been
-handed out.
+shapes, and stepped by one compiled function of flat vectors. Its own variables (Keras:
+`optimizer.variables`) are this function's state, and are donated. The parameters are
+not donated, as they have been handed out.
 
-An optimizer that works element by element need not know where one variable ends and the
-next begins. So spans of neighbouring shards are stepped as one: a few operations on
-long vectors for a model of hundreds of variables.
+An optimizer that works element by element does not depend on where one variable ends
+and the next begins. So spans of neighbouring shards are stepped as one: a few
+operations on long vectors for a model of hundreds of variables.
 """
 
 import contextlib
@@ -248,7 +248,7 @@ class ServerOptimizer:
         gradients: _Vectors,
     ) -> tuple[list[jax.Array], _Vectors]:
         # The state comes first: JAX gives donated memory to the first output of its
-        # shape, and a vector in a slot's place costs copies of both.
+        # shape, and a vector in the memory of the state costs copies of both.
         gradients = {d: g.astype(vectors[d].dtype) for d, g in gradients.items()}
         if self._optimizer is None:
             return state, {d: vectors[d] + gradients[d] for d in vectors}
