@@ -268,4 +268,4 @@ def test_a_chief_that_is_killed_goes_on_from_the_scripts_checkpoint(tmp_path):
     assert 2 * PER_ROUND < found["iterations"] - 2 * PER_ROUND <= 3 * PER_ROUND
     assert found["total"] == -found["iterations"]
     assert found["rows"].sum() == DIM * found["total"]
-    assert "not used for them" in results["worker:0"].output
+    assert "are not used" in results["worker:0"].output

@@ -62,7 +62,7 @@ def histories(strategy):
 
 def train():
     strategy = rx.ParameterServerStrategy(timeouts=rx.Timeouts(step=40))
-    # Who comes when a `fit` is over passes it by, and has no history of it.
+    # A worker skips a `fit` that has already ended, and has no history of it.
     session = strategy.session
     session.board("put", key=f"here/{session.index}", value=True)
     for index in range(2):

@@ -257,7 +257,9 @@ def test_a_chief_that_is_started_again_counts_on_from_restored_steps(session, ca
     again = RemoteGroup(session, group, SHARDING)
     with caplog.at_level("WARNING", logger="replicax"):
         again.create(values, restored)
-    assert "restored is not used for them" in caplog.text
+    assert (
+        "values that this script has assigned or restored are not used" in caplog.text
+    )
     again.pull()
     for each in (chief, again):
         (steps,) = each.optimizer.slots("iteration").values()

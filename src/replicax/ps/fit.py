@@ -1,8 +1,8 @@
 """`fit` on parameter servers: workers take the steps of an epoch from a work queue.
 
-Every worker goes through the data in the same order and trains on the batches that it
-has claimed, so that each batch is trained on once, by whichever worker was free. The
-epoch ends for all when its batches are used up.
+Every worker iterates over the data in the same order and trains on the batches that it
+has claimed. So each batch is trained on once, by whichever worker is free. The epoch
+ends for all workers when all batches are claimed.
 """
 
 import itertools
@@ -42,7 +42,7 @@ _NEWEST = "the newest fit"
 
 
 class WorkQueueFit:
-    """A worker's steps of the script's `number`-th `fit`, from a shared work queue."""
+    """A worker's steps of the script's `number`-th `fit`, from a work queue of all."""
 
     def __init__(
         self,
@@ -64,22 +64,21 @@ class WorkQueueFit:
         self._epoch = 0  # Counted from the first one of this `fit`.
         self._end = 0  # The epoch after the last one.
         self._batches = EpochBatches(self._data.adapter, self._data.steps_per_epoch)
-        self._stops = False  # Whether anybody stopped in the middle of the epoch.
+        self._stops = False  # Whether a worker stopped in the middle of the epoch.
         self._ready: list[PlacedBatch] = []
         self._source: BatchIterator | None = None  # Of this epoch.
-        # A distributed dataset: its batches are this worker's own already.
+        # A distributed dataset yields this worker's batches only.
         self._is_own = isinstance(self._data.adapter, DistributedAdapter)
         self._leases = StepLeases(strategy, number, self._waiting)
         if len(self._session.workers) > 1 and not self._is_own:
             _refuse_stateful(model)
-        # Validation is with the values of the end of the epoch.
         self._home.fit_metrics = frozenset(map(id, model.metrics_variables))
 
     def begin(self, first: int, end: int) -> int:
         """Wait for the other workers; return the first epoch, which the chief decides.
 
-        A worker that was restarted goes on with the epoch that the others are in. If
-        the training is over, that is `end`, and the model gets the trained values.
+        A restarted worker begins in the epoch that the others are in. If this `fit` has
+        already ended, it returns `end`, and the model gets the trained values.
         """
         self._end = end - self._fit.first_epoch
         self._epoch = self._agree_on_epoch(first - self._fit.first_epoch)
@@ -90,20 +89,20 @@ class WorkQueueFit:
         return self._fit.first_epoch + self._epoch
 
     def _agree_on_epoch(self, first: int) -> int:
-        """The epoch that the workers are in, or begin with."""
+        """The epoch that the workers are in, or will begin with."""
         session = self._session
         newest = session.board("get", key=_NEWEST) or 0
         if newest > self._number:  # This worker came late, or was restarted.
             _logger.warning(
-                "%s: %s is over, as the others have begun the next one. The model gets "
-                "its values, and has no history of it.",
+                "%s: %s has already ended, as the others have begun the next one. The "
+                "model gets the trained values, and the history is empty.",
                 *(session.name, self._name),
             )
             return self._end
         if session.is_chief:
             session.board("put", key=_NEWEST, value=self._number, first=False)
             session.board("put", key=self._epoch_key, value=first)  # The first stays.
-        # Nobody trains while others still use what the script had before.
+        # No worker trains while the script of another one still uses the old values.
         session.barrier(f"fit begin/{self._number}")
         return session.get(self._epoch_key, f"the first epoch of {self._name}")
 
@@ -120,8 +119,8 @@ class WorkQueueFit:
         source = announce_first(
             self._own if self._is_own else self._claimed, "waiting for the first batch"
         )
-        # One by one, not ahead: some tickets are given when earlier ones are finished,
-        # and each step is a dispatch of its own, as its update is made elsewhere.
+        # Batches are not prefetched: some tickets are leased only when earlier ones are
+        # finished. Each step is a dispatch of its own, as servers make its update.
         self._source = BatchIterator(
             source,
             self._strategy.group,
@@ -130,15 +129,15 @@ class WorkQueueFit:
             ahead=False,
             recorder=self._fit.recorder,
         )
-        did_any = False
+        has_stepped = False
         while True:
             try:
                 self._ready = self._source.next_execution()
             except StopIteration:
                 break
-            did_any = True
+            has_stepped = True
             yield self._leases.last_index, self._leases.last_index
-        if not did_any:
+        if not has_stepped:
             self._adopt_values()
         self._batches.finish()
 
@@ -150,9 +149,9 @@ class WorkQueueFit:
         """Do nothing: `steps` ends with the data."""
 
     def _adopt_values(self) -> None:
-        """Without steps of this worker: pull the trained values.
+        """Pull the trained values, in an epoch in which this worker makes no step.
 
-        This worker may not have met the model's variables yet.
+        It may not have connected to the model's groups yet.
         """
         batch = self._batches.any()
         if batch is None:
@@ -163,19 +162,19 @@ class WorkQueueFit:
     def end_epoch(self, logs: PyTree) -> PyTree:
         """Wait until all updates of the epoch are applied; sum metrics, pull values.
 
-        Logs that are no results of metrics are means of the workers' last ones.
+        Logs that are not a metric's result are averaged over the workers' last ones.
         """
         self._home.settle()
         if self._model.stop_training:  # In the middle of the epoch.
             self._leases.stop()
         steps = steps_of(self._model, self._strategy, "train")
-        own = jax.tree.map(np.asarray, steps.own_logs(logs))
+        other_logs = jax.tree.map(np.asarray, steps.own_logs(logs))
         with self._waiting():
-            own = self._meet_others(own)
-        return steps.logs_now(logs, own)
+            other_logs = self._combine_with_others(other_logs)
+        return steps.logs_now(logs, other_logs)
 
-    def _meet_others(self, logs: dict[str, PyTree]) -> dict[str, PyTree]:
-        """Give metrics the sums of all workers'; returns the mean of their logs."""
+    def _combine_with_others(self, logs: dict[str, PyTree]) -> dict[str, PyTree]:
+        """Sum the metrics of all workers; return the means of their logs."""
         self._leases.finish_applied()
         metrics = self._model.metrics_variables
         size = sum(
@@ -190,23 +189,23 @@ class WorkQueueFit:
         topic = f"{self._name}/metrics/{self._epoch}"
         values = json_codec.encode([v.value for v in metrics], "the metrics")
         stop = bool(self._model.stop_training)
-        mine = json_codec.encode(logs, "the logs")
-        report = {"values": values, "stop": stop, "logs": mine}
+        encoded = json_codec.encode(logs, "the logs")
+        report = {"values": values, "stop": stop, "logs": encoded}
         self._session.as_worker("report", topic=topic, values=report)
         self._session.barrier(f"{self._name}/end of epoch/{self._epoch}")
-        # The chief sums up for all: each report is read once.
+        # Only the chief reads the reports, and publishes their sums.
         total = f"{self._name}/total/{self._epoch}"
         summed = self._session.decided(total, topic, lambda: self._summed(topic))
         totals, logs = json_codec.decode(summed)
         for variable, value in zip(metrics, totals, strict=True):
             variable.assign(value)
         self._home.refresh()
-        # Nobody begins the next epoch before all have this one's values.
+        # No worker begins the next epoch before all have the values of this one.
         self._session.barrier(f"{self._name}/values of epoch/{self._epoch}")
         return logs
 
     def _summed(self, topic: str) -> JSON:
-        """On the chief: who stops, sums of all metrics, means of all logs."""
+        """On the chief: sums of all metrics and means of all logs; note who stops."""
         reports = self._session.board("reports", topic=topic).values()
         self._stops = any(report["stop"] for report in reports)
         values = [json_codec.decode(report["values"]) for report in reports]
@@ -216,7 +215,7 @@ class WorkQueueFit:
         return json_codec.encode((summed, _mean(logs)), "the metrics")
 
     def _waiting(self) -> AbstractContextManager[None]:
-        """Context of a wait for other workers, which the report records."""
+        """Context manager of a wait for other workers, for the training's report."""
         recorder = self._fit.recorder
         return nullcontext() if recorder is None else recorder.waiting()
 
@@ -224,11 +223,11 @@ class WorkQueueFit:
         """End this worker's part, also after an error."""
         self._home.fit_metrics = None
         error = sys.exc_info()[1]
-        if isinstance(error, SystemExit):  # Python does not say so at its end.
+        if isinstance(error, SystemExit):  # No `sys.excepthook` is called for it.
             self._session.record_exit(error.code)
 
     def after_epoch(self) -> None:
-        """After the chief's callbacks: all workers learn whether training continues."""
+        """After the callbacks: read whether the chief continues training."""
         self._epoch += 1
         self._batches.end(self._leases.length)
         is_chief = self._session.is_chief
@@ -239,49 +238,50 @@ class WorkQueueFit:
             f"epoch {self._epoch} of {self._name}",
             lambda: not (self._stops or self._model.stop_training),
         )
-        if is_chief:  # For workers that are restarted meanwhile.
+        if is_chief:  # For workers that are restarted in the meantime.
             value = self._end if self._model.stop_training else self._epoch
             self._session.board("put", key=self._epoch_key, value=value, first=False)
 
-    # What workers agree on before an epoch.
+    # Before an epoch.
 
     def _begin_epoch(self) -> None:
-        mine = _described(self._model)
+        described = _described(self._model)
         limit = self._data.steps_per_epoch
         limit = limit or fixed_number_of_batches(self._data.adapter)
-        if self._session.is_chief:  # Its callbacks have heard that the epoch begins.
+        if self._session.is_chief:  # `on_epoch_begin` may have assigned values.
             self._home.publish()
-        said = self._session.decided(
+        chief = self._session.decided(
             f"{self._name}/begin/{self._epoch}",
             f"epoch {self._epoch} of {self._name}",
             lambda: {
                 "random": json_codec.encode(random_state.capture(), "the random state"),
                 "iteration": self._batches.iteration,
                 "steps": self._home.steps_made(),
-                "model": mine,
+                "model": described,
                 "length": limit,
             },
         )
-        if mine != said["model"]:
+        if described != chief["model"]:
             raise ClusterMismatchError(
                 f"{self._session.name}: the model of {self._name} differs from the "
-                f"chief's. Here it has {mine['text']}; there {said['model']['text']}"
-                ". All tasks must run the same script with the same arguments and "
-                "versions."
+                f"chief's. Here it has {described['text']}; there "
+                f"{chief['model']['text']}. All tasks must run the same script with "
+                "the same arguments and versions."
             )
-        if limit != said["length"]:
+        if limit != chief["length"]:
             raise ClusterMismatchError(
                 f"{self._session.name}: an epoch of {self._name} has "
-                f"{_batches_of(limit)}, and the chief's {_batches_of(said['length'])}. "
-                "Pass the same data, batch size and steps_per_epoch in all tasks."
+                f"{_batches_of(limit)}, and the chief's "
+                f"{_batches_of(chief['length'])}. Pass the same data, batch size and "
+                "steps_per_epoch in all tasks."
             )
-        # Shuffling depends on it, and all have to take the batches in the same order.
-        random_state.restore(json_codec.decode(said["random"]))
+        # All workers must shuffle alike.
+        random_state.restore(json_codec.decode(chief["random"]))
         if not self._session.is_chief:
-            self._home.refresh_values()  # It may have assigned some.
-        self._home.begin_epoch(said["steps"])
+            self._home.refresh_values()  # The chief may have assigned some.
+        self._home.begin_epoch(chief["steps"])
         self._stops = False
-        self._batches.begin(said["iteration"])
+        self._batches.begin(chief["iteration"])
         stream = f"{self._name}/epoch/{self._epoch}"
         opened = self._session.board(
             "open",
@@ -300,8 +300,8 @@ class WorkQueueFit:
             if index is None:
                 return
             if self._batches.has_passed(index):
-                # A restarted server gives out again what it has forgotten, and data are
-                # read forward only.
+                # A restarted server may lease a step again that it has forgotten, and
+                # data are read forward only.
                 self._leases.finish_last()
                 continue
             batch = self._batches.at(index)
@@ -317,7 +317,7 @@ class WorkQueueFit:
             if self._leases.claim() is None:
                 return
             batch = self._batches.next()
-            if batch is None:  # Nobody else has the batches of these tickets.
+            if batch is None:  # No other worker has batches for these tickets.
                 self._leases.finish_unused()
                 return
             self._leases.last_index = step
@@ -336,26 +336,26 @@ def _total(metric: keras.Variable, values: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _mean(logs: Sequence[dict[str, PyTree]]) -> dict[str, PyTree]:
-    """The mean of logs by name, over those that have it."""
-    found: dict[str, list[PyTree]] = {}
-    for each in logs:
-        for name, value in each.items():
-            found.setdefault(name, []).append(value)
+    """The mean of each log, over the workers that have it."""
+    by_name: dict[str, list[PyTree]] = {}
+    for worker_logs in logs:
+        for name, value in worker_logs.items():
+            by_name.setdefault(name, []).append(value)
     return {
         name: jax.tree.map(lambda *x: np.mean(x, axis=0), *values)
-        for name, values in found.items()
+        for name, values in by_name.items()
     }
 
 
 def _refuse_stateful(model: keras.Model) -> None:
-    """Raise for RNNs that begin each batch with the state after the one before."""
+    """Raise for RNNs that carry their state from batch to batch."""
     for layer in internals.layers_of(model):
         if isinstance(layer, keras.layers.RNN) and layer.stateful:
             raise NotImplementedError(
                 f"fit: layer {layer.name!r} of model {model.name!r} has stateful=True: "
-                "it begins each batch with the state after the batch before, which "
-                "another worker of the ParameterServerStrategy may have had. Use one "
-                "worker, give each worker data of its own by strategy."
+                "it begins each batch with the state after the previous batch, which "
+                "another worker of the ParameterServerStrategy may have trained on. "
+                "Use one worker, give each worker data of its own by strategy."
                 "distribute_datasets_from_function, or pass the state from step to "
                 "step, with return_state=True and initial_state."
             )
@@ -363,9 +363,9 @@ def _refuse_stateful(model: keras.Model) -> None:
 
 def _described(model: keras.Model) -> dict[str, str]:
     """Describe a model's variables, to compare them between workers."""
-    found = [internals.described(v) for v in model.variables]
-    text = json.dumps(found)
+    variables = [internals.described(v) for v in model.variables]
+    text = json.dumps(variables)
     summary = digest(text)
     if len(text) > _SHOWN:
-        text = f"{text[:_SHOWN]}... ({len(found)} variables)"
+        text = f"{text[:_SHOWN]}... ({len(variables)} variables)"
     return {"digest": summary, "text": text}

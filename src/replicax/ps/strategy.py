@@ -1,4 +1,4 @@
-"""`ParameterServerStrategy`: variables on servers, workers that come and go."""
+"""`ParameterServerStrategy`: variables on servers, asynchronous workers."""
 
 from collections import Counter
 from inspect import isclass
@@ -29,17 +29,17 @@ __all__ = ["ParameterServerStrategy"]
 
 
 class ParameterServerStrategy(Strategy):
-    """Training with the variables on parameter servers; workers need not keep pace.
+    """Asynchronous training with the variables on parameter servers.
 
-    The script is the same in all tasks, and `TF_CONFIG` gives each its role:
+    The script is the same in all tasks; `TF_CONFIG` says which task runs it:
 
     - In a `ps` task the constructor serves until the job is done and then **ends the
       process**, with exit code 0.
     - In a `worker` or `chief` task each step computes gradients on all local replicas,
-      sends them to the servers, and gets the newest values back. The servers make the
-      updates with the script's Keras optimizer. A worker that ends takes no other with
-      it. The chief, which is `worker` 0 where there is no `chief` task, trains too.
-    - An `evaluator` works by itself.
+      pushes them to the servers, and receives the newest values. The servers make the
+      updates with the script's Keras optimizer. Other workers go on if one ends. The
+      chief, which is `worker` 0 if there is no `chief` task, trains too.
+    - An `evaluator` uses one machine only.
 
     Workers train asynchronously: others may have changed the values since a step's
     gradients were computed. `max_staleness` bounds that. For synchronous training use
@@ -51,24 +51,24 @@ class ParameterServerStrategy(Strategy):
         cluster_resolver: Describes the cluster. Defaults to `TF_CONFIG`.
         variable_partitioner: How variables are cut along their first dimension, such as
             `rx.experimental.partitioners.MinSizePartitioner()`; None: not at all.
-        max_staleness: Most updates that may be made by others between the moment when a
-            worker fetches the values for a step of `fit` and that step's own update.
-            None: any number.
-        overlap: Whether a worker begins a step before its last one's update has come
-            back, so that sending and computing overlap. Its gradients are then of
-            values that lack that update. For slow networks.
-        compression: `"bfloat16"` halves what gradients take on the way; None: as is.
-        snapshot_dir: Folder, on each server's machine, for snapshots from which a
-            restarted server goes on. None: a lost server ends the job.
-        snapshot_every_updates: Write one after the first update, and after that many
-            others. With 1 what a worker has been told is on disk, so that a killed
-            server loses nothing; each update then waits for the disk.
-        snapshot_every_seconds: Write one after that many seconds.
+        max_staleness: Most updates by other workers between the moment when a worker
+            fetches the values for a step of `fit` and the update of that step. None:
+            any number.
+        overlap: Whether a worker begins a step before the update of its last step has
+            come back, so that sending and computing overlap. Its gradients are then
+            computed from values without that update. For slow networks.
+        compression: `"bfloat16"` halves the bytes of pushed gradients; None: as is.
+        snapshot_dir: Folder, on each server's machine, for snapshots that a restarted
+            server restores. None: a lost server ends the job.
+        snapshot_every_updates: Write a snapshot after the first update, and after that
+            many others. With 1 an update is on disk before its worker gets an answer,
+            so that a killed server loses nothing; each update then waits for the disk.
+        snapshot_every_seconds: Write a snapshot after that many seconds.
         cross_device_ops: How gradients of a worker's own replicas are summed.
         timeouts: How long to wait: `startup` for all servers and the chief's values,
             `step` for other workers where all meet, such as the end of an epoch,
-            `heartbeat` for a sign of life of each worker, `server` for a lost server
-            and `chief` for a lost chief to be restarted. Defaults to `rx.Timeouts()`.
+            `heartbeat` for a heartbeat of each worker, `server` for a lost server and
+            `chief` for a lost chief to be restarted. Defaults to `rx.Timeouts()`.
 
     Raises:
         ClusterConfigError: If the cluster's description is malformed or has no servers.
@@ -150,30 +150,30 @@ class ParameterServerStrategy(Strategy):
 
     @property
     def is_chief(self) -> bool:
-        """Whether this worker does what is done once for all, such as exporting."""
+        """Whether this worker does what one worker does for all, such as exporting."""
         return self.session is None or self.session.is_chief
 
     def _agree_on_random_state(self) -> None:
-        """All workers draw the chief's initial weights, where nobody sets a seed."""
+        """Use the chief's random state: without a seed all draw the same weights."""
         assert self.session is not None
-        mine = json_codec.encode(random_state.capture(), "the random state")
-        found = self.session.decided("random state", "the start", lambda: mine)
-        if found != mine:
-            random_state.restore(json_codec.decode(found))
+        own = json_codec.encode(random_state.capture(), "the random state")
+        chief = self.session.decided("random state", "the start", lambda: own)
+        if chief != own:
+            random_state.restore(json_codec.decode(chief))
 
     def staleness(self) -> dict[str, dict[int, int]]:
         """How stale the gradients were that the servers have applied until now.
 
         Returns:
-            For each worker how many of its gradients had which staleness, which is the
-            number of updates between the values they are of and their own update. Each
-            server counts what came to it.
+            For each worker a histogram of its gradients by staleness: the number of
+            updates between the values that they were computed from and their own
+            update. Each server counts the pushes that it received.
         """
         total: dict[str, Counter[int]] = {}
         connections = [] if self.session is None else self.session.connections
         for connection in connections:
-            found = connection.call("store.status")["staleness"]
-            for worker, histogram in found.items():
+            by_worker = connection.call("store.status")["staleness"]
+            for worker, histogram in by_worker.items():
                 counts = {int(k): count for k, count in histogram.items()}
                 total.setdefault(worker, Counter()).update(counts)
         return {worker: dict(sorted(total[worker].items())) for worker in sorted(total)}

@@ -21,11 +21,11 @@ __all__ = ["ElasticInputShard", "EpochBatches", "StepLeases"]
 
 
 class StepLeases:
-    """The steps that one worker holds in `fit`: claimed ahead, finished when applied.
+    """One worker's leases on steps of `fit`: claimed ahead, finished when applied.
 
-    `number` is that of the `fit` in the script. `waiting` makes the context of a wait
-    for other workers. `length` is the number of steps of the epoch, None: not known
-    yet; `last_index` the last step that this worker has begun.
+    `number` counts the script's calls of `fit`. `waiting` returns a context manager for
+    waits for other workers. `length` is the number of steps of the epoch, None: not
+    known yet; `last_index` is the last step that this worker has begun.
     """
 
     def __init__(
@@ -43,8 +43,8 @@ class StepLeases:
         self.length: int | None = None
         self.last_index = 0
         self._stream = ""
-        self._ahead: deque[int] = deque()  # Of steps that have not begun.
-        self._pending: deque[int] = deque()  # Of updates that are under way.
+        self._ahead: deque[int] = deque()  # Leased steps that have not begun.
+        self._pending: deque[int] = deque()  # Steps whose update is under way.
         self._claimed_at: tuple[float, int] | None = None  # When, and after which step.
         self._applied = 0
         self._has_begun = False
@@ -70,7 +70,7 @@ class StepLeases:
         self._finish([self._pending.pop()])
 
     def finish_unused(self) -> None:
-        """Finish all steps that have not begun: this worker's own data have ended."""
+        """Finish all leased steps: this worker's own data have ended."""
         self._finish([self._pending.pop(), *self._ahead])
         self._ahead.clear()
 
@@ -79,7 +79,7 @@ class StepLeases:
         self._finish(self._take_applied())
 
     def truncate(self, length: int) -> None:
-        """End the epoch before the step that was claimed last: the data have ended."""
+        """End the epoch before the step that was claimed last: all data have ended."""
         self._session.board("end", stream=self._stream, length=length)
         self._pending.pop()
         self._ahead.clear()  # They are void.
@@ -95,7 +95,7 @@ class StepLeases:
         """Prefetch tickets for the next steps; False at the epoch's end."""
         count, reason = self._num_ahead(), ""
         answer: JSONObject = {}
-        soon = 0.0  # Half of the deadline is over.
+        half_time = 0.0
 
         def ask() -> JSONObject | None:
             nonlocal reason
@@ -108,19 +108,20 @@ class StepLeases:
             before, reason = reason, answer.get("wait", "")
             if not reason:
                 return answer
-            # Others get on, or the reason would be the same: the deadline begins anew.
+            # If the reason changes, other workers make progress: after half of the time
+            # the deadline starts anew.
             is_moving = before not in ("", reason)
-            return {} if is_moving and time.monotonic() > soon else None
+            return {} if is_moving and time.monotonic() > half_time else None
 
         session, begun = self._session, f"fit begun/{self._number}"
         follows = self._bounds_staleness and not session.is_chief
         with self._waiting():
             if follows and not self._has_begun:
-                # The chief brings the initial values, for which this worker would wait
-                # with its ticket.
+                # Else this worker could hold the only ticket while it waits for the
+                # chief's initial values.
                 session.get(begun, f"the first step of fit {self._number}")
             while not answer:
-                soon = time.monotonic() + session.timeouts.step / 2
+                half_time = time.monotonic() + session.timeouts.step / 2
                 answer = session.wait(
                     ask,
                     f"a step of {self._stream}",
@@ -138,7 +139,7 @@ class StepLeases:
     def _num_ahead(self) -> int:
         """Number of tickets to prefetch."""
         if self._bounds_staleness:
-            return 1  # Others wait for each of them.
+            return 1  # Other workers wait for each of them.
         now, before = (time.monotonic(), self._session.steps), self._claimed_at
         self._claimed_at = now
         if before is None or now[1] == before[1]:
@@ -148,7 +149,7 @@ class StepLeases:
         return tickets_at_once(len(self._session.workers), step_seconds, left)
 
     def _take_applied(self) -> list[int]:
-        """Return, once, the tickets whose updates are applied."""
+        """Remove and return the tickets whose updates are applied."""
         number = self._session.steps - self._applied
         self._applied += number
         return [self._pending.popleft() for _ in range(number)]
@@ -171,14 +172,15 @@ class StepLeases:
 class EpochBatches:
     """Forward-only access to each epoch's batches by index.
 
-    As in Keras: `steps_per_epoch` goes on in the data, and begins anew after it. An
-    epoch in which the data end is a short one. `iteration` over shuffled data is None
-    where nobody counts. An index means the same batch on all workers, however far the
-    threads of a `PyDataset` are ahead of each.
+    As in Keras, an epoch of `steps_per_epoch` continues where the one before stopped,
+    and iterates anew at the end of the data; an epoch in which the data end is shorter.
+    `iteration` counts the iterations over shuffled data; None: the adapter does not. An
+    index means the same batch on all workers, however many batches the threads of a
+    `PyDataset` have prefetched.
     """
 
     def __init__(self, adapter: Any, steps_per_epoch: int | None) -> None:
-        make_lazy(adapter)  # Most batches are passed by.
+        make_lazy(adapter)  # Most batches are skipped.
         self._adapter = adapter
         self._steps = steps_per_epoch
         self.iteration: int | None = getattr(adapter, "iteration", None)
@@ -193,7 +195,7 @@ class EpochBatches:
         self._is_new = True
 
     def begin(self, iteration: int | None) -> None:
-        """Begin an epoch, and where its data begin too, an iteration common to all."""
+        """Begin an epoch; if it iterates anew, with the iteration of all workers."""
         self._adapter.on_epoch_begin()
         if self._is_new:
             self._count(iteration)
@@ -204,7 +206,7 @@ class EpochBatches:
         trainer.end_epoch(self._adapter, is_endless=self._steps is not None)
 
     def end(self, length: int | None) -> None:
-        """Go to the next epoch, after that many steps if that is known."""
+        """End an epoch of `length` steps, if known."""
         is_short = self._steps and length is not None and length < self._steps
         number = self._adapter.num_batches
         self._first += self._steps or 0
@@ -237,7 +239,7 @@ class EpochBatches:
         return self.next() if self._last[1] is None else self._last[1]
 
     def has_passed(self, index: int) -> bool:
-        """Whether that batch was read before the last one, and is gone."""
+        """Whether a batch was read before the last one, and dropped."""
         return self._first + index < self._next and self._first + index != self._last[0]
 
     def next(self) -> PyTree:
@@ -248,8 +250,8 @@ class EpochBatches:
 class ElasticInputShard(InputShard):
     """A shard of a dataset that all workers read: every `num_workers`-th batch.
 
-    Nothing is agreed on: a worker may come late, or go. Each worker evaluates by
-    itself, on all of the data.
+    Workers do not coordinate: a worker may join late, or leave. Each worker evaluates
+    on all of the data.
     """
 
     def __init__(self, worker: int, num_workers: int) -> None:
@@ -259,9 +261,8 @@ class ElasticInputShard(InputShard):
     def read_in_closures(self) -> None:
         """From now on loops read what the closures of a coordinator need.
 
-        The chief runs none. A closure reads all batches, as no other worker makes up
-        for those that it leaves out; functions that make a worker's own data are told
-        its place among the workers that run closures.
+        The chief runs no closures. A closure reads all batches; a function that creates
+        a worker's own data gets its index among the workers that run closures.
         """
         is_chief = self.worker == 0
         place = None if is_chief else (self.worker - 1, self.num_workers - 1)
@@ -279,7 +280,7 @@ class ElasticInputShard(InputShard):
 
     @property
     def num_pieces(self) -> int:
-        """Number of steps in which a worker takes a global batch of its own data."""
+        """Number of steps for a global batch of a worker's own data."""
         return 1
 
     def num_steps(self, num_batches: int) -> int:
@@ -289,7 +290,7 @@ class ElasticInputShard(InputShard):
     def in_step(
         self, batches: Iterator[PyTree], *, same_data: bool = True, **_: object
     ) -> Iterator[PyTree]:
-        """This worker's share of batches that all read; all of its own data."""
+        """This worker's batches of data that all workers read; all of its own data."""
         if not same_data:
             return iter(batches)
         return itertools.islice(batches, self.worker, None, self.num_workers)
