@@ -1,11 +1,9 @@
 """A worker's client of one group: pulls values from servers, pushes gradients.
 
-- `values` are those of `versions`, one for each server, as the servers' last answers
-  had them. Servers may be at different versions: nobody waits for all.
-- A value that was handed out, and is no longer in its variable, was assigned by the
-  user.
-- A server that was restored from a snapshot may be at an earlier version, with other
-  values of a version that is known here. Another incarnation of it says so.
+- `values` are those of the servers' last answers. Servers may have different versions.
+- A variable that no longer has the value that was handed out was assigned by the user.
+- A server that was restored from a snapshot may have an earlier version, and other
+  values for a version that this worker has seen. Its incarnation is another one then.
 """
 
 import functools
@@ -57,10 +55,10 @@ GroupPush: TypeAlias = dict[int, Future[Answer[Pushed]]]
 class RemoteGroup:
     """A worker's client of one group, with a cache of its newest values.
 
-    `placement` says on which servers its variables lie, `optimizer` is what trains it;
-    None: workers add to its values. `steps_ahead` is how many more steps the optimizer
-    has made than this job. `tables` are those whose rows are updated with it. float32
-    gradients travel in the dtype `compression`.
+    `placement` says on which servers its variables lie. `optimizer` trains it; None:
+    workers add to its values. The optimizer has made `steps_ahead` more steps than this
+    job. The rows of `tables` are updated with it. float32 gradients travel in the dtype
+    `compression`.
     """
 
     def __init__(
@@ -78,15 +76,15 @@ class RemoteGroup:
         self.variables = list(variables)
         self.tables = tables_of(variables)
         self.values: list[jax.Array] = []
-        self._steps: dict[int, int] = {}  # Those in the values, by server.
+        self._steps: dict[int, int] = {}  # Those in the cached values, by server.
         self.steps_ahead = 0
         self.optimizer: RemoteOptimizer | None = None
         if placement.is_trained:
             self.optimizer = RemoteOptimizer(self, sharding)
-        self._handed: list[jax.Array] = []
+        self._handed_out: list[jax.Array] = []
         self._layout = GroupLayout(placement, sharding, compression)
         self._seen: dict[int, Seen] = {}  # By server: of its last answer.
-        self._held: dict[int, Vectors] = {}
+        self._vectors: dict[int, Vectors] = {}  # By server.
         self._sequence = 0
 
     @property
@@ -109,7 +107,7 @@ class RemoteGroup:
         """The number of steps in the newest of `versions`."""
         return max(self._steps.values(), default=0)
 
-    # The beginning.
+    # Creation.
 
     def create(
         self,
@@ -129,8 +127,9 @@ class RemoteGroup:
         is_new = not any(answer.version for answer in created.values())
         if self.optimizer is not None and not is_new:
             _logger.warning(
-                "%s: the servers have values of %r already, and it goes on with these. "
-                "What this script has assigned or restored is not used for them.",
+                "%s: the servers have trained values of %r already. Training continues "
+                "with these; values that this script has assigned or restored are not "
+                "used.",
                 self.session.name,
                 self.name,
             )
@@ -139,7 +138,7 @@ class RemoteGroup:
             self.optimizer.restore(restored)
         value = {"digest": self.placement.digest, "steps": self.steps_ahead}
         value = self.session.board("put", key=key_of(self.name), value=value)
-        self.steps_ahead = value["steps"]  # What an earlier chief put stands.
+        self.steps_ahead = value["steps"]  # An earlier chief's stands.
 
     def require_created(self) -> None:
         """Wait until the chief has created the group; raise if it differs."""
@@ -158,31 +157,32 @@ class RemoteGroup:
     def hand_out(self, stored: dict[int, jax.Array]) -> None:
         """Add the cached values to `stored`, by ids of variables."""
         stored |= zip(map(id, self.variables), self.values, strict=True)
-        self._handed = self.values
+        self._handed_out = self.values
 
     def write(self) -> None:
         """Write the cached values into the variables."""
         internals.write_values(self.variables, self.values)
-        self._handed = self.values
+        self._handed_out = self.values
 
-    def is_handed(self, given: Sequence[jax.Array]) -> bool:
+    def are_handed_out(self, values: Sequence[jax.Array]) -> bool:
         """Whether these are the very arrays of the last `hand_out` or `write`."""
-        return all(map(_is_same, given, self._handed))
+        return all(map(_is_same, values, self._handed_out))
 
-    def follow(self, given: Sequence[jax.Array]) -> bool:
+    def send_assigned(self, values: Sequence[jax.Array]) -> bool:
         """On the chief: send values that the user has assigned; whether there are any.
 
-        That is, since `hand_out` or `write`. What others assign is not used.
+        The user has assigned what differs from the last `hand_out` or `write`. Values
+        that other workers assign are not used.
         """
-        if self.is_handed(given) or _are_equal(given, self._handed):
+        if self.are_handed_out(values) or _are_equal(values, self._handed_out):
             return False
         if self.session.is_chief:
-            self.assign(given)
+            self.assign(values)
             return True
-        if not _are_equal(given, self.values):  # Else the chief has as well.
+        if not _are_equal(values, self.values):  # Else the chief assigned them too.
             _logger.warning(
                 "%s: values were assigned to variables of %s, or another optimizer "
-                "trains them; those of the servers are used. Assign on the chief.",
+                "trains them; the servers' values are used. Assign on the chief.",
                 self.session.name,
                 self.name,
             )
@@ -193,7 +193,7 @@ class RemoteGroup:
     def pull(self) -> bool:
         """Fetch values of newer versions; whether there were any."""
         messages = {x: Pull(self.name, self._seen.get(x)) for x in self.servers.numbers}
-        return self._take(self.servers.ask_all(messages))
+        return self._cache(self.servers.ask_all(messages))
 
     def assign(self, values: Sequence[jax.Array]) -> None:
         """Replace the servers' values."""
@@ -239,10 +239,10 @@ class RemoteGroup:
         That is the most updates that any server applied between the pull and the push.
         """
         answers = self.servers.results(push)
-        self._take(answers)
+        self._cache(answers)
         return max(answer.staleness for answer, _ in answers.values())
 
-    def _take(self, answers: Mapping[int, Answer[GroupVersion]]) -> bool:
+    def _cache(self, answers: Mapping[int, Answer[GroupVersion]]) -> bool:
         """Cache the values in servers' answers; whether there were any."""
         changed = False
         for server, (answer, vectors) in answers.items():
@@ -250,10 +250,10 @@ class RemoteGroup:
             self._seen[server] = answer.seen
             self._steps[server] = answer.steps
             if vectors:
-                self._held[server] = vectors
+                self._vectors[server] = vectors
                 changed = True
         if changed or not self.values:
-            self.values = self._layout.on_devices(self._held)
+            self.values = self._layout.on_devices(self._vectors)
         return changed
 
     def _warn_of_restart(self, server: int, incarnation: str) -> None:
