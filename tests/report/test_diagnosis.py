@@ -120,13 +120,6 @@ def test_the_line_has_the_figures() -> None:
     assert "communication not measured" in summary(unknown)
 
 
-def test_shares_are_checked() -> None:
-    with pytest.raises(
-        ValueError, match=r"input must be a share from 0 to 1; got 1\.5"
-    ):
-        dataclasses.replace(USUAL, input=1.5)
-
-
 def test_a_worker_that_others_wait_for_is_the_advice() -> None:
     text = "worker:0 waits for worker:1: of the 100 ms of a step, ..."
     slow = dataclasses.replace(USUAL, straggler=text, communication=0.6)

@@ -139,7 +139,7 @@ def test_fits_one_after_another(page) -> None:
 def test_another_process_begins_anew(page, monkeypatch) -> None:
     model = make()
     train(model, page)
-    monkeypatch.setattr("replicax.report.callback._begun", {})
+    monkeypatch.setattr("replicax.report.callback._num_fits", {})
     train(model, page)
     assert len(fits_of(page)) == 1
 
@@ -148,7 +148,7 @@ def test_another_process_begins_anew(page, monkeypatch) -> None:
 def test_a_process_that_goes_on_keeps_the_page(how, page, monkeypatch) -> None:
     model = make()
     train(model, page)
-    monkeypatch.setattr("replicax.report.callback._begun", {})
+    monkeypatch.setattr("replicax.report.callback._num_fits", {})
     if how == "attempt":
         monkeypatch.setenv("REPLICAX_ATTEMPT", "1")
     train(model, page, epochs=4, initial_epoch=2 if how == "initial_epoch" else 0)

@@ -21,7 +21,7 @@ def test_starting_a_program_is_no_part_of_a_sum(monkeypatch, times, expected) ->
         call()  # It runs.
         return next(left)
 
-    monkeypatch.setattr(probes, "_median", median)
+    monkeypatch.setattr(probes, "_median_seconds", median)
     strategy = mirrored(2)
     assert sum_seconds(strategy, variables(strategy)) == expected
 

@@ -92,7 +92,7 @@ def test_lines_without_sense_are_counted(tmp_path: Path, line) -> None:
     chief = read_run(page).chief
     assert chief is not None
     assert (chief.num_bad, len(chief.fits), len(chief.fits[0].epochs)) == (1, 1, 1)
-    assert "1 line of worker:0 make no sense" in page_of(read_run(page))
+    assert "1 line in the file of worker:0 cannot be read" in page_of(read_run(page))
 
 
 JSON = st.recursive(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Report", "report_every_fit", "with_report"]
 
-_begun: dict[Path, int] = {}
+_num_fits: dict[Path, int] = {}
 """Number of calls of `fit` that this process has reported, by page."""
 
 
@@ -99,20 +99,20 @@ class Report(LateCallback):
                 f"{os.fspath(self.path)!r}. Pass one."
             )
         page = self._page
-        wanted = self.diagnosis
         params = self.params or {}
-        if wanted is None:
-            wanted = params.get("verbose", 1) != 0
-        begun = _begun.get(page, 0)
+        diagnoses = self.diagnosis
+        if diagnoses is None:
+            diagnoses = params.get("verbose", 1) != 0
+        number = _num_fits.get(page, 0)
         self._run = run = FitReport(
             page,
             model,
             params,
-            number=begun + 1,
-            is_known=begun > 0 or num_restarts() > 0,
-            wants_diagnosis=wanted,
+            number=number + 1,
+            continues=number > 0 or num_restarts() > 0,
+            diagnoses=diagnoses,
         )
-        _begun[page] = begun + 1
+        _num_fits[page] = number + 1
         session.push(run.close)
         session.record_with(run.recorder)
 
@@ -159,5 +159,5 @@ def with_report(callbacks: object, page: str) -> object:
             report.set_params(callbacks.params)
             callbacks.callbacks.append(report)
         return callbacks
-    given = [] if callbacks is None else keras.tree.flatten(callbacks)
-    return given if any(isinstance(c, Report) for c in given) else [*given, report]
+    own = [] if callbacks is None else keras.tree.flatten(callbacks)
+    return own if any(isinstance(c, Report) for c in own) else [*own, report]

@@ -11,7 +11,7 @@ __all__ = ["FEWEST_EXECUTIONS", "Measurements", "diagnose", "shares", "summary"]
 FEWEST_EXECUTIONS = 10
 """Fewer timed executions are too noisy for a diagnosis."""
 
-_MUCH = 0.30
+_LARGE = 0.30
 
 Kind = Literal["alone", "replicas", "servers", "central"]
 
@@ -24,15 +24,15 @@ class Measurements:
         executions: Number of timed program executions, without those that compiled.
         examples_per_s: Examples per second of all workers.
         batch: Examples of a step, over all of its replicas.
-        kind: Where variables live: on one device, on each replica, on parameter
-            servers, or in one place of the machine.
+        kind: Where the variables are: on one device, on each replica, on parameter
+            servers, or on one device of the machine for all replicas.
         input: Share of waiting for input.
         communication: Share of gradient sums, or of requests to servers; None: not
             measured.
         start: Share of starting programs; None: not measured.
-        is_compressed: Whether gradients travel as bfloat16.
+        is_compressed: Whether gradients are sent as bfloat16.
         input_worker: The worker that `input` was measured on, among several.
-        straggler: Who waits for which worker, and how long; empty: nobody.
+        straggler: A sentence about the slowest worker; empty: there is none.
     """
 
     executions: int
@@ -49,14 +49,6 @@ class Measurements:
     input_worker: str = ""
     straggler: str = ""
 
-    def __post_init__(self) -> None:
-        for name in ("input", "communication", "start"):
-            share = getattr(self, name)
-            if share is not None and not 0 <= share <= 1:
-                raise ValueError(
-                    f"Measurements: {name} must be a share from 0 to 1; got {share!r}."
-                )
-
 
 def shares(measured: Measurements) -> dict[str, float | None]:
     """Divide a step's time into shares that sum to 1; None where not measured.
@@ -64,13 +56,13 @@ def shares(measured: Measurements) -> dict[str, float | None]:
     Compute is the rest. Input was timed during training. Communication and starts were
     measured separately, so they get at most the time that input leaves.
     """
-    left = 1.0 - measured.input
-    parts: dict[str, float | None] = {"input": measured.input}
+    rest = 1.0 - measured.input
+    result: dict[str, float | None] = {"input": measured.input}
     for name in ("start", "communication"):
-        part = getattr(measured, name)
-        parts[name] = None if part is None else min(part, left)
-        left -= parts[name] or 0.0
-    return parts | {"compute": max(0.0, left)}
+        share = getattr(measured, name)
+        result[name] = None if share is None else min(share, rest)
+        rest -= result[name] or 0.0
+    return result | {"compute": max(0.0, rest)}
 
 
 def diagnose(measured: Measurements) -> str:
@@ -83,7 +75,9 @@ def diagnose(measured: Measurements) -> str:
         >>> diagnose(dataclasses.replace(m, input=0.6)).split(":")[0]
         'input-bound'
     """
-    much = {name for name, share in shares(measured).items() if (share or 0.0) > _MUCH}
+    large = {
+        name for name, share in shares(measured).items() if (share or 0.0) > _LARGE
+    }
     is_timed = math.isfinite(measured.step_s) and measured.step_s > 0
     if measured.executions < FEWEST_EXECUTIONS or not is_timed:
         return (
@@ -91,7 +85,7 @@ def diagnose(measured: Measurements) -> str:
             f"({measured.executions} were timed after compiling, at least "
             f"{FEWEST_EXECUTIONS} are needed): train longer"
         )
-    if "input" in much:
+    if "input" in large:
         where = f" on {measured.input_worker}" if measured.input_worker else ""
         more = ", or use more workers" if measured.kind == "servers" else ""
         return (
@@ -101,10 +95,10 @@ def diagnose(measured: Measurements) -> str:
         )
     if measured.straggler:
         return f"one worker is slower: {measured.straggler}"
-    if "start" in much:
+    if "start" in large:
         return _small_batch(measured)
-    if "communication" in much:
-        return _much_communication(measured)
+    if "communication" in large:
+        return _slow_communication(measured)
     return "compute-bound: nothing to change first"
 
 
@@ -123,17 +117,17 @@ def summary(measured: Measurements) -> str:
 
 def _small_batch(measured: Measurements) -> str:
     replicas = measured.num_replicas
-    each = measured.batch / replicas
+    per_replica = measured.batch / replicas
     what = f"batch of {measured.batch:,.0f} too small"
     if replicas > 1:
-        what += f" for {replicas} replicas ({each:,.3g} examples each)"
+        what += f" for {replicas} replicas ({per_replica:,.3g} examples each)"
     advice = "use a larger batch_size"
     if measured.steps_per_execution == 1 and measured.kind in ("alone", "replicas"):
         advice += " or compile(steps_per_execution=16)"
     return f"{what}: {advice}, since starting programs takes much of a step"
 
 
-def _much_communication(measured: Measurements) -> str:
+def _slow_communication(measured: Measurements) -> str:
     advice = "use a larger batch_size, so that fewer sums serve as many examples"
     if measured.kind == "servers":
         advice = "use a larger batch_size, so that fewer exchanges serve as many"

@@ -54,32 +54,32 @@ def metric_charts(run: Run) -> list[Chart]:
     if run.chief is None:
         return []
     fits = run.chief.fits
-    places = _EpochPositions(fits)
+    positions = _EpochPositions(fits)
     names = dict.fromkeys(n for f in fits for e in f.epochs for n in e.logs)
     bases = list(dict.fromkeys(name.removeprefix("val_") for name in names))
     bases.sort(key=lambda base: base != "loss")  # The loss first.
     charts = []
     for base in bases:
-        found = [(base, "training"), (f"val_{base}", "validation")]
+        labels = [(base, "training"), (f"val_{base}", "validation")]
         series = [
-            Series(name=label, parts=_parts(fits, places, _log(name)))
-            for name, label in found
+            Series(name=label, parts=_parts(fits, positions, _log(name)))
+            for name, label in labels
             if name in names
         ]
         title = base if base in names else f"{base} (validation)"
         charts.append(
-            chart_of(title, series, borders=places.borders, note=_gaps(series))
+            chart_of(title, series, borders=positions.borders, note=_gaps(series))
         )
     return [chart for chart in charts if chart is not None]
 
 
 def _gaps(series: Sequence[Series]) -> str:
     """Describe the values that are not finite, which no chart can draw."""
-    found = sorted({x for s in series for x, y in s.points if not math.isfinite(y)})
-    if not found:
+    epochs = sorted({x for s in series for x, y in s.points if not math.isfinite(y)})
+    if not epochs:
         return ""
-    number = "1 epoch" if len(found) == 1 else f"{len(found):,} epochs"
-    return f"Not finite in {number}, first in epoch {found[0]:,.0f}."
+    number = "1 epoch" if len(epochs) == 1 else f"{len(epochs):,} epochs"
+    return f"Not finite in {number}, first in epoch {epochs[0]:,.0f}."
 
 
 def _log(name: str) -> Callable[[EpochRecord], float | None]:
@@ -90,7 +90,7 @@ def speed_charts(run: Run) -> list[Chart]:
     """Make the charts of throughput, step time, input wait, memory and staleness."""
     if run.chief is None:
         return []
-    places = _EpochPositions(run.chief.fits)
+    positions = _EpochPositions(run.chief.fits)
     epochs = [e for w in run.workers for f in w.fits for e in f.epochs]
     is_process = any(e.memory.get("of") == "process" for e in epochs)
     most = max((b for b in map(memory_bytes, epochs) if math.isfinite(b)), default=0.0)
@@ -98,12 +98,12 @@ def speed_charts(run: Run) -> list[Chart]:
     size, name = (2.0**30, "GiB") if most >= 2**31 else (2.0**20, "MiB")
 
     def of_workers(value: Callable[[EpochRecord], float]) -> list[Series]:
-        return _by_worker(run, places, value)
+        return _by_worker(run, positions, value)
 
-    drawn: list[tuple[str, list[Series], Callable[[float], str], str]] = [
+    charts: list[tuple[str, list[Series], Callable[[float], str], str]] = [
         (
             "Throughput",
-            [Series(name="all workers", parts=_throughput(run, places))],
+            [Series(name="all workers", parts=_throughput(run, positions))],
             lambda y: f"{decimal(y)}/s".replace(" /", "/"),
             "Examples per second, of all workers, without the time to compile.",
         ),
@@ -127,7 +127,7 @@ def speed_charts(run: Run) -> list[Chart]:
         ),
     ]
     if any(e.staleness for e in epochs):
-        drawn.append(
+        charts.append(
             (
                 "Staleness of gradients",
                 of_workers(lambda e: mean_staleness(e.staleness)),
@@ -135,13 +135,18 @@ def speed_charts(run: Run) -> list[Chart]:
                 "Mean number of updates by others between values and gradients.",
             )
         )
-    charts = [
+    drawn = [
         chart_of(
-            title, series, unit=unit, from_zero=True, borders=places.borders, note=note
+            title,
+            series,
+            unit=unit,
+            from_zero=True,
+            borders=positions.borders,
+            note=note,
         )
-        for title, series, unit, note in drawn
+        for title, series, unit, note in charts
     ]
-    return [chart for chart in charts if chart is not None]
+    return [chart for chart in drawn if chart is not None]
 
 
 def memory_bytes(epoch: EpochRecord) -> float:
@@ -161,33 +166,35 @@ def mean_staleness(staleness: Mapping[int, int]) -> float:
 
 def _parts(
     fits: Sequence[Fit],
-    places: _EpochPositions,
+    positions: _EpochPositions,
     value: Callable[[EpochRecord], float | None],
 ) -> list[list[Point]]:
     parts = []
     for fit in fits:
-        found = [(places.of(fit, e), value(e)) for e in fit.epochs]
-        parts.append([(x, y) for x, y in found if y is not None])
+        points = [(positions.of(fit, e), value(e)) for e in fit.epochs]
+        parts.append([(x, y) for x, y in points if y is not None])
     return [part for part in parts if part]
 
 
-def _known(part: Sequence[Point]) -> bool:
+def _has_finite(part: Sequence[Point]) -> bool:
     return any(math.isfinite(y) for _, y in part)
 
 
 def _by_worker(
-    run: Run, places: _EpochPositions, value: Callable[[EpochRecord], float]
+    run: Run, positions: _EpochPositions, value: Callable[[EpochRecord], float]
 ) -> list[Series]:
     """Make a curve for each worker; for many workers minimum, median and maximum."""
-    curves = {w.name: _parts(w.fits, places, value) for w in run.workers}
-    curves = {name: parts for name, parts in curves.items() if any(map(_known, parts))}
+    curves = {w.name: _parts(w.fits, positions, value) for w in run.workers}
+    curves = {
+        name: parts for name, parts in curves.items() if any(map(_has_finite, parts))
+    }
     if len(curves) <= _MOST_WORKERS:
         return [Series(name=name, parts=parts) for name, parts in curves.items()]
-    of_place: dict[float, list[float]] = {}
+    ys_by_x: dict[float, list[float]] = {}
     for parts in curves.values():
         for x, y in (point for part in parts for point in part):
             if math.isfinite(y):
-                of_place.setdefault(x, []).append(y)
+                ys_by_x.setdefault(x, []).append(y)
     kinds: list[tuple[str, Callable[[list[float]], float]]] = [
         ("highest", max),
         ("middle", statistics.median),
@@ -196,16 +203,16 @@ def _by_worker(
     return [
         Series(
             name=f"{name} of {len(curves)} workers",
-            parts=[[(x, pick(ys)) for x, ys in sorted(of_place.items())]],
+            parts=[[(x, pick(ys)) for x, ys in sorted(ys_by_x.items())]],
         )
         for name, pick in kinds
     ]
 
 
-def _throughput(run: Run, places: _EpochPositions) -> list[list[Point]]:
+def _throughput(run: Run, positions: _EpochPositions) -> list[list[Point]]:
     assert run.chief is not None
     if not counts_own(run.chief):
-        return _parts(run.chief.fits, places, lambda e: e.examples_per_s)
+        return _parts(run.chief.fits, positions, lambda e: e.examples_per_s)
     total: dict[tuple[int, int], float] = {}
     for worker in run.workers:
         # A restarted worker may repeat an epoch: the last one counts.
@@ -219,7 +226,7 @@ def _throughput(run: Run, places: _EpochPositions) -> list[list[Point]]:
                 total[key] = total.get(key, 0.0) + rate
     return [
         [
-            (places.of(fit, e), total.get((number_of_fit(fit), e.number), math.nan))
+            (positions.of(fit, e), total.get((number_of_fit(fit), e.number), math.nan))
             for e in fit.epochs
         ]
         for fit in run.chief.fits

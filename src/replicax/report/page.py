@@ -20,7 +20,6 @@ from replicax.report.figures import (
     mean_staleness,
     memory_bytes,
     metric_charts,
-    number_of_fit,
     speed_charts,
 )
 from replicax.report.runs import EpochRecord, Fit, Run, WorkerRecord, merged
@@ -38,11 +37,24 @@ _SHARES = {
 
 _NOT_SHOWN = {"worker", "workers", "examples_of", "fit"}
 
+_WORKER_COLUMNS = [
+    "worker",
+    "host",
+    "state",
+    "steps",
+    "time of a step",
+    "waiting for input",
+    "memory",
+    "peak",
+    "staleness, mean and most",
+]
+_NO_FIGURES = [""] * (len(_WORKER_COLUMNS) - 2)
+
 
 def page_of(run: Run, *, now: float | None = None) -> str:
     """Render a report as one HTML page, which reloads itself while the run lasts."""
     now = time.time() if now is None else now
-    return rendered("page.html", **_shown(run, now), reload_s=_RELOAD_S)
+    return rendered("page.html", **_values(run, now), reload_s=_RELOAD_S)
 
 
 def rendered(template: str, **values: object) -> str:
@@ -65,7 +77,7 @@ def _templates() -> jinja2.Environment:
     )
 
 
-def _shown(run: Run, now: float) -> dict[str, object]:
+def _values(run: Run, now: float) -> dict[str, object]:
     """Compute the template's values by name."""
     chief = run.chief
     if chief is None:
@@ -76,11 +88,6 @@ def _shown(run: Run, now: float) -> dict[str, object]:
         for name, share in fit.shares.items()
         if name in _SHARES and isinstance(share, int | float)
     }
-    is_served = any(e.staleness for w in run.workers for f in w.fits for e in f.epochs)
-    columns = ["worker", "host", "state", "steps", "time of a step"]
-    columns += ["waiting for input", "memory", "peak"]
-    columns += ["staleness, mean and most"] if is_served else []
-    rows = [_worker_row(worker, is_served) for worker in run.workers]
     return {
         "title": f"Training report: {fit.facts.get('model', 'a model')}",
         "state": fit.state,
@@ -88,17 +95,21 @@ def _shown(run: Run, now: float) -> dict[str, object]:
         "problems": [p for w in run.workers for p in _problems(w)] + _missing(run),
         "num_fits": len(chief.fits),
         "diagnosis": fit.diagnosis,
-        "shares": [(_SHARES[n], shares[n]) for n in _SHARES if n in shares],
+        "shares": [(_SHARES[name], shares[name]) for name in _SHARES if name in shares],
         "not_measured": [_SHARES[name] for name in _SHARES if name not in shares],
         "key_figures": _key_figures(run, fit),
         "figures": [
             ("Losses and metrics", metric_charts(run)),
             ("Speed and memory", speed_charts(run)),
         ],
-        "worker_columns": columns,
-        "worker_rows": rows
-        + [[n, "no figures", *[""] * (len(columns) - 2)] for n in run.missing],
-        "configuration": _configuration(chief),
+        "worker_columns": _WORKER_COLUMNS,
+        "worker_rows": [_worker_row(worker) for worker in run.workers]
+        + [[name, "no figures", *_NO_FIGURES] for name in run.missing],
+        "configuration": {
+            name.replace("_", " "): _text(value)
+            for name, value in fit.facts.items()
+            if name not in _NOT_SHOWN
+        },
         "written": _date(now),
     }
 
@@ -108,37 +119,35 @@ def _began(chief: WorkerRecord, now: float) -> str:
     began = chief.fits[0].began
     text = f"Began {_date(began)}, "
     if fit.state == "running":
-        silent = now - fit.last
-        ago = _long(silent) if silent >= 1 else "just"
-        text += f"last sign of life {ago} before this page was written."
+        text += f"last event {_duration(now - fit.last)} before this page was written."
     else:
-        text += f"ended {_date(fit.last)}, after {_long(fit.last - began)}."
+        text += f"ended {_date(fit.last)}, after {_duration(fit.last - began)}."
     if len(chief.fits) > 1:
         text += f" {len(chief.fits)} calls of fit."
     if fit.state == "running" and fit.current is not None:
-        text += f" It is in {_where(fit.current)}."
+        text += f" It is in {_position(fit.current)}."
     return text
 
 
-def _where(epoch: EpochRecord) -> str:
+def _position(epoch: EpochRecord) -> str:
     """Describe the progress of an epoch that has not ended."""
     steps = epoch.counts.get("steps", 0)
-    name = "step" if steps == 1 else "steps"
-    where = f"epoch {epoch.number + 1}, after {steps:,.0f} {name}"
+    noun = "step" if steps == 1 else "steps"
+    text = f"epoch {epoch.number + 1}, after {steps:,.0f} {noun}"
     loss = epoch.logs.get("loss")
-    return where if loss is None else f"{where}, at a loss of {plain(loss)}"
+    return text if loss is None else f"{text}, at a loss of {plain(loss)}"
 
 
 def _problems(worker: WorkerRecord) -> list[tuple[str, str]]:
-    fit, found = worker.fits[-1], []
+    fit, problems = worker.fits[-1], []
     if fit.state == "interrupted":
-        where = f" in {_where(fit.current)}" if fit.current else ""
-        found.append(("error", f"{worker.name} was interrupted{where}: {fit.error}"))
+        where = f" in {_position(fit.current)}" if fit.current else ""
+        problems.append(("error", f"{worker.name} was interrupted{where}: {fit.error}"))
     if worker.num_bad:
-        lines = "line" if worker.num_bad == 1 else "lines"
-        text = f"{worker.num_bad} {lines} of {worker.name} make no sense."
-        found.append(("warn", text))
-    return found
+        noun = "line" if worker.num_bad == 1 else "lines"
+        text = f"{worker.num_bad} {noun} in the file of {worker.name} cannot be read."
+        problems.append(("warn", text))
+    return problems
 
 
 def _missing(run: Run) -> list[tuple[str, str]]:
@@ -152,18 +161,17 @@ def _missing(run: Run) -> list[tuple[str, str]]:
 
 
 def _key_figures(run: Run, fit: Fit) -> dict[str, str]:
-    epochs = _epochs(fit)
-    if not epochs:
+    if not fit.epochs_so_far:
         return {}
-    total = merged(epochs)
-    everything = [e for w in run.workers for f in w.fits for e in _epochs(f)]
+    total = merged(fit.epochs_so_far)
+    all_epochs = [e for w in run.workers for f in w.fits for e in f.epochs_so_far]
     figures = {
         "epochs": str(total.number + 1) if fit.epochs else "none has ended",
         "examples/s": _rate(run),
         "time of a step": _step(total),
         "waiting for input": _percent(total.input_share),
         "time to compile": seconds(total.counts.get("first_s", 0.0)),
-        "memory, peak": _peak(everything),
+        "memory, peak": _peak(all_epochs),
     }
     if total.staleness:
         figures["staleness, mean"] = f"{mean_staleness(total.staleness):.2g}"
@@ -174,22 +182,11 @@ def _key_figures(run: Run, fit: Fit) -> dict[str, str]:
 
 
 def _rate(run: Run) -> str:
-    chief = run.chief
-    assert chief is not None
-    number = number_of_fit(chief.fits[-1])
-    fits = [chief.fits[-1]]
-    if counts_own(chief):
-        # The last attempt of a restarted worker.
-        last = [[f for f in w.fits if number_of_fit(f) == number] for w in run.workers]
-        fits = [found[-1] for found in last if found]
-    rates = [merged(_epochs(f)).examples_per_s for f in fits if _epochs(f)]
-    known = [rate for rate in rates if math.isfinite(rate)]
-    return plain(round(sum(known), 1)) if known else "not measured"
-
-
-def _epochs(fit: Fit) -> Sequence[EpochRecord]:
-    """The finished epochs; before there is one, the epoch in progress."""
-    return fit.epochs or ([fit.current] if fit.current else [])
+    workers = run.workers if counts_own(run.workers[0]) else run.workers[:1]
+    epochs = [worker.fits[-1].epochs_so_far for worker in workers]
+    rates = [merged(part).examples_per_s for part in epochs if part]
+    finite = [rate for rate in rates if math.isfinite(rate)]
+    return plain(round(sum(finite), 1)) if finite else "not measured"
 
 
 def _step(epoch: EpochRecord) -> str:
@@ -202,45 +199,26 @@ def _percent(share: float) -> str:
 
 def _peak(epochs: Sequence[EpochRecord]) -> str:
     peaks = [e.memory.get("peak_bytes") for e in epochs]
-    known = [peak for peak in peaks if isinstance(peak, int | float)]
-    return binary_bytes(max(known)) if known else "not known"
+    numbers = [peak for peak in peaks if isinstance(peak, int | float)]
+    return binary_bytes(max(numbers)) if numbers else "not known"
 
 
-def _worker_row(worker: WorkerRecord, is_served: bool) -> list[str]:
+def _worker_row(worker: WorkerRecord) -> list[str]:
     fit = worker.fits[-1]
-    epochs = _epochs(fit)
     row = [worker.name, str(fit.facts.get("host", "")), fit.state]
-    if not epochs:
-        return row + [""] * (6 if is_served else 5)
-    total = merged(epochs)
-    memory, stale = memory_bytes(total), total.staleness
-    row += [
+    if not fit.epochs_so_far:
+        return row + _NO_FIGURES[1:]
+    total = merged(fit.epochs_so_far)
+    memory, staleness = memory_bytes(total), total.staleness
+    return [
+        *row,
         f"{int(total.counts.get('steps', 0)):,}",
         _step(total),
         _percent(total.input_share),
         binary_bytes(memory) if math.isfinite(memory) else "not known",
-        _peak(epochs),
+        _peak(fit.epochs_so_far),
+        f"{mean_staleness(staleness):.2g}, {max(staleness)}" if staleness else "",
     ]
-    if is_served:
-        row.append(f"{mean_staleness(stale):.2g}, {max(stale)}" if stale else "")
-    return row
-
-
-def _configuration(chief: WorkerRecord) -> list[tuple[int, list[tuple[str, str]]]]:
-    """The configuration of each `fit`, as the differences from the one before."""
-    found: list[tuple[int, list[tuple[str, str]]]] = []
-    before: Mapping[str, object] = {}
-    for number, fit in enumerate(chief.fits, 1):
-        facts = {k: v for k, v in fit.facts.items() if k not in _NOT_SHOWN}
-        if number == 1 or facts != before:
-            lines = [
-                (str(name).replace("_", " "), _text(value))
-                for name, value in facts.items()
-                if name not in before or before[name] != value
-            ]
-            found.append((number, lines))
-        before = facts
-    return found
 
 
 def _text(value: object) -> str:
@@ -254,17 +232,13 @@ def _text(value: object) -> str:
 
 
 def _date(when: float) -> str:
-    try:
-        date = datetime.fromtimestamp(when).astimezone()
-        return date.strftime("%Y-%m-%d %H:%M:%S %Z")
-    except (OverflowError, ValueError, OSError):  # Out of the calendar's range.
-        return "at an unknown time"
+    return datetime.fromtimestamp(when).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")
 
 
-def _long(took_s: float) -> str:
-    took = max(0, round(took_s))
-    if took < 60:
-        return f"{took} s" if took_s >= 9.5 else f"{max(0.0, took_s):.1f} s"
-    if took < 3600:
-        return f"{took // 60} min {took % 60} s"
-    return f"{took // 3600} h {took % 3600 // 60} min"
+def _duration(duration_s: float) -> str:
+    whole = round(duration_s)
+    if whole < 60:
+        return f"{max(0.0, duration_s):.1f} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"

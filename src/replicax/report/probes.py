@@ -1,6 +1,7 @@
 """Micro-benchmarks of a step's parts: gradient sums, program starts, memory."""
 
 import dataclasses
+import resource
 import statistics
 import sys
 import time
@@ -27,7 +28,7 @@ _STATUS = Path("/proc/self/status")
 def start_seconds(num_arrays: int, group: ReplicaGroup | None = None) -> float:
     """Measure the time to start a trivial program and wait for its end.
 
-    Every process of the group has to call it. The program has no collectives.
+    Every process of the group must call it. The program has no collectives.
     """
     num_arrays = max(1, min(num_arrays, _MOST_ARRAYS))
     places = None if group is None else [group.mirrored] * num_arrays
@@ -39,11 +40,11 @@ def start_seconds(num_arrays: int, group: ReplicaGroup | None = None) -> float:
     zeros = jax.jit(lambda: [jnp.zeros(())] * num_arrays, out_shardings=places)
     values = jax.block_until_ready(start(zeros()))
 
-    def again() -> None:
+    def run() -> None:
         nonlocal values
         values = jax.block_until_ready(start(values))
 
-    return _median(again, _NUM_STARTS)
+    return _median_seconds(run, _NUM_STARTS)
 
 
 def sum_seconds(
@@ -52,7 +53,7 @@ def sum_seconds(
     """Measure the time to all-reduce arrays of the gradients' shapes.
 
     It is the difference between two programs, with and without the sums. Every worker
-    of the strategy has to call it.
+    of the strategy must call it.
     """
     group = strategy.group
     if group.layouts.split_weights or group.layouts.of_path is not None:
@@ -63,35 +64,35 @@ def sum_seconds(
     options = dataclasses.replace(group.communication, gradient_hook=None)
     operations, axis = group.cross_device_ops, group.axis
 
-    def make() -> list[jax.Array]:
+    def ones() -> list[jax.Array]:
         return [jnp.ones(shape, dtype) for shape, dtype in shapes]
 
-    def total(gradients: list[jax.Array]) -> list[jax.Array]:
+    def reduce(gradients: list[jax.Array]) -> list[jax.Array]:
         sums = sum_gradients(gradients, operations, axis, options)
         return first_of([x for x in sums if x is not None])
 
     def first_of(arrays: list[jax.Array]) -> list[jax.Array]:
         return [jnp.ravel(x)[:1] for x in arrays]
 
-    gradients = strategy.run(make)
+    gradients = strategy.run(ones)
 
-    def once(step: Callable[..., list[jax.Array]]) -> None:
+    def run(step: Callable[..., list[jax.Array]]) -> None:
         jax.block_until_ready(jax.tree.leaves(strategy.run(step, args=(gradients,))))
 
-    once(total)  # Compiles.
-    once(first_of)
-    with_sums = _median(lambda: once(total), _NUM_SUMS)
+    run(reduce)  # Compiles.
+    run(first_of)
+    with_sums = _median_seconds(lambda: run(reduce), _NUM_SUMS)
     # Without the time to start a program and to wait for it.
-    return max(0.0, with_sums - _median(lambda: once(first_of), _NUM_SUMS))
+    return max(0.0, with_sums - _median_seconds(lambda: run(first_of), _NUM_SUMS))
 
 
-def _median(call: Callable[[], None], number: int) -> float:
-    times = []
+def _median_seconds(call: Callable[[], None], number: int) -> float:
+    durations = []
     for _ in range(number):
         began = time.perf_counter()
         call()
-        times.append(time.perf_counter() - began)
-    return statistics.median(times)
+        durations.append(time.perf_counter() - began)
+    return statistics.median(durations)
 
 
 def memory_of(devices: Sequence[Device]) -> dict[str, str | int | None]:
@@ -99,20 +100,20 @@ def memory_of(devices: Sequence[Device]) -> dict[str, str | int | None]:
 
     Unknown values are None, and so is the limit without one.
     """
-    found = [stats for stats in (d.memory_stats() for d in devices) if stats]
-    if found:
+    all_stats = [stats for stats in (d.memory_stats() for d in devices) if stats]
+    if all_stats:
         return {
             "of": "device",
-            "bytes": _most(found, "bytes_in_use"),
-            "peak_bytes": _most(found, "peak_bytes_in_use"),
-            "limit_bytes": _most(found, "bytes_limit"),
+            "bytes": _largest(all_stats, "bytes_in_use"),
+            "peak_bytes": _largest(all_stats, "peak_bytes_in_use"),
+            "limit_bytes": _largest(all_stats, "bytes_limit"),
         }
     now, peak = _process_bytes()
     return {"of": "process", "bytes": now, "peak_bytes": peak, "limit_bytes": None}
 
 
-def _most(found: Sequence[Mapping[str, int]], name: str) -> int | None:
-    return max((stats[name] for stats in found if name in stats), default=None)
+def _largest(all_stats: Sequence[Mapping[str, int]], name: str) -> int | None:
+    return max((stats[name] for stats in all_stats if name in stats), default=None)
 
 
 def _process_bytes() -> tuple[int | None, int | None]:
@@ -122,9 +123,5 @@ def _process_bytes() -> tuple[int | None, int | None]:
         now, peak = values.get("VmRSS"), values.get("VmHWM")
         if now is not None and peak is not None:
             return 1024 * int(now.split()[0]), 1024 * int(peak.split()[0])
-    if sys.platform == "win32":
-        return None, None
-    import resource
-
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return None, peak if sys.platform == "darwin" else 1024 * peak

@@ -1,10 +1,10 @@
 """Records how `fit` spends its time in one process, at almost no cost for a step.
 
-Dispatch is asynchronous, so no single step is timed: what counts is the wall time of an
-epoch, until the devices are done, and the part of it in which they had to wait for
-input. Whether they wait is asked without blocking: the last step's result is there, or
-it is not. Only around an execution that compiles are the devices waited for: otherwise
-earlier steps would be done within its time, and seem to take none.
+Dispatch is asynchronous, so no single step is timed. The recorder takes the wall time
+of an epoch, until the devices are done, and the part in which they waited for input.
+Whether they wait is read without blocking: the last step's result is ready or not. The
+recorder waits for the devices only around an execution that compiles: otherwise earlier
+steps would finish while it compiles, and seem to take no time.
 """
 
 import contextlib
@@ -51,15 +51,15 @@ class Tally:
 
 
 class Recorder:
-    """Notes what `fit` does. It knows nothing of Keras, and all calls are `fit`'s.
+    """Records what `fit` does; only `fit` calls it.
 
     Args:
-        on_mark: Called between steps, every now and then.
-        mark_every_s: How often; None: every five seconds.
+        on_mark: Called between steps, for reports of an epoch in progress.
+        mark_every_s: The time between two such calls; None: five seconds.
 
     Attributes:
-        tally: Of the epoch until now.
-        logs: Of an execution of the epoch that is done, for marks; None: of none yet.
+        tally: The counts of the epoch so far.
+        logs: The logs of a finished execution of the epoch; None before there is one.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Recorder:
         self._executed = 0, 0  # Steps and examples of the executions in `tally`.
         self._steps_s: float | None = None
         self._seen: set[PyTree] = set()
-        # Since when, and after which waits, an execution is on its way that compiles.
+        # Start, and waits before it, of an execution in progress that compiles.
         self._first: tuple[float, float] | None = None
         self._elsewhere_s = 0.0
         self._devices_idle = True
@@ -94,13 +94,14 @@ class Recorder:
         self._began = time.perf_counter()
 
     def elapsed_s(self) -> float:
-        """Since the epoch began."""
+        """Return the time since the epoch began."""
         return time.perf_counter() - self._began
 
     def end_steps(self) -> float:
-        """Wait for the devices; returns the time since the epoch began.
+        """Wait for the devices; return the time since the epoch began.
 
-        Until another step is made, that stays: what comes after it is no training.
+        A second call returns the same time unless another step has begun: validation
+        and callbacks are not training.
         """
         if self._steps_s is None:
             if self._last is not None:
@@ -112,7 +113,7 @@ class Recorder:
     # Steps.
 
     def begin_input(self) -> float:
-        """The host begins to get a batch; returns what `end_input` wants."""
+        """Note that the host starts on a batch; return the time for `end_input`."""
         self._devices_idle = _is_ready(self._last)
         self._elsewhere_s = 0.0
         return time.perf_counter()
@@ -120,15 +121,15 @@ class Recorder:
     def end_input(
         self, began: float, shapes: PyTree, steps: int, examples: int
     ) -> None:
-        """The host has the batch; for the arguments see `RecorderLike`."""
+        """Note that the host has the batch; for the arguments see `RecorderLike`."""
         tally = self.tally
-        # Rounding may leave a little less than nothing.
-        took = max(0.0, time.perf_counter() - began - self._elsewhere_s)
-        tally.input_s += took
+        # Rounding may leave a negative difference.
+        input_s = max(0.0, time.perf_counter() - began - self._elsewhere_s)
+        tally.input_s += input_s
         if self._devices_idle:
-            tally.stalled_s += took
+            tally.stalled_s += input_s
         elif _is_ready(self._last):
-            tally.stalled_s += took / 2  # They were done somewhere in between.
+            tally.stalled_s += input_s / 2  # They finished at some time in between.
         tally.steps += steps
         tally.examples += examples
         if shapes not in self._seen:
@@ -139,20 +140,20 @@ class Recorder:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """In it, the host waits for other tasks, be it amid input."""
+        """Count the block as a wait for other tasks, also within input."""
         began = time.perf_counter()
         try:
             yield
         finally:
-            took = time.perf_counter() - began
-            self.tally.waits_s += took
-            self._elsewhere_s += took
+            wait_s = time.perf_counter() - began
+            self.tally.waits_s += wait_s
+            self._elsewhere_s += wait_s
 
     def end_execution(self, logs: PyTree) -> None:
-        """An execution was started; its results may still be computed."""
+        """Note that an execution was dispatched; its results may not be ready."""
         tally = self.tally
         if tally.steps == self._executed[0]:
-            return  # Nothing was trained on.
+            return  # It had no batch.
         self._last = _array_of(logs)
         self._steps_s = None
         tally.executions += 1
@@ -171,19 +172,19 @@ class Recorder:
         self._next_mark = time.perf_counter() + self._mark_every_s
 
     def _end_first(self, began: float, waits_s: float) -> None:
-        """The execution that has compiled is started."""
+        """Count the execution that was compiled, after its dispatch."""
         jax.block_until_ready(self._last)
         self._first = None
         tally, (steps, examples) = self.tally, self._executed
-        took = time.perf_counter() - began - (tally.waits_s - waits_s)
+        first_s = time.perf_counter() - began - (tally.waits_s - waits_s)
         tally.first_executions += 1
         tally.first_steps += tally.steps - steps
         tally.first_examples += tally.examples - examples
-        tally.first_s += max(0.0, took)
+        tally.first_s += max(0.0, first_s)
 
 
 def _array_of(logs: PyTree) -> PyTree:
-    """One of a step's results, for all of them come at once; None: there is none."""
+    """Return one of a step's results, which are all ready at once; None without any."""
     if isinstance(logs, dict):
         logs = next(iter(logs.values()), None)
     return logs if hasattr(logs, "is_ready") else None
@@ -192,5 +193,5 @@ def _array_of(logs: PyTree) -> PyTree:
 def _is_ready(array: PyTree) -> bool:
     try:
         return array is None or array.is_ready()
-    except RuntimeError:  # It failed, or was given away; the next step tells.
+    except RuntimeError:  # It failed or was donated; the next step raises.
         return True

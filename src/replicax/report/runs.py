@@ -37,15 +37,16 @@ _AMID_STEPS = ("input_s", "stalled_s", "waits_s")
 """Durations within the time of steps."""
 
 _MOST = sys.float_info.max
-_Finite: TypeAlias = Annotated[float, msgspec.Meta(ge=-_MOST, le=_MOST)]
+_Time: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
+"""Seconds since 1970, within the calendar."""
 _Amount: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=_MOST)]
 """A duration or a count."""
 
 
 class _Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
-    """A line of a worker's file; `time` is in seconds since 1970."""
+    """A line of a worker's file."""
 
-    time: _Finite = msgspec.field(default_factory=time.time)
+    time: _Time = msgspec.field(default_factory=time.time)
 
 
 class FitBegin(_Event, frozen=True, kw_only=True, tag="begin"):
@@ -138,6 +139,11 @@ class Fit:
     error: str = ""
     shares: Mapping[str, object] = dataclasses.field(default_factory=dict)
     diagnosis: str = ""
+
+    @property
+    def epochs_so_far(self) -> list[EpochRecord]:
+        """The finished epochs; before there is one, the epoch in progress."""
+        return self.epochs or ([self.current] if self.current else [])
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -38,12 +38,12 @@ __all__ = ["FitReport"]
 _logger = logging.getLogger("replicax")
 
 _PAGE_EVERY_S = 5.0
-_PAGE_SHARE = 50  # At most one part in so many of the time goes into the page.
+_PAGE_SHARE = 50  # Writing the page takes at most one fiftieth of the time.
 _OTHERS_S = 3.0
 _LONGEST_ERROR = 300
 
 _next_pages: dict[Path, float] = {}
-"""Earliest time of each page's next write; later calls of `fit` keep to it, too."""
+"""Earliest time of each page's next write, for all calls of `fit`."""
 
 
 class FitReport:
@@ -54,8 +54,8 @@ class FitReport:
         model: The model that is trained.
         params: The parameters that Keras gives to callbacks.
         number: The index of this call of `fit` for this page in this process.
-        is_known: Whether the page has earlier calls of `fit` already.
-        wants_diagnosis: Whether this worker wants to measure at the end.
+        continues: Whether the page has earlier calls of `fit`, which stay.
+        diagnoses: Whether this worker asks to measure at the end.
     """
 
     def __init__(
@@ -65,8 +65,8 @@ class FitReport:
         params: Mapping[str, object],
         *,
         number: int,
-        is_known: bool,
-        wants_diagnosis: bool,
+        continues: bool,
+        diagnoses: bool,
     ) -> None:
         self.worker = worker = ReportedWorker(
             getattr(model, "_replicax_strategy", None)
@@ -76,9 +76,9 @@ class FitReport:
         self._model = model
         self._devices = local_devices(worker.strategy)
         self._params = params
-        self._is_known = is_known
+        self._continues = continues
         self._fit_number = number
-        self._measures = wants_diagnosis
+        self._measures = diagnoses
         self._journal: Journal | None = None
         self._total: EpochRecord | None = None  # All epochs.
         self._number = 0
@@ -181,7 +181,7 @@ class FitReport:
         A process that starts in a later epoch keeps the log of the one before.
         """
         worker = self.worker
-        fresh = not self._is_known and epoch == 0
+        fresh = not self._continues and epoch == 0
         journal = Journal(self._page, worker.index, fresh=fresh)
         self._measures = worker.wants(self._measures)
         facts = {
@@ -191,7 +191,7 @@ class FitReport:
             "fit": self._fit_number,
             **facts_of(self._model, worker.strategy, self._params),
         }
-        # Names that a user gives may have any type.
+        # Names of a user's model or loss may have any type.
         journal.add(FitBegin(facts=json.loads(json.dumps(facts, default=str))))
         return journal
 
@@ -213,8 +213,8 @@ class FitReport:
                 self._page,
                 error,
             )
-        took = time.monotonic() - began
-        _next_pages[self._page] = began + max(_PAGE_EVERY_S, _PAGE_SHARE * took)
+        duration_s = time.monotonic() - began
+        _next_pages[self._page] = began + max(_PAGE_EVERY_S, _PAGE_SHARE * duration_s)
 
     def _await_others(
         self, is_done: Callable[[WorkerRecord], bool]
@@ -235,7 +235,7 @@ class FitReport:
             return []
         return wait_for(all_done, _OTHERS_S, late=lambda: others, pauses=(0.1, 0.1))
 
-    # What is measured.
+    # Measurements.
 
     def _measured(self) -> diagnosis.Measurements:
         """Measure the training; all synchronous workers have to call it together."""
@@ -244,11 +244,11 @@ class FitReport:
         executions = int(total.counts["executions"] - total.counts["first_executions"])
         start_s, sum_s = self._probed(executions)
         steps, wall = total.timed_steps, total.timed_s
-        outside = total.counts["waits_s"], total.exchange_s
+        waits = total.counts["waits_s"], total.exchange_s
         # Asynchronous workers overlap the next request with the transfer of values.
-        is_both = getattr(strategy, "overlaps", False)
-        around_s = max(outside) if is_both else sum(outside)
-        rate, slow_share, slow_name = self._of_all(total)
+        overlaps = getattr(strategy, "overlaps", False)
+        waits_s = max(waits) if overlaps else sum(waits)
+        rate, input_share, slowest = self._of_all(total)
         return diagnosis.Measurements(
             executions=executions,
             step_s=total.step_s,
@@ -256,14 +256,14 @@ class FitReport:
             batch=total.counts["examples"] / max(1.0, total.counts["steps"]),
             num_replicas=1 if strategy is None else strategy.num_replicas_in_sync,
             kind=self._kind(),
-            input=slow_share,
+            input=input_share,
             communication=(
-                None if sum_s is None else _share(sum_s * steps + around_s, wall)
+                None if sum_s is None else _share(sum_s * steps + waits_s, wall)
             ),
             start=None if start_s is None else _share(start_s * executions, wall),
             steps_per_execution=self._model.steps_per_execution,
             is_compressed=self.worker.compression is not None,
-            input_worker=slow_name,
+            input_worker=slowest,
             straggler=self.worker.straggler,
         )
 
@@ -281,28 +281,28 @@ class FitReport:
         except jax.errors.JaxRuntimeError as error:  # Out of memory, for example.
             _logger.warning(
                 "Report: communication and starts could not be measured (%s). The "
-                "model is trained, and the report says the rest.",
+                "model is trained, and the report has everything else.",
                 str(error)[:_LONGEST_ERROR],
             )
             return None, None
 
     def _of_all(self, total: EpochRecord) -> tuple[float, float, str]:
         """Return all workers' examples per second, and the largest input wait."""
-        mine = total.input_share if math.isfinite(total.input_share) else 0.0
         if not self.worker.is_chief or len(self.worker.names) == 1:
-            return total.examples_per_s, mine, ""
-        found = {self.worker.name: total}
+            share = total.input_share if math.isfinite(total.input_share) else 0.0
+            return total.examples_per_s, share, ""
+        totals = {self.worker.name: total}
         for worker in self._await_others(self._has_last):
             if worker.fits[-1].epochs:
-                found[worker.name] = merged(worker.fits[-1].epochs)
-        shares = {n: e.input_share for n, e in found.items()}
-        known = {n: share for n, share in shares.items() if math.isfinite(share)}
-        slowest = max(known, key=lambda name: known[name], default=self.worker.name)
+                totals[worker.name] = merged(worker.fits[-1].epochs)
+        shares = {name: epoch.input_share for name, epoch in totals.items()}
+        shares = {name: x for name, x in shares.items() if math.isfinite(x)}
+        slowest = max(shares, key=lambda name: shares[name], default=self.worker.name)
         rate = total.examples_per_s
         if self.worker.served is not None:
-            rates = [e.examples_per_s for e in found.values()]
-            rate = sum(r for r in rates if math.isfinite(r))
-        return rate, known.get(slowest, 0.0), slowest
+            rates = [epoch.examples_per_s for epoch in totals.values()]
+            rate = sum(x for x in rates if math.isfinite(x))
+        return rate, shares.get(slowest, 0.0), slowest
 
     def _has_last(self, worker: WorkerRecord) -> bool:
         epochs = worker.fits[-1].epochs
@@ -323,11 +323,11 @@ def _share(part: float, whole: float) -> float:
 
 def _numbers(logs: Mapping[str, object]) -> dict[str, float]:
     """Select the logs that are one number, which a curve can show."""
-    found = {}
+    numbers = {}
     for name, value in logs.items():
         array = np.asarray(value)
         if array.size == 1 and array.dtype.kind in "fiub":
-            found[str(name)] = float(array.reshape(()))
+            numbers[str(name)] = float(array.reshape(()))
         elif array.size == 1 and array.dtype.name == "bfloat16":
-            found[str(name)] = float(array.astype("float32").reshape(()))
-    return found
+            numbers[str(name)] = float(array.astype("float32").reshape(()))
+    return numbers

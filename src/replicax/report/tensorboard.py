@@ -83,8 +83,7 @@ class SummaryWriter:
         array = np.asarray(values)
         if array.dtype.kind not in "biuf":  # As bfloat16.
             array = array.astype("float32")
-        made = self._format.histogram_pb(name, array, buckets)
-        self._write(made, step)
+        self._write(self._format.histogram_pb(name, array, buckets), step)
 
     def flush(self) -> None:
         """Write buffered values to the file."""
@@ -106,18 +105,18 @@ class SummaryWriter:
         self.close()
 
     def _write(self, summary: object, step: int | ArrayLike) -> None:
-        made = self._format
+        form = self._format
         if self._records is None:
-            made.gfile.makedirs(self.log_dir)
+            form.gfile.makedirs(self.log_dir)
             name = (
                 f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}."
                 f"{os.getpid()}.{next(_file_numbers)}.v2"
             )
-            file = made.gfile.GFile(os.path.join(self.log_dir, name), "wb")
-            self._records = made.record_writer(file)
-            self._add(made.event(wall_time=time.time(), file_version="brain.Event:2"))
+            file = form.gfile.GFile(os.path.join(self.log_dir, name), "wb")
+            self._records = form.record_writer(file)
+            self._add(form.event(wall_time=time.time(), file_version="brain.Event:2"))
         number = int(np.asarray(step))
-        self._add(made.event(wall_time=time.time(), step=number, summary=summary))
+        self._add(form.event(wall_time=time.time(), step=number, summary=summary))
 
     def _add(self, event: Any) -> None:
         self._records.write(event.SerializeToString())
@@ -202,7 +201,7 @@ class TensorBoard(LateCallback):
         self._step = self._first_step = 0
         self._logs: Logs = None
         if self.update_freq:
-            # Set only then: without it `fit` does not wait for a step's losses.
+            # Only then: a callback of each step makes `fit` wait for its losses.
             self.on_train_batch_end = self._write_step
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:

@@ -46,7 +46,7 @@ def facts_of(
         "class": type(model).__name__,
         "parameters": model.count_params() if model.built else "not built yet",
         **_optimizer(model.optimizer),
-        "loss": _name(model.loss),
+        "loss": keras.tree.map_structure(_name, model.loss),
         "precision": model.dtype_policy.name,
         "epochs": params.get("epochs"),
         "steps_per_epoch": params.get("steps"),
@@ -78,27 +78,20 @@ def _optimizer(optimizer: keras.optimizers.Optimizer | None) -> dict[str, object
     inner = inner_of(optimizer)
     try:
         rate = inner.get_config().get("learning_rate")
-    except NotImplementedError:  # Of a schedule, which needs it to be saved only.
+    except NotImplementedError:  # A schedule of the user's without `get_config`.
         rate = None
-    if isinstance(rate, Mapping):  # A schedule.
+    if isinstance(rate, Mapping):  # A schedule of Keras.
         rate = rate.get("class_name")
     name = type(inner).__name__
     if inner is not optimizer:
         name = f"{type(optimizer).__name__} of {name}"
-    rate = float(rate) if isinstance(rate, int | float) else rate
     return {"optimizer": name, "learning_rate": rate}
 
 
 def _name(loss: object) -> JSON:
-    if isinstance(loss, Mapping):
-        return {str(k): _name(v) for k, v in loss.items()}
-    if isinstance(loss, list | tuple):
-        return [_name(each) for each in loss]
     if loss is None or isinstance(loss, str):
         return loss
-    if isinstance(loss, keras.losses.Loss):
-        return type(loss).__name__
-    return getattr(loss, "__name__", type(loss).__name__)
+    return getattr(loss, "__name__", type(loss).__name__)  # Of a function or an object.
 
 
 def _strategy(strategy: Strategy | None) -> dict[str, object]:
@@ -115,10 +108,10 @@ def _strategy(strategy: Strategy | None) -> dict[str, object]:
 
 
 def _devices(strategy: Strategy | None) -> str:
-    found = [(d.platform, d.device_kind) for d in local_devices(strategy)]
+    kinds = [(d.platform, d.device_kind) for d in local_devices(strategy)]
     return ", ".join(
         f"{count} x {platform}" + (f" ({kind})" if kind != platform else "")
-        for (platform, kind), count in Counter(found).items()
+        for (platform, kind), count in Counter(kinds).items()
     )
 
 
