@@ -10,6 +10,7 @@ from replicax_estimator.user_functions import ModelFunction, wanted_arguments
 
 
 def anyhow(fn: Any) -> Any:
+    @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return fn(*args, **kwargs)
 

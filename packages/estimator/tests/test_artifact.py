@@ -2,8 +2,6 @@
 
 import concurrent.futures
 import json
-import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +37,7 @@ def test_what_was_written_is_read(tmp_path) -> None:
     found = artifact.read(write(tmp_path, 3))
     assert found.contents["global_step"] == 3
     assert found.programs == {"a": b"3"}
-    assert list(found.variables) == ["x/y", "file", "z"]
+    assert sorted(found.variables) == ["file", "x/y", "z"]
     assert found.variables["x/y"].shape == (2, 0, 3)
     assert found.variables["file"].dtype == ml_dtypes.bfloat16
     numbers = np.arange(50).reshape(5, 10).T
@@ -48,39 +46,19 @@ def test_what_was_written_is_read(tmp_path) -> None:
     assert found.variables["z"] == 3
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "a.program", "variables.npz"])
-@pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
-def test_damage_is_noticed(exported, name, damage) -> None:
-    file = exported / name
-    data = bytearray(file.read_bytes())
-    match damage:
-        case "flip":
-            data[len(data) // 2] ^= 1
-            file.write_bytes(data)
-        case "cut":
-            file.write_bytes(data[:-1])
-        case "remove":
-            file.unlink()
-    expected = f"file {name} is damaged"
-    if (name, damage) == ("manifest.json", "remove"):
-        expected = "there is none at this path"
-    with pytest.raises(rx.CheckpointError, match=expected):
-        load_saved_model(exported)
-
-
-def test_a_changed_manifest_is_noticed(exported) -> None:
+def test_damage_is_noticed(exported) -> None:
     file = exported / "manifest.json"
     manifest = json.loads(file.read_text())
-    file.write_text(json.dumps(manifest))  # Written otherwise, and the same.
-    assert artifact.read(exported).contents["global_step"] == 0
-    file.write_text(json.dumps({**manifest, "global_step": 7}))
+    manifest["values"]["saved_model"]["global_step"] = 7
+    file.write_text(json.dumps(manifest))
     with pytest.raises(rx.CheckpointError, match="its checksum is wrong"):
         load_saved_model(exported)
-    file.write_text(json.dumps({**manifest, "version": 2}))
-    with pytest.raises(
-        rx.CheckpointError, match=r"version 2; expected .*, version 1\."
-    ):
-        load_saved_model(exported)
+
+
+def test_a_checkpoint_is_no_saved_model(tmp_path) -> None:
+    path = rx.Checkpoint(step=1).write(tmp_path / "ckpt")
+    with pytest.raises(rx.CheckpointError, match="this folder holds a checkpoint"):
+        load_saved_model(path)
 
 
 def test_nothing_to_load(tmp_path) -> None:
@@ -95,12 +73,3 @@ def test_exports_at_the_same_moment_get_different_folders(tmp_path) -> None:
     assert sorted(paths) == artifact.saved_in(tmp_path) == sorted(tmp_path.iterdir())
     steps = [artifact.read(path).contents["global_step"] for path in paths]
     assert steps == list(range(16))
-
-
-def test_what_a_killed_export_left_is_deleted_after_a_day(tmp_path) -> None:
-    for name, days in ((".12-ab.part", 2), (".34-cd.part", 0)):
-        (tmp_path / name).mkdir()
-        then = time.time() - days * 86400 - 60
-        os.utime(tmp_path / name, (then, then))
-    path = write(tmp_path)
-    assert sorted(tmp_path.iterdir()) == [tmp_path / ".34-cd.part", path]

@@ -70,11 +70,8 @@ def test_a_number_of_steps_that_is_none(number: int) -> None:
 @pytest.mark.parametrize(
     ("params", "names"),
     [
-        ({"hidden": [4]}, "float32[2, 1] saved, float32[2, 4] here"),
-        (
-            {"optimizer": "adam"},
-            "not in the checkpoint: variables/adam/dense_bias_momentum",
-        ),
+        ({"hidden": [4]}, "[2, 1] saved, [2, 4] here"),
+        ({"optimizer": "adam"}, "adam/dense_bias_momentum: not in the checkpoint"),
     ],
 )
 def test_another_model_in_an_old_folder(
@@ -210,7 +207,7 @@ def test_a_model_function_with_other_arguments() -> None:
         Estimator(lambda images, labels: None)
     with pytest.raises(ValueError, match="no argument of that name"):
         Estimator(lambda features, labels: None, params={"units": 3})
-    with pytest.raises(TypeError, match="model_fn must be callable; got 3"):
+    with pytest.raises(TypeError, match="model_fn must be a function; got 3"):
         Estimator(3)  # type: ignore[arg-type]
 
 

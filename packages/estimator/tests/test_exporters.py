@@ -8,7 +8,6 @@ import keras
 import numpy as np
 import pytest
 
-from replicax.checkpoint.evaluation import append_evaluation
 from replicax_estimator import (
     BestExporter,
     Estimator,
@@ -23,6 +22,7 @@ from replicax_estimator import (
     load_saved_model,
     train_and_evaluate,
 )
+from replicax_estimator.evaluating import append_evaluation
 
 X = np.ones((4, 2), "float32")
 RECEIVER_FN = build_raw_serving_input_receiver_fn({"x": X})

@@ -130,22 +130,21 @@ def test_a_saved_model_says_what_it_is(mixed) -> None:
     }
     assert saved.outputs("hidden")["output"].shape == (None, 8)
     manifest = json.loads(Path(path, "manifest.json").read_text())
-    assert manifest["platforms"] == ["cpu", "cuda", "tpu"]
-    assert manifest["versions"]["jax"] == jax.__version__
-    assert set(manifest["variables"]) == set(estimator.get_variable_names()) - {
+    contents = manifest["values"]["saved_model"]
+    assert contents["platforms"] == ["cpu", "cuda", "tpu"]
+    assert contents["versions"]["jax"] == jax.__version__
+    arrays = {
+        name.removeprefix("variables/"): entry
+        for name, entry in manifest["arrays"].items()
+        if name.startswith("variables/")
+    }
+    assert set(arrays) == set(estimator.get_variable_names()) - {
         name
         for name in estimator.get_variable_names()
         if name == "global_step" or name.startswith("adam/")
     }
-    dtypes = {entry["dtype"] for entry in manifest["variables"].values()}
+    dtypes = {entry["dtype"] for entry in arrays.values()}
     assert dtypes == {"bfloat16", "float32", "uint32"}
-    assert sorted(p.name for p in Path(path).iterdir()) == [
-        "hidden.program",
-        "manifest.json",
-        "serving_default.program",
-        "twice.program",
-        "variables.npz",
-    ]
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 12])
@@ -230,7 +229,7 @@ def test_variables_of_few_bits_survive(tmp_path) -> None:
         tmp_path / "export", receiver({"x": x}), platforms=["cpu"]
     )
     manifest = json.loads(Path(path, "manifest.json").read_text())
-    assert manifest["variables"]["dense/kernel"]["dtype"] == "bfloat16"
+    assert manifest["arrays"]["variables/dense/kernel"]["dtype"] == "bfloat16"
     saved = load_saved_model(path)
     assert str(saved.inputs()["x"]) == "bfloat16[b, 2]"
     made = saved({"x": x})["y"]
@@ -384,7 +383,7 @@ def test_models_that_a_platform_cannot_run(tmp_path) -> None:
         )
 
     estimator = trained(tmp_path / "model", model_fn, (X, Y), 1)
-    with pytest.raises(ValueError, match=r"not for \[.*'tpu'\].*platforms=\('cpu',"):
+    with pytest.raises(ValueError, match=r"for \[.*'tpu'\].*give platforms="):
         estimator.export_saved_model(tmp_path / "export", receiver(X))
     path = estimator.export_saved_model(
         tmp_path / "export", receiver(X), platforms=("cpu",)
@@ -406,14 +405,14 @@ def test_models_that_call_python(tmp_path) -> None:
         )
 
     estimator = trained(tmp_path / "model", model_fn, (X, Y), 1)
-    with pytest.raises(ValueError, match=r"for none of .*'cpu'.*callback"):
+    with pytest.raises(ValueError, match=r"cannot be exported.*'cpu'.*callback"):
         estimator.export_saved_model(tmp_path / "export", receiver(X))
 
 
 def test_models_for_another_platform_are_refused(dense, tmp_path) -> None:
     path = dense.export_saved_model(tmp_path, receiver(X), platforms=["tpu"])
-    with pytest.raises(ValueError, match=r"for \['tpu'\].*runs on 'cpu'"):
-        load_saved_model(path)
+    with pytest.raises(ValueError, match=r"'tpu'.*used on '.*cpu"):
+        load_saved_model(path)(X)
 
 
 @pytest.mark.parametrize(
@@ -454,7 +453,6 @@ def test_without_a_checkpoint(tmp_path) -> None:
             "'serving_default' must be an array",
         ),
         (lambda y: y, {"a": None}, TypeError, "'a' must be an array.*'output': None"),
-        (lambda y: y, {"a/b": 0}, ValueError, "names of letters.*got 'a/b'"),
     ],
 )
 def test_wrong_outputs(tmp_path, predictions, exported, error, match) -> None:

@@ -9,7 +9,6 @@ from typing import TypeAlias
 import jax
 import keras
 
-from replicax._util.types import JSONObject, PyTree
 from replicax_estimator.estimator import Estimator
 from replicax_estimator.feature_column import Column
 from replicax_estimator.feature_column.numeric import NumericColumn
@@ -17,6 +16,7 @@ from replicax_estimator.heads import head_of
 from replicax_estimator.preprocessing import Preprocessor, weight_column_of
 from replicax_estimator.run_config import RunConfig
 from replicax_estimator.spec import EstimatorSpec, ModeKeys, TrainOp, minimize
+from replicax_estimator.types import Features, JSONObject, Labels, Predictions
 
 __all__ = [
     "CannedEstimator",
@@ -111,10 +111,10 @@ class CannedEstimator(Estimator):
 
         super().__init__(model_fn, model_dir, config, warm_start_from=warm_start_from)
 
-    def _prepare(self, features: PyTree, labels: PyTree) -> tuple[PyTree, PyTree]:
+    def _prepare(self, features: Features, labels: Labels) -> tuple[Features, Labels]:
         return self.preprocessor.prepare(features, labels)
 
-    def _postprocess(self, predictions: PyTree) -> PyTree:
+    def _postprocess(self, predictions: Predictions) -> Predictions:
         return self.preprocessor.finish(predictions)
 
 

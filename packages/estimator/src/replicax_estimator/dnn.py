@@ -2,12 +2,11 @@
 
 import os
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import keras
 
-from replicax._util.types import PyTree
 from replicax_estimator.canned import (
     CannedEstimator,
     NetworkPart,
@@ -72,7 +71,7 @@ class DNNPart(NetworkPart):
         """See the base class."""
         layers: list[keras.layers.Layer] = []
 
-        def called(layer: keras.layers.Layer, net: PyTree, **kwargs: bool) -> jax.Array:
+        def called(layer: keras.layers.Layer, net: Any, **kwargs: bool) -> jax.Array:
             layers.append(layer)
             return layer(net, **kwargs)
 

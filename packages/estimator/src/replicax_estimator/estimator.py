@@ -11,13 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from replicax._util.types import PyTree
-from replicax.checkpoint import latest_checkpoint
-from replicax.checkpoint.evaluation import append_evaluation
-from replicax.engine.checks.consistency import synchronize_random_state
-from replicax.strategies.strategy import Strategy
+import replicax as rx
 from replicax_estimator.arguments import list_of, require_count, require_instance
-from replicax_estimator.evaluating import EvalResults, Evaluation
+from replicax_estimator.evaluating import EvalResults, Evaluation, append_evaluation
 from replicax_estimator.exporting import export_model, warn_of_preprocess
 from replicax_estimator.hooks import (
     CheckpointSaverListener,
@@ -36,12 +32,14 @@ from replicax_estimator.saving import (
 )
 from replicax_estimator.spec import EstimatorSpec, ModeKeys
 from replicax_estimator.training import Training
-from replicax_estimator.user_functions import (
+from replicax_estimator.types import (
+    Features,
     InputFunction,
-    InputPipeline,
-    ModelFunction,
+    Labels,
+    Predictions,
     Preprocess,
 )
+from replicax_estimator.user_functions import InputPipeline, ModelFunction
 
 __all__ = ["Estimator"]
 
@@ -129,7 +127,7 @@ class Estimator:
         self._function = ModelFunction(model_fn, params or {}, self._config)
         self._preprocess = preprocess
         self._warm_start_from = warm_start_from
-        self._models: dict[tuple[ModeKeys, Strategy], EstimatorModel] = {}
+        self._models: dict[tuple[ModeKeys, rx.Strategy], EstimatorModel] = {}
 
     @property
     def model_dir(self) -> str:
@@ -202,7 +200,9 @@ class Estimator:
 
         strategy = self._config.training_strategy()
         key = ModeKeys.TRAIN, strategy
-        if strategy.workers.count == 1 and strategy.home.keeps_slots:
+        if strategy.workers.count == 1 and not isinstance(
+            strategy, rx.ParameterServerStrategy
+        ):
             path = self.latest_checkpoint()
             if path is None:
                 self._models.pop(key, None)  # The folder was deleted: start again.
@@ -237,7 +237,7 @@ class Estimator:
         if self._warm_start_from is None:
             return
         path = os.fspath(self._warm_start_from)
-        path = latest_checkpoint(path, CHECKPOINT_NAME) or path
+        path = rx.latest_checkpoint(path, CHECKPOINT_NAME) or path
         values = saved_variables(path)
         taken = warm_start(model, values, path)
         _logger.info("Estimator: %s begin with the values in %s.", taken, path)
@@ -290,7 +290,7 @@ class Estimator:
         hooks: Sequence[SessionRunHook] | None = None,
         checkpoint_path: str | None = None,
         yield_single_examples: bool = True,
-    ) -> Generator[PyTree]:
+    ) -> Generator[Predictions]:
         """Predict on one device.
 
         Args:
@@ -391,7 +391,7 @@ class Estimator:
 
     def latest_checkpoint(self) -> str | None:
         """Path of the newest checkpoint in `model_dir`; None if there is none."""
-        return latest_checkpoint(self.model_dir, CHECKPOINT_NAME)
+        return rx.latest_checkpoint(self.model_dir, CHECKPOINT_NAME)
 
     def get_variable_names(self) -> list[str]:
         """Names of the variables in the newest checkpoint.
@@ -422,13 +422,13 @@ class Estimator:
         """Folder of the evaluations; its `metrics.jsonl` has a line for each."""
         return os.path.join(self.model_dir, "eval" if not name else f"eval_{name}")
 
-    def _prepare(self, features: PyTree, labels: PyTree) -> tuple[PyTree, PyTree]:
+    def _prepare(self, features: Features, labels: Labels) -> tuple[Features, Labels]:
         """Convert a batch to arrays of numbers."""
         if self._preprocess is not None:
             features, labels = self._preprocess(features, labels)
         return features, labels
 
-    def _postprocess(self, predictions: PyTree) -> PyTree:
+    def _postprocess(self, predictions: Predictions) -> Predictions:
         """Add values that no program returns, such as strings, to predictions."""
         return predictions
 
@@ -442,19 +442,20 @@ class Estimator:
             needs_labels=self._needs_labels,
         )
 
-    def _model(self, mode: ModeKeys, strategy: Strategy) -> EstimatorModel:
+    def _model(self, mode: ModeKeys, strategy: rx.Strategy) -> EstimatorModel:
         key = mode, strategy
         if key not in self._models:
             strategy.home.begin()
-            synchronize_random_state(strategy.workers)
             seed = self._config.tf_random_seed
             if seed is None:
                 seed = random.randrange(2**31)
+                if strategy.workers.count > 1:
+                    seed = strategy.workers.exchange("replicax_estimator.seed", seed)[0]
             self._models[key] = EstimatorModel(self._function, mode, strategy, seed)
         return self._models[key]
 
     def _restorer(
-        self, path: str | None, method: str, key: tuple[ModeKeys, Strategy]
+        self, path: str | None, method: str, key: tuple[ModeKeys, rx.Strategy]
     ) -> Callable[[EstimatorModel], str]:
         """Return a function that restores a checkpoint and returns its path.
 

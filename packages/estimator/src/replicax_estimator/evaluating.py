@@ -2,22 +2,23 @@
 
 import itertools
 import json
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from replicax._util.types import PyTree
-from replicax.checkpoint.evaluation import METRICS_FILE
-from replicax.input.prefetch import DistributedIterator
 from replicax_estimator.model import EstimatorModel
 from replicax_estimator.training import Loop
+from replicax_estimator.user_functions import Steps
 
-__all__ = ["EvalResults", "Evaluation", "read_eval_metrics"]
+__all__ = ["EvalResults", "Evaluation", "append_evaluation", "read_eval_metrics"]
 
-EvalResults: TypeAlias = dict[str, PyTree]
+EvalResults: TypeAlias = dict[str, Any]
 """Results of `evaluate` by metric: Python numbers or NumPy arrays."""
+
+_METRICS_FILE = "metrics.jsonl"
 
 
 class Evaluation(Loop):
@@ -28,7 +29,7 @@ class Evaluation(Loop):
     ) -> tuple[EvalResults, str]:
         """Evaluate the checkpoint that `restore` restores; return results and path."""
 
-        def evaluate(steps: DistributedIterator) -> tuple[EvalResults, str]:
+        def evaluate(steps: Steps) -> tuple[EvalResults, str]:
             model = self.model
             first = self.first_step(steps, "evaluate")
             path = restore(model)
@@ -50,13 +51,22 @@ class Evaluation(Loop):
         return self.over_steps(evaluate)
 
 
-def _flat(results: Mapping[str, PyTree]) -> EvalResults:
+def _flat(results: Mapping[str, Any]) -> EvalResults:
     """Convert scalars to Python numbers, and flatten metrics that return a dict."""
     flat: EvalResults = {}
     for name, result in results.items():
         named = result if isinstance(result, Mapping) else {name: result}
         flat |= {n: float(x) if np.ndim(x) == 0 else x for n, x in named.items()}
     return flat
+
+
+def append_evaluation(folder: Path, checkpoint: str, results: EvalResults) -> None:
+    """Append a line of JSON to the evaluations in a folder, which it creates."""
+    line = {"checkpoint": checkpoint, "time": time.time()}
+    line |= {name: np.asarray(value).tolist() for name, value in results.items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / _METRICS_FILE).open("a") as stream:
+        stream.write(json.dumps(line) + "\n")
 
 
 def read_eval_metrics(eval_dir: str | Path) -> dict[int, EvalResults]:
@@ -82,14 +92,14 @@ def read_eval_metrics(eval_dir: str | Path) -> dict[int, EvalResults]:
         >>> list(metrics), metrics[5]["loss"] == results["loss"]
         ([5], True)
     """
-    file = Path(eval_dir) / METRICS_FILE
+    file = Path(eval_dir) / _METRICS_FILE
     if not file.exists():
         return {}
-    found: dict[int, EvalResults] = {}
+    results: dict[int, EvalResults] = {}
     for text in file.read_text().splitlines(keepends=True):
         if not text.endswith("\n") or not text.strip():
             continue  # Another process is writing this line.
         line = json.loads(text)
         del line["checkpoint"], line["time"]
-        found[line.pop("global_step")] = line
-    return dict(sorted(found.items()))
+        results[line.pop("global_step")] = line
+    return dict(sorted(results.items()))

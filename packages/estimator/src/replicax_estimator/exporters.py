@@ -7,8 +7,9 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from replicax.seams import storage
 from replicax_estimator.arguments import require_callable, require_count
-from replicax_estimator.artifact import remove, saved_in
+from replicax_estimator.artifact import saved_in
 from replicax_estimator.estimator import Estimator
 from replicax_estimator.evaluating import EvalResults, read_eval_metrics
 from replicax_estimator.receivers import ServingInputReceiver, checked_receiver_fn
@@ -105,7 +106,7 @@ class _SavedModelExporter(Exporter):
         )
         if self._num_kept is not None:
             for old in saved_in(Path(export_path))[: -self._num_kept]:
-                remove(old)
+                storage.remove(old)
         return path
 
 

@@ -2,7 +2,6 @@
 
 import functools
 import logging
-import re
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -13,8 +12,7 @@ import keras
 import numpy as np
 from jax import export
 
-from replicax._util.types import JSONObject, PyTree
-from replicax._version import __version__
+import replicax as rx
 from replicax_estimator.artifact import DEFAULT_SIGNATURE, Artifact, write
 from replicax_estimator.model import EstimatorModel
 from replicax_estimator.preprocessing import (
@@ -24,10 +22,10 @@ from replicax_estimator.preprocessing import (
 )
 from replicax_estimator.receivers import SINGLE, ArraySpec, ServingInputReceiver
 from replicax_estimator.spec import EstimatorSpec
+from replicax_estimator.types import Arrays, Features, JSONObject, Predictions
 
 __all__ = ["export_model", "warn_of_preprocess"]
 
-_Arrays: TypeAlias = dict[str, jax.Array]
 _Specs: TypeAlias = dict[str, ArraySpec]
 
 _PLATFORMS = ("cpu", "cuda", "tpu")
@@ -78,8 +76,8 @@ def export_model(
     }
 
     def outputs_of(
-        values: Mapping[str, jax.Array], features: PyTree
-    ) -> dict[str, _Arrays]:
+        values: Mapping[str, jax.Array], features: Features
+    ) -> dict[str, Arrays]:
         features = features[SINGLE] if is_single else features
         return _signatures(model.prediction_of(values, features))
 
@@ -105,7 +103,7 @@ def export_model(
             "jax": jax.__version__,
             "jaxlib": version("jaxlib"),
             "keras": keras.__version__,
-            "replicax": __version__,
+            "replicax": rx.__version__,
         },
         "global_step": global_step,
         "platforms": wanted,
@@ -122,13 +120,13 @@ def export_model(
 def _checked_platforms(platforms: Sequence[str] | None) -> list[str]:
     if platforms is None:
         return list(_PLATFORMS)
-    given = [platforms] if isinstance(platforms, str) else list(platforms)
-    if not given or not set(given) <= set(_KNOWN_PLATFORMS):
+    names = [platforms] if isinstance(platforms, str) else list(platforms)
+    if not names or not set(names) <= set(_KNOWN_PLATFORMS):
         raise ValueError(
             f"{_CALLER}: platforms must be some of {list(_KNOWN_PLATFORMS)}; got "
             f"{platforms!r}."
         )
-    return list(dict.fromkeys(given))
+    return list(dict.fromkeys(names))
 
 
 def _inputs(
@@ -154,19 +152,13 @@ def _inputs(
     return specs, raw if saved is None else saved.prepare(raw)
 
 
-def _signatures(spec: EstimatorSpec) -> dict[str, _Arrays]:
+def _signatures(spec: EstimatorSpec) -> dict[str, Arrays]:
     """Collect the outputs of each signature by name."""
-    found = {DEFAULT_SIGNATURE: spec.predictions} | dict(spec.export_outputs or {})
-    for name in found:
-        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_-]+", name):
-            raise ValueError(
-                "EstimatorSpec: export_outputs must have names of letters, digits, '_' "
-                f"and '-', which files are named after; got {name!r}."
-            )
-    return {name: _named(name, outputs) for name, outputs in found.items()}
+    signatures = {DEFAULT_SIGNATURE: spec.predictions, **(spec.export_outputs or {})}
+    return {name: _named(name, outputs) for name, outputs in signatures.items()}
 
 
-def _named(signature: str, outputs: PyTree) -> _Arrays:
+def _named(signature: str, outputs: Predictions) -> Arrays:
     named = dict(outputs) if isinstance(outputs, Mapping) else {"output": outputs}
     for name, value in named.items():
         is_array = hasattr(value, "shape") and hasattr(value, "dtype")
@@ -179,7 +171,7 @@ def _named(signature: str, outputs: PyTree) -> _Arrays:
 
 
 def _exported(
-    fn: Callable[..., _Arrays],
+    fn: Callable[..., Arrays],
     values: Mapping[str, np.ndarray],
     specs: _Specs,
     platforms: Sequence[str],
@@ -191,45 +183,15 @@ def _exported(
         for name, spec in specs.items()
     }
 
-    def export_for(platforms: Sequence[str]) -> export.Exported:
+    try:
         return export.export(jax.jit(fn), platforms=platforms)(values, features)
-
-    try:
-        return export_for(platforms)
     except Exception as error:  # Of many kinds, from the tracing and from XLA.
-        # Tracing works for a fixed number of rows: the model was built that way.
-        if _fails(lambda: jax.eval_shape(fn, values, features)):
-            reason = (
-                "the model_fn needs to know the number of rows. Use no Python numbers "
-                "of features.shape[0] (-1 in a reshape), or give build_raw_serving_"
-                "input_receiver_fn(..., default_batch_size=...) and call with that "
-                "many rows."
-            )
-        else:
-            failing = [p for p in platforms if _fails(lambda p=p: export_for([p]))]
-            is_fixed = next(iter(specs.values())).shape[0] is not None
-            reason = _why_not(platforms, failing, is_fixed)
         raise ValueError(
-            f"{_CALLER}: {title} cannot be exported: {reason} It failed with: {error}"
+            f"{_CALLER}: {title} cannot be exported for {list(platforms)}: {error} "
+            "If a platform lacks an operation, give platforms=... without it. If the "
+            "model_fn needs the number of rows, give build_raw_serving_input_receiver_"
+            "fn(..., default_batch_size=...)."
         ) from error
-
-
-def _why_not(platforms: Sequence[str], failing: list[str], is_fixed: bool) -> str:
-    rest = tuple(name for name in platforms if name not in failing)
-    if failing and rest:
-        return f"not for {failing}. Give platforms={rest}."
-    which = f"for none of {failing}." if failing else "not for several platforms."
-    if is_fixed:
-        return which
-    return which + " A default_batch_size=... may help, or a single platform."
-
-
-def _fails(call: Callable[[], object]) -> bool:
-    try:
-        call()
-    except Exception:  # noqa: BLE001 - whatever it is, `_exported` tells the first one.
-        return True
-    return False
 
 
 def _outputs(

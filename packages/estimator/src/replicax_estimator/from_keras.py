@@ -8,11 +8,11 @@ from typing import Any
 import keras
 import numpy as np
 
-from replicax._private.keras import has_value, set_value
-from replicax._util.types import PyTree, Tensor
+from replicax.seams import set_value
 from replicax_estimator.estimator import Estimator
 from replicax_estimator.run_config import RunConfig
 from replicax_estimator.spec import EstimatorSpec, ModeKeys, minimize
+from replicax_estimator.types import Features, Labels, Predictions, Tensor
 
 __all__ = ["model_to_estimator", "start_from"]
 
@@ -77,7 +77,7 @@ def model_to_estimator(
     class_of, described = type(given), given.get_config()
     values = [np.asarray(v) for v in given.variables]
 
-    def model_fn(features: PyTree, labels: PyTree, mode: ModeKeys) -> EstimatorSpec:
+    def model_fn(features: Features, labels: Labels, mode: ModeKeys) -> EstimatorSpec:
         with keras.saving.custom_object_scope(custom_objects or {}):
             model = class_of.from_config(copy.deepcopy(described))
             if mode != ModeKeys.PREDICT:
@@ -115,7 +115,7 @@ def model_to_estimator(
     return estimator
 
 
-def _like_outputs(labels: PyTree, outputs: PyTree, names: list[str]) -> PyTree:
+def _like_outputs(labels: Labels, outputs: Predictions, names: list[str]) -> Labels:
     """Put labels by the outputs' names into the structure of the outputs."""
     if not isinstance(labels, dict) or isinstance(outputs, dict):
         return labels
@@ -128,7 +128,7 @@ def _like_outputs(labels: PyTree, outputs: PyTree, names: list[str]) -> PyTree:
     return listed if isinstance(outputs, list | tuple) else listed[0]
 
 
-def start_from(variables: Sequence[PyTree], values: Sequence[PyTree]) -> None:
+def start_from(variables: Sequence[Any], values: Sequence[np.ndarray]) -> None:
     """Set the initial values of variables that are initialised later.
 
     Args:
@@ -146,11 +146,10 @@ def start_from(variables: Sequence[PyTree], values: Sequence[PyTree]) -> None:
             f"of {given}."
         )
     for variable, value in zip(variables, values, strict=True):
-        if not has_value(variable):
-            set_value(variable, value)
+        set_value(variable, value)
 
 
-def _by_name(model: keras.Model, outputs: PyTree) -> dict[str, PyTree]:
+def _by_name(model: keras.Model, outputs: Predictions) -> dict[str, Any]:
     if isinstance(outputs, dict):
         return outputs
     listed = list(outputs) if isinstance(outputs, list | tuple) else [outputs]

@@ -14,14 +14,13 @@ import jax.numpy as jnp
 import keras
 from keras import ops
 
-from replicax.engine.scope import required_context
-from replicax_estimator.spec import EstimatorSpec, ModeKeys, TrainOp
+from replicax_estimator.spec import EstimatorSpec, ModeKeys, TrainOp, num_active
+from replicax_estimator.types import Arrays
 
 __all__ = ["Head", "head_of"]
 
 _MEAN, _SUM = "sum_over_batch_size", "sum"
 
-_Arrays: TypeAlias = dict[str, jax.Array]
 _Metrics: TypeAlias = dict[str, keras.metrics.Metric]
 
 _NUM_THRESHOLDS = 200  # As TF; more would make the area under the curve more exact.
@@ -59,7 +58,7 @@ class Head(abc.ABC):
     loss_reduction: str
 
     @abc.abstractmethod
-    def predictions(self, logits: jax.Array) -> _Arrays:
+    def predictions(self, logits: jax.Array) -> Arrays:
         """Return predictions `[b, ...]` by name, from logits `float32[b, k]`."""
 
     @abc.abstractmethod
@@ -68,7 +67,7 @@ class Head(abc.ABC):
 
     @abc.abstractmethod
     def metrics(
-        self, labels: jax.Array, predictions: _Arrays, weights: jax.Array | None
+        self, labels: jax.Array, predictions: Arrays, weights: jax.Array | None
     ) -> _Metrics:
         """Make Keras metrics by name and update them, with weights `float32[b, 1]`."""
 
@@ -96,8 +95,8 @@ class Head(abc.ABC):
         loss = reduce(weighted)
         if mode == ModeKeys.TRAIN:
             if self.loss_reduction == _SUM:
-                # `run` averages the replicas' losses: this makes the average a sum.
-                loss = loss * required_context().loss_scale
+                # A step averages the replicas' losses: this makes the average a sum.
+                loss = loss * num_active()
             return EstimatorSpec(
                 mode, predictions=predictions, loss=loss, train_op=train_op(loss)
             )
@@ -111,14 +110,14 @@ class Head(abc.ABC):
 class _RegressionHead(Head):
     """Regression: logits are the predictions, the loss is the squared error."""
 
-    def predictions(self, logits: jax.Array) -> _Arrays:
+    def predictions(self, logits: jax.Array) -> Arrays:
         return {"predictions": logits}
 
     def losses(self, labels: jax.Array, logits: jax.Array) -> jax.Array:
         return jnp.square(labels - logits)
 
     def metrics(
-        self, labels: jax.Array, predictions: _Arrays, weights: jax.Array | None
+        self, labels: jax.Array, predictions: Arrays, weights: jax.Array | None
     ) -> _Metrics:
         return _means(labels, predictions["predictions"], weights)
 
@@ -126,7 +125,7 @@ class _RegressionHead(Head):
 class _BinaryClassHead(Head):
     """Two classes: the logit's sigmoid is the probability of class 1."""
 
-    def predictions(self, logits: jax.Array) -> _Arrays:
+    def predictions(self, logits: jax.Array) -> Arrays:
         logistic = jax.nn.sigmoid(logits)
         both = [jax.nn.sigmoid(-logits), logistic]
         return {
@@ -142,7 +141,7 @@ class _BinaryClassHead(Head):
         return jnp.asarray(losses)
 
     def metrics(
-        self, labels: jax.Array, predictions: _Arrays, weights: jax.Array | None
+        self, labels: jax.Array, predictions: Arrays, weights: jax.Array | None
     ) -> _Metrics:
         logistic = predictions["logistic"]
         class_ids = predictions["class_ids"].astype("float32")
@@ -168,7 +167,7 @@ class _BinaryClassHead(Head):
 class _ClassHead(Head):
     """Several classes: the logits' softmax gives their probabilities."""
 
-    def predictions(self, logits: jax.Array) -> _Arrays:
+    def predictions(self, logits: jax.Array) -> Arrays:
         class_ids = jnp.asarray(ops.argmax(logits, axis=1, keepdims=True))
         return {
             "logits": logits,
@@ -184,7 +183,7 @@ class _ClassHead(Head):
         return jnp.asarray(losses)[:, None]
 
     def metrics(
-        self, labels: jax.Array, predictions: _Arrays, weights: jax.Array | None
+        self, labels: jax.Array, predictions: Arrays, weights: jax.Array | None
     ) -> _Metrics:
         accuracy = keras.metrics.Accuracy(name="accuracy")
         accuracy.update_state(labels, predictions["class_ids"], weights)

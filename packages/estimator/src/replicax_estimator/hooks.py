@@ -3,11 +3,9 @@
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
-
-from replicax._util.types import PyTree
 
 __all__ = [
     "CheckpointSaverListener",
@@ -128,7 +126,7 @@ class SessionRunValues:
         step 1: loss 0.5
     """
 
-    results: PyTree
+    results: Any
 
 
 class SessionRunContext:
@@ -255,10 +253,10 @@ class CheckpointSaverListener:
 
 def fetched(
     fetches: Fetches, tensors: Mapping[str, Callable[[], np.ndarray]], caller: str
-) -> PyTree:
+) -> Any:
     """Replace the names in `fetches` by their values."""
 
-    def of(name: Fetches) -> PyTree:
+    def of(name: Fetches) -> Any:
         if isinstance(name, Mapping):
             return {key: of(each) for key, each in name.items()}
         if isinstance(name, list | tuple):

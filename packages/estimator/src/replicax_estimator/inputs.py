@@ -4,13 +4,12 @@ import dataclasses
 import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 from numpy.typing import ArrayLike
 
-from replicax._util.types import PyTree
 from replicax_estimator.arguments import require_count
 
 __all__ = ["numpy_input_fn", "pandas_input_fn"]
@@ -25,7 +24,7 @@ def numpy_input_fn(
     num_epochs: int | None = 1,
     shuffle: bool | None = None,
     seed: int | None = None,
-) -> Callable[[], Iterable[PyTree]]:
+) -> Callable[[], Iterable[Any]]:
     """Make an `input_fn` that reads arrays.
 
     (TF: `tf.compat.v1.estimator.inputs.numpy_input_fn`.) A batch may span two epochs.
@@ -67,14 +66,14 @@ def numpy_input_fn(
 
 
 def pandas_input_fn(
-    x: PyTree,
-    y: PyTree = None,
+    x: Any,
+    y: Any = None,
     batch_size: int = 128,
     num_epochs: int | None = 1,
     shuffle: bool | None = None,
     target_column: str = "target",
     seed: int | None = None,
-) -> Callable[[], Iterable[PyTree]]:
+) -> Callable[[], Iterable[Any]]:
     """Make an `input_fn` that reads the columns of a data frame.
 
     (TF: `tf.compat.v1.estimator.inputs.pandas_input_fn`.)
@@ -131,7 +130,7 @@ class _Batches:
     num_epochs: int | None
     seed: int | None  # None: no shuffling.
 
-    def __iter__(self) -> Iterator[PyTree]:
+    def __iter__(self) -> Iterator[Any]:
         rest = np.zeros(0, int)
         for epoch in itertools.islice(itertools.count(), self.num_epochs):
             order = np.arange(self.num_examples)
@@ -144,7 +143,7 @@ class _Batches:
         if len(rest):
             yield self._batch(rest)
 
-    def _batch(self, rows: np.ndarray) -> PyTree:
+    def _batch(self, rows: np.ndarray) -> Any:
         features, labels = jax.tree.map(lambda array: array[rows], self.arrays)
         return features if labels is None else (features, labels)
 
@@ -157,7 +156,7 @@ def _input_fn(
     num_epochs: int | None,
     shuffle: bool | None,
     seed: int | None,
-) -> Callable[[], Iterable[PyTree]]:
+) -> Callable[[], Iterable[Any]]:
     if not isinstance(shuffle, bool):
         raise ValueError(
             f"{caller}: shuffle must be True or False; got {shuffle!r}. Training "
@@ -173,7 +172,7 @@ def _input_fn(
             f"one; got {sizes}."
         )
 
-    def input_fn() -> Iterable[PyTree]:
+    def input_fn() -> Iterable[Any]:
         own = seed
         if shuffle and own is None:
             own = random.randrange(2**63)
@@ -200,5 +199,5 @@ def _as_array(value: ArrayLike, what: str) -> np.ndarray:
     return array
 
 
-def _columns_of(frame: PyTree) -> dict[str, np.ndarray]:
+def _columns_of(frame: Any) -> dict[str, np.ndarray]:
     return {str(name): np.asarray(frame[name]) for name in frame.columns}

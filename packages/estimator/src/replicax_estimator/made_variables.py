@@ -1,9 +1,8 @@
 """Reuses the variables that a function creates anew on each trace.
 
 A TF 1 script makes its layers, its optimizer and its metrics inside the function that
-describes the model. Such a function is traced here more than once: the k-th variable
-that a later trace makes stands for the k-th one of the first, checked by path, dtype
-and shape.
+describes the model. Such a function is traced here more than once: the k-th variable of
+a later trace stands for the k-th one of the first, with the same path, dtype and shape.
 """
 
 import contextlib
@@ -13,10 +12,8 @@ import jax
 import keras
 from jax.typing import ArrayLike
 
-from replicax._private.keras import current_scope
-from replicax.engine.variables import Variable
-from replicax.errors import ContextError
-from replicax.keras.variables import reusing
+import replicax as rx
+from replicax.seams import current_scope, reusing
 
 __all__ = ["MadeVariables"]
 
@@ -25,61 +22,59 @@ class MadeVariables:
     """The variables that a function makes.
 
     Args:
-        caller: What errors call the function, such as `"model_fn"`.
+        caller: The function in errors, such as `"model_fn"`.
+        others: Variables that were made outside, and may be read.
 
     Attributes:
-        variables: Those of the first trace, in the order they were made.
+        variables: Those of the first trace, in the order of their creation.
     """
 
-    def __init__(self, caller: str) -> None:
+    def __init__(self, caller: str, others: tuple[keras.Variable, ...] = ()) -> None:
         self.caller = caller
-        self.variables: list[Variable] = []
+        self.others = others
+        self.variables: list[keras.Variable] = []
         self._is_complete = False
-        self._original: dict[int, Variable] = {}
 
     @contextlib.contextmanager
-    def reused(self) -> Generator[None]:
+    def reused(self, *, writes: bool = True) -> Generator[None]:
         """Call the function in it. The first time, the variables are made.
 
+        Args:
+            writes: Whether assignments count. A call that only creates the variables
+                must not advance moving statistics or seeds.
+
         Raises:
-            ContextError: If the function makes other variables than the first time.
+            ContextError: If the function makes other variables than the first time, or
+                reads a variable that it has not made.
         """
         if not self._is_complete:
-            self.variables.clear()  # Of a first call that has failed.
-        reuse = _Reuse(self, is_first=not self._is_complete)
+            self.variables.clear()  # Those of a first call that has failed.
+        reuse = _Reuse(self, is_first=not self._is_complete, writes=writes)
         with reusing(reuse.note), reuse:
             yield
-        reuse.close()
+        reuse.require_all()
         self._is_complete = True
-
-    def original(self, variable: Variable) -> Variable:
-        """The variable that one made by the latest trace stands for."""
-        return self._original.get(id(variable), variable)
-
-    def note_latest(self, pairs: list[tuple[Variable, Variable]]) -> None:
-        """Keep which variable each one of the latest trace stands for."""
-        self._latest = [made for made, _ in pairs]  # Ids are theirs while they live.
-        self._original = {id(made): original for made, original in pairs}
 
 
 class _Reuse(keras.StatelessScope):
-    """One call of the function: what it makes is forwarded to what was made first.
+    """One call of the function: later variables stand for those of the first call.
 
-    Reads and writes go to the scope outside, for the variable that is meant.
+    Reads and writes go to the scope outside, for the original variable.
     """
 
-    def __init__(self, store: MadeVariables, *, is_first: bool) -> None:
+    def __init__(self, store: MadeVariables, *, is_first: bool, writes: bool) -> None:
         super().__init__(collect_losses=True, initialize_variables=False)
-        self.is_first = is_first
+        self._is_first = is_first
+        self._writes = writes
         self._store = store
-        self._pairs: list[tuple[Variable, Variable]] = []
-        self._meant: dict[int, Variable] = {}
+        self._created: list[keras.Variable] = []  # Ids are unique while objects live.
+        self._originals = {id(variable): variable for variable in store.others}
         self._outside: keras.StatelessScope
 
     def __enter__(self) -> "_Reuse":
         outside = current_scope()
         if outside is None:
-            raise ContextError(
+            raise rx.ContextError(
                 f"{self._store.caller}: called outside a program. Only a strategy "
                 "calls it."
             )
@@ -87,48 +82,59 @@ class _Reuse(keras.StatelessScope):
         super().__enter__()
         return self
 
-    def note(self, variable: Variable) -> bool:
-        """Called for each variable that is made; whether it is to stay."""
-        store, number = self._store, len(self._pairs)
-        if self.is_first:
+    def note(self, variable: keras.Variable) -> bool:
+        """Called for each variable that is created; returns whether to keep it."""
+        store, number = self._store, len(self._created)
+        self._created.append(variable)
+        if self._is_first:
             store.variables.append(variable)
-            self._pairs.append((variable, variable))
+            self._originals[id(variable)] = variable
             return True
         if number >= len(store.variables):
             raise self._differs(f"one more: {_described(variable)}")
-        meant = store.variables[number]
-        if _described(variable) != _described(meant):
+        original = store.variables[number]
+        if _described(variable) != _described(original):
             raise self._differs(
-                f"{_described(variable)} in place of {_described(meant)}"
+                f"{_described(variable)} in place of {_described(original)}"
             )
-        self._pairs.append((variable, meant))
-        self._meant[id(variable)] = meant
+        self._originals[id(variable)] = original
         return False
 
-    def close(self) -> None:
-        """Called when the function has returned."""
-        made = len(self._pairs)
-        if made < len(self._store.variables):
-            missing = self._store.variables[made]
+    def require_all(self) -> None:
+        """Raise if the function, which has returned, made fewer variables."""
+        number = len(self._created)
+        if number < len(self._store.variables):
+            missing = self._store.variables[number]
             raise self._differs(f"none in place of {_described(missing)}")
-        self._store.note_latest(self._pairs)
 
-    def get_current_value(self, variable: Variable) -> jax.Array | None:
+    def get_current_value(self, variable: keras.Variable) -> jax.Array | None:
         """Keras calls this for `variable.value`."""
-        return self._outside.get_current_value(self._meant.get(id(variable), variable))
+        return self._outside.get_current_value(self._original(variable))
 
-    def add_update(self, update: tuple[Variable, ArrayLike]) -> None:
+    def add_update(self, update: tuple[keras.Variable, ArrayLike]) -> None:
         """Keras calls this for `variable.assign`."""
         variable, value = update
-        self._outside.add_update((self._meant.get(id(variable), variable), value))
+        if self._writes:
+            self._outside.add_update((self._original(variable), value))
 
-    def _differs(self, what: str) -> ContextError:
-        return ContextError(
+    def _original(self, variable: keras.Variable) -> keras.Variable:
+        original = self._originals.get(id(variable))
+        if original is None:
+            raise rx.ContextError(
+                f"{self._store.caller}: uses the variable {variable.path!r}, which it "
+                "has not made. Make layers, optimizers and metrics in the "
+                f"{self._store.caller}; for a Keras model there is "
+                "rx.estimator.model_to_estimator(keras_model=...)."
+            )
+        return original
+
+    def _differs(self, what: str) -> rx.ContextError:
+        return rx.ContextError(
             f"{self._store.caller}: made other variables than the first time it was "
             f"called, {what}. It is called more than once: it must make the same "
             "layers, in the same order, each time."
         )
 
 
-def _described(variable: Variable) -> str:
+def _described(variable: keras.Variable) -> str:
     return f"{variable.path!r} {variable.dtype}{list(variable.shape)}"

@@ -5,41 +5,29 @@ first call creates the variables. Later calls, one for each trace of a step, get
 same variables again (variable reuse).
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import keras
 import numpy as np
 
-from replicax._private import keras as internals
-from replicax._util.types import PyTree
-from replicax.engine.collectives import ReduceOp
-from replicax.engine.gradients import value_and_grad
-from replicax.engine.scope import required_context
-from replicax.engine.signature import Options
-from replicax.engine.values import PerReplica, is_per_replica
-from replicax.errors import ContextError
-from replicax.keras.variables import made_alike
-from replicax.strategies.strategy import Strategy
+import replicax as rx
+from replicax.seams import made_alike
 from replicax_estimator.made_variables import MadeVariables
-from replicax_estimator.spec import EstimatorSpec, ModeKeys, stepping
+from replicax_estimator.spec import EstimatorSpec, ModeKeys, num_active, stepping
+from replicax_estimator.types import Arrays, Features, Labels, Predictions
 from replicax_estimator.user_functions import ModelFunction
 
 __all__ = ["EstimatorModel", "first_replica"]
 
-_Tensors: TypeAlias = dict[str, jax.Array]
 
-_AVERAGED = Options(gradient_op=ReduceOp.MEAN)
-"""The options of an estimator's steps: a loss is a mean over a replica's batch."""
-
-
-def first_replica(values: PyTree) -> PyTree:
+def first_replica(values: Any) -> Any:
     """Copy the values of this process' first replica from `PerReplica`s to the host."""
     return jax.tree.map(
         lambda x: jax.device_get(x.values[0]),
         values,
-        is_leaf=is_per_replica,
+        is_leaf=lambda x: isinstance(x, rx.PerReplica),
     )
 
 
@@ -55,15 +43,17 @@ class EstimatorModel:
     spec: EstimatorSpec
 
     def __init__(
-        self, function: ModelFunction, mode: ModeKeys, strategy: Strategy, seed: int
+        self, function: ModelFunction, mode: ModeKeys, strategy: rx.Strategy, seed: int
     ) -> None:
         self.mode = mode
         self.strategy = strategy
         self._function = function
         self._seed = seed
-        self._made = MadeVariables("model_fn")
         self._updates: list[tuple[keras.Optimizer, list[keras.Variable]]] = []
         self.is_built = False
+        # Workers of parameter servers train at their own pace; servers hold the
+        # optimizer state.
+        self.is_asynchronous = isinstance(strategy, rx.ParameterServerStrategy)
         with strategy.scope():
             self.global_step = keras.Variable(
                 0,
@@ -73,39 +63,31 @@ class EstimatorModel:
                 name="global_step",
             )
             self.loss = keras.metrics.Mean(name="loss")
+        self._made = MadeVariables("model_fn", (self.global_step,))
 
-    def build(self, features: PyTree, labels: PyTree) -> None:
+    def build(self, features: Features, labels: Labels) -> None:
         """Create the variables, for a batch whose leaves are `PerReplica`."""
         if self.is_built:
             return
-        used = self.strategy.runner.variables_of(self._describe, (features, labels))
-        self._refuse_outsiders(used)
+        self.strategy.run(self._describe, (features, labels))
         if self.mode == ModeKeys.TRAIN:
             self._build_optimizers()
         self.is_built = True
 
-    def _describe(self, features: PyTree, labels: PyTree) -> None:
-        spec = self._call(features, labels)
+    def _describe(self, features: Features, labels: Labels) -> None:
+        spec = self._call(features, labels, writes=False)
         if not hasattr(self, "spec"):  # Its objects own the variables.
             self.spec = spec
 
-    def _call(self, features: PyTree, labels: PyTree) -> EstimatorSpec:
+    def _call(
+        self, features: Features, labels: Labels, *, writes: bool = True
+    ) -> EstimatorSpec:
         with (
             stepping(self.global_step),
             made_alike(self._seed),
-            self._made.reused(),
+            self._made.reused(writes=writes),
         ):
             return self._function(features, labels, self.mode)
-
-    def _refuse_outsiders(self, used: list[keras.Variable]) -> None:
-        own = {id(v) for v in (*self._made.variables, self.global_step)}
-        foreign = [v.path for v in used if id(v) not in own]
-        if foreign:
-            raise ContextError(
-                f"model_fn: uses the variables {foreign}, which it has not made. Make "
-                "layers, optimizers and metrics in the model_fn; for a Keras model "
-                "there is rx.estimator.model_to_estimator(keras_model=...)."
-            )
 
     def _build_optimizers(self) -> None:
         made = {id(v) for v in self._made.variables}
@@ -118,7 +100,7 @@ class EstimatorModel:
             )
         for op in self.spec.train_ops:
             if not {id(v) for v in op.optimizer.variables} <= made:
-                raise ContextError(
+                raise rx.ContextError(
                     f"model_fn: {type(op.optimizer).__name__} was made outside. Make "
                     "the optimizer in the model_fn, which is called for each strategy."
                 )
@@ -140,12 +122,16 @@ class EstimatorModel:
         return dict(self.spec.eval_metric_ops or {})
 
     def variables(self) -> dict[str, keras.Variable]:
-        """The variables of a checkpoint by name: all but the metrics'."""
+        """The variables of a checkpoint by name.
+
+        Metrics are left out, and learning rates, which the script sets.
+        """
         left_out = {id(v) for m in self.metrics.values() for v in m.variables}
-        slots = [v for op in self.spec.train_ops for v in op.optimizer.variables]
+        state = [v for op in self.spec.train_ops for v in op.optimizer.variables]
         named: dict[str, keras.Variable] = {}
-        for variable in {id(v): v for v in (*self._made.variables, *slots)}.values():
-            if id(variable) in left_out:
+        for variable in {id(v): v for v in (*self._made.variables, *state)}.values():
+            is_rate = variable.path.endswith("/learning_rate")
+            if id(variable) in left_out or (is_rate and not variable.trainable):
                 continue
             name, number = variable.path, 1
             while name in named:
@@ -153,10 +139,9 @@ class EstimatorModel:
             named[name] = variable
         return named
 
-    def learning_rates(self) -> list[keras.Variable]:
-        """The optimizers' learning-rate variables; schedules have none."""
-        rates = [internals.learning_rate_of(o) for o, _ in self._updates]
-        return [rate for rate in rates if rate is not None]
+    def is_optimizer_state(self, variable: keras.Variable) -> bool:
+        """Whether `optimizer.build` has created a variable, such as a momentum."""
+        return all(variable is not other for other in self._made.variables)
 
     def finalize(self) -> None:
         """End training: assign moving averages of weights to the weights."""
@@ -171,37 +156,36 @@ class EstimatorModel:
     # The steps. Results are one entry per replica.
 
     def step(
-        self, features: PyTree, labels: PyTree, *, watched: bool
-    ) -> dict[str, PerReplica]:
+        self, features: Features, labels: Labels, *, watched: bool
+    ) -> dict[str, rx.PerReplica]:
         """Train on one batch per replica, or in EVAL mode update the metrics.
 
         Returns the loss and, if `watched`, what hooks may ask for.
         """
         step = self._train_step if self.mode == ModeKeys.TRAIN else self._eval_step
-        return self._run(step, (features, labels, watched))
+        return self.strategy.run(step, (features, labels, watched))
 
-    def results(self) -> dict[str, PyTree]:
+    def results(self) -> dict[str, Any]:
         """The metrics' results and the mean `loss`, on the host."""
         results = self.strategy.run(self._result_step)
         return {name: first_replica(result) for name, result in results.items()}
 
-    def predict(self, features: PyTree) -> PyTree:
+    def predict(self, features: Features) -> Predictions:
         """The first replica's predictions for its batch, on the host."""
-        return first_replica(self._run(self._predict_step, (features,)))
+        return first_replica(self.strategy.run(self._predict_step, (features,)))
 
-    def _run(self, step: Callable[..., PyTree], args: Sequence[PyTree]) -> PyTree:
-        return self.strategy.runner.run(step, args, options=_AVERAGED)
-
-    def _train_step(self, features: PyTree, labels: PyTree, watched: bool) -> _Tensors:
-        def loss_fn() -> tuple[jax.Array, tuple[jax.Array, _Tensors]]:
+    def _train_step(self, features: Features, labels: Labels, watched: bool) -> Arrays:
+        def loss_fn() -> tuple[jax.Array, tuple[jax.Array, Arrays]]:
             spec = self._call(features, labels)
             tensors = self._tensors(spec) if watched else {}
             loss = spec.scalar_loss
-            return loss * scales[0], (loss, tensors)
+            return loss * scales[0] * share, (loss, tensors)
 
+        # `apply` sums gradients over the replicas; the loss is the replicas' mean.
+        share = 1 / num_active()
         # Optimizers divide by their scale, which may be a variable that they change.
         scales = [optimizer.scale_loss(1.0) for optimizer, _ in self._updates]
-        (_, (loss, tensors)), grads = value_and_grad(
+        (_, (loss, tensors)), grads = rx.value_and_grad(
             loss_fn, self._trained, has_aux=True
         )()
         of_variable = dict(zip(map(id, self._trained), grads, strict=True))
@@ -211,22 +195,22 @@ class EstimatorModel:
                 grads = [g * (scale / scales[0]) for g in grads]
             optimizer.apply(grads, trained)
         self.global_step.assign_add(1)
-        return tensors | {"loss": required_context().mean(loss)}
+        return tensors | {"loss": _mean_of_replicas(loss)}
 
-    def _eval_step(self, features: PyTree, labels: PyTree, watched: bool) -> _Tensors:
+    def _eval_step(self, features: Features, labels: Labels, watched: bool) -> Arrays:
         spec = self._call(features, labels)
         self.loss.update_state(spec.scalar_loss)
         tensors = self._tensors(spec) if watched else {}
-        return tensors | {"loss": required_context().mean(spec.scalar_loss)}
+        return tensors | {"loss": _mean_of_replicas(spec.scalar_loss)}
 
-    def _result_step(self) -> dict[str, PyTree]:
+    def _result_step(self) -> dict[str, Any]:
         metrics = self.metrics | {"loss": self.loss}
         return {name: metric.result() for name, metric in metrics.items()}
 
-    def _predict_step(self, features: PyTree) -> PyTree:
+    def _predict_step(self, features: Features) -> Predictions:
         return self._call(features, None).predictions
 
-    def _tensors(self, spec: EstimatorSpec) -> _Tensors:
+    def _tensors(self, spec: EstimatorSpec) -> Arrays:
         """The arrays that hooks can fetch by name."""
         named = spec.predictions
         tensors = dict(named) if isinstance(named, Mapping) else {"predictions": named}
@@ -237,10 +221,14 @@ class EstimatorModel:
         return {name: x for name, x in tensors.items() if x is not None}
 
     def prediction_of(
-        self, values: Mapping[str, jax.Array], features: PyTree
+        self, values: Mapping[str, jax.Array], features: Features
     ) -> EstimatorSpec:
         """The spec for one batch, as a pure function of the values of `variables()`."""
         variables = self.variables()
         mapping = [(variables[name], value) for name, value in values.items()]
         with keras.StatelessScope(state_mapping=mapping, initialize_variables=False):
             return self._call(features, None)
+
+
+def _mean_of_replicas(value: jax.Array) -> jax.Array:
+    return rx.get_replica_context().all_reduce("mean", value)

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 
-from replicax._util.types import PyTree
 from replicax_estimator.hooks import SessionRunHook
 from replicax_estimator.model import EstimatorModel
+from replicax_estimator.types import Predictions
 from replicax_estimator.user_functions import InputPipeline
 
 __all__ = ["chosen", "examples_of", "predictions"]
@@ -15,7 +15,7 @@ def predictions(
     source: InputPipeline,
     restore: Callable[[EstimatorModel], str],
     hooks: list[SessionRunHook],
-) -> Generator[PyTree]:
+) -> Generator[Predictions]:
     """Yield predictions batch by batch, as arrays `[b, ...]` on the host.
 
     It appends the spec's hooks to `hooks` after their `begin`.
@@ -36,7 +36,7 @@ def predictions(
         steps.close()
 
 
-def chosen(batch: PyTree, keys: Sequence[str] | None) -> PyTree:
+def chosen(batch: Predictions, keys: Sequence[str] | None) -> Predictions:
     """Select predictions by key; None: all."""
     if keys is None:
         return batch
@@ -54,7 +54,7 @@ def chosen(batch: PyTree, keys: Sequence[str] | None) -> PyTree:
     return {key: batch[key] for key in keys}
 
 
-def examples_of(batch: PyTree) -> Generator[PyTree]:
+def examples_of(batch: Predictions) -> Generator[Predictions]:
     """Yield a batch of predictions example by example."""
     arrays = batch.values() if isinstance(batch, Mapping) else [batch]
     sizes = {x.shape[:1] for x in arrays}

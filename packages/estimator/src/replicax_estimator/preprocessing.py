@@ -11,14 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from replicax._util.listing import listed
-from replicax._util.types import JSONObject, PyTree
 from replicax_estimator.arguments import require_count, require_instance
 from replicax_estimator.feature_column import Column, features_of, numeric_column
 from replicax_estimator.feature_column.config import from_config, to_config
 from replicax_estimator.feature_column.numeric import NumericColumn
 from replicax_estimator.feature_column.raw import rows_of
 from replicax_estimator.receivers import ArraySpec
+from replicax_estimator.types import Features, JSONObject, Labels
 
 __all__ = [
     "ROWS",
@@ -63,7 +62,7 @@ class Preprocessor:
             )
 
     def prepare(
-        self, features: PyTree, labels: PyTree = None
+        self, features: Features, labels: Labels = None
     ) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
         """Convert a batch of raw features and labels to arrays of numbers.
 
@@ -113,7 +112,7 @@ class Preprocessor:
         return {word: i for i, word in enumerate(self.label_vocabulary or ())}
 
     def _weights(
-        self, column: NumericColumn, features: PyTree
+        self, column: NumericColumn, features: Features
     ) -> dict[str, np.ndarray]:
         arrays = features_of([column], features)
         weights = arrays[column.outputs[0]]
@@ -125,7 +124,7 @@ class Preprocessor:
             )
         return arrays
 
-    def _labels(self, labels: PyTree) -> np.ndarray:
+    def _labels(self, labels: Labels) -> np.ndarray:
         if isinstance(labels, Mapping | tuple):
             raise TypeError(
                 f"labels: must be one array; got a {type(labels).__name__}. Pick one of"
@@ -186,8 +185,8 @@ class Preprocessor:
         unknown = next((word for word in words if word not in self._ids), None)
         if unknown is not None:
             raise ValueError(
-                f"labels: {unknown!r} is not in the label_vocabulary, which has "
-                f"{listed(map(repr, self._ids), most=_NUM_SHOWN)}."
+                f"labels: {unknown!r} is not in the label_vocabulary, which begins "
+                f"with {list(self._ids)[:_NUM_SHOWN]}."
             )
         return np.array([self._ids[word] for word in words]).reshape(array.shape)
 

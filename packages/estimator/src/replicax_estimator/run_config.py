@@ -5,11 +5,9 @@ import functools
 import os
 from typing import Any
 
-from replicax.cluster.resolvers import ClusterResolver, default_resolver
-from replicax.cluster.spec import ClusterSpec
-from replicax.engine.devices import default_devices
-from replicax.strategies.one_device import OneDeviceStrategy
-from replicax.strategies.strategy import Strategy
+import jax
+
+import replicax as rx
 from replicax_estimator.arguments import require_count, require_instance
 
 __all__ = ["RunConfig", "one_device"]
@@ -52,8 +50,8 @@ class RunConfig:
     """
 
     model_dir: str | os.PathLike[str] | None = None
-    train_distribute: Strategy | None = None
-    eval_distribute: Strategy | None = None
+    train_distribute: rx.Strategy | None = None
+    eval_distribute: rx.Strategy | None = None
     save_checkpoints_steps: int | None = None
     save_checkpoints_secs: float | None = None
     keep_checkpoint_max: int | None = 5
@@ -67,7 +65,7 @@ class RunConfig:
         for name in ("train_distribute", "eval_distribute"):
             value = getattr(self, name)
             if value is not None:
-                require_instance(value, Strategy, f"RunConfig: {name}")
+                require_instance(value, rx.Strategy, f"RunConfig: {name}")
         for name in (
             "save_checkpoints_steps",
             "save_checkpoints_secs",
@@ -98,16 +96,18 @@ class RunConfig:
         return dataclasses.replace(self, **changes)
 
     @property
-    def cluster_resolver(self) -> ClusterResolver | None:
+    def cluster_resolver(self) -> rx.cluster_resolver.ClusterResolver | None:
         """The cluster resolver of the training strategy, else of TF_CONFIG."""
         own = getattr(self.train_distribute, "cluster_resolver", None)
-        return own or default_resolver()
+        if own is None and os.environ.get("TF_CONFIG", "").strip():
+            return rx.cluster_resolver.TFConfigClusterResolver()
+        return own
 
     @property
-    def cluster_spec(self) -> ClusterSpec:
+    def cluster_spec(self) -> rx.ClusterSpec:
         """The cluster; empty for a single process."""
         resolver = self.cluster_resolver
-        return ClusterSpec({}) if resolver is None else resolver.cluster_spec()
+        return rx.ClusterSpec({}) if resolver is None else resolver.cluster_spec()
 
     @property
     def task_type(self) -> str:
@@ -146,16 +146,16 @@ class RunConfig:
         """Whether this process saves and logs for the whole cluster."""
         return self.task_type != "evaluator" and self.training_strategy().is_chief
 
-    def training_strategy(self) -> Strategy:
+    def training_strategy(self) -> rx.Strategy:
         """The strategy that trains."""
         return self.train_distribute or one_device()
 
-    def evaluating_strategy(self) -> Strategy:
+    def evaluating_strategy(self) -> rx.Strategy:
         """The strategy that evaluates."""
         return self.eval_distribute or one_device()
 
 
 @functools.cache
-def one_device() -> Strategy:
+def one_device() -> rx.Strategy:
     """Return the strategy of one replica on JAX's default device."""
-    return OneDeviceStrategy(default_devices()[0])
+    return rx.OneDeviceStrategy(jax.local_devices()[0])

@@ -4,13 +4,11 @@ import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import keras
 import numpy as np
 
-from replicax._private.keras import reference_of
-from replicax.checkpoint import Checkpoint, CheckpointError, CheckpointManager, storage
-from replicax.checkpoint.entries import bind
-from replicax.checkpoint.restore import RestoreStatus, compare, write_existing
-from replicax.checkpoint.storage import Contents
+import replicax as rx
+from replicax.seams import storage
 from replicax_estimator.hooks import Interval
 from replicax_estimator.model import EstimatorModel
 from replicax_estimator.run_config import RunConfig
@@ -56,52 +54,35 @@ class InputPosition:
         self.num_steps = int(state["num_steps"]) * saved // self._num_replicas
 
 
-class _TrainingState:
-    """A training's `Checkpoint`, which is restored completely or not at all."""
+class _TrainingState(rx.Checkpoint):
+    """A training's checkpoint, which is restored completely or not at all."""
 
     def __init__(self, model: EstimatorModel, position: InputPosition) -> None:
-        self._model = model
-        self._checkpoint = Checkpoint(
+        super().__init__(
             variables=model.variables(), global_step=model.global_step, input=position
         )
-        self.save_counter = 0
+        self._model = model
 
-    def contents(self) -> Contents | None:
-        return self._checkpoint.contents()
-
-    def apply(self, contents: Contents, path: str) -> RestoreStatus:
-        saved = {name for name in contents.arrays if name.startswith(_VARIABLES)}
-        named = self._model.variables()
-        state = {
-            _VARIABLES + n for n, v in named.items() if reference_of(v) is not None
-        }
-        own = {_VARIABLES + name for name in named}
-        # A number in one script may be a schedule in the next.
-        missing, unused = (
-            {name for name in names if not name.endswith("/learning_rate")}
-            for names in (own - saved, saved - own)
-        )
+    def apply(self, contents: storage.Contents, path: str) -> rx.RestoreStatus:
+        """Set the state, or raise CheckpointError, which lists what differs."""
+        own, saved = self._model.variables(), _variables_in(contents)
+        missing = own.keys() - saved.keys()
+        state = {n for n, v in own.items() if self._model.is_optimizer_state(v)}
         if missing and missing == state:
-            # A checkpoint of a parameter-server training has no slots.
+            # A checkpoint of a training with parameter servers.
             _logger.warning(
-                "Estimator: %s has no optimizer slots; they start from zero.", path
+                "Estimator: %s has no optimizer state; it starts from zero.", path
             )
             missing = set()
-        if not self._model.strategy.home.keeps_slots:
+        unused = saved.keys() - own.keys()
+        if self._model.is_asynchronous:  # Parameter servers hold the optimizer state.
             unused = set()
-        try:
-            entries = bind("variables", named).entries
-            compare(entries, contents, path).expect_partial()
-            status = RestoreStatus(path, sorted(missing), sorted(unused))
-            status.assert_consumed()
-        except CheckpointError as error:
-            raise _other_model(path, error) from None
-        # The script's learning rate overrides the checkpoint's.
-        rates = [(v, v.numpy()) for v in self._model.learning_rates()]
-        status = self._checkpoint.apply(contents, path).expect_partial()
-        for variable, value in rates:
-            variable.assign(value)
-        return status
+        differences = _wrong_shapes(own, saved)
+        differences += [f"{name}: not in the checkpoint" for name in sorted(missing)]
+        differences += [f"{name}: in the checkpoint only" for name in sorted(unused)]
+        if differences:
+            raise _other_model(path, "; ".join(differences))
+        return super().apply(contents, path).expect_partial()
 
 
 class Saver:
@@ -116,7 +97,7 @@ class Saver:
     ) -> None:
         self._model = model
         self._position = position
-        self._manager = CheckpointManager(
+        self._manager = rx.CheckpointManager(
             _TrainingState(model, position),
             directory,
             config.keep_checkpoint_max or None,
@@ -171,16 +152,14 @@ def restore(model: EstimatorModel, path: str) -> int:
 
     Values that only training needs, such as optimizer slots, are ignored.
     """
-    contents = storage.read(Path(path))
-    slots = [
-        *bind("variables", model.variables()).entries,
-        *bind("global_step", model.global_step).entries,
-    ]
+    checkpoint = rx.Checkpoint(
+        variables=model.variables(), global_step=model.global_step
+    )
     try:
-        write_existing(slots, contents, path)
-    except CheckpointError as error:
+        checkpoint.restore(path).assert_existing_objects_matched()
+    except rx.CheckpointError as error:
         raise _other_model(path, error) from None
-    return int(contents.arrays["global_step"])
+    return int(model.global_step.numpy())
 
 
 def restore_found(
@@ -195,7 +174,7 @@ def restore_found(
     while (path := find_path()) is not None:
         try:
             restore(model, path)
-        except CheckpointError:
+        except rx.CheckpointError:
             if Path(path).exists() or find_path() == path:
                 raise
         else:
@@ -212,11 +191,18 @@ def step_of(path: str) -> int:
 
 def saved_variables(path: str) -> dict[str, np.ndarray]:
     """Read the variables in a checkpoint by name, with `global_step`."""
-    arrays = storage.read(Path(path)).arrays
+    contents = storage.read(Path(path))
     return {
-        name.removeprefix(_VARIABLES): value
-        for name, value in arrays.items()
-        if name.startswith(_VARIABLES) or name == "global_step"
+        **_variables_in(contents),
+        "global_step": contents.arrays["global_step"],
+    }
+
+
+def _variables_in(contents: storage.Contents) -> dict[str, np.ndarray]:
+    return {
+        name.removeprefix(_VARIABLES): array
+        for name, array in contents.arrays.items()
+        if name.startswith(_VARIABLES)
     }
 
 
@@ -225,29 +211,38 @@ def warm_start(
 ) -> list[str]:
     """Initialize a model's variables from another training's; return their names.
 
-    The optimizer's slots and counts, and the global step, start from zero.
+    The optimizer state and the global step start from zero.
     """
-    own = model.variables()
-    kept = {id(v) for op in model.spec.train_ops for v in op.optimizer.variables}
-    taken = [n for n in own if n in values and id(own[n]) not in kept]
-    wrong = [
-        f"{n}: {values[n].shape} saved, {tuple(own[n].shape)} here"
-        for n in taken
-        if tuple(own[n].shape) != values[n].shape
-    ]
-    if wrong or not taken:
-        raise CheckpointError(
+    optimizers = [op.optimizer for op in model.spec.train_ops]
+    left_out = {id(v) for optimizer in optimizers for v in optimizer.variables}
+    own = {n: v for n, v in model.variables().items() if id(v) not in left_out}
+    names = [name for name in own if name in values]
+    wrong = _wrong_shapes(own, values)
+    if wrong or not names:
+        raise rx.CheckpointError(
             f"Estimator: warm_start_from={path!r} does not fit the model: "
             + ("; ".join(wrong) or f"it has {sorted(values)}, the model {sorted(own)}")
             + "."
         )
-    for name in taken:
+    for name in names:
         own[name].assign(values[name])
-    return taken
+    return names
 
 
-def _other_model(path: str, error: CheckpointError) -> CheckpointError:
-    return CheckpointError(
+def _wrong_shapes(
+    variables: Mapping[str, keras.Variable], arrays: Mapping[str, np.ndarray]
+) -> list[str]:
+    """Describe the variables whose shape in a checkpoint is another one."""
+    return [
+        f"{name}: {list(arrays[name].shape)} saved, {list(variable.shape)} here"
+        for name, variable in variables.items()
+        if name in arrays and tuple(variable.shape) != arrays[name].shape
+    ]
+
+
+def _other_model(path: str, difference: object) -> rx.CheckpointError:
+    return rx.CheckpointError(
         f"Estimator: the model_dir holds {path}, which is of another model or "
-        f"optimizer. Give a new model_dir, or the old layers and optimizer. {error}"
+        f"optimizer. Give a new model_dir, or the old layers and optimizer. "
+        f"{difference}"
     )

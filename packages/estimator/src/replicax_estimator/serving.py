@@ -9,7 +9,6 @@ import numpy as np
 from jax import export
 from numpy.typing import ArrayLike
 
-from replicax.errors import CheckpointError
 from replicax_estimator.artifact import DEFAULT_SIGNATURE, newest, read
 from replicax_estimator.preprocessing import SavedPreprocessor
 from replicax_estimator.receivers import SINGLE, ArraySpec
@@ -54,7 +53,6 @@ class SavedModel:
         self.global_step: int = contents["global_step"]
         self.signatures = tuple(contents["signatures"])
         self._is_single = contents["single_feature"]
-        _require_platform(self.path, contents["platforms"])
         self._specs = {
             (signature, part): {
                 name: ArraySpec(tuple(shape), dtype)
@@ -65,9 +63,10 @@ class SavedModel:
         }
         host = contents["host"]
         self._host = None if host is None else SavedPreprocessor(host)
-        exported = {n: _program(self.path, n, p) for n, p in artifact.programs.items()}
-        _require_64_bits(self.path, exported)
-        self._programs = {n: jax.jit(e.call) for n, e in exported.items()}
+        self._programs = {
+            name: jax.jit(export.deserialize(bytearray(program)).call)
+            for name, program in artifact.programs.items()
+        }
         self._variables = jax.device_put(dict(artifact.variables))
 
     def inputs(self, signature: str = DEFAULT_SIGNATURE) -> dict[str, ArraySpec]:
@@ -99,7 +98,7 @@ class SavedModel:
 
         Raises:
             ValueError: For an unknown signature, missing or unknown features, or a
-                wrong shape.
+                wrong shape; or if the model was not exported for this platform.
             TypeError: For a wrong dtype, or features that are no dict.
         """
         arrays = self._checked(features, self.inputs(signature))
@@ -162,71 +161,22 @@ def load_saved_model(path: str | os.PathLike[str]) -> SavedModel:
     Raises:
         CheckpointError: If there is no saved model, it is damaged, or its format is
             newer.
-        ValueError: If it was not exported for this platform.
 
     Example:
-        >>> import keras, numpy as np, replicax as rx
-        >>> def model_fn(features, labels, mode):
-        ...     prediction = keras.layers.Dense(1)(features["x"])[:, 0]
-        ...     if mode == rx.estimator.ModeKeys.PREDICT:
-        ...         return rx.estimator.EstimatorSpec(mode, predictions=prediction)
-        ...     loss = keras.losses.MeanSquaredError()(labels, prediction)
-        ...     optimizer = keras.optimizers.SGD(0.1)
-        ...     return rx.estimator.EstimatorSpec(mode, loss=loss, optimizer=optimizer)
-        >>> x = np.linspace(-1, 1, 32, dtype="float32")[:, None]
-        >>> estimator = rx.estimator.Estimator(model_fn)
-        >>> estimator = estimator.train(lambda: ({"x": x}, 2 * x[:, 0]), steps=100)
-        >>> path = estimator.export_saved_model(
-        ...     estimator.model_dir + "/export",
-        ...     rx.estimator.build_raw_serving_input_receiver_fn(
-        ...         {"x": keras.KerasTensor((None, 1), "float32")}
-        ...     ),
-        ...     platforms=["cpu"],
-        ... )
-        >>> saved = rx.estimator.load_saved_model(path)
-        >>> print(saved.signatures, saved.inputs()["x"], saved.outputs()["output"])
-        ('serving_default',) float32[b, 1] float32[b]
-        >>> saved({"x": [[0.5], [1.0], [2.0]]})["output"].round(2).tolist()
-        [1.0, 2.0, 4.0]
+        >>> import numpy as np, replicax as rx
+        >>> x = np.linspace(-1, 1, 32, dtype="float32")
+        >>> columns = [rx.feature_column.numeric_column("x")]
+        >>> model = rx.estimator.LinearRegressor(columns, optimizer="SGD")
+        >>> model = model.train(lambda: ({"x": x}, 2 * x), steps=100)
+        >>> receiver_fn = rx.estimator.build_raw_serving_input_receiver_fn({"x": x})
+        >>> folder = model.model_dir + "/export"
+        >>> path = model.export_saved_model(folder, receiver_fn, platforms=["cpu"])
+        >>> saved = rx.estimator.load_saved_model(folder)
+        >>> saved({"x": [0.5, 1.0]})["predictions"].round(2).tolist()
+        [[1.0], [2.0]]
     """
     return SavedModel(newest(Path(path)))
 
 
 def _described(specs: Mapping[str, ArraySpec]) -> str:
     return ", ".join(f"{name}: {spec}" for name, spec in specs.items())
-
-
-def _program(path: str, name: str, data: bytes) -> export.Exported:
-    try:
-        return export.deserialize(bytearray(data))
-    except ValueError as error:
-        # The checksum is right: this JAX is too old, or too new by years.
-        raise CheckpointError(
-            f"saved model {path}: JAX {jax.__version__} cannot read the program of "
-            f"signature {name!r}: {error}. Load it with the JAX that its manifest "
-            "names, or export it again."
-        ) from error
-
-
-def _require_platform(path: str, platforms: list[str]) -> None:
-    here = jax.default_backend()
-    names = {"cuda", "rocm"} if here == "gpu" else {here}
-    if not names & set(platforms):
-        raise ValueError(
-            f"saved model {path}: it was exported for {platforms}, and this process "
-            f"runs on {here!r}. Export it with platforms={(*platforms, *names)!r}."
-        )
-
-
-def _require_64_bits(path: str, exported: Mapping[str, export.Exported]) -> None:
-    wide = {
-        str(aval.dtype)
-        for e in exported.values()
-        for aval in e.in_avals
-        if jax.dtypes.canonicalize_dtype(aval.dtype) != aval.dtype
-    }
-    if wide:
-        raise ValueError(
-            f"saved model {path}: it takes arrays of {sorted(wide)}, which JAX is told "
-            "not to use. Call jax.config.update('jax_enable_x64', True) first."
-        )

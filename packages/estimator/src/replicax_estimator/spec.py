@@ -10,10 +10,10 @@ from typing import cast
 import jax
 import keras
 
-from replicax._util.types import PyTree, Tensor
-from replicax.errors import ContextError
+import replicax as rx
 from replicax_estimator.arguments import list_of, require_choice, require_instance
 from replicax_estimator.hooks import SessionRunHook
+from replicax_estimator.types import Predictions, Tensor
 
 __all__ = [
     "EstimatorSpec",
@@ -21,6 +21,7 @@ __all__ = [
     "TrainOp",
     "get_global_step",
     "minimize",
+    "num_active",
     "stepping",
 ]
 
@@ -125,11 +126,11 @@ class EstimatorSpec:
     """
 
     mode: str
-    predictions: PyTree = None
+    predictions: Predictions = None
     loss: Tensor = None
     train_op: TrainOp | Sequence[TrainOp] | None = None
     eval_metric_ops: Mapping[str, keras.metrics.Metric] | None = None
-    export_outputs: Mapping[str, PyTree] | None = None
+    export_outputs: Mapping[str, Predictions] | None = None
     training_hooks: Sequence[SessionRunHook] | None = ()
     evaluation_hooks: Sequence[SessionRunHook] | None = ()
     prediction_hooks: Sequence[SessionRunHook] | None = ()
@@ -224,6 +225,11 @@ class EstimatorSpec:
         )
 
 
+def num_active() -> jax.Array:
+    """Number of replicas that hold examples of this step, inside a replica function."""
+    return rx.get_replica_context().all_reduce("sum", 1.0)
+
+
 class _CurrentStep(threading.local):
     global_step: keras.Variable | None = None
 
@@ -263,7 +269,7 @@ def get_global_step() -> jax.Array:
         2
     """
     if _local.global_step is None:
-        raise ContextError(
+        raise rx.ContextError(
             "get_global_step: called outside a model_fn. Outside, read "
             "estimator.get_variable_value('global_step')."
         )

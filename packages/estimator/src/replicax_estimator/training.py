@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -10,9 +11,7 @@ from typing import TypeVar
 import jax
 import numpy as np
 
-from replicax._util.types import PyTree
-from replicax.engine.values import PerReplica
-from replicax.input.prefetch import DistributedIterator
+import replicax as rx
 from replicax_estimator.hooks import (
     CheckpointSaverListener,
     Interval,
@@ -26,7 +25,8 @@ from replicax_estimator.model import EstimatorModel, first_replica
 from replicax_estimator.run_config import RunConfig
 from replicax_estimator.saving import InputPosition, Saver
 from replicax_estimator.standard_hooks import require_finite
-from replicax_estimator.user_functions import InputPipeline
+from replicax_estimator.types import Features, Labels
+from replicax_estimator.user_functions import InputPipeline, Step, Steps
 
 __all__ = ["Loop", "Training"]
 
@@ -64,7 +64,7 @@ class Loop:
 
     def over_steps(
         self,
-        body: Callable[[DistributedIterator], _Result],
+        body: Callable[[Steps], _Result],
         listeners: Sequence[CheckpointSaverListener] = (),
     ) -> _Result:
         """Call `body` with the input's steps, and close them."""
@@ -77,7 +77,7 @@ class Loop:
             steps.close()
             self.model.strategy.home.settle()
 
-    def first_step(self, steps: DistributedIterator, method: str) -> PyTree:
+    def first_step(self, steps: Steps, method: str) -> Step:
         """Read the first step and build the model for it."""
         first = next(steps, None)
         if first is None:
@@ -97,7 +97,7 @@ class Loop:
         for hook in self.hooks:
             hook.after_create_session(self, None)
 
-    def run_step(self, features: PyTree, labels: PyTree) -> dict[str, PerReplica]:
+    def run_step(self, features: Features, labels: Labels) -> dict[str, rx.PerReplica]:
         """Run a step between its hooks' calls; return the step's results."""
         if not self.hooks:
             return self._step(features, labels)
@@ -119,7 +119,7 @@ class Loop:
             self.request_stop()
         return results
 
-    def _step(self, features: PyTree, labels: PyTree) -> dict[str, PerReplica]:
+    def _step(self, features: Features, labels: Labels) -> dict[str, rx.PerReplica]:
         return self.model.step(features, labels, watched=bool(self.hooks))
 
 
@@ -147,7 +147,7 @@ class Training(Loop):
         """Train until the last step, the end of the input, or a hook's request."""
         self.over_steps(self._train, self.listeners)
 
-    def _train(self, steps: DistributedIterator) -> None:
+    def _train(self, steps: Steps) -> None:
         model = self.model
         first = self.first_step(steps, "train")
         saver = Saver(model, self.directory, self.config, self._position)
@@ -162,9 +162,7 @@ class Training(Loop):
         self.start_hooks()
         self._loop(steps, self._first_item(steps, first), saver, last)
         model.finalize()
-        self._position.num_steps = (
-            0  # Not interrupted: the next call restarts the input.
-        )
+        self._position.num_steps = 0  # The next call restarts the input.
         self.is_over = True
         self._save(saver, wait=True)
         for hook in self.hooks:
@@ -173,31 +171,32 @@ class Training(Loop):
             listener.end(self, self.global_step)
         saver.close(finished=self.marks_end)
 
-    def _first_item(self, steps: DistributedIterator, first: PyTree) -> PyTree:
+    def _first_item(self, steps: Steps, first: Step) -> Step | None:
         """The first step to make; `first` unless a training is resumed."""
         number = self._position.num_steps
         self._position.num_steps = 0
-        keeps_slots = self.model.strategy.home.keeps_slots
-        if number and self.config.restore_input and keeps_slots:
-            steps.set_state({"num_batches": number})
-            first = next(steps, None)
+        is_resumed = number and not self.model.is_asynchronous
+        if is_resumed and self.config.restore_input:
+            rest = itertools.islice(steps, number - 1, None)  # `first` is one of them.
+            item = next(rest, None)
             _logger.warning(
                 "Estimator.train: the last training was interrupted after %d steps of "
                 "its input, %s. To begin the input again give "
                 "RunConfig(restore_input=False).",
                 number,
                 "and the input has no more. Nothing is trained"
-                if first is None
+                if item is None
                 else "which are skipped: it has trained on them",
             )
             self._position.num_steps = number
+            return item
         return first
 
     def _loop(
-        self, steps: DistributedIterator, item: PyTree, saver: Saver, last: int | None
+        self, steps: Steps, item: Step | None, saver: Saver, last: int | None
     ) -> None:
         log = _Log(self.config.log_step_count_steps)
-        losses: collections.deque[PerReplica] = collections.deque()
+        losses: collections.deque[rx.PerReplica] = collections.deque()
         while item is not None:
             losses.append(self.run_step(*item)["loss"])
             if len(losses) > _AHEAD:
@@ -210,18 +209,18 @@ class Training(Loop):
         if losses:
             require_finite(first_replica(losses[-1]), self.global_step)
 
-    def _step(self, features: PyTree, labels: PyTree) -> dict[str, PerReplica]:
+    def _step(self, features: Features, labels: Labels) -> dict[str, rx.PerReplica]:
         model = self.model
         tensors = super()._step(features, labels)
         self._position.num_steps += 1
-        if model.strategy.home.keeps_slots:
-            self.global_step += 1
-        else:  # Other workers count their updates in the same step.
+        if model.is_asynchronous:  # Other workers count their updates in the same step.
             self.global_step = model.steps_of_updates()
             model.global_step.assign(self.global_step)
+        else:
+            self.global_step += 1
         return tensors
 
-    def _save_or_stop(self, saver: Saver, loss: PerReplica) -> bool:
+    def _save_or_stop(self, saver: Saver, loss: rx.PerReplica) -> bool:
         """Save if the interval has passed; return whether to stop."""
         workers = self.model.strategy.workers
         due, stops = saver.is_due(self.global_step), self.stops
@@ -256,7 +255,7 @@ class _Log:
         n = every_n_steps
         self._every = None if n is None else Interval(n, None, "RunConfig")
 
-    def after_step(self, step: int, loss: PerReplica) -> None:
+    def after_step(self, step: int, loss: rx.PerReplica) -> None:
         if self._every is None or not self._every.is_due(step):
             return
         value = first_replica(loss)

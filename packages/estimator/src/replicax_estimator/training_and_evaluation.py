@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
-from replicax._util.waiting import wait_for
-from replicax.checkpoint.evaluation import POLL_PAUSES, CheckpointWatch
-from replicax.cluster.spec import ClusterSpec
-from replicax.cluster.timeouts import Timeouts, checked_timeouts
-from replicax.errors import CheckpointError
-from replicax_estimator.arguments import list_of, require_count, require_instance
+import replicax as rx
+from replicax.seams import CheckpointWatch
+from replicax_estimator.arguments import (
+    list_of,
+    require_callable,
+    require_count,
+    require_instance,
+)
 from replicax_estimator.estimator import Estimator
 from replicax_estimator.evaluating import EvalResults
 from replicax_estimator.exporters import Exporter
@@ -24,9 +26,11 @@ from replicax_estimator.hooks import (
     SessionRunHook,
 )
 from replicax_estimator.saving import CHECKPOINT_NAME
-from replicax_estimator.user_functions import InputFunction, require_input_function
+from replicax_estimator.types import InputFunction
 
 __all__ = ["EvalSpec", "TrainSpec", "train_and_evaluate"]
+
+_POLL_SECONDS = 0.5
 
 _logger = logging.getLogger("replicax")
 
@@ -105,13 +109,11 @@ class EvalSpec:
     exporters: Exporter | Sequence[Exporter] | None = ()
     start_delay_secs: float = 120.0
     throttle_secs: float = 600.0
-    timeouts: Timeouts = dataclasses.field(default_factory=Timeouts)
+    timeouts: rx.Timeouts = dataclasses.field(default_factory=rx.Timeouts)
 
     def __post_init__(self) -> None:
         _check("EvalSpec", self.input_fn, "steps", self.steps)
-        object.__setattr__(
-            self, "timeouts", checked_timeouts(self.timeouts, "EvalSpec")
-        )
+        require_instance(self.timeouts, rx.Timeouts, "EvalSpec: timeouts")
         for name in ("start_delay_secs", "throttle_secs"):
             if getattr(self, name) < 0:
                 raise ValueError(
@@ -242,7 +244,7 @@ class _Evaluations(CheckpointSaverListener):
             )
             try:
                 self._evaluate(path, is_final=is_final)
-            except CheckpointError:
+            except rx.CheckpointError:
                 if is_final or Path(path).exists():
                     raise
                 _logger.warning(
@@ -292,15 +294,12 @@ def _exporters(spec: EvalSpec) -> tuple[Exporter, ...]:
 
 def _wait(seconds: float, watch: CheckpointWatch) -> None:
     """Sleep that long, or until training ends."""
-    wait_for(
-        lambda: watch.is_finished or None,
-        seconds,
-        late=lambda: False,
-        pauses=POLL_PAUSES,
-    )
+    deadline = time.monotonic() + seconds
+    while not watch.is_finished and time.monotonic() < deadline:
+        time.sleep(min(_POLL_SECONDS, seconds))
 
 
-def _check_cluster(estimator: Estimator, cluster: ClusterSpec) -> None:
+def _check_cluster(estimator: Estimator, cluster: rx.ClusterSpec) -> None:
     config = estimator.config
     strategy = config.train_distribute
     if estimator.is_temporary:
@@ -324,6 +323,6 @@ def _check_cluster(estimator: Estimator, cluster: ClusterSpec) -> None:
 
 
 def _check(caller: str, input_fn: InputFunction, name: str, number: int | None) -> None:
-    require_input_function(input_fn, caller)
+    require_callable(input_fn, f"{caller}: input_fn", "Write lambda: dataset.")
     if number is not None:
         require_count(number, f"{caller}: {name}")

@@ -1,35 +1,39 @@
 """Calls the user's `model_fn` and `input_fn` with the arguments in their signatures."""
 
+import functools
+import inspect
 import itertools
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
 
+import jax
 import numpy as np
 
-from replicax._util.signatures import named_parameters
-from replicax._util.types import PyTree
-from replicax.input import InputContext
-from replicax.input.prefetch import DistributedIterator, close_iterator
-from replicax.input.sources import is_arrays, raw_batches
-from replicax.strategies.strategy import Strategy
+import replicax as rx
+from replicax.seams import raw_batches
+from replicax_estimator.arguments import require_callable
 from replicax_estimator.run_config import RunConfig
 from replicax_estimator.spec import EstimatorSpec, ModeKeys
-from replicax_estimator.uneven_batches import UnevenBatches
+from replicax_estimator.types import Features, InputFunction, Labels, Preprocess
 
 __all__ = [
-    "InputFunction",
     "InputPipeline",
     "ModelFunction",
-    "Preprocess",
-    "require_input_function",
+    "Step",
+    "Steps",
     "wanted_arguments",
 ]
 
-InputFunction: TypeAlias = Callable[..., object]
-"""An `input_fn`: returns a dataset, or one batch."""
+Step: TypeAlias = tuple[Features, Labels]
+"""Features and labels of a step, whose leaves are `PerReplica`."""
 
-Preprocess: TypeAlias = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
-"""Converts a batch's features and labels to arrays of numbers, on the host."""
+
+class Steps(Iterator[Step], Protocol):
+    """An iterator over steps that can be closed."""
+
+    def close(self) -> None:
+        """Stop the iteration."""
+
 
 _MODEL_ARGUMENTS = ("labels", "mode", "params", "config")
 
@@ -46,19 +50,13 @@ class ModelFunction:
         params: Mapping[str, object],
         config: RunConfig | None,
     ) -> None:
-        if not callable(model_fn):
-            raise TypeError(f"Estimator: model_fn must be callable; got {model_fn!r}.")
+        require_callable(model_fn, "Estimator: model_fn")
         self.params = dict(params)
         self._model_fn = model_fn
         self._config = config
         self._accepted = wanted_arguments(
-            model_fn, "model_fn", _MODEL_ARGUMENTS, given=("features",)
+            model_fn, "model_fn", _MODEL_ARGUMENTS, required=("features",)
         )
-        parameters = named_parameters(model_fn).values()
-        if any(p.kind is p.VAR_KEYWORD for p in parameters):
-            # All of them, except those that `functools.partial` has bound.
-            given = getattr(model_fn, "keywords", {})
-            self._accepted = {name for name in _MODEL_ARGUMENTS if name not in given}
         if params and "params" not in self._accepted:
             raise ValueError(
                 f"Estimator: got params={dict(params)!r}, but model_fn has no argument "
@@ -66,16 +64,16 @@ class ModelFunction:
             )
 
     def __call__(
-        self, features: PyTree, labels: PyTree, mode: ModeKeys
+        self, features: Features, labels: Labels, mode: ModeKeys
     ) -> EstimatorSpec:
         """Call the function for one replica's batch, and check its spec."""
-        given = {
+        arguments = {
             "labels": labels,
             "mode": mode,
             "params": dict(self.params),
             "config": self._config,
         }
-        accepted = {name: given[name] for name in self._accepted}
+        accepted = {name: arguments[name] for name in self._accepted}
         if "labels" not in accepted and labels is not None:
             raise ValueError(
                 "Estimator: the input has labels, but model_fn has no argument of that "
@@ -112,55 +110,53 @@ class InputPipeline:
         *,
         needs_labels: bool = False,
     ) -> None:
-        require_input_function(input_fn, "Estimator")
+        require_callable(input_fn, "Estimator: input_fn", _LAMBDA)
         self._input_fn = input_fn
         self._mode = mode
         self._preprocess = preprocess
         self._needs_labels = needs_labels
-        self._given = {"mode": mode, "params": params, "config": config}
-        names = [*self._given, "input_context"]
+        self._arguments = {"mode": mode, "params": params, "config": config}
+        names = [*self._arguments, "input_context"]
         self._accepted = wanted_arguments(input_fn, "input_fn", names)
 
-    def steps(self, strategy: Strategy) -> DistributedIterator:
-        """Iterate over `(features, labels)`, with `PerReplica` leaves.
+    def steps(self, strategy: rx.Strategy) -> Steps:
+        """Iterate over the steps; a thread prefetches them.
 
-        The iterator's `get_state()` counts the steps.
+        In one process each batch is part of a step. Several workers drop the end of
+        their data where it is not enough for all replicas of all workers.
         """
-        dataset = UnevenBatches(
-            self.batches,
-            strategy.group.mesh,
-            strategy.input_context,
-            input_shard=strategy.input_shard,
-            num_replicas=strategy.group.num_replicas,
-        )
-        return dataset.iterate()
+        if strategy.workers.count > 1:
+            return iter(strategy.distribute_datasets_from_function(self.batches))
+        context, size = strategy.input_context, strategy.num_replicas_in_sync
+        batches = functools.partial(self.batches, context)
+        return rx.input.prefetch(lambda: _grouped(rx.input.batches(batches), size))
 
-    def batches(
-        self, context: InputContext | None = None
-    ) -> Generator[tuple[PyTree, PyTree]]:
+    def batches(self, context: rx.InputContext) -> Generator[tuple[Features, Labels]]:
         """Yield preprocessed batches `(features, labels)`, each for one replica."""
-        given = self._given | {"input_context": context or InputContext()}
-        result = self._input_fn(**{k: given[k] for k in self._accepted})
-        iterator = self._iterator(result)
+        arguments = self._arguments | {"input_context": context}
+        result = self._input_fn(**{name: arguments[name] for name in self._accepted})
+        batches = self._raw_batches(result)
         try:
-            for batch in iterator:
-                yield self._preprocess(*self._parts(batch))
+            for batch in batches:
+                yield self._preprocess(*self._split(batch))
         finally:
-            close_iterator(iterator)
+            if isinstance(batches, Generator):
+                batches.close()
 
-    def _iterator(self, result: object) -> Iterator[PyTree]:
+    def _raw_batches(self, result: object) -> Iterator[Any]:
         if result is None:
             raise TypeError(
                 "Estimator: input_fn returned None. Return a dataset of (features, "
                 "labels) batches."
             )
-        if isinstance(result, tuple | dict) or is_arrays(result):
+        if isinstance(result, tuple | dict) or _is_array(result):
             # A single batch, not a dataset. As in TF, training repeats it for ever.
             endless = self._mode == ModeKeys.TRAIN
             return itertools.repeat(result) if endless else iter([result])
         return raw_batches(result)
 
-    def _parts(self, batch: PyTree) -> tuple[PyTree, PyTree]:
+    def _split(self, batch: Any) -> tuple[Features, Labels]:
+        """Split a batch into features and labels, both of arrays."""
         if not isinstance(batch, tuple | list):
             features, labels = batch, None
         elif len(batch) == 2:
@@ -177,25 +173,51 @@ class InputPipeline:
             )
         if self._mode == ModeKeys.PREDICT:
             labels = None
-        return _arrays(_parts_of(features)), _arrays(_parts_of(labels))
+        return _arrays(_several(features)), _arrays(_several(labels))
 
 
-def require_input_function(input_fn: object, caller: str) -> None:
-    """Raise TypeError unless `input_fn` is callable."""
-    if not callable(input_fn):
-        raise TypeError(
-            f"{caller}: input_fn must be a function that returns a dataset; got "
-            f"{input_fn!r}. Write input_fn=lambda: dataset."
-        )
+_LAMBDA = "Write input_fn=lambda: dataset."
 
 
-def _parts_of(value: PyTree) -> PyTree:
+def _grouped(
+    batches: Iterable[tuple[Features, Labels]], num_replicas: int
+) -> Generator[Step]:
+    """Yield steps of up to `num_replicas` batches of equal shapes.
+
+    Where the shapes change, and at the end, a step may have fewer batches: the other
+    replicas compute on copies, which count for nothing.
+    """
+    rows = (rx.input.split_global_batch(batch, 1).batch for batch in batches)
+    if num_replicas > 1:  # A dataset may fill the same arrays with its next batch.
+        rows = (jax.tree.map(np.array, batch) for batch in rows)
+    for _, alike in itertools.groupby(rows, _shapes):
+        while step := list(itertools.islice(alike, num_replicas)):
+            num_active = len(step) if len(step) < num_replicas else None
+            step += step[-1:] * (num_replicas - len(step))
+            yield jax.tree.map(
+                lambda *parts, n=num_active: rx.PerReplica(
+                    np.concatenate(parts), n, is_batch=True
+                ),
+                *step,
+            )
+
+
+def _shapes(batch: tuple[Features, Labels]) -> tuple[object, ...]:
+    leaves, structure = jax.tree.flatten(batch)
+    return structure, tuple((x.shape, x.dtype) for x in leaves)
+
+
+def _is_array(value: object) -> bool:
+    return hasattr(value, "shape") and hasattr(value, "__array__")
+
+
+def _several(value: Any) -> Any:
     """Convert a list of arrays to a tuple: as in TF, it is several features."""
-    is_parts = isinstance(value, list) and all(is_arrays(x) for x in value)
-    return tuple(value) if is_parts else value
+    is_several = isinstance(value, list) and all(_is_array(x) for x in value)
+    return tuple(value) if is_several else value
 
 
-def _arrays(value: PyTree) -> PyTree:
+def _arrays(value: Any) -> Any:
     """Convert lists of numbers or strings to arrays, also in dicts and tuples."""
     if isinstance(value, dict):
         return {name: _arrays(x) for name, x in value.items()}
@@ -211,24 +233,28 @@ def wanted_arguments(
     fn: Callable[..., object],
     name: str,
     offered: Sequence[str],
-    given: Sequence[str] = (),
+    required: Sequence[str] = (),
 ) -> set[str]:
-    """Return those of the `offered` arguments that are in a function's signature.
+    """Return those of the `offered` arguments that a function takes.
 
-    ValueError: The function requires an argument that is neither `offered` nor `given`.
+    A function of `**kwargs` takes all of them; arguments that `functools.partial` binds
+    are left alone. ValueError: The function requires another argument.
     """
-    parameters = named_parameters(fn).values()
-    needed = [
+    bound = getattr(fn, "keywords", {})
+    parameters = inspect.signature(fn).parameters.values()
+    unknown = [
         p.name
         for p in parameters
         if p.default is p.empty
         and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
-        and p.name not in (*given, *offered)
+        and p.name not in (*required, *offered)
     ]
-    if needed:
-        also = f"{' and '.join(given)} and " if given else ""
+    if unknown:
+        also = f"{' and '.join(required)} and " if required else ""
         raise ValueError(
-            f"Estimator: {name} has the arguments {needed}. It is called with {also}"
+            f"Estimator: {name} has the arguments {unknown}. It is called with {also}"
             f"those of {list(offered)} that it has."
         )
-    return {p.name for p in parameters} & set(offered)
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    names = set(offered) if takes_all else {p.name for p in parameters}
+    return (names & set(offered)) - set(bound)

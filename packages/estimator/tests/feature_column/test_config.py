@@ -166,27 +166,3 @@ def test_initializers_of_keras_come_back() -> None:
 def test_functions_are_refused(column) -> None:
     with pytest.raises(ValueError, match=r"feature column 'x.*' holds .*JSON cannot"):
         to_config(column)
-
-
-@pytest.mark.parametrize(
-    ("config", "match"),
-    [
-        ({}, r"a kind out of \['bucketized'"),
-        ({"kind": "no"}, "'no'"),
-        (3, "got 3"),
-        ({"kind": "identity", "key": "x"}, r"attributes \['default_value'.*\['key'\]"),
-        (
-            {**to_config(fc.categorical_column_with_identity("x", 1))}
-            | {"number_buckets": 0},
-            "num_buckets must be an integer, at least 1",
-        ),
-    ],
-)
-def test_configs_that_describe_no_column(config, match) -> None:
-    with pytest.raises(ValueError, match=match):
-        from_config(config)
-
-
-def test_other_objects_are_refused() -> None:
-    with pytest.raises(TypeError, match=r"a column of rx\.feature_column; got 'x'"):
-        to_config("x")

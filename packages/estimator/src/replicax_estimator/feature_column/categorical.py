@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import DTypeLike
 
-from replicax._util.waiting import Announced
 from replicax_estimator.arguments import require_count, require_instance
 from replicax_estimator.feature_column.column import (
     Array,
@@ -358,10 +357,7 @@ def categorical_column_with_vocabulary_file(
         ('red', 'green')
     """
     caller = f"categorical_column_with_vocabulary_file({key!r})"
-    with (
-        Announced(f"reading vocabulary {vocabulary_file}"),
-        open(vocabulary_file, encoding="utf-8", newline="\n") as file,
-    ):
+    with open(vocabulary_file, encoding="utf-8", newline="\n") as file:
         lines = [line.rstrip("\r\n") for line in file]
     if vocabulary_size is not None:
         require_count(vocabulary_size, f"{caller}: vocabulary_size")

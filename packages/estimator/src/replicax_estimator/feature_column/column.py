@@ -8,6 +8,7 @@ those to a model's input. Shapes: `B` rows, `k` values in a row.
 import abc
 import dataclasses
 import functools
+import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeAlias
@@ -17,8 +18,6 @@ import jax.core
 import keras
 import numpy as np
 from numpy.typing import ArrayLike
-
-from replicax._util.hashes import digest
 
 __all__ = [
     "Array",
@@ -124,7 +123,8 @@ class Column(abc.ABC):
     @functools.cached_property
     def _mark(self) -> str:
         # A hash of all attributes: different columns of one key share a name.
-        return digest(_described(self), num_bytes=3)
+        text = _described(self).encode()
+        return hashlib.blake2b(text, digest_size=3).hexdigest()
 
 
 Columns: TypeAlias = Column | Iterable[Column]

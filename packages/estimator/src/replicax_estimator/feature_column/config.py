@@ -1,15 +1,12 @@
 """Serializes feature columns to JSON, and deserializes them."""
 
 import dataclasses
-from collections.abc import Mapping
+import math
 from typing import Any
 
 import keras
 import numpy as np
 
-from replicax._util import json_codec
-from replicax._util.json_codec import MARK
-from replicax._util.types import JSON, JSONObject
 from replicax_estimator.feature_column.categorical import (
     IdentityColumn,
     VocabularyColumn,
@@ -19,6 +16,7 @@ from replicax_estimator.feature_column.column import Column
 from replicax_estimator.feature_column.dense import EmbeddingColumn, IndicatorColumn
 from replicax_estimator.feature_column.hashing import CrossedColumn, HashedColumn
 from replicax_estimator.feature_column.numeric import BucketizedColumn, NumericColumn
+from replicax_estimator.types import JSONObject
 
 __all__ = ["from_config", "to_config"]
 
@@ -42,16 +40,11 @@ def to_config(column: Column) -> JSONObject:
     Keras serializes the initializers. ValueError: The column holds a Python function, a
     `normalizer_fn` or an initializer that is not Keras'.
     """
-    kind = _NAMES.get(type(column))
-    if kind is None:
-        raise TypeError(
-            f"to_config: column must be a column of rx.feature_column; got {column!r}."
-        )
-    config: JSONObject = {"kind": kind}
+    config: JSONObject = {"kind": _NAMES[type(column)]}
     for field in dataclasses.fields(column):  # type: ignore[arg-type]
         value = getattr(column, field.name)
         try:
-            config[field.name] = json_codec.encode(value, field.name, _encode_part)
+            config[field.name] = _encoded(value)
         except TypeError as error:
             raise ValueError(
                 f"to_config: {column.title} holds {field.name}={value!r}, which JSON "
@@ -61,42 +54,36 @@ def to_config(column: Column) -> JSONObject:
     return config
 
 
-def _encode_part(value: object, what: str) -> JSON:
-    if isinstance(value, np.generic):
-        return json_codec.encode(value.item(), what)
+def _encoded(value: object) -> Any:
     if isinstance(value, Column):
-        return {MARK: "column", "v": to_config(value)}
+        return {"column": to_config(value)}
     if isinstance(value, keras.initializers.Initializer):
-        return {MARK: "initializer", "v": keras.initializers.serialize(value)}
-    return None
+        return {"initializer": keras.initializers.serialize(value)}
+    if isinstance(value, tuple):
+        return [_encoded(part) for part in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": str(value)}  # JSON has neither NaN nor infinity.
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(f"{value!r} is no value of JSON.")
 
 
 def from_config(config: JSONObject) -> Column:
     """Deserialize a column from `to_config`: an equal one, with the same `outputs`."""
-    attributes = dict(config) if isinstance(config, Mapping) else {}
-    cls: Any = _KINDS.get(attributes.pop("kind", ""))
-    if cls is None:
-        raise ValueError(
-            f"from_config: config must have a kind out of {sorted(_KINDS)}; got "
-            f"{config!r}."
-        )
-    names = {field.name for field in dataclasses.fields(cls)}
-    if set(attributes) != names:
-        raise ValueError(
-            f"from_config: a column of kind {config['kind']!r} has the attributes "
-            f"{sorted(names)}; got {sorted(attributes)}."
-        )
-    return cls(
-        **{
-            name: json_codec.decode(value, _decode_part)
-            for name, value in attributes.items()
-        }
-    )
+    attributes = dict(config)
+    cls: Any = _KINDS[attributes.pop("kind")]
+    return cls(**{name: _decoded(value) for name, value in attributes.items()})
 
 
-def _decode_part(sent: JSONObject) -> object:
-    if sent[MARK] == "initializer":
-        return keras.initializers.deserialize(sent["v"])
-    if sent[MARK] == "column":
-        return from_config(sent["v"])
-    raise ValueError(f"from_config: no part of a column: {sent!r:.80}")
+def _decoded(value: Any) -> object:
+    if isinstance(value, list):
+        return tuple(_decoded(part) for part in value)
+    if not isinstance(value, dict):
+        return value
+    if "column" in value:
+        return from_config(value["column"])
+    if "float" in value:
+        return float(value["float"])
+    return keras.initializers.deserialize(value["initializer"])

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import keras
 
-from replicax.ps.embedding import Embedding
+import replicax as rx
 from replicax_estimator.arguments import require_choice, require_count
 from replicax_estimator.feature_column.column import (
     Arrays,
@@ -41,7 +41,7 @@ class _ColumnsLayer(keras.layers.Layer):
         caller = type(self).__name__
         made = as_columns(columns, caller)
         self._columns = tuple(sorted(made, key=lambda column: column.name))
-        self._tables: dict[str, Embedding] = {}
+        self._tables: dict[str, rx.layers.Embedding] = {}
         names = [column.name for column in self._columns]
         for name, following in itertools.pairwise(names):
             if name == following:
@@ -75,7 +75,7 @@ class _ColumnsLayer(keras.layers.Layer):
                 )
             if name not in tables:
                 # Parameter servers identify a table by its layer's name.
-                tables[name] = Embedding(
+                tables[name] = rx.layers.Embedding(
                     column.categorical_column.num_buckets,
                     column.dimension,
                     embeddings_initializer=column.initial_values(),

@@ -3,13 +3,13 @@
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from replicax._util.types import PyTree
 from replicax_estimator.arguments import (
     require_callable,
     require_count,
@@ -48,7 +48,7 @@ class NumericColumn(SingleFeature, DenseColumn):
     shape: tuple[int, ...]
     default_value: float | tuple | None
     dtype: str
-    normalizer_fn: Callable[[PyTree], PyTree] | None
+    normalizer_fn: Callable[[Any], Any] | None
 
     def __post_init__(self) -> None:
         require_instance(self.key, str, "numeric_column: key")
@@ -104,7 +104,7 @@ def numeric_column(
     shape: int | Iterable[int] = (1,),
     default_value: ArrayLike | None = None,
     dtype: DTypeLike = "float32",
-    normalizer_fn: Callable[[PyTree], PyTree] | None = None,
+    normalizer_fn: Callable[[Any], Any] | None = None,
 ) -> NumericColumn:
     """A dense column of numbers.
 

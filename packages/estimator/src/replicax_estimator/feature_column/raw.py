@@ -2,7 +2,7 @@
 
 import functools
 import hashlib
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.core
@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import DTypeLike
 
-from replicax._util.types import PyTree
 from replicax_estimator.feature_column.column import Array, RawFeatures
 
 __all__ = [
@@ -133,7 +132,7 @@ def _text(value: object, key: str, caller: str) -> str:
     )
 
 
-def is_missing(values: Array) -> PyTree:
+def is_missing(values: Array) -> Any:
     """Mask the missing categories: `""` among strings, -1 among integers."""
     return values == ("" if values.dtype == object else -1)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import replicax as rx
-from replicax.keras.variables import current_reuse, made_alike
+from replicax.seams import made_alike
 from replicax_estimator.from_keras import start_from
 from replicax_estimator.made_variables import MadeVariables
 
@@ -52,7 +52,6 @@ def test_what_is_made_later_means_what_was_made_first(strategy: Any) -> None:
         assert float(count.value) == 4.0 + step
     assert kernel is not None
     assert kernel.path == "dense/kernel"
-    assert current_reuse() is None
 
 
 def test_names_and_seeds_begin_anew_and_leave_no_trace(strategy: Any) -> None:
@@ -95,7 +94,6 @@ def test_other_variables_are_an_error(
     with pytest.raises(rx.ContextError, match=message) as caught:
         run(np.ones((2, 3), "float32"))
     assert "the function: made other variables" in str(caught.value)
-    assert current_reuse() is None
 
 
 def test_initial_values_may_be_given(strategy: Any) -> None:
@@ -127,4 +125,3 @@ def test_only_programs_call_it() -> None:
         MadeVariables("the function").reused(),
     ):
         pass
-    assert current_reuse() is None

@@ -1,0 +1,40 @@
+"""Types of what users' functions take and return."""
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+
+__all__ = [
+    "Arrays",
+    "Features",
+    "InputFunction",
+    "JSONObject",
+    "Labels",
+    "Predictions",
+    "Preprocess",
+    "Tensor",
+]
+
+JSONObject: TypeAlias = dict[str, Any]
+
+Arrays: TypeAlias = dict[str, jax.Array]
+"""Traced arrays by name."""
+
+Tensor: TypeAlias = Any
+"""An array, a number or a symbolic Keras tensor; Keras' functions have no types."""
+
+Features: TypeAlias = Any
+"""A batch's features: an array, or a dict or tuple of arrays, with rows in front."""
+
+Labels: TypeAlias = Any
+"""A batch's labels, in any of these forms; None in PREDICT mode."""
+
+Predictions: TypeAlias = Any
+"""A model's predictions: an array, or a dict of arrays by name."""
+
+InputFunction: TypeAlias = Callable[..., object]
+"""An `input_fn`: returns a dataset, or one batch."""
+
+Preprocess: TypeAlias = Callable[[Features, Labels], tuple[Features, Labels]]
+"""Converts a batch's features and labels to arrays of numbers, on the host."""
