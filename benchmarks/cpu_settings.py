@@ -1,6 +1,6 @@
 """What `REPLICAX_CPU=tuned` gains and costs, beside the default.
 
-Each round starts one process per setting, in turns: `fit` of a case on logical CPU
+Each round starts one process per setting, in turns: `fit` of a case on two logical CPU
 devices. The table has milliseconds a step and the peak of the process' memory.
 
     python benchmarks/cpu_settings.py --cases ab --rounds 7
@@ -16,16 +16,15 @@ import time
 from pathlib import Path
 
 SETTINGS = ("on", "tuned")
+SECONDS = 5.0
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--cases", default="ab", help="keys of the benchmarks' cases")
 parser.add_argument("--rounds", type=int, default=7)
-parser.add_argument("--devices", type=int, default=2)
-parser.add_argument("--seconds", type=float, default=5.0, help="of one timing")
 parser.add_argument("--child", action="store_true", help="print one measurement")
 
 
-def measure(key: str, devices: int, seconds: float) -> None:
+def measure(key: str) -> None:
     """Print the milliseconds of a step, and the peak memory in MiB."""
     import keras
     import numpy as np
@@ -37,9 +36,8 @@ def measure(key: str, devices: int, seconds: float) -> None:
     from cases import CASES
 
     case = CASES[key]
-    rx.set_logical_devices(devices)
-    strategy = rx.MirroredStrategy([f"cpu:{i}" for i in range(devices)])
-    with strategy.scope():
+    rx.set_logical_devices(2)
+    with rx.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
         model = keras_models.build(keras, case)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(keras_models.optimizer_of(keras, case), loss)
@@ -52,18 +50,17 @@ def measure(key: str, devices: int, seconds: float) -> None:
         return (time.perf_counter() - begin) / steps
 
     fit(2)
-    fit(steps := max(2, round(seconds / fit(3) / 2)))
+    fit(steps := max(2, round(SECONDS / fit(3) / 2)))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
     print(fit(steps) * 1e3, peak)
 
 
-def main(cases: str, rounds: int, devices: int, seconds: float) -> None:
+def main(cases: str, rounds: int) -> None:
     """Print the table."""
     print("| case | REPLICAX_CPU | ms a step: min | median | peak MiB |")
     print("|---|---|---|---|---|", flush=True)
     for key in cases:
-        options = ["--cases", key, f"--devices={devices}", f"--seconds={seconds}"]
-        command = [sys.executable, __file__, "--child", *options]
+        command = [sys.executable, __file__, "--child", "--cases", key]
         rows: dict[str, list[tuple[float, ...]]] = {name: [] for name in SETTINGS}
         for index in range(rounds * len(SETTINGS)):
             name = SETTINGS[index % 2 ^ index // 2 % 2]  # on, tuned, tuned, on
@@ -72,13 +69,10 @@ def main(cases: str, rounds: int, devices: int, seconds: float) -> None:
             rows[name].append(tuple(map(float, output.split()[-2:])))
         for name, measured in rows.items():
             times, peaks = zip(*measured, strict=True)
-            middle, peak = statistics.median(times), statistics.median(peaks)
+            middle, peak = map(statistics.median, (times, peaks))
             print(f"| {key} | {name} | {min(times):.2f} | {middle:.2f} | {peak:.0f} |")
 
 
 if __name__ == "__main__":
     options = parser.parse_args()
-    if options.child:
-        measure(options.cases, options.devices, options.seconds)
-    else:
-        main(options.cases, options.rounds, options.devices, options.seconds)
+    measure(options.cases) if options.child else main(options.cases, options.rounds)

@@ -305,7 +305,7 @@ def test_packs_are_refused(options: Any) -> None:
 
 
 def test_other_axes_are_refused() -> None:
-    with pytest.raises(ValueError, match="only axis that weights are split over"):
+    with pytest.raises(ValueError, match="only axis that weights are sharded over"):
         parallel({"kernel": ("batch", None)})
 
 

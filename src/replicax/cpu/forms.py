@@ -275,8 +275,8 @@ def _parts(window: Window, spread: int) -> list[tuple[slice, Window | None]]:
     """Return `spread` phases; a phase without an output has no window."""
     if spread == 1:
         return [(slice(None), window)]
-    found = [(phase.taps, phase.window) for phase in phases(window)]
-    return found + [(slice(0, 0), None)] * (spread - len(found))
+    parts = [(phase.taps, phase.window) for phase in phases(window)]
+    return parts + [(slice(0, 0), None)] * (spread - len(parts))
 
 
 def by_outputs(

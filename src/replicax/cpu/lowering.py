@@ -151,14 +151,14 @@ def _overrides() -> tuple[tuple[Any, Callable[..., Any]], ...]:
             " and ".join(unknown),
             SWITCH,
         )
-    known = {p: rule for p, rule in rules_of_jax.items() if rule is not None}
-    if rule := known.get(ad.add_jaxvals_p):
+    rules = {p: rule for p, rule in rules_of_jax.items() if rule is not None}
+    if rule := rules.get(ad.add_jaxvals_p):
         # The choice depends on a sum's operands, so each sum must be lowered in line;
         # JAX would lower sums of equal types once, as a function. The rule itself stays
         # JAX's, and its code in other programs is the same.
         mlir.register_lowering(ad.add_jaxvals_p, rule, cacheable=False)
     return tuple(
-        (p, functools.partial(_lower, rule, _SERVED[p][1])) for p, rule in known.items()
+        (p, functools.partial(_lower, rule, _SERVED[p][1])) for p, rule in rules.items()
     )
 
 
@@ -275,16 +275,16 @@ def _written_sum(x: jax.Array, y: jax.Array) -> jax.Array:
 
 def _num_sums(values: Sequence[Any]) -> int:
     """Count the sums that XLA would fuse into a reader of these MLIR values."""
-    todo, seen, found = list(values), set(), 0
-    while todo and len(seen) < _MOST_VISITS and found < _MOST_SUMS:
+    todo, visited, number = list(values), set(), 0
+    while todo and len(visited) < _MOST_VISITS and number < _MOST_SUMS:
         operation = getattr(todo.pop().owner, "operation", None)
         # None: the value is an argument.
-        if operation is None or operation in seen or operation.name not in _MERGED:
+        if operation is None or operation in visited or operation.name not in _MERGED:
             continue
-        seen.add(operation)
-        found += operation.name == "stablehlo.add"
+        visited.add(operation)
+        number += operation.name == "stablehlo.add"
         todo.extend(operation.operands)
-    return found
+    return number
 
 
 def _convolve(

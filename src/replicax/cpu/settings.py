@@ -163,5 +163,5 @@ def cpu_pool_size(num_devices: int) -> int:
     for each device passed every soak test. Two more are a margin. The pool has at least
     as many threads as there are cores.
     """
-    needed = 2 * num_devices + 2 if num_devices > 1 else 1
-    return max(needed, os.cpu_count() or 1)
+    fewest = 2 * num_devices + 2 if num_devices > 1 else 1
+    return max(fewest, os.cpu_count() or 1)

@@ -40,9 +40,9 @@ __all__ = ["CentralStorageStrategy"]
 class CentralStorageStrategy(Strategy):
     """Synchronous training with the variables stored once, on one device.
 
-    Variables and optimizer slots live on the parameter device. Each step copies the
+    Variables and optimizer state live on the parameter device. Each step copies the
     variables that it reads to the compute devices, sums their gradients, and makes the
-    update on the parameter device. Compute devices need no memory for optimizer slots.
+    update on the parameter device. Compute devices need no memory for optimizer state.
     (TF: `tf.distribute.experimental.CentralStorageStrategy`.)
 
     Copies are asynchronous, and a step copies only variables that have changed since
@@ -112,18 +112,18 @@ class _ParameterDevice(ReplicaHome):
         self._dispatch = dispatch
         self._copies = _CopyCache(group.mirrored)
         self._running: collections.deque[jax.Array] = collections.deque()
-        self._made: weakref.WeakKeyDictionary[Update, Wrapped] = (
+        self._compiled: weakref.WeakKeyDictionary[Update, Wrapped] = (
             weakref.WeakKeyDictionary()
         )
 
     def settle(self) -> None:
         """Drop the compute devices' copies of variables; the next step makes new ones.
 
-        `fit`, `evaluate` and `predict` end with it.
+        `fit`, `evaluate` and `predict` call it at their end.
         """
-        self._dispatch(self._let_go)
+        self._dispatch(self._drop_copies)
 
-    def _let_go(self) -> None:
+    def _drop_copies(self) -> None:
         self._copies.drop()
         self._running.clear()
 
@@ -148,11 +148,10 @@ class _ParameterDevice(ReplicaHome):
             with Announced("compiling the update") if is_new else nullcontext():
                 uninterrupted(lambda: internals.write_values(variables, in_turn))
         else:
-            made = map(operator.call, [self._call(u, g, stored) for u, g in pairs])
-            # In one call of C, like a program's: an interrupt finds all or none done.
-            internals.write_values(
-                variables, itertools.chain(at_home, itertools.chain.from_iterable(made))
-            )
+            calls = [self._call(u, g, stored) for u, g in pairs]
+            after = itertools.chain.from_iterable(map(operator.call, calls))
+            # In one call of C, like a program's: an interrupt comes before or after it.
+            internals.write_values(variables, itertools.chain(at_home, after))
         for value, copy in zip(at_home, new, strict=True):
             self._copies.keep(value, copy)
         if gradients:
@@ -200,21 +199,21 @@ class _ParameterDevice(ReplicaHome):
 
     def _function_of(self, update: Update) -> Wrapped:
         """Compile an update as a function that donates its values."""
-        make = self._made.get(update)
-        if make is None:
-            of = weakref.ref(update)  # Which the function must not keep alive.
+        function = self._compiled.get(update)
+        if function is None:
+            reference = weakref.ref(update)  # The function must not keep it alive.
 
             def make_update(
                 values: list[jax.Array], gradients: list[jax.Array]
             ) -> list[jax.Array]:
-                update = of()
+                update = reference()
                 assert update is not None  # Only its program traces it.
                 return update.make(values, gradients)
 
-            make = self._made[update] = jax.jit(
+            function = self._compiled[update] = jax.jit(
                 make_update, donate_argnums=0, out_shardings=self._sharding
             )
-        return make
+        return function
 
 
 def _host(caller: str) -> Device:
@@ -242,34 +241,34 @@ class _CopyCache:
     """A cache of stored values' copies on the compute devices, while the values live.
 
     Variables that share a value share the copy, so that programs see the sharing. On
-    the parameter device itself, a copy shares the stored value's memory, and is deleted
-    when that is donated.
+    the parameter device itself, a copy shares the memory of the stored value, and JAX
+    deletes the copy when it donates the value.
     """
 
     def __init__(self, sharding: NamedSharding) -> None:
         self._sharding = sharding
-        self._known: dict[int, tuple[weakref.ref[jax.Array], jax.Array]] = {}
+        self._copies: dict[int, tuple[weakref.ref[jax.Array], jax.Array]] = {}
 
     def of(self, stored: Sequence[jax.Array]) -> list[jax.Array]:
         """Return the copies of stored values; make missing ones."""
         missing = {id(x): x for x in stored if not self._has(x)}
-        made = jax.device_put(list(missing.values()), self._sharding)
-        for value, copy in zip(missing.values(), made, strict=True):
+        copies = jax.device_put(list(missing.values()), self._sharding)
+        for value, copy in zip(missing.values(), copies, strict=True):
             self.keep(value, copy)
-        return [self._known[id(x)][1] for x in stored]
+        return [self._copies[id(x)][1] for x in stored]
 
     def keep(self, value: jax.Array, copy: jax.Array) -> None:
         """Cache the copy of a stored value."""
 
-        def gone(_: object, number: int = id(value)) -> None:
-            self._known.pop(number, None)
+        def forget(_: object, number: int = id(value)) -> None:
+            self._copies.pop(number, None)
 
-        self._known[id(value)] = (weakref.ref(value, gone), copy)
+        self._copies[id(value)] = (weakref.ref(value, forget), copy)
 
     def drop(self) -> None:
         """Drop all copies."""
-        self._known.clear()
+        self._copies.clear()
 
     def _has(self, value: jax.Array) -> bool:
-        known = self._known.get(id(value))
-        return known is not None and not known[1].is_deleted()
+        entry = self._copies.get(id(value))
+        return entry is not None and not entry[1].is_deleted()

@@ -1,4 +1,4 @@
-"""Turns on JAX' compilation cache on disk, where it is safe and not set by the user."""
+"""Turns on JAX' compilation cache on disk, unless the user has configured it."""
 
 import functools
 import logging
@@ -22,8 +22,8 @@ _XLA_CACHES_OF_JAX = "xla_gpu_per_fusion_autotune_cache_dir"
 _MAX_BYTES = 2 * 2**30
 _UNWRITABLE = "Error writing persistent .* Multiple temp buffer allocations"
 
-# Before, XLA logs errors that speak of SIGILL for each program that it loads on a CPU
-# with AVX-512, though the program was compiled on this very machine.
+# Earlier versions of XLA log errors about SIGILL for each program that they load on a
+# CPU with AVX-512, even if this very machine has compiled it.
 _QUIET_ON_CPUS = (0, 10, 2)
 
 _log = logging.getLogger("replicax")
@@ -31,28 +31,27 @@ _log = logging.getLogger("replicax")
 
 @functools.cache
 def turn_on(platform: str) -> Path | None:
-    """Let JAX keep programs that took long to compile in a folder of the user.
+    """Let JAX store programs that take long to compile in a folder of the user.
 
-    A later call for the same platform changes nothing, and neither does the first if
-    the user told JAX about its cache, or in a job of several processes. To be called
-    when JAX has started its devices, before anything is compiled; it compiles nothing.
-    Returns the folder; None if this left JAX's cache as it is.
+    Nothing changes if the user has configured JAX's cache, or in a job of several
+    processes. Call it after JAX has started its devices, before the first compilation.
+    Returns the folder; None if JAX's cache stays as it is.
     """
-    asked = os.environ.get(_SWITCH, "").strip()
-    if asked.lower() in ("on", "1", "true"):
-        asked = ""  # As without the switch, not a folder of that name.
+    named = os.environ.get(_SWITCH, "").strip()
+    if named.lower() in ("on", "1", "true"):
+        named = ""  # As without the switch, not a folder of that name.
     if is_off(_SWITCH) or _is_settled_by_user():
         return None
-    if not asked and not _is_safe(platform):
+    if not named and not _is_safe(platform):
         return None
-    # With GPUs, processes share the work of tuning a program: one that finds it on disk
-    # leaves the others waiting for its part. With CPUs only process 0 would find any.
+    # With GPUs, processes share the tuning of a program: a process that loads it from
+    # disk leaves the others waiting for its share. With CPUs only process 0 writes.
     if jax.process_count() > 1:
         return None
     try:
         base = (
-            Path(asked).expanduser().absolute()
-            if asked
+            Path(named).expanduser().absolute()
+            if named
             else _default_folder(os.environ)
         )
         folder = base / _threads(os.environ)
@@ -95,10 +94,10 @@ def _config(name: str) -> object:
 
 
 def _is_safe(platform: str) -> bool:
-    """Whether programs for `platform` can be loaded again without trouble.
+    """Whether JAX loads stored programs for `platform` without trouble.
 
-    Not those for TPUs: ones for some of the chips, without the first, crash libtpu when
-    they are loaded (github.com/jax-ml/jax/issues/38004).
+    Programs for some of a TPU's chips, without the first, crash libtpu on loading
+    (github.com/jax-ml/jax/issues/38004).
     """
     if platform == "cpu":
         return jaxlib_version() >= _QUIET_ON_CPUS
@@ -110,10 +109,10 @@ def _default_folder(environ: Mapping[str, str]) -> Path:
 
 
 def _threads(environ: Mapping[str, str]) -> str:
-    """Name of the folder for programs that use as many threads as there are here.
+    """Name the folder of programs for this number of threads.
 
-    XLA divides loops of a CPU program by the threads that it finds when it compiles,
-    and JAX's key says nothing of them: a program from one core would stay on one of 64.
+    XLA divides a CPU program's loops by the number of threads at compilation, which is
+    no part of JAX's key: a program compiled for one core would use one of 64.
     """
     cores = usable_cores()
     pool = environ.get("NPROC", "")
@@ -122,27 +121,27 @@ def _threads(environ: Mapping[str, str]) -> str:
 
 def _make_writable(folder: Path) -> None:
     """Make `folder`, for this user only, and try to write into it."""
-    # The programs are run as they are: nobody else may put one there.
+    # This process runs stored programs unchecked: no other user may write here.
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder) as probe:
         probe.write(b"replicax")
 
 
 def _trim(base: Path, max_bytes: int) -> None:
-    """Delete programs that were not used for longest, down to `max_bytes` in all.
+    """Delete the least recently used programs, until `max_bytes` are left.
 
-    JAX can do so itself, but only with a package that is not among its dependencies,
-    and with a lock on the folder that each compilation would wait for.
+    JAX's own eviction needs a package that is none of its dependencies, and locks the
+    folder during each compilation.
     """
-    found = []
+    programs = []
     for path in base.glob("threads-*/*-cache"):
         try:
             status = path.stat()
         except FileNotFoundError:  # Another process is deleting, too.
             continue
-        found.append((max(status.st_atime, status.st_mtime), status.st_size, path))
-    excess = sum(size for _, size, _ in found) - max_bytes
-    for _, size, path in sorted(found):
+        programs.append((max(status.st_atime, status.st_mtime), status.st_size, path))
+    excess = sum(size for _, size, _ in programs) - max_bytes
+    for _, size, path in sorted(programs):
         if excess <= 0:
             return
         path.unlink(missing_ok=True)

@@ -59,11 +59,11 @@ def get_strategy() -> Strategy:
         (True, 1)
     """
     context = current_context()
-    found = current_strategy() if context is None else context.strategy
-    if found is None:
+    strategy = current_strategy() if context is None else context.strategy
+    if strategy is None:
         return _default_strategy()
-    assert isinstance(found, Strategy)
-    return found
+    assert isinstance(strategy, Strategy)
+    return strategy
 
 
 def has_strategy() -> bool:
@@ -99,18 +99,18 @@ def in_cross_replica_context() -> bool:
 
 
 class _NoReplicaContext:
-    """The null context outside replica functions: false, and its use raises."""
+    """The context outside replica functions: it is false, and its attributes raise."""
 
     def __bool__(self) -> bool:
         return False
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # Python looks up a protocol, not a user.
+        if name.startswith("__"):  # Python itself looks for a protocol.
             raise AttributeError(name)
         raise ContextError(
             f"get_replica_context().{name}: used outside a replica function. Use it in "
-            "the function given to strategy.run; outside, combine what run returns "
-            "with strategy.reduce or strategy.gather."
+            "the function for strategy.run; outside, combine the results of run with "
+            "strategy.reduce or strategy.gather."
         )
 
 

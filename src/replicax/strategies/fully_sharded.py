@@ -15,8 +15,8 @@ __all__ = ["FullyShardedStrategy"]
 class FullyShardedStrategy(MultiWorkerMirroredStrategy):
     """Synchronous training of models that are larger than one device.
 
-    Between steps every device holds a shard of each weight and of the optimizer's
-    slots. A step all-gathers a layer's weights for the forward pass, and again for the
+    Between steps every device holds a shard of each weight and of the optimizer
+    state. A step all-gathers a layer's weights for the forward pass, and again for the
     backward pass, and reduce-scatters each gradient. Results are those of
     `MirroredStrategy`. (PyTorch: FSDP; Rajbhandari et al. 2020, ZeRO stage 3.)
 

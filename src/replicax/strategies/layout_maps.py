@@ -74,8 +74,8 @@ def rule(layout_map: object, num_devices: int, caller: str) -> Rule:
         if unknown:
             raise ValueError(
                 f"{caller}: layout_map[{pattern!r}] is {names}, but the only axis that "
-                f"weights are split over is {MODEL_AXIS!r}; {', '.join(unknown)} is "
-                "none. Batches are split over the replicas by themselves."
+                f"weights are sharded over is {MODEL_AXIS!r}; {', '.join(unknown)} is "
+                "none. Batches need no entry: every batch is sharded over the replicas."
             )
 
     return _ByPath(axes, num_devices, caller)
@@ -100,13 +100,13 @@ class _ByPath:
                 f"{matching}. Make them match one path only once."
             )
         names = self.axes[matching[0]] if matching else ()
-        # A slot may have fewer dimensions than its weight.
+        # Optimizer state may have fewer dimensions than its weight.
         if not matching or len(names) != len(shape):
             return PartitionSpec()
         for dim, name in enumerate(names):
             if name is not None and shape[dim] % self.num_devices:
                 raise ValueError(
-                    f"{self.caller}: layout_map[{matching[0]!r}] splits dimension "
+                    f"{self.caller}: layout_map[{matching[0]!r}] shards dimension "
                     f"{dim} of {path!r} {shape} over {self.num_devices} devices, "
                     "which does not divide it. Choose another dimension or another "
                     "model_parallel."

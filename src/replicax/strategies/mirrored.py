@@ -26,7 +26,7 @@ class MirroredStrategy(Strategy):
         replicas_per_device: Number of replicas on each device. A configuration of 8
             replicas runs on one device with 8, and gives the same numbers as on eight
             devices.
-        shard_update: Whether to shard the optimizer's update and its slots over the
+        shard_update: Whether to shard the optimizer's update and its state over the
             devices (ZeRO stage 1): a reduce-scatter of gradients and an all-gather of
             weights, with the same number of bytes as an all-reduce.
         check_replicas_every: Number of steps between two comparisons of the replicas'

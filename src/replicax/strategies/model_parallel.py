@@ -26,7 +26,7 @@ class ModelParallelStrategy(MultiWorkerMirroredStrategy):
     """Synchronous training with tensor parallelism: sharded weights of layers.
 
     The devices are a grid: `model_parallel` devices work on one replica, each with its
-    shard of the layers' weights and slots, and the replicas divide the global batch.
+    shard of weights and optimizer state, and the replicas divide the global batch.
     Results are those of a single device; XLA adds the communication between a replica's
     devices. (Keras: `keras.distribution.ModelParallel`.)
 
@@ -56,7 +56,7 @@ class ModelParallelStrategy(MultiWorkerMirroredStrategy):
             for several workers, or a number of devices that `model_parallel` does not
             divide.
         TypeError: For a `layout_map` of another type.
-        ValueError: For packs of gradients, for other axis names in `layout_map`, and,
+        ValueError: For buckets of gradients, for other axis names in `layout_map`, and,
             when a weight is created, for a dimension that the devices do not divide.
         ClusterConfigError: As for `rx.MultiWorkerMirroredStrategy`.
         ClusterError: As for `rx.MultiWorkerMirroredStrategy`.
@@ -96,8 +96,8 @@ class ModelParallelStrategy(MultiWorkerMirroredStrategy):
         if packs or getattr(cross_device_ops, "num_packs", 0) > 1:
             raise ValueError(
                 f"{name}: gradients cannot be packed (bytes_per_pack, num_packs): a "
-                "pack would gather gradients that are split over a replica's devices. "
-                "Leave it to XLA."
+                "pack would gather gradients that are sharded over a replica's "
+                "devices. Leave it to XLA."
             )
         self._is_first = True
         self._layout_map = layout_map

@@ -48,7 +48,7 @@ __all__ = ["ExperimentalMultiWorkerMirroredStrategy", "MultiWorkerMirroredStrate
 class MultiWorkerMirroredStrategy(Strategy):
     """Synchronous training on the devices of several machines.
 
-    Every device of every worker holds a copy of each variable and computes on its part
+    Every device of every worker holds a copy of each variable and computes on its rows
     of the global batch; gradients are summed over all of them. Start the same script on
     each machine, with a launcher such as `srun` or `torchrun`, or with the machine's
     `TF_CONFIG`. Make the strategy at the top of the script: JAX must not have started
@@ -261,7 +261,7 @@ class MultiWorkerMirroredStrategy(Strategy):
 
 
 class ExperimentalMultiWorkerMirroredStrategy(MultiWorkerMirroredStrategy):
-    """`rx.MultiWorkerMirroredStrategy` with its former arguments.
+    """`rx.MultiWorkerMirroredStrategy` with the arguments of TF's experimental class.
 
     (TF: `tf.distribute.experimental.MultiWorkerMirroredStrategy`, and
     `rx.experimental.MultiWorkerMirroredStrategy` here.)
@@ -315,12 +315,12 @@ def _check_devices(
         )
     counts = [sum(d.process_index == i for d in devices) for i in range(workers.count)]
     if len(set(counts)) > 1 or len(platforms) > 1:
-        each = listed(
+        numbers = listed(
             f"{name}: {count}"
             for name, count in zip(workers.names, counts, strict=True)
         )
         raise DeviceError(
             f"{caller}: all workers need the same number of devices "
-            f"of one kind; got {each} ({', '.join(platforms)}). Hide devices with "
+            f"of one kind; got {numbers} ({', '.join(platforms)}). Hide devices with "
             "CUDA_VISIBLE_DEVICES, or use the same kind of machine."
         )

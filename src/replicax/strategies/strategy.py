@@ -140,8 +140,8 @@ class Strategy(DatasetMaker):
         hooks.note_strategy(self)
 
     def __repr__(self) -> str:
-        each = self.group.num_per_device
-        several = f"; {each} replicas each" if each > 1 else ""
+        number = self.group.num_per_device
+        several = f"; {number} replicas each" if number > 1 else ""
         return f"{type(self).__name__}({', '.join(self.group.axis.devices)}{several})"
 
     @property
@@ -160,7 +160,7 @@ class Strategy(DatasetMaker):
         return self._cluster_resolver
 
     def __reduce__(self) -> NoReturn:
-        """Refuse to be copied or pickled: devices and variables have one owner."""
+        """Raise: a strategy cannot be copied, since devices have one owner."""
         raise TypeError(
             f"{self!r} cannot be copied or pickled: it holds devices, and variables "
             "belong to it. Make a strategy in each process; in a class that is copied, "
@@ -231,7 +231,7 @@ class Strategy(DatasetMaker):
         return self.runner.run(fn, args, kwargs)
 
     def experimental_run_v2(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        """Old name of `run`."""
+        """Call `run`; TensorFlow 2.0 has this name."""
         return self.run(*args, **kwargs)
 
     def reduce(
@@ -330,7 +330,7 @@ class Strategy(DatasetMaker):
     def _agree_on(
         self, program: Program, values: Sequence[jax.Array], arrays: Sequence[ArrayLike]
     ) -> None:
-        """Called before the first run of a program, to compare it between workers."""
+        """Compare a program between workers, before its first run."""
 
 
 def _check_options(
