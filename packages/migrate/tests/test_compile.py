@@ -48,7 +48,7 @@ def test_other_models_are_trained_as_they_are(before: str, after: str) -> None:
 
 def test_a_model_that_is_trainable_after_compile_is_left() -> None:
     _, left = ported(GAN.replace("self.d.trainable = False", "self.d.trainable = t"))
-    assert ["when it was compiled" in each for each in left] == [True]
+    assert ["was trainable at compile" in each for each in left] == [True]
 
 
 PARTS = f"""\
@@ -80,14 +80,14 @@ def test_a_model_that_is_frozen_after_compile_is_left(source: str) -> None:
 def test_layers_that_are_frozen_after_compile_are_left() -> None:
     loop = "for layer in d.layers:\n        layer.trainable = False"
     _, left = ported(PARTS.replace("d.trainable = False", loop))
-    assert ["when it was compiled" in each for each in left] == [True]
+    assert ["was trainable at compile" in each for each in left] == [True]
 
 
 def test_a_frozen_model_that_another_module_trains_is_left() -> None:
     steps = PARTS[PARTS.index("def train") : PARTS.index("d = make_d()")]
     source = PARTS.replace(steps, "from gan import train\n")
     _, left = ported(source.replace("train(d, both)", "train((d, both))"))
-    assert ["when it was compiled" in each for each in left] == [True]
+    assert ["was trainable at compile" in each for each in left] == [True]
 
 
 def test_a_model_that_is_compiled_after_it_was_frozen_stays() -> None:
@@ -113,22 +113,6 @@ def test_one_metric_becomes_a_list(metric: str, is_one: bool) -> None:
     text, left = ported(source)
     assert left == []
     assert ("metrics=[" in text) == (is_one or metric.startswith("["))
-
-
-def test_labels_that_are_indices_are_integers_in_a_loss() -> None:
-    text, left = ported(
-        f"{START}weights = tf.constant([1.0, 3.0])\n"
-        "def loss(y_true, y_pred):\n"
-        "    labels = tf.squeeze(y_true, -1)\n"
-        "    return tf.gather(weights, labels) * tf.reduce_sum(y_pred, -1)\n"
-        f"{MODEL}model.compile('sgd', loss)\n"
-        "value = model.evaluate(x, y, verbose=0)"
-    )
-    assert left == []
-    x, y = np.ones((4, 2), "float32"), np.array([[0], [1], [1], [1]])
-    names = executed(text, {"x": x, "y": y})
-    total = float(names["model"].predict(x, verbose=0)[0].sum())
-    assert names["value"] == pytest.approx(2.5 * total, rel=1e-5)
 
 
 def test_labels_that_are_cast_stay() -> None:

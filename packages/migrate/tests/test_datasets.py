@@ -518,3 +518,14 @@ def test_lists_that_are_tensors_become_arrays(tensors: str) -> None:
     parts = [list(x.values() if isinstance(x, dict) else x) for x in names["d"]]
     assert [x.tolist() for x, _ in parts] == [[1.0, 0.0], [1.0, 2.0], [1.0, 4.0]]
     assert [int(y) for _, y in parts] == [0, 1, 2]
+
+
+def test_a_dataset_that_a_loop_joins_with_itself() -> None:
+    text, left = ported(
+        "import tensorflow as tf\nd = tf.data.Dataset.range(2)\nfor n in range(2):\n"
+        "    d = tf.data.Dataset.range(n + 1).concatenate(d)"
+    )
+    assert left == []
+    assert (
+        "d = grain.MapDataset.concatenate([grain.MapDataset.range(n + 1), d])" in text
+    )

@@ -67,18 +67,6 @@ def test_images_are_the_same_in_steps_and_pipelines(call: str, total: str) -> No
         np.testing.assert_allclose(result, expected, atol=1e-6)
 
 
-def test_patches_are_cut_as_tensorflow_does() -> None:
-    text, left = ported(
-        f"{START}def f(x, n): return tf.image.extract_patches(images=x, "
-        "sizes=[1, n, 2, 1], strides=[1, n, 2, 1], rates=[1, 1, 1, 1], padding='VALID')"
-    )
-    assert left == []
-    names = executed(text)
-    patches = np.asarray(names["f"](IMAGE[None, :, :6], 3))
-    assert patches.shape == (1, 2, 3, 18)
-    np.testing.assert_array_equal(patches[0, 1, 2], IMAGE[3:6, 4:6].ravel())
-
-
 @pytest.mark.parametrize(
     "call",
     [

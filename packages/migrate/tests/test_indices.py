@@ -28,12 +28,6 @@ def test_gather_nd(indices: str, expected: np.ndarray) -> None:
     assert computed(f"y = tf.gather_nd(x * 1, {indices})") == expected.tolist()
 
 
-def test_scatter_nd_adds_what_has_the_same_index() -> None:
-    assert computed("y = tf.scatter_nd([[1], [3], [1]], [5., 6., 7.], [4])") == [
-        *(0.0, 12.0, 0.0, 6.0),
-    ]
-
-
 @pytest.mark.parametrize(
     ("name", "value"), [("update", 9.0), ("add", 32.0), ("sub", 14.0)]
 )

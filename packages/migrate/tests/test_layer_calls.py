@@ -225,3 +225,18 @@ def test_other_parameters_of_call_stay(base: str, parameters: str) -> None:
     line = f"def call({parameters}):"
     source = f"import tensorflow as tf\nclass A({base}):\n    {line}\n        return x"
     assert line in ported(source)[0]
+
+
+@pytest.mark.parametrize(
+    ("call", "why"),
+    [
+        ("def call(self, x, y, mask=None): return x + y", "name the parameter x_mask"),
+        ("def call(self, x): self.kernel.assign(x)", "trainable=False"),
+        ("def call(self, x, y, x_mask=None, mask=None): return x", ""),
+        ("def call(self, x, mask=None): self.count.assign_add(1)", ""),
+    ],
+)
+def test_layers_that_would_train_to_other_numbers_are_left(call: str, why: str) -> None:
+    source = f"import tensorflow as tf\nclass L(tf.keras.layers.Layer):\n    {call}"
+    _, left = ported(source)
+    assert [why in reason for reason in left] == [True] * bool(why)

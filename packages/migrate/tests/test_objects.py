@@ -128,33 +128,6 @@ def test_tensors_are_given_to_operations_as_they_are() -> None:
 
 
 @pytest.mark.parametrize(
-    "body",
-    [
-        "def f(v): return tf.zeros_like(v)\nx = given(f)(w)",
-        "def f(vs): return [tf.zeros_like(v) for v in vs][0]\nx = given(f)([w])",
-        "def f(vs):\n    for i, v in enumerate(vs): return tf.ones_like(v)\n"
-        "x = given(f)([w])",
-        "def f(vs): return [tf.zeros_like(v) for v in vs][0]\n"
-        "def g(m): return f(m.weights)\n"
-        "x = given(g)(tf.keras.Sequential([tf.keras.Input((1,)), "
-        "tf.keras.layers.Dense(1)]))",
-        "x = given(lambda v: tf.where(True, v, v))(w)",
-        "class C:\n    def __init__(self, v): self.v = v\n"
-        "    def f(self): return tf.stack(self.v)\nx = given(C)(w).f()",
-    ],
-)
-def test_parameters_may_be_variables(body: str) -> None:
-    text, left = ported(
-        "import tensorflow as tf\n"
-        "def given(f): return f\n"
-        f"w = tf.Variable(tf.ones((2, 2)))\n{body}"
-    )
-    assert left == []
-    names = executed(text)
-    assert "Variable" not in type(names["x"]).__name__
-
-
-@pytest.mark.parametrize(
     ("made", "is_noted"),
     [
         ("tf.keras.optimizers.legacy.Adam(lr=0.1)", False),

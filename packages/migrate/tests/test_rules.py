@@ -244,7 +244,6 @@ def test_methods_that_steps_call_on_objects_get_random_state() -> None:
 @pytest.mark.parametrize(
     ("before", "reason"),
     [
-        ("x = tf.io.gfile.glob(['a', 'b'])", "its pattern is a list"),
         (
             "s = tf.distribute.get_strategy()\ndef f(): print(tf.executing_eagerly())\n"
             "s.run(f)",

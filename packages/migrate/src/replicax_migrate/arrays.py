@@ -92,16 +92,16 @@ def _where(site: CallSite) -> Expression:
 def _split(site: CallSite) -> Expression:
     """Port `tf.split` to a number of parts, or sizes in sight to positions."""
     sizes = site.script.shown(site.node, 1, "num_or_size_splits")
-    made = by_row(site)
+    call = by_row(site)
     if isinstance(site.ported(1, "num_or_size_splits"), cst.Integer):
-        return made
+        return call
     parts = parts_of(sizes)
     if not parts or any(not isinstance(part, cst.Integer) for part in parts):
         raise site.stays(MESSAGES["split"])
-    *inner, _ = itertools.accumulate(int(site.script.code(each)) for each in parts)
-    found = argument(made.args, 1, "indices_or_sections")
+    *inner, _ = itertools.accumulate(int(site.script.code(size)) for size in parts)
+    positions = argument(call.args, 1, "indices_or_sections")
     value = cst.parse_expression(str(inner))
-    return with_args(made, changed(made.args, found, value))
+    return with_args(call, changed(call.args, positions, value))
 
 
 def _matmul(site: CallSite) -> Expression:
@@ -120,17 +120,17 @@ def _matmul(site: CallSite) -> Expression:
 def _normalized(site: CallSite) -> Expression:
     """Port `tf.nn.batch_normalization`, whose moments may have any shape."""
     names = ["x", "mean", "variance", "offset", "scale", "variance_epsilon", "name"]
-    given = {name: arg.value for name, arg in bound_to(site, names).items()}
-    if not {*names[:6]} <= {*given}:
+    arguments = {name: arg.value for name, arg in bound_to(site, names).items()}
+    if not {*names[:6]} <= {*arguments}:
         raise site.stays("its arguments were not found")
     text = "({x} - {mean}) * keras.ops.rsqrt({variance} + {variance_epsilon})"
-    if not is_name(given["scale"], "None"):
+    if not is_name(arguments["scale"], "None"):
         text += " * {scale}"
-    if not is_name(given["offset"], "None"):
+    if not is_name(arguments["offset"], "None"):
         text = f"({text} + {{offset}})"
     values = {
         name: parenthesized(v) if isinstance(v, cst.BinaryOperation) else v
-        for name, v in given.items()
+        for name, v in arguments.items()
         if f"{{{name}}}" in text
     }
     return site.make(text, **values)
@@ -138,27 +138,27 @@ def _normalized(site: CallSite) -> Expression:
 
 def _random(site: CallSite) -> Expression:
     script, node = site.script, site.node
-    made = by_row(site)
-    dtype = named(made, "dtype")
+    call = by_row(site)
+    dtype = named(call, "dtype")
     if isinstance(dtype, cst.SimpleString) and "int" in dtype.value:
-        made = made.with_changes(func=script.expression("keras.random.randint"))
-        if argument(made.args, 1, "minval") is None:
+        call = call.with_changes(func=script.expression("keras.random.randint"))
+        if argument(call.args, 1, "minval") is None:
             zero = keyword("minval", cst.Integer("0"))
-            made = with_args(made, [*made.args, zero])
+            call = with_args(call, [*call.args, zero])
     if not is_traced(script, node):
-        return made
-    if named(made, "seed") is not None:
+        return call
+    if named(call, "seed") is not None:
         raise Unported(MESSAGES["fixed_seed"])
     if node not in script.plan.generators:
         raise Unported(MESSAGES["random_state"])
     seed = keyword("seed", cst.parse_expression(script.plan.generators[node]))
-    return with_args(made, [*made.args, seed])
+    return with_args(call, [*call.args, seed])
 
 
 def resize(site: CallSite) -> Expression:
     """Port `tf.image.resize` of TensorFlow 2; results are float32 but for nearest."""
-    script, made = site.script, by_row(site)
-    value = named(made, "interpolation") or script.string("bilinear")
+    script, call = site.script, by_row(site)
+    value = named(call, "interpolation") or script.string("bilinear")
     name = script.names.path(value)  # None if the argument is ported already.
     text = str(find_target(name) if name else script.code(value)).strip("\"'")
     if text not in {"bicubic", "bilinear", "lanczos3", "lanczos5", "nearest"}:
@@ -166,16 +166,16 @@ def resize(site: CallSite) -> Expression:
     if script.is_of_version_1(site.node):
         raise Unported(f"tf.{site.path} of TensorFlow 1 stays: it has other pixels")
     on_host = script.runs_on_host(site.node)
-    if text == "bicubic" and not is_name(named(made, "antialias"), "True"):
+    if text == "bicubic" and not is_name(named(call, "antialias"), "True"):
         site.note(f"tf.{site.path}: {MESSAGES['bicubic']}")
     if text != "nearest":
-        first, *rest = made.args
+        first, *rest = call.args
         cast = '{x}.astype("float32")' if on_host else 'keras.ops.cast({x}, "float32")'
         first = first.with_changes(value=site.make(cast, x=first.value))
         is_default = text == "bilinear"
         kept = [a for a in rest if not (is_default and is_named(a, "interpolation"))]
-        made = with_args(made, [first, *kept])
-    return site.make("np.asarray({x})", x=made) if on_host else made
+        call = with_args(call, [first, *kept])
+    return site.make("np.asarray({x})", x=call) if on_host else call
 
 
 DEVICE_RULES: dict[str, Rule] = {

@@ -147,15 +147,17 @@ def _layer(site: CallSite) -> Expression:
         )
     args = site.updated.args
     training = [a for a in args if is_named(a, "training")]
-    made = [a for a in args if a.value is not inputs and a not in training]
+    layer_args = [a for a in args if a.value is not inputs and a not in training]
     if not training and name in {"dropout", "batch_normalization"}:
         training = [keyword("training", cst.Name("False"))]
     training = [a.with_changes(comma=cst.MaybeSentinel.DEFAULT) for a in training]
-    if name == "dropout" and not any(is_named(arg, "rate") for arg in made):
-        made = [*made, keyword("rate", cst.Float("0.5"))]
-    made = [arg for arg in made if not is_named(arg, "fused")]  # It is only faster.
+    if name == "dropout" and not any(is_named(arg, "rate") for arg in layer_args):
+        layer_args = [*layer_args, keyword("rate", cst.Float("0.5"))]
+    layer_args = [
+        arg for arg in layer_args if not is_named(arg, "fused")
+    ]  # It is only faster.
     target = f"keras.layers.{OLD_LAYERS[name]}"
-    layer = cst.Call(site.script.expression(target), without(args, made))
+    layer = cst.Call(site.script.expression(target), without(args, layer_args))
     return cst.Call(layer, [cst.Arg(inputs), *training])
 
 
@@ -167,20 +169,26 @@ def _loss(site: CallSite) -> Expression:
     is_new = any(is_named(arg, "y_true", "y_pred") for arg in site.node.args)
     if find_target(path) and (is_new or not script.is_of_version_1(site.node)):
         return site.with_args(func=f"keras.{path}")
-    every = [*parameters, "scope", "loss_collection", "reduction"]
-    given = bound_to(site, every)
-    if labels not in given or outputs not in given:
+    accepted = [*parameters, "scope", "loss_collection", "reduction"]
+    arguments = bound_to(site, accepted)
+    if labels not in arguments or outputs not in arguments:
         raise Unported(f"tf.{path}: its arguments were not found")
-    names = bound(site.node.args, every)
-    reduction = script.code(names["reduction"].value) if "reduction" in given else ""
+    names = bound(site.node.args, accepted)
+    reduction = (
+        script.code(names["reduction"].value) if "reduction" in arguments else ""
+    )
     if reduction.rpartition(".")[2] not in ("", *NAMES["mean_reductions"]):
         raise site.stays(f"use keras.losses.{target}(reduction=...)")
-    args = [cst.Arg(given[name].value) for name in (labels, outputs)]
-    if weights := given.get("weights"):
+    args = [cst.Arg(arguments[name].value) for name in (labels, outputs)]
+    if weights := arguments.get("weights"):
         if not isinstance(weights.value, cst.Integer | cst.Float):
             raise site.stays(MESSAGES["nonzero_weights"].format(target=target))
         args.append(keyword("sample_weight", weights.value))
-    kept = [keyword(name, given[name].value) for name in options[1:] if name in given]
+    kept = [
+        keyword(name, arguments[name].value)
+        for name in options[1:]
+        if name in arguments
+    ]
     if target.endswith("Crossentropy"):
         kept.insert(0, keyword("from_logits", cst.Name("True")))
     return cst.Call(cst.Call(script.expression(f"keras.losses.{target}"), kept), args)

@@ -14,7 +14,6 @@ from replicax_migrate.rules import CallSite, with_keywords
 from replicax_migrate.script import Expression, Script
 from replicax_migrate.tables import ARGUMENTS, MESSAGES, NAMES, WIDE_METRICS
 from replicax_migrate.tree import (
-    find,
     is_name,
     method_of,
     named,
@@ -22,7 +21,7 @@ from replicax_migrate.tree import (
     value_of,
     walk,
 )
-from replicax_migrate.values import elements, ends_at_cycles, returned_values
+from replicax_migrate.values import elements, returned_values
 
 __all__ = ["compiled", "fitted", "losses_in", "plan_metrics"]
 
@@ -53,19 +52,12 @@ def fitted(site: CallSite) -> Expression:
 
 
 def plan_metrics(script: Script) -> Plan:
-    """Plan to convert labels in metrics and losses of the script, as TF passes them.
-
-    Keras 3 passes losses the labels as floats, too, which are no indices.
-    """
+    """Plan to widen labels in metrics and losses of the script, as TensorFlow does."""
     plan = Plan()
     for call in (c for c in script.calls if method_of(c) == "compile"):
         loss = value_of(call, 1, "loss")
-        for each in losses_in(script, loss):
-            # Keras widens the labels of functions.
-            methods = own_methods(script, each, "call")
-            _plan_labels(script, plan, methods, is_loss=True)
-            functions = _metric_functions(script, each)
-            _plan_labels(script, plan, functions, is_loss=True, widen=False)
+        for part in losses_in(script, loss):  # Keras widens the labels of functions.
+            _plan_labels(script, plan, own_methods(script, part, "call"))
         is_wide = "categorical" in script.code(loss).lower() if loss else False
         for metric in losses_in(script, value_of(call, 2, "metrics")):
             _plan_labels(script, plan, _metric_functions(script, metric))
@@ -87,56 +79,15 @@ def _keeps_labels(script: Script, metric: Expression) -> bool:
 
 
 def _plan_labels(
-    script: Script,
-    plan: Plan,
-    functions: Iterable[cst.FunctionDef],
-    *,
-    is_loss: bool = False,
-    widen: bool = True,
+    script: Script, plan: Plan, functions: Iterable[cst.FunctionDef]
 ) -> None:
-    """Plan to convert the labels that losses or metrics get at their begin."""
+    """Plan to widen the labels that losses or metrics get, in their first line."""
     for function in functions:
         names = [p.name.value for p in function.params.params]
         labels, *rest = names[1:] if names[:1] == ["self"] else names
-        if not rest:
-            continue
-        value = labels
-        if widen and _is_used_plainly(script, function, labels):
+        if rest and _is_used_plainly(script, function, labels):
             wide = f"{labels}[:, None] if {labels}.ndim < {rest[0]}.ndim == 2"
-            value = f"{wide} else {labels}"
-        if is_loss and _has_indices(script, function, labels):
-            dtype = script.string("int32").value
-            value = f"{script.here('keras.ops.cast')}({value}, {dtype})"
-        if value != labels:
-            plan.first_lines[function.body] = f"{labels} = {value}"
-
-
-def _has_indices(script: Script, function: cst.FunctionDef, labels: str) -> bool:
-    """Whether a function takes elements of an array by labels that it does not cast."""
-    calls = [c for c in find(function, cst.Call) if script.called(c)]
-    indices = [
-        call.args[1].value
-        for call in calls
-        if script.called(call) in NAMES["indexing"] and len(call.args) > 1
-    ]
-    return any(_is_uncast(script, index, labels) for index in indices)
-
-
-@ends_at_cycles(False)
-def _is_uncast(script: Script, node: Expression, name: str) -> bool:
-    """Whether a value is made of a parameter, without a `cast`."""
-    if "cast" in script.called(node):
-        return False
-    match node:
-        case cst.Call():
-            inside = [arg.value for arg in node.args]
-        case cst.Subscript():
-            inside = [node.value]
-        case _:
-            inside = script.flow.values(node)
-            if not inside and is_name(node, name):
-                return True
-    return any(_is_uncast(script, each, name) for each in inside)
+            plan.first_lines[function.body] = f"{labels} = {wide} else {labels}"
 
 
 def losses_in(
@@ -147,9 +98,9 @@ def losses_in(
         return []
     node = script.flow.resolved(node) if resolved else node
     inner = elements(script, node)
-    return [part for each in inner for part in losses_in(script, each, resolved)] or [
-        node
-    ]
+    return [
+        part for element in inner for part in losses_in(script, element, resolved)
+    ] or [node]
 
 
 def _metric_functions(script: Script, node: Expression) -> Iterator[cst.FunctionDef]:

@@ -1,6 +1,7 @@
 """Finds the datasets of a script, and groups those that are derived from each other."""
 
 from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -11,11 +12,16 @@ from replicax_migrate.script import Expression, Script
 from replicax_migrate.tables import NAMES, READERS
 from replicax_migrate.tracing import class_of
 from replicax_migrate.tree import attr_of, find, is_name, method_of, object_of, reached
-from replicax_migrate.values import definitions, value_sources, values_returned_by
+from replicax_migrate.values import (
+    definitions,
+    ends_at_cycles,
+    value_sources,
+    values_returned_by,
+)
 
 __all__ = ["Pipelines", "find_pipelines"]
 
-_Chain: TypeAlias = set[cst.CSTNode | Definition]
+_Chain: TypeAlias = AbstractSet[cst.CSTNode | Definition]
 """All that a dataset is made from: expressions, and definitions of unknown origin."""
 
 
@@ -50,7 +56,7 @@ def find_pipelines(script: Script) -> list[Pipelines]:
             if _is_dataset(script, chain) or _looks_like_one(script, call):
                 joined = [group for group in groups if not group.isdisjoint(chain)]
                 groups = [group for group in groups if group not in joined]
-                groups.append(chain.union(*joined))
+                groups.append(frozenset(chain).union(*joined))
     return [_pipelines(script, group) for group in groups]
 
 
@@ -121,22 +127,19 @@ def _is_foreign(script: Script, node: cst.Call) -> bool:
 # What datasets are made from.
 
 
+@ends_at_cycles(frozenset())
 def _chain(script: Script, node: Expression) -> _Chain:
     """All that a dataset is made from, itself included."""
-    chain: _Chain = set()
-    for each in reached([node], lambda each: _inside(script, each)):
-        chain.add(each)
-        chain |= script.flow.reaching(each)
+    chain = set[cst.CSTNode | Definition]()
+    for source in reached([node], lambda inner: _inside(script, inner)):
+        chain.add(source)
+        chain |= script.flow.reaching(source)
     return chain
 
 
 def _inside(script: Script, node: Expression) -> list[Expression]:
     """What a dataset is made from, one step back."""
     match node:
-        case cst.IfExp():
-            return [node.body, node.orelse]
-        case cst.BooleanOperation():
-            return [node.left, node.right]
         case cst.Call() if _is_operator(node):
             return [object_of(node), *_operands(script, node)]
         case cst.Call() if _is_made(script, node):
@@ -154,9 +157,9 @@ def _operands(script: Script, node: cst.Call) -> Iterator[Expression]:
     path = _source_path(script, node) or ""
     if path.endswith(".zip") or method_of(node) == "concatenate":
         for arg in node.args:
-            for each in find(arg.value, cst.Name, cst.Call):
-                if _is_dataset(script, _chain(script, each)):
-                    yield each
+            for operand in find(arg.value, cst.Name, cst.Call):
+                if _is_dataset(script, _chain(script, operand)):
+                    yield operand
 
 
 def _of_methods(script: Script, node: Expression) -> Iterator[Expression]:
@@ -164,7 +167,7 @@ def _of_methods(script: Script, node: Expression) -> Iterator[Expression]:
     is_call = isinstance(node, cst.Call)
     name = method_of(node) if is_call else attr_of(node)
     for function in script.functions(name) if name else ():
-        decorators = [each.decorator for each in function.decorators]
-        is_property = any(is_name(each, "property") for each in decorators)
+        decorators = [decorator.decorator for decorator in function.decorators]
+        is_property = any(is_name(decorator, "property") for decorator in decorators)
         if class_of(script, function) is not None and is_property != is_call:
             yield from values_returned_by(script, function)

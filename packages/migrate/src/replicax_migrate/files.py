@@ -41,10 +41,10 @@ def plan_files(script: Script) -> Plan:
     """Plan suffixes for literals that name only files of models and weights."""
     plan = Plan()
     paths = list(_paths(script))
-    known = {node for path, _ in paths for node in _ends(script, path)}
+    path_nodes = {node for path, _ in paths for node in _ends(script, path)}
     groups = defaultdict[str, list[tuple[cst.SimpleString, tuple[str, ...]]]](list)
     for path, suffixes in paths:
-        if _has_no_other_use(script, path, known):
+        if _has_no_other_use(script, path, path_nodes):
             for literal in _literals(_ends(script, path)):
                 groups[text_of(literal)].append((literal, suffixes))
     literals = {literal for group in groups.values() for literal, _ in group}
@@ -116,11 +116,13 @@ def _literals(nodes: list[Expression]) -> list[cst.SimpleString]:
     return [node for node in nodes if isinstance(node, cst.SimpleString)]
 
 
-def _has_no_other_use(script: Script, path: Expression, known: set[Expression]) -> bool:
+def _has_no_other_use(
+    script: Script, path: Expression, path_nodes: set[Expression]
+) -> bool:
     """Whether the variables that a path ends with are used for known paths alone."""
     reaching = [d for node in _ends(script, path) for d in script.flow.reaching(node)]
     uses = {use for definition in reaching for use in script.flow.uses(definition)}
-    return all(use in known or _is_shown(script, use) for use in uses)
+    return all(use in path_nodes or _is_shown(script, use) for use in uses)
 
 
 def _is_shown(script: Script, use: cst.CSTNode) -> bool:

@@ -83,17 +83,21 @@ class Flow:
         """The uses that a definition reaches."""
         if not self._uses:
             for node in [*self._reaching, *self._outer_uses]:
-                for each in self.reaching(node):
-                    self._uses[each].append(node)
+                for reaching in self.reaching(node):
+                    self._uses[reaching].append(node)
         return self._uses.get(definition, [])
 
     def values(self, node: cst.CSTNode | None) -> list[cst.BaseExpression]:
         """The expressions that a variable may stand for, as far as they are known."""
-        return [value for each in self.reaching(node) for value in each.values]
+        return [
+            value for definition in self.reaching(node) for value in definition.values
+        ]
 
     def value(self, node: cst.CSTNode | None) -> cst.BaseExpression | None:
         """The one expression that a variable stands for; None if there may be more."""
-        match [(each.values, each.index) for each in self.reaching(node)]:
+        match [
+            (definition.values, definition.index) for definition in self.reaching(node)
+        ]:
             case [([value], None)]:
                 return value
         return None
@@ -258,10 +262,10 @@ class Flow:
         index: int | None = None,
     ) -> Definition:
         if node not in self._by_node:
-            made = Definition(node, [] if value is None else [value], index)
-            self._by_node[node] = made
-            self._by_key[key].append(made)
-            self.definitions.append(made)
+            definition = Definition(node, [] if value is None else [value], index)
+            self._by_node[node] = definition
+            self._by_key[key].append(definition)
+            self.definitions.append(definition)
         return self._by_node[node]
 
     def _self_key(self, node: cst.CSTNode) -> _Key | None:
@@ -311,8 +315,8 @@ class Flow:
             name = call.func.value if isinstance(call.func, cst.Name) else ""
             for parameters in self._called.get(name, ()):
                 for param, value in _arguments(parameters, call):
-                    if made := self._by_node.get(param):
-                        made.values.append(value)
+                    if definition := self._by_node.get(param):
+                        definition.values.append(value)
 
 
 def _read_parts(node: cst.CSTNode) -> Sequence[cst.CSTNode]:

@@ -34,8 +34,8 @@ def layers_of(script: Script, sequential: cst.Call) -> list[Expression]:
     """The layers that a `Sequential` is given, and those that are added to it."""
     uses = map(script.method_call, script.uses_of(sequential))
     added = sorted((c for c in uses if method_of(c) == "add" and c), key=script.line)
-    given = value_of(sequential, 0, "layers")
-    listed = elements(script, given) if given is not None else []
+    value = value_of(sequential, 0, "layers")
+    listed = elements(script, value) if value is not None else []
     return [*listed, *(arg.value for call in added for arg in call.args)]
 
 
@@ -46,18 +46,18 @@ def report_functional(script: Script) -> None:
             continue
         names = script.plan.keywords
         named_so = (a.value for a in node.args if names.get(a) == "training")
-        given = named(node, "training") or next(named_so, None)
+        training = named(node, "training") or next(named_so, None)
         inputs = value_of(node, 0, "inputs")
-        if given is None or is_name(given, "None") or inputs is None:
+        if training is None or is_name(training, "None") or inputs is None:
             continue
-        if is_symbolic(script, inputs) and not _is_frozen(script, node, given):
+        if is_symbolic(script, inputs) and not _is_frozen(script, node, training):
             script.leave(node, MESSAGES["overruled"])
 
 
 def is_symbolic(script: Script, node: Expression) -> bool:
     """Whether an expression is made from a `keras.Input`, or from a model's output."""
-    sources = reached([node], lambda each: _sources(script, each))
-    return any(_is_input(script, each) for each in sources)
+    sources = reached([node], lambda source: _sources(script, source))
+    return any(_is_input(script, source) for source in sources)
 
 
 def _is_input(script: Script, node: Expression) -> bool:
@@ -81,17 +81,17 @@ def _is_frozen(script: Script, node: cst.Call, value: Expression) -> bool:
 
     Frozen batch normalization uses its moving statistics, and there is no dropout.
     """
-    made = script.flow.value(node.func)
-    path, _, name = script.called(made).rpartition(".")
-    if not isinstance(made, cst.Call) or not path.startswith("keras.applications"):
+    model = script.flow.value(node.func)
+    path, _, name = script.called(model).rpartition(".")
+    if not isinstance(model, cst.Call) or not path.startswith("keras.applications"):
         return False
     frozen = f"{script.code(node.func)}.trainable"
     assigned = [
-        each.value
-        for each in script.nodes(cst.Assign)
-        if script.code(each.targets[0].target) == frozen
+        assign.value
+        for assign in script.nodes(cst.Assign)
+        if script.code(assign.targets[0].target) == frozen
     ]
-    is_still = bool(assigned) and all(is_name(each, "False") for each in assigned)
+    is_still = bool(assigned) and all(is_name(assign, "False") for assign in assigned)
     is_plain = name.startswith(NAMES["without_dropout"]) and "MobileNetV3" not in name
-    has_no_top = is_name(named(made, "include_top"), "False")
+    has_no_top = is_name(named(model, "include_top"), "False")
     return is_still and is_plain and has_no_top and is_name(value, "False")

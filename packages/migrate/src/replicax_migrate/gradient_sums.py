@@ -74,10 +74,10 @@ def plan_gradient_sums(script: Script) -> Plan:
         if method_of(call) == "minimize" and named(call, "tape") is not None:
             _plan_loss(script, plan, call, "loss")
         elif method_of(call) == "apply_gradients" and call.args:
-            found = _gradients(script, call.args[0].value)
-            if not found:
+            gradients = _gradients(script, call.args[0].value)
+            if not gradients:
                 script.leave(call, MESSAGES["summed_gradients"])
-            for gradient, is_changed in found.items():
+            for gradient, is_changed in gradients.items():
                 _plan_loss(
                     script, plan, gradient, "target", call if is_changed else None
                 )
@@ -87,8 +87,8 @@ def plan_gradient_sums(script: Script) -> Plan:
 def _may_have_replicas(script: Script) -> bool:
     """Whether a scope is of a strategy that may have several replicas."""
     for block in scopes(script):
-        made = origins(script, strategy_of(script, block))
-        paths = {script.called(c) if isinstance(c, cst.Call) else "" for c in made}
+        makers = origins(script, strategy_of(script, block))
+        paths = {script.called(c) if isinstance(c, cst.Call) else "" for c in makers}
         if not paths.issubset(NAMES["strategies_of_one_replica"]):
             return True
     return False
@@ -133,23 +133,23 @@ def _multiplied(script: Script, updated: cst.Arg) -> cst.Arg:
 
 
 def _gradients(script: Script, node: Expression) -> dict[cst.Call, bool]:
-    """The calls of `tape.gradient` that an expression has the results of.
+    """The calls of `tape.gradient` whose results an expression has.
 
     Returns:
-        Whether its result is changed on the way, such as clipped, for each call.
+        By call, whether its result is changed on the way, such as clipped.
     """
 
     def sources(step: tuple[Expression, bool]) -> Iterator[tuple[Expression, bool]]:
-        each, is_changed = step
-        if method_of(each) != "gradient":
-            inside, changes = _sources(script, each)
+        source, is_changed = step
+        if method_of(source) != "gradient":
+            inside, changes = _sources(script, source)
             yield from ((x, is_changed or changes) for x in inside)
 
-    found: dict[cst.Call, bool] = {}
-    for each, is_changed in reached([(node, False)], sources):
-        if isinstance(each, cst.Call) and method_of(each) == "gradient":
-            found[each] = is_changed or found.get(each, False)
-    return found
+    calls: dict[cst.Call, bool] = {}
+    for source, is_changed in reached([(node, False)], sources):
+        if isinstance(source, cst.Call) and method_of(source) == "gradient":
+            calls[source] = is_changed or calls.get(source, False)
+    return calls
 
 
 def _sources(script: Script, node: Expression) -> tuple[list[Expression], bool]:
@@ -163,8 +163,8 @@ def _sources(script: Script, node: Expression) -> tuple[list[Expression], bool]:
     if isinstance(node, cst.ListComp | cst.GeneratorExp):
         first = (parts_of(node.elt) or [node.elt])[0]
         return [*find(first, cst.Name)], not isinstance(first, cst.Name)
-    if (each := iterated_container(script, node)) is not None:
-        return [each[0]], False
+    if (container := iterated_container(script, node)) is not None:
+        return [container[0]], False
     if isinstance(node, cst.BinaryOperation):
         return [node.left, node.right], True
     values = [v for d in definitions(script, node) for v in d.values]
@@ -184,8 +184,8 @@ def _terms(script: Script, node: Expression) -> _Terms:
     if attr_of(node) == "losses":
         return _OWN
     if isinstance(node, cst.Name | cst.Attribute):
-        made = definitions(script, node)
-        return _NONE.union(*(_terms_of_definition(script, each) for each in made))
+        terms = [_terms_of_definition(script, d) for d in definitions(script, node)]
+        return _NONE.union(*terms)
     return _all(script, *operands(node), *parts_of(node))
 
 
@@ -193,20 +193,20 @@ def _all(script: Script, *nodes: Expression) -> _Terms:
     return _NONE.union(*(_terms(script, node) for node in nodes))
 
 
-def _terms_of_definition(script: Script, made: Definition) -> _Terms:
-    parent, index = script.parent(made.node), made.index
+def _terms_of_definition(script: Script, definition: Definition) -> _Terms:
+    parent, index = script.parent(definition.node), definition.index
     if isinstance(parent, cst.AugAssign):
         return _all(script, parent.target, parent.value)
-    if isinstance(parent, cst.Param) and not made.values:
+    if isinstance(parent, cst.Param) and not definition.values:
         return _UNKNOWN if "loss" in parent.name.value else _NONE
-    calls = [value for value in made.values if isinstance(value, cst.Call)]
+    calls = [value for value in definition.values if isinstance(value, cst.Call)]
     if index is None or not calls:
-        return _all(script, *made.values)
+        return _all(script, *definition.values)
     # One element of what a function returns.
     results = [parts_of(x) for call in calls for x in returned_values(script, call)]
-    if not results or any(len(each) <= index for each in results):
+    if not results or any(len(parts) <= index for parts in results):
         return _UNKNOWN
-    return _all(script, *(each[index] for each in results))
+    return _all(script, *(parts[index] for parts in results))
 
 
 def _terms_of_call(script: Script, node: cst.Call) -> _Terms:
@@ -227,7 +227,7 @@ def _terms_of_call(script: Script, node: cst.Call) -> _Terms:
     if kind_of(script, node.func) in {"layer", "model"}:
         return _OWN
     functions = _given(script, node.func) or [node.func]
-    return _NONE.union(*(_terms_of_result(script, each) for each in functions))
+    return _NONE.union(*(_terms_of_result(script, function) for function in functions))
 
 
 def _terms_of_result(script: Script, function: Expression) -> _Terms:
@@ -239,8 +239,8 @@ def _terms_of_result(script: Script, function: Expression) -> _Terms:
         return _all(script, *results)
     if script.names.path(function):
         return _OWN
-    made = [_terms_of_loss(script, each) for each in origins(script, function)]
-    return _NONE.union(*made) or _UNKNOWN
+    terms = [_terms_of_loss(script, loss) for loss in origins(script, function)]
+    return _NONE.union(*terms) or _UNKNOWN
 
 
 def _results(script: Script, name: str) -> list[Expression]:
@@ -249,39 +249,44 @@ def _results(script: Script, name: str) -> list[Expression]:
 
 
 def _given(script: Script, node: Expression) -> list[Expression]:
-    """What callers pass for the parameter of a method that an expression stands for.
+    """What callers pass for the parameter from which an expression comes.
 
     An example is `self.loss_fn`, which `compile(self, loss_fn)` of a model sets.
     """
     values = [v for d in definitions(script, node) for v in d.values]
-    found: list[Expression] = []
-    for made in (d for each in [node, *values] for d in definitions(script, each)):
-        param, function = script.parent(made.node), script.function_of(made.node)
-        if not isinstance(param, cst.Param) or function is None or made.values:
+    passed: list[Expression] = []
+    for definition in (
+        d for expression in [node, *values] for d in definitions(script, expression)
+    ):
+        param, function = (
+            script.parent(definition.node),
+            script.function_of(definition.node),
+        )
+        if not isinstance(param, cst.Param) or function is None or definition.values:
             continue
         names = [p.name.value for p in function.params.params]
         name = param.name.value
         position = names.index(name) - 1 if name in names else len(names)
         calls = (c for c in script.calls if method_of(c) == function.name.value)
-        given = [value_of(call, position, name) for call in calls]
-        found += [value for value in given if value is not None]
-    return found
+        arguments = [value_of(call, position, name) for call in calls]
+        passed += [value for value in arguments if value is not None]
+    return passed
 
 
-def _terms_of_loss(script: Script, made: Origin) -> _Terms:
+def _terms_of_loss(script: Script, loss: Origin) -> _Terms:
     """The terms of what a loss of Keras returns, by the call that makes the loss."""
-    target = find_target(script.called(made)) if isinstance(made, cst.Call) else None
-    if not isinstance(made, cst.Call) or not (target or "").startswith("keras.losses."):
+    target = find_target(script.called(loss)) if isinstance(loss, cst.Call) else None
+    if not isinstance(loss, cst.Call) or not (target or "").startswith("keras.losses."):
         return _UNKNOWN
-    return _OWN if _has_no_reduction(script, made) else _SCALED
+    return _OWN if _has_no_reduction(script, loss) else _SCALED
 
 
-def _has_no_reduction(script: Script, made: Expression) -> bool:
+def _has_no_reduction(script: Script, loss: Expression) -> bool:
     """Whether a call makes a loss that gives one value for each example."""
-    if not isinstance(made, cst.Call):
+    if not isinstance(loss, cst.Call):
         return False
-    reduction = named(made, "reduction")
-    for owner in script.classes(last_name(made.func)) if reduction is None else ():
+    reduction = named(loss, "reduction")
+    for owner in script.classes(last_name(loss.func)) if reduction is None else ():
         init = methods_of(owner).get("__init__")
         params = init.params.params if init is not None else ()
         defaults = (p.default for p in params if p.name.value == "reduction")

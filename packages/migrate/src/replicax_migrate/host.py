@@ -67,7 +67,7 @@ def host_functions_of(script: Script, node: Expression) -> set[cst.CSTNode]:
 def partial_of(script: Script, node: Expression) -> Expression | None:
     """The function in `functools.partial(function, x=1)`; None for other expressions.
 
-    Arguments by position are not seen through.
+    A partial with positional arguments is another expression.
     """
     if not isinstance(node, cst.Call) or not node.args:
         return None
@@ -145,7 +145,7 @@ def plan_in_place(script: Script, plan: Plan, function: cst.CSTNode) -> None:
 def example_function(
     script: Script, node: Expression, updated: Expression, generator: str | None = None
 ) -> Expression | None:
-    """Port the function of `map` to one of a whole example; None if it is not in sight.
+    """Port the function of `map` to one of a whole example; None if it is unknown.
 
     `tf.data` passes the parts of a tuple as arguments, Grain passes the tuple.
 
@@ -160,9 +160,11 @@ def example_function(
         return _lambda_of_example(updated, others)
     called = partial_of(script, node) or node
     is_method = isinstance(called, cst.Attribute)
-    given = {keyword_of(a) for a in node.args} if isinstance(node, cst.Call) else set()
+    keywords = (
+        {keyword_of(a) for a in node.args} if isinstance(node, cst.Call) else set()
+    )
     functions = script.functions(last_name(called))
-    numbers = {_num_parameters(f, is_method, given) for f in functions}
+    numbers = {_num_parameters(f, is_method, keywords) for f in functions}
     if numbers == {1}:
         return updated
     if len(numbers) != 1 or 0 in numbers:
@@ -176,11 +178,13 @@ def _has_star(function: cst.FunctionDef | cst.Lambda) -> bool:
     return function.params.star_arg is not cst.MaybeSentinel.DEFAULT
 
 
-def _num_parameters(function: cst.FunctionDef, is_method: bool, given: set[str]) -> int:
+def _num_parameters(
+    function: cst.FunctionDef, is_method: bool, keywords: set[str]
+) -> int:
     params = function.params.params
     if _has_star(function) and not params:
         return 2  # `*example` takes a tuple's elements one by one.
-    required = [p for p in params if p.default is None and p.name.value not in given]
+    required = [p for p in params if p.default is None and p.name.value not in keywords]
     return len(required) - int(is_method)
 
 
@@ -309,37 +313,37 @@ _USUAL["num_oov_indices"] = {"0", "1"}
 def plan_lookups(script: Script) -> Plan:
     """Plan the port of `StringLookup` layers that only functions of pipelines call."""
     plan = Plan()
-    for made in script.calls:
-        if script.called(made) in NAMES["lookups"]:
+    for call in script.calls:
+        if script.called(call) in NAMES["lookups"]:
             try:
-                _plan_lookup(script, plan, made)
+                _plan_lookup(script, plan, call)
             except Unported:
                 continue  # The layer's name is reported.
     return plan
 
 
-def _plan_lookup(script: Script, plan: Plan, made: cst.Call) -> None:
-    """Plan the port of a layer to a dictionary, where words and uses are in sight."""
-    given = bound(made.args, _PARAMETERS)
-    words = given.pop("vocabulary", None)
+def _plan_lookup(script: Script, plan: Plan, layer: cst.Call) -> None:
+    """Plan the port of a layer to a dictionary, if its words and uses are shown."""
+    arguments = bound(layer.args, _PARAMETERS)
+    words = arguments.pop("vocabulary", None)
     if words is None or not _is_list(script, words.value):
         raise Unported("its words are not in sight")
-    texts = {name: script.code(arg.value) for name, arg in given.items()}
+    texts = {name: script.code(arg.value) for name, arg in arguments.items()}
     if any(text not in _USUAL.get(name, ()) for name, text in texts.items()):
         raise Unported("it has other indices")
     first = texts.get("num_oov_indices", "1")  # The index 0 is that of other words.
-    is_named = isinstance(script.target_of(made), cst.Name)
-    uses = script.uses_of(made) if is_named else []
+    is_named = isinstance(script.target_of(layer), cst.Name)
+    uses = script.uses_of(layer) if is_named else []
     calls = [_lookup_call(script, use) for use in uses]
-    if not calls or any(script.flow.value(call.func) is not made for call in calls):
+    if not calls or any(script.flow.value(call.func) is not layer for call in calls):
         raise Unported("its uses are not in sight")
     for call in calls:
         _plan_lookup_call(
             script, plan, call, "[word]" if first == "0" else ".get(word, 0)"
         )
-    plan.kept.add(made.func)
+    plan.kept.add(layer.func)
     start = "" if first == "0" else ", 1"
-    plan.replacements[made] = lambda updated: script.template(
+    plan.replacements[layer] = lambda updated: script.template(
         f"{{word: index for index, word in enumerate({{words}}{start})}}",
         words=bound(updated.args, _PARAMETERS)["vocabulary"].value,
     )
@@ -352,7 +356,7 @@ def _is_list(script: Script, node: Expression) -> bool:
 
 
 def _lookup_call(script: Script, use: cst.CSTNode) -> cst.Call:
-    """The call of a layer at a use: in a pipeline's function, or of words in sight."""
+    """The call of a layer at a use: in a pipeline's function, or of shown words."""
     call = script.call_of(use)
     if call is None or len(call.args) != 1:
         raise Unported("it is not called with words alone")
@@ -394,18 +398,18 @@ def _cast(site: CallSite) -> Expression:
 
 def _constant(site: CallSite) -> Expression:
     value = site.required(0, "value")
-    made = by_row(site, HOST_OPERATORS)
+    call = by_row(site, HOST_OPERATORS)
     kinds = {type(part) for part in find(value, cst.Float, cst.Integer)}
-    if len(made.args) > 1 or not kinds:
-        return made
+    if len(call.args) > 1 or not kinds:
+        return call
     # TensorFlow's dtypes of Python's numbers.
     dtype = site.script.string("float32" if cst.Float in kinds else "int32")
-    return made.with_changes(args=[cst.Arg(value), cst.Arg(dtype)])
+    return call.with_changes(args=[cst.Arg(value), cst.Arg(dtype)])
 
 
 def _random_image(site: CallSite) -> Expression:
-    made = by_row(site, HOST_OPERATORS)
-    return with_args(made, [*made.args, keyword("rng", _generator(site))])
+    call = by_row(site, HOST_OPERATORS)
+    return with_args(call, [*call.args, keyword("rng", _generator(site))])
 
 
 def _generator(site: CallSite) -> cst.Name:
@@ -421,30 +425,30 @@ def _drawn(site: CallSite) -> Expression:
     is_uniform = "uniform" in site.path
     names = _OF_UNIFORM if is_uniform else _OF_NORMAL
     arguments = bound(site.updated.args, names).items()
-    given = {k: a.value for k, a in arguments if not is_name(a.value, "None")}
+    values = {k: a.value for k, a in arguments if not is_name(a.value, "None")}
     method = "uniform" if is_uniform else "normal"
     required = ["shape"]
     if is_uniform and _draws_integers(site):
         method, required = "integers", ["shape", "maxval"]
-    if missing := [name for name in required if name not in given]:
+    if missing := [name for name in required if name not in values]:
         raise Unported(f"tf.{site.path}: its argument {missing[0]!r} was not found")
     return site.make(
         f"{{rng}}.{method}({{a}}, {{b}}, {{shape}}).astype({{dtype}})",
         rng=_generator(site),
-        a=given.get(names[1], cst.Integer("0")),
-        b=given.get(names[2], cst.Integer("1")),
-        shape=given["shape"],
-        dtype=given.get("dtype", site.script.string("float32")),
+        a=values.get(names[1], cst.Integer("0")),
+        b=values.get(names[2], cst.Integer("1")),
+        shape=values["shape"],
+        dtype=values.get("dtype", site.script.string("float32")),
     )
 
 
 def _draws_integers(site: CallSite) -> bool:
-    """Whether `tf.random.uniform` draws integers; refuses a dtype out of sight."""
+    """Whether `tf.random.uniform` draws integers; refuses an unknown dtype."""
     script = site.script
-    given = bound(site.node.args, _OF_UNIFORM).get("dtype")
-    if given is None or is_name(given.value, "None"):
+    dtype_argument = bound(site.node.args, _OF_UNIFORM).get("dtype")
+    if dtype_argument is None or is_name(dtype_argument.value, "None"):
         return False
-    value = script.flow.resolved(given.value)
+    value = script.flow.resolved(dtype_argument.value)
     name = script.names.path(value) or script.names.imported(value) or ""
     dtype = text_of(value) or name.rpartition(".")[2]  # Of `tf.int32`, `np.int32`.
     if dtype not in NAMES["dtypes"]:

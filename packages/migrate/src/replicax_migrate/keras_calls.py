@@ -83,7 +83,7 @@ def problems(script: Script, node: cst.Call, path: str) -> Iterator[str]:
         if path == layer and argument(node.args, position, parameter) is None:
             yield f"{parameter} has another default in Keras 2: write {parameter}="
     if _is_stateful(node) and any(
-        method_of(each) in NAMES["methods_with_steps"] for each in script.calls
+        method_of(call) in NAMES["methods_with_steps"] for call in script.calls
     ):
         yield MESSAGES["forgotten_states"]
     yield from _old_defaults(script, node, path)

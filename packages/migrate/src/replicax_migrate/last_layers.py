@@ -1,7 +1,7 @@
-"""Finds the activations that end models, and takes them out.
+"""Finds the activations that end models, and removes them.
 
-What ends a model is followed from its outputs, the last layer of a `Sequential`, or
-what the `call` of a class returns: through variables, attributes, conditional
+The search starts at the outputs of a model, the last layer of a `Sequential`, or what
+the `call` of a class returns. It follows variables, attributes, conditional
 expressions, functions of the script, and models that are layers.
 """
 
@@ -88,9 +88,13 @@ class Endings:
             case cst.List(elements=[cst.Element(value=only)]) if not is_layer:
                 self._follow(only, is_layer=False)
             case cst.Name() | cst.Attribute():
-                found = definitions(self._script, node)
-                values = [value for each in found for value in each.values]
-                is_unpacked = any(each.index is not None for each in found)
+                reaching = definitions(self._script, node)
+                values = [
+                    value for definition in reaching for value in definition.values
+                ]
+                is_unpacked = any(
+                    definition.index is not None for definition in reaching
+                )
                 if is_unpacked or is_parameter(self._script, node):
                     raise Unported("not in sight")
                 self._follow_all(values, is_layer)
@@ -98,11 +102,11 @@ class Endings:
                 raise Unported("not in sight")
 
     def _follow_all(self, nodes: Iterable[Expression], is_layer: bool) -> None:
-        nodes = [each for each in nodes if each not in self.seen]
+        nodes = [node for node in nodes if node not in self.seen]
         if not nodes:
             raise Unported("not in sight")
-        for each in nodes:
-            self._follow(each, is_layer=is_layer)
+        for node in nodes:
+            self._follow(node, is_layer=is_layer)
 
     def _follow_call(self, node: cst.Call, is_layer: bool) -> None:
         values = list(returned_values(self._script, node))
@@ -128,12 +132,14 @@ class Endings:
         elif isinstance(function, cst.Lambda):
             self._follow(function.body, is_layer=False)
         elif classes:
-            methods = [m for each in classes for m in own_methods(script, each, "call")]
+            methods = [
+                m for owner in classes for m in own_methods(script, owner, "call")
+            ]
             self.classes.update(with_bases(script, *classes))
-            found = (
+            values = (
                 v for method in methods[:1] for v in values_returned_by(script, method)
             )
-            self._follow_all(found if len(methods) == 1 else (), False)
+            self._follow_all(values if len(methods) == 1 else (), False)
         else:
             self.calls[node] = None
 
@@ -150,8 +156,8 @@ def name_in(script: Script, node: cst.CSTNode, module: str) -> str:
     path = script.names.path(node) or ""
     if isinstance(node, cst.Name) and not path:
         path = script.names.alias(node) or ""
-    found, _, name = (find_target(path) or "").rpartition(".")
-    return name if found == f"keras.{module}" else ""
+    home, _, name = (find_target(path) or "").rpartition(".")
+    return name if home == f"keras.{module}" else ""
 
 
 def units_of(script: Script, layer: cst.Call) -> str:
@@ -164,10 +170,10 @@ def units_of(script: Script, layer: cst.Call) -> str:
 def require_no_other_uses(script: Script, models: Iterable[Endings]) -> None:
     """Raise `Unported` if what leads to the ends of models leads elsewhere, too."""
     models = list(models)
-    seen = {node for each in models for node in each.seen}
-    passed = seen - {each.model for each in models}
+    seen = {node for ending in models for node in ending.seen}
+    passed = seen - {ending.model for ending in models}
     uses = {use for node in passed for use in script.uses_of(node)}
-    owners = {owner for each in models for owner in each.classes}
+    owners = {owner for ending in models for owner in ending.classes}
     owners |= {f for node in passed if (f := _returning(script, node)) is not None}
     names = {owner.name.value for owner in owners} - {"call"}
     uses |= {call for call in script.calls if last_name(call.func) in names}
@@ -217,15 +223,15 @@ def take_activation(script: Script, plan: Plan, call: cst.Call) -> None:
     name = name_in(script, call.func, "layers")
     parent = script.parent(call)
     around = script.parent(parent) if parent is not None else None
-    given = argument(call.args, _LAYERS.get(name, 0), _argument(name))
+    activation = argument(call.args, _LAYERS.get(name, 0), _argument(name))
     if not name:
         plan.replacements[call] = _first_value
     elif name not in {"Activation", "Lambda", "Softmax"}:
-        if given is not None:
-            plan.kept.add(given)
-            plan.dropped.add(given)
-    elif name == "Activation" and given is not None and len(call.args) > 1:
-        plan.replacements[given.value] = lambda updated: script.string("linear")
+        if activation is not None:
+            plan.kept.add(activation)
+            plan.dropped.add(activation)
+    elif name == "Activation" and activation is not None and len(call.args) > 1:
+        plan.replacements[activation.value] = lambda updated: script.string("linear")
     elif isinstance(around, cst.List | cst.Tuple) and not any(
         is_named(arg, *_KEPT) for arg in call.args
     ):
@@ -244,10 +250,10 @@ def _first_value(updated: cst.Call) -> Expression:
 
 def _linear(script: Script, updated: cst.Call) -> Expression:
     """The layer that does nothing, with the name and dtype of another one."""
-    made = script.template('keras.layers.Activation("linear")')
-    assert isinstance(made, cst.Call)
+    layer = script.template('keras.layers.Activation("linear")')
+    assert isinstance(layer, cst.Call)
     kept = (arg for arg in updated.args if is_named(arg, *_KEPT))
-    return with_args(made, [*made.args, *kept])
+    return with_args(layer, [*layer.args, *kept])
 
 
 def _without_last(updated: cst.List) -> cst.List:

@@ -9,13 +9,14 @@ from collections.abc import Sequence
 
 import libcst as cst
 
-from replicax_migrate.kinds import kind_of, makers, own_methods
+from replicax_migrate.kinds import is_class_of, kind_of, makers, own_methods
 from replicax_migrate.plan import Plan
 from replicax_migrate.script import Expression, Script
-from replicax_migrate.tables import CALL_ORDERS, NAMES
-from replicax_migrate.tree import is_name, last_name
+from replicax_migrate.tables import CALL_ORDERS, MESSAGES, NAMES
+from replicax_migrate.tracing import calls_in, class_of
+from replicax_migrate.tree import attr_of, is_name, last_name, method_of, object_of
 
-__all__ = ["plan_layer_calls"]
+__all__ = ["plan_layer_calls", "report_layers"]
 
 
 def plan_layer_calls(script: Script) -> Plan:
@@ -49,3 +50,24 @@ def _is_flag(value: Expression) -> bool:
     """Whether an argument is a flag such as `training`, and no tensor."""
     is_text = last_name(value).lstrip("_") in NAMES["flags"]
     return is_text or is_name(value, "True", "False")
+
+
+def report_layers(script: Script) -> None:
+    """Report layers of the script that would train to other numbers in silence."""
+    functions = [
+        function
+        for function in script.functions("call")
+        if is_class_of(script, class_of(script, function), ("layer", "model"))
+    ]
+    for function in functions:
+        names = [p.name.value for p in function.params.params[1:]]
+        tensors = [name for name in names if name not in {*NAMES["flags"], "mask"}]
+        if "mask" in names and len(tensors) > 1:
+            mask = f"{tensors[0]}_mask"
+            if mask not in names:
+                script.leave(function.name, MESSAGES["first_mask"].format(mask=mask))
+    for call in calls_in(script, functions):
+        weight = script.flow.resolved(object_of(call))
+        is_assigned = method_of(call) in NAMES["assign_methods"]
+        if is_assigned and attr_of(weight) in NAMES["trained_attributes"]:
+            script.leave(call, MESSAGES["assigned_weight"])

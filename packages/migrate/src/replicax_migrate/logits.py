@@ -1,11 +1,11 @@
 """Ports cross-entropies of probabilities to those of logits, which TensorFlow recovers.
 
-TensorFlow's cross-entropies see that probabilities come from a softmax or a sigmoid,
-and take what went into it. Keras on JAX clips the probabilities, whose gradients vanish
-where inputs are not scaled. So the last activation goes, the loss gets
-`from_logits=True`, and predictions get the activation. Where not all of that is in
-sight, a note says so. TensorFlow does the same where a loss has `from_logits=True` and
-gets probabilities.
+TensorFlow's cross-entropies find the softmax or sigmoid that made the probabilities,
+and compute the loss from its inputs, the logits, even where `from_logits=True` is set.
+Keras on JAX clips the probabilities, and their gradients vanish where inputs are not
+scaled. So the port removes the last activation, sets `from_logits=True`, and applies
+the activation to predictions. Where the script does not show all of them, it gets a
+note.
 """
 
 from collections.abc import Iterator
@@ -97,7 +97,7 @@ def _is_of_logits(script: Script, loss: Expression) -> bool:
 
 
 def _loss_name(script: Script, value: Expression) -> str:
-    """The name of a cross-entropy that is no call, as `compile` takes it; else `""`."""
+    """The name of a cross-entropy in `compile` that is no call; else `""`."""
     name = text_of(value) or name_in(script, value, "losses")
     is_known = name in _CLASSES or (text_of(value) and name in _FROM_LOGITS)
     return name if is_known else ""
@@ -114,12 +114,14 @@ class _Port:
         self._script = script
         self.kind = kind
         self._losses = losses
-        made = (call for call in script.calls if is_model(script, call))
-        found = [Endings(script, call) for call in made]
-        found = [each for each in found if each.kinds() == {kind}]
-        self._inner = {node for each in found for node in each.seen - {each.model}}
-        outer = [each for each in found if each.model not in self._inner]
-        predicting = {each.model for each in outer if self._predicts_only(each)}
+        models = (call for call in script.calls if is_model(script, call))
+        endings = [Endings(script, call) for call in models]
+        endings = [ending for ending in endings if ending.kinds() == {kind}]
+        self._inner = {
+            node for ending in endings for node in ending.seen - {ending.model}
+        }
+        outer = [ending for ending in endings if ending.model not in self._inner]
+        predicting = {ending.model for ending in outer if self._predicts_only(ending)}
         self._inner |= predicting
         self.models = {e.model: e for e in outer if e.model not in predicting}
 
@@ -157,21 +159,21 @@ class _Port:
             return bool(self.models)
         script = self._script
 
-        def inside(each: Expression) -> list[Expression]:
-            held = [object_of(each)] if isinstance(each, cst.Call) else []
-            return [*value_sources(script, each), *held]
+        def inside(value: Expression) -> list[Expression]:
+            owner = [object_of(value)] if isinstance(value, cst.Call) else []
+            return [*value_sources(script, value), *owner]
 
         uses = (loss, *script.uses_of(loss))
         calls = [script.call_of(use) or script.call_with(use) for use in uses]
         values = [arg.value for c in calls if c is not None for arg in c.args[1:]]
-        found = reached([*filter(None, calls), *values], inside)
-        return not self.models.keys().isdisjoint(found)
+        reached_values = reached([*filter(None, calls), *values], inside)
+        return not self.models.keys().isdisjoint(reached_values)
 
     def _uses(self) -> Iterator[Expression]:
         for node in self._script.nodes(cst.Name, cst.Attribute):
-            found = _origins(self._script, node)
-            if found & self.models.keys():
-                if found - self.models.keys():
+            models = _origins(self._script, node)
+            if models & self.models.keys():
+                if models - self.models.keys():
                     raise Unported("one of several models")
                 yield node
             elif is_name(node, "self") and self._is_own(node):
@@ -198,22 +200,22 @@ class _Port:
 
     def _is_own(self, node: cst.CSTNode) -> bool:
         """Whether `self` is one of the models, and is called."""
-        owners = {each for model in self.models.values() for each in model.classes}
+        owners = {owner for model in self.models.values() for owner in model.classes}
         is_called = self._script.call_of(node) is not None
         return is_called and self._script.class_around(node) in owners
 
     def _ends(self) -> dict[cst.Call, None]:
-        return {last: None for each in self.models.values() for last in each.calls}
+        return {last: None for model in self.models.values() for last in model.calls}
 
     def _metrics(self, call: cst.Call) -> Iterator[tuple[cst.CSTNode, Expression]]:
         """The metrics of a `compile` call that change, each with its replacement."""
-        given = value_of(call, 3, "metrics") or value_of(call, 9, "metrics")
-        if given is not None and not isinstance(given, cst.List):
+        metrics = value_of(call, 3, "metrics") or value_of(call, 9, "metrics")
+        if metrics is not None and not isinstance(metrics, cst.List):
             raise Unported("metrics are not a list")
         units = {units_of(self._script, last) for last in self._ends()}
         is_binary = any("binary" in name.lower() for name in self._losses.values())
         is_one = units == {"1"} or (is_binary and units == {""})
-        for node in parts_of(given):
+        for node in parts_of(metrics):
             is_accuracy = text_of(node) in {"accuracy", "acc"}
             if self._ranks(node) and not (is_accuracy and is_one):
                 continue
@@ -228,8 +230,10 @@ class _Port:
         script = self._script
         assign = script.parent(call)
         targets = assign.targets if isinstance(assign, cst.Assign) else ()
-        found = [script.flow.defined(target.target) for target in targets]
-        uses = [use for d in found if d is not None for use in script.flow.uses(d)]
+        definitions = [script.flow.defined(target.target) for target in targets]
+        uses = [
+            use for d in definitions if d is not None for use in script.flow.uses(d)
+        ]
         uses = uses or [call]
         is_inner = [self._takes_logits(use) for use in uses]
         if all(is_inner):
@@ -254,7 +258,7 @@ class _Port:
         func = object_of(call) if is_method else call.func
         makers = _origins(self._script, func) or {func}
         return call in self._losses or all(
-            made in self._losses or self._ranks(made) for made in makers
+            maker in self._losses or self._ranks(maker) for maker in makers
         )
 
     def _ranks(self, metric: Expression) -> bool:
@@ -278,8 +282,8 @@ class _Port:
     def _require_own(self, compiled: set[cst.CSTNode]) -> None:
         """Raise `Unported` unless all losses are of these models."""
         script = self._script
-        every = {call for call in script.calls if is_model(script, call)}
-        others = every - self.models.keys() - self._inner
+        models = {call for call in script.calls if is_model(script, call)}
+        others = models - self.models.keys() - self._inner
         for loss in self._losses:
             calls = (p for p in script.parents(loss) if isinstance(p, cst.Call))
             inside = {call for call in calls if _compiled_loss(call) is not None}
@@ -288,30 +292,32 @@ class _Port:
         if not all(self._has_loss(call) for call in script.calls if call in compiled):
             raise Unported("a model with another loss")
         for call in script.calls:
-            given = value_of(call, 1, "y_pred")
-            if given is not None and self._takes_logits(given):
-                self._require_alone(given)
+            prediction = value_of(call, 1, "y_pred")
+            if prediction is not None and self._takes_logits(prediction):
+                self._require_alone(prediction)
 
-    def _require_alone(self, given: Expression) -> None:
+    def _require_alone(self, prediction: Expression) -> None:
         """Raise `Unported` if a parameter that is given to a loss has other uses.
 
         An example is the loss `binary_crossentropy(y_true, y_pred) + dice(...)`.
         """
         script = self._script
-        found = script.flow.reaching(given)
-        made = [d for d in found if isinstance(script.parent(d.node), cst.Param)]
-        uses = [use for each in made for use in script.flow.uses(each)]
+        reaching = script.flow.reaching(prediction)
+        parameters = [
+            d for d in reaching if isinstance(script.parent(d.node), cst.Param)
+        ]
+        uses = [use for parameter in parameters for use in script.flow.uses(parameter)]
         if not all(map(self._takes_logits, uses)):
             raise Unported("the probabilities have other uses")
 
     def _has_loss(self, compiled: cst.Call) -> bool:
         """Whether the loss of a `compile` is, or calls, one of these losses."""
-        given = _compiled_loss(compiled)
-        if given is None:
+        loss = _compiled_loss(compiled)
+        if loss is None:
             return True  # A step of the model's own has the loss.
-        name = dotted(given.func if isinstance(given, cst.Call) else given) or ""
-        places = [given, *self._script.functions(name), *_origins(self._script, given)]
-        return any(each in self._losses for place in places for each in walk(place))
+        name = dotted(loss.func if isinstance(loss, cst.Call) else loss) or ""
+        places = [loss, *self._script.functions(name), *_origins(self._script, loss)]
+        return any(node in self._losses for place in places for node in walk(place))
 
     def _planned(
         self,
@@ -339,8 +345,8 @@ def _plan_loss(script: Script, plan: Plan, loss: Expression, name: str) -> None:
     if not isinstance(loss, cst.Call):
         text = f"keras.losses.{_CLASSES[name]}(from_logits=True)"
         plan.replacements[loss] = lambda updated: script.template(text)
-    elif (given := value_of(loss, _FROM_LOGITS[name], "from_logits")) is not None:
-        plan.replacements[given] = lambda updated: cst.Name("True")
+    elif (flag := value_of(loss, _FROM_LOGITS[name], "from_logits")) is not None:
+        plan.replacements[flag] = lambda updated: cst.Name("True")
     else:
         extra = keyword("from_logits", cst.Name("True"))
         plan.appended[loss] = extra
@@ -349,5 +355,5 @@ def _plan_loss(script: Script, plan: Plan, loss: Expression, name: str) -> None:
 def _origins(script: Script, node: Expression) -> set[Expression]:
     """The expressions that a variable may stand for, followed through functions."""
     # The None of a bare `return` has no parent.
-    found = (each for each in possible_values(script, node) if script.parent(each))
-    return {e for e in found if e is not node and not value_sources(script, e)}
+    values = (each for each in possible_values(script, node) if script.parent(each))
+    return {e for e in values if e is not node and not value_sources(script, e)}

@@ -69,8 +69,8 @@ def _is_shape(script: Script, node: Expression) -> bool:
     """Whether an expression is the shape of a tensor, or that of a layer's inputs."""
     function = script.function_of(node)
     is_given = function is not None and function.name.value in NAMES["with_shapes"]
-    given = [p.name.value for p in function.params.params[1:]] if function else []
-    is_given = is_given and is_name(node, *given)
+    shapes = [p.name.value for p in function.params.params[1:]] if function else []
+    is_given = is_given and is_name(node, *shapes)
     return is_given or attr_of(node) == "shape" or method_of(node) == "get_shape"
 
 

@@ -118,10 +118,10 @@ def _add_weight(site: CallSite) -> Expression:
     kept = [a for a in site.updated.args if not _is_usual(a)]
     site = replace(site, updated=site.with_args(without(site.updated.args, kept)))
     args = site.updated.args
-    given = [a for a in args if a.keyword is None]
+    positional = [a for a in args if a.keyword is None]
     is_old = site.method == "add_variable" or any(is_named(a, "shape") for a in args)
     texts = (cst.SimpleString, cst.FormattedString)
-    if not is_old and not (given and isinstance(given[0].value, texts)):
+    if not is_old and not (positional and isinstance(positional[0].value, texts)):
         return site.updated
     return site.with_names(names).as_method("add_weight")
 
@@ -144,8 +144,8 @@ def _constructor(site: CallSite) -> Expression:
     if len(args) == 1 and is_name(args[0].value, "self"):
         return site.updated.with_changes(args=[])
     around = site.script.class_around(site.node)
-    ours = (each for each in with_bases(site.script, around) if each is not around)
-    if any("__init__" in methods_of(each) for each in ours):
+    ours = (owner for owner in with_bases(site.script, around) if owner is not around)
+    if any("__init__" in methods_of(owner) for owner in ours):
         return site.updated  # It is the method of a class of the script.
     is_layer = around and is_class_of(site.script, around, ("layer", "model"))
     if is_layer and len(args) == 1 and isinstance(args[0].value, cst.SimpleString):

@@ -112,7 +112,7 @@ class Names:
         bound = scope[name]
         if rest and (alias := self.alias(root)):
             return alias + rest
-        if all(each.scope is self._globals for each in bound):
+        if all(assignment.scope is self._globals for assignment in bound):
             if name == "tf" and not bound:
                 self.is_assumed = True
                 return path_in_tensorflow("tensorflow" + rest)
@@ -175,8 +175,8 @@ class Names:
 
     def alias_paths(self, name: str) -> set[str | None]:
         """The paths that a name is an alias of; None for scopes where it is none."""
-        bound = (each for scope in self._all_scopes for each in scope[name])
-        return {self._aliases.get((id(each.scope), name)) for each in bound}
+        bound = (assignment for scope in self._all_scopes for assignment in scope[name])
+        return {self._aliases.get((id(assignment.scope), name)) for assignment in bound}
 
     def _find_aliases(self, module: cst.Module) -> None:
         """Find the names that stand for one path wherever their scope binds them."""
@@ -186,9 +186,11 @@ class Names:
             if path and isinstance(target, cst.Name) and len(node.targets) == 1:
                 paths[self.key(target) or (0, "")][target] = path
         scopes = {id(scope): scope for scope in self._all_scopes}
-        for key, found in paths.items():
+        for key, by_target in paths.items():
             bound = scopes[key[0]][key[1]] if key[0] in scopes else ()
-            is_all = all(getattr(each, "node", None) in found for each in bound)
-            is_one = is_all and len(set(found.values())) == 1
+            is_all = all(
+                getattr(assignment, "node", None) in by_target for assignment in bound
+            )
+            is_one = is_all and len(set(by_target.values())) == 1
             table = self._aliases if is_one else self.rebound
-            table[key] = next(iter(found.values()))
+            table[key] = next(iter(by_target.values()))

@@ -51,7 +51,7 @@ STAYS = "stays a tf.data pipeline, which needs TensorFlow"
 
 
 def plan_pipelines(script: Script) -> Plan:
-    """Plan the port of each pipeline to Grain, or freeze and report it as a whole."""
+    """Plan the port of each pipeline to Grain, or keep and report it as a whole."""
     plan = Plan()
     for call in script.calls:
         if script.called(call) in NEED_TENSORFLOW:  # Such as `standardize=function`.
@@ -65,7 +65,7 @@ def plan_pipelines(script: Script) -> Plan:
         if problem is None:
             _plan(script, plan, group)
         else:
-            _freeze(script, plan, group, *problem)
+            _keep(script, plan, group, *problem)
     return plan
 
 
@@ -113,8 +113,8 @@ def _problems_of_operator(
     if name not in MAPPED or not is_loop:
         yield f"Grain's datasets have no `{name}` like tf.data's"
     before = calls_before(script, call) if name == "shuffle" else ()
-    repeats = (each for each in before if method_of(each) == "repeat")
-    if any(is_endless(script, each) for each in repeats) and (
+    repeats = (operator for operator in before if method_of(operator) == "repeat")
+    if any(is_endless(script, operator) for operator in repeats) and (
         group.is_stream or _repeat_of_examples(script, call) is None
     ):
         yield "Grain cannot shuffle after an endless `repeat()`: swap them"
@@ -132,18 +132,18 @@ def _problems_of_map(
     if example_function(script, function, function) is None:
         text = script.code(function)
         yield f"how many arguments `{text}` takes cannot be seen"
-    found = host_functions_of(script, function)
-    for each in sorted(found, key=script.line):
-        if why := why_not_on_host(script, each):
+    functions = host_functions_of(script, function)
+    for inner in sorted(functions, key=script.line):
+        if why := why_not_on_host(script, inner):
             yield why
-    if why := why_not_random(script, found, maps):
+    if why := why_not_random(script, functions, maps):
         yield why
 
 
 def _repeat_of_examples(script: Script, shuffle: Expression) -> cst.Call | None:
     """The endless `repeat` before a `shuffle`, if the two can be swapped; else None.
 
-    They can where only operators that keep the order, without other uses, are between.
+    They can if all operators between them keep the order and have no other use.
     """
     node, seen = shuffle, set[cst.CSTNode]()
     while isinstance(node, cst.Call) and method_of(node) and node not in seen:
@@ -178,7 +178,7 @@ def _plan(script: Script, plan: Plan, group: Pipelines) -> None:
     rules = {**MAPPED, **STREAM_RULES} if group.is_stream else MAPPED
     plans = {call: rules[method_of(call)] for call in group.operators}
     for call in group.operators:
-        _freeze_dropped(script, plan, call)
+        _keep_dropped(script, plan, call)
         name = method_of(call)
         if name == "map":
             _plan_map(script, plan, call)
@@ -192,49 +192,53 @@ def _plan(script: Script, plan: Plan, group: Pipelines) -> None:
 
 
 def _plan_epochs(script: Script, plan: Plan, group: Pipelines) -> None:
-    """Plan a new order for each time that a loop goes through a shuffled dataset.
+    """Plan `next_epoch` where a loop goes through a shuffled dataset several times.
 
-    Strategies and `fit` give it themselves. Loops that run once have one order anyway.
+    Strategies and `fit` shuffle each epoch anew by themselves.
     """
-    made = {*group.operators, *(node for node, _ in group.sources)}
+    datasets = {*group.operators, *(node for node, _ in group.sources)}
     kept = "reshuffle_each_iteration"
     orders = [
         value_of(c, 2, kept) for c in group.operators if method_of(c) == "shuffle"
     ]
-    if not group.is_stream and all(is_name(each, "False") for each in orders):
+    if not group.is_stream and all(is_name(iterable, "False") for iterable in orders):
         return
     for loop in script.nodes(cst.For, cst.CompFor):
-        each = loop.iter
-        while isinstance(each, cst.Call) and each.args and each not in made:
-            if each.args[0].star or not is_name(each.func, *NAMES["iterating"]):
+        iterable = loop.iter
+        while (
+            isinstance(iterable, cst.Call)
+            and iterable.args
+            and iterable not in datasets
+        ):
+            if iterable.args[0].star or not is_name(iterable.func, *NAMES["iterating"]):
                 break
-            each = each.args[0].value
-        if method_of(each) == "enumerate":
-            each = object_of(each)
-        found = possible_values(script, each)
+            iterable = iterable.args[0].value
+        if method_of(iterable) == "enumerate":
+            iterable = object_of(iterable)
+        values = possible_values(script, iterable)
         is_repeated = script.around(loop, cst.For, cst.While, cst.FunctionDef)
-        if is_repeated is not None and not made.isdisjoint(found):
-            plan.wrapped[each] = "rx.input.next_epoch({x})"
+        if is_repeated is not None and not datasets.isdisjoint(values):
+            plan.wrapped[iterable] = "rx.input.next_epoch({x})"
 
 
 def _plan_map(script: Script, plan: Plan, call: cst.Call) -> None:
     """Plan the port of the functions of a `map` to NumPy."""
     function = value_of(call, 0, "map_func")
     assert function is not None
-    found = host_functions_of(script, function)
-    plan.host_functions.update(found)
-    plan_random(script, plan, call, found)
-    for each in found:
-        plan_in_place(script, plan, each)
-        if each in script.plan.traced_functions:
+    functions = host_functions_of(script, function)
+    plan.host_functions.update(functions)
+    plan_random(script, plan, call, functions)
+    for inner in functions:
+        plan_in_place(script, plan, inner)
+        if inner in script.plan.traced_functions:
             used = MESSAGES["used_in_step"].format(function=script.code(function))
             script.leave(call, used)
 
 
-def _freeze(
+def _keep(
     script: Script, plan: Plan, group: Pipelines, where: cst.CSTNode, why: str
 ) -> None:
-    """Leave a pipeline to tf.data, with the functions that it maps."""
+    """Keep a pipeline of tf.data, with the functions that it maps."""
     reported = set[cst.CSTNode]()
     calls = [*group.operators, *(node for node, _ in group.sources)]
     for call in [where, *sorted(calls, key=script.line)]:
@@ -251,8 +255,8 @@ def _freeze(
     plan.kept.update({*group.foreign})
 
 
-def _freeze_dropped(script: Script, plan: Plan, call: cst.Call) -> None:
-    """Freeze arguments that the port drops, so that they are not reported."""
+def _keep_dropped(script: Script, plan: Plan, call: cst.Call) -> None:
+    """Keep arguments that the port drops, so that no rule reports them."""
     for arg in call.args:
         path = script.names.path(arg.value) or ""
         is_autotune = path.startswith("data.") and path.endswith("AUTOTUNE")

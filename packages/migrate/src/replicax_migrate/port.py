@@ -96,7 +96,7 @@ def _changed(script: Script) -> cst.Module:
 
 
 def _left(findings: Iterable[Finding]) -> list[Finding]:
-    return [found for found in findings if found.is_left]
+    return [finding for finding in findings if finding.is_left]
 
 
 def _report_backend(script: Script) -> None:
@@ -133,26 +133,27 @@ _REPORTS = (
     imports.report_rebound,
     training.report_trainable,
     functional.report_functional,
+    layer_calls.report_layers,
     _report_backend,
 )
 """Report what stays, and would be wrong in silence."""
 
 
 def _ported(findings: set[Finding], source: bytes, marked: list[Finding]) -> Ported:
-    reasons = {each.reason for each in findings}
-    found = {*findings, *(f for f in marked if f.reason not in reasons)}
-    left = tuple(sorted(_left(found)))
-    notes = tuple(sorted(f for f in found if not f.is_left))
+    reasons = {finding.reason for finding in findings}
+    together = {*findings, *(f for f in marked if f.reason not in reasons)}
+    left = tuple(sorted(_left(together)))
+    notes = tuple(sorted(f for f in together if not f.is_left))
     return Ported(source=source, left=left, notes=notes)
 
 
 def _marked_lines(source: bytes, encoding: str) -> list[Finding]:
     """The findings that an earlier run has marked in the text."""
     lines = source.decode(encoding).splitlines()
-    found = []
+    marked = []
     for i, line in enumerate(lines, 1):
         if line.lstrip().startswith(MARK):
             reason = line.lstrip().removeprefix(MARK)
             below = lines[i].strip() if i < len(lines) else ""
-            found.append(Finding(i, below[:70], reason))
-    return found
+            marked.append(Finding(i, below[:70], reason))
+    return marked

@@ -81,12 +81,12 @@ def _finished(script: Script, original: Statement, result: Replacement) -> Repla
         nodes = []
     if nodes:
         if lines := script.plan.inserted.get(original):
-            made: list[Any] = [cst.parse_statement(line) for line in lines]
+            inserted: list[Any] = [cst.parse_statement(line) for line in lines]
             above = nodes[0].leading_lines
-            made[0] = made[0].with_changes(leading_lines=above)
+            inserted[0] = inserted[0].with_changes(leading_lines=above)
             is_code = isinstance(nodes[0], cst.SimpleStatementLine)
             blank = () if is_code else [line for line in above if not line.comment]
-            nodes = [*made, nodes[0].with_changes(leading_lines=blank), *nodes[1:]]
+            nodes = [*inserted, nodes[0].with_changes(leading_lines=blank), *nodes[1:]]
         lost = statements.lost_comments(original, nodes)
         first = nodes[0].with_changes(leading_lines=[*nodes[0].leading_lines, *lost])
         nodes[0] = with_marks(first, script.marks_of(original))
@@ -149,10 +149,12 @@ def _formatted(script: Script, node: cst.FormattedString, updated: Any) -> Any:
     """Change quotes in an f-string, whose own kind Python 3.11 forbids in it."""
     other = "'" if '"' in node.quote else '"'
 
-    def requoted(found: Any, _: Any) -> cst.SimpleString:
-        is_same = found.quote == node.quote
+    def requoted(literal: Any, _: Any) -> cst.SimpleString:
+        is_same = literal.quote == node.quote
         return (
-            cst.SimpleString(f"{other}{found.raw_value}{other}") if is_same else found
+            cst.SimpleString(f"{other}{literal.raw_value}{other}")
+            if is_same
+            else literal
         )
 
     return matchers.replace(updated, matchers.SimpleString(), requoted)
@@ -231,8 +233,8 @@ def _line(
             script.note(node, why)
         return cst.RemoveFromParent()
     match node.body[0], only_of(updated):
-        case cst.Assign(value=cst.Call()), cst.Assign(targets=[each], value=value):
-            if each.target.deep_equals(value):  # `d = d`, from `d = d.prefetch(1)`
+        case cst.Assign(value=cst.Call()), cst.Assign(targets=[target], value=value):
+            if target.target.deep_equals(value):  # `d = d`, from `d = d.prefetch(1)`
                 return cst.RemoveFromParent()
     return updated
 

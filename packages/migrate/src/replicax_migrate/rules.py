@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import libcst as cst
 
-from replicax_migrate.kinds import may_be_variable
+from replicax_migrate.kinds import kind_of
 from replicax_migrate.script import Expression, Script, Unported
 from replicax_migrate.tables import (
     DEVICE_OPERATORS,
@@ -120,8 +120,8 @@ class CallSite:
     ) -> cst.Call:
         """The call with other arguments, and of another function if one is given."""
         kept = self.updated.args if args is None else args
-        made = with_args(self.updated, [*kept, *extra])
-        return made.with_changes(func=self.script.expression(func)) if func else made
+        call = with_args(self.updated, [*kept, *extra])
+        return call.with_changes(func=self.script.expression(func)) if func else call
 
     def with_value(self, position: int, name: str, text: str) -> "CallSite":
         """The call with a template for one of its arguments, if it is given."""
@@ -133,10 +133,10 @@ class CallSite:
 
     def as_method(self, name: str, args: Iterable[cst.Arg] | None = None) -> cst.Call:
         """The call as one of another method of the object."""
-        made = self.with_args(args)
-        assert isinstance(made.func, cst.Attribute)
-        func = made.func.with_changes(attr=cst.Name(name))
-        return made.with_changes(func=func)
+        call = self.with_args(args)
+        assert isinstance(call.func, cst.Attribute)
+        func = call.func.with_changes(attr=cst.Name(name))
+        return call.with_changes(func=func)
 
     def with_names(self, names: Sequence[str], first: int = 0) -> "CallSite":
         """The call with names for its arguments by position, from `first` on.
@@ -170,8 +170,8 @@ class CallSite:
         if target is None or not exists(target):
             raise Unported(f"tf.{self.path} is not in Keras 3")
         func = self.script.reference(self.node.func, target)
-        made = self.updated if args is None else with_args(self.updated, [*args])
-        return made.with_changes(func=func)
+        call = self.updated if args is None else with_args(self.updated, [*args])
+        return call.with_changes(func=func)
 
 
 Rule: TypeAlias = Callable[[CallSite], Expression]
@@ -184,7 +184,7 @@ def bound(args: Sequence[cst.Arg], parameters: Sequence[str]) -> dict[str, cst.A
     Raises:
         Unported: If an argument is unpacked by a star, or fits no parameter.
     """
-    found: dict[str, cst.Arg] = {}
+    by_name: dict[str, cst.Arg] = {}
     for i, arg in enumerate(args):
         name = keyword_of(arg)
         if arg.star:
@@ -196,8 +196,8 @@ def bound(args: Sequence[cst.Arg], parameters: Sequence[str]) -> dict[str, cst.A
             if name not in parameters:
                 what = f"its argument {keyword_of(arg)!r}"
                 raise Unported(f"{what} is not among {list(parameters)}")
-        found[name or parameters[i]] = arg
-    return found
+        by_name[name or parameters[i]] = arg
+    return by_name
 
 
 def bound_to(site: CallSite, parameters: Sequence[str]) -> dict[str, cst.Arg]:
@@ -226,11 +226,11 @@ def by_row(site: CallSite, rows: Mapping[str, Operator] | None = None) -> cst.Ca
     row = rows[path] if rows else GUARDED_OPERATORS.get(path) or DEVICE_OPERATORS[path]
     site = _without_stars(site)
     old = OLD_ORDERS.get(path) if site.script.is_of_version_1(site.node) else None
-    given = bound_to(site, old or list(row.parameters))
+    arguments = bound_to(site, old or list(row.parameters))
     kept: list[cst.Arg] = []
-    is_moved = [*given] != [name for name in row.parameters if name in given]
+    is_moved = [*arguments] != [name for name in row.parameters if name in arguments]
     must_be_named = old is not None and is_moved
-    for name, arg in given.items():
+    for name, arg in arguments.items():
         target = row.parameters[name]
         if form := row.forms.get(name):
             arg = arg.with_changes(value=_formed(site, name, form, arg.value))
@@ -244,7 +244,7 @@ def by_row(site: CallSite, rows: Mapping[str, Operator] | None = None) -> cst.Ca
             kept.append(renamed(arg, target.lstrip("*")))
         else:
             kept.append(arg)
-    there = {row.parameters[name].lstrip("*") for name in given}
+    there = {row.parameters[name].lstrip("*") for name in arguments}
     extra = [
         keyword(name, cst.parse_expression(value))
         for name, value in row.defaults.items()
@@ -274,10 +274,10 @@ def _with_tuple(arg: cst.Arg) -> cst.Arg:
     """An argument with a tuple in place of a list."""
     if not isinstance(arg.value, cst.List):
         return arg
-    made = cst.Tuple(
+    display = cst.Tuple(
         arg.value.elements, lpar=[cst.LeftParen()], rpar=[cst.RightParen()]
     )
-    return arg.with_changes(value=made)
+    return arg.with_changes(value=display)
 
 
 _PLACE = re.compile(r"{(\w+):?(\w*)}")
@@ -312,14 +312,14 @@ def _captured(
     site: CallSite, parameters: Sequence[str], forms: Mapping[str, str]
 ) -> dict[str, Expression]:
     """The values of the names in a template, in their forms."""
-    given = {name: arg.value for name, arg in bound_to(site, parameters).items()}
-    given["self"] = site.receiver
+    values = {name: arg.value for name, arg in bound_to(site, parameters).items()}
+    values["self"] = site.receiver
     for name, form in forms.items():
-        if name not in given:
+        if name not in values:
             raise Unported(f"tf.{site.path}: its argument {name!r} was not found")
         if form:
-            given[name] = _formed(site, name, form, given[name])
-    return {name: given[name] for name in forms}
+            values[name] = _formed(site, name, form, values[name])
+    return {name: values[name] for name in forms}
 
 
 # Forms of arguments, which rows name behind a colon.
@@ -338,41 +338,27 @@ def _formed(site: CallSite, name: str, form: str, value: Expression) -> Expressi
 
 def _tensor(site: CallSite, before: Expression, value: Expression) -> Expression:
     """A value as an array, where it may be a variable or a list: those fail on JAX."""
-    is_none = may_be_variable(site.script, before) or is_of_numbers(
+    is_no_array = kind_of(site.script, before) == "variable" or is_of_numbers(
         site.script.flow.resolved(before)
     )
     text = "keras.ops.convert_to_tensor({x})"
-    return site.make(text, x=value) if is_none else value
+    return site.make(text, x=value) if is_no_array else value
 
 
 def _lower(site: CallSite, _: Expression, value: Expression) -> Expression:
-    """A string in lower case, such as `"SAME"`."""
+    """A string in lower case, such as `"reflect"` for `"REFLECT"`."""
     if not isinstance(value, cst.SimpleString):
         raise Unported("is not a string here")
     return cst.SimpleString(value.value.lower())
 
 
-def _window(site: CallSite, _: Expression, value: Expression) -> Expression:
-    """A window `[1, height, width, 1]` as `(height, width)`; an integer stays."""
-    if isinstance(value, cst.Integer):
-        return value
-    if not isinstance(value, cst.List | cst.Tuple):
-        raise Unported("is not written as [1, height, width, 1]")
-    parts = parts_of(value)
-    if len(parts) == 4:
-        parts = parts[1:3]
-    if len(parts) == 1:
-        parts *= 2
-    return cst.parse_expression(f"({', '.join(map(site.script.code, parts))})")
-
-
 def _numbers(site: CallSite, before: Expression, value: Expression) -> Expression:
     """The numbers of a tensor of constants, which Keras wants to be Python's."""
-    script, made = site.script, site.script.flow.resolved(before)
-    if not isinstance(made, cst.Call):
+    script, shown = site.script, site.script.flow.resolved(before)
+    if not isinstance(shown, cst.Call):
         return value
-    is_tensor = script.called(made) in {"constant", "convert_to_tensor"}
-    numbers = made.args[0].value if is_tensor else made
+    is_tensor = script.called(shown) in {"constant", "convert_to_tensor"}
+    numbers = shown.args[0].value if is_tensor else shown
     if not is_of_numbers(numbers):
         raise Unported("are not numbers in sight")
     return numbers.deep_clone()
@@ -380,8 +366,8 @@ def _numbers(site: CallSite, before: Expression, value: Expression) -> Expressio
 
 def array(site: CallSite, before: Expression, value: Expression) -> Expression:
     """A value as an array, which lists and variables are not."""
-    made = site.script.called(site.script.flow.resolved(before))
-    if made in DEVICE_OPERATORS and isinstance(value, cst.Name | cst.Call):
+    path = site.script.called(site.script.flow.resolved(before))
+    if path in DEVICE_OPERATORS and isinstance(value, cst.Name | cst.Call):
         return value
     return site.make("keras.ops.convert_to_tensor({x})", x=value)
 
@@ -398,26 +384,11 @@ def _is_integer(script: Script, node: Expression) -> bool:
     """Whether a variable is an integer; a parameter's default may be a number, too."""
     if not isinstance(script.flow.value(node), cst.Integer):
         return False
-    bound = [script.parent(each.node) for each in script.flow.reaching(node)]
+    bound = [
+        script.parent(definition.node) for definition in script.flow.reaching(node)
+    ]
     defaults = [p.default for p in bound if isinstance(p, cst.Param)]
     return all(d is None or isinstance(d, cst.Integer | cst.Float) for d in defaults)
-
-
-def _single(site: CallSite, before: Expression, value: Expression) -> Expression:
-    """A value that is not seen to be a list."""
-    shown = site.script.flow.resolved(before)
-    if isinstance(shown, cst.List | cst.Tuple | cst.ListComp):
-        raise Unported("is a list")
-    return value
-
-
-def _shape(site: CallSite, before: Expression, value: Expression) -> Expression:
-    """A shape that is in sight."""
-    shape = site.script.flow.resolved(before)
-    is_shown = isinstance(shape, cst.List | cst.Tuple)
-    if not is_shown and site.script.called(shape) != "shape":
-        raise Unported("is not in sight")
-    return value
 
 
 _FORMS: dict[str, Callable[[CallSite, Expression, Expression], Expression]] = {
@@ -425,10 +396,7 @@ _FORMS: dict[str, Callable[[CallSite, Expression, Expression], Expression]] = {
     "float": as_float,
     "lower": _lower,
     "numbers": _numbers,
-    "shape": _shape,
-    "single": _single,
     "tensor": _tensor,
-    "window": _window,
 }
 """Functions of the call, the original value and its port, by the name of the form."""
 

@@ -1,19 +1,19 @@
 """Puts what a script makes outside of `strategy.scope()` into the scope.
 
-TensorFlow makes an optimizer's variables when it is first used, in the scope by then;
-its `compile` enters the model's scope. Variables of Keras 3 belong to the scope that
-they are made in. replicax refuses the others, so only what stands in lines of its own
-below the strategy is moved.
+TensorFlow makes an optimizer's variables at its first use, in the scope that is open
+then, and its `compile` enters the model's scope. Variables of Keras 3 belong to the
+scope in which they are made, and replicax refuses others. Only lines of their own below
+the strategy move into its scope.
 
-What `fit` compiles has the value of a variable that is no model's, and was made in no
-scope, as a constant. That is reported.
+`fit` compiles the value of a variable that no model has, and that was made in no scope,
+as a constant. This is wrong in silence, and reported.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import libcst as cst
 
-from replicax_migrate.kinds import is_class_of, kind_of, origins
+from replicax_migrate.kinds import Origin, is_class_of, kind_of, origins
 from replicax_migrate.plan import Plan
 from replicax_migrate.script import Expression, Replacement, Script, Statement
 from replicax_migrate.tables import DEVICE_OPERATORS, MESSAGES, NAMES
@@ -46,9 +46,13 @@ def plan_scopes(script: Script) -> Plan:
     code = _ReachableCode(script, blocks)
     outside = [call for call in script.calls if blocks and not code.has(call)]
     compiled = [call for call in outside if _compiles_model_of(script, call, code)]
-    parts = {*code.parts, *compiled}
+    in_steps = _objects_in(script, script.plan.traced_functions) if outside else set()
+    in_scopes = _objects_in(script, {*code.parts, *compiled}) if outside else set()
     for call in outside:
-        if call in compiled or _is_used(script, call, parts):
+        kind = None if is_traced(script, call) else kind_of(script, call)
+        is_used = kind in _PARTS and call in in_steps
+        is_used = is_used or (kind == "optimizer" and call in in_scopes)
+        if call in compiled or is_used:
             _plan_scope(script, plan, call, blocks)
     if any(method_of(call) == "fit" for call in script.calls):
         for call in script.calls:
@@ -92,25 +96,20 @@ def _compiles_model_of(script: Script, call: cst.Call, code: _ReachableCode) -> 
     return all(isinstance(model, cst.Call) and code.has(model) for model in models)
 
 
-def _is_used(script: Script, call: cst.Call, in_scope: set[cst.CSTNode]) -> bool:
-    """Whether a call makes what steps use, or an optimizer of what is in a scope."""
-    kind = kind_of(script, call)
-    if kind not in _PARTS or is_traced(script, call):
-        return False
-    parts = set(script.plan.traced_functions)
-    if kind == "optimizer":
-        parts |= in_scope
-    return any(
-        call in origins(script, node)
+def _objects_in(script: Script, parts: Iterable[cst.CSTNode]) -> set[Origin]:
+    """The calls that make the objects which some parts of the script use."""
+    return {
+        origin
         for part in parts
         for node in find(part, cst.Name, cst.Attribute, cst.Subscript)
-    )
+        for origin in origins(script, node)
+    }
 
 
 def _plan_scope(
     script: Script, plan: Plan, call: cst.Call, blocks: Sequence[cst.CSTNode]
 ) -> None:
-    """Plan to put a line into the scope of the strategy, if that stands above."""
+    """Plan to put a line into the scope of the strategy, if that is made above."""
     line = script.statement_of(call)
     model = script.flow.reaching(object_of(call))
     around = {p for definition in model for p in script.parents(definition.node)}
@@ -138,9 +137,9 @@ def _strategy_above(
         return ""
     around = {*script.parents(line)}
     for definition in script.flow.reaching(strategies[0]):
-        made = script.statement_of(definition.node)
-        is_here = script.parent(made) in around
-        if not is_here or script.line(made) >= script.line(line):
+        statement = script.statement_of(definition.node)
+        is_here = script.parent(statement) in around
+        if not is_here or script.line(statement) >= script.line(line):
             return ""
     is_bound = bool(script.flow.reaching(strategies[0]))
     return script.code(strategies[0]) if is_bound else ""

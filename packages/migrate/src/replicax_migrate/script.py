@@ -1,4 +1,4 @@
-"""A script being ported: its syntax tree, its names and the findings so far."""
+"""A script that is ported: its syntax tree, names, values, plan and findings."""
 
 import re
 from collections import defaultdict
@@ -167,35 +167,35 @@ class Script:
         """Whether a call is of a function of `tf.compat.v1`."""
         root = root_of(call.func)
         meant = self.flow.value(root) if root else None  # `keras = tf.compat.v1.keras`
-        names = [self.names.imported(each) for each in (call.func, meant) if each]
+        names = [self.names.imported(name) for name in (call.func, meant) if name]
         return any(name and ".compat.v1." in f"{name}." for name in names)
 
     def call_of(self, node: cst.CSTNode) -> cst.Call | None:
-        """The call whose function an original node is; None if it is none's."""
+        """The call whose function an original node is; else None."""
         call = self.parent(node)
         return call if isinstance(call, cst.Call) and call.func is node else None
 
     def call_with(self, node: cst.CSTNode) -> cst.Call | None:
-        """The call that an original node is an argument of; None if it is of none."""
+        """The call that an original node is an argument of; else None."""
         arg = self.parent(node)
         call = self.parent(arg) if isinstance(arg, cst.Arg) else None
         return call if isinstance(call, cst.Call) else None
 
     def method_call(self, node: cst.CSTNode) -> cst.Call | None:
-        """The call of a method of the object that an original node is, if it is one."""
+        """The call of a method of the object that an original node is; else None."""
         method = self.parent(node)
         return self.call_of(method) if isinstance(method, cst.Attribute) else None
 
     def target_of(self, node: cst.CSTNode) -> cst.BaseExpression | None:
-        """The first target that an original node is assigned to; None if to none."""
+        """The first target that an original node is assigned to; else None."""
         assign = self.parent(node)
         return assign.targets[0].target if isinstance(assign, cst.Assign) else None
 
     def uses_of(self, node: cst.CSTNode) -> list[cst.CSTNode]:
         """The uses of the variable that an original node is assigned to."""
         target = self.target_of(node)
-        made = self.flow.defined(target) if target is not None else None
-        return self.flow.uses(made) if made is not None else []
+        definition = self.flow.defined(target) if target is not None else None
+        return self.flow.uses(definition) if definition is not None else []
 
     def statement_of(self, node: cst.CSTNode) -> cst.CSTNode:
         """The innermost statement with lines of its own that an original node is in."""
@@ -213,12 +213,8 @@ class Script:
         self, call: cst.CSTNode | None, position: int, name: str
     ) -> cst.BaseExpression | None:
         """What an argument of an original call is, if given: a variable's value."""
-        given = isinstance(call, cst.Call) and value_of(call, position, name)
-        return self.flow.resolved(given or None)
-
-    def results(self, node: cst.CSTNode) -> list[cst.CSTNode]:
-        """Where the value of an original node is used: its variable, or the node."""
-        return [node] if self.target_of(node) is None else self.uses_of(node)
+        value = isinstance(call, cst.Call) and value_of(call, position, name)
+        return self.flow.resolved(value or None)
 
     def moving(self, statement: cst.CSTNode) -> Callable[[Statement], Replacement]:
         """The function that takes a statement, once ported, to `moved`."""

@@ -82,8 +82,8 @@ class _GraphSession:
                 lines = itertools.takewhile(
                     lambda x, end=inner: x is not end, outer.body
                 )
-                found = [x for x in lines if isinstance(x, cst.SimpleStatementLine)]
-                before = [*found, *before]
+                simple = [x for x in lines if isinstance(x, cst.SimpleStatementLine)]
+                before = [*simple, *before]
             if isinstance(outer, cst.FunctionDef):
                 break
             inner = outer
@@ -108,8 +108,8 @@ class _GraphSession:
         """`""` or an iterator's name if `value` only initializes; else None."""
         if isinstance(value, cst.List | cst.Tuple):
             parts = [self._initialized(part) for part in parts_of(value)]
-            known = [part for part in parts if part is not None]
-            return "".join(known) if known and known == parts else None
+            names = [part for part in parts if part is not None]
+            return "".join(names) if names and names == parts else None
         if isinstance(value, cst.Name):
             return self._initializers.get(value.value)
         if attr_of(value) == "initializer":
@@ -153,8 +153,8 @@ class _GraphSession:
             assert isinstance(assign, cst.Assign)
             return names_in(assign.value) & self._values.keys()
 
-        found = {self._values[name] for name in reached(values, inside)}
-        return [line for line in dict.fromkeys(self._values.values()) if line in found]
+        needed = {self._values[name] for name in reached(values, inside)}
+        return [line for line in dict.fromkeys(self._values.values()) if line in needed]
 
     def _plan_run(
         self, call: cst.Call, values: list[str] | None

@@ -43,7 +43,7 @@ __all__ = [
 def replacement(
     script: Script, call: cst.Call, rule: Rule
 ) -> Callable[[cst.Call], Expression]:
-    """Bind a rule to an original call, for `Script.replacements`; reports a refusal."""
+    """Bind a rule to an original call, for `Plan.replacements`; report refusals."""
     return lambda updated: script.attempt(
         call, lambda: rule(CallSite(script, call, updated)), updated
     )
@@ -94,15 +94,15 @@ def _arrays(site: CallSite, before: Expression, after: Expression) -> Expression
         before = before.elements[0].value  # `labels` takes it out of the dict.
     if (parts := _parts(before)) is not None:
         field = "args" if isinstance(after, cst.Call) else "elements"
-        made = [
+        arrays = [
             new.with_changes(value=_arrays(site, old.value, new.value))
             for old, new in zip(parts, getattr(after, field), strict=True)
         ]
-        return after.with_changes(**{field: made})
+        return after.with_changes(**{field: arrays})
     script = site.script
-    for each in possible_values(script, before):
-        if any(_may_be_list(script, inner.value) for inner in _parts(each) or ()):
-            text = "tuple(map(np.array, {x}))" if parts_of(each) else _DICT
+    for value in possible_values(script, before):
+        if any(_may_be_list(script, inner.value) for inner in _parts(value) or ()):
+            text = "tuple(map(np.array, {x}))" if parts_of(value) else _DICT
             return site.make(text, x=after)
     if not _may_be_list(script, before):
         return after
@@ -127,9 +127,12 @@ def _parts(structure: Expression) -> Sequence[Any] | None:
 
 def _may_be_list(script: Script, node: Expression) -> bool:
     return any(
-        isinstance(each, cst.List | cst.ListComp)
-        or (isinstance(each, cst.Call) and is_name(each.func, *NAMES["list_functions"]))
-        for each in possible_values(script, node)
+        isinstance(value, cst.List | cst.ListComp)
+        or (
+            isinstance(value, cst.Call)
+            and is_name(value.func, *NAMES["list_functions"])
+        )
+        for value in possible_values(script, node)
     )
 
 
@@ -155,13 +158,13 @@ def is_endless(script: Script, repeat: cst.Call) -> bool:
 def calls_before(script: Script, node: Expression) -> Iterator[cst.Call]:
     """The method calls that derive a dataset, through variables and functions."""
 
-    def one_back(each: Expression) -> list[Expression]:
-        found = value_sources(script, each)
-        return found or ([object_of(each)] if method_of(each) else [])
+    def one_back(value: Expression) -> list[Expression]:
+        sources = value_sources(script, value)
+        return sources or ([object_of(value)] if method_of(value) else [])
 
-    for each in reached([node], one_back):
-        if isinstance(each, cst.Call) and method_of(each):
-            yield each
+    for value in reached([node], one_back):
+        if isinstance(value, cst.Call) and method_of(value):
+            yield value
 
 
 def draws_before(script: Script, cache: cst.Call) -> bool:
@@ -198,7 +201,7 @@ def _map(site: CallSite) -> Expression:
     if generator is None:
         return with_args(updated, args)
     # A seed of its own, so that each `random_map` draws other numbers.
-    drawing = [each for each in script.plan.generators if method_of(each) == "map"]
+    drawing = [call for call in script.plan.generators if method_of(call) == "map"]
     args.append(keyword("seed", cst.Integer(str(drawing.index(site.node)))))
     return site.as_method("random_map", args)
 
@@ -230,7 +233,7 @@ def _shuffle(site: CallSite) -> Expression:
 
 
 def shuffle_and_repeat(site: CallSite) -> Expression:
-    """Port a `shuffle` after an endless `repeat`, which Grain has in another order."""
+    """Port a `shuffle` after an endless `repeat`, in Grain's order."""
     return site.make("{x}.repeat()", x=_shuffle(site))
 
 
@@ -242,7 +245,7 @@ def _repeat(site: CallSite) -> Expression:
 def _cache(site: CallSite) -> Expression:
     """Drop `cache`; where it keeps order or random numbers, port it to `repeat`."""
     before = calls_before(site.script, site.owner)
-    is_shuffled = any(method_of(each) == "shuffle" for each in before)
+    is_shuffled = any(method_of(call) == "shuffle" for call in before)
     if not (is_shuffled or draws_before(site.script, site.node)):
         return DROPPED_METHODS["cache"](site)
     site.note("`repeat` keeps the draws of the first epoch, as the cache did")
@@ -251,12 +254,12 @@ def _cache(site: CallSite) -> Expression:
 
 def _as_numpy_iterator(site: CallSite) -> Expression:
     """Drop `as_numpy_iterator` of what a loop goes through; else port it to `iter`."""
-    script, made = site.script, dropped("Grain's examples are NumPy's")(site)
+    script, examples = site.script, dropped("Grain's examples are NumPy's")(site)
     used = script.call_with(site.node)
     is_whole = used and script.code(used.func) in NAMES["whole_iterations"]
     if is_looped(script, site.node) or is_whole:
-        return made
-    return site.make("iter({x})", x=made)
+        return examples
+    return site.make("iter({x})", x=examples)
 
 
 def is_looped(script: Script, node: cst.CSTNode) -> bool:
@@ -303,9 +306,9 @@ MAPPED: dict[str, Rule] = {
 
 def is_in_order(script: Script, source: cst.Call) -> bool:
     """Whether a source does not shuffle; for folders `shuffle=True` is the default."""
-    given = named(source, "shuffle")
+    shuffle = named(source, "shuffle")
     is_folder = script.called(source).endswith("_from_directory")
-    return script.code(given) != "True" if given is not None else not is_folder
+    return script.code(shuffle) != "True" if shuffle is not None else not is_folder
 
 
 def _repeat_of_stream(site: CallSite) -> Expression:

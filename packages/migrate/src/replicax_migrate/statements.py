@@ -1,4 +1,4 @@
-"""Takes out or unwraps what only TensorFlow needs: statements, servers, settings."""
+"""Removes statements, servers and settings that only TensorFlow needs."""
 
 import itertools
 import re
@@ -16,7 +16,6 @@ from replicax_migrate.tree import (
     find,
     is_name,
     is_named,
-    keyword_of,
     method_of,
     object_of,
     only_of,
@@ -44,7 +43,7 @@ _DEFAULT_DEVICE = re.compile(r"/?(device:)?(gpu|tpu)(:0)?", re.IGNORECASE)
 
 
 def why_dropped(script: Script, line: cst.SimpleStatementLine) -> str | None:
-    """Why a line is taken out, which only TensorFlow needs; None for other lines."""
+    """The reason to remove a line that only TensorFlow needs; None for other lines."""
     small = only_of(line)
     if isinstance(small, cst.Assert):
         is_version = _asks_version(script, small.test)
@@ -65,7 +64,7 @@ def why_dropped(script: Script, line: cst.SimpleStatementLine) -> str | None:
 def _asks_version(script: Script, test: cst.BaseExpression) -> bool:
     """Whether a condition is about TensorFlow's version alone."""
     names = find(test, cst.Attribute, cst.Name)
-    is_version = any(is_version_of_tensorflow(script, each) for each in names)
+    is_version = any(is_version_of_tensorflow(script, name) for name in names)
     return is_version and not isinstance(test, cst.BooleanOperation)
 
 
@@ -77,7 +76,7 @@ def is_version_of_tensorflow(script: Script, node: cst.CSTNode) -> bool:
 def is_static_shape(script: Script, node: cst.CSTNode | None) -> bool:
     """Whether a node is the statement `x.set_shape(...)` of a tensor.
 
-    Arrays have their shapes. A method of that name in the script is another one.
+    A method of that name that the script defines is another one.
     """
     return (
         isinstance(node, cst.Call)
@@ -138,12 +137,12 @@ def unless_empty(
 
 
 def comment_lines(statement: cst.CSTNode) -> list[cst.EmptyLine]:
-    """The comments of a statement that is taken out, as lines of their own."""
+    """The comments of a statement that is removed, as lines of their own."""
     return [cst.EmptyLine(comment=comment) for comment in _comments(statement)]
 
 
 def remaining_comments(statement: cst.CSTNode) -> list[cst.EmptyLine]:
-    """The comments that outlive a statement that is taken out.
+    """The comments that stay when a statement is removed.
 
     Comments directly above a removed statement or on its line are removed with it.
     Others, such as the heading of a section that a blank line follows, stay.
@@ -166,7 +165,7 @@ def remaining_comments(statement: cst.CSTNode) -> list[cst.EmptyLine]:
 def lost_comments(
     original: Statement, nodes: Sequence[Statement]
 ) -> list[cst.EmptyLine]:
-    """The comments inside a simple statement that its port `nodes` does not have.
+    """The comments inside a simple statement that its port `nodes` lacks.
 
     Compound statements lose none: their inner statements keep them.
     """
@@ -216,10 +215,10 @@ def plan_servers(script: Script) -> Plan:
 def _starts_cluster(script: Script, function: cst.FunctionDef) -> bool:
     """Whether a function makes servers, and returns the resolver of their cluster."""
     has_server = any(_is_server(script, call) for call in find(function.body, cst.Call))
-    returned = [n.value for n in find(function.body, cst.Return) if n.value]
-    made = [script.called(script.flow.resolved(value)) for value in returned]
-    is_resolver = [path.startswith("distribute.cluster_resolver.") for path in made]
-    return has_server and bool(made) and all(is_resolver)
+    values = [n.value for n in find(function.body, cst.Return) if n.value]
+    paths = [script.called(script.flow.resolved(value)) for value in values]
+    is_resolver = [path.startswith("distribute.cluster_resolver.") for path in paths]
+    return has_server and bool(paths) and all(is_resolver)
 
 
 def _only_serves(script: Script, block: cst.BaseSuite) -> bool:
@@ -276,7 +275,6 @@ def plan_settings(script: Script) -> Plan:
     attributes.
     """
     plan = Plan()
-    _drop_arguments(script, plan)
     for node in script.nodes(cst.If):
         first, *rest = node.body.body
         is_raise = isinstance(only_of(first) or first, cst.Raise) and not rest
@@ -301,12 +299,12 @@ def plan_settings(script: Script) -> Plan:
         }
     for definition in sorted(settings, key=lambda d: script.line(d.node)):
         uses = script.flow.uses(definition)
-        assigned = [each for use in uses if (each := _set_there(script, use))]
+        assigned = [assign for use in uses if (assign := _set_there(script, use))]
         if definition in unused:
             _drop_statement(script, plan, definition.values[0])
-            for each in assigned:
-                _drop_statement(script, plan, each)
-                _note_policy(script, each)
+            for assign in assigned:
+                _drop_statement(script, plan, assign)
+                _note_policy(script, assign)
         elif isinstance(value := definition.values[0], cst.Call):
             script.leave(value, f"{script.code(value.func)} {_STAYING}")
             plan.kept.update({value, *assigned})
@@ -314,20 +312,6 @@ def plan_settings(script: Script) -> Plan:
 
 
 _STAYING = "stays: not all that it is given to is ported"
-_NO_ARGUMENTS = {
-    "estimator.RunConfig": ("session_config", "save_summary_steps", "protocol")
-}
-"""Arguments that only TensorFlow's runtime has, by the call's path."""
-
-
-def _drop_arguments(script: Script, plan: Plan) -> None:
-    for node in script.calls:
-        for arg in node.args:
-            name = keyword_of(arg)
-            if name in _NO_ARGUMENTS.get(script.called(node), ()):
-                script.note(node, f"{name}= is taken out: JAX has no sessions")
-                plan.dropped.add(arg)
-                plan.kept.add(arg)
 
 
 def _is_setting(script: Script, plan: Plan, definition: Definition) -> bool:
@@ -346,14 +330,14 @@ def _is_setting(script: Script, plan: Plan, definition: Definition) -> bool:
 
 
 def _is_in_ported_call(script: Script, plan: Plan, use: cst.CSTNode) -> bool:
-    """Whether a use goes with the port, or is the signature of a `tf.function`."""
+    """Whether the port removes a use, or it is the signature of a `tf.function`."""
     arg, call = script.parent(use), script.call_with(use)
     if not isinstance(arg, cst.Arg):
         return False
     is_signature = (
         is_named(arg, "input_signature") and script.called(call) == "function"
     )
-    is_ported = call in script.plan.replacements or arg in plan.dropped
+    is_ported = call in script.plan.replacements
     return is_ported or is_signature
 
 

@@ -184,18 +184,18 @@ def exists(target: str) -> bool:
 def _resolved(target: str) -> Any:
     """Import a public target; `_NOTHING` if absent, None for a field of instances."""
     root, *parts = target.split(".")
-    found: Any = importlib.import_module(ALIASES[root])
+    value: Any = importlib.import_module(ALIASES[root])
     for i, part in enumerate(parts):
-        if part not in getattr(found, "__all__", [part]):
+        if part not in getattr(value, "__all__", [part]):
             return _NOTHING
-        if not hasattr(found, part):
+        if not hasattr(value, part):
             try:  # A submodule that is not imported yet.
-                importlib.import_module(f"{found.__name__}.{part}")
+                importlib.import_module(f"{value.__name__}.{part}")
             except (AttributeError, ImportError):
-                fields = getattr(found, "__annotations__", ()) if i > 0 else ()
+                fields = getattr(value, "__annotations__", ()) if i > 0 else ()
                 return None if part == parts[-1] and part in fields else _NOTHING
-        found = getattr(found, part)
-    return found
+        value = getattr(value, part)
+    return value
 
 
 @functools.cache
@@ -206,11 +206,11 @@ def kind_of_target(target: str) -> str | None:
     name = target.rpartition(".")[2]
     if target.startswith("keras.applications.") and name[0].isupper():
         return "model"
-    found = _resolved(target) if target.startswith("keras.") else _NOTHING
-    if not inspect.isclass(found):
+    value = _resolved(target) if target.startswith("keras.") else _NOTHING
+    if not inspect.isclass(value):
         return None
     bases = ((kind, _resolved(base)) for kind, base in KINDS.items())
-    return next((kind for kind, base in bases if issubclass(found, base)), None)
+    return next((kind for kind, base in bases if issubclass(value, base)), None)
 
 
 @functools.cache
@@ -268,8 +268,8 @@ def foreign_problem(name: str) -> str:
     """Why an imported name stays that needs TensorFlow; `""` for other names."""
     prefixes = [prefix for prefix, _ in _prefixes(name)][::-1]
     for pattern, why in _FOREIGN.items():
-        if found := fnmatch.filter(prefixes, pattern):
-            return f"{found[0]} {why}" if why else ""
+        if fitting := fnmatch.filter(prefixes, pattern):
+            return f"{fitting[0]} {why}" if why else ""
     return ""
 
 

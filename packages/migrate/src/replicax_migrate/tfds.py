@@ -82,17 +82,17 @@ def _read(script: Script, call: cst.Call) -> _Load:
         args = bound(call.args, [*NAMES["load_parameters"], *NAMES["load_switches"]])
     except Unported as why:
         raise Unported(f": {why.reason}") from None
-    given = {k: a.value for k, a in args.items() if not is_name(a.value, "None")}
-    name = (_text(script, given.get("name")) or "").partition(":")[0]
+    values = {k: a.value for k, a in args.items() if not is_name(a.value, "None")}
+    name = (_text(script, values.get("name")) or "").partition(":")[0]
     if name not in _CLASSES:
         raise Unported("")
-    if "batch_size" in given:
+    if "batch_size" in values:
         raise Unported(", and come in batches")
-    is_supervised = _is_true(script, given.get("as_supervised"))
+    is_supervised = _is_true(script, values.get("as_supervised"))
     if not is_supervised and name not in _SHAPES:
         raise Unported(f": without as_supervised=True those of {name} have an id")
-    is_list, test, splits = _splits(script, given.get("split"))
-    info = _info(script, call) if _is_true(script, given.get("with_info")) else None
+    is_list, test, splits = _splits(script, values.get("split"))
+    info = _info(script, call) if _is_true(script, values.get("with_info")) else None
     uses = dict(_uses(script, info, name)) if info is not None else {}
     return _Load(name, splits, is_list, test, is_supervised, info, uses)
 
@@ -134,7 +134,7 @@ def _splits(script: Script, node: Expression | None) -> tuple[bool, str, list[st
             test = f"{script.code(node)} == {script.code(value.body)}"
         elif any(map(script.names.path, find(value.test, cst.Name, cst.Attribute))):
             raise Unported(f": whether it is {test} is not seen")
-    splits = [_text(script, each) or "" for each in parts]
+    splits = [_text(script, part) or "" for part in parts]
     if not all(_SPLIT.fullmatch(split) for split in splits):
         raise Unported(f": the split {script.code(node)} has no counterpart")
     return is_list, test, splits
@@ -153,7 +153,7 @@ def _uses(
     script: Script, info: cst.Name, name: str
 ) -> Iterator[tuple[cst.CSTNode, str]]:
     definition = script.flow.defined(info)
-    known = {
+    templates = {
         "features['label'].num_classes": str(_CLASSES[name]),
         "features['image'].shape": _SHAPES.get(name, _SHAPE),
         "splits['train'].num_examples": "len({train})",
@@ -166,9 +166,9 @@ def _uses(
                 break
             node = parent
         text = script.code(node).partition(".")[2].replace('"', "'")
-        if text not in known or script.flow.reaching(use) != {definition}:
+        if text not in templates or script.flow.reaching(use) != {definition}:
             raise Unported(f": `{script.code(node)}` has no counterpart")
-        yield node, known[text]
+        yield node, templates[text]
 
 
 def _plan(script: Script, plan: Plan, call: cst.Call, load: _Load) -> None:

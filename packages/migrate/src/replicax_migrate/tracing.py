@@ -52,7 +52,7 @@ def is_traced(script: Script, node: cst.CSTNode) -> bool:
 
 
 def plan_traced(script: Script) -> Plan:
-    """Find the functions that strategies run, and those that these call.
+    """Plan which functions are traced: those that strategies run, and what they call.
 
     Methods of models and layers that `fit` compiles count, and so do model functions of
     estimators.
@@ -70,20 +70,24 @@ def with_called(script: Script, functions: Iterable[cst.CSTNode]) -> set[cst.CST
 
 def calls_in(script: Script, functions: Iterable[cst.CSTNode]) -> list[cst.Call]:
     """The calls in functions, and in those that they call, each once."""
-    every = sorted(with_called(script, functions), key=script.line)
-    return list(dict.fromkeys(call for each in every for call in find(each, cst.Call)))
+    functions_called = sorted(with_called(script, functions), key=script.line)
+    return list(
+        dict.fromkeys(
+            call for each in functions_called for call in find(each, cst.Call)
+        )
+    )
 
 
 def _called_functions(script: Script, function: cst.CSTNode) -> Iterator[cst.CSTNode]:
-    """The functions of the script that one may call; methods count by their name."""
+    """The functions of the script that a function may call; methods match by name."""
     for node in find(function, cst.Call):
         if isinstance(node.func, cst.Name):
             yield from script.functions(node.func.value)
-            made = script.flow.value(node.func)
-            yield from [made] if isinstance(made, cst.Lambda) else []
-        for found in script.functions(method_of(node)):
-            if class_of(script, found) is not None:
-                yield found
+            value = script.flow.value(node.func)
+            yield from [value] if isinstance(value, cst.Lambda) else []
+        for method in script.functions(method_of(node)):
+            if class_of(script, method) is not None:
+                yield method
 
 
 def _run_by_strategies(script: Script) -> Iterator[cst.CSTNode]:
@@ -94,7 +98,7 @@ def _run_by_strategies(script: Script) -> Iterator[cst.CSTNode]:
 
 
 def _functions_of(script: Script, node: Expression) -> Iterator[cst.CSTNode]:
-    """The functions that an expression such as `tf.function(step)` is of."""
+    """The functions that an expression such as `tf.function(step)` compiles."""
     if isinstance(node, cst.Lambda):
         yield node
     elif isinstance(node, cst.Call):
@@ -115,9 +119,9 @@ def _compiled_methods(script: Script) -> Iterator[cst.CSTNode]:
 def foreign_bases(script: Script, owner: cst.ClassDef | None) -> list[Expression]:
     """The bases of a class, and of its bases, that the script does not define."""
     seen = with_bases(script, owner)
-    named = {each.name.value for each in seen} | {"object", "ABC", "Protocol"}
-    found = [base.value for each in seen for base in each.bases]
-    return [base for base in found if script.code(base) not in named]
+    named = {owner.name.value for owner in seen} | {"object", "ABC", "Protocol"}
+    every_base = [base.value for owner in seen for base in owner.bases]
+    return [base for base in every_base if script.code(base) not in named]
 
 
 def class_of(script: Script, function: cst.FunctionDef | None) -> cst.ClassDef | None:
@@ -130,7 +134,7 @@ def class_of(script: Script, function: cst.FunctionDef | None) -> cst.ClassDef |
 def makes_spec(script: Script, node: cst.CSTNode) -> bool:
     """Whether `EstimatorSpec` is called in a node, such as a model function."""
     calls = find(node, cst.Call)
-    return any(script.called(each) == "estimator.EstimatorSpec" for each in calls)
+    return any(script.called(call) == "estimator.EstimatorSpec" for call in calls)
 
 
 RANDOM = [
@@ -161,8 +165,6 @@ def plan_randomness(script: Script) -> Plan:
         if block is not None:
             plan.generators[node] = _free_name(script)
             plan.first_lines[block] = line
-        elif not homes:
-            _insert_generator(script, plan, node, line)
     return plan
 
 
@@ -194,7 +196,7 @@ def _plan_own_generator(script: Script, plan: Plan, node: cst.Call) -> bool:
     init = methods.get("__init__")
     place: cst.CSTNode | None = next(iter(methods.values()))
     if init is not None:  # Below `super().__init__(...)`.
-        lines = (each for each in init.body.body if _calls_constructor(each))
+        lines = (line for line in init.body.body if _calls_constructor(line))
         place = next(lines, None)
     if place is None or _GENERATOR in names_in(owner):
         return False
@@ -220,15 +222,6 @@ def _below(text: str, updated: cst.FunctionDef) -> Replacement:
     above = cst.parse_statement(text).with_changes(leading_lines=blank)
     lines = [*gap, *updated.leading_lines]
     return cst.FlattenSentinel([above, updated.with_changes(leading_lines=lines)])
-
-
-def _insert_generator(script: Script, plan: Plan, node: cst.Call, line: str) -> None:
-    """Plan a generator above a function, for steps of the default strategy."""
-    around = [n for n in script.parents(node) if isinstance(n, cst.FunctionDef)]
-    if len(around) == 1 and script.parent(around[0]) is script.module:
-        plan.generators[node] = _free_name(script)
-        if not any(line in lines for lines in plan.inserted.values()):
-            plan.insert(around[0], line)
 
 
 def scopes(script: Script) -> Iterator[cst.CSTNode]:

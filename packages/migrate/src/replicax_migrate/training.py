@@ -77,7 +77,7 @@ def _is_minimize(node: cst.Call) -> bool:
 
 def _with_given_tape(script: Script, updated: cst.Call) -> Expression:
     """Port `o.minimize(loss, variables, tape=tape)` to `o.apply_gradients(...)`."""
-    given = {
+    arguments = {
         "tape": named(updated, "tape"),
         "loss": value_of(updated, 0, "loss"),
         "variables": value_of(updated, 1, "var_list"),
@@ -86,7 +86,7 @@ def _with_given_tape(script: Script, updated: cst.Call) -> Expression:
         "{optimizer}.apply_gradients("
         "zip({tape}.gradient({loss}, {variables}), {variables}))",
         optimizer=object_of(updated),
-        **{name: value for name, value in given.items() if value is not None},
+        **{name: value for name, value in arguments.items() if value is not None},
     )
 
 
@@ -114,7 +114,9 @@ def _plan_tape(script: Script, plan: Plan, call: cst.Call) -> None:
     used = [_called_models(script, statement) for statement in before]
     first = next((i for i, names in enumerate(used) if names), len(before))
     inside = list(before[first:])
-    targets = [t.target for each in inside for t in find(each, cst.AssignTarget)]
+    targets = [
+        t.target for statement in inside for t in find(statement, cst.AssignTarget)
+    ]
     if not any(is_name(target, loss.value) for target in targets):
         return
     for statement in inside:
@@ -171,15 +173,15 @@ def _with_tape(
     asname = cst.AsName(cst.Name(tape))
     item = cst.WithItem(script.template("rx.GradientTape()"), asname)
     moved = [script.moved[statement] for statement in inside]
-    made = cst.parse_statement(
+    differentiated = cst.parse_statement(
         f"{gradients} = {tape}.gradient({script.code(loss)}, {variables})"
     )
-    made = made.with_changes(leading_lines=updated.leading_lines)
+    differentiated = differentiated.with_changes(leading_lines=updated.leading_lines)
     optimizer = script.code(object_of(call))
     applied = cst.parse_statement(
         f"{optimizer}.apply_gradients(zip({gradients}, {variables}))"
     )
-    return cst.FlattenSentinel([in_with(item, moved), made, applied])
+    return cst.FlattenSentinel([in_with(item, moved), differentiated, applied])
 
 
 def _is_compiled_loss(script: Script, node: cst.Call) -> bool:
@@ -233,7 +235,7 @@ def _check_compiled_loss(
     losses = value_of(node, 3, "regularization_losses")
     adds = f"compute_loss adds {model}.losses"
     if losses is None:
-        if any(attr_of(each) == "losses" for each in walk(function)):
+        if any(attr_of(node) == "losses" for node in walk(function)):
             raise Unported(f"{adds} by itself: use it, and do not add them")
         script.note(node, f"{adds}, those of regularizers and add_loss")
     elif script.code(losses) not in {f"{model}.losses", "None"}:
@@ -245,9 +247,9 @@ def _compute_loss(updated: cst.Call) -> cst.Call:
     names = ("y_true", "y"), ("y_pred", "y_pred"), ("sample_weight", "sample_weight")
     args = []
     for position, (old, new) in enumerate(names):
-        given = value_of(updated, position, old)
-        if given is not None and not is_name(given, "None"):
-            args.append(keyword(new, given))
+        value = value_of(updated, position, old)
+        if value is not None and not is_name(value, "None"):
+            args.append(keyword(new, value))
     func = updated.func.with_changes(attr=cst.Name("compute_loss"))
     return updated.with_changes(func=func, args=args)
 
@@ -301,9 +303,9 @@ def report_trainable(script: Script) -> None:
 
 
 def _owner_of_layers(script: Script, node: Expression) -> Expression | None:
-    """The model whose layers a loop gives a name to; None for other names."""
-    for made in definitions(script, node):
-        match iterated_container(script, made.node):
+    """The model in `for layer in model.layers`, of a layer; None for other names."""
+    for definition in definitions(script, node):
+        match iterated_container(script, definition.node):
             case (cst.Attribute(attr=cst.Name("layers"), value=model), _):
                 return model
     return None
@@ -312,21 +314,23 @@ def _owner_of_layers(script: Script, node: Expression) -> Expression | None:
 def _calls_of(
     script: Script, model: Expression, names: tuple[str, ...]
 ) -> list[cst.Call]:
-    """The calls of some methods of a model, here or where it has another name."""
-    made = {each for each in origins(script, model) if isinstance(each, cst.Call)}
+    """The calls of some methods of a model, under any of its names."""
+    models = {
+        origin for origin in origins(script, model) if isinstance(origin, cst.Call)
+    }
     calls = (call for call in script.calls if method_of(call) in names)
     return [
         call
         for call in calls
         if script.code(object_of(call)) == script.code(model)
-        or not made.isdisjoint(origins(script, object_of(call)))
+        or not models.isdisjoint(origins(script, object_of(call)))
     ]
 
 
 def _is_late(script: Script, node: cst.CSTNode, model: Expression) -> bool:
     """Whether a model was compiled before an assignment, and is not compiled again.
 
-    It was where the function that makes it compiles it, and another one assigns.
+    A model that one function makes and compiles counts as compiled in the others.
     """
     around = script.function_of(node)
     compiled = _calls_of(script, model, ("compile",))

@@ -19,20 +19,20 @@ def walk(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
 
 def find(node: cst.CSTNode, *kinds: type[_Node]) -> Iterator[_Node]:
     """The nodes of some kinds in a node, itself included, in the order of the text."""
-    for each in walk(node):
-        if isinstance(each, kinds):
-            yield each
+    for inner in walk(node):
+        if isinstance(inner, kinds):
+            yield inner
 
 
 def reached(first: Iterable[_T], step: Callable[[_T], Iterable[_T]]) -> Iterator[_T]:
     """Each of `first`, and all that repeated steps lead to from there, each once."""
     pending, seen = [*first], set[_T]()
     while pending:
-        each = pending.pop()
-        if each not in seen:
-            seen.add(each)
-            yield each
-            pending += step(each)
+        item = pending.pop()
+        if item not in seen:
+            seen.add(item)
+            yield item
+            pending += step(item)
 
 
 def dotted(node: cst.CSTNode | None) -> str | None:
@@ -92,8 +92,8 @@ def parts_of(node: cst.CSTNode | None) -> list[cst.BaseExpression]:
 
 def pairs_of(node: cst.CSTNode | None) -> list[cst.DictElement]:
     """The pairs of a dict display; none of other expressions."""
-    found = node.elements if isinstance(node, cst.Dict) else ()
-    return [each for each in found if isinstance(each, cst.DictElement)]
+    elements = node.elements if isinstance(node, cst.Dict) else ()
+    return [element for element in elements if isinstance(element, cst.DictElement)]
 
 
 def is_of_super(node: cst.CSTNode | None) -> bool:
@@ -108,7 +108,7 @@ def is_of_numbers(node: cst.CSTNode) -> bool:
         p.expression if isinstance(p, cst.UnaryOperation) else p for p in parts_of(node)
     ]
     return bool(parts) and all(
-        isinstance(each, cst.BaseNumber) or is_of_numbers(each) for each in parts
+        isinstance(number, cst.BaseNumber) or is_of_numbers(number) for number in parts
     )
 
 
@@ -120,7 +120,7 @@ def operands(node: cst.CSTNode) -> list[cst.BaseExpression]:
         case cst.UnaryOperation():
             return [node.expression]
         case cst.Comparison():
-            return [node.left, *(each.comparator for each in node.comparisons)]
+            return [node.left, *(part.comparator for part in node.comparisons)]
         case cst.Subscript():
             return [node.value]
     return []
@@ -128,7 +128,7 @@ def operands(node: cst.CSTNode) -> list[cst.BaseExpression]:
 
 def names_in(node: cst.CSTNode) -> set[str]:
     """The names in a node, bound ones and those of attributes and keywords included."""
-    return {each.value for each in find(node, cst.Name)}
+    return {name.value for name in find(node, cst.Name)}
 
 
 def free_name(used: Container[str], *wanted: str) -> str:
@@ -173,14 +173,14 @@ def import_names(node: cst.Import | cst.ImportFrom) -> Iterable[tuple[str, str]]
 
 def imported_modules(module: cst.Module | cst.IndentedBlock) -> list[tuple[str, str]]:
     """Pairs of local name and full name that a script imports at its top level."""
-    found = []
+    pairs = []
     for small in small_statements(module):
         if isinstance(small, cst.Import):
             names = [(a.evaluated_alias, a.evaluated_name) for a in small.names]
-            found += [(alias or name, name) for alias, name in names]
+            pairs += [(alias or name, name) for alias, name in names]
         elif isinstance(small, cst.ImportFrom):
-            found += [pair for pair in import_names(small) if pair[0] != "*"]
-    return found
+            pairs += [pair for pair in import_names(small) if pair[0] != "*"]
+    return pairs
 
 
 def module_of(node: cst.ImportFrom) -> str:
@@ -334,5 +334,7 @@ def is_docstring(line: cst.CSTNode) -> bool:
 
 def methods_of(owner: cst.ClassDef) -> dict[str, cst.FunctionDef]:
     """The methods in the body of a class, by name."""
-    found = (each for each in owner.body.body if isinstance(each, cst.FunctionDef))
-    return {each.name.value: each for each in found}
+    methods = (
+        method for method in owner.body.body if isinstance(method, cst.FunctionDef)
+    )
+    return {method.name.value: method for method in methods}

@@ -1,4 +1,8 @@
-"""Resolves values through attributes of instances, containers and functions."""
+"""The analysis of values: what an expression may stand for in a script.
+
+It goes through variables, attributes of instances, containers, loops and functions.
+`flow` has the definitions that reach a variable; `kinds` tells what Keras objects are.
+"""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -45,7 +49,7 @@ _T = TypeVar("_T")
 def ends_at_cycles(result: Any) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
     """Make the decorator of a recursive function `f(script, node, ...)`.
 
-    A call for a node that the function is already resolved for gives `result`.
+    While the function resolves a node, a nested call for that node returns `result`.
     """
 
     def decorator(function: Callable[_P, _T]) -> Callable[_P, _T]:
@@ -70,27 +74,29 @@ def ends_at_cycles(result: Any) -> Callable[[Callable[_P, _T]], Callable[_P, _T]
 def bases(script: Script, node: cst.ClassDef) -> list[cst.ClassDef]:
     """The direct bases of a class that the script defines."""
     names = [b.value.value for b in node.bases if isinstance(b.value, cst.Name)]
-    return [each for name in names for each in script.classes(name)]
+    return [owner for name in names for owner in script.classes(name)]
 
 
 def with_bases(script: Script, *owners: cst.ClassDef | None) -> list[cst.ClassDef]:
     """Classes and all bases of theirs that the script defines, each once."""
-    return list(reached(filter(None, owners), lambda each: bases(script, each)))
+    return list(reached(filter(None, owners), lambda owner: bases(script, owner)))
 
 
 def definitions(script: Script, node: Expression) -> frozenset[Definition]:
     """The definitions of a name, of `self.x`, or of `t.x` where `t = Trainer()`."""
-    found = script.flow.reaching(node)
-    if found or not isinstance(node, cst.Attribute):
-        return found
+    reaching = script.flow.reaching(node)
+    if reaching or not isinstance(node, cst.Attribute):
+        return reaching
     if is_name(node.value, "self"):  # Perhaps a base of the class sets it.
         owners = [script.class_around(node)]
     else:
-        made = script.flow.value(node.value)
-        name = made.func if isinstance(made, cst.Call) else None
+        maker = script.flow.value(node.value)
+        name = maker.func if isinstance(maker, cst.Call) else None
         owners = script.classes(name.value) if isinstance(name, cst.Name) else []
-    name, every = node.attr.value, with_bases(script, *owners)
-    return frozenset(d for owner in every for d in script.flow.attributes(owner, name))
+    name, classes = node.attr.value, with_bases(script, *owners)
+    return frozenset(
+        d for owner in classes for d in script.flow.attributes(owner, name)
+    )
 
 
 def bound_values(script: Script, definition: Definition) -> list[Expression]:
@@ -101,9 +107,11 @@ def bound_values(script: Script, definition: Definition) -> list[Expression]:
 
 
 def is_parameter(script: Script, node: Expression) -> bool:
-    """Whether a variable may be a parameter, whose callers may be out of sight."""
-    found = script.flow.reaching(node)
-    return any(isinstance(script.parent(each.node), cst.Param) for each in found)
+    """Whether a variable may be a parameter, whose values may come from elsewhere."""
+    reaching = script.flow.reaching(node)
+    return any(
+        isinstance(script.parent(definition.node), cst.Param) for definition in reaching
+    )
 
 
 @ends_at_cycles([])
@@ -120,7 +128,7 @@ def elements(script: Script, node: Expression) -> list[Expression]:
                 [e.value] if isinstance(e, kinds) else elements(script, e.value)
                 for e in node.elements
             ]
-            return [each for part in shown for each in part] if all(shown) else []
+            return [element for part in shown for element in part] if all(shown) else []
         case cst.ListComp() | cst.SetComp() | cst.GeneratorExp():
             return [node.elt]
         case cst.DictComp():
@@ -129,7 +137,7 @@ def elements(script: Script, node: Expression) -> list[Expression]:
             return elements(script, node.value)
         case cst.Call():
             return _of_call(script, node)
-    found: list[Expression] = []
+    inside_all: list[Expression] = []
     for definition in definitions(script, node):
         if definition.index is not None or not definition.values:
             return []
@@ -138,22 +146,22 @@ def elements(script: Script, node: Expression) -> list[Expression]:
             is_display = isinstance(value, cst.List | cst.Tuple | cst.Dict)
             if not inside and not (is_display and not value.elements):
                 return []
-            found += inside
-        found += _added(script, definition)
-    return found
+            inside_all += inside
+        inside_all += _added(script, definition)
+    return inside_all
 
 
 def items_at(script: Script, node: Expression, index: Expression) -> list[Expression]:
     """The expressions that `node[index]` may be: all elements if `index` is unknown."""
-    found: list[Expression] = []
+    items: list[Expression] = []
     literals = _literals(script, node)
     for literal in literals:
         if isinstance(literal, cst.Dict) and isinstance(index, cst.SimpleString):
             same = (e for e in pairs_of(literal) if text_of(e.key) == text_of(index))
-            found += [each.value for each in same]
+            items += [pair.value for pair in same]
         elif isinstance(index, cst.Integer):
-            found += parts_of(literal)[index.evaluated_value :][:1]
-    return found if len(found) == len(literals) and found else elements(script, node)
+            items += parts_of(literal)[index.evaluated_value :][:1]
+    return items if len(items) == len(literals) and items else elements(script, node)
 
 
 @ends_at_cycles([])
@@ -178,29 +186,33 @@ def iterated_container(
         if isinstance(parent, cst.For) and node in walk(parent.target):
             return _container(parent.target, node, parent.iter)
         while loop is not None:
-            if found := _container(loop.target, node, loop.iter):
-                return found
+            if container := _container(loop.target, node, loop.iter):
+                return container
             loop = loop.inner_for_in
     return None
 
 
 def _container(
-    target: cst.CSTNode, node: cst.CSTNode, each: Expression
+    target: cst.CSTNode, node: cst.CSTNode, iterable: Expression
 ) -> tuple[Expression, bool] | None:
-    """The container of a name of a target, as of `x` in `i, (x, y)` of a `zip`."""
+    """The container of a name in a loop's target, as of `x` in `i, (x, y)`."""
     if target.deep_equals(node):
-        return each, False
-    if not isinstance(each, cst.Call):
+        return iterable, False
+    if not isinstance(iterable, cst.Call):
         return None
     parts = parts_of(target)
     holding = (any(x.deep_equals(node) for x in walk(part)) for part in parts)
     i = next((i for i, is_there in enumerate(holding) if is_there), -1)
-    args = [arg.value for arg in each.args if not arg.star]
-    if is_name(each.func, "enumerate") and i == 1 and args:
+    args = [arg.value for arg in iterable.args if not arg.star]
+    if is_name(iterable.func, "enumerate") and i == 1 and args:
         return _container(parts[1], node, args[0])
-    if is_name(each.func, "zip") and 0 <= i < len(args):
+    if is_name(iterable.func, "zip") and 0 <= i < len(args):
         return _container(parts[i], node, args[i])
-    return (object_of(each), True) if method_of(each) == "items" and i == 1 else None
+    return (
+        (object_of(iterable), True)
+        if method_of(iterable) == "items" and i == 1
+        else None
+    )
 
 
 def _of_call(script: Script, node: cst.Call) -> list[Expression]:
@@ -218,34 +230,38 @@ def _of_call(script: Script, node: cst.Call) -> list[Expression]:
 
 
 def value_sources(script: Script, node: Expression) -> list[Expression]:
-    """The values of a variable or of a part of a tuple; what a function returns.
+    """What an expression directly stands for: values of a variable, returned values.
 
     An augmented assignment such as `x += y` has those of both sides, and a parameter
     its default.
     """
     match node:
+        case cst.IfExp():
+            return [node.body, node.orelse]
+        case cst.BooleanOperation():
+            return [node.left, node.right]
         case cst.Call():
             return list(returned_values(script, node))
         case cst.Subscript(slice=[cst.SubscriptElement(slice=cst.Index(index))]):
             return items_at(script, node.value, index)
-    found: list[Expression] = []
-    for each in definitions(script, node):
-        assigned = script.parent(each.node)
+    sources: list[Expression] = []
+    for definition in definitions(script, node):
+        assigned = script.parent(definition.node)
         if isinstance(assigned, cst.AugAssign):
-            found += [assigned.target, assigned.value]
-        elif each.index is None:
-            found += bound_values(script, each)
+            sources += [assigned.target, assigned.value]
+        elif definition.index is None:
+            sources += bound_values(script, definition)
         else:
-            index = cst.Integer(str(each.index))
-            found += [
-                e for value in each.values for e in items_at(script, value, index)
+            index = cst.Integer(str(definition.index))
+            sources += [
+                e for value in definition.values for e in items_at(script, value, index)
             ]
-    return found
+    return sources
 
 
 def possible_values(script: Script, node: Expression) -> Iterator[Expression]:
-    """An expression, and all that it may be, through variables and functions."""
-    return reached([node], lambda each: value_sources(script, each))
+    """An expression, and all that it may stand for, through variables and functions."""
+    return reached([node], lambda value: value_sources(script, value))
 
 
 def returned_values(script: Script, node: cst.Call) -> Iterator[Expression]:
@@ -264,9 +280,9 @@ def values_returned_by(
     script: Script, function: cst.FunctionDef
 ) -> Iterator[Expression]:
     """The values that a function of the script returns."""
-    for each in find(function, cst.Return):
-        if script.function_of(each) is function:
-            yield each.value or cst.Name("None")
+    for statement in find(function, cst.Return):
+        if script.function_of(statement) is function:
+            yield statement.value or cst.Name("None")
 
 
 def _added(script: Script, definition: Definition) -> Iterator[Expression]:
@@ -277,5 +293,5 @@ def _added(script: Script, definition: Definition) -> Iterator[Expression]:
             yield call.args[0].value
         elif isinstance(parent, cst.Subscript):
             assign = script.around(parent, cst.Assign)
-            if assign and any(each.target is parent for each in assign.targets):
+            if assign and any(target.target is parent for target in assign.targets):
                 yield assign.value
