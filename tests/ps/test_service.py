@@ -308,7 +308,7 @@ def test_the_other_calls_of_flight_are_refused(service, connection):
             lambda: client.do_get(flight.Ticket(b"x"), options).read_all(),
         ]
         for call in calls:
-            with pytest.raises(pa.ArrowException, match="there is no"):
+            with pytest.raises(NotImplementedError):
                 call()
         with pytest.raises(flight.FlightUnauthenticatedError, match="has no token"):
             list(client.list_flights())

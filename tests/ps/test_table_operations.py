@@ -106,8 +106,6 @@ def test_rows_are_pulled_and_pushed(words):
     status = words.call("store.status")["tables"]
     assert status == {
         "words": {
-            "num_rows": 100,
-            "dim": 4,
             "version": 2,
             "applied": 2,
             "lost": 0,

@@ -83,6 +83,7 @@ class ClientStream:
     def drop(self) -> None:
         """Close the Flight stream, without waiting for the server."""
         messages, self._messages, self.client = self._messages, None, None
+        memory, self._memory = self._memory, None
         if messages is None:
             return
         messages.reader.cancel()
@@ -90,8 +91,8 @@ class ClientStream:
             messages.writer.close()
         except lost_errors():
             pass  # It was lost, or has just been cancelled.
-        if self._memory is not None:
-            self._memory.close()
+        if memory is not None:
+            memory.close()
 
     def shut_down(self) -> None:
         """Cancel the present exchange and those that are queued."""

@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 
@@ -245,11 +245,6 @@ class Service:
             raise Refused(f"the arguments of {name!r} do not fit: {error}") from error
         return function(**arguments)
 
-    def refuse(self, caller: str, method: str) -> Exception:
-        """Make the error of a call that this service does not have."""
-        peer = self._authenticated(caller)
-        return self._refusal(peer, Refused(f"there is no {method} here"))
-
     def _refusal(self, peer: str, error: Exception) -> Exception:
         self._log.warn(f"Refused a message from {peer}: {error}.")
         detail = json.dumps({"error": str(error), "kind": type(error).__name__})
@@ -304,17 +299,6 @@ def _flight_server(service: Service, location: str, credentials: Credentials) ->
         def do_action(self, context: Any, action: Any) -> list[bytes]:
             return [service.act(context.peer(), action.type, action.body)]
 
-    def refused(method: str) -> Callable[..., object]:
-        def refuse(self: object, context: Any, *arguments: object) -> NoReturn:
-            raise service.refuse(context.peer(), method)
-
-        return refuse
-
-    for method in (
-        *("list_flights", "get_flight_info", "get_schema"),
-        *("do_get", "do_put", "list_actions"),
-    ):
-        setattr(Server, method, refused(method))
     pair = (credentials.tls_certificate, credentials.tls_key)
     return Server(
         location,

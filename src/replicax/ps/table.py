@@ -142,11 +142,6 @@ class Table(Group):
         fill_rows(self._values, spec.initializer, spec.seed, server, num_servers)
         self._slots = self._new_slots()
 
-    def status(self) -> JSONObject:
-        """Versions and sizes."""
-        sizes = {"num_rows": self.spec.num_rows, "dim": self.spec.dim}
-        return super().status() | sizes
-
     def _built(self, rule: JSONObject) -> RowOptimizer:
         try:
             return RowOptimizer(rule, self.spec.dim, whole_table=self._num_servers == 1)
