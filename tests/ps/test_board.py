@@ -109,6 +109,11 @@ def test_a_repeated_claim_of_a_worker_that_died_gives_steps_it_may_do(clients, c
     assert a("claim", stream=STREAM, call=1) == {"indices": [0]}
     clock.seconds = 20
     assert a("claim", stream=STREAM, call=1) == {"indices": [1]}
+    again = {"stream": STREAM, "call": 2, "finished": [1]}
+    assert a("claim", **again)["indices"] == [2]
+    clock.seconds = 40
+    assert a("claim", **again) == {"indices": [3]}
+    assert a("status")["totals"] == {"given_up": 2, "twice": 0}
 
 
 def test_a_call_that_is_refused_may_be_repeated(board, clients):

@@ -40,6 +40,8 @@ __all__ = ["Board"]
 
 _logger = logging.getLogger("replicax")
 
+_REVOKED = "revoked"  # In place of an answer whose leases were revoked.
+
 _ACTIONS: set[str] = set()
 
 _SESSION, _CALL = (
@@ -160,10 +162,14 @@ class Board:
         method, worker = transition.__name__, str(arguments["worker"])
         call, answers = arguments["call"], self._presence.workers[worker].answers
         last, answer = answers.get(method, (-1, None))
-        if not is_repeated(call, last, f"{worker}: call of {method}"):
-            answer = transition(self, **arguments)
-            answers[method] = call, answer
-        return cast(_Answer, answer)
+        is_again = is_repeated(call, last, f"{worker}: call of {method}")
+        if is_again and answer != _REVOKED:
+            return cast(_Answer, answer)
+        if is_again and "finished" in arguments:
+            arguments = arguments | {"finished": []}  # They were recorded before.
+        answer = transition(self, **arguments)
+        answers[method] = call, answer
+        return answer
 
     def _advance(self) -> None:
         """Advance the time: detect dead workers, and whether the job has failed."""
@@ -174,9 +180,11 @@ class Board:
         self._failure = self._failure or self._presence.failure(self._now)
 
     def _release(self, worker: str, *, died: bool) -> None:
-        """Revoke a worker's leases, and forget the answers that gave them."""
+        """Revoke a worker's leases, and the answers that gave them."""
+        answers = self._presence.workers[worker].answers
         for method in ("claim", "take"):
-            self._presence.workers[worker].answers.pop(method, None)
+            if method in answers:
+                answers[method] = answers[method][0], _REVOKED
         if given_up := self._streams.release(worker):
             _logger.warning("%s is gone, with %d steps of fit.", worker, given_up)
             for stream in self._streams.newest.values():
