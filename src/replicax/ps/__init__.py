@@ -5,15 +5,15 @@ is a client of the servers alone, so one that dies takes no other with it.
 
 Where what runs:
 
-    both sides    wire, messages, limits, credentials, partition, group_vectors,
-                  optimizers
+    both sides    wire, messages, message_stream, shared_memory, limits, credentials,
+                  partition, group_vectors, optimizers
     a server      serve, service, open_connections, store, groups, snapshots, call_log;
                   variables: dense_group, server_optimizer; tables: table,
                   row_optimizer, row_initializers
     server 0      board: presence, streams, tickets, closures
-    a worker      strategy, session, connection, server_home, training_steps,
-                  variables, remote, remote_optimizer, group_servers; tables: rows,
-                  embedding; fit, worker_input
+    a worker      strategy, session, connection, client_stream, server_home,
+                  training_steps, variables, remote, remote_optimizer, group_servers;
+                  tables: rows, embedding; fit, worker_input
     coordinators  coordinator, closure_calls, closure_variables, payloads
 
 Shards. What one `optimizer.apply` trains is a group; its variables are cut into shards,
