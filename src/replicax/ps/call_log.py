@@ -206,6 +206,6 @@ class Sessions:
         """Restore the state from a snapshot and the later entries of the log."""
         later = {key[1]: each for key, each in wal.items() if key[0] == _SESSIONS}
         with self._lock:
-            known = (state | later).items()
-            self._known = {worker: list(each) for worker, each in known}
-            self._ended = {x for each in self._known.values() for x in each[:-1]}
+            restored = (state | later).items()
+            self._known = {worker: list(sessions) for worker, sessions in restored}
+            self._ended = {x for own in self._known.values() for x in own[:-1]}

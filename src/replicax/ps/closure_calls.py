@@ -375,29 +375,32 @@ class ClosureWorker:
             raise  # Of the cluster, not of the closure: another worker runs it.
         except SystemExit as error:
             if error.code != ExitCode.RETRY:  # Another worker would exit as well.
-                told = self._told(error, name)
-                self._session.once("result", id=closure["id"], error=told)
+                description = self._describe(error, name)
+                self._session.once("result", id=closure["id"], error=description)
             raise
         except Exception as error:  # The chief raises it.
             self._home.settle()
             self._trained_last = None
             if _is_disowned(error):
                 raise
-            return {"error": self._told(error, name)}
+            return {"error": self._describe(error, name)}
 
-    def _told(self, error: BaseException, name: str) -> dict[str, str]:
+    def _describe(self, error: BaseException, name: str) -> dict[str, str]:
         """Describe an error for the chief.
 
         A generator that has raised an error is exhausted. So the error of an exhausted
         iterator names the error that was raised before.
         """
-        told = error_to_json(error, name, self._session.name, __file__)
+        description = error_to_json(error, name, self._session.name, __file__)
         for number in self._own_used:
-            before = self._broken.setdefault(number, told)
-            if isinstance(error, StopIteration) and before["type"] != told["type"]:
+            first = self._broken.setdefault(number, description)
+            if (
+                isinstance(error, StopIteration)
+                and first["type"] != description["type"]
+            ):
                 why = "an iterator is at its end, after a function that has it raised"
-                return because_of(told, why, before)
-        return told
+                return because_of(description, why, first)
+        return description
 
     def _value_of(self, name: str, call: JSON) -> JSONObject:
         args, kwargs = decode(call, self._resolve)

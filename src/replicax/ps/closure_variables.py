@@ -102,10 +102,10 @@ class ClosureVariables:
 
     def _candidates(self) -> Iterator[tuple[Label, Variable]]:
         """Metrics, and variables that closures may assign and no step changes."""
-        known = self._remote.variables_of_steps()
+        of_steps = self._remote.variables_of_steps()
         for label, variable in self._labels:
             is_metric = variable.aggregation == "sum"
-            is_own = id(variable) not in known and not is_seed_state(variable)
+            is_own = id(variable) not in of_steps and not is_seed_state(variable)
             if internals.has_value(variable) and (is_metric or is_own):
                 yield label, variable
 
@@ -130,10 +130,10 @@ class ClosureVariables:
 
     def values(self) -> list[Any]:
         """The metrics that closures have changed, as JSON values."""
-        found = [(label, self._labels.find(label)) for label in sorted(self._touched)]
+        touched = [(x, self._labels.find(x)) for x in sorted(self._touched)]
         return [
             [*label, encode(variable.value, label[0])]
-            for label, variable in found
+            for label, variable in touched
             if variable is not None
         ]
 
@@ -214,14 +214,14 @@ class GroupRequests:
             [of(v) for v in variables],
             [None if v is None else of(v) for v in numbers],
         )
-        want = msgspec.to_builtins(request)
+        value = msgspec.to_builtins(request)
         number = self._next
         while True:
-            stands = self._session.board("put", key=_request_key(number), value=want)
-            if stands["group"]["name"] == group.name:
+            stored = self._session.board("put", key=_request_key(number), value=value)
+            if stored["group"]["name"] == group.name:
                 return True
-            labels = {tuple(label) for label in stands["variables"]}
-            is_alike = stands["group"]["rule"] == group.rule == ADDED
+            labels = {tuple(label) for label in stored["variables"]}
+            is_alike = stored["group"]["rule"] == group.rule == ADDED
             if is_alike and not labels.isdisjoint(request.variables):
                 self._adopt_until(number)
                 return False
@@ -238,14 +238,14 @@ class GroupRequests:
 
     def adopt(self) -> None:
         """Adopt requested groups; the chief creates them first."""
-        while found := self._session.board("get", key=_request_key(self._next)):
-            want = msgspec.convert(found, _GroupRequest)
+        while value := self._session.board("get", key=_request_key(self._next)):
+            request = msgspec.convert(value, _GroupRequest)
             variables: list[keras.Variable] = []
-            for label in want.variables:
+            for label in request.variables:
                 variable = self._labels.find(label)
                 if variable is None and self._session.is_chief and not self._is_back:
                     raise ClusterMismatchError(
-                        f"ClusterCoordinator: a closure on {want.by} changes "
+                        f"ClusterCoordinator: a closure on {request.by} changes "
                         f"{label[0]!r}, which the chief does not have. Create models "
                         "under strategy.scope() and build them (a keras.Input, or "
                         "model.build) before the first coordinator.schedule, in every "
@@ -254,8 +254,8 @@ class GroupRequests:
                 if variable is None:
                     return  # This script is not there yet.
                 variables.append(variable)
-            count, rate = (x and self._labels.find(x) for x in want.numbers)
-            group = self._remote.adopt(want.group, variables, count)
+            count, rate = (x and self._labels.find(x) for x in request.numbers)
+            group = self._remote.adopt(request.group, variables, count)
             if group is None:
                 return
             self._next += 1

@@ -256,8 +256,8 @@ class Closures(msgspec.Struct, kw_only=True):
             room -= self.known[id].size if id in self.known else 0
             if room < 0 and answer:
                 break
-            known = self.known.get(id)
-            answer[id] = {"status": "unknown"} if known is None else known.outcome
+            closure = self.known.get(id)
+            answer[id] = {"status": "unknown"} if closure is None else closure.outcome
         return answer
 
     def pending(self) -> JSONObject:

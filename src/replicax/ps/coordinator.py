@@ -67,8 +67,8 @@ class ClusterCoordinator:
 
     def __new__(cls, strategy: ParameterServerStrategy) -> "ClusterCoordinator":
         """The strategy's coordinator, if it has one."""
-        known = getattr(strategy, "coordinator", None)
-        return super().__new__(cls) if known is None else known
+        existing = getattr(strategy, "coordinator", None)
+        return super().__new__(cls) if existing is None else existing
 
     def __init__(self, strategy: ParameterServerStrategy) -> None:
         session = _checked(strategy)
@@ -302,7 +302,7 @@ class ClusterCoordinator:
 
     def _fetch(self, outcomes: Sequence[RemoteValue]) -> list[JSON]:
         def are_known() -> bool | None:
-            if all(each.outcome is not None for each in outcomes):
+            if all(x.outcome is not None for x in outcomes):
                 return True
             self._tend()
             return None
@@ -310,9 +310,9 @@ class ClusterCoordinator:
         self._script_sync.until(
             are_known, "the end of the closures whose results are fetched"
         )
-        told = [each.outcome or {} for each in outcomes]
-        values = [each.get("value") for each in told]
-        error = next((each["error"] for each in told if "error" in each), None)
+        known = [result.outcome or {} for result in outcomes]
+        values = [outcome.get("value") for outcome in known]
+        error = next((x["error"] for x in known if "error" in x), None)
         try:
             if error is None:
                 require_size(values, "fetch: all results together")

@@ -83,10 +83,10 @@ class MessageStream:
             for name, vector in vectors.items()
         }
         announcement = [
-            [name, found[0].dtype.name, sum(piece.size for piece in found)]
-            for name, found in pieces.items()
+            [name, vector[0].dtype.name, sum(piece.size for piece in vector)]
+            for name, vector in pieces.items()
         ]
-        size = sum(piece.nbytes for found in pieces.values() for piece in found)
+        size = sum(piece.nbytes for vector in pieces.values() for piece in vector)
         memory = self._memory
         if memory and not (memory.is_agreed and memory.has_room_for(size)):
             memory = None
@@ -99,7 +99,7 @@ class MessageStream:
             )
         if memory is not None:  # Filled before the other end hears of it.
             arrays = [
-                _little_endian(piece) for found in pieces.values() for piece in found
+                _little_endian(piece) for vector in pieces.values() for piece in vector
             ]
             for array, place in memory.places(arrays):
                 place[:] = array
@@ -108,8 +108,8 @@ class MessageStream:
             return len(text) + size
         self.writer.write_metadata(text)
         sent = len(text)
-        for found in pieces.values():
-            for chunk in _chunks(found):
+        for vector in pieces.values():
+            for chunk in _chunks(vector):
                 self.writer.write_batch(_record_batch(chunk))
                 sent += len(chunk)
                 progress()
@@ -208,16 +208,16 @@ def _receive_vector(
 ) -> np.ndarray:
     size = dtype.itemsize * length
     whole: np.ndarray | None = None
-    taken = 0
-    while taken < size:
-        piece = _piece(reader, name, size - taken)
+    received = 0
+    while received < size:
+        piece = _piece(reader, name, size - received)
         progress()
         if len(piece) == size and piece.ctypes.data % dtype.alignment == 0:
             return piece.view(dtype)
         if whole is None:
             whole = aligned(size)
-        whole[taken : taken + len(piece)] = piece
-        taken += len(piece)
+        whole[received : received + len(piece)] = piece
+        received += len(piece)
     result = (np.empty(0, np.uint8) if whole is None else whole).view(dtype)
     result.flags.writeable = False
     return result

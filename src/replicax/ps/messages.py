@@ -31,11 +31,11 @@ __all__ = [
     "Created",
     "Done",
     "GroupSlots",
-    "GroupVersion",
     "Message",
     "Pushed",
     "TableCreated",
     "TablePushed",
+    "Version",
 ]
 
 Vectors = dict[str, np.ndarray]
@@ -69,7 +69,7 @@ class TableCreated(msgspec.Struct):
     spec: TableSpec
 
 
-class GroupVersion(msgspec.Struct):
+class Version(msgspec.Struct):
     """The version of a group on a server of this incarnation."""
 
     incarnation: str
@@ -82,7 +82,7 @@ class GroupVersion(msgspec.Struct):
         return self.incarnation, self.version
 
 
-class Pushed(GroupVersion):
+class Pushed(Version):
     """The group after a push, and whether the push was `applied`."""
 
     staleness: int
@@ -135,16 +135,16 @@ class _OfGroup(Message[_Answer], Generic[_Answer]):
         return self.expected_by(store.group(self.group))
 
     def handle(self, store: VariableStore, vectors: Vectors) -> tuple[_Answer, Vectors]:
-        held = store.group(self.group)
-        with held.lock:
-            answer, results = self.apply(held, vectors)
+        group = store.group(self.group)
+        with group.lock:
+            answer, results = self.apply(group, vectors)
         # Read-only views of arrays on the CPU, which are sent without a copy.
         return answer, {name: np.asarray(array) for name, array in results.items()}
 
-    def expected_by(self, held: DenseGroup) -> Mapping[str, Allowed]:
+    def expected_by(self, group: DenseGroup) -> Mapping[str, Allowed]:
         return {}
 
-    def apply(self, held: DenseGroup, vectors: Vectors) -> tuple[_Answer, Results]:
+    def apply(self, group: DenseGroup, vectors: Vectors) -> tuple[_Answer, Results]:
         """Apply the message to the group."""
         raise NotImplementedError
 
@@ -160,20 +160,20 @@ class Create(Message[Created], tag="create"):
 
     def handle(self, store: VariableStore, vectors: Vectors) -> tuple[Created, Vectors]:
         is_new = not store.has(self.group.name)
-        held = store.create(self.group, vectors)
-        return Created(held.version, is_new, held.group.rule.get("iterations", 0)), {}
+        group = store.create(self.group, vectors)
+        return Created(group.version, is_new, group.group.rule.get("iterations", 0)), {}
 
 
-class Pull(_OfGroup[GroupVersion], tag="pull"):
+class Pull(_OfGroup[Version], tag="pull"):
     """Read a group's values, if they are not those of the version `seen` last."""
 
-    answer_type = GroupVersion
+    answer_type = Version
     seen: Seen | None = None
 
-    def apply(self, held: DenseGroup, vectors: Vectors) -> tuple[GroupVersion, Results]:
-        held.count_lost(self.seen)
-        values = {} if self.seen == held.seen else held.vectors
-        return GroupVersion(*held.seen, held.steps), values
+    def apply(self, group: DenseGroup, vectors: Vectors) -> tuple[Version, Results]:
+        group.count_lost(self.seen)
+        values = {} if self.seen == group.seen else group.vectors
+        return Version(*group.seen, group.steps), values
 
 
 class Push(_OfGroup[Pushed], tag="push"):
@@ -191,12 +191,12 @@ class Push(_OfGroup[Pushed], tag="push"):
     closure: Closure | None = None
     seen: Seen | None = None
 
-    def expected_by(self, held: DenseGroup) -> Mapping[str, Allowed]:
-        return exactly(held.lengths, "bfloat16")
+    def expected_by(self, group: DenseGroup) -> Mapping[str, Allowed]:
+        return exactly(group.lengths, "bfloat16")
 
-    def apply(self, held: DenseGroup, vectors: Vectors) -> tuple[Pushed, Results]:
-        held.count_lost(self.seen)
-        last = held.push(
+    def apply(self, group: DenseGroup, vectors: Vectors) -> tuple[Pushed, Results]:
+        group.count_lost(self.seen)
+        last = group.push(
             self.worker,
             self.session,
             self.sequence,
@@ -204,21 +204,21 @@ class Push(_OfGroup[Pushed], tag="push"):
             based_on=self.based_on,
             closure=self.closure,
         )
-        answer = Pushed(*held.seen, held.steps, last.staleness, last.applied)
-        return answer, held.vectors
+        answer = Pushed(*group.seen, group.steps, last.staleness, last.applied)
+        return answer, group.vectors
 
 
-class Replace(_OfGroup[GroupVersion], tag="replace"):
+class Replace(_OfGroup[Version], tag="replace"):
     """Replace a group's values, as when a user assigns to its variables."""
 
-    answer_type = GroupVersion
+    answer_type = Version
 
-    def expected_by(self, held: DenseGroup) -> Mapping[str, Allowed]:
-        return exactly(held.lengths)
+    def expected_by(self, group: DenseGroup) -> Mapping[str, Allowed]:
+        return exactly(group.lengths)
 
-    def apply(self, held: DenseGroup, vectors: Vectors) -> tuple[GroupVersion, Results]:
-        held.replace(vectors)
-        return GroupVersion(*held.seen, held.steps), held.vectors
+    def apply(self, group: DenseGroup, vectors: Vectors) -> tuple[Version, Results]:
+        group.replace(vectors)
+        return Version(*group.seen, group.steps), group.vectors
 
 
 class GetSlots(_OfGroup[GroupSlots], tag="slots"):
@@ -227,8 +227,8 @@ class GetSlots(_OfGroup[GroupSlots], tag="slots"):
     answer_type = GroupSlots
     name: str | None = None
 
-    def apply(self, held: DenseGroup, vectors: Vectors) -> tuple[GroupSlots, Results]:
-        slots = held.slots()
+    def apply(self, group: DenseGroup, vectors: Vectors) -> tuple[GroupSlots, Results]:
+        slots = group.slots()
         wanted = {key: x for key, x in slots.items() if self.name in (None, key.name)}
         header, arrays = slots_to_message(wanted)
         return GroupSlots(header), arrays
@@ -239,17 +239,17 @@ class SetSlots(_OfGroup[Done], tag="set_slots"):
 
     slots: list[tuple[str, Count | None, tuple[Count, ...]]]
 
-    def expected_by(self, held: DenseGroup) -> Mapping[str, Allowed]:
+    def expected_by(self, group: DenseGroup) -> Mapping[str, Allowed]:
         shapes = {SlotKey(name, shard): shape for name, shard, shape in self.slots}
-        with held.lock:
-            dtypes = held.check_slots(shapes)
+        with group.lock:
+            dtypes = group.check_slots(shapes)
         return {
             str(i): Allowed((dtypes[key],), math.prod(shape), math.prod(shape))
             for i, (key, shape) in enumerate(shapes.items())
         }
 
-    def apply(self, held: DenseGroup, vectors: Vectors) -> tuple[Done, Results]:
-        held.assign_slots(slots_from_message(self.slots, vectors))
+    def apply(self, group: DenseGroup, vectors: Vectors) -> tuple[Done, Results]:
+        group.assign_slots(slots_from_message(self.slots, vectors))
         return Done(), {}
 
 

@@ -344,10 +344,10 @@ def error_to_json(
 
 def error_from_json(error: dict[str, str]) -> Exception:
     """Decode an error, to its original type if that is builtin or of replicax."""
-    made = _error(error)
+    decoded = _error(error)
     if error["traceback"]:
-        made.add_note(error["traceback"].rstrip())
-    return made
+        decoded.add_note(error["traceback"].rstrip())
+    return decoded
 
 
 def _error(error: dict[str, str]) -> Exception:

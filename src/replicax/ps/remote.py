@@ -32,11 +32,11 @@ from replicax.ps.group_vectors import GroupLayout, VariableSlot
 from replicax.ps.limits import Seen
 from replicax.ps.messages import (
     Create,
-    GroupVersion,
     Pull,
     Push,
     Pushed,
     Replace,
+    Version,
 )
 from replicax.ps.partition import VariableGroup
 from replicax.ps.remote_optimizer import RemoteOptimizer
@@ -242,7 +242,7 @@ class RemoteGroup:
         self._cache(answers)
         return max(answer.staleness for answer, _ in answers.values())
 
-    def _cache(self, answers: Mapping[int, Answer[GroupVersion]]) -> bool:
+    def _cache(self, answers: Mapping[int, Answer[Version]]) -> bool:
         """Cache the values in servers' answers; whether there were any."""
         changed = False
         for server, (answer, vectors) in answers.items():

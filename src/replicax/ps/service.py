@@ -161,8 +161,8 @@ class Service:
 
     def check(self, method: str, headers: Mapping[str, list[str]]) -> None:
         """Refuse a call without the token, before reading it."""
-        given = headers.get("authorization") or [""]
-        token = given[0].removeprefix("Bearer ") if isinstance(given[0], str) else ""
+        values = headers.get("authorization") or [""]
+        token = values[0].removeprefix("Bearer ") if isinstance(values[0], str) else ""
         if self._credentials.accepts(token):
             return
         why = "has the wrong token" if token else "has no token"
@@ -236,8 +236,8 @@ class Service:
     def _called(self, name: str, body: bytes) -> object:
         function = self._actions.get(name)
         if function is None:
-            known = sorted(self._actions)
-            raise Refused(f"there is no action {name!r:.80}; there are {known}")
+            names = sorted(self._actions)
+            raise Refused(f"there is no action {name!r:.80}; there are {names}")
         try:
             arguments = wire.read_json(body)
             self._signatures[name].bind(**arguments)
@@ -310,13 +310,13 @@ def _flight_server(service: Service, location: str, credentials: Credentials) ->
 def _address_to_bind(address: str) -> Address:
     try:
         host, port = parse_address(address)
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (ValueError, OSError) as error:
         raise ValueError(
             f"A parameter server cannot listen at {address!r}: {error}. Give its task "
             "an address of this machine in TF_CONFIG."
         ) from error
-    numeric = sorted(found, key=lambda entry: entry[0] != socket.AF_INET)[0][4][0]
+    numeric = sorted(entries, key=lambda entry: entry[0] != socket.AF_INET)[0][4][0]
     if str(numeric) in ("0.0.0.0", "::"):
         raise ValueError(
             f"A parameter server would listen at {address!r} on every network of this "

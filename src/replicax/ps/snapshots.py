@@ -194,12 +194,12 @@ class Snapshots:
         for number in reversed(self._numbers()):
             path = self._path(number)
             try:
-                found = None if number <= last else _read(path)
+                snapshot = None if number <= last else _read(path)
             except CheckpointError as error:
                 _logger.warning("%s", error)
                 continue
-            if found is not None and found.job not in {job, done_job} - {""}:
-                return found
+            if snapshot is not None and snapshot.job not in {job, done_job} - {""}:
+                return snapshot
             _logger.warning(
                 "snapshots up to %s are of a finished job; they are not restored",
                 path,
@@ -276,8 +276,8 @@ class Snapshots:
 
     def _numbers(self) -> list[int]:
         """The numbers of the snapshots on disk, in order."""
-        found = [_NAME.fullmatch(each.name) for each in self.folder.glob("*")]
-        return sorted(int(match[1]) for match in found if match)
+        matches = [_NAME.fullmatch(path.name) for path in self.folder.glob("*")]
+        return sorted(int(match[1]) for match in matches if match)
 
     def _path(self, number: int) -> Path:
         return self.folder / f"snapshot-{number:09d}"

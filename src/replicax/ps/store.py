@@ -69,26 +69,28 @@ class VariableStore:
 
     def create(self, group: VariableGroup, vectors: Arrays) -> DenseGroup:
         """Create a group. An equal one that exists keeps its values."""
-        held = self._made(
+        dense = self._get_or_create(
             self._groups, group.name, lambda: self._new_group(group, vectors)
         )
-        held.require_same(group)
-        return held
+        dense.require_same(group)
+        return dense
 
     def group(self, name: str) -> DenseGroup:
         """The group of that name."""
         return self._named(self._groups, "group", name)
 
     def _new_group(self, group: VariableGroup, vectors: Arrays) -> DenseGroup:
-        held = DenseGroup(group, vectors, self.server, self._sessions)
-        held.incarnation = self.incarnation
-        return held
+        dense = DenseGroup(group, vectors, self.server, self._sessions)
+        dense.incarnation = self.incarnation
+        return dense
 
     # Tables.
 
     def create_table(self, spec: TableSpec) -> Table:
         """Create a table, unless one of its name and sizes exists."""
-        table = self._made(self._tables, spec.name, lambda: self._new_table(spec))
+        table = self._get_or_create(
+            self._tables, spec.name, lambda: self._new_table(spec)
+        )
         if not spec.fits(table.spec):
             has = table.spec
             raise TableError(
@@ -131,45 +133,45 @@ class VariableStore:
         with self._lock:
             return name in self._groups or name in self._tables
 
-    def _made(
-        self, held: dict[str, _Group], name: str, make: Callable[[], _Group]
+    def _get_or_create(
+        self, entries: dict[str, _Group], name: str, create: Callable[[], _Group]
     ) -> _Group:
         """Return the entry of a name, made on first use."""
         with self._creating:
-            if name not in held:
-                made = make()
+            if name not in entries:
+                entry = create()
                 with self._lock:
-                    held[name] = made
-            return held[name]
+                    entries[name] = entry
+            return entries[name]
 
-    def _named(self, held: dict[str, _Group], kind: str, name: str) -> _Group:
+    def _named(self, entries: dict[str, _Group], kind: str, name: str) -> _Group:
         with self._lock:
-            if name in held:
-                return held[name]
-            known = sorted(held)[:10]
+            if name in entries:
+                return entries[name]
+            some = sorted(entries)[:10]
         raise UnknownGroup(
-            f"{kind} {name!r:.80} is not on server {self.server}, which has {known}. "
+            f"{kind} {name!r:.80} is not on server {self.server}, which has {some}. "
             "A server that was restarted without a snapshot has lost its values."
         )
 
     @property
     def num_changes(self) -> int:
         """A counter of all changes of groups and tables."""
-        return sum(1 + held.num_changes for held in self._all_groups())
+        return sum(1 + group.num_changes for group in self._all_groups())
 
     @property
     def num_updates(self) -> int:
         """Updates applied so far, of all groups together."""
         # Rows are updated with a group, whose values may lie on other servers only.
         return max(
-            sum(held.version for held in self._all(self._groups)),
+            sum(group.version for group in self._all(self._groups)),
             sum(table.version for table in self._all(self._tables)),
         )
 
     @property
     def num_lost(self) -> int:
         """Updates that restarts have undone, of all groups and tables."""
-        return sum(held.lost for held in self._all_groups())
+        return sum(group.lost for group in self._all_groups())
 
     def status(self) -> JSONObject:
         """Versions, counts of updates, and staleness, as JSON values.
@@ -180,20 +182,20 @@ class VariableStore:
         of its pushes to trained groups.
         """
         staleness: dict[str, Counter[int]] = {}
-        for held in self._all(self._groups):
-            if held.group.is_trained:
-                with held.lock:
-                    for worker, histogram in held.staleness.items():
+        for dense in self._all(self._groups):
+            if dense.group.is_trained:
+                with dense.lock:
+                    for worker, histogram in dense.staleness.items():
                         staleness.setdefault(worker, Counter()).update(histogram)
-        groups = {held.group.name: held.status() for held in self._all(self._groups)}
-        tables = {held.spec.name: held.status() for held in self._all(self._tables)}
+        groups = {dense.group.name: dense.status() for dense in self._all(self._groups)}
+        tables = {table.spec.name: table.status() for table in self._all(self._tables)}
         trained = [group for group in groups.values() if group["is_trained"]]
         counted = trained or groups.values() or tables.values()
         return {
             "server": self.server,
             "num_updates": self.num_updates,
-            "applied": sum(each["applied"] for each in counted),
-            "lost": sum(each["lost"] for each in counted),
+            "applied": sum(counts["applied"] for counts in counted),
+            "lost": sum(counts["lost"] for counts in counted),
             "groups": groups,
             "tables": tables,
             "staleness": {
@@ -207,16 +209,16 @@ class VariableStore:
 
         Arrays are snapshots; pushes go on meanwhile.
         """
-        taken: list[tuple[dict[str, np.ndarray | jax.Array], JSONObject]] = []
-        for held in self._all_groups():
-            with held.lock:
-                taken.append(held.state())
+        states: list[tuple[dict[str, np.ndarray | jax.Array], JSONObject]] = []
+        for group in self._all_groups():
+            with group.lock:
+                states.append(group.state())
         arrays = {
             f"{i}/{name}": np.asarray(array)
-            for i, (named, _) in enumerate(taken)
+            for i, (named, _) in enumerate(states)
             for name, array in named.items()
         }
-        meta = {"groups": [m for _, m in taken], "sessions": self._sessions.state()}
+        meta = {"groups": [m for _, m in states], "sessions": self._sessions.state()}
         return {"meta": meta, "arrays": arrays}
 
     def load_state(self, state: JSONObject, wal: LogEntries | None = None) -> None:
@@ -237,9 +239,9 @@ class VariableStore:
                 group = VariableGroup.from_json(meta["group"])
                 lengths = group.lengths_on(self.server)
                 vectors = {dtype: arrays[f"values/{dtype}"] for dtype in lengths}
-                held = self._new_group(group, vectors)
-                held.load_state(arrays, meta)
-                self._groups[group.name] = held
+                dense = self._new_group(group, vectors)
+                dense.load_state(arrays, meta)
+                self._groups[group.name] = dense
 
     def _all_groups(self) -> list[Group]:
         return [*self._all(self._groups), *self._all(self._tables)]

@@ -88,17 +88,17 @@ class Streams(msgspec.Struct):
         settings = {"limit": limit, "max_staleness": max_staleness}
         if self._is_over(stream):
             return {"over": True, "length": self.lengths.get(stream)}
-        known = self._opened(stream)
-        if known is None:
+        existing = self._opened(stream)
+        if existing is None:
             tickets = StepTickets(length=limit, max_staleness=max_staleness)
-            known = Stream(stream, settings, tickets)
-            self._add(known)
-        if known.settings != settings:
+            existing = Stream(stream, settings, tickets)
+            self._add(existing)
+        if existing.settings != settings:
             raise RequestError(
-                f"The stream {stream!r} is open with {known.settings}; got {settings}. "
-                "All workers must open it alike."
+                f"The stream {stream!r} is open with {existing.settings}; got "
+                f"{settings}. All workers must open it alike."
             )
-        return {"over": known.tickets.is_over, "length": known.tickets.length}
+        return {"over": existing.tickets.is_over, "length": existing.tickets.length}
 
     def claim(
         self,
@@ -123,8 +123,8 @@ class Streams(msgspec.Struct):
             length, is_complete = tickets.length, tickets.is_complete
             over = {"over": length, "lost": tickets.lost, "complete": is_complete}
             return over | done
-        given = tickets.claim(worker, count)
-        return {"wait" if isinstance(given, str) else "indices": given} | done
+        leased = tickets.claim(worker, count)
+        return {"wait" if isinstance(leased, str) else "indices": leased} | done
 
     def finish(
         self,
@@ -192,12 +192,12 @@ class Streams(msgspec.Struct):
 
     def _open_tickets(self, stream: str) -> StepTickets | None:
         """The tickets of a stream; None if a newer one of its family is open."""
-        known = self._opened(stream)
-        if known is not None:
-            return known.tickets
+        existing = self._opened(stream)
+        if existing is not None:
+            return existing.tickets
         if self._is_over(stream):
             return None
-        names = [each.name for each in self.newest.values()]
+        names = [newest.name for newest in self.newest.values()]
         raise RequestError(
             f"There is no stream {stream!r}: open it first, and again if the server "
             f"was restarted. There are {', '.join(names) or 'none'}."
@@ -227,19 +227,19 @@ class Streams(msgspec.Struct):
 
     def status(self) -> JSONObject:
         """Every stream's counts, for people."""
-        return {each.name: each.tickets.status() for each in self.newest.values()}
+        return {x.name: x.tickets.status() for x in self.newest.values()}
 
     def entry(self, stream: str, worker: str) -> JSONObject | None:
         """The write-ahead log's entry of a stream and a worker; None: it is over."""
-        known = self._opened(stream)
-        if known is None:
+        newest = self._opened(stream)
+        if newest is None:
             return None
-        shared = msgspec.structs.replace(known.tickets, held={}, waiting=[])
+        shared = msgspec.structs.replace(newest.tickets, held={}, waiting=[])
         entry = _Entry(
-            stream=msgspec.structs.replace(known, tickets=shared),
+            stream=msgspec.structs.replace(newest, tickets=shared),
             past=self.past,
             worker=worker,
-            held=known.tickets.held.get(worker, {}),
+            held=newest.tickets.held.get(worker, {}),
             total=self.steps.get(worker, 0),
         )
         return msgspec.to_builtins(entry, str_keys=True)

@@ -244,11 +244,11 @@ class Table(Group):
         mine = {"server": self.server, "num_servers": self._num_servers}
         its = {key: meta[key] for key in mine}
         shapes = {name: array.shape for name, array in self._arrays().items()}
-        found = {k: v.shape for k, v in arrays.items()}
-        if (its, found) != (mine, shapes):
+        loaded = {k: v.shape for k, v in arrays.items()}
+        if (its, loaded) != (mine, shapes):
             raise TableError(
                 f"Table {self.spec.name!r}: the state to load is of {its} with arrays "
-                f"{found}, expected {mine} with {shapes}. Use the same number of "
+                f"{loaded}, expected {mine} with {shapes}. Use the same number of "
                 "servers and optimizer as when it was saved."
             )
         for name, array in self._arrays().items():

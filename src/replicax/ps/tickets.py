@@ -70,12 +70,12 @@ class StepTickets(msgspec.Struct, kw_only=True):
             return why
         if worker in self.waiting:
             self.waiting.remove(worker)
-        given: list[int] = []
-        while len(given) < count and not self.is_over and not self._overtaken():
+        leased: list[int] = []
+        while len(leased) < count and not self.is_over and not self._overtaken():
             self.held.setdefault(worker, {})[self.next] = self.finished
-            given.append(self.next)
+            leased.append(self.next)
             self.next += 1
-        return given
+        return leased
 
     def _overtaken(self) -> str | None:
         """The reason why one more lease could exceed the staleness; None: it cannot."""
@@ -133,8 +133,8 @@ class StepTickets(msgspec.Struct, kw_only=True):
 
     def end(self, length: int | None) -> None:
         """Truncate the stream to `length` steps; None: to those that are leased."""
-        given = self.next if length is None else length
-        self.length = end = given if self.length is None else min(given, self.length)
+        last = self.next if length is None else length
+        self.length = end = last if self.length is None else min(last, self.length)
         for worker, own in list(self.held.items()):
             for step in [step for step in own if step >= end]:
                 self._drop(worker, step)
