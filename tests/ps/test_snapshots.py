@@ -192,7 +192,7 @@ def test_a_failed_write_is_logged_and_tried_again(
     with closing(Snapshots(tmp_path, 0, every_updates=1)) as snapshots:
         good = snapshots.write(store.state())
         # A file stands where the folder of the next one should be made.
-        blocker = snapshots.folder / ".snapshot-000000002.shard"
+        blocker = snapshots.folder / ".snapshot-000000002.part"
         blocker.write_text("")
         snapshots.start(store)
         push(store, 2)
