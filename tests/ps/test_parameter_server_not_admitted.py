@@ -39,7 +39,7 @@ def test_a_task_with_another_token_ends_at_once(tmp_path, name):
         assert cluster.task(name).wait(timeout_seconds=45) == 1
         said = cluster.task(name).output
     path = tmp_path / "token"
-    assert f"refuses {name}, whose token is another one than the server's" in said
+    assert f"refuses {name}, whose token differs from the server's" in said
     assert f"from '{path}', which REPLICAX_PS_TOKEN_FILE names" in said
     assert path.read_text() not in said
 

@@ -25,8 +25,8 @@ def test_workers_must_be_different_names(workers):
 
 def test_a_silent_worker_is_dead_and_returns_with_its_next_sign():
     presence = present()
-    presence.join(CHIEF, "a", {}, 0.0)
-    presence.join(OTHER, "b", {}, 0.0)
+    presence.join(CHIEF, "a", 0.0)
+    presence.join(OTHER, "b", 0.0)
     presence.sign(CHIEF, "a", 8.0)
     assert presence.newly_dead(10.0) == []
     assert presence.newly_dead(10.1) == [OTHER]
@@ -39,12 +39,12 @@ def test_a_silent_worker_is_dead_and_returns_with_its_next_sign():
 
 def test_a_new_session_replaces_the_old_one_for_good():
     presence = present()
-    assert presence.join(OTHER, "old", {}, 0.0) is False
-    assert presence.join(OTHER, "old", {}, 1.0) is False  # A repeated call.
+    assert presence.join(OTHER, "old", 0.0) is False
+    assert presence.join(OTHER, "old", 1.0) is False  # A repeated call.
     assert presence.workers[OTHER].starts == 1
-    assert presence.join(OTHER, "new", {}, 2.0) is True
+    assert presence.join(OTHER, "new", 2.0) is True
     assert presence.workers[OTHER].starts == 2
-    for call in (presence.sign, lambda w, s, t: presence.join(w, s, {}, t)):
+    for call in (presence.sign, lambda w, s, t: presence.join(w, s, t)):
         with pytest.raises(RequestError, match="old was replaced by new"):
             call(OTHER, "old", 3.0)
     with pytest.raises(RequestError, match="must stop"):
@@ -55,10 +55,10 @@ def test_a_new_session_replaces_the_old_one_for_good():
 def test_who_has_not_joined_or_has_left_is_refused():
     presence = present()
     with pytest.raises(RequestError, match=r"no worker 'worker:7'.*:0 and w"):
-        presence.join("worker:7", "a", {}, 0.0)
+        presence.join("worker:7", "a", 0.0)
     with pytest.raises(RequestError, match="Join first"):
         presence.sign(CHIEF, "a", 0.0)
-    presence.join(CHIEF, "a", {}, 0.0)
+    presence.join(CHIEF, "a", 0.0)
     assert presence.leave(CHIEF, "a", True, None, 1.0) is True
     assert presence.leave(CHIEF, "a", True, None, 2.0) is False
     with pytest.raises(RequestError, match="has left"):
@@ -67,8 +67,8 @@ def test_who_has_not_joined_or_has_left_is_refused():
 
 def test_the_job_is_done_when_the_chief_left_and_nobody_is_alive():
     presence = present()
-    presence.join(CHIEF, "a", {}, 0.0)
-    presence.join(OTHER, "b", {}, 0.0)
+    presence.join(CHIEF, "a", 0.0)
+    presence.join(OTHER, "b", 0.0)
     presence.leave(CHIEF, "a", True, None, 1.0)
     assert not presence.is_done(1.0)
     presence.newly_dead(20.0)
@@ -78,7 +78,7 @@ def test_the_job_is_done_when_the_chief_left_and_nobody_is_alive():
 
 def test_who_may_be_starting_still_is_waited_for():
     presence = present()
-    presence.join(CHIEF, "a", {}, 0.0)
+    presence.join(CHIEF, "a", 0.0)
     presence.leave(CHIEF, "a", True, None, 1.0)
     assert not presence.is_done(200.0)
     assert presence.is_done(200.1)
@@ -86,22 +86,22 @@ def test_who_may_be_starting_still_is_waited_for():
 
 def test_an_error_of_the_chief_fails_the_job_and_one_of_another_does_not():
     presence = present()
-    presence.join(CHIEF, "a", {}, 0.0)
-    presence.join(OTHER, "b", {}, 0.0)
+    presence.join(CHIEF, "a", 0.0)
+    presence.join(OTHER, "b", 0.0)
     presence.leave(OTHER, "b", False, "ValueError: bad", 1.0)
     assert presence.failure(2.0) is None
     assert presence.status(2.0)[OTHER]["error"] == "ValueError: bad"
     presence.leave(CHIEF, "a", False, "OSError: disk", 2.0)
     assert presence.failure(2.0) == "worker:0 (the chief) failed: OSError: disk"
     assert not presence.is_done(2.0)
-    presence.join(CHIEF, "a2", {}, 3.0)
+    presence.join(CHIEF, "a2", 3.0)
     assert presence.failure(3.0) is None
 
 
 def test_a_chief_that_stays_away_fails_the_job_after_the_grace_period():
     presence = present()
-    presence.join(CHIEF, "a", {}, 0.0)
-    presence.join(OTHER, "b", {}, 0.0)
+    presence.join(CHIEF, "a", 0.0)
+    presence.join(OTHER, "b", 0.0)
     presence.sign(OTHER, "b", 105.0)
     # It is dead since 10, not since somebody looked.
     assert presence.newly_dead(105.0) == [CHIEF]
@@ -113,7 +113,7 @@ def test_a_job_without_workers_fails():
     presence = present()
     assert presence.failure(200.0) is None
     assert "no worker has joined for 200 s" in presence.failure(200.1)
-    presence.join(OTHER, "b", {}, 0.0)
+    presence.join(OTHER, "b", 0.0)
     assert "has not joined for 200 s" in presence.failure(200.1)
     presence.newly_dead(20.0)
     assert presence.failure(110.0) is None
@@ -122,9 +122,9 @@ def test_a_job_without_workers_fails():
 
 def test_a_loaded_state_gives_everybody_time():
     presence = present()
-    presence.join(CHIEF, "a0", {}, 0.0)
-    presence.join(CHIEF, "a", {}, 0.0)
-    presence.join(OTHER, "b", {}, 0.0)
+    presence.join(CHIEF, "a0", 0.0)
+    presence.join(CHIEF, "a", 0.0)
+    presence.join(OTHER, "b", 0.0)
     presence.sign(OTHER, "b", 5.0)
     presence.newly_dead(12.0)
     saved = json.loads(json.dumps(msgspec.to_builtins(presence.workers)))

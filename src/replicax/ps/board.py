@@ -67,8 +67,8 @@ def _action(
 ) -> Callable[Concatenate["Board", _Arguments], _Answer]:
     """Decorator of methods that clients may call: validates arguments, takes the lock.
 
-    Types and limits are those of the annotations. A `session` is a sign of life, and a
-    `call` is carried out once.
+    Types and limits are those of the annotations. A call with a `session` is a
+    heartbeat, and one with a number, `call`, runs once.
     """
     message = message_of(transition)
 
@@ -87,10 +87,10 @@ def _action(
 def _action_of(
     part: str, method: Callable[..., _Answer], *, once: bool = False
 ) -> Callable[..., _Answer]:
-    """Make a method of one of the board's parts a method that clients may call.
+    """Make a method of the board's attribute `part` a method that clients may call.
 
-    Who calls as a `worker` says its `session` too, and the number of the `call` where
-    it is carried out `once`.
+    A method with a `worker` gets a `session` too, and a number, `call`, if it runs
+    `once`.
     """
     own = list(inspect.signature(method).parameters.values())
     place = next((i for i, p in enumerate(own, 1) if p.name == "worker"), 0)
@@ -113,11 +113,10 @@ class Board:
     Clients call its methods over the network, by name and with keyword arguments; all
     arguments and results are JSON values, and none must be changed afterwards.
 
-    A `worker` is a name of the cluster, the chief's first, and a `session` one process
-    of it, by a unique text. A worker that joins as a new session replaces the old one,
-    whose calls are refused from then on. `call` is a number of the session that
-    increases with each new call of a method: the last one again gets the last answer
-    again, a lower one is refused.
+    A `worker` is a name of the cluster, the chief's first. A `session` is a unique text
+    for one process of it. A worker that joins as a new session replaces the old one,
+    whose calls are refused from then on. `call` numbers the session's calls of a
+    method: the last number again gets the same answer, a lower one is refused.
     """
 
     def __init__(
@@ -176,7 +175,7 @@ class Board:
         self._now = self._clock()
         for worker in self._presence.newly_dead(self._now):
             self._release(worker, died=True)
-        # Once it has failed, all must be told the same, whoever comes back.
+        # A failure is final, even if the worker that was lost comes back.
         self._failure = self._failure or self._presence.failure(self._now)
 
     def _release(self, worker: str, *, died: bool) -> None:
@@ -202,15 +201,14 @@ class Board:
             entry |= {"session": known.session, "answers": told}
         self._append(["stream", family_of(stream)[0], worker], entry)
 
-    # Who is there.
+    # Membership.
 
     @_action
     def join(self, worker: Name, session: Name) -> JSONObject:
         """Make a worker alive; a new session replaces the one before.
 
-        `starts` in the answer says how often the worker was started, 1 the first time,
-        and `before` which sessions it replaces.
-        Nobody joins a job that `is_over`.
+        In the answer `starts` counts the sessions of the worker, and `before` are those
+        that it replaces. No worker joins a job that `is_over`.
         """
         presence = self._presence
         if not self._is_over and presence.join(worker, session, self._now):
@@ -244,7 +242,7 @@ class Board:
     def is_done(self) -> bool:
         """Whether the chief left with success and all others left or are dead.
 
-        Once it is so it stays so: the servers end then, and nobody may join.
+        That is final: the servers end then, and no worker may join.
         """
         self._is_over = self._is_over or self._presence.is_done(self._now)
         return self._is_over
@@ -253,12 +251,12 @@ class Board:
     def failed(self) -> str | None:
         """Why the whole job has failed; None: it has not.
 
-        The chief left with an error, or was gone longer than its timeout, or nobody
-        was alive for that long. A failure is never taken back.
+        The chief left with an error, or was dead longer than its timeout, or no worker
+        was alive for that long. A failure is final.
         """
         return self._failure
 
-    # What workers tell each other.
+    # Keys, barriers and reports.
 
     put = _action_of("_rendezvous", Rendezvous.put)
     get = _action_of("_rendezvous", Rendezvous.get)
@@ -267,15 +265,15 @@ class Board:
     def arrive(self, barrier: Name, worker: Name, session: Name) -> JSONObject:
         """Record a worker's arrival at a barrier; whether all live ones have arrived.
 
-        Who dies is not waited for. Ask again until it is complete; one that is complete
-        stays so, so use a name once.
+        Other workers do not wait for a dead worker. Poll until the barrier is complete.
+        A complete barrier stays complete, so use each name once.
         """
         return self._rendezvous.arrive(barrier, worker, self._presence.alive())
 
     report = _action_of("_rendezvous", Rendezvous.report)
     reports = _action_of("_rendezvous", Rendezvous.reports)
 
-    # Who does which step.
+    # Leases on steps.
 
     open = _action_of("_streams", Streams.open)
 
@@ -293,13 +291,13 @@ class Board:
     def raise_if_failed(
         self, worker: Name, session: Name, call: Count
     ) -> dict[str, str] | None:
-        """The error of a closure that nobody was told of; None the next time."""
+        """The error of a closure that was not raised yet; None the next time."""
         return self._closures.raise_if_failed()
 
     fetch = _action_of("_closures", Closures.fetch)
     pending = _action_of("_closures", Closures.pending)
 
-    # For people, and for the server itself.
+    # Status, and what the server itself calls.
 
     @_action
     def status(self) -> JSONObject:
@@ -317,10 +315,10 @@ class Board:
         }
 
     ACTIONS: ClassVar[frozenset[str]] = frozenset(_ACTIONS)
-    """What clients may call; the rest is for the server."""
+    """The methods that clients may call."""
 
     def refuse(self, task: str, reason: str) -> None:
-        """Record that a task cannot take part; a job cannot start without some."""
+        """Record that a task cannot join; without some tasks the job cannot start."""
         with self._lock:
             self._advance()
             if self._presence.refuse(task, reason, self._now):

@@ -1,7 +1,7 @@
 """Authentication of parameter servers: a shared token, and TLS files.
 
-Every task of a cluster has the same token. Whoever has it can read and change the
-model, so it stands in no log and no message, and a file with it is its owner's only.
+Every task of a cluster has the same token. With it one can read and change the model,
+so no log and no error shows it, and only its owner may read a file with it.
 """
 
 import dataclasses
@@ -46,9 +46,9 @@ class Credentials:
         token: At least 16 visible ASCII characters. `repr` does not show it.
         tls_certificate: A server's certificate chain, PEM. None: no TLS.
         tls_key: The private key that belongs to it, PEM.
-        tls_root: The certificates that workers trust, PEM. None: no TLS, or those that
-            the machine trusts if `tls_certificate` is given.
-        source: Where the token comes from, for messages.
+        tls_root: The certificates that workers trust, PEM. None: no TLS or, with
+            `tls_certificate`, those that the machine trusts.
+        source: Where the token comes from, for errors.
 
     Raises:
         ValueError: If the token is too short or has other characters, or if only one
@@ -100,11 +100,11 @@ class Credentials:
         )
 
     def mismatch(self, caller: str, server: str) -> str:
-        """What to tell a task whose token is not the one of a server."""
+        """The error of a task whose token differs from that of a server."""
         return (
-            f"{server} refuses {caller}, whose token is another one than the server's; "
-            f"here it comes from {self.source}. Give all tasks of the cluster the same "
-            "token, and start those again that had another."
+            f"{server} refuses {caller}, whose token differs from the server's; "
+            f"it comes from {self.source}. Give all tasks of the cluster the same "
+            "token, and restart those that had another."
         )
 
     @classmethod
@@ -122,7 +122,7 @@ class Credentials:
             environment: The variables. None: those of this process.
 
         Raises:
-            ValueError: If there is no token, or it is none.
+            ValueError: If there is no token, or it is invalid.
             PermissionError: If other users of the machine may read the file with the
                 token or the key.
             OSError: If a file cannot be read.

@@ -1,8 +1,8 @@
 """Types of clients' arguments, rates of their calls, and errors of refused calls.
 
-A call costs server 0 half a millisecond (`benchmarks/ps_simulation.py` measures it). So
-the rates here, which are of all tasks together, take less than half of one core. A
-small job never comes near them: it is as prompt as it can be.
+A call costs server 0 half a millisecond (`benchmarks/ps_simulation.py` measures it).
+The rates here are those of all tasks together and take less than half of one core.
+Small jobs never reach them.
 """
 
 import inspect
@@ -37,9 +37,9 @@ __all__ = [
 ]
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
-"""A text of a client, by which something is kept."""
+"""A name that a client chooses, of bounded length."""
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53 - 1)]
-"""A number of a client, which JSON can carry."""
+"""A number that JSON can carry exactly."""
 Closure = tuple[Name, Count]
 """A closure of a coordinator, and the number of its push to a group, from 1."""
 
@@ -125,8 +125,8 @@ def message_of(function: Callable[..., object]) -> type[msgspec.Struct]:
 def family_of(name: str) -> tuple[str, int | None]:
     """Split a numbered name into its family and its number, if any.
 
-    Names of what comes again and again end in a number that increases all through the
-    job. Only the newest of a family are kept.
+    Names of recurring things end in a number that increases through the whole job. Only
+    the newest names of a family are kept.
 
     >>> family_of("fit 0/epoch/12")
     ('fit 0/epoch/', 12)
@@ -140,7 +140,7 @@ def family_of(name: str) -> tuple[str, int | None]:
 
 
 def owner_of(closure: Closure) -> str:
-    """The session of the chief that has scheduled a closure: its id begins with it."""
+    """The session of the chief that scheduled a closure; the id begins with it."""
     return closure[0].partition(" ")[0]
 
 
@@ -188,8 +188,8 @@ def tickets_at_once(
 ) -> int:
     """Number of tickets of a stream that a worker prefetches.
 
-    One in a small job, and near the end: nobody should hold steps for which others are
-    free, or which are lost if it dies.
+    One in a small job, and near the end: a worker should not hold steps that an idle
+    worker could do, or that are lost if it dies.
 
     Args:
         num_workers: Of the job.

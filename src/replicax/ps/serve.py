@@ -31,7 +31,7 @@ _POLL_SECONDS = 0.2
 _LINGER_SECONDS = 0.5
 _DONE_JOB = "the job before"  # Keys of the board.
 _OVER = "the job is over"
-_LINGERED_BEATS = 2.5  # After a failure, of which workers hear in their heartbeats.
+_LINGERED_BEATS = 2.5  # After a failure, which workers read in their heartbeats.
 _logger = logging.getLogger("replicax")
 
 
@@ -46,11 +46,11 @@ def serve(
 ) -> NoReturn:
     """Serve until the job is over, then end the process.
 
-    Server 0 marks the job's snapshots as done before others hear of it. A job that is
-    killed between the marks of two servers is so done for both.
+    Server 0 marks its snapshots as done before the other servers hear of the end. So if
+    the job is killed between the marks of two servers, it is done for both.
 
-    `SystemExit` has 0 when the chief has ended with success, 1 when the job has failed.
-    Without a `snapshot_dir` there are no snapshots.
+    Raises `SystemExit` with 0 if the chief has ended with success, with 1 if the job
+    has failed. Without a `snapshot_dir` there are no snapshots.
     """
     if not has_devices():
         # A server computes on the CPU. JAX would take most of the GPUs' memory, too.
@@ -80,7 +80,7 @@ def serve(
             linger = _LINGERED_BEATS * beat_seconds(len(workers), timeouts.heartbeat)
             failure = _until_over(board, snapshots, num_servers, linger)
         else:
-            # It learns of the job, and of its end, from the first server's board.
+            # The board of server 0 says which job it is, and when it ends.
             with Connection(
                 config.cluster.task_address("ps", 0),
                 credentials,
@@ -99,7 +99,7 @@ def serve(
         service.close()
         _log_losses(store)
         if snapshots is not None:
-            # With the board of a failed job the next one would fail at once.
+            # The next job would restore the board of a failed one, and fail.
             snapshots.close(write=failure is None)
     if failure is not None:
         _logger.error("ps:%d ends: %s", server, failure)
@@ -124,7 +124,7 @@ def _log_losses(store: VariableStore) -> None:
 
 
 def _begin_job(snapshots: Snapshots | None, store: VariableStore, board: Board) -> None:
-    """On server 0: begin a job, or go on with the one of the newest snapshot."""
+    """On server 0: begin a job, or continue that of the newest snapshot."""
     if snapshots is not None:
         _restore(snapshots, store, board)
     job = str(board.put(JOB, uuid.uuid4().hex))  # The one of a snapshot stands.
@@ -135,10 +135,10 @@ def _begin_job(snapshots: Snapshots | None, store: VariableStore, board: Board) 
 
 
 def _join_job(snapshots: Snapshots, store: VariableStore, first: Connection) -> None:
-    """On another server: take part in the job of server 0.
+    """On another server: join the job of server 0.
 
-    Server 0 may have marked the job before as done, and this server been killed before
-    it could.
+    Server 0 says which job is done: this server may have been killed before it could
+    mark its own snapshots.
     """
     snapshots.job = first.call("board.get", key=JOB)
     _restore(snapshots, store, done_job=first.call("board.get", key=_DONE_JOB) or "")
@@ -151,7 +151,7 @@ def _restore(
     board: Board | None = None,
     done_job: str = "",
 ) -> None:
-    """Restore the newest snapshot, if there is one; answers wait for later ones."""
+    """Restore the newest snapshot, if any; from now on answers wait for the disk."""
     if (found := snapshots.restore(done_job)) is not None:
         wal = snapshots.wal.newest
         store.load_state(found.state, wal)
@@ -178,11 +178,11 @@ def _until_over(
         failure = board.failed()
         time.sleep(_POLL_SECONDS)
     if failure is None:
-        # First here: whoever is killed from now on finds that the job is done.
+        # Before the other servers: one that is killed now finds the job done.
         if snapshots is not None:
             snapshots.mark_done()
         board.put(_OVER, True)
-    # The others have to hear of it before the board is gone.
+    # The other servers must read it before the board ends.
     others = {_heard(i) for i in range(1, num_servers)}
     wait_for(
         lambda: all(board.get(key) is not None for key in others) or None,
@@ -209,6 +209,6 @@ def _watch_first(
         if is_over or failure is not None:
             first.call("board.put", key=_heard(server), value=True)
             return None if is_over else failure
-        # It was there: from now on it may be away for a restart.
+        # Server 0 has started: from now on it may be away for a restart.
         first.retry_timeout_seconds = timeouts.server
         time.sleep(watch_seconds(num_servers))

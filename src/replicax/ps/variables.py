@@ -1,4 +1,4 @@
-"""The groups of a program's variables on servers, and their optimizers' slots."""
+"""The groups of a program's variables on servers, and their optimizers' state."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -40,9 +40,10 @@ _Slots = Mapping[VariableSlot, np.ndarray]
 class RemoteVariables:
     """A worker's variables that are stored on servers.
 
-    Those that one optimizer trains are a group. Moving statistics, to which workers add
-    what changed, are in groups of their own. `groups` are in the order in which this
-    worker has met them. `requests` ask the chief for groups under a coordinator.
+    The variables that one optimizer trains are a group. Moving statistics, to which
+    workers add the changes of their steps, are in groups of their own. `groups` are in
+    the order in which this worker connected to them. Under a coordinator `requests` ask
+    the chief for groups.
     """
 
     def __init__(
@@ -60,8 +61,8 @@ class RemoteVariables:
         self._compression = compression
         self._rows = rows
         self.groups: list[RemoteGroup] = []
-        # By the id of an optimizer, which is kept: its group; if it has none yet, its
-        # slots from a checkpoint.
+        # By ids of optimizers, which are kept alive: their groups; and, before they
+        # have one, their slots from a checkpoint.
         self._trained: dict[int, tuple[keras.optimizers.Optimizer, RemoteGroup]] = {}
         self._restored: dict[int, tuple[keras.optimizers.Optimizer, _Slots]] = {}
         self.requests: GroupRequests | None = None
@@ -75,9 +76,9 @@ class RemoteVariables:
     ) -> list[RemoteGroup]:
         """Return the groups of a program's updates, then of its moving statistics.
 
-        Servers have them from now on; `stored` gets their values. Programs may share
-        some moving statistics: each of these is in one group, with whose others a
-        program does nothing.
+        Servers store them from now on; their values are added to `stored`. Programs may
+        share some moving statistics. Each is in one group; a program ignores the
+        group's other variables.
         """
         groups = [self._connect_update(update, stored) for update in updates]
         return groups + self._connect_added(state, stored)
@@ -99,15 +100,15 @@ class RemoteVariables:
 
     @property
     def assigned(self) -> list[RemoteGroup]:
-        """The groups, each of a variable that closures assign and no step changes."""
+        """The groups of variables that closures assign and no step changes."""
         return [group for group in self.groups if group.placement.rule == ASSIGNED]
 
     def connect_assigned(
         self, variable: keras.Variable, value: jax.Array
     ) -> RemoteGroup:
-        """Return the group of one variable that closures assign; `value` is its first.
+        """Return the group of a variable that closures assign, with a first `value`.
 
-        Servers have it from now on.
+        Servers store it from now on.
         """
         for group in self.assigned:
             if group.variables[0] is variable:
@@ -128,9 +129,9 @@ class RemoteVariables:
     def on_servers(
         self, optimizer: keras.optimizers.Optimizer
     ) -> RemoteOptimizer | None:
-        """The optimizer that the servers step for this one, if this task knows of it.
+        """The servers' optimizer for this one; None: no group of it is known here.
 
-        The chief of a coordinator has groups that other workers asked for.
+        The chief of a coordinator has groups that other workers requested.
         """
         count, _ = _count_and_rate(optimizer)
         for group in self.groups:
@@ -139,12 +140,12 @@ class RemoteVariables:
         return None
 
     def trained_twice(self) -> str | None:
-        """On the chief: what says that two optimizers train a variable at a time.
+        """On the chief: the error if two optimizers train a variable at the same time.
 
         That is, since the last call. Each group has its own copy of the variable, and
-        the updates of one do not reach the other's.
+        updates of one copy do not reach the other.
         """
-        found, trainers = None, dict[int, RemoteGroup]()
+        error, trainers = None, dict[int, RemoteGroup]()
         for group in self.groups:
             before = self._num_steps.get(group.name, 0)
             self._num_steps[group.name] = group.steps
@@ -152,7 +153,7 @@ class RemoteVariables:
             for variable in group.variables if trains else ():
                 other = trainers.setdefault(id(variable), group)
                 if other is not group:
-                    found = (
+                    error = (
                         f"ParameterServerStrategy: variable {variable.path!r} is "
                         f"trained by two optimizers at a time, in {other.name!r} and "
                         f"{group.name!r}. On servers each of them updates a copy of "
@@ -160,10 +161,10 @@ class RemoteVariables:
                         "coordinator.join() end the functions of one before those of "
                         "the other are scheduled."
                     )
-        return found
+        return error
 
     def slots(self, optimizer: keras.optimizers.Optimizer) -> _Slots:
-        """Read an optimizer's slots: from the servers, or those to be restored."""
+        """Read an optimizer's slots; before it has a group, those to restore."""
         remote = self.on_servers(optimizer)
         if remote is None:
             return self._restored.get(id(optimizer), (optimizer, {}))[1]
@@ -208,10 +209,10 @@ class RemoteVariables:
         stored: Mapping[int, jax.Array],
     ) -> JSONObject:
         own = optimizer.variables
-        before = internals.read_values(own)  # `fit` has taken them away.
+        before = internals.read_values(own)  # None in `fit`, which moved them out.
         internals.write_values(own, [stored[id(v)] for v in own])
         try:
-            with outside_scopes():  # It builds the optimizer once, to try.
+            with outside_scopes():  # `optimizer_rule` builds the optimizer once.
                 return optimizer_rule(optimizer, variables)
         finally:
             internals.write_values(own, before)
@@ -226,7 +227,7 @@ class RemoteVariables:
     ) -> RemoteGroup | None:
         """Add the group of variables that a program updates together.
 
-        None: another worker's group, which is here now, has some of them.
+        None: another worker's group, which this worker has adopted, has some of them.
         """
         requests = self.requests
         count, rate = (None, None) if optimizer is None else _count_and_rate(optimizer)
@@ -262,7 +263,7 @@ class RemoteVariables:
         return group
 
     def _restored_for(self, count: keras.Variable | None) -> _Slots:
-        """Take the slots to restore of the optimizer that counts its steps there."""
+        """Pop the slots to restore of the optimizer with this step count."""
         for key, (optimizer, slots) in self._restored.items():
             if _count_and_rate(optimizer)[0] is count:
                 del self._restored[key]
@@ -273,7 +274,7 @@ class RemoteVariables:
         return next((group for group in self.groups if group.name == name), None)
 
     def _name(self, label: str, variables: Sequence[keras.Variable]) -> str:
-        """Name a group equally on all workers, also on one that skipped groups."""
+        """A name that is equal on all workers, also on one that skipped groups."""
         paths = "\n".join(v.path for v in variables)
         name = f"{label} {digest(paths, 4)}"
         again = sum(group.name.startswith(name) for group in self.groups)
@@ -308,7 +309,7 @@ class RemoteVariables:
     ) -> RemoteGroup:
         """Create the group on the servers (the chief), or wait for it (others).
 
-        What closures assigned before is its begin; from then on steps change it.
+        Its first values are what closures have assigned to its variables.
         """
         compression = self._compression if placed.is_trained else None
         group = RemoteGroup(
@@ -337,9 +338,9 @@ class RemoteVariables:
 def _count_and_rate(
     optimizer: keras.optimizers.Optimizer,
 ) -> tuple[keras.Variable, keras.Variable | None]:
-    """An optimizer's number of steps, and its learning rate where that is a variable.
+    """An optimizer's number of steps and, if it is a variable, its learning rate.
 
-    With gradient accumulation `optimizer.iterations` is another number.
+    With gradient accumulation `optimizer.iterations` counts updates, not steps.
     """
     return optimizer.variables[0], internals.learning_rate_of(optimizer)
 
