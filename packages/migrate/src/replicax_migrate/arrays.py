@@ -73,7 +73,7 @@ def _in_build(script: Script, node: cst.CSTNode) -> bool:
 def _cast(site: CallSite) -> Expression:
     """Port `tf.cast(tf.shape(x)[0], tf.int64)` to the size, a number of Python."""
     script = site.script
-    value, dtype = site.given(0, "x"), site.given(1, "dtype")
+    value, dtype = site.original(0, "x"), site.original(1, "dtype")
     size = script.flow.resolved(value)
     name = script.names.path(dtype) or script.code(dtype) if dtype else ""
     if isinstance(size, cst.Subscript) and "int" in name:

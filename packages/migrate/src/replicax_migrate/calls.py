@@ -232,7 +232,7 @@ _INITIALIZERS = [
 def _initializer(site: CallSite) -> Expression:
     """Port a random initializer; one with the default scale of TensorFlow 1 stays."""
     name = "maxval" if "uniform" in site.path else "stddev"
-    if site.script.is_of_version_1(site.node) and site.given(1, name) is None:
+    if site.script.is_of_version_1(site.node) and site.original(1, name) is None:
         raise Unported(f"{name} is 1 in TensorFlow 1, 0.05 in Keras 3: write {name}=")
     return by_row(site)
 

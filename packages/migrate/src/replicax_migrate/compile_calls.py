@@ -28,7 +28,7 @@ __all__ = ["compiled", "fitted", "losses_in", "plan_metrics"]
 
 def compiled(site: CallSite) -> Expression:
     """Port `model.compile(...)`: drop or rename arguments that Keras 3 lacks."""
-    has_metrics = site.given(2, "metrics") is not None
+    has_metrics = site.original(2, "metrics") is not None
     if has_metrics and any(_masks(site.script, call) for call in site.script.calls):
         site.note(MESSAGES["masked_metrics"])
     # Keras 3 has the weights of losses third.

@@ -103,8 +103,8 @@ def makers(script: Script, node: Expression) -> frozenset[Maker]:
         Classes of the script, targets such as `"keras.layers.Dense"`, kinds where only
         those are known, and None for what is not in sight.
     """
-    found = (_makers_of(script, origin) for origin in origins(script, node))
-    return frozenset[Maker]().union(*found)
+    groups = (_makers_of(script, origin) for origin in origins(script, node))
+    return frozenset[Maker]().union(*groups)
 
 
 def _makers_of(script: Script, origin: Origin) -> frozenset[Maker]:
@@ -139,8 +139,8 @@ def origins(script: Script, node: Expression) -> frozenset[Origin]:
         case cst.Name(value="self"):
             return frozenset([script.class_around(node)])
     if reaching := definitions(script, node):
-        found = (_of_definition(script, definition) for definition in reaching)
-        return frozenset[Origin]().union(*found) or _UNKNOWN
+        groups = (_of_definition(script, definition) for definition in reaching)
+        return frozenset[Origin]().union(*groups) or _UNKNOWN
     if isinstance(node, cst.Attribute):
         if node.attr.value in NAMES["variables"]:
             return frozenset(["variable"])
@@ -152,8 +152,8 @@ def origins(script: Script, node: Expression) -> frozenset[Origin]:
 
 def _of_all(script: Script, *nodes: Expression) -> frozenset[Origin]:
     """The origins of all of some expressions."""
-    found = (origins(script, node) for node in nodes)
-    return frozenset[Origin]().union(*found) or _UNKNOWN
+    groups = (origins(script, node) for node in nodes)
+    return frozenset[Origin]().union(*groups) or _UNKNOWN
 
 
 def _kind(script: Script, maker: Origin) -> str | None:
@@ -173,16 +173,16 @@ def _single(kinds: Iterable[str | None]) -> str | None:
 
 def _of_definition(script: Script, definition: Definition) -> frozenset[Origin]:
     """The origins of a definition's values; a value `None` is left out."""
-    if (found := iterated_container(script, definition.node)) is not None:
-        return _of_element(script, *found)
+    if (container := iterated_container(script, definition.node)) is not None:
+        return _of_element(script, *container)
     if not definition.values:
         return _UNKNOWN
     if definition.index is None:
         values = [v for v in definition.values if not is_name(v, "None")]
         return _of_all(script, *values) if values else frozenset()
     index = cst.Integer(str(definition.index))
-    found = (_of_part(script, value, index) for value in definition.values)
-    return frozenset[Origin]().union(*found)
+    groups = (_of_part(script, value, index) for value in definition.values)
+    return frozenset[Origin]().union(*groups)
 
 
 def _of_part(script: Script, node: Expression, index: Expression) -> frozenset[Origin]:

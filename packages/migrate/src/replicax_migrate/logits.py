@@ -355,5 +355,5 @@ def _plan_loss(script: Script, plan: Plan, loss: Expression, name: str) -> None:
 def _origins(script: Script, node: Expression) -> set[Expression]:
     """The expressions that a variable may stand for, followed through functions."""
     # The None of a bare `return` has no parent.
-    values = (each for each in possible_values(script, node) if script.parent(each))
+    values = (value for value in possible_values(script, node) if script.parent(value))
     return {e for e in values if e is not node and not value_sources(script, e)}

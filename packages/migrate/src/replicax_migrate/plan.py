@@ -48,7 +48,7 @@ class Plan:
     retained: dict[str, str] = field(default_factory=dict)
 
     def __or__(self, other: "Plan") -> "Plan":
-        names = [each.name for each in fields(self)]
+        names = [item.name for item in fields(self)]
         joined = {name: getattr(self, name) | getattr(other, name) for name in names}
         joined["inserted"] = {
             node: self.inserted.get(node, []) + other.inserted.get(node, [])

@@ -82,7 +82,7 @@ class CallSite:
         """The ported object whose method is called."""
         return object_of(self.updated)
 
-    def given(self, position: int, name: str) -> Expression | None:
+    def original(self, position: int, name: str) -> Expression | None:
         """The original value of an argument; None if there is none."""
         return value_of(self.node, position, name)
 

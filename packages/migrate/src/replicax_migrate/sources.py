@@ -82,7 +82,7 @@ def _zip(site: CallSite) -> Expression:
 
 
 def _tensors(site: CallSite) -> Expression:
-    before, after = site.given(0, "tensors"), site.ported(0, "tensors")
+    before, after = site.original(0, "tensors"), site.ported(0, "tensors")
     if before is None or after is None:
         raise Unported("its tensors were not found")
     return _arrays(site, before, after)
@@ -190,7 +190,7 @@ def dropped(why: str) -> Rule:
 
 
 def _map(site: CallSite) -> Expression:
-    before, after = site.given(0, "map_func"), site.ported(0, "map_func")
+    before, after = site.original(0, "map_func"), site.ported(0, "map_func")
     assert before is not None
     assert after is not None
     script, generator = site.script, site.script.plan.generators.get(site.node)
