@@ -69,7 +69,7 @@ def test_without_a_training_cluster_the_machine_decides(
 
 def test_several_accelerators_may_be_short_of_memory() -> None:
     (note,) = fitting_strategy(["gpu"] * 2).notes
-    assert "CentralStorageStrategy keeps the variables and optimizer slots" in note
+    assert "CentralStorageStrategy keeps the variables and the optimizer state" in note
     assert "not in this version" not in note
 
 

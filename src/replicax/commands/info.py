@@ -83,16 +83,16 @@ def info(
     """
     # Without preallocation: another process may be training on the GPU.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    found = _look()
+    system = _system_info()
     if as_json:
-        typer.echo(json.dumps(asdict(found), indent=2))
+        typer.echo(json.dumps(asdict(system), indent=2))
     else:
-        _show(found)
-    if found.errors:
+        _print(system)
+    if system.errors:
         raise typer.Exit(code=1)
 
 
-def _look() -> SystemInfo:
+def _system_info() -> SystemInfo:
     errors: list[str] = []
     config = _tf_config(errors)
     devices = _local_devices(errors)
@@ -175,7 +175,7 @@ def _pool_warnings(devices: "Sequence[Device]") -> list[str]:
     return []
 
 
-def _show(found: SystemInfo) -> None:
+def _print(system: SystemInfo) -> None:
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="bold", no_wrap=True)
     rows.add_column(overflow="fold")
@@ -183,21 +183,21 @@ def _show(found: SystemInfo) -> None:
     def add(name: str, value: object, style: str = "") -> None:
         rows.add_row(name, Text(str(value), style=style))  # Text: brackets stay as is.
 
-    add("versions", ", ".join(f"{k} {v}" for k, v in found.versions.items()))
-    add("backend", f"JAX on {found.backend or 'nothing'}")
-    for group in found.devices:
+    add("versions", ", ".join(f"{k} {v}" for k, v in system.versions.items()))
+    add("backend", f"JAX on {system.backend or 'nothing'}")
+    for group in system.devices:
         add("devices", _describe_group(group))
-    keras_backend, nproc, text = found.environment.values()
-    add("CPU", f"{found.num_cores} cores, NPROC {nproc or 'not set'}")
+    keras_backend, nproc, text = system.environment.values()
+    add("CPU", f"{system.num_cores} cores, NPROC {nproc or 'not set'}")
     add("KERAS_BACKEND", keras_backend or "not set")
-    add("TF_CONFIG", _describe_config(found.tf_config, text))
-    if choice := found.recommendation:
+    add("TF_CONFIG", _describe_config(system.tf_config, text))
+    if choice := system.recommendation:
         add("fits here", choice.strategy, "bold green")
         for line in (choice.reason, *choice.notes):
             add("", line)
-    for warning in found.warnings:
+    for warning in system.warnings:
         add("warning", warning, "yellow")
-    for error in found.errors:
+    for error in system.errors:
         add("error", error, "red")
     Console().print(rows)
 
@@ -289,7 +289,7 @@ def _on_one_machine(devices: Sequence[str]) -> Recommendation:
         "each, with little communication between them.",
         (
             "Where device memory is short, CentralStorageStrategy keeps the variables "
-            "and optimizer slots in one place.",
+            "and the optimizer state on one device.",
         ),
     )
 

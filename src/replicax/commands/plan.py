@@ -1,4 +1,4 @@
-"""`replicax plan`: predicts a script's training step on other hardware."""
+"""`replicax plan`: estimates a script's training step on other hardware."""
 
 import importlib.util
 import os
@@ -48,7 +48,7 @@ def plan(
         ),
     ] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the plan to this file.")
+        Path | None, typer.Option("--json", help="Write the estimate to this file.")
     ] = None,
     figure: Annotated[
         Path | None,
@@ -85,13 +85,13 @@ def plan(
     environment = _environment(topology)
     command = [sys.executable, "-m", "replicax.planning", "--topology", topology]
     command += ["--slices", str(slices)]
-    given = {
+    values = {
         "--link-bandwidth": link_bandwidth,
         "--network-bandwidth": network_bandwidth,
         "--json": json_file,
         "--figure": figure,
     }
-    for name, value in given.items():
+    for name, value in values.items():
         command += [] if value is None else [name, str(value)]
     if module:
         command.append("--module")

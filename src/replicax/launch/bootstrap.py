@@ -17,7 +17,7 @@ import sys
 import time
 from typing import NoReturn
 
-_CANNOT_START = 127  # What a shell says to a command that it cannot find.
+_CANNOT_START = 127  # A shell's exit status for a command that it cannot find.
 _LAST_WORDS_S = 1.0  # For processes that were only just starting.
 _DELETIONS = 5
 
@@ -66,8 +66,8 @@ def guard(announcements: int, folder: str) -> None:
             break
         # A task registers before its starter can report its end. Read in one order and
         # applied in the other, no end is followed by its registration.
-        heard = {d: _read_lines(d, parts) for d in (starter, announcements)}
-        for line in heard[announcements] + heard[starter]:
+        lines = {d: _read_lines(d, parts) for d in (starter, announcements)}
+        for line in lines[announcements] + lines[starter]:
             (groups.add if line.startswith(b"+") else groups.discard)(int(line[1:]))
         if starter not in parts:
             _kill(groups)

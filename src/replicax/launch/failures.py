@@ -53,7 +53,7 @@ class Failure:
 def first_failure(
     exits: Sequence[tuple[str, int]], reports: Sequence[FailureReport]
 ) -> Failure | None:
-    """Find the first failure, which mostly has caused the others.
+    """Find the first failure, which usually caused the others.
 
     Args:
         exits: The tasks that exited with a code other than 0 by themselves, in order.
@@ -61,8 +61,8 @@ def first_failure(
     """
     codes = dict(exits)
     for report in reports:
-        # A preempted task has not failed: it was asked to end, perhaps by a launcher
-        # after another task's failure.
+        # A preempted task has not failed: something asked it to end, perhaps a launcher
+        # after the failure of another task.
         if report.culprit == report.task and report.kind != "preempted":
             return Failure(
                 task=report.task,
@@ -71,7 +71,7 @@ def first_failure(
                 traceback=report.traceback,
             )
         if report.kind == "exited" and report.culprit is not None:
-            # The culprit's exit status tells more than that of the waiting task.
+            # The culprit's exit status explains more than that of the waiting task.
             return Failure(
                 task=report.culprit,
                 exit_code=codes.get(report.culprit) or report.exit_code,
@@ -143,12 +143,12 @@ class GiveUp(NamedTuple):
     """The reason why no restart follows a failure.
 
     Attributes:
-        said: The reason for the message at the failure, when other tasks may go on.
-        told: The reason for the summary of the job.
+        at_failure: For the message at the failure, when other tasks may continue.
+        in_summary: For the summary of the job.
     """
 
-    said: str
-    told: str
+    at_failure: str
+    in_summary: str
 
 
 _INTERRUPTED = GiveUp("It would fail again", "interrupted")

@@ -1,10 +1,10 @@
 """The policy of a job: restarts after exits, and the order of its shutdown.
 
 Synchronous workers are one gang, restarted as a whole, since a step needs all of them.
-In a job with parameter servers each task is its own gang, and the job's end is the end
-of its chief (worker 0 without a chief). Servers notice that by themselves. A permanent
-failure of any task, such as an exception of its script, ends the job. Another worker
-without a restart left does not end the job, but the launcher exits with its exit code.
+In a job with parameter servers each task is its own gang, and the job ends with its
+chief (worker 0 without a chief), which the servers notice. A permanent failure of any
+task, such as an exception of its script, ends the job. Another worker without a restart
+left does not end the job, but the launcher exits with its exit code.
 """
 
 import dataclasses
@@ -31,8 +31,8 @@ from replicax.launch.supervisor import Supervisor
 
 __all__ = ["Job"]
 
-_SETTLE_S = 3.0  # For the others to see by themselves that the job has failed.
-_LEAVE_S = 10.0  # For a task whose script ended too early to end by itself.
+_SETTLE_S = 3.0  # For other tasks to notice that the job has failed, and to exit.
+_LEAVE_S = 10.0  # For a task whose script ended too early to exit.
 
 
 class Job(Supervisor):
@@ -146,8 +146,8 @@ class Job(Supervisor):
             self._culprit = culprit
         elif (reason := self._policy.give_up(failure, gang.steps)) is not None:
             if not self._has_servers:
-                self._reason = reason.told
-            self._fail_for_good(gang, failure, reason.said)
+                self._reason = reason.in_summary
+            self._fail_for_good(gang, failure, reason.at_failure)
         else:
             wait = back_off(gang.num_restarts, self._policy.backoff_seconds)
             gang.restart_at = time.monotonic() + wait
@@ -174,7 +174,7 @@ class Job(Supervisor):
         # Servers and the chief of a `ClusterCoordinator` make no steps themselves.
         is_of_all = gang is self._chief or gang.names[0].startswith("ps")
         gangs = self._gangs if is_of_all else [gang]
-        return sum(sum(each.steps_by_task().values()) for each in gangs)
+        return sum(sum(one.steps_by_task().values()) for one in gangs)
 
     def _permanently_failing(self) -> str | None:
         """Find a task that has reported a permanent failure but not yet exited."""
@@ -217,8 +217,8 @@ class Job(Supervisor):
             steps, num = gang.steps_by_task(), gang.num_restarts
             restarts = f"{num} restart{'s' * (num > 1)}" if num else ""
             for name in gang.names:
-                made = f"{steps[name]:,} steps" if name in steps else ""
-                lines.append((name, gang.state_of(name), made, restarts))
+                progress = f"{steps[name]:,} steps" if name in steps else ""
+                lines.append((name, gang.state_of(name), progress, restarts))
         return lines
 
     # The end of the job.
@@ -282,10 +282,10 @@ class Job(Supervisor):
             if num:
                 self._say(f"The job is done, after {restarts}.")
             return ExitCode.DONE
-        if self._reason == CRASH_LOOP.told:
+        if self._reason == CRASH_LOOP.in_summary:
             begin = self._chief.failures[0]
-            told = f"{begin.message}\n{begin.traceback or ''}".rstrip()
-            self._say(f"The first failure of the first attempt:\n{told}")
+            text = f"{begin.message}\n{begin.traceback or ''}".rstrip()
+            self._say(f"The first failure of the first attempt:\n{text}")
         elif lines := last_lines(first):
             self._say(lines)
         status = exit_status(first.exit_code)

@@ -168,18 +168,18 @@ def divide_cores(names: Sequence[str], per_task: int) -> dict[str, list[int]]:
 def divide_gpus(
     num_tasks: Mapping[str, int], environment: Mapping[str, str]
 ) -> dict[str, dict[str, str]]:
-    """Divide the GPUs of this machine: as many for each of several tasks that train.
+    """Divide the GPUs of this machine equally among the tasks that train.
 
-    JAX takes all GPUs that a process sees, and most of their memory. The evaluator gets
-    those that are left over, or the CPU.
+    JAX reserves all GPUs that a process sees, and most of their memory. The evaluator
+    gets the GPUs that are left over, or the CPU.
 
     Args:
         num_tasks: Number of tasks by job.
         environment: Of all tasks.
 
     Returns:
-        Variables by task. None if a single task trains, which takes all GPUs, if the
-        tasks use other devices, or if there are more of them than GPUs.
+        Variables by task. Empty if a single task trains, which uses all GPUs, if the
+        tasks use other devices, or if there are more tasks than GPUs.
     """
     platforms = environment.get("JAX_PLATFORMS", "")
     if platforms and {"cuda", "gpu"}.isdisjoint(platforms.split(",")):
@@ -189,8 +189,8 @@ def divide_gpus(
     share = len(gpus) // max(1, len(names))
     if len(names) < 2 or not share:
         return {}
-    given = {name: gpus[i * share : (i + 1) * share] for i, name in enumerate(names)}
+    parts = {name: gpus[i * share : (i + 1) * share] for i, name in enumerate(names)}
     if rest := gpus[len(names) * share :]:
-        given["evaluator:0"] = rest
-    variables = {n: {CUDA_VISIBLE_DEVICES: ",".join(own)} for n, own in given.items()}
+        parts["evaluator:0"] = rest
+    variables = {n: {CUDA_VISIBLE_DEVICES: ",".join(own)} for n, own in parts.items()}
     return {"evaluator:0": {"JAX_PLATFORMS": "cpu"}} | variables

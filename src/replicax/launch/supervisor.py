@@ -22,7 +22,7 @@ class Supervisor:
 
     Args:
         processes: The tasks, which have been started.
-        say: Takes messages for the user.
+        say: Prints a message for the user.
         signals: The signals that this process has received; it grows.
         grace_seconds: Time for tasks to exit after one of these signals.
         kill_after_seconds: Time for tasks to exit after another SIGTERM.
@@ -118,8 +118,8 @@ class Supervisor:
 
         Args:
             names: The tasks.
-            since: Key of the event that made them needless; the time begins with the
-                first call for this key.
+            since: Key of the event after which no task needs them; the time begins with
+                the first call for this key.
             seconds: Time to exit by themselves.
             after: The event in words, for a message; None: no message.
         """

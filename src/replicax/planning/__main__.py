@@ -1,6 +1,6 @@
-"""`python -m replicax.planning`: runs one script up to its training step; plans it.
+"""`python -m replicax.planning`: estimates the training step of one script.
 
-The process is made for it: JAX is to see no accelerators where they are described.
+It is a process of its own, so that JAX finds no accelerators where they are described.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from replicax.planning.topology import find_topology, num_cpu_devices
 
 
 def main() -> None:
-    """Plan the script that the command line names, and print the plan."""
+    """Estimate the step of the script that the command line names, and print it."""
     parser = argparse.ArgumentParser(prog="replicax plan")
     parser.add_argument("--topology", required=True)
     parser.add_argument("--slices", type=int, default=1)
@@ -25,33 +25,33 @@ def main() -> None:
     parser.add_argument("--default-strategy", action="store_true")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
-    given = parser.parse_args()
-    num_cpus = num_cpu_devices(given.topology)
+    options = parser.parse_args()
+    num_cpus = num_cpu_devices(options.topology)
     if num_cpus is not None:
         set_logical_devices(num_cpus)
     topology = find_topology(
-        given.topology,
-        given.slices,
-        link_bandwidth=given.link_bandwidth,
-        network_bandwidth=given.network_bandwidth,
+        options.topology,
+        options.slices,
+        link_bandwidth=options.link_bandwidth,
+        network_bandwidth=options.network_bandwidth,
     )
     try:
         capture = capture_script(
-            given.script,
-            given.arguments,
+            options.script,
+            options.arguments,
             topology,
-            is_module=given.module,
-            takes_default=given.default_strategy,
+            is_module=options.module,
+            takes_default=options.default_strategy,
         )
     except NoTrainingStepError as error:
         sys.exit(f"Error: {error}")
     plan = analyse(capture, topology)
     plan.show()
-    if given.json:
-        plan.write_json(given.json)
-    if given.figure and plan.time is not None:
-        plan.write_figure(given.figure)
-    elif given.figure:
+    if options.json:
+        plan.write_json(options.json)
+    if options.figure and plan.time is not None:
+        plan.write_figure(options.figure)
+    elif options.figure:
         print(f"No figure: {plan.program} does not fit.", file=sys.stderr)
 
 

@@ -1,4 +1,4 @@
-"""Plans a training step: compiles its program and reads what the compiler says."""
+"""Estimates a training step: compiles its program and reads the compiler's results."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -103,7 +103,7 @@ def plan(
 
 
 def analyse(capture: Capture, topology: DeviceTopology) -> Plan:
-    """Compile a captured program and make its plan."""
+    """Compile a captured program and estimate its time and memory."""
     assert capture.lowered is not None  # Otherwise there was no training step.
     try:
         compiled = compile_lowered(capture.lowered, topology.devices)
@@ -205,7 +205,7 @@ def _notes(
         )
     elif size == 1:
         notes.append(
-            "One device sends nothing, so scaling is unknown: plan for two or more."
+            "One device sends nothing, so scaling is unknown: estimate for two or more."
         )
     notes += _notes_of_memory(memory, is_card=isinstance(chip, Card))
     waiting = [str(s.num_devices) for s in scaling if s.efficiency < 0.5]

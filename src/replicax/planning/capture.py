@@ -1,8 +1,8 @@
 """Captures the training step of a script or strategy: lowered, never run.
 
-Strategies hand their programs to a `Capture` instead of running them. The first one
-that trains is lowered for the topology's devices, and what led to it is stopped by an
-exception that scripts do not catch. Programs before that one return zeros.
+Strategies pass their programs to a `Capture` instead of running them. The first program
+that trains is lowered for the topology's devices, and an exception that scripts do not
+catch stops the script. Programs before it return zeros.
 """
 
 import contextlib
@@ -51,18 +51,18 @@ class _Captured(BaseException):
 
 
 class NoTrainingStepError(ValueError):
-    """Raised if a script or function to plan ends without a training step."""
+    """Raised if a script or function ends without a training step."""
 
 
 class Capture:
-    """Takes programs in place of the devices, and keeps the one that trains.
+    """Receives programs in place of the devices, and keeps the one that trains.
 
     Args:
-        topology: What it is for.
+        topology: The devices to compile for.
         takes_default: Whether training without a strategy counts, too.
 
     Attributes:
-        lowered: The program as `jax.stages.Lowered`; None: it did not come yet.
+        lowered: The program as `jax.stages.Lowered`; None before the training step.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Capture:
 
     @contextlib.contextmanager
     def _until_captured(self, why_not: str) -> Iterator[None]:
-        """Stop the code in it at its training step; raise `why_not` if it has none."""
+        """Stop the block at its training step; raise with `why_not` if it has none."""
         try:
             with (
                 attention_of(self._topology),

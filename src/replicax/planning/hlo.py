@@ -90,9 +90,9 @@ class Call:
 
     Attributes:
         caller: The instruction that calls it; None: it is the entry.
-        times: How often the program goes this way; a loop of unknown length: once.
-        trips: Of the loop whose body it is: the rounds, None if they are not known.
-        is_async: Whether the program starts it and goes on meanwhile.
+        times: Number of executions; a loop of unknown length counts once.
+        trips: For the body of a loop: its number of iterations; None: unknown.
+        is_async: Whether the program continues while it runs.
         is_fused: Whether it is part of a fusion, whose inner results are never stored.
     """
 
@@ -200,9 +200,8 @@ def called(
 def _trip_count(
     loop: Instruction, around: Computation, condition: Computation
 ) -> int | None:
-    known = _TRIP_COUNT.search(loop.attributes)
-    if known:
-        return int(known[1])
+    if trip_count := _TRIP_COUNT.search(loop.attributes):
+        return int(trip_count[1])
     # JAX's loops count up by one while `counter < bound`.
     root = next((i for i in condition.values() if i.is_root), None)
     if root is None or root.opcode != "compare" or "=LT" not in root.attributes:

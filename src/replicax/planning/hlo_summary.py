@@ -121,7 +121,7 @@ def read_program(text: str) -> ProgramSummary:
         ()
     """
     computations, entry = parse(text)
-    found: dict[Collective, int] = {}
+    counts: dict[Collective, int] = {}
     loop_flops = moved = kept = 0.0
     trip_counts = []
     for call in calls(computations, entry):
@@ -131,7 +131,7 @@ def read_program(text: str) -> ProgramSummary:
         for instruction in computation.values():
             collective = read_collective(instruction, call)
             if collective is not None:
-                found[collective] = found.get(collective, 0) + call.times
+                counts[collective] = counts.get(collective, 0) + call.times
             loop_flops += (call.times - 1) * product_flops(instruction, computation)
             if not call.is_fused and not call.is_async:
                 total, on_chip = _traffic(instruction, computation)
@@ -140,7 +140,7 @@ def read_program(text: str) -> ProgramSummary:
     return ProgramSummary(
         collectives=tuple(
             dataclasses.replace(collective, count=count)
-            for collective, count in found.items()
+            for collective, count in counts.items()
         ),
         loop_flops=loop_flops,
         trip_counts=tuple(trip_counts),
@@ -151,8 +151,8 @@ def read_program(text: str) -> ProgramSummary:
 def read_collective(instruction: Instruction, call: Call) -> Collective | None:
     """Read an instruction as one collective; None if it is none."""
     kind = instruction.opcode.removesuffix("-start")
-    if kind == "send" and (found := _BETWEEN_SLICES.search(instruction.attributes)):
-        return _between_slices(instruction, found[1].lower().replace("_", "-"))
+    if kind == "send" and (match := _BETWEEN_SLICES.search(instruction.attributes)):
+        return _between_slices(instruction, match[1].lower().replace("_", "-"))
     if kind not in _KINDS:
         return None
     if kind == "collective-permute":

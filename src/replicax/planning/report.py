@@ -1,4 +1,4 @@
-"""The values of a plan, and their form as JSON, tables in a terminal, and a figure."""
+"""The values of an estimate, as JSON, as tables in a terminal, and as a figure."""
 
 import dataclasses
 import json
@@ -52,8 +52,8 @@ class Memory:
     @property
     def peak(self) -> int:
         """Bytes in use while the step runs: the sum of all parts."""
-        held = self.arguments + self.outputs - self.aliased
-        return held + self.temporaries + self.code
+        results = self.outputs - self.aliased
+        return self.arguments + results + self.temporaries + self.code
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,7 +103,7 @@ class Scale:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """The plan of a training step on some hardware; `rx.plan` makes it.
+    """The estimate of a training step on some hardware, from `rx.plan`.
 
     Nothing of it was run there: FLOPs, bytes and collectives are the compiler's, times
     come from a model (`replicax.planning.roofline`).
@@ -153,7 +153,7 @@ class Plan:
     assumptions: tuple[str, ...] = ASSUMPTIONS
 
     def as_dict(self) -> dict[str, object]:
-        """Convert the plan to JSON values; `format` is the version of their layout."""
+        """Convert it to JSON values; `format` is the version of their layout."""
         values = dataclasses.asdict(self)
         if self.memory is not None:
             values["memory"]["peak"] = self.memory.peak
@@ -179,7 +179,7 @@ class Plan:
         _draw(path, self, self.time)
 
     def show(self, console: Console | None = None) -> None:
-        """Print the plan as tables."""
+        """Print the estimate as tables."""
         (console or Console()).print(self.__rich__())
 
     def __rich__(self) -> Group:
@@ -287,7 +287,7 @@ def _over(use: CollectiveUse) -> str:
 
 
 def _draw(path: str | Path, plan: Plan, time: StepTime) -> None:
-    """Draw a plan to a file whose ending says the format."""
+    """Draw an estimate to a file; the ending of its name is the format."""
     try:
         import matplotlib as mpl
         from matplotlib.figure import Figure

@@ -29,11 +29,11 @@ _LOCAL = re.compile(r"(cpu|gpu):(\d+)")
 _SHAPE = re.compile(r"\d{1,9}(?:x\d{1,9})*")
 _KINDS: Mapping[str, Chip | Card] = {**CHIPS, **CARDS}
 
-# libtpu asks for the place of the machine in a slice, which it is not in, and complains
-# about the answer. It reads these; what is set already stays.
+# libtpu asks for this machine's place in a slice, and logs errors where it is in none.
+# These variables answer; those that are set already stay.
 _ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
-    # Its lock is for those who take the chips; here are none to take.
+    # Its lock is for processes that use the chips.
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -43,7 +43,7 @@ _ENVIRONMENT = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeviceTopology:
-    """Devices to plan for, one replica each.
+    """Devices to compile for, one replica on each.
 
     Attributes:
         devices: In the replicas' order. Those of a chip that is not here describe it
@@ -124,8 +124,12 @@ def find_topology(
     network_bandwidth: float | None = None,
 ) -> DeviceTopology:
     """Find the devices of a topology; given bandwidths replace the published ones."""
-    given = {"link_bandwidth": link_bandwidth, "network_bandwidth": network_bandwidth}
-    check_topology(name, num_slices, **given)
+    check_topology(
+        name,
+        num_slices,
+        link_bandwidth=link_bandwidth,
+        network_bandwidth=network_bandwidth,
+    )
     if local := _LOCAL.fullmatch(name):
         return _local(name, local[1], int(local[2]))
     chip, shape = _parsed(name)
@@ -201,13 +205,13 @@ def _parsed(name: str) -> tuple[Chip | Card, tuple[int, ...]]:
 
 def _as_given(rates: Rates, links: float | None, network: float | None) -> Rates:
     """Replace published bandwidths by the given ones."""
-    given = {"ring_bandwidth": links, "network_bandwidth": network}
-    given = {name: value for name, value in given.items() if value is not None}
-    if not given:
+    changes = {"ring_bandwidth": links, "network_bandwidth": network}
+    changes = {name: value for name, value in changes.items() if value is not None}
+    if not changes:
         return rates
-    words = [name.removesuffix("_bandwidth").replace("ring", "links") for name in given]
+    words = [x.removesuffix("_bandwidth").replace("ring", "links") for x in changes]
     source = f"{rates.source}; {' and '.join(words)} as given"
-    return dataclasses.replace(rates, **given, source=source)
+    return dataclasses.replace(rates, **changes, source=source)
 
 
 def _described_cards(
@@ -218,7 +222,7 @@ def _described_cards(
 
     *hosts, cards = shape
     try:
-        found = topologies.get_topology_desc(
+        description = topologies.get_topology_desc(
             platform="cuda",
             target_config=card.target(),
             topology=f"1x{math.prod(hosts)}x{cards}",
@@ -233,7 +237,7 @@ def _described_cards(
         raise DeviceError(
             f"plan: the installed CUDA compiler does not take {name!r}: {error}"
         ) from error
-    return tuple(found.devices)
+    return tuple(description.devices)
 
 
 def _described_chips(
@@ -247,13 +251,13 @@ def _described_chips(
         options["num_slices"] = num_slices
     with _environment(library):
         try:
-            found = topologies.get_topology_desc(name, "tpu", **options)
+            description = topologies.get_topology_desc(name, "tpu", **options)
         except jax.errors.JaxRuntimeError as error:
             raise DeviceError(
                 f"plan: the installed libtpu does not know {name!r}: {error} "
                 f"Known: {chip.known()}."
             ) from error
-    devices = sorted(found.devices, key=lambda d: (d.process_index, d.id))
+    devices = sorted(description.devices, key=lambda d: (d.process_index, d.id))
     if len(devices) != math.prod(shape) * num_slices:
         raise DeviceError(
             f"plan: libtpu describes {name!r} as {len(devices)} devices, not as one "
@@ -264,8 +268,8 @@ def _described_chips(
 
 @contextlib.contextmanager
 def _environment(library: Path) -> Iterator[None]:
-    wanted = _ENVIRONMENT | {compiler.LIBRARY_PATH: str(library)}
-    missing = {k: v for k, v in wanted.items() if k not in os.environ}
+    variables = _ENVIRONMENT | {compiler.LIBRARY_PATH: str(library)}
+    missing = {k: v for k, v in variables.items() if k not in os.environ}
     os.environ.update(missing)
     try:
         yield
@@ -276,18 +280,18 @@ def _environment(library: Path) -> Iterator[None]:
 
 def _local(name: str, platform: str, number: int) -> DeviceTopology:
     try:
-        found = jax.local_devices(backend=platform)
+        devices = jax.local_devices(backend=platform)
     except RuntimeError as error:
         raise DeviceError(
             f"plan: there is no {platform} here for {name!r}: {error}"
         ) from error
-    if not 1 <= number <= len(found):
+    if not 1 <= number <= len(devices):
         hint = f" Call rx.set_logical_devices({number}) first." * (platform == "cpu")
         raise DeviceError(
-            f"plan: {name!r} asks for {number} devices; there are {len(found)} here."
+            f"plan: {name!r} asks for {number} devices; there are {len(devices)} here."
             + hint
         )
-    devices = found[:number]
+    devices = devices[:number]
     return DeviceTopology(
         name=name, devices=tuple(devices), rates=measure_rates(devices)
     )

@@ -170,7 +170,7 @@ class StepCollectives:
     def _seconds(self, collective: Collective, size: int) -> tuple[float, float]:
         """Compute the seconds of one collective on links, and on the network.
 
-        Those over all devices of the plan are over all `size` devices there; others
+        Those over all devices of the estimate are over all `size` devices there; others
         keep their groups.
         """
         topology = self._topology

@@ -69,13 +69,15 @@ def call_of(
 
 
 def _pickled(args: Sequence[object], kwargs: Mapping[str, object]) -> bytes:
-    """The arguments as bytes; an error names the one that cannot be pickled."""
+    """Pickle the arguments; an error names the one that cannot be pickled."""
     try:
         return pickle.dumps((tuple(args), dict(kwargs)))
     except Exception as error:  # Of an argument's class, whatever it is.
         named = {f"args[{i}]": value for i, value in enumerate(args)}
         named |= {f"kwargs[{name!r}]": value for name, value in kwargs.items()}
-        wrong = [f"{n}={value!r}" for n, value in named.items() if not _travels(value)]
+        wrong = [
+            f"{n}={value!r}" for n, value in named.items() if not _is_picklable(value)
+        ]
         raise TypeError(
             f"Cluster: {', '.join(wrong) or 'an argument'} cannot be pickled for the "
             f"tasks: {error}. Pass numbers, strings, NumPy arrays, and lists, tuples "
@@ -83,7 +85,7 @@ def _pickled(args: Sequence[object], kwargs: Mapping[str, object]) -> bytes:
         ) from error
 
 
-def _travels(value: object) -> bool:
+def _is_picklable(value: object) -> bool:
     try:
         pickle.dumps(value)
     except Exception:  # noqa: BLE001 - the error of all arguments is raised
@@ -104,16 +106,16 @@ def _place(function: Callable[..., object]) -> tuple[str, str]:
 
 def _file(function: Callable[..., object], module: str) -> Path:
     loaded = sys.modules.get(module)
-    found = getattr(loaded, "__file__", None)
-    if found is None:
+    file = getattr(loaded, "__file__", None)
+    if file is None:
         code = getattr(function, "__code__", None)
-        found = getattr(code, "co_filename", None)
-    if found is None or not Path(found).is_file():
+        file = getattr(code, "co_filename", None)
+    if file is None or not Path(file).is_file():
         raise ValueError(
             f"Cluster: another process cannot import {function!r}: its module "
             f"{module!r} has no file. Put it into a file, or run a script."
         )
-    return Path(found).resolve()
+    return Path(file).resolve()
 
 
 def child_environment() -> dict[str, str]:

@@ -284,14 +284,14 @@ class Cluster:
             ClusterTimeout: If it was not reached in time.
         """
 
-        def given_up() -> bool:
+        def is_hopeless() -> bool:
             ended = by is not None and by.exit_code is not None
             return ended or self._expired.is_set()
 
-        self._running.wait_until(lambda: reached() or given_up(), timeout_seconds)
+        self._running.wait_until(lambda: reached() or is_hopeless(), timeout_seconds)
         self._check_deadline()
         if not reached():
-            is_late = not given_up() and timeout_seconds is not None
+            is_late = not is_hopeless() and timeout_seconds is not None
             seconds = f" {timeout_seconds:g} s" if is_late else ""
             end = "" if is_late else f", but {by!r}"
             raise ClusterTimeout(f"Waited{seconds} for {what()}{end}.\n{self._show()}")
