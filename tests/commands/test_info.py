@@ -73,11 +73,6 @@ def test_several_accelerators_may_be_short_of_memory() -> None:
     assert "not in this version" not in note
 
 
-def test_no_devices() -> None:
-    with pytest.raises(ValueError, match=r"there must be a device; got devices=\[\]"):
-        fitting_strategy([])
-
-
 def test_available_strategies_are_those_of_the_package() -> None:
     recommended = {
         "CentralStorageStrategy",

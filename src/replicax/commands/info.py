@@ -232,11 +232,6 @@ def fitting_strategy(
         >>> fitting_strategy(["cpu"]).strategy
         'OneDeviceStrategy'
     """
-    if not devices:
-        raise ValueError(
-            "fitting_strategy: there must be a device; got devices=[], expected one "
-            "platform per device, such as ['gpu', 'gpu']."
-        )
     here = _on_one_machine(devices)
     if tf_config is None:
         return here

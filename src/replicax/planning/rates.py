@@ -118,9 +118,7 @@ class Chip:
 
         Besides the usual ones: any box of cubes of 4x4x4, where there are cubes.
         """
-        if shape in self.shapes:
-            return True
-        return (
+        return shape in self.shapes or (
             len(shape) == self.num_dims == 3
             and all(n > 0 and n % 4 == 0 for n in shape)
             and list(shape) == sorted(shape)

@@ -52,8 +52,8 @@ class Memory:
     @property
     def peak(self) -> int:
         """Bytes in use while the step runs: the sum of all parts."""
-        results = self.outputs - self.aliased
-        return self.arguments + results + self.temporaries + self.code
+        sizes = (self.arguments, self.outputs, self.temporaries, self.code)
+        return sum(sizes) - self.aliased
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

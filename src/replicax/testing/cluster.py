@@ -129,10 +129,6 @@ class Cluster:
                 "Cluster: give either num_workers or tasks; got "
                 f"num_workers={num_workers!r}, tasks={tasks!r}."
             )
-        if deadline_seconds <= 0:
-            raise ValueError(
-                f"Cluster: deadline_seconds must be positive; got {deadline_seconds!r}."
-            )
         self._num_tasks = check_tasks(tasks or {"worker": num_workers or 0}, "Cluster")
         self._call = call_of(program, args, kwargs or {}, logical_devices)
         self._env = dict(env or {})
