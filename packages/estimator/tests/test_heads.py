@@ -64,7 +64,7 @@ WORDS = {"n_classes": 7, "label_vocabulary": tuple("abcdefg")}
         ({"n_classes": 3}, [0.0, 1.0, 2.0], TypeError, "must be integers"),
         ({"n_classes": 3}, ["a", "b", "c"], TypeError, "give label_vocabulary"),
         (WORDS, ["a", "b", "z"], ValueError, r"'z' is not in .* 'd', 'e'\]"),
-        (WORDS, [0, 1, 2], TypeError, "must be strings"),
+        (WORDS, [0, 1, 2], TypeError, "must be a str"),
     ],
 )
 def test_wrong_labels(kwargs, labels, error, message) -> None:

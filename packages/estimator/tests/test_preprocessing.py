@@ -100,16 +100,8 @@ def test_an_estimator_without_columns_takes_any_feature(tmp_path) -> None:
     ("column", "match"),
     [
         (
-            fc.numeric_column("height", normalizer_fn=lambda x: float(x.sum())),
-            "JAX cannot trace it",
-        ),
-        (
             fc.numeric_column("height", dtype="float64", normalizer_fn=np.cbrt),
-            "no 'float32' for a column of 'float64'",
-        ),
-        (
-            fc.numeric_column("width", default_value=1.0, normalizer_fn=jnp.log),
-            r"needs the feature 'width'.*has \['age', 'city'",
+            "which has no float64",
         ),
         (
             fc.indicator_column(
@@ -123,13 +115,12 @@ def test_an_estimator_without_columns_takes_any_feature(tmp_path) -> None:
                     9,
                 )
             ),
-            "works on the host and holds a function",
+            "holds .*normalizer_fn",
         ),
     ],
-    ids=["python", "float64", "default", "crossed"],
+    ids=["float64", "crossed"],
 )
-def test_functions_that_cannot_be_exported(tmp_path, column, match) -> None:
+def test_functions_that_cannot_be_exported(column, match) -> None:
     side = preprocessing.Preprocessor((column,))
-    specs = build_raw_serving_input_receiver_fn(RAW)().specs()
     with pytest.raises(ValueError, match=match):
-        preprocessing.preprocessor_config(side, specs)
+        preprocessing.preprocessor_config(side)

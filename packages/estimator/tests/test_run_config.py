@@ -16,30 +16,22 @@ CLUSTER = {
 
 
 @pytest.mark.parametrize(
-    ("job", "index", "number"),
-    [
-        ("chief", 0, 0),
-        ("worker", 0, 1),
-        ("worker", 1, 2),
-        ("ps", 0, 3),
-        ("evaluator", 0, None),
-    ],
+    ("job", "index"), [("chief", 0), ("worker", 1), ("ps", 0), ("evaluator", 0)]
 )
 def test_a_task_among_those_of_a_cluster(
-    job: str, index: int, number: int | None, monkeypatch: pytest.MonkeyPatch
+    job: str, index: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task = {"cluster": CLUSTER, "task": {"type": job, "index": index}}
     monkeypatch.setenv("TF_CONFIG", json.dumps(task))
     config = RunConfig()
     assert (config.task_type, config.task_id) == (job, index)
-    assert (config.num_worker_replicas, config.num_ps_replicas) == (3, 1)
-    assert config.global_id_in_cluster == number
+    assert config.cluster_spec.num_tasks("worker") == 2
 
 
-def test_a_single_process_is_one_worker() -> None:
+def test_a_single_process_is_worker_0() -> None:
     config = RunConfig()
-    assert (config.num_worker_replicas, config.num_ps_replicas) == (1, 0)
-    assert config.global_id_in_cluster == 0
+    assert (config.task_type, config.task_id) == ("worker", 0)
+    assert config.is_chief
 
 
 def test_a_folder_without_a_name() -> None:

@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 import jax
 import keras
 
+from replicax_estimator.arguments import require_count
 from replicax_estimator.canned import (
     CannedEstimator,
     NetworkPart,
@@ -98,16 +99,14 @@ class DNNPart(NetworkPart):
 
 
 def _sizes(hidden_units: Sequence[int] | None, name: str) -> tuple[int, ...]:
-    is_list = isinstance(hidden_units, Sequence) and not isinstance(hidden_units, str)
-    sizes = tuple(hidden_units or ()) if is_list else ()
-    if not sizes or not all(
-        isinstance(size, int) and not isinstance(size, bool) and size > 0
-        for size in sizes
-    ):
+    sizes = tuple(hidden_units or ())
+    if not sizes:
         raise ValueError(
-            f"{name}: must be a list of the hidden layers' sizes, each at least 1, "
-            f"such as [64, 32]; got {hidden_units!r}. A linear model has none."
+            f"{name}: must be a list of the hidden layers' sizes, such as [64, 32]; "
+            f"got {hidden_units!r}. A linear model has none."
         )
+    for size in sizes:
+        require_count(size, f"{name}: each size")
     return sizes
 
 

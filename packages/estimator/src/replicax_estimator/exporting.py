@@ -64,7 +64,7 @@ def export_model(
     wanted = _checked_platforms(platforms)
     is_single = not isinstance(receiver.features, Mapping)
     num_rows = receiver.default_batch_size
-    host = preprocessor and preprocessor_config(preprocessor, receiver.specs())
+    host = preprocessor and preprocessor_config(preprocessor)
     inputs, arrays = _inputs(receiver, host)
     model.build(arrays[SINGLE] if is_single else arrays, None)
     checkpoint = restore(model)

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -16,7 +15,6 @@ from replicax_estimator.feature_column import Column, features_of, numeric_colum
 from replicax_estimator.feature_column.config import from_config, to_config
 from replicax_estimator.feature_column.numeric import NumericColumn
 from replicax_estimator.feature_column.raw import rows_of
-from replicax_estimator.receivers import ArraySpec
 from replicax_estimator.types import Features, JSONObject, Labels
 
 __all__ = [
@@ -206,29 +204,25 @@ def weight_column_of(weight_column: object) -> NumericColumn | None:
     return weight_column
 
 
-def preprocessor_config(
-    preprocessor: Preprocessor, specs: Mapping[str, ArraySpec]
-) -> JSONObject:
+def preprocessor_config(preprocessor: Preprocessor) -> JSONObject:
     """Serialize a preprocessor as JSON.
 
     The program transforms a numeric column with a `normalizer_fn`, and takes its raw
-    feature. ValueError: JAX cannot trace that function.
+    feature. ValueError: A column that works on the host holds a function.
     """
     columns: list[JSONObject] = []
     in_program: list[str] = []
     for column in dict.fromkeys(column.host for column in preprocessor.columns):
         if isinstance(column, NumericColumn) and column.normalizer_fn is not None:
-            _require_traceable(column, specs)
+            if column.dtype == "float64":  # A program would normalize float32.
+                raise ValueError(
+                    f"export_saved_model: the normalizer_fn of {column.title} becomes "
+                    "part of the program, which has no float64. Give the column the "
+                    "dtype 'float32'."
+                )
             in_program.append(column.key)
         else:
-            try:
-                config = to_config(column)
-            except ValueError as error:
-                raise ValueError(
-                    f"export_saved_model: {column.title} works on the host and holds a "
-                    f"function, which a saved model cannot. {error}"
-                ) from error
-            columns.append({"column": config, "outputs": [*column.outputs]})
+            columns.append(to_config(column))
     words, classes = preprocessor.label_vocabulary, preprocessor.n_classes
     return {
         "columns": columns,
@@ -236,29 +230,6 @@ def preprocessor_config(
         "label_vocabulary": None if words is None else list(words),
         "n_classes": None if classes is None else int(classes),
     }
-
-
-def _require_traceable(column: NumericColumn, specs: Mapping[str, ArraySpec]) -> None:
-    title = f"export_saved_model: the normalizer_fn of {column.title}"
-    spec = specs.get(column.key)
-    if spec is None:
-        raise ValueError(
-            f"{title} needs the feature {column.key!r}; the serving_input_receiver_fn "
-            f"has {sorted(specs)}."
-        )
-    if column.dtype == "float64" or spec.dtype == "string":
-        raise ValueError(
-            f"{title} becomes part of the program, which has no {spec.dtype!r} for a "
-            f"column of {column.dtype!r}. Make it a column of 'float32'."
-        )
-    struct = jax.ShapeDtypeStruct(spec.with_rows(2), spec.in_program().dtype)
-    try:
-        jax.eval_shape(column.transform, {column.key: struct})
-    except Exception as error:
-        raise ValueError(
-            f"{title} becomes part of the program, but JAX cannot trace it: {error} "
-            "Write it with jax.numpy, or normalize in the input function."
-        ) from error
 
 
 class SavedPreprocessor:
@@ -269,17 +240,9 @@ class SavedPreprocessor:
     """
 
     def __init__(self, config: JSONObject) -> None:
-        columns = [from_config(entry["column"]) for entry in config["columns"]]
-        # Pairs of a column's output name and the program's name for it. They were equal
-        # when the model was saved; a later version may name outputs otherwise.
-        self._names = [
-            pair
-            for column, entry in zip(columns, config["columns"], strict=True)
-            for pair in zip(column.outputs, entry["outputs"], strict=True)
-        ]
         words = config["label_vocabulary"]
         self._preprocessor = Preprocessor(
-            columns=tuple(columns),
+            columns=tuple(map(from_config, config["columns"])),
             label_vocabulary=None if words is None else tuple(words),
             n_classes=config["n_classes"],
         )
@@ -288,12 +251,9 @@ class SavedPreprocessor:
     def prepare(self, features: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Convert a batch of raw features to the program's inputs."""
         arrays = {name: features[name] for name in self.in_program}
-        if arrays and not self._names:
+        if arrays and not self._preprocessor.columns:
             return arrays
-        made, _ = self._preprocessor.prepare(features)
-        if not self._names:
-            return made  # A model without columns.
-        return arrays | {name: made[own] for own, name in self._names}
+        return arrays | self._preprocessor.prepare(features)[0]
 
     def finish(self, outputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Convert the program's outputs to the caller's."""
@@ -303,9 +263,5 @@ class SavedPreprocessor:
 def _word(value: object) -> str:
     if isinstance(value, bytes):
         return value.decode("utf-8", "surrogateescape")
-    if not isinstance(value, str):
-        raise TypeError(
-            f"labels: must be strings, as there is a label_vocabulary; got {value!r} "
-            f"of type {type(value).__name__}. Leave label_vocabulary out for ids."
-        )
-    return value
+    remedy = "Leave label_vocabulary out for ids."
+    return require_instance(value, str, "labels: each label", remedy)

@@ -120,28 +120,6 @@ class RunConfig:
         return getattr(self.cluster_resolver, "task_id", None) or 0
 
     @property
-    def num_worker_replicas(self) -> int:
-        """Number of tasks that train: the workers and the chief; at least 1."""
-        return self._num_tasks("chief", "worker") or 1
-
-    @property
-    def num_ps_replicas(self) -> int:
-        """Number of parameter servers."""
-        return self._num_tasks("ps")
-
-    @property
-    def global_id_in_cluster(self) -> int | None:
-        """This task's index: the chief, workers, then servers; None: an evaluator."""
-        jobs = ("chief", "worker", "ps")
-        if self.task_type not in jobs:
-            return None
-        return self._num_tasks(*jobs[: jobs.index(self.task_type)]) + self.task_id
-
-    def _num_tasks(self, *jobs: str) -> int:
-        cluster = self.cluster_spec
-        return sum(cluster.num_tasks(job) for job in jobs if job in cluster.jobs)
-
-    @property
     def is_chief(self) -> bool:
         """Whether this process saves and logs for the whole cluster."""
         return self.task_type != "evaluator" and self.training_strategy().is_chief

@@ -226,7 +226,7 @@ def _described(value: object) -> str:
     if callable(value):
         named = value if hasattr(value, "__qualname__") else type(value)
         return f"{named.__module__}.{named.__qualname__}"
-    return repr(value)
+    return repr(value.item() if isinstance(value, np.generic) else value)
 
 
 def as_columns(columns: Columns, caller: str) -> tuple[Column, ...]:
