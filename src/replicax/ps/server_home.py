@@ -1,12 +1,14 @@
 """The home of variables on servers: runs programs on copies of the servers' values.
 
-- A variable has the value that this worker was last handed, or what the user assigned
-  since. The next program, epoch or `publish` sees which; what the chief assigned goes
-  to the servers.
-- A program's values are in `stored`, by ids of variables, until it has ended. Then all
-  are written at once: after an error variables are as they were.
-- In `fit` values come with steps and at an epoch's end; `evaluate` in it fetches none.
-- The runner calls `execute` under its lock; XLA's threads use `rows`, which has one.
+- A variable has the value that it last got from the servers, or a later one that the
+  user assigned. The next program, epoch or `publish` compares; it sends values that the
+  chief's user has assigned to the servers.
+- `stored` has a program's values, by ids of variables, until the program has ended.
+  Then all are written at once, so an error leaves the variables as they were.
+- In `fit` values arrive with steps and at an epoch's end; `evaluate` within `fit`
+  fetches none.
+- The runner calls `execute` under its lock; XLA's threads use `rows`, which has its
+  own lock.
 """
 
 import sys
@@ -47,8 +49,9 @@ __all__ = ["ServerHome"]
 class _Connected(NamedTuple):
     """The groups of a program's variables on servers.
 
-    `groups` has the group of each update, then those of the moving statistics, which
-    `moving` has alone. `others` are variables of these that the program does not write.
+    `groups` has the group of each update, then the groups of moving statistics, which
+    `moving` has as well. `others` are the variables of `moving` that the program does
+    not write.
     """
 
     groups: list[RemoteGroup]
@@ -58,12 +61,12 @@ class _Connected(NamedTuple):
 
 
 class ServerHome(ReplicaHome):
-    """Variables live on servers, which make the updates; devices have copies.
+    """Variables live on servers, which apply the updates; devices have copies.
 
-    `remote` has this worker's variables that lie on servers, `rows` its tables, `steps`
-    the training steps. `fit_metrics` are ids of the metrics' variables of the `fit`
-    that runs; None: none runs. `num_closures` is how many of a coordinator's closures
-    run, one in another.
+    `remote` has this worker's variables on servers, `rows` its tables, `steps` its
+    training steps. `fit_metrics` are the ids of the metrics' variables of the running
+    `fit`; None if no `fit` runs. `num_closures` is the number of a coordinator's
+    closures that run, nested in each other.
     """
 
     keeps_slots = False
@@ -92,7 +95,7 @@ class ServerHome(ReplicaHome):
         self._num_fits = 0
 
     def refresh(self) -> None:
-        """Pull the newest values into the variables without a user's assignment."""
+        """Pull the newest values into the variables that the user has not assigned."""
         self.settle()
         requests = self.remote.requests
         if requests is not None:
@@ -201,11 +204,11 @@ class ServerHome(ReplicaHome):
         return _Connected(groups, moving, others, looks_up)
 
     def _is_added_to(self, variable: Variable, program: Program) -> bool:
-        """Whether what a training program adds to a variable counts for all workers.
+        """Whether a training program's additions to a variable count for all workers.
 
-        In `fit`, where each worker makes some of the steps, a counter is one too. A
-        value that a step sets without reading the old one is not: each worker has its
-        own last one.
+        In `fit`, where each worker makes some of the steps, this includes counters. It
+        excludes a value that a step sets without reading the old one: each worker has
+        its own last value.
         """
         if is_seed_state(variable):
             return False
@@ -233,7 +236,7 @@ class ServerHome(ReplicaHome):
     def _follow_optimizer(
         self, group: RemoteGroup, stored: Stored | None = None
     ) -> None:
-        """On the chief: send what the user has assigned to an optimizer's numbers."""
+        """On the chief: send an optimizer's numbers that the user has assigned."""
         if group.optimizer is not None:
             rate = group.optimizer.follow(stored)
             if rate is not None:
