@@ -146,25 +146,25 @@ def _has_connections(port: int, but_for: int | None) -> bool:
     if not tables:
         return but_for is None
     own = set() if but_for is None else _sockets_of(but_for)
-    here, its = set(), set()
+    clients, own_ports = set(), set()
     for table in tables:
         for line in table.read_text().splitlines()[1:]:
             _, local, remote, state, *rest = line.split()
             if state == _ESTABLISHED:
                 if int(local.rpartition(":")[2], 16) == port:
-                    here.add(remote.rpartition(":")[2])
+                    clients.add(remote.rpartition(":")[2])
                 if f"socket:[{rest[5]}]" in own:
-                    its.add(local.rpartition(":")[2])
-    return bool(here - its)
+                    own_ports.add(local.rpartition(":")[2])
+    return bool(clients - own_ports)
 
 
 def _sockets_of(pid: int) -> set[str]:
-    found = set()
+    sockets = set()
     with contextlib.suppress(FileNotFoundError):  # The process has ended.
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(FileNotFoundError):
-                found.add(os.readlink(descriptor))
-    return found
+                sockets.add(os.readlink(descriptor))
+    return sockets
 
 
 if __name__ == "__main__":

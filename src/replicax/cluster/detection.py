@@ -1,4 +1,4 @@
-"""Chooses among the launchers' descriptions of the cluster, or finds them at odds."""
+"""Chooses among the launchers' descriptions of the cluster; an error if they differ."""
 
 import os
 from typing import Any
@@ -108,9 +108,9 @@ def resolve(
     addresses = collect_addresses(
         environment.name, place.index or 0, place.count, address, timeouts.startup
     )
-    found = environment.workers(place.index or 0, addresses)
-    assert found.resolver is not None
-    return found.resolver, place
+    resolver = environment.workers(place.index or 0, addresses).resolver
+    assert resolver is not None
+    return resolver, place
 
 
 def detect(
@@ -183,14 +183,14 @@ def _check_agreement(
     caller: str,
 ) -> None:
     """Raise a `ClusterConfigError` if two launchers describe different jobs."""
-    (inner, mine), (outer, theirs) = chosen, other
-    is_same = mine.count == theirs.count and (
-        mine.index == theirs.index or None in (mine.index, theirs.index)
+    (inner, first), (outer, second) = chosen, other
+    is_same = first.count == second.count and (
+        first.index == second.index or None in (first.index, second.index)
     )
     if outer.name != "jax.distributed":
-        is_same |= theirs.count in (1, mine.outer_count)
-        is_same |= mine.outer_count == 0 and theirs.count < mine.count
-        is_same |= mine.count > 1 and outer.name in inner.replaces
+        is_same |= second.count in (1, first.outer_count)
+        is_same |= first.outer_count == 0 and second.count < first.count
+        is_same |= first.count > 1 and outer.name in inner.replaces
     if not is_same:
         raise ClusterConfigError(
             f"{caller}: two launchers contradict each other. {_view(*chosen)}; "
@@ -200,5 +200,7 @@ def _check_agreement(
 
 
 def _view(environment: ClusterEnvironment, place: Membership) -> str:
-    who = "no worker" if place.index is None else f"process {place.index}"
-    return f"{environment.name} says {who} of {place.count} ({environment.described()})"
+    task = "no worker" if place.index is None else f"process {place.index}"
+    return (
+        f"{environment.name} says {task} of {place.count} ({environment.described()})"
+    )

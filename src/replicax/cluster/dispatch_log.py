@@ -64,15 +64,15 @@ class LogTail:
     def encode(self) -> str:
         """Serialize the tail as JSON, with each distinct operation once."""
         kinds = {kind: i for i, kind in enumerate(dict.fromkeys(self.operations))}
-        told = [[x.name, x.mark.decode(), x.num_steps] for x in kinds]
+        fields = [[x.name, x.mark.decode(), x.num_steps] for x in kinds]
         order = [kinds[x] for x in self.operations]
-        return json.dumps([self.after, self.steps, told, order, self.has_ended])
+        return json.dumps([self.after, self.steps, fields, order, self.has_ended])
 
     @classmethod
     def decode(cls, text: str) -> "LogTail":
         """Deserialize the result of `encode`."""
-        after, steps, told, order, has_ended = json.loads(text)
-        kinds = [Operation(name, mark.encode(), num) for name, mark, num in told]
+        after, steps, fields, order, has_ended = json.loads(text)
+        kinds = [Operation(name, mark.encode(), num) for name, mark, num in fields]
         return cls(after, steps, [kinds[i] for i in order], has_ended)
 
     @property
@@ -82,8 +82,8 @@ class LogTail:
 
     def at(self, number: int) -> Operation | None:
         """The operation at index `number` of the log; None: not in the tail."""
-        is_told = self.after <= number < self.end
-        return self.operations[number - self.after] if is_told else None
+        is_in_tail = self.after <= number < self.end
+        return self.operations[number - self.after] if is_in_tail else None
 
     def steps_before(self, number: int) -> int:
         """Number of steps in the first `number` operations of the log."""
@@ -114,16 +114,16 @@ class DispatchLog:
         self._main_thread = threading.main_thread().ident
 
     def take(self, operation: Operation) -> None:
-        """Note that the script takes a batch; logged with the next program.
+        """Note that the script reads a batch; logged with the next program.
 
         Without a program it is not logged: a worker may read ahead of the others, or
-        leave its data.
+        stop reading.
         """
         if threading.get_ident() == self._main_thread:
             self._taken.append(operation)
 
     def note_program(self, operation: Operation) -> None:
-        """Log a program, after the batches that were taken for it."""
+        """Log a program, after the batches that it reads."""
         if self._taken:
             self._operations.extend(self._taken)
             self._taken.clear()
@@ -213,19 +213,19 @@ class Difference:
         A tail that is shorter than others, or None, is no difference unless its log has
         ended.
         """
-        told = [tail for tail in tails if tail is not None]
-        if len(told) < 2:
+        present = [tail for tail in tails if tail is not None]
+        if len(present) < 2:
             return None
-        first, last = max(x.after for x in told), max(x.end for x in told)
+        first, last = max(x.after for x in present), max(x.end for x in present)
         for number in range(first, last):
-            here = tuple(tail and tail.at(number) for tail in tails)
+            operations = tuple(tail and tail.at(number) for tail in tails)
             marks = {
                 operation and operation.mark
-                for operation, tail in zip(here, tails, strict=True)
+                for operation, tail in zip(operations, tails, strict=True)
                 if operation or (tail and tail.has_ended)
             }
             if len(marks) > 1:
-                return cls(told[0].steps_before(number), here)
+                return cls(present[0].steps_before(number), operations)
         return None
 
     @classmethod
@@ -271,8 +271,9 @@ class OrderCheck:
         self._num_workers = num_workers
         self._index = index
         self._store = store
-        self._agreed: dict[int, int] = {}  # Of others, up to which operation.
-        self._told_at: float | None = None
+        # For each other worker the number of operations in which the logs agree.
+        self._agreed: dict[int, int] = {}
+        self._published_at: float | None = None
 
     @property
     def is_settling(self) -> bool:
@@ -304,12 +305,12 @@ class OrderCheck:
         """
         if self.differs_after is None or self.difference is not None:
             return
-        if self._told_at is None:
+        if self._published_at is None:
             tail = self._log.since(self.differs_after, has_ended=has_left)
             self._store.put(f"{_LOGS}/{self._index}", tail.encode())
-            self._told_at = time.monotonic()
+            self._published_at = time.monotonic()
         texts = self._store.read(_LOGS)
-        waits = time.monotonic() - self._told_at < _WAIT_SECONDS
+        waits = time.monotonic() - self._published_at < _WAIT_SECONDS
         if len(texts) < self._num_workers and waits:
             return
         tails = [

@@ -116,10 +116,10 @@ def await_own_name(task: str, address: str, seconds: float) -> None:
 
 def _addresses_of(host: str) -> list[str]:
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:  # The name does not resolve here.
         return []
-    return list(dict.fromkeys(str(address[0]) for *_, address in found))
+    return list(dict.fromkeys(str(address[0]) for *_, address in infos))
 
 
 def _is_of_this_machine(ip: str) -> bool:

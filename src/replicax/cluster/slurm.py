@@ -87,8 +87,8 @@ class SlurmClusterResolver(KnownCluster):
         if num_tasks > len(layout) > 1:
             _check_block_distribution(rank, tasks, list(layout))
         jobs = {"worker": num_tasks} if jobs is None else dict(sorted(jobs.items()))
-        known = jobs.keys() <= set(JOBS) and min(jobs.values(), default=0) >= 0
-        if sum(jobs.values()) != num_tasks or not known:
+        is_valid = jobs.keys() <= set(JOBS) and min(jobs.values(), default=0) >= 0
+        if sum(jobs.values()) != num_tasks or not is_valid:
             raise _error(
                 f"jobs must be some of {', '.join(JOBS)} and have the step's "
                 f"{num_tasks} tasks together; got jobs={jobs}"
@@ -232,14 +232,14 @@ def _check_block_distribution(
 ) -> None:
     host, local = tasks[rank]
     expected = {"SLURM_NODEID": hosts.index(host), "SLURM_LOCALID": local}
-    found = {name: os.environ.get(name, str(n)) for name, n in expected.items()}
+    actual = {name: os.environ.get(name, str(n)) for name, n in expected.items()}
     distribution = os.environ.get("SLURM_DISTRIBUTION", "block")
     if not distribution.startswith(("block", "*")) or any(
-        found[name] != str(n) for name, n in expected.items()
+        actual[name] != str(n) for name, n in expected.items()
     ):
         raise _error(
             "tasks are not dealt to nodes in blocks: SLURM_PROCID "
-            f"{rank} has {found} with SLURM_DISTRIBUTION={distribution!r}, expected "
+            f"{rank} has {actual} with SLURM_DISTRIBUTION={distribution!r}, expected "
             f"{expected}. Start the script with srun --distribution=block"
         )
 

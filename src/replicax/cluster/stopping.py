@@ -1,4 +1,4 @@
-"""Stop requests: on SIGTERM or Ctrl-C in one worker, all stop after the same step."""
+"""Stop requests: after SIGTERM or Ctrl-C in a worker, all stop at the same step."""
 
 import contextlib
 import signal

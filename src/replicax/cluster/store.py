@@ -25,7 +25,7 @@ class Store:
 
     @staticmethod
     def abandon() -> None:
-        """Drop JAX's client, whose shutdown would wait for the others, who failed."""
+        """Drop JAX's client, whose shutdown would wait for the failed workers."""
         state = distributed_state()
         client, state.client = state.client, None
         # Leaked on purpose: the destructor would wait, too.
@@ -38,8 +38,8 @@ class Store:
     def read(self, folder: str) -> dict[str, str]:
         """Read all values in `folder`, by the rest of their keys."""
         prefix = f"{folder}/"
-        found = self._call(self._client.key_value_dir_get, prefix)
-        return {key.partition(prefix)[2]: value for key, value in found}
+        pairs = self._call(self._client.key_value_dir_get, prefix)
+        return {key.partition(prefix)[2]: value for key, value in pairs}
 
     def delete(self, key: str) -> None:
         """Delete a key, and all keys in the folder of its name."""

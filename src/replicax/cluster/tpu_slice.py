@@ -3,9 +3,7 @@
 import dataclasses
 import http.client
 import os
-import queue
 import re
-import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -132,18 +130,18 @@ class TPUClusterResolver(KnownCluster):
                 "the environment names one. Use rx.MirroredStrategy() for GPUs and "
                 "CPUs, or run the script on the TPU VM."
             )
-        found = detect_slice(os.environ, is_tpu_vm=is_tpu_vm())
-        cluster = ClusterSpec({"worker": found.addresses} if found.addresses else {})
-        super().__init__(TaskConfig(cluster, "worker", found.index), "grpc")
+        slice_ = detect_slice(os.environ, is_tpu_vm=is_tpu_vm())
+        cluster = ClusterSpec({"worker": slice_.addresses} if slice_.addresses else {})
+        super().__init__(TaskConfig(cluster, "worker", slice_.index), "grpc")
         self.is_local = tpu == "local"
-        self.num_hosts = found.num_hosts
-        self.num_slices = found.num_slices
-        own = found.addresses[found.index : found.index + 1]
+        self.num_hosts = slice_.num_hosts
+        self.num_slices = slice_.num_slices
+        own = slice_.addresses[slice_.index : slice_.index + 1]
         hosts = {address.partition(":")[0] for address in own}
         host = (tpu or "").removeprefix("grpc://").partition(":")[0]
-        if tpu not in _HERE and tpu != found.name and host not in hosts:
+        if tpu not in _HERE and tpu != slice_.name and host not in hosts:
             called = "" if "TPU_NAME" in os.environ else " (TPU_NAME is not set)"
-            called = f", whose TPU is called {found.name!r}" if found.name else called
+            called = f", whose TPU is called {slice_.name!r}" if slice_.name else called
             raise ClusterConfigError(
                 f"TPUClusterResolver: tpu={tpu!r} is not this machine{called}. A TPU "
                 "cannot be reached over the network here: JAX runs on the TPU VM "
@@ -215,32 +213,34 @@ def detect_slice(
                 "each host."
             ) from error
 
-    known = dict(environ)
-    hosts = known.get("TPU_PROCESS_ADDRESSES", known.get("TPU_WORKER_HOSTNAMES"))
-    index = known.get("TPU_WORKER_ID", "") if hosts is not None else ""
+    variables = dict(environ)
+    hosts = variables.get(
+        "TPU_PROCESS_ADDRESSES", variables.get("TPU_WORKER_HOSTNAMES")
+    )
+    index = variables.get("TPU_WORKER_ID", "") if hosts is not None else ""
     if hosts is None and is_tpu_vm and "TPU_SKIP_MDS_QUERY" not in environ:
         index = ask("agent-worker-number")
         if index:
             hosts = ask("worker-network-endpoints")
-            known = dict(_ENTRY.findall(ask("tpu-env"))) | known
-            known["TPU_NAME"] = known.get("TPU_NAME") or ask("instance-id")
-    port = _number(known, "JAX_COORDINATOR_PORT", _PORT, 1, 65535)
+            variables = dict(_ENTRY.findall(ask("tpu-env"))) | variables
+            variables["TPU_NAME"] = variables.get("TPU_NAME") or ask("instance-id")
+    port = _number(variables, "JAX_COORDINATOR_PORT", _PORT, 1, 65535)
     addresses = _addresses(hosts or "", port)
-    num_slices = _number(known, "MEGASCALE_NUM_SLICES", 1, 1, 100_000)
+    num_slices = _number(variables, "MEGASCALE_NUM_SLICES", 1, 1, 100_000)
     return TpuSlice(
         addresses=addresses,
         index=_index(index, addresses),
         num_slices=num_slices,
-        slice_index=_number(known, "MEGASCALE_SLICE_ID", 0, 0, num_slices - 1),
-        name=known.get("TPU_NAME", ""),
+        slice_index=_number(variables, "MEGASCALE_SLICE_ID", 0, 0, num_slices - 1),
+        name=variables.get("TPU_NAME", ""),
     )
 
 
 def _number(
-    known: Mapping[str, str], name: str, default: int, low: int, high: int
+    variables: Mapping[str, str], name: str, default: int, low: int, high: int
 ) -> int:
     """Read a number between `low` and `high`; `default` if it is absent."""
-    text = known.get(name) or str(default)
+    text = variables.get(name) or str(default)
     if text.isascii() and text.isdigit() and low <= int(text) <= high:
         return int(text)
     raise ClusterConfigError(
@@ -311,42 +311,23 @@ def instance_attribute(name: str, timeout_seconds: float) -> str | None:
     Raises:
         OSError: If there is no answer by then, or not a metadata server's.
     """
-    answers = queue.SimpleQueue[tuple[int, str] | Exception]()
-
-    def ask() -> None:
-        try:
-            answers.put(_ask(_PATH + name, timeout_seconds))
-        except (OSError, http.client.HTTPException) as error:
-            answers.put(error)
-
-    # A thread: a socket's own timeout restarts with each byte that arrives.
-    threading.Thread(target=ask, name="replicax-metadata", daemon=True).start()
-    try:
-        answer = answers.get(timeout=timeout_seconds)
-    except queue.Empty:
-        answer = TimeoutError()
-    if isinstance(answer, TimeoutError):
-        raise TimeoutError(f"nothing within {timeout_seconds:g} s") from answer
-    if isinstance(answer, Exception):
-        raise OSError(f"{type(answer).__name__}: {answer}") from answer
-    status, text = answer
-    if status not in (200, 404):
-        raise OSError(f"it answered with HTTP status {status}")
-    return text if status == 200 else None
-
-
-def _ask(path: str, timeout_seconds: float) -> tuple[int, str]:
-    """Request a path until the server is not busy; return status and body."""
     end = time.monotonic() + timeout_seconds
-    while (left := end - time.monotonic()) > 0:
-        connection = http.client.HTTPConnection(_metadata_server(), timeout=left)
+    while (remaining := end - time.monotonic()) > 0:
+        connection = http.client.HTTPConnection(_metadata_server(), timeout=remaining)
         try:
-            connection.request("GET", path, headers={"Metadata-Flavor": "Google"})
+            headers = {"Metadata-Flavor": "Google"}
+            connection.request("GET", _PATH + name, headers=headers)
             response = connection.getresponse()
             text = response.read().decode("utf-8", "replace")
+        except TimeoutError:
+            break
+        except (OSError, http.client.HTTPException) as error:
+            raise OSError(f"{type(error).__name__}: {error}") from error
         finally:
             connection.close()
+        if response.status in (200, 404):
+            return text if response.status == 200 else None
         if response.status < 500:
-            return response.status, text
+            raise OSError(f"it answered with HTTP status {response.status}")
         time.sleep(_PAUSE_SECONDS)
-    raise TimeoutError
+    raise TimeoutError(f"nothing within {timeout_seconds:g} s")

@@ -79,7 +79,7 @@ class Workers:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this worker does what only one must do, such as saving."""
+        """Whether this is the worker that alone writes files, for example."""
         return self.index == 0
 
     @property
@@ -88,10 +88,10 @@ class Workers:
         return None if self.watch is None else self.watch.log
 
     def new_stream(self, name: str) -> str:
-        """Return a unique name for batches that all workers read together.
+        """Return a new name for batches that all workers read together.
 
-        It is unique among all strategies. Workers may leave a stream after different
-        numbers of exchanges, so its name must not be used again.
+        It is unique among all strategies, and never reused: workers may leave a stream
+        after different numbers of exchanges.
         """
         self._num_streams += 1
         return f"{name} {self._num_streams}"
@@ -184,10 +184,10 @@ class Workers:
         missing: list[int] = []
 
         def all_values() -> list[Any] | None:
-            found = watch.store.read(folder)
-            if len(found) == self.count:
-                return [json.loads(found[str(i)]) for i in range(self.count)]
-            missing[:] = [i for i in range(self.count) if str(i) not in found]
+            texts = watch.store.read(folder)
+            if len(texts) == self.count:
+                return [json.loads(texts[str(i)]) for i in range(self.count)]
+            missing[:] = [i for i in range(self.count) if str(i) not in texts]
             check(missing)
             return None
 

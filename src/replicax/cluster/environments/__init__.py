@@ -1,4 +1,4 @@
-"""Cluster environments: which processes train together, as each launcher says it.
+"""Cluster environments: the processes that train together, one class per launcher.
 
 `base` has the seam, `ClusterEnvironment`; the other modules have one class for each
 launcher. `replicax.cluster.detection` chooses among them.

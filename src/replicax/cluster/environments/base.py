@@ -31,8 +31,8 @@ class Membership:
             process 0 listens there.
         local: This process' index on its machine, and the number of processes there,
             if the launcher leaves the choice of devices to the processes.
-        outer_count: Number of processes that a launcher around this one may count, such
-            as one for each machine; 0 if that is unknown.
+        outer_count: Number of processes in the view of an outer launcher, such as one
+            for each machine; 0 if that is unknown.
     """
 
     index: int | None = 0
@@ -48,7 +48,7 @@ class IncompleteError(ClusterConfigError):
 
     Args:
         problem: What is missing, and what to write.
-        count: The number of processes that the variables speak of; 0 if unknown.
+        count: The number of processes according to the variables; 0 if unknown.
     """
 
     def __init__(self, problem: str, count: int = 0) -> None:

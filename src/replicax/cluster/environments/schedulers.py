@@ -46,7 +46,7 @@ class Slurm(ClusterEnvironment):
 
 
 class JobSet(ClusterEnvironment):
-    """A pod of an Indexed Job or a JobSet. Kubernetes does not tell it their number."""
+    """A pod of an Indexed Job or a JobSet; Kubernetes sets no number of pods."""
 
     name = "kubernetes"
     index = "JOB_COMPLETION_INDEX"
