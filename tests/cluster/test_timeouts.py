@@ -59,7 +59,7 @@ def test_timeouts_of_another_type(call, monkeypatch) -> None:
             rx.ClusterSpec(ports), task_type="worker", task_id=0
         )
         monkeypatch.setattr("replicax.ps.strategy.default_resolver", lambda: resolver)
-    with pytest.raises(TypeError, match=r"timeouts must be an? (rx\.)?Timeouts; got 60"):
+    with pytest.raises(TypeError, match=r"must be an? (rx\.)?Timeouts; got 60"):
         call(timeouts=60)
 
 
