@@ -45,19 +45,19 @@ def static_key(value: object) -> Hashable:
     return (type(value), value) if isinstance(value, _PLAIN) else Identity(value)
 
 
-class _Read:
-    """A function's key, and what it was made of, to see at once that it still holds.
+class _KeyOfFunction:
+    """A function's key, and the objects that it depends on, to validate it quickly.
 
     Attributes:
-        parts: The keys of what the function closes over, its defaults and globals, with
-            names. Functions of the same code have as many.
-        key: Its key.
+        parts: The keys of the function's closed-over values, defaults and globals, with
+            their names. Functions of the same code have equally many.
+        key: The function's key.
     """
 
     def __init__(self, fn: types.FunctionType, *, with_globals: bool = True) -> None:
         self._fn = weakref.ref(fn)
         self._with_globals = with_globals
-        self._functions = [fn]  # Those in the key: where one comes again is a number.
+        self._functions = [fn]  # In the key; a second occurrence is a position.
         self._cells: list[tuple[types.CellType, object]] = []
         self._names: list[tuple[dict[str, object], str, object]] = []
         self.parts = self._parts_of(fn)
@@ -65,7 +65,7 @@ class _Read:
         self._functions.clear()
 
     def is_current(self, fn: types.FunctionType) -> bool:
-        """Whether it is this function's, and everything the same object as it was."""
+        """Whether the key is this function's and no object has been replaced."""
         return (
             self._fn() is fn  # `functools.wraps` copies attributes to other functions.
             and all(values.get(name) is value for values, name, value in self._names)
@@ -73,7 +73,7 @@ class _Read:
         )
 
     def refers_to(self, fn: types.FunctionType) -> bool:
-        """Whether the function is among what its key was made of."""
+        """Whether the function is one of the objects that its key depends on."""
         return any(x is fn for *_, x in [*self._cells, *self._names])
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
@@ -130,24 +130,24 @@ def _joined(fn: types.FunctionType, parts: list[tuple[str, Hashable]]) -> Hashab
 
 
 def _content(cell: types.CellType) -> object:
-    """What a cell has; None for a name of the outer function that is not bound yet."""
+    """A cell's content; None for a name of the outer function that is not bound yet."""
     try:
         return cell.cell_contents
     except ValueError:
         return None
 
 
-# Making a key takes longer than all else that `run` does on the host, so that functions
-# remember theirs, as an attribute: what a dictionary had would keep models alive.
+# Making a key takes longer than the rest of `run` on the host. So a function stores its
+# key as an attribute: in a dictionary, keys would keep models alive.
 _KEY = "_replicax_key"
 
 
 def function_key(fn: Callable[..., PyTree], *, with_globals: bool = True) -> Hashable:
     """A key that is equal for functions that would trace to the same program.
 
-    A lambda or inner function made anew in a loop has a new identity each time; it is
-    the same to us when its code is, everything it closes over, and the globals that it
-    names: a cell of a notebook that runs again makes a new model of the same name.
+    A lambda or inner function that a loop defines again has a new identity each time.
+    Its key is equal if its code, its closed-over values and the globals that it names
+    are equal. (A notebook's cell that runs again binds a new model to the same name.)
 
     Args:
         fn: A function, or any other callable.
@@ -159,13 +159,13 @@ def function_key(fn: Callable[..., PyTree], *, with_globals: bool = True) -> Has
     if not isinstance(fn, types.FunctionType):
         # Most objects compare by identity, and in C.
         return fn if type(fn).__eq__ is object.__eq__ else Identity(fn)
-    made: _Read | None = fn.__dict__.get(_KEY) if with_globals else None
-    if made is not None and made.is_current(fn):
-        return made.key
-    read = _Read(fn, with_globals=with_globals)
-    if with_globals and not read.refers_to(fn):  # Else it would refer to itself.
-        fn.__dict__[_KEY] = read
-    return read.key
+    stored: _KeyOfFunction | None = fn.__dict__.get(_KEY) if with_globals else None
+    if stored is not None and stored.is_current(fn):
+        return stored.key
+    new = _KeyOfFunction(fn, with_globals=with_globals)
+    if with_globals and not new.refers_to(fn):  # Else it would refer to itself.
+        fn.__dict__[_KEY] = new
+    return new.key
 
 
 @functools.lru_cache(maxsize=4096)
@@ -191,35 +191,25 @@ def unwrap_partial(
     return fn, args, kwargs
 
 
-class _Key:
-    """A key in the cache; equal to any other of the same value."""
-
-    __slots__ = ("__weakref__", "value")
-
-    def __init__(self, value: Hashable) -> None:
-        self.value = value
-
-    def __hash__(self) -> int:
-        return hash(self.value)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Key) and self.value == other.value
-
-
-class _CachedProgram(Generic[T]):
-    """A program under its key, and who keeps both alive."""
+class _Entry(Generic[T]):
+    """A program under its key; equal to an entry of the same key, also without one."""
 
     __slots__ = ("__weakref__", "holder", "key", "program")
 
-    def __init__(self, key: _Key, program: T, holder: "set[_CachedProgram[T]]") -> None:
+    def __init__(self, key: Hashable, program: T | None = None) -> None:
         self.key = key
         self.program = program
-        self.holder = holder
-        holder.add(self)
+        self.holder: dict[int, _Entry[T]] = {}
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Entry) and self.key == other.key
 
 
-class _Programs(set[Any]):
-    """Entries that a variable keeps alive; a copy of the variable has none."""
+class _Programs(dict[int, Any]):
+    """Entries by id that a variable keeps alive; a copy of the variable has none."""
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return (_Programs, ())
@@ -231,26 +221,26 @@ _PROGRAMS = "_replicax_programs"
 class ProgramCache(Generic[T]):
     """The most recently used programs, at most `size` of them.
 
-    A program and its key refer to the variables and functions that it is made of. With
-    an owner, such as a weight that it trains, it is kept by that alone: all of them go
-    when nobody else refers to them, as when a script trains one model after another.
+    A program and its key refer to the variables and functions that it consists of. A
+    program with an owner, such as a weight that it trains, is kept by its owner alone:
+    the garbage collector frees all of them together, as when a script trains one model
+    after another.
 
     Args:
-        size: Programs kept; the least recently used one is dropped for a new one.
+        size: The number of programs; a new one replaces the least recently used one.
         owner_of: The owner of a program; None: the cache keeps it.
     """
 
     def __init__(
         self, size: int = 512, owner_of: Callable[[T], object] = lambda _: None
     ) -> None:
-        # Of weak references to keys, which are equal where the keys are.
-        self._entries: OrderedDict[
-            weakref.ref[_Key], weakref.ref[_CachedProgram[T]]
-        ] = OrderedDict()
-        self._kept: set[_CachedProgram[T]] = set()
+        # Weak references are equal where their entries are, and keep nothing alive.
+        self._entries: OrderedDict[weakref.ref[_Entry[T]], weakref.ref[_Entry[T]]]
+        self._entries = OrderedDict()
+        self._kept: dict[int, _Entry[T]] = {}
         self._size = size
         self._owner_of = owner_of
-        # Hashes, which unlike the keys keep nothing alive; none once it was said.
+        # Hashes of dropped keys; None after the warning was given.
         self._dropped: set[int] | None = set()
         self._lock = threading.Lock()
         self._versions: dict[types.CodeType, list[list[int]]] = {}
@@ -258,33 +248,33 @@ class ProgramCache(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         """The programs, the least recently used one first."""
-        found = [entry() for entry in list(self._entries.values())]
-        return iter([entry.program for entry in found if entry is not None])
+        entries = [place() for place in list(self._entries)]
+        programs = [None if entry is None else entry.program for entry in entries]
+        return iter([program for program in programs if program is not None])
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
     def get(self, fn: Callable[..., PyTree], key: Hashable, make: Callable[[], T]) -> T:
         """The program under `(function, key)`, made with `make` if it is new."""
-        full_key = (function_key(fn), key)
+        wanted: _Entry[T] = _Entry((function_key(fn), key))
         with self._lock:
-            wanted = _Key(full_key)
             place = weakref.ref(wanted)
-            found = self._entries.get(place)
-            entry = found and found()
-            if entry is not None:
+            stored = self._entries.get(place)
+            entry = None if stored is None else stored()
+            if entry is not None and entry.program is not None:
                 self._entries.move_to_end(place)
                 return entry.program
-        self._warn_if_dropped(fn, full_key)
+        self._warn_if_dropped(fn, hash(wanted))
         self._warn_if_made_anew(fn)
         program = make()
-        self._keep(full_key, program)
+        self._keep(wanted.key, program)
         return program
 
     def keep(self, fn: Callable[..., PyTree], key: Hashable, program: T) -> None:
         """Keep a program that has run for the first time.
 
-        Tracing it may have changed what `fn` closes over, such as a counter.
+        Its trace may have changed what `fn` closes over, such as a counter.
         """
         self._keep((function_key(fn), key), program)
 
@@ -293,26 +283,28 @@ class ProgramCache(Generic[T]):
         if owner is not None:
             holder = vars(owner).setdefault(_PROGRAMS, _Programs())
         with self._lock:
-            key = _Key(full_key)
-            self._drop(weakref.ref(key))
-            entry = _CachedProgram(key, program, holder)
-            self._entries[weakref.ref(key)] = weakref.ref(entry)
-            for gone in [place for place in self._entries if place() is None]:
-                del self._entries[gone]
+            entry = _Entry(full_key, program)
+            place = weakref.ref(entry)
+            self._drop(place)
+            entry.holder = holder
+            holder[id(entry)] = entry
+            self._entries[place] = place
+            for freed in [place for place in self._entries if place() is None]:
+                del self._entries[freed]
             if len(self._entries) > self._size:
                 oldest = next(iter(self._entries))
                 self._drop(oldest)
                 if self._dropped is not None:
                     self._dropped.add(hash(oldest))
 
-    def _drop(self, place: weakref.ref[_Key]) -> None:
-        found = self._entries.pop(place, None)
-        entry = found and found()
+    def _drop(self, place: weakref.ref[_Entry[T]]) -> None:
+        stored = self._entries.pop(place, None)
+        entry = None if stored is None else stored()
         if entry is not None:
-            entry.holder.discard(entry)
+            entry.holder.pop(id(entry), None)
 
-    def _warn_if_dropped(self, fn: Callable[..., PyTree], full_key: Hashable) -> None:
-        if self._dropped is None or hash(full_key) not in self._dropped:
+    def _warn_if_dropped(self, fn: Callable[..., PyTree], number: int) -> None:
+        if self._dropped is None or number not in self._dropped:
             return
         self._dropped = None
         _logger.warning(
@@ -327,7 +319,7 @@ class ProgramCache(Generic[T]):
         fn = getattr(fn, "__func__", fn)
         if not isinstance(fn, types.FunctionType) or fn.__code__ in self._warned:
             return
-        parts = _Read(fn).parts
+        parts = _KeyOfFunction(fn).parts
         # Hashes, which unlike the keys keep nothing alive.
         version = [hash(part) for _, part in parts]
         versions = self._versions.setdefault(fn.__code__, [])
@@ -339,8 +331,8 @@ class ProgramCache(Generic[T]):
         hashes = zip(*versions, strict=True)
         changed = [
             name
-            for (name, _), found in zip(parts, hashes, strict=True)
-            if len(set(found)) > 1
+            for (name, _), values in zip(parts, hashes, strict=True)
+            if len(set(values)) > 1
         ]
         _logger.warning(
             "%s has been compiled %d times because it is made anew with other "
