@@ -86,4 +86,4 @@ def test_a_copy_of_a_weight_has_no_programs() -> None:
     owners = [v for v in each.model.variables if "_replicax_programs" in vars(v)]
     (programs,) = (vars(v)["_replicax_programs"] for v in owners)
     assert len(programs) == 1
-    assert copy.deepcopy(programs) == pickle.loads(pickle.dumps(programs)) == set()
+    assert copy.deepcopy(programs) == pickle.loads(pickle.dumps(programs)) == {}
