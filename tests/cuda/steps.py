@@ -20,7 +20,7 @@ from replicax.planning.capture import (
 from replicax.planning.hlo import Instruction, arrays, calls, parse
 from replicax.planning.hlo_summary import Collective, read_program
 from replicax.planning.topology import find_topology
-from replicax.strategies import runner
+from replicax.strategies import dry_run
 from replicax.strategies.strategy import Strategy
 
 ROWS, SIDE, CHANNELS, CLASSES = 8, 8, 16, 32
@@ -108,8 +108,8 @@ def compiled_step(
             model.optimizer.build(model.trainable_variables)
         with pytest.MonkeyPatch.context() as patch:
             # Plans refuse steps whose update is made elsewhere: here it is not planned.
-            patch.setattr(runner, "require_plannable", lambda group: None)
-            with strategy.runner.dry_running(Capture(hardware)):
+            patch.setattr(dry_run, "require_plannable", lambda group: None)
+            with dry_run.using_dry_run(strategy, Capture(hardware)):
                 group = strategy.group
                 num = strategy.num_replicas_in_sync
             if trainer == "fit":

@@ -31,6 +31,7 @@ from replicax.engine.values import PerReplica, is_per_replica
 from replicax.planning.cards import Card
 from replicax.planning.topology import DeviceTopology
 from replicax.strategies.current import get_strategy
+from replicax.strategies.dry_run import using_dry_run
 from replicax.strategies.strategy import Strategy
 
 __all__ = [
@@ -176,7 +177,7 @@ def capture_call(
         f"{step!r} does not train: no optimizer makes an update in it. Pass the step "
         "that calls optimizer.apply."
     )
-    with strategy.runner.dry_running(capture), capture._until_captured(why_not):
+    with using_dry_run(strategy, capture), capture._until_captured(why_not):
         num = strategy.num_replicas_in_sync
         args, kwargs = _as_arrays((tuple(args), dict(kwargs)), num)
         strategy.run(step, args, kwargs)
@@ -199,7 +200,7 @@ def capture_fit(
         "compile the model in the strategy's scope."
     )
     try:
-        with strategy.runner.dry_running(capture), capture._until_captured(why_not):
+        with using_dry_run(strategy, capture), capture._until_captured(why_not):
             batches = (arrays for _ in range(1))
             fit: Callable[..., object] = model.fit  # Keras: `verbose` is a str.
             fit(batches, steps_per_epoch=1, shuffle=False, verbose=0)

@@ -22,7 +22,7 @@ from replicax.ps.serve import serve
 from replicax.ps.server_home import ServerHome
 from replicax.ps.session import Session
 from replicax.ps.worker_input import ElasticInputShard
-from replicax.strategies.runner import not_plannable
+from replicax.strategies.dry_run import not_plannable
 from replicax.strategies.strategy import Strategy
 
 __all__ = ["ParameterServerStrategy"]

@@ -3,12 +3,11 @@
 import functools
 from typing import Any
 
-from replicax._util.dry_run import current_dry_run
+from replicax._util.dry_run import DryRun, current_dry_run
 from replicax.engine.devices import default_devices
 from replicax.engine.replica import ReplicaContext
 from replicax.engine.scope import current_context, current_strategy
 from replicax.errors import ContextError
-from replicax.strategies.home import ReplicaHome
 from replicax.strategies.strategy import Strategy
 
 __all__ = [
@@ -25,16 +24,17 @@ class DefaultStrategy(Strategy):
     Unlike the others it also runs variables that were created outside its scope.
     """
 
-    _num_dry_run_devices = 1
+    num_dry_run_devices = 1
+    _adopts = True
 
     def __init__(self) -> None:
-        dry_run = current_dry_run()
-        if dry_run is not None and not dry_run.takes_default:
-            dry_run = None  # It executes what a script does besides training.
-        self._joins_dry_runs = dry_run is not None
         super().__init__(default_devices()[:1])
-        home = None if dry_run is None else dry_run.home
-        self.home = ReplicaHome(self.group, home, adopts=True)
+
+    def _joined_dry_run(self) -> DryRun | None:
+        dry_run = current_dry_run()
+        if dry_run is None or not dry_run.takes_default:
+            return None  # It executes what a script does besides training.
+        return dry_run
 
 
 @functools.cache

@@ -23,7 +23,7 @@ class OneDeviceStrategy(Strategy):
         1
     """
 
-    _num_dry_run_devices = 1
+    num_dry_run_devices = 1
 
     def __init__(self, device: str | Device) -> None:
         super().__init__(resolve_devices([device], "OneDeviceStrategy"))

@@ -1,10 +1,9 @@
 """Runs replica functions: places arguments, finds the program, dispatches it."""
 
-import contextlib
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import jax
@@ -16,7 +15,6 @@ from jax.typing import ArrayLike
 
 from replicax._private import keras as internals
 from replicax._util.arguments import short
-from replicax._util.dry_run import DryRun
 from replicax._util.types import PyTree, Shape
 from replicax._util.user_code import describe
 from replicax._util.waiting import Announced
@@ -38,9 +36,7 @@ from replicax.input.sources import is_dataset
 
 __all__ = [
     "ProgramRunner",
-    "not_plannable",
     "require_cross_replica",
-    "require_plannable",
 ]
 
 T = TypeVar("T")
@@ -54,8 +50,7 @@ class ProgramRunner:
     """Runs functions on a strategy's replicas, each as one compiled program.
 
     `agree` is called before the first run of a program, and the replicas' variables are
-    compared once in `check_every` steps. A `dry_run` receives the programs in place of
-    the devices, for `num_dry_run_devices` of its own; None: for all.
+    compared once in `check_every` steps.
 
     Attributes:
         group: The replicas that programs are compiled for.
@@ -63,50 +58,19 @@ class ProgramRunner:
     """
 
     def __init__(
-        self,
-        group: ReplicaGroup,
-        agree: Agreement,
-        check_every: int | None,
-        dry_run: DryRun | None,
-        num_dry_run_devices: int | None,
+        self, group: ReplicaGroup, agree: Agreement | None, check_every: int | None
     ) -> None:
+        self.group = group
+        self.programs: ProgramCache[Program] = ProgramCache(
+            owner_of=operator.attrgetter("owner")
+        )
         self._strategy = group.strategy
         self._workers = group.strategy.workers
         self._agree = agree
         self._check_every = check_every
         self._num_steps = 0
-        self._num_dry_run_devices = num_dry_run_devices
-        self._use(group, dry_run)
-
-    def _use(
-        self,
-        group: ReplicaGroup,
-        dry_run: DryRun | None,
-        programs: ProgramCache[Program] | None = None,
-    ) -> None:
-        """Make programs for these replicas from now on."""
-        self.group = group
-        if programs is None:
-            programs = ProgramCache(owner_of=operator.attrgetter("owner"))
-        self.programs = programs
-        self._dry_run = dry_run
         # One object each: they are compared in every step.
         self._mirrored, self._per_replica = group.mirrored, group.per_replica
-
-    @contextlib.contextmanager
-    def dry_running(self, dry_run: DryRun) -> Generator[None]:
-        """While open, compile programs for a dry run's devices and pass them to it.
-
-        Variables stay where they are. No other thread may use the strategy meanwhile.
-        """
-        require_plannable(self.group)
-        own = self.group, self._dry_run, self.programs
-        devices = dry_run.devices[: self._num_dry_run_devices]
-        self._use(self.group.on(devices), dry_run)
-        try:
-            yield
-        finally:
-            self._use(*own)
 
     def run(
         self,
@@ -212,10 +176,7 @@ class ProgramRunner:
     def call(self, program: Program, arrays: Sequence[ArrayLike]) -> PyTree:
         """Run a program, store the variables' new values, compare replicas if due."""
         home = self._strategy.home
-        if self._dry_run is not None:
-            values = internals.read_values(program.inputs)
-            return self._dry_run.call(self.group, program, values, arrays)
-        if program.is_new:
+        if program.is_new and self._agree is not None:
             self._agree(program, internals.read_values(program.variables), arrays)
         out = self.dispatch(lambda: home.execute(program, arrays), program.operation)
         self._num_steps += 1
@@ -287,22 +248,6 @@ def require_cross_replica(name: str) -> None:
             "on what strategy.run returns; inside, use "
             "rx.get_replica_context().all_reduce or .all_gather."
         )
-
-
-def require_plannable(group: ReplicaGroup) -> None:
-    """Raise if plans do not support a strategy's updates."""
-    if group.updates_at_home:
-        raise not_plannable(type(group.strategy).__name__)
-
-
-def not_plannable(name: str) -> NotImplementedError:
-    """Make the error for a strategy that plans do not support."""
-    return NotImplementedError(
-        f"plan: the variables of {name} live apart from its replicas, which plans do "
-        "not cover. Plan with a strategy whose replicas hold them: rx.MirroredStrategy,"
-        " MultiWorkerMirroredStrategy, TPUStrategy, OneDeviceStrategy, "
-        "FullyShardedStrategy or ModelParallelStrategy."
-    )
 
 
 def _watched(watch: Watch, operation: Operation, call: Callable[[], T]) -> T:

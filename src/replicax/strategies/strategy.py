@@ -8,7 +8,7 @@ from jax.typing import ArrayLike
 
 from replicax._private import keras as internals
 from replicax._util.arguments import require_count, require_flag, require_instance
-from replicax._util.dry_run import current_dry_run
+from replicax._util.dry_run import DryRun, current_dry_run
 from replicax._util.types import PyTree
 from replicax.cluster.resolvers import ClusterResolver
 from replicax.cluster.workers import Workers
@@ -28,11 +28,11 @@ from replicax.input.context import ValueContext, per_replica, stacked_values
 from replicax.input.datasets import DatasetMaker
 from replicax.keras import hooks
 from replicax.strategies import compilation_cache
+from replicax.strategies.dry_run import DryRunner
 from replicax.strategies.home import ReplicaHome
 from replicax.strategies.runner import (
     ProgramRunner,
     require_cross_replica,
-    require_plannable,
 )
 
 __all__ = ["Strategy"]
@@ -56,12 +56,12 @@ class Strategy(DatasetMaker):
         22.0
     """
 
-    _joins_dry_runs = True
-    """Whether a dry run receives the programs instead of running them."""
+    _adopts = False
+    """Whether variables that were created outside the scope may be used."""
 
     _cluster_resolver: ClusterResolver | None = None
 
-    _num_dry_run_devices: int | None = None
+    num_dry_run_devices: int | None = None
     """Number of a dry run's devices that the strategy uses; None: all."""
 
     def __init__(
@@ -122,22 +122,22 @@ class Strategy(DatasetMaker):
             first_seed=first_seed,
             updates_at_home=updates_at_home,
         )
-        dry_run = current_dry_run() if self._joins_dry_runs else None
+        dry_run = self._joined_dry_run()
+        self.runner: ProgramRunner
         if dry_run is None:
             compilation_cache.turn_on(devices[0].platform)
+            self.runner = ProgramRunner(group, self._agree_on, check_replicas_every)
+            place = None
         else:
-            require_plannable(group)
-            group = group.on(dry_run.devices[: self._num_dry_run_devices])
+            self.runner = DryRunner(group, dry_run, self.num_dry_run_devices)
+            place = dry_run.home
+        self.home: Home = ReplicaHome(self.group, place, adopts=self._adopts)
         self.input_shard = InputShard(self._workers, check_input=check_input)
-        self.home: Home = ReplicaHome(group, None if dry_run is None else dry_run.home)
-        self.runner = ProgramRunner(
-            group,
-            self._agree_on,
-            check_replicas_every,
-            dry_run,
-            self._num_dry_run_devices,
-        )
         hooks.note_strategy(self)
+
+    def _joined_dry_run(self) -> DryRun | None:
+        """The dry run that receives the programs, if any."""
+        return current_dry_run()
 
     def __repr__(self) -> str:
         number = self.group.num_per_device
