@@ -92,8 +92,7 @@ class Capture:
 
         Variables keep their values.
         """
-        inputs, leaves = _shapes(values), _shapes(arrays)
-        lowered = program.lower(inputs, leaves)
+        lowered = program.lower(_shapes(values), _shapes(arrays))
         if program.trains:
             self.name = _short(program.name)
             self.lowered = lowered

@@ -32,9 +32,8 @@ class DefaultStrategy(Strategy):
 
     def _joined_dry_run(self) -> DryRun | None:
         dry_run = current_dry_run()
-        if dry_run is None or not dry_run.takes_default:
-            return None  # It executes what a script does besides training.
-        return dry_run
+        # One that takes no default strategy runs what a script does besides training.
+        return dry_run if dry_run is not None and dry_run.takes_default else None
 
 
 @functools.cache

@@ -61,9 +61,7 @@ class ProgramRunner:
         self, group: ReplicaGroup, agree: Agreement | None, check_every: int | None
     ) -> None:
         self.group = group
-        self.programs: ProgramCache[Program] = ProgramCache(
-            owner_of=operator.attrgetter("owner")
-        )
+        self.programs = ProgramCache[Program](owner_of=operator.attrgetter("owner"))
         self._strategy = group.strategy
         self._workers = group.strategy.workers
         self._agree = agree

@@ -127,10 +127,9 @@ class Strategy(DatasetMaker):
         if dry_run is None:
             compilation_cache.turn_on(devices[0].platform)
             self.runner = ProgramRunner(group, self._agree_on, check_replicas_every)
-            place = None
         else:
             self.runner = DryRunner(group, dry_run, self.num_dry_run_devices)
-            place = dry_run.home
+        place = None if dry_run is None else dry_run.home
         self.home: Home = ReplicaHome(self.group, place, adopts=self._adopts)
         self.input_shard = InputShard(self._workers, check_input=check_input)
         hooks.note_strategy(self)
