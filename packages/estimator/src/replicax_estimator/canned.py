@@ -92,7 +92,7 @@ class CannedEstimator(Estimator):
             features: dict[str, jax.Array], labels: jax.Array, mode: ModeKeys
         ) -> EstimatorSpec:
             is_training = mode == ModeKeys.TRAIN
-            made = [
+            outputs = [
                 part.logits(features, head.logits_dimension, training=is_training)
                 for part in parts
             ]
@@ -100,13 +100,13 @@ class CannedEstimator(Estimator):
             def train_op(loss: jax.Array) -> list[TrainOp]:
                 return [
                     minimize(part.optimizer(), loss, variables)
-                    for part, (_, variables) in zip(parts, made, strict=True)
+                    for part, (_, variables) in zip(parts, outputs, strict=True)
                 ]
 
             factors = None
             if weights is not None and mode != ModeKeys.PREDICT:
                 factors = features[weights.outputs[0]]
-            logits = sum((logits for logits, _ in made[1:]), start=made[0][0])
+            logits = sum((logits for logits, _ in outputs[1:]), start=outputs[0][0])
             return head.spec(mode, logits, labels, factors, train_op)
 
         super().__init__(model_fn, model_dir, config, warm_start_from=warm_start_from)
@@ -138,13 +138,13 @@ def optimizer_maker(
         )
 
     def make() -> keras.Optimizer:
-        made = optimizer()
-        if not isinstance(made, keras.Optimizer):
+        instance = optimizer()
+        if not isinstance(instance, keras.Optimizer):
             raise TypeError(
                 f"{name}: the function's result must be a Keras optimizer; got "
-                f"{made!r}."
+                f"{instance!r}."
             )
-        return made
+        return instance
 
     return make
 
@@ -157,28 +157,29 @@ def _named(identifier: str, learning_rate: float, name: str) -> keras.Optimizer:
     cause = None
     try:
         # For other names than optimizers' it returns something else, or raises.
-        made = keras.optimizers.deserialize(
+        instance = keras.optimizers.deserialize(
             {"class_name": class_name, "config": config}
         )
     except (TypeError, ValueError) as error:
-        made, cause = None, error
-    if not isinstance(made, keras.Optimizer):
+        instance, cause = None, error
+    if not isinstance(instance, keras.Optimizer):
         raise ValueError(
             f"{name}: there is no Keras optimizer {identifier!r} that a learning rate "
             "is enough for. Give another name, such as 'SGD', 'Adagrad', 'Adam', "
             "'RMSProp' or 'Ftrl', or a Keras optimizer."
         ) from cause
-    return made
+    return instance
 
 
 def _copies_of(optimizer: keras.Optimizer, name: str) -> Callable[[], keras.Optimizer]:
     # Read now: in the model_fn its learning rate would be a variable from outside.
     config = _unnamed(copy.deepcopy(optimizer.get_config()))
-    made = type(optimizer).from_config
+    from_config = type(optimizer).from_config
 
     def make() -> keras.Optimizer:
         try:
-            return made(copy.deepcopy(config))  # from_config changes its argument.
+            # Keras changes the argument.
+            return from_config(copy.deepcopy(config))
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"{name}: {type(optimizer).__name__}.from_config(get_config()) does "

@@ -111,16 +111,17 @@ class Estimator:
             require_instance(params, Mapping, "Estimator: params")
         config = RunConfig() if config is None else config
         require_instance(config, RunConfig, "Estimator: config")
-        given = {os.fspath(x) for x in (model_dir, config.model_dir) if x is not None}
-        if "" in given:
+        folders = {os.fspath(x) for x in (model_dir, config.model_dir) if x is not None}
+        if "" in folders:
             raise ValueError("Estimator: model_dir must name a folder; got ''.")
-        if len(given) > 1:
+        if len(folders) > 1:
             raise ValueError(
                 f"Estimator: model_dir={model_dir!r} and the config's "
                 f"{config.model_dir!r} differ. Give one of them."
             )
-        self.is_temporary = not given
-        folder = given.pop() if given else tempfile.mkdtemp("", "replicax-estimator-")
+        self.is_temporary = not folders
+        prefix = "replicax-estimator-"
+        folder = folders.pop() if folders else tempfile.mkdtemp("", prefix)
         if self.is_temporary:
             _logger.warning("Estimator: model_dir is the temporary folder %s.", folder)
         self._config = config.replace(model_dir=folder)
@@ -320,8 +321,11 @@ class Estimator:
         self._models.pop(key, None)
         try:
             for batch in predictions(model, source, restore, every):
-                found = chosen(self._postprocess(batch), predict_keys)
-                yield from examples_of(found) if yield_single_examples else [found]
+                selected = chosen(self._postprocess(batch), predict_keys)
+                if yield_single_examples:
+                    yield from examples_of(selected)
+                else:
+                    yield selected
         finally:
             self._models[key] = model
         for hook in every:
@@ -474,13 +478,13 @@ class Estimator:
         return lambda model: restore_found(model, find_path, self._initialize)
 
     def _checkpoint(self, path: str | None, method: str) -> str:
-        found = path or self.latest_checkpoint()
-        if found is None:
+        checkpoint = path or self.latest_checkpoint()
+        if checkpoint is None:
             raise ValueError(
                 f"Estimator.{method}: there is no checkpoint in {self.model_dir}. "
                 "Call train first, or give the model_dir of a trained model."
             )
-        return os.fspath(found)
+        return os.fspath(checkpoint)
 
 
 def _check_steps(method: str, *numbers: int | None) -> None:

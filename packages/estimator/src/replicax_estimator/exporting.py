@@ -133,19 +133,19 @@ def _inputs(
     receiver: ServingInputReceiver, host: JSONObject | None
 ) -> tuple[_Specs, dict[str, np.ndarray]]:
     """The inputs of callers, and a batch of zeros as the program's input."""
-    given = receiver.specs()
+    raw_specs = receiver.specs()
     saved = None if host is None else SavedPreprocessor(host)
-    texts = [name for name, spec in given.items() if spec.dtype == "string"]
+    texts = [name for name, spec in raw_specs.items() if spec.dtype == "string"]
     if saved is None and texts:
         raise ValueError(
             f"{_CALLER}: feature {texts[0]!r} has strings, which a program cannot "
             "take. Export what makes numbers of them: a canned estimator with "
             "feature columns; or name the features that the model_fn gets."
         )
-    in_program = given if saved is None else saved.in_program
+    in_program = raw_specs if saved is None else saved.in_program
     specs = {
         name: spec.in_program() if name in in_program else spec
-        for name, spec in given.items()
+        for name, spec in raw_specs.items()
     }
     rows = receiver.default_batch_size or _ROWS
     raw = {name: spec.zeros(rows) for name, spec in specs.items()}

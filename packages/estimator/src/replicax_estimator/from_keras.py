@@ -64,18 +64,18 @@ def model_to_estimator(
             "model_to_estimator: give keras_model or keras_model_path, one of them; "
             f"got {keras_model!r} and {keras_model_path!r}."
         )
-    given: Any = keras_model  # Keras' methods have no types.
-    if given is None:
-        given = keras.models.load_model(keras_model_path, custom_objects=custom_objects)
-    compiled = given.get_compile_config() if given.compiled else None
+    model: Any = keras_model  # Keras' methods have no types.
+    if model is None:
+        model = keras.models.load_model(keras_model_path, custom_objects=custom_objects)
+    compiled = model.get_compile_config() if model.compiled else None
     if not compiled or compiled.get("optimizer") is None or not compiled.get("loss"):
         raise ValueError(
-            f"model_to_estimator: model {given.name!r} is not compiled with an "
+            f"model_to_estimator: model {model.name!r} is not compiled with an "
             "optimizer and a loss. Call model.compile(optimizer=..., loss=...) first."
         )
     # Each trace makes a model. Keras changes the configs that it reads: copy them.
-    class_of, described = type(given), given.get_config()
-    values = [np.asarray(v) for v in given.variables]
+    class_of, described = type(model), model.get_config()
+    values = [np.asarray(v) for v in model.variables]
 
     def model_fn(features: Features, labels: Labels, mode: ModeKeys) -> EstimatorSpec:
         with keras.saving.custom_object_scope(custom_objects or {}):
@@ -139,11 +139,11 @@ def start_from(variables: Sequence[Any], values: Sequence[np.ndarray]) -> None:
         ValueError: If number or shapes differ.
     """
     shapes = [tuple(v.shape) for v in variables]
-    given = [tuple(x.shape) for x in values]
-    if shapes != given:
+    value_shapes = [tuple(x.shape) for x in values]
+    if shapes != value_shapes:
         raise ValueError(
             f"model: the copy has variables of the shapes {shapes}, the model itself "
-            f"of {given}."
+            f"of {value_shapes}."
         )
     for variable, value in zip(variables, values, strict=True):
         set_value(variable, value)

@@ -147,18 +147,18 @@ class _BinaryClassHead(Head):
         class_ids = predictions["class_ids"].astype("float32")
         roc = keras.metrics.AUC(_NUM_THRESHOLDS, curve="ROC", name="auc")
         pr = keras.metrics.AUC(_NUM_THRESHOLDS, curve="PR", name="auc_pr")
-        made: dict[str, tuple[keras.metrics.Metric, jax.Array]] = {
+        updates: dict[str, tuple[keras.metrics.Metric, jax.Array]] = {
             "accuracy": (keras.metrics.Accuracy(name="accuracy"), class_ids),
             "precision": (keras.metrics.Precision(name="precision"), class_ids),
             "recall": (keras.metrics.Recall(name="recall"), class_ids),
             "auc": (roc, logistic),
             "auc_precision_recall": (pr, logistic),
         }
-        for metric, predicted in made.values():
+        for metric, predicted in updates.values():
             metric.update_state(labels, predicted, weights)
         baseline = _LargerShare(name="accuracy_baseline")
         baseline.update_state(labels, weights)
-        return {name: metric for name, (metric, _) in made.items()} | {
+        return {name: metric for name, (metric, _) in updates.items()} | {
             "accuracy_baseline": baseline,
             **_means(labels, logistic, weights),
         }

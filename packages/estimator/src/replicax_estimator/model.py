@@ -90,7 +90,7 @@ class EstimatorModel:
             return self._function(features, labels, self.mode)
 
     def _build_optimizers(self) -> None:
-        made = {id(v) for v in self._made.variables}
+        own = {id(v) for v in self._made.variables}
         trainable = [v for v in self._made.variables if v.trainable]
         optimizers = [op.optimizer for op in self.spec.train_ops]
         if len({id(o) for o in optimizers}) < len(optimizers):
@@ -99,7 +99,7 @@ class EstimatorModel:
                 "or give one train_op all their variables."
             )
         for op in self.spec.train_ops:
-            if not {id(v) for v in op.optimizer.variables} <= made:
+            if not {id(v) for v in op.optimizer.variables} <= own:
                 raise rx.ContextError(
                     f"model_fn: {type(op.optimizer).__name__} was made outside. Make "
                     "the optimizer in the model_fn, which is called for each strategy."

@@ -246,8 +246,8 @@ class VocabularyColumn(SingleFeature, CategoricalColumn):
         values = np.asarray(read_categories(features, self.key, self.title))
         require_kind(values, self.dtype, self.key, self.title)
         place = self._places.get
-        found = [place(value, -1) for value in values.ravel().tolist()]
-        ids = np.array(found, "int32").reshape(values.shape)
+        places = [place(value, -1) for value in values.ravel().tolist()]
+        ids = np.array(places, "int32").reshape(values.shape)
         missing = is_missing(values)
         is_unknown = (ids < 0) & ~missing
         if self.num_oov_buckets and is_unknown.any():

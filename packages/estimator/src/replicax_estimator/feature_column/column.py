@@ -235,16 +235,16 @@ def as_columns(columns: Columns, caller: str) -> tuple[Column, ...]:
         return (columns,)
     if isinstance(columns, Mapping | str) or not isinstance(columns, Iterable):
         raise ValueError(f"{caller}: needs a list of feature columns; got {columns!r}.")
-    made = tuple(columns)
-    for column in made:
+    listed = tuple(columns)
+    for column in listed:
         if not isinstance(column, Column):
             raise ValueError(
                 f"{caller}: needs feature columns; got {column!r} among them. Make one "
                 "with rx.feature_column.numeric_column or another of its functions."
             )
-    if not made:
+    if not listed:
         raise ValueError(f"{caller}: needs at least one feature column; got none.")
-    return made
+    return listed
 
 
 def features_of(columns: Columns, features: RawFeatures) -> dict[str, np.ndarray]:
@@ -285,8 +285,8 @@ def features_of(columns: Columns, features: RawFeatures) -> dict[str, np.ndarray
                     "transformed on the host. Call features_of(columns, features) in "
                     "the input function."
                 )
-        made = host.transform(features)
-        arrays |= {name: np.asarray(array) for name, array in made.items()}
+        outputs = host.transform(features)
+        arrays |= {name: np.asarray(array) for name, array in outputs.items()}
     rows = {name: len(array) for name, array in arrays.items()}
     if len(set(rows.values())) > 1:
         raise ValueError(
@@ -327,8 +327,10 @@ def arrays_for(
     arrays = dict(features)
     for host in _hosts(columns, features, caller):
         if not all(name in arrays for name in host.outputs):
-            made = host.transform(features)
-            arrays |= {name: jax.numpy.asarray(array) for name, array in made.items()}
+            outputs = host.transform(features)
+            arrays |= {
+                name: jax.numpy.asarray(array) for name, array in outputs.items()
+            }
     return arrays
 
 
@@ -342,11 +344,11 @@ def _hosts(columns: tuple[Column, ...], features: object, caller: str) -> list[C
     hosts: dict[tuple[str, ...], Column] = {}
     for column in columns:
         host = column.host
-        known = hosts.setdefault(host.outputs, host)
-        if known != host:
+        first = hosts.setdefault(host.outputs, host)
+        if first != host:
             raise ValueError(
                 f"{caller}: two columns {host.name!r} differ only in a function; got "
-                f"{known!r} and {host!r}. Make one column and use it twice, or give "
+                f"{first!r} and {host!r}. Make one column and use it twice, or give "
                 "the functions different names."
             )
     return list(hosts.values())

@@ -39,8 +39,8 @@ class _ColumnsLayer(keras.layers.Layer):
         # Boundaries and ids are exact in float32 only.
         super().__init__(autocast=False, **kwargs)
         caller = type(self).__name__
-        made = as_columns(columns, caller)
-        self._columns = tuple(sorted(made, key=lambda column: column.name))
+        listed = as_columns(columns, caller)
+        self._columns = tuple(sorted(listed, key=lambda column: column.name))
         self._tables: dict[str, rx.layers.Embedding] = {}
         names = [column.name for column in self._columns]
         for name, following in itertools.pairwise(names):
@@ -66,12 +66,12 @@ class _ColumnsLayer(keras.layers.Layer):
             if not isinstance(column, EmbeddingColumn):
                 continue
             name = column.table_name
-            known = options.setdefault(name, column.table_options)
-            if known != column.table_options:
+            first = options.setdefault(name, column.table_options)
+            if first != column.table_options:
                 raise ValueError(
                     f"{type(self).__name__}: columns that share the table {name!r} "
                     "must agree on num_buckets, dimension, initializer and trainable; "
-                    f"got {known} and {column.table_options}."
+                    f"got {first} and {column.table_options}."
                 )
             if name not in tables:
                 # Parameter servers identify a table by its layer's name.

@@ -168,9 +168,9 @@ def fingerprints(values: np.ndarray) -> np.ndarray:
         return np.array(of_distinct, np.uint64)[place].reshape(values.shape)
     # A dictionary is twice as fast as sorting strings.
     texts = values.ravel().tolist()
-    known = {text: _fingerprint(text) for text in dict.fromkeys(texts)}
-    found = np.fromiter(map(known.__getitem__, texts), np.uint64, len(texts))
-    return found.reshape(values.shape)
+    hashes = {text: _fingerprint(text) for text in dict.fromkeys(texts)}
+    hashed = np.fromiter(map(hashes.__getitem__, texts), np.uint64, len(texts))
+    return hashed.reshape(values.shape)
 
 
 def dtype_name(dtype: DTypeLike, caller: str) -> str:
@@ -181,13 +181,13 @@ def dtype_name(dtype: DTypeLike, caller: str) -> str:
     if name in ("string", "str", str, np.str_):
         return "string"
     try:
-        found = np.dtype(name)
+        numpy_dtype = np.dtype(name)
     except TypeError as error:
         raise TypeError(
             f"{caller}: dtype must be 'string' or the name of a NumPy dtype; got "
             f"{dtype!r}."
         ) from error
-    return "string" if found.kind in "USO" else found.name
+    return "string" if numpy_dtype.kind in "USO" else numpy_dtype.name
 
 
 def real_dtype_name(dtype: DTypeLike, caller: str) -> str:
