@@ -554,11 +554,11 @@ def test_a_killed_server_goes_on_from_its_snapshot(tmp_path: Path, server: str) 
     assert "goes on from its snapshot" in output
     assert error_of(output) < 0.1
     counts = re.findall(
-        rf"{server} ends with (\d+) updates in its values; (\d+) of (\d+)", output
+        rf"{server} ends with (\d+) updates in its values; (\d+) others", output
     )
-    applied, lost, all_updates = map(int, counts[0])
+    applied, lost = map(int, counts[0])
     made = sum(map(int, re.findall(r"made (\d+) updates", output)))
-    assert applied + lost == all_updates == made, output
+    assert applied + lost == made, output
 
 
 @pytest.mark.slow
