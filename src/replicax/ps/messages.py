@@ -28,8 +28,8 @@ from replicax.ps.wire import Allowed, WireError, exactly
 
 __all__ = [
     "MESSAGES",
+    "Ack",
     "Created",
-    "Done",
     "GroupSlots",
     "Message",
     "Pushed",
@@ -46,8 +46,8 @@ Results = Mapping[str, jax.Array | np.ndarray]
 # Answers.
 
 
-class Done(msgspec.Struct):
-    """The message was executed."""
+class Ack(msgspec.Struct):
+    """Acknowledges that the message was executed."""
 
 
 class Created(msgspec.Struct):
@@ -109,7 +109,7 @@ class GroupSlots(msgspec.Struct):
 class Message(msgspec.Struct, Generic[_Answer], tag_field="op"):
     """A message of some type. Several threads handle messages at the same time."""
 
-    answer_type: ClassVar[type[msgspec.Struct]] = Done
+    answer_type: ClassVar[type[msgspec.Struct]] = Ack
 
     def expected(self, store: VariableStore) -> Mapping[str, Allowed]:
         """The vectors that the message must have, checked before memory is allocated.
@@ -234,7 +234,7 @@ class GetSlots(_OfGroup[GroupSlots], tag="slots"):
         return GroupSlots(header), arrays
 
 
-class SetSlots(_OfGroup[Done], tag="set_slots"):
+class SetSlots(_OfGroup[Ack], tag="set_slots"):
     """Replace slots of a group's optimizer, given by key and shape."""
 
     slots: list[tuple[str, Count | None, tuple[Count, ...]]]
@@ -248,9 +248,9 @@ class SetSlots(_OfGroup[Done], tag="set_slots"):
             for i, (key, shape) in enumerate(shapes.items())
         }
 
-    def apply(self, group: DenseGroup, vectors: Vectors) -> tuple[Done, Results]:
+    def apply(self, group: DenseGroup, vectors: Vectors) -> tuple[Ack, Results]:
         group.assign_slots(slots_from_message(self.slots, vectors))
-        return Done(), {}
+        return Ack(), {}
 
 
 class CreateTable(Message[TableCreated], tag="create_table"):
@@ -267,7 +267,7 @@ class CreateTable(Message[TableCreated], tag="create_table"):
         return TableCreated(table.version, is_new, table.spec), {}
 
 
-class PullRows(Message[Done], tag="rows"):
+class PullRows(Message[Ack], tag="rows"):
     """Read rows of a table."""
 
     table: str
@@ -277,9 +277,9 @@ class PullRows(Message[Done], tag="rows"):
         most = store.num_rows_here(store.table(self.table).spec)
         return {"ids": Allowed(("int64",), 0, most)}
 
-    def handle(self, store: VariableStore, vectors: Vectors) -> tuple[Done, Vectors]:
+    def handle(self, store: VariableStore, vectors: Vectors) -> tuple[Ack, Vectors]:
         rows = store.table(self.table).rows(vectors["ids"])
-        return Done(), {"rows": rows.reshape(-1)}
+        return Ack(), {"rows": rows.reshape(-1)}
 
 
 class PushRows(Message[TablePushed], tag="push_rows"):
