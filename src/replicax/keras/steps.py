@@ -21,7 +21,7 @@ import numpy as np
 
 from replicax._private import keras as internals
 from replicax._private.trainer import is_made_by_keras
-from replicax._util.dry_run import current_dry_run
+from replicax._util.dry_run import runs_programs
 from replicax._util.interrupts import raise_swallowed
 from replicax._util.signatures import positional_count
 from replicax._util.types import PyTree
@@ -382,7 +382,7 @@ def group_of(model: keras.Model, strategy: StrategyLike) -> ReplicaGroup:
 
 
 def _is_eager(model: keras.Model) -> bool:
-    return bool(model.run_eagerly) and current_dry_run() is None
+    return bool(model.run_eagerly) and runs_programs()
 
 
 def _refuse_stateful(model: keras.Model, strategy: StrategyLike) -> None:

@@ -22,7 +22,6 @@ def main() -> None:
     parser.add_argument("--json", default=None)
     parser.add_argument("--figure", default=None)
     parser.add_argument("--module", action="store_true")
-    parser.add_argument("--default-strategy", action="store_true")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     options = parser.parse_args()
@@ -41,7 +40,6 @@ def main() -> None:
             options.arguments,
             topology,
             is_module=options.module,
-            takes_default=options.default_strategy,
         )
     except NoTrainingStepError as error:
         sys.exit(f"Error: {error}")

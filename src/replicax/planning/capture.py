@@ -30,7 +30,6 @@ from replicax.engine.program import Program
 from replicax.engine.values import PerReplica, is_per_replica
 from replicax.planning.cards import Card
 from replicax.planning.topology import DeviceTopology
-from replicax.strategies.current import get_strategy
 from replicax.strategies.dry_run import using_dry_run
 from replicax.strategies.strategy import Strategy
 
@@ -60,16 +59,12 @@ class Capture:
 
     Args:
         topology: The devices to compile for.
-        takes_default: Whether training without a strategy counts, too.
 
     Attributes:
         lowered: The program as `jax.stages.Lowered`; None before the training step.
     """
 
-    def __init__(
-        self, topology: DeviceTopology, *, takes_default: bool = False
-    ) -> None:
-        self.takes_default = takes_default
+    def __init__(self, topology: DeviceTopology) -> None:
         self.devices: Sequence[Device] = topology.devices
         cpu = jax.local_devices(backend="cpu")[0]
         self.home = NamedSharding(Mesh(np.array([cpu]), ("home",)), PartitionSpec())
@@ -142,10 +137,9 @@ def capture_script(
     topology: DeviceTopology,
     *,
     is_module: bool,
-    takes_default: bool = False,
 ) -> Capture:
     """Run a script up to its first training step."""
-    capture = Capture(topology, takes_default=takes_default)
+    capture = Capture(topology)
     sys.argv = [script, *arguments]
     if not is_module:  # As Python does for a script.
         sys.path[0] = str(Path(script).resolve().parent)
@@ -154,8 +148,6 @@ def capture_script(
         "makes an update. Let it reach `fit`, or a `strategy.run` that calls "
         "optimizer.apply, with a strategy such as rx.MirroredStrategy()."
     ):
-        if takes_default:
-            get_strategy()  # Binds Keras, which the script need not do.
         if is_module:
             runpy.run_module(script, run_name="__main__", alter_sys=True)
         else:

@@ -3,7 +3,7 @@
 import functools
 from typing import Any
 
-from replicax._util.dry_run import DryRun, current_dry_run
+from replicax._util.dry_run import DryRun
 from replicax.engine.devices import default_devices
 from replicax.engine.replica import ReplicaContext
 from replicax.engine.scope import current_context, current_strategy
@@ -24,16 +24,13 @@ class DefaultStrategy(Strategy):
     Unlike the others it also runs variables that were created outside its scope.
     """
 
-    num_dry_run_devices = 1
     _adopts = True
 
     def __init__(self) -> None:
         super().__init__(default_devices()[:1])
 
     def _joined_dry_run(self) -> DryRun | None:
-        dry_run = current_dry_run()
-        # One that takes no default strategy runs what a script does besides training.
-        return dry_run if dry_run is not None and dry_run.takes_default else None
+        return None  # It runs what a script does besides training.
 
 
 @functools.cache

@@ -127,6 +127,9 @@ class Strategy(DatasetMaker):
         if dry_run is None:
             compilation_cache.turn_on(devices[0].platform)
             self.runner = ProgramRunner(group, self._agree_on, check_replicas_every)
+        elif dry_run.home is None:
+            group = group.on(dry_run.devices[: self.num_dry_run_devices])
+            self.runner = ProgramRunner(group, self._agree_on, check_replicas_every)
         else:
             self.runner = DryRunner(group, dry_run, self.num_dry_run_devices)
         place = None if dry_run is None else dry_run.home

@@ -6,9 +6,7 @@ findings. Planners run first. Each looks at the whole script and plans what is p
 together or not at all, such as a pipeline (`pipelines`), sessions (`sessions`), losses
 of probabilities (`logits`, `last_layers`), names of outputs (`outputs`) or training
 steps (`training`). Then `rewrite` visits the tree once, and replaces each node by its
-plan, by a rewrite rule or by the tables. `imports` comes last. Where tapes in loops are
-left, `inline_steps` makes functions of them, and the script with these is ported in its
-place.
+plan, by a rewrite rule or by the tables. `imports` comes last.
 
 Notebooks. `notebooks` makes one script of a notebook's code cells, and splits its port.
 
@@ -20,11 +18,8 @@ ports attributes, and `layer_names` names with slashes. A rule raises `Unported`
 it is not sure: the expression stays unchanged, and a comment above the statement gives
 the reason.
 
-The check. `check` runs the ported script in a process of its own up to its first
-training step, under the dry run of `replicax plan`.
-
-This folder maps source text to source text. Of the library it imports only the tables'
-targets, to check that they exist. It needs LibCST: `pip install 'replicax[migrate]'`.
+The check. `check` runs `first_step` in a process of its own, which executes the ported
+script up to its first training step.
 """
 
 from replicax_migrate.notebooks import port_notebook

@@ -1,25 +1,32 @@
 """Runs a ported script up to its first training step, and reports what fails there."""
 
-import ast
+import contextlib
 import difflib
+import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from replicax_migrate.command import Status
 from replicax_migrate.script import Finding
 from replicax_migrate.tables import MESSAGES
 
 __all__ = ["check"]
 
-_NO_STEP = "ended without a training step"
-_PLAN = ("-m", "replicax.planning", "--topology", "cpu:2", "--default-strategy")
+_FIRST_STEP = "replicax_migrate.first_step"
+_IN_CLUSTER = (
+    *("-c", "from replicax.cli import main; main()", "run"),
+    *("--workers", "1", "--ps", "1", "--max-restarts", "0", "--grace-seconds", "1"),
+)
+"""Starts a worker and a parameter server, each with the script."""
 # With filtering JAX adds lines to errors' texts.
 _ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "JAX_TRACEBACK_FILTERING": "off"}
-_NOT_COVERED = re.compile(r"variables of (\w+) live apart from its replicas")
 
 
 def check(
@@ -28,77 +35,88 @@ def check(
     ported: Mapping[Path, str],
     arguments: Sequence[str],
     limit_seconds: float,
-) -> Finding | None:
-    """Run a ported script in a process under the dry run of `replicax plan`.
+) -> tuple[Status, Finding]:
+    """Run a ported script on two CPU devices, in a process of its own.
+
+    One whose variables are on parameter servers runs as a worker beside a server.
 
     Args:
         path: Where the original is. Modules beside it can be imported.
         original: The original's text, for its line numbers.
         ported: The ported texts of the original, and of modules beside it.
         arguments: What the script gets on its command line.
-        limit_seconds: A script that takes longer is ended, and reported.
+        limit_seconds: A script that takes longer is ended.
 
     Returns:
-        The error that ended the script, by line of the original, or the fact that it
-        ended without a training step. None if it reached a training step, or if it is
-        a module that another of the ported scripts imports.
+        The exit status, and why it is not 0, by line of the original. A module without
+        a training step that another of the ported scripts imports runs with that one.
     """
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / path.name
         for other, text in ported.items():
             if other.parent == path.parent:
                 (Path(folder) / other.name).write_text(text, "utf-8")
-        parts = [str(path.resolve().parent), os.environ.get("PYTHONPATH")]
-        search = os.pathsep.join(filter(None, parts))
-        try:
-            done = subprocess.run(
-                [sys.executable, *_PLAN, str(script), *arguments],
-                env={**os.environ, **_ENVIRONMENT, "PYTHONPATH": search},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-                timeout=limit_seconds,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            return _of_all(original, MESSAGES["no_step"].format(limit=limit_seconds))
-        if done.returncode == 0:
-            return None
-        if _NO_STEP in done.stderr:
-            others = (text for other, text in ported.items() if other != path)
-            is_module = any(_imports(text, path.stem) for text in others)
-            return None if is_module else _of_all(original, MESSAGES["untrained"])
-        line, error = _failure(done.stderr, str(script))
-    if strategy := _NOT_COVERED.search(error):
-        error = MESSAGES["not_covered"].format(strategy=strategy[1])
+        outcome = Path(folder) / "outcome.json"
+        command = ["-m", _FIRST_STEP, str(outcome), str(script), *arguments]
+        if "ParameterServerStrategy" in ported[path]:
+            command = [*_IN_CLUSTER, *command]
+        errors = _run(command, str(path.resolve().parent), outcome, limit_seconds)
+        if outcome.exists():
+            status, line, reason = json.loads(outcome.read_text("utf-8"))
+        elif errors is None:
+            reason = MESSAGES["no_step"].format(limit=limit_seconds)
+            status, line = Status.NOT_RUN, 1
+        else:  # The process has crashed.
+            status, line, reason = Status.LEFT, 1, errors.strip().rpartition("\n")[2]
+    if status == Status.NOT_RUN and not reason:
+        others = (text for other, text in ported.items() if other != path)
+        if any(_imports(text, path.stem) for text in others):
+            status = Status.RUN
+        reason = MESSAGES["untrained"]
     number = _original_line(original, ported[path], line)
     source = "".join(original.splitlines()[number - 1 : number]).strip()
-    return Finding(number, source[:70], error)
+    return Status(status), Finding(number, source[:70], reason)
 
 
-def _of_all(original: str, reason: str) -> Finding:
-    return Finding(1, original.partition("\n")[0][:70], reason)
+def _run(
+    command: list[str], folder: str, outcome: Path, limit_seconds: float
+) -> str | None:
+    """Run Python with a command line until it has written its outcome, or has ended.
+
+    All processes that it has started are ended.
+
+    Returns:
+        What it printed on standard error; None if it took too long.
+    """
+    search = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
+    deadline = time.monotonic() + limit_seconds
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(
+            [sys.executable, *command],
+            env={**os.environ, **_ENVIRONMENT, "PYTHONPATH": search},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            start_new_session=True,
+        ) as process,
+    ):
+        while process.poll() is None and not outcome.exists():
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+        has_ended = process.poll() is not None
+        process.terminate()  # A launcher ends its tasks.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=10)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        errors.seek(0)
+        return errors.read() if has_ended else None
 
 
 def _imports(text: str, module: str) -> bool:
-    names: list[str] = []
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            names += [alias.name for alias in node.names]
-        if isinstance(node, ast.ImportFrom):
-            names.append(node.module or "")
-    return any(module in name.split(".") for name in names)
-
-
-def _failure(output: str, script: str) -> tuple[int, str]:
-    """The script's line in the last traceback, and the error's text in one line."""
-    _, _, last = output.rpartition("Traceback (most recent call last):")
-    frames = re.findall(rf'File "{re.escape(script)}", line (\d+)', last)
-    line = int(frames[-1]) if frames else 1
-    texts = [text for text in last.splitlines() if text and text[0] != " "]
-    error = " ".join(texts).partition("Arguments received")[0].strip()
-    return line, error[:400] or output.strip().rpartition("\n")[2]
+    return bool(re.search(rf"(?m)^\s*(import|from)\b.*\b{re.escape(module)}\b", text))
 
 
 def _original_line(original: str, ported: str, line: int) -> int:

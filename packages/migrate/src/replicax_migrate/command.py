@@ -1,26 +1,39 @@
 """`replicax migrate`: ports tf.distribute scripts to replicax."""
 
 import difflib
-import importlib.util
+import enum
 import shlex
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeAlias
+from typing import TYPE_CHECKING, Annotated, NoReturn, TypeAlias
 
 import typer
 
-from replicax._util.files import write_whole
-
+# Every call of `replicax` loads this module, and few need LibCST.
 if TYPE_CHECKING:
     from replicax_migrate import Ported
 
 _Ports: TypeAlias = "dict[str, tuple[bytes, Ported]]"
 
-__all__ = ["migrate"]
+__all__ = ["Status", "migrate"]
 
-_COLOURS = {"+": typer.colors.GREEN, "-": typer.colors.RED, "@": typer.colors.CYAN}
-_NOTHING_LEFT, _SOMETHING_LEFT, _UNREADABLE = 0, 1, 2
+
+class Status(enum.IntEnum):
+    """The exit status of the command. That of several scripts is the worst one."""
+
+    RUN = 0
+    """Every name is ported, and the first training step was executed."""
+    LEFT = 1
+    """Something is left to port by hand, or the ported script fails."""
+    NOT_RUN = 2
+    """Every name is ported, but no training step was executed."""
+    UNREADABLE = 3
+    """A script cannot be read or is not Python, or the command line is wrong."""
+
+
+_FROM_GOOD_TO_BAD = (Status.RUN, Status.NOT_RUN, Status.LEFT, Status.UNREADABLE)
 
 
 def migrate(
@@ -63,123 +76,133 @@ def migrate(
     line numbers of the original. In the script those places are marked with comments
     that begin with "# replicax:".
 
-    With --check, a script of which nothing is left is run on CPUs up to its first
-    training step, which is compiled and not run; an error there is reported, and so is
-    a script that ends without one.
+    With --check, a script of which nothing is left is run on CPUs until its training
+    has executed a step. An error on the way is reported by line of the original.
 
-    Exits with status 0 if nothing is left to do, with 1 if something is or a check has
-    failed, and with 2 if a script cannot be read or is not Python.
+    Exits with status 0 if nothing is left and the script was run to its first training
+    step, with 1 if something is left or the run failed, with 2 if nothing is left and
+    no training step was run, and with 3 if a script cannot be read or is not Python.
     """
     if diff and write:
-        raise typer.BadParameter("Pass --diff or --write, not both.")
-    if importlib.util.find_spec("libcst") is None:
-        typer.echo(
-            "Error: this needs the package libcst, which is not installed. Install it "
-            "with: pip install 'replicax[migrate]'",
-            err=True,
-        )
-        raise typer.Exit(_UNREADABLE)
+        _refuse("--diff and --write exclude each other: pass one of them.")
     files = _files(scripts)
     if len(files) > 1 and not (diff or write):
-        raise typer.BadParameter(
-            f"Got {len(files)} scripts: pass --diff or --write.", param_hint="SCRIPTS"
-        )
-    scripts_and_ports: _Ports = {}
-    statuses = [_migrate(file, diff, write, quiet, scripts_and_ports) for file in files]
+        _refuse(f"got {len(files)} scripts: pass --diff or --write.")
+    ports: _Ports = {}
+    statuses = {file: _migrate(file, diff, write, quiet, ports) for file in files}
     if check:
-        split = shlex.split(arguments)
-        statuses.append(_check(scripts_and_ports, split, check_seconds))
-    elif _NOTHING_LEFT in statuses and not quiet:
+        statuses |= _check(ports, shlex.split(arguments), check_seconds)
+    elif Status.NOT_RUN in statuses.values() and not quiet:
         typer.echo("Pass --check to run ports up to their first step.", err=True)
-    raise typer.Exit(max(statuses, default=_NOTHING_LEFT))
+    raise typer.Exit(max(statuses.values(), key=_FROM_GOOD_TO_BAD.index))
+
+
+def _refuse(reason: str) -> NoReturn:
+    typer.echo(f"Error: {reason}", err=True)
+    raise typer.Exit(Status.UNREADABLE)
 
 
 def _files(scripts: list[str]) -> list[str]:
     files: list[str] = []
     for script in scripts:
         if script != "-" and Path(script).is_dir():
-            found = [*Path(script).rglob("*.py"), *Path(script).rglob("*.ipynb")]
+            paths = [*Path(script).rglob("*.py"), *Path(script).rglob("*.ipynb")]
             copies = ".ipynb_checkpoints"
-            files += [str(path) for path in sorted(found) if copies not in path.parts]
+            files += [str(path) for path in sorted(paths) if copies not in path.parts]
         else:
             files.append(script)
     if not files:
-        raise typer.BadParameter(f"There is no Python script in {', '.join(scripts)}.")
+        _refuse(f"there is no Python script in {', '.join(scripts)}.")
     return list(dict.fromkeys(files))
 
 
-def _migrate(file: str, diff: bool, write: bool, quiet: bool, done: _Ports) -> int:
-    """Port one script and add it to `done`; return the exit status."""
-    from libcst import ParserSyntaxError
-
-    from replicax_migrate import port, port_notebook
-
+def _migrate(file: str, diff: bool, write: bool, quiet: bool, ports: _Ports) -> Status:
+    """Port one script and add it to `ports`; return its status without a check."""
     name = "<stdin>" if file == "-" else file
-    try:
-        source = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
-        ported = port_notebook(source) if _is_notebook(file) else port(source)
-    except OSError as error:
-        typer.echo(f"{name}: cannot be read: {error.strerror}", err=True)
-        return _UNREADABLE
-    except SyntaxError as error:  # Only of the encoding; ParserSyntaxError is none.
-        typer.echo(f"{name}:1: {error.msg}", err=True)
-        return _UNREADABLE
-    except ParserSyntaxError as error:
-        line, column = error.raw_line, error.raw_column + 1
-        typer.echo(f"{name}:{line}:{column}: {error.message}", err=True)
-        return _UNREADABLE
-    except RecursionError:
-        typer.echo(f"{name}:1: its expressions are nested too deeply", err=True)
-        return _UNREADABLE
-    except ValueError as error:
-        if not _is_notebook(file):
-            raise
-        typer.echo(f"{name}: cannot be read as a notebook: {error}", err=True)
-        return _UNREADABLE
-    done[file] = (source, ported)
+    result = _ported(file)
+    if isinstance(result, str):
+        typer.echo(f"{name}:{result}", err=True)
+        return Status.UNREADABLE
+    source, ported = result
+    ports[file] = (source, ported)
     if diff:
         _print_diff(name, source, ported.source)
     elif write and file != "-":
         if ported.source != source:
-            # A link stays one.
-            write_whole(Path(file).resolve(), ported.source)
+            _replace(Path(file).resolve(), ported.source)  # A link stays one.
     else:
         sys.stdout.flush()
         sys.stdout.buffer.write(ported.source)
         sys.stdout.buffer.flush()
     _report(name, ported, quiet)
-    return _SOMETHING_LEFT if ported.left else _NOTHING_LEFT
+    return Status.LEFT if ported.left else Status.NOT_RUN
 
 
-def _check(ports: _Ports, arguments: Sequence[str], limit_seconds: float) -> int:
-    """Check the completely ported scripts by running them; return the exit status."""
+def _ported(file: str) -> "tuple[bytes, Ported] | str":
+    """The text of a script and its port, or what is wrong with the text."""
+    from libcst import ParserSyntaxError
+
+    from replicax_migrate import port, port_notebook
+
+    try:
+        source = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+        return source, port_notebook(source) if _is_notebook(file) else port(source)
+    except OSError as error:
+        return f" cannot be read: {error.strerror}"
+    except SyntaxError as error:  # Only of the encoding; ParserSyntaxError is none.
+        return f"1: {error.msg}"
+    except ParserSyntaxError as error:
+        return f"{error.raw_line}:{error.raw_column + 1}: {error.message}"
+    except RecursionError:
+        return "1: its expressions are nested too deeply"
+    except ValueError as error:
+        if not _is_notebook(file):
+            raise
+        return f" cannot be read as a notebook: {error}"
+
+
+def _replace(path: Path, text: bytes) -> None:
+    """Replace a file as a whole; its mode stays."""
+    new = path.with_name(f".{path.name}.new")
+    new.write_bytes(text)
+    shutil.copymode(path, new)
+    new.replace(path)
+
+
+def _check(
+    ports: _Ports, arguments: Sequence[str], limit_seconds: float
+) -> dict[str, Status]:
+    """Run the scripts of which nothing is left; return their statuses."""
     from replicax_migrate.check import check
-    from replicax_migrate.notebooks import in_cells, script_of
+    from replicax_migrate.notebooks import in_cells
 
-    def code(file: str, text: bytes) -> str:
-        return script_of(text) if _is_notebook(file) else text.decode()
-
-    texts = {
-        Path("stdin.py" if file == "-" else file).with_suffix(".py"): code(
-            file, ported.source
-        )
-        for file, (_, ported) in ports.items()
-    }
-    status = _NOTHING_LEFT
-    for path, (file, (source, ported)) in zip(texts, ports.items(), strict=True):
+    texts = {_path(file): _code(file, new.source) for file, (_, new) in ports.items()}
+    statuses: dict[str, Status] = {}
+    for file, (source, ported) in ports.items():
         if ported.left:
             typer.echo(f"{file}: not checked, as something is left", err=True)
             continue
-        original = code(file, source)
-        found = check(path, original, texts, arguments, limit_seconds)
-        if found is None:
+        original = _code(file, source)
+        status, found = check(_path(file), original, texts, arguments, limit_seconds)
+        statuses[file] = status
+        if status is Status.RUN:
             typer.echo(f"{file}: checked", err=True)
-        else:
-            if _is_notebook(file):
-                found = in_cells([found], original)[0]
-            typer.echo(f"{file}:{found.place}: check: {found.reason}", err=True)
-            status = _SOMETHING_LEFT
-    return status
+            continue
+        if _is_notebook(file):
+            (found,) = in_cells([found], original)
+        what = "check" if status is Status.LEFT else "not checked"
+        typer.echo(f"{file}:{found.place}: {what}: {found.reason}", err=True)
+    return statuses
+
+
+def _path(file: str) -> Path:
+    return Path("stdin.py" if file == "-" else file).with_suffix(".py")
+
+
+def _code(file: str, text: bytes) -> str:
+    from replicax_migrate.notebooks import script_of
+
+    return script_of(text) if _is_notebook(file) else text.decode()
 
 
 def _is_notebook(file: str) -> bool:
@@ -189,21 +212,15 @@ def _is_notebook(file: str) -> bool:
 def _print_diff(name: str, before: bytes, after: bytes) -> None:
     old, new = (x.decode("utf-8", "replace").splitlines(True) for x in (before, after))
     for line in difflib.unified_diff(old, new, name, name):
-        text = (
-            line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
-        )
-        typer.secho(text, fg=_COLOURS.get(line[0]), nl=False)
+        typer.echo(line.removesuffix("\n"))
 
 
 def _report(name: str, ported: "Ported", quiet: bool) -> None:
     for finding in () if quiet else ported.notes:
         typer.echo(f"{name}:{finding.place}: note: {finding.reason}", err=True)
     for finding in ported.left:
-        typer.echo(
-            f"{name}:{finding.place}: left: {finding.reason}  [{finding.source}]",
-            err=True,
-        )
-    number = len(ported.left)
-    things = "1 thing is" if number == 1 else f"{number or 'nothing'} things are"
-    things = things if number else "nothing is"
+        text = f"left: {finding.reason}  [{finding.source}]"
+        typer.echo(f"{name}:{finding.place}: {text}", err=True)
+    n = len(ported.left)
+    things = {0: "nothing is", 1: "1 thing is"}.get(n, f"{n} things are")
     typer.echo(f"{name}: {things} left to port by hand", err=True)

@@ -290,13 +290,7 @@ def _is_nothing(statement: cst.CSTNode) -> bool:
 
 
 def _with_new_imports(script: Script, module: cst.Module, used: set[str]) -> cst.Module:
-    """Insert the imports that the ported code needs where those of TensorFlow were.
-
-    Functions that import it themselves may be sent elsewhere, alone, as their text.
-    """
-    if not any(map(_is_anchor, script.module.body)):
-        used = used_names(module, _has_place)
-        module = module.visit(_InFunctions(script))
+    """Insert the imports that the ported code needs where those of TensorFlow were."""
     place = _place(script, module)
     lines = _new_lines(script, module, used, place)
     body: list[Statement] = list(module.body)
@@ -309,35 +303,6 @@ def _with_new_imports(script: Script, module: cst.Module, used: set[str]) -> cst
             body[place] = body[place].with_changes(leading_lines=marks)
         body[place:place] = lines
     return module.with_changes(body=body).visit(_WithoutNothing())
-
-
-def _is_place(statement: cst.CSTNode) -> bool:
-    """Whether a statement of a ported script imports Keras, or imported TensorFlow."""
-    return _is_nothing(statement) or _is_anchor(statement)
-
-
-def _has_place(node: cst.CSTNode) -> bool:
-    """Whether a node is a function that imports what it uses."""
-    return isinstance(node, cst.FunctionDef) and any(map(_is_place, node.body.body))
-
-
-class _InFunctions(cst.CSTTransformer):
-    """Inserts new imports into functions that have a place for them."""
-
-    def __init__(self, script: Script) -> None:
-        super().__init__()
-        self._script = script
-
-    def leave_FunctionDef(
-        self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef
-    ) -> cst.FunctionDef:
-        if not _has_place(updated_node):
-            return updated_node
-        block: Any = updated_node.body
-        lines = _new_lines(self._script, block, used_names(block), 0)
-        index = next(i for i, each in enumerate(block.body) if _is_place(each))
-        body = [*block.body[:index], *lines, *block.body[index:]]
-        return updated_node.with_changes(body=block.with_changes(body=body))
 
 
 class _WithoutNothing(cst.CSTTransformer):
@@ -364,7 +329,7 @@ class _WithoutNothing(cst.CSTTransformer):
 
 
 def _new_lines(
-    script: Script, module: cst.Module | cst.IndentedBlock, used: set[str], place: int
+    script: Script, module: cst.Module, used: set[str], place: int
 ) -> list[Statement]:
     late = _late_imports(module, place)
     modules = imported_modules(module)
@@ -391,7 +356,7 @@ def _new_lines(
     return [cst.parse_statement(line) for line in lines]
 
 
-def _late_imports(module: cst.Module | cst.IndentedBlock, place: int) -> set[str]:
+def _late_imports(module: cst.Module, place: int) -> set[str]:
     """Names that the top level reads from `place` on before it imports them."""
     read: set[str] = set()
     late: set[str] = set()

@@ -114,34 +114,12 @@ def _ported_file(cell: dict[str, Any], number: int) -> Ported | None:
 
 
 def script_of(source: bytes) -> str:
-    r"""The code of a notebook as one script.
-
-    Args:
-        source: The text of an .ipynb file.
-
-    Raises:
-        ValueError: If the text is not a notebook.
-
-    Example:
-        >>> script_of(b'{"cells": [{"cell_type": "code", "source": "x = 1"}]}')
-        'pass  # %% 1\nx = 1\n'
-    """
+    """The code of a notebook as one script; a ValueError if the text is not one."""
     return _script(_read(source))
 
 
 def in_cells(findings: Iterable[Finding], script: str) -> tuple[Finding, ...]:
-    r"""The findings of a notebook's script by cells and their lines.
-
-    Args:
-        findings: Findings by lines of the script.
-        script: What `script_of` returns for the notebook.
-
-    Example:
-        >>> found = Finding(4, "tf.abs(x)", "...")
-        >>> script = "pass  # %% 1\nx = 1\npass  # %% 2\ntf.abs(x)\n"
-        >>> in_cells([found], script)[0].place
-        'cell 2:1'
-    """
+    """Findings by lines of `script_of` a notebook, by its cells and their lines."""
     lines = script.splitlines()
     starts = [n for n, line in enumerate(lines, 1) if line.startswith(_CELL)]
     found = []
@@ -222,7 +200,7 @@ def _tensorflow_last(script: str) -> str:
         if lines[start].startswith(_CELL):
             place = None
         elif isinstance(node, ast.Import | ast.ImportFrom):
-            if not _is_of_tensorflow(node):
+            if not re.search(r"\btensorflow", ast.unparse(node)):
                 place = place or end
             elif place is not None:
                 while lines[start - 1].startswith(MARK):
@@ -230,15 +208,6 @@ def _tensorflow_last(script: str) -> str:
                 lines[start:place] = lines[end:place] + lines[start:end]
                 place -= end - start
     return "".join(lines)
-
-
-def _is_of_tensorflow(node: ast.Import | ast.ImportFrom) -> bool:
-    modules = (
-        [node.module or ""]
-        if isinstance(node, ast.ImportFrom)
-        else [alias.name for alias in node.names]
-    )
-    return any(re.match(r"tensorflow\b|tensorflow_", module) for module in modules)
 
 
 def _set_source(cell: dict[str, Any], text: str) -> None:

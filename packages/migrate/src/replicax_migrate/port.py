@@ -26,7 +26,6 @@ from replicax_migrate import (
 )
 from replicax_migrate.rewrite import Rewriter
 from replicax_migrate.script import MARK, Finding, Script
-from replicax_migrate.tree import text_of
 
 __all__ = ["Ported", "port"]
 
@@ -99,13 +98,6 @@ def _left(findings: Iterable[Finding]) -> list[Finding]:
     return [finding for finding in findings if finding.is_left]
 
 
-def _report_backend(script: Script) -> None:
-    for node in script.nodes(cst.Assign):
-        is_set = "KERAS_BACKEND" in script.code(node.targets[0].target)
-        if is_set and text_of(node.value) not in {"", "jax"}:
-            script.leave(node, "replicax needs Keras on its 'jax' backend")
-
-
 _PLANNERS = (
     imports.plan_retained,
     tracing.plan_traced,
@@ -134,7 +126,6 @@ _REPORTS = (
     training.report_trainable,
     functional.report_functional,
     layer_calls.report_layers,
-    _report_backend,
 )
 """Report what stays, and would be wrong in silence."""
 

@@ -137,16 +137,14 @@ def free_name(used: Container[str], *wanted: str) -> str:
     return next(n for n in itertools.chain(wanted, numbered) if n not in used)
 
 
-def used_names(
-    module: cst.CSTNode, leave_out: Callable[[cst.CSTNode], bool] = lambda node: False
-) -> set[str]:
+def used_names(module: cst.CSTNode) -> set[str]:
     """The names that a module reads, roughly: all but those of imports."""
 
     def inside(node: cst.CSTNode) -> Sequence[cst.CSTNode]:
         if isinstance(node, cst.Attribute | cst.Arg):
             return [node.value]
         is_import = isinstance(node, cst.Import | cst.ImportFrom)
-        return () if is_import or leave_out(node) else node.children
+        return () if is_import else node.children
 
     nodes = reached([module], inside)
     return {node.value for node in nodes if isinstance(node, cst.Name)}

@@ -1,0 +1,164 @@
+"""Runs a ported script on CPU devices until its training has executed a step.
+
+`check` starts `python -m replicax_migrate.first_step OUTCOME SCRIPT [ARGUMENT ...]`. A
+callback in the program of each optimizer's update notes that the update is executed.
+When an optimizer makes its second update, the first step and the reading of the next
+batch have succeeded: the process writes its outcome and exits.
+
+In a cluster with a parameter server both tasks run it. The server makes the updates:
+it writes the outcome at the first one, the worker where it fails or ends before.
+"""
+
+import functools
+import itertools
+import json
+import os
+import runpy
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import jax
+import keras
+from jax.core import Tracer
+
+import replicax as rx
+from replicax.seams import dry_running
+from replicax_migrate.command import Status
+
+__all__ = ["main"]
+
+_STANDS_ON = ("grain", "jax", "keras", "numpy", "replicax", "tensorflow")
+
+
+class _CpuDevices:
+    """A dry run that executes programs on this machine's CPU devices."""
+
+    home = None
+
+    def __init__(self) -> None:
+        self.devices = jax.devices("cpu")
+
+    def call(self, *program: object) -> Any:
+        raise AssertionError(f"strategies run their own programs; got {program!r}")
+
+
+class _Training:
+    """Counts the updates of optimizers as they are executed.
+
+    Args:
+        reached: Called from a thread of JAX when training has got far enough.
+        is_server: One update suffices; else each is to be executed again.
+    """
+
+    def __init__(self, reached: Callable[[], None], *, is_server: bool) -> None:
+        self._reached = reached
+        self._is_server = is_server
+        self.counts = Counter[int]()
+
+    def watch(self) -> None:
+        """Have all optimizers of Keras count their updates."""
+        owner = next(c for c in keras.Optimizer.__mro__ if "apply" in vars(c))
+        original = owner.apply
+        numbers = itertools.count()
+
+        @functools.wraps(original)
+        def apply(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            # A gradient tape traces a step several times: each trace has a count.
+            is_traced = isinstance(optimizer.iterations.value, Tracer)
+            key = next(numbers) if is_traced else -id(optimizer)
+            jax.debug.callback(functools.partial(self._count, key))
+            return original(optimizer, *args, **kwargs)
+
+        owner.apply = apply
+
+    def _count(self, key: int) -> None:
+        self.counts[key] += 1
+        # Each device calls it.
+        if self._is_server or self.counts[key] > jax.local_device_count():
+            self._reached()
+
+
+def main() -> None:
+    """Run the script that the command line names, and write its outcome as JSON."""
+    outcome, script, *arguments = sys.argv[1:]
+    sys.argv = [script, *arguments]
+    sys.path[0] = str(Path(script).parent)
+
+    config = json.loads(os.environ.get("TF_CONFIG", "{}"))
+    has_servers = "ps" in config.get("cluster", {})
+    is_server = has_servers and config["task"]["type"] == "ps"
+
+    def write(status: Status, line: int = 1, reason: str = "") -> None:
+        new = Path(f"{outcome}.{os.getpid()}")
+        new.write_text(json.dumps([status, line, reason]), "utf-8")
+        new.replace(outcome)
+
+    def reached() -> None:
+        write(Status.RUN)
+        if not is_server:
+            os._exit(0)
+
+    if not has_servers:
+        rx.set_logical_devices(2)
+    training = _Training(reached, is_server=is_server)
+    training.watch()
+    error: BaseException | None = None
+    try:
+        with nullcontext() if has_servers else dry_running(_CpuDevices()):
+            runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        error = end if end.code not in (None, 0) else None
+    except BaseException as failure:  # noqa: BLE001 - It is the outcome.
+        error = failure
+    jax.effects_barrier()
+    status = Status.RUN if training.counts else Status.NOT_RUN
+    if error is not None:
+        status = status if _is_absence(error) else Status.LEFT
+        write(status, _line(error, script), _text(error))
+    elif not is_server:
+        write(status)
+
+
+def _is_absence(error: BaseException) -> bool:
+    """Whether data, a package or an argument is absent, which the port cannot help."""
+    for each in _chain(error):
+        if isinstance(each, ModuleNotFoundError):
+            return not (each.name or "").startswith(_STANDS_ON)
+        if isinstance(each, OSError):
+            return True
+    # `argparse` exits with 2.
+    return isinstance(error, SystemExit) and error.code == 2
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and those that led to it."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _line(error: BaseException, script: str) -> int:
+    """The script's innermost line in the traceback of an error; 1 if it is in none."""
+    for each in _chain(error):
+        frames = traceback.walk_tb(each.__traceback__)
+        lines = [line for frame, line in frames if frame.f_code.co_filename == script]
+        if lines:
+            return lines[-1]
+    return 1
+
+
+def _text(error: BaseException) -> str:
+    """An error in one line, as Python prints it, without Keras' list of arguments."""
+    if isinstance(error, SystemExit):
+        return f"it exits with status {error.code!r}"
+    text = f"{type(error).__name__}: {error}".partition("Arguments received")[0]
+    return " ".join(text.split())[:400]
+
+
+if __name__ == "__main__":
+    main()
