@@ -19,7 +19,6 @@ from replicax.commands.info import info
 from replicax.commands.manifest import manifest
 from replicax.commands.plan import plan
 from replicax.commands.run import run
-from replicax_migrate.command import migrate
 
 __all__ = ["app", "main"]
 
@@ -63,7 +62,6 @@ def _root(
 app.command()(info)
 app.command(context_settings=_SCRIPT_LAST)(run)
 app.command(context_settings=_SCRIPT_LAST)(plan)
-app.command()(migrate)
 app.command(context_settings=_SCRIPT_LAST)(manifest)
 
 # Every call of `replicax` loads all of them: they import what is heavy when called.

@@ -43,7 +43,7 @@ class _CpuDevices:
     def __init__(self) -> None:
         self.devices = jax.devices("cpu")
 
-    def call(self, *program: object) -> Any:
+    def call(self, group: Any, program: Any, values: Any, arrays: Any) -> Any:
         raise AssertionError(f"strategies run their own programs; got {program!r}")
 
 
