@@ -1,4 +1,4 @@
-"""Sums gradients over replicas: the user's hook, compression, packs, all-reduces."""
+"""Sums gradients over replicas: the user's hook, compression, buckets, all-reduces."""
 
 import dataclasses
 import enum
@@ -21,10 +21,10 @@ from replicax.engine.collectives import (
     check_like,
 )
 from replicax.engine.overlap.buckets import (
-    overlapping_packs,
-    packed_blocks,
-    packed_sums,
-    plan_packs,
+    bucket_blocks,
+    bucket_sums,
+    overlapping_buckets,
+    plan_buckets,
 )
 from replicax.engine.overlap.origins import origins_of
 from replicax.engine.replica_axis import ReplicaAxis
@@ -78,9 +78,9 @@ class CommunicationOptions:
     (TF: `tf.distribute.experimental.CommunicationOptions`.)
 
     Args:
-        bytes_per_pack: Gradients are summed in packs of at most this many bytes, the
+        bytes_per_pack: Gradients are summed in buckets of at most this many bytes, the
             last layers' first, as the backward pass finishes them. A larger gradient is
-            a pack of its own. 0: on GPUs packs that overlap with the backward pass;
+            a bucket of its own. 0: on GPUs buckets that overlap with the backward pass;
             elsewhere XLA decides.
         timeout_seconds: How long a step may wait for a worker, as `step` of the
             strategy's `timeouts`, in whose place it is; None: as given there.
@@ -154,8 +154,8 @@ def sum_gradients(
 ) -> list[jax.Array | None]:
     """Sum each gradient over the replicas, the way that the options say.
 
-    In this order: the user's hook, `on_device`, compression, packs, their sums, and all
-    of it back. Results have the gradients' order and dtypes; None stays None.
+    In this order: the user's hook, `on_device`, compression, buckets, their sums, and
+    all of it back. Results have the gradients' order and dtypes; None stays None.
 
     Args:
         grads: This replica's gradients, any shapes and dtypes.
@@ -169,7 +169,7 @@ def sum_gradients(
         weights: What the gradients are for. The list gets others for those that are not
             to be updated before the backward pass is done with them: they wait for
             their sums.
-        updates_are_last: Whether updates wait for all packs of scattered sums but the
+        updates_are_last: Whether updates wait for all buckets of scattered sums but the
             last one, so that XLA hides these behind the backward pass. No gathers of
             new weights may follow.
 
@@ -269,23 +269,23 @@ def _summed(
         return grads, {}
     sizes, dtypes = [g.nbytes for g in grads], [g.dtype for g in grads]
     origins = origins_of(grads) if axis.overlaps else []
-    packs = plan_packs(
+    buckets = plan_buckets(
         sizes, dtypes, bytes_per_pack=options.bytes_per_pack, num_packs=ops.num_packs
     )
     put_off: Mapping[int, int] = {}
     # A user's own operations may look at each gradient.
     is_own = type(ops) in _OWN_OPERATIONS
-    if packs is None and axis.overlaps and is_own:
-        packs, put_off = overlapping_packs(
+    if buckets is None and axis.overlaps and is_own:
+        buckets, put_off = overlapping_buckets(
             sizes, dtypes, origins, spans_hosts=axis.num_per_host < axis.size
         )
-    if packs is None:
+    if buckets is None:
         return _reduced(grads, ops, axis), {}
     # The backward pass needs the kernel of a convolution transposed. XLA would make
     # that together with the kernel's update, and so wait for the sum.
     held = {i: w for i, w in weights.items() if origins and origins[i].is_convolution}
     reduced = functools.partial(_reduced, ops=ops, axis=axis)
-    return packed_sums(grads, packs, reduced, axis, put_off=put_off, weights=held)
+    return bucket_sums(grads, buckets, reduced, axis, put_off=put_off, weights=held)
 
 
 def _scattered(
@@ -297,7 +297,7 @@ def _scattered(
 ) -> tuple[list[jax.Array], list[int]]:
     """This replica's blocks of the sums of gradients, cut along those dimensions.
 
-    Also returns the positions of the last pack's, if there are packs.
+    Also returns the positions of the last bucket's, if there are buckets.
     """
 
     def scattered(i: int, grad: jax.Array) -> jax.Array:
@@ -308,13 +308,13 @@ def _scattered(
     origins = origins_of(grads)
     sizes, dtypes = [g.nbytes for g in grads], [g.dtype for g in grads]
     across = axis.num_per_host < axis.size
-    packs, _ = overlapping_packs(sizes, dtypes, origins, spans_hosts=across)
-    packs = packs or []
-    blocks = packed_blocks(
-        grads, packs, scattered, origins, updates_are_last=updates_are_last
+    buckets, _ = overlapping_buckets(sizes, dtypes, origins, spans_hosts=across)
+    buckets = buckets or []
+    blocks = bucket_blocks(
+        grads, buckets, scattered, origins, updates_are_last=updates_are_last
     )
     every = [blocks[i] if i in blocks else scattered(i, g) for i, g in enumerate(grads)]
-    return every, packs[-1] if packs else []
+    return every, buckets[-1] if buckets else []
 
 
 def _reduced(

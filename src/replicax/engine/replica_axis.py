@@ -40,7 +40,7 @@ class ReplicaAxis:
     def overlaps(self) -> bool:
         """Whether sums travel while the devices compute: GPUs, one for each replica.
 
-        A pack of what several devices hold parts of would have to be gathered first.
+        A bucket of what several devices hold parts of would have to be gathered first.
         """
         first = self.devices[0].split("/")[-1]
         return first.startswith("gpu:") and "+" not in first
@@ -86,13 +86,13 @@ def joined_sum(tree: PyTree, axis: ReplicaAxis, names: str | tuple[str, ...]) ->
         return lax.psum(tree, names)
     leaves, structure = jax.tree.flatten(tree)
     leaves = [jnp.asarray(x) for x in leaves]
-    packs: dict[str | int, list[int]] = {}  # By dtype; large arrays are alone.
+    buckets: dict[str | int, list[int]] = {}  # By dtype; large arrays are alone.
     for i, x in enumerate(leaves):
         is_small = 0 < x.size * x.dtype.itemsize <= axis.joined_bytes
-        packs.setdefault(x.dtype.name if is_small else i, []).append(i)
-    arrays = [[leaves[i] for i in pack] for pack in packs.values()]
-    sums = lax.psum([join(pack) for pack in arrays], names)
+        buckets.setdefault(x.dtype.name if is_small else i, []).append(i)
+    arrays = [[leaves[i] for i in bucket] for bucket in buckets.values()]
+    sums = lax.psum([join(bucket) for bucket in arrays], names)
     results: dict[int, jax.Array] = {}
-    for pack, total, like in zip(packs.values(), sums, arrays, strict=True):
-        results |= zip(pack, part(total, like), strict=True)
+    for bucket, total, like in zip(buckets.values(), sums, arrays, strict=True):
+        results |= zip(bucket, part(total, like), strict=True)
     return jax.tree.unflatten(structure, [results[i] for i in range(len(leaves))])

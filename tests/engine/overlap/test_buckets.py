@@ -1,4 +1,4 @@
-"""How gradients reach their sums: the hook, compression, packs, their order."""
+"""How gradients reach their sums: the hook, compression, buckets, their order."""
 
 import itertools
 import re
@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import replicax as rx
 from replicax.engine.communication import sum_gradients
 from replicax.engine.empty_arrays import creating_empty_arrays
-from replicax.engine.overlap.buckets import plan_packs
+from replicax.engine.overlap.buckets import plan_buckets
 from replicax.engine.replica_axis import ReplicaAxis
 from replicax.planning import compiler
 
@@ -123,40 +123,44 @@ def test_sums_are_those_without_packing(data) -> None:
 )
 def test_packs_hold_every_gradient_once(sizes, bytes_per_pack, num_packs, data) -> None:
     dtypes = [data.draw(st.sampled_from(["float32", "int32"])) for _ in sizes]
-    by_bytes = plan_packs(sizes, dtypes, bytes_per_pack=bytes_per_pack, num_packs=9)
-    by_count = plan_packs(sizes, dtypes, num_packs=num_packs)
+    by_bytes = plan_buckets(sizes, dtypes, bytes_per_pack=bytes_per_pack, num_packs=9)
+    by_count = plan_buckets(sizes, dtypes, num_packs=num_packs)
     assert by_bytes is not None
     assert by_count is not None
-    for packs in (by_bytes, by_count):
-        packed = [i for pack in packs for i in pack]
+    for buckets in (by_bytes, by_count):
+        packed = [i for bucket in buckets for i in bucket]
         assert sorted(packed) == [i for i, size in enumerate(sizes) if size]
-        for pack in packs:
-            assert len({dtypes[i] for i in pack}) == 1
-            assert pack == sorted(pack, reverse=True)
-    for pack in by_bytes:
-        assert len(pack) == 1 or sum(sizes[i] for i in pack) <= bytes_per_pack
-    # A dtype's packs follow each other, and one more would not have fitted.
+        for bucket in buckets:
+            assert len({dtypes[i] for i in bucket}) == 1
+            assert bucket == sorted(bucket, reverse=True)
+    for bucket in by_bytes:
+        assert len(bucket) == 1 or sum(sizes[i] for i in bucket) <= bytes_per_pack
+    # A dtype's buckets follow each other, and one more would not have fitted.
     for dtype in ("float32", "int32"):
-        own = [pack for pack in by_bytes if dtypes[pack[0]] == dtype]
-        for pack, following in itertools.pairwise(own):
-            assert pack[-1] > following[0]
-            filled = sum(sizes[i] for i in pack)
+        own = [bucket for bucket in by_bytes if dtypes[bucket[0]] == dtype]
+        for bucket, following in itertools.pairwise(own):
+            assert bucket[-1] > following[0]
+            filled = sum(sizes[i] for i in bucket)
             assert filled + sizes[following[0]] > bytes_per_pack
-        own = [pack for pack in by_count if dtypes[pack[0]] == dtype]
+        own = [bucket for bucket in by_count if dtypes[bucket[0]] == dtype]
         assert len(own) <= num_packs
 
 
 def test_equal_gradients_make_as_many_packs_as_asked_for() -> None:
-    assert plan_packs([4] * 6, ["float32"] * 6, num_packs=3) == [[5, 4], [3, 2], [1, 0]]
-    assert plan_packs([4] * 2, ["float32"] * 2, num_packs=5) == [[1], [0]]
+    assert plan_buckets([4] * 6, ["float32"] * 6, num_packs=3) == [
+        [5, 4],
+        [3, 2],
+        [1, 0],
+    ]
+    assert plan_buckets([4] * 2, ["float32"] * 2, num_packs=5) == [[1], [0]]
 
 
 @pytest.mark.parametrize("num_packs", [0, 1])
 def test_no_packing_by_default(num_packs) -> None:
-    assert plan_packs([4, 4], ["float32"] * 2, num_packs=num_packs) is None
+    assert plan_buckets([4, 4], ["float32"] * 2, num_packs=num_packs) is None
 
 
-# What XLA makes of the packs of a 6-layer MLP.
+# What XLA makes of the buckets of a 6-layer MLP.
 
 WIDTHS = (32, 64, 48, 80, 40, 24, 10)
 KERNELS = [a * b for a, b in itertools.pairwise(WIDTHS)]
@@ -310,7 +314,7 @@ def test_only_wider_floats_are_compressed() -> None:
     assert [str(g.dtype) for g in got] == ["float32", "bfloat16", "float16", "int32"]
     assert seen == {("bfloat16", 3), ("float16", 3), ("int32", 3)}
     seen.clear()
-    # Compressed sizes count: two of 12 bytes make a pack of 24.
+    # Compressed sizes count: two of 12 bytes make a bucket of 24.
     options = rx.CommunicationOptions(compression="bfloat16", bytes_per_pack=24)
     summed(2, Watched(), options, [np.ones((2, 6), "float32")] * 2)
     assert seen == {("bfloat16", 12)}

@@ -1,4 +1,4 @@
-"""Packs that overlap with the backward pass, as GPUs get them: order, sizes, sums."""
+"""Buckets that overlap with the backward pass, as GPUs get them: order, sizes, sums."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import replicax as rx
 from replicax.engine.communication import sum_gradients
-from replicax.engine.overlap.buckets import made_meanwhile, overlapping_packs
+from replicax.engine.overlap.buckets import made_meanwhile, overlapping_buckets
 from replicax.engine.overlap.origins import Origin, origins_of
 from replicax.engine.replica_axis import ReplicaAxis
 
@@ -147,10 +147,10 @@ def test_overlapping_blocks_are_those_without_packs(updates_are_last) -> None:
 
 def test_what_is_put_off_is_made_while_a_pack_travels() -> None:
     products = [Origin(i + 1, "dot_general") for i in range(6)]
-    # Gradient 4 comes of no product: its pack leaves nothing for the one before it.
+    # Gradient 4 comes of no product: its bucket leaves nothing for the one before it.
     origins = [*products[:4], Origin(5), *products[4:]]
-    packs = [[0], [1, 2], [3], [4], [5, 6]]
-    meanwhile = made_meanwhile(packs, origins)
+    buckets = [[0], [1, 2], [3], [4], [5, 6]]
+    meanwhile = made_meanwhile(buckets, origins)
     assert meanwhile == {6: 3, 5: 2, 3: 1, 2: 0, 1: 0}
 
 
@@ -249,26 +249,26 @@ def test_packs_are_made_in_order_and_end_small(data) -> None:
     depths = draw(st.integers(0, 12))
     products = draw(st.sampled_from(["", "dot_general"]))
     origins = [Origin(d, p) for d, p in zip(depths, products, strict=True)]
-    packs, put_off = overlapping_packs(
+    buckets, put_off = overlapping_buckets(
         sizes, dtypes, origins, spans_hosts=data.draw(st.booleans())
     )
-    if packs is None:
+    if buckets is None:
         assert sum(sizes) <= 4 * MIB
         assert not put_off
         return
-    packed = [i for pack in packs for i in pack]
+    packed = [i for bucket in buckets for i in bucket]
     assert sorted(packed) == [i for i, size in enumerate(sizes) if size]
-    for pack in packs:
-        assert len({dtypes[i] for i in pack}) == 1
-        assert [depths[i] for i in pack] == sorted(depths[i] for i in pack)
+    for bucket in buckets:
+        assert len({dtypes[i] for i in bucket}) == 1
+        assert [depths[i] for i in bucket] == sorted(depths[i] for i in bucket)
         # Full with any but the last one of them.
-        assert sum(sizes[i] for i in pack[:-1]) < 32 * MIB
+        assert sum(sizes[i] for i in bucket[:-1]) < 32 * MIB
     for i, awaited in put_off.items():
         assert origins[i].product
-        assert i in packs[awaited + 2]
+        assert i in buckets[awaited + 2]
     smallest = min((sizes[i] for i in packed if products[i]), default=sum(sizes))
     if smallest <= sum(sizes) // 32:
-        assert sum(sizes[i] for i in packs[-1]) <= sum(sizes) // 32
+        assert sum(sizes[i] for i in buckets[-1]) <= sum(sizes) // 32
 
 
 def fit(strategy: rx.Strategy, *, by_tape: bool) -> list[np.ndarray]:
@@ -314,7 +314,7 @@ def fit(strategy: rx.Strategy, *, by_tape: bool) -> list[np.ndarray]:
 
 @pytest.mark.slow(but=["fit"])
 @pytest.mark.parametrize("by_tape", [False, True], ids=["fit", "tape"])
-def test_training_is_the_same_with_overlapping_packs(monkeypatch, by_tape) -> None:
+def test_training_is_the_same_with_overlapping_buckets(monkeypatch, by_tape) -> None:
     devices = ["cpu:0", "cpu:1"]
     expected = fit(rx.MirroredStrategy(devices), by_tape=by_tape)
     seen: list[Sequence[Any]] = []

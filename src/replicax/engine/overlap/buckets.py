@@ -1,7 +1,7 @@
-"""Packs gradients, so that each pack is summed over the replicas as one array.
+"""Buckets gradients, so that each bucket is summed over the replicas as one array.
 
-A pack's sum travels while the backward pass computes the gradients of the next one. So
-packs are made in the order in which the backward pass has the gradients, and the last
+A bucket's sum travels while the backward pass computes the gradients of the next one. So
+buckets are made in the order in which the backward pass has the gradients, and the last
 one, whose sum nothing is left to hide, is small.
 """
 
@@ -18,25 +18,25 @@ from replicax.engine.overlap.origins import Origin, path_to_product
 from replicax.engine.replica_axis import ReplicaAxis, join, part
 
 __all__ = [
-    "bytes_of_pack",
+    "bucket_blocks",
+    "bucket_sums",
+    "bytes_of_bucket",
     "made_meanwhile",
-    "overlapping_packs",
-    "packed_blocks",
-    "packed_sums",
-    "plan_packs",
+    "overlapping_buckets",
+    "plan_buckets",
 ]
 
-# Sizes of a pack. Smaller ones do not fill a link, larger ones start late; between
+# Sizes of a bucket. Smaller ones do not fill a link, larger ones start late; between
 # hosts a sum takes longer to start.
 _LEAST_BYTES = 2**20
 _LEAST_BYTES_ACROSS_HOSTS = 2**22
 _MOST_BYTES = 2**25
 _NUM_PACKS = 8  # Where that gives sizes between those.
-_NUM_PUT_OFF = 2  # Products that are left to be made while a pack is scattered.
-_LAST_SHARE = 32  # The last pack has at most that part of all bytes.
+_NUM_PUT_OFF = 2  # Products that are left to be made while a bucket is scattered.
+_LAST_SHARE = 32  # The last bucket has at most that part of all bytes.
 
 
-def plan_packs(
+def plan_buckets(
     sizes: Sequence[int],
     dtypes: Sequence[DTypeLike],
     *,
@@ -46,17 +46,17 @@ def plan_packs(
     """Plan which gradients are summed together, as lists of their positions.
 
     The last come first, since the backward pass has the last layers' gradients first.
-    A pack has one dtype. Empty gradients are in none. None: no packing is asked for.
+    A bucket has one dtype. Empty gradients are in none. None: no packing is asked for.
 
     Args:
         sizes: The gradients' sizes in bytes.
         dtypes: Their dtypes.
-        bytes_per_pack: The most bytes in a pack; a larger gradient is a pack by itself.
-        num_packs: Without `bytes_per_pack`: split all into about that many packs of
+        bytes_per_pack: The most bytes in a bucket; a larger gradient is a bucket by itself.
+        num_packs: Without `bytes_per_pack`: split all into about that many buckets of
             like size, one more for each further dtype in them.
 
     Example:
-        >>> plan_packs([4, 4, 40, 4], ["float32"] * 4, bytes_per_pack=16)
+        >>> plan_buckets([4, 4, 40, 4], ["float32"] * 4, bytes_per_pack=16)
         [[3], [2], [1, 0]]
     """
     if bytes_per_pack == 0 and num_packs < 2:
@@ -65,69 +65,69 @@ def plan_packs(
     if bytes_per_pack:
         return _filled(order, sizes, dtypes, itertools.repeat(bytes_per_pack))
     total, before = sum(sizes), 0
-    packs: dict[tuple[DTypeLike, int], list[int]] = {}
+    buckets: dict[tuple[DTypeLike, int], list[int]] = {}
     for i in order:
-        # By the gradient's middle, so that no pack is far from its share.
+        # By the gradient's middle, so that no bucket is far from its share.
         share = (2 * before + sizes[i]) * num_packs // (2 * total)
-        packs.setdefault((dtypes[i], share), []).append(i)
+        buckets.setdefault((dtypes[i], share), []).append(i)
         before += sizes[i]
-    return list(packs.values())
+    return list(buckets.values())
 
 
-def bytes_of_pack(total: int, *, spans_hosts: bool = False) -> int:
-    """The size of packs of so many bytes in all, whose sums are to overlap."""
+def bytes_of_bucket(total: int, *, spans_hosts: bool = False) -> int:
+    """The size of buckets of so many bytes in all, whose sums are to overlap."""
     least = _LEAST_BYTES_ACROSS_HOSTS if spans_hosts else _LEAST_BYTES
     return min(max(total // _NUM_PACKS, least), _MOST_BYTES)
 
 
-def overlapping_packs(
+def overlapping_buckets(
     sizes: Sequence[int],
     dtypes: Sequence[DTypeLike],
     origins: Sequence[Origin],
     *,
     spans_hosts: bool = False,
 ) -> tuple[list[list[int]] | None, dict[int, int]]:
-    """Packs whose sums travel while the backward pass still computes.
+    """Buckets whose sums travel while the backward pass still computes.
 
     They follow each other as the backward pass has the gradients. The first ones are
-    small, so that the link has work early. Nothing hides the last sum, so that pack is
+    small, so that the link has work early. Nothing hides the last sum, so that bucket is
     as small as can be; where the backward pass ends with large gradients, such as those
     of embeddings, it has products from before.
 
     XLA makes products and starts sums as late as it thinks that it can. So that one
-    product is left to be made while a pack travels, the last one of each is put off
+    product is left to be made while a bucket travels, the last one of each is put off
     until the sum before that is there.
 
     Returns:
-        The packs, as `plan_packs` does; None where the gradients are too small for more
+        The buckets, as `plan_buckets` does; None where the gradients are too small for more
         than one. And for each gradient that is put off, by position: the number of the
-        pack whose sum it waits for.
+        bucket whose sum it waits for.
     """
     total = sum(sizes)
-    most = bytes_of_pack(total, spans_hosts=spans_hosts)
+    most = bytes_of_bucket(total, spans_hosts=spans_hosts)
     if total <= most:
         return None, {}
     order = [i for i in reversed(range(len(sizes))) if sizes[i]]
     order.sort(key=lambda i: origins[i].depth)
-    last = _last_pack(order, sizes, origins, total // _LAST_SHARE)
+    last = _last_bucket(order, sizes, origins, total // _LAST_SHARE)
     # What is there at the end only must not keep back what is there before.
     end = origins[order[-1]].depth
     before = [i for i in order if i not in last and origins[i].depth < end]
     late = [i for i in order if i not in last and origins[i].depth == end]
     limits = itertools.chain((most // 4, most // 2), itertools.repeat(most))
-    packs = [
+    buckets = [
         *_filled(before, sizes, dtypes, limits, may_exceed=True),
         *_filled(late, sizes, dtypes, limits, may_exceed=True),
         *_filled(last, sizes, dtypes, itertools.repeat(total)),
     ]
     put_off = {}
-    for number, pack in enumerate(packs[2:]):
-        products = [i for i in pack if origins[i].product]
+    for number, bucket in enumerate(buckets[2:]):
+        products = [i for i in bucket if origins[i].product]
         put_off |= dict.fromkeys(products[-1:], number)
-    return packs, put_off
+    return buckets, put_off
 
 
-def _last_pack(
+def _last_bucket(
     order: Sequence[int], sizes: Sequence[int], origins: Sequence[Origin], most: int
 ) -> list[int]:
     """The gradients that go last: the latest products, of at most that many bytes.
@@ -158,105 +158,108 @@ def _filled(
     *,
     may_exceed: bool = False,
 ) -> list[list[int]]:
-    """Gradients in packs of one dtype, each filled up to the next one of the limits.
+    """Gradients in buckets of one dtype, each filled up to the next one of the limits.
 
     With `may_exceed` up to the first gradient that reaches it.
     """
-    packs: list[list[int]] = []
-    room: dict[DTypeLike, tuple[list[int], int]] = {}  # The dtype's pack, bytes left.
+    buckets: list[list[int]] = []
+    room: dict[DTypeLike, tuple[list[int], int]] = {}  # The dtype's bucket, bytes left.
     for i in order:
-        pack, left = room.get(dtypes[i], ([], 0))
+        bucket, left = room.get(dtypes[i], ([], 0))
         fits = left > 0 if may_exceed else 0 < sizes[i] <= left
         if not fits:
-            pack, left = [], next(limits)
-            packs.append(pack)
-        pack.append(i)
-        room[dtypes[i]] = (pack, left - sizes[i])
-    return packs
+            bucket, left = [], next(limits)
+            buckets.append(bucket)
+        bucket.append(i)
+        room[dtypes[i]] = (bucket, left - sizes[i])
+    return buckets
 
 
-def packed_sums(
+def bucket_sums(
     grads: Sequence[jax.Array],
-    packs: Iterable[Sequence[int]],
+    buckets: Iterable[Sequence[int]],
     reduced: Callable[[list[jax.Array]], list[jax.Array]],
     axis: ReplicaAxis,
     *,
     put_off: Mapping[int, int],
     weights: Mapping[int, jax.Array],
 ) -> tuple[list[jax.Array], dict[int, jax.Array]]:
-    """Sum the gradients, one pack after another, with `reduced`.
+    """Sum the gradients, one bucket after another, with `reduced`.
 
-    For `put_off` see `overlapping_packs`. The updates of `weights`, by position, must
+    For `put_off` see `overlapping_buckets`. The updates of `weights`, by position, must
     not be made together with something that the backward pass needs: those returned
     wait for their sums.
     """
     waiting: dict[int, jax.Array] = dict(weights)
     sums = dict(enumerate(grads))  # Empty gradients are their own sums.
     totals: list[jax.Array] = []
-    for pack in packs:
-        packed = [
+    for bucket in buckets:
+        arrays = [
             _made_after(grads[i], totals[put_off[i]]) if i in put_off else grads[i]
-            for i in pack
+            for i in bucket
         ]
-        bucket = join(packed)
+        joined = join(arrays)
         if totals:
-            bucket = _after(bucket, totals[-1], axis)
-        (total,) = reduced([bucket])
+            joined = _after(joined, totals[-1], axis)
+        (total,) = reduced([joined])
         totals.append(total)
-        held = {i: weights[i] for i in pack if i in weights}
+        held = {i: weights[i] for i in bucket if i in weights}
         if held:
             *own, total = lax.optimization_barrier((*held.values(), total))
             waiting |= zip(held, own, strict=True)
-        sums |= zip(pack, part(total, packed), strict=True)
+        sums |= zip(bucket, part(total, arrays), strict=True)
     return list(sums.values()), waiting
 
 
-def packed_blocks(
+def bucket_blocks(
     grads: Sequence[jax.Array],
-    packs: Sequence[Sequence[int]],
+    buckets: Sequence[Sequence[int]],
     scattered: Callable[[int, jax.Array], jax.Array],
     origins: Sequence[Origin],
     *,
     updates_are_last: bool = False,
 ) -> dict[int, jax.Array]:
-    """Scatter the sums of gradients, one pack after another: the blocks, by position.
+    """Scatter the sums of gradients, one bucket after another: the blocks, by position.
 
-    A pack's gradients stay arrays of their own, which XLA scatters together: a
+    A bucket's gradients stay arrays of their own, which XLA scatters together: a
     replica's block of what `join` makes would be no block of each. `scattered` makes
     this replica's block of the sum of a gradient, of that position. Where updates are
-    not last, gathers of new weights travel between packs, and XLA is to choose what is
+    not last, gathers of new weights travel between buckets, and XLA is to choose what is
     made meanwhile.
     """
     made = dict(enumerate(grads))
     blocks: dict[int, jax.Array] = {}
-    before: list[jax.Array] = []  # What was there before the previous pack travelled.
+    before: list[jax.Array] = []  # What was there before the previous bucket travelled.
     previous: list[jax.Array] = []
-    meanwhile = made_meanwhile(packs, origins)
-    for number, pack in enumerate(packs):
+    meanwhile = made_meanwhile(buckets, origins)
+    for number, bucket in enumerate(buckets):
         late = [i for i, awaited in meanwhile.items() if awaited == number - 1]
         made |= {i: _made_after(grads[i], before) for i in late}
-        before = previous or [made[i] for i in pack]
+        before = previous or [made[i] for i in bucket]
         if previous:
-            # With `updates_are_last` nothing else is to hide the previous pack.
-            waiting = [*pack, *(i for i in late if updates_are_last and i not in pack)]
+            # With `updates_are_last` nothing else is to hide the previous bucket.
+            waiting = [
+                *bucket,
+                *(i for i in late if updates_are_last and i not in bucket),
+            ]
             own, _ = lax.optimization_barrier(([made[i] for i in waiting], previous))
             made |= zip(waiting, own, strict=True)
-        previous = [scattered(i, made[i]) for i in pack]
-        blocks |= zip(pack, previous, strict=True)
+        previous = [scattered(i, made[i]) for i in bucket]
+        blocks |= zip(bucket, previous, strict=True)
     return blocks
 
 
 def made_meanwhile(
-    packs: Sequence[Sequence[int]], origins: Sequence[Origin]
+    buckets: Sequence[Sequence[int]], origins: Sequence[Origin]
 ) -> dict[int, int]:
-    """For gradients that are put off, the number of the pack that travels meanwhile.
+    """For gradients that are put off, the number of the bucket that travels meanwhile.
 
-    Each pack gets one, of the next pack that has a product left; and another one, for
+    Each bucket gets one, of the next bucket that has a product left; and another one, for
     gathers of weights may travel as well.
     """
-    left = [[i for i in pack if origins[i].product] for pack in packs]
+    left = [[i for i in bucket if origins[i].product] for bucket in buckets]
     meanwhile: dict[int, int] = {}
-    for number in [*reversed(range(len(packs) - 1))] * _NUM_PUT_OFF:
+    for number in [*reversed(range(len(buckets) - 1))] * _NUM_PUT_OFF:
         products = next(filter(None, left[number + 1 :]), None)
         if products is not None:
             meanwhile[products.pop()] = number

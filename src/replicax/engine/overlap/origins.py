@@ -1,6 +1,6 @@
 """Finds the products in a trace that gradients are made of.
 
-`packing` orders the gradients by the products that they wait for, and has some products
+`buckets` orders the gradients by the products that they wait for, and has some products
 made later.
 """
 

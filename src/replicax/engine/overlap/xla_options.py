@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 
 from replicax.cpu import settings
-from replicax.engine.overlap.buckets import bytes_of_pack
+from replicax.engine.overlap.buckets import bytes_of_bucket
 
 __all__ = ["compiler_options"]
 
 # What XLA merges of a divided update. By its own defaults a small model's gradients are
 # one sum after the backward pass, and its weights one gather before the forward pass.
-# All-reduces are packed by `packing` instead.
+# All-reduces are packed by `buckets` instead.
 _REDUCE_SCATTER = "xla_gpu_reduce_scatter_combine_threshold_bytes"
 _ALL_GATHER = "xla_gpu_all_gather_combine_threshold_bytes"
 _PLATFORMS = ("gpu", "cuda", "rocm")
@@ -54,9 +54,9 @@ def compiler_options(
     if platform not in _PLATFORMS or not scattered_bytes:
         return None
     own = settings.flags_in(environ)
-    size = bytes_of_pack(scattered_bytes, spans_hosts=spans_hosts)
+    size = bytes_of_bucket(scattered_bytes, spans_hosts=spans_hosts)
     wanted = {
-        # A pack at once: packs wait for each other. XLA counts what a device gets.
+        # A bucket at once: buckets wait for each other. XLA counts what a device gets.
         _REDUCE_SCATTER: scattered_bytes // num_devices,
         # Weights travel in half precision, and nothing hides the first gather. A
         # little more than a quarter takes a kernel's bias along.
