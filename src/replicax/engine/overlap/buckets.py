@@ -1,8 +1,8 @@
-"""Buckets gradients, so that each bucket is summed over the replicas as one array.
+"""Divides gradients into buckets, each summed over the replicas as one array.
 
-A bucket's sum travels while the backward pass computes the gradients of the next one. So
-buckets are made in the order in which the backward pass has the gradients, and the last
-one, whose sum nothing is left to hide, is small.
+A bucket is summed while the backward pass computes the gradients of the next bucket. So
+buckets follow the order in which the backward pass computes the gradients. The last
+bucket is small, because no computation is left to hide its sum.
 """
 
 import itertools
@@ -51,7 +51,7 @@ def plan_buckets(
     Args:
         sizes: The gradients' sizes in bytes.
         dtypes: Their dtypes.
-        bytes_per_pack: The most bytes in a bucket; a larger gradient is a bucket by itself.
+        bytes_per_pack: The most bytes in a bucket; a larger gradient is alone.
         num_packs: Without `bytes_per_pack`: split all into about that many buckets of
             like size, one more for each further dtype in them.
 
@@ -90,7 +90,7 @@ def overlapping_buckets(
     """Buckets whose sums travel while the backward pass still computes.
 
     They follow each other as the backward pass has the gradients. The first ones are
-    small, so that the link has work early. Nothing hides the last sum, so that bucket is
+    small, so that the link has work early. Nothing hides the last sum, so its bucket is
     as small as can be; where the backward pass ends with large gradients, such as those
     of embeddings, it has products from before.
 
@@ -99,8 +99,8 @@ def overlapping_buckets(
     until the sum before that is there.
 
     Returns:
-        The buckets, as `plan_buckets` does; None where the gradients are too small for more
-        than one. And for each gradient that is put off, by position: the number of the
+        The buckets, as `plan_buckets` does; None where the gradients are too small for
+        more than one. And for each gradient that is put off, by position: the number of the
         bucket whose sum it waits for.
     """
     total = sum(sizes)
@@ -224,7 +224,7 @@ def bucket_blocks(
     A bucket's gradients stay arrays of their own, which XLA scatters together: a
     replica's block of what `join` makes would be no block of each. `scattered` makes
     this replica's block of the sum of a gradient, of that position. Where updates are
-    not last, gathers of new weights travel between buckets, and XLA is to choose what is
+    not last, gathers of new weights travel between buckets, and XLA chooses what is
     made meanwhile.
     """
     made = dict(enumerate(grads))
@@ -254,8 +254,8 @@ def made_meanwhile(
 ) -> dict[int, int]:
     """For gradients that are put off, the number of the bucket that travels meanwhile.
 
-    Each bucket gets one, of the next bucket that has a product left; and another one, for
-    gathers of weights may travel as well.
+    Each bucket gets one, of the next bucket that has a product left; and another one,
+    for gathers of weights may travel as well.
     """
     left = [[i for i in bucket if origins[i].product] for bucket in buckets]
     meanwhile: dict[int, int] = {}
