@@ -100,8 +100,8 @@ def overlapping_buckets(
 
     Returns:
         The buckets, as `plan_buckets` does; None where the gradients are too small for
-        more than one. And for each gradient that is put off, by position: the number of the
-        bucket whose sum it waits for.
+        more than one. And for each gradient that is put off, by position: the number of
+        the bucket whose sum it waits for.
     """
     total = sum(sizes)
     most = bytes_of_bucket(total, spans_hosts=spans_hosts)
