@@ -15,6 +15,11 @@ from replicax._util.dry_run import dry_running as dry_running
 from replicax.checkpoint import storage as storage
 from replicax.checkpoint.evaluation import CheckpointWatch as CheckpointWatch
 
+# Gives all workers the random state of the first.
+from replicax.engine.checks.consistency import (
+    synchronize_random_state as synchronize_random_state,
+)
+
 # Reads any dataset, with strings; repeats names and seeds; reports created variables.
 from replicax.input.sources import raw_batches as raw_batches
 from replicax.keras.variables import made_alike as made_alike

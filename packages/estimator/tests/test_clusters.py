@@ -1,6 +1,7 @@
 """`train_and_evaluate` in real clusters, from TF_CONFIG."""
 
 import os
+import random
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from replicax_estimator import (
     ModeKeys,
     RunConfig,
     TrainSpec,
+    numpy_input_fn,
     read_eval_metrics,
     train_and_evaluate,
 )
@@ -222,3 +224,20 @@ def test_a_cluster_needs_a_model_dir(monkeypatch: pytest.MonkeyPatch) -> None:
             Estimator(model_fn), TrainSpec(eval_input), EvalSpec(eval_input)
         )
     assert ModeKeys.PREDICT == "infer"
+
+
+def shuffled(folder: str) -> float:
+    config = RunConfig(
+        model_dir=folder, train_distribute=rx.MultiWorkerMirroredStrategy()
+    )
+    x, y = examples()
+    input_fn = numpy_input_fn({"x": x}, y, BATCH, num_epochs=1, shuffle=True)
+    Estimator(model_fn, config=config).train(input_fn)
+    return random.random()
+
+
+@pytest.mark.multiprocess
+def test_workers_shuffle_alike(tmp_path: Path) -> None:
+    """Without a seed each draws one: from a random state that all share."""
+    results = run(shuffled, args=(str(tmp_path),), tasks={"worker": 2})
+    assert results["worker:0"].value == results["worker:1"].value

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 import replicax as rx
+from replicax.seams import synchronize_random_state
 from replicax_estimator.arguments import list_of, require_count, require_instance
 from replicax_estimator.evaluating import EvalResults, Evaluation, append_evaluation
 from replicax_estimator.exporting import export_model, warn_of_preprocess
@@ -450,11 +451,11 @@ class Estimator:
         key = mode, strategy
         if key not in self._models:
             strategy.home.begin()
+            # The model's seed and the order of input functions are drawn from it.
+            synchronize_random_state(strategy.workers)
             seed = self._config.tf_random_seed
             if seed is None:
                 seed = random.randrange(2**31)
-                if strategy.workers.count > 1:
-                    seed = strategy.workers.exchange("replicax_estimator.seed", seed)[0]
             self._models[key] = EstimatorModel(self._function, mode, strategy, seed)
         return self._models[key]
 
