@@ -303,7 +303,7 @@ def test_what_does_not_fit(tmp_path):
     with pytest.raises(CheckpointError, match=r"model/dense/kernel .* saved, .* here"):
         model.fit(_X, _Y, verbose=0, callbacks=[BackupAndRestore(tmp_path / "b")])
     short = lambda: {"x": _X[:16], "y": _Y[:16], "batch_size": 8}  # noqa: E731
-    with pytest.raises(ValueError, match=r"the data ends after 2 batches.* on 4"):
+    with pytest.raises(ValueError, match=r"the data ends after 2 batches.* after 4"):
         outcome(short, [BackupAndRestore(tmp_path / "b")])
     with pytest.raises(ValueError, match=r"save_freq must be .*got 'step'"):
         BackupAndRestore(tmp_path / "b", "step")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from keras import layers
 from tests.conftest import mirrored
-from tests.strategies.test_central_storage_fit import TapeStep
+from tests.strategies.parity import TapeStep
 
 import replicax as rx
 from replicax._private.keras import write_values

@@ -18,6 +18,8 @@ from tests.strategies.parity import (
     BATCH_SIZE,
     NUM_FEATURES,
     NUM_UNITS,
+    StatelessStep,
+    TapeStep,
     assert_same,
     batches,
     compiled,
@@ -71,39 +73,6 @@ Case = Callable[[rx.Strategy], Any]
 
 
 # Models and layers.
-
-
-class StatelessStep(keras.Sequential):
-    """A `train_step` as the Keras guide for JAX has it."""
-
-    def loss_of(self, trainable: Any, non_trainable: Any, x: Any, y: Any) -> Any:
-        outputs, non_trainable = self.stateless_call(
-            trainable, non_trainable, x, training=True
-        )
-        return self.compute_loss(x, y, outputs), non_trainable
-
-    def train_step(self, state: Any, data: Any) -> Any:
-        trainable, non_trainable, slots, metrics = state
-        (loss, non_trainable), grads = jax.value_and_grad(self.loss_of, has_aux=True)(
-            trainable, non_trainable, *data
-        )
-        trainable, slots = self.optimizer.stateless_apply(slots, grads, trainable)
-        return {"loss": loss}, (trainable, non_trainable, slots, metrics)
-
-
-class TapeStep(keras.Sequential):
-    """A `train_step` as tf.keras has it, with a metric of its own."""
-
-    def train_step(self, data: Any) -> Any:
-        x, y = data
-        with rx.GradientTape() as tape:
-            loss = self.compute_loss(x, y, self(x, training=True))
-        grads = tape.gradient(loss, self.trainable_variables)
-        self.optimizer.apply(grads, self.trainable_variables)
-        for metric in self.metrics:
-            if metric.name == "loss":
-                metric.update_state(loss)
-        return {"loss": loss}
 
 
 def of_class(kind: type[keras.Sequential]) -> Any:

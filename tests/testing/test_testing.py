@@ -266,11 +266,6 @@ def writes_much() -> None:
         (platform.node, {"num_workers": 1, "tasks": {"worker": 1}}, "either"),
         (platform.node, {"num_workers": 0}, "no tasks"),
         (platform.node, {"tasks": {"master": 1}}, "no job 'master'"),
-        (
-            platform.node,
-            {"num_workers": 1, "deadline_seconds": 0},
-            "be positive; got 0",
-        ),
         (lambda: 1, {"num_workers": 1}, "top level of a module"),
         (partial(print, 1), {"num_workers": 1}, "top level of a module"),
         (print, {"num_workers": 1}, "module 'builtins' has no file"),

@@ -98,7 +98,7 @@ def topology_of(devices: Sequence[Any]) -> Topology:
     """
     slices = [getattr(d, "slice_index", None) or 0 for d in devices]
     # CPU devices that stand in for chips have no coordinates.
-    coords = [getattr(d, "coords", (d.id, 0, 0)) for d in devices]
+    coords = [getattr(d, "coords", None) or (d.id, 0, 0) for d in devices]
     chips = {(number, *place) for number, place in zip(slices, coords, strict=True)}
     x, y, z = (
         1 + max(chip[i] for chip in chips) - min(chip[i] for chip in chips)

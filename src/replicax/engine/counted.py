@@ -15,19 +15,12 @@ __all__ = ["CountedReplicas"]
 
 
 class CountedReplicas:
-    """The replicas of a step, of which only some may hold examples of the batch.
-
-    Args:
-        group: All replicas.
-        gradient_op: How the optimizer seam combines gradients: SUM in custom loops,
-            MEAN in `fit`.
-        num_active: Only the first `num_active` replicas hold examples of this batch and
-            count; the others compute on copies. None: all count.
-    """
+    """The replicas of a step, of which only some may hold examples of the batch."""
 
     def __init__(
         self, group: ReplicaGroup, gradient_op: ReduceOp, num_active: int | None
     ) -> None:
+        """Take the arguments of `ReplicaContext`."""
         self._group = group
         self._gradient_op = gradient_op
         self._num_active = num_active

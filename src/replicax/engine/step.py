@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from replicax._private.keras import has_value
 from replicax._util.types import PyTree
 from replicax.engine.blocks import Block, cut
 from replicax.engine.checks.analysis import Analysis
@@ -158,9 +159,13 @@ class ReplicaStep:
         traced = self.on_devices(step, (self.leaf_specs(),), PartitionSpec())
         with recorder:
             jaxpr = jax.make_jaxpr(traced)(tuple(leaves))
+            variables = recorder.read | recorder.written
+            # The next trace may use a variable that this one has created after that
+            # use, such as the loss scale of an optimizer that the step builds.
+            created = {i for i, v in variables.items() if not has_value(v)}
         self.analysis = Analysis(mirrored_sums=frozenset(self.mirrored_sums))
         self.written = list(recorder.written.values())
-        used = used_variables(jaxpr)
+        used = used_variables(jaxpr) | created
         self.unused = recorder.read.keys() - recorder.written.keys() - used
         self.overwritten = recorder.written.keys() - used
         read = [v for k, v in recorder.read.items() if k not in recorder.written]

@@ -1,7 +1,7 @@
 """The contexts for a user's input functions and value functions."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -140,7 +140,7 @@ def per_replica(
 
 def _stack(*values: PyTree) -> np.ndarray | PartedRows:
     in_rows = isinstance(values[0], RowArray)
-    arrays = values if in_rows else tuple(map(np.asarray, values))
+    arrays: Sequence[PyTree] = values if in_rows else [np.asarray(x) for x in values]
     for i, array in enumerate(arrays):
         if not in_rows and not holds_numbers(array):
             raise TypeError(

@@ -13,7 +13,7 @@ Ragged batches. A batch that does not divide goes to the largest number of repli
 divides it; the others get copies, and every sum over replicas leaves them out. No row
 is padded, so batch normalisation sees real rows only.
 
-Tiny models. A step of few microseconds takes longer to be called than to compute, so
-batches are ranges of rows until a whole execution's are cut out at once, and threads
-that read each batch's logs are left out where no callback asks for them.
+Tiny models. Calling a step of a few microseconds takes longer than its computation. So
+batches stay ranges of rows, and all batches of an execution are sliced at once. Threads
+that read each batch's logs are started only where a callback asks for them.
 """

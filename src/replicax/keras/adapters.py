@@ -85,7 +85,7 @@ class _GrainAdapter(GrainDatasetAdapter):
     """Keras' adapter of a Grain dataset, in another order in each iteration.
 
     Attributes:
-        iteration: The number of the next one that begins.
+        iteration: The number of the next iteration.
     """
 
     def __init__(self, dataset: PyTree, first_iteration: int) -> None:
@@ -105,9 +105,9 @@ class DistributedAdapter:
     """A reader of a distributed dataset.
 
     Attributes:
-        iteration: The number of the next one that begins; None: all have the order of
-            the first.
-        is_local: Whether batches are rows of this worker's own.
+        iteration: The number of the next iteration; None if all have the order of the
+            first.
+        is_local: Whether a batch holds this worker's rows only.
     """
 
     def __init__(
@@ -152,11 +152,11 @@ def is_array_adapter(adapter: DataAdapterLike) -> bool:
 
 
 def fixed_number_of_batches(adapter: DataAdapterLike) -> int | None:
-    """The number of batches of an adapter whose data cannot end sooner."""
+    """The number of batches if the data are sure to have that many; None otherwise."""
     return adapter.num_batches if is_array_adapter(adapter) else None
 
 
-@dataclasses.dataclass(slots=True)  # Frozen, it takes twice the time.
+@dataclasses.dataclass(slots=True)  # Not frozen: that takes twice the time.
 class LazyBatch:
     """A batch of arrays in memory, which is sliced when it is used.
 
@@ -218,8 +218,9 @@ def _lazily(draw: Callable[..., PyTree]) -> Callable[..., Iterator[LazyBatch]]:
             ]
             return jax.tree.unflatten(structure, rows)
 
-        # Keras would map over a tree of arrays for each batch, which takes longer than
-        # all else that a batch of a tiny model needs here.
+        # Draw indices only (0 stands for the arrays): Keras would map over the tree of
+        # arrays for each batch, which takes longer than all else that a batch of a tiny
+        # model needs here.
         for indices in draw(lambda _, indices: indices, 0):
             yield LazyBatch(cut, indices)
 
@@ -229,7 +230,7 @@ def _lazily(draw: Callable[..., PyTree]) -> Callable[..., Iterator[LazyBatch]]:
 def _rows_of(sliceable: PyTree) -> PyTree:
     """Return a sparse array as a row array, and any other sliceable as it is.
 
-    Keras would make JAX arrays of each batch, with a shape of its own.
+    Keras would make JAX arrays whose shapes differ from batch to batch.
     """
     array = getattr(sliceable, "array", None)
     array = getattr(array, "sparse", array)  # TensorFlow's, in Keras' wrapper.
@@ -242,7 +243,7 @@ def batch_of(batch: PyTree) -> PyTree:
 
 
 def inputs_of(batch: PyTree) -> PyTree:
-    """A batch without targets and weights, which `predict` does not read."""
+    """A batch without targets and weights; a `LazyBatch` is returned as it is."""
     if isinstance(batch, LazyBatch):
         return batch
     x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
@@ -296,7 +297,7 @@ def adapter_of(
     if first_iteration is not None and is_grain_dataset(x) and not names:
         return _GrainAdapter(x, first_iteration)
     _require_data({"x": x, "y": y, "sample_weight": sample_weight}, caller)
-    with Announced("waiting for the first batch"):  # Keras draws one of a generator.
+    with Announced("waiting for the first batch"):  # Keras reads a generator's first.
         return _adapter_of_keras(
             x=x,
             batch_size=batch_size,
@@ -324,7 +325,7 @@ def _require_data(arguments: Mapping[str, PyTree], caller: str) -> None:
 
 
 def _is_dataset_of_keras(value: PyTree) -> bool:
-    """Whether Keras reads batches from a value; the only iterators are generators."""
+    """Whether Keras reads batches from a value; of iterators, only from generators."""
     if is_one_shot(value):
         return isinstance(value, types.GeneratorType)
     return is_dataset(value)

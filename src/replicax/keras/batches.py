@@ -33,13 +33,13 @@ __all__ = [
 _ROW_ARRAYS = frozenset(RowArray)
 
 
-@dataclasses.dataclass(kw_only=True, slots=True)  # Frozen, it takes twice the time.
+@dataclasses.dataclass(kw_only=True, slots=True)  # Not frozen: twice the time.
 class PlacedBatch(FlatCall):
     """A batch, or several of equal shape for one dispatch: the argument of a step.
 
     Its arrays are the batch's leaves, `[B, ...]` to be split over the replicas, or
-    `[steps, B, ...]`. If only some replicas get examples, the others hold copies of
-    examples, which `B` counts.
+    `[steps, B, ...]`. If only some replicas get examples, the others hold copies, and
+    `B` includes the copies.
 
     Attributes:
         num_rows: Examples in one batch, without copies.
@@ -51,10 +51,10 @@ class PlacedBatch(FlatCall):
 
 
 class BatchIterator:
-    """Places Keras' batches, on accelerators one execution ahead of the step.
+    """Places Keras' batches; on accelerators, one execution ahead of the step.
 
-    There a thread places them: to slice and copy a batch takes as long as some steps
-    (measured: 8 to 12 ms for 38 MB of images).
+    On accelerators a thread places them, as slicing and copying a batch takes as long
+    as some steps (measured: 8 to 12 ms for 38 MB of images).
 
     Args:
         batches: Keras' batches, `(x, y, sample_weight)` of host arrays.
@@ -62,7 +62,7 @@ class BatchIterator:
         steps_per_execution: Number of batches to place together.
         local: Whether the batches hold the rows of this process only.
         ahead: Whether to prefetch batches on accelerators.
-        reused: Whether the source may fill the arrays of a batch again with the next.
+        reused: Whether the source may overwrite a batch's arrays with the next batch.
         recorder: Records the time that batches take; or None.
     """
 
@@ -120,7 +120,7 @@ class BatchIterator:
 def _chunks(
     batches: Iterable[PyTree], size: int, *, reused: bool
 ) -> Iterator[list[PyTree]]:
-    """Lists of `size` batches; `_Placing` copies the last of each."""
+    """Lists of `size` batches, copied if `reused`; `_Placing` copies the last."""
     chunk: list[PyTree] = []
     for batch in batches:
         chunk.append(batch)
@@ -134,7 +134,7 @@ def _chunks(
 
 
 def _copy(batch: PyTree) -> PyTree:
-    """A copy of a batch, whose source may fill its arrays again with the next one.
+    """A copy of a batch, as the source may overwrite its arrays with the next batch.
 
     JAX may read a NumPy array after the call that it was passed to.
     """
@@ -239,7 +239,7 @@ class _Placing:
         num_steps: int | None = None,
         stacked: list[PyTree] | None = None,
     ) -> PlacedBatch:
-        """Place one batch, or the stacked leaves of several of its shapes."""
+        """Place one batch, or several of its shapes, given as `stacked` leaves."""
         flat, structure = jax.tree.flatten(batch)
         num_rows = _num_rows(batch, flat, self._caller)
         active = self._num_active(num_rows)
@@ -274,30 +274,30 @@ class _Placing:
     def _divided(
         self, flat: list[PyTree], structure: PyTree, num_steps: int | None
     ) -> tuple[list[PyTree], PyTree, tuple[Kind, ...]]:
-        """Divide row arrays among the leaves, or lists of them, over the replicas.
+        """Divide those leaves that are row arrays, or lists of them, over the replicas.
 
         A row array becomes its component arrays, with a leading dimension of replicas.
         """
         kinds: list[Kind] = []
         arrays: list[PyTree] = []
-        ones = []
+        templates = []
         for x in flat:
             if not isinstance(x, (list, *RowArray)):
                 if self._group.spans_processes and not self._local:
                     x = self._local_part(x, num_steps)
-                ones.append(0)
+                templates.append(0)
                 kinds.append(Kind.ROWS)
                 arrays.append(x)
                 continue
             steps = self._parted(x if isinstance(x, list) else [x])
             parts = [jax.tree.leaves(step) for step in steps]
-            ones.append(one_of(steps[0], parts[0]))
+            templates.append(one_of(steps[0], parts[0]))
             kinds += [Kind.PER_REPLICA] * len(parts[0])
             if num_steps is None:
                 arrays += parts[0]
             else:
                 arrays += [np.stack(column) for column in zip(*parts, strict=True)]
-        structure = jax.tree.structure(jax.tree.unflatten(structure, ones))
+        structure = jax.tree.structure(jax.tree.unflatten(structure, templates))
         return arrays, structure, tuple(kinds)
 
     def _parted(self, steps: list[PyTree]) -> list[PyTree]:
@@ -367,8 +367,8 @@ def _num_rows(batch: PyTree, flat: list[PyTree], caller: str) -> int:
         for path, x in jax.tree_util.tree_leaves_with_path(batch)
     ]
     listed = ", ".join(described[:4] + ["..."] * (len(described) > 4))
-    lists = " Lists in a batch are structure: make arrays of them, with np.asarray."
+    advice = " Lists are not arrays here: convert them with np.asarray."
     raise ValueError(
         f"{caller}: the arrays of one batch must have the same number of examples; got "
-        f"{listed}.{lists if () in sizes else ''}"
+        f"{listed}.{advice if () in sizes else ''}"
     )

@@ -27,9 +27,9 @@ __all__ = [
     "build",
     "has_call",
     "is_built",
+    "no_data_error",
     "note_built",
     "require_compiled",
-    "without_data",
 ]
 
 _logger = logging.getLogger("replicax")
@@ -68,9 +68,9 @@ def build(
         try:
             return first_batch()
         except StopIteration:
-            raise without_data(model) from None
+            raise no_data_error(model) from None
 
-    # A model with steps is built: Keras only checks that, which needs no message.
+    # A model that has steps is built. Keras only checks that, so nothing is announced.
     is_done = steps.has_steps(model, kind)
     name = f"building model {model.name!r}"
     with contextlib.nullcontext() if is_done else Announced(name):
@@ -121,8 +121,8 @@ def _build_by_step(
     kind: str,
     first_batch: Callable[[], PyTree],
 ) -> None:
-    """Create the variables that a step of a model without `call` uses."""
-    if not steps.has_steps(model, kind):  # Its steps were traced already.
+    """Create the variables that a model's step uses, without calling the model."""
+    if not steps.has_steps(model, kind):  # Else its steps were traced already.
         name = f"{kind}_step"
         optimizer = model.optimizer
         if not steps.takes_state(model, name):
@@ -147,7 +147,7 @@ def require_compiled(model: keras.Model, name: str) -> None:
         )
 
 
-def without_data(model: keras.Model, what: str = "data") -> ValueError:
+def no_data_error(model: keras.Model, what: str = "data") -> ValueError:
     """Make the error for data without a batch."""
     return ValueError(
         f"{current_call()}: the {what} for model {model.name!r} have no batches. Give "

@@ -26,8 +26,8 @@ from replicax.keras.session import (
     FitSession,
     discarded_files,
     late_callbacks,
-    refuse_averages_elsewhere,
-    refuse_saves_of_each,
+    refuse_saves_by_each_worker,
+    refuse_swapped_averages,
     session_of,
 )
 from replicax.keras.steps import Steps, group_of, is_of_keras, steps_of
@@ -112,7 +112,7 @@ def fit(
         if session.work is not None:
             session.callback(session.work.close)
         of_user = keras.tree.flatten(getattr(callbacks, "callbacks", callbacks))
-        refuse_saves_of_each(of_user, strategy)
+        refuse_saves_by_each_worker(of_user, strategy)
         # Before `set_model`, in which TensorBoard opens its files.
         if not strategy.is_chief:
             session.enter_context(discarded_files(of_user))
@@ -197,7 +197,7 @@ class _FitLoop:
         """Train the epochs from `first` to `end`, unless a callback stops training."""
         model, session, callbacks = self.model, self.session, self.callbacks
         logs: Logs = {}
-        refuse_averages_elsewhere(callbacks.callbacks, session.strategy)
+        refuse_swapped_averages(callbacks.callbacks, session.strategy)
         model.stop_training = False
         callbacks.on_train_begin()
         for callback in late_callbacks(callbacks.callbacks):
@@ -254,7 +254,7 @@ class _FitLoop:
         if session.work is not None:
             return model.get_metrics_result()  # Other workers ran all steps.
         if self.logs is None:
-            raise building.without_data(model)
+            raise building.no_data_error(model)
         return self.logs
 
 
@@ -296,7 +296,7 @@ def evaluate(
         last = deque(_executions(model, data, steps_of_model, listed, "test"), maxlen=1)
         if not last:
             what = "validation data" if is_part_of_fit else "data"
-            raise building.without_data(model, what)
+            raise building.no_data_error(model, what)
         logs = trainer.pythonify_logs(_results(model, last[0]))
         listed.on_test_end(logs)
     finally:
@@ -332,7 +332,7 @@ def predict(
     finally:
         data.close()
     if not outputs:
-        raise building.without_data(model)
+        raise building.no_data_error(model)
     return jax.tree.map(lambda *xs: np.concatenate(xs), *outputs)
 
 

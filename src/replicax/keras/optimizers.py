@@ -67,7 +67,7 @@ def apply(
     return context.apply_gradients(update, list(grads), values)
 
 
-_with_override: weakref.WeakSet[type] = weakref.WeakSet()
+_hooked_classes: weakref.WeakSet[type] = weakref.WeakSet()
 """Users' optimizer classes whose `apply` is hooked."""
 
 
@@ -81,8 +81,8 @@ def hook_overrides(kind: type[keras.Optimizer]) -> None:
         if owner.__module__.partition(".")[0] == "keras":
             return
         own = vars(owner).get("apply")
-        if inspect.isfunction(own) and owner not in _with_override:
-            _with_override.add(owner)
+        if inspect.isfunction(own) and owner not in _hooked_classes:
+            _hooked_classes.add(owner)
             setattr(owner, "apply", hooked(own, _apply_override))  # noqa: B010
 
 
@@ -94,7 +94,7 @@ def _apply_override(
         return original(optimizer, *args, **kwargs)
     signature = inspect.signature(original)
     given = signature.bind(optimizer, *args, **kwargs)
-    # Of whatever names, in whatever way they are given.
+    # An override may name its arguments otherwise, and callers may pass them by name.
     values = [*given.args[1:], *given.kwargs.values()]
     grads = list(values[0])
     variables = list(values[1]) if len(values) > 1 and values[1] is not None else None
@@ -124,7 +124,7 @@ def _defer(
         with keras.name_scope(optimizer.name, caller=optimizer):
             optimizer.build(list(variables))
         for variable in optimizer.variables:
-            # Read: the next trace may use some first, such as a loss scale.
+            # Record it as read: the next trace may use it first, as a loss scale.
             variable.value  # noqa: B018
     trained = trained_by(optimizer) if variables is None else list(variables)
     if len(grads) != len(trained):
@@ -181,13 +181,13 @@ def stateless_apply_with_loss_scale(
     grads: PyTree,
     trainable_variables: PyTree,
 ) -> PyTree:
-    """`LossScaleOptimizer.stateless_apply`, which checks the gradients as well."""
+    """`LossScaleOptimizer.stateless_apply`; checks the combined gradients likewise."""
     context = current_context()
     grads = list(grads)
     if context is None or (context.defers_updates and not grads):
         return original(optimizer, optimizer_variables, grads, trainable_variables)
     if context.defers_updates:
-        # Other optimizers do it this way: `apply`, in a scope of these values.
+        # As in other optimizers: call `apply` in a scope of the given values.
         return keras.Optimizer.stateless_apply(
             optimizer, optimizer_variables, grads, trainable_variables
         )
@@ -199,7 +199,7 @@ def stateless_apply_with_loss_scale(
 
 
 def _require_current(variables: PyTree, scope: keras.StatelessScope) -> None:
-    """Refuse values that are not the variables' own: the update starts from those."""
+    """Refuse values other than the variables' own, from which the update starts."""
     outer = scope_around(scope)
     if not isinstance(outer, RecordingScope | ValueScope):
         return
@@ -209,8 +209,8 @@ def _require_current(variables: PyTree, scope: keras.StatelessScope) -> None:
             raise UpdatePendingError(
                 f"optimizer.stateless_apply: the value given for {variable.path!r} is "
                 "not the variable's own, but under this strategy the update starts "
-                "from that. Pass the values that the step got; change them in another "
-                "step."
+                "from the variable's own value. Pass the values that the step got; "
+                "change them in another step."
             )
 
 

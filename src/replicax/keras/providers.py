@@ -1,4 +1,4 @@
-"""Functions of folders above this one that `fit` calls; their owners set them here."""
+"""Functions of higher layers that `fit` calls; the modules that own them set them."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING

@@ -11,7 +11,8 @@ than summing them, so it multiplies shares by the number of replicas.
 
 A step may log a function of a metric, such as the exponential of a mean loss. In a
 replica the metric's state covers the replica's rows only, and the mean of the functions
-is not the function of the mean. So in such steps `result` is that of all replicas.
+is not the function of the mean. So in such steps `result` reads the state of all
+replicas.
 """
 
 import contextlib
@@ -53,7 +54,7 @@ def reduce_weighted_values(
     reduction: str | None = "sum_over_batch_size",
     dtype: DTypeLike | None = None,
 ) -> PyTree:
-    """Keras' reduction of per-example losses, with a divisor of the global batch.
+    """Keras' reduction of per-example losses, divided by the global batch's count.
 
     (Keras: `keras.src.losses.loss.reduce_weighted_values`, whose scaling for
     `tf.distribute` this corresponds to.)
@@ -96,10 +97,10 @@ def update_mean(
 ) -> None:
     """Keras' update of a mean, in which a scalar counts once for each global batch.
 
-    Each replica updates with its own scalar, such as the loss of its rows. Replicas
-    that share a batch have equally many rows, so the scalars have equal parts of the
-    count of one. A loss that is a share is scaled first, so that the mean is that of
-    the global loss.
+    Each replica updates with its own scalar, such as the loss of its rows. The replicas
+    that share a batch have equally many rows, so with k of them a scalar has weight
+    1 / k. A loss that is already divided by the global count (a share) is multiplied
+    back first, so that the mean is the global loss.
     """
     _warn_if_dropped(metric)
     if is_share(values):
@@ -113,15 +114,15 @@ def update_mean(
 def _warn_if_dropped(metric: keras.metrics.Mean) -> None:
     """Warn if Keras drops the update of a metric.
 
-    A step of `(state, data)` calls the model in a scope of its own variables and keeps
-    updates of these, but not updates of metrics. Keras' tracker of the loss is exempt:
-    a model whose `metrics` omits it drops it on purpose.
+    A step of `(state, data)` calls the model with the model's variables in a scope. It
+    keeps their updates, but not those of metrics. Keras' loss tracker is exempt: a
+    model that leaves it out of `metrics` drops its updates on purpose.
     """
     if tracks_loss(current_model(), metric):
         return
     scope = current_scope()
-    is_call = type(scope) is keras.StatelessScope and scope.state_mapping
-    if is_call and id(metric.total) not in scope.state_mapping:
+    is_model_call = type(scope) is keras.StatelessScope and scope.state_mapping
+    if is_model_call and id(metric.total) not in scope.state_mapping:
         _log_dropped(current_call(), metric.name)
 
 
@@ -189,22 +190,22 @@ def _num_unmasked(layer: keras.Layer, inputs: PyTree, mask: PyTree) -> PyTree:
 def global_results(
     metrics: Iterable[keras.metrics.Metric],
 ) -> Generator[list[PyTree]]:
-    """While open, `result` of metrics in a replica function is that of all replicas.
+    """While open, `result` of a metric in a replica function covers all replicas.
 
     Args:
         metrics: The metrics; one may contain others, as the compiled metrics do.
 
     Yields:
-        The results so far, and the values of results that are dictionaries.
+        A list that grows with each result; a dictionary is followed by its values.
     """
-    inside: list[keras.metrics.Metric] = []
+    outer_metrics: list[keras.metrics.Metric] = []
     results: list[PyTree] = []
 
     def of_all_replicas(
         metric: keras.metrics.Metric, result: Callable[[], PyTree]
     ) -> Callable[[], PyTree]:
         def recorded() -> PyTree:
-            value = _global_result(metric, result, inside)
+            value = _global_result(metric, result, outer_metrics)
             results.append(value)
             if isinstance(value, dict):
                 results.extend(value.values())
@@ -219,19 +220,20 @@ def global_results(
 def _global_result(
     metric: keras.metrics.Metric,
     result: Callable[[], PyTree],
-    inside: list[keras.metrics.Metric],
+    outer_metrics: list[keras.metrics.Metric],
 ) -> PyTree:
     context = current_context()
-    if context is None or inside:  # Of a metric that contains this one.
+    # A metric around this one has summed its state.
+    if context is None or outer_metrics:
         return result()
     variables = list(metric.variables)
     values = {i: v.value for i, v in enumerate(variables)}
     addends = {i: x for i, x in values.items() if id(variables[i]) in context.summands}
     if addends:
         values |= context.sum(addends)
-    inside.append(metric)
+    outer_metrics.append(metric)
     try:
         with keras.StatelessScope([(variables[i], x) for i, x in values.items()]):
             return result()
     finally:
-        inside.clear()
+        outer_metrics.clear()

@@ -22,8 +22,8 @@ __all__ = [
     "LateCallback",
     "discarded_files",
     "late_callbacks",
-    "refuse_averages_elsewhere",
-    "refuse_saves_of_each",
+    "refuse_saves_by_each_worker",
+    "refuse_swapped_averages",
     "session_of",
 ]
 
@@ -110,21 +110,21 @@ def late_callbacks(
     return [c for c in callbacks if isinstance(c, LateCallback)]
 
 
-def refuse_averages_elsewhere(
+def refuse_swapped_averages(
     callbacks: Sequence[keras.callbacks.Callback], strategy: StrategyLike
 ) -> None:
-    """Raise for callbacks that exchange averages of weights that lie elsewhere."""
+    """Raise for callbacks that swap weights with averages kept in other processes."""
     swaps = any(isinstance(c, keras.callbacks.SwapEMAWeights) for c in callbacks)
     if swaps and not strategy.home.keeps_slots:
         raise NotImplementedError(
-            "fit: SwapEMAWeights exchanges weights and their averages, which under "
-            f"{type(strategy).__name__} lie elsewhere. Leave it out: with "
+            "fit: SwapEMAWeights swaps weights with their averages, which "
+            f"{type(strategy).__name__} keeps elsewhere. Leave it out: with "
             "use_ema=True the model has the averages at the end of fit, and with "
             "ema_overwrite_frequency also within it."
         )
 
 
-def refuse_saves_of_each(
+def refuse_saves_by_each_worker(
     callbacks: Iterable[keras.callbacks.Callback], strategy: StrategyLike
 ) -> None:
     """Raise for callbacks of Keras that would save once in each worker."""
@@ -185,6 +185,6 @@ def discarded_files(
 
 
 def _path_in(folder: Path, path: str) -> str:
-    """The name of `path` in `folder`, with 0 for fields such as the epoch."""
+    """Make `folder`; return the path in it named as `path`, with 0 for each field."""
     folder.mkdir()
     return str(folder / re.sub(r"\{.*?\}", "0", Path(path).name))

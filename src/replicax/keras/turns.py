@@ -1,7 +1,7 @@
 """Calls of a model from several threads: they queue, or read a snapshot during `fit`.
 
-Calls of a model hold its lock. A `fit` holds it until it ends, so calls of other
-threads do not wait for it: they use a snapshot of the model's weights and metrics.
+Calls of a model hold its lock. `fit` holds the lock until it ends; calls of other
+threads do not wait that long, but use a snapshot of the model's weights and metrics.
 Neither call changes what the other computes.
 """
 
@@ -19,12 +19,12 @@ from replicax.keras.session import session_of
 
 __all__ = ["turn_of"]
 
-_LONGEST_S = 3600.0
+_MAX_WAIT_S = 3600.0
 _TURN = "_replicax_turn"
 
 
 class _Turn:
-    """The calls of the thread that holds a model's lock, the outermost first."""
+    """A model's lock, and the calls of the thread that holds it, outermost first."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -51,11 +51,13 @@ class _Turn:
             )
 
         def late() -> bool:
-            raise TimeoutError(f"{reminder(_LONGEST_S)}. Call it in one thread.")
+            raise TimeoutError(
+                f"{reminder(_MAX_WAIT_S)}. Call the model in one thread."
+            )
 
         if self.lock.acquire(blocking=False):
             return True
-        return wait_for(poll, _LONGEST_S, late=late, reminder=reminder)
+        return wait_for(poll, _MAX_WAIT_S, late=late, reminder=reminder)
 
 
 @contextlib.contextmanager
@@ -73,7 +75,7 @@ def turn_of(model: keras.Model, strategy: StrategyLike, name: str) -> Generator[
         _refuse(model, strategy, name, turn.calls[0])
         with VariableSnapshot([*model.variables, *model.metrics_variables]):
             yield
-    elif name == "predict_on_batch":  # One program, which writes no metrics.
+    elif name == "predict_on_batch":  # It writes nothing: needs no lock.
         turn.lock.release()
         yield
     else:
@@ -86,7 +88,7 @@ def turn_of(model: keras.Model, strategy: StrategyLike, name: str) -> Generator[
 
 
 def _refuse(model: keras.Model, strategy: StrategyLike, name: str, other: str) -> None:
-    """Raise for a call during a `fit` that cannot use a snapshot."""
+    """Raise if a call made during a `fit` cannot use a snapshot."""
     what = (
         f"{name}: called of model {model.name!r} in thread "
         f"{threading.current_thread().name!r}, during {other}"

@@ -165,9 +165,9 @@ class ParameterServerStrategy(Strategy):
         """How stale the gradients were that the servers have applied until now.
 
         Returns:
-            For each worker a histogram of its gradients by staleness: the number of
-            updates between the values that they were computed from and their own
-            update. Each server counts the pushes that it received.
+            For each worker a histogram of its gradients by staleness. The staleness of
+            a gradient is the number of updates between the values that it was computed
+            from and its own update. Each server counts the pushes that it received.
         """
         total: dict[str, Counter[int]] = {}
         connections = [] if self.session is None else self.session.connections

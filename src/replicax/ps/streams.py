@@ -38,7 +38,7 @@ class Stream(msgspec.Struct):
     tickets: StepTickets
 
 
-class _Entry(msgspec.Struct):
+class _StreamEntry(msgspec.Struct):
     """The write-ahead log's entry of a stream and one worker.
 
     Each call appends one, so it has no state of other workers. `past` are the totals of
@@ -235,7 +235,7 @@ class Streams(msgspec.Struct):
         if newest is None:
             return None
         shared = msgspec.structs.replace(newest.tickets, held={}, waiting=[])
-        entry = _Entry(
+        entry = _StreamEntry(
             stream=msgspec.structs.replace(newest, tickets=shared),
             past=self.past,
             worker=worker,
@@ -251,7 +251,7 @@ class Streams(msgspec.Struct):
         """
         held: dict[str, dict[str, dict[int, int]]] = {}  # By stream and worker.
         for value in saved:
-            entry = msgspec.convert(value, _Entry, str_keys=True)
+            entry = msgspec.convert(value, _StreamEntry, str_keys=True)
             stream, worker = entry.stream, entry.worker
             self.steps[worker] = max(entry.total, self.steps.get(worker, 0))
             held.setdefault(stream.name, {})[worker] = entry.held

@@ -23,7 +23,10 @@ class OneDeviceStrategy(Strategy):
         1
     """
 
-    num_dry_run_devices = 1
-
     def __init__(self, device: str | Device) -> None:
         super().__init__(resolve_devices([device], "OneDeviceStrategy"))
+
+    @property
+    def num_dry_run_devices(self) -> int:
+        """One, however many devices a dry run has."""
+        return 1

@@ -61,9 +61,6 @@ class Strategy(DatasetMaker):
 
     _cluster_resolver: ClusterResolver | None = None
 
-    num_dry_run_devices: int | None = None
-    """Number of a dry run's devices that the strategy uses; None: all."""
-
     def __init__(
         self,
         devices: Sequence[Device],
@@ -173,6 +170,11 @@ class Strategy(DatasetMaker):
     def is_chief(self) -> bool:
         """Whether this process does what only one must do, such as exporting."""
         return self._workers.is_chief
+
+    @property
+    def num_dry_run_devices(self) -> int | None:
+        """The number of a dry run's devices that the strategy uses; None: all."""
+        return None
 
     def scope(self) -> Scope:
         """Open the strategy's scope: it places the variables created in the block.
