@@ -4,11 +4,11 @@ No clock and no I/O: it gets the time, and a function that writes the write-ahea
 
 - A call is a turn under the board's one lock: dead workers lose their leases, then the
   action runs, then the write-ahead log is written.
-- No action waits: a client that has to wait calls again. Any call may come twice. One
-  with a number runs once and repeats its answer; the others are idempotent.
-- The write-ahead log has a worker's steps before the worker gets the answer. Anything
-  else that a restarted board lacks, clients send again (`session`), or it is lost, such
-  as closures since the last snapshot.
+- No action blocks: a client that has to wait polls. Any call may arrive twice. A
+  numbered call runs once and repeats its answer; calls without a number are idempotent.
+- The board logs a worker's steps before it answers the worker. After a restart, clients
+  send again what the board lacks (`session`). Some state is lost, such as closures
+  scheduled since the last snapshot.
 """
 
 import functools
@@ -40,7 +40,7 @@ __all__ = ["Board"]
 
 _logger = logging.getLogger("replicax")
 
-_REVOKED = "revoked"  # In place of an answer whose leases were revoked.
+_REVOKED = "revoked"  # Replaces an answer whose leases were revoked.
 
 _ACTIONS: set[str] = set()
 
@@ -67,17 +67,17 @@ def _action(
 ) -> Callable[Concatenate["Board", _Arguments], _Answer]:
     """Decorator of methods that clients may call: validates arguments, takes the lock.
 
-    Types and limits are those of the annotations. A call with a `session` is a
-    heartbeat, and one with a number, `call`, runs once.
+    The annotations define types and limits. A call with a `session` counts as a
+    heartbeat. A call with a number, `call`, runs once.
     """
     message = message_of(transition)
 
     @functools.wraps(transition)
     def act(
-        self: "Board", /, *given: _Arguments.args, **named: _Arguments.kwargs
+        self: "Board", /, *args: _Arguments.args, **kwargs: _Arguments.kwargs
     ) -> _Answer:
-        sent = dict(zip(message.__struct_fields__, given, strict=False)) | named
-        arguments = msgspec.structs.asdict(read(message, sent, RequestError))
+        values = dict(zip(message.__struct_fields__, args, strict=False)) | kwargs
+        arguments = msgspec.structs.asdict(read(message, values, RequestError))
         return self._act(transition, arguments)
 
     _ACTIONS.add(transition.__name__)
@@ -87,10 +87,10 @@ def _action(
 def _action_of(
     part: str, method: Callable[..., _Answer], *, once: bool = False
 ) -> Callable[..., _Answer]:
-    """Make a method of the board's attribute `part` a method that clients may call.
+    """Make a method of the board's attribute `part` an action that clients may call.
 
-    A method with a `worker` gets a `session` too, and a number, `call`, if it runs
-    `once`.
+    If the method has a `worker`, the action also has a `session` and, with `once`, a
+    number, `call`.
     """
     own = list(inspect.signature(method).parameters.values())
     place = next((i for i, p in enumerate(own, 1) if p.name == "worker"), 0)
@@ -110,13 +110,13 @@ def _action_of(
 class Board:
     """The job's shared state: membership, leases on steps, barriers, keys, closures.
 
-    Clients call its methods over the network, by name and with keyword arguments; all
-    arguments and results are JSON values, and none must be changed afterwards.
+    Clients call the board's methods over the network, by name and with keyword
+    arguments. Callers must not change arguments and results, which are JSON values.
 
-    A `worker` is a name of the cluster, the chief's first. A `session` is a unique text
-    for one process of it. A worker that joins as a new session replaces the old one,
-    whose calls are refused from then on. `call` numbers the session's calls of a
-    method: the last number again gets the same answer, a lower one is refused.
+    A `worker` is one of `workers`, whose first is the chief. A `session` is a unique
+    text for one process of the worker. When a worker joins with a new session, the
+    board refuses further calls of the old one. `call` numbers the session's calls of a
+    method: a repeat of the last number gets the same answer, a lower number is refused.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Board:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = now
-        self._now = now()  # The time of the present turn.
+        self._now = now()  # The time of the current turn.
         self._append = append
         self._lock = threading.Lock()
         self._failure: str | None = None
@@ -151,7 +151,7 @@ class Board:
             else:
                 answer = transition(self, **arguments)
             if "stream" in arguments:
-                self._write_down(arguments["stream"], arguments.get("worker", ""))
+                self._log_stream(arguments["stream"], arguments.get("worker", ""))
             return answer
 
     def _once(
@@ -179,7 +179,7 @@ class Board:
         self._failure = self._failure or self._presence.failure(self._now)
 
     def _release(self, worker: str, *, died: bool) -> None:
-        """Revoke a worker's leases, and the answers that gave them."""
+        """Revoke a worker's leases and the recorded answers that granted them."""
         answers = self._presence.workers[worker].answers
         for method in ("claim", "take"):
             if method in answers:
@@ -187,18 +187,20 @@ class Board:
         if given_up := self._streams.release(worker):
             _logger.warning("%s is gone, with %d steps of fit.", worker, given_up)
             for stream in self._streams.newest.values():
-                self._write_down(stream.name, worker)
+                self._log_stream(stream.name, worker)
         self._closures.release(worker, died=died)
 
-    def _write_down(self, stream: str, worker: str) -> None:
+    def _log_stream(self, stream: str, worker: str) -> None:
         """Append to the write-ahead log what a restarted server needs."""
         entry = self._streams.entry(stream, worker)
         if entry is None:
             return
         if worker:
-            known = self._presence.workers[worker]
-            told = {k: x for k, x in known.answers.items() if k in ("claim", "finish")}
-            entry |= {"session": known.session, "answers": told}
+            state = self._presence.workers[worker]
+            answers = {
+                k: state.answers[k] for k in ("claim", "finish") if k in state.answers
+            }
+            entry |= {"session": state.session, "answers": answers}
         self._append(["stream", family_of(stream)[0], worker], entry)
 
     # Membership.
@@ -207,8 +209,8 @@ class Board:
     def join(self, worker: Name, session: Name) -> JSONObject:
         """Make a worker alive; a new session replaces the one before.
 
-        In the answer `starts` counts the sessions of the worker, and `before` are those
-        that it replaces. No worker joins a job that `is_over`.
+        In the answer, `starts` counts the worker's sessions, and `before` lists its
+        replaced sessions. No worker joins a job that `is_over`.
         """
         presence = self._presence
         if not self._is_over and presence.join(worker, session, self._now):
@@ -242,14 +244,14 @@ class Board:
     def is_done(self) -> bool:
         """Whether the chief left with success and all others left or are dead.
 
-        That is final: the servers end then, and no worker may join.
+        Once true, this is final: the servers end, and no worker may join.
         """
         self._is_over = self._is_over or self._presence.is_done(self._now)
         return self._is_over
 
     @_action
     def failed(self) -> str | None:
-        """Why the whole job has failed; None: it has not.
+        """Why the whole job has failed; None if it has not.
 
         The chief left with an error, or was dead longer than its timeout, or no worker
         was alive for that long. A failure is final.
@@ -291,7 +293,7 @@ class Board:
     def raise_if_failed(
         self, worker: Name, session: Name, call: Count
     ) -> dict[str, str] | None:
-        """The error of a closure that was not raised yet; None the next time."""
+        """Return a closure's error once, for the chief to raise; otherwise None."""
         return self._closures.raise_if_failed()
 
     fetch = _action_of("_closures", Closures.fetch)
@@ -355,12 +357,12 @@ class Board:
                 self._resume(entry["worker"], entry)
 
     def _resume(self, name: str, entry: JSONObject) -> None:
-        """Let a session go on with the answers that the write-ahead log has."""
+        """Restore a session's answers from the write-ahead log."""
         worker = self._presence.workers.get(name)
         if worker is None or (session := entry["session"]) in worker.replaced:
             return
         if session != worker.session and self._presence.join(
             name, session, self._now
-        ):  # It had not joined when the snapshot was taken.
+        ):  # It joined after the snapshot was taken.
             self._closures.disown(name)
         worker.answers |= entry["answers"]

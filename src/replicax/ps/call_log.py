@@ -39,7 +39,7 @@ def append_nowhere(key: Sequence[str], value: JSON) -> None:
 
 
 def is_repeated(number: int, last: int, what: str) -> bool:
-    """Whether a client sends its last numbered call again, whose answer is known.
+    """Whether a call repeats the client's last one, whose answer is stored.
 
     Raises:
         RequestError: If a later call was answered already; `what` names the call.
@@ -79,13 +79,13 @@ class WriteAheadLog:
         self._lock = threading.Lock()
         self._file: int | None = None
         self._size = 0
-        self._failed = False  # The last write.
+        self._failed = False  # Whether the last write failed.
         self.newest: dict[tuple[str, ...], Any] = _read_lines(path)
 
     def append(self, key: Sequence[str], value: JSON) -> None:
-        """Append a key's newest value; after a full disk, with the next append."""
+        """Append a key's newest value; a failed write is retried by the next append."""
         with self._lock:
-            self.newest.pop(tuple(key), None)  # The latest is the last.
+            self.newest.pop(tuple(key), None)  # The newest entry is the last.
             self.newest[tuple(key)] = value
             try:
                 if self._file is None or self._size > _COMPACT_BYTES:
@@ -116,7 +116,7 @@ class WriteAheadLog:
         lines = (_line(k, v) for k, v in self.newest.items())
         write_whole(self._path, b"".join(lines))
         self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
-        # Counts from here, however large what is kept may be.
+        # Bytes appended since the compaction, however large the compacted file is.
         self._size = 0
 
     def _drop(self, error: OSError) -> None:
@@ -129,7 +129,7 @@ class WriteAheadLog:
             )
         self._failed = True
         self._close()
-        # Its entries would be older than the next snapshot.
+        # Its entries would be stale after the next snapshot.
         with contextlib.suppress(OSError):
             self._path.unlink(missing_ok=True)
 
@@ -144,7 +144,7 @@ def _line(key: Sequence[str], value: JSON) -> bytes:
 
 
 def _read_lines(path: Path) -> dict[tuple[str, ...], Any]:
-    """The newest values; a last line that was cut off is no line."""
+    """Read the newest values; skip a last line that was cut off."""
     try:
         *lines, _ = path.read_bytes().split(b"\n")
     except FileNotFoundError:
@@ -168,24 +168,24 @@ class Sessions:
     """
 
     def __init__(self, append: Append = append_nowhere) -> None:
-        self._known: dict[str, list[str]] = {}
+        self._by_worker: dict[str, list[str]] = {}
         self._ended: set[str] = set()
         self._append = append
         self._lock = threading.Lock()
 
     def admit(self, worker: str, session: str, before: Sequence[str] = ()) -> None:
-        """Make a new session the worker's last one; refuse one that was replaced.
+        """Make a new session the worker's last one; refuse a replaced session.
 
-        The new session also replaces those `before`, which this server may not know.
+        The new session also replaces the sessions `before`, which may be new here.
         """
         with self._lock:
-            sessions = self._known.get(worker, [])
+            sessions = self._by_worker.get(worker, [])
             if session not in sessions:
                 ended = [*sessions, *(x for x in before if x not in sessions)]
-                # Logged, too: else an ended session would be the last after a restart.
+                # Log `ended` too: a restarted server must refuse these sessions.
                 self._append([_SESSIONS, worker], [*ended, session])
                 self._ended.update(ended)
-                self._known[worker] = [*ended, session]
+                self._by_worker[worker] = [*ended, session]
             elif sessions[-1] != session:
                 raise Superseded(
                     f"{worker}: session {session!r} was ended by session "
@@ -194,18 +194,18 @@ class Sessions:
                 )
 
     def has_ended(self, session: str) -> bool:
-        """Whether a later process of the same worker has replaced this one."""
+        """Whether a later process of the same worker has replaced this session."""
         return session in self._ended
 
     def state(self) -> dict[str, list[str]]:
         """The state as JSON values."""
         with self._lock:
-            return {worker: list(each) for worker, each in self._known.items()}
+            return {worker: list(own) for worker, own in self._by_worker.items()}
 
     def load_state(self, state: dict[str, list[str]], wal: LogEntries) -> None:
         """Restore the state from a snapshot and the later entries of the log."""
-        later = {key[1]: each for key, each in wal.items() if key[0] == _SESSIONS}
+        later = {key[1]: own for key, own in wal.items() if key[0] == _SESSIONS}
         with self._lock:
             restored = (state | later).items()
-            self._known = {worker: list(sessions) for worker, sessions in restored}
-            self._ended = {x for own in self._known.values() for x in own[:-1]}
+            self._by_worker = {worker: list(sessions) for worker, sessions in restored}
+            self._ended = {x for own in self._by_worker.values() for x in own[:-1]}

@@ -17,10 +17,10 @@ __all__ = ["ClientStream", "lost_errors"]
 
 
 class ClientStream:
-    """A stream with its thread; after a failure it can be opened again.
+    """A stream and its thread; a lost stream can be opened again.
 
-    `client` is the channel on which it is open, or None. Its exchanges are made under
-    its `lock`. `num_lost` counts the failed pings since the last answer.
+    `client` is the channel of the open stream, or None. Exchanges hold the `lock`.
+    `num_lost` counts the failed pings since the last answer.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class ClientStream:
         return answer, results
 
     def cancel(self) -> None:
-        """Cancel the present exchange; from any thread."""
+        """Cancel the current exchange. Any thread may call this."""
         if (messages := self._messages) is not None:
             messages.reader.cancel()
 
@@ -90,12 +90,12 @@ class ClientStream:
         try:
             messages.writer.close()
         except lost_errors():
-            pass  # It was lost, or has just been cancelled.
+            pass  # The stream was lost, or has just been cancelled.
         if memory is not None:
             memory.close()
 
     def shut_down(self) -> None:
-        """Cancel the present exchange and those that are queued."""
+        """Cancel the current exchange and all queued exchanges."""
         self.thread.shutdown(wait=False, cancel_futures=True)
         self.watchdog.fire()
         with self.lock:

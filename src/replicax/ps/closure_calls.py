@@ -1,9 +1,8 @@
 """Closures: the chief packs and schedules them, workers run them, errors return.
 
-All tasks run the same script. Each `join`, `done` and `fetch` of the coordinator is a
-synchronization point in it, and so is a `schedule` that raises: the chief decides its
-outcome, and the scripts of the other tasks follow. A wait lasts as long as any closure
-makes progress.
+All tasks run the same script. Each call of the coordinator's `join`, `done` and `fetch`
+is a synchronization point, and so is a `schedule` that raises: the chief decides the
+outcome, and the other tasks follow. A wait times out only if no closure makes progress.
 """
 
 import itertools
@@ -43,22 +42,22 @@ if TYPE_CHECKING:
 
 __all__ = ["NOT_DONE", "ClosureOwner", "ClosureWorker", "ScriptSync"]
 
-_AT_ONCE = 256
-_DEEPEST = 8
+_FETCHED_AT_ONCE = 256
+_MAX_NESTED = 8
 _LOOK_SECONDS = 1.0
-_NOW = "coordinator: now"
+_POSITION = "coordinator: now"
 _KEPT_BYTES = 16 * 2**20
 _FAMILY = 64  # The board keeps the 64 newest keys of a family.
 
 NOT_DONE: JSONObject = {"done": False}
-"""The outcome of a `done` without a record, as a script may call it very often."""
+"""The outcome of a `done` that is false; not recorded, as scripts poll `done`."""
 
 _Result = TypeVar("_Result")
 _logger = logging.getLogger("replicax")
 
 
 def _is_disowned(error: BaseException) -> bool:
-    """Whether a server refuses updates of a closure since its chief was replaced."""
+    """Whether a server refused an update because the closure's chief was replaced."""
     return isinstance(error, ServerRefused) and error.kind == Disowned.__name__
 
 
@@ -67,7 +66,7 @@ def _outcome(
 ) -> JSONObject:
     """A closure's value or error, from the board's answer about a finished one.
 
-    `failed` is the error that has cancelled it.
+    `failed` is the error that cancelled the closure.
     """
     match answer["status"]:
         case "done":
@@ -83,8 +82,8 @@ def _outcome(
 class ClosureOwner:
     """The closures that the chief has scheduled.
 
-    `unknown` are the closures without a known outcome, by id, each with the results
-    that it waits for.
+    `unknown` maps the id of each closure without a known outcome to its result and to
+    the results that it needs.
     """
 
     def __init__(self, session: Session) -> None:
@@ -92,7 +91,7 @@ class ClosureOwner:
         self._numbers = itertools.count(1)
         self.unknown: dict[str, tuple[RemoteValue, list[RemoteValue]]] = {}
         self._to_forget: list[str] = []
-        self._failed: dict[str, str] | None = None  # The last error.
+        self._failed: dict[str, str] | None = None  # The last closure's error.
 
     def pack(
         self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
@@ -130,7 +129,7 @@ class ClosureOwner:
 
     def collect(self) -> list[JSON]:
         """Poll the board for outcomes; return the finished closures' metric deltas."""
-        ids = list(itertools.islice(self.unknown, _AT_ONCE))
+        ids = list(itertools.islice(self.unknown, _FETCHED_AT_ONCE))
         if not ids and not self._to_forget:
             return []
         answers = self._session.board("fetch", ids=ids, forget=self._to_forget)
@@ -163,8 +162,8 @@ class ClosureOwner:
 class ScriptSync:
     """Synchronization points of a script, in order, and progress of closures meanwhile.
 
-    `passed` is the number of points that this task's script has passed, `scheduled`
-    that of its calls of `schedule` since the last one. `has_moved` is set where a
+    `passed` counts the points that this task's script has passed. `scheduled` counts
+    its calls of `schedule` since the last point. `has_moved` becomes true when a
     closure makes progress.
     """
 
@@ -178,7 +177,7 @@ class ScriptSync:
         self._looked = 0.0
         self._pending: JSONObject = {"queued": 0, "running": {}}
         if session.is_chief:
-            self._say()
+            self._publish_position()
 
     def publish(self, record: JSONObject) -> None:
         """On the chief: publish the outcome of the next synchronization point."""
@@ -189,16 +188,16 @@ class ScriptSync:
             while sum(size for _, size in self._kept) > _KEPT_BYTES:
                 self._put(self._kept.popleft()[0], {"gone": True})
         self._pass()
-        self._say()
+        self._publish_position()
 
     def outcome(self, at: str | None = None) -> JSONObject | None:
-        """On other tasks: the next point's outcome; None if the chief is not there yet.
+        """On other tasks: the next point's outcome; None until the chief has passed it.
 
-        With an outcome, this script has passed the point; with `at` only if the point
-        is such a call.
+        If there is an outcome, advance this script past the point; with `at`, only if
+        the point is a call of that method.
         """
         if self._known["points"] <= self.passed:
-            self._known = self._session.board("get", key=_NOW) or self._known
+            self._known = self._session.board("get", key=_POSITION) or self._known
         if self._known["points"] <= self.passed:
             return None
         record = self._session.board("get", key=self._key(self._known["starts"]))
@@ -213,16 +212,16 @@ class ScriptSync:
 
     @property
     def place(self) -> tuple[int, int]:
-        """The place of a call of `schedule` in the script."""
+        """The position in the script, for a call of `schedule`."""
         return self.passed, self.scheduled
 
     def _key(self, starts: int) -> str:
-        # A restarted chief begins anew, and so do the numbers of its points.
+        # A restarted chief numbers its points from 0 again.
         block, number = divmod(self.passed, _FAMILY)
         return f"coordinator {starts}.{block}/{number}"
 
-    def _say(self) -> None:
-        self._put(_NOW, {"starts": self._session.starts, "points": self.passed})
+    def _publish_position(self) -> None:
+        self._put(_POSITION, {"starts": self._session.starts, "points": self.passed})
 
     def _put(self, key: str, value: JSON) -> None:
         self._session.board("put", key=key, value=value, first=False)
@@ -230,14 +229,14 @@ class ScriptSync:
     # Closures.
 
     def look(self) -> None:
-        """Poll the board: closures make progress where its counts change."""
+        """Poll the board: a change of its counts is progress."""
         before = self._pending
         self._pending = self._session.board("pending")
         self.has_moved |= self._pending != before
 
     def require_workers(self) -> None:
-        """Raise if all workers' scripts have ended, for closures that wait for one."""
-        if not self.is_time():
+        """Raise if closures wait for workers whose scripts have all ended."""
+        if not self.start_rare_check():
             return
         session = self._session
         about = session.board("status")["workers"]
@@ -250,8 +249,8 @@ class ScriptSync:
                 "`if strategy.is_chief`: workers run functions in join, done and fetch."
             )
 
-    def is_time(self) -> bool:
-        """Whether a second has passed since the last rare check."""
+    def start_rare_check(self) -> bool:
+        """Start a rare check if the last was a second ago; return whether it starts."""
         now = time.monotonic()
         is_due = now - self._looked >= _LOOK_SECONDS
         if is_due:
@@ -261,7 +260,7 @@ class ScriptSync:
     def until(self, poll: Callable[[], _Result | None], what: str) -> _Result:
         """Poll until there is a true result; progress restarts the deadline.
 
-        A `ClusterError` says that nothing has happened for the step deadline.
+        Raises `ClusterError` if nothing happens for the step deadline.
         """
 
         def result_or_progress() -> _Result | ScriptSync | None:
@@ -290,8 +289,8 @@ class ScriptSync:
 class ClosureWorker:
     """A worker that runs the chief's closures, one at a time, on the main thread.
 
-    `functions` are all that the script has scheduled so far, `sources` has this
-    worker's per-worker values.
+    `functions` are all functions that the script has scheduled so far. `sources` has
+    this worker's per-worker values.
     """
 
     def __init__(
@@ -310,32 +309,32 @@ class ClosureWorker:
         self._variables = variables
         self._script_sync = script_sync
         self._sources = sources
-        self._held: JSONObject | None = None
+        self._postponed: JSONObject | None = None
         self._trained_last: str | None = None
-        self._own_used: list[int] = []  # Per-worker values of the closure that runs.
-        self._broken: dict[int, dict[str, str]] = {}  # First errors with each of them.
-        # So the script's random numbers are the same in all tasks.
+        self._sources_used: list[int] = []  # By the current closure.
+        self._first_errors: dict[int, dict[str, str]] = {}  # First error by number.
+        # Apart from the script's random numbers, which are the same in all tasks.
         self.random_numbers = random_numbers
-        self.newest = (0, 0)  # Newest `ScriptSync.place` of the closures that it took.
+        self.newest = (0, 0)  # Newest `ScriptSync.place` of its closures.
 
     def run_one(self) -> bool:
         """Run one queued closure, if there is one; return whether it ran."""
-        closure = self._held or self._session.once(
+        closure = self._postponed or self._session.once(
             "take", functions=self._functions.names
         )
-        self._held = None
+        self._postponed = None
         if closure is None:
             self._trained_last = None  # Other workers may have trained meanwhile.
             return False
         points, number = closure["payload"]["place"]
         self.newest = max(self.newest, (points, number))
         if points > self._script_sync.passed:
-            # The chief has passed a point that this script has not; the closure may
-            # need objects that the script makes after it.
-            self._held = closure
+            # The chief has passed a point that this script has not. The closure may
+            # need objects that the script creates after that point.
+            self._postponed = closure
             return False
         self._home.num_closures += 1
-        outer, self._own_used = self._own_used, []
+        outer, self._sources_used = self._sources_used, []
         caller, self._session.closure = (
             self._session.closure,
             (closure["id"], Counter()),
@@ -345,7 +344,7 @@ class ClosureWorker:
                 self._run(closure)
         finally:
             self._home.num_closures -= 1
-            self._own_used, self._session.closure = outer, caller
+            self._sources_used, self._session.closure = outer, caller
         return True
 
     def _run(self, closure: JSONObject) -> None:
@@ -356,8 +355,8 @@ class ClosureWorker:
                 raise
             self._trained_last = None
             _logger.warning(
-                "%s gives up %s: the chief that has scheduled it was killed or "
-                "replaced, and what it would still update does not count.",
+                "%s gives up %s: the chief that scheduled it was killed or replaced. "
+                "Servers ignore the function's further updates.",
                 self._session.name,
                 closure["function"],
             )
@@ -365,14 +364,14 @@ class ClosureWorker:
         self._session.once("result", id=closure["id"], **answer)
 
     def _answer_of(self, closure: JSONObject) -> JSONObject:
-        """Run a closure; return its value, or the error that it has raised."""
+        """Run a closure; return its value or the error that it raised."""
         name = closure["function"]
         try:
-            # The chief's script does not make these objects, so it counts no names.
+            # The chief's script does not create these objects nor count their names.
             with internals.names_counted_apart():
                 return {"value": self._value_of(name, closure["payload"]["call"])}
         except ClusterError:
-            raise  # Of the cluster, not of the closure: another worker runs it.
+            raise  # Not the closure's own error: another worker reruns the closure.
         except SystemExit as error:
             if error.code != ExitCode.RETRY:  # Another worker would exit as well.
                 description = self._describe(error, name)
@@ -388,12 +387,12 @@ class ClosureWorker:
     def _describe(self, error: BaseException, name: str) -> dict[str, str]:
         """Describe an error for the chief.
 
-        A generator that has raised an error is exhausted. So the error of an exhausted
-        iterator names the error that was raised before.
+        A generator that raised an error is exhausted. So the error of an exhausted
+        iterator names the earlier error.
         """
         description = error_to_json(error, name, self._session.name, __file__)
-        for number in self._own_used:
-            first = self._broken.setdefault(number, description)
+        for number in self._sources_used:
+            first = self._first_errors.setdefault(number, description)
             if (
                 isinstance(error, StopIteration)
                 and first["type"] != description["type"]
@@ -407,12 +406,12 @@ class ClosureWorker:
         is_new = name != self._trained_last
         if is_new:
             self._home.refresh()
-        is_own = self._session.is_chief  # What it assigns is there already.
+        is_own = self._session.is_chief  # The chief's metrics need no message.
         if not is_own:
             self._variables.record(is_fresh=is_new)
         steps = self._session.steps
         value = self._functions[name](*args, **kwargs)
-        # The updates must be on the servers when the chief learns that it is done.
+        # Updates must be on the servers before the chief reads the result.
         self._home.settle()
         sums = [] if is_own else self._variables.send_changes()
         # After a training step this worker has the newest values.
@@ -422,10 +421,10 @@ class ClosureWorker:
         return answer
 
     def _resolve(self, marked: JSONObject) -> PyTree:
-        """The value of what `ClosureOwner.pack` has marked."""
+        """Return the value for a mark of `ClosureOwner.pack`."""
         match marked:
             case {"number": number}:
-                self._own_used.append(number)
+                self._sources_used.append(number)
                 return self._sources.own(number)
             case {"id": id}:
                 outcome = self._outcome_of(id)
@@ -442,9 +441,9 @@ class ClosureWorker:
             outcome = self._session.board("fetch", ids=[id])[id]
             if outcome["status"] not in ("queued", "running"):
                 return outcome
-            if self._home.num_closures < _DEEPEST and outcome["status"] == "queued":
-                # Its worker has died. It is first in the queue, and all other workers
-                # may wait for it as this one does.
+            if self._home.num_closures < _MAX_NESTED and outcome["status"] == "queued":
+                # Its worker has died. The closure is first in the queue, and all
+                # workers may wait for the result, so this worker must run it.
                 self.run_one()
             return None
 

@@ -1,10 +1,10 @@
 """How changes that closures make to variables reach all tasks.
 
 - Variables that training steps change, such as weights, are in groups on the servers.
-  The chief creates groups, and runs no closures: workers request them by
-  `GroupRequests`. The script builds all models, in every task.
-- Metrics are in each process. Their changes go to the chief with the closure's result,
-  and the chief's totals to all tasks.
+  The chief creates groups but runs no closures, so workers request groups by
+  `GroupRequests`. The script builds all models in every task.
+- Each process has its own metrics. A closure's result carries their changes to the
+  chief, and the chief sends the totals to all tasks.
 - Each other variable becomes a group of its own when a closure first assigns it.
   Workers add their changes to that group.
 """
@@ -35,11 +35,11 @@ _logger = logging.getLogger("replicax")
 
 
 class ClosureVariables:
-    """Variables that closures change and no training step does.
+    """Variables that closures change and training steps do not.
 
-    - Those with aggregation `"sum"`, such as metrics': a worker reports the change that
-      a closure has made to its own variable, and the chief adds the change to its own,
-      once for each closure that counts.
+    - Variables with aggregation `"sum"`, such as those of metrics: a worker reports how
+      a closure changed the worker's variable. The chief adds the change to its own
+      variable, once per closure.
     - Others, such as a step counter: servers store the variable after a closure first
       assigns it. A worker adds its change there, and fetches the newest value before
       its next closure. So the changes of all workers count, and the chief and later
@@ -57,7 +57,7 @@ class ClosureVariables:
         """Record all values before a closure runs.
 
         Args:
-            is_fresh: Whether the values are the newest; else those are fetched first.
+            is_fresh: Whether the values are current; otherwise they are fetched first.
         """
         for group in () if is_fresh else self._remote.assigned:
             group.pull()
@@ -101,11 +101,11 @@ class ClosureVariables:
             _logger.warning(f"ClusterCoordinator: {text}", label[0])
 
     def _candidates(self) -> Iterator[tuple[Label, Variable]]:
-        """Metrics, and variables that closures may assign and no step changes."""
-        of_steps = self._remote.variables_of_steps()
+        """Metrics, and variables that closures may assign but training does not."""
+        trained = self._remote.variables_of_steps()
         for label, variable in self._labels:
             is_metric = variable.aggregation == "sum"
-            is_own = id(variable) not in of_steps and not is_seed_state(variable)
+            is_own = id(variable) not in trained and not is_seed_state(variable)
             if internals.has_value(variable) and (is_metric or is_own):
                 yield label, variable
 
@@ -150,16 +150,16 @@ def _value(variable: Variable) -> jax.Array:
 
 
 def _wide(value: jax.Array) -> np.ndarray:
-    """A copy on the host of a type in which sums of many are exact."""
+    """Copy a value to the host, in a type wide enough for sums of many."""
     host = np.asarray(value)
     kind = np.float64 if np.issubdtype(host.dtype, np.inexact) else np.int64
     return host.astype(kind)
 
 
 class _GroupRequest(msgspec.Struct):
-    """A worker's request for a group; variables are by their labels.
+    """A worker's request for a group; labels name its variables.
 
-    `numbers` are its optimizer's number of steps and learning rate.
+    `numbers` are the labels of its optimizer's iterations and learning rate.
     """
 
     group: VariableGroup
@@ -171,8 +171,8 @@ class _GroupRequest(msgspec.Struct):
 class GroupRequests:
     """The queue of workers' requests for groups, which the chief serves.
 
-    A worker puts a request on the board, in the place of the next number that is free.
-    All tasks adopt the groups in the order of these numbers, after the chief.
+    A worker puts a request on the board under the next free number. All tasks adopt
+    the groups in the order of these numbers, after the chief.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class GroupRequests:
         self._session = session
         self._labels = labels
         self._remote = remote
-        # A chief that was started again schedules later what builds them.
+        # The script of a restarted chief may build the variables later.
         self._is_back = session.starts > 1
         self._next = 0
 
@@ -191,7 +191,7 @@ class GroupRequests:
         variables: Sequence[keras.Variable],
         count: keras.Variable | None,
     ) -> str:
-        """Name a group by its contents, in whichever order groups are needed."""
+        """Name a group by its contents, whatever the order of requests."""
         named = variables if count is None else [*variables, count]
         return f"{label} {digest(repr([self._labels.of(v) for v in named]), 4)}"
 
@@ -203,9 +203,9 @@ class GroupRequests:
     ) -> bool:
         """Request a group from the chief, once.
 
-        `numbers` are its optimizer's number of steps and learning rate, where these are
-        variables. False: of moving statistics an earlier request has some already,
-        whose group is adopted now instead.
+        `numbers` are the optimizer's iterations and learning rate, where these are
+        variables. Returns False if an earlier request already has some of the moving
+        statistics; this task then adopts the group of that request.
         """
         of = self._labels.of
         request = _GroupRequest(
@@ -252,7 +252,7 @@ class GroupRequests:
                         "task."
                     )
                 if variable is None:
-                    return  # This script is not there yet.
+                    return  # This script has not built it yet.
                 variables.append(variable)
             count, rate = (x and self._labels.find(x) for x in request.numbers)
             group = self._remote.adopt(request.group, variables, count)

@@ -57,10 +57,10 @@ class _Closure(msgspec.Struct, kw_only=True):
 class Closures(msgspec.Struct, kw_only=True):
     """The closures of a job: queued, running, and finished ones that are not forgotten.
 
-    A closure whose worker dies returns to the front of the queue, until it was tried
-    `1 + max_retries` times; then this is an error. An error cancels the queued closures
+    If a worker dies, its closure returns to the front of the queue. After
+    `1 + max_retries` attempts the closure fails. An error cancels the queued closures
     and is reported once; then closures may be scheduled again. `generation` counts
-    errors: errors of closures of an earlier generation are not reported.
+    these errors; an error of a closure of an earlier generation is not reported.
     """
 
     max_retries: int = 3
@@ -78,11 +78,10 @@ class Closures(msgspec.Struct, kw_only=True):
     ) -> JSONObject:
         """Queue a closure, as TF's `ClusterCoordinator.schedule`.
 
-        If the worker that schedules it is replaced or leaves, the closure is dropped.
-        Only workers that have registered the `function` get it. The answer
-        `{"full": True, "known": n, "finished": m}` means that it is not queued: forget
-        results, or wait. So does `{"failed": error}`: an earlier closure failed, and
-        this answer reports the error.
+        When the scheduling `worker` is replaced or leaves, the closure is dropped. Only
+        workers that have registered the `function` get it. Two answers mean that the
+        closure was not queued. `{"full": True, "known": n, "finished": m}`: forget
+        results, or wait. `{"failed": error}`: an earlier closure failed.
         """
         size = len(json.dumps(payload))
         if self.error is not None:
@@ -94,8 +93,8 @@ class Closures(msgspec.Struct, kw_only=True):
             )
         num_known = len(self.known)
         if num_known >= self.max_closures or self.num_bytes + size > _MAX_BYTES:
-            unfetched = sum(closure.is_finished for closure in self.known.values())
-            return {"full": True, "known": num_known, "finished": unfetched}
+            finished = sum(closure.is_finished for closure in self.known.values())
+            return {"full": True, "known": num_known, "finished": finished}
         self.known[id] = _Closure(
             id=id,
             function=function,
@@ -115,7 +114,7 @@ class Closures(msgspec.Struct, kw_only=True):
     ) -> JSONObject | None:
         """Give a free worker a closure: `id`, `function`, `payload`; or None.
 
-        `functions` are all that the worker has registered.
+        `functions` are all functions that the worker has registered.
         """
         for id in self.queue:
             closure = self.known[id]
@@ -140,8 +139,8 @@ class Closures(msgspec.Struct, kw_only=True):
         """Record a closure's outcome: its value, or the error it raised.
 
         An error has `type`, `message` and `traceback`; the first one cancels all queued
-        closures. If the answer is `late`, the worker does not have the closure any
-        more, and the outcome is ignored.
+        closures. If the answer is `late`, the worker has lost the closure, and
+        the outcome is ignored.
         """
         size = len(json.dumps(value))
         if error is not None:
@@ -169,7 +168,7 @@ class Closures(msgspec.Struct, kw_only=True):
             self._forget(closure.id)
 
     def _fail(self, closure: _Closure, error: dict[str, str]) -> None:
-        """Keep an error; the first one of a generation cancels the queued closures."""
+        """Record an error; the first in a generation cancels the queued closures."""
         self._set_outcome(closure, {"status": "error", "error": error})
         if closure.generation < self.generation:
             return
@@ -185,7 +184,7 @@ class Closures(msgspec.Struct, kw_only=True):
     def release(self, worker: str, *, died: bool) -> None:
         """Requeue a worker's closures; if it `died`, this counts as an attempt."""
         mine = [id for id, holder in self.running.items() if holder == worker]
-        # From the last one: each goes to the front, so they keep their order.
+        # In reverse: inserting each at the front keeps their order.
         for id in reversed(mine):
             closure = self.known[id]
             if died:
@@ -197,8 +196,8 @@ class Closures(msgspec.Struct, kw_only=True):
             else:
                 del self.running[id]
                 _logger.warning(
-                    "%s is gone while it ran %s (%s), which runs again; updates that "
-                    "it has made are not made again.",
+                    "%s is gone while it ran %s (%s). The function is retried; servers "
+                    "do not apply its earlier updates again.",
                     worker,
                     closure.function,
                     id,
@@ -209,9 +208,9 @@ class Closures(msgspec.Struct, kw_only=True):
     def restart(self) -> None:
         """Resume in a restarted server: requeue closures that ran at the snapshot.
 
-        A worker may have reported its result to the lost server, and would not report
-        it again. A worker that still runs a closure may report it, until another worker
-        takes the closure.
+        A worker may have reported a result after the snapshot, and does not report it
+        again, so the closure must rerun. A worker that still runs a closure may report
+        the result until another worker takes the closure.
         """
         running = [id for id in self.known if id in self.running]
         for id in running:
@@ -220,7 +219,7 @@ class Closures(msgspec.Struct, kw_only=True):
         self.running = {}
 
     def disown(self, owner: str) -> None:
-        """Drop the closures of a process that has ended for good, running ones too."""
+        """Drop all closures of a process that has ended, also running closures."""
         self.queue = [i for i in self.queue if self.known[i].owner != owner]
         for id in [i for i, c in self.known.items() if c.owner == owner]:
             self.running.pop(id, None)
@@ -241,9 +240,9 @@ class Closures(msgspec.Struct, kw_only=True):
         """Outcomes of closures by id, as TF's `ClusterCoordinator.fetch`.
 
         `status` is `queued`, `running`, `done`, `error`, `cancelled` or `unknown`, with
-        `value` or `error`. The answer has at most 16 MiB: fetch the rest again. The
-        closures to `forget` are not fetched again; if one is not finished, it still
-        runs, and its error is still reported.
+        `value` or `error`. The answer has at most 16 MiB; call again for missing ids.
+        `forget` lists closures that the chief will not fetch again. An unfinished one
+        still runs, and its error is still reported.
         """
         for id in forget:
             if id in self.known:
@@ -274,7 +273,7 @@ class Closures(msgspec.Struct, kw_only=True):
 
 
 def _given_up(closure: _Closure) -> dict[str, str]:
-    """The error of a closure whose workers died."""
+    """The error of a closure that failed since its workers died."""
     return {
         "type": "ClusterError",
         "message": (

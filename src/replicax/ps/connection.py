@@ -75,21 +75,19 @@ class Connection:
 
     If the connection is lost, a client connects again, with growing pauses, and retries
     for `retry_timeout_seconds`. So a server may get a message twice: pushes carry
-    sequence numbers, and the server applies them once. As long as bytes travel,
-    `reply_timeout_seconds` start anew.
+    sequence numbers, and the server applies each push once. Each chunk sent or received
+    restarts `reply_timeout_seconds`.
 
     A connection may be lost in silence, if the server's host or a NAT's entry for it is
-    gone. So a stream is pinged while it is idle or waits, and counts as lost after
-    `silence_timeout_seconds` without an answer. A call, which a server answers at once,
-    has the same time. A slow network or large messages may be the cause as well, so
-    each retry has twice the time of the one before.
+    gone. So a client pings the server while a stream is idle or waits, and drops the
+    stream after `silence_timeout_seconds` without an answer. A call, which a server
+    answers at once, has the same timeout. A slow network or large messages may also
+    delay answers, so each retry doubles the timeout.
 
     A server refuses a `caller` whose token or versions differ from its own; a client
-    without a `caller` only observes. `incarnation` changes when the server was
-    restarted, and so may have older values; it is `""` before the first answer.
-    `exchange_s` counts the seconds of exchanges on the stream of values. With
-    `shares_memory`, the default, a client offers shared memory to a server of the same
-    machine.
+    without a `caller` only observes. `incarnation` changes when the server restarts,
+    perhaps with older values; it is `""` before the first answer. With `shares_memory`,
+    the default, a client offers shared memory to a server of the same machine.
     """
 
     def __init__(
@@ -157,12 +155,12 @@ class Connection:
     ) -> tuple[_Reply, Vectors]:
         """Send a message on a stream; return the answer and its read-only vectors.
 
-        Timeouts that are None are those of the connection.
+        A timeout of None is the connection's.
 
         Raises:
             ServerRefused: If the server answers with an error.
-            ConnectionLost: If it cannot be reached, or does not answer, for too long.
-            ClusterMismatchError: If it has another token or other versions.
+            ConnectionLost: If the server cannot be reached, or is silent for too long.
+            ClusterMismatchError: If the server has another token or other versions.
         """
         answer, results = self.exchange_header(
             msgspec.to_builtins(message),
@@ -171,7 +169,7 @@ class Connection:
             reply_timeout_seconds=reply_timeout_seconds,
             retry_timeout_seconds=retry_timeout_seconds,
         )
-        # The message's class says of which type the answer is.
+        # The message's class defines the answer's type.
         return cast(_Reply, msgspec.convert(answer, message.answer_type)), results
 
     def exchange_header(
@@ -185,16 +183,16 @@ class Connection:
     ) -> tuple[JSONObject, Vectors]:
         """Send a message by its header; return the answer's header. See `exchange`."""
         timeout = reply_timeout_seconds or self._reply_timeout
-        used = self._stream(stream)
-        with used.lock:
+        client_stream = self._stream(stream)
+        with client_stream.lock:
             began = time.perf_counter()
             answer, results = self._until_answered(
                 str(header.get("op")),
-                lambda: self._attempt(used, header, vectors or {}, timeout),
+                lambda: self._attempt(client_stream, header, vectors or {}, timeout),
                 retry_timeout_seconds,
             )
-            used.num_lost = 0
-            used.exchange_s += time.perf_counter() - began
+            client_stream.num_lost = 0
+            client_stream.exchange_s += time.perf_counter() - began
         return answer, results
 
     def submit(
@@ -202,12 +200,12 @@ class Connection:
     ) -> Future[_Answer]:
         """Queue a call for a stream's thread, which runs calls in order.
 
-        A `ClusterError` in place of `ServerRefused` says that the server has lost its
-        values, or that another process of this worker has taken over.
+        The result raises `ClusterError` rather than `ServerRefused` if the server has
+        lost its values, or if a later process has replaced this worker.
         """
-        return self._stream(stream).thread.submit(self._used, use)
+        return self._stream(stream).thread.submit(self._translating_refusals, use)
 
-    def _used(self, use: Callable[["Connection"], _Answer]) -> _Answer:
+    def _translating_refusals(self, use: Callable[["Connection"], _Answer]) -> _Answer:
         try:
             return use(self)
         except ServerRefused as refused:
@@ -251,7 +249,7 @@ class Connection:
         attempt: Callable[[], _Answer],
         retry_timeout_seconds: float | None = None,
     ) -> _Answer:
-        # Not the errors: their frames hold channels, which would connect again unused.
+        # Texts only: an error's frames would keep its channel, which reconnects.
         failures: list[str] = []
         began = time.monotonic()
 
@@ -294,7 +292,7 @@ class Connection:
             # Tasks of a cluster do not start at the same moment.
             is_early=True,
             pauses=_PAUSES,
-            # Workers that lost the same server must not all come back at once.
+            # Workers that lost the same server must not all reconnect at once.
             sleep=lambda pause: self._closed.wait(pause * random.uniform(0.5, 1.0)),
         )
         return answer
@@ -312,7 +310,7 @@ class Connection:
         )
 
     def _connected(self) -> wire.FlightClient:
-        """Return a client after the handshake, on a channel not known to be lost."""
+        """Return the client; connect and do the handshake if there is none."""
         with self._client_lock:
             if self._client is not None:
                 return self._client
@@ -335,7 +333,7 @@ class Connection:
             return client
 
     def _mismatch_in(self, error: BaseException) -> str | None:
-        """In what this task differs from the server, if that is why it is refused."""
+        """The difference from the server, if the server refused this task for it."""
         if isinstance(error, ServerRefused) and error.kind == "VersionMismatch":
             return str(error)
         caller = self._hello.get("caller")
@@ -344,7 +342,7 @@ class Connection:
         return None
 
     def _drop_client(self, client: wire.FlightClient | None) -> None:
-        """Discard the channel: its reconnect back-off is too long."""
+        """Discard the channel: gRPC's back-off before reconnecting is too long."""
         with self._client_lock:
             if client is self._client:
                 self._client = None
@@ -360,7 +358,7 @@ class Connection:
         except (*lost_errors(), ServerRefused):
             stream.num_lost += 1
             self._drop_client(client)
-            stream.cancel()  # The present exchange, or the next one, opens another.
+            stream.cancel()  # The current or next exchange opens a new stream.
 
     def _act(self, name: str, body: bytes, timeout: float) -> Any:
         client = self._connected()
@@ -371,7 +369,7 @@ class Connection:
                 self._drop_client(client)
             raise
         if answer["incarnation"] != self.incarnation:
-            self._drop_client(client)  # A new one says hello, and is compared.
+            self._drop_client(client)  # The next client's handshake compares versions.
             self.incarnation = answer["incarnation"]
         return answer["value"]
 
@@ -411,7 +409,7 @@ def _act(
 
 
 def _refusal_in(error: Exception) -> ServerRefused | None:
-    """The server's refusal in an error; None: the connection was lost."""
+    """The server's refusal in an error; None if the connection was lost."""
     if isinstance(error, wire.flight().FlightUnauthenticatedError):
         return ServerRefused(_short(error), "Unauthenticated")
     try:

@@ -42,7 +42,7 @@ _logger = logging.getLogger("replicax")
 
 
 class ClusterCoordinator:
-    """Functions are scheduled, and run on whichever worker is free.
+    """Schedules functions, which run on whichever worker is free.
 
     The script is the same in every task and makes the same calls. The chief schedules
     functions and waits in `join`, `done` and `fetch`; in these calls the other workers
@@ -52,11 +52,11 @@ class ClusterCoordinator:
     `tf.distribute.experimental.coordinator.ClusterCoordinator`.)
 
     Args:
-        strategy: The strategy under which the model is made. It has one coordinator;
-            a second call returns the first one.
+        strategy: The strategy under which the model is built. A strategy has one
+            coordinator, which a second call returns again.
 
     Raises:
-        TypeError: If it is no `ParameterServerStrategy`.
+        TypeError: If `strategy` is no `ParameterServerStrategy`.
         ContextError: In an evaluator.
 
     Example:
@@ -105,23 +105,23 @@ class ClusterCoordinator:
     ) -> RemoteValue:
         """Queue a function for the next free worker, without waiting.
 
-        A function whose worker dies is run again on another one. Updates of variables
-        that it had made stay, and are not made again.
+        If a worker dies, its function is retried on another worker. Variable updates
+        of the failed attempt stay and are not applied again.
 
         Args:
-            fn: The function. It must be the same in all tasks, and may use all that the
-                script has made: the strategy, models, optimizers, metrics.
+            fn: The function. It must be the same in all tasks, and may use the script's
+                objects: the strategy, models, optimizers, metrics.
             args: Its arguments: numbers, texts, arrays, and lists, tuples and dicts of
-                them, at most 3 MiB; per-worker values, of which it gets its worker's
-                own; `RemoteValue`s, of which it gets the results.
+                them, at most 3 MiB. In place of per-worker values and `RemoteValue`s,
+                the function gets its own worker's value and the results.
             kwargs: Keyword arguments, likewise.
 
         Returns:
             A handle of the result.
 
         Raises:
-            Exception: What a function scheduled before has raised. It is raised once;
-                those that waited are cancelled.
+            Exception: The error of an earlier function. It is raised once; queued
+                functions are cancelled.
             TypeError: For an argument that cannot be sent.
         """
         self._require_outside("schedule")
@@ -129,7 +129,7 @@ class ClusterCoordinator:
         self._script_sync.scheduled += 1
         if not self._session.is_chief:
             if self._script_sync.scheduled % _MOST_AHEAD == 0:
-                self._let_the_chief_come()
+                self._await_chief()
             return RemoteValue(self.fetch)
         self.strategy.servers.publish()
         call, needs = self._owner.pack(args or (), kwargs or {})
@@ -157,9 +157,9 @@ class ClusterCoordinator:
         Afterwards variables and metrics have the newest values in all tasks.
 
         Raises:
-            Exception: The first error that one of them has raised: of its own type if
-                that is a builtin exception, else a `ClosureError`. The traceback is in
-                its notes. Those that waited were cancelled.
+            Exception: The first error of a function: of its own type if that is a
+                builtin exception, else a `ClosureError`. Its notes have the traceback.
+                Queued functions were cancelled.
             ClusterError: If there is no progress for the `step` seconds of the
                 strategy's `timeouts`.
             NotImplementedError: If functions have trained a variable with two
@@ -169,14 +169,14 @@ class ClusterCoordinator:
         if not self._session.is_chief:
             self._follow("join")
             return
-        self._script_sync.until(self._all_over, "the end of all closures")
+        self._script_sync.until(self._poll_finished, "the end of all closures")
         self._publish_round("join")
 
     def done(self) -> bool:
         """Whether all scheduled functions have run.
 
-        In tasks other than the chief it runs functions until the chief's answer to the
-        same call is known. So `while not coordinator.done():` works; keep its body
+        In tasks other than the chief, this runs functions until the chief's result of
+        the same call is known. So `while not coordinator.done():` works; keep its body
         short, as all tasks run it.
 
         Raises:
@@ -186,7 +186,7 @@ class ClusterCoordinator:
         if not self._session.is_chief:
             return self._follow("done").get("done", False)
         is_over = wait_for(
-            lambda: self._all_over() or None, _PACE_SECONDS, late=lambda: False
+            lambda: self._poll_finished() or None, _PACE_SECONDS, late=lambda: False
         )
         if is_over:
             self._publish_round("done")
@@ -201,24 +201,24 @@ class ClusterCoordinator:
             val: A `RemoteValue`, or lists, tuples and dicts of them.
 
         Returns:
-            The same with the results, at most 3 MiB in all. Arrays are NumPy's.
+            The same structure with the results, at most 3 MiB in all, as NumPy arrays.
 
         Raises:
-            Exception: The error of one of the functions. The next `join` raises it as
-                well.
+            Exception: The error of one of the functions. The next `join` also raises
+                this error.
         """
         self._require_outside("fetch")
         leaves, structure = jax.tree.flatten(
             val, is_leaf=lambda x: isinstance(x, RemoteValue)
         )
-        outcomes = [x for x in leaves if isinstance(x, RemoteValue)]
+        handles = [x for x in leaves if isinstance(x, RemoteValue)]
         if self._session.is_chief:
-            values = self._fetch(outcomes)
+            values = self._fetch(handles)
         else:
             values = self._follow("fetch")["values"]
-        if len(values) != len(outcomes):
+        if len(values) != len(handles):
             raise ClusterMismatchError(
-                f"{self._session.name}: coordinator.fetch: {len(outcomes)} results are "
+                f"{self._session.name}: coordinator.fetch: {len(handles)} results are "
                 f"fetched here and {len(values)} on the chief. All tasks must run the "
                 "same script."
             )
@@ -233,15 +233,15 @@ class ClusterCoordinator:
         Args:
             dataset_fn: Returns a dataset: any iterable, such as a result of
                 `strategy.experimental_distribute_dataset`. Each worker calls it when a
-                function first needs it; a restarted worker calls it again. If it takes
-                an argument, that is an `rx.InputContext` with the number of workers
-                that run functions, and this one's index among them. Or a dataset, which
-                each worker uses as it is.
+                function first needs it; a restarted worker calls it again. An
+                argument, if any, is an `rx.InputContext` with the number of workers
+                that run functions, and this worker's index. `dataset_fn` may also be a
+                dataset, which each worker uses unchanged.
 
         Returns:
-            The datasets. `iter` of them goes to `schedule` as an argument; in the
-            function it is the worker's own iterator. Let it repeat: at its end `next`
-            raises `StopIteration`, an error of the function.
+            The datasets. Pass `iter` of them to `schedule` as an argument; the function
+            gets its worker's own iterator. Datasets should repeat: at the end, `next`
+            raises `StopIteration`, and the function fails.
         """
         return PerWorkerValues(
             self._sources,
@@ -267,7 +267,7 @@ class ClusterCoordinator:
     # The chief.
 
     def _tend(self) -> None:
-        """The chief's work in each poll."""
+        """Do the chief's work of one poll."""
         self._requests.adopt()
         self._variables.add(self._owner.collect())
         if len(self._session.workers) == 1:
@@ -278,17 +278,17 @@ class ClusterCoordinator:
         if self._owner.unknown:
             self._script_sync.require_workers()
 
-    def _all_over(self) -> bool:
-        """Whether all closures are finished."""
+    def _poll_finished(self) -> bool:
+        """Do the work of one poll; return whether all closures are finished."""
         self._tend()
         return not self._owner.unknown
 
     def _publish_round(self, at: str) -> None:
-        """After all closures: publish the outcome, or raise the error of one."""
+        """After all closures: publish the outcome; raise the first error, if any."""
         error = self._session.once("raise_if_failed")
         self.strategy.servers.refresh()
         twice = self.strategy.servers.remote.trained_twice()
-        is_alone = len(self._session.workers) == 1  # It has the newest values of both.
+        is_alone = len(self._session.workers) == 1  # It has both optimizers' values.
         if error is None and twice is not None and not is_alone:
             error = error_of("NotImplementedError", twice)
         done = {"done": True} if at == "done" else {}
@@ -300,9 +300,9 @@ class ClusterCoordinator:
         if error is not None:
             raise error_from_json(error)
 
-    def _fetch(self, outcomes: Sequence[RemoteValue]) -> list[JSON]:
+    def _fetch(self, handles: Sequence[RemoteValue]) -> list[JSON]:
         def are_known() -> bool | None:
-            if all(x.outcome is not None for x in outcomes):
+            if all(x.outcome is not None for x in handles):
                 return True
             self._tend()
             return None
@@ -310,9 +310,9 @@ class ClusterCoordinator:
         self._script_sync.until(
             are_known, "the end of the closures whose results are fetched"
         )
-        known = [result.outcome or {} for result in outcomes]
-        values = [outcome.get("value") for outcome in known]
-        error = next((x["error"] for x in known if "error" in x), None)
+        outcomes = [handle.outcome or {} for handle in handles]
+        values = [outcome.get("value") for outcome in outcomes]
+        error = next((x["error"] for x in outcomes if "error" in x), None)
         try:
             if error is None:
                 require_size(values, "fetch: all results together")
@@ -323,7 +323,7 @@ class ClusterCoordinator:
 
     # The other workers.
 
-    def _let_the_chief_come(self) -> None:
+    def _await_chief(self) -> None:
         """Run closures until the chief has scheduled as many as this script.
 
         A script that schedules until an error stops it never calls `join`.
@@ -372,12 +372,11 @@ class ClusterCoordinator:
     def _run_one(self) -> None:
         if self._worker.run_one():
             self._script_sync.has_moved = True
-        elif self._script_sync.is_time():
+        elif self._script_sync.start_rare_check():
             chief = self._session.workers[0]
             if self._session.board("status")["workers"][chief]["state"] == "left":
                 _logger.warning(
-                    "%s ends: the chief has ended, and its script did not come to this "
-                    "place.",
+                    "%s ends: the chief's script has ended without reaching this call.",
                     self._session.name,
                 )
                 raise SystemExit(0)

@@ -1,7 +1,7 @@
 """Authentication of parameter servers: a shared token, and TLS files.
 
-Every task of a cluster has the same token. With it one can read and change the model,
-so no log and no error shows it, and only its owner may read a file with it.
+Every task of a cluster has the same token, which gives access to the model's values. So
+logs and errors never show the token, and a file with it must not be world-readable.
 """
 
 import dataclasses
@@ -45,9 +45,9 @@ class Credentials:
     Attributes:
         token: At least 16 visible ASCII characters. `repr` does not show it.
         tls_certificate: A server's certificate chain, PEM. None: no TLS.
-        tls_key: The private key that belongs to it, PEM.
+        tls_key: The certificate's private key, PEM.
         tls_root: The certificates that workers trust, PEM. None: no TLS or, with
-            `tls_certificate`, those that the machine trusts.
+            `tls_certificate`, the certificates that the machine trusts.
         source: Where the token comes from, for errors.
 
     Raises:
@@ -76,8 +76,8 @@ class Credentials:
             )
         if not all("!" <= character <= "~" for character in self.token):
             raise ValueError(
-                "The token of a parameter-server cluster has other characters than "
-                f"visible ASCII ones. {_HOW}"
+                "The token of a parameter-server cluster has characters other than "
+                f"visible ASCII. {_HOW}"
             )
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ValueError(
@@ -100,7 +100,7 @@ class Credentials:
         )
 
     def mismatch(self, caller: str, server: str) -> str:
-        """The error of a task whose token differs from that of a server."""
+        """Error text for a task whose token differs from a server's."""
         return (
             f"{server} refuses {caller}, whose token differs from the server's; "
             f"it comes from {self.source}. Give all tasks of the cluster the same "
@@ -111,7 +111,7 @@ class Credentials:
     def from_environment(
         cls, environment: Mapping[str, str] | None = None
     ) -> "Credentials":
-        """The credentials that environment variables name.
+        """Read credentials from environment variables.
 
         `REPLICAX_PS_TOKEN` is the token, or `REPLICAX_PS_TOKEN_FILE` the path of a file
         with it. `REPLICAX_PS_TLS_CERT`, `REPLICAX_PS_TLS_KEY` and
@@ -123,8 +123,7 @@ class Credentials:
 
         Raises:
             ValueError: If there is no token, or it is invalid.
-            PermissionError: If other users of the machine may read the file with the
-                token or the key.
+            PermissionError: If the file with the token or the key is world-readable.
             OSError: If a file cannot be read.
         """
         variables = os.environ if environment is None else environment

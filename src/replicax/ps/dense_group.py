@@ -19,10 +19,10 @@ __all__ = ["DenseGroup"]
 
 
 class DenseGroup(Group):
-    """A group of variables. Its fields are read and written under its condition.
+    """A group of variables. Its fields are read and written under its `lock`.
 
-    Vectors are of its dtypes and lengths, gradients also of other float dtypes:
-    `messages` lets no others in.
+    `messages` accepts vectors of the group's dtypes and lengths only, except that
+    gradients may also be bfloat16.
     """
 
     def __init__(
@@ -40,11 +40,11 @@ class DenseGroup(Group):
             self.vectors, self._slots = self._optimizer.start(vectors)
 
     def status(self) -> JSONObject:
-        """The status of every group, and whether it is trained."""
+        """The status of `Group`, and whether the group is trained."""
         return super().status() | {"is_trained": self.group.is_trained}
 
     def require_same(self, other: VariableGroup) -> None:
-        """Raise if a group of this name differs."""
+        """Raise if another group of this name differs."""
         if self.group.digest != other.digest:
             raise RequestError(
                 f"{self.what} is here already, and differs from the new one in "
@@ -65,7 +65,7 @@ class DenseGroup(Group):
     def check_slots(
         self, shapes: Mapping[SlotKey, tuple[int, ...]]
     ) -> dict[SlotKey, str]:
-        """Dtypes of some of the optimizer's variables, if they are here and fit."""
+        """Check keys and shapes of optimizer variables; return the dtypes."""
         with _refusing():
             return self._optimizer.check_slots(self._slots, shapes)
 
@@ -88,18 +88,18 @@ class DenseGroup(Group):
         return arrays, {"group": self.group.to_json(), **self._counts()}
 
     def load_state(self, arrays: Arrays, meta: JSONObject) -> None:
-        """Restore the state that `state` returned, in a group made with its values."""
+        """Restore the result of `state`, in a group created from its values."""
         num_slots = sum(name.startswith("slots/") for name in arrays)
         slots = [arrays[f"slots/{i}"] for i in range(num_slots)]
         shapes, expected = (
-            [(x.shape, str(x.dtype)) for x in each] for each in (slots, self._slots)
+            [(x.shape, str(x.dtype)) for x in xs] for xs in (slots, self._slots)
         )
         if shapes != expected:
             raise RequestError(
                 f"{self.what}: the state has optimizer variables of {shapes}, but this "
                 f"version of Keras has {expected}. Use the version that wrote it."
             )
-        # One by one, so that the old ones' memory is free for the next.
+        # One by one, so that each old slot's memory is free for the next one.
         for i, new in enumerate(slots):
             self._slots[i] = jax.device_put(np.array(new), self._slots[i].device)
         self._load_counts(meta)
@@ -115,7 +115,7 @@ def _refusing() -> Iterator[None]:
 
 @jax.jit
 def _copies(state: list[jax.Array]) -> list[jax.Array]:
-    """Copies that a later step, which takes the originals' memory, leaves alone."""
+    """Copy arrays before a later step donates the originals."""
     return [jnp.copy(x) for x in state]
 
 

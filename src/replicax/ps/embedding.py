@@ -2,8 +2,8 @@
 
 On servers the layer has no variable of the table's size. The step looks rows up by a
 callback on the host, and its backward pass collects the rows' gradients by another. A
-variable of one element, the anchor, ties the two to the step: the program computes the
-rows' gradients to get that of the anchor.
+variable of one element, the anchor, ties both callbacks to the step: the program must
+compute the rows' gradients to compute the anchor's gradient.
 """
 
 import dataclasses
@@ -50,7 +50,7 @@ class _RemoteTable:
         return rows[place].reshape(*ids.shape, spec.dim)
 
     def collect(self, ids: np.ndarray, gradients: np.ndarray) -> None:
-        """Collect gradients for ids of any shape, those of equal ids summed."""
+        """Collect gradients for ids of any shape, summed over equal ids."""
         flat = ids.ravel().astype(np.int64)
         rows = sum_duplicates(flat, gradients.reshape(len(flat), self.spec.dim))
         self.source.collect(self.spec.name, *rows)
@@ -66,7 +66,7 @@ class Embedding(keras.layers.Embedding):
     keeps its value and its optimizer state. The layer has one variable there, the
     anchor of shape `(1,)`, which stays zero. Saved models have no rows of such a table;
     the servers' snapshots do. The layer's name is the table's: layers of one name share
-    it, and the first one's initializer and seed stand.
+    the table, with the initializer and seed of the first.
 
     Elsewhere it is `keras.layers.Embedding` in all respects.
 
@@ -80,7 +80,7 @@ class Embedding(keras.layers.Embedding):
         mask_zero: Whether id 0 stands for padding, as in Keras.
         weights: First values `[input_dim, output_dim]`; not on servers.
         seed: Seed of a random initializer, an int. None: the initializer's own.
-        **kwargs: What `keras.layers.Embedding` takes besides.
+        **kwargs: Other arguments of `keras.layers.Embedding`.
 
     Raises:
         ValueError: For sizes below 1; on servers when it is built, for options that
@@ -145,19 +145,19 @@ class Embedding(keras.layers.Embedding):
         self.anchor: keras.Variable = self.add_weight(
             shape=(1,), initializer="zeros", name="anchor", trainable=True
         )
-        self.anchor.table_name = self.name  # Says whose rows are updated with it.
+        self.anchor.table_name = self.name  # The table that the optimizer updates.
         self._table = _RemoteTable(source=source, spec=spec)
         source.create(spec)
         self.built = True
 
     @property
     def table_name(self) -> str | None:
-        """The table's name on the servers, None if it is a variable here."""
+        """The table's name on the servers; None if the table is a variable here."""
         return None if self._table is None else self._table.spec.name
 
     @property
     def embeddings(self) -> PyTree:
-        """The whole table `[input_dim, output_dim]`, where it is a variable."""
+        """The whole table `[input_dim, output_dim]`, if it is not on servers."""
         if self._table is not None:
             raise AttributeError(
                 f"Embedding.embeddings: the rows of {self.table_name!r} are on the "
@@ -183,7 +183,7 @@ class Embedding(keras.layers.Embedding):
         if isinstance(anchor, Tracer) or isinstance(ids, Tracer):
             rows = _lookup(self._table, current_context())(anchor, ids)
         else:
-            # What a callback raises comes up again when the process ends.
+            # No callback: JAX raises a callback's error again when the process ends.
             rows = self._table.pull(np.asarray(ids))
         return keras.ops.cast(rows, self.compute_dtype)
 
@@ -206,7 +206,7 @@ class Embedding(keras.layers.Embedding):
         """As in Keras; nothing of a table on servers.
 
         Raises:
-            ValueError: If only one of the layer and what is loaded has the table.
+            ValueError: If only one of the layer and the saved layer has its rows here.
         """
         has_rows = bool(len(store.keys()))
         if self._table is None:
@@ -245,7 +245,7 @@ class Embedding(keras.layers.Embedding):
         if self.input_dim > np.iinfo(np.int32).max and ids != np.int64:
             raise ValueError(
                 f"Embedding {self.name!r}: input_dim={self.input_dim} is more than "
-                "ids of 32 bits can count. Set jax_enable_x64."
+                "ids of 32 bits can index. Set jax_enable_x64."
             )
 
     def _require_own_table(self, method: str) -> None:
@@ -261,7 +261,7 @@ def _tables() -> "RemoteTables | None":
     context = current_context()
     strategy = current_strategy() if context is None else context.strategy
     home = None if strategy is None else strategy.home
-    return getattr(home, "rows", None)  # Of servers only.
+    return getattr(home, "rows", None)  # Only the home of servers has it.
 
 
 def _seed_of(initializer: object) -> int:
@@ -303,13 +303,13 @@ def _lookup(
         return np.zeros(1, np.float32)
 
     def rows_of(anchor: jax.Array, ids: jax.Array) -> jax.Array:
-        # The anchor goes in so that the rows are seen to depend on it.
+        # The anchor is an input so that JAX differentiates the rows by it.
         shape = jax.ShapeDtypeStruct((*ids.shape, table.spec.dim), jnp.float32)
         return jax.pure_callback(pull, shape, anchor, ids, vmap_method="broadcast_all")
 
     def backward(ids: jax.Array, gradients: jax.Array) -> tuple[jax.Array, None]:
         gradients, counts = _own_share(context, gradients)
-        # Not pure: XLA must neither drop it nor do it twice.
+        # Not a pure callback: XLA must neither drop nor repeat it.
         zero = io_callback(
             collect, jax.ShapeDtypeStruct((1,), jnp.float32), ids, gradients, counts
         )
@@ -325,7 +325,7 @@ def _own_share(
 ) -> tuple[jax.Array, jax.Array]:
     """This replica's summand of the step's gradient, and whether it has one.
 
-    The sum over all replicas is what the optimizer seam would make of them.
+    The sum over all replicas is the gradient that the optimizer would apply.
     """
     if context is None:
         return gradients, jnp.asarray(True)

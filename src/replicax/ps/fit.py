@@ -36,13 +36,13 @@ __all__ = ["WorkQueueFit"]
 
 _logger = logging.getLogger("replicax")
 
-_MOST_REPORTED = 60 * 2048  # Numbers of metrics; the board takes a report of 1 MiB.
+_MOST_REPORTED = 60 * 2048  # Elements of metrics; a report has at most 1 MiB.
 _SHOWN = 500
 _NEWEST = "the newest fit"
 
 
 class WorkQueueFit:
-    """A worker's steps of the script's `number`-th `fit`, from a work queue of all."""
+    """A worker's part in the script's `number`-th `fit`, which has a work queue."""
 
     def __init__(
         self,
@@ -61,23 +61,23 @@ class WorkQueueFit:
         self._data = fit.epochs
         self._number = number
         self._name = f"fit {number}"
-        self._epoch = 0  # Counted from the first one of this `fit`.
+        self._epoch = 0  # Counted from the first epoch of this `fit`.
         self._end = 0  # The epoch after the last one.
         self._batches = EpochBatches(self._data.adapter, self._data.steps_per_epoch)
         self._stops = False  # Whether a worker stopped in the middle of the epoch.
         self._ready: list[PlacedBatch] = []
         self._source: BatchIterator | None = None  # Of this epoch.
         # A distributed dataset yields this worker's batches only.
-        self._is_own = isinstance(self._data.adapter, DistributedAdapter)
+        self._has_own_data = isinstance(self._data.adapter, DistributedAdapter)
         self._leases = StepLeases(strategy, number, self._waiting)
-        if len(self._session.workers) > 1 and not self._is_own:
+        if len(self._session.workers) > 1 and not self._has_own_data:
             _refuse_stateful(model)
         self._home.fit_metrics = frozenset(map(id, model.metrics_variables))
 
     def begin(self, first: int, end: int) -> int:
         """Wait for the other workers; return the first epoch, which the chief decides.
 
-        A restarted worker begins in the epoch that the others are in. If this `fit` has
+        A restarted worker begins in the current epoch of the others. If this `fit` has
         already ended, it returns `end`, and the model gets the trained values.
         """
         self._end = end - self._fit.first_epoch
@@ -89,19 +89,19 @@ class WorkQueueFit:
         return self._fit.first_epoch + self._epoch
 
     def _agree_on_epoch(self, first: int) -> int:
-        """The epoch that the workers are in, or will begin with."""
+        """The workers' current or first epoch."""
         session = self._session
         newest = session.board("get", key=_NEWEST) or 0
-        if newest > self._number:  # This worker came late, or was restarted.
+        if newest > self._number:  # This worker is late, or was restarted.
             _logger.warning(
-                "%s: %s has already ended, as the others have begun the next one. The "
+                "%s: %s has already ended: other workers have begun the next fit. The "
                 "model gets the trained values, and the history is empty.",
                 *(session.name, self._name),
             )
             return self._end
         if session.is_chief:
             session.board("put", key=_NEWEST, value=self._number, first=False)
-            session.board("put", key=self._epoch_key, value=first)  # The first stays.
+            session.board("put", key=self._epoch_key, value=first)  # Once.
         # No worker trains while the script of another one still uses the old values.
         session.barrier(f"fit begin/{self._number}")
         return session.get(self._epoch_key, f"the first epoch of {self._name}")
@@ -117,15 +117,16 @@ class WorkQueueFit:
         with self._waiting():
             self._begin_epoch()
         source = announce_first(
-            self._own if self._is_own else self._claimed, "waiting for the first batch"
+            self._own if self._has_own_data else self._claimed,
+            "waiting for the first batch",
         )
         # Batches are not prefetched: some tickets are leased only when earlier ones are
-        # finished. Each step is a dispatch of its own, as servers make its update.
+        # finished. Each step is dispatched alone, as servers apply its update.
         self._source = BatchIterator(
             source,
             self._strategy.group,
             1,
-            local=self._is_own,
+            local=self._has_own_data,
             ahead=False,
             recorder=self._fit.recorder,
         )
@@ -162,7 +163,7 @@ class WorkQueueFit:
     def end_epoch(self, logs: PyTree) -> PyTree:
         """Wait until all updates of the epoch are applied; sum metrics, pull values.
 
-        Logs that are not a metric's result are averaged over the workers' last ones.
+        Logs that no metric computes are averaged over the workers' last values.
         """
         self._home.settle()
         if self._model.stop_training:  # In the middle of the epoch.
@@ -184,7 +185,7 @@ class WorkQueueFit:
             raise NotImplementedError(
                 f"ParameterServerStrategy: the metrics of {self._model.name!r} hold "
                 f"{size} numbers, and at most {_MOST_REPORTED} can be summed over "
-                "the workers. Compute large ones in evaluate."
+                "the workers. Compute large metrics in evaluate."
             )
         topic = f"{self._name}/metrics/{self._epoch}"
         values = json_codec.encode([v.value for v in metrics], "the metrics")
@@ -205,7 +206,7 @@ class WorkQueueFit:
         return logs
 
     def _summed(self, topic: str) -> JSON:
-        """On the chief: sums of all metrics and means of all logs; note who stops."""
+        """On the chief: sum metrics, average logs, record whether a worker stops."""
         reports = self._session.board("reports", topic=topic).values()
         self._stops = any(report["stop"] for report in reports)
         values = [json_codec.decode(report["values"]) for report in reports]
@@ -215,7 +216,7 @@ class WorkQueueFit:
         return json_codec.encode((summed, _mean(logs)), "the metrics")
 
     def _waiting(self) -> AbstractContextManager[None]:
-        """Context manager of a wait for other workers, for the training's report."""
+        """Context manager that reports a wait for other workers to the recorder."""
         recorder = self._fit.recorder
         return nullcontext() if recorder is None else recorder.waiting()
 
@@ -275,7 +276,7 @@ class WorkQueueFit:
                 f"{_batches_of(chief['length'])}. Pass the same data, batch size and "
                 "steps_per_epoch in all tasks."
             )
-        # All workers must shuffle alike.
+        # All workers must shuffle in the same order.
         random_state.restore(json_codec.decode(chief["random"]))
         if not self._session.is_chief:
             self._home.refresh_values()  # The chief may have assigned some.
@@ -300,8 +301,8 @@ class WorkQueueFit:
             if index is None:
                 return
             if self._batches.has_passed(index):
-                # A restarted server may lease a step again that it has forgotten, and
-                # data are read forward only.
+                # A restarted server may lease a finished step again, but data are read
+                # forward only.
                 self._leases.finish_last()
                 continue
             batch = self._batches.at(index)

@@ -1,7 +1,7 @@
 """A worker's messages to the servers of one group.
 
-The thread of a server's connection sends messages one after another. It repeats a
-message that was not answered.
+The thread of a server's connection sends messages one after another, and retries a
+message until the server answers.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,8 +30,8 @@ def require_all_known(
 ) -> None:
     """Raise if some servers have trained values of a group, and others just created it.
 
-    `answers` are those to its creation, by server. A trained group was created on all
-    servers: a server to which it is new has lost its values.
+    `answers` are the answers to `Create`, by server. A trained group exists on all
+    servers, so a server that has just created the group has lost its values.
     """
     trained = [server for server, answer in answers.items() if answer.version]
     new = [server for server, answer in answers.items() if answer.is_new]
@@ -63,7 +63,7 @@ class GroupServers:
         message: Message[_Answer] | Mapping[int, Message[_Answer]],
         vectors: Mapping[int, Vectors] | None = None,
     ) -> dict[int, Answer[_Answer]]:
-        """Exchange a message with all servers, or each its own; answers by server."""
+        """Exchange one message, or one per server; return answers by server."""
         futures = {}
         for server in self.numbers:
             own = message if isinstance(message, Message) else message[server]

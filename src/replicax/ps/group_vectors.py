@@ -56,17 +56,17 @@ class GroupLayout:
 
     def as_pushed(self, gradients: Sequence[jax.Array]) -> list[jax.Array]:
         """One device's copies of the gradients, in the dtypes in which they travel."""
-        given = [x.addressable_data(0) for x in gradients]
-        if [x.dtype for x in given] != self._pushed_dtypes:
-            given = self._cast(given)
-        for gradient in given:
+        local = [x.addressable_data(0) for x in gradients]
+        if [x.dtype for x in local] != self._pushed_dtypes:
+            local = self._cast(local)
+        for gradient in local:
             gradient.copy_to_host_async()
-        return given
+        return local
 
     def vectors(self, values: Sequence[jax.Array], server: int) -> _Vectors:
         """A server's vectors as unjoined pieces: XLA concatenates slowly on CPUs.
 
-        For the MLP of benchmarks/parameter_servers.py that took as long as the step.
+        For the MLP of benchmarks/parameter_servers.py, joining takes as long as a step.
         """
         shards = self._shards[server]
         hosts = (np.asarray(values[shard.variable]) for shard in shards)
@@ -80,32 +80,32 @@ class GroupLayout:
         local = [x.addressable_data(0) for x in values]
         return {server: self.vectors(local, server) for server in self._shards}
 
-    def on_devices(self, held: Mapping[int, _Vectors]) -> list[jax.Array]:
-        """The variables' values, on all devices, of the servers' vectors."""
-        if self._takes_views:  # Of what was received: most are aligned.
-            return jax.device_put(self._unpacked(held), self._sharding)
-        return self._unpack(jax.device_put(dict(held), self._sharding))
+    def on_devices(self, received: Mapping[int, _Vectors]) -> list[jax.Array]:
+        """Unpack the servers' vectors into the variables' values on all devices."""
+        if self._takes_views:  # Views of received bytes, most of them aligned.
+            return jax.device_put(self._unpacked(received), self._sharding)
+        return self._unpack(jax.device_put(dict(received), self._sharding))
 
     def _in_pushed_dtypes(self, gradients: list[jax.Array]) -> list[jax.Array]:
         dtypes = zip(gradients, self._pushed_dtypes, strict=True)
         return [gradient.astype(dtype) for gradient, dtype in dtypes]
 
-    def _unpacked(self, held: Mapping[int, _Vectors]) -> list[PyTree]:
+    def _unpacked(self, received: Mapping[int, _Vectors]) -> list[PyTree]:
         unpacked = {
             server: iter(self._layouts[server].unpack(vectors))
-            for server, vectors in held.items()
+            for server, vectors in received.items()
         }
         pieces: dict[int, list[PyTree]] = {}
         for shard in self._group.shards:  # Rows of a variable are in order.
             pieces.setdefault(shard.variable, []).append(next(unpacked[shard.server]))
         return [
-            found[0] if len(found) == 1 else _joined(found)
-            for _, found in sorted(pieces.items())
+            rows[0] if len(rows) == 1 else _joined(rows)
+            for _, rows in sorted(pieces.items())
         ]
 
 
 def _joined(rows: Sequence[PyTree]) -> PyTree:
-    """The rows of a variable from several servers, of NumPy's or traced."""
+    """Join a variable's rows from several servers: NumPy or traced arrays."""
     first = rows[0]
     if not isinstance(first, np.ndarray):
         return jnp.concatenate(rows)
@@ -118,8 +118,8 @@ class SlotKey(NamedTuple):
     """Names one of the variables of an optimizer on one server.
 
     `name` is `"momentum"`, `"iteration"` and the like, or a path where two have the
-    same name. `shard` is the index, among the server's shards, of the one that it
-    belongs to; None: it belongs to no variable.
+    same name. `shard` is the index of the slot's shard among the server's shards; None
+    if the slot belongs to no variable.
     """
 
     name: str
@@ -130,7 +130,7 @@ Slots = dict[SlotKey, np.ndarray]
 
 
 VariableSlot = tuple[str, int | None]
-"""A name, and the index in its group of the variable that it belongs to."""
+"""A slot's name, and the index of its variable in the group, if it has one."""
 
 
 Announced = list[tuple[str, int | None, tuple[int, ...]]]
@@ -156,8 +156,8 @@ def join_slots(
 ) -> dict[VariableSlot, np.ndarray]:
     """Concatenate each slot from its shards on the servers.
 
-    Of a slot that belongs to no variable each server has a copy; the first one's is
-    returned.
+    Each server has a copy of a slot that belongs to no variable. The copy of the first
+    server is returned.
     """
     pieces: dict[VariableSlot, dict[int, np.ndarray]] = {}  # By their first rows.
     for server, slots in on_servers.items():
@@ -167,7 +167,7 @@ def join_slots(
             variable = None if shard is None else shard.variable
             first = shard.rows[0] if shard and shard.rows else 0
             pieces.setdefault((name, variable), {}).setdefault(first, array)
-    rows = {key: [x for _, x in sorted(found.items())] for key, found in pieces.items()}
+    rows = {key: [x for _, x in sorted(own.items())] for key, own in pieces.items()}
     return {k: np.concatenate(x) if len(x) > 1 else x[0] for k, x in rows.items()}
 
 

@@ -6,11 +6,11 @@ of an embedding table (`table`). Both kinds apply pushes in the same way.
 - Each group has one lock, under which all of its fields are read and written.
 - A worker's process numbers its pushes to a group. The last push, sent again, gets the
   same answer; an older one is refused.
-- A closure that a coordinator gives to another worker makes its pushes again. They are
-  numbered within the closure, and of each number the first push is applied. Pushes of a
+- A closure that is rerun on another worker repeats its pushes. Pushes are numbered
+  within the closure, and only the first push of each number is applied. Pushes of a
   closure whose chief was replaced change nothing.
-- A restarted server counts what it has lost by versions: the newest one that a worker
-  has seen before the restart, less the restored one.
+- A restarted server counts lost updates: the newest version that a worker saw before
+  the restart, minus the restored version.
 """
 
 import abc
@@ -30,10 +30,10 @@ from replicax.ps.limits import Closure, Disowned, Seen, owner_of, remember
 __all__ = ["Arrays", "Group", "LastPush"]
 
 _logger = logging.getLogger("replicax")
-_CLOSURES_KEPT = 4096  # As many as the board has unfinished ones.
+_CLOSURES_KEPT = 4096  # The board has at most as many.
 
 Arrays: TypeAlias = Mapping[str, np.ndarray]
-"""Vectors by dtype; of a table `ids` and `gradients`."""
+"""Vectors by dtype; for a table, `ids` and `gradients`."""
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -50,8 +50,8 @@ class Group(abc.ABC):
     """One group. Its fields are read and written under its `lock`.
 
     `what` names it in messages, such as `"group 'weights'"`. `version` counts updates
-    and assignments; `replaced` counts the assignments alone, and `assignments` those of
-    its optimizer's variables. `lost` counts the updates that restarts have undone.
+    and assignments; `replaced` counts assignments alone. `assignments` counts those to
+    the optimizer's variables. `lost` counts updates that restarts have undone.
     """
 
     def __init__(self, what: str, server: int, sessions: Sessions | None) -> None:
@@ -67,12 +67,12 @@ class Group(abc.ABC):
         self.lost = 0
         self._repeated = 0  # Pushes of closures that changed nothing.
         self._restored = 0, 0  # The snapshot's version, and its `lost`.
-        self._closures: dict[str, int] = {}  # By the newest ids: pushes made.
+        self._closures: dict[str, int] = {}  # Number of pushes by id, of the newest.
         self._sessions = Sessions() if sessions is None else sessions
 
     @property
     def steps(self) -> int:
-        """Number of updates in its version."""
+        """Number of updates, without assignments."""
         return self.version - self.replaced
 
     @property
@@ -109,13 +109,13 @@ class Group(abc.ABC):
     ) -> LastPush:
         """Apply gradients exactly once.
 
-        A new session of a worker ends the one before; its sequence numbers grow with
-        each push to this group. Gradients must not be changed afterwards. They were
-        computed from the version `based_on`; None: their staleness is not counted. If
-        another worker has made this push of the `closure`, it is not applied again. If
-        the closure's chief was replaced, it is refused.
+        A worker's new session ends its old one. A session's `sequence` numbers grow
+        with each push to this group. Callers must not change `gradients` afterwards.
+        `based_on` is the version that they were computed from, or None to record no
+        staleness. A push that the `closure` made on another worker is not applied
+        again. A push of a closure whose chief was replaced is refused.
         """
-        # Under the group's lock: a session that ends meanwhile must not be applied.
+        # Under the group's lock: a session that ends now must not be applied.
         self._sessions.admit(worker, session)
         last = self.last.get(worker)
         if (
@@ -126,8 +126,8 @@ class Group(abc.ABC):
             return last
         last = LastPush(session=session, sequence=sequence)
         disowned = closure is not None and self._sessions.has_ended(owner_of(closure))
-        repeats = disowned or (closure is not None and self._was_made(*closure))
-        if repeats:
+        is_skipped = disowned or (closure is not None and self._add_push(*closure))
+        if is_skipped:
             last.applied = False
             self._repeated += 1
         else:
@@ -153,12 +153,12 @@ class Group(abc.ABC):
             version, lost = self._restored
             self.lost = max(self.lost, lost + seen[1] - version)
 
-    def _was_made(self, closure: str, number: int) -> bool:
-        """Whether a closure's push was made before; else it is made from now on."""
-        made = self._closures.get(closure, 0)
-        if number > made:
+    def _add_push(self, closure: str, number: int) -> bool:
+        """Record a closure's push; return whether it was there already."""
+        newest = self._closures.get(closure, 0)
+        if number > newest:
             remember(self._closures, closure, number, most=_CLOSURES_KEPT)
-        return number <= made
+        return number <= newest
 
     def _record(self, worker: str, based_on: int | None) -> int:
         """Record a push before it is applied; return its staleness."""

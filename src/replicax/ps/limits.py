@@ -1,8 +1,8 @@
-"""Types of clients' arguments, rates of their calls, and errors of refused calls.
+"""Types of clients' arguments, rates of calls, and errors of refused calls.
 
 A call costs server 0 half a millisecond (`benchmarks/ps_simulation.py` measures it).
-The rates here are those of all tasks together and take less than half of one core.
-Small jobs never reach them.
+The rates here are for all tasks together and take less than half of one core. Small
+jobs never reach these rates.
 """
 
 import inspect
@@ -44,7 +44,7 @@ Closure = tuple[Name, Count]
 """A closure of a coordinator, and the number of its push to a group, from 1."""
 
 Seen = tuple[str, Count]
-"""The incarnation of a server, and the version of a group that it has answered."""
+"""A server's incarnation, and the version of a group in its answer."""
 
 AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -66,11 +66,11 @@ class RequestError(RuntimeError):
 
 
 class Superseded(RequestError):
-    """The worker was restarted, and this comes from its earlier process."""
+    """The request comes from an earlier process of a restarted worker."""
 
 
 class Disowned(RequestError):
-    """This comes from a closure whose chief was replaced by a later process."""
+    """The request comes from a closure whose chief was replaced."""
 
 
 class LimitedLog:
@@ -98,7 +98,7 @@ class LimitedLog:
         return max(0, self._count - self._per_minute)
 
     def warn(self, message: str) -> None:
-        """Write a warning, or count it for the next minute's first one."""
+        """Log a warning, or omit it; a later warning reports the number omitted."""
         with self._lock:
             omitted, minute = 0, int(self._now() // 60)
             if minute != self._minute:
@@ -115,7 +115,7 @@ def message_of(function: Callable[..., object]) -> type[msgspec.Struct]:
     """Make the message type of a method's arguments from its annotations."""
     fields: list[tuple[str, Any] | tuple[str, Any, Any]] = []
     for p in list(inspect.signature(function).parameters.values())[1:]:
-        # JSON is a type that refers to itself, by a text.
+        # Annotations with the recursive type JSON are strings.
         annotation = Any if isinstance(p.annotation, str) else p.annotation
         field = (p.name, annotation)
         fields.append(field if p.default is p.empty else (*field, p.default))
@@ -188,13 +188,13 @@ def tickets_at_once(
 ) -> int:
     """Number of tickets of a stream that a worker prefetches.
 
-    One in a small job, and near the end: a worker should not hold steps that an idle
-    worker could do, or that are lost if it dies.
+    One in a small job and near the end: a worker should not hold steps that an idle
+    worker could run, or that are lost if the holder dies.
 
     Args:
-        num_workers: Of the job.
-        step_seconds: How long this worker's last steps took, each.
-        steps_left: Of all workers together; None: nobody knows.
+        num_workers: Number of the job's workers.
+        step_seconds: Duration of a step of this worker, of late.
+        steps_left: Steps left for all workers together; None if unknown.
 
     >>> tickets_at_once(4, 0.1, None), tickets_at_once(1000, 0.1, None)
     (1, 25)

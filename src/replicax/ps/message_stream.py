@@ -1,7 +1,7 @@
 """Sends and receives messages on a Flight stream: headers, and bytes of vectors.
 
 The bytes of a vector are record batches of one column of bytes, of `CHUNK_BYTES` each.
-With `"shared": true` in the header they are in memory that both ends have.
+With `"shared": true` in the header, the bytes are in shared memory instead.
 """
 
 import functools
@@ -32,7 +32,7 @@ __all__ = ["CHUNK_BYTES", "MessageStream"]
 # Flight reaches 0.47 to 0.6 of raw TCP; this size was the fastest and the steadiest.
 CHUNK_BYTES = 4 << 20
 _CUT = "the stream ended before the end of a message"
-# Smaller pieces of a vector travel together: a record batch costs as much as a copy.
+# Smaller pieces of a vector are joined: a record batch costs as much as their copy.
 _SMALL_BYTES = 128 << 10
 
 Vectors = Mapping[str, np.ndarray | Sequence[np.ndarray]]
@@ -47,10 +47,10 @@ def _schema() -> "pa.Schema":
 
 
 class MessageStream:
-    """One end of a stream of messages. Both ends make theirs before the first message.
+    """One end of a stream of messages, constructed before the first message.
 
-    `memory` is what a worker offers and what a server has accepted; a worker knows that
-    it was when the first answer says so.
+    `memory` is the shared memory that a worker offers, or that a server has accepted. A
+    worker sends in it after the first answer that is shared.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class MessageStream:
         self.reader = reader
         self.writer = writer
         self._memory = memory
-        self._is_shared = False  # Whether the message whose header was received is.
+        self._is_shared = False  # Of the last received header.
         writer.begin(_schema(), options=write_options())
 
     def send(
@@ -76,7 +76,7 @@ class MessageStream:
         Vectors must not change before the reply. `progress` is called after each chunk.
 
         Returns:
-            The number of bytes sent, without what Flight adds.
+            The number of bytes sent, without Flight's overhead.
         """
         pieces = {
             name: [vector] if isinstance(vector, np.ndarray) else list(vector)
@@ -97,7 +97,7 @@ class MessageStream:
                 f"the header of a message has {len(text)} bytes, and may have "
                 f"{HEADER_BYTES}: {text[:100]!r}..."
             )
-        if memory is not None:  # Filled before the other end hears of it.
+        if memory is not None:  # Fill the memory before the header announces it.
             arrays = [
                 _little_endian(piece) for vector in pieces.values() for piece in vector
             ]
@@ -136,9 +136,9 @@ class MessageStream:
         announcement: list[tuple[str, np.dtype, int]],
         progress: Callable[[], None] = lambda: None,
     ) -> dict[str, np.ndarray]:
-        """Receive the vectors after a header, which `announced` has read; read-only.
+        """Receive the vectors in a header's `announcement`, as read-only arrays.
 
-        A vector that came in a single chunk is a view of the received bytes; others are
+        A vector in a single chunk is a view of the received bytes; other vectors are
         copied once. `progress` is called after each chunk.
         """
         if not self._is_shared or self._memory is None:
@@ -161,7 +161,7 @@ class MessageStream:
 
 
 def _chunks(pieces: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
-    """A vector's bytes: views of large pieces, and small ones copied together."""
+    """Yield a vector's bytes: views of large pieces, joined copies of small ones."""
     small: list[np.ndarray] = []
     size = 0
     for array in pieces:

@@ -47,13 +47,13 @@ Results = Mapping[str, jax.Array | np.ndarray]
 
 
 class Ack(msgspec.Struct):
-    """Acknowledges that the message was executed."""
+    """Acknowledges that the server executed the message."""
 
 
 class Created(msgspec.Struct):
     """The group exists, and was created now if it `is_new`.
 
-    Its optimizer began with `iterations` steps.
+    The group's optimizer started at `iterations` steps.
     """
 
     version: int
@@ -107,7 +107,7 @@ class GroupSlots(msgspec.Struct):
 
 
 class Message(msgspec.Struct, Generic[_Answer], tag_field="op"):
-    """A message of some type. Several threads handle messages at the same time."""
+    """Base class of messages. Several threads handle messages at the same time."""
 
     answer_type: ClassVar[type[msgspec.Struct]] = Ack
 
@@ -165,7 +165,7 @@ class Create(Message[Created], tag="create"):
 
 
 class Pull(_OfGroup[Version], tag="pull"):
-    """Read a group's values, if they are not those of the version `seen` last."""
+    """Read a group's values, unless its version is still `seen`."""
 
     answer_type = Version
     seen: Seen | None = None
@@ -179,8 +179,8 @@ class Pull(_OfGroup[Version], tag="pull"):
 class Push(_OfGroup[Pushed], tag="push"):
     """Push gradients of a group; the answer has the new values.
 
-    The gradients were computed from the version `based_on`, `seen` is the newest one
-    that the worker knows.
+    The gradients were computed from the version `based_on`. `seen` is the worker's
+    newest version.
     """
 
     answer_type = Pushed
@@ -222,7 +222,7 @@ class Replace(_OfGroup[Version], tag="replace"):
 
 
 class GetSlots(_OfGroup[GroupSlots], tag="slots"):
-    """Read the slots of a group's optimizer: those of a name, or all."""
+    """Read the slots of a group's optimizer: all, or only those called `name`."""
 
     answer_type = GroupSlots
     name: str | None = None
@@ -235,7 +235,7 @@ class GetSlots(_OfGroup[GroupSlots], tag="slots"):
 
 
 class SetSlots(_OfGroup[Ack], tag="set_slots"):
-    """Replace slots of a group's optimizer, given by key and shape."""
+    """Replace slots of a group's optimizer. `slots` has their keys and shapes."""
 
     slots: list[tuple[str, Count | None, tuple[Count, ...]]]
 
@@ -254,7 +254,7 @@ class SetSlots(_OfGroup[Ack], tag="set_slots"):
 
 
 class CreateTable(Message[TableCreated], tag="create_table"):
-    """Create a table. Its optimizer is sent, and validated, once it is known."""
+    """Create a table without an optimizer. Workers set its rule later."""
 
     answer_type = TableCreated
     spec: TableSpec
@@ -273,7 +273,7 @@ class PullRows(Message[Ack], tag="rows"):
     table: str
 
     def expected(self, store: VariableStore) -> Mapping[str, Allowed]:
-        # Each row once: so the answer is no larger than the table.
+        # Each row at most once, so that the answer is no larger than the table.
         most = store.num_rows_here(store.table(self.table).spec)
         return {"ids": Allowed(("int64",), 0, most)}
 
@@ -283,7 +283,7 @@ class PullRows(Message[Ack], tag="rows"):
 
 
 class PushRows(Message[TablePushed], tag="push_rows"):
-    """Push gradients of a table's rows; `seen` is the newest version that is known."""
+    """Push gradients of a table's rows; `seen` is the worker's newest version."""
 
     answer_type = TablePushed
     table: str
@@ -331,4 +331,4 @@ MESSAGES: dict[str, type[Message]] = {
         *(CreateTable, PullRows, PushRows),
     )
 }
-"""The one table of what a stream may ask, by what stands in `"op"`."""
+"""All types of messages that a stream accepts, by their `"op"`."""

@@ -1,8 +1,8 @@
 """The open connections to a server's port, which gRPC does not list.
 
-gRPC keeps a connection that never calls, and waits for idle streams when it shuts down.
-So a server finds the sockets among its own descriptors. It closes those that no call
-has authenticated in time, and all of them at its end.
+gRPC keeps connections without calls, and waits for idle streams when it shuts down. A
+server finds the sockets among its own descriptors. The server closes sockets that no
+call has authenticated in time, and closes all sockets when it ends.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from urllib.parse import unquote
 __all__ = ["OpenConnections", "peer_name"]
 
 _logger = logging.getLogger("replicax")
-_LOOK_SECONDS = 0.5
+_POLL_SECONDS = 0.5
 
 
 def peer_name(text: str) -> str:
@@ -39,27 +39,27 @@ def _address(host: str, port: object) -> str:
 class OpenConnections:
     """The connections to one port of this process.
 
-    One on which no call has shown the token is closed after `handshake_seconds`. These
-    are counted in looks: time in which this process was stopped does not count.
+    A connection is closed after `handshake_seconds` unless a call on it has sent the
+    token. Time is counted in polls, so time while this process is stopped is ignored.
     """
 
     def __init__(self, port: int, *, handshake_seconds: float) -> None:
         self._port = port
-        self._most_looks = handshake_seconds / _LOOK_SECONDS
+        self._max_polls = handshake_seconds / _POLL_SECONDS
         self._lock = threading.Lock()
         self._authenticated: set[str] = set()
-        self._looks: Counter[str] = Counter()  # By the peers of the others.
+        self._polls: Counter[str] = Counter()  # By unauthenticated peer.
         self._closing = threading.Event()
         self._thread = threading.Thread(
             target=self._watch, name=f"replicax-ps-connections-{port}", daemon=True
         )
 
     def start(self) -> None:
-        """Start to close connections that stay unauthenticated."""
+        """Start the thread that closes unauthenticated connections."""
         self._thread.start()
 
     def authenticate(self, peer: str) -> None:
-        """Record that a call of this peer has shown the token."""
+        """Record that a call of this peer has sent the token."""
         with self._lock:
             self._authenticated.add(peer)
 
@@ -75,11 +75,11 @@ class OpenConnections:
             self._thread.join()
 
     def _watch(self) -> None:
-        while not self._closing.wait(_LOOK_SECONDS):
-            with contextlib.suppress(OSError):  # No descriptor is free to list them.
-                self._close_late()
+        while not self._closing.wait(_POLL_SECONDS):
+            with contextlib.suppress(OSError):  # No free descriptor to list sockets.
+                self._close_unauthenticated()
 
-    def _close_late(self) -> None:
+    def _close_unauthenticated(self) -> None:
         with self._lock:
             before = set(self._authenticated)
         peers = set()
@@ -87,14 +87,14 @@ class OpenConnections:
             peers.add(peer)
             if peer in before:
                 continue
-            self._looks[peer] += 1
-            if self._looks[peer] > self._most_looks:
+            self._polls[peer] += 1
+            if self._polls[peer] > self._max_polls:
                 _shut_down(sock)
                 _logger.info("closed the connection from %s: it sent no token", peer)
         with self._lock:
             self._authenticated -= before - peers
-        for peer in self._looks.keys() - peers:
-            del self._looks[peer]
+        for peer in self._polls.keys() - peers:
+            del self._polls[peer]
 
     def _sockets(self) -> Iterator[tuple[str, socket.socket]]:
         """The peer of each connection, and a copy of its socket for one iteration."""
@@ -107,7 +107,7 @@ class OpenConnections:
 
 
 def _copied(descriptor: int) -> socket.socket:
-    """A copy of a socket; `OSError` if the descriptor is none, or closed by now."""
+    """Duplicate a socket; `OSError` if the descriptor is closed or no socket."""
     copy = os.dup(descriptor)
     try:
         return socket.socket(fileno=copy)
@@ -117,5 +117,5 @@ def _copied(descriptor: int) -> socket.socket:
 
 
 def _shut_down(sock: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # The peer was faster.
+    with contextlib.suppress(OSError):  # The peer has already closed it.
         sock.shutdown(socket.SHUT_RDWR)

@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 
-# Their update of an element reads that element's gradient, value and state only.
+# They update each element from that element's gradient, value and state only.
 ELEMENTWISE = (
     keras.optimizers.SGD,
     keras.optimizers.Adagrad,
@@ -46,24 +46,24 @@ ELEMENTWISE = (
 def can_split(optimizer: keras.optimizers.Optimizer) -> bool:
     """Whether rows of a variable may be updated apart from its other rows.
 
-    Adafactor, Lamb and Muon need whole variables. Subclasses of Keras' optimizers may
-    need them, and are not split either. Nor is a variable whose accumulated gradients a
-    server clips by `clipnorm`.
+    False for Adafactor, Lamb and Muon, which need whole variables. False for subclasses
+    of Keras' optimizers, which may. False if a server clips by `clipnorm`, which is for
+    whole variables.
     """
-    # By name: Keras has it since 3.14 only.
+    # Looked up by name: Keras has this class since 3.14.
     free = getattr(keras.optimizers, "ScheduleFreeAdamW", None)
     steppers = _steppers(optimizer)
-    if not clips_on_worker(optimizer) and any(each.clipnorm for each in steppers):
+    if not clips_on_worker(optimizer) and any(stepper.clipnorm for stepper in steppers):
         return False
-    return all(type(each) in (*ELEMENTWISE, free) for each in steppers)
+    return all(type(stepper) in (*ELEMENTWISE, free) for stepper in steppers)
 
 
 def can_spread(optimizer: keras.optimizers.Optimizer) -> bool:
     """Whether each variable may be updated apart from the others, on other servers.
 
-    Not where a server clips by a norm of all gradients: that of accumulated gradients,
-    or of one part of a MultiOptimizer. Nor where a class outside Keras overrides more
-    than what Keras calls for one variable at a time, as its update may mix variables.
+    False if a server clips by the norm of all gradients, as with gradient accumulation
+    or in a MultiOptimizer. False also if a class outside Keras overrides a method that
+    may mix variables: any but those of `_ONE_BY_ONE`.
     """
     if not all(map(_is_one_by_one, _steppers(optimizer))):
         return False
@@ -73,17 +73,17 @@ def can_spread(optimizer: keras.optimizers.Optimizer) -> bool:
 
 
 _ONE_BY_ONE = {"build", "from_config", "get_config", "update_step"}
-"""Methods of optimizers, overridden by users, that mix no variables."""
+"""Methods that a user's optimizer may override without mixing variables."""
 
 
 def _is_one_by_one(optimizer: keras.optimizers.Optimizer) -> bool:
     own = itertools.takewhile(
-        lambda each: not each.__module__.startswith("keras."), type(optimizer).__mro__
+        lambda base: not base.__module__.startswith("keras."), type(optimizer).__mro__
     )
     overridden = {
         name
-        for each in own
-        for name in vars(each)
+        for base in own
+        for name in vars(base)
         if not name.startswith("__") and hasattr(keras.optimizers.Optimizer, name)
     }
     return overridden <= _ONE_BY_ONE
@@ -92,7 +92,7 @@ def _is_one_by_one(optimizer: keras.optimizers.Optimizer) -> bool:
 def _steppers(
     optimizer: keras.optimizers.Optimizer,
 ) -> list[keras.optimizers.Optimizer]:
-    """An optimizer, or those that a MultiOptimizer is made of."""
+    """The optimizers in a MultiOptimizer; any other optimizer itself."""
     inner = getattr(optimizer, "optimizers", None)
     if inner is None:
         return [optimizer]
@@ -105,8 +105,8 @@ def optimizer_rule(
 ) -> JSONObject:
     """Serialize an optimizer, without its state, as a group's rule in JSON values.
 
-    The rule has the current learning rate and iterations, and the variables that
-    `exclude_from_weight_decay` named. `variables` are in the group's order.
+    The rule has the current learning rate and iterations, and the indices of variables
+    that `exclude_from_weight_decay` named. `variables` are in the group's order.
 
     Raises:
         ValueError: If the optimizer cannot be built elsewhere, or scales its loss
@@ -137,7 +137,7 @@ def optimizer_rule(
     return {
         "kind": "optimizer",
         "config": config,
-        # With gradient accumulation `optimizer.iterations` counts updates; this, steps.
+        # Steps; `optimizer.iterations` counts updates if gradients accumulate.
         "iterations": int(np.asarray(optimizer.variables[0])),
         "no_weight_decay": excluded,
     }
@@ -146,12 +146,11 @@ def optimizer_rule(
 def clip_before_push(
     optimizer: keras.optimizers.Optimizer, gradients: Sequence[PyTree]
 ) -> list[PyTree]:
-    """Clip gradients like the optimizer; they keep its `loss_scale_factor`.
+    """Clip gradients like the optimizer, and keep its `loss_scale_factor` in them.
 
-    `gradients` are those of all its variables, in order; None where there is none. May
-    be traced. Where Keras does not clip the pushed gradient, but the mean of several
-    (`gradient_accumulation_steps`) or some of its variables' (MultiOptimizer), the
-    servers clip instead.
+    `gradients` are those of all the optimizer's variables, in order, with None for
+    variables without a gradient. May be traced. If workers cannot clip (see
+    `clips_on_worker`), gradients are returned unclipped and the servers clip.
     """
     if not clips_on_worker(optimizer):
         return list(gradients)
@@ -171,7 +170,11 @@ def clips(optimizer: keras.optimizers.Optimizer) -> bool:
 
 
 def clips_on_worker(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Whether workers can clip with `clip_before_push`, rather than servers."""
+    """Whether workers clip a pushed gradient, rather than servers.
+
+    Servers clip the mean gradient of `gradient_accumulation_steps`, and that of each
+    optimizer in a MultiOptimizer.
+    """
     is_multiple = hasattr(optimizer, "optimizers")
     return not is_multiple and not optimizer.gradient_accumulation_steps
 
@@ -196,11 +199,11 @@ def build_recording(
     variables: Sequence[keras.Variable],
     steps: int = 0,
 ) -> tuple[list[tuple[int | None, str]], list[jax.Array]]:
-    """Build an optimizer after `steps` steps, and move its variables' values out.
+    """Build an optimizer, as after `steps` steps, and move its state out.
 
     Returns:
-        For each of its variables the index of the trained variable that it belongs to,
-        and a name (Keras gives the same name for `a/b` and `a_b`); and their values.
+        For each variable of the optimizer, the index of its trained variable or None,
+        and a name (Keras gives `a/b` and `a_b` the same name). Then all their values.
     """
     steppers = [optimizer, *getattr(optimizer, "optimizers", ())]
     places = {id(variable): i for i, variable in enumerate(variables)}
@@ -220,18 +223,18 @@ def build_recording(
     shared = [v for v in optimizer.variables if id(v) not in owners]
     names = _distinct([v.name for v in shared], [v.path for v in shared])
     owners |= {id(v): (None, name) for v, name in zip(shared, names, strict=True)}
-    found = [owners[id(v)] for v in optimizer.variables]
+    keys = [owners[id(v)] for v in optimizer.variables]
     for stepper in steppers:
         stepper.variables[0].assign(steps)
-    # Copies: Keras hands the same array to several variables at times.
-    state = [jnp.array(each.value) for each in optimizer.variables]
-    # From here on they are names and shapes only, and hold no memory.
+    # Copies, since Keras may give the same array to several variables.
+    state = [jnp.array(v.value) for v in optimizer.variables]
+    # The variables keep only names and shapes, and hold no memory.
     write_values([*variables, *optimizer.variables], [None] * len([*variables, *state]))
-    return found, state
+    return keys, state
 
 
 def _distinct(names: Sequence[str], paths: Sequence[str]) -> list[str]:
-    """Unique names: names, else paths, else numbered paths."""
+    """Make names unique: by their paths if need be, or numbered paths."""
     wanted = [
         name if names.count(name) == 1 else path
         for name, path in zip(names, paths, strict=True)
