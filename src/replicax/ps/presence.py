@@ -30,24 +30,24 @@ class Worker(msgspec.Struct):
     state: str = "absent"
     session: str | None = None
     last_sign: float = 0.0
-    gone_at: float = 0.0  # When it died or left; when the board started.
+    gone_at: float = 0.0  # When it died or left; before, when the board started.
     ok: bool | None = None
     error: str | None = None
     starts: int = 0
     deaths: int = 0
     replaced: list[str] = []
-    # By method, its session's last numbered call and the answer, for a repeated call.
+    # By method: its session's last call number and answer, to answer a retry.
     answers: dict[str, tuple[int, Any]] = {}
 
 
 class Presence:
     """The membership of the job, from heartbeats.
 
-    A worker is dead when nothing was heard of it for `heartbeat` seconds. It may have
-    been stopped only: a later sign of the same session makes it alive again.
+    A worker without a heartbeat for `timeouts.heartbeat` seconds is dead. If it was only
+    suspended, the next heartbeat of the same session makes it alive again.
 
-    The first one of the workers is the chief. `timeouts.startup` is for workers to join
-    in the beginning, `timeouts.chief` for a dead chief, or the last worker, to return.
+    The first worker is the chief. `timeouts.startup` limits the wait for workers to
+    join, `timeouts.chief` the wait for a dead chief, or for any worker, to return.
     """
 
     def __init__(
@@ -65,7 +65,9 @@ class Presence:
         self.chief = workers[0]
         self.timeouts = timeouts
         self._started = now
-        self._next_due = now + timeouts.heartbeat  # Nobody dies before that.
+        self._next_due = (
+            now + timeouts.heartbeat
+        )  # No worker can miss its deadline earlier.
         self.workers = {name: Worker(gone_at=now) for name in workers}
 
     def _worker(self, worker: str) -> Worker:
@@ -76,104 +78,104 @@ class Presence:
             )
         return self.workers[worker]
 
-    def _refuse_replaced(self, name: str, known: Worker, session: str) -> None:
-        if session in known.replaced:
+    def _refuse_replaced(self, name: str, entry: Worker, session: str) -> None:
+        if session in entry.replaced:
             raise RequestError(
-                f"{name}: session {session} was replaced by {known.session}: the "
+                f"{name}: session {session} was replaced by {entry.session}: the "
                 f"worker was started again. This process must stop."
             )
 
     def join(self, worker: str, session: str, now: float) -> bool:
-        """Add a worker; whether it replaced another session of its name."""
-        known = self._worker(worker)
-        self._refuse_replaced(worker, known, session)
-        replaces = known.session is not None and known.session != session
+        """Add a worker; return whether it replaced an earlier session of its name."""
+        entry = self._worker(worker)
+        self._refuse_replaced(worker, entry, session)
+        replaces = entry.session is not None and entry.session != session
         if replaces:
-            known.replaced = [*known.replaced, str(known.session)][-_REPLACED_KEPT:]
-        if known.session != session:
-            known.starts += 1
-            known.answers = {}
-        known.session, known.state = session, "alive"
-        known.ok = known.error = None
-        known.last_sign = now
+            entry.replaced = [*entry.replaced, str(entry.session)][-_REPLACED_KEPT:]
+        if entry.session != session:
+            entry.starts += 1
+            entry.answers = {}
+        entry.session, entry.state = session, "alive"
+        entry.ok = entry.error = None
+        entry.last_sign = now
         return replaces
 
     def sign(self, worker: str, session: str, now: float) -> None:
         """Record a heartbeat; refuse one of a session that has not joined."""
-        known = self._worker(worker)
-        if known.session != session:
-            self._refuse_replaced(worker, known, session)
+        entry = self._worker(worker)
+        if entry.session != session:
+            self._refuse_replaced(worker, entry, session)
             raise RequestError(
                 f"{worker}: session {repr(session)[:80]} has not joined; this server "
-                f"knows session {known.session}. Join first."
+                f"knows session {entry.session}. Join first."
             )
-        if known.state == "left":
+        if entry.state == "left":
             raise RequestError(f"{worker}: this session has left. Join again first.")
-        known.state, known.last_sign = "alive", now
+        entry.state, entry.last_sign = "alive", now
 
     def leave(
         self, worker: str, session: str, ok: bool, error: str | None, now: float
     ) -> bool:
-        """Record that a worker leaves; False if it has left before."""
-        known = self._worker(worker)
-        if known.session == session and known.state == "left":
+        """Record that a worker leaves; return False if it had already left."""
+        entry = self._worker(worker)
+        if entry.session == session and entry.state == "left":
             return False
         self.sign(worker, session, now)
-        known.state, known.gone_at = "left", now
-        known.ok = bool(ok)
-        known.error = None if ok else str(error or "no reason given")[:_MAX_ERROR]
+        entry.state, entry.gone_at = "left", now
+        entry.ok = bool(ok)
+        entry.error = None if ok else str(error or "no reason given")[:_MAX_ERROR]
         return True
 
     def newly_dead(self, now: float) -> list[str]:
-        """Mark workers dead that missed the heartbeat deadline; return their names."""
+        """Mark workers that missed the heartbeat deadline as dead; return their names."""
         if now <= self._next_due:
-            return []  # Asked in every call: signs of life only put deaths off.
+            return []  # A fast exit: heartbeats only move deadlines later.
         dead = []
         heartbeat = self.timeouts.heartbeat
         self._next_due = now + heartbeat
-        for name, known in self.workers.items():
-            due = known.last_sign + heartbeat
-            if known.state != "alive":
+        for name, entry in self.workers.items():
+            due = entry.last_sign + heartbeat
+            if entry.state != "alive":
                 continue
             if now <= due:
                 self._next_due = min(self._next_due, due)
                 continue
-            # Not `now`: it may be long after, when nobody called in between.
-            known.state, known.gone_at = "dead", due
-            known.deaths += 1
+            # Not `now`, which is much later if no task has called in between.
+            entry.state, entry.gone_at = "dead", due
+            entry.deaths += 1
             dead.append(name)
         return dead
 
     def alive(self) -> list[str]:
         """Names of the workers that are alive, in the cluster's order."""
-        return [n for n, known in self.workers.items() if known.state == "alive"]
+        return [n for n, entry in self.workers.items() if entry.state == "alive"]
 
     def refuse(self, task: str, reason: str, now: float) -> bool:
-        """Record that a task cannot take part; whether the job cannot start.
+        """Record that a task cannot take part; return whether the job cannot start.
 
-        A job needs its chief and its servers to begin, and can do without other
-        workers. One that has begun goes on.
+        A job needs its chief and its servers to start, but no other worker. A job that
+        has started continues.
         """
-        known = self.workers.get(task)
-        if known is not None and known.state == "absent":
-            known.state, known.gone_at = "left", now
-            known.ok, known.error = False, reason[:_MAX_ERROR]
-        if known is not None and task != self.chief:
+        entry = self.workers.get(task)
+        if entry is not None and entry.state == "absent":
+            entry.state, entry.gone_at = "left", now
+            entry.ok, entry.error = False, reason[:_MAX_ERROR]
+        if entry is not None and task != self.chief:
             return False
         return self.workers[self.chief].starts == 0
 
     def is_done(self, now: float) -> bool:
-        """Whether the chief left with success and nobody is left to wait for."""
+        """Whether the chief left with success and no worker is alive or starting."""
         chief = self.workers[self.chief]
         if chief.state != "left" or not chief.ok or self.alive():
             return False
-        # Who has not come yet may be starting still.
+        # An absent worker may still be starting.
         starting = now - self._started <= self.timeouts.startup
-        absent = any(known.state == "absent" for known in self.workers.values())
+        absent = any(entry.state == "absent" for entry in self.workers.values())
         return not (starting and absent)
 
     def failure(self, now: float) -> str | None:
-        """Why the job as a whole has failed; None: it has not."""
+        """The reason why the job has failed; None if it has not."""
         chief, name = self.workers[self.chief], f"{self.chief} (the chief)"
         if chief.state == "left" and not chief.ok:
             return f"{name} failed: {chief.error}"
@@ -181,7 +183,7 @@ class Presence:
             return None
         startup, patience = self.timeouts.startup, self.timeouts.chief
         has_started = now - self._started > startup
-        if all(known.state == "absent" for known in self.workers.values()):
+        if all(entry.state == "absent" for entry in self.workers.values()):
             if not has_started:
                 return None
             expected = listed(self.workers)
@@ -190,24 +192,24 @@ class Presence:
             return f"{name} has not joined for {startup:g} s"
         if chief.state == "dead" and now - chief.gone_at > patience:
             return f"{name} died and did not return for {patience:g} s"
-        last = max(known.gone_at for known in self.workers.values())
+        last = max(entry.gone_at for entry in self.workers.values())
         if not self.alive() and now - last > patience:
             return f"no worker has been alive for {patience:g} s"
         return None
 
     def status(self, now: float) -> dict[str, JSONObject]:
-        """Every worker's state, for people."""
+        """Every worker's state, for display."""
         return {
             name: {
-                "state": known.state,
+                "state": entry.state,
                 "chief": name == self.chief,
-                "starts": known.starts,
-                "deaths": known.deaths,
-                "silent_seconds": now - known.last_sign if known.starts else None,
-                "ok": known.ok,
-                "error": known.error,
+                "starts": entry.starts,
+                "deaths": entry.deaths,
+                "silent_seconds": now - entry.last_sign if entry.starts else None,
+                "ok": entry.ok,
+                "error": entry.error,
             }
-            for name, known in self.workers.items()
+            for name, entry in self.workers.items()
         }
 
     def restart(self, workers: Mapping[str, Worker], now: float) -> None:
@@ -227,11 +229,11 @@ class Presence:
 class Rendezvous(msgspec.Struct):
     """The key-value store, the barriers, and the reports of workers.
 
-    Keys that end in `/` and a number, such as `"fit 0/verdict/12"`, are kept for the
-    newest 64 of their family (what precedes the number); other keys for the whole job.
-    Of reports the newest 4 topics are kept. A barrier's name is used once, and so is
-    each number of a family: who comes later, such as a worker that was restarted, finds
-    it complete, and those with lower numbers.
+    A key that ends in `/` and a number, such as `"fit 0/verdict/12"`, belongs to the
+    family of the text before the number. The newest 64 keys of a family are kept, other
+    keys for the whole job. Reports are kept for the newest 4 topics. Each barrier name
+    is used once. When a numbered barrier completes, all lower numbers of its family
+    count as complete, so a restarted worker passes them.
     """
 
     values: dict[str, Any] = {}
@@ -241,7 +243,7 @@ class Rendezvous(msgspec.Struct):
     topics: dict[str, dict[str, Any]] = {}
 
     def put(self, key: Name, value: JSON, first: bool = True) -> JSON:
-        """Store a value, or with `first` keep the one there; return the stored one."""
+        """Store a value, unless `first` and the key has one; return the stored value."""
         if value is None:
             raise RequestError(f"put: the value of {key!r} must not be null.")
         if first and key in self.values:
@@ -259,15 +261,15 @@ class Rendezvous(msgspec.Struct):
         members = self.families.get(family, {})
         dropped = remember(members, key, None, most=_NEWEST_KEPT)
         old = remember(self.families, family, members, most=_MAX_FAMILIES)
-        for each in itertools.chain(dropped, *old.values()):
-            del self.values[each]
+        for evicted in itertools.chain(dropped, *old.values()):
+            del self.values[evicted]
 
     def get(self, key: Name) -> JSON:
-        """The value of a key; None: it has none, or was evicted."""
+        """The value of a key; None if it was never stored, or was evicted."""
         return self.values.get(key)
 
     def arrive(self, barrier: str, worker: str, alive: Sequence[str]) -> JSONObject:
-        """Record an arrival at a barrier: see `Board.arrive`; all `alive` meet."""
+        """Record an arrival at a barrier of the workers `alive`: see `Board.arrive`."""
         family, number = family_of(barrier)
         if self.complete.get(family, -1) >= (number or 0):
             return {"complete": True, "missing": []}

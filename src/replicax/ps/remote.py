@@ -1,9 +1,9 @@
 """A worker's client of one group: pulls values from servers, pushes gradients.
 
-- `values` are those of the servers' last answers. Servers may have different versions.
-- A variable that no longer has the value that was handed out was assigned by the user.
-- A server that was restored from a snapshot may have an earlier version, and other
-  values for a version that this worker has seen. Its incarnation is another one then.
+- `values` are from each server's last answer. Servers may have different versions.
+- The user has assigned a variable if its value is not the last one handed out to it.
+- A server restored from a snapshot may have an earlier version, and later give a known
+  version number to other values. Therefore a restored server has a new incarnation.
 """
 
 import functools
@@ -56,9 +56,9 @@ class RemoteGroup:
     """A worker's client of one group, with a cache of its newest values.
 
     `placement` says on which servers its variables lie. `optimizer` trains it; None:
-    workers add to its values. The optimizer has made `steps_ahead` more steps than this
-    job. The rows of `tables` are updated with it. float32 gradients travel in the dtype
-    `compression`.
+    workers add to its values. The optimizer's number of steps is `steps` plus
+    `steps_ahead`. Each push of the group also updates the rows of `tables`. float32
+    gradients are sent in the dtype `compression`.
     """
 
     def __init__(
@@ -76,14 +76,14 @@ class RemoteGroup:
         self.variables = list(variables)
         self.tables = tables_of(variables)
         self.values: list[jax.Array] = []
-        self._steps: dict[int, int] = {}  # Those in the cached values, by server.
+        self._steps: dict[int, int] = {}  # By server, as of its last answer.
         self.steps_ahead = 0
         self.optimizer: RemoteOptimizer | None = None
         if placement.is_trained:
             self.optimizer = RemoteOptimizer(self, sharding)
         self._handed_out: list[jax.Array] = []
         self._layout = GroupLayout(placement, sharding, compression)
-        self._seen: dict[int, Seen] = {}  # By server: of its last answer.
+        self._seen: dict[int, Seen] = {}  # By server, of its last answer.
         self._vectors: dict[int, Vectors] = {}  # By server.
         self._sequence = 0
 
@@ -114,10 +114,10 @@ class RemoteGroup:
         values: Sequence[jax.Array],
         restored: Mapping[VariableSlot, np.ndarray] | None = None,
     ) -> None:
-        """Create the group on the servers; a server keeps values that it has.
+        """Create the group on the servers; an existing group keeps its values.
 
         `restored` are the optimizer's variables from a checkpoint. Raises
-        `ValuesLostError` if a server has lost values that others have.
+        `ValuesLostError` if only some of the servers still have the group's values.
         """
         vectors = self._layout.all_vectors(values)
         answers = self.servers.ask_all(Create(self.placement), vectors)
@@ -128,17 +128,17 @@ class RemoteGroup:
         if self.optimizer is not None and not is_new:
             _logger.warning(
                 "%s: the servers have trained values of %r already. Training continues "
-                "with these; values that this script has assigned or restored are not "
+                "from these; values that this script has assigned or restored are not "
                 "used.",
                 self.session.name,
                 self.name,
             )
         elif self.optimizer is not None and restored:
-            # Before others hear of the group, and push.
+            # Before the board lists the group, so that no worker pushes yet.
             self.optimizer.restore(restored)
         value = {"digest": self.placement.digest, "steps": self.steps_ahead}
         value = self.session.board("put", key=key_of(self.name), value=value)
-        self.steps_ahead = value["steps"]  # An earlier chief's stands.
+        self.steps_ahead = value["steps"]  # That of an earlier chief, if any.
 
     def require_created(self) -> None:
         """Wait until the chief has created the group; raise if it differs."""
@@ -146,7 +146,7 @@ class RemoteGroup:
         if created["digest"] != self.placement.digest:
             raise ClusterMismatchError(
                 f"{self.session.name}: {self.name!r} differs from the chief's: "
-                f"here it is of {len(self.placement.shards)} shards, first "
+                f"here it has {len(self.placement.shards)} shards, first "
                 f"{self.placement.shards[0]}. All tasks must run the same script with "
                 "the same arguments and versions."
             )
@@ -155,7 +155,7 @@ class RemoteGroup:
     # Variables.
 
     def hand_out(self, stored: dict[int, jax.Array]) -> None:
-        """Add the cached values to `stored`, by ids of variables."""
+        """Add the cached values to `stored`, by the ids of their variables."""
         stored |= zip(map(id, self.variables), self.values, strict=True)
         self._handed_out = self.values
 
@@ -169,17 +169,17 @@ class RemoteGroup:
         return all(map(_is_same, values, self._handed_out))
 
     def send_assigned(self, values: Sequence[jax.Array]) -> bool:
-        """On the chief: send values that the user has assigned; whether there are any.
+        """On the chief: send values that the user has assigned; return whether it sent.
 
-        The user has assigned what differs from the last `hand_out` or `write`. Values
-        that other workers assign are not used.
+        Assigned values differ from the last `hand_out` or `write`. Other workers do not
+        send assigned values; they log a warning.
         """
         if self.are_handed_out(values) or _are_equal(values, self._handed_out):
             return False
         if self.session.is_chief:
             self.assign(values)
             return True
-        if not _are_equal(values, self.values):  # Else the chief assigned them too.
+        if not _are_equal(values, self.values):  # Equal: the chief assigned the same.
             _logger.warning(
                 "%s: values were assigned to variables of %s, or another optimizer "
                 "trains them; the servers' values are used. Assign on the chief.",
@@ -191,7 +191,7 @@ class RemoteGroup:
     # Values.
 
     def pull(self) -> bool:
-        """Fetch values of newer versions; whether there were any."""
+        """Fetch values of newer versions; return whether there were any."""
         messages = {x: Pull(self.name, self._seen.get(x)) for x in self.servers.numbers}
         return self._cache(self.servers.ask_all(messages))
 
@@ -203,7 +203,7 @@ class RemoteGroup:
     def push(
         self, gradients: Sequence[jax.Array], based_on: Mapping[int, int]
     ) -> GroupPush:
-        """Start a push, which is answered with new values; `await_push` waits for it.
+        """Start a push; `await_push` waits for its answer, which has new values.
 
         Gradients are equal on all of this worker's replicas, and were computed from
         values of the versions `based_on`.
@@ -225,7 +225,7 @@ class RemoteGroup:
             own = msgspec.structs.replace(
                 message, based_on=based_on[server], seen=seen[server]
             )
-            # Here the connection's thread waits for the step's gradients.
+            # In the connection's thread, which waits here for the step's gradients.
             return connection.exchange(own, self._layout.vectors(pushed, server))
 
         return {
@@ -234,16 +234,16 @@ class RemoteGroup:
         }
 
     def await_push(self, push: GroupPush) -> int:
-        """Wait for a push, and cache the values of its answer; return its staleness.
+        """Wait for a push, cache the values of its answers, and return its staleness.
 
-        That is the most updates that any server applied between the pull and the push.
+        That is the largest of any server: its updates between the pull and the push.
         """
         answers = self.servers.results(push)
         self._cache(answers)
         return max(answer.staleness for answer, _ in answers.values())
 
     def _cache(self, answers: Mapping[int, Answer[Version]]) -> bool:
-        """Cache the values in servers' answers; whether there were any."""
+        """Cache the values in servers' answers; return whether there were any."""
         changed = False
         for server, (answer, vectors) in answers.items():
             self._warn_of_restart(server, answer.incarnation)
@@ -267,18 +267,18 @@ class RemoteGroup:
 
 
 def key_of(name: str) -> str:
-    """The board's key of the digest of a group that the chief has created."""
+    """The board's key under which the chief publishes a group it has created."""
     return f"group {name}"
 
 
 def _are_equal(values: Sequence[jax.Array], others: Sequence[jax.Array]) -> bool:
     """Whether arrays have equal values, one by one."""
-    each = zip(values, others, strict=True)
-    return all(np.array_equal(*map(device_put.local_value, pair)) for pair in each)
+    pairs = zip(values, others, strict=True)
+    return all(np.array_equal(*map(device_put.local_value, pair)) for pair in pairs)
 
 
 def _is_same(a: jax.Array, b: jax.Array) -> bool:
-    """Whether two are the very same array, or share their memory."""
+    """Whether two arrays are the same object, or share their memory."""
     if a is b:
         return True
     if not isinstance(a, jax.Array) or a.is_deleted() or b.is_deleted():

@@ -1,13 +1,14 @@
 """A worker's client of a group's optimizer, which the servers step.
 
-A worker has no optimizer state but two numbers, which are variables of its own: the
-number of steps and, unless a schedule sets it, the learning rate.
+Of the optimizer's state a worker has only two numbers, in local variables: the number
+of steps and, unless a schedule sets it, the learning rate.
 
-- A group counts its steps in this job. The optimizer has made `steps_ahead` more.
-- All workers use the chief's `steps_ahead`. They read it from the board when they
-  connect to the group, and when an epoch begins.
-- If such a variable has a value that this worker did not write, the user has assigned
-  it. Only the chief sends it to the servers.
+- A group counts its steps in this job. The optimizer's number of steps is that count
+  plus `steps_ahead`.
+- All workers use the chief's `steps_ahead`. They read `steps_ahead` from the board when
+  they connect to the group, and when an epoch begins.
+- A value that this worker did not write was assigned by the user. Only the chief sends
+  assigned values to the servers.
 """
 
 from collections.abc import Mapping
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["RemoteOptimizer", "Stored"]
 
 Stored: TypeAlias = Mapping[int, jax.Array]
-"""Values by ids of variables, whose values were moved out."""
+"""The present values of variables by their ids, while a program runs."""
 
 
 class RemoteOptimizer:
@@ -49,61 +50,61 @@ class RemoteOptimizer:
         self._steps: _SharedNumber | None = None
         self._rate: _SharedNumber | None = None
 
-    # Its numbers, which are variables of this worker.
+    # The number of steps and the learning rate.
 
     def watch(self, count: keras.Variable | None, rate: keras.Variable | None) -> None:
-        """Follow assignments to its number of steps and, if a variable, its rate."""
+        """Watch the variables of its number of steps and its rate for assignments."""
         if self._steps is None and count is not None:
             self._steps = _SharedNumber(count)
             self._rate = None if rate is None else _SharedNumber(rate)
 
     @property
     def count(self) -> keras.Variable | None:
-        """The variable with its number of steps; None: this task has none yet."""
+        """The variable of its number of steps; None before `watch`."""
         return None if self._steps is None else self._steps.variable
 
     def hand_out_steps(self, stored: dict[int, jax.Array]) -> None:
         """Add the number of steps to `stored`, by the id of its variable."""
         if self._steps is not None:
-            stored[id(self._steps.variable)] = self._next_steps(self._steps)
+            stored[id(self._steps.variable)] = self._current_steps(self._steps)
 
     def write_steps(self) -> None:
         """Write the number of steps into its variable."""
         if self._steps is not None and internals.has_value(self._steps.variable):
-            value = self._next_steps(self._steps)
+            value = self._current_steps(self._steps)
             internals.write_values([self._steps.variable], [value])
 
-    def _next_steps(self, steps: "_SharedNumber") -> jax.Array:
-        made = self.group.steps + self.group.steps_ahead
-        array = device_put.laid_out(steps.cast(made), self._sharding)
-        steps.note(array, made)
+    def _current_steps(self, steps: "_SharedNumber") -> jax.Array:
+        number = self.group.steps + self.group.steps_ahead
+        array = device_put.laid_out(steps.cast(number), self._sharding)
+        steps.note(array, number)
         return array
 
-    def follow(self, stored: Stored | None = None) -> float | None:
-        """On the chief: send a rate and a number of steps that the user has assigned.
+    def send_assigned(self, stored: Stored | None = None) -> float | None:
+        """On the chief: send a rate or a number of steps that the user has assigned.
 
         Returns:
             On the chief the rate, if the user has assigned another one; else None.
         """
-        steps = self._steps and self._steps.assigned(stored)
-        rate = self._rate and self._rate.assigned(stored)
+        steps = self._steps and self._steps.pop_assigned(stored)
+        rate = self._rate and self._rate.pop_assigned(stored)
         if not self.group.session.is_chief:
             return None
         if self._rate is not None and rate is not None:
             self.assign_slots({("learning_rate", None): self._rate.cast(rate)})
         if self._steps is not None and steps is not None:
             self.assign_slots({("iteration", None): self._steps.cast(steps)})
-            self._count_from(steps)
+            self._set_steps_ahead(steps)
         return rate
 
-    def _count_from(self, steps: float) -> None:
-        """Set `steps_ahead` so that the optimizer has made a number of steps."""
+    def _set_steps_ahead(self, steps: float) -> None:
+        """Set `steps_ahead` so that the optimizer's number of steps is `steps`."""
         self.group.steps_ahead = int(steps) - self.group.steps
 
-    # Its state, by slots.
+    # The optimizer's state on the servers.
 
     def slots(self, name: str | None = None) -> dict[VariableSlot, np.ndarray]:
-        """Read its slots of a name, or all; the shards of each are joined."""
+        """Read the slots of a name, or all slots; join the shards of each slot."""
         answers = self.group.servers.ask_all(GetSlots(self.group.name, name))
         on_servers = {
             server: slots_from_message(answer.slots, vectors)
@@ -112,7 +113,7 @@ class RemoteOptimizer:
         return join_slots(self.group.placement, on_servers)
 
     def assign_slots(self, values: Mapping[VariableSlot, np.ndarray]) -> None:
-        """Set some of its slots."""
+        """Set the slots in `values` on the servers."""
         placement = self.group.placement
         messages, vectors = {}, {}
         for server in self.group.servers.numbers:
@@ -127,16 +128,16 @@ class RemoteOptimizer:
             self.assign_slots(values)
         except ServerRefused as refused:
             raise CheckpointError(
-                f"Checkpoint.restore: what was saved of the optimizer does not fit the "
-                f"one of {self.group.name!r}: {refused} Compile the model with the "
+                f"Checkpoint.restore: the saved optimizer does not fit that of "
+                f"{self.group.name!r}: {refused} Compile the model with the "
                 "optimizer that was saved."
             ) from refused
         steps = values.get(("iteration", None))
         if steps is not None:
-            self._count_from(float(steps))
+            self._set_steps_ahead(float(steps))
 
     def averages(self) -> list[jax.Array]:
-        """Its moving averages of the variables' values; none if it keeps none."""
+        """The optimizer's moving averages of the variables; empty without averages."""
         averages = self.slots("average")
         return [
             device_put.laid_out(averages["average", i], self._sharding)
@@ -148,32 +149,32 @@ class RemoteOptimizer:
 class _SharedNumber:
     """A variable of this worker whose value the servers have as well.
 
-    It remembers the last value, so that one that the user assigns is found.
+    The last value from the servers is kept, to detect a value that the user assigns.
     """
 
     def __init__(self, variable: keras.Variable) -> None:
         self.variable = variable
         self._array: jax.Array | None = None
         self._number: float | None = None
-        self.assigned(None)
+        self.pop_assigned(None)
 
     def note(self, array: jax.Array, number: float) -> None:
-        """Remember the servers' value, which the variable gets next, and its number."""
+        """Remember the servers' number, and the array that the variable gets next."""
         self._array, self._number = array, number
 
     def cast(self, number: float) -> np.ndarray:
         """A number as an array of the variable's dtype."""
         return np.asarray(number, self.variable.dtype)
 
-    def assigned(self, stored: Stored | None) -> float | None:
-        """The number, if the user has assigned another one; else None."""
+    def pop_assigned(self, stored: Stored | None) -> float | None:
+        """Return a number that the user has assigned since the last call, else None."""
         (array,) = internals.read_values([self.variable])
         array = (stored or {}).get(id(self.variable), array)
         if array is None or array is self._array:
             return None
-        before, number = self._number, float(_host(array))
+        previous, number = self._number, float(_host(array))
         self.note(array, number)
-        return None if before in (None, number) else number
+        return None if previous in (None, number) else number
 
 
 def _host(value: jax.Array) -> np.ndarray:

@@ -29,9 +29,9 @@ __all__ = ["serve"]
 
 _POLL_SECONDS = 0.2
 _LINGER_SECONDS = 0.5
-_DONE_JOB = "the job before"  # Keys of the board.
-_OVER = "the job is over"
-_LINGERED_BEATS = 2.5  # After a failure, which workers read in their heartbeats.
+_DONE_JOB = "the job before"  # Board key: id of the last finished job.
+_ENDED = "the job is over"  # Board key: True when server 0 has marked the job done.
+_LINGERED_BEATS = 2.5  # Workers learn of a failure from a heartbeat's answer.
 _logger = logging.getLogger("replicax")
 
 
@@ -44,16 +44,17 @@ def serve(
     snapshot_every_updates: int | None = None,
     snapshot_every_seconds: float | None = None,
 ) -> NoReturn:
-    """Serve until the job is over, then end the process.
+    """Serve until the job ends, then end the process.
 
-    Server 0 marks its snapshots as done before the other servers hear of the end. So if
-    the job is killed between the marks of two servers, it is done for both.
+    Server 0 marks its snapshots as done before it publishes the end of the job. If the
+    job is killed before another server marks its own, that server reads the mark of
+    server 0 at its next start.
 
     Raises `SystemExit` with 0 if the chief has ended with success, with 1 if the job
     has failed. Without a `snapshot_dir` there are no snapshots.
     """
     if not has_devices():
-        # A server computes on the CPU. JAX would take most of the GPUs' memory, too.
+        # A server computes on the CPU. JAX must not reserve the memory of GPUs.
         jax.config.update("jax_platforms", "cpu")
     server = config.task_id or 0
     address = config.cluster.task_address("ps", server)
@@ -78,9 +79,9 @@ def serve(
             _begin_job(snapshots, store, board)
             service.serve_in_thread()
             linger = _LINGERED_BEATS * beat_seconds(len(workers), timeouts.heartbeat)
-            failure = _until_over(board, snapshots, num_servers, linger)
+            failure = _await_end(board, snapshots, num_servers, linger)
         else:
-            # The board of server 0 says which job it is, and when it ends.
+            # The board of server 0 has the job's id, and says when the job ends.
             with Connection(
                 config.cluster.task_address("ps", 0),
                 credentials,
@@ -99,7 +100,7 @@ def serve(
         service.close()
         _log_losses(store)
         if snapshots is not None:
-            # The next job would restore the board of a failed one, and fail.
+            # No snapshot of a failed board: the next job would restore it and fail.
             snapshots.close(write=failure is None)
     if failure is not None:
         _logger.error("ps:%d ends: %s", server, failure)
@@ -111,7 +112,7 @@ def serve(
 
 
 def _log_losses(store: VariableStore) -> None:
-    """At the end, log the number of lost updates."""
+    """Log the number of lost updates, if any."""
     counts = store.status()
     if counts["lost"]:
         _logger.warning(
@@ -127,7 +128,7 @@ def _begin_job(snapshots: Snapshots | None, store: VariableStore, board: Board) 
     """On server 0: begin a job, or continue that of the newest snapshot."""
     if snapshots is not None:
         _restore(snapshots, store, board)
-    job = str(board.put(JOB, uuid.uuid4().hex))  # The one of a snapshot stands.
+    job = str(board.put(JOB, uuid.uuid4().hex))  # Keeps the id of a restored job.
     if snapshots is not None:
         snapshots.job = job
         board.put(_DONE_JOB, snapshots.done[1], first=False)
@@ -137,8 +138,8 @@ def _begin_job(snapshots: Snapshots | None, store: VariableStore, board: Board) 
 def _join_job(snapshots: Snapshots, store: VariableStore, first: Connection) -> None:
     """On another server: join the job of server 0.
 
-    Server 0 says which job is done: this server may have been killed before it could
-    mark its own snapshots.
+    The finished job's id comes from server 0, as this server may have been killed
+    before it marked its own snapshots.
     """
     snapshots.job = first.call("board.get", key=JOB)
     _restore(snapshots, store, done_job=first.call("board.get", key=_DONE_JOB) or "")
@@ -151,22 +152,22 @@ def _restore(
     board: Board | None = None,
     done_job: str = "",
 ) -> None:
-    """Restore the newest snapshot, if any; from now on answers wait for the disk."""
-    if (found := snapshots.restore(done_job)) is not None:
+    """Restore the newest snapshot, if any; make answers wait for `snapshots.flush`."""
+    if (snapshot := snapshots.restore(done_job)) is not None:
         wal = snapshots.wal.newest
-        store.load_state(found.state, wal)
-        if board is not None and found.board is not None:
-            board.load_state(found.board, wal)
+        store.load_state(snapshot.state, wal)
+        if board is not None and snapshot.board is not None:
+            board.load_state(snapshot.board, wal)
         _logger.warning(
             "ps:%d goes on from its snapshot %s, after %d updates",
             store.server,
-            found.path,
+            snapshot.path,
             store.num_updates,
         )
     store.flush = snapshots.flush
 
 
-def _until_over(
+def _await_end(
     board: Board,
     snapshots: Snapshots | None,
     num_servers: int,
@@ -178,12 +179,12 @@ def _until_over(
         failure = board.failed()
         time.sleep(_POLL_SECONDS)
     if failure is None:
-        # Before the other servers: one that is killed now finds the job done.
+        # Mark first: a server that is killed before its own mark reads this one.
         if snapshots is not None:
             snapshots.mark_done()
-        board.put(_OVER, True)
+        board.put(_ENDED, True)
     # The other servers must read it before the board ends.
-    others = {_heard(i) for i in range(1, num_servers)}
+    others = {_end_read_key(i) for i in range(1, num_servers)}
     wait_for(
         lambda: all(board.get(key) is not None for key in others) or None,
         FAREWELL_SECONDS,
@@ -195,7 +196,7 @@ def _until_over(
     return failure
 
 
-def _heard(server: int) -> str:
+def _end_read_key(server: int) -> str:
     return f"ps:{server} has heard of the end"
 
 
@@ -204,10 +205,10 @@ def _watch_first(
 ) -> str | None:
     """Poll the first server until the job ends; return the failure, or None."""
     while True:
-        is_over = first.call("board.get", key=_OVER)
+        is_over = first.call("board.get", key=_ENDED)
         failure: Any = first.call("board.failed")
         if is_over or failure is not None:
-            first.call("board.put", key=_heard(server), value=True)
+            first.call("board.put", key=_end_read_key(server), value=True)
             return None if is_over else failure
         # Server 0 has started: from now on it may be away for a restart.
         first.retry_timeout_seconds = timeouts.server

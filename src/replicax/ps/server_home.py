@@ -103,7 +103,7 @@ class ServerHome(ReplicaHome):
         # Under a coordinator only the chief assigns; the others' scripts do too.
         follows = requests is not None and not self.session.is_chief
         for group in self.remote.groups:
-            self._follow_optimizer(group)
+            self._send_optimizer_numbers(group)
             group.pull()
             if _have_values(group) and (
                 follows or group.are_handed_out(internals.read_values(group.variables))
@@ -184,7 +184,7 @@ class ServerHome(ReplicaHome):
             connected = self._connected[program] = self._connect_new(program, stored)
         stored |= _values(connected.others)
         for group in connected.groups:
-            self._follow_optimizer(group, stored)
+            self._send_optimizer_numbers(group, stored)
             group.send_assigned([stored[id(v)] for v in group.variables])
             group.hand_out(stored)
         return connected
@@ -227,18 +227,18 @@ class ServerHome(ReplicaHome):
     def publish(self) -> None:
         """On the chief: send values and learning rates that the user has assigned."""
         for group in self.remote.groups if self.session.is_chief else ():
-            self._follow_optimizer(group)
+            self._send_optimizer_numbers(group)
             if _have_values(group) and group.send_assigned(
                 internals.read_values(group.variables)
             ):
                 group.write()
 
-    def _follow_optimizer(
+    def _send_optimizer_numbers(
         self, group: RemoteGroup, stored: Stored | None = None
     ) -> None:
         """On the chief: send an optimizer's numbers that the user has assigned."""
         if group.optimizer is not None:
-            rate = group.optimizer.follow(stored)
+            rate = group.optimizer.send_assigned(stored)
             if rate is not None:
                 self.rows.assign_rate(group.name, group.tables, rate)
 

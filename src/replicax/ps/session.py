@@ -1,13 +1,13 @@
 """A worker's session with the servers: joins, sends heartbeats, waits for others.
 
-- A thread of its own sends heartbeats. If their answers say that the job has failed,
-  the next call or wait of any other thread raises this.
+- A separate thread sends heartbeats. If an answer says that the job has failed, the
+  next call or wait of any other thread raises that failure.
 - A thread that waits polls the board until its own deadline.
-- A new incarnation of server 0 has a restarted board. Then one thread joins it again
-  and replays the log of calls, while the other threads wait. A call is logged before it
-  is sent, so a call that a lost board has not answered is replayed as well.
-- A worker that has values on servers fails if it finds a board of another job: its
-  values are lost. To a worker without values it is the same job, which has not begun.
+- A new incarnation of server 0 has a restarted board. One thread then joins the board
+  again and replays the log of calls, while the other threads wait. A call is logged
+  before it is sent, so the replay includes calls that the lost board did not answer.
+- If the board belongs to another job, a worker with values on servers fails, as these
+  values are lost. A worker without values joins the board's job.
 """
 
 import atexit
@@ -45,7 +45,7 @@ from replicax.ps.limits import (
 __all__ = ["FAREWELL_SECONDS", "JOB", "ReplayLog", "Session"]
 
 FAREWELL_SECONDS = 10.0
-"""Time for a task that ends to tell the others, or to learn that they know."""
+"""Time limit for an ending task to notify the other tasks."""
 
 JOB = "job"
 """The board's key of the job's id."""
@@ -68,10 +68,10 @@ class Session:
     """This process as one of the workers: `workers[index]`, the chief first.
 
     The chief creates values and decides when to stop. `id` is unique to this process: a
-    restarted worker has another one. `steps` counts its completed training steps,
+    restarted worker has another `id`. `steps` counts its completed training steps,
     `staleness` its pushes by their staleness, `starts` the starts of this worker.
-    `has_values` is true if it has groups or tables. `closure` is the id of the
-    coordinator's closure that runs, with the closure's pushes so far by group.
+    `has_values` is true if it has groups or tables. `closure` is the id of the running
+    closure of a coordinator, and the number of the closure's pushes by group.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Session:
                 task=f"ps:{i}",
                 caller=self.name,
                 reply_timeout_seconds=timeouts.step,
-                # For the start; `join` sets that of a server's restart.
+                # `join` later sets the timeout for a server's restart.
                 retry_timeout_seconds=timeouts.startup,
                 silence_timeout_seconds=timeouts.heartbeat,
             )
@@ -135,14 +135,14 @@ class Session:
         self.starts = joined["starts"]
         self._failure = joined["failed"]
         if self.starts > 1:
-            _logger.warning("%s is back, for the %d. time.", self.name, self.starts)
+            _logger.warning("%s is back (start %d).", self.name, self.starts)
         self._beat_seconds = beat_seconds(
             len(self.workers), joined["heartbeat_seconds"]
         )
         threading.Thread(target=self._beat, daemon=True).start()
         atexit.register(self.leave)
-        # The other servers follow, so that the board learns of a failure to reach them.
-        # From then on all servers refuse messages of this worker's earlier process.
+        # After the board, which thus learns of a failure to reach another server. After
+        # `admit` a server refuses messages of this worker's earlier processes.
         me = self._me | {"before": joined["before"]}
         greetings = [
             connection.submit(lambda x: x.call("store.admit", **me))
@@ -167,7 +167,7 @@ class Session:
 
     @property
     def exchange_s(self) -> list[float]:
-        """Seconds for which values and gradients have travelled, by server."""
+        """Seconds spent on sending and receiving values and gradients, by server."""
         return [connection.exchange_s for connection in self.connections]
 
     @property
@@ -176,7 +176,7 @@ class Session:
         return sum(x.bytes_sent + x.bytes_received for x in self.connections)
 
     def closure_push(self, group: str) -> Closure | None:
-        """Number the next push to a group among those of the closure that runs."""
+        """Count a push to a group; return the running closure's id and the count."""
         if self.closure is None:
             return None
         id, pushes = self.closure
@@ -204,8 +204,8 @@ class Session:
         return {"worker": self.name, "session": self.id}
 
     @property
-    def _is_known(self) -> bool:
-        """Whether the present board has all logged calls."""
+    def _has_replayed(self) -> bool:
+        """Whether the present board has received all logged calls."""
         return self._incarnation == self.connections[0].incarnation
 
     def _call(self, method: str, arguments: JSONObject) -> Any:
@@ -215,11 +215,11 @@ class Session:
         try:
             answer = server.call(f"board.{method}", **arguments)
         except ServerRefused:
-            if self._is_known:
+            if self._has_replayed:
                 raise
         else:
-            if self._is_known:
-                if method == "put":  # Another worker's value may stand.
+            if self._has_replayed:
+                if method == "put":  # The board may keep another worker's value.
                     self._log.record("put", arguments | {"value": answer})
                 return answer
         self._replay()
@@ -228,8 +228,8 @@ class Session:
     def _replay(self) -> None:
         """Replay the log of calls to a restarted board."""
         with self._replaying:
-            if self._is_known:
-                return  # Another thread has.
+            if self._has_replayed:
+                return  # Another thread has replayed the log.
             server, incarnation = self.connections[0], self.connections[0].incarnation
             job = server.call("board.get", key=JOB)
             if not self.has_values:
@@ -239,8 +239,8 @@ class Session:
             if job != self._job:
                 raise ValuesLostError(
                     f"{server.task} at {server.address} was restarted without a "
-                    "snapshot, and what it held is lost. Start the job again; with "
-                    "snapshot_dir=... a restarted server goes on.",
+                    "snapshot, and its values are lost. Start the job again; with "
+                    "snapshot_dir=... a restarted server restores its values.",
                     culprit=server.task,
                 )
             for method, arguments in self._log.calls():
@@ -324,7 +324,7 @@ class Session:
             raise ClusterError(f"{self.name}: the job has failed: {self._failure}")
 
     def record_exit(self, code: object) -> None:
-        """Record that the script ends by `SystemExit` with a code of failure."""
+        """Record a `SystemExit` of the script, if its code means a failure."""
         if code not in (None, int(ExitCode.DONE), int(ExitCode.RETRY)):
             self._script_exit = f"SystemExit: {code}"
 
@@ -342,21 +342,21 @@ class Session:
             FailureReport.note_progress(self.name, self.steps)
             if self.is_chief:
                 self.connections[0].call("board.put", key=_CHIEF_LEFT, value=True)
-            self._say("leave", ok=error is None, error=error)
+            self._call_as_worker("leave", ok=error is None, error=error)
         except (ClusterError, ServerRefused) as lost:
-            if self._is_known:  # Else it is another job's board.
+            if self._has_replayed:  # Else the board is another job's.
                 _logger.warning("%s could not say that it ends: %s", self.name, lost)
         self.close()
 
     def close(self) -> None:
-        """Close all streams. Idempotent."""
+        """Close all connections. Idempotent."""
         for connection in self.connections:
             connection.close()
 
     def _join(self) -> JSONObject:
-        return self._say("join")
+        return self._call_as_worker("join")
 
-    def _say(self, method: str, **arguments: JSON) -> JSONObject:
+    def _call_as_worker(self, method: str, **arguments: JSON) -> JSONObject:
         """Call the board as this worker, even if the job has failed."""
         return self.connections[0].call(f"board.{method}", **self._me, **arguments)
 
@@ -374,7 +374,7 @@ class Session:
 
 
 def _report_exceptions(session: Session) -> None:
-    """Tell launcher and board of an exception that ends this process."""
+    """Report an exception that ends this process to the launcher and the board."""
     previous = sys.excepthook
 
     def hook(
@@ -392,8 +392,8 @@ def _report_exceptions(session: Session) -> None:
             )
         report.write()
         is_lost = report.exit_code == ExitCode.RETRY
-        # If the chief leaves, the job has failed. A chief that the launcher starts
-        # again does not leave.
+        # A job fails when its chief leaves with an error. A chief that the launcher
+        # will start again therefore does not leave.
         if not (is_lost and session.is_chief and ATTEMPT in os.environ):
             session.leave(f"{kind.__name__}: {error}")
         if is_lost:
@@ -405,7 +405,7 @@ def _report_exceptions(session: Session) -> None:
 
 
 class ReplayLog:
-    """The last calls that a restarted board needs again: of each name one, in order."""
+    """The calls to replay on a restarted board: the last one of each name, in order."""
 
     def __init__(self) -> None:
         self._calls: dict[tuple[str, str], JSONObject] = {}
@@ -419,11 +419,11 @@ class ReplayLog:
         name = str(arguments[kind])
         with self._lock:
             if kind == "stream":
-                name = family_of(name)[0]  # Earlier streams of the family are over.
+                name = family_of(name)[0]  # Earlier streams of the family have ended.
                 self._calls.pop(("end", name), None)
             remember(self._calls, (method, name), arguments, most=_MOST_REPLAYED)
 
     def calls(self) -> list[tuple[str, JSONObject]]:
         """The calls to replay, as method and arguments."""
         with self._lock:
-            return [(method, given) for (method, _), given in self._calls.items()]
+            return [(method, args) for (method, _), args in self._calls.items()]

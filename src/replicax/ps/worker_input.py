@@ -23,9 +23,9 @@ __all__ = ["ElasticInputShard", "EpochBatches", "StepLeases"]
 class StepLeases:
     """One worker's leases on steps of `fit`: claimed ahead, finished when applied.
 
-    `number` counts the script's calls of `fit`. `waiting` returns a context manager for
-    waits for other workers. `length` is the number of steps of the epoch, None: not
-    known yet; `last_index` is the last step that this worker has begun.
+    `number` counts the script's calls of `fit`. `waiting` returns a context manager,
+    entered while this worker waits for others. `length` is the epoch's number of steps,
+    None until it is known. `last_index` is the last step that this worker has begun.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class StepLeases:
         self._stream = ""
         self._ahead: deque[int] = deque()  # Leased steps that have not begun.
         self._pending: deque[int] = deque()  # Steps whose update is under way.
-        self._claimed_at: tuple[float, int] | None = None  # When, and after which step.
+        self._claimed_at: tuple[float, int] | None = None  # Time and step count.
         self._applied = 0
         self._has_begun = False
 
@@ -60,7 +60,7 @@ class StepLeases:
         """Lease the next step; None at the epoch's end."""
         if not self._ahead and not self._claim_ahead():
             return None
-        if self._bounds_staleness:  # Staleness counts from here.
+        if self._bounds_staleness:  # The step's staleness is counted from here.
             self._home.refresh_values()
         self._pending.append(self._ahead.popleft())
         return self._pending[-1]
@@ -70,7 +70,7 @@ class StepLeases:
         self._finish([self._pending.pop()])
 
     def finish_unused(self) -> None:
-        """Finish all leased steps: this worker's own data have ended."""
+        """Finish all leased steps, since this worker's own data have ended."""
         self._finish([self._pending.pop(), *self._ahead])
         self._ahead.clear()
 
@@ -79,13 +79,13 @@ class StepLeases:
         self._finish(self._take_applied())
 
     def truncate(self, length: int) -> None:
-        """End the epoch before the step that was claimed last: all data have ended."""
+        """End the epoch before the step claimed last, since the shared data have ended."""
         self._session.board("end", stream=self._stream, length=length)
         self._pending.pop()
-        self._ahead.clear()  # They are void.
+        self._ahead.clear()  # Steps after the end, which the board has dropped.
 
     def stop(self) -> None:
-        """End the epoch for all, and give up the steps that have not begun."""
+        """End the epoch for all workers; give up this worker's unbegun steps."""
         self._session.board("end", stream=self._stream)
         if self._ahead:
             self._finish([], given_up=list(self._ahead))
@@ -105,21 +105,21 @@ class StepLeases:
             answer = self._session.once(
                 "claim", stream=self._stream, finished=finished, count=count
             )
-            before, reason = reason, answer.get("wait", "")
+            previous, reason = reason, answer.get("wait", "")
             if not reason:
                 return answer
-            # If the reason changes, other workers make progress: after half of the time
-            # the deadline starts anew.
-            is_moving = before not in ("", reason)
+            # A new reason shows that other workers make progress. After half of the
+            # timeout, an empty answer then makes the loop below restart the deadline.
+            is_moving = previous not in ("", reason)
             return {} if is_moving and time.monotonic() > half_time else None
 
-        session, begun = self._session, f"fit begun/{self._number}"
+        session, begun_key = self._session, f"fit begun/{self._number}"
         follows = self._bounds_staleness and not session.is_chief
         with self._waiting():
             if follows and not self._has_begun:
-                # Else this worker could hold the only ticket while it waits for the
-                # chief's initial values.
-                session.get(begun, f"the first step of fit {self._number}")
+                # Otherwise this worker could hold the only ticket while it waits for
+                # the chief's initial values.
+                session.get(begun_key, f"the first step of fit {self._number}")
             while not answer:
                 half_time = time.monotonic() + session.timeouts.step / 2
                 answer = session.wait(
@@ -128,7 +128,7 @@ class StepLeases:
                     lambda: f"another worker ({reason})",
                 )
         if session.is_chief and not self._has_begun:
-            session.board("put", key=begun, value=True)
+            session.board("put", key=begun_key, value=True)
         self._has_begun = True
         if "over" in answer:
             self.length = answer["over"]
@@ -139,13 +139,13 @@ class StepLeases:
     def _num_ahead(self) -> int:
         """Number of tickets to prefetch."""
         if self._bounds_staleness:
-            return 1  # Other workers wait for each of them.
-        now, before = (time.monotonic(), self._session.steps), self._claimed_at
+            return 1  # A leased step makes other workers wait.
+        now, last = (time.monotonic(), self._session.steps), self._claimed_at
         self._claimed_at = now
-        if before is None or now[1] == before[1]:
+        if last is None or now[1] == last[1]:
             return 1
         left = None if self.length is None else self.length - self.last_index
-        step_seconds = (now[0] - before[0]) / (now[1] - before[1])
+        step_seconds = (now[0] - last[0]) / (now[1] - last[1])
         return tickets_at_once(len(self._session.workers), step_seconds, left)
 
     def _take_applied(self) -> list[int]:
@@ -155,7 +155,7 @@ class StepLeases:
         return [self._pending.popleft() for _ in range(number)]
 
     def _drain(self) -> list[int]:
-        """Wait for the push in flight."""
+        """Wait for the push in flight; return the tickets that are applied."""
         self._home.settle()
         return self._take_applied()
 
@@ -172,11 +172,11 @@ class StepLeases:
 class EpochBatches:
     """Forward-only access to each epoch's batches by index.
 
-    As in Keras, an epoch of `steps_per_epoch` continues where the one before stopped,
-    and iterates anew at the end of the data; an epoch in which the data end is shorter.
-    `iteration` counts the iterations over shuffled data; None: the adapter does not. An
-    index means the same batch on all workers, however many batches the threads of a
-    `PyDataset` have prefetched.
+    As in Keras, an epoch of `steps_per_epoch` continues where the last epoch stopped.
+    When the data end, the epoch ends early, and the next epoch starts a new iteration.
+    `iteration` is the number of iterations over shuffled data; None if the adapter does
+    not count them. An index means the same batch on all workers, however many batches
+    the threads of a `PyDataset` have prefetched.
     """
 
     def __init__(self, adapter: Any, steps_per_epoch: int | None) -> None:
@@ -184,25 +184,25 @@ class EpochBatches:
         self._adapter = adapter
         self._steps = steps_per_epoch
         self.iteration: int | None = getattr(adapter, "iteration", None)
-        self._begin_anew()
+        self._reset()
 
-    def _begin_anew(self) -> None:
+    def _reset(self) -> None:
         trainer.discard_ahead(self._adapter)
         self._first = 0  # The epoch's first batch.
-        self._next = 0
+        self._num_read = 0
         self._last: tuple[int, PyTree] = (-1, None)
         self._batches: Iterator[PyTree] | None = None
-        self._is_new = True
+        self._starts_iteration = True
 
     def begin(self, iteration: int | None) -> None:
-        """Begin an epoch; if it iterates anew, with the iteration of all workers."""
+        """Begin an epoch; a new iteration over the data gets the number `iteration`."""
         self._adapter.on_epoch_begin()
-        if self._is_new:
-            self._count(iteration)
-            self._is_new = False
+        if self._starts_iteration:
+            self._set_iteration(iteration)
+            self._starts_iteration = False
 
     def finish(self) -> None:
-        """Tell the data that all steps of the epoch have begun."""
+        """Tell the adapter that all steps of the epoch have begun."""
         trainer.end_epoch(self._adapter, is_endless=self._steps is not None)
 
     def end(self, length: int | None) -> None:
@@ -211,62 +211,65 @@ class EpochBatches:
         number = self._adapter.num_batches
         self._first += self._steps or 0
         if not self._steps or is_short or (number and self._first >= number):
-            self._begin_anew()
+            self._reset()
             if self.iteration is not None:
-                self._count(self.iteration + 1)
+                self._set_iteration(self.iteration + 1)
 
-    def _count(self, iteration: int | None) -> None:
+    def _set_iteration(self, iteration: int | None) -> None:
         self.iteration = iteration
         if iteration is not None:
             set_iteration(self._adapter, iteration)
 
     def at(self, index: int) -> PyTree:
-        """Read forward to the epoch's batch at an index; None: the data have ended."""
+        """Skip to the epoch's batch at an index; None if the data end before."""
         index += self._first
         if index == self._last[0]:
             return self._last[1]
         if self._batches is None:
             self._batches = iter(self._adapter.get_jax_iterator())
         for batch in self._batches:
-            self._next += 1
-            if self._next > index:
+            self._num_read += 1
+            if self._num_read > index:
                 self._last = index, by_rows(batch_of(batch))
                 return self._last[1]
         return None
 
     def any(self) -> PyTree:
-        """Return any batch that is available; None: there is none left."""
+        """The last batch that was read, or else the next one; None at the end."""
         return self.next() if self._last[1] is None else self._last[1]
 
     def has_passed(self, index: int) -> bool:
-        """Whether a batch was read before the last one, and dropped."""
-        return self._first + index < self._next and self._first + index != self._last[0]
+        """Whether the batch at an index was skipped and is no longer available."""
+        return (
+            self._first + index < self._num_read
+            and self._first + index != self._last[0]
+        )
 
     def next(self) -> PyTree:
         """The next batch; None at the end."""
-        return self.at(self._next - self._first)
+        return self.at(self._num_read - self._first)
 
 
 class ElasticInputShard(InputShard):
     """A shard of a dataset that all workers read: every `num_workers`-th batch.
 
-    Workers do not coordinate: a worker may join late, or leave. Each worker evaluates
-    on all of the data.
+    Workers do not coordinate, so a worker may join late, or leave. Each worker
+    evaluates on all of the data.
     """
 
     def __init__(self, worker: int, num_workers: int) -> None:
         super().__init__(place=(worker, num_workers))
-        self._of_loop: InputShard = self
+        self._loop_shard: InputShard = self
 
     def read_in_closures(self) -> None:
-        """From now on loops read what the closures of a coordinator need.
+        """Switch `of_loop` to the shard for a coordinator's closures.
 
-        The chief runs no closures. A closure reads all batches; a function that creates
-        a worker's own data gets its index among the workers that run closures.
+        A closure reads all batches. A function that creates a worker's own data gets
+        the worker's index among those that run closures, which the chief does not.
         """
         is_chief = self.worker == 0
         place = None if is_chief else (self.worker - 1, self.num_workers - 1)
-        self._of_loop = InputShard(place=place)
+        self._loop_shard = InputShard(place=place)
 
     @property
     def of_evaluation(self) -> InputShard:
@@ -276,7 +279,7 @@ class ElasticInputShard(InputShard):
     @property
     def of_loop(self) -> InputShard:
         """The shard that a loop over a distributed dataset reads."""
-        return self._of_loop
+        return self._loop_shard
 
     @property
     def num_pieces(self) -> int:
@@ -284,13 +287,13 @@ class ElasticInputShard(InputShard):
         return 1
 
     def num_steps(self, num_batches: int) -> int:
-        """Number of this worker's steps for that many batches."""
+        """Number of this worker's steps in an epoch of `num_batches` batches."""
         return len(range(self.worker, num_batches, self.num_workers))
 
     def in_step(
         self, batches: Iterator[PyTree], *, same_data: bool = True, **_: object
     ) -> Iterator[PyTree]:
-        """This worker's batches of data that all workers read; all of its own data."""
+        """This worker's share of batches that all workers read, or all of its own data."""
         if not same_data:
             return iter(batches)
         return itertools.islice(batches, self.worker, None, self.num_workers)
