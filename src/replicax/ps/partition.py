@@ -5,8 +5,8 @@ several that split its first dimension, and each shard lies on one server. On th
 and in a server, a group is one flat vector per dtype: its shards on that server, one
 after another, row by row.
 
-A partitioner returns into how many shards a variable is cut; `place` cuts the variables
-and assigns the shards to servers.
+A partitioner returns a variable's number of shards; `place` cuts the variables and
+assigns the shards to servers.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ _logger = logging.getLogger("replicax")
 _Rows = tuple[int, int] | None
 
 ADDED: JSONObject = {"kind": "add"}
-"""The rule of variables to which workers add what their steps have changed."""
+"""The rule of variables to which workers add the changes of their steps."""
 ASSIGNED: JSONObject = {"kind": "add", "by": "closures"}
 """The rule of a variable that closures assign."""
 
@@ -63,8 +63,8 @@ class VariableInfo:
 class VariableShard(VariableInfo):
     """A variable, or some of its rows, on one server.
 
-    `variable` is its index in its group, `rows` are `(start, stop)` in its first
-    dimension; None: the whole. `shape` is that of the shard.
+    `variable` is the variable's index in its group. `rows` are `(start, stop)` in the
+    variable's first dimension, None for the whole variable. `shape` is the shard's.
     """
 
     variable: int
@@ -73,7 +73,7 @@ class VariableShard(VariableInfo):
 
     @property
     def name(self) -> str:
-        """Its path, with the rows where it is split: `"dense/kernel[0:392]"`."""
+        """The path, with the rows of a split variable: `"dense/kernel[0:392]"`."""
         if self.rows is None:
             return self.path
         return f"{self.path}[{self.rows[0]}:{self.rows[1]}]"
@@ -88,9 +88,9 @@ class VariableShard(VariableInfo):
 class VariableGroup:
     """Variables that are updated together, and the servers they lie on.
 
-    `rule` is `{"kind": "optimizer", "config": ...}` with what
-    `keras.optimizers.serialize` returns, or `{"kind": "add"}`, which adds what is
-    pushed. `shards` are in the order of the variables and their rows.
+    `rule` is `{"kind": "optimizer", "config": ...}` with the result of
+    `keras.optimizers.serialize`, or `{"kind": "add"}`, which adds pushed values.
+    `shards` are in the order of the variables and their rows.
     """
 
     name: str
@@ -99,7 +99,7 @@ class VariableGroup:
 
     @property
     def is_trained(self) -> bool:
-        """Whether an optimizer updates it; else workers add what they have changed."""
+        """Whether an optimizer updates the group; otherwise workers add changes."""
         return self.rule.get("kind") == "optimizer"
 
     @property
@@ -132,8 +132,8 @@ class VariableGroup:
     def digest(self) -> str:
         """A hash of the group.
 
-        It leaves out the learning rate and the iterations, which training changes: one
-        task may be ahead of another, or have restored a checkpoint.
+        The hash excludes the learning rate and the iterations. Training or a restored
+        checkpoint changes them, so they may differ between tasks.
         """
         described = self.to_json()
         described["rule"] = _without_progress(described["rule"])
@@ -188,7 +188,7 @@ class _CheckedPartitioner:
     def __call__(self, shape: Sequence[int], dtype: str, axis: int = 0) -> list[int]:
         """The number of shards along each dimension: 1 except along `axis`.
 
-        Along that it is at most the number of rows.
+        Along `axis` it is at most the size of that dimension.
         """
         if not -len(shape) <= axis < len(shape):
             raise ValueError(
@@ -298,12 +298,12 @@ def place(
 ) -> VariableGroup:
     """Cut variables into shards, and give each shard a server.
 
-    Shards are assigned from the largest on, each to the server with the fewest bytes
-    yet: no two servers differ by more than the largest shard. Equal calls return equal
-    groups. `can_split`: the rule may be applied to some rows of a variable alone;
-    `can_spread`: to some variables alone. If it cannot spread, one server has all
-    variables, whole. Raises `ValueError` if the partitioner does not return the number
-    of shards along each dimension, 1 except for the first.
+    Shards are assigned in order of size, the largest first, each to the server with the
+    fewest bytes so far. So no two servers differ by more than the largest shard. Equal
+    calls return equal groups. With `can_split` the rule may be applied to some rows of
+    a variable, with `can_spread` to some variables of the group; without `can_spread`
+    one server has all variables, unsplit. Raises `ValueError` if the partitioner does
+    not return a list of shard counts, 1 except for the first dimension.
     """
     _require_positive("place", num_servers=num_servers)
     cuts = [_cuts(variable, partitioner) for variable in variables]
@@ -330,7 +330,7 @@ def _shard(info: VariableInfo, variable: int, rows: _Rows) -> VariableShard:
 
 
 def _cuts(variable: VariableInfo, partitioner: Partitioner | None) -> list[_Rows]:
-    """The row boundaries of a variable's shards, by its partitioner."""
+    """The rows of each of a variable's shards, as the partitioner decides."""
     if partitioner is None or not variable.shape:
         return [None]
     shards = partitioner(shape=variable.shape, dtype=variable.dtype)
@@ -366,15 +366,15 @@ def _keep_whole(
     if can_split:
         which = "variables with a constraint"
         why = "a constraint sees the whole variable"
-    kept: list[str] = []
+    whole: list[str] = []
     for i, variable in enumerate(variables):
         if len(cuts[i]) > 1 and not (can_split and variable.constraint is None):
-            kept.append(variable.path)
+            whole.append(variable.path)
             cuts[i] = [None]
-    if kept:
+    if whole:
         _logger.warning(
             "group %r: %s are not split: %s. Kept whole: %s",
-            *(name, which, why, ", ".join(kept)),
+            *(name, which, why, ", ".join(whole)),
         )
 
 

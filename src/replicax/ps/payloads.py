@@ -48,8 +48,8 @@ __all__ = [
 MAX_BYTES = 3 * 2**20
 """Bytes of a closure's arguments, or of its result, as JSON."""
 
-_MOST = 1000
-_LONGEST = 200
+_MAX_NAMES = 1000
+_MAX_LENGTH = 200
 _KEPT_VALUES = 16
 
 
@@ -60,9 +60,9 @@ def encode(
 ) -> JSON:
     """Encode a value as JSON: the types of `json_codec`, variables, `PerReplica`.
 
-    `what` names the value in messages; `mark` replaces values of other types, and
-    returns None for types that it does not know. For any other value a `TypeError`
-    names its place.
+    `what` names the value in messages. `mark` encodes values of other types, and
+    returns None for types that it does not know. A value of an unknown type raises a
+    `TypeError` that names its place.
     """
 
     def extend(value: PyTree, what: str) -> JSON:
@@ -89,7 +89,7 @@ def encode(
 
 
 def decode(sent: Any, resolve: Callable[[JSONObject], PyTree] | None = None) -> PyTree:
-    """Decode a value of `encode`; `resolve` returns the values that `mark` replaced."""
+    """Decode the result of `encode`; `resolve` decodes what `mark` encoded."""
 
     def extend(sent: JSONObject) -> PyTree:
         if sent[MARK] == "mark" and resolve is not None:
@@ -102,7 +102,7 @@ def decode(sent: Any, resolve: Callable[[JSONObject], PyTree] | None = None) -> 
 
 
 def require_size(sent: JSON, what: str) -> None:
-    """Raise a `ValueError` if JSON values have more than `MAX_BYTES`."""
+    """Raise a `ValueError` if the JSON text is longer than `MAX_BYTES`."""
     size = len(json.dumps(sent))
     if size > MAX_BYTES:
         raise ValueError(
@@ -115,9 +115,9 @@ def require_size(sent: JSON, what: str) -> None:
 class FunctionNames:
     """The functions that a script has scheduled.
 
-    A name has the function's module and qualified name, and its place among different
-    functions of that name in the order of their first use. So it is the same in every
-    task of the script.
+    A function's name is its module and qualified name. The second and later functions
+    of the same name also get a number, in the order of their first use. So a function
+    has the same name in every task of the script.
     """
 
     def __init__(self) -> None:
@@ -134,7 +134,7 @@ class FunctionNames:
         return self._functions[name]
 
     def register(self, fn: Callable[..., PyTree]) -> str:
-        """The name of a function."""
+        """Return the name of a function, which a new function gets now."""
         if not callable(fn):
             raise TypeError(
                 f"ClusterCoordinator.schedule: fn must be a function; got {fn!r}."
@@ -145,13 +145,13 @@ class FunctionNames:
         return self._names[key]
 
     def _add(self, fn: Callable[..., PyTree]) -> str:
-        plain = _described(fn)
-        if len(self._functions) >= _MOST:
+        plain = _qualified_name(fn)
+        if len(self._functions) >= _MAX_NAMES:
             raise ValueError(
-                f"ClusterCoordinator.schedule: {_MOST} different functions have been "
-                f"scheduled, now {plain}. One that is made anew with other closed-over "
-                "values counts as different: define it once, and pass what changes "
-                "through args."
+                f"ClusterCoordinator.schedule: {_MAX_NAMES} different functions have been "
+                f"scheduled, now {plain}. A function that is defined anew with other "
+                "closed-over values counts as different: define it once, and pass "
+                "changing values through args."
             )
         number = self._used.get(plain, 0)
         self._used[plain] = number + 1
@@ -164,23 +164,23 @@ def _key(fn: Callable[..., PyTree]) -> Hashable:
     if isinstance(fn, functools.partial):
         bound = (*fn.args, *fn.keywords.values())
         return (_key(fn.func), tuple(fn.keywords), tuple(map(static_key, bound)))
-    # Without globals: they are looked up at run time, and may differ between tasks.
+    # Globals may differ between tasks, and are looked up only at run time.
     return function_key(fn, with_globals=False)
 
 
-def _described(fn: Callable[..., PyTree]) -> str:
+def _qualified_name(fn: Callable[..., PyTree]) -> str:
     while isinstance(fn, functools.partial):
         fn = fn.func
     named = fn if hasattr(fn, "__qualname__") else type(fn)
-    return f"{getattr(named, '__module__', '')}.{named.__qualname__}"[-_LONGEST:]
+    return f"{getattr(named, '__module__', '')}.{named.__qualname__}"[-_MAX_LENGTH:]
 
 
 class PerWorkerValues:
-    """A value that each worker makes for itself, such as a dataset.
+    """A value of which each worker creates its own, such as a dataset.
 
     `ClusterCoordinator.create_per_worker_dataset` returns one. As an argument of
-    `schedule` it becomes the own value of the worker that runs the closure. `iter` of a
-    dataset is again such a value: each worker's iterator. (TF:
+    `schedule` it stands for the value of the worker that runs the closure. `iter` of
+    such a dataset returns another `PerWorkerValues`: each worker's iterator. (TF:
     `tf.distribute.experimental.coordinator.PerWorkerValues`.)
 
     Raises:
@@ -204,23 +204,23 @@ class PerWorkerValues:
         self._sources = sources
         self._make = make
         self._what = what
-        self._made: list[PyTree] = []
+        self._values: list[PyTree] = []
         self.per_worker_number = sources.add(self)
 
     def __repr__(self) -> str:
         return f"PerWorkerValues({self._what})"
 
     def __iter__(self) -> "Iterator[PyTree]":
-        # The chief's script never takes an item from it.
+        # The chief's script never reads an item of the iterator.
         return PerWorkerIterator(
             self._sources, lambda: iter(self.own()), f"iter of {self._what}"
         )
 
     def own(self) -> PyTree:
-        """This worker's value, made on first use."""
-        if not self._made:
-            self._made.append(self._make())
-        return self._made[0]
+        """This worker's value, created on first use."""
+        if not self._values:
+            self._values.append(self._make())
+        return self._values[0]
 
 
 class PerWorkerIterator(PerWorkerValues):
@@ -272,7 +272,7 @@ class PerWorkerSources:
 class RemoteValue:
     """The result of a scheduled function. `ClusterCoordinator.schedule` returns it.
 
-    As an argument of another `schedule` it becomes the result itself. (TF:
+    As an argument of another `schedule` it stands for the result. (TF:
     `tf.distribute.experimental.coordinator.RemoteValue`.)
 
     Example:
@@ -288,7 +288,7 @@ class RemoteValue:
         self, fetch: Callable[["RemoteValue"], PyTree], id: str | None = None
     ) -> None:
         self.id = id  # None in tasks that did not schedule it.
-        self.outcome: JSONObject | None = None  # Its value or error, if it is known.
+        self.outcome: JSONObject | None = None  # The value or error, once known.
         self.num_users = 0  # Unfinished closures with this argument.
         self._fetch = fetch
 
@@ -309,7 +309,7 @@ class RemoteValue:
 def dataset_maker(
     dataset_or_fn: PyTree, context: Callable[[], InputContext]
 ) -> Callable[[], PyTree]:
-    """Make a factory of a worker's dataset from a dataset or a function."""
+    """Return a function that returns a worker's dataset."""
     if not callable(dataset_or_fn):
         return lambda: dataset_or_fn
     if positional_count(dataset_or_fn, 0) == 1:
@@ -318,7 +318,7 @@ def dataset_maker(
 
 
 class ClosureError(RuntimeError):
-    """A closure has raised an error whose type is not builtin."""
+    """A closure has raised an error of a type that cannot be restored here."""
 
 
 class ClosureCancelledError(ClosureError):
@@ -343,19 +343,19 @@ def error_to_json(
 
 
 def error_from_json(error: dict[str, str]) -> Exception:
-    """Decode an error, to its original type if that is builtin or of replicax."""
-    decoded = _error(error)
+    """Decode an error; its type is kept if Python or replicax defines the type."""
+    decoded = _to_exception(error)
     if error["traceback"]:
         decoded.add_note(error["traceback"].rstrip())
     return decoded
 
 
-def _error(error: dict[str, str]) -> Exception:
+def _to_exception(error: dict[str, str]) -> Exception:
     name, message = error["type"], error["message"]
     if name == ClosureCancelledError.__name__:
         return ClosureCancelledError(message)
     if name == "StopIteration":
-        # A StopIteration would end loops and generators that it passes.
+        # A StopIteration would silently end loops and generators of the caller.
         return ClosureError(
             f"StopIteration: {message or 'an iterator is at its end'}. Let datasets of "
             "closures repeat, and decide by the number of steps when to stop."
@@ -364,20 +364,20 @@ def _error(error: dict[str, str]) -> Exception:
     if isinstance(kind, type) and issubclass(kind, Exception):
         try:
             return kind(message)
-        except TypeError:  # Such as UnicodeDecodeError, which wants five arguments.
+        except TypeError:  # Such as UnicodeDecodeError, which needs five arguments.
             pass
     return ClosureError(f"{name}: {message}")
 
 
 def error_of(kind: str, message: str) -> dict[str, str]:
-    """Make an error without an exception."""
+    """The JSON form of an error that no exception has raised."""
     return {"type": kind, "message": message, "traceback": ""}
 
 
 def because_of(
     error: dict[str, str], message: str, cause: dict[str, str]
 ) -> dict[str, str]:
-    """Make an error that another one caused; its message names the cause."""
+    """Add a cause to an error in JSON form; the message names the cause."""
     return error | {
         "message": f"{message}: {cause['type']}: {cause['message']}",
         "traceback": f"{error['traceback']}\n{cause['traceback']}".lstrip(),

@@ -43,8 +43,8 @@ class Worker(msgspec.Struct):
 class Presence:
     """The membership of the job, from heartbeats.
 
-    A worker without a heartbeat for `timeouts.heartbeat` seconds is dead. If it was only
-    suspended, the next heartbeat of the same session makes it alive again.
+    A worker without a heartbeat for `timeouts.heartbeat` seconds is dead. If it was
+    only suspended, the next heartbeat of its session makes it alive again.
 
     The first worker is the chief. `timeouts.startup` limits the wait for workers to
     join, `timeouts.chief` the wait for a dead chief, or for any worker, to return.
@@ -65,9 +65,7 @@ class Presence:
         self.chief = workers[0]
         self.timeouts = timeouts
         self._started = now
-        self._next_due = (
-            now + timeouts.heartbeat
-        )  # No worker can miss its deadline earlier.
+        self._next_due = now + timeouts.heartbeat  # The first deadline.
         self.workers = {name: Worker(gone_at=now) for name in workers}
 
     def _worker(self, worker: str) -> Worker:
@@ -127,7 +125,7 @@ class Presence:
         return True
 
     def newly_dead(self, now: float) -> list[str]:
-        """Mark workers that missed the heartbeat deadline as dead; return their names."""
+        """Mark workers without a timely heartbeat as dead; return their names."""
         if now <= self._next_due:
             return []  # A fast exit: heartbeats only move deadlines later.
         dead = []
@@ -243,7 +241,7 @@ class Rendezvous(msgspec.Struct):
     topics: dict[str, dict[str, Any]] = {}
 
     def put(self, key: Name, value: JSON, first: bool = True) -> JSON:
-        """Store a value, unless `first` and the key has one; return the stored value."""
+        """Store a value, with `first` only for a new key; return the stored value."""
         if value is None:
             raise RequestError(f"put: the value of {key!r} must not be null.")
         if first and key in self.values:

@@ -14,7 +14,7 @@ from replicax._util.types import JSONObject
 __all__ = ["check_initializer", "fill_rows"]
 
 
-_BLOCK = 4096  # Rows; part of what a seed means, so it must never change.
+_BLOCK = 4096  # Rows. Seeds depend on it, so it must never change.
 _Block = Callable[[np.random.Generator, tuple[int, int]], np.ndarray]
 
 
@@ -42,11 +42,11 @@ def fill_rows(
     if constant is not None:
         values[...] = constant
         return
-    make = _random(initializer)
+    make = _drawer(initializer)
     shape = (_BLOCK, values.shape[1])
     filled, block = 0, 0
     while filled < len(values):
-        # Row numbers of a server in this block go on where those of the last ended.
+        # Position in this block of the server's next row.
         offset = first_row + filled * stride - block * _BLOCK
         count = min(len(range(offset, _BLOCK, stride)), len(values) - filled)
         if count:
@@ -58,9 +58,9 @@ def fill_rows(
 
 
 def check_initializer(config: JSONObject) -> None:
-    """Raise a `ValueError` unless the initializer can make rows one by one."""
+    """Raise a `ValueError` unless the initializer can create rows one by one."""
     if _constant(config) is None:
-        _random(config)
+        _drawer(config)
 
 
 def _name(config: JSONObject) -> Any:
@@ -70,7 +70,7 @@ def _name(config: JSONObject) -> Any:
 
 
 def _constant(config: JSONObject) -> float | None:
-    """The one value of all elements, None if they are random."""
+    """The value of a constant initializer; None if the initializer is random."""
     name = _name(config)
     if name != "Constant":
         return {"Zeros": 0.0, "Ones": 1.0}.get(name)
@@ -83,8 +83,8 @@ def _constant(config: JSONObject) -> float | None:
     return float(value)
 
 
-def _random(config: JSONObject) -> _Block:
-    """Makes a block of random rows."""
+def _drawer(config: JSONObject) -> _Block:
+    """Return a function that draws a block of random rows."""
     name, options = _name(config), config.get("config", {})
     draws = {
         "RandomUniform": lambda generator, shape: generator.random(shape, np.float32),
@@ -118,7 +118,7 @@ def _normal(generator: np.random.Generator, shape: tuple[int, int]) -> np.ndarra
 
 
 def _truncated(generator: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
-    """Normal numbers within two standard deviations: others are drawn again."""
+    """Normal numbers within two standard deviations; redraws those outside."""
     block = _normal(generator, shape)
     outside = np.flatnonzero(np.abs(block) > 2)
     while outside.size:

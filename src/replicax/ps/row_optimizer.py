@@ -1,11 +1,11 @@
 """Updates rows of a table by the user's Keras optimizer.
 
-Updates are lazy: one touches the rows of the push and their slots, nothing else.
-Momentum and averages of a row stand still, and weights do not decay, while the row is
-not pushed. Adam corrects its bias by the table's number of updates. Where every row is
-pushed each time, values are those of the Keras optimizer. The rows of a push, and their
-slots, are gathered into arrays of a power of two of rows: one compiled program for each
-such number.
+Updates are lazy: an update changes only the rows of the push and their slots. While a
+row is not pushed, its momentum and averages do not change and its weights do not decay.
+Adam corrects its bias by the table's number of updates. If every push has all rows, the
+values equal those of the Keras optimizer. The rows of a push, and their slots, are
+gathered into arrays whose number of rows is padded to a power of two, so that there is
+one compiled program for each power of two.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,14 +20,14 @@ from replicax.ps.optimizers import ELEMENTWISE, build_recording, deserialize
 
 __all__ = ["RowOptimizer", "differing_options"]
 
-_LEAST_ROWS = 64  # Of a program: there are fewer programs.
+_LEAST_ROWS = 64  # The smallest padded size, to compile fewer programs.
 _MODULE = "keras.optimizers"
 
 _Step = Callable[..., tuple[jax.Array, dict[str, jax.Array], list[jax.Array]]]
 
 
 class _Built(NamedTuple):
-    """An optimizer for a number of rows; each of its variables' owner and name."""
+    """An optimizer for a number of rows; its variables' owners, names and values."""
 
     optimizer: keras.optimizers.Optimizer
     owners: list[tuple[int | None, str]]
@@ -35,28 +35,28 @@ class _Built(NamedTuple):
 
 
 class RowOptimizer:
-    """The user's optimizer, for rows of `dim` elements. Rows are given to it.
+    """The user's optimizer, for rows of `dim` elements, which the caller stores.
 
-    It can clip by a norm only where one server has the `whole_table`. `slots` has the
-    first value of each slot's elements, `shared` the optimizer's other variables, such
-    as `"iteration"`. Raises `ValueError` for an optimizer, or an option of it, that
-    cannot update single rows.
+    Clipping by a norm requires that one server has the `whole_table`. `slots` has the
+    initial value of each slot, `shared` the optimizer's other variables, such as
+    `"iteration"`. Raises `ValueError` for an optimizer, or an option, that cannot
+    update single rows.
     """
 
     def __init__(self, rule: JSONObject, dim: int, *, whole_table: bool) -> None:
-        self._name, self._options = _described(rule)
+        self._name, self._options = _name_and_options(rule)
         _refuse_options(self._name, self._options, whole_table=whole_table)
         self._dim = dim
         self._cpu = jax.devices("cpu")[0]
         self._steps: dict[int, _Step] = {}
         built = self._build(1)
-        of_each = list(zip(built.owners, built.values, strict=True))
+        variables = list(zip(built.owners, built.values, strict=True))
         self.slots = {
-            n: float(v.reshape(-1)[0]) for (i, n), v in of_each if i is not None
+            n: float(v.reshape(-1)[0]) for (i, n), v in variables if i is not None
         }
         self._names = [name for owner, name in built.owners if owner is None]
         self._shared = [
-            jax.device_put(v, self._cpu) for (i, _), v in of_each if i is None
+            jax.device_put(v, self._cpu) for (i, _), v in variables if i is None
         ]
 
     @property
@@ -66,7 +66,7 @@ class RowOptimizer:
         return dict(zip(self._names, values, strict=True))
 
     def assign(self, values: Mapping[str, float]) -> None:
-        """Set some of the shared variables."""
+        """Set the shared variables that `values` has; ignore other names."""
         for i, name in enumerate(self._names):
             if name in values:
                 value = np.asarray(values[name], self._shared[i].dtype)
@@ -81,30 +81,31 @@ class RowOptimizer:
     ) -> None:
         """Update rows and their slots in place.
 
-        `rows` are all that there are, `float32[n, dim]`, and so are slots by name;
-        `places` are distinct rows `int64[m]`, `gradients` theirs, `float32[m, dim]`.
+        `rows` are all rows of the table here, `float32[n, dim]`, and each slot has the
+        same shape. `places` are the distinct indices `int64[m]` of the rows to update,
+        `gradients` are `float32[m, dim]`.
         """
         count = len(places)
         size = max(_LEAST_ROWS, 1 << max(0, count - 1).bit_length())
         if size not in self._steps:
-            self._steps[size] = self._compiled(size)
+            self._steps[size] = self._compile(size)
 
-        def gathered(values: np.ndarray) -> jax.Array:
+        def gather(values: np.ndarray) -> jax.Array:
             padded = np.zeros((size, self._dim), np.float32)
             np.take(values, places, axis=0, out=padded[:count])
             return jax.device_put(padded, self._cpu)
 
         padded = np.zeros((size, self._dim), np.float32)
         padded[:count] = gradients
-        updated, moved, self._shared = self._steps[size](
-            gathered(rows),
-            {name: gathered(slot) for name, slot in slots.items()},
+        updated, new_slots, self._shared = self._steps[size](
+            gather(rows),
+            {name: gather(slot) for name, slot in slots.items()},
             self._shared,
             jax.device_put(padded, self._cpu),
         )
         rows[places] = np.asarray(updated)[:count]
         for name, slot in slots.items():
-            slot[places] = np.asarray(moved[name])[:count]
+            slot[places] = np.asarray(new_slots[name])[:count]
 
     def _build(self, size: int) -> _Built:
         optimizer = deserialize(
@@ -115,7 +116,7 @@ class RowOptimizer:
             owners, values = build_recording(optimizer, [rows])
         return _Built(optimizer, owners, values)
 
-    def _compiled(self, size: int) -> _Step:
+    def _compile(self, size: int) -> _Step:
         built = self._build(size)
 
         def step(
@@ -128,8 +129,8 @@ class RowOptimizer:
             state = [slots[n] if i == 0 else next(others) for i, n in built.owners]
             (rows,), state = built.optimizer.stateless_apply(state, [gradients], [rows])
             pairs = list(zip(built.owners, state, strict=True))
-            moved = {name: value for (i, name), value in pairs if i == 0}
-            return rows, moved, [value for (i, _), value in pairs if i is None]
+            new_slots = {name: value for (i, name), value in pairs if i == 0}
+            return rows, new_slots, [value for (i, _), value in pairs if i is None]
 
         return jax.jit(step, donate_argnums=(0, 1))
 
@@ -139,27 +140,27 @@ def differing_options(
 ) -> dict[str, tuple[object, object]]:
     """The options in which two rules' optimizers differ.
 
-    Their names and learning rates, where those are numbers, do not count.
+    Names, and learning rates that are numbers, are not compared.
     """
-    described = []
+    compared = []
     for rule in (one, other):
         config = rule["config"]
         options = {"optimizer": config["class_name"], **config["config"]}
         if isinstance(options.get("learning_rate"), int | float):
             options["learning_rate"] = "a number"
         options.pop("name", None)
-        described.append(options)
-    a, b = described
+        compared.append(options)
+    a, b = compared
     keys = sorted(a.keys() | b.keys())
     return {k: (a.get(k), b.get(k)) for k in keys if a.get(k) != b.get(k)}
 
 
-def _described(rule: JSONObject) -> tuple[str, JSONObject]:
+def _name_and_options(rule: JSONObject) -> tuple[str, JSONObject]:
     config = rule.get("config") or {}
     name = str(config.get("class_name"))
-    known = config.get("module", _MODULE) == _MODULE
-    names = [each.__name__ for each in ELEMENTWISE]
-    if rule.get("kind") != "optimizer" or not known or name not in names:
+    is_keras = config.get("module", _MODULE) == _MODULE
+    names = [cls.__name__ for cls in ELEMENTWISE]
+    if rule.get("kind") != "optimizer" or not is_keras or name not in names:
         scales = name == "LossScaleOptimizer"
         without = ", without loss scaling (a bfloat16 policy needs none)" * scales
         raise ValueError(
@@ -169,7 +170,7 @@ def _described(rule: JSONObject) -> tuple[str, JSONObject]:
     options = dict(config["config"])
     _check_rate(name, options["learning_rate"])
     if name == "AdamW" and options.get("weight_decay") is None:
-        # Of rows that do not decay; Keras wants a number.
+        # The rows do not decay; Keras needs a number.
         options["weight_decay"] = 0.0
     return name, options
 

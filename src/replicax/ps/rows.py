@@ -1,6 +1,6 @@
 """A worker's client of tables: pulls rows for its layers, pushes their gradients.
 
-Layers fetch rows and leave gradients by callbacks inside a running program. Callbacks
+Layers pull rows and collect gradients in callbacks from a running program. Callbacks
 must not call JAX. When the program has ended, the strategy pushes the gradients.
 """
 
@@ -44,8 +44,9 @@ _logger = logging.getLogger("replicax")
 _Answer = TypeVar("_Answer", bound=msgspec.Struct)
 _Result = TypeVar("_Result")
 
-# Other replicas may wait in a collective for one whose callback waits for rows, and XLA
-# ends the process after 40 s. The last retry has 10 s to connect, and these to answer.
+# While a replica's callback waits for rows, other replicas may wait for that replica in
+# a collective, and XLA ends the process after 40 s. So a pull has 18 s for retries; the
+# last retry has 10 s more to connect, and 8 s to be answered.
 _RETRY_SECONDS = 18.0
 _REPLY_SECONDS = 8.0
 
@@ -53,9 +54,9 @@ _REPLY_SECONDS = 8.0
 class RemoteTables:
     """A worker's client of the tables on the servers.
 
-    Layers call `create`, `pull`, `collect` and `fail`; the strategy calls the others,
-    for each program: `connect`, `complete`, `push`. May be used by several threads.
-    Gradients travel in the dtype `compression`, such as `"bfloat16"`.
+    Layers call `create`, `pull`, `collect` and `fail`. For each program the strategy
+    calls `connect`, `complete` and `push`. Methods are thread safe. Gradients are sent
+    in the dtype `compression`, such as `"bfloat16"`.
     """
 
     def __init__(self, session: Session, *, compression: str | None = None) -> None:
@@ -64,10 +65,10 @@ class RemoteTables:
         self._compression = compression
         self._lock = threading.Lock()
         self._dims: dict[str, int] = {}
-        self._said: set[tuple[str, str]] = set()  # Tables and groups of their rules.
+        self._rules_sent: set[tuple[str, str]] = set()  # Table, group.
         self._sequences: Counter[str] = Counter()  # Pushes so far, by table.
-        self._seen: dict[_Place, Seen] = {}  # By table and server: of its last answer.
-        # Of the program that runs.
+        self._seen: dict[_Place, Seen] = {}  # From the last answer.
+        # The state of the running program.
         self._memo: dict[tuple[str, bytes], Future[np.ndarray]] | None = None
         self._collected: dict[str, list[tuple[np.ndarray, np.ndarray]]]
         self._collected = defaultdict(list)
@@ -76,16 +77,16 @@ class RemoteTables:
     # What layers call.
 
     def create(self, spec: TableSpec) -> None:
-        """Create a table, unless one of these sizes exists, with any seed."""
+        """Create a table, unless it exists with the same sizes, whatever its seed."""
         self._session.has_values = True
         answers = {}
         for server in self._servers:
-            # It makes all of its rows before it answers.
+            # A server creates all of its rows before it answers.
             seconds = self._session.timeouts.step
             message = CreateTable(spec)
             answer, _ = self._exchange(server, message, reply_seconds=seconds).result()
-            # The first server says whose seed stands, where workers have different
-            # ones, so that all have the same.
+            # If workers have different seeds, the first server decides which seed all
+            # servers use.
             spec, answers[server] = answer.spec, answer
         require_all_known(self._session.name, spec.name, answers)
         self._dims[spec.name] = spec.dim
@@ -99,14 +100,14 @@ class RemoteTables:
         key = name, ids.tobytes()
         with self._lock:
             if self._error is not None:
-                raise self._error  # The program is lost; let it end soon.
+                raise self._error  # The program has failed: let it end soon.
             memo = self._memo
-            known = None if memo is None else memo.get(key)
+            earlier = None if memo is None else memo.get(key)
             fetched: Future[np.ndarray] = Future()
-            if memo is not None and known is None:
+            if memo is not None and earlier is None:
                 memo[key] = fetched
-        if known is not None:
-            return known.result()
+        if earlier is not None:
+            return earlier.result()
         try:
             fetched.set_result(self._fetch(name, ids, in_program=memo is not None))
         except Exception as error:  # noqa: BLE001 - raised to all who wait for it
@@ -128,19 +129,19 @@ class RemoteTables:
     def connect(
         self, group: VariableGroup, variables: Sequence[keras.Variable]
     ) -> None:
-        """Set the tables' optimizers to those of their anchors' groups."""
+        """Send each table the optimizer of the group that has the table's anchor."""
         for i, variable in enumerate(variables):
             for name in tables_of([variable]):
-                if (name, group.name) not in self._said:
+                if (name, group.name) not in self._rules_sent:
                     rule = _rule_of_rows(group, i)
                     rule = {"table": name, "rule": rule, "group": group.name}
                     self._call_all(lambda x, r=rule: x.call("tables.set_rule", **r))
-                    self._said.add((name, group.name))
+                    self._rules_sent.add((name, group.name))
 
     def assign_rate(self, group: str, tables: Sequence[str], rate: float) -> None:
         """Set the learning rate of tables that are updated with a group."""
         for name in tables:
-            if (name, group) in self._said:
+            if (name, group) in self._rules_sent:
                 self._call_all(
                     lambda x, name=name: x.call(
                         "tables.set_learning_rate", table=name, learning_rate=rate
@@ -150,8 +151,8 @@ class RemoteTables:
     def complete(self, run: Callable[[], _Result]) -> _Result:
         """Run a program that looks up rows to its end; raise a callback's error.
 
-        If a server is lost meanwhile, `run` starts the program again when the server is
-        back.
+        If a server is lost during the program, `run` is called again when the server
+        has restarted.
         """
         end: float | None = None
         while True:
@@ -177,8 +178,8 @@ class RemoteTables:
     def push(self, tables: Sequence[str]) -> list[RowPush]:
         """Start pushes of the program's row gradients; `await_pushes` waits for them.
 
-        Every table gets a push on every server, with no rows where there are none: each
-        counts as an update, so that schedules and Adam's correction go in step.
+        Each server gets a push for each table, even without rows. Every push counts as
+        an update, so that schedules and Adam's bias correction agree on all servers.
         """
         return [push for name in tables for push in self._push(name)]
 
@@ -201,7 +202,7 @@ class RemoteTables:
                 closure,
                 self._seen.get((name, server)),
             )
-            # It has longer than a pull, for which a program waits: it may be large.
+            # A push may be large, and no program waits for it as for a pull.
             seconds = self._session.timeouts.step
             push = self._exchange(server, message, vectors, reply_seconds=seconds)
             pushes.append(((name, server), push))
@@ -238,7 +239,7 @@ class RemoteTables:
         in_program: bool = False,
         reply_seconds: float | None = None,
     ) -> Future[tuple[_Answer, Vectors]]:
-        """Exchange a message; within a program, before XLA's timeout of callbacks."""
+        """Exchange a message; in a program, within XLA's time limit of callbacks."""
         return self._submit(
             server,
             lambda connection, seconds: connection.exchange(
@@ -275,7 +276,7 @@ class RemoteTables:
     def _summed(
         self, name: str, collected: list[tuple[np.ndarray, np.ndarray]]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Sum the step's gradients by row, in the dtype in which they are sent."""
+        """Sum the step's gradients by row, and cast the sums for sending."""
         if collected:
             ids, gradients = sum_duplicates(
                 np.concatenate([ids for ids, _ in collected]),
@@ -293,7 +294,7 @@ def _in_time(
     exchange: Callable[[Connection, float], _Result], end: float, connection: Connection
 ) -> _Result:
     left = end - time.monotonic()
-    if left <= 0:  # Those before this one have waited for the server long enough.
+    if left <= 0:  # Earlier calls of the queue have used up the time.
         raise ConnectionLost(
             f"Parameter server {connection.task} at {connection.address} did not "
             "answer in time for rows. See its log, and whether it still runs.",
@@ -314,9 +315,9 @@ def tables_of(variables: Iterable[object]) -> list[str]:
 
 
 def _rule_of_rows(group: VariableGroup, anchor: int) -> JSONObject:
-    """The rule that updates an anchor's rows: that of its group."""
+    """The rule for an anchor's rows: its group's, with the anchor's weight decay."""
     config = group.rule["config"]
     if anchor in group.rule.get("no_weight_decay", ()):
         config = {**config, "config": {**config["config"], "weight_decay": None}}
-    # Workers clip dense gradients; the rows' are clipped where they are summed.
+    # Workers clip dense gradients; servers clip row gradients, after summing them.
     return {"kind": "optimizer", "config": config}

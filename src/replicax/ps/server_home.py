@@ -1,12 +1,12 @@
 """The home of variables on servers: runs programs on copies of the servers' values.
 
-- A variable has the value that it last got from the servers, or a later one that the
-  user assigned. The next program, epoch or `publish` compares; it sends values that the
-  chief's user has assigned to the servers.
-- `stored` has a program's values, by ids of variables, until the program has ended.
-  Then all are written at once, so an error leaves the variables as they were.
-- In `fit` values arrive with steps and at an epoch's end; `evaluate` within `fit`
-  fetches none.
+- A variable has its last value from the servers, or a later value that the user
+  assigned. The next program, epoch or `publish` detects assigned values, and the chief
+  sends its own to the servers.
+- `stored` has the values of a running program's variables, by their ids. They are
+  written together when the program has ended, so an error changes no variable.
+- In `fit`, values come with the answers of steps and at the end of an epoch; `evaluate`
+  within `fit` pulls no values.
 - The runner calls `execute` under its lock; XLA's threads use `rows`, which has its
   own lock.
 """
@@ -49,9 +49,8 @@ __all__ = ["ServerHome"]
 class _Connected(NamedTuple):
     """The groups of a program's variables on servers.
 
-    `groups` has the group of each update, then the groups of moving statistics, which
-    `moving` has as well. `others` are the variables of `moving` that the program does
-    not write.
+    `groups` has the group of each update, followed by `moving`, the groups of moving
+    statistics. `others` are the variables of `moving` that the program does not write.
     """
 
     groups: list[RemoteGroup]
@@ -65,8 +64,8 @@ class ServerHome(ReplicaHome):
 
     `remote` has this worker's variables on servers, `rows` its tables, `steps` its
     training steps. `fit_metrics` are the ids of the metrics' variables of the running
-    `fit`; None if no `fit` runs. `num_closures` is the number of a coordinator's
-    closures that run, nested in each other.
+    `fit`, None outside of `fit`. `num_closures` is the nesting depth of the running
+    closures of a coordinator.
     """
 
     keeps_slots = False
@@ -100,7 +99,7 @@ class ServerHome(ReplicaHome):
         requests = self.remote.requests
         if requests is not None:
             requests.adopt()
-        # Under a coordinator only the chief assigns; the others' scripts do too.
+        # Under a coordinator all scripts assign, and only the chief's values count.
         follows = requests is not None and not self.session.is_chief
         for group in self.remote.groups:
             self._send_optimizer_numbers(group)
@@ -119,18 +118,18 @@ class ServerHome(ReplicaHome):
             group.pull()
 
     def steps_made(self) -> dict[str, list[int]]:
-        """Each group's steps, and how many more its optimizer has made."""
+        """Each group's steps in this job, and `steps_ahead` of its optimizer."""
         return {x.name: [x.steps, x.steps_ahead] for x in self.remote.groups}
 
     def begin_epoch(self, made: Mapping[str, Sequence[int]]) -> None:
-        """Begin an epoch with the chief's `made`."""
+        """Begin an epoch with the chief's `steps_made()`."""
         for group in self.remote.groups:
             mine = group.steps, group.steps_ahead
             steps, group.steps_ahead = made.get(group.name, mine)
             is_ahead = group.steps > steps and _have_values(group)
             if is_ahead and not self.session.is_chief:
-                # Others train already: what this script has assigned, as the chief's
-                # has, is not what the servers have now, and no cause for a warning.
+                # Other workers have trained since the chief sent assigned values. Without
+                # this, the same assignments here would cause a warning.
                 group.write()
 
     def execute(self, program: Program, arrays: Sequence[ArrayLike]) -> PyTree:
@@ -140,9 +139,9 @@ class ServerHome(ReplicaHome):
         steps = [GroupStep(group, dict(group.versions)) for group in connected.groups]
         before = {id(v): stored[id(v)] for v in (*program.written, *connected.others)}
 
-        # Nothing is donated, and what the program writes is kept apart until the end.
-        # So it may run again where a server with rows is lost, and an error leaves all
-        # variables as they were.
+        # No input is donated, and results are written only at the end. So the program
+        # can run again after the loss of a server with rows, and an error changes no
+        # variable.
         def run() -> StepResult:
             return program([stored[id(v)] for v in program.inputs], arrays)
 
@@ -164,7 +163,7 @@ class ServerHome(ReplicaHome):
         return result.results
 
     def adopt(self, program: Program) -> None:
-        """Give a program's variables the servers' values, as a step would."""
+        """Write the servers' values into a program's variables, as a step would."""
         stored = _values(program.variables)
         connected = self._connect(program, stored)
         internals.write_values(
@@ -177,7 +176,7 @@ class ServerHome(ReplicaHome):
     def _connect(self, program: Program, stored: dict[int, jax.Array]) -> _Connected:
         """Return a program's groups; add the values of its variables to `stored`.
 
-        They get what was assigned here: values and learning rates.
+        Send values and learning rates that this worker's user has assigned.
         """
         connected = self._connected.get(program)
         if connected is None:
@@ -194,7 +193,7 @@ class ServerHome(ReplicaHome):
     ) -> _Connected:
         looks_up = bool(tables_of(program.inputs))
         updates = program.deferred_updates
-        if not updates:  # It does not train.
+        if not updates:  # The program does not train.
             return _Connected([], [], [], looks_up)
         # Moving statistics and counters, to which all workers add.
         state = [v for v in program.written if self._is_added_to(v, program)]
@@ -206,9 +205,9 @@ class ServerHome(ReplicaHome):
     def _is_added_to(self, variable: Variable, program: Program) -> bool:
         """Whether a training program's additions to a variable count for all workers.
 
-        In `fit`, where each worker makes some of the steps, this includes counters. It
-        excludes a value that a step sets without reading the old one: each worker has
-        its own last value.
+        In `fit`, where each worker computes some of the steps, this includes counters.
+        It excludes a variable that a step overwrites without reading its old value:
+        each worker keeps its own last value.
         """
         if is_seed_state(variable):
             return False
@@ -244,7 +243,7 @@ class ServerHome(ReplicaHome):
 
     def finalize(self, optimizer: keras.optimizers.Optimizer) -> None:
         """At the end of training: overwrite values with the optimizer's averages."""
-        # Keras does this after an error too; a server that is lost is not asked again.
+        # Keras calls this after an error too; then the servers may be lost.
         if isinstance(sys.exc_info()[1], ClusterError):
             return
         self.settle()
@@ -255,11 +254,11 @@ class ServerHome(ReplicaHome):
     def prepared_gradients(
         self, optimizer: keras.Optimizer, grads: list[jax.Array | None]
     ) -> list[jax.Array | None]:
-        """Gradients, clipped here: servers have some of their variables only."""
+        """Clip gradients on the worker: a server has only some of the variables."""
         return clip_before_push(optimizer, grads) if clips(optimizer) else grads
 
     def adds_up(self, *, trains: bool) -> bool:
-        """Whether workers' sums are added up: at an epoch's end, after a closure."""
+        """Whether workers' metrics are summed at an epoch's end or after a closure."""
         in_fit = self.fit_metrics is not None
         is_shared = self.num_closures > 0 or (in_fit and trains)
         return is_shared and len(self.session.workers) > 1
@@ -273,8 +272,8 @@ class ServerHome(ReplicaHome):
     def read_state(self, optimizer: keras.Optimizer) -> dict[str, np.ndarray]:
         """Read an optimizer's slots from the servers, by names for a checkpoint.
 
-        They are those of an optimizer whose variables are in this process, so that
-        either one's checkpoint serves the other.
+        The names are those of an optimizer with its variables in this process, so that
+        checkpoints of both kinds are interchangeable.
         """
         self.settle()
         return {
@@ -285,7 +284,7 @@ class ServerHome(ReplicaHome):
     def write_state(
         self, optimizer: keras.Optimizer, arrays: dict[str, np.ndarray]
     ) -> None:
-        """Set an optimizer's slots on the servers; only the chief does."""
+        """On the chief: set an optimizer's slots on the servers."""
         if not self.session.is_chief:
             return
         self.settle()

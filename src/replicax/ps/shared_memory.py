@@ -1,13 +1,13 @@
 """Memory that a worker and a server of one machine share, for the bytes of messages.
 
-Over a socket the bytes of a message are copied four times, by gRPC and by the kernel;
-through this memory twice, into it and out of it. It is for one machine only.
+Over a socket, gRPC and the kernel copy the bytes of a message four times. Through
+shared memory there are two copies: into the memory and out of it.
 
-The worker makes a file without a name, whose size is sealed, and offers it when it
-opens a stream. A server of the same machine and user opens it through `/proc`. Others
-cannot, or find another file there, and the bytes go over the stream. The two ends use
-the memory in alternation: a message is read before its answer is written. The system
-takes memory for pages that were used, and frees it with the last process that maps it.
+The worker creates an unnamed file of sealed size, and offers it when it opens a stream.
+A server of the same machine and user opens the file through `/proc`. Another server
+fails to open it, or reads a wrong nonce, and the bytes go over the stream. The two ends
+use the memory in alternation: a message is read before its answer is written. Only used
+pages occupy memory, until the last process that maps the file ends.
 """
 
 import fcntl
@@ -33,7 +33,7 @@ _SIZE = _START + _CAPACITY_BYTES
 
 
 class Offer(msgspec.Struct, forbid_unknown_fields=True):
-    """Where a server finds a worker's memory, and the nonce that stands in it."""
+    """Where a server finds a worker's memory, and the nonce written in it."""
 
     pid: int
     descriptor: int
@@ -43,8 +43,8 @@ class Offer(msgspec.Struct, forbid_unknown_fields=True):
 class SharedMemory:
     """Memory that two processes map.
 
-    `offer` is what a server needs to find it, until `close`. `is_agreed`: both ends are
-    known to have the memory.
+    A server finds the memory by `offer`, until `close`. `is_agreed` is true when both
+    ends are known to map the memory.
 
     Example:
         >>> import sys
@@ -63,13 +63,13 @@ class SharedMemory:
         self.offer = offer
         self.is_agreed = not offer
         self._bytes = np.frombuffer(mmap.mmap(file, _SIZE), np.uint8)
-        # A server has accepted the offer when the file is closed.
+        # The owner closes the file after a server has accepted the offer.
         self.close = weakref.finalize(self, os.close, file) if offer else _do_nothing
 
     @classmethod
     def make(cls) -> Self | None:
-        """New memory with an `offer` of it; None where the system has none to share."""
-        if not hasattr(os, "memfd_create"):  # Linux has it.
+        """Create memory with an `offer`; None where the system cannot share memory."""
+        if not hasattr(os, "memfd_create"):  # Only Linux has it.
             return None
         try:
             file = os.memfd_create("replicax", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -84,27 +84,27 @@ class SharedMemory:
 
     @classmethod
     def accept(cls, offer: bytes) -> Self | None:
-        """The memory that a worker offers; None if it is none of this machine."""
+        """Map the memory that a worker offers; None if it is not on this machine."""
         try:
-            found = msgspec.json.decode(offer, type=Offer)
-            path = f"/proc/{found.pid}/fd/{found.descriptor}"
+            parsed = msgspec.json.decode(offer, type=Offer)
+            path = f"/proc/{parsed.pid}/fd/{parsed.descriptor}"
             file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
         except (msgspec.DecodeError, OSError):
             return None
         try:
-            # Unsealed memory could be cut off by the worker while it is read here.
+            # A worker could truncate an unsealed file while this server reads it.
             is_sealed = fcntl.fcntl(file, fcntl.F_GET_SEALS) & _seals() == _seals()
             nonce = os.pread(file, _NONCE_BYTES, 0).hex()
-            if is_sealed and nonce == found.nonce and os.fstat(file).st_size == _SIZE:
+            if is_sealed and nonce == parsed.nonce and os.fstat(file).st_size == _SIZE:
                 return cls(file)
-        except OSError:  # No file of this kind.
+        except OSError:  # Another kind of file.
             pass
         finally:
             os.close(file)
         return None
 
     def has_room_for(self, size: int) -> bool:
-        """Whether a message of so many bytes fits."""
+        """Whether a message of `size` bytes fits."""
         return size <= _CAPACITY_BYTES
 
     def places(

@@ -1,9 +1,9 @@
 """The work queues of a job by name, and each worker's progress in them.
 
-- All calls are made under the board's lock. A queue that is over stays over, and still
-  answers calls.
-- A step is leased to one worker. It is then held, finished or lost; only its worker can
-  finish a lost step. So no step is leased twice.
+- Callers hold the board's lock. A queue that has ended never reopens, and still answers
+  calls.
+- A step is leased to one worker, and never again. It is then held, finished or lost;
+  only the same worker can finish a lost step.
 - `past` and the open streams add up to the job's totals.
 """
 
@@ -41,8 +41,8 @@ class Stream(msgspec.Struct):
 class _StreamEntry(msgspec.Struct):
     """The write-ahead log's entry of a stream and one worker.
 
-    Each call appends one, so it has no state of other workers. `past` are the totals of
-    all streams that have a newer one in their family.
+    Each call appends an entry, which therefore omits the other workers' state. `past`
+    are the totals of all streams that a newer stream of their family has replaced.
     """
 
     stream: Stream
@@ -53,16 +53,15 @@ class _StreamEntry(msgspec.Struct):
 
 
 class Streams(msgspec.Struct):
-    """The streams of a job: of each family the newest.
+    """The newest stream of each family in a job.
 
     A stream's name ends in a number that increases throughout the job, such as `"fit
-    0/epoch/12"`. When a stream is opened, the one before it in its family is over for
-    good: all workers have come to its end. So a name is never used again.
+    0/epoch/12"`. A new stream ends the family's earlier stream, which all workers have
+    completed. So a name is never used again.
 
-    `newest` has the streams by family, `ended` the greatest number of a family's
-    streams that are over, `lengths` the lengths of the last of these, `steps` the
-    finished steps by worker, of all streams, `past` the totals of streams that are
-    over.
+    `newest` has the streams by family, `ended` the greatest number of an ended stream
+    by family, `lengths` the lengths of the last ended streams. `steps` counts the
+    finished steps of all streams by worker, `past` has the totals of ended streams.
     """
 
     newest: dict[str, Stream] = {}
@@ -135,9 +134,9 @@ class Streams(msgspec.Struct):
     ) -> JSONObject:
         """Record that the updates of leased steps are applied.
 
-        The worker releases the steps `given_up` without training on them. `late` says
-        whether it did not hold some finished steps, as it was dead for a while;
-        `late_indices` are these.
+        The worker gives up the steps `given_up` without training on them. In the
+        answer, `late_indices` are finished steps that the worker no longer held, because
+        it counted as dead for a while; `late` says whether there are any.
         """
         tickets = self._open_tickets(stream)
         if given_up and tickets is not None:
@@ -163,10 +162,10 @@ class Streams(msgspec.Struct):
         return {"late": bool(late), "late_indices": late}
 
     def end(self, stream: Name, length: Count | None = None) -> JSONObject:
-        """Truncate a stream: its input has only `length` steps, or it is to stop.
+        """Truncate a stream to `length` steps; None: to the steps leased so far.
 
-        Leases of later steps are void. None: up to the last leased step. The answer's
-        `length` is the least of all calls.
+        Leases of later steps are dropped. The answer's `length` is the least of all
+        calls.
         """
         tickets = self._open_tickets(stream)
         if tickets is None:
@@ -204,11 +203,11 @@ class Streams(msgspec.Struct):
         )
 
     def _add(self, stream: Stream) -> None:
-        """Make a stream the newest of its family; the one before it is over."""
+        """Make a stream the newest of its family, and end the previous one."""
         family, number = family_of(stream.name)
-        before = self.newest.get(family)
-        if before is not None and before.name != stream.name:
-            self._retire(before)
+        previous = self.newest.get(family)
+        if previous is not None and previous.name != stream.name:
+            self._retire(previous)
         self.newest[family] = stream
         remember(self.ended, family, (number or 0) - 1, most=_LENGTHS_KEPT)
 
@@ -219,18 +218,18 @@ class Streams(msgspec.Struct):
         self.past = _with(self.past, stream.tickets)
 
     def totals(self) -> dict[str, int]:
-        """The job's numbers of steps that were lost, or done twice."""
+        """The job's numbers of lost steps, and of steps trained on twice."""
         totals = self.past
         for stream in self.newest.values():
             totals = _with(totals, stream.tickets)
         return totals
 
     def status(self) -> JSONObject:
-        """Every stream's counts, for people."""
+        """Every stream's counts, for display."""
         return {x.name: x.tickets.status() for x in self.newest.values()}
 
     def entry(self, stream: str, worker: str) -> JSONObject | None:
-        """The write-ahead log's entry of a stream and a worker; None: it is over."""
+        """The write-ahead log's entry of a stream and a worker; None once it ended."""
         newest = self._opened(stream)
         if newest is None:
             return None
@@ -247,7 +246,7 @@ class Streams(msgspec.Struct):
     def restart(self, saved: Sequence[JSONObject]) -> None:
         """Resume in a restarted server, where no worker waits yet.
 
-        Takes over entries, in their order, which are later than the state.
+        `saved` are log entries, in order, that are newer than the restored state.
         """
         held: dict[str, dict[str, dict[int, int]]] = {}  # By stream and worker.
         for value in saved:

@@ -31,7 +31,7 @@ class TableSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         name: The table's name, of 1 to 256 characters.
         num_rows: Number of rows, `n`.
         dim: Length of a row, `d`: the table is `float32[n, d]`.
-        initializer: What `keras.initializers.serialize` returns.
+        initializer: The result of `keras.initializers.serialize`.
         seed: Seed of the rows' first values.
         dtype: `"float32"`.
         rule: The update rule of rows (see `RowOptimizer`); None if not known yet.
@@ -86,16 +86,16 @@ class TableSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         )
 
     def num_rows_on(self, server: int, num_servers: int) -> int:
-        """Its rows that lie on a server."""
+        """Number of the table's rows on a server."""
         return len(range(server, self.num_rows, num_servers))
 
     def to_json(self) -> JSONObject:
-        """The spec as JSON values; `TableSpec(**values)` makes it again."""
+        """The spec as JSON values; `TableSpec(**values)` restores it."""
         return msgspec.to_builtins(self)
 
 
 class RowsPushed(NamedTuple):
-    """The result of a push; `applied`: it is in the table."""
+    """The result of a push; `applied` says whether the table contains it."""
 
     version: int
     applied: bool
@@ -104,10 +104,10 @@ class RowsPushed(NamedTuple):
 class Table(Group):
     """One server's rows of a table, and their optimizer slots.
 
-    Its methods are thread safe, but for those of a group: `push`, and those of `state`.
+    Its methods are thread safe, except `push`, `state` and `load_state`.
 
-    Memory: `dim * 4 * (1 + number of slots)` bytes for each row; slots that start from
-    zero take theirs when their rows are first pushed.
+    Memory: `dim * 4 * (1 + number of slots)` bytes for each row. Slots that start from
+    zero occupy memory only for rows that were pushed.
 
     Example:
         >>> import numpy as np
@@ -134,15 +134,17 @@ class Table(Group):
     ) -> None:
         super().__init__(f"table {spec.name!r}", server, sessions)
         self.spec = spec
-        self._groups: set[str] = set()  # Those with which its rows are updated.
+        self._groups: set[str] = set()  # Their pushes update its rows.
         self._num_servers = num_servers
-        self._optimizer = None if spec.rule is None else self._built(spec.rule)
+        self._optimizer = (
+            None if spec.rule is None else self._build_optimizer(spec.rule)
+        )
         shape = (spec.num_rows_on(server, num_servers), spec.dim)
         self._values = np.empty(shape, np.float32)
         fill_rows(self._values, spec.initializer, spec.seed, server, num_servers)
         self._slots = self._new_slots()
 
-    def _built(self, rule: JSONObject) -> RowOptimizer:
+    def _build_optimizer(self, rule: JSONObject) -> RowOptimizer:
         try:
             return RowOptimizer(rule, self.spec.dim, whole_table=self._num_servers == 1)
         except ValueError as error:
@@ -153,11 +155,11 @@ class Table(Group):
     def set_rule(self, rule: JSONObject, group: str) -> None:
         """Set the rule by which rows are updated with a group.
 
-        The first rule holds. The same optimizer again changes nothing, whatever its
-        name; another optimizer is refused. The first worker that names a group sets
-        the learning rate.
+        The table keeps its first rule. The same optimizer is accepted again, under any
+        name; another optimizer raises an error. The first call for each group sets the
+        learning rate.
         """
-        optimizer = self._built(rule)
+        optimizer = self._build_optimizer(rule)
         with self.lock:
             is_first = self.spec.rule is None
             if is_first:
@@ -166,14 +168,14 @@ class Table(Group):
                 self._slots = self._new_slots()
             elif differing := differing_options(self.spec.rule or {}, rule):
                 raise TableError(
-                    f"Table {self.spec.name!r}: its optimizer is there, with its "
-                    f"slots, and another one has {differing}. Train all models that "
+                    f"Table {self.spec.name!r}: it has an optimizer with slots already, "
+                    f"and another optimizer has {differing}. Train all models that "
                     "share the table with the same optimizer, or give the layer "
                     "another name."
                 )
             rate = rule["config"]["config"].get("learning_rate")
-            is_known = is_first or group in self._groups
-            if not is_known and isinstance(rate, int | float):
+            has_rate = is_first or group in self._groups
+            if not has_rate and isinstance(rate, int | float):
                 self.set_learning_rate(rate)
             self._groups.add(group)
 
@@ -195,11 +197,11 @@ class Table(Group):
     ) -> RowsPushed:
         """Update rows with their gradients, exactly once; see `Group.push`.
 
-        Every push counts as an update of the table, one without ids too: workers push
-        to all servers, so that schedules and Adam's correction go in step.
+        Every push counts as an update of the table, even without ids: workers push to
+        all servers, so that schedules and Adam's bias correction agree on all servers.
 
-        `ids` are `int64[n]`, rows on this server; `gradients` `[n, dim]`, of any float
-        dtype: `messages` lets no others in. Those of equal ids are summed first.
+        `ids` are rows `int64[n]` on this server, `gradients` are `[n, dim]` of any float
+        dtype, which `messages` checks. Gradients of equal ids are summed first.
         """
         places = self._places(ids)
         self._required_optimizer()
@@ -242,12 +244,12 @@ class Table(Group):
     def load_state(self, arrays: Arrays, meta: JSONObject) -> None:
         """Restore the state that `state` returned."""
         mine = {"server": self.server, "num_servers": self._num_servers}
-        its = {key: meta[key] for key in mine}
+        saved = {key: meta[key] for key in mine}
         shapes = {name: array.shape for name, array in self._arrays().items()}
         loaded = {k: v.shape for k, v in arrays.items()}
-        if (its, loaded) != (mine, shapes):
+        if (saved, loaded) != (mine, shapes):
             raise TableError(
-                f"Table {self.spec.name!r}: the state to load is of {its} with arrays "
+                f"Table {self.spec.name!r}: the state to load is of {saved} with arrays "
                 f"{loaded}, expected {mine} with {shapes}. Use the same number of "
                 "servers and optimizer as when it was saved."
             )
@@ -271,7 +273,7 @@ class Table(Group):
             return {}
         shape = self._values.shape
         return {
-            # Zeros take memory when they are first written.
+            # `np.zeros` occupies memory only when it is written.
             name: np.full(shape, first, np.float32) if first else np.zeros(shape, "f4")
             for name, first in self._optimizer.slots.items()
         }

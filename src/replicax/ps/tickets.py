@@ -1,4 +1,4 @@
-"""Leases on the steps of a work queue: who holds which step, and its state.
+"""Leases on the steps of a work queue: the holder and the state of each step.
 
 A stream is the steps 0, 1, 2, ... of an epoch, of which all workers claim some;
 `streams` keeps the streams by name. A holder is the name of a worker: a replaced
@@ -21,14 +21,14 @@ class StepTickets(msgspec.Struct, kw_only=True):
     """Leases on the steps of a stream: each step once, in order.
 
     The input only moves forward, so the steps of a dead worker are lost, unless the
-    worker was only silent, and reports them as finished later.
+    worker was only silent and later reports them as finished.
 
-    `length` is None until a worker finds the end. A step is leased only as long as no
-    held step can be overtaken by more than `max_staleness` others. `held` has the
-    unfinished steps by worker, in their order, with the number of `finished` steps at
-    the time of each lease. `twice` counts steps that a second worker has trained on as
-    well. `waiting` are the workers that have to wait, longest first: a worker that has
-    just finished claims at once, and would leave nothing to them.
+    `length` is None until a worker reaches the end of the data. A step is leased only
+    if no held step can then be overtaken by more than `max_staleness` other steps.
+    `held` has by worker its unfinished steps in order, each with the number of
+    `finished` steps at the time of its lease. `twice` counts steps on which two workers
+    have trained. `waiting` are the waiting workers, the longest wait first; they claim
+    before a worker that has just finished a step.
     """
 
     length: int | None
@@ -81,9 +81,9 @@ class StepTickets(msgspec.Struct, kw_only=True):
         """The reason why one more lease could exceed the staleness; None: it cannot."""
         if self.max_staleness is None or not self.held:
             return None
-        # The oldest lease has been overtaken by the most steps. All other held steps,
-        # and a new one, may overtake it as well.
-        step, holder = min((next(iter(own)), who) for who, own in self.held.items())
+        # The oldest lease was overtaken by the most steps. All other held steps, and
+        # the new step, may also overtake it.
+        step, holder = min((next(iter(own)), name) for name, own in self.held.items())
         passed, held = self.finished - self.held[holder][step], self.num_held
         if passed + held <= self.max_staleness:
             return None
@@ -123,7 +123,7 @@ class StepTickets(msgspec.Struct, kw_only=True):
         return self.give_up(worker, list(self.held.get(worker, ())))
 
     def give_up(self, worker: str, tickets: Sequence[int]) -> int:
-        """Give up steps that a worker holds; return their number."""
+        """Give up those of the steps that a worker holds; return their number."""
         lost = [step for step in tickets if step in self.held.get(worker, ())]
         for step in lost:
             self._drop(worker, step)
@@ -132,19 +132,19 @@ class StepTickets(msgspec.Struct, kw_only=True):
         return len(lost)
 
     def end(self, length: int | None) -> None:
-        """Truncate the stream to `length` steps; None: to those that are leased."""
+        """Truncate the stream to `length` steps; None: to the steps leased so far."""
         last = self.next if length is None else length
         self.length = end = last if self.length is None else min(last, self.length)
         for worker, own in list(self.held.items()):
             for step in [step for step in own if step >= end]:
                 self._drop(worker, step)
-        never = [step for step in self.lost_steps if step >= end]
-        for step in never:
+        dropped = [step for step in self.lost_steps if step >= end]
+        for step in dropped:
             del self.lost_steps[step]
-        self.lost -= len(never)
+        self.lost -= len(dropped)
 
     def restart(self, held: dict[str, dict[int, int]] | None) -> None:
-        """Resume in a restarted server: nobody waits; `held`, if given, are held."""
+        """Resume in a restarted server: no worker waits; add the leases `held`."""
         self.waiting = []
         for worker, own in ({} if held is None else held).items():
             kept = {step: seen for step, seen in own.items() if not self._is_void(step)}
@@ -152,6 +152,6 @@ class StepTickets(msgspec.Struct, kw_only=True):
                 self.held[worker] = kept
 
     def status(self) -> JSONObject:
-        """The state, with numbers of held steps only."""
+        """The state, with the number of held steps in place of the leases."""
         state = msgspec.to_builtins(self, str_keys=True)
         return state | {"held": self.num_held, "lost_steps": list(self.lost_steps)}

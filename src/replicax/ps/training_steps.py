@@ -1,7 +1,7 @@
 """A worker's training steps on servers: pushes each step's gradients.
 
-Between steps at most one push is in flight, that of the last step. `settle` waits for
-it: callers that need its values, or count steps, call that first.
+Between steps at most one push is in flight, the last step's. `settle` waits for this
+push; call `settle` before using the new values or the step count.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ __all__ = ["GroupStep", "TrainingSteps"]
 
 
 class GroupStep(NamedTuple):
-    """A group in a step, and the versions by server from which it is computed."""
+    """A group of a step, and by server the versions that its gradients are based on."""
 
     group: RemoteGroup
     based_on: Mapping[int, int]
@@ -42,14 +42,14 @@ class TrainingSteps:
         *,
         looks_up: bool,
     ) -> None:
-        """Push each group's gradients, and those of the rows updated with it."""
+        """Push each group's gradients, and the gradients of its tables' rows."""
         self.settle()
         rows = [push for group, _ in steps for push in self._rows.push(group.tables)]
         self._in_flight = [
             (group, group.push(pushed, based_on))
             for (group, based_on), pushed in zip(steps, gradients, strict=True)
         ]
-        # The next step looks up rows that this one changes.
+        # The next step must pull the rows after this update.
         if looks_up or not self.overlap:
             self.settle()
         self._rows.await_pushes(rows)

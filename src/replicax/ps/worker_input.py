@@ -79,7 +79,7 @@ class StepLeases:
         self._finish(self._take_applied())
 
     def truncate(self, length: int) -> None:
-        """End the epoch before the step claimed last, since the shared data have ended."""
+        """End the epoch before the step claimed last: the shared data have ended."""
         self._session.board("end", stream=self._stream, length=length)
         self._pending.pop()
         self._ahead.clear()  # Steps after the end, which the board has dropped.
@@ -189,7 +189,7 @@ class EpochBatches:
     def _reset(self) -> None:
         trainer.discard_ahead(self._adapter)
         self._first = 0  # The epoch's first batch.
-        self._num_read = 0
+        self._next = 0
         self._last: tuple[int, PyTree] = (-1, None)
         self._batches: Iterator[PyTree] | None = None
         self._starts_iteration = True
@@ -228,8 +228,8 @@ class EpochBatches:
         if self._batches is None:
             self._batches = iter(self._adapter.get_jax_iterator())
         for batch in self._batches:
-            self._num_read += 1
-            if self._num_read > index:
+            self._next += 1
+            if self._next > index:
                 self._last = index, by_rows(batch_of(batch))
                 return self._last[1]
         return None
@@ -240,14 +240,11 @@ class EpochBatches:
 
     def has_passed(self, index: int) -> bool:
         """Whether the batch at an index was skipped and is no longer available."""
-        return (
-            self._first + index < self._num_read
-            and self._first + index != self._last[0]
-        )
+        return self._first + index < self._next and self._first + index != self._last[0]
 
     def next(self) -> PyTree:
         """The next batch; None at the end."""
-        return self.at(self._num_read - self._first)
+        return self.at(self._next - self._first)
 
 
 class ElasticInputShard(InputShard):
@@ -293,7 +290,7 @@ class ElasticInputShard(InputShard):
     def in_step(
         self, batches: Iterator[PyTree], *, same_data: bool = True, **_: object
     ) -> Iterator[PyTree]:
-        """This worker's share of batches that all workers read, or all of its own data."""
+        """This worker's share of data that all workers read; all of its own data."""
         if not same_data:
             return iter(batches)
         return itertools.islice(batches, self.worker, None, self.num_workers)
