@@ -3,8 +3,7 @@
 Of the optimizer's state a worker has only two numbers, in local variables: the number
 of steps and, unless a schedule sets it, the learning rate.
 
-- A group counts its steps in this job. The optimizer's number of steps is that count
-  plus `steps_ahead`.
+- The optimizer's number of steps is the group's steps in this job plus `steps_ahead`.
 - All workers use the chief's `steps_ahead`. They read `steps_ahead` from the board when
   they connect to the group, and when an epoch begins.
 - A value that this worker did not write was assigned by the user. Only the chief sends

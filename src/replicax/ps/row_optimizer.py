@@ -4,8 +4,7 @@ Updates are lazy: an update changes only the rows of the push and their slots. W
 row is not pushed, its momentum and averages do not change and its weights do not decay.
 Adam corrects its bias by the table's number of updates. If every push has all rows, the
 values equal those of the Keras optimizer. The rows of a push, and their slots, are
-gathered into arrays whose number of rows is padded to a power of two, so that there is
-one compiled program for each power of two.
+gathered into arrays, padded to a power of two of rows to limit compiled programs.
 """
 
 from collections.abc import Callable, Mapping

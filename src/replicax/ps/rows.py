@@ -44,9 +44,8 @@ _logger = logging.getLogger("replicax")
 _Answer = TypeVar("_Answer", bound=msgspec.Struct)
 _Result = TypeVar("_Result")
 
-# While a replica's callback waits for rows, other replicas may wait for that replica in
-# a collective, and XLA ends the process after 40 s. So a pull has 18 s for retries; the
-# last retry has 10 s more to connect, and 8 s to be answered.
+# XLA ends the process if other replicas wait in a collective for 40 s for a replica
+# whose callback waits for rows: 18 s for retries, 10 s to connect, 8 s for an answer.
 _RETRY_SECONDS = 18.0
 _REPLY_SECONDS = 8.0
 

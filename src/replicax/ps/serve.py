@@ -47,8 +47,7 @@ def serve(
     """Serve until the job ends, then end the process.
 
     Server 0 marks its snapshots as done before it publishes the end of the job. If the
-    job is killed before another server marks its own, that server reads the mark of
-    server 0 at its next start.
+    job is killed between, the other servers read the mark of server 0 at their start.
 
     Raises `SystemExit` with 0 if the chief has ended with success, with 1 if the job
     has failed. Without a `snapshot_dir` there are no snapshots.

@@ -128,8 +128,8 @@ class ServerHome(ReplicaHome):
             steps, group.steps_ahead = made.get(group.name, mine)
             is_ahead = group.steps > steps and _have_values(group)
             if is_ahead and not self.session.is_chief:
-                # Other workers have trained since the chief sent assigned values. Without
-                # this, the same assignments here would cause a warning.
+                # Other workers have trained since the chief sent assigned values, which
+                # this script has assigned too: overwrite them without a warning.
                 group.write()
 
     def execute(self, program: Program, arrays: Sequence[ArrayLike]) -> PyTree:

@@ -1,13 +1,13 @@
 """Steps the user's Keras optimizer on a server's shards of a group.
 
-The optimizer is built anew from its config, for variables of the shards' names and
-shapes, and stepped by one compiled function of flat vectors. Its own variables (Keras:
-`optimizer.variables`) are this function's state, and are donated. The parameters are
-not donated, as they have been handed out.
+The optimizer is rebuilt from its config, for variables with the shards' names and
+shapes. One compiled function of flat vectors steps the optimizer. Its state, the
+optimizer's own variables (Keras: `optimizer.variables`), is donated. The parameters are
+not donated, because answers may still refer to them.
 
-An optimizer that works element by element does not depend on where one variable ends
-and the next begins. So spans of neighbouring shards are stepped as one: a few
-operations on long vectors for a model of hundreds of variables.
+The result of an elementwise optimizer does not depend on the boundaries of variables.
+So spans of neighbouring shards are stepped as one variable: a model of hundreds of
+variables needs only a few operations on long vectors.
 """
 
 import contextlib
@@ -39,8 +39,8 @@ _Vectors = dict[str, jax.Array]
 class ServerOptimizer:
     """Updates a server's shards of one group: a pure function of values and state.
 
-    Raises `ValueError` for an unknown rule; in `start`, if its optimizer cannot be
-    built or compiled for these shards.
+    Raises `ValueError` for an unknown rule. `start` raises it if the optimizer cannot
+    be built or compiled for these shards.
 
     Example:
         >>> from replicax.ps.partition import VariableInfo, place
@@ -64,17 +64,17 @@ class ServerOptimizer:
         self.shards = group.shards_on(server)
         self._cpu = jax.devices("cpu")[0]
         self._optimizer: Any = None
-        self._spans, self._layout = self._fused(lambda shard: None)
+        self._spans, self._layout = self._fuse(lambda shard: None)
         self._owners: list[tuple[int | None, str]] = []
         self._has_begun = False
-        # Vectors are not donated: they were handed out.
+        # Only the state is donated: answers may still refer to the vectors.
         self._compiled = jax.jit(self._update, donate_argnums=1)
 
     def start(
         self, vectors: Mapping[str, np.ndarray]
     ) -> tuple[_Vectors, list[jax.Array]]:
         """Put the vectors on the CPU, and initialize the optimizer's variables."""
-        # JAX takes aligned host arrays as they are, and callers may change theirs.
+        # Copied: JAX may alias an aligned host array, which the caller may change.
         placed = {
             dtype: jax.device_put(np.array(vector), self._cpu)
             for dtype, vector in vectors.items()
@@ -101,7 +101,7 @@ class ServerOptimizer:
         """Dispatch one step, without waiting; donates `state`, not `vectors`.
 
         `gradients` may be of another float dtype, and must not change before the result
-        is there.
+        is computed.
         """
         if not vectors:
             return vectors, state
@@ -111,7 +111,7 @@ class ServerOptimizer:
             for dtype in vectors
         }
         state, vectors = self._compiled(vectors, state, placed)
-        if not self._has_begun:  # Now that it is compiled.
+        if not self._has_begun:  # After the first call has compiled the step.
             self._has_begun = True
             memory.use_huge_pages()
         return vectors, state
@@ -124,25 +124,25 @@ class ServerOptimizer:
                 slots[SlotKey(name, None)] = np.asarray(value)
                 continue
             span, pieces = self._spans[owner], [np.asarray(value)]
-            if len(span) > 1:  # The slot of a single one may have another shape.
+            if len(span) > 1:  # The slot of a single shard may have another shape.
                 shapes = [("", self.shards[i].shape) for i in span]
                 pieces = FlatLayout(shapes).unpack({"": pieces[0]})
             keys = [SlotKey(name, shard) for shard in span]
             slots |= zip(keys, pieces, strict=True)
         return slots
 
-    def with_slots(self, state: list[jax.Array], given: Slots) -> list[jax.Array]:
-        """Return the state with other values of some slots."""
+    def with_slots(self, state: list[jax.Array], new: Slots) -> list[jax.Array]:
+        """Return the state with the slots of `new` replaced."""
         slots = self.slots(state)
-        self.check_slots(state, {key: np.shape(value) for key, value in given.items()})
+        self.check_slots(state, {key: np.shape(value) for key, value in new.items()})
         changed = []
         for old, (owner, name) in zip(state, self._owners, strict=True):
             shards = [None] if owner is None else self._spans[owner]
             keys = [SlotKey(name, shard) for shard in shards]
-            if not given.keys() & keys:
+            if not new.keys() & keys:
                 changed.append(old)
                 continue
-            pieces = [np.ravel(given.get(key, slots[key])) for key in keys]
+            pieces = [np.ravel(new.get(key, slots[key])) for key in keys]
             value = np.concatenate(pieces).astype(old.dtype).reshape(old.shape)
             changed.append(jax.device_put(value, self._cpu))
         return changed
@@ -150,7 +150,7 @@ class ServerOptimizer:
     def check_slots(
         self, state: Sequence[jax.Array], shapes: Mapping[SlotKey, tuple[int, ...]]
     ) -> dict[SlotKey, str]:
-        """Dtypes of slots by key; raise for unknown keys or other shapes."""
+        """The slots' dtypes by key; raise for unknown keys or different shapes."""
         slots = self.slots(state)
         for key, shape in shapes.items():
             if key not in slots:
@@ -185,7 +185,7 @@ class ServerOptimizer:
         if clips_on_worker(optimizer):  # `clip_before_push` has clipped the gradients.
             optimizer.clipnorm = optimizer.global_clipnorm = optimizer.clipvalue = None
         excluded = set(rule.get("no_weight_decay", ()))
-        self._spans, self._layout = self._fused_for(optimizer, excluded)
+        self._spans, self._layout = self._spans_for(optimizer, excluded)
         firsts = [self.shards[span[0]] for span in self._spans]
         variables = list(map(_variable, firsts, self._layout.unpack(vectors)))
         without = [
@@ -202,27 +202,27 @@ class ServerOptimizer:
         self._optimizer = optimizer
         return jax.device_put(state, self._cpu)
 
-    def _fused_for(
+    def _spans_for(
         self, optimizer: keras.optimizers.Optimizer, excluded: set[int]
     ) -> tuple[list[list[int]], FlatLayout]:
-        """The optimizer's variables: single shards, or fused spans of several."""
-        is_one_by_one = can_split(optimizer) and not hasattr(optimizer, "optimizers")
-        if not is_one_by_one or optimizer.clipnorm:
-            return self._fused(lambda shard: None)
+        """The spans of shards that are the optimizer's variables, and their layout."""
+        is_elementwise = can_split(optimizer) and not hasattr(optimizer, "optimizers")
+        if not is_elementwise or optimizer.clipnorm:
+            return self._fuse(lambda shard: None)
 
         def kind_of(shard: VariableShard) -> bool | None:
             alone = shard.constraint is not None
             return None if alone else shard.variable in excluded
 
-        return self._fused(kind_of)
+        return self._fuse(kind_of)
 
-    def _fused(
+    def _fuse(
         self, kind_of: Callable[[VariableShard], Hashable | None]
     ) -> tuple[list[list[int]], FlatLayout]:
-        """Spans of shards by place, in order of their first ones, and their layout.
+        """Spans of shard indices, in order of their first shards, and their layout.
 
-        Neighbours of equal kind go together, as a flat vector; one of kind None stays
-        alone, and keeps its shape.
+        Neighbours of equal kind form one span, a flat vector. A shard of kind None is
+        a span by itself, and keeps its shape.
         """
         spans: list[list[int]] = []
         newest: dict[str, tuple[list[int], Hashable | None]] = {}  # By dtype.
@@ -247,8 +247,8 @@ class ServerOptimizer:
         state: list[jax.Array],
         gradients: _Vectors,
     ) -> tuple[list[jax.Array], _Vectors]:
-        # The state comes first: JAX gives donated memory to the first output of its
-        # shape, and a vector in the memory of the state costs copies of both.
+        # The state comes first: JAX reuses donated memory for the first output of the
+        # same shape, and a vector in the state's memory would cost copies of both.
         gradients = {d: g.astype(vectors[d].dtype) for d, g in gradients.items()}
         if self._optimizer is None:
             return state, {d: vectors[d] + gradients[d] for d in vectors}
@@ -267,17 +267,17 @@ class ServerOptimizer:
             if flat.size == whole.size:
                 joined[dtype] = flat
                 continue
-            # Written in place: `concatenate` takes longer.
+            # An update in place is faster than `concatenate`.
             target = joined.get(dtype, jnp.zeros_like(whole))
             joined[dtype] = jax.lax.dynamic_update_slice(target, flat, (start,))
         return joined
 
 
 def _variable(shard: VariableShard, value: jax.Array) -> keras.Variable:
-    """Make a variable with the worker's path and name, which optimizers may read."""
+    """Create a variable with the worker's path and name, which optimizers may use."""
     *scope, name = shard.path.split("/")
     within = contextlib.nullcontext()
-    if scope:  # An absolute path, whatever scope the calling thread is in.
+    if scope:  # An absolute path, independent of the calling thread's scope.
         within = keras.name_scope(scope[-1], override_parent="/".join(scope[:-1]))
     variable_class: Any = keras.Variable
     with within:

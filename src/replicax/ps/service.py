@@ -50,11 +50,11 @@ class VersionMismatch(RuntimeError):
 
 
 class Service:
-    """Serves a store, and on server 0 the board, to those who have the token.
+    """Serves a store, and on server 0 the board, to callers with the token.
 
-    It listens at `address`, as TF_CONFIG has it; one that means all interfaces is
-    refused. `messages` are further ones of the tensor streams, by name. A connection
-    on which no call has shown the token is closed after `handshake_seconds`.
+    The service listens at `address` of TF_CONFIG, which must not mean all interfaces.
+    `messages` are additional messages of the tensor streams, by name. A connection
+    without a call that has the token is closed after `handshake_seconds`.
     """
 
     def __init__(
@@ -113,8 +113,8 @@ class Service:
     def close(self, deadline: float = 10.0) -> None:
         """Finish calls in progress, close all connections, free the port.
 
-        Half of the `deadline` is for answers that are under way; then connections are
-        cut. A `ClusterError` says that something still holds the port at its end.
+        Calls in progress have half of the `deadline` to finish; then connections are
+        cut. Raises a `ClusterError` if the port is still in use at the deadline.
         """
         self._closing = True
         end = time.monotonic() + deadline
@@ -125,7 +125,7 @@ class Service:
         self._connections.close()
 
     def _shut_down(self, end: float) -> None:
-        # gRPC waits for streams to end by themselves, and idle ones never do.
+        # gRPC waits for streams to end, and idle streams never end by themselves.
         thread = threading.Thread(
             target=self._flight_server.shutdown,
             name=f"replicax-ps-shutdown-{self._bound.port}",
@@ -154,7 +154,7 @@ class Service:
     # What the Flight server calls.
 
     def _authenticated(self, caller: str) -> str:
-        """The address of a caller who has shown the token, by gRPC's name of it."""
+        """Record that a caller has the token; return its address."""
         peer = peer_name(caller)
         self._connections.authenticate(peer)
         return peer
@@ -179,7 +179,7 @@ class Service:
     ) -> None:
         """Answer the messages of a worker's stream until it ends.
 
-        `offer` is that of memory to share, if the worker makes one.
+        `offer` is the worker's offer of shared memory, or empty.
         """
         peer = self._authenticated(caller)
         stream = MessageStream(reader, writer, SharedMemory.accept(offer))
@@ -224,8 +224,8 @@ class Service:
         """Execute an action; its arguments and `"value"` of the answer are JSON."""
         peer = self._authenticated(caller)
         try:
-            value = self._called(name, body)
-            # gRPC reconnects to a restarted server in silence; this tells the client.
+            value = self._call(name, body)
+            # gRPC reconnects silently; a new incarnation shows the client a restart.
             answer = {"value": value, "incarnation": self._store.incarnation}
             return json.dumps(answer).encode()
         except Refused as error:
@@ -233,7 +233,7 @@ class Service:
         except Exception as error:  # noqa: BLE001
             return json.dumps(self._error(peer, name, error)).encode()
 
-    def _called(self, name: str, body: bytes) -> object:
+    def _call(self, name: str, body: bytes) -> object:
         function = self._actions.get(name)
         if function is None:
             names = sorted(self._actions)
@@ -253,7 +253,7 @@ class Service:
         )
 
     def _error(self, peer: str, what: str, error: Exception) -> JSONObject:
-        """Convert an exception for the caller; log the unexpected with a traceback."""
+        """Convert an exception to an answer; log the traceback if it is unexpected."""
         foreseen = (ValueError, LookupError, RuntimeError, TimeoutError, MemoryError)
         if isinstance(error, foreseen):
             self._log.warn(f"{what!r:.80} of {peer} failed: {error}")

@@ -69,12 +69,11 @@ class Snapshot:
 class Snapshots:
     """Writes a server's state to disk periodically, and restores it.
 
-    After `start` a thread writes a snapshot of the first update, and whenever
+    After `start` a thread writes a snapshot after the first update, and then whenever
     `every_updates` were applied, `every_seconds` have passed since the first update
-    that is not on disk, or more updates count as lost. Without both options only
-    `write` writes. Pushes go on meanwhile. The newest
-    `keep` stay. `wal` is the write-ahead log since the newest one, `job` the id
-    of their job.
+    that is not on disk, or more updates were lost. Without both options only `write`
+    writes. Pushes continue meanwhile. The newest `keep` snapshots are kept. `wal` is
+    the write-ahead log since the newest snapshot, `job` the id of the job.
     """
 
     def __init__(
@@ -107,7 +106,7 @@ class Snapshots:
         self._woken = threading.Event()
         self._flushed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._written = 0  # What `_made` was in the newest snapshot.
+        self._written = 0  # `_progress` in the newest snapshot.
         self._lost_written = 0  # Lost updates in the newest snapshot.
         self._failed = FailedWrites()
         self._source: VariableStore | None = None
@@ -118,11 +117,11 @@ class Snapshots:
         store: VariableStore,
         board_state: Callable[[], JSONObject] | None = None,
     ) -> None:
-        """Start the thread that writes snapshots; the present state is on disk."""
+        """Start the thread that writes snapshots; assumes that the state is on disk."""
         if self._source is not None:
             raise RuntimeError(f"Snapshots of {self.folder}: they are written already.")
         self._source, self._board_state = store, board_state
-        self._written, self._lost_written = self._made(store), store.num_lost
+        self._written, self._lost_written = self._progress(store), store.num_lost
         if self._every_updates is None and self._every_seconds is None:
             return
         self._thread = threading.Thread(
@@ -138,7 +137,7 @@ class Snapshots:
             self._thread.join()
             self._thread = None
             source = self._source
-            if write and source is not None and self._made(source) > self._written:
+            if write and source is not None and self._progress(source) > self._written:
                 self._try_to_write(source)
         self._source = None
 
@@ -172,7 +171,7 @@ class Snapshots:
     def write(self, state: JSONObject, board: JSONObject | None = None) -> Path:
         """Write a snapshot of a store and a board; delete the oldest ones.
 
-        If it cannot be written, those before it are untouched.
+        If the write fails, earlier snapshots are unchanged.
         """
         numbers = self._numbers()
         path = self._path(numbers[-1] + 1 if numbers else 1)
@@ -187,8 +186,8 @@ class Snapshots:
     def restore(self, done_job: str = "") -> Snapshot | None:
         """Read the newest complete snapshot; None if there is none.
 
-        Damaged snapshots are skipped, which is logged, and so are those of a finished
-        job, such as the one of the id `done_job`.
+        Damaged snapshots are skipped and logged, and so are those of a finished job,
+        such as the job with the id `done_job`.
         """
         last, job = self.done
         for number in reversed(self._numbers()):
@@ -205,18 +204,18 @@ class Snapshots:
                 path,
             )
             break
-        self.wal.clear()  # Its entries are later than a snapshot.
+        self.wal.clear()  # Its entries follow a snapshot that is not restored.
         return None
 
     def flush(self) -> None:
         """With `every_updates=1`, wait until all present changes are on disk.
 
-        It does not wait for a full disk.
+        Does not wait while snapshots cannot be written, such as on a full disk.
         """
         source = self._source
         if not self._is_durable or source is None:
             return
-        wanted = self._made(source)
+        wanted = self._progress(source)
         with self._flushed:
             while (
                 self._written < wanted
@@ -234,7 +233,7 @@ class Snapshots:
             self._woken.clear()
             if self._stop.is_set():
                 return
-            fresh = self._made(self._source) - self._written
+            fresh = self._progress(self._source) - self._written
             if not fresh:
                 # The time starts at the first update that is not on disk.
                 written_at = time.monotonic()
@@ -249,12 +248,12 @@ class Snapshots:
                     self._stop.wait(_RETRY_SECONDS)
                 written_at = time.monotonic()
 
-    def _made(self, store: VariableStore) -> int:
+    def _progress(self, store: VariableStore) -> int:
         """The number of updates; of all changes if answers wait for the disk."""
         return store.num_changes if self._is_durable else store.num_updates
 
     def _try_to_write(self, store: VariableStore) -> bool:
-        made, lost = self._made(store), store.num_lost
+        progress, lost = self._progress(store), store.num_lost
         board = None if self._board_state is None else self._board_state()
         state = store.state()
         try:
@@ -270,7 +269,7 @@ class Snapshots:
         self._failed.end(f"snapshot {path}")
         self._lost_written = lost
         with self._flushed:
-            self._written = made
+            self._written = progress
             self._flushed.notify_all()
         return True
 
@@ -313,7 +312,7 @@ def _read(path: Path) -> Snapshot:
     with (path / _ARRAYS).open("rb") as file:
         for name, dtype, shape, offset in state["arrays"]:
             file.seek(offset)
-            # One by one, as the file is as large as all arrays.
+            # One array at a time, to limit memory.
             data = file.read(math.prod(shape) * np.dtype(dtype).itemsize)
             arrays[name] = array_of(data, dtype, shape)
     return Snapshot(

@@ -1,8 +1,8 @@
 """A server's store: groups of variables and tables by name.
 
 Each group and table has its own lock, so that a group that compiles does not block
-others. The lock covers the dispatch of a step; a reader waits for its values without
-the lock.
+other groups. The lock covers the dispatch of a step; a reader waits for the values
+without the lock.
 """
 
 import threading
@@ -35,10 +35,10 @@ class UnknownGroup(RequestError):
 class VariableStore:
     """The groups and tables of one server. All methods may be called from any thread.
 
-    Tables are sharded over servers by rows. `incarnation` is a random text of this
-    store: versions of another incarnation mean nothing here, as a restored server may
-    give the same number to other values. `flush` waits until the disk has all changes,
-    if answers need that.
+    Tables are sharded over servers by rows. `incarnation` is a random id of this store.
+    A version is valid only with its incarnation, as a restored server may give the same
+    number to other values. If answers must be durable, `flush` waits until all changes
+    are on disk.
     """
 
     def __init__(
@@ -59,16 +59,16 @@ class VariableStore:
         self.flush: Callable[[], None] = lambda: None
 
     def admit(self, worker: str, session: str, before: Sequence[str] = ()) -> None:
-        """Admit a new process of a worker, which ends those `before`.
+        """Admit a new process of a worker, and refuse its earlier sessions `before`.
 
-        If it is the chief, closures of the ended processes update nothing any more.
+        A new chief also invalidates the closures of its earlier sessions.
         """
         self._sessions.admit(worker, session, before)
 
     # Groups of variables.
 
     def create(self, group: VariableGroup, vectors: Arrays) -> DenseGroup:
-        """Create a group. An equal one that exists keeps its values."""
+        """Create a group; an existing equal group keeps its values."""
         dense = self._get_or_create(
             self._groups, group.name, lambda: self._new_group(group, vectors)
         )
@@ -87,7 +87,7 @@ class VariableStore:
     # Tables.
 
     def create_table(self, spec: TableSpec) -> Table:
-        """Create a table, unless one of its name and sizes exists."""
+        """Create a table, unless a table of its name and sizes exists."""
         table = self._get_or_create(
             self._tables, spec.name, lambda: self._new_table(spec)
         )
@@ -126,7 +126,7 @@ class VariableStore:
         table.incarnation = self.incarnation
         return table
 
-    # Both.
+    # Groups and tables.
 
     def has(self, name: str) -> bool:
         """Whether there is a group or a table of that name."""
@@ -136,7 +136,7 @@ class VariableStore:
     def _get_or_create(
         self, entries: dict[str, _Group], name: str, create: Callable[[], _Group]
     ) -> _Group:
-        """Return the entry of a name, made on first use."""
+        """Return the entry of a name, created on first use."""
         with self._creating:
             if name not in entries:
                 entry = create()
@@ -156,13 +156,13 @@ class VariableStore:
 
     @property
     def num_changes(self) -> int:
-        """A counter of all changes of groups and tables."""
+        """A number that grows with each change of a group or table."""
         return sum(1 + group.num_changes for group in self._all_groups())
 
     @property
     def num_updates(self) -> int:
         """Updates applied so far, of all groups together."""
-        # Rows are updated with a group, whose values may lie on other servers only.
+        # The maximum: tables are updated with groups, which may lie on other servers.
         return max(
             sum(group.version for group in self._all(self._groups)),
             sum(table.version for table in self._all(self._tables)),
@@ -176,10 +176,10 @@ class VariableStore:
     def status(self) -> JSONObject:
         """Versions, counts of updates, and staleness, as JSON values.
 
-        `applied` counts the updates in the values, `lost` those that restarts have
-        undone. Both are sums over the groups that an optimizer trains; if there are
-        none, over all groups, or else all tables. `staleness` has by worker a histogram
-        of its pushes to trained groups.
+        `applied` counts the updates in the values, `lost` the updates that restarts
+        have undone. Both are sums over the trained groups; without trained groups, over
+        all groups; without groups, over all tables. `staleness` has by worker a
+        histogram of its pushes to trained groups.
         """
         staleness: dict[str, Counter[int]] = {}
         for dense in self._all(self._groups):
@@ -207,7 +207,7 @@ class VariableStore:
     def state(self) -> JSONObject:
         """The state: `{"meta": JSON values, "arrays": host arrays by name}`.
 
-        Arrays are snapshots; pushes go on meanwhile.
+        Arrays are copies or immutable, so pushes can continue.
         """
         states: list[tuple[dict[str, np.ndarray | jax.Array], JSONObject]] = []
         for group in self._all_groups():

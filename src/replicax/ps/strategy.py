@@ -36,9 +36,9 @@ class ParameterServerStrategy(Strategy):
     - In a `ps` task the constructor serves until the job is done and then **ends the
       process**, with exit code 0.
     - In a `worker` or `chief` task each step computes gradients on all local replicas,
-      pushes them to the servers, and receives the newest values. The servers make the
-      updates with the script's Keras optimizer. Other workers go on if one ends. The
-      chief, which is `worker` 0 if there is no `chief` task, trains too.
+      pushes them to the servers, and receives the newest values. The servers apply the
+      script's Keras optimizer. If a worker ends, the others continue. The chief also
+      trains; without a `chief` task it is `worker` 0.
     - An `evaluator` uses one machine only.
 
     Workers train asynchronously: others may have changed the values since a step's
@@ -50,20 +50,20 @@ class ParameterServerStrategy(Strategy):
     Args:
         cluster_resolver: Describes the cluster. Defaults to `TF_CONFIG`.
         variable_partitioner: How variables are cut along their first dimension, such as
-            `rx.experimental.partitioners.MinSizePartitioner()`; None: not at all.
-        max_staleness: Most updates by other workers between the moment when a worker
-            fetches the values for a step of `fit` and the update of that step. None:
-            any number.
-        overlap: Whether a worker begins a step before the update of its last step has
-            come back, so that sending and computing overlap. Its gradients are then
-            computed from values without that update. For slow networks.
-        compression: `"bfloat16"` halves the bytes of pushed gradients; None: as is.
+            `rx.experimental.partitioners.MinSizePartitioner()`. None: variables are not
+            cut.
+        max_staleness: Largest number of updates by other workers between the pull of
+            the values for a step of `fit` and the update of that step. None: no limit.
+        overlap: Whether a worker begins a step before it has the answer to its last
+            push, to overlap communication and computation. The step's gradients are
+            then computed from values without the last update. For slow networks.
+        compression: `"bfloat16"` halves the bytes of pushed gradients. None: keep all.
         snapshot_dir: Folder, on each server's machine, for snapshots that a restarted
             server restores. None: a lost server ends the job.
-        snapshot_every_updates: Write a snapshot after the first update, and after that
-            many others. With 1 an update is on disk before its worker gets an answer,
-            so that a killed server loses nothing; each update then waits for the disk.
-        snapshot_every_seconds: Write a snapshot after that many seconds.
+        snapshot_every_updates: Write a snapshot after the first update, then after this
+            many more. With 1 an update is on disk before its worker gets an answer, so
+            that a killed server loses nothing; each update then waits for the disk.
+        snapshot_every_seconds: Write a snapshot after this many seconds.
         cross_device_ops: How gradients of a worker's own replicas are summed.
         timeouts: How long to wait: `startup` for all servers and the chief's values,
             `step` for other workers where all meet, such as the end of an epoch,
@@ -73,7 +73,7 @@ class ParameterServerStrategy(Strategy):
     Raises:
         ClusterConfigError: If the cluster's description is malformed or has no servers.
         TypeError: If `variable_partitioner` is no function of a shape and a dtype.
-        ConnectionLost: If a server is not there by the start-up deadline.
+        ConnectionLost: If a server cannot be reached by the start-up deadline.
         SystemExit: In a `ps` task, at the end of the job.
 
     Example:
@@ -150,11 +150,11 @@ class ParameterServerStrategy(Strategy):
 
     @property
     def is_chief(self) -> bool:
-        """Whether this worker does what one worker does for all, such as exporting."""
+        """Whether this worker does the work of one for all workers, such as exports."""
         return self.session is None or self.session.is_chief
 
     def _agree_on_random_state(self) -> None:
-        """Use the chief's random state: without a seed all draw the same weights."""
+        """Use the chief's random state, so that all workers draw the same weights."""
         assert self.session is not None
         own = json_codec.encode(random_state.capture(), "the random state")
         chief = self.session.decided("random state", "the start", lambda: own)
@@ -162,7 +162,7 @@ class ParameterServerStrategy(Strategy):
             random_state.restore(json_codec.decode(chief))
 
     def staleness(self) -> dict[str, dict[int, int]]:
-        """How stale the gradients were that the servers have applied until now.
+        """The staleness of all gradients that the servers have applied so far.
 
         Returns:
             For each worker a histogram of its gradients by staleness. The staleness of
@@ -181,16 +181,16 @@ class ParameterServerStrategy(Strategy):
 
 def _cluster(resolver: ClusterResolver | None) -> TaskConfig:
     require_resolver(resolver, "ParameterServerStrategy")
-    found = resolver or default_resolver()
-    source = "TF_CONFIG" if found is None else type(found).__name__
-    if found is None or not found.cluster_spec():
+    resolved = resolver or default_resolver()
+    source = "TF_CONFIG" if resolved is None else type(resolved).__name__
+    if resolved is None or not resolved.cluster_spec():
         raise ClusterConfigError(
             "ParameterServerStrategy: no cluster is described. Set TF_CONFIG in each "
             "task, or start the script with `replicax run --workers 2 --ps 1`; on one "
             "machine without servers use rx.CentralStorageStrategy()."
         )
     config = check_cluster(
-        found.cluster_spec(), found.task_type, found.task_id, source=source
+        resolved.cluster_spec(), resolved.task_type, resolved.task_id, source=source
     )
     if "ps" not in config.cluster.jobs:
         raise ClusterConfigError(

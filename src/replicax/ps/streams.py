@@ -135,7 +135,7 @@ class Streams(msgspec.Struct):
         """Record that the updates of leased steps are applied.
 
         The worker gives up the steps `given_up` without training on them. In the
-        answer, `late_indices` are finished steps that the worker no longer held, because
+        answer, `late_indices` are finished steps that the worker no longer held, since
         it counted as dead for a while; `late` says whether there are any.
         """
         tickets = self._open_tickets(stream)

@@ -136,15 +136,13 @@ class Table(Group):
         self.spec = spec
         self._groups: set[str] = set()  # Their pushes update its rows.
         self._num_servers = num_servers
-        self._optimizer = (
-            None if spec.rule is None else self._build_optimizer(spec.rule)
-        )
+        self._optimizer = None if spec.rule is None else self._build(spec.rule)
         shape = (spec.num_rows_on(server, num_servers), spec.dim)
         self._values = np.empty(shape, np.float32)
         fill_rows(self._values, spec.initializer, spec.seed, server, num_servers)
         self._slots = self._new_slots()
 
-    def _build_optimizer(self, rule: JSONObject) -> RowOptimizer:
+    def _build(self, rule: JSONObject) -> RowOptimizer:
         try:
             return RowOptimizer(rule, self.spec.dim, whole_table=self._num_servers == 1)
         except ValueError as error:
@@ -159,7 +157,7 @@ class Table(Group):
         name; another optimizer raises an error. The first call for each group sets the
         learning rate.
         """
-        optimizer = self._build_optimizer(rule)
+        optimizer = self._build(rule)
         with self.lock:
             is_first = self.spec.rule is None
             if is_first:
@@ -168,8 +166,8 @@ class Table(Group):
                 self._slots = self._new_slots()
             elif differing := differing_options(self.spec.rule or {}, rule):
                 raise TableError(
-                    f"Table {self.spec.name!r}: it has an optimizer with slots already, "
-                    f"and another optimizer has {differing}. Train all models that "
+                    f"Table {self.spec.name!r}: its optimizer is there, with its "
+                    f"slots, and another one has {differing}. Train all models that "
                     "share the table with the same optimizer, or give the layer "
                     "another name."
                 )
@@ -200,7 +198,7 @@ class Table(Group):
         Every push counts as an update of the table, even without ids: workers push to
         all servers, so that schedules and Adam's bias correction agree on all servers.
 
-        `ids` are rows `int64[n]` on this server, `gradients` are `[n, dim]` of any float
+        `ids` are rows `int64[n]` on this server, `gradients` are `[n, dim]` of a float
         dtype, which `messages` checks. Gradients of equal ids are summed first.
         """
         places = self._places(ids)
@@ -249,9 +247,9 @@ class Table(Group):
         loaded = {k: v.shape for k, v in arrays.items()}
         if (saved, loaded) != (mine, shapes):
             raise TableError(
-                f"Table {self.spec.name!r}: the state to load is of {saved} with arrays "
-                f"{loaded}, expected {mine} with {shapes}. Use the same number of "
-                "servers and optimizer as when it was saved."
+                f"Table {self.spec.name!r}: the state to load is of {saved} with "
+                f"arrays {loaded}, expected {mine} with {shapes}. Use the same number "
+                "of servers and optimizer as when it was saved."
             )
         for name, array in self._arrays().items():
             array[...] = arrays[name]

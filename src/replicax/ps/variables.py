@@ -41,9 +41,9 @@ class RemoteVariables:
     """A worker's variables that are stored on servers.
 
     The variables that one optimizer trains are a group. Moving statistics, to which
-    workers add the changes of their steps, are in groups of their own. `groups` are in
-    the order in which this worker connected to them. Under a coordinator `requests` ask
-    the chief for groups.
+    workers add the changes of their steps, are in separate groups. `groups` are in the
+    order in which this worker connected to them. Under a coordinator, `requests` asks
+    the chief to create groups.
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class RemoteVariables:
         self._compression = compression
         self._rows = rows
         self.groups: list[RemoteGroup] = []
-        # By ids of optimizers, which are kept alive: their groups; and, before they
-        # have one, their slots from a checkpoint.
+        # By the ids of optimizers, which are kept alive: an optimizer's group; and its
+        # slots from a checkpoint, until it has a group.
         self._trained: dict[int, tuple[keras.optimizers.Optimizer, RemoteGroup]] = {}
         self._restored: dict[int, tuple[keras.optimizers.Optimizer, _Slots]] = {}
         self.requests: GroupRequests | None = None
@@ -76,9 +76,9 @@ class RemoteVariables:
     ) -> list[RemoteGroup]:
         """Return the groups of a program's updates, then of its moving statistics.
 
-        Servers store them from now on; their values are added to `stored`. Programs may
-        share some moving statistics. Each is in one group; a program ignores the
-        group's other variables.
+        New groups are created on the servers; the servers' values are added to
+        `stored`. Programs may share some moving statistics. Each statistic is in one
+        group; a program ignores the group's other variables.
         """
         groups = [self._connect_update(update, stored) for update in updates]
         return groups + self._connect_added(state, stored)
@@ -90,10 +90,10 @@ class RemoteVariables:
     ) -> list[RemoteGroup]:
         ids = set(map(id, variables))
         while True:
-            known = [group for group in self.groups if group.placement.rule == ADDED]
-            shared = [x for x in known if not ids.isdisjoint(map(id, x.variables))]
-            there = {id(v) for group in shared for v in group.variables}
-            new = [v for v in variables if id(v) not in there]
+            added = [group for group in self.groups if group.placement.rule == ADDED]
+            shared = [x for x in added if not ids.isdisjoint(map(id, x.variables))]
+            grouped = {id(v) for group in shared for v in group.variables}
+            new = [v for v in variables if id(v) not in grouped]
             if not new:
                 return shared
             self._add("state", ADDED, new, stored)
@@ -106,9 +106,9 @@ class RemoteVariables:
     def connect_assigned(
         self, variable: keras.Variable, value: jax.Array
     ) -> RemoteGroup:
-        """Return the group of a variable that closures assign, with a first `value`.
+        """Return the group of a variable that closures assign.
 
-        Servers store it from now on.
+        A new group is created on the servers with the initial `value`.
         """
         for group in self.assigned:
             if group.variables[0] is variable:
@@ -118,7 +118,7 @@ class RemoteVariables:
         return group
 
     def variables_of_steps(self) -> set[int]:
-        """The ids of variables that steps change: an optimizer's, moving statistics."""
+        """The ids of variables that steps change, including the optimizers' own."""
         groups = [group for group in self.groups if group.placement.rule != ASSIGNED]
         changed = (v for group in groups for v in group.variables)
         own = (
@@ -129,7 +129,7 @@ class RemoteVariables:
     def on_servers(
         self, optimizer: keras.optimizers.Optimizer
     ) -> RemoteOptimizer | None:
-        """The servers' optimizer for this one; None: no group of it is known here.
+        """An optimizer's client of the servers; None if it has no group here yet.
 
         The chief of a coordinator has groups that other workers requested.
         """
@@ -142,14 +142,14 @@ class RemoteVariables:
     def trained_twice(self) -> str | None:
         """On the chief: the error if two optimizers train a variable at the same time.
 
-        That is, since the last call. Each group has its own copy of the variable, and
-        updates of one copy do not reach the other.
+        Only steps since the last call count. Each group has its own copy of the
+        variable, and updates of one copy do not reach the other.
         """
         error, trainers = None, dict[int, RemoteGroup]()
         for group in self.groups:
-            before = self._num_steps.get(group.name, 0)
+            previous = self._num_steps.get(group.name, 0)
             self._num_steps[group.name] = group.steps
-            trains = group.optimizer is not None and group.steps > before
+            trains = group.optimizer is not None and group.steps > previous
             for variable in group.variables if trains else ():
                 other = trainers.setdefault(id(variable), group)
                 if other is not group:
@@ -164,7 +164,7 @@ class RemoteVariables:
         return error
 
     def slots(self, optimizer: keras.optimizers.Optimizer) -> _Slots:
-        """Read an optimizer's slots; before it has a group, those to restore."""
+        """Read an optimizer's slots; without a group, the slots still to restore."""
         remote = self.on_servers(optimizer)
         if remote is None:
             return self._restored.get(id(optimizer), (optimizer, {}))[1]
@@ -191,7 +191,7 @@ class RemoteVariables:
         if group is None:
             rule = self._rule(optimizer, variables, stored)
             group = self._add(optimizer.name, rule, variables, stored, optimizer)
-            assert group is not None  # Moving statistics only are shared.
+            assert group is not None  # Only moving statistics are shared.
         if [id(v) for v in group.variables] != [id(v) for v in variables]:
             raise NotImplementedError(
                 f"ParameterServerStrategy: optimizer {optimizer.name!r} has gradients "
@@ -209,13 +209,13 @@ class RemoteVariables:
         stored: Mapping[int, jax.Array],
     ) -> JSONObject:
         own = optimizer.variables
-        before = internals.read_values(own)  # None in `fit`, which moved them out.
+        values = internals.read_values(own)  # None in `fit`, which moved them out.
         internals.write_values(own, [stored[id(v)] for v in own])
         try:
             with outside_scopes():  # `optimizer_rule` builds the optimizer once.
                 return optimizer_rule(optimizer, variables)
         finally:
-            internals.write_values(own, before)
+            internals.write_values(own, values)
 
     def _add(
         self,
@@ -227,7 +227,8 @@ class RemoteVariables:
     ) -> RemoteGroup | None:
         """Add the group of variables that a program updates together.
 
-        None: another worker's group, which this worker has adopted, has some of them.
+        Returns None if this worker has meanwhile adopted another worker's group that
+        has some of the variables.
         """
         requests = self.requests
         count, rate = (None, None) if optimizer is None else _count_and_rate(optimizer)
@@ -247,11 +248,11 @@ class RemoteVariables:
                 optimizer is None or can_spread(optimizer),
             )
             if requests is not None and not self._session.is_chief:
-                known = list(self.groups)
+                earlier = list(self.groups)
                 if not requests.ask(placed, variables, [count, rate]):
-                    for each in self.groups:
-                        if each not in known:
-                            each.hand_out(stored)
+                    for adopted in self.groups:
+                        if adopted not in earlier:
+                            adopted.hand_out(stored)
                     return None
             values = [stored[id(v)] for v in variables]
             group = self._join(placed, variables, values, self._restored_for(count))
@@ -263,7 +264,7 @@ class RemoteVariables:
         return group
 
     def _restored_for(self, count: keras.Variable | None) -> _Slots:
-        """Pop the slots to restore of the optimizer with this step count."""
+        """Pop the slots to restore, of the optimizer with this step count variable."""
         for key, (optimizer, slots) in self._restored.items():
             if _count_and_rate(optimizer)[0] is count:
                 del self._restored[key]
@@ -274,7 +275,7 @@ class RemoteVariables:
         return next((group for group in self.groups if group.name == name), None)
 
     def _name(self, label: str, variables: Sequence[keras.Variable]) -> str:
-        """A name that is equal on all workers, also on one that skipped groups."""
+        """A group's name, equal on all workers, even if a worker skipped groups."""
         paths = "\n".join(v.path for v in variables)
         name = f"{label} {digest(paths, 4)}"
         again = sum(group.name.startswith(name) for group in self.groups)
@@ -288,7 +289,7 @@ class RemoteVariables:
     ) -> RemoteGroup | None:
         """Adopt another worker's group; None: the chief has not created it yet.
 
-        `count` is the number of steps of the optimizer that trains it.
+        `count` is the step count variable of the group's optimizer.
         """
         group = self._named(placed.name)
         if group is not None:
@@ -307,29 +308,29 @@ class RemoteVariables:
         values: Sequence[jax.Array],
         slots: _Slots | None = None,
     ) -> RemoteGroup:
-        """Create the group on the servers (the chief), or wait for it (others).
+        """On the chief, create the group on the servers; else wait for the chief.
 
-        Its first values are what closures have assigned to its variables.
+        Values that closures have assigned to the variables replace `values`.
         """
         compression = self._compression if placed.is_trained else None
         group = RemoteGroup(
             self._session, placed, self._sharding, compression, variables
         )
         ids = set(map(id, variables))
-        before = [each for each in self.assigned if id(each.variables[0]) in ids]
+        replaced = [x for x in self.assigned if id(x.variables[0]) in ids]
         if self._session.is_chief:
-            for each in before:
-                each.pull()
-            newest = {id(each.variables[0]): each.values[0] for each in before}
-            given = zip(variables, values, strict=True)
-            group.create([newest.get(id(v), value) for v, value in given], slots)
+            for assigned in replaced:
+                assigned.pull()
+            newest = {id(x.variables[0]): x.values[0] for x in replaced}
+            pairs = zip(variables, values, strict=True)
+            group.create([newest.get(id(v), value) for v, value in pairs], slots)
         else:
             group.require_created()
         group.pull()
         is_late = placed.rule == ASSIGNED and (
             id(variables[0]) in self.variables_of_steps()
         )
-        self.groups = [each for each in self.groups if each not in before]
+        self.groups = [x for x in self.groups if x not in replaced]
         self.groups += [] if is_late else [group]
         self._num_steps[group.name] = group.steps
         return group
@@ -353,7 +354,7 @@ def _info(variable: keras.Variable) -> VariableInfo:
     return VariableInfo(
         path=variable.path,
         shape=tuple(variable.shape),
-        # Of the array: without JAX's x64 a variable of "int64" holds int32.
+        # The array's dtype: without JAX's x64 an "int64" variable holds int32.
         dtype=str(dtype_on_devices(internals.stored_dtype(variable))),
         constraint=config,
     )

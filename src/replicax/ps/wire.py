@@ -52,7 +52,7 @@ _Message = TypeVar("_Message")
 
 
 class WireError(ValueError):
-    """A message is malformed, or unexpected in its place."""
+    """A message is malformed or unexpected."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +162,7 @@ def dtype_named(name: str) -> np.dtype:
 
 
 def read_json(data: bytes) -> JSONObject:
-    """Read the JSON object in bytes that another process sent.
+    """Parse the bytes that another process sent as a JSON object.
 
     Raises:
         WireError: If it is too large or no JSON object.
@@ -183,11 +183,11 @@ def read_json(data: bytes) -> JSONObject:
 
 
 def read(kind: type[_Message], sent: object, refused: type[Exception]) -> _Message:
-    """Validate JSON values as a message of a type, whose fields have the limits.
+    """Convert JSON values to a message type, and check the limits of its fields.
 
     Raises:
-        Exception: An error of the type `refused` if they are no such message. It names
-            the field and its value.
+        Exception: An error of the type `refused` if the values do not fit the type. The
+            error names the field and its value.
 
     Example:
         >>> read(dict[str, int], {"steps": "7"}, WireError)
