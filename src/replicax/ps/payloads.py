@@ -148,10 +148,10 @@ class FunctionNames:
         plain = _qualified_name(fn)
         if len(self._functions) >= _MAX_NAMES:
             raise ValueError(
-                f"ClusterCoordinator.schedule: {_MAX_NAMES} different functions were "
-                f"scheduled before {plain}. A function that is defined anew with other "
-                "closed-over values counts as different: define it once, and pass "
-                "changing values through args."
+                f"ClusterCoordinator.schedule: {_MAX_NAMES} different functions have "
+                f"been scheduled, now {plain}. A function that is defined anew with "
+                "other closed-over values counts as different: define it once, and "
+                "pass changing values through args."
             )
         number = self._used.get(plain, 0)
         self._used[plain] = number + 1
