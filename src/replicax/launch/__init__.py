@@ -4,5 +4,5 @@ Tasks find each other by `TF_CONFIG`. Synchronous workers are restarted together
 a step needs all of them; tasks of a job with parameter servers are restarted one by
 one. `launcher.launch` starts the tasks (`processes`) and runs the supervision loop
 (`supervisor`), in which `job` decides about restarts. This folder knows processes, exit
-statuses and the servers' board, and nothing of what the processes compute.
+statuses and the servers' token, and nothing of what the processes compute.
 """

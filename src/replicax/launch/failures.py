@@ -30,7 +30,7 @@ __all__ = [
 _SHOWN_LINES = 14
 _FIRST_LINES = 4
 _MAX_BACK_OFF_S = 60.0
-_FRUITLESS = 3
+_NUM_FRUITLESS = 3  # Attempts in a row without progress that make a crash loop.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ def first_failure(
                 traceback=report.traceback,
             )
         if report.kind == "exited" and report.culprit is not None:
-            # The culprit's exit status explains more than that of the waiting task.
+            # Prefer the culprit's exit status: the reporting task only waited for it.
             return Failure(
                 task=report.culprit,
                 exit_code=codes.get(report.culprit) or report.exit_code,
@@ -112,7 +112,7 @@ def describe_exit(task: str, exit_code: int) -> str:
 
 def with_output(failure: Failure, output: Sequence[str]) -> Failure:
     """Add the end of the task's output to a failure without a traceback."""
-    # After a signal or Ctrl-C, the last output does not tell the cause.
+    # After a signal or Ctrl-C, the last output does not show the cause.
     is_sudden = failure.exit_code < 0 or failure.exit_code == ExitCode.INTERRUPTED
     if failure.traceback is not None or is_sudden:
         return failure
@@ -143,15 +143,15 @@ class GiveUp(NamedTuple):
     """The reason why no restart follows a failure.
 
     Attributes:
-        at_failure: For the message at the failure, when other tasks may continue.
-        in_summary: For the summary of the job.
+        at_failure: The reason, as worded in the message right after the failure.
+        in_summary: The reason, as worded in the job's summary.
     """
 
     at_failure: str
     in_summary: str
 
 
-_INTERRUPTED = GiveUp("It would fail again", "interrupted")
+_INTERRUPTED = GiveUp("It was interrupted", "interrupted")
 _PERMANENT = GiveUp(
     "It would fail again", "permanent: another attempt would fail again"
 )
@@ -189,7 +189,7 @@ class RestartPolicy:
 
         Args:
             failure: The failure.
-            steps: The last step of each failed attempt, this one's last.
+            steps: The last step of each failed attempt, in order, with this failure's.
         """
         if self.is_permanent(failure):
             interrupted = exit_status(failure.exit_code) == ExitCode.INTERRUPTED
@@ -200,14 +200,14 @@ class RestartPolicy:
 
 
 def crash_loop(steps: Sequence[int]) -> bool:
-    """Whether three attempts in a row got no further than the one before each.
+    """Whether each of the last three attempts got no further than its predecessor.
 
     Example:
         >>> crash_loop([7, 9, 9, 8, 8]), crash_loop([7, 9, 9, 8])
         (True, False)
     """
-    last = steps[-_FRUITLESS - 1 :]
-    return len(last) > _FRUITLESS and all(
+    last = steps[-_NUM_FRUITLESS - 1 :]
+    return len(last) > _NUM_FRUITLESS and all(
         after <= before for before, after in itertools.pairwise(last)
     )
 
@@ -215,8 +215,8 @@ def crash_loop(steps: Sequence[int]) -> bool:
 def back_off(restart: int, base_seconds: float) -> float:
     """Compute the wait before a restart (0: the first one), in seconds.
 
-    Exponential back-off up to a minute, with jitter: jobs that failed together do not
-    come back together.
+    Exponential back-off up to a minute, with jitter, so that jobs that failed together
+    do not restart together.
 
     Example:
         >>> 0.75 <= back_off(0, 1.0) <= 1.25, back_off(50, 1.0) <= 60

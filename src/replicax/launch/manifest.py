@@ -53,7 +53,7 @@ def jobset(job: TrainingJob) -> _Document:
             },
             "failurePolicy": {
                 "maxRestarts": job.max_restarts,
-                # The new tasks have the old ones' host names: the old must be gone.
+                # New tasks reuse the old host names, so the old pods must be gone.
                 "restartStrategy": "BlockingRecreate",
                 "rules": [
                     {
@@ -75,8 +75,8 @@ def _metadata(job: TrainingJob) -> _Document:
 
 def _replicated_job(job: TrainingJob, role: str) -> _Document:
     env = [
-        # A reference takes a variable that stands before it. Kubernetes adds this one
-        # by itself, but at the end of the list, where TF_CONFIG could not refer to it.
+        # Kubernetes expands references to earlier variables only. It would append the
+        # index variable after TF_CONFIG, which refers to the variable.
         _from_pod(_INDEX_VARIABLE, _INDEX_PATH),
         {"name": "TF_CONFIG", "value": _tf_config(job, role)},
         _from_pod(ATTEMPT, _ATTEMPT_PATH),
@@ -100,8 +100,8 @@ def _replicated_job(job: TrainingJob, role: str) -> _Document:
 
 
 def _pod_failure_rules(container: str) -> list[_Document]:
-    # The first rule that fits applies: an evicted pod's exit code, whatever it is, is
-    # not the script's failure.
+    # The first matching rule applies, so an evicted pod never counts as a permanent
+    # failure, whatever its exit code.
     return [
         {
             "action": "Count",
@@ -123,7 +123,7 @@ def _from_pod(name: str, field_path: str) -> _Document:
 
 
 def _tf_config(job: TrainingJob, role: str) -> str:
-    # An evaluator is no part of the training cluster, as TF has it.
+    # As in TensorFlow, the evaluator is not part of the training cluster.
     cluster = {
         name: [f"{job.host(name, i)}.{job.name}:{job.port}" for i in range(size)]
         for name, size in job.roles.items()
@@ -131,13 +131,13 @@ def _tf_config(job: TrainingJob, role: str) -> str:
     }
     reference = f"$({_INDEX_VARIABLE})"
     config = {"cluster": cluster, "task": {"type": role, "index": reference}}
-    # Without quotes, for what Kubernetes puts in its place is to be a number.
+    # Unquoted: Kubernetes replaces the reference by the index, and JSON needs a number.
     return json.dumps(config, indent=2).replace(f'"{reference}"', reference)
 
 
 def _pod_spec(job: TrainingJob, role: str, env: list[_Document]) -> _Document:
     mounts: list[_Document] = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
-    # Containers have 64 MiB of it by default: too little for NCCL and loader processes.
+    # The default /dev/shm of 64 MiB is too small for NCCL and loader processes.
     volumes: list[_Document] = [
         {"name": "shared-memory", "emptyDir": {"medium": "Memory"}}
     ]
@@ -149,7 +149,7 @@ def _pod_spec(job: TrainingJob, role: str, env: list[_Document]) -> _Document:
     variables = {"PYTHONUNBUFFERED": "1", **job.env}
     return {
         "terminationGracePeriodSeconds": job.grace_seconds,
-        # Else the script is process 1, which ignores SIGTERM until it handles it.
+        # Otherwise the script is process 1, and the kernel drops an unhandled SIGTERM.
         "shareProcessNamespace": True,
         "containers": [
             {
@@ -170,7 +170,7 @@ def _pod_spec(job: TrainingJob, role: str, env: list[_Document]) -> _Document:
 
 
 def _literal(text: str) -> str:
-    """Escape a text's `$`, which Kubernetes would expand."""
+    """Escape `$`, which would start a reference to a variable."""
     return text.replace("$", "$$")
 
 
@@ -184,8 +184,8 @@ def _resources(job: TrainingJob, role: str) -> _Document:
     return {kind: amount for kind, amount in needs.items() if amount}
 
 
-# YAML parsers differ in what else is a number or a truth value: PyYAML reads 1e3 and y
-# as text, Kubernetes' parser does not. Only words that all read as text go unquoted.
+# YAML parsers disagree on numbers and booleans: `1e3` and `y` are text for PyYAML, but
+# not for Kubernetes. Only words that every parser reads as text stay unquoted.
 _PLAIN = re.compile(r"[A-Za-z/](?:[-\w./:]*[-\w./])?", re.ASCII)
 _NOT_PLAIN = frozenset(["y", "n", "yes", "no", "on", "off", "true", "false", "null"])
 
@@ -208,7 +208,7 @@ def to_yaml(document: Mapping[str, JSON]) -> str:
     def text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
         style = '"' if "'" in value else "'"
         if not value.replace("\n", "").isprintable():
-            style = '"'  # Only there are odd line breaks and controls escaped.
+            style = '"'  # Only double quotes escape control characters.
         elif "\n" in value:
             style = "|"
         elif _PLAIN.fullmatch(value) and value.lower() not in _NOT_PLAIN:
@@ -216,9 +216,9 @@ def to_yaml(document: Mapping[str, JSON]) -> str:
         return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
     def sequence(dumper: yaml.SafeDumper, value: list[object]) -> yaml.SequenceNode:
-        numbers = bool(value) and all(isinstance(item, int) for item in value)
+        is_numeric = bool(value) and all(isinstance(item, int) for item in value)
         return dumper.represent_sequence(
-            "tag:yaml.org,2002:seq", value, flow_style=numbers
+            "tag:yaml.org,2002:seq", value, flow_style=is_numeric
         )
 
     Dumper.add_representer(str, text)

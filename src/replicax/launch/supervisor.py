@@ -1,4 +1,4 @@
-"""The supervision loop of a job's tasks: notes exits, and shuts down in order."""
+"""The supervision loop of a job: handles exits, signals and the order of shutdown."""
 
 import signal
 import time
@@ -10,7 +10,7 @@ from replicax.launch.processes import TaskProcesses
 __all__ = ["Supervisor"]
 
 KILL_AFTER_S = 5.0
-"""Time from SIGTERM to SIGKILL, without a grace period."""
+"""Default time from SIGTERM to SIGKILL."""
 
 _TICK_S = 0.1
 
@@ -23,14 +23,14 @@ class Supervisor:
     Args:
         processes: The tasks, which have been started.
         say: Prints a message for the user.
-        signals: The signals that this process has received; it grows.
+        signals: The signals that this process has received; a handler appends to it.
         grace_seconds: Time for tasks to exit after one of these signals.
-        kill_after_seconds: Time for tasks to exit after another SIGTERM.
+        kill_after_seconds: Time from `terminate` to SIGKILL; None: the default.
 
     Attributes:
-        running: The tasks whose exit the loop has not noted.
+        running: The tasks whose exit the loop has not processed yet.
         dismissed: Tasks that were terminated because no task needed them any more.
-        signal: The signal that asked this process to end; None: none did.
+        signal: The last signal forwarded to the tasks; None: no signal.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class Supervisor:
         self._grace_s = grace_seconds
         self._kill_after_s = kill_after_seconds or KILL_AFTER_S
         self._num_forwarded = 0
-        self._kill_at: dict[str, float] = {}  # Of tasks that were asked to end.
+        self._kill_at: dict[str, float] = {}  # SIGKILL deadlines of signalled tasks.
         self._killed: set[str] = set()
         self._since: dict[str, float] = {}
 
-    # What subclasses decide.
+    # Hooks for subclasses.
 
     @property
     def is_waiting(self) -> bool:
@@ -94,11 +94,11 @@ class Supervisor:
                 self._processes.tasks[name].kill()
 
     def running_of(self, *jobs: str) -> set[str]:
-        """The running tasks of these jobs, such as `"worker"`."""
+        """The running tasks of the named jobs, such as `"worker"`."""
         return {name for name in self.running if name.startswith(jobs)}
 
     def restart(self, name: str, environment: Mapping[str, str]) -> None:
-        """Restart a task that has exited, and drop its earlier deadlines."""
+        """Restart an exited task; drop its kill deadline and all `dismiss` timers."""
         self._processes.start_again(name, environment)
         self.running.add(name)
         self._kill_at.pop(name, None)
@@ -108,20 +108,20 @@ class Supervisor:
     # The end of tasks.
 
     def terminate(self, names: Iterable[str]) -> None:
-        """Send SIGTERM to tasks, and later SIGKILL to those that still run."""
+        """Send SIGTERM to tasks; send SIGKILL later if they still run."""
         self._end(names, signal.SIGTERM, self._kill_after_s)
 
     def dismiss(
         self, names: set[str], since: str, seconds: float, after: str | None = None
     ) -> None:
-        """Terminate tasks that no task needs, after a time to exit by themselves.
+        """Terminate tasks that are no longer needed, after a time to exit on their own.
 
         Args:
             names: The tasks.
-            since: Key of the event after which no task needs them; the time begins with
-                the first call for this key.
-            seconds: Time to exit by themselves.
-            after: The event in words, for a message; None: no message.
+            since: Key of the event that made the tasks unnecessary. The timer starts at
+                the first call with this key.
+            seconds: Time for the tasks to exit on their own.
+            after: Description of the event for a message; None: no message.
         """
         names = names - self.dismissed
         begin = self._since.setdefault(since, time.monotonic())
@@ -136,7 +136,7 @@ class Supervisor:
         self.terminate(names - set(self._kill_at))
 
     def forward_signals(self, names: Iterable[str]) -> None:
-        """Forward the signals that have come since the last call to tasks.
+        """Forward to tasks the signals received since the last call.
 
         A second SIGINT kills all running tasks.
         """

@@ -1,7 +1,7 @@
 """Summarizes a compiled program: collectives, loops, bytes that stay on the chip.
 
-Only what XLA's text says is used. A loop whose number of rounds is not in it counts
-once, and is counted as unknown.
+The only source is XLA's text. A loop whose trip count the text does not contain counts
+as one iteration, and its trip count as unknown.
 """
 
 import dataclasses
@@ -67,22 +67,22 @@ FREE = {
     "tuple",
     "while",
 }
-"""They name what is there already, or is made elsewhere in the text."""
+"""Opcodes that do no work: they name a value, or call computations counted apart."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Collective:
-    """A kind of collective in a program, with its number.
+    """Equal collectives in a program, with their number.
 
     Attributes:
         dtype: XLA's name of the element type, such as `"f32"`; several are joined by
             `"+"`.
-        bytes: Of one of them, on one device: what an all-reduce sums, what a
-            reduce-scatter takes, what an all-gather gives, what the others send.
-        count: How many of them one run of the program makes.
-        groups: Positions in the mesh of the devices that take part together; empty: all
+        bytes: Payload of one collective on one device: the input of an all-reduce or
+            reduce-scatter, the output of an all-gather, what other kinds send.
+        count: Number of these collectives in one run of the program.
+        groups: Mesh positions of the devices of each group; empty: one group of all
             devices.
-        is_async: Whether the program goes on computing meanwhile.
+        is_async: Whether the program computes while the collective runs.
     """
 
     kind: str
@@ -98,11 +98,11 @@ class ProgramSummary:
     """The summary of a program's text.
 
     Attributes:
-        loop_flops: Multiplications and additions of matrix products and convolutions in
-            all rounds but the first of loops; XLA's own count has only that one.
-        trip_counts: Numbers of rounds of the loops; None: not in the text.
-        on_chip: Share of the bytes that instructions read and write which never leave
-            the chip, as the compiler has placed them; 0 where it does not say.
+        loop_flops: FLOPs of matrix products and convolutions in all iterations of loops
+            but the first, which is the only one that XLA counts.
+        trip_counts: Number of iterations of each loop; None: not in the text.
+        on_chip: Share of the bytes read and written that the compiler has placed in
+            memory on the chip; 0 if the text has no placement.
     """
 
     collectives: tuple[Collective, ...]
@@ -149,7 +149,7 @@ def read_program(text: str) -> ProgramSummary:
 
 
 def read_collective(instruction: Instruction, call: Call) -> Collective | None:
-    """Read an instruction as one collective; None if it is none."""
+    """Read one collective from an instruction; None for other instructions."""
     kind = instruction.opcode.removesuffix("-start")
     if kind == "send" and (match := _BETWEEN_SLICES.search(instruction.attributes)):
         return _between_slices(instruction, match[1].lower().replace("_", "-"))
@@ -162,8 +162,8 @@ def read_collective(instruction: Instruction, call: Call) -> Collective | None:
     shape = instruction.shape
     if instruction.opcode.endswith("-start"):
         first, *others = elements(shape)
-        # The results come after the operands; flags may follow. Before JAX 0.11 an
-        # all-reduce has its results alone.
+        # The shape lists operands, results and flags. Before JAX 0.11 that of an
+        # all-reduce lists only the results.
         if kind != "all-reduce" or first.startswith("("):
             shape = others[0]
     size = num_bytes(shape)
@@ -171,7 +171,7 @@ def read_collective(instruction: Instruction, call: Call) -> Collective | None:
         size *= len(groups[0]) if groups else 1
     caller = call.caller.attributes if call.caller is not None else ""
     if kind == "all-reduce" and "calls=%all-reduce-scatter" in caller:
-        kind = "reduce-scatter"  # As TPUs write one: a sum fused with a slice of it.
+        kind = "reduce-scatter"  # TPU programs fuse an all-reduce with a slice.
     return Collective(
         kind=kind,
         dtype="+".join(sorted({dtype for dtype, _ in arrays(shape)})),
@@ -183,7 +183,7 @@ def read_collective(instruction: Instruction, call: Call) -> Collective | None:
 
 
 def _between_slices(instruction: Instruction, kind: str) -> Collective:
-    """Read the send of a host, for its chips, as one collective between slices."""
+    """Read a host's send on behalf of its chips as one collective between slices."""
     shape = elements(instruction.shape)[0]
     return Collective(
         kind=kind,
@@ -229,15 +229,15 @@ def _library_flops(instruction: Instruction, computation: Computation) -> float:
         return 2.0 * math.prod(results) * math.prod(left[i] for i in dims)
     if match := _TARGET_OF_ATTENTION.search(instruction.attributes):
         query, key = (_dims(name, computation) for name in instruction.operands[:2])
-        # Two products, of queries with keys and of weights with values; five to go
-        # back. [b, t, heads, d] each; causal attention counts whole.
+        # Arrays are [b, t, heads, d]. Forward has two products, backward has five.
+        # Causal attention counts as full attention.
         return (10.0 if match[1] else 4.0) * math.prod(query) * key[1]
     match = _TARGET_OF_CONVOLUTIONS.search(instruction.attributes)
     if match is None:
         return 0.0
     first, second = (_dims(name, computation) for name in instruction.operands[:2])
-    # All three kinds multiply as often as the forward one: what it gives times what
-    # its kernel takes for one of the outputs.
+    # All three kinds have the FLOPs of the forward convolution: its number of outputs
+    # times the kernel's elements per output.
     outputs, kernel = {
         "Forward": (results, second),
         "BackwardInput": (first, second),

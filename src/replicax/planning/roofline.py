@@ -1,41 +1,41 @@
 """Roofline model: the time of a step that only the hardware's rates limit.
 
-The model for TPUs and for devices of this machine, and all that it takes for granted:
+The model for TPUs and for devices of this machine, with all of its assumptions:
 
 - A device's step takes the longer of computing (FLOPs by the peak of bfloat16, in which
   TPUs multiply by default) and of moving data (the bytes that XLA counts, less the
   share that the compiler keeps on the chip), plus the communication that nothing hides.
-- Collectives run at the bandwidth of the links, without latency: for payloads under a
-  megabyte or so this is too good.
-- A sum over n devices sends 2(n-1)/n of its payload from each of them (a ring, as
-  reduce-scatter and all-gather), a reduce-scatter or all-gather half of that; the parts
-  go over all dimensions of the grid at once. A dimension that closes to a ring gives
-  two links of bandwidth, an open one a single link.
-- An all-to-all sends (n-1)/n of its payload over half of the way around, on average; a
+- Collectives run at the bandwidth of the links, without latency. This is too optimistic
+  for payloads under about a megabyte.
+- In an all-reduce over n devices each device sends 2(n-1)/n of the payload (a ring of
+  reduce-scatter and all-gather); a reduce-scatter or all-gather sends half as much. All
+  dimensions of the grid are used at once: two links in a dimension that closes to a
+  ring, one link in an open dimension.
+- In an all-to-all each device sends (n-1)/n of the payload over the mean distance: for
+  each dimension of n chips, n/4 links in a ring and n/3 links in an open dimension. A
   collective-permute sends its payload over one link.
-- Between slices a sum sends each chip's part of it, 2(s-1)/s of 1/n for s slices, over
-  the chip's share of its host's network.
-- A collective that the compiler made asynchronous hides behind computation, as long as
-  there is some; a synchronous one is waited for.
+- Between s slices of n chips each, an all-reduce sends 2(s-1)/s of 1/n of the payload
+  over each chip's share of its host's network. Nothing hides this part.
+- Asynchronous collectives hide behind the computation of the step, up to its duration.
+  The step waits for synchronous collectives.
 - The input arrives in time, and nothing is dispatched late.
 
 For GPUs, whose programs are scheduled (`replicax.planning.schedule`):
 
-- A step takes the sum of its kernels, each the longer of computing and of moving what
-  it reads and writes, and 2.5 us, plus the communication at which no kernel works.
-  Kernels attain 80 % of the peak FLOP/s and 85 % of the peak bandwidth, as they did on
-  an H100; on the cards of this machine, what was measured on them. A collective
-  begins at its place in the schedule, when those before it are over; only what is left
-  of it where the program waits for it is exposed.
-- Inside a host NCCL's collectives send as above, each card over all of its links to the
-  others at once. Over h hosts of n cards NCCL makes them in a hierarchy: within the
-  hosts, and between cards of the same place in all hosts, of 1/n of the payload, each
-  over its card's share of the host's network: 2(h-1)/h of that for a sum, half of it
-  for a reduce-scatter or all-gather. Chunks of the payload are on the links and on the
-  network at the same time: the slower one counts.
+- A step takes the sum of its kernels plus the communication during which no kernel
+  runs. A kernel takes 2.5 us plus the longer of computing and of memory traffic.
+  Kernels of described cards attain 80 % of the peak FLOP/s and 85 % of the peak
+  bandwidth, as on an H100; cards of this machine attain their measured rates. A
+  collective starts at its place in the schedule, after all earlier collectives. Only
+  the time for which the program waits for it is exposed.
+- Inside a host NCCL's collectives send as above, each card over all its links at once.
+  Over h hosts of n cards NCCL reduces in a hierarchy: within each host, and between the
+  cards at the same place of all hosts. These exchange 1/n of the payload over each
+  card's share of its host's network: 2(h-1)/h of it in an all-reduce, half as much in a
+  reduce-scatter or all-gather. Links and network run at once, so the slower one counts.
 
-Real steps of chips take longer: no program runs at the peaks. The times are good for
-comparisons and for finding what limits, not for promises.
+Real steps take longer: no program runs at the peaks. Use the times to compare and to
+find the bottleneck, not as promises.
 """
 
 import dataclasses
@@ -65,7 +65,7 @@ ASSUMPTIONS = (
     "Scaling: same batch per chip, same payload of collectives over all replicas.",
     "Input arrives in time.",
 )
-"""What the time model takes for granted, in short; the module says it in full."""
+"""The assumptions of the time model, in short; the module's docstring has them all."""
 
 ASSUMPTIONS_OF_GPUS = (
     "Kernels attain 80 % of peak FLOP/s, 85 % of peak bandwidth, and take 2.5 us more.",
@@ -119,13 +119,13 @@ class StepTime:
     """Seconds of one step on one device.
 
     Attributes:
-        compute: Of multiplications and additions.
-        memory: Of moving data between memory and chip.
-        busy: Of both together: the longer one; for GPUs kernel by kernel.
-        links: Of collectives, between chips.
-        network: Of collectives, between slices of TPUs or hosts of GPUs.
-        exposed: Of collectives, what computation does not hide.
-        total: Of the step.
+        compute: Time of multiplications and additions.
+        memory: Time of moving data between memory and chip.
+        busy: The longer of both; for GPUs the sum of the longer of both in each kernel.
+        links: Time of collectives between chips.
+        network: Time of collectives between slices of TPUs or hosts of GPUs.
+        exposed: Time of collectives that computation does not hide.
+        total: Time of the step.
     """
 
     compute: float
@@ -147,8 +147,8 @@ def step_time(
 ) -> StepTime:
     """Compute the time of a step from the times of its parts, in seconds.
 
-    The program waits for `waited` collectives and `network`, their part between slices;
-    `hidden` ones are asynchronous.
+    `waited` and `hidden` are the times of synchronous and asynchronous collectives on
+    links; `network` is that of all collectives between slices, which nothing hides.
 
     Example:
         >>> step_time(compute=3, memory=2, waited=1, hidden=4, network=0).total
@@ -172,7 +172,7 @@ def collective_seconds(
 ) -> float:
     """Compute the seconds of one collective on a device, from payload and bandwidth.
 
-    `mean_hops` are the links from a device to another, for all-to-all.
+    An all-to-all sends over `mean_hops` links on average.
 
     Example:
         >>> collective_seconds("all-reduce", 100e6, 2, 50e9)
@@ -200,7 +200,7 @@ def network_seconds(
     if num_slices <= 1:
         return 0.0
     per_slice = max(size // num_slices, 1)
-    # Sums and gathers are made within them first: a chip sends its part.
+    # Reductions and gathers run within slices first, so a chip sends only its part.
     part = num_bytes if kind.startswith("collective-") else num_bytes / per_slice
     return collective_seconds(kind, part, num_slices, bandwidth)
 

@@ -29,11 +29,11 @@ _LOCAL = re.compile(r"(cpu|gpu):(\d+)")
 _SHAPE = re.compile(r"\d{1,9}(?:x\d{1,9})*")
 _KINDS: Mapping[str, Chip | Card] = {**CHIPS, **CARDS}
 
-# libtpu asks for this machine's place in a slice, and logs errors where it is in none.
-# These variables answer; those that are set already stay.
+# libtpu asks for this machine's place in a slice, and logs errors outside of a slice.
+# These variables answer for it. Variables that are already set are kept.
 _ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
-    # Its lock is for processes that use the chips.
+    # libtpu's lock is for processes that use the chips.
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -46,8 +46,8 @@ class DeviceTopology:
     """Devices to compile for, one replica on each.
 
     Attributes:
-        devices: In the replicas' order. Those of a chip that is not here describe it
-            only: programs can be compiled for them, not run.
+        devices: The devices in the replicas' order. Programs can be compiled for
+            described devices, but not run.
         chip: The kind of TPU or GPU; None for devices of this machine.
         shape: The grid of chips of one slice of TPUs; of GPUs: hosts and cards in each;
             empty for devices of this machine.
@@ -74,9 +74,9 @@ class DeviceTopology:
         return self.num_domains_of(group) if self.num_slices > 1 else 1
 
     def num_domains_of(self, group: Sequence[int]) -> int:
-        """Number of slices of TPUs or hosts of GPUs that hold the devices there.
+        """Number of domains (slices of TPUs, hosts of GPUs) that a group spans.
 
-        Links join the devices of one of them; the network joins several.
+        Links connect the devices of one domain; the network connects domains.
         """
         if self.chip is None:
             return 1
@@ -85,7 +85,7 @@ class DeviceTopology:
     def num_domains(self, size: int) -> int:
         """Number of domains that `size` devices would be in.
 
-        TPUs are taken from one slice, unless this is of several.
+        TPUs are in one slice, unless this topology has several slices.
         """
         if isinstance(self.chip, Card):
             return math.ceil(size / self._cards_of_a_host)
@@ -94,7 +94,7 @@ class DeviceTopology:
         return max(size // math.prod(self.shape), 1)
 
     def shape_of(self, size: int) -> tuple[int, ...]:
-        """The shape of `size` devices, of each slice where they are in several."""
+        """The shape of `size` devices; of one slice, if they span several slices."""
         if isinstance(self.chip, Card):
             hosts = self.num_domains(size)
             return (size,) if hosts == 1 else (hosts, self._cards_of_a_host)

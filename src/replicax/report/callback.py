@@ -65,7 +65,7 @@ class Report(LateCallback):
     ) -> None:
         super().__init__()
         self.path = Path(path).expanduser()
-        # A script may change its working directory later.
+        # Absolute: the script may change its working directory later.
         self._page = self.path.absolute()
         self.diagnosis = diagnosis
         if not self.path.name or self.path.is_dir():
@@ -83,8 +83,8 @@ class Report(LateCallback):
             ValueError: If this `fit` has another `Report`.
         """
         if current_dry_run() is not None:
-            return  # A dry run trains nothing and must keep an older page.
-        # A late import: scripts without a report do not load what renders pages.
+            return  # A dry run trains nothing and must not overwrite an existing page.
+        # Imported late: scripts without a report do not load the rendering modules.
         from replicax.report.session import FitReport
 
         model: Any = self.model

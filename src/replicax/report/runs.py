@@ -31,10 +31,10 @@ __all__ = [
 ]
 
 _STALE_S = 300.0
-"""A worker's file that ends this long before the chief's begins is outdated."""
+"""A worker's file is outdated if it ends this long before the chief's file begins."""
 
-_AMID_STEPS = ("input_s", "stalled_s", "waits_s")
-"""Durations within the time of steps."""
+_STEP_DURATIONS = ("input_s", "stalled_s", "waits_s")
+"""Counts that are durations within the steps' time."""
 
 _MOST = sys.float_info.max
 _Time: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
@@ -87,12 +87,12 @@ class EpochRecord(_Event, frozen=True, kw_only=True, tag="epoch"):
 
     @property
     def timed_s(self) -> float:
-        """Time without executions that compiled."""
+        """Time of the executions that did not compile."""
         return max(0.0, self.wall_s - self.counts.get("first_s", 0.0))
 
     @property
     def timed_steps(self) -> float:
-        """Steps without executions that compiled."""
+        """Steps of the executions that did not compile."""
         return self.counts.get("steps", 0) - self.counts.get("first_steps", 0)
 
     @property
@@ -199,11 +199,11 @@ def read_run(page: Path) -> Run:
 
 def _worker(number: int, file: Path) -> WorkerRecord:
     worker = WorkerRecord(name=f"worker:{number}", fits=[])
-    # The last one is being written, or empty.
+    # The text after the last line break is empty or an unfinished line.
     *lines, _ = file.read_text(encoding="utf-8", errors="replace").split("\n")
     for line in lines:
         try:
-            # NaN and infinities are strings, and so are keys that are numbers.
+            # `strict=False`: the file has NaN, infinities and integer keys as strings.
             event = msgspec.convert(json.loads(line), _Events, strict=False)
             _add(worker, event)
         except (ValueError, IndexError):
@@ -243,8 +243,8 @@ def _begin(worker: WorkerRecord, event: FitBegin) -> None:
 def merged(epochs: Sequence[EpochRecord]) -> EpochRecord:
     """Merge epochs into one, with the last one's logs and number.
 
-    An epoch without a timed step (all of its executions compiled, or other workers made
-    its steps) adds its counts but no timed duration.
+    An epoch without a timed step (every execution compiled, or other workers ran the
+    steps) adds its counts but no timed duration.
     """
     if not epochs:
         raise ValueError("merged: got no epochs, expected at least one.")
@@ -258,7 +258,7 @@ def merged(epochs: Sequence[EpochRecord]) -> EpochRecord:
             wall_s += epoch.wall_s
             exchange_s += epoch.exchange_s
         else:
-            counts.subtract({k: epoch.counts.get(k, 0) for k in _AMID_STEPS})
+            counts.subtract({k: epoch.counts.get(k, 0) for k in _STEP_DURATIONS})
             wall_s += epoch.counts.get("first_s", 0.0)
     return msgspec.structs.replace(
         epochs[-1],

@@ -38,8 +38,8 @@ __all__ = ["FitReport"]
 _logger = logging.getLogger("replicax")
 
 _PAGE_EVERY_S = 5.0
-_PAGE_SHARE = 50  # Writing the page takes at most one fiftieth of the time.
-_OTHERS_S = 3.0
+_PAGE_SHARE = 50  # Rendering takes at most 1/50 of the time.
+_OTHERS_S = 3.0  # Longest wait for the records of other workers.
 _LONGEST_ERROR = 300
 
 _next_pages: dict[Path, float] = {}
@@ -54,8 +54,8 @@ class FitReport:
         model: The model that is trained.
         params: The parameters that Keras gives to callbacks.
         number: The index of this call of `fit` for this page in this process.
-        continues: Whether the page has earlier calls of `fit`, which stay.
-        diagnoses: Whether this worker asks to measure at the end.
+        continues: Whether to keep earlier calls of `fit` on the page.
+        diagnoses: Whether this worker wants measurements at the end.
     """
 
     def __init__(
@@ -80,8 +80,8 @@ class FitReport:
         self._fit_number = number
         self._measures = diagnoses
         self._journal: Journal | None = None
-        self._total: EpochRecord | None = None  # All epochs.
-        self._number = 0
+        self._total: EpochRecord | None = None  # All finished epochs, merged.
+        self._epoch = 0
         self._exchange_s = worker.exchange_s()
         self._staleness = worker.staleness()
         self._has_ended = False
@@ -93,7 +93,7 @@ class FitReport:
         if self._journal is None:
             self._journal = self._open(number)
             self._write_page()
-        self._number = number
+        self._epoch = number
         self.recorder.begin_epoch()
 
     def end_epoch(self, logs: Mapping[str, object]) -> None:
@@ -102,7 +102,7 @@ class FitReport:
         exchange_s, staleness = self.worker.exchange_s(), self.worker.staleness()
         epoch = EpochRecord(
             **self._progress(steps_s, logs),
-            # The rest is the time of validation and of other callbacks.
+            # Time of validation and of other callbacks.
             after_s=max(0.0, self.recorder.elapsed_s() - steps_s),
             exchange_s=max(0.0, exchange_s - self._exchange_s),
             staleness=staleness - self._staleness,
@@ -129,13 +129,13 @@ class FitReport:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """End the report after an error; an `__exit__`."""
+        """End the report after an error; has the signature of `__exit__`."""
         if self._has_ended or self._journal is None:
             return
-        if self._total is None or self._total.number != self._number:
-            # The progress of the epoch, without the devices: they may have failed.
+        if self._total is None or self._total.number != self._epoch:
+            # Without memory statistics: the devices may have failed.
             wall_s, counts = self.recorder.elapsed_s(), self._counts()
-            self._add(ProgressRecord(number=self._number, wall_s=wall_s, counts=counts))
+            self._add(ProgressRecord(number=self._epoch, wall_s=wall_s, counts=counts))
         text = "fit did not end"
         if error is not None:
             text = f"{type(error).__name__}: {error}"[:_LONGEST_ERROR]
@@ -162,9 +162,9 @@ class FitReport:
         return dataclasses.asdict(self.recorder.tally)
 
     def _progress(self, wall_s: float, logs: Mapping[str, object]) -> dict[str, Any]:
-        """The fields of an epoch's record so far."""
+        """The fields of the record of the epoch in progress."""
         return {
-            "number": self._number,
+            "number": self._epoch,
             "logs": _numbers(logs),
             "wall_s": wall_s,
             "counts": self._counts(),
@@ -178,7 +178,7 @@ class FitReport:
     def _open(self, epoch: int) -> Journal:
         """Open the event log at the first epoch.
 
-        A process that starts in a later epoch keeps the log of the one before.
+        A process that resumes at a later epoch appends to the earlier process' log.
         """
         worker = self.worker
         fresh = not self._continues and epoch == 0
@@ -191,7 +191,7 @@ class FitReport:
             "fit": self._fit_number,
             **facts_of(self._model, worker.strategy, self._params),
         }
-        # Names of a user's model or loss may have any type.
+        # `default=str`: names of models and losses may have any type.
         journal.add(FitBegin(facts=json.loads(json.dumps(facts, default=str))))
         return journal
 
@@ -219,7 +219,7 @@ class FitReport:
     def _await_others(
         self, is_done: Callable[[WorkerRecord], bool]
     ) -> list[WorkerRecord]:
-        """Wait a moment until the other workers are done; return their records."""
+        """Wait briefly until the other workers are done; return their records."""
         others: list[WorkerRecord] = []
 
         def all_done() -> list[WorkerRecord] | None:
@@ -238,17 +238,17 @@ class FitReport:
     # Measurements.
 
     def _measured(self) -> diagnosis.Measurements:
-        """Measure the training; all synchronous workers have to call it together."""
+        """Measure the training; all synchronous workers must call this together."""
         assert self._total is not None
         total, strategy = self._total, self.worker.strategy
         executions = int(total.counts["executions"] - total.counts["first_executions"])
         start_s, sum_s = self._probed(executions)
         steps, wall = total.timed_steps, total.timed_s
         waits = total.counts["waits_s"], total.exchange_s
-        # Asynchronous workers overlap the next request with the transfer of values.
+        # With overlap, the exchange and the other waits run at the same time.
         overlaps = getattr(strategy, "overlaps", False)
         waits_s = max(waits) if overlaps else sum(waits)
-        rate, input_share, slowest = self._of_all(total)
+        rate, input_share, slowest = self._compare_workers(total)
         return diagnosis.Measurements(
             executions=executions,
             step_s=total.step_s,
@@ -268,9 +268,9 @@ class FitReport:
         )
 
     def _probed(self, executions: int) -> tuple[float | None, float | None]:
-        """Measure the seconds of a start and of a step's sums; None: not measured."""
+        """Time a program start and a step's gradient sums; None: not measured."""
         if executions < diagnosis.FEWEST_EXECUTIONS and not self.worker.is_in_step:
-            return None, None  # Too few, and no other worker takes part.
+            return None, None  # Too few executions, and no other worker takes part.
         strategy, model = self.worker.strategy, self._model
         group = None if strategy is None else strategy.group
         try:
@@ -286,13 +286,13 @@ class FitReport:
             )
             return None, None
 
-    def _of_all(self, total: EpochRecord) -> tuple[float, float, str]:
-        """Return all workers' examples per second, and the largest input wait."""
+    def _compare_workers(self, total: EpochRecord) -> tuple[float, float, str]:
+        """Return the examples per second and largest input share of all workers."""
         if not self.worker.is_chief or len(self.worker.names) == 1:
             share = total.input_share if math.isfinite(total.input_share) else 0.0
             return total.examples_per_s, share, ""
         totals = {self.worker.name: total}
-        for worker in self._await_others(self._has_last):
+        for worker in self._await_others(self._ended_epoch):
             if worker.fits[-1].epochs:
                 totals[worker.name] = merged(worker.fits[-1].epochs)
         shares = {name: epoch.input_share for name, epoch in totals.items()}
@@ -304,9 +304,9 @@ class FitReport:
             rate = sum(x for x in rates if math.isfinite(x))
         return rate, shares.get(slowest, 0.0), slowest
 
-    def _has_last(self, worker: WorkerRecord) -> bool:
+    def _ended_epoch(self, worker: WorkerRecord) -> bool:
         epochs = worker.fits[-1].epochs
-        return bool(epochs) and epochs[-1].number >= self._number
+        return bool(epochs) and epochs[-1].number >= self._epoch
 
     def _kind(self) -> diagnosis.Kind:
         strategy = self.worker.strategy
@@ -322,7 +322,7 @@ def _share(part: float, whole: float) -> float:
 
 
 def _numbers(logs: Mapping[str, object]) -> dict[str, float]:
-    """Select the logs that are one number, which a curve can show."""
+    """Select the logs that are single numbers, which curves can show."""
     numbers = {}
     for name, value in logs.items():
         array = np.asarray(value)
