@@ -127,8 +127,8 @@ class RemoteOptimizer:
             self.assign_slots(values)
         except ServerRefused as refused:
             raise CheckpointError(
-                f"Checkpoint.restore: the saved optimizer does not fit that of "
-                f"{self.group.name!r}: {refused} Compile the model with the "
+                f"Checkpoint.restore: what was saved of the optimizer does not fit the "
+                f"one of {self.group.name!r}: {refused} Compile the model with the "
                 "optimizer that was saved."
             ) from refused
         steps = values.get(("iteration", None))
