@@ -1,7 +1,7 @@
 """The bootstrap script of a local cluster's processes: task start-up, and the guard.
 
 `replicax.launch.processes` starts it by its path, with only the standard library, so
-that it takes milliseconds. It has two parts. The task's part registers the process with
+that it takes milliseconds. It has two modes. The task mode registers the process with
 the guard, pins it to its cores and executes the task. The guard waits for the end of
 the process that started the cluster, kills the process groups that are left, and
 deletes the tasks' temporary folder. It works even if the starter was killed. Unlike a
@@ -64,8 +64,8 @@ def guard(announcements: int, folder: str) -> None:
         timeout = None if starter in parts else _LAST_WORDS_S
         if not select.select(list(parts), [], [], timeout)[0]:
             break
-        # A task registers before its starter can report its end. Read in one order and
-        # applied in the other, no end is followed by its registration.
+        # A task registers before its starter can report its end. The starter's pipe is
+        # read first and applied last, so no end is applied before its registration.
         lines = {d: _read_lines(d, parts) for d in (starter, announcements)}
         for line in lines[announcements] + lines[starter]:
             (groups.add if line.startswith(b"+") else groups.discard)(int(line[1:]))
@@ -104,7 +104,7 @@ def _delete(folder: str) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         if not os.path.exists(folder):
             return
-        time.sleep(_LAST_WORDS_S)  # A task that was killed may have made a last file.
+        time.sleep(_LAST_WORDS_S)  # A killed task may have created a last file.
 
 
 if __name__ == "__main__":

@@ -127,9 +127,9 @@ class _Guard:
             self._line.write(message)
 
     def dismiss(self) -> None:
-        """Let it kill the tasks that it still knows of, and exit.
+        """Let the guard kill the tasks that it still knows of, and exit.
 
-        There are none, except after an exception during the start of a process.
+        Such tasks exist only after an exception during the start of a process.
         """
         if not self._line.closed:
             os.close(self.announcements)
@@ -178,7 +178,7 @@ class TaskProcesses:
         self._new_task = new_task
         self._outputs: dict[str, IO[bytes]] = {}
         self._changed = threading.Condition()
-        # No task is restarted before its end is noted completely.
+        # No task is restarted before its exit is processed completely.
         self._noting = threading.Lock()
         self._closing = False
         self._error: BaseException | None = None

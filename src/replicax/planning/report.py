@@ -36,10 +36,10 @@ class Memory:
     Attributes:
         arguments: Variables and the batch.
         outputs: Results and the new values of variables.
-        aliased: Of the outputs, what takes the place of arguments.
-        temporaries: What the step needs while it runs.
-        code: The program.
-        capacity: Of the device; None: shared with others, or not known.
+        aliased: Bytes of outputs that reuse the memory of arguments.
+        temporaries: Bytes that the step needs only while it runs.
+        code: Bytes of the program.
+        capacity: Memory of the device; None: shared with others, or unknown.
     """
 
     arguments: int
@@ -63,14 +63,14 @@ class CollectiveUse:
     Attributes:
         kind: XLA's name, such as `"all-reduce"`.
         dtype: XLA's name of the element type.
-        count: How many of them a step makes.
-        bytes: Payload of one, on one device.
-        group_size: Number of devices that take part together.
-        num_groups: Number of such groups, at the same time.
+        count: Number of these collectives in a step.
+        bytes: Payload of one collective on one device.
+        group_size: Number of devices in a group.
+        num_groups: Number of groups that communicate at the same time.
         spans_hosts: Whether a group's devices are on several machines.
         num_slices: Number of slices that a group's devices are in.
-        is_async: Whether the device computes meanwhile.
-        seconds: Of all of them; None: no rates are known.
+        is_async: Whether the device computes while the collective runs.
+        seconds: Time of all `count` collectives; None: unknown rates.
     """
 
     kind: str
@@ -90,10 +90,10 @@ class Scale:
     """The efficiency of a step on a number of devices.
 
     Attributes:
-        num_devices: The number.
-        hardware: What they are, such as `"4x4"` chips of a slice.
-        efficiency: The time of a step on one device by that on so many, with the same
-            batch per device: in (0, 1].
+        num_devices: Number of devices.
+        hardware: Shape of the devices, such as `"4x4"` chips of a slice.
+        efficiency: Time of a step without exposed communication, divided by its whole
+            time, with the same batch per device: in (0, 1].
     """
 
     num_devices: int
@@ -116,20 +116,20 @@ class Plan:
         num_replicas: Number of replicas on them.
         num_hosts: Number of machines that hold the devices.
         num_slices: Number of TPU slices.
-        rates: How fast a device is.
+        rates: The rates of a device.
         fits: Whether the step fits into a device's memory.
-        memory: Bytes on one device; None where the compiler gave up on them.
+        memory: Bytes on one device; None: unknown, or the compiler ran out of memory.
         flops: Multiplications and additions per device and step; None: see `memory`.
         bytes_accessed: Bytes that a device moves to and from its memory per step; None:
             see `memory`.
         collectives: What devices send each other.
-        time: Of one step, a lower bound; None: see `memory`.
+        time: Lower bound of a step's time; None: see `memory`.
         scaling: Efficiencies on 1, 2, 4, ... devices; empty where they are unknown.
         limit: What limits the step first: `"compute"`, `"memory bandwidth"`,
             `"interconnect"`, `"network"` or `"memory capacity"`.
-        advice: What to do about it.
-        notes: What else to know.
-        assumptions: What the time model takes for granted, in short.
+        advice: How to change the step or the hardware.
+        notes: Remarks, such as missing rates.
+        assumptions: The assumptions of the time model, in short.
     """
 
     program: str
@@ -153,7 +153,7 @@ class Plan:
     assumptions: tuple[str, ...] = ASSUMPTIONS
 
     def as_dict(self) -> dict[str, object]:
-        """Convert it to JSON values; `format` is the version of their layout."""
+        """Convert the plan to JSON values; `format` is the version of their layout."""
         values = dataclasses.asdict(self)
         if self.memory is not None:
             values["memory"]["peak"] = self.memory.peak

@@ -1,9 +1,9 @@
 """Reads a GPU program as kernels and collectives in order, and times that order.
 
-XLA's text of a program for GPUs is scheduled: what it names is dispatched in the order
-of its lines. Kernels follow one another. A collective begins at its `-start`, when
-those before it are over, goes on beside the kernels, and is waited for at its `-done`.
-XLA counts no FLOPs or bytes of these programs; they are counted here, by kernel.
+XLA's text of a GPU program is scheduled: instructions are dispatched in the order of
+the lines. Kernels run one after another. A collective starts at its `-start`, after all
+earlier collectives, runs beside the kernels, and is awaited at its `-done`. XLA counts
+no FLOPs or bytes of these programs, so this module counts them for each kernel.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from replicax.planning.rates import Rates
 
 __all__ = ["Done", "Kernel", "Schedule", "Start", "WhileLoop", "read_schedule"]
 
-# They move or name numbers, and compute none.
+# Opcodes that move or name numbers, but compute none.
 _MOVES = FREE | {
     "broadcast",
     "concatenate",
@@ -81,9 +81,9 @@ class Kernel:
         return of_products + self.elementwise / rate
 
     def seconds(self, rates: Rates) -> float:
-        """Compute its seconds: the longer one of its FLOPs and of its bytes, and a bit.
+        """Compute the kernel's time: the longer of FLOPs and bytes, plus the overhead.
 
-        At the rates that kernels attain, not at the peaks.
+        The rates are those that kernels attain, not the peaks.
         """
         computes = self.compute_seconds(rates) / rates.attained_flops
         moves = self.bytes / (rates.memory_bandwidth * rates.attained_bandwidth)
@@ -92,7 +92,7 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Start:
-    """Begins a collective, which `Done` of the same name waits for."""
+    """Starts a collective; the `Done` of the same name waits for it."""
 
     name: str
     collective: Collective
@@ -107,7 +107,7 @@ class Done:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WhileLoop:
-    """A loop, whose parts come `times` times: once if its length is unknown."""
+    """A loop that runs its parts `times` times: once if the trip count is unknown."""
 
     times: int
     parts: "tuple[Part, ...]"
@@ -129,7 +129,7 @@ class Schedule:
     def seconds(
         self, rates: Rates, seconds_of: Callable[[Collective], float]
     ) -> tuple[float, float]:
-        """Compute the seconds of the kernels, and those in which none of them runs."""
+        """Compute the seconds with a running kernel, and the seconds without one."""
         return _play(self.parts, rates, seconds_of)
 
 
@@ -173,7 +173,7 @@ def _play(
 
 def _parts(call: Call, computations: Mapping[str, Computation]) -> Iterator[Part]:
     computation = computations[call.computation]
-    begun: dict[str, str] = {}  # Names of asynchronous instructions, and their start.
+    begun: dict[str, str] = {}  # From asynchronous instructions to their `-start`.
     for instruction in computation.values():
         opcode = instruction.opcode
         if opcode.endswith(("-update", "-done")) and instruction.operands:
@@ -200,7 +200,7 @@ def _parts(call: Call, computations: Mapping[str, Computation]) -> Iterator[Part
 def _collective_of(
     instruction: Instruction, call: Call, computations: Mapping[str, Computation]
 ) -> Collective | None:
-    """The collective that an instruction makes or, if it is asynchronous, wraps."""
+    """The collective of an instruction, or the one that an `async-start` wraps."""
     if instruction.opcode != "async-start":
         return read_collective(instruction, call)
     wrapped = [
@@ -239,7 +239,7 @@ def _count(
     computations: Mapping[str, Computation],
     products: dict[str, float],
 ) -> float:
-    """Count FLOPs other than those of products, which are added to `products`."""
+    """Return an instruction's elementwise FLOPs; add product FLOPs to `products`."""
     flops = product_flops(instruction, computation)
     if flops:
         (dtype, _), *_ = arrays(computation[instruction.operands[0]].shape)
@@ -260,7 +260,7 @@ def _count(
 
 
 def _bytes_read(body: Computation, index: int) -> float:
-    """Bytes that a fusion reads of a parameter: only the parts that it takes."""
+    """Bytes that a fusion reads from a parameter; infinite: the whole array."""
     name = next(
         (
             i.name
