@@ -134,8 +134,8 @@ class Checkpoint:
         built.
 
         Args:
-            path: The result of `save` or `write`. None, the `latest_checkpoint` before
-                the first save: nothing is restored.
+            path: The result of `save` or `write`. None restores nothing:
+                `latest_checkpoint` returns it before the first save.
 
         Returns:
             A status with `assert_consumed()`, which raises if the path was None, and
@@ -182,7 +182,7 @@ class Checkpoint:
         entries = [entry for binding in bindings.values() for entry in binding.entries]
         status = compare(entries, contents, path, waiting)
         worker = workers.current()
-        _write_arrays(entries, contents)
+        _set_arrays(entries, contents)
         for entry in entries:
             if isinstance(entry, ValueEntry) and entry.name in contents.values:
                 saved = contents.values[entry.name]
@@ -204,7 +204,7 @@ class Checkpoint:
             _build_optimizers(self._objects())
         entries = self._bind()[name].entries
         missing = compare(entries, contents, path).expect_partial().missing
-        _write_arrays(entries, contents)
+        _set_arrays(entries, contents)
         status.note_built(name, missing, [entry.name for entry in entries])
 
     def _objects(self) -> dict[str, PyTree]:
@@ -214,7 +214,7 @@ class Checkpoint:
         for value in self._objects().values():
             if isinstance(value, keras.Model):
                 value.jax_state_sync()  # During fit the loop holds the model's values.
-        # As in `apply`, so that both have the same names.
+        # Also done in `apply`: save and restore must find the same names.
         _build_optimizers(self._objects())
         return [entry for binding in self._bind().values() for entry in binding.entries]
 
@@ -238,8 +238,8 @@ class Checkpoint:
         return bindings
 
 
-def _write_arrays(entries: Iterable[Entry], contents: Contents) -> None:
-    """Set the arrays that are in a checkpoint, also those on servers."""
+def _set_arrays(entries: Iterable[Entry], contents: Contents) -> None:
+    """Set the objects' arrays, also those on servers, to a checkpoint's."""
     for entry in entries:
         if isinstance(entry, ArrayEntry) and entry.name in contents.arrays:
             entry.write(contents.arrays[entry.name])

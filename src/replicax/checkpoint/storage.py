@@ -113,7 +113,7 @@ def remove(path: Path) -> None:
 
 
 def _manifest(contents: Contents) -> JSONObject:
-    """Describe the contents for the manifest, which adds checksums of files."""
+    """Describe the contents for `write_manifest`, which adds the files' checksums."""
     arrays = {
         name: {"shape": list(x.shape), "dtype": str(x.dtype), "crc32": _crc32(x)}
         for name, x in contents.arrays.items()

@@ -34,8 +34,8 @@ HEAP_BYTES = 31 * 2**20
 
 XLA allocates all intermediate arrays of a step together. glibc's malloc learns to keep
 blocks of up to 32 MiB; a larger block comes from the kernel and returns to it, page by
-page, in every step. In pieces of 31 MiB a step of the benchmark's MLP takes 37 ms on
-two devices, in pieces of 48 MiB 61; the transformer takes 842 and 785 ms.
+page, in every step. With pieces of 31 or 48 MiB a step of the benchmark's MLP takes 37
+or 61 ms on two devices, a step of the transformer 842 or 785 ms.
 """
 
 # The XLA of JAX 0.10 to 0.12 has this flag. To ask XLA would take 20 ms.
@@ -101,8 +101,9 @@ def compiler_options(
 ) -> dict[str, int | str]:
     """Return the `compiler_options` of `jax.jit` for a step on CPUs.
 
-    Flags of the user in `XLA_FLAGS` are not overridden. XLA would warn of each array
-    that is larger than `HEAP_BYTES`; the largest one has `largest_bytes`, if known.
+    Flags of the user in `XLA_FLAGS` are not overridden. `largest_bytes` is the size of
+    the largest array, if known; above `HEAP_BYTES` there is no limit on allocations,
+    since XLA would warn of each array that is larger than the limit.
 
     Raises:
         OSError: If `XLA_FLAGS` names a file of flags that cannot be read.

@@ -4,6 +4,6 @@ A strategy consists of devices, options of communication, a home (`home`: the pl
 of variables, and who makes their updates) and a runner (`runner`: finds and dispatches
 compiled programs). The engine does the rest.
 
-This folder knows nothing of models: `keras/`, which it installs, is below it and knows
-a strategy by the protocols of the engine.
+This folder imports no models. It installs the hooks of `keras/`, the layer below, which
+knows a strategy only by the engine's protocols.
 """

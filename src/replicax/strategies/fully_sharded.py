@@ -30,10 +30,11 @@ class FullyShardedStrategy(MultiWorkerMirroredStrategy):
     Args:
         devices: As for `rx.MirroredStrategy`; on one machine only.
         cluster_resolver: As for `rx.MultiWorkerMirroredStrategy`.
-        cross_device_ops: The all-reduce of gradients over the replicas.
+        cross_device_ops: Sums gradients over the replicas; its `scatter` sums those of
+            sharded weights.
         communication_options: Options of the gradients' communication.
-        check_replicas_every: Number of steps between two comparisons of the variables
-            that are not sharded.
+        check_replicas_every: Number of steps between two comparisons of the replicas'
+            copies of variables that are not sharded.
         check_input: As for `rx.MultiWorkerMirroredStrategy`.
         timeouts: As for `rx.MultiWorkerMirroredStrategy`.
 

@@ -41,7 +41,7 @@ __all__ = [
 
 T = TypeVar("T")
 Agreement = Callable[[Program, Sequence[jax.Array], Sequence[ArrayLike]], None]
-"""Compares a new program, its variables' values and its arrays with other workers'."""
+"""Compares a new program, its variables' values and its arguments between workers."""
 
 _CHECK_REPLICAS = Operation("check_replicas", b"check_replicas;")
 
@@ -67,7 +67,7 @@ class ProgramRunner:
         self._agree = agree
         self._check_every = check_every
         self._num_steps = 0
-        # One object each: they are compared in every step.
+        # Made once: every step compares the arrays' shardings with them.
         self._mirrored, self._per_replica = group.mirrored, group.per_replica
 
     def run(
@@ -121,9 +121,9 @@ class ProgramRunner:
         except UndeclaredVariableError:
             if options.variables is None or not is_new:
                 raise
-            # Of a loss that reads another variable than the model's, for example.
+            # For example, the loss reads a variable that is not one of the model's.
             options = dataclasses.replace(options, variables=None)
-            program = self._made(fn, call, options)
+            program = self._new_program(fn, call, options)
             out = self.call(program, call.arrays)
         if is_new:
             programs.keep(fn, (call.key, options), program)
@@ -140,12 +140,13 @@ class ProgramRunner:
     ) -> Program:
         """Return the program of `run_placed`, from the cache or newly traced."""
         return programs.get(
-            fn, (call.key, options), lambda: self._made(fn, call, options)
+            fn, (call.key, options), lambda: self._new_program(fn, call, options)
         )
 
-    def _made(
+    def _new_program(
         self, fn: Callable[..., PyTree], call: FlatCall, options: Options
     ) -> Program:
+        # Inside a `jax.jit` trace even new arrays are tracers.
         _refuse_tracer(jnp.zeros(()))
         arguments = call.make_arguments()
         _refuse_datasets(arguments.statics)
@@ -189,7 +190,7 @@ class ProgramRunner:
     def dispatch(self, call: Callable[[], T], operation: Operation | None = None) -> T:
         """Dispatch a program: serialized over all threads, noted for the order check.
 
-        Without a collective `operation` no other worker takes part in it.
+        `operation` is what all workers take part in; None: only this worker does.
         """
         watch = self._workers.watch
         if watch is not None and operation is not None:
@@ -228,8 +229,8 @@ class ProgramRunner:
             return device_put.rows(self.group.local_part(array), wanted)
         if array.sharding == wanted:
             return array
-        # A copy first: the placed array may alias a variable's memory on one device,
-        # which the program donates (`may_alias=False` does not prevent it).
+        # Copied first: on one device the placed array may share a variable's memory,
+        # and the program donates that (`may_alias=False` does not prevent it).
         if kind is Kind.MIRRORED:
             return device_put.laid_out(jnp.copy(array), wanted)
         return device_put.rows(self.group.local_part(jnp.copy(array)), wanted)
@@ -284,24 +285,25 @@ def _refuse_tracer(array: object) -> None:
 
 def _refuse_tracing() -> None:
     """Raise if this thread is inside a trace of `jax.jit`."""
-    if type(find_top_trace(())) is _kind_of_trace():
+    if type(find_top_trace(())) is _jit_trace_type():
         if is_in_run():
             raise ContextError(
-                "Strategy.run: called inside a replica function, by what it gave to "
-                "merge_call. The replicas run already: call the function itself."
+                "Strategy.run: called in a function passed to merge_call, so inside a "
+                "replica function. The replicas run already: call fn directly."
             )
         raise _inside_a_transformation()
 
 
 @functools.cache
-def _kind_of_trace() -> type:
-    found: list[type] = []
-    jax.make_jaxpr(lambda: found.append(type(find_top_trace(()))))()
-    return found[0]
+def _jit_trace_type() -> type:
+    """The type of `jax.jit`'s traces, for which JAX has no public name."""
+    types: list[type] = []
+    jax.make_jaxpr(lambda: types.append(type(find_top_trace(()))))()
+    return types[0]
 
 
 def _inside_a_transformation() -> ContextError:
     return ContextError(
         "Strategy.run: called inside a JAX transformation such as jax.jit. "
-        "run compiles by itself; take the decorator away (like @tf.function)."
+        "run compiles by itself: remove the jax.jit around it (in TF: @tf.function)."
     )

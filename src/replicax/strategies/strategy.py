@@ -77,12 +77,13 @@ class Strategy(DatasetMaker):
         shard_weights: bool = False,
         split: ModelSplit | None = None,
     ) -> None:
-        """Make a strategy; only subclasses do, which say what most arguments are.
+        """Make a strategy. Only subclasses call it; they document most arguments.
 
         `workers` are the processes of the devices, in the devices' order. `first_seed`
-        is the number of the first of these replicas among those of all workers.
-        With `updates_at_home` the home makes the updates, after a program. `split` says
-        how a replica's weights are sharded over several devices.
+        is how many replicas of other workers precede these, in the order that gives
+        every replica its own random numbers. With `updates_at_home` the home updates
+        variables after a program, not in it. `split` says how a replica's weights are
+        sharded over several devices.
         """
         name = type(self).__name__
         _check_options(
@@ -163,12 +164,12 @@ class Strategy(DatasetMaker):
         raise TypeError(
             f"{self!r} cannot be copied or pickled: it holds devices, and variables "
             "belong to it. Make a strategy in each process; in a class that is copied, "
-            "use rx.get_strategy() and keep none."
+            "call rx.get_strategy() when needed, and do not store the strategy."
         )
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process does what only one must do, such as exporting."""
+        """Whether this process acts for all, for example to export a model."""
         return self._workers.is_chief
 
     @property
@@ -246,8 +247,8 @@ class Strategy(DatasetMaker):
         Args:
             reduce_op: `ReduceOp.SUM` or `ReduceOp.MEAN`.
             value: A `PerReplica`, or a pytree with such leaves.
-            axis: None combines the replicas' values element by element. A dimension of
-                the per-replica value is reduced as well: with 2 replicas that hold
+            axis: None combines the replicas' values element by element. A number also
+                reduces that dimension of each value: with 2 replicas that hold
                 `[1, 2]` and `[3, 4]`, SUM over None gives `[4, 6]` and over 0 gives 10.
 
         Returns:
@@ -290,8 +291,8 @@ class Strategy(DatasetMaker):
     def experimental_local_results(self, value: PyTree) -> tuple[PyTree, ...]:
         """Return this process' values of a `PerReplica`, one per local replica.
 
-        Of a pytree with such leaves one pytree per local replica, in which anything
-        else is repeated; `(value,)` if there is none.
+        For a pytree with such leaves, return one pytree per local replica, each with
+        all other leaves; without such leaves, return `(value,)`.
         """
         return combine.local_results(value)
 
