@@ -6,7 +6,7 @@ import types
 import jax
 import pytest
 
-from replicax._util.signatures import named_parameters, positional_count
+from replicax._util.signatures import positional_count
 
 
 def anyhow(fn):
@@ -145,15 +145,3 @@ def test_of_neither():
         positional_count(lambda a, b, c: None, 1)
     with pytest.raises(TypeError, match="neither"):
         positional_count(lambda **kwargs: None, 1)
-
-
-def test_named_parameters():
-    def fn(features, labels, mode, params):
-        pass
-
-    for made in (fn, anyhow(fn), wrapped(fn), functools.partial(anyhow(fn))):
-        assert list(named_parameters(made)) == ["features", "labels", "mode", "params"]
-    given = functools.partial(fn, params={"units": 8})
-    for made in (given, anyhow(given)):
-        assert list(named_parameters(made)) == ["features", "labels", "mode"]
-    assert list(named_parameters(anyhow(len))) == ["args", "kwargs"]

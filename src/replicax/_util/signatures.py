@@ -10,7 +10,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-__all__ = ["named_parameters", "positional_count"]
+__all__ = ["positional_count"]
 
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 
@@ -91,24 +91,6 @@ def _behind(fn: Any) -> Iterator[tuple[Any, int]]:
         yield from _functions(inspect.getclosurevars(fn).nonlocals.values())
     else:
         yield from _functions(getattr(fn, "__dict__", {}).values())
-
-
-def named_parameters(fn: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Return a function's parameters, without those that `functools.partial` binds.
-
-    For a decorator's `*args, **kwargs` they are those of the wrapped function, if it
-    can be found.
-    """
-    given: set[str] = set()
-    while True:
-        if isinstance(fn, functools.partial):
-            given.update(fn.keywords)
-        parameters = inspect.signature(fn).parameters
-        inner = [x for x, num_given in _behind(fn) if num_given == 0]
-        kinds = {parameter.kind for parameter in parameters.values()}
-        if kinds != {_ANY.kind, inspect.Parameter.VAR_KEYWORD} or len(inner) != 1:
-            return {n: p for n, p in parameters.items() if n not in given}
-        (fn,) = inner
 
 
 def _functions(values: Iterable[Any]) -> Iterator[tuple[Any, int]]:

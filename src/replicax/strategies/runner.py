@@ -29,7 +29,7 @@ from replicax.engine.replay import is_in_run
 from replicax.engine.scope import called_in, current_call, current_context
 from replicax.engine.signature import FlatCall, Kind, Options, Outputs, flatten_call
 from replicax.engine.values import PerReplica, is_per_replica
-from replicax.engine.variables import UndeclaredVariableError, Variable
+from replicax.engine.variables import UndeclaredVariableError
 from replicax.errors import ContextError
 from replicax.input.distributed import DistributedInput
 from replicax.input.sources import is_dataset
@@ -155,22 +155,6 @@ class ProgramRunner:
             program = Program(fn, self.group, arguments, call.arrays, options)
         self._strategy.home.require_owned(program.variables, program.name)
         return program
-
-    def variables_of(
-        self, fn: Callable[..., PyTree], args: Sequence[PyTree]
-    ) -> list[Variable]:
-        """Trace `fn` like `run`, without running it; return the variables it uses.
-
-        The trace creates the variables of layers that `fn` makes.
-        """
-        require_cross_replica("run")
-        call = flatten_call(args, {}, self._place)
-
-        def discovered() -> list[Variable]:
-            program = Program(fn, self.group, call.make_arguments(), call.arrays)
-            return program.variables
-
-        return called_in(self._strategy, discovered)
 
     def call(self, program: Program, arrays: Sequence[ArrayLike]) -> PyTree:
         """Run a program, store the variables' new values, compare replicas if due."""
