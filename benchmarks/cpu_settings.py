@@ -12,8 +12,6 @@ import resource
 import statistics
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 SETTINGS = ("on", "tuned")
 SECONDS = 5.0
@@ -26,30 +24,15 @@ parser.add_argument("--child", action="store_true", help="print one measurement"
 
 def measure(key: str) -> None:
     """Print the milliseconds of a step, and the peak memory in MiB."""
-    import keras
-    import numpy as np
-
     import replicax as rx
 
-    sys.path.insert(0, str(Path(__file__).parent / "bench" / "peers"))
-    import keras_models
-    from cases import CASES
-
-    case = CASES[key]
     rx.set_logical_devices(2)
-    with rx.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
-        model = keras_models.build(keras, case)
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(keras_models.optimizer_of(keras, case), loss)
-    x, y = case.data(case.batch)
+    import keras
 
-    def fit(steps: int) -> float:
-        rows = np.arange(steps * case.batch) % len(x)
-        begin = time.perf_counter()
-        model.fit(x[rows], y[rows], batch_size=case.batch, verbose=0, shuffle=False)
-        return (time.perf_counter() - begin) / steps
+    from whole_batch_cost import CASES, fitter
 
-    fit(2)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    fit = fitter(CASES[key], rx.MirroredStrategy(["cpu:0", "cpu:1"]), loss)
     fit(steps := max(2, round(SECONDS / fit(3) / 2)))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
     print(fit(steps) * 1e3, peak)

@@ -29,14 +29,17 @@ parser.add_argument("--rounds", type=int, default=15)
 parser.add_argument("--seconds", type=float, default=1.0, help="of one timing")
 
 
-def fitter(case: Case, strategy: rx.Strategy, *, gathers: bool) -> Any:
+def crossentropy(y: Any, logits: Any) -> Any:
+    """The loss of the cases, as a function that replicax does not know."""
+    import keras
+
+    return keras.losses.sparse_categorical_crossentropy(y, logits, from_logits=True)
+
+
+def fitter(case: Case, strategy: rx.Strategy, loss: Any) -> Any:
     """A function that makes some steps of `fit` and returns the seconds of one."""
     import keras
 
-    def crossentropy(y: Any, logits: Any) -> Any:
-        return keras.losses.sparse_categorical_crossentropy(y, logits, from_logits=True)
-
-    loss = crossentropy if gathers else rx.losses.per_example(crossentropy)
     keras.utils.set_random_seed(0)
     with strategy.scope():
         model = keras_models.build(keras, case)
@@ -60,9 +63,8 @@ def main(cases: str, rounds: int, seconds: float) -> None:
     print("| case | ms a step | gathered | ratio, median (min to max) |")
     print("|---|---|---|---|")
     for key in cases:
-        own, whole = (
-            fitter(CASES[key], strategy, gathers=gathers) for gathers in (False, True)
-        )
+        losses = (rx.losses.per_example(crossentropy), crossentropy)
+        own, whole = (fitter(CASES[key], strategy, loss) for loss in losses)
         steps = max(2, round(seconds / min(own(2), whole(2))))
         pairs = [(own(steps), whole(steps)) for _ in range(rounds)]
         ratios = sorted(b / a for a, b in pairs)

@@ -164,12 +164,17 @@ class StatelessStep(keras.Sequential):
         )
         return self.compute_loss(x, y, outputs), non_trainable
 
+    def change(self, values: Any) -> Any:
+        """Change the new weights; subclasses override it."""
+        return values
+
     def train_step(self, state: Any, data: Any) -> Any:
         trainable, non_trainable, slots, metrics = state
         (loss, non_trainable), grads = jax.value_and_grad(self.loss_of, has_aux=True)(
             trainable, non_trainable, *data
         )
         trainable, slots = self.optimizer.stateless_apply(slots, grads, trainable)
+        trainable = self.change(trainable)
         return {"loss": loss}, (trainable, non_trainable, slots, metrics)
 
 

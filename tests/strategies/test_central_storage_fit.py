@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import pytest
 from keras import layers
+from tests.strategies.parity import StatelessStep
 
 import replicax as rx
 
@@ -42,28 +43,6 @@ def fitted(model: Any, data: Any, **options: Any) -> Any:
         *data, BATCH_SIZE, verbose=0, **{"epochs": 2, "shuffle": False} | options
     )
     return state(model), history.history
-
-
-class StatelessStep(keras.Sequential):
-    """A `train_step` as the Keras guide for JAX has it."""
-
-    def loss_of(self, trainable: Any, non_trainable: Any, x: Any, y: Any) -> Any:
-        outputs, non_trainable = self.stateless_call(
-            trainable, non_trainable, x, training=True
-        )
-        return self.compute_loss(x, y, outputs), non_trainable
-
-    def change(self, values: Any) -> Any:
-        return values
-
-    def train_step(self, state: Any, data: Any) -> Any:
-        trainable, non_trainable, slots, metrics = state
-        (loss, non_trainable), grads = jax.value_and_grad(self.loss_of, has_aux=True)(
-            trainable, non_trainable, *data
-        )
-        trainable, slots = self.optimizer.stateless_apply(slots, grads, trainable)
-        trainable = self.change(trainable)
-        return {"loss": loss}, (trainable, non_trainable, slots, metrics)
 
 
 @pytest.mark.parametrize(
