@@ -67,10 +67,10 @@ class ReplicaStep:
         inputs: The variables whose values it takes: `written`, then those only read.
         updates: The updates that are made after the replicas' part of each step, on
             arrays laid out in blocks.
-        divides_updates: Whether the devices divide the updates, which are `updates`.
+        divides_updates: Whether the devices divide the updates listed in `updates`.
         unused: With deferred updates, ids of variables that the function reads but does
             not use, such as optimizer state. They are no inputs.
-        overwritten: Likewise, ids of those of `written` whose old values are unused.
+        overwritten: Ids of those of `written` whose old values are then unused, too.
         analysis: The facts under which the function is traced.
         mirrored_sums: Ids of variables of aggregation `"sum"` to which, by the last
             trace, all replicas assign the same value.

@@ -181,7 +181,7 @@ def stateless_apply_with_loss_scale(
     grads: PyTree,
     trainable_variables: PyTree,
 ) -> PyTree:
-    """`LossScaleOptimizer.stateless_apply`; checks the combined gradients likewise."""
+    """`LossScaleOptimizer.stateless_apply`, which checks the combined gradients."""
     context = current_context()
     grads = list(grads)
     if context is None or (context.defers_updates and not grads):

@@ -44,7 +44,7 @@ def check(
         path: Where the original is. Modules beside it can be imported.
         original: The original's text, for its line numbers.
         ported: The ported texts of the original, and of modules beside it.
-        arguments: What the script gets on its command line.
+        arguments: Command-line arguments of the script.
         limit_seconds: A script that takes longer is ended.
 
     Returns:

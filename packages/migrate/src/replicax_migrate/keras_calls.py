@@ -37,7 +37,7 @@ __all__ = ["RULES", "plan_arguments", "problems"]
 def _reader(site: CallSite) -> Expression:
     if named(site.updated, "format") is not None:
         return site.of_target()
-    site.note("the data come from Grain: `map` gets one argument, a batch")
+    site.note("the data come from Grain: pass `map` a function of one batch")
     grain = keyword("format", site.script.string("grain"))
     return site.of_target([*site.updated.args, grain])
 

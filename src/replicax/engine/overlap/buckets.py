@@ -252,10 +252,10 @@ def bucket_blocks(
 def made_meanwhile(
     buckets: Sequence[Sequence[int]], origins: Sequence[Origin]
 ) -> dict[int, int]:
-    """For gradients that are put off, the number of the bucket that travels meanwhile.
+    """For each deferred gradient, the number of the bucket that travels meanwhile.
 
-    Each bucket gets one, of the next bucket that has a product left; and another one,
-    for gathers of weights may travel as well.
+    Each bucket hides behind two products of later buckets, if there are any: the second
+    product serves the gathers of weights, which may travel as well.
     """
     left = [[i for i in bucket if origins[i].product] for bucket in buckets]
     meanwhile: dict[int, int] = {}
