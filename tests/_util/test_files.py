@@ -70,6 +70,22 @@ def test_what_is_there_is_replaced_only_if_asked_for(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_an_empty_folder_reserves_its_name_until_it_is_filled(tmp_path, monkeypatch):
+    path = tmp_path / "x"
+    path.mkdir()
+    renamed = []
+    rename = Path.rename
+
+    def record(source: Path, target: Path) -> Path:
+        renamed.append(source)
+        return rename(source, target)
+
+    monkeypatch.setattr(Path, "rename", record)
+    fill(path, "1", replace=True)
+    assert renamed == [part_of(path)]  # Nobody can take the name between two renames.
+    assert text_of(path) == "1"
+
+
 def test_a_process_that_ends_between_two_renames(tmp_path):
     path = tmp_path / "x"
     fill(path, "1")

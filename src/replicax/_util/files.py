@@ -102,11 +102,13 @@ def temporary_folder(part: Path) -> Iterator[Path]:
 def publish(part: Path, path: Path, *, replace: bool = False) -> None:
     """Fsync a folder and its contents, rename it to `path`, fsync the rename.
 
-    With `replace` it replaces an older folder. A process that is killed between the two
-    renames leaves the older one under a name that `complete_folder` knows.
+    An empty folder at `path` is replaced by one rename, so it reserves the name. With
+    `replace`, a folder that has files is replaced by two renames. A process that is
+    killed between the two leaves the older one under a name that `complete_folder`
+    knows.
 
     Raises:
-        FileExistsError: If `path` exists, and `replace` is False.
+        FileExistsError: If `path` exists and has files, and `replace` is False.
         OSError: If a step fails. The older folder is still there.
     """
     for root, _, files in os.walk(part, topdown=False):
@@ -114,15 +116,16 @@ def publish(part: Path, path: Path, *, replace: bool = False) -> None:
             _fsync(os.path.join(root, file))
         _fsync(root)
     old = _old_of(path)
-    if replace and path.exists():
-        _delete(old)
-        path.rename(old)
     try:
         part.rename(path)
     except OSError as error:
-        if path.exists():
+        if not path.exists():
+            raise
+        if not replace:
             raise FileExistsError(errno.EEXIST, "exists", os.fspath(path)) from error
-        raise
+        _delete(old)
+        path.rename(old)
+        part.rename(path)
     _fsync(path.parent)
     if replace:
         _delete(old)
