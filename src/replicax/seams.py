@@ -8,8 +8,8 @@ servers hold variables, `home.begin()` (fetch newer values), `home.settle()` (wa
 from replicax._private.keras import current_scope as current_scope
 from replicax._private.keras import set_value as set_value
 
-# Strategies take devices from a dry run, and pass it their programs.
-from replicax._util.dry_run import dry_running as dry_running
+# All strategies use these devices, whichever a script names.
+from replicax._util.stand_ins import using_devices as using_devices
 
 # Files of arrays and JSON values, with checksums; polls a folder for new checkpoints.
 from replicax.checkpoint import storage as storage

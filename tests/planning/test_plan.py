@@ -15,11 +15,11 @@ from jax.experimental.compilation_cache import compilation_cache
 from rich.console import Console
 
 import replicax as rx
-from replicax._util.dry_run import dry_running
 from replicax.errors import DeviceError
 from replicax.planning.capture import Capture
 from replicax.planning.report import Plan
 from replicax.planning.topology import find_topology
+from replicax.strategies.dry_run import dry_running
 
 TPUS = ["v4:2x2x1", "v5e:2x4", "v5e:16x16", "v5p:4x4x4", "v6e:4x4"]
 SIZES = {"cpu:4": 4, "cpu:8": 8, "v4:2x2x1": 4, "v5e:2x4": 8, "v5e:16x16": 256}

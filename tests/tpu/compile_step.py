@@ -39,8 +39,8 @@ from jax.experimental import mesh_utils, topologies  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
 import replicax as rx  # noqa: E402
-from replicax._util.dry_run import dry_running  # noqa: E402
 from replicax.cluster.tpu_system import topology_of  # noqa: E402
+from replicax.strategies.dry_run import dry_running  # noqa: E402
 from replicax.strategies.strategy import Strategy  # noqa: E402
 
 PER_REPLICA = 16

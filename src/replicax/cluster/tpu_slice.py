@@ -11,8 +11,8 @@ from pathlib import Path
 import jax
 
 from replicax._private.jax import has_devices, is_tpu_vm, skip_platform
-from replicax._util.dry_run import current_dry_run
 from replicax._util.listing import listed
+from replicax._util.stand_ins import stand_in_devices
 from replicax.cluster.config import TaskConfig
 from replicax.cluster.resolvers import KnownCluster
 from replicax.cluster.spec import ClusterSpec
@@ -123,7 +123,7 @@ class TPUClusterResolver(KnownCluster):
                 f"TPUClusterResolver: tpu is a string or None; got {tpu!r}. Leave it "
                 "out for the TPU of this machine."
             )
-        is_here = _speaks_of_tpus(os.environ) or current_dry_run() is not None
+        is_here = _speaks_of_tpus(os.environ) or stand_in_devices() is not None
         if tpu is None and not is_here:
             raise ClusterConfigError(
                 "TPUClusterResolver: there is no TPU on this machine, and nothing in "

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from replicax._private.jax import is_tpu_vm
-from replicax._util.dry_run import current_dry_run
+from replicax._util.stand_ins import stand_in_devices
 from replicax.cluster.detection import detect
 from replicax.cluster.environments.base import IncompleteError
 from replicax.cluster.joining import join, join_running
@@ -127,8 +127,8 @@ def join_slice(
         DeviceError: If the environment describes a slice, but there are no chips here.
         ClusterError: If a host is absent at the start-up deadline.
     """
-    if current_dry_run() is not None:
-        return Workers()  # One process describes the devices of all.
+    if stand_in_devices() is not None:
+        return Workers()  # They are the devices of all hosts.
     if resolver.num_hosts == 1 and not jax.distributed.is_initialized():
         return Workers()
     if resolver.num_hosts > 1 and not is_tpu_vm():
@@ -213,11 +213,11 @@ def tpu_devices(workers: Workers, caller: str) -> list[Any]:
         DeviceError: If JAX has no TPU here; the message says where it was looked for.
         ClusterConfigError: If the chips belong to more hosts than are known.
     """
-    dry_run = current_dry_run()
-    if dry_run is not None and dry_run.home is None:
-        return list(dry_run.devices)  # CPU devices stand in for a slice.
+    stand_ins = stand_in_devices()
+    if stand_ins is not None:
+        return sorted(stand_ins, key=lambda d: (d.process_index, d.id))
     try:
-        devices = jax.devices() if dry_run is None else list(dry_run.devices)
+        devices = jax.devices()
     except RuntimeError as error:  # A platform of JAX does not start.
         raise DeviceError(
             f"{caller}: JAX could not start its devices: {error}. {_search_report()}"
@@ -230,7 +230,7 @@ def tpu_devices(workers: Workers, caller: str) -> list[Any]:
             f"{'device' if len(devices) == 1 else 'devices'}. {_search_report()}"
         )
     hosts = {d.process_index for d in devices}
-    if dry_run is None and len(hosts) != workers.count:
+    if len(hosts) != workers.count:
         raise ClusterConfigError(
             f"{caller}: the TPU's chips belong to {len(hosts)} hosts, but "
             f"{workers.count} of them "

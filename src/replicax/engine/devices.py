@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import jax
 
 from replicax._private.jax import has_devices
-from replicax._util.dry_run import current_dry_run, is_described
 from replicax._util.gpus import visible_gpus
+from replicax._util.stand_ins import is_described, stand_in_devices
 from replicax._util.waiting import Announced
 from replicax.cluster.tpu_slice import skip_libtpu_without_chips
 from replicax.cpu.memory import share_one_heap
@@ -65,8 +65,8 @@ def set_logical_devices(n: int) -> None:
         raise ValueError(
             f"set_logical_devices: n must be a positive integer; got n={n!r}."
         )
-    if current_dry_run() is not None:
-        return  # Strategies take those of the dry run.
+    if stand_in_devices() is not None:
+        return
     try:
         jax.config.update("jax_num_cpu_devices", n)
     except RuntimeError as error:
@@ -111,6 +111,9 @@ def check_cpu_pool(devices: Sequence[Device]) -> None:
 
 def default_devices() -> list[Device]:
     """Return all visible accelerators of this process, else its CPU devices."""
+    stand_ins = stand_in_devices()
+    if stand_ins is not None:
+        return list(stand_ins)
     before_start()
     with Announced("starting JAX's devices"):
         return jax.local_devices()
@@ -152,8 +155,9 @@ def resolve_devices(devices: Sequence[str | Device], caller: str) -> list[Device
             "Name each, as in devices=['gpu:0', 'gpu:1'], or leave devices out to use "
             "all accelerators."
         )
-    if current_dry_run() is not None:
-        return default_devices()[:1]  # A strategy takes the dry run's instead.
+    stand_ins = stand_in_devices()
+    if stand_ins is not None:
+        return list(stand_ins)
     before_start()
     found = [_resolve(d, caller) for d in devices]
     if not found:
@@ -281,9 +285,7 @@ def list_physical_devices(device_type: str | None = None) -> list[PhysicalDevice
         [PhysicalDevice(name='cpu:0', device_type='CPU')]
     """
     devices = [PhysicalDevice("cpu:0", "CPU")]
-    if current_dry_run() is not None:
-        pass  # A plan's devices need not be here.
-    elif has_devices():
+    if has_devices():
         started = [d for d in jax.local_devices() if d.platform != "cpu"]
         devices += [PhysicalDevice(device_name(d), d.platform.upper()) for d in started]
     else:

@@ -189,6 +189,11 @@ class Home(Protocol):
 class Runner(Protocol):
     """Runs functions on a strategy's replicas, each as one compiled program."""
 
+    @property
+    def is_dry(self) -> bool:
+        """Whether programs are compiled for a plan, and not run."""
+        ...
+
     def run_placed(
         self,
         fn: Callable[..., PyTree],

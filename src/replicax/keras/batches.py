@@ -9,7 +9,6 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from replicax._util.arguments import short
-from replicax._util.dry_run import runs_programs
 from replicax._util.types import PyTree
 from replicax.engine import device_put
 from replicax.engine.composites import is_composite, is_key, one_of
@@ -145,9 +144,7 @@ def _copied(path: PyTree, x: PyTree) -> PyTree:
     x = as_rows(x, path)
     if isinstance(x, RowArray):
         return x.copy()
-    # A dry run does not read values, and its batch may be as large as that of a pod.
-    is_read = isinstance(x, np.ndarray) and runs_programs()
-    return x.copy() if is_read else x
+    return x.copy() if isinstance(x, np.ndarray) else x
 
 
 def _stacked(chunk: list[PyTree]) -> tuple[PyTree, list[PyTree]] | None:

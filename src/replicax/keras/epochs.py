@@ -236,8 +236,9 @@ class Epochs:
             self._group,
             self.steps_per_execution,
             local=isinstance(adapter, DistributedAdapter) and adapter.is_local,
-            # An adapter of arrays makes new arrays for each batch.
-            reused=not is_array_adapter(adapter),
+            # An adapter of arrays makes new arrays for each batch. A dry run reads no
+            # values, and its batch may be as large as that of a pod.
+            reused=not (is_array_adapter(adapter) or self._strategy.runner.is_dry),
             recorder=self.recorder,
         )
 

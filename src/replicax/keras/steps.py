@@ -21,7 +21,6 @@ import numpy as np
 
 from replicax._private import keras as internals
 from replicax._private.trainer import is_made_by_keras
-from replicax._util.dry_run import runs_programs
 from replicax._util.interrupts import raise_swallowed
 from replicax._util.signatures import positional_count
 from replicax._util.types import PyTree
@@ -299,7 +298,7 @@ class Steps:
         """Select the step for the variables that the model has and trains now."""
         self._function = _function_of(self._model, self._kind)
         groups = self._groups()
-        self._is_eager = _is_eager(self._model)
+        self._is_eager = _is_eager(self._model, self._strategy)
         key = (self._is_eager, *(tuple(map(id, group)) for group in groups))
         step = self._of_groups.get(key)
         if step is None:
@@ -367,7 +366,7 @@ class Steps:
 
 def group_of(model: keras.Model, strategy: StrategyLike) -> ReplicaGroup:
     """The replicas that get a model's batches: a single one with `run_eagerly`."""
-    if not _is_eager(model):
+    if not _is_eager(model, strategy):
         return strategy.group
     num_workers = len(strategy.workers.names)
     if num_workers > 1 or not strategy.home.keeps_slots:
@@ -381,8 +380,8 @@ def group_of(model: keras.Model, strategy: StrategyLike) -> ReplicaGroup:
     return strategy.group.alone()
 
 
-def _is_eager(model: keras.Model) -> bool:
-    return bool(model.run_eagerly) and runs_programs()
+def _is_eager(model: keras.Model, strategy: StrategyLike) -> bool:
+    return bool(model.run_eagerly) and not strategy.runner.is_dry
 
 
 def _refuse_stateful(model: keras.Model, strategy: StrategyLike) -> None:

@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from replicax._private.jax import attention_of_card
 from replicax._util.arrays import dtype_on_devices
-from replicax._util.dry_run import dry_running, is_described
+from replicax._util.stand_ins import is_described
 from replicax._util.types import PyTree
 from replicax.engine.devices import Device
 from replicax.engine.group import ReplicaGroup
@@ -30,7 +30,7 @@ from replicax.engine.program import Program
 from replicax.engine.values import PerReplica, is_per_replica
 from replicax.planning.cards import Card
 from replicax.planning.topology import DeviceTopology
-from replicax.strategies.dry_run import using_dry_run
+from replicax.strategies.dry_run import dry_running, using_dry_run
 from replicax.strategies.strategy import Strategy
 
 __all__ = [

@@ -5,7 +5,6 @@ from inspect import isclass
 from typing import Any
 
 from replicax._util import json_codec, random_state
-from replicax._util.dry_run import current_dry_run
 from replicax.cluster.config import TaskConfig, check_cluster
 from replicax.cluster.resolvers import (
     ClusterResolver,
@@ -22,7 +21,7 @@ from replicax.ps.serve import serve
 from replicax.ps.server_home import ServerHome
 from replicax.ps.session import Session
 from replicax.ps.worker_input import ElasticInputShard
-from replicax.strategies.dry_run import not_plannable
+from replicax.strategies.dry_run import current_receiver, refuse_dry_run
 from replicax.strategies.strategy import Strategy
 
 __all__ = ["ParameterServerStrategy"]
@@ -95,8 +94,8 @@ class ParameterServerStrategy(Strategy):
         cross_device_ops: CrossDeviceOps | None = None,
         timeouts: Timeouts | None = None,
     ) -> None:
-        if current_dry_run() is not None:
-            raise not_plannable("ParameterServerStrategy")
+        if current_receiver() is not None:
+            refuse_dry_run("ParameterServerStrategy")
         config = _cluster(cluster_resolver)
         timeouts = checked_timeouts(timeouts, "ParameterServerStrategy")
         workers = [task.name for task in config.cluster.workers]

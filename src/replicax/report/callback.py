@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from replicax._util.dry_run import current_dry_run
 from replicax.cluster.failure import num_restarts
 from replicax.keras import providers
 from replicax.keras.hooks import install
@@ -82,22 +81,22 @@ class Report(LateCallback):
         Raises:
             ValueError: If this `fit` has another `Report`.
         """
-        if current_dry_run() is not None:
-            return  # A dry run trains nothing and must not overwrite an existing page.
-        # Imported late: scripts without a report do not load the rendering modules.
-        from replicax.report.session import FitReport
-
         model: Any = self.model
         session = session_of(model)
         if session is None:
             raise RuntimeError(
                 "Report: called outside of fit. Pass it to fit(callbacks=[...])."
             )
+        if session.strategy.runner.is_dry:
+            return  # A plan trains nothing and must not overwrite an existing page.
         if session.recorder is not None:
             raise ValueError(
                 "Report: another Report of this fit was given; got a second one for "
                 f"{os.fspath(self.path)!r}. Pass one."
             )
+        # Imported late: scripts without a report do not load the rendering modules.
+        from replicax.report.session import FitReport
+
         page = self._page
         params = self.params or {}
         diagnoses = self.diagnosis

@@ -16,7 +16,6 @@ import keras
 import numpy as np
 from numpy.typing import ArrayLike
 
-from replicax._util.dry_run import current_dry_run
 from replicax.keras.session import LateCallback
 from replicax.strategies.current import get_strategy
 
@@ -269,8 +268,9 @@ def _array(value: object) -> np.ndarray:
 
 
 def _writes() -> bool:
-    """Whether this process is the chief, and no dry run."""
-    return current_dry_run() is None and get_strategy().is_chief
+    """Whether this process is the chief, and runs its programs."""
+    strategy = get_strategy()
+    return strategy.is_chief and not strategy.runner.is_dry
 
 
 def _frequency(name: str, value: object, words: Mapping[str, int]) -> int:

@@ -80,7 +80,7 @@ class CentralStorageStrategy(Strategy):
         name = "CentralStorageStrategy"
         devices = devices_of_one_kind(compute_devices, name, "compute_devices")
         if parameter_device is not None:
-            (home,) = resolve_devices([parameter_device], name)
+            home = resolve_devices([parameter_device], name)[0]
         else:
             home = devices[0] if len(devices) == 1 else _host(name)
         mesh = Mesh(np.array([home]), ("parameter",))

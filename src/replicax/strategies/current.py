@@ -3,8 +3,9 @@
 import functools
 from typing import Any
 
-from replicax._util.dry_run import DryRun
-from replicax.engine.devices import default_devices
+import jax
+
+from replicax.engine.devices import before_start
 from replicax.engine.replica import ReplicaContext
 from replicax.engine.scope import current_context, current_strategy
 from replicax.errors import ContextError
@@ -27,10 +28,8 @@ class DefaultStrategy(Strategy):
     _adopts = True
 
     def __init__(self) -> None:
-        super().__init__(default_devices()[:1])
-
-    def _joined_dry_run(self) -> DryRun | None:
-        return None  # It runs what a script does besides training.
+        before_start()
+        super().__init__(jax.local_devices()[:1])
 
 
 @functools.cache

@@ -1,13 +1,14 @@
-"""Strategies in a dry run, whose programs are compiled but not run."""
+"""Dry runs: a strategy's programs are passed to a `ProgramReceiver`, and not run."""
 
 import contextlib
 from collections.abc import Generator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
+from jax.sharding import NamedSharding
 from jax.typing import ArrayLike
 
 from replicax._private import keras as internals
-from replicax._util.dry_run import DryRun
+from replicax._util.stand_ins import using_devices
 from replicax._util.types import PyTree
 from replicax.engine.group import ReplicaGroup
 from replicax.engine.program import Program
@@ -16,52 +17,95 @@ from replicax.strategies.runner import ProgramRunner
 if TYPE_CHECKING:
     from replicax.strategies.strategy import Strategy
 
-__all__ = ["DryRunner", "not_plannable", "require_plannable", "using_dry_run"]
+__all__ = [
+    "DryRunner",
+    "ProgramReceiver",
+    "current_receiver",
+    "dry_running",
+    "refuse_dry_run",
+    "using_dry_run",
+]
 
 
-class DryRunner(ProgramRunner):
-    """Compiles programs for a dry run's devices, and passes them to the dry run.
+class ProgramReceiver(Protocol):
+    """The receiver of a dry run's programs."""
 
-    `num_devices` of the devices are used; None: all.
-    """
+    @property
+    def devices(self) -> Sequence[Any]:
+        """All devices that programs are compiled for."""
+        ...
 
-    def __init__(
-        self, group: ReplicaGroup, dry_run: DryRun, num_devices: int | None
-    ) -> None:
-        require_plannable(group)
-        super().__init__(group.on(dry_run.devices[:num_devices]), None, None)
-        self._dry_run = dry_run
+    @property
+    def home(self) -> NamedSharding:
+        """The sharding of all variables, on a device that can hold arrays."""
+        ...
 
-    def call(self, program: Program, arrays: Sequence[ArrayLike]) -> PyTree:
-        """Pass a program to the dry run; variables keep their values."""
-        values = internals.read_values(program.inputs)
-        return self._dry_run.call(self.group, program, values, arrays)
+    def call(
+        self,
+        group: ReplicaGroup,
+        program: Program,
+        values: Sequence[PyTree],
+        arrays: Sequence[ArrayLike],
+    ) -> PyTree:
+        """Replace `ProgramRunner.call` of a strategy with these replicas."""
+        ...
+
+
+_receiver: ProgramReceiver | None = None
+
+
+def current_receiver() -> ProgramReceiver | None:
+    """Return the receiver of this process' programs; None: programs are run."""
+    return _receiver
 
 
 @contextlib.contextmanager
-def using_dry_run(strategy: "Strategy", dry_run: DryRun) -> Generator[None]:
-    """While open, pass a strategy's programs to a dry run.
+def dry_running(receiver: ProgramReceiver) -> Generator[None]:
+    """Pass the programs of all strategies that the block creates to a receiver."""
+    global _receiver
+    with using_devices(receiver.devices):
+        _receiver = receiver
+        try:
+            yield
+        finally:
+            _receiver = None
+
+
+@contextlib.contextmanager
+def using_dry_run(strategy: "Strategy", receiver: ProgramReceiver) -> Generator[None]:
+    """While open, pass an existing strategy's programs to a receiver.
 
     Variables stay where they are. No other thread may use the strategy meanwhile.
     """
     runner = strategy.runner
-    num_devices = strategy.num_dry_run_devices
-    strategy.runner = DryRunner(strategy.group, dry_run, num_devices)
+    devices = receiver.devices[: strategy.max_devices]
+    strategy.runner = DryRunner(strategy.group.on(devices), receiver)
     try:
         yield
     finally:
         strategy.runner = runner
 
 
-def require_plannable(group: ReplicaGroup) -> None:
-    """Raise if plans do not support a strategy's updates."""
-    if group.updates_at_home:
-        raise not_plannable(type(group.strategy).__name__)
+class DryRunner(ProgramRunner):
+    """Passes programs to a receiver instead of running them."""
+
+    is_dry = True
+
+    def __init__(self, group: ReplicaGroup, receiver: ProgramReceiver) -> None:
+        if group.updates_at_home:
+            refuse_dry_run(type(group.strategy).__name__)
+        super().__init__(group, None, None)
+        self._receiver = receiver
+
+    def call(self, program: Program, arrays: Sequence[ArrayLike]) -> PyTree:
+        """Pass a program to the receiver; variables keep their values."""
+        values = internals.read_values(program.inputs)
+        return self._receiver.call(self.group, program, values, arrays)
 
 
-def not_plannable(name: str) -> NotImplementedError:
-    """Make the error for a strategy that plans do not support."""
-    return NotImplementedError(
+def refuse_dry_run(name: str) -> None:
+    """Raise for a strategy whose updates are made apart from its replicas."""
+    raise NotImplementedError(
         f"plan: the variables of {name} live apart from its replicas, which plans do "
         "not cover. Plan with a strategy whose replicas hold them: rx.MirroredStrategy,"
         " MultiWorkerMirroredStrategy, TPUStrategy, OneDeviceStrategy, "

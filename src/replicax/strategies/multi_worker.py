@@ -11,9 +11,9 @@ from jax.typing import ArrayLike
 
 from replicax._private import keras as internals
 from replicax._util.arguments import require_instance
-from replicax._util.dry_run import current_dry_run
 from replicax._util.hashes import digest
 from replicax._util.listing import listed
+from replicax._util.stand_ins import stand_in_devices
 from replicax._util.types import JSON
 from replicax._util.waiting import Announced
 from replicax._version import versions
@@ -117,23 +117,23 @@ class MultiWorkerMirroredStrategy(Strategy):
         timeouts = checked_timeouts(timeouts, name)
         if options.timeout_seconds is not None:
             timeouts = dataclasses.replace(timeouts, step=options.timeout_seconds)
-        dry_run, gpus = current_dry_run(), None
+        stand_ins, gpus = stand_in_devices(), None
         if cluster_resolver is not None and not isinstance(cluster_resolver, str):
             self._resolver = cluster_resolver
-        elif dry_run is not None:
+        elif stand_ins is not None:
             self._resolver = TFConfigClusterResolver()
         else:
             self._resolver, place = resolve(cluster_resolver, timeouts, name)
             gpus = local_devices(place)
         self._cluster_resolver = self._resolver
-        if dry_run is None:
+        if stand_ins is None:
             before_start()
             workers = self._join_workers(timeouts, gpus)
             devices = self._find_devices(workers)
             num_local = len(devices) // workers.count
-        else:  # One process describes the devices of all.
+        else:  # They are the devices of all workers.
             workers = Workers()
-            devices = list(dry_run.devices)
+            devices = list(stand_ins)
             host = devices[0].process_index
             num_local = sum(d.process_index == host for d in devices)
         _check_devices(devices, workers, options, name)

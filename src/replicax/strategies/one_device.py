@@ -23,10 +23,7 @@ class OneDeviceStrategy(Strategy):
         1
     """
 
-    def __init__(self, device: str | Device) -> None:
-        super().__init__(resolve_devices([device], "OneDeviceStrategy"))
+    max_devices = 1
 
-    @property
-    def num_dry_run_devices(self) -> int:
-        """One, however many devices a dry run has."""
-        return 1
+    def __init__(self, device: str | Device) -> None:
+        super().__init__(resolve_devices([device], "OneDeviceStrategy")[:1])

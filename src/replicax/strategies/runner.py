@@ -55,7 +55,10 @@ class ProgramRunner:
     Attributes:
         group: The replicas that programs are compiled for.
         programs: The cache of compiled programs.
+        is_dry: Whether programs are passed to a dry run's receiver instead of run.
     """
+
+    is_dry: bool = False
 
     def __init__(
         self, group: ReplicaGroup, agree: Agreement | None, check_every: int | None

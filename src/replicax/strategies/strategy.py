@@ -8,7 +8,6 @@ from jax.typing import ArrayLike
 
 from replicax._private import keras as internals
 from replicax._util.arguments import require_count, require_flag, require_instance
-from replicax._util.dry_run import DryRun, current_dry_run
 from replicax._util.types import PyTree
 from replicax.cluster.resolvers import ClusterResolver
 from replicax.cluster.workers import Workers
@@ -28,7 +27,7 @@ from replicax.input.context import ValueContext, per_replica, stacked_values
 from replicax.input.datasets import DatasetMaker
 from replicax.keras import hooks
 from replicax.strategies import compilation_cache
-from replicax.strategies.dry_run import DryRunner
+from replicax.strategies.dry_run import DryRunner, current_receiver
 from replicax.strategies.home import ReplicaHome
 from replicax.strategies.runner import (
     ProgramRunner,
@@ -58,6 +57,9 @@ class Strategy(DatasetMaker):
 
     _adopts = False
     """Whether variables that were created outside the scope may be used."""
+
+    max_devices: int | None = None
+    """The most devices that a plan gives to the strategy; None: all."""
 
     _cluster_resolver: ClusterResolver | None = None
 
@@ -120,24 +122,18 @@ class Strategy(DatasetMaker):
             first_seed=first_seed,
             updates_at_home=updates_at_home,
         )
-        dry_run = self._joined_dry_run()
+        # The default strategy runs what a script does besides training.
+        receiver = None if self._adopts else current_receiver()
         self.runner: ProgramRunner
-        if dry_run is None:
+        if receiver is None:
             compilation_cache.turn_on(devices[0].platform)
             self.runner = ProgramRunner(group, self._agree_on, check_replicas_every)
-        elif dry_run.home is None:
-            group = group.on(dry_run.devices[: self.num_dry_run_devices])
-            self.runner = ProgramRunner(group, self._agree_on, check_replicas_every)
         else:
-            self.runner = DryRunner(group, dry_run, self.num_dry_run_devices)
-        place = None if dry_run is None else dry_run.home
+            self.runner = DryRunner(group, receiver)
+        place = None if receiver is None else receiver.home
         self.home: Home = ReplicaHome(self.group, place, adopts=self._adopts)
         self.input_shard = InputShard(self._workers, check_input=check_input)
         hooks.note_strategy(self)
-
-    def _joined_dry_run(self) -> DryRun | None:
-        """The dry run that receives the programs, if any."""
-        return current_dry_run()
 
     def __repr__(self) -> str:
         number = self.group.num_per_device
@@ -171,11 +167,6 @@ class Strategy(DatasetMaker):
     def is_chief(self) -> bool:
         """Whether this process acts for all, for example to export a model."""
         return self._workers.is_chief
-
-    @property
-    def num_dry_run_devices(self) -> int | None:
-        """The number of a dry run's devices that the strategy uses; None: all."""
-        return None
 
     def scope(self) -> Scope:
         """Open the strategy's scope: it places the variables created in the block.

@@ -27,24 +27,12 @@ import keras
 from jax.core import Tracer
 
 import replicax as rx
-from replicax.seams import dry_running
+from replicax.seams import using_devices
 from replicax_migrate.command import Status
 
 __all__ = ["main"]
 
 _STANDS_ON = ("grain", "jax", "keras", "numpy", "replicax", "tensorflow")
-
-
-class _CpuDevices:
-    """A dry run that executes programs on this machine's CPU devices."""
-
-    home = None
-
-    def __init__(self) -> None:
-        self.devices = jax.devices("cpu")
-
-    def call(self, group: Any, program: Any, values: Any, arrays: Any) -> Any:
-        raise AssertionError(f"strategies run their own programs; got {program!r}")
 
 
 class _Training:
@@ -109,7 +97,7 @@ def main() -> None:
     training.watch()
     error: BaseException | None = None
     try:
-        with nullcontext() if has_servers else dry_running(_CpuDevices()):
+        with nullcontext() if has_servers else using_devices(jax.devices("cpu")):
             runpy.run_path(script, run_name="__main__")
     except SystemExit as end:
         error = end if end.code not in (None, 0) else None
