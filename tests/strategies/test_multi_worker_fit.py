@@ -248,10 +248,10 @@ def sparse_data_of_each_worker():
     dataset = strategy.distribute_datasets_from_function(data)
     sums = []
     for x, _ in dataset:
-        out = strategy.run(lambda x: (x @ ones, x), (x,))
+        out = strategy.run(lambda x: (x @ ones, x.todense()), (x,))
         gathered = strategy.gather(out[0], axis=0)
-        total = strategy.reduce("sum", out[1], axis=None).todense()
-        sums += [gathered, total, strategy.gather(out[1], axis=0).todense()]
+        total = strategy.reduce("sum", out[1], axis=None)
+        sums += [gathered, total, strategy.gather(out[1], axis=0)]
     model = classifier(keras.optimizers.SGD(0.1))
     history = model.fit(dataset, epochs=2, verbose=0)
     keys = jax.random.split(jax.random.key(0), 8)

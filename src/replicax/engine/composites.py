@@ -15,17 +15,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import sparse
 
-from replicax._util.types import PyTree, TreeStructure
+from replicax._util.types import PyTree
 
 __all__ = [
     "densified",
     "described",
     "is_array",
     "is_composite",
+    "is_foreign",
     "is_key",
     "one_of",
     "require_dense",
-    "stacked",
 ]
 
 
@@ -67,22 +67,21 @@ def described(value: PyTree) -> str:
     return f"{type(value).__qualname__} {value.dtype}{list(value.shape)}"
 
 
-def stacked(structure: TreeStructure, parts: Sequence[PyTree]) -> PyTree:
-    """The values of all replicas as one composite array, of their parts `[R, ...]`.
-
-    `structure` is that of one replica's value. A sparse array gets a batch dimension,
-    `[R, ...]`; an object of another type is as it was, but for its parts.
-    """
-    value = jax.tree.unflatten(structure, parts)
-    if isinstance(value, sparse.BCOO | sparse.BCSR):
-        value.shape = (parts[0].shape[0], *value.shape)
-    return value
+def is_foreign(value: object) -> bool:
+    """Whether `value` is a sparse array of SciPy's or TensorFlow's."""
+    kind = type(value)
+    package = kind.__module__.partition(".")[0]
+    if package == "scipy":
+        return hasattr(value, "tocoo")
+    # TensorFlow's own, and what a tf.data.Dataset yields as NumPy arrays.
+    names = ("SparseTensor", "SparseTensorValue")
+    return package == "tensorflow" and kind.__name__ in names
 
 
 def one_of(value: PyTree, parts: Sequence[PyTree]) -> PyTree:
     """One replica's value of a stacked composite array, from that replica's parts."""
     one = jax.tree.unflatten(jax.tree.structure(value), parts)
-    if isinstance(one, sparse.BCOO | sparse.BCSR):
+    if isinstance(one, sparse.BCOO):
         one.shape = one.shape[1:]
     return one
 

@@ -15,9 +15,12 @@ from replicax._util.arrays import holds_numbers
 from replicax._util.types import JSON, PyTree, Shape, TreeStructure
 from replicax.engine.cache import static_key
 from replicax.engine.collectives import ReduceOp
-from replicax.engine.composites import is_composite, require_dense
-from replicax.engine.row_arrays import whole
-from replicax.engine.sparse_rows import is_foreign
+from replicax.engine.composites import (
+    described,
+    is_composite,
+    is_foreign,
+    require_dense,
+)
 from replicax.engine.values import (
     ARRAY_TYPES,
     PerReplica,
@@ -135,10 +138,11 @@ def flatten_call(
 
     `PerReplica` leaves are split, arrays and Python numbers are given whole to every
     replica, and the rest (booleans, strings, models, variables) is part of the program.
-    SciPy's sparse arrays become JAX's. `place` puts an array where the replicas are.
+    `place` puts an array where the replicas are.
 
     Raises:
-        TypeError: For arrays of strings, dates or objects.
+        TypeError: For arrays of strings, dates or objects, and for sparse arrays of
+            packages other than JAX.
         ValueError: For batches that different numbers of replicas hold examples of.
     """
     flat, structure = jax.tree.flatten(
@@ -165,8 +169,11 @@ def flatten_call(
                     "tuple of strings, which becomes a part of the program."
                 )
         elif is_foreign(leaf):
-            args, kwargs = jax.tree.map(whole, (args, kwargs))
-            return flatten_call(args, kwargs, place)
+            raise TypeError(
+                f"Strategy.run: got a {described(leaf)}, which JAX does not know. Put "
+                "it into a dataset, whose batches are cut by rows, or pass a "
+                "jax.experimental.sparse.BCOO."
+            )
         else:
             kinds.append(Kind.STATIC)
             statics.append(leaf)

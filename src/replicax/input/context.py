@@ -10,8 +10,8 @@ from jax.sharding import NamedSharding
 from replicax._util.arrays import holds_numbers
 from replicax._util.types import PyTree
 from replicax.engine import device_put
-from replicax.engine.row_arrays import PartedRows, RowArray, by_rows
 from replicax.engine.values import PerReplica
+from replicax.input.sparse_rows import DividedRows, SparseRows, by_rows
 
 __all__ = ["InputContext", "ValueContext", "per_replica", "stacked_values"]
 
@@ -126,20 +126,20 @@ def per_replica(
     *,
     is_batch: bool = False,
 ) -> PyTree:
-    """Place this process' host arrays and `PartedRows` `[R, ...]` as `PerReplica`s.
+    """Place this process' host arrays and `DividedRows` `[R, ...]` as `PerReplica`s.
 
     For `num_active` and `is_batch` see `PerReplica`.
     """
     flat, structure = jax.tree.flatten(stacked)
-    arrays = [x.stacked() if isinstance(x, PartedRows) else x for x in flat]
+    arrays = [x.stacked() if isinstance(x, DividedRows) else x for x in flat]
     placed = device_put.rows(arrays, sharding)
     return structure.unflatten(
         PerReplica(x, num_active, is_batch=is_batch) for x in placed
     )
 
 
-def _stack(*values: PyTree) -> np.ndarray | PartedRows:
-    in_rows = isinstance(values[0], RowArray)
+def _stack(*values: PyTree) -> np.ndarray | DividedRows:
+    in_rows = isinstance(values[0], SparseRows)
     arrays: Sequence[PyTree] = values if in_rows else [np.asarray(x) for x in values]
     for i, array in enumerate(arrays):
         if not in_rows and not holds_numbers(array):
@@ -153,4 +153,4 @@ def _stack(*values: PyTree) -> np.ndarray | PartedRows:
                 f"{arrays[0].shape} for replica 0; expected equal shapes. Pad the "
                 "values."
             )
-    return PartedRows(arrays) if in_rows else np.stack(arrays)
+    return DividedRows(arrays) if in_rows else np.stack(arrays)

@@ -16,7 +16,6 @@ from replicax._util.arguments import require_count
 from replicax._util.types import PyTree
 from replicax.engine.composites import is_key
 from replicax.engine.device_put import warn_of_wide_integers
-from replicax.engine.row_arrays import PartedRows
 from replicax.input.context import per_replica
 from replicax.input.prefetch import DistributedIterator, Producer, prefetch
 from replicax.input.sharding import AutoShardPolicy, InputShard, worker_files
@@ -28,6 +27,7 @@ from replicax.input.sources import (
     is_one_shot,
 )
 from replicax.input.sources import num_batches as count_batches
+from replicax.input.sparse_rows import DividedRows
 from replicax.input.split import Remainder, Split, leading_size, split_global_batch
 
 __all__ = ["DistributedDataset", "DistributedInput", "num_examples"]
@@ -342,7 +342,7 @@ class DistributedDataset(DistributedInput):
 
 def _joined(leaf: PyTree) -> PyTree:
     """Concatenate the rows of all replicas, on the host."""
-    if isinstance(leaf, PartedRows):
+    if isinstance(leaf, DividedRows):
         return leaf.joined()
     leaf = leaf if is_key(leaf) else np.asarray(leaf)
     return leaf.reshape(-1, *leaf.shape[2:])
@@ -372,7 +372,7 @@ def _unaliased(array: PyTree) -> PyTree:
     `may_alias=False`; a generator may meanwhile fill the same buffer with its next
     batch.
     """
-    if isinstance(array, jax.Array | PartedRows):
+    if isinstance(array, jax.Array | DividedRows):
         return array
     warn_of_wide_integers([array])
     dtype = jax.dtypes.canonicalize_dtype(array.dtype)

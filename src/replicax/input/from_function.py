@@ -10,11 +10,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from replicax._util.types import PyTree
-from replicax.engine.row_arrays import RowArray
 from replicax.input.context import InputContext
 from replicax.input.distributed import DistributedInput, num_examples
 from replicax.input.sharding import InputShard
 from replicax.input.sources import Dataset, batches
+from replicax.input.sparse_rows import SparseRows
 from replicax.input.split import Remainder, Split, stack_replica_batches
 
 __all__ = ["DistributedDatasetFromFunction", "own_copies"]
@@ -127,4 +127,4 @@ def own_copies(source: Iterable[PyTree], number: int) -> list[PyTree]:
 
 
 def _copy(leaf: PyTree) -> PyTree:
-    return leaf.copy() if isinstance(leaf, (np.ndarray, *RowArray)) else leaf
+    return leaf.copy() if isinstance(leaf, np.ndarray | SparseRows) else leaf

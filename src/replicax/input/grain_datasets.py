@@ -16,7 +16,7 @@ import numpy as np
 from replicax._private import grain as private
 from replicax._util.types import PyTree
 from replicax.engine.composites import described
-from replicax.engine.row_arrays import by_rows, is_one_array
+from replicax.input.sparse_rows import by_rows, is_one_array
 from replicax.input.split import leading_size
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from replicax._util.listing import listed
 from replicax._util.types import PyTree
 from replicax.cluster.workers import Workers
 from replicax.engine.composites import is_key
-from replicax.engine.row_arrays import PartedRows, RowArray, by_rows
 from replicax.errors import InputError
+from replicax.input.sparse_rows import DividedRows, SparseRows, by_rows
 from replicax.input.split import leaf_name
 
 __all__ = ["LeafChecksum", "SharedEpoch", "differences", "in_step", "leaf_checksums"]
@@ -202,10 +202,10 @@ def _share_capacities(
             leaf.capacity = max(of_leaf)
 
 
-def _parted(batch: PyTree) -> list[PartedRows]:
+def _parted(batch: PyTree) -> list[DividedRows]:
     """List the sparse arrays in a batch that is sharded over replicas."""
     leaves = jax.tree.leaves(getattr(batch, "batch", batch))
-    return [x for x in leaves if isinstance(x, PartedRows)]
+    return [x for x in leaves if isinstance(x, DividedRows)]
 
 
 def leaf_checksums(batch: PyTree) -> list[LeafChecksum]:
@@ -218,7 +218,7 @@ def leaf_checksums(batch: PyTree) -> list[LeafChecksum]:
     for path, leaf in jax.tree_util.tree_leaves_with_path(by_rows(batch)):
         arrays = [_as_jax_has_it(x) for x in _arrays_of(leaf)]
         kind = " and ".join(f"{x.dtype}{list(x.shape)}" for x in arrays)
-        if isinstance(leaf, RowArray):
+        if isinstance(leaf, SparseRows):
             kind = repr(leaf)
         checksum = 0
         for array in arrays:
@@ -249,7 +249,7 @@ def differences(
 
 def _arrays_of(leaf: PyTree) -> list[np.ndarray]:
     """List the arrays with a leaf's values; none if values cannot be compared."""
-    if isinstance(leaf, RowArray):
+    if isinstance(leaf, SparseRows):
         return leaf.arrays()
     if is_key(leaf):
         leaf = jax.random.key_data(leaf)

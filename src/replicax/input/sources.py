@@ -19,7 +19,6 @@ from jax import tree_util
 
 from replicax._util.arguments import require_count, short
 from replicax._util.types import PyTree
-from replicax.engine.row_arrays import RowArray, as_rows, by_rows, is_one_array
 from replicax.engine.values import is_per_replica
 from replicax.input.grain_datasets import (
     ENDLESS,
@@ -28,6 +27,7 @@ from replicax.input.grain_datasets import (
     reshuffled,
 )
 from replicax.input.prefetch import close_iterator
+from replicax.input.sparse_rows import SparseRows, as_rows, by_rows, is_one_array
 from replicax.input.split import leading_size, leaf_name, refuse_ragged
 
 if TYPE_CHECKING:
@@ -276,7 +276,7 @@ def _as_array(path: tree_util.KeyPath, leaf: PyTree) -> PyTree:
             "it was made from."
         )
     leaf = as_rows(leaf, path)
-    if isinstance(leaf, RowArray):
+    if isinstance(leaf, SparseRows):
         return leaf
     refuse_ragged(leaf, leaf_name(path), "dataset")
     if _comes_from(leaf, "torch"):

@@ -14,7 +14,7 @@ from jax import tree_util
 
 from replicax._util.types import PyTree
 from replicax.engine.composites import is_composite
-from replicax.engine.row_arrays import PartedRows, RowArray, parted
+from replicax.input.sparse_rows import DividedRows, SparseRows
 
 __all__ = [
     "Remainder",
@@ -323,8 +323,8 @@ def _group_sizes(batches: Sequence[PyTree], caller: str) -> list[int]:
 
 def _rows(array: PyTree, num_replicas: int) -> PyTree:
     """Reshape `[R*b, ...]` to `[R, b, ...]`; a view for NumPy arrays."""
-    if isinstance(array, RowArray):
-        return parted(array, num_replicas)
+    if isinstance(array, SparseRows):
+        return array.divided(num_replicas)
     per_replica = array.shape[0] // num_replicas
     return array.reshape(num_replicas, per_replica, *array.shape[1:])
 
@@ -342,14 +342,14 @@ def _padded_rows(size: int, num_rows: int) -> np.ndarray:
 
 def _joined(parts: Sequence[PyTree]) -> PyTree:
     """The rows of all parts, one part after another."""
-    if isinstance(parts[0], RowArray):
-        return type(parts[0]).joined(parts)
+    if isinstance(parts[0], SparseRows):
+        return SparseRows.joined(parts)
     numpy = jnp if any(isinstance(x, jax.Array) for x in parts) else np
     return numpy.concatenate(parts)
 
 
 def _stack(*arrays: PyTree) -> PyTree:
-    if isinstance(arrays[0], RowArray):
-        return PartedRows(arrays)
+    if isinstance(arrays[0], SparseRows):
+        return DividedRows(arrays)
     numpy = jnp if any(isinstance(x, jax.Array) for x in arrays) else np
     return numpy.stack(arrays)

@@ -30,13 +30,12 @@ from replicax._util.arguments import short
 from replicax._util.arrays import holds_numbers
 from replicax._util.types import PyTree
 from replicax._util.waiting import Announced
-from replicax.engine.row_arrays import RowArray, as_rows
 from replicax.engine.scope import current_call
-from replicax.engine.sparse_rows import is_sparse
 from replicax.input.distributed import DistributedInput
 from replicax.input.grain_datasets import is_grain_dataset, reshuffled
 from replicax.input.prefetch import DistributedIterator
 from replicax.input.sources import is_dataset, is_one_shot
+from replicax.input.sparse_rows import SparseRows, as_rows, is_sparse
 
 __all__ = [
     "DataAdapterLike",
@@ -212,7 +211,7 @@ def _lazily(draw: Callable[..., PyTree]) -> Callable[..., Iterator[LazyBatch]]:
         def cut(indices: PyTree) -> PyTree:
             rows = [
                 x[indices]
-                if isinstance(x, RowArray)
+                if isinstance(x, SparseRows)
                 else slice_and_convert(x, indices=indices)
                 for x in flat
             ]

@@ -14,10 +14,10 @@ from replicax.engine import device_put
 from replicax.engine.composites import is_composite, is_key, one_of
 from replicax.engine.group import ReplicaGroup
 from replicax.engine.protocols import RecorderLike
-from replicax.engine.row_arrays import RowArray, as_rows, by_rows, parted
 from replicax.engine.scope import current_call
 from replicax.engine.signature import Arguments, FlatCall, Kind
 from replicax.input.prefetch import MappedAhead, close_iterator
+from replicax.input.sparse_rows import SparseRows, as_rows, by_rows
 from replicax.input.split import refuse_ragged, replicas_for, rows_with_copies
 from replicax.keras.adapters import LazyBatch, batch_of
 
@@ -27,9 +27,6 @@ __all__ = [
     "host_batch",
     "place",
 ]
-
-
-_ROW_ARRAYS = frozenset(RowArray)
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)  # Not frozen: twice the time.
@@ -142,7 +139,7 @@ def _copy(batch: PyTree) -> PyTree:
 
 def _copied(path: PyTree, x: PyTree) -> PyTree:
     x = as_rows(x, path)
-    if isinstance(x, RowArray):
+    if isinstance(x, SparseRows):
         return x.copy()
     return x.copy() if isinstance(x, np.ndarray) else x
 
@@ -171,7 +168,7 @@ def _stacked(chunk: list[PyTree]) -> tuple[PyTree, list[PyTree]] | None:
 
 def _stacked_leaf(column: list[PyTree]) -> PyTree:
     """A leaf of several batches, `[steps, B, ...]`; row arrays stay a list."""
-    if isinstance(column[0], RowArray):
+    if isinstance(column[0], SparseRows):
         return column
     if is_key(column[0]):
         return jnp.stack(column)
@@ -240,7 +237,7 @@ class _Placing:
         flat, structure = jax.tree.flatten(batch)
         num_rows = _num_rows(batch, flat, self._caller)
         active = self._num_active(num_rows)
-        has_row_arrays = not _ROW_ARRAYS.isdisjoint(map(type, flat))
+        has_row_arrays = SparseRows in map(type, flat)
         flat = flat if stacked is None else stacked
         if active is not None:
             rows = rows_with_copies(num_rows, active, self._num_replicas)
@@ -279,7 +276,7 @@ class _Placing:
         arrays: list[PyTree] = []
         templates = []
         for x in flat:
-            if not isinstance(x, (list, *RowArray)):
+            if not isinstance(x, list | SparseRows):
                 if self._group.spans_processes and not self._local:
                     x = self._local_part(x, num_steps)
                 templates.append(0)
@@ -301,11 +298,13 @@ class _Placing:
         """A row array of each step, divided between this process' replicas."""
         group = self._group
         number = group.num_local if self._local else self._num_replicas
-        parts = [parted(x, number) for x in steps]
-        room = max(x.capacity for x in parts)  # The same on all workers.
+        divided = [x.divided(number) for x in steps]
+        capacity = max(x.capacity for x in divided)
+        for x in divided:
+            x.capacity = capacity
         first = 0 if self._local else group.first_local
         here = slice(first, first + group.num_local)
-        return [x.with_room(room)[here].stacked() for x in parts]
+        return [x[here].stacked() for x in divided]
 
     def _divides(self, batch: PyTree) -> bool:
         """Whether all replicas get equally many of the batch's examples."""
@@ -342,7 +341,7 @@ class _Placing:
 
 
 def _taken(x: PyTree, rows: np.ndarray) -> PyTree:
-    return (x if is_key(x) or isinstance(x, RowArray) else np.asarray(x))[rows]
+    return (x if is_key(x) or isinstance(x, SparseRows) else np.asarray(x))[rows]
 
 
 def _refuse_ragged_leaves(flat: Iterable[PyTree], caller: str) -> None:
@@ -360,7 +359,7 @@ def _num_rows(batch: PyTree, flat: list[PyTree], caller: str) -> int:
     described = [
         f"{(*np.shape(x), 'no dimension')[0]} in "
         f"{jax.tree_util.keystr(path) or 'the batch'}"
-        f"{' (sparse)' if isinstance(x, RowArray) else ''}"
+        f"{' (sparse)' if isinstance(x, SparseRows) else ''}"
         for path, x in jax.tree_util.tree_leaves_with_path(batch)
     ]
     listed = ", ".join(described[:4] + ["..."] * (len(described) > 4))

@@ -19,8 +19,8 @@ from replicax._private import trainer
 from replicax._util.types import PyTree
 from replicax._util.waiting import Announced
 from replicax.engine.protocols import StrategyLike
-from replicax.engine.row_arrays import whole
 from replicax.engine.scope import current_call
+from replicax.input.sparse_rows import whole
 from replicax.keras import steps
 
 __all__ = [

@@ -25,10 +25,10 @@ from replicax._util.types import PyTree
 from replicax._util.waiting import announce_first
 from replicax.engine.group import ReplicaGroup
 from replicax.engine.protocols import RecorderLike, StrategyLike
-from replicax.engine.row_arrays import whole
 from replicax.engine.scope import current_call
 from replicax.input.grain_datasets import is_map_dataset
 from replicax.input.prefetch import close_iterator
+from replicax.input.sparse_rows import whole
 from replicax.input.split import leading_size
 from replicax.keras.adapters import (
     DataAdapterLike,

@@ -36,7 +36,6 @@ from replicax.engine.checks.consistency import synchronize_random_state
 from replicax.engine.float16 import gradients_unscaled, loss_scaled
 from replicax.engine.protocols import StrategyLike
 from replicax.engine.replay import note_losses_of
-from replicax.engine.row_arrays import as_rows
 from replicax.engine.scope import (
     called_in,
     current_call,
@@ -44,6 +43,7 @@ from replicax.engine.scope import (
     current_strategy,
 )
 from replicax.errors import ContextError
+from replicax.input.sparse_rows import as_rows
 from replicax.keras import (
     building,
     loop,

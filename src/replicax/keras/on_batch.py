@@ -9,7 +9,7 @@ import numpy as np
 from replicax._private import trainer
 from replicax._util.types import PyTree
 from replicax.engine.protocols import StrategyLike
-from replicax.engine.row_arrays import whole
+from replicax.input.sparse_rows import whole
 from replicax.keras import building
 from replicax.keras.batches import place
 from replicax.keras.steps import group_of, steps_of

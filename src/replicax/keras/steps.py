@@ -27,6 +27,7 @@ from replicax._util.types import PyTree
 from replicax._util.user_code import describe
 from replicax.engine.cache import ProgramCache
 from replicax.engine.collectives import ReduceOp
+from replicax.engine.composites import is_composite
 from replicax.engine.group import ReplicaGroup
 from replicax.engine.program import Program
 from replicax.engine.protocols import StrategyLike
@@ -215,7 +216,7 @@ def require_examples(model: keras.Model, name: str, data: PyTree) -> None:
             "the data have no targets to compute it from: y is None. Pass y, or "
             "batches (x, y); a tuple passed as x counts as inputs."
         )
-    sizes = {np.shape(x)[:1] for x in jax.tree.leaves(data)}
+    sizes = {np.shape(x)[:1] for x in jax.tree.leaves(data, is_leaf=is_composite)}
     if name == "train_step" and (0,) in sizes:
         raise ValueError(
             f"{current_call()}: a batch for model {model.name!r} has no rows, and so "

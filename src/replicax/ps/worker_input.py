@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from replicax._private import trainer
 from replicax._util.types import JSONObject, PyTree
-from replicax.engine.row_arrays import by_rows
 from replicax.input import InputShard
+from replicax.input.sparse_rows import by_rows
 from replicax.keras.adapters import batch_of, make_lazy, set_iteration
 from replicax.ps.limits import tickets_at_once
 
