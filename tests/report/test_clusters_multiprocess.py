@@ -1,4 +1,4 @@
-"""Reports of real clusters, which `replicax run --profile` asks for."""
+"""Reports of `replicax run --profile` on real clusters."""
 
 import os
 import subprocess
@@ -28,11 +28,17 @@ model.fit(x, y, batch_size=16, epochs=2, callbacks=callbacks,
 """
 
 
-def run(folder, *options, strategy="MultiWorkerMirroredStrategy()", callbacks="[]"):
+def run(folder, *options, **fields):
+    process = start(folder, *options, **fields)
+    assert process.returncode == 0, process.stdout + process.stderr
+    return process.stdout
+
+
+def start(folder, *options, strategy="MultiWorkerMirroredStrategy()", callbacks="[]"):
     script = folder / "train.py"
     script.write_text(SCRIPT.format(strategy=strategy, callbacks=callbacks))
     code = "from replicax.cli import main; main()"
-    process = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-c", code, "run", "--workers", "2", *options, str(script)],
         env={**os.environ, "KERAS_BACKEND": "jax"},
         cwd=folder,
@@ -41,8 +47,6 @@ def run(folder, *options, strategy="MultiWorkerMirroredStrategy()", callbacks="[
         timeout=120,
         check=False,
     )
-    assert process.returncode == 0, process.stdout + process.stderr
-    return process.stdout
 
 
 @pytest.mark.slow
@@ -83,11 +87,9 @@ def test_two_workers_and_a_server(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_worker_without_a_report_is_missed(tmp_path: Path) -> None:
-    callbacks = "[rx.callbacks.Report('r.html')] if strategy.is_chief else []"
-    script = callbacks.replace("'r.html'", repr(str(tmp_path / "r.html")))
-    out = run(tmp_path, callbacks=script)
-    result = read_run(tmp_path / "r.html")
-    assert list(result.missing) == ["worker:1"]
-    assert "No figures of worker:1" in (tmp_path / "r.html").read_text()
-    assert "Report: communication will not be measured" in out
+def test_a_synchronous_worker_without_a_report_is_an_error(tmp_path: Path) -> None:
+    callbacks = f"[rx.callbacks.Report({str(tmp_path / 'r.html')!r})]"
+    process = start(tmp_path, callbacks=f"{callbacks} if strategy.is_chief else []")
+    assert process.returncode != 0
+    out = process.stdout + process.stderr
+    assert "pass rx.callbacks.Report on all workers" in out

@@ -1,4 +1,4 @@
-"""The line at the end of training says what was measured, and one thing to change."""
+"""The line at the end of training: the measurements, and one thing to change."""
 
 import dataclasses
 import math
@@ -45,10 +45,10 @@ USUAL = Measurements(
 
 @given(MEASURED)
 def test_shares_sum_to_one(measured) -> None:
-    found = shares(measured)
-    assert all(s is None or -1e-9 <= s <= 1 for s in found.values())
-    assert sum(s or 0 for s in found.values()) == pytest.approx(1)
-    assert (found["communication"] is None) == (measured.communication is None)
+    parts = shares(measured)
+    assert all(s is None or -1e-9 <= s <= 1 for s in parts.values())
+    assert sum(s or 0 for s in parts.values()) == pytest.approx(1)
+    assert (parts["communication"] is None) == (measured.communication is None)
 
 
 @given(MEASURED)
@@ -60,7 +60,7 @@ def test_there_is_one_line_of_advice(measured) -> None:
 
 
 @given(MEASURED)
-def test_few_steps_give_no_verdict(measured) -> None:
+def test_few_steps_give_no_diagnosis(measured) -> None:
     few = dataclasses.replace(measured, executions=FEWEST_EXECUTIONS - 1)
     assert diagnose(few).startswith("too few steps")
 
@@ -107,7 +107,7 @@ def test_rules(changes, words) -> None:
         ({"start": 0.5, "kind": "alone", "num_replicas": 1}, "replicas"),
     ],
 )
-def test_what_does_not_help_is_not_named(changes, word) -> None:
+def test_advice_that_does_not_apply_is_left_out(changes, word) -> None:
     assert word not in diagnose(dataclasses.replace(USUAL, **changes))
 
 
@@ -120,10 +120,10 @@ def test_the_line_has_the_figures() -> None:
     assert "communication not measured" in summary(unknown)
 
 
-def test_a_worker_that_others_wait_for_is_the_advice() -> None:
+def test_a_straggler_is_the_advice() -> None:
     text = "worker:0 waits for worker:1: of the 100 ms of a step, ..."
     slow = dataclasses.replace(USUAL, straggler=text, communication=0.6)
     assert diagnose(slow) == f"one worker is slower: {text}"
-    # Its input explains it better.
+    # Its slow input is the cause.
     starved = dataclasses.replace(slow, input=0.6, input_worker="worker:1")
     assert diagnose(starved).startswith("input-bound on worker:1")

@@ -1,4 +1,4 @@
-"""The page: whole, escaped, readable without a network, and honest about gaps."""
+"""The page: escaped, self-contained, and complete about what it leaves out."""
 
 import math
 import re
@@ -8,9 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicax.report.charts import Series, chart_of, thinned, ticks
+from replicax.report.charts import Series, chart_of, ticks
 from replicax.report.page import page_of, rendered
-from replicax.report.runs import EpochRecord, Fit, Run, WorkerRecord
+from replicax.report.runs import (
+    EpochRecord,
+    Fit,
+    FitBegin,
+    MemoryUse,
+    Run,
+    WorkerRecord,
+)
 
 HOSTILE = "</title><script>alert(1)</script><img src=//evil.test onerror='x'>\"&"
 VOID = {"meta", "path", "br", "img", "link", "input", "hr"}
@@ -44,17 +51,20 @@ def epoch(number, logs=None, **fields):
         "logs": {"loss": 2.0 / (number + 1)} if logs is None else logs,
         "wall_s": 1.0,
         "counts": {"steps": 20, "examples": 1280, "executions": 20, "stalled_s": 0.25},
-        "after_s": 0.1,
-        "exchange_s": 0.0,
-        "memory": {"of": "device", "bytes": 2**30, "peak_bytes": 2**31},
-        "staleness": {},
+        "memory": MemoryUse(of="device", bytes=2**30, peak_bytes=2**31),
     } | fields
     return EpochRecord(number=number, **values)
 
 
-def fit(*epochs, **fields):
-    facts = {"model": "digits", "fit": 1} | fields.pop("facts", {})
-    return Fit(facts=facts, began=0.0, last=60.0, epochs=list(epochs), **fields)
+def fit(*epochs, number=1, counts_own=False, facts=None, **fields):
+    begin = FitBegin(
+        worker="worker:0",
+        number=number,
+        counts_own=counts_own,
+        facts={"model": "digits"} | (facts or {}),
+        time=0.0,
+    )
+    return Fit(begin=begin, last=60.0, epochs=list(epochs), **fields)
 
 
 def page(*fits, **names):
@@ -62,7 +72,7 @@ def page(*fits, **names):
     return page_of(Run(workers=workers, missing=names.get("missing", [])), now=61.0)
 
 
-def test_names_are_text_and_nothing_else() -> None:
+def test_names_are_escaped() -> None:
     logs = {HOSTILE: 1.0, f"val_{HOSTILE}": 2.0}
     facts = {"model": HOSTILE, HOSTILE: HOSTILE, "host": HOSTILE}
     hostile = fit(
@@ -87,11 +97,11 @@ def test_it_loads_nothing() -> None:
     assert not re.search(r"https?:|//|@import|url\(|\bsrc=|\bhref=", text)
 
 
-def test_every_curve_has_its_numbers_and_words() -> None:
+def test_every_chart_has_a_description() -> None:
     text = page(fit(epoch(0), epoch(1), epoch(2), state="done"))
     tags = Parsed(text).tags
     plots = [a for t, a in tags if t == "div" and a.get("class") == "plot"]
-    assert len(plots) == sum(t == "figure" for t, _ in tags) == text.count("Numbers<")
+    assert len(plots) == sum(t == "figure" for t, _ in tags)
     labels = [a["aria-label"] for a in plots]
     assert labels[0] == "loss: training from 2 in epoch 1 to 0.6667 in epoch 3"
     assert all(a["role"] == "img" for a in plots)
@@ -105,7 +115,7 @@ def test_the_page_of_a_running_training_reloads_itself(state: str) -> None:
     assert "script" not in {tag for tag, _ in tags}
 
 
-def test_nothing_is_there_yet() -> None:
+def test_the_page_before_the_first_event() -> None:
     assert "Nothing is here yet" in page_of(Run(workers=[], missing=[]))
     assert "No epoch has ended yet" in page(fit())
 
@@ -119,14 +129,12 @@ def test_nan_is_a_gap() -> None:
     assert line is not None
     assert line[1].count("M") == 3
     assert figure.count('class="dot"') == 4
-    assert "<td>NaN</td>" in figure
-    assert "<td>+inf</td>" in figure
     assert "Not finite in 2 epochs, first in epoch 3." in figure
 
 
-def test_a_metric_that_is_never_a_number() -> None:
+def test_a_metric_that_is_always_nan() -> None:
     text = page(fit(epoch(0, {"loss": math.nan}), epoch(1, {"loss": math.nan})))
-    assert text.count("<td>NaN</td>") == 2
+    assert "Not finite in 2 epochs, first in epoch 1." in text
 
 
 def test_a_metric_that_comes_later() -> None:
@@ -136,7 +144,7 @@ def test_a_metric_that_comes_later() -> None:
 
 
 def test_fits_one_after_another() -> None:
-    second = fit(epoch(0), epoch(1), facts={"fit": 2, "model": "other"})
+    second = fit(epoch(0), epoch(1), number=2, facts={"model": "other"})
     text = page(fit(epoch(0), epoch(1), state="done"), second)
     assert "fit 2 begins" in text
     assert "in epoch 4" in text
@@ -157,9 +165,10 @@ def test_many_workers_are_summed_up() -> None:
     assert text.count('<th scope="row">worker:') == 16
 
 
-def test_long_trainings_stay_small() -> None:
-    epochs = [epoch(i, {"loss": math.sin(i)}) for i in range(20_000)]
-    assert len(page(fit(*epochs))) < 600_000
+def test_curves_of_many_points_have_no_tooltips() -> None:
+    epochs = [epoch(i, {"loss": math.sin(i)}) for i in range(501)]
+    assert 'class="dot"' not in page(fit(*epochs))
+    assert 'class="dot"' in page(fit(*epochs[1:]))
 
 
 def test_staleness_is_shown_where_there_is_any() -> None:
@@ -185,21 +194,11 @@ def test_any_values_can_be_drawn(values, from_zero) -> None:
 
 @given(st.floats(-1e6, 1e6), st.floats(1e-6, 1e6))
 def test_ticks_are_few_and_inside(low, size) -> None:
-    found = ticks(low, low + size)
-    assert 1 <= len(found) <= 7
+    values = ticks(low, low + size)
+    assert 1 <= len(values) <= 7
     room = 1e-6 * (abs(low) + size)
-    assert all(low - room <= t <= low + size + room for t in found)
-    assert found == sorted(found)
-
-
-@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=2000))
-def test_thinned_curves_keep_their_extremes(values) -> None:
-    points = [(float(i), y) for i, y in enumerate(values)]
-    kept = thinned(points, 100)
-    assert len(kept) <= 102
-    assert max(y for _, y in kept) == max(values)
-    assert min(y for _, y in kept) == min(values)
-    assert kept == sorted(kept)
+    assert all(low - room <= t <= low + size + room for t in values)
+    assert values == sorted(values)
 
 
 def test_before_the_first_epoch_has_ended() -> None:
@@ -209,16 +208,15 @@ def test_before_the_first_epoch_has_ended() -> None:
     assert "<dd>none has ended</dd>" in text
 
 
-def test_names_that_are_no_text() -> None:
+def test_names_that_are_no_utf8() -> None:
     text = page(fit(epoch(0), facts={"script": "train\udce9.py"}))
     assert "train\\udce9.py" in text
     assert text.encode()
 
 
 def test_a_restarted_worker_counts_once() -> None:
-    own = {"facts": {"examples_of": "own"}}
-    once = fit(epoch(0), **own)
-    again = fit(epoch(0), epoch(1), **own)
+    once = fit(epoch(0), counts_own=True)
+    again = fit(epoch(0), epoch(1), counts_own=True)
     workers = [
         WorkerRecord(name="worker:0", fits=[again]),
         WorkerRecord(name="worker:1", fits=[once, again]),
@@ -229,10 +227,10 @@ def test_a_restarted_worker_counts_once() -> None:
 
 
 def test_memory_has_round_numbers() -> None:
-    text = page(fit(epoch(0, memory={"of": "process", "bytes": 450 * 2**20})))
+    text = page(fit(epoch(0, memory=MemoryUse(bytes=450 * 2**20))))
     figure = text[text.index("Memory of the process") :]
     assert ">400 MiB<" in figure
-    assert "<td>450 MiB</td>" in figure
+    assert "epoch 1: 450 MiB" in figure
 
 
 def test_no_series_no_figure() -> None:
@@ -240,7 +238,7 @@ def test_no_series_no_figure() -> None:
 
 
 @pytest.mark.parametrize("state", ["running", "done", "interrupted"])
-def test_state_is_said(state) -> None:
+def test_the_page_shows_the_state(state) -> None:
     text = page(fit(epoch(0), state=state, error="ValueError: bad"))
     assert f'<span class="state {state}">{state}</span>' in text
     assert ("was interrupted: ValueError: bad" in text) == (state == "interrupted")

@@ -1,4 +1,4 @@
-"""What is measured after training: sums without the starts around them."""
+"""Measurements after training: sums, without the time of program starts."""
 
 import keras
 import pytest
@@ -14,7 +14,7 @@ def variables(strategy):
 
 
 @pytest.mark.parametrize(("times", "expected"), [([3.0, 1.0], 2.0), ([1.0, 3.0], 0.0)])
-def test_starting_a_program_is_no_part_of_a_sum(monkeypatch, times, expected) -> None:
+def test_a_sum_excludes_the_start_of_its_program(monkeypatch, times, expected) -> None:
     left = iter(times)
 
     def median(call, number):
@@ -32,5 +32,5 @@ def test_one_replica_sums_nothing() -> None:
 
 
 @pytest.mark.parametrize("number", [0, 3, 10_000])
-def test_a_start_takes_some_time(number) -> None:
+def test_start_seconds_are_positive(number) -> None:
     assert start_seconds(number, mirrored(2).group) > 0

@@ -1,4 +1,4 @@
-"""What a recorder counts, without Keras."""
+"""The recorder's counts, without Keras."""
 
 import itertools
 
@@ -9,7 +9,7 @@ from replicax.report.recorder import Recorder
 
 
 class Pending:
-    """A result that is there after it was asked for so many times."""
+    """A result that becomes ready after `times` calls of `is_ready`."""
 
     def __init__(self, times: int) -> None:
         self.left = times
@@ -21,7 +21,7 @@ class Pending:
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Each look at the clock is a second later than the one before."""
+    """Every call of `perf_counter` returns one second more."""
     ticks = itertools.count()
     monkeypatch.setattr("time.perf_counter", lambda: float(next(ticks)))
 
@@ -40,23 +40,22 @@ def test_devices_wait_only_when_they_have_nothing_to_do(looks_until_ready, stall
     recorder = Recorder()
     recorder._last = Pending(looks_until_ready)
     take_batch(recorder)
-    assert recorder.tally.input_s == 1.0
     assert recorder.tally.stalled_s == stalled
 
 
 @pytest.mark.usefixtures("clock")
-def test_waiting_for_other_tasks_is_no_input():
+def test_a_wait_for_other_tasks_is_not_input():
     recorder = Recorder()
     began = recorder.begin_input()
     with recorder.waiting():
         pass
     recorder.end_input(began, "a", 1, 8)
     assert recorder.tally.waits_s == 1.0
-    assert recorder.tally.input_s == 2.0  # Three looks in between, one second of them.
+    assert recorder.tally.stalled_s == 2.0  # Three seconds, one of them in `waiting`.
 
 
 def train(recorder, batches, result=None):
-    """Executions that take one of `batches` each."""
+    """Run one execution for each batch."""
     for batch in batches:
         take_batch(recorder, *batch)
         recorder.end_execution({"loss": jnp.zeros(()) if result is None else result})
@@ -76,30 +75,30 @@ def test_executions_with_new_shapes_are_counted_apart():
 
 
 class Slow:
-    """A result that takes seconds, of which the host learns nothing before."""
+    """A result that is ready only after `block_until_ready`."""
 
     def __init__(self, recorder) -> None:
-        self.recorder, self.asked = recorder, []
+        self.recorder, self.waits = recorder, []
 
     def is_ready(self) -> bool:
         return False
 
     def block_until_ready(self):
-        self.asked.append(self.recorder.tally.first_executions)
+        self.waits.append(self.recorder.tally.first_executions)
         return self
 
 
-def test_devices_are_waited_for_around_what_compiles_only():
+def test_the_recorder_waits_for_devices_only_around_a_compilation():
     recorder = Recorder()
     result = Slow(recorder)
     shapes = ["a", "a", "a", "b", "a", "b"]
     train(recorder, [(shape, 1, 8) for shape in shapes], result)
-    # After "a" was compiled; before "b" was, and after it.
-    assert result.asked == [0, 1, 1]
+    # Waits after "a" compiled, and before and after "b" compiles.
+    assert result.waits == [0, 1, 1]
 
 
-def test_input_may_come_before_the_call():
-    recorder = Recorder()  # As with parameter servers, whose steps are claimed first.
+def test_the_first_execution_may_have_empty_logs():
+    recorder = Recorder()
     for _ in range(3):
         take_batch(recorder)
         recorder.end_execution({})
@@ -107,7 +106,7 @@ def test_input_may_come_before_the_call():
     assert (recorder.tally.first_executions, recorder.tally.first_steps) == (1, 1)
 
 
-def test_a_call_that_trains_on_nothing_is_no_execution():
+def test_an_execution_without_a_batch_is_not_counted():
     recorder = Recorder()
     recorder.end_execution({})
     assert recorder.tally.executions == 0
@@ -116,24 +115,24 @@ def test_a_call_that_trains_on_nothing_is_no_execution():
 def test_time_after_the_steps_does_not_count():
     recorder = Recorder()
     train(recorder, [("a", 1, 8)])
-    took = recorder.end_steps()
-    assert recorder.end_steps() == took
-    train(recorder, [("a", 1, 8)])  # A callback had evaluated amid the epoch.
-    assert recorder.end_steps() > took
+    wall_s = recorder.end_steps()
+    assert recorder.end_steps() == wall_s
+    train(recorder, [("a", 1, 8)])  # A callback evaluated within the epoch.
+    assert recorder.end_steps() > wall_s
 
 
-def test_marks_come_between_steps():
+def test_marks_are_between_steps():
     marks = []
     recorder = Recorder(on_mark=lambda: marks.append(1), mark_every_s=0.0)
     train(recorder, [("a", 1, 8)] * 3)
     assert len(marks) == 3
 
 
-def test_a_mark_has_the_logs_of_what_is_done():
+def test_a_mark_has_the_logs_of_a_finished_execution():
     recorder = Recorder(mark_every_s=0.0)
     results, seen = [Pending(0), Pending(9), Pending(0), Pending(0)], []
     recorder._on_mark = lambda: seen.append(recorder.logs)
-    recorder._seen.add("a")  # Nothing compiles, so nothing is waited for.
+    recorder._compiled_shapes.add("a")  # The recorder must not wait.
     for result in results:
         take_batch(recorder)
         recorder.end_execution({"loss": result})

@@ -1,4 +1,4 @@
-"""Files of workers: always valid JSON, and read as if anybody had written them."""
+"""Files of workers: always valid JSON, and validated when they are read."""
 
 import json
 import math
@@ -16,8 +16,8 @@ WORKERS = ["worker:0", "worker:1"]
 
 
 def begin(worker="worker:0", time=1000.0, workers=("worker:0",), **facts):
-    facts = {"worker": worker, "workers": list(workers), "fit": 1} | facts
-    return {"event": "begin", "time": time, "facts": facts}
+    names = {"worker": worker, "workers": list(workers)}
+    return {"event": "begin", "time": time, "facts": facts} | names
 
 
 def epoch(number, time=1001.0, **fields):
@@ -47,19 +47,19 @@ def refuse(name):
     raise AssertionError(f"{name} is no JSON")
 
 
-def test_numbers_that_json_has_none_for(tmp_path: Path) -> None:
+def test_nan_and_infinities_stay_valid_json(tmp_path: Path) -> None:
     logs = {"loss": math.nan, "a": math.inf, "b": -math.inf, "c": 0.5}
     journal = write(tmp_path / "r.html", 0, begin(), epoch(0, logs=logs))
     for line in journal.path.read_text().splitlines():
         json.loads(line, parse_constant=refuse)
     run = read_run(tmp_path / "r.html")
     assert run.chief is not None
-    found = run.chief.fits[0].epochs[0].logs
-    assert math.isnan(found.pop("loss"))
-    assert found == {"a": math.inf, "b": -math.inf, "c": 0.5}
+    logs = dict(run.chief.fits[0].epochs[0].logs)
+    assert math.isnan(logs.pop("loss"))
+    assert logs == {"a": math.inf, "b": -math.inf, "c": 0.5}
 
 
-def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
+def test_an_unfinished_line_is_skipped(tmp_path: Path) -> None:
     journal = write(tmp_path / "r.html", 0, begin(), epoch(0))
     with journal.path.open("a") as stream:
         stream.write('{"event": "epo')
@@ -83,7 +83,7 @@ def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
         '{"event": "begin", "facts": {}, "time": "nan"}',
     ],
 )
-def test_lines_without_sense_are_counted(tmp_path: Path, line) -> None:
+def test_malformed_lines_are_counted(tmp_path: Path, line) -> None:
     page = tmp_path / "r.html"
     journal = write(page, 0, begin())
     with journal.path.open("a") as stream:
@@ -106,6 +106,7 @@ JSON = st.recursive(
     max_leaves=6,
 )
 FIELDS = ["time", "epoch", "logs", "wall_s", "counts", "memory", "staleness", "facts"]
+FIELDS += ["worker", "workers", "number"]
 EVENT = st.builds(
     lambda kind, rest: {"event": kind} | rest,
     st.sampled_from(["begin", "epoch", "progress", "end"]),
@@ -120,7 +121,7 @@ def test_any_file_makes_a_page(tmp_path_factory, events) -> None:
     assert page_of(read_run(page)).endswith("</html>\n")
 
 
-def test_who_has_not_written_is_missing(tmp_path: Path) -> None:
+def test_a_worker_without_a_file_is_missing(tmp_path: Path) -> None:
     page = tmp_path / "r.html"
     write(page, 0, begin(workers=WORKERS), epoch(0))
     assert list(read_run(page).missing) == ["worker:1"]
@@ -130,7 +131,7 @@ def test_who_has_not_written_is_missing(tmp_path: Path) -> None:
     assert not read_run(page).missing
 
 
-def test_files_of_older_runs_do_not_count(tmp_path: Path) -> None:
+def test_files_of_older_runs_are_skipped(tmp_path: Path) -> None:
     page = tmp_path / "r.html"
     write(page, 1, begin("worker:1", time=1000.0), epoch(0, time=1001.0))
     write(page, 2, begin("worker:2", time=5000.0), epoch(0, time=5001.0))
@@ -140,12 +141,12 @@ def test_files_of_older_runs_do_not_count(tmp_path: Path) -> None:
     assert list(run.missing) == ["worker:1"]
 
 
-def test_a_passing_line_is_replaced(tmp_path: Path) -> None:
+def test_the_next_event_replaces_a_temporary_one(tmp_path: Path) -> None:
     page = tmp_path / "r.html"
     journal = write(page, 0, begin())
     progress = epoch(0) | {"event": "progress"}
     for _ in range(100):
-        journal.add(progress, passing=True)
+        journal.add(progress, is_temporary=True)
     assert kinds(journal.path) == ["begin", "progress"]
     journal.add(epoch(0))
     assert kinds(journal.path) == ["begin", "epoch"]
@@ -176,7 +177,7 @@ def test_two_processes_with_one_path(tmp_path: Path, caplog) -> None:
     assert [e.number for e in chief.fits[0].epochs] == [0, 1]
 
 
-def test_training_goes_on_when_the_disk_does_not(tmp_path: Path, caplog) -> None:
+def test_a_failed_write_is_logged_once(tmp_path: Path, caplog) -> None:
     journal = write(tmp_path / "r.html", 0, begin())
     journal.path.unlink()
     journal.path.mkdir()
@@ -187,7 +188,7 @@ def test_training_goes_on_when_the_disk_does_not(tmp_path: Path, caplog) -> None
     assert str(journal.path) in caplog.text
 
 
-def test_a_process_that_was_restarted(tmp_path: Path) -> None:
+def test_a_restarted_process_continues_the_count_of_epochs(tmp_path: Path) -> None:
     page = tmp_path / "r.html"
     write(page, 0, begin(), epoch(0), epoch(1))
     write(page, 0, begin(time=1002.0), epoch(1), epoch(2), fresh=False)
@@ -197,11 +198,11 @@ def test_a_process_that_was_restarted(tmp_path: Path) -> None:
     assert (first.state, second.state) == ("interrupted", "running")
     assert "restarted" in first.error
     text = page_of(read_run(page))
-    assert "in epoch 3" in text  # It goes on counting,
-    assert 'class="border"' not in text  # and is no other training.
+    assert "in epoch 3" in text
+    assert 'class="border"' not in text  # The page shows one training.
 
 
-def test_epochs_merged(tmp_path: Path) -> None:
+def test_merged_epochs_add_counts_and_times(tmp_path: Path) -> None:
     page = tmp_path / "r.html"
     counts = {"steps": 10, "examples": 640, "first_steps": 4, "first_s": 0.2}
     write(
@@ -217,11 +218,9 @@ def test_epochs_merged(tmp_path: Path) -> None:
     assert total.step_s == pytest.approx((1.0 - 0.2) / 16)
     assert total.examples_per_s == pytest.approx((1280 - 256) / 0.8)
     assert total.staleness == {0: 3, 2: 5}
-    with pytest.raises(ValueError, match="got no epochs"):
-        merged([])
 
 
-def test_epochs_without_timed_steps_take_no_time(tmp_path: Path) -> None:
+def test_epochs_without_timed_steps_add_no_time(tmp_path: Path) -> None:
     page = tmp_path / "r.html"
     idle = {"executions": 0, "steps": 0, "examples": 0, "waits_s": 9.0}
     compiled = {"executions": 1, "steps": 1, "first_steps": 1, "first_s": 3.0}

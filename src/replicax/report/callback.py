@@ -21,28 +21,27 @@ __all__ = ["Report", "report_every_fit", "with_report"]
 _num_fits: dict[Path, int] = {}
 """Number of calls of `fit` that this process has reported, by page."""
 
-
 Logs = Mapping[str, object] | None
 
 
 class Report(LateCallback):
     """Writes an HTML page about a run of `fit`, during the run and at its end.
 
-    The page shows losses and metrics, throughput, each worker's step time, input wait
-    and memory, staleness of parameter servers, configuration and versions. It is one
-    self-contained file. Workers write their numbers into a folder beside it,
-    `<path>.d`; the chief renders the page from all of them. In a cluster, pass the
-    callback on all workers, with a path in a shared folder. Several calls of `fit` with
-    the same path go into the same page.
+    The page is one self-contained file. It shows losses and metrics, throughput, each
+    worker's step time, input wait and memory, the staleness of gradients on parameter
+    servers, configuration and versions. Workers write their numbers into a folder
+    beside it, `<path>.d`; the chief renders the page. In a cluster, pass the callback
+    on all workers, with a path in a shared folder. Several calls of `fit` with the same
+    path share a page.
     (Keras: `keras.callbacks.TensorBoard` shows similar curves.)
 
     Args:
         path: The page's file, such as `"report.html"`; `~` is the home folder. Missing
             folders are created.
-        diagnosis: Whether to measure communication and program starts when training
-            ends, and to print a line with examples per second, the parts of a step's
-            time, and the first thing to change. None: if the chief's `verbose` is not
-            0.
+        diagnosis: Whether to measure communication and program starts after training,
+            and to print a line with examples per second, the parts of a step's time,
+            and the first thing to change. The chief's value decides. None: if
+            `verbose` is not 0.
 
     Raises:
         ValueError: If `path` is a folder, or names no file.
@@ -76,7 +75,7 @@ class Report(LateCallback):
         self._logs: Logs = None
 
     def on_train_begin(self, logs: Logs = None) -> None:
-        """Start recording; the first epoch opens the file.
+        """Start recording.
 
         Raises:
             ValueError: If this `fit` has another `Report`.
@@ -99,33 +98,31 @@ class Report(LateCallback):
 
         page = self._page
         params = self.params or {}
-        diagnoses = self.diagnosis
-        if diagnoses is None:
-            diagnoses = params.get("verbose", 1) != 0
+        is_verbose = params.get("verbose", 1) != 0
         number = _num_fits.get(page, 0)
         self._run = run = FitReport(
             page,
             model,
             params,
             number=number + 1,
-            continues=number > 0 or num_restarts() > 0,
-            diagnoses=diagnoses,
+            keeps=number > 0 or num_restarts() > 0,
+            measures=is_verbose if self.diagnosis is None else self.diagnosis,
         )
         _num_fits[page] = number + 1
         session.push(run.close)
         session.record_with(run.recorder)
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
-        """Start the epoch's counts."""
+        """Count from zero; the first epoch opens the file."""
         if self._run is not None:
             self._run.begin_epoch(epoch)
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        """Keep the logs; later callbacks may add values to them."""
+        """Keep the logs, to which later callbacks may add values."""
         self._logs = logs
 
     def after_epoch_end(self, epoch: int) -> None:
-        """Write the epoch, with the values that other callbacks have added."""
+        """Write the epoch's logs, with the values from other callbacks."""
         if self._run is not None:
             self._run.end_epoch(self._logs or {})
 

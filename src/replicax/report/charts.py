@@ -1,27 +1,25 @@
-"""Computes charts of curves over epochs: SVG paths, axis ticks, and a table.
+"""Computes charts of curves over epochs: SVG paths, axis labels, and a description.
 
-The plot stretches to the page's width; its labels are HTML around it, so that their
-size is that of other text. It uses no plotting library: their pictures adapt neither to
-the page's width nor to its dark colors.
+The plot stretches to the page's width. Its labels are HTML around the SVG, so they keep
+the size of other text. No plotting library adapts its pictures to the page's width and
+dark colors.
 """
 
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
-__all__ = ["Chart", "Curve", "Series", "chart_of", "plain", "thinned", "ticks"]
+__all__ = ["Chart", "Curve", "Series", "chart_of", "plain", "ticks"]
 
-_MOST_POINTS = 240
-_MOST_ROWS = 60
-_FEW_POINTS = 40  # So few get a dot each.
+_MAX_DOTS = 500  # Longer curves have no tooltips.
 _NUM_COLORS = 8
 _SIZE = 1000
 _LOG_FROM = 100.0  # Ratio of the largest value to the smallest.
-_HUGE = 1e300  # So that differences and powers of ten are numbers, too.
+_HUGE = 1e300  # Limit of the axis: differences and powers of ten stay finite.
 _FLAT = 1e-9  # Values that differ by less, relative to the largest, are equal.
 
 Point = tuple[float, float]
-Label = tuple[float, str]  # Where on an axis, from 0 to 1, and the text.
+Label = tuple[float, str]  # The place on an axis, from 0 to 1, and the text.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,13 +45,11 @@ class Curve:
 
     Attributes:
         color: The color's class in the style sheet.
-        is_few: Whether there are so few points that each is drawn as a dot.
-        dots: The place of each point, and its tooltip.
+        dots: The place and the tooltip of each point; none for long curves.
     """
 
     name: str
     color: str
-    is_few: bool
     path: str
     dots: Sequence[tuple[str, str]]
 
@@ -65,7 +61,6 @@ class Chart:
     Attributes:
         in_words: A description of the chart, for screen readers.
         borders: The beginning of each further `fit`, and its name.
-        num_epochs: Number of epochs; the table may have fewer rows.
         size: Width and height of the plot, in units of the paths.
     """
 
@@ -76,9 +71,6 @@ class Chart:
     y_labels: Sequence[Label]
     x_labels: Sequence[Label]
     borders: Sequence[Label]
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    num_epochs: int
     size: int = _SIZE
 
 
@@ -97,10 +89,19 @@ def chart_of(
     *,
     unit: Callable[[float], str] = plain,
     from_zero: bool = False,
-    borders: Sequence[Label] = (),
+    borders: Sequence[tuple[float, str]] = (),
     note: str = "",
 ) -> Chart | None:
-    """Make a chart of curves over epochs; None without points."""
+    """Make a chart of curves over epochs; None without points.
+
+    Args:
+        title: The chart's title.
+        series: The curves.
+        unit: Formats a y.
+        from_zero: Whether the y axis begins at 0 and is linear.
+        borders: The x at which each further `fit` begins, and its name.
+        note: A sentence below the title.
+    """
     series = [s for s in series if s.points]
     if not series:
         return None
@@ -108,9 +109,6 @@ def chart_of(
     scale = _AxisScale(
         [y for _, y in points if math.isfinite(y)], [x for x, _ in points], from_zero
     )
-    rows = _rows(series, unit)
-    stride = max(1.0, (len(rows) - 1) / (_MOST_ROWS - 1))
-    shown = [rows[round(i * stride)] for i in range(min(len(rows), _MOST_ROWS))]
     at_borders = [(scale.across(x), name) for x, name in borders]
     return Chart(
         title=f"{title} (logarithmic)" if scale.is_log else title,
@@ -120,9 +118,6 @@ def chart_of(
         y_labels=[(scale.up(y), unit(y)) for y in scale.y_ticks],
         x_labels=[(scale.across(x), plain(x)) for x in scale.x_ticks],
         borders=[(at, name) for at, name in at_borders if 0 < at < 1],
-        head=["epoch", *(s.name for s in series)],
-        rows=shown,
-        num_epochs=len(rows),
     )
 
 
@@ -142,27 +137,6 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
     last = math.floor(high / step + 1e-9)
     # Rounded, so that 3 * 0.1 is 0.3.
     return [float(f"{i * step:.12g}") for i in range(first, last + 1)]
-
-
-def thinned(points: Sequence[Point], most: int = _MOST_POINTS) -> list[Point]:
-    """Downsample points to at most `most`: keep the extremes of each stretch.
-
-    A point that is not finite stays where a stretch has no other.
-    """
-    if len(points) <= most:
-        return list(points)
-    size = math.ceil(2 * len(points) / most)
-    kept: list[Point] = []
-    for start in range(0, len(points), size):
-        stretch = points[start : start + size]
-        finite = [p for p in stretch if math.isfinite(p[1])]
-        ends = [min(finite, key=_height), max(finite, key=_height)] if finite else []
-        kept += sorted(set(ends)) or [stretch[0]]
-    return kept
-
-
-def _height(point: Point) -> float:
-    return point[1]
 
 
 class _AxisScale:
@@ -205,34 +179,24 @@ class _AxisScale:
 def _curve(
     series: Series, index: int, scale: _AxisScale, unit: Callable[[float], str]
 ) -> Curve:
-    lines: list[str] = []
+    path = ""
     dots: list[tuple[str, str]] = []
     for part in series.parts:
-        for run in _runs(thinned(part)):
-            places = [
-                f"{_SIZE * scale.across(x):.1f} {_SIZE * (1 - scale.up(y)):.1f}"
-                for x, y in run
-            ]
-            lines.append("M" + "L".join(places))
-            texts = [f"{series.name}, epoch {plain(x)}: {unit(y)}" for x, y in run]
-            dots += zip(places, texts, strict=True)
+        command = "M"
+        for x, y in part:
+            if not math.isfinite(y):
+                command = "M"  # The line is interrupted.
+                continue
+            place = f"{_SIZE * scale.across(x):.1f} {_SIZE * (1 - scale.up(y)):.1f}"
+            path += command + place
+            command = "L"
+            dots.append((place, f"{series.name}, epoch {plain(x)}: {unit(y)}"))
     return Curve(
         name=series.name,
         color=f"s{index % _NUM_COLORS}",
-        is_few=len(series.points) <= _FEW_POINTS,
-        path="".join(lines),
-        dots=dots,
+        path=path,
+        dots=dots if len(dots) <= _MAX_DOTS else [],
     )
-
-
-def _runs(points: Sequence[Point]) -> list[list[Point]]:
-    runs: list[list[Point]] = [[]]
-    for point in points:
-        if math.isfinite(point[1]):
-            runs[-1].append(point)
-        elif runs[-1]:
-            runs.append([])
-    return [run for run in runs if run]
 
 
 def _in_words(series: Series) -> str:
@@ -241,14 +205,3 @@ def _in_words(series: Series) -> str:
         f"{series.name} from {plain(low)} in epoch {plain(first)} "
         f"to {plain(high)} in epoch {plain(last)}"
     )
-
-
-def _rows(series: Sequence[Series], unit: Callable[[float], str]) -> list[list[str]]:
-    """Make the table's rows, one for each epoch of each `fit`."""
-    rows: dict[tuple[int, float], list[str]] = {}
-    for column, s in enumerate(series):
-        for number, part in enumerate(s.parts):
-            for x, y in part:
-                row = rows.setdefault((number, x), [plain(x), *[""] * len(series)])
-                row[1 + column] = unit(y) if math.isfinite(y) else plain(y)
-    return [row for _, row in sorted(rows.items())]

@@ -11,7 +11,7 @@ __all__ = ["FEWEST_EXECUTIONS", "Measurements", "diagnose", "shares", "summary"]
 FEWEST_EXECUTIONS = 10
 """Fewer timed executions are too noisy for a diagnosis."""
 
-_LARGE = 0.30
+_LARGE = 0.30  # A share of a step's time that is worth a change.
 
 Kind = Literal["alone", "replicas", "servers", "central"]
 
@@ -21,17 +21,18 @@ class Measurements:
     """Measurements of a training; shares are of a step's time, from 0 to 1.
 
     Attributes:
-        executions: Number of timed program executions, without those that compiled.
+        executions: Number of program executions, except those that compiled.
+        step_s: Seconds of a step; NaN: not measured.
         examples_per_s: Examples per second of all workers.
         batch: Examples of a step, over all of its replicas.
-        kind: Where the variables are: on one device, on each replica, on parameter
-            servers, or on one device of the machine for all replicas.
-        input: Share of waiting for input.
-        communication: Share of gradient sums, or of requests to servers; None: not
-            measured.
+        kind: Where the variables are: on the only replica, on each replica, on
+            parameter servers, or on a parameter device of the machine.
+        input: Share of waiting for input, on the worker that waits most.
+        communication: Share of all-reducing gradients, or of requests to servers;
+            None: not measured.
         start: Share of starting programs; None: not measured.
         is_compressed: Whether gradients are sent as bfloat16.
-        input_worker: The worker that `input` was measured on, among several.
+        input_worker: The name of the worker that waits most; empty: the only one.
         straggler: A sentence about the slowest worker; empty: there is none.
     """
 
@@ -53,8 +54,8 @@ class Measurements:
 def shares(measured: Measurements) -> dict[str, float | None]:
     """Divide a step's time into shares that sum to 1; None where not measured.
 
-    Compute is the rest. Input was timed during training. Communication and starts were
-    measured separately, so they get at most the time that input leaves.
+    Compute is the rest. Communication and starts are measured after the training, and
+    limited to the time that the devices did not wait for input.
     """
     rest = 1.0 - measured.input
     result: dict[str, float | None] = {"input": measured.input}
@@ -75,9 +76,6 @@ def diagnose(measured: Measurements) -> str:
         >>> diagnose(dataclasses.replace(m, input=0.6)).split(":")[0]
         'input-bound'
     """
-    large = {
-        name for name, share in shares(measured).items() if (share or 0.0) > _LARGE
-    }
     is_timed = math.isfinite(measured.step_s) and measured.step_s > 0
     if measured.executions < FEWEST_EXECUTIONS or not is_timed:
         return (
@@ -85,7 +83,8 @@ def diagnose(measured: Measurements) -> str:
             f"({measured.executions} were timed after compiling, at least "
             f"{FEWEST_EXECUTIONS} are needed): train longer"
         )
-    if "input" in large:
+    share_of = {name: share or 0.0 for name, share in shares(measured).items()}
+    if share_of["input"] > _LARGE:
         where = f" on {measured.input_worker}" if measured.input_worker else ""
         more = ", or use more workers" if measured.kind == "servers" else ""
         return (
@@ -95,9 +94,9 @@ def diagnose(measured: Measurements) -> str:
         )
     if measured.straggler:
         return f"one worker is slower: {measured.straggler}"
-    if "start" in large:
+    if share_of["start"] > _LARGE:
         return _small_batch(measured)
-    if "communication" in large:
+    if share_of["communication"] > _LARGE:
         return _slow_communication(measured)
     return "compute-bound: nothing to change first"
 

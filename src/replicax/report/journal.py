@@ -1,7 +1,7 @@
 """The event log of one worker: a JSON Lines file.
 
-The files are in a folder beside the page, `report.html.d/worker-0.jsonl`. Each worker
-writes only its own; the chief reads all of them for the page.
+The files are in a folder beside the page, as in `report.html.d/worker-0.jsonl`. Each
+worker writes only its own file; the chief reads all of them for the page.
 """
 
 import json
@@ -41,13 +41,13 @@ class Journal:
     """Writes one worker's event log.
 
     Args:
-        page: The page that the file is for.
+        page: The page that shows the events.
         index: This worker's index.
-        fresh: Whether this is a new report, which replaces the file of an older one.
+        fresh: Whether to delete the events of an older report.
 
     Attributes:
         path: The file.
-        has_failed: Whether a write has failed. Later events are dropped.
+        has_failed: Whether a write has failed. The journal drops later events.
 
     Raises:
         OSError: If the folder cannot be created or written to.
@@ -73,10 +73,10 @@ class Journal:
                 str(page),
             ) from error
 
-    def add(self, event: msgspec.Struct, *, passing: bool = False) -> None:
-        """Append an event; if that fails, log a warning and let training continue.
+    def add(self, event: msgspec.Struct, *, is_temporary: bool = False) -> None:
+        """Append an event; log a warning if the write fails.
 
-        The next event overwrites one that is `passing`, so files stay small.
+        The next event overwrites a temporary one, so that the file stays small.
         """
         if self.has_failed:
             return
@@ -96,12 +96,12 @@ class Journal:
                 self.path,
                 error,
             )
-        if not passing:
+        if not is_temporary:
             self._kept = self._size
 
 
 def _finite(value: object) -> object:
-    """Replace NaN and infinities by strings: JSON has no numbers for them."""
+    """Replace NaN and infinities by strings, which JSON can hold."""
     if isinstance(value, Mapping):
         return {str(k): _finite(v) for k, v in value.items()}
     if isinstance(value, list | tuple):

@@ -1,14 +1,13 @@
 """Renders the report page, a self-contained HTML file, from the workers' records.
 
-`templates/` has the HTML, the style sheet and the charts; this module computes their
-values. Jinja escapes every value.
+This module computes the values for the HTML in `templates/`. Jinja escapes every value.
 """
 
 import functools
 import math
 import time
-from collections.abc import Mapping, Sequence
-from datetime import datetime
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime, timedelta
 
 import jinja2
 
@@ -16,7 +15,6 @@ from replicax._util.listing import listed
 from replicax._util.units import binary_bytes, seconds
 from replicax.report.charts import plain
 from replicax.report.figures import (
-    counts_own,
     mean_staleness,
     memory_bytes,
     metric_charts,
@@ -35,8 +33,6 @@ _SHARES = {
     "compute": "compute",
 }
 
-_NOT_SHOWN = {"worker", "workers", "examples_of", "fit"}
-
 _WORKER_COLUMNS = [
     "worker",
     "host",
@@ -48,7 +44,6 @@ _WORKER_COLUMNS = [
     "peak",
     "staleness, mean and most",
 ]
-_NO_FIGURES = [""] * (len(_WORKER_COLUMNS) - 2)
 
 
 def page_of(run: Run, *, now: float | None = None) -> str:
@@ -60,7 +55,7 @@ def page_of(run: Run, *, now: float | None = None) -> str:
 def rendered(template: str, **values: object) -> str:
     """Render a template of this folder with escaped values.
 
-    Lone surrogates, from file names that are no text, are replaced: UTF-8 has none.
+    Names of files may have lone surrogates, which UTF-8 cannot encode: escape them.
     """
     text = _templates().get_template(template).render(values)
     return text.encode(errors="backslashreplace").decode()
@@ -83,16 +78,12 @@ def _values(run: Run, now: float) -> dict[str, object]:
     if chief is None:
         return {"title": "Training report", "began": "", "state": "running"}
     fit = chief.fits[-1]
-    shares = {
-        name: float(share)
-        for name, share in fit.shares.items()
-        if name in _SHARES and isinstance(share, int | float)
-    }
+    shares = {name: x for name, x in fit.shares.items() if x is not None}
     return {
-        "title": f"Training report: {fit.facts.get('model', 'a model')}",
+        "title": f"Training report: {fit.begin.facts.get('model', 'a model')}",
         "state": fit.state,
         "began": _began(chief, now),
-        "problems": [p for w in run.workers for p in _problems(w)] + _missing(run),
+        "problems": _problems(run),
         "num_fits": len(chief.fits),
         "diagnosis": fit.diagnosis,
         "shares": [(_SHARES[name], shares[name]) for name in _SHARES if name in shares],
@@ -103,12 +94,10 @@ def _values(run: Run, now: float) -> dict[str, object]:
             ("Speed and memory", speed_charts(run)),
         ],
         "worker_columns": _WORKER_COLUMNS,
-        "worker_rows": [_worker_row(worker) for worker in run.workers]
-        + [[name, "no figures", *_NO_FIGURES] for name in run.missing],
+        "worker_rows": [_worker_row(worker) for worker in run.workers],
         "configuration": {
             name.replace("_", " "): _text(value)
-            for name, value in fit.facts.items()
-            if name not in _NOT_SHOWN
+            for name, value in fit.begin.facts.items()
         },
         "written": _date(now),
     }
@@ -116,7 +105,7 @@ def _values(run: Run, now: float) -> dict[str, object]:
 
 def _began(chief: WorkerRecord, now: float) -> str:
     fit = chief.fits[-1]
-    began = chief.fits[0].began
+    began = chief.fits[0].begin.time
     text = f"Began {_date(began)}, "
     if fit.state == "running":
         text += f"last event {_duration(now - fit.last)} before this page was written."
@@ -138,26 +127,25 @@ def _position(epoch: EpochRecord) -> str:
     return text if loss is None else f"{text}, at a loss of {plain(loss)}"
 
 
-def _problems(worker: WorkerRecord) -> list[tuple[str, str]]:
-    fit, problems = worker.fits[-1], []
-    if fit.state == "interrupted":
-        where = f" in {_position(fit.current)}" if fit.current else ""
-        problems.append(("error", f"{worker.name} was interrupted{where}: {fit.error}"))
-    if worker.num_bad:
-        noun = "line" if worker.num_bad == 1 else "lines"
-        text = f"{worker.num_bad} {noun} in the file of {worker.name} cannot be read."
+def _problems(run: Run) -> list[tuple[str, str]]:
+    """List the problems to show, each with its class in the style sheet."""
+    problems = []
+    for worker in run.workers:
+        fit, name = worker.fits[-1], worker.name
+        if fit.state == "interrupted":
+            where = f" in {_position(fit.current)}" if fit.current else ""
+            problems.append(("error", f"{name} was interrupted{where}: {fit.error}"))
+        if worker.num_bad:
+            noun = "line" if worker.num_bad == 1 else "lines"
+            text = f"{worker.num_bad} {noun} in the file of {name} cannot be read."
+            problems.append(("warn", text))
+    if run.missing:
+        text = (
+            f"No figures of {listed(run.missing)}: pass the callback on all workers, "
+            "with a path in a folder that all of them see."
+        )
         problems.append(("warn", text))
     return problems
-
-
-def _missing(run: Run) -> list[tuple[str, str]]:
-    if not run.missing:
-        return []
-    text = (
-        f"No figures of {listed(run.missing)}: pass the callback on all workers, with "
-        "a path in a folder that all of them see."
-    )
-    return [("warn", text)]
 
 
 def _key_figures(run: Run, fit: Fit) -> dict[str, str]:
@@ -168,8 +156,8 @@ def _key_figures(run: Run, fit: Fit) -> dict[str, str]:
     figures = {
         "epochs": str(total.number + 1) if fit.epochs else "none has ended",
         "examples/s": _rate(run),
-        "time of a step": _step(total),
-        "waiting for input": _percent(total.input_share),
+        "time of a step": _figure(total.step_s, seconds),
+        "waiting for input": _figure(total.input_share, _percent),
         "time to compile": seconds(total.counts.get("first_s", 0.0)),
         "memory, peak": _peak(all_epochs),
     }
@@ -182,40 +170,40 @@ def _key_figures(run: Run, fit: Fit) -> dict[str, str]:
 
 
 def _rate(run: Run) -> str:
-    workers = run.workers if counts_own(run.workers[0]) else run.workers[:1]
+    counts_own = run.workers[0].fits[-1].begin.counts_own
+    workers = run.workers if counts_own else run.workers[:1]
     epochs = [worker.fits[-1].epochs_so_far for worker in workers]
     rates = [merged(part).examples_per_s for part in epochs if part]
     finite = [rate for rate in rates if math.isfinite(rate)]
     return plain(round(sum(finite), 1)) if finite else "not measured"
 
 
-def _step(epoch: EpochRecord) -> str:
-    return seconds(epoch.step_s) if math.isfinite(epoch.step_s) else "not measured"
+def _figure(value: float, form: Callable[[float], str]) -> str:
+    return form(value) if math.isfinite(value) else "not measured"
 
 
 def _percent(share: float) -> str:
-    return f"{share:.0%}" if math.isfinite(share) else "not measured"
+    return f"{share:.0%}"
 
 
 def _peak(epochs: Sequence[EpochRecord]) -> str:
-    peaks = [e.memory.get("peak_bytes") for e in epochs]
-    numbers = [peak for peak in peaks if isinstance(peak, int | float)]
-    return binary_bytes(max(numbers)) if numbers else "not known"
+    peaks = [e.memory.peak_bytes for e in epochs if e.memory.peak_bytes is not None]
+    return binary_bytes(max(peaks)) if peaks else "not measured"
 
 
 def _worker_row(worker: WorkerRecord) -> list[str]:
     fit = worker.fits[-1]
-    row = [worker.name, str(fit.facts.get("host", "")), fit.state]
+    row = [worker.name, str(fit.begin.facts.get("host", "")), fit.state]
     if not fit.epochs_so_far:
-        return row + _NO_FIGURES[1:]
+        return row + [""] * (len(_WORKER_COLUMNS) - len(row))
     total = merged(fit.epochs_so_far)
-    memory, staleness = memory_bytes(total), total.staleness
+    staleness = total.staleness
     return [
         *row,
         f"{int(total.counts.get('steps', 0)):,}",
-        _step(total),
-        _percent(total.input_share),
-        binary_bytes(memory) if math.isfinite(memory) else "not known",
+        _figure(total.step_s, seconds),
+        _figure(total.input_share, _percent),
+        _figure(memory_bytes(total), binary_bytes),
         _peak(fit.epochs_so_far),
         f"{mean_staleness(staleness):.2g}, {max(staleness)}" if staleness else "",
     ]
@@ -236,9 +224,6 @@ def _date(when: float) -> str:
 
 
 def _duration(duration_s: float) -> str:
-    whole = round(duration_s)
-    if whole < 60:
+    if duration_s < 60:
         return f"{max(0.0, duration_s):.1f} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
+    return str(timedelta(seconds=round(duration_s)))  # As 1:02:03.

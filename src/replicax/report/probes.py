@@ -1,9 +1,7 @@
-"""Micro-benchmarks of a step's parts: gradient sums, program starts, memory."""
+"""Measures the parts of a step by themselves: gradient sums, program starts, memory."""
 
 import dataclasses
-import resource
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +13,7 @@ import keras
 from replicax.engine.communication import sum_gradients
 from replicax.engine.devices import Device
 from replicax.engine.group import ReplicaGroup
+from replicax.report.runs import MemoryUse
 from replicax.strategies.strategy import Strategy
 
 __all__ = ["memory_of", "start_seconds", "sum_seconds"]
@@ -26,9 +25,9 @@ _STATUS = Path("/proc/self/status")
 
 
 def start_seconds(num_arrays: int, group: ReplicaGroup | None = None) -> float:
-    """Measure the time to start a trivial program and wait for its end.
+    """Measure the time to start a program without collectives and wait for its end.
 
-    Every process of the group must call it. The program has no collectives.
+    Every process of the group must call it.
     """
     num_arrays = max(1, min(num_arrays, _MOST_ARRAYS))
     places = None if group is None else [group.mirrored] * num_arrays
@@ -52,8 +51,9 @@ def sum_seconds(
 ) -> float | None:
     """Measure the time to all-reduce arrays of the gradients' shapes.
 
-    It is the difference between two programs, with and without the sums. Every worker
-    of the strategy must call it.
+    The result is the difference between two programs, with and without the all-reduce;
+    None for strategies that shard or place weights, where it is not measured. Every
+    worker of the strategy must call it.
     """
     group = strategy.group
     if group.layouts.split_weights or group.layouts.of_path is not None:
@@ -79,10 +79,10 @@ def sum_seconds(
     def run(step: Callable[..., list[jax.Array]]) -> None:
         jax.block_until_ready(jax.tree.leaves(strategy.run(step, args=(gradients,))))
 
-    run(reduce)  # Compiles.
+    run(reduce)  # The first call compiles.
     run(first_of)
     with_sums = _median_seconds(lambda: run(reduce), _NUM_SUMS)
-    # Without the time to start a program and to wait for it.
+    # Both include the time to start a program and to wait for it.
     return max(0.0, with_sums - _median_seconds(lambda: run(first_of), _NUM_SUMS))
 
 
@@ -95,33 +95,22 @@ def _median_seconds(call: Callable[[], None], number: int) -> float:
     return statistics.median(durations)
 
 
-def memory_of(devices: Sequence[Device]) -> dict[str, str | int | None]:
-    """Read memory use in bytes: the fullest device's, or the process' on CPUs.
-
-    Unknown values are None, and so is the limit without one.
-    """
+def memory_of(devices: Sequence[Device]) -> MemoryUse:
+    """Read the memory use of the fullest device, or on CPUs of the process."""
     all_stats = [stats for stats in (d.memory_stats() for d in devices) if stats]
     if all_stats:
-        return {
-            "of": "device",
-            "bytes": _largest(all_stats, "bytes_in_use"),
-            "peak_bytes": _largest(all_stats, "peak_bytes_in_use"),
-            "limit_bytes": _largest(all_stats, "bytes_limit"),
-        }
-    now, peak = _process_bytes()
-    return {"of": "process", "bytes": now, "peak_bytes": peak, "limit_bytes": None}
+        return MemoryUse(
+            of="device",
+            bytes=_largest(all_stats, "bytes_in_use"),
+            peak_bytes=_largest(all_stats, "peak_bytes_in_use"),
+        )
+    if not _STATUS.exists():  # Not on Linux.
+        return MemoryUse()
+    lines = _STATUS.read_text(encoding="ascii", errors="replace").splitlines()
+    values = dict(line.split(":", 1) for line in lines if ":" in line)
+    now, peak = (1024 * int(values[name].split()[0]) for name in ("VmRSS", "VmHWM"))
+    return MemoryUse(bytes=now, peak_bytes=peak)
 
 
 def _largest(all_stats: Sequence[Mapping[str, int]], name: str) -> int | None:
     return max((stats[name] for stats in all_stats if name in stats), default=None)
-
-
-def _process_bytes() -> tuple[int | None, int | None]:
-    if _STATUS.exists():
-        lines = _STATUS.read_text(encoding="ascii", errors="replace").splitlines()
-        values = dict(line.split(":", 1) for line in lines if ":" in line)
-        now, peak = values.get("VmRSS"), values.get("VmHWM")
-        if now is not None and peak is not None:
-            return 1024 * int(now.split()[0]), 1024 * int(peak.split()[0])
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return None, peak if sys.platform == "darwin" else 1024 * peak

@@ -1,10 +1,10 @@
 """Records how `fit` spends its time in one process, at almost no cost for a step.
 
-Dispatch is asynchronous, so no single step is timed. The recorder takes the wall time
-of an epoch, until the devices are done, and the part in which they waited for input.
-Whether they wait is read without blocking: the last step's result is ready or not. The
-recorder waits for the devices only around an execution that compiles: otherwise earlier
-steps would finish while it compiles, and seem to take no time.
+Dispatch is asynchronous, so no single step is timed. The recorder measures the wall
+time of an epoch, until the devices have finished, and how long the devices waited for
+input: they wait if the last step's result is ready. The recorder blocks only around an
+execution that compiles: otherwise earlier steps would finish during the compilation and
+appear to take no time.
 """
 
 import contextlib
@@ -25,23 +25,18 @@ _MARK_EVERY_S = 5.0
 class Tally:
     """Counts and times since the beginning of an epoch; times are in seconds.
 
+    An execution is one start of a program, with one or several training steps. The
+    first execution of a program compiles it.
+
     Attributes:
-        executions: Programs that were started.
-        steps: Training steps in them.
-        examples: Examples of those steps.
-        input_s: Time in which the host made and placed batches.
-        stalled_s: The part of it in which the devices had nothing else to do.
+        stalled_s: Time in which the host prepared a batch and the devices were idle.
         waits_s: Time in which the host waited for other tasks.
-        first_executions: Executions whose program was new, so that it was compiled.
-        first_steps: Their steps.
-        first_examples: Their examples.
-        first_s: Their time until the devices were done, without their input.
+        first_s: Time of first executions until the devices finished, without input.
     """
 
     executions: int = 0
     steps: int = 0
     examples: int = 0
-    input_s: float = 0.0
     stalled_s: float = 0.0
     waits_s: float = 0.0
     first_executions: int = 0
@@ -51,15 +46,15 @@ class Tally:
 
 
 class Recorder:
-    """Records what `fit` does; only `fit` calls it.
+    """Counts the executions of `fit` and the devices' wait for input.
 
     Args:
-        on_mark: Called between steps, for reports of an epoch in progress.
+        on_mark: Called between steps, to report an epoch in progress.
         mark_every_s: The time between two such calls; None: five seconds.
 
     Attributes:
         tally: The counts of the epoch so far.
-        logs: The logs of a finished execution of the epoch; None before there is one.
+        logs: The latest logs whose computation has finished; None before.
     """
 
     def __init__(
@@ -69,18 +64,18 @@ class Recorder:
     ) -> None:
         self.tally = Tally()
         self.logs: PyTree = None
-        self._marked: PyTree = None  # Logs of the execution at the last mark.
+        self._next_logs: PyTree = None  # Logs at the last mark, perhaps not ready.
         self._on_mark = on_mark
         self._mark_every_s = _MARK_EVERY_S if mark_every_s is None else mark_every_s
         self._began = time.perf_counter()
         self._next_mark = self._began + self._mark_every_s
         self._last: PyTree = None  # A result of the last execution.
-        self._executed = 0, 0  # Steps and examples of the executions in `tally`.
+        self._executed = 0, 0  # Steps and examples that were dispatched.
         self._steps_s: float | None = None
-        self._seen: set[PyTree] = set()
-        # Start, and waits before it, of an execution in progress that compiles.
+        self._compiled_shapes: set[PyTree] = set()
+        # Of an execution that compiles: its start, and `waits_s` at that time.
         self._first: tuple[float, float] | None = None
-        self._elsewhere_s = 0.0
+        self._waits_in_input_s = 0.0
         self._devices_idle = True
 
     # Epochs.
@@ -88,7 +83,7 @@ class Recorder:
     def begin_epoch(self) -> None:
         """Count from zero."""
         self.tally = Tally()
-        self.logs = self._marked = None
+        self.logs = self._next_logs = None
         self._executed = 0, 0
         self._steps_s = None
         self._began = time.perf_counter()
@@ -113,47 +108,46 @@ class Recorder:
     # Steps.
 
     def begin_input(self) -> float:
-        """Note that the host starts on a batch; return the time for `end_input`."""
+        """Start to time the host's work on a batch; return `began` for `end_input`."""
         self._devices_idle = _is_ready(self._last)
-        self._elsewhere_s = 0.0
+        self._waits_in_input_s = 0.0
         return time.perf_counter()
 
     def end_input(
         self, began: float, shapes: PyTree, steps: int, examples: int
     ) -> None:
-        """Note that the host has the batch; for the arguments see `RecorderLike`."""
+        """Count a batch that is ready; for the arguments see `RecorderLike`."""
         tally = self.tally
         # Rounding may leave a negative difference.
-        input_s = max(0.0, time.perf_counter() - began - self._elsewhere_s)
-        tally.input_s += input_s
+        input_s = max(0.0, time.perf_counter() - began - self._waits_in_input_s)
         if self._devices_idle:
             tally.stalled_s += input_s
         elif _is_ready(self._last):
-            tally.stalled_s += input_s / 2  # They finished at some time in between.
+            tally.stalled_s += input_s / 2  # They became idle at an unknown time.
         tally.steps += steps
         tally.examples += examples
-        if shapes not in self._seen:
-            self._seen.add(shapes)
+        if shapes not in self._compiled_shapes:
+            self._compiled_shapes.add(shapes)
             if self._first is None:
                 jax.block_until_ready(self._last)
                 self._first = time.perf_counter(), tally.waits_s
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Count the block as a wait for other tasks, also within input."""
+        """Count the block as a wait for other tasks, not as work on input."""
         began = time.perf_counter()
         try:
             yield
         finally:
             wait_s = time.perf_counter() - began
             self.tally.waits_s += wait_s
-            self._elsewhere_s += wait_s
+            self._waits_in_input_s += wait_s
 
     def end_execution(self, logs: PyTree) -> None:
-        """Note that an execution was dispatched; its results may not be ready."""
+        """Count an execution after its dispatch; `logs` may not be ready."""
         tally = self.tally
         if tally.steps == self._executed[0]:
-            return  # It had no batch.
+            return  # The execution had no batch.
         self._last = _array_of(logs)
         self._steps_s = None
         tally.executions += 1
@@ -164,15 +158,15 @@ class Recorder:
             self._mark(logs)
 
     def _mark(self, logs: PyTree) -> None:
-        if _is_ready(_array_of(self._marked)):
-            self.logs = self._marked
-        self._marked = logs
+        if _is_ready(_array_of(self._next_logs)):
+            self.logs = self._next_logs
+        self._next_logs = logs
         if self._on_mark is not None:
             self._on_mark()
         self._next_mark = time.perf_counter() + self._mark_every_s
 
     def _end_first(self, began: float, waits_s: float) -> None:
-        """Count the execution that was compiled, after its dispatch."""
+        """Count an execution that compiled, after its dispatch."""
         jax.block_until_ready(self._last)
         self._first = None
         tally, (steps, examples) = self.tally, self._executed
@@ -184,7 +178,7 @@ class Recorder:
 
 
 def _array_of(logs: PyTree) -> PyTree:
-    """Return one of a step's results, which are all ready at once; None without any."""
+    """Return one of a step's results, which become ready together; None without any."""
     if isinstance(logs, dict):
         logs = next(iter(logs.values()), None)
     return logs if hasattr(logs, "is_ready") else None
@@ -193,5 +187,5 @@ def _array_of(logs: PyTree) -> PyTree:
 def _is_ready(array: PyTree) -> bool:
     try:
         return array is None or array.is_ready()
-    except RuntimeError:  # It failed or was donated; the next step raises.
+    except RuntimeError:  # The step failed or donated it; the next step raises.
         return True

@@ -1,7 +1,7 @@
 """Reads workers' event logs as runs, fits and epochs, for the page.
 
-A killed process leaves part of a line, and files may be of another version: every event
-is validated, and malformed ones are counted and skipped.
+A killed process leaves part of a line, and a file may be of another version: every
+event is validated, and malformed ones are counted and skipped.
 """
 
 import dataclasses
@@ -23,6 +23,7 @@ __all__ = [
     "Fit",
     "FitBegin",
     "FitEnd",
+    "MemoryUse",
     "ProgressRecord",
     "Run",
     "WorkerRecord",
@@ -31,16 +32,20 @@ __all__ = [
 ]
 
 _STALE_S = 300.0
-"""A worker's file is outdated if it ends this long before the chief's file begins."""
+"""A worker's file is of an older run if it ends this long before the chief's begins."""
 
-_STEP_DURATIONS = ("input_s", "stalled_s", "waits_s")
-"""Counts that are durations within the steps' time."""
-
-_MOST = sys.float_info.max
 _Time: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
 """Seconds since 1970, within the calendar."""
-_Amount: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=_MOST)]
+_Amount: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
 """A duration or a count."""
+
+
+class MemoryUse(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes in use, and the most since the process began; None: unknown."""
+
+    of: Literal["device", "process"] = "process"
+    bytes: int | None = None
+    peak_bytes: int | None = None
 
 
 class _Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
@@ -50,17 +55,29 @@ class _Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
 
 
 class FitBegin(_Event, frozen=True, kw_only=True, tag="begin"):
-    """The first event of a `fit`, with its configuration."""
+    """The first event of a `fit`.
 
-    facts: dict[str, object]
+    Attributes:
+        worker: The worker's name.
+        workers: The names of all workers.
+        number: The index of this call of `fit` in its process, from 1.
+        counts_own: Whether the worker counts its own examples, not those of all.
+        facts: The configuration, as JSON values by name.
+    """
+
+    worker: str
+    workers: Sequence[str] = ()
+    number: int = 1
+    counts_own: bool = False
+    facts: Mapping[str, object] = {}
 
 
 class FitEnd(_Event, frozen=True, kw_only=True, tag="end"):
-    """The last event of a `fit`: see `Fit`."""
+    """The last event of a `fit`; for its fields see `Fit`."""
 
     state: Literal["done", "interrupted"]
     error: str = ""
-    shares: Mapping[str, object] = {}
+    shares: Mapping[str, float | None] = {}
     diagnosis: str = ""
 
 
@@ -71,7 +88,6 @@ class EpochRecord(_Event, frozen=True, kw_only=True, tag="epoch"):
         number: Keras' number of the epoch, from 0.
         wall_s: Time from its beginning until the devices finished its steps.
         counts: The recorder's tally by name.
-        after_s: Time of validation and callbacks after the steps.
         exchange_s: With parameter servers: time of exchanging gradients and values.
         staleness: With parameter servers: histogram of the updates' staleness.
     """
@@ -80,9 +96,8 @@ class EpochRecord(_Event, frozen=True, kw_only=True, tag="epoch"):
     logs: Mapping[str, float] = {}
     wall_s: _Amount = 0.0
     counts: Mapping[str, _Amount] = {}
-    after_s: _Amount = 0.0
     exchange_s: _Amount = 0.0
-    memory: Mapping[str, object] = {}
+    memory: MemoryUse = MemoryUse()
     staleness: Mapping[int, int] = {}
 
     @property
@@ -124,25 +139,24 @@ class Fit:
     """One call of `fit` in one worker.
 
     Attributes:
-        last: Time of the last event.
+        begin: Its first event.
+        last: Time of its last event.
         current: The epoch in progress; None: unknown, or none.
-        state: `"running"`, `"done"` or `"interrupted"`.
-        shares: Shares of a step's time by name, measured at the end.
+        shares: Shares of a step's time by name, measured at the end; None: unknown.
     """
 
-    facts: Mapping[str, object]
-    began: float
+    begin: FitBegin
     last: float
     epochs: list[EpochRecord] = dataclasses.field(default_factory=list)
     current: EpochRecord | None = None
-    state: str = "running"
+    state: Literal["running", "done", "interrupted"] = "running"
     error: str = ""
-    shares: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    shares: Mapping[str, float | None] = dataclasses.field(default_factory=dict)
     diagnosis: str = ""
 
     @property
     def epochs_so_far(self) -> list[EpochRecord]:
-        """The finished epochs; before there is one, the epoch in progress."""
+        """The finished epochs; without one, the epoch in progress."""
         return self.epochs or ([self.current] if self.current else [])
 
 
@@ -169,7 +183,7 @@ class Run:
     """
 
     workers: Sequence[WorkerRecord]
-    missing: Sequence[str]
+    missing: Sequence[str] = ()
 
     @property
     def chief(self) -> WorkerRecord | None:
@@ -182,19 +196,19 @@ def read_run(page: Path) -> Run:
     workers = [_worker(number, file) for number, file in files_of(page)]
     workers = [worker for worker in workers if worker.fits]
     if not workers:
-        return Run(workers=[], missing=[])
-    names = workers[0].fits[-1].facts.get("workers")
-    expected = [str(name) for name in names] if isinstance(names, list) else []
-    began = workers[0].fits[0].began
+        return Run(workers=[])
+    names = workers[0].fits[-1].begin.workers
+    began = workers[0].fits[0].begin.time
     current = [
         worker
         for worker in workers
-        if (not expected or worker.name in expected)
-        and worker.fits[-1].last > began - _STALE_S
+        if worker.name in names and worker.fits[-1].last > began - _STALE_S
     ]
     present = {worker.name for worker in current}
-    missing = [name for name in expected if name not in present]
-    return Run(workers=current, missing=missing)
+    return Run(workers=current, missing=[name for name in names if name not in present])
+
+
+_Events = FitBegin | EpochRecord | ProgressRecord | FitEnd
 
 
 def _worker(number: int, file: Path) -> WorkerRecord:
@@ -211,13 +225,14 @@ def _worker(number: int, file: Path) -> WorkerRecord:
     return worker
 
 
-_Events = FitBegin | EpochRecord | ProgressRecord | FitEnd
-
-
 def _add(worker: WorkerRecord, event: _Events) -> None:
     """Add an event to the record; IndexError if it belongs to no `fit`."""
     if isinstance(event, FitBegin):
-        _begin(worker, event)
+        if worker.fits and worker.fits[-1].state == "running":
+            worker.fits[-1].state = "interrupted"
+            worker.fits[-1].error = "the process was restarted"
+        worker.name = event.worker
+        worker.fits.append(Fit(begin=event, last=event.time))
         return
     fit = worker.fits[-1]
     fit.last = max(fit.last, event.time)
@@ -232,22 +247,12 @@ def _add(worker: WorkerRecord, event: _Events) -> None:
             fit.epochs.append(event)
 
 
-def _begin(worker: WorkerRecord, event: FitBegin) -> None:
-    if worker.fits and worker.fits[-1].state == "running":
-        worker.fits[-1].state = "interrupted"
-        worker.fits[-1].error = "the process was restarted"
-    worker.name = str(event.facts.get("worker", worker.name))
-    worker.fits.append(Fit(facts=event.facts, began=event.time, last=event.time))
-
-
 def merged(epochs: Sequence[EpochRecord]) -> EpochRecord:
     """Merge epochs into one, with the last one's logs and number.
 
     An epoch without a timed step (every execution compiled, or other workers ran the
     steps) adds its counts but no timed duration.
     """
-    if not epochs:
-        raise ValueError("merged: got no epochs, expected at least one.")
     counts: Counter[str] = Counter()
     staleness: Counter[int] = Counter()
     wall_s = exchange_s = 0.0
@@ -258,13 +263,15 @@ def merged(epochs: Sequence[EpochRecord]) -> EpochRecord:
             wall_s += epoch.wall_s
             exchange_s += epoch.exchange_s
         else:
-            counts.subtract({k: epoch.counts.get(k, 0) for k in _STEP_DURATIONS})
+            # Durations within the steps' time.
+            counts.subtract(
+                {k: epoch.counts.get(k, 0) for k in ("stalled_s", "waits_s")}
+            )
             wall_s += epoch.counts.get("first_s", 0.0)
     return msgspec.structs.replace(
         epochs[-1],
         wall_s=wall_s,
         counts={name: max(0, count) for name, count in counts.items()},
-        after_s=sum(e.after_s for e in epochs),
         exchange_s=exchange_s,
         staleness=dict(staleness),
     )

@@ -1,4 +1,4 @@
-"""Reports one call of `fit`: records and writes its epochs, measures at the end."""
+"""Reports one call of `fit`: writes epochs and the page, measures at the end."""
 
 import dataclasses
 import json
@@ -40,22 +40,22 @@ _logger = logging.getLogger("replicax")
 _PAGE_EVERY_S = 5.0
 _PAGE_SHARE = 50  # Rendering takes at most 1/50 of the time.
 _OTHERS_S = 3.0  # Longest wait for the records of other workers.
-_LONGEST_ERROR = 300
+_MAX_ERROR_CHARS = 300
 
 _next_pages: dict[Path, float] = {}
 """Earliest time of each page's next write, for all calls of `fit`."""
 
 
 class FitReport:
-    """Records this process' part of one call of `fit`.
+    """Records one call of `fit` in this process.
 
     Args:
         page: The page's file.
         model: The model that is trained.
-        params: The parameters that Keras gives to callbacks.
-        number: The index of this call of `fit` for this page in this process.
-        continues: Whether to keep earlier calls of `fit` on the page.
-        diagnoses: Whether this worker wants measurements at the end.
+        params: The parameters that Keras passes to callbacks.
+        number: The index of this call of `fit` for this page in this process, from 1.
+        keeps: Whether to keep earlier calls of `fit` on the page.
+        measures: Whether to measure after training; the chief's decides.
     """
 
     def __init__(
@@ -65,8 +65,8 @@ class FitReport:
         params: Mapping[str, object],
         *,
         number: int,
-        continues: bool,
-        diagnoses: bool,
+        keeps: bool,
+        measures: bool,
     ) -> None:
         self.worker = worker = ReportedWorker(
             getattr(model, "_replicax_strategy", None)
@@ -76,9 +76,9 @@ class FitReport:
         self._model = model
         self._devices = local_devices(worker.strategy)
         self._params = params
-        self._continues = continues
+        self._keeps = keeps
         self._fit_number = number
-        self._measures = diagnoses
+        self._measures = measures
         self._journal: Journal | None = None
         self._total: EpochRecord | None = None  # All finished epochs, merged.
         self._epoch = 0
@@ -98,12 +98,10 @@ class FitReport:
 
     def end_epoch(self, logs: Mapping[str, object]) -> None:
         """End an epoch, after all callbacks."""
-        steps_s = self.recorder.end_steps()
+        wall_s = self.recorder.end_steps()
         exchange_s, staleness = self.worker.exchange_s(), self.worker.staleness()
         epoch = EpochRecord(
-            **self._progress(steps_s, logs),
-            # Time of validation and of other callbacks.
-            after_s=max(0.0, self.recorder.elapsed_s() - steps_s),
+            **self._progress(wall_s, logs),
             exchange_s=max(0.0, exchange_s - self._exchange_s),
             staleness=staleness - self._staleness,
         )
@@ -113,7 +111,7 @@ class FitReport:
         self._write_page()
 
     def end(self) -> str:
-        """End the report of `fit`; return the diagnosis, or an empty string."""
+        """Measure and write the last page; return the diagnosis, or an empty string."""
         measured = self._measured() if self._measures and self._total else None
         if measured is None:
             self._finish(FitEnd(state="done"))
@@ -129,7 +127,7 @@ class FitReport:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """End the report after an error; has the signature of `__exit__`."""
+        """Write the last page after an error; has the signature of `__exit__`."""
         if self._has_ended or self._journal is None:
             return
         if self._total is None or self._total.number != self._epoch:
@@ -138,7 +136,7 @@ class FitReport:
             self._add(ProgressRecord(number=self._epoch, wall_s=wall_s, counts=counts))
         text = "fit did not end"
         if error is not None:
-            text = f"{type(error).__name__}: {error}"[:_LONGEST_ERROR]
+            text = f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS]
         self._finish(FitEnd(state="interrupted", error=text))
 
     def _finish(self, event: FitEnd) -> None:
@@ -155,14 +153,13 @@ class FitReport:
         fields = self._progress(
             self.recorder.elapsed_s(), logs if isinstance(logs, Mapping) else {}
         )
-        self._add(ProgressRecord(**fields), passing=True)
+        self._add(ProgressRecord(**fields), is_temporary=True)
         self._write_page()
 
     def _counts(self) -> dict[str, float]:
         return dataclasses.asdict(self.recorder.tally)
 
     def _progress(self, wall_s: float, logs: Mapping[str, object]) -> dict[str, Any]:
-        """The fields of the record of the epoch in progress."""
         return {
             "number": self._epoch,
             "logs": _numbers(logs),
@@ -171,9 +168,9 @@ class FitReport:
             "memory": memory_of(self._devices),
         }
 
-    def _add(self, event: msgspec.Struct, *, passing: bool = False) -> None:
+    def _add(self, event: msgspec.Struct, *, is_temporary: bool = False) -> None:
         if self._journal is not None:
-            self._journal.add(event, passing=passing)
+            self._journal.add(event, is_temporary=is_temporary)
 
     def _open(self, epoch: int) -> Journal:
         """Open the event log at the first epoch.
@@ -181,18 +178,19 @@ class FitReport:
         A process that resumes at a later epoch appends to the earlier process' log.
         """
         worker = self.worker
-        fresh = not self._continues and epoch == 0
+        fresh = not self._keeps and epoch == 0
         journal = Journal(self._page, worker.index, fresh=fresh)
-        self._measures = worker.wants(self._measures)
-        facts = {
-            "worker": worker.name,
-            "workers": list(worker.names),
-            "examples_of": "all" if worker.served is None else "own",
-            "fit": self._fit_number,
-            **facts_of(self._model, worker.strategy, self._params),
-        }
-        # `default=str`: names of models and losses may have any type.
-        journal.add(FitBegin(facts=json.loads(json.dumps(facts, default=str))))
+        self._measures = worker.chiefs_choice(self._measures)
+        facts = facts_of(self._model, worker.strategy, self._params)
+        begin = FitBegin(
+            worker=worker.name,
+            workers=worker.names,
+            number=self._fit_number,
+            counts_own=worker.servers is not None,
+            # `default=str`: names of models and losses may have any type.
+            facts=json.loads(json.dumps(facts, default=str)),
+        )
+        journal.add(begin)
         return journal
 
     # The page.
@@ -209,7 +207,7 @@ class FitReport:
             write_whole(self._page, page_of(read_run(self._page)))
         except OSError as error:
             _logger.warning(
-                "Report: %s cannot be written (%s). Training goes on.",
+                "Report: %s cannot be written (%s). Training continues.",
                 self._page,
                 error,
             )
@@ -219,14 +217,14 @@ class FitReport:
     def _await_others(
         self, is_done: Callable[[WorkerRecord], bool]
     ) -> list[WorkerRecord]:
-        """Wait briefly until the other workers are done; return their records."""
+        """Wait until all other workers are done, or 3 s; return their records."""
         others: list[WorkerRecord] = []
 
         def all_done() -> list[WorkerRecord] | None:
             try:
                 run = read_run(self._page)
             except OSError as error:
-                _logger.warning("Report: other workers' files: %s.", error)
+                _logger.warning("Report: cannot read other workers' files: %s.", error)
                 return []
             others[:] = [w for w in run.workers if w.name != self.worker.name]
             return others if all(map(is_done, others)) else None
@@ -245,7 +243,7 @@ class FitReport:
         start_s, sum_s = self._probed(executions)
         steps, wall = total.timed_steps, total.timed_s
         waits = total.counts["waits_s"], total.exchange_s
-        # With overlap, the exchange and the other waits run at the same time.
+        # With overlap, exchanges and waits for other tasks happen at the same time.
         overlaps = getattr(strategy, "overlaps", False)
         waits_s = max(waits) if overlaps else sum(waits)
         rate, input_share, slowest = self._compare_workers(total)
@@ -269,8 +267,8 @@ class FitReport:
 
     def _probed(self, executions: int) -> tuple[float | None, float | None]:
         """Time a program start and a step's gradient sums; None: not measured."""
-        if executions < diagnosis.FEWEST_EXECUTIONS and not self.worker.is_in_step:
-            return None, None  # Too few executions, and no other worker takes part.
+        if executions < diagnosis.FEWEST_EXECUTIONS and not self.worker.is_synchronous:
+            return None, None  # Synchronous workers must measure together.
         strategy, model = self.worker.strategy, self._model
         group = None if strategy is None else strategy.group
         try:
@@ -282,27 +280,26 @@ class FitReport:
             _logger.warning(
                 "Report: communication and starts could not be measured (%s). The "
                 "model is trained, and the report has everything else.",
-                str(error)[:_LONGEST_ERROR],
+                str(error)[:_MAX_ERROR_CHARS],
             )
             return None, None
 
     def _compare_workers(self, total: EpochRecord) -> tuple[float, float, str]:
-        """Return the examples per second and largest input share of all workers."""
-        if not self.worker.is_chief or len(self.worker.names) == 1:
-            share = total.input_share if math.isfinite(total.input_share) else 0.0
-            return total.examples_per_s, share, ""
+        """Return the examples per second, the largest input share, and its worker."""
         totals = {self.worker.name: total}
-        for worker in self._await_others(self._ended_epoch):
-            if worker.fits[-1].epochs:
-                totals[worker.name] = merged(worker.fits[-1].epochs)
+        if self.worker.is_chief:
+            for worker in self._await_others(self._ended_epoch):
+                if worker.fits[-1].epochs:
+                    totals[worker.name] = merged(worker.fits[-1].epochs)
         shares = {name: epoch.input_share for name, epoch in totals.items()}
         shares = {name: x for name, x in shares.items() if math.isfinite(x)}
         slowest = max(shares, key=lambda name: shares[name], default=self.worker.name)
         rate = total.examples_per_s
-        if self.worker.served is not None:
+        if self.worker.servers is not None:
             rates = [epoch.examples_per_s for epoch in totals.values()]
             rate = sum(x for x in rates if math.isfinite(x))
-        return rate, shares.get(slowest, 0.0), slowest
+        is_alone = len(self.worker.names) == 1
+        return rate, shares.get(slowest, 0.0), "" if is_alone else slowest
 
     def _ended_epoch(self, worker: WorkerRecord) -> bool:
         epochs = worker.fits[-1].epochs
@@ -310,7 +307,7 @@ class FitReport:
 
     def _kind(self) -> diagnosis.Kind:
         strategy = self.worker.strategy
-        if self.worker.served is not None:
+        if self.worker.servers is not None:
             return "servers"
         if strategy is None or strategy.num_replicas_in_sync == 1:
             return "alone"
@@ -322,12 +319,11 @@ def _share(part: float, whole: float) -> float:
 
 
 def _numbers(logs: Mapping[str, object]) -> dict[str, float]:
-    """Select the logs that are single numbers, which curves can show."""
+    """Select the logs that are single numbers, which a curve can show."""
     numbers = {}
     for name, value in logs.items():
         array = np.asarray(value)
-        if array.size == 1 and array.dtype.kind in "fiub":
+        is_number = jax.numpy.issubdtype(array.dtype, np.number)  # Also bfloat16.
+        if array.size == 1 and (is_number or array.dtype == bool):
             numbers[str(name)] = float(array.reshape(()))
-        elif array.size == 1 and array.dtype.name == "bfloat16":
-            numbers[str(name)] = float(array.astype("float32").reshape(()))
     return numbers

@@ -1,8 +1,7 @@
 """Writes event files for the program TensorBoard, without TensorFlow.
 
-It needs the package tensorboard: `pip install 'replicax[tensorboard]'`. That package's
-`EventFileWriter` imports TensorFlow where it is installed; the parts used here do not:
-`RecordWriter`, the summaries and `GFile`.
+The writers need the package tensorboard: `pip install 'replicax[tensorboard]'`. Its
+`EventFileWriter` imports TensorFlow if installed; the parts used here never do.
 """
 
 import itertools
@@ -10,6 +9,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any, Literal, Self
 
 import keras
@@ -26,15 +26,15 @@ Logs = Mapping[str, object] | None
 
 
 class SummaryWriter:
-    """Writes scalars and histograms into an event file, which TensorBoard shows.
+    """Writes scalars and histograms into an event file for TensorBoard.
 
     The first value creates the file, under a unique name. `flush` returns when all
-    values are in the file. Each process writes its own file; in a cluster write on the
-    chief (`strategy.is_chief`), or into a folder for each worker.
+    values are in the file. In a cluster write on the chief (`strategy.is_chief`), or
+    into a folder for each worker.
     (TF: `tf.summary.create_file_writer`.)
 
     Args:
-        log_dir: The folder, which is created if need be. TensorBoard shows each folder
+        log_dir: The folder; the first value creates it. TensorBoard shows each folder
             below its `--logdir` as a run.
 
     Raises:
@@ -52,7 +52,7 @@ class SummaryWriter:
 
     def __init__(self, log_dir: str | os.PathLike[str]) -> None:
         self.log_dir = os.fspath(log_dir)
-        self._format = _EventFormat()
+        self._format = _event_format()
         self._records: Any = None
 
     def scalar(self, name: str, value: ArrayLike, *, step: int | ArrayLike) -> None:
@@ -76,7 +76,7 @@ class SummaryWriter:
         Args:
             name: The name of its chart.
             values: Numbers, of any shape.
-            step: Its position in the chart.
+            step: The histogram's position in the chart.
             buckets: Number of buckets of equal width; None: 30.
         """
         array = np.asarray(values)
@@ -121,54 +121,52 @@ class SummaryWriter:
         self._records.write(event.SerializeToString())
 
 
-class _EventFormat:
-    """The used parts of the package, none of which imports TensorFlow."""
-
-    def __init__(self) -> None:
-        try:
-            from tensorboard.compat.proto.event_pb2 import (
-                Event,  # pyright: ignore[reportAttributeAccessIssue]  # Made on import.
-            )
-            from tensorboard.compat.tensorflow_stub.io import gfile
-            from tensorboard.plugins.histogram.summary_v2 import histogram_pb
-            from tensorboard.plugins.scalar.summary_v2 import scalar_pb
-            from tensorboard.summary.writer.record_writer import RecordWriter
-        except ImportError as error:
-            raise ImportError(
-                "TensorBoard, SummaryWriter: event files are written with the package "
-                f"tensorboard, which cannot be imported here ({error}). Install it: "
-                "pip install 'replicax[tensorboard]'."
-            ) from error
-        self.event: Any = Event
-        self.gfile: Any = gfile
-        self.histogram_pb: Any = histogram_pb
-        self.scalar_pb: Any = scalar_pb
-        self.record_writer: Any = RecordWriter
+def _event_format() -> SimpleNamespace:
+    """Import the used parts of the package tensorboard."""
+    try:
+        from tensorboard.compat.proto.event_pb2 import (
+            Event,  # pyright: ignore[reportAttributeAccessIssue]  # Made on import.
+        )
+        from tensorboard.compat.tensorflow_stub.io import gfile
+        from tensorboard.plugins.histogram.summary_v2 import histogram_pb
+        from tensorboard.plugins.scalar.summary_v2 import scalar_pb
+        from tensorboard.summary.writer.record_writer import RecordWriter
+    except ImportError as error:
+        raise ImportError(
+            "TensorBoard, SummaryWriter: event files are written with the package "
+            f"tensorboard, which cannot be imported here ({error}). Install it: "
+            "pip install 'replicax[tensorboard]'."
+        ) from error
+    return SimpleNamespace(
+        event=Event,
+        gfile=gfile,
+        histogram_pb=histogram_pb,
+        scalar_pb=scalar_pb,
+        record_writer=RecordWriter,
+    )
 
 
 class TensorBoard(LateCallback):
-    """Writes losses, metrics and weights for the program TensorBoard.
+    """Writes losses, metrics and weights for TensorBoard.
 
-    Charts and folders are those of Keras' callback, which needs TensorFlow. The folders
-    `train` and `validation` have `epoch_loss` and other metrics by epoch, and the
-    learning rate; `batch_loss` and others by step; histograms of weights by epoch; and
-    `evaluation_loss_vs_iterations` by the optimizer's steps.
+    Charts and folders have the names of Keras' callback, which needs TensorFlow. The
+    folders `train` and `validation` have `epoch_loss` and other metrics by epoch, and
+    the learning rate; `batch_loss` and others by step; histograms of weights by epoch;
+    and `evaluation_loss_vs_iterations` by the optimizer's steps.
 
-    Only the chief writes. In a cluster pass the callback on all workers: they gather
-    sharded weights together for the histograms.
+    Only the chief writes. In a cluster, pass the callback on all workers: histograms of
+    sharded weights need all of them.
     (Keras: `keras.callbacks.TensorBoard`.)
 
     Args:
         log_dir: The folder for `tensorboard --logdir`. It may be a bucket that fsspec
             supports, such as `"gs://bucket/logs"`.
         histogram_freq: Epochs between two histograms of the weights; 0: never.
-        update_freq: Steps between two writes of losses and metrics, besides those of
-            each epoch; `"batch"` is 1, `"epoch"` never. The host waits for the step to
-            read them.
+        update_freq: Steps between two writes of `batch_loss` and others; `"batch"`:
+            1, `"epoch"`: never. To read them, the host waits for the step.
 
     Raises:
         ImportError: If the package tensorboard is not installed.
-        ValueError: If a frequency is not one of those above.
 
     Example:
         >>> import os, tempfile
@@ -190,9 +188,11 @@ class TensorBoard(LateCallback):
     ) -> None:
         super().__init__()
         self.log_dir = os.fspath(log_dir)
-        self.histogram_freq = _frequency("histogram_freq", histogram_freq, {})
+        self.histogram_freq = histogram_freq
         words = {"batch": 1, "epoch": 0}
-        self.update_freq = _frequency("update_freq", update_freq, words)
+        self.update_freq = (
+            words[update_freq] if isinstance(update_freq, str) else update_freq
+        )
         self._writers = {
             name: SummaryWriter(os.path.join(self.log_dir, name))
             for name in ("train", "validation")
@@ -200,11 +200,11 @@ class TensorBoard(LateCallback):
         self._step = self._first_step = 0
         self._logs: Logs = None
         if self.update_freq:
-            # Only then: a callback of each step makes `fit` wait for its losses.
+            # `fit` waits for each step's losses if a callback has this method.
             self.on_train_batch_end = self._write_step
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
-        """Count steps from where the last epoch ended."""
+        """Continue the count of steps from the last epoch."""
         self._first_step = self._step
 
     def _write_step(self, batch: int, logs: Logs = None) -> None:
@@ -213,7 +213,7 @@ class TensorBoard(LateCallback):
             self._scalars("train", "batch_{}", logs, self._step)
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        """Keep the logs; later callbacks may add values to them."""
+        """Keep the logs, to which later callbacks may add values."""
         self._logs = logs
 
     def after_epoch_end(self, epoch: int) -> None:
@@ -256,7 +256,7 @@ class TensorBoard(LateCallback):
         model: Any = self.model
         for layer in model.layers:
             for weight in layer.weights:
-                # On all workers, which gather a sharded weight together.
+                # On all workers: gathering a sharded weight is a collective.
                 values = _array(weight)
                 if _writes():
                     name = f"{weight.path.replace(':', '_')}/histogram"
@@ -271,14 +271,3 @@ def _writes() -> bool:
     """Whether this process is the chief, and runs its programs."""
     strategy = get_strategy()
     return strategy.is_chief and not strategy.runner.is_dry
-
-
-def _frequency(name: str, value: object, words: Mapping[str, int]) -> int:
-    number = words.get(value) if isinstance(value, str) else value
-    if not isinstance(number, int) or number < 0:
-        choices = "".join(f", or {word!r}" for word in words)
-        raise ValueError(
-            f"TensorBoard: {name} must be a whole number from 0 on{choices}; got "
-            f"{value!r}."
-        )
-    return number
