@@ -45,10 +45,9 @@ def make(strategy=None, cls=keras.Model, **options):
     return model
 
 
-def train(model, page, **options):
+def train(model, page, *, diagnosis=None, callbacks=(), **options):
     options = {"batch_size": 16, "epochs": 2, "verbose": 0} | options
-    report = rx.callbacks.Report(page, diagnosis=options.pop("diagnosis", None))
-    callbacks = options.pop("callbacks", [])
+    report = rx.callbacks.Report(page, diagnosis=diagnosis)
     return model.fit(X, Y, callbacks=[report, *callbacks], **options)
 
 
