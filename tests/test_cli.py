@@ -101,20 +101,16 @@ def test_info_says_what_is_wrong_with_tf_config(
     assert len(report["errors"]) == 1
 
 
-def test_info_says_all_that_is_wrong_with_tf_config(
+def test_info_names_the_first_problem_of_tf_config(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cluster = {"wroker": ["c:1"], "worker": ["a:1", "b"]}
     monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster}))
     result = invoke("info")
     assert result.exit_code == 1
-    problems = ("did you mean 'worker'?", "'b' of worker:1", "'task' is missing")
-    for problem in problems:
-        assert problem in result.output
-
-    errors = info_json()["errors"]
-    assert len(errors) == len(problems)
-    assert all(error.startswith("TF_CONFIG: ") for error in errors)
+    assert "did you mean 'worker'?" in result.output
+    (error,) = info_json()["errors"]
+    assert error.startswith("TF_CONFIG: 'wroker' is no job")
 
 
 def test_info_without_devices(monkeypatch: pytest.MonkeyPatch) -> None:

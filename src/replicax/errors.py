@@ -1,6 +1,6 @@
 """Exceptions of replicax, each a subclass of the nearest builtin exception."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 __all__ = [
@@ -27,12 +27,12 @@ class ClusterConfigError(ValueError):
     """The description of a cluster, such as `TF_CONFIG`, is malformed or incomplete.
 
     Attributes:
-        problems: All problems of the description, one sentence each.
+        problem: The first problem of the description, in one sentence.
     """
 
-    def __init__(self, message: str, problems: Sequence[str] = ()) -> None:
+    def __init__(self, message: str, problem: str = "") -> None:
         super().__init__(message)
-        self.problems = tuple(problems)
+        self.problem = problem
 
 
 class ClusterError(RuntimeError):

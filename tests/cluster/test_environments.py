@@ -196,7 +196,7 @@ ERRORS = {
     ),
     "TF_CONFIG, malformed, and torchrun": (
         torchrun(1, 2, TF_CONFIG="{"),
-        "TF_CONFIG has 1 problem",
+        "TF_CONFIG: it is not valid JSON",
     ),
     "one task of Slurm, and torch's variables without an address": (
         {"SLURM_NTASKS": "1", "RANK": "0", "WORLD_SIZE": "2"},

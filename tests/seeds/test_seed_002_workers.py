@@ -145,15 +145,13 @@ def guide_config(port: str) -> str:
     )
 
 
-def test_tf_config_as_printed_lists_what_to_fill_in(
+def test_tf_config_as_printed_says_what_to_fill_in(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TF_CONFIG", guide_config("port"))
     with pytest.raises(rx.ClusterConfigError) as caught:
         rx.experimental.MultiWorkerMirroredStrategy()
-    assert len(caught.value.problems) == 5
-    for host in range(1, 6):
-        assert f"address 'host{host}:port' of " in str(caught.value)
+    assert "address 'host1:port' of worker:0" in str(caught.value)
     assert "its port 'port' is not a number from 1 to 65535" in str(caught.value)
 
 

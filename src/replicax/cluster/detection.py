@@ -122,7 +122,7 @@ def detect(
     usable, incomplete = _read_all()
     is_single = bool(usable) and usable[0][1].count == 1
     if errors := [e for e in incomplete if not usable or (is_single and e.count > 1)]:
-        raise IncompleteError("\n".join(e.problems[0] for e in errors))
+        raise IncompleteError("\n".join(e.problem for e in errors))
     for other in usable[1:]:
         _check_agreement(usable[0], other, caller)
     return usable[0] if usable else (None, Membership())

@@ -15,7 +15,7 @@ from replicax._util.waiting import wait_for
 from replicax.cluster import coordination_service, excepthook, workers
 from replicax.cluster.addresses import parse_address
 from replicax.cluster.failure import ExitCode, FailureReport
-from replicax.cluster.listening import host_to_bind, listen_for
+from replicax.cluster.listening import host_to_bind, set_gloo_address
 from replicax.cluster.rendezvous import await_workers
 from replicax.cluster.spec import ClusterSpec, Task
 from replicax.cluster.store import Store
@@ -139,7 +139,7 @@ def _connect(
         excepthook.retry_if_not_caught(tasks[index].name)
         raise
     # Only now DNS knows the names of all other workers.
-    listen_for(addresses[:index] + addresses[index + 1 :])
+    set_gloo_address(addresses[:index] + addresses[index + 1 :])
 
 
 def _initialize(

@@ -4,7 +4,7 @@ import os
 import re
 from collections.abc import Mapping
 
-from replicax.cluster.config import JOBS, TaskConfig, list_problems
+from replicax.cluster.config import JOBS, TaskConfig
 from replicax.cluster.resolvers import KnownCluster
 from replicax.cluster.spec import ClusterSpec
 from replicax.errors import ClusterConfigError
@@ -12,6 +12,7 @@ from replicax.errors import ClusterConfigError
 __all__ = ["KubernetesClusterResolver"]
 
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+_JOBSET = ("JOBSET_NAME", "jobset-name")
 _REPLICATED_JOB = ("JOBSET_REPLICATED_JOB_NAME", "replicatedjob-name")
 
 
@@ -41,8 +42,7 @@ class KubernetesClusterResolver(KnownCluster):
         rpc_layer: Prefix of the addresses that `master()` returns.
 
     Raises:
-        ClusterConfigError: If variables or arguments are missing or wrong; the message
-            lists them all.
+        ClusterConfigError: If a variable or an argument is missing or wrong.
 
     Example:
         >>> import os
@@ -64,120 +64,88 @@ class KubernetesClusterResolver(KnownCluster):
         port: int = 2222,
         rpc_layer: str | None = None,
     ) -> None:
-        problems: list[str] = []
-        index = _index(problems)
-        counts = _counts(num_workers, jobs, problems)
-        names = _job_names(counts, jobs is not None, job_name, index, problems)
-        service = service or os.environ.get("JOBSET_NAME")
-        if not service:
-            problems.append(
-                "the pods' headless service is not known; pass service=, the value of "
-                "'subdomain' in the pod template"
+        if (num_workers is None) == (jobs is None):
+            raise _error(
+                f"either num_workers or jobs is needed; got num_workers={num_workers}, "
+                f"jobs={jobs}"
             )
-        own = _own_job(counts, jobs is not None, problems)
-        if index is not None and own is not None and index >= counts[own]:
-            problems.append(
+        counts = {"worker": num_workers or 0} if jobs is None else dict(jobs)
+        if any(job not in JOBS or n < 1 for job, n in counts.items()) or not counts:
+            raise _error(
+                f"there must be pods of some of the jobs {', '.join(JOBS)}; got "
+                f"{counts}"
+            )
+        index = _index()
+        if jobs is None:
+            own, names = "worker", {"worker": job_name or _own_name(index)}
+        else:
+            own, jobset = _exposed(*_REPLICATED_JOB), _exposed(*_JOBSET)
+            names = {job: f"{jobset}-{job}-0" for job in counts}
+        if own not in counts:
+            raise _error(
+                f"JOBSET_REPLICATED_JOB_NAME is {own!r}; expected one of jobs={counts}"
+            )
+        if index >= counts[own]:
+            raise _error(
                 f"JOB_COMPLETION_INDEX is {index}, but there are {counts[own]} pods of "
                 f"job {own!r}; expected the Job's 'completions'"
             )
-        longest = [f"{name}-{counts[job] - 1}" for job, name in names.items()]
-        problems += [
-            f"{label!r} is no DNS name of a pod or service; expected at most 63 lower "
-            "case letters, digits and '-'"
-            for label in (service or "", *longest)
-            if label and not _LABEL.fullmatch(label)
-        ]
-        if problems:
-            message = list_problems("KubernetesClusterResolver", problems)
-            raise ClusterConfigError(message, problems)
+        service = service or os.environ.get("JOBSET_NAME")
+        if not service:
+            raise _error(
+                "the pods' headless service is not known; pass service=, the value of "
+                "'subdomain' in the pod template"
+            )
+        for label in (service, *(f"{names[job]}-{n - 1}" for job, n in counts.items())):
+            if not _LABEL.fullmatch(label):
+                raise _error(
+                    f"{label!r} is no DNS name of a pod or service; expected at most "
+                    "63 lower case letters, digits and '-'"
+                )
         cluster = {
-            job: [f"{name}-{i}.{service}:{port}" for i in range(counts[job])]
-            for job, name in names.items()
+            job: [f"{names[job]}-{i}.{service}:{port}" for i in range(count)]
+            for job, count in counts.items()
         }
         super().__init__(TaskConfig(ClusterSpec(cluster), own, index), rpc_layer)
 
 
-def _index(problems: list[str]) -> int | None:
+def _index() -> int:
     text = os.environ.get("JOB_COMPLETION_INDEX", "")
     if re.fullmatch(r"[0-9]{1,9}", text):
         return int(text)
-    problems.append(
+    raise _error(
         f"JOB_COMPLETION_INDEX is {repr(text) if text else 'not set'}; expected this "
         "pod's index. Set completionMode: Indexed in the Job"
     )
-    return None
 
 
-def _counts(
-    num_workers: int | None, jobs: Mapping[str, int] | None, problems: list[str]
-) -> dict[str, int]:
-    if (num_workers is None) == (jobs is None):
-        problems.append(
-            f"either num_workers or jobs is needed; got num_workers={num_workers}, "
-            f"jobs={jobs}"
-        )
-        return {}
-    counts = {"worker": num_workers or 0} if jobs is None else dict(jobs)
-    if any(job not in JOBS or n < 1 for job, n in counts.items()) or not counts:
-        problems.append(
-            f"there must be pods of some of the jobs {', '.join(JOBS)}; got {counts}"
-        )
-        return {}
-    return counts
-
-
-def _job_names(
-    counts: Mapping[str, int],
-    by_role: bool,
-    job_name: str | None,
-    index: int | None,
-    problems: list[str],
-) -> dict[str, str]:
-    if by_role:
-        jobset = _exposed("JOBSET_NAME", "jobset-name", problems)
-        return {job: f"{jobset}-{job}-0" for job in counts} if jobset else {}
-    name = job_name or _own_name(index, problems)
-    return dict.fromkeys(counts, name) if name else {}
-
-
-def _own_name(index: int | None, problems: list[str]) -> str | None:
+def _own_name(index: int) -> str:
+    """The name of this pod's Job, without the index."""
     if jobset := os.environ.get("JOBSET_NAME"):
-        replicated = _exposed(*_REPLICATED_JOB, problems)
-        return f"{jobset}-{replicated}-0" if replicated else None
+        return f"{jobset}-{_exposed(*_REPLICATED_JOB)}-0"
     host = os.environ.get("HOSTNAME", "")
-    if index is not None and host.endswith(f"-{index}"):
-        return host.removesuffix(f"-{index}")
-    if index is not None:
-        problems.append(
+    if not host.endswith(f"-{index}"):
+        raise _error(
             f"HOSTNAME is {repr(host) if host else 'not set'}; expected the Job's name "
             f"and '-{index}'. Pass job_name="
         )
-    return None
+    return host.removesuffix(f"-{index}")
 
 
-def _own_job(
-    counts: Mapping[str, int], by_role: bool, problems: list[str]
-) -> str | None:
+def _exposed(name: str, annotation: str) -> str:
+    """Read a variable that the manifest sets from an annotation."""
     if os.environ.get("JOBSET_JOB_INDEX", "0") != "0":
-        problems.append(
+        raise _error(
             f"JOBSET_JOB_INDEX is {os.environ['JOBSET_JOB_INDEX']!r}; expected '0': "
             "one Job of several pods for each replicated job, replicas: 1"
         )
-    if not by_role:
-        return "worker" if counts else None
-    own = _exposed(*_REPLICATED_JOB, problems)
-    if own and counts and own not in counts:
-        problems.append(
-            f"JOBSET_REPLICATED_JOB_NAME is {own!r}; expected one of jobs={counts}"
-        )
-    return own if own in counts else None
-
-
-def _exposed(name: str, annotation: str, problems: list[str]) -> str | None:
-    """Read a variable that the manifest sets from an annotation."""
     if not os.environ.get(name):
-        problems.append(
+        raise _error(
             f"{name} is not set; add it to the container's env by fieldRef from "
             f"metadata.annotations['jobset.sigs.k8s.io/{annotation}']"
         )
-    return os.environ.get(name)
+    return os.environ[name]
+
+
+def _error(problem: str) -> ClusterConfigError:
+    return ClusterConfigError(f"KubernetesClusterResolver: {problem}.", problem)

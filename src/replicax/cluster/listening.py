@@ -16,16 +16,16 @@ from collections.abc import Iterable, Iterator
 from replicax._private.jax import replace_gloo
 from replicax._util.waiting import wait_for
 from replicax.cluster.addresses import Address, parse_address
-from replicax.cpu.settings import without_interrupts
+from replicax.cpu.settings import in_batch_class
 
 __all__ = [
     "await_own_name",
     "free_port",
     "host_to_bind",
     "is_own_host",
-    "listen_for",
     "listener",
     "local_address",
+    "set_gloo_address",
 ]
 
 _log = logging.getLogger("replicax")
@@ -132,7 +132,7 @@ def _is_of_this_machine(ip: str) -> bool:
     return True
 
 
-def listen_for(peers: Iterable[str]) -> None:
+def set_gloo_address(peers: Iterable[str]) -> None:
     """Make Gloo listen on the address that the other workers can reach.
 
     Call it before JAX's devices are started. JAX has no option for the address, so this
@@ -141,7 +141,7 @@ def listen_for(peers: Iterable[str]) -> None:
     """
     address = local_address(peers)
     keywords = {} if address is None else {"hostname": address}
-    replace_gloo(lambda make: functools.partial(without_interrupts(make), **keywords))
+    replace_gloo(lambda make: functools.partial(in_batch_class(make), **keywords))
 
 
 def local_address(peers: Iterable[str]) -> str | None:

@@ -214,7 +214,7 @@ class TFConfigClusterResolver(KnownCluster):
         environment: Name of the environment of the program; not used.
 
     Raises:
-        ClusterConfigError: If TF_CONFIG is malformed; the message lists all problems.
+        ClusterConfigError: If TF_CONFIG is malformed.
 
     Example:
         >>> import os

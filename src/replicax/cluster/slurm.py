@@ -291,4 +291,4 @@ def _not_set(names: list[str]) -> ClusterConfigError:
 
 
 def _error(problem: str) -> ClusterConfigError:
-    return ClusterConfigError(f"SlurmClusterResolver: {problem}.", [problem])
+    return ClusterConfigError(f"SlurmClusterResolver: {problem}.", problem)

@@ -147,7 +147,7 @@ def require_single(caller: str) -> None:
     try:
         environment, place = detect(None, caller)
     except IncompleteError as error:
-        problem = error.problems[0]
+        problem = error.problem
     else:
         if environment is None or place.count == 1:
             return

@@ -129,7 +129,7 @@ def _tf_config(errors: list[str]) -> TaskConfig | None:
     try:
         return tf_config(text) if text else None
     except ClusterConfigError as error:
-        errors.extend(f"TF_CONFIG: {problem}." for problem in error.problems)
+        errors.append(f"TF_CONFIG: {error.problem}.")
         return None
 
 

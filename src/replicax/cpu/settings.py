@@ -17,10 +17,10 @@ __all__ = [
     "compiler_options",
     "cpu_pool_size",
     "flags_in",
+    "in_batch_class",
     "is_on",
     "is_tuned",
     "keep_loops",
-    "without_interrupts",
 ]
 
 P = ParamSpec("P")
@@ -125,7 +125,7 @@ def flags_in(environ: Mapping[str, str]) -> set[str]:
     return {word.lstrip("-").split("=", 1)[0] for word in text.split()}
 
 
-def without_interrupts(make: Callable[P, T]) -> Callable[P, T]:
+def in_batch_class(make: Callable[P, T]) -> Callable[P, T]:
     """Wrap the factory of JAX's Gloo: its thread gets Linux' batch scheduling class.
 
     Only with `REPLICAX_CPU=tuned`. On one core, an arriving message wakes Gloo's thread

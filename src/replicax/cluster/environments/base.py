@@ -52,7 +52,7 @@ class IncompleteError(ClusterConfigError):
     """
 
     def __init__(self, problem: str, count: int = 0) -> None:
-        super().__init__(f"{problem} {ALONE}", [problem])
+        super().__init__(f"{problem} {ALONE}", problem)
         self.count = count
 
 

@@ -111,8 +111,8 @@ class ProcessManagement(ClusterEnvironment):
 
 
 def _with_local(place: Membership, local: tuple[int, int] | None) -> Membership:
-    is_even = local is not None and place.count % local[1] == 0
-    num_hosts = place.count // local[1] if local and is_even else 0
+    has_equal_hosts = local is not None and place.count % local[1] == 0
+    num_hosts = place.count // local[1] if local and has_equal_hosts else 0
     return dataclasses.replace(place, local=local, outer_count=num_hosts)
 
 
