@@ -26,6 +26,7 @@ from replicax.ps.limits import (
     tickets_at_once,
     watch_seconds,
 )
+from replicax.ps.streams import Claimed
 
 __all__ = ["STREAM", "Cluster", "Job", "Times"]
 
@@ -210,7 +211,7 @@ class Worker:
     def _meet(self, barrier: str) -> Process:
         """A barrier: ask again until all are there."""
         pause = back_off(*poll_pauses(self._job.workers))
-        while not (yield from self.call("arrive", barrier=barrier))["complete"]:
+        while (yield from self.call("arrive", barrier=barrier)):
             yield self._world.sleep(next(pause))
 
     def _claim(self) -> Process:
@@ -231,11 +232,9 @@ class Worker:
                 count=count,
                 finished=finished,
             )
-            if "indices" in answer:
-                self._ahead.extend(answer["indices"])
-                return True
-            if "over" in answer:
-                return False
+            if answer.wait is None:
+                self._ahead.extend(answer.indices)
+                return not answer.is_over
             yield from self._settle()
             yield self._world.sleep(next(pause))
 
@@ -347,8 +346,8 @@ class Cluster:
         server.board_used += seconds
         self.calls[method] += 1
         answer = getattr(self.board, method)(**arguments)
-        if answer and "indices" in answer:
-            self.frontier = max(self.frontier, answer["indices"][-1])
+        if isinstance(answer, Claimed) and answer.indices:
+            self.frontier = max(self.frontier, answer.indices[-1])
         yield self.world.sleep(self.job.latency)
         return answer
 

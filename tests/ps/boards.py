@@ -2,9 +2,13 @@
 
 import inspect
 import json
+from typing import Any
+
+import msgspec
 
 from replicax.cluster.timeouts import Timeouts
 from replicax.ps.board import Board
+from replicax.ps.call_log import Sessions
 
 NAMES = ["worker:0", "worker:1", "worker:2"]
 TIMEOUTS = Timeouts(startup=100, heartbeat=10, chief=100)
@@ -35,6 +39,36 @@ class Client:
 
 
 def ask(board, name, /, **arguments):
-    assert name in Board.ACTIONS
+    assert name in Board.ANSWERS
     arguments = json.loads(json.dumps(arguments))
-    return json.loads(json.dumps(getattr(board, name)(**arguments)))
+    answer = msgspec.to_builtins(getattr(board, name)(**arguments))
+    return json.loads(json.dumps(answer))
+
+
+def streams_of(board):
+    """The tickets of each open stream, with the number of held steps."""
+    return {
+        stream["name"]: stream["tickets"]
+        | {"held": sum(map(len, stream["tickets"]["held"].values()))}
+        for stream in board.state()["streams"]["newest"].values()
+    }
+
+
+def serve_status():
+    """Let clients of the boards in this process call `status`."""
+
+    def status(board):
+        starts = {name: x["starts"] for name, x in board.state()["workers"].items()}
+        return {"streams": streams_of(board), "starts": starts}
+
+    Board.status = status
+    Board.ANSWERS["status"] = Any
+
+
+def restarted(names, timeouts, state, wal=None, **options):
+    """A board that was restored from a snapshot and the write-ahead log."""
+    sessions = Sessions(*([options["append"]] if "append" in options else []))
+    sessions.load_state({}, wal or {})
+    board = Board(names, timeouts, sessions, **options)
+    board.load_state(json.loads(json.dumps(state)), wal)
+    return board

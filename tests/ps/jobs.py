@@ -11,6 +11,7 @@ from pathlib import Path
 
 import keras
 import numpy as np
+from tests.ps.boards import serve_status
 
 import replicax as rx
 import replicax.testing
@@ -94,16 +95,17 @@ def counts_of(strategy):
     return {
         "sockets": len(sockets_here()),
         "versions": [group["version"] for group in groups],
-        "steps": {n: w["steps"] for n, w in status["workers"].items() if w["steps"]},
-        "lost": stream["lost"],
+        "pushes": {n: sum(h.values()) for n, h in strategy.staleness().items()},
+        "finished": stream["finished"],
+        "lost": len(stream["lost"]),
         "next": stream["next"],
-        "deaths": {n: w["deaths"] for n, w in status["workers"].items()},
-        "starts": {n: w["starts"] for n, w in status["workers"].items()},
+        "starts": status["starts"],
     }
 
 
 def make(options):
     """The strategy of a job; `options["timeouts"]` change those of `TIMEOUTS`."""
+    serve_status()
     timeouts = rx.Timeouts(**TIMEOUTS | options.get("timeouts", {}))
     return ParameterServerStrategy(**options | {"timeouts": timeouts})
 
@@ -150,15 +152,15 @@ def counted(options):
     if not strategy.is_chief:
         return {}
     made = {n: session.get(f"made {n}", "counts") for n in session.workers}
-    board = session.board("status")
+    stream = session.board("status")["streams"]["fit 1/epoch/0"]
     predicted = model.predict(POINTS, verbose=0).argmax(-1)
     return {
         "accuracy": float(np.mean(predicted == LABELS)),
         "made": made,
         "servers": [c.call("store.status") for c in session.connections],
-        "steps": {n: w["steps"] for n, w in board["workers"].items()},
-        "totals": board["totals"],
-        "next": board["streams"]["fit 1/epoch/0"]["next"],
+        "finished": stream["finished"],
+        "given_up": len(stream["lost"]),
+        "next": stream["next"],
     }
 
 
@@ -274,9 +276,14 @@ def all_done(results):
     return results["worker:0"].value
 
 
+def check_none_twice(results):
+    """No step was trained on by two workers."""
+    assert "as other workers did" not in results["ps:0"].output
+
+
 def check_counts(found):
     """Every step was done or lost, and every push applied once or not at all."""
-    done, lost = sum(found["steps"].values()), found["lost"]
+    done, lost = found["finished"], found["lost"]
     assert done + lost == found["next"]
     for version in found["versions"]:
         assert done <= version <= done + lost

@@ -4,9 +4,19 @@ import copy
 import json
 
 import pytest
-from tests.ps.boards import NAMES, STREAM, TIMEOUTS, Client, Clock, ask
+from tests.ps.boards import (
+    NAMES,
+    STREAM,
+    TIMEOUTS,
+    Client,
+    Clock,
+    ask,
+    restarted,
+    streams_of,
+)
 
 from replicax.ps.board import Board
+from replicax.ps.call_log import Sessions
 from replicax.ps.limits import RequestError
 
 
@@ -30,7 +40,7 @@ def clients(board):
 
 def test_actions_are_all_public_methods_but_those_for_snapshots():
     public = {name for name in vars(Board) if not name.startswith("_")}
-    assert public - {"ACTIONS", "state", "load_state", "refuse"} == Board.ACTIONS
+    assert public - {"ANSWERS", "state", "load_state"} == Board.ANSWERS.keys()
 
 
 def test_join_tells_what_to_keep_to(board):
@@ -44,7 +54,7 @@ def test_join_tells_what_to_keep_to(board):
     }
 
 
-def test_a_dead_worker_loses_its_tickets_and_may_return(board, clients, clock):
+def test_a_dead_worker_loses_its_tickets_and_may_return(board, clients, clock, caplog):
     a, b, _ = clients
     ask(board, "open", stream=STREAM, limit=3)
     a("claim", stream=STREAM)
@@ -53,18 +63,13 @@ def test_a_dead_worker_loses_its_tickets_and_may_return(board, clients, clock):
     clock.seconds = 15
     assert ask(board, "alive") == ["worker:1"]
     assert b("claim", stream=STREAM, count=2) == {"indices": [1, 2]}
-    assert ask(board, "status")["totals"] == {"given_up": 1, "twice": 0}
-    assert b("finish", stream=STREAM, indices=[0]) == {
-        "late": True,
-        "late_indices": [0],
-    }
-    assert ask(board, "status")["totals"] == {"given_up": 1, "twice": 1}
-    # It was only silent, and has done its step.
-    assert not a("finish", stream=STREAM, indices=[0])["late"]
-    assert ask(board, "status")["totals"] == {"given_up": 0, "twice": 1}
-    assert a("claim", stream=STREAM) == {"over": 3, "lost": 0, "complete": False}
-    b("finish", stream=STREAM, indices=[1, 2])
-    assert a("claim", stream=STREAM) == {"over": 3, "lost": 0, "complete": True}
+    assert streams_of(board)[STREAM]["lost"] == {"0": "worker:0"}
+    assert b("finish", stream=STREAM, indices=[0]) == [0]
+    assert "worker:1 trained on steps [0], as other workers did" in caplog.text
+    # The first worker was only silent, and has done its step.
+    assert a("finish", stream=STREAM, indices=[0]) == []
+    assert streams_of(board)[STREAM]["lost"] == {}
+    assert a("claim", stream=STREAM) == {"is_over": True, "length": 3}
     assert ask(board, "alive") == ["worker:0", "worker:1"]
 
 
@@ -76,11 +81,11 @@ def test_a_restarted_worker_replaces_itself_at_once(board, clients):
     assert (joined["starts"], joined["before"]) == (2, ["worker:1-1"])
     assert new("claim", stream=STREAM) == {"indices": [1]}
     # Its calls count from 1 again.
-    assert clients[2]("finish", stream=STREAM, indices=[1], call=1)["late"]
+    assert clients[2]("finish", stream=STREAM, indices=[1], call=1) == [1]
     Client(board, "worker:2", "worker:2-2")("join")
     clients[2].session = "worker:2-2"
-    assert not clients[2]("finish", stream=STREAM, indices=[], call=1)["late"]
-    with pytest.raises(RequestError, match="This process must stop"):
+    assert clients[2]("finish", stream=STREAM, indices=[], call=1) == []
+    with pytest.raises(RequestError, match="this process must stop"):
         clients[1]("finish", stream=STREAM, indices=[0])
 
 
@@ -93,14 +98,14 @@ def test_repeated_calls_do_nothing_twice(board, clients):
     with pytest.raises(RequestError, match="claim: number 5 came after number 6"):
         a("claim", stream=STREAM, call=5)
     for _ in range(2):
-        assert not a("finish", stream=STREAM, indices=[0], call=1)["late"]
+        assert a("finish", stream=STREAM, indices=[0], call=1) == []
         a("schedule", id="x", payload=1, call=1, function="f")
         assert a("take", call=1, functions=["f"])["id"] == "x"
-        assert not a("result", id="x", call=1, error={"type": "E"})["late"]
+        assert a("result", id="x", call=1, error={"type": "E"})
     for _ in range(2):
         assert a("raise_if_failed", call=1)["type"] == "E"
     assert a("raise_if_failed", call=2) is None
-    assert ask(board, "status")["workers"]["worker:0"]["steps"] == 1
+    assert streams_of(board)[STREAM]["finished"] == 1
 
 
 def test_a_repeated_claim_of_a_worker_that_died_gives_steps_it_may_do(clients, clock):
@@ -113,7 +118,7 @@ def test_a_repeated_claim_of_a_worker_that_died_gives_steps_it_may_do(clients, c
     assert a("claim", **again)["indices"] == [2]
     clock.seconds = 40
     assert a("claim", **again) == {"indices": [3]}
-    assert a("status")["totals"] == {"given_up": 2, "twice": 0}
+    assert list(streams_of(a.board)[STREAM]["lost"]) == ["0", "2"]
 
 
 def test_a_call_that_is_refused_may_be_repeated(board, clients):
@@ -153,14 +158,11 @@ def test_finishing_and_claiming_in_one_call(board, clients):
     a, *_ = clients
     ask(board, "open", stream=STREAM, limit=2)
     a("claim", stream=STREAM)
-    assert a("claim", stream=STREAM, finished=[0]) == {
-        "indices": [1],
-        "late": False,
-        "late_indices": [],
-    }
+    assert a("claim", stream=STREAM, finished=[0]) == {"indices": [1]}
     with pytest.raises(RequestError, match="count"):
         a("claim", stream=STREAM, finished=[1], count=0)
-    assert a("claim", stream=STREAM, finished=[1])["complete"] is True
+    assert a("claim", stream=STREAM, finished=[1])["is_over"]
+    assert streams_of(board)[STREAM]["held"] == 0
 
 
 @pytest.mark.parametrize(
@@ -178,12 +180,12 @@ def test_malformed_tickets_are_refused_and_change_nothing(clients, ticket):
             a("finish", stream=STREAM, **arguments)
     with pytest.raises(RequestError, match=r"finished\[1"):
         a("claim", stream=STREAM, finished=[*good, ticket])
-    assert not a("finish", stream=STREAM, indices=good)["late"]
+    assert a("finish", stream=STREAM, indices=good) == []
 
 
 def test_streams_are_opened_alike(board):
-    assert ask(board, "open", stream=STREAM, limit=4) == {"over": False, "length": 4}
-    assert ask(board, "open", stream=STREAM, limit=4) == {"over": False, "length": 4}
+    assert ask(board, "open", stream=STREAM, limit=4) == {"is_over": False, "length": 4}
+    assert ask(board, "open", stream=STREAM, limit=4) == {"is_over": False, "length": 4}
     with pytest.raises(RequestError, match="must open it alike"):
         ask(board, "open", stream=STREAM, limit=5)
 
@@ -195,16 +197,17 @@ def test_old_streams_are_forgotten_and_stay_over(board, clients):
         ask(board, "open", stream=stream, limit=1)
         assert a("claim", stream=stream) == {"indices": [0]}
         a("finish", stream=stream, indices=[0])
-    status = ask(board, "status")
-    assert list(status["streams"]) == ["fit 0/epoch/499"]
-    assert status["workers"]["worker:0"]["steps"] == 500
+    assert list(streams_of(board)) == ["fit 0/epoch/499"]
     # A worker that comes late finds them over.
     old = "fit 0/epoch/498"
-    assert ask(board, "open", stream=old, limit=1) == {"over": True, "length": 1}
-    assert b("claim", stream=old) == {"over": 1, "lost": 0, "complete": True}
-    assert b("finish", stream=old, indices=[0])["late"]
-    assert ask(board, "end", stream=old) == {"length": 1}
-    assert ask(board, "open", stream="fit 1/epoch/0") == {"over": False, "length": None}
+    assert ask(board, "open", stream=old, limit=1) == {"is_over": True, "length": 1}
+    assert b("claim", stream=old) == {"is_over": True, "length": 1}
+    assert b("finish", stream=old, indices=[0]) == [0]
+    assert ask(board, "end", stream=old) == 1
+    assert ask(board, "open", stream="fit 1/epoch/0") == {
+        "is_over": False,
+        "length": None,
+    }
 
 
 def test_a_newer_stream_ends_the_one_before_it_in_its_family(board, clients):
@@ -215,38 +218,33 @@ def test_a_newer_stream_ends_the_one_before_it_in_its_family(board, clients):
     Client(board, a.worker, "again")("join")  # Step 0 and 1 are lost.
     b("claim", stream="s/0")
     ask(board, "open", stream="s/1", limit=1)
-    status = ask(board, "status")
-    assert list(status["streams"]) == ["t/0", "s/1"]
-    assert status["totals"] == {"given_up": 3, "twice": 0}
-    assert b("finish", stream="s/0", indices=[2])["late"]
-    assert ask(board, "open", stream="s/0", limit=4) == {"over": True, "length": 4}
+    assert list(streams_of(board)) == ["t/0", "s/1"]
+    assert b("finish", stream="s/0", indices=[2]) == [2]
+    assert ask(board, "open", stream="s/0", limit=4) == {"is_over": True, "length": 4}
 
 
 def test_a_barrier_waits_for_those_alive(clients, clock):
     a, b, c = clients
-    assert a("arrive", barrier="go") == {
-        "complete": False,
-        "missing": ["worker:1", "worker:2"],
-    }
+    assert a("arrive", barrier="go") == ["worker:1", "worker:2"]
     clock.seconds = 8
     a("beat")
     b("beat")
     clock.seconds = 15  # The third is dead.
-    assert a("arrive", barrier="go") == {"complete": False, "missing": ["worker:1"]}
-    assert b("arrive", barrier="go")["complete"]
-    assert a("arrive", barrier="go")["complete"]
-    assert c("arrive", barrier="go")["complete"]  # It is late.
-    assert a("arrive", barrier="next")["missing"] == ["worker:1", "worker:2"]
+    assert a("arrive", barrier="go") == ["worker:1"]
+    assert b("arrive", barrier="go") == []
+    assert a("arrive", barrier="go") == []
+    assert c("arrive", barrier="go") == []  # It is late.
+    assert a("arrive", barrier="next") == ["worker:1", "worker:2"]
 
 
 def test_a_late_worker_finds_all_barriers_of_a_long_job_complete(clients):
     names = ["begin/1", *(f"end/{number}" for number in range(2000))]
     for barrier in names:
         answers = [client("arrive", barrier=barrier) for client in clients]
-        assert [x["complete"] for x in answers] == [False, False, True]
+        assert list(map(len, answers)) == [2, 1, 0]
     for barrier in names:
-        assert clients[2]("arrive", barrier=barrier)["complete"], barrier
-    assert not clients[2]("arrive", barrier="end/2000")["complete"]
+        assert clients[2]("arrive", barrier=barrier) == [], barrier
+    assert len(clients[2]("arrive", barrier="end/2000")) == 2
 
 
 def test_the_first_value_of_a_key_stands(board):
@@ -280,21 +278,6 @@ def test_reports_by_worker_and_the_newest_names(board, clients):
     assert ask(board, "reports", topic="m/5") == {}
 
 
-def test_status_has_what_workers_tell_and_their_steps(board, clients, clock):
-    a, *_ = clients
-    ask(board, "open", stream=STREAM)
-    for clock.seconds in range(1, 6):
-        done = a("claim", stream=STREAM, count=3)["indices"]
-        a("finish", stream=STREAM, indices=done)
-        a("beat")
-    workers = ask(board, "status")["workers"]
-    assert workers["worker:0"]["steps"] == 15
-    clock.seconds = 30
-    workers = ask(board, "status")["workers"]
-    assert workers["worker:0"]["steps"] == 15
-    assert workers["worker:0"]["state"] == "dead"
-
-
 def test_a_failure_is_never_taken_back(board, clients, clock):
     clients[1]("leave", ok=False, error="ValueError")
     assert ask(board, "failed") is None
@@ -303,7 +286,7 @@ def test_a_failure_is_never_taken_back(board, clients, clock):
     assert ask(board, "failed") == reason
     new = Client(board, "worker:0", "again")
     assert new("join")["failed"] == reason
-    assert clients[2]("beat")["failed"] == reason
+    assert clients[2]("beat") == reason
     assert not ask(board, "is_done")
 
 
@@ -332,13 +315,8 @@ def test_closures_go_on_when_a_worker_dies(board, clients, clock):
     clock.seconds = 15
     assert ask(board, "pending")["queued"] == 1
     assert b("take", functions=["f"])["id"] == "x"
-    assert not b("result", id="x", value=2)["late"]
-    assert ask(board, "pending") == {
-        "queued": 0,
-        "running": {},
-        "finished": 1,
-        "failed": False,
-    }
+    assert b("result", id="x", value=2)
+    assert ask(board, "pending") == {"queued": 0, "running": {}}
     assert ask(board, "fetch", ids=["x"]) == {"x": {"status": "done", "value": 2}}
     Client(board, "worker:0", "again")("join")
     assert ask(board, "fetch", ids=["x"]) == {"x": {"status": "unknown"}}
@@ -351,7 +329,7 @@ def test_malformed_errors_are_refused_and_the_closure_goes_on(clients, error):
     a("take", functions=["f"])
     with pytest.raises(RequestError, match=r"error is .*; expected object"):
         a("result", id="x", error=error)
-    assert a("result", id="x", value=1) == {"late": False}
+    assert a("result", id="x", value=1)
 
 
 def test_a_restarted_server_goes_on_with_the_same_sessions(board, clients, clock):
@@ -366,16 +344,15 @@ def test_a_restarted_server_goes_on_with_the_same_sessions(board, clients, clock
     a("arrive", barrier="go")
     saved = json.loads(json.dumps(board.state()))
     clock.seconds = 1000
-    again = Board(NAMES, TIMEOUTS, now=clock)
-    again.load_state(saved)
+    again = restarted(NAMES, TIMEOUTS, saved, now=clock)
     a.board = b.board = again
     assert a("claim", stream=STREAM, call=1) == {"indices": [0]}
-    assert not a("finish", stream=STREAM, indices=[0])["late"]
-    assert not b("finish", stream=STREAM, indices=[1])["late"]
-    assert not b("result", id="x", value=3)["late"]
+    assert a("finish", stream=STREAM, indices=[0]) == []
+    assert b("finish", stream=STREAM, indices=[1]) == []
+    assert b("result", id="x", value=3)
     assert (a("get", key="k"), a("reports", topic="r")) == (1, {"worker:0": 2})
-    assert a("arrive", barrier="go")["missing"] == ["worker:1", "worker:2"]
-    assert a("beat") == {"failed": None}
+    assert a("arrive", barrier="go") == ["worker:1", "worker:2"]
+    assert a("beat") is None
     clock.seconds = 1011
     assert ask(again, "alive") == []
 
@@ -385,13 +362,12 @@ def test_a_restarted_server_may_take_back_what_was_held(board, clients, clock):
     ask(board, "open", stream=STREAM, limit=3, max_staleness=1)
     a("claim", stream=STREAM)
     b("claim", stream=STREAM)
-    again = Board(NAMES, TIMEOUTS, now=clock)
-    again.load_state(json.loads(json.dumps(board.state())))
+    again = restarted(NAMES, TIMEOUTS, board.state(), now=clock)
     a.board = b.board = again
     # Else `a` had to wait: both may have told the lost server that they were done.
     assert a("claim", stream=STREAM) == {"indices": [2]}
-    assert not b("finish", stream=STREAM, indices=[1])["late"]
-    assert ask(again, "status")["totals"] == {"given_up": 1, "twice": 0}
+    assert b("finish", stream=STREAM, indices=[1]) == []
+    assert list(streams_of(again)[STREAM]["lost"]) == ["0"]
 
 
 def test_closures_that_ran_before_a_restart_run_again_or_end_where_they_are(
@@ -404,15 +380,14 @@ def test_closures_that_ran_before_a_restart_run_again_or_end_where_they_are(
     b("take", functions=["f"], call=1)
     saved = json.loads(json.dumps(board.state()))
     a("result", id="x", value=1)  # The snapshot does not know of it.
-    again = Board(NAMES, TIMEOUTS, now=clock)
-    again.load_state(saved)
+    again = restarted(NAMES, TIMEOUTS, saved, now=clock)
     chief.board = a.board = b.board = again
     assert ask(again, "pending")["queued"] == 3
     # Its answer was lost with the server.
     assert b("take", functions=["f"], call=1)["id"] == "x"
-    assert not b("result", id="y", value=2)["late"]  # It still had that one.
-    assert a("result", id="x", value=3)["late"]
-    assert not b("result", id="x", value=3)["late"]
+    assert b("result", id="y", value=2)  # It still had that one.
+    assert not a("result", id="x", value=3)
+    assert b("result", id="x", value=3)
     assert a("take", functions=["f"])["id"] == "z"
     a("result", id="z", value=4)
     assert ask(again, "fetch", ids=["x", "y", "z"]) == {
@@ -435,8 +410,7 @@ def test_what_an_earlier_session_was_told_answers_no_later_one(clock) -> None:
     first("join")
     assert first("claim", stream=STREAM, count=1) == {"indices": [0]}
     first("finish", stream=STREAM, indices=[0])
-    again = Board(NAMES, TIMEOUTS, now=clock)
-    again.load_state(saved, wal=wal)
+    again = restarted(NAMES, TIMEOUTS, saved, wal, now=clock)
     second = Client(again, NAMES[0], "s2")
     second("join")
     assert second("claim", stream=STREAM, count=1) == {"indices": [1]}
@@ -450,7 +424,7 @@ def test_a_call_writes_down_nothing_of_other_workers(clock) -> None:
         wal.pop(tuple(key), None)  # The latest is the last.
         wal[tuple(key)] = copy.deepcopy(value)
 
-    board = Board(names, TIMEOUTS, now=clock, append=append)
+    board = Board(names, TIMEOUTS, Sessions(append), now=clock, append=append)
     saved = board.state()
     clients = [Client(board, name, f"{name}-1") for name in names]
     for client in clients:
@@ -460,18 +434,16 @@ def test_a_call_writes_down_nothing_of_other_workers(clock) -> None:
     for client, steps in zip(clients, given, strict=True):
         client("claim", stream=STREAM, finished=steps[:1])
     assert max(len(json.dumps(entry)) for entry in wal.values()) < 1000
-    again = Board(names, TIMEOUTS, now=clock)
-    again.load_state(saved, wal=wal)
-    assert again.status()["streams"] == board.status()["streams"]
-    assert again.status()["totals"] == board.status()["totals"]
+    again = restarted(names, TIMEOUTS, saved, wal, now=clock)
+    assert streams_of(again) == streams_of(board)
     for client in clients:
         client.board = again
         client("join")
     repeated = clients[7]("claim", stream=STREAM, call=clients[7].call)
-    assert repeated == {"indices": [607], "late": False, "late_indices": []}
+    assert repeated == {"indices": [607]}
     clock.seconds = 9
     clients[0]("beat")
     clock.seconds = 11  # All but one are dead, whose steps were given up.
     clients[0]("beat")
-    stream = again.status()["streams"][STREAM]
-    assert (stream["lost"], stream["held"]) == (3 * 199, 3)
+    stream = streams_of(again)[STREAM]
+    assert (len(stream["lost"]), stream["held"]) == (3 * 199, 3)

@@ -86,7 +86,7 @@ def test_a_process_that_was_stopped_as_it_joined_comes_too_late():
     sessions = Sessions()
     sessions.admit("w:0", "newest", before=["first", "stopped"])
     for late in ("stopped", "first"):
-        with pytest.raises(Superseded, match=f"session '{late}' was ended by session"):
+        with pytest.raises(Superseded, match=f"session '{late}' was replaced by"):
             sessions.admit("w:0", late)
         assert sessions.has_ended(late)
     sessions.admit("w:0", "newest")

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from replicax.ps.closures import Closures
+from replicax.ps.closures import Closures, Outcome, Pending, Scheduled, Taken
 from replicax.ps.limits import RequestError
 
 CHIEF, A, B = "worker:0", "worker:1", "worker:2"
@@ -22,36 +22,31 @@ def schedule(closures, *ids, function="step"):
 
 def taken(closures, worker, functions=("step",)):
     closure = closures.take(worker, functions)
-    return closure and closure["id"]
+    return closure and closure.id
 
 
 def is_over(closures):
-    about = closures.pending()
-    return not about["queued"] and not about["running"]
+    return closures.pending() == Pending()
 
 
 def test_closures_are_taken_in_order_and_their_results_fetched():
     closures = Closures()
     schedule(closures, "x", "y")
-    assert closures.take(A, ["step"]) == {
-        "id": "x",
-        "function": "step",
-        "payload": {"of": "x"},
-    }
+    assert closures.take(A, ["step"]) == Taken("x", "step", {"of": "x"})
     assert taken(closures, B) == "y"
     assert taken(closures, B) is None
-    assert closures.result("x", A, 7, None) == {"late": False}
-    assert closures.result("y", A, 8, None) == {"late": True}  # It is B's.
-    assert closures.pending()["running"] == {"y": B}
+    assert closures.result("x", A, 7, None)
+    assert not closures.result("y", A, 8, None)  # It is B's.
+    assert closures.pending().running == {"y": B}
     assert closures.fetch(["x", "y", "z"], []) == {
-        "x": {"status": "done", "value": 7},
-        "y": {"status": "running"},
-        "z": {"status": "unknown"},
+        "x": Outcome("done", 7),
+        "y": Outcome("running"),
+        "z": Outcome("unknown"),
     }
     closures.result("y", B, None, None)
     assert is_over(closures)
-    assert closures.fetch(["y"], ["x"]) == {"y": {"status": "done", "value": None}}
-    assert closures.fetch(["x"], []) == {"x": {"status": "unknown"}}
+    assert closures.fetch(["y"], ["x"]) == {"y": Outcome("done", None)}
+    assert closures.fetch(["x"], []) == {"x": Outcome("unknown")}
 
 
 def test_an_id_is_used_once():
@@ -77,7 +72,7 @@ def test_closures_of_a_dead_worker_go_to_the_front_in_their_order():
     taken(closures, A)
     taken(closures, A)
     closures.release(A, died=True)
-    assert closures.result("a", A, 1, None) == {"late": True}
+    assert not closures.result("a", A, 1, None)
     assert [taken(closures, B) for _ in range(3)] == ["a", "b", "c"]
 
 
@@ -90,7 +85,7 @@ def test_a_closure_that_kills_its_workers_is_an_error_that_names_them():
     error = closures.raise_if_failed()
     assert "'step' (x) was tried 2 times" in error["message"]
     assert "worker:1, worker:2" in error["message"]
-    assert closures.fetch(["next"], [])["next"] == {"status": "cancelled"}
+    assert closures.fetch(["next"], [])["next"] == Outcome("cancelled")
     assert is_over(closures)
 
 
@@ -108,18 +103,18 @@ def test_an_error_cancels_what_is_queued_and_is_told_once():
     taken(closures, A)
     taken(closures, B)
     closures.result("bad", A, None, ERROR)
-    assert closures.pending()["failed"]
-    assert schedule(closures, "refused") == [{"failed": ERROR}]
-    assert schedule(closures, "later") == [{"scheduled": True}]
+    assert closures.error == ERROR
+    assert schedule(closures, "refused") == [Scheduled(failed=ERROR)]
+    assert schedule(closures, "later") == [Scheduled()]
     # It was begun before the error was told: its own error is not told as well.
     closures.result("running", B, None, ERROR)
     assert closures.raise_if_failed() is None
     assert closures.fetch(["bad", "running", "queued", "refused", "later"], []) == {
-        "bad": {"status": "error", "error": ERROR},
-        "running": {"status": "error", "error": ERROR},
-        "queued": {"status": "cancelled"},
-        "refused": {"status": "unknown"},
-        "later": {"status": "queued"},
+        "bad": Outcome("error", error=ERROR),
+        "running": Outcome("error", error=ERROR),
+        "queued": Outcome("cancelled"),
+        "refused": Outcome("unknown"),
+        "later": Outcome("queued"),
     }
     taken(closures, A)
     closures.result("later", A, None, ERROR)
@@ -133,32 +128,31 @@ def test_what_ran_when_another_failed_is_not_tried_again():
     taken(closures, B)
     closures.result("bad", A, None, ERROR)
     closures.release(B, died=True)
-    assert closures.fetch(["running"], []) == {"running": {"status": "cancelled"}}
+    assert closures.fetch(["running"], []) == {"running": Outcome("cancelled")}
     assert is_over(closures)
 
 
 def test_the_queue_is_bounded_and_forgetting_makes_room():
     closures = Closures(max_closures=3)
-    assert schedule(closures, "a", "b", "c") == [{"scheduled": True}] * 3
+    assert schedule(closures, "a", "b", "c") == [Scheduled()] * 3
     taken(closures, A)
     closures.result("a", A, 1, None)
-    assert schedule(closures, "d") == [{"full": True, "known": 3, "finished": 1}]
+    assert schedule(closures, "d") == [Scheduled(is_full=True)]
     closures.fetch([], ["a", "b"])  # b is not finished: it runs, and then is gone.
-    assert schedule(closures, "d") == [{"scheduled": True}]
+    assert schedule(closures, "d") == [Scheduled()]
     assert taken(closures, A) == "b"
     closures.result("b", A, 1, None)
-    assert closures.fetch(["b"], []) == {"b": {"status": "unknown"}}
-    assert closures.pending()["finished"] == 0
+    assert closures.fetch(["b"], []) == {"b": Outcome("unknown")}
 
 
 def test_the_bytes_of_payloads_are_bounded():
     closures = Closures()
     large = "x" * (16 * 2**20 - 2)
     answers = [closures.schedule(str(i), large, "step", CHIEF) for i in range(17)]
-    assert [answer.get("full") for answer in answers] == [None] * 16 + [True]
+    assert [answer.is_full for answer in answers] == [False] * 16 + [True]
     for _ in range(16):
         closures.result(taken(closures, A), A, None, None)
-    assert closures.schedule("y", large, "step", CHIEF) == {"scheduled": True}
+    assert closures.schedule("y", large, "step", CHIEF) == Scheduled()
 
 
 def test_what_a_replaced_chief_scheduled_is_dropped():
@@ -168,14 +162,14 @@ def test_what_a_replaced_chief_scheduled_is_dropped():
     taken(closures, A)
     closures.result("a", A, None, ERROR)
     closures.disown(B)
-    assert closures.pending()["failed"]
+    assert closures.error == ERROR
     closures.disown(CHIEF)
     assert closures.raise_if_failed() is None
-    assert closures.result("b", A, 1, None) == {"late": True}
+    assert not closures.result("b", A, 1, None)
     assert is_over(closures)
     assert closures.fetch(["a", "c"], []) == {
-        "a": {"status": "unknown"},
-        "c": {"status": "unknown"},
+        "a": Outcome("unknown"),
+        "c": Outcome("unknown"),
     }
 
 
@@ -196,8 +190,8 @@ def test_what_nobody_wants_is_forgotten_however_it_ends():
     closures.release(A, died=True)
     assert "tried 1 times" in closures.raise_if_failed()["message"]
     assert closures.fetch(["dies", "queued"], []) == {
-        "dies": {"status": "unknown"},
-        "queued": {"status": "unknown"},
+        "dies": Outcome("unknown"),
+        "queued": Outcome("unknown"),
     }
     assert is_over(closures)
 
@@ -222,32 +216,32 @@ class AnyOrder(RuleBasedStateMachine):
         self.number += 1
         id = str(self.number)
         answer = self.closures.schedule(id, {"of": id}, "step", CHIEF)
-        if answer == {"scheduled": True}:
+        if answer == Scheduled():
             self.scheduled.add(id)
-        elif "full" in answer:
+        elif answer.is_full:
             assert len(self.scheduled - self.forgotten) >= 8
         else:
-            assert set(answer) == {"failed"}
+            assert answer.failed is not None
 
     @rule(worker=workers)
     def take(self, worker):
         closure = self.closures.take(worker, ["step"])
         if closure is None:
-            assert self.closures.pending()["queued"] == 0
+            assert self.closures.pending().queued == 0
             return
-        assert closure["payload"] == {"of": closure["id"]}
-        assert closure["id"] not in self.running
-        assert closure["id"] not in self.done
-        self.running[closure["id"]] = worker
+        assert closure.payload == {"of": closure.id}
+        assert closure.id not in self.running
+        assert closure.id not in self.done
+        self.running[closure.id] = worker
 
     @rule(worker=workers, fails=st.booleans(), data=st.data())
     def result(self, worker, fails, data):
         if not self.running:
             return
         id = data.draw(st.sampled_from(sorted(self.running)))
-        answer = self.closures.result(id, worker, 1, ERROR if fails else None)
-        assert answer == {"late": self.running[id] != worker}
-        if not answer["late"]:
+        is_own = self.closures.result(id, worker, 1, ERROR if fails else None)
+        assert is_own == (self.running[id] == worker)
+        if is_own:
             del self.running[id]
             self.done[id] += 1
 
@@ -267,8 +261,7 @@ class AnyOrder(RuleBasedStateMachine):
     @rule()
     def forget(self):
         known = self.closures.fetch(sorted(self.scheduled - self.forgotten), [])
-        unfinished = ("queued", "running")
-        finished = [i for i, x in known.items() if x["status"] not in unfinished]
+        finished = [id for id, outcome in known.items() if outcome.is_final]
         self.closures.fetch([], finished)
         self.forgotten |= set(finished)
 
@@ -280,17 +273,17 @@ class AnyOrder(RuleBasedStateMachine):
     @invariant()
     def none_is_lost(self):
         status = {
-            id: self.closures.fetch([id], [])[id]["status"]
+            id: self.closures.fetch([id], [])[id].status
             for id in self.scheduled - self.forgotten
         }
         assert "unknown" not in status.values()
-        running = self.closures.pending()["running"]
+        running = self.closures.pending().running
         assert running == self.running
         assert {i for i, s in status.items() if s == "running"} == set(running)
         assert all(status[id] in ("done", "error") for id in self.done if id in status)
         assert set(self.done.values()) <= {1}
         queued = [i for i, s in status.items() if s == "queued"]
-        assert self.closures.pending()["queued"] == len(queued)
+        assert self.closures.pending().queued == len(queued)
 
 
 TestAnyOrder = AnyOrder.TestCase

@@ -19,6 +19,7 @@ from replicax.errors import ClusterError
 from replicax.ps import wire
 from replicax.ps.connection import Connection, ConnectionLost, ServerRefused
 from replicax.ps.credentials import Credentials, new_token
+from replicax.ps.open_connections import disconnect
 from replicax.ps.service import Service
 from replicax.ps.store import VariableStore
 
@@ -123,7 +124,7 @@ def test_a_message_is_sent_again_after_the_connection_was_lost(service, adds):
 
         def cut_once():
             adds.before = lambda: None
-            service._connections.disconnect()
+            disconnect(service._bound.port)
 
         adds.before = cut_once
         header, _ = connection.exchange_header({"op": "add"}, ONE)

@@ -22,6 +22,7 @@ from tests.ps.jobs import (
     Job,
     Watched,
     all_done,
+    check_none_twice,
     disturb,
     durable,
     make,
@@ -96,11 +97,11 @@ def asynchronously(options, hit=None):
     if hit is not None and strategy.session.index == 1 and strategy.session.starts < 2:
         hit_between_pushes_of_rows(20, dies=hit == "dies")
     found = trained(strategy, [Watched(strategy)])
-    board = strategy.session.board("status")
+    stream = strategy.session.board("status")["streams"]["fit 1/epoch/0"]
     return found | {
-        "steps": {n: w["steps"] for n, w in board["workers"].items()},
-        "totals": board["totals"],
-        "next": board["streams"]["fit 1/epoch/0"]["next"],
+        "finished": stream["finished"],
+        "given_up": len(stream["lost"]),
+        "next": stream["next"],
     }
 
 
@@ -130,16 +131,19 @@ def expected_loss():
     return float(model.evaluate(WORDS, LABELS, verbose=0))
 
 
-def check_counts(found, num_killed):
+def check_counts(results, num_killed):
     """Each batch was trained on once, or given up with the worker that held it."""
-    given, totals = found["next"], found["totals"]
-    assert totals["twice"] == 0
-    assert sum(found["steps"].values()) + totals["given_up"] == given
+    found = all_done(results)
+    made, given_up = found["next"], found["given_up"]
+    print(f"{made} batches, {given_up} given up")
+    check_none_twice(results)
+    assert found["finished"] + given_up == made
     # A worker holds one batch, and the one before whose push is under way.
-    assert totals["given_up"] <= 2 * num_killed
+    assert given_up <= 2 * num_killed
     for counted in (*found["tables"], *found["dense"]):
         assert counted["lost"] == 0
-        assert 0 <= given - counted["applied"] <= totals["given_up"]
+        assert 0 <= made - counted["applied"] <= given_up
+    return found
 
 
 @pytest.mark.parametrize(("fault", "tasks"), FAULTS)
@@ -151,10 +155,8 @@ def test_no_rows_are_lost_or_applied_twice(tmp_path, expected_loss, fault, tasks
         # As many steps as that of one device, at least: its loss is compared.
         cluster.wait_for_progress("worker:0", "worker:1", steps=STEPS // 2)
         results = cluster.end()
-    found = all_done(results)
-    print(f"{fault} {tasks}: {found['next']} batches, {found['totals']}")
     killed = fault == "kill" and [t for t in tasks if t.startswith("worker")]
-    check_counts(found, len(killed or ()))
+    found = check_counts(results, len(killed or ()))
     assert found["loss"] < 1.3 * expected_loss
 
 
@@ -166,7 +168,7 @@ def test_a_worker_dies_between_the_rows_of_two_servers(tmp_path):
         cluster.restart("worker:1")
         cluster.wait_for_progress("worker:0", "worker:1", steps=12)
         results = cluster.end()
-    check_counts(all_done(results), 1)
+    check_counts(results, 1)
 
 
 @pytest.mark.parametrize("killed", SERVERS)
@@ -178,4 +180,4 @@ def test_a_server_dies_when_one_has_rows_of_a_push(tmp_path, killed):
         cluster.restart(killed)
         cluster.wait_for_progress("worker:0", "worker:1", steps=12)
         results = cluster.end()
-    check_counts(all_done(results), 0)
+    check_counts(results, 0)

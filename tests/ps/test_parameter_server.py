@@ -156,7 +156,7 @@ def classifier(optimizer=None):
 
 def fitted(strategy, max_staleness, *, overlap=False):
     keras.utils.set_random_seed(1)
-    strategy.max_staleness, strategy.servers.steps.overlap = max_staleness, overlap
+    strategy.max_staleness, strategy.servers.overlap = max_staleness, overlap
     before = dict(strategy.session.staleness)
     with strategy.scope():
         model = classifier(keras.optimizers.Adam(0.05))

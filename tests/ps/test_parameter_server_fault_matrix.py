@@ -14,6 +14,7 @@ from tests.ps.jobs import (
     SERVERS,
     Job,
     all_done,
+    check_none_twice,
     counted,
     disturb,
     durable,
@@ -40,16 +41,16 @@ def test_nothing_is_lost_or_applied_twice(tmp_path, fault, tasks):
         cluster.wait_for_progress("worker:0", "worker:1", steps=12)
         results = cluster.end()
     found = all_done(results)
-    given, totals = found["next"], found["totals"]
-    print(f"{fault} {tasks}: {given} batches, {totals}, {counts_of(found)}")
-    assert totals["twice"] == 0
-    assert sum(found["steps"].values()) + totals["given_up"] == given
+    made, given_up = found["next"], found["given_up"]
+    print(f"{fault} {tasks}: {made} batches, {given_up} lost, {counts_of(found)}")
+    check_none_twice(results)
+    assert found["finished"] + given_up == made
     killed = fault == "kill" and [t for t in tasks if t.startswith("worker")]
     # A worker holds one batch, and the one before whose push is under way.
-    assert totals["given_up"] <= 2 * len(killed or ())
+    assert given_up <= 2 * len(killed or ())
     for server in found["servers"]:
         assert server["lost"] == 0
-        assert 0 <= given - server["applied"] <= totals["given_up"]
+        assert 0 <= made - server["applied"] <= given_up
     assert found["accuracy"] > 0.9
 
 

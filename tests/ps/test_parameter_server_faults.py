@@ -28,7 +28,7 @@ def test_a_killed_worker_is_not_waited_for_and_may_come_back(tmp_path):
         check_counts(found)
         assert 0 < found["lost"] <= 4
         assert found["starts"] == {"worker:0": 1, "worker:1": 2}
-        assert found["steps"]["worker:1"] >= 6
+        assert found["pushes"]["worker:1"] >= 6
         assert results["worker:1"].value["accuracy"] > 0.9
         assert "worker:1 is back" in results["worker:1"].output
         # The constructor does not return in a server.

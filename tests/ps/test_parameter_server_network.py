@@ -216,7 +216,7 @@ def test_steps_in_any_order_are_made_once(tmp_path, fault, index):
     assert found["next"] == REPEATS * len(LABELS) // BATCH_SIZE
     if "vanish" not in fault:
         assert found["lost"] == 0
-    assert found["steps"].keys() == {"worker:0", "worker:1"}
+    assert found["pushes"].keys() == {"worker:0", "worker:1"}
 
 
 @pytest.mark.parametrize("fault", ["lose_answers", "vanish", "lose_first_answers"])

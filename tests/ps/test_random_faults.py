@@ -10,7 +10,7 @@ import signal
 import time
 
 import pytest
-from tests.ps.jobs import LONG, TASKS, Job, all_done, counted, durable
+from tests.ps.jobs import LONG, TASKS, Job, all_done, check_none_twice, counted, durable
 
 pytest.importorskip("pyarrow")
 pytestmark = [
@@ -61,12 +61,12 @@ def test_each_batch_is_counted_once(tmp_path, seed):
         results = cluster.end()
     cluster.assert_nothing_is_left()
     found = all_done(results)
-    given, totals = found["next"], found["totals"]
-    assert totals["twice"] == 0
-    assert sum(found["steps"].values()) + totals["given_up"] == given
+    made, given_up = found["next"], found["given_up"]
+    check_none_twice(results)
+    assert found["finished"] + given_up == made
     # A worker holds one batch, and the one before whose push is under way.
     every = [name for names in killed for name in names]
-    assert totals["given_up"] <= 2 * sum(map(is_worker, every))
+    assert given_up <= 2 * sum(map(is_worker, every))
     for i, server in enumerate(found["servers"]):
         # A worker that is killed with a server, or just before, may have pushed and had
         # no answer, and does not send its push again.
@@ -75,5 +75,5 @@ def test_each_batch_is_counted_once(tmp_path, seed):
             for before, names in itertools.pairwise([[], *killed])
         )
         assert server["lost"] <= together
-        assert 0 <= given - server["applied"] <= totals["given_up"]
+        assert 0 <= made - server["applied"] <= given_up
     assert found["accuracy"] > 0.9

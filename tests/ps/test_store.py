@@ -79,7 +79,7 @@ def test_an_older_push_and_an_older_session_are_refused(caplog) -> None:
         push(store, 4)
     assert "push of worker:0: number 4" in caplog.text
     push(store, 1, session="b")
-    with pytest.raises(Superseded, match=r"worker:0: session 'a' was ended by.*'b'"):
+    with pytest.raises(Superseded, match=r"worker:0: session 'a' was replaced by.*'b'"):
         push(store, 6, session="a")
     assert values(store) == [2.0] * 8
 

@@ -29,11 +29,10 @@ def test_steps_are_given_once_and_in_order():
     assert tickets.claim(A, 2) == [1, 2]
     assert tickets.claim(B, 9) == [3, 4]
     assert tickets.is_over
-    assert not tickets.is_complete
     assert tickets.finish(A, [2, 1]) == []
     assert tickets.finish(A, [1, 3]) == [1, 3]  # Finished before; not its own.
     assert tickets.finish(B, [3, 4]) == []
-    assert tickets.is_complete
+    assert (tickets.is_over, tickets.held) == (True, {})
     assert tickets.finished == 4
 
 
@@ -45,9 +44,8 @@ def test_steps_of_a_dead_worker_are_lost():
     assert tickets.finish(A, [0]) == []  # It was only silent.
     assert tickets.claim(B, 2) == [2]
     tickets.finish(B, [2])
-    assert tickets.is_complete
-    assert (tickets.lost, tickets.status()["lost_steps"]) == (1, [1])
-    assert (tickets.twice, tickets.finished) == (1, 2)
+    assert (tickets.is_over, tickets.held) == (True, {})
+    assert (tickets.lost, tickets.finished) == ({1: A}, 2)
 
 
 def test_steps_that_a_worker_gives_up_are_lost():
@@ -56,7 +54,7 @@ def test_steps_that_a_worker_gives_up_are_lost():
     assert tickets.claim(B, 1) == [3]
     assert tickets.give_up(A, [2, 1, 3]) == 2  # Step 3 is another's.
     tickets.finish(A, [0])
-    assert (tickets.lost, tickets.num_held, tickets.finished) == (2, 1, 1)
+    assert (tickets.lost, tickets.num_held, tickets.finished) == ({2: A, 1: A}, 1, 1)
     assert tickets.finish(B, [1]) == [1]
 
 
@@ -66,22 +64,22 @@ def test_the_least_end_holds_and_voids_what_is_beyond():
     assert tickets.claim(B, 2) == [2, 3]
     tickets.release(B)
     tickets.end(3)
-    assert tickets.lost == 1
+    assert tickets.lost == {2: B}
     tickets.end(9)
     tickets.end(1)
     assert tickets.length == 1
-    assert tickets.lost == 0
+    assert tickets.lost == {}
     assert tickets.finish(A, [0, 1]) == [1]
-    assert tickets.is_complete
+    assert (tickets.is_over, tickets.held) == (True, {})
 
 
 def test_an_end_without_length_lets_what_was_given_finish():
     tickets = StepTickets(length=100)
     tickets.claim(A, 2)
     tickets.end(None)
-    assert (tickets.length, tickets.is_over, tickets.is_complete) == (2, True, False)
+    assert (tickets.length, tickets.is_over, tickets.num_held) == (2, True, 2)
     assert tickets.finish(A, [0, 1]) == []
-    assert tickets.is_complete
+    assert (tickets.is_over, tickets.held) == (True, {})
 
 
 def test_staleness_zero_gives_one_step_at_a_time():
@@ -141,7 +139,7 @@ class AnyOrderOfSteps(RuleBasedStateMachine):
         if isinstance(given, str):
             assert self.bound is not None
             if not self.held:  # Then somebody else's turn has come, who is served.
-                first = self.tickets.status()["waiting"][0]
+                first = self.tickets.waiting[0]
                 assert first != worker, f"stuck: {given}"
                 assert given == f"it is the turn of {first}"
             return
@@ -176,11 +174,7 @@ class AnyOrderOfSteps(RuleBasedStateMachine):
             for other in self.held:
                 self.overtaken[other] += 1
         elif self.held.get(step) != worker:
-            known = step < len(self.given)
-            is_void = self.length is not None and step >= self.length
-            before = self.tickets.twice
             assert self.tickets.finish(worker, [step]) == [step]
-            assert self.tickets.twice == before + (known and not is_void)
 
     @rule(worker=WORKERS)
     def die(self, worker):
@@ -207,17 +201,15 @@ class AnyOrderOfSteps(RuleBasedStateMachine):
     def every_step_is_finished_held_or_lost(self):
         if not hasattr(self, "tickets"):
             return
-        status = self.tickets.status()
-        assert status["length"] == self.length
-        assert status["lost_steps"] == sorted(self.lost, key=status["lost_steps"].index)
-        assert (status["held"], status["lost"]) == (len(self.held), len(self.lost))
+        assert self.tickets.length == self.length
+        assert self.tickets.lost == self.lost
+        assert self.tickets.num_held == len(self.held)
         assert self.tickets.finished == len(self.finished)
         length = self.length if self.tickets.is_over else len(self.given)
         known = (
             {s for s in self.finished if s < length} | set(self.held) | set(self.lost)
         )
         assert known >= set(range(min(length, len(self.given))))
-        assert self.tickets.is_complete == (self.tickets.is_over and not self.held)
 
 
 TestSteps = AnyOrderOfSteps.TestCase

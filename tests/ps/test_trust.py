@@ -41,7 +41,7 @@ from replicax.ps.store import VariableStore
 board = Board(["worker:0"], Timeouts(startup=60, heartbeat=60, chief=60))
 credentials = Credentials.from_environment()
 store = VariableStore(0)
-service = Service(sys.argv[1], store, board, credentials, handshake_seconds=2)
+service = Service(sys.argv[1], store, board, credentials)
 service.serve_in_thread()
 print("ready", flush=True)
 sys.stdin.read()
@@ -170,18 +170,6 @@ def test_bytes_that_are_no_call_are_refused_at_once(server, data):
             pass
 
 
-def test_a_connection_that_says_nothing_is_closed(server):
-    sock, port = plain(server)
-    began = time.monotonic()
-    with sock:
-        sock.settimeout(30)
-        with contextlib.suppress(ConnectionError):
-            while sock.recv(65536):
-                pass
-    assert 1 < time.monotonic() - began < 8
-    server.log_has(rf"closed the connection from 127\.0\.0\.1:{port}:")
-
-
 @pytest.mark.parametrize("how", ["exchange", "call"])
 def test_a_wrong_token_is_refused_at_once(server, how):
     began = time.monotonic()
@@ -247,7 +235,8 @@ def test_a_claimed_frame_of_two_gigabytes_in_http2_takes_no_memory(server):
     before = server.resident_megabytes()
     sock, _ = plain(server)
     settings = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
-    with sock, contextlib.suppress(ConnectionError):
+    with sock, contextlib.suppress(ConnectionError, TimeoutError):
+        sock.settimeout(2)
         sock.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + settings)
         frame = b"\x00" + (1 << 31).to_bytes(4, "big")
         sock.sendall(len(frame).to_bytes(3, "big") + b"\x00" * 5 + b"\x01" + frame)

@@ -1,13 +1,13 @@
-"""The board: heartbeats, barriers, work queue and closures, as one state machine.
+"""The board: heartbeats, barriers, work queues and closures, as one state machine.
 
 No clock and no I/O: it gets the time, and a function that writes the write-ahead log.
 
-- A call is a turn under the board's one lock: dead workers lose their leases, then the
-  action runs, then the write-ahead log is written.
+- A call holds the board's one lock: dead workers lose their leases, then the action
+  runs, then the write-ahead log is written.
 - No action blocks: a client that has to wait polls. Any call may arrive twice. A
   numbered call runs once and repeats its answer; calls without a number are idempotent.
-- The board logs a worker's steps before it answers the worker. After a restart, clients
-  send again what the board lacks (`session`). Some state is lost, such as closures
+- The board logs a worker's leases before it answers the worker. After a restart,
+  clients send what the board lacks (`session`). Some state is lost, such as closures
   scheduled since the last snapshot.
 """
 
@@ -23,7 +23,13 @@ import msgspec
 
 from replicax._util.types import JSONObject
 from replicax.cluster.timeouts import Timeouts
-from replicax.ps.call_log import Append, LogEntries, append_nowhere, is_repeated
+from replicax.ps.call_log import (
+    Append,
+    LogEntries,
+    Sessions,
+    append_nowhere,
+    is_repeated,
+)
 from replicax.ps.closures import Closures
 from replicax.ps.limits import (
     Count,
@@ -33,7 +39,7 @@ from replicax.ps.limits import (
     message_of,
 )
 from replicax.ps.presence import Presence, Rendezvous, Worker
-from replicax.ps.streams import Streams
+from replicax.ps.streams import StreamEntry, Streams
 from replicax.ps.wire import read
 
 __all__ = ["Board"]
@@ -42,7 +48,7 @@ _logger = logging.getLogger("replicax")
 
 _REVOKED = "revoked"  # Replaces an answer whose leases were revoked.
 
-_ACTIONS: set[str] = set()
+_ANSWERS: dict[str, Any] = {}  # Types of the actions' answers.
 
 _SESSION, _CALL = (
     inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=kind)
@@ -51,6 +57,21 @@ _SESSION, _CALL = (
 
 _Arguments = ParamSpec("_Arguments")
 _Answer = TypeVar("_Answer")
+
+
+class Joined(msgspec.Struct):
+    """Answer of `join`.
+
+    `starts` counts the worker's sessions, and `before` lists its replaced sessions.
+    `failed` is the reason why the job has failed, if it has. No worker joins a job that
+    `is_over`.
+    """
+
+    starts: int
+    before: list[str]
+    heartbeat_seconds: float
+    failed: str | None
+    is_over: bool
 
 
 class _State(msgspec.Struct):
@@ -65,10 +86,11 @@ class _State(msgspec.Struct):
 def _action(
     transition: Callable[Concatenate["Board", _Arguments], _Answer],
 ) -> Callable[Concatenate["Board", _Arguments], _Answer]:
-    """Decorator of methods that clients may call: validates arguments, takes the lock.
+    """Decorator of methods that clients may call: checks arguments, holds the lock.
 
-    The annotations define types and limits. A call with a `session` counts as a
-    heartbeat. A call with a number, `call`, runs once.
+    The annotations define the arguments' types and limits, and the answer's type. A
+    call with a `session` counts as a heartbeat. A call with a number, `call`, runs
+    once.
     """
     message = message_of(transition)
 
@@ -80,7 +102,9 @@ def _action(
         arguments = msgspec.structs.asdict(read(message, values, RequestError))
         return self._act(transition, arguments)
 
-    _ACTIONS.add(transition.__name__)
+    answer = inspect.signature(transition).return_annotation
+    # Annotations with the recursive type JSON are strings.
+    _ANSWERS[transition.__name__] = Any if isinstance(answer, str) else answer
     return act
 
 
@@ -102,7 +126,9 @@ def _action_of(
             del arguments[parameter.name]
         return method(getattr(self, part), **arguments)
 
-    signature = inspect.Signature([*own[:place], *added, *own[place:]])
+    signature = inspect.signature(method).replace(
+        parameters=[*own[:place], *added, *own[place:]]
+    )
     transition.__signature__ = signature  # type: ignore[attr-defined]
     return _action(transition)
 
@@ -110,12 +136,12 @@ def _action_of(
 class Board:
     """The job's shared state: membership, leases on steps, barriers, keys, closures.
 
-    Clients call the board's methods over the network, by name and with keyword
-    arguments. Callers must not change arguments and results, which are JSON values.
+    Clients call the methods in `ANSWERS` over the network, by name and with keyword
+    arguments. Callers must not change arguments and answers.
 
-    A `worker` is one of `workers`, whose first is the chief. A `session` is a unique
-    text for one process of the worker. When a worker joins with a new session, the
-    board refuses further calls of the old one. `call` numbers the session's calls of a
+    A `worker` is one of `workers`; the first is the chief. A `session` is a unique text
+    for one process of the worker. When a worker joins with a new session, the board
+    refuses further calls of the old session. `call` numbers the session's calls of a
     method: a repeat of the last number gets the same answer, a lower number is refused.
     """
 
@@ -123,6 +149,7 @@ class Board:
         self,
         workers: Sequence[str],
         timeouts: Timeouts,
+        sessions: Sessions | None = None,
         *,
         append: Append = append_nowhere,
         now: Callable[[], float] = time.monotonic,
@@ -133,7 +160,8 @@ class Board:
         self._lock = threading.Lock()
         self._failure: str | None = None
         self._is_over = False
-        self._presence = Presence(workers, timeouts, now=self._now)
+        sessions = Sessions() if sessions is None else sessions
+        self._presence = Presence(workers, timeouts, sessions, now=self._now)
         self._streams = Streams()
         self._closures = Closures()
         self._rendezvous = Rendezvous()
@@ -197,37 +225,34 @@ class Board:
             return
         if worker:
             state = self._presence.workers[worker]
-            answers = {
+            entry.session = state.session
+            entry.answers = {
                 k: state.answers[k] for k in ("claim", "finish") if k in state.answers
             }
-            entry |= {"session": state.session, "answers": answers}
-        self._append(["stream", family_of(stream)[0], worker], entry)
+        key = ["stream", family_of(stream)[0], worker]
+        self._append(key, msgspec.to_builtins(entry, str_keys=True))
 
     # Membership.
 
     @_action
-    def join(self, worker: Name, session: Name) -> JSONObject:
-        """Make a worker alive; a new session replaces the one before.
-
-        In the answer, `starts` counts the worker's sessions, and `before` lists its
-        replaced sessions. No worker joins a job that `is_over`.
-        """
+    def join(self, worker: Name, session: Name) -> Joined:
+        """Make a worker alive; a new session replaces the session before."""
         presence = self._presence
         if not self._is_over and presence.join(worker, session, self._now):
             self._release(worker, died=True)
             self._closures.disown(worker)
-        return {
-            "starts": presence.workers[worker].starts,
-            "before": presence.workers[worker].replaced,
-            "heartbeat_seconds": presence.timeouts.heartbeat,
-            "failed": self._failure,
-            "is_over": self._is_over,
-        }
+        return Joined(
+            starts=presence.workers[worker].starts,
+            before=presence.sessions.replaced(worker),
+            heartbeat_seconds=presence.timeouts.heartbeat,
+            failed=self._failure,
+            is_over=self._is_over,
+        )
 
     @_action
-    def beat(self, worker: Name, session: Name) -> JSONObject:
-        """Record a heartbeat; return the state of the job."""
-        return {"failed": self._failure}
+    def beat(self, worker: Name, session: Name) -> str | None:
+        """Record a heartbeat; return why the job has failed, if it has."""
+        return self._failure
 
     @_action
     def leave(
@@ -258,17 +283,22 @@ class Board:
         """
         return self._failure
 
+    @_action
+    def have_left(self, workers: list[Name]) -> bool:
+        """Whether all of these workers have left with success."""
+        return all(self._presence.workers[name].ok for name in workers)
+
     # Keys, barriers and reports.
 
     put = _action_of("_rendezvous", Rendezvous.put)
     get = _action_of("_rendezvous", Rendezvous.get)
 
     @_action
-    def arrive(self, barrier: Name, worker: Name, session: Name) -> JSONObject:
-        """Record a worker's arrival at a barrier; whether all live ones have arrived.
+    def arrive(self, barrier: Name, worker: Name, session: Name) -> list[str]:
+        """Record an arrival; return the live workers that have not arrived.
 
-        Other workers do not wait for a dead worker. Poll until the barrier is complete.
-        A complete barrier stays complete, so use each name once.
+        Poll until the answer is empty. Then the barrier is complete, for good, so use
+        each name once. Workers do not wait for a dead worker.
         """
         return self._rendezvous.arrive(barrier, worker, self._presence.alive())
 
@@ -299,32 +329,10 @@ class Board:
     fetch = _action_of("_closures", Closures.fetch)
     pending = _action_of("_closures", Closures.pending)
 
-    # Status, and what the server itself calls.
+    ANSWERS: ClassVar[dict[str, Any]] = _ANSWERS
+    """The methods that clients may call, with the types of their answers."""
 
-    @_action
-    def status(self) -> JSONObject:
-        """The state of workers and streams, for people."""
-        workers = self._presence.status(self._now)
-        for name, worker in workers.items():
-            worker["steps"] = self._streams.steps.get(name, 0)
-        return {
-            "workers": workers,
-            "streams": self._streams.status(),
-            "totals": self._streams.totals(),
-            "closures": self._closures.pending(),
-            "failed": self._failure,
-            "done": self._presence.is_done(self._now),
-        }
-
-    ACTIONS: ClassVar[frozenset[str]] = frozenset(_ACTIONS)
-    """The methods that clients may call."""
-
-    def refuse(self, task: str, reason: str) -> None:
-        """Record that a task cannot join; without some tasks the job cannot start."""
-        with self._lock:
-            self._advance()
-            if self._presence.refuse(task, reason, self._now):
-                self._failure = self._failure or reason
+    # What the server itself calls.
 
     def state(self) -> JSONObject:
         """The state as JSON values, for a snapshot."""
@@ -337,11 +345,17 @@ class Board:
     def load_state(self, state: JSONObject, wal: LogEntries | None = None) -> None:
         """Restore the state from a snapshot, in a restarted server.
 
-        Heartbeats start anew, so no worker counts as dead because the server was away.
-        Sessions keep the tickets that the write-ahead log has. Other tickets and
-        closures are revoked: their workers may have reported them as finished already.
+        The registry of sessions must be restored before. Heartbeat deadlines start
+        anew, so no worker counts as dead because the server was away. Sessions keep the
+        tickets that the write-ahead log has. Other tickets and closures are revoked:
+        their workers may have reported them as finished already.
         """
         loaded = msgspec.convert(state, _State, str_keys=True)
+        entries = [
+            msgspec.convert(entry, StreamEntry, str_keys=True)
+            for key, entry in (wal or {}).items()
+            if key[0] == "stream"
+        ]
         with self._lock:
             self._now = self._clock()
             self._presence.restart(loaded.workers, self._now)
@@ -351,18 +365,12 @@ class Board:
             for name, worker in loaded.workers.items():
                 worker.answers.pop("take", None)
                 self._streams.release(name)
-            entries = [e for key, e in (wal or {}).items() if key[0] == "stream"]
+                newest = self._presence.sessions.newest(name)
+                if newest not in (None, worker.session):  # It joined later.
+                    self._presence.join(name, newest, self._now)
+                    self._closures.disown(name)
             self._streams.restart(entries)
             for entry in entries:
-                self._resume(entry["worker"], entry)
-
-    def _resume(self, name: str, entry: JSONObject) -> None:
-        """Restore a session's answers from the write-ahead log."""
-        worker = self._presence.workers.get(name)
-        if worker is None or (session := entry["session"]) in worker.replaced:
-            return
-        if session != worker.session and self._presence.join(
-            name, session, self._now
-        ):  # It joined after the snapshot was taken.
-            self._closures.disown(name)
-        worker.answers |= entry["answers"]
+                worker = loaded.workers.get(entry.worker)
+                if worker is not None and worker.session == entry.session:
+                    worker.answers |= entry.answers

@@ -157,7 +157,10 @@ def _read_lines(path: Path) -> dict[tuple[str, ...], Any]:
 
 
 class Sessions:
-    """The processes of each worker; only the last one may push. Thread safe.
+    """The sessions of each worker: one for each of its processes. Thread safe.
+
+    Only the newest session of a worker may join, call and push. Server 0 shares its
+    registry between the board and the store.
 
     Example:
         >>> sessions = Sessions()
@@ -171,30 +174,46 @@ class Sessions:
         self._by_worker: dict[str, list[str]] = {}
         self._ended: set[str] = set()
         self._append = append
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def admit(self, worker: str, session: str, before: Sequence[str] = ()) -> None:
-        """Make a new session the worker's last one; refuse a replaced session.
+        """Make a new session the worker's newest; refuse a replaced session.
 
-        The new session also replaces the sessions `before`, which may be new here.
+        The new session also replaces the sessions in `before`, of which this server may
+        not have heard.
         """
         with self._lock:
+            self.refuse_ended(worker, session)
             sessions = self._by_worker.get(worker, [])
-            if session not in sessions:
-                ended = [*sessions, *(x for x in before if x not in sessions)]
-                # Log `ended` too: a restarted server must refuse these sessions.
-                self._append([_SESSIONS, worker], [*ended, session])
-                self._ended.update(ended)
-                self._by_worker[worker] = [*ended, session]
-            elif sessions[-1] != session:
-                raise Superseded(
-                    f"{worker}: session {session!r} was ended by session "
-                    f"{sessions[-1]!r}, a later process of the same worker. Only one "
-                    f"process may be {worker}; this one should stop."
-                )
+            if session in sessions:
+                return
+            ended = [*sessions, *(x for x in before if x not in sessions)]
+            # Log `ended` too: a restarted server must refuse these sessions.
+            self._append([_SESSIONS, worker], [*ended, session])
+            self._ended.update(ended)
+            self._by_worker[worker] = [*ended, session]
+
+    def refuse_ended(self, worker: str, session: str) -> None:
+        """Raise `Superseded` if a later session of the worker replaced this one."""
+        if self.has_ended(session):
+            raise Superseded(
+                f"{worker}: session {session!r} was replaced by session "
+                f"{self.newest(worker)!r}, a later process of the same worker. Only "
+                f"one process may be {worker}; this process must stop."
+            )
+
+    def newest(self, worker: str) -> str | None:
+        """The worker's newest session; None if it has had none."""
+        with self._lock:
+            return self._by_worker.get(worker, [None])[-1]
+
+    def replaced(self, worker: str) -> list[str]:
+        """The worker's earlier sessions, in order."""
+        with self._lock:
+            return self._by_worker.get(worker, [])[:-1]
 
     def has_ended(self, session: str) -> bool:
-        """Whether a later process of the same worker has replaced this session."""
+        """Whether a later session of its worker has replaced this session."""
         return session in self._ended
 
     def state(self) -> dict[str, list[str]]:

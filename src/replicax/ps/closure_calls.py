@@ -13,6 +13,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
+
 from replicax._private import keras as internals
 from replicax._util.listing import listed
 from replicax._util.random_state import RandomStream
@@ -20,6 +22,7 @@ from replicax._util.types import JSON, JSONObject, PyTree
 from replicax.cluster.failure import ExitCode
 from replicax.errors import ClusterError, ClusterMismatchError
 from replicax.ps.closure_variables import ClosureVariables
+from replicax.ps.closures import Outcome, Pending, Taken
 from replicax.ps.connection import ServerRefused
 from replicax.ps.limits import Disowned
 from replicax.ps.payloads import (
@@ -61,22 +64,21 @@ def _is_disowned(error: BaseException) -> bool:
     return isinstance(error, ServerRefused) and error.kind == Disowned.__name__
 
 
-def _outcome(
-    answer: JSONObject, why_cancelled: str, failed: dict[str, str] | None = None
-) -> JSONObject:
-    """A closure's value or error, from the board's answer about a finished one.
+def _as_seen_by_user(
+    outcome: Outcome, why_cancelled: str, failed: dict[str, str] | None = None
+) -> Outcome:
+    """A final outcome without metric deltas; a cancelled closure gets an error.
 
     `failed` is the error that cancelled the closure.
     """
-    match answer["status"]:
-        case "done":
-            return {"value": answer["value"]["value"]}
-        case "error":
-            return {"error": answer["error"]}
+    if outcome.status == "done":
+        return Outcome("done", outcome.value["value"])
+    if outcome.error is not None:
+        return outcome
     error = error_of("ClosureCancelledError", why_cancelled)
     if failed is not None:
         error = because_of(error, why_cancelled, failed)
-    return {"error": error}
+    return Outcome("cancelled", error=error)
 
 
 class ClosureOwner:
@@ -105,7 +107,7 @@ class ClosureOwner:
             if not isinstance(value, RemoteValue):
                 return None
             if value.outcome is not None:
-                return {"outcome": value.outcome}
+                return {"outcome": msgspec.to_builtins(value.outcome)}
             needs.append(value)
             return {"id": value.id}
 
@@ -132,27 +134,27 @@ class ClosureOwner:
         ids = list(itertools.islice(self.unknown, _FETCHED_AT_ONCE))
         if not ids and not self._to_forget:
             return []
-        answers = self._session.board("fetch", ids=ids, forget=self._to_forget)
-        self._to_forget = []
+        forget, self._to_forget = self._to_forget, []
+        outcomes = self._session.board("fetch", ids=ids, forget=forget)
         changes: list[JSON] = []
-        for id, answer in answers.items():
-            if answer["status"] in ("queued", "running"):
+        for id, outcome in outcomes.items():
+            if not outcome.is_final:
                 continue
-            if answer["status"] == "unknown":
+            if outcome.status == "unknown":
                 raise ClusterError(
                     f"{self._session.name}: ps:0 was restarted and has lost closures "
                     "that were scheduled. Start the job again."
                 )
-            self._record_outcome(id, answer)
-            if answer["status"] == "done":
-                changes += answer["value"]["sums"]
+            self._record_outcome(id, outcome)
+            if outcome.status == "done":
+                changes += outcome.value["sums"]
         return changes
 
-    def _record_outcome(self, id: str, answer: JSONObject) -> None:
+    def _record_outcome(self, id: str, outcome: Outcome) -> None:
         result, needs = self.unknown.pop(id)
-        self._failed = answer.get("error", self._failed)
+        self._failed = outcome.error or self._failed
         why = "the closure was cancelled, since another one has failed"
-        result.outcome = _outcome(answer, why, self._failed)
+        result.outcome = _as_seen_by_user(outcome, why, self._failed)
         for need in needs:
             need.num_users -= 1
         finished = [x for x in (result, *needs) if x.outcome and not x.num_users]
@@ -175,7 +177,7 @@ class ScriptSync:
         self._known = {"starts": 0, "points": 0}  # Of the chief.
         self._kept: deque[tuple[str, int]] = deque()
         self._looked = 0.0
-        self._pending: JSONObject = {"queued": 0, "running": {}}
+        self._pending = Pending()
         if session.is_chief:
             self._publish_position()
 
@@ -239,9 +241,8 @@ class ScriptSync:
         if not self.start_rare_check():
             return
         session = self._session
-        about = session.board("status")["workers"]
         others = session.workers[1:]
-        if others and all(about[name]["ok"] for name in others):
+        if others and session.board("have_left", workers=others):
             raise ClusterMismatchError(
                 f"{session.name}: the scripts of {listed(others)} have ended, but "
                 "functions of the ClusterCoordinator wait for a worker. All tasks must "
@@ -276,7 +277,7 @@ class ScriptSync:
         session = self._session
         if not session.is_chief:
             return f"{session.workers[0]} (the chief)"
-        running = sorted(set(self._pending["running"].values()))
+        running = sorted(set(self._pending.running.values()))
         if running:
             return f"{listed(running)} (in a function)"
         others = session.workers[1:]
@@ -309,10 +310,8 @@ class ClosureWorker:
         self._variables = variables
         self._script_sync = script_sync
         self._sources = sources
-        self._postponed: JSONObject | None = None
+        self._postponed: Taken | None = None
         self._trained_last: str | None = None
-        self._sources_used: list[int] = []  # By the current closure.
-        self._first_errors: dict[int, dict[str, str]] = {}  # First error by number.
         # Apart from the script's random numbers, which are the same in all tasks.
         self.random_numbers = random_numbers
         self.newest = (0, 0)  # Newest `ScriptSync.place` of its closures.
@@ -326,7 +325,7 @@ class ClosureWorker:
         if closure is None:
             self._trained_last = None  # Other workers may have trained meanwhile.
             return False
-        points, number = closure["payload"]["place"]
+        points, number = closure.payload["place"]
         self.newest = max(self.newest, (points, number))
         if points > self._script_sync.passed:
             # The chief has passed a point that this script has not. The closure may
@@ -334,20 +333,16 @@ class ClosureWorker:
             self._postponed = closure
             return False
         self._home.num_closures += 1
-        outer, self._sources_used = self._sources_used, []
-        caller, self._session.closure = (
-            self._session.closure,
-            (closure["id"], Counter()),
-        )
+        caller, self._session.closure = self._session.closure, (closure.id, Counter())
         try:
             with self.random_numbers:
                 self._run(closure)
         finally:
             self._home.num_closures -= 1
-            self._sources_used, self._session.closure = outer, caller
+            self._session.closure = caller
         return True
 
-    def _run(self, closure: JSONObject) -> None:
+    def _run(self, closure: Taken) -> None:
         try:
             answer = self._answer_of(closure)
         except ServerRefused as refused:
@@ -358,24 +353,24 @@ class ClosureWorker:
                 "%s gives up %s: the chief that scheduled it was killed or replaced. "
                 "Servers ignore the function's further updates.",
                 self._session.name,
-                closure["function"],
+                closure.function,
             )
             return
-        self._session.once("result", id=closure["id"], **answer)
+        self._session.once("result", id=closure.id, **answer)
 
-    def _answer_of(self, closure: JSONObject) -> JSONObject:
+    def _answer_of(self, closure: Taken) -> JSONObject:
         """Run a closure; return its value or the error that it raised."""
-        name = closure["function"]
+        name = closure.function
         try:
             # The chief's script does not create these objects nor count their names.
             with internals.names_counted_apart():
-                return {"value": self._value_of(name, closure["payload"]["call"])}
+                return {"value": self._value_of(name, closure.payload["call"])}
         except ClusterError:
             raise  # Not the closure's own error: another worker reruns the closure.
         except SystemExit as error:
             if error.code != ExitCode.RETRY:  # Another worker would exit as well.
                 description = self._describe(error, name)
-                self._session.once("result", id=closure["id"], error=description)
+                self._session.once("result", id=closure.id, error=description)
             raise
         except Exception as error:  # The chief raises it.
             self._home.settle()
@@ -385,21 +380,7 @@ class ClosureWorker:
             return {"error": self._describe(error, name)}
 
     def _describe(self, error: BaseException, name: str) -> dict[str, str]:
-        """Describe an error for the chief.
-
-        A generator that raised an error is exhausted. So the error of an exhausted
-        iterator names the earlier error.
-        """
-        description = error_to_json(error, name, self._session.name, __file__)
-        for number in self._sources_used:
-            first = self._first_errors.setdefault(number, description)
-            if (
-                isinstance(error, StopIteration)
-                and first["type"] != description["type"]
-            ):
-                why = "an iterator is at its end, after a function that has it raised"
-                return because_of(description, why, first)
-        return description
+        return error_to_json(error, name, self._session.name, __file__)
 
     def _value_of(self, name: str, call: JSON) -> JSONObject:
         args, kwargs = decode(call, self._resolve)
@@ -424,33 +405,32 @@ class ClosureWorker:
         """Return the value for a mark of `ClosureOwner.pack`."""
         match marked:
             case {"number": number}:
-                self._sources_used.append(number)
                 return self._sources.own(number)
             case {"id": id}:
                 outcome = self._outcome_of(id)
             case _:
-                outcome = marked["outcome"]
-        if "error" in outcome:
-            raise error_from_json(outcome["error"])
-        return decode(outcome["value"])
+                outcome = msgspec.convert(marked["outcome"], Outcome)
+        if outcome.error is not None:
+            raise error_from_json(outcome.error)
+        return decode(outcome.value)
 
-    def _outcome_of(self, id: str) -> JSONObject:
-        """Wait for the outcome of a closure that this one depends on."""
+    def _outcome_of(self, id: str) -> Outcome:
+        """Wait for the outcome of a closure that the running closure needs."""
 
-        def poll() -> JSONObject | None:
+        def poll() -> Outcome | None:
             outcome = self._session.board("fetch", ids=[id])[id]
-            if outcome["status"] not in ("queued", "running"):
+            if outcome.is_final:
                 return outcome
-            if self._home.num_closures < _MAX_NESTED and outcome["status"] == "queued":
+            if self._home.num_closures < _MAX_NESTED and outcome.status == "queued":
                 # Its worker has died. The closure is first in the queue, and all
                 # workers may wait for the result, so this worker must run it.
                 self.run_one()
             return None
 
         def holder() -> str:
-            running = self._session.board("pending")["running"]
+            running = self._session.board("pending").running
             return running.get(id, "a worker that is free")
 
-        answer = self._session.wait(poll, "the result that a closure needs", holder)
+        outcome = self._session.wait(poll, "the result that a closure needs", holder)
         why = "its argument, the result of another closure, was cancelled"
-        return _outcome(answer, why)
+        return _as_seen_by_user(outcome, why)

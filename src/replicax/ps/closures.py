@@ -1,7 +1,7 @@
-"""The queue of closures: scheduled by the chief, run by whichever worker is free.
+"""The queue of closures: the chief schedules them, and free workers run them.
 
-The state behind `ClusterCoordinator`. (TF: `tf.distribute.experimental.coordinator.
-ClusterCoordinator`.) No clock and no I/O: times come in as arguments, in seconds.
+A closure is a function with its arguments, as scheduled by `ClusterCoordinator`. This
+is the coordinator's state on the board, without clock and I/O.
 """
 
 import json
@@ -10,13 +10,10 @@ from typing import Any
 
 import msgspec
 
-from replicax._util.types import JSON, JSONObject
-from replicax.ps.limits import (
-    Name,
-    RequestError,
-)
+from replicax._util.types import JSON
+from replicax.ps.limits import Name, RequestError
 
-__all__ = ["Closures"]
+__all__ = ["Closures", "Outcome", "Pending", "Scheduled", "Taken"]
 
 _logger = logging.getLogger("replicax")
 
@@ -25,11 +22,53 @@ _MAX_FETCHED = 16 * 2**20
 _MAX_ERROR_TEXT = 64 * 1024
 
 
+class Outcome(msgspec.Struct, omit_defaults=True):
+    """The state of a closure, and its `value` if it is done, or its `error`.
+
+    `status` is `queued`, `running`, `done`, `error`, `cancelled`; `unknown` if the
+    board has no such closure.
+    """
+
+    status: str
+    value: Any = None
+    error: dict[str, str] | None = None
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the closure will not run any more."""
+        return self.status not in ("queued", "running")
+
+
+class Scheduled(msgspec.Struct):
+    """Answer of `schedule`: whether the closure was queued.
+
+    If not, the queue `is_full`, or an earlier closure `failed` with this error.
+    """
+
+    is_full: bool = False
+    failed: dict[str, str] | None = None
+
+
+class Taken(msgspec.Struct):
+    """A closure for a worker to run."""
+
+    id: str
+    function: str
+    payload: Any
+
+
+class Pending(msgspec.Struct):
+    """The number of `queued` closures, and the workers of `running` closures by id."""
+
+    queued: int = 0
+    running: dict[str, str] = {}
+
+
 class _Closure(msgspec.Struct, kw_only=True):
     """A closure; `worker` runs it, or ran it before the server was restarted.
 
-    `outcome` is the answer of `Closures.fetch`. Its `status` is `queued`, `running`,
-    `done`, `error` or `cancelled`.
+    `owner` scheduled it, in `generation`. `died_with` are workers that died while they
+    ran it. The chief will not fetch the outcome of an `unwanted` closure.
     """
 
     id: str
@@ -38,20 +77,10 @@ class _Closure(msgspec.Struct, kw_only=True):
     owner: str
     generation: int
     size: int
-    outcome: JSONObject = msgspec.field(default_factory=lambda: {"status": "queued"})
+    outcome: Outcome = msgspec.field(default_factory=lambda: Outcome("queued"))
     worker: str | None = None
     died_with: list[str] = []
     unwanted: bool = False
-
-    @property
-    def status(self) -> str:
-        """The status of its outcome."""
-        return self.outcome["status"]
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether the closure has reached a final state."""
-        return self.status not in ("queued", "running")
 
 
 class Closures(msgspec.Struct, kw_only=True):
@@ -75,26 +104,23 @@ class Closures(msgspec.Struct, kw_only=True):
 
     def schedule(
         self, id: Name, payload: JSON, function: Name, worker: Name
-    ) -> JSONObject:
+    ) -> Scheduled:
         """Queue a closure, as TF's `ClusterCoordinator.schedule`.
 
         When the scheduling `worker` is replaced or leaves, the closure is dropped. Only
-        workers that have registered the `function` get it. Two answers mean that the
-        closure was not queued. `{"full": True, "known": n, "finished": m}`: forget
-        results, or wait. `{"failed": error}`: an earlier closure failed.
+        workers that have registered the `function` get it.
         """
         size = len(json.dumps(payload))
         if self.error is not None:
-            return {"failed": self.raise_if_failed()}
+            return Scheduled(failed=self.raise_if_failed())
         if id in self.known:
             raise RequestError(
                 f"The closure {id!r} was scheduled already and is "
-                f"{self.known[id].status}. Each needs an id of its own."
+                f"{self.known[id].outcome.status}. Each needs an id of its own."
             )
-        num_known = len(self.known)
-        if num_known >= self.max_closures or self.num_bytes + size > _MAX_BYTES:
-            finished = sum(closure.is_finished for closure in self.known.values())
-            return {"full": True, "known": num_known, "finished": finished}
+        is_full = len(self.known) >= self.max_closures
+        if is_full or self.num_bytes + size > _MAX_BYTES:
+            return Scheduled(is_full=True)
         self.known[id] = _Closure(
             id=id,
             function=function,
@@ -105,14 +131,14 @@ class Closures(msgspec.Struct, kw_only=True):
         )
         self.num_bytes += size
         self.queue.append(id)
-        return {"scheduled": True}
+        return Scheduled()
 
     def take(
         self,
         worker: Name,
         functions: list[Name] = [],  # noqa: B006 - never changed
-    ) -> JSONObject | None:
-        """Give a free worker a closure: `id`, `function`, `payload`; or None.
+    ) -> Taken | None:
+        """Assign a queued closure to a free worker; None if there is none for it.
 
         `functions` are all functions that the worker has registered.
         """
@@ -121,12 +147,8 @@ class Closures(msgspec.Struct, kw_only=True):
             if closure.function in functions:
                 self.queue.remove(id)
                 self.running[id] = closure.worker = worker
-                closure.outcome = {"status": "running"}
-                return {
-                    "id": id,
-                    "function": closure.function,
-                    "payload": closure.payload,
-                }
+                closure.outcome = Outcome("running")
+                return Taken(id, closure.function, closure.payload)
         return None
 
     def result(
@@ -135,31 +157,29 @@ class Closures(msgspec.Struct, kw_only=True):
         worker: Name,
         value: JSON = None,
         error: dict[str, str] | None = None,
-    ) -> JSONObject:
-        """Record a closure's outcome: its value, or the error it raised.
+    ) -> bool:
+        """Record a closure's outcome: its value, or the error that it raised.
 
-        An error has `type`, `message` and `traceback`; the first one cancels all queued
-        closures. If the answer is `late`, the worker has lost the closure, and
-        the outcome is ignored.
+        An error has `type`, `message` and `traceback`; the first error cancels all
+        queued closures. Returns False, and ignores the outcome, if the closure is no
+        longer this worker's.
         """
         size = len(json.dumps(value))
         if error is not None:
             error = _shortened(error)
         closure = self.known.get(id)
-        if closure is None or closure.is_finished or closure.worker != worker:
-            return {"late": True}
-        if closure.status == "queued":  # The server was restarted meanwhile.
+        if closure is None or closure.outcome.is_final or closure.worker != worker:
+            return False
+        if closure.outcome.status == "queued":  # The server was restarted meanwhile.
             self.queue.remove(id)
         if error is not None:
             self._fail(closure, error)
         else:
-            self._set_outcome(closure, {"status": "done", "value": value}, size)
-        return {"late": False}
+            self._set_outcome(closure, Outcome("done", value), size)
+        return True
 
-    def _set_outcome(
-        self, closure: _Closure, outcome: JSONObject, size: int = 0
-    ) -> None:
-        """Record how a closure ended, or forget it if nobody will fetch it."""
+    def _set_outcome(self, closure: _Closure, outcome: Outcome, size: int = 0) -> None:
+        """Set a final outcome; forget the closure if it is unwanted."""
         self.running.pop(closure.id, None)
         self.num_bytes += size - closure.size
         closure.payload, closure.size = None, size
@@ -169,13 +189,13 @@ class Closures(msgspec.Struct, kw_only=True):
 
     def _fail(self, closure: _Closure, error: dict[str, str]) -> None:
         """Record an error; the first in a generation cancels the queued closures."""
-        self._set_outcome(closure, {"status": "error", "error": error})
+        self._set_outcome(closure, Outcome("error", error=error))
         if closure.generation < self.generation:
             return
         self.error, self.error_owner = error, closure.owner
         self.generation += 1
         for id in self.queue:
-            self._set_outcome(self.known[id], {"status": "cancelled"})
+            self._set_outcome(self.known[id], Outcome("cancelled"))
         self.queue.clear()
 
     def _forget(self, id: str) -> None:
@@ -192,7 +212,7 @@ class Closures(msgspec.Struct, kw_only=True):
             if len(closure.died_with) > self.max_retries:
                 self._fail(closure, _given_up(closure))
             elif closure.generation < self.generation:
-                self._set_outcome(closure, {"status": "cancelled"})
+                self._set_outcome(closure, Outcome("cancelled"))
             else:
                 del self.running[id]
                 _logger.warning(
@@ -202,7 +222,7 @@ class Closures(msgspec.Struct, kw_only=True):
                     closure.function,
                     id,
                 )
-                closure.outcome, closure.worker = {"status": "queued"}, None
+                closure.outcome, closure.worker = Outcome("queued"), None
                 self.queue.insert(0, id)
 
     def restart(self) -> None:
@@ -214,7 +234,7 @@ class Closures(msgspec.Struct, kw_only=True):
         """
         running = [id for id in self.known if id in self.running]
         for id in running:
-            self.known[id].outcome = {"status": "queued"}
+            self.known[id].outcome = Outcome("queued")
         self.queue = running + self.queue
         self.running = {}
 
@@ -236,40 +256,31 @@ class Closures(msgspec.Struct, kw_only=True):
         self,
         ids: list[Name],
         forget: list[Name] = [],  # noqa: B006 - never changed
-    ) -> dict[str, JSONObject]:
+    ) -> dict[str, Outcome]:
         """Outcomes of closures by id, as TF's `ClusterCoordinator.fetch`.
 
-        `status` is `queued`, `running`, `done`, `error`, `cancelled` or `unknown`, with
-        `value` or `error`. The answer has at most 16 MiB; call again for missing ids.
-        `forget` lists closures that the chief will not fetch again. An unfinished one
-        still runs, and its error is still reported.
+        The answer has at most 16 MiB; call again for missing ids. `forget` lists
+        closures that the chief will not fetch again. If such a closure is unfinished,
+        it still runs, and its error is still reported.
         """
         for id in forget:
             if id in self.known:
                 self.known[id].unwanted = True
-                if self.known[id].is_finished:
+                if self.known[id].outcome.is_final:
                     self._forget(id)
-        answer: dict[str, JSONObject] = {}
+        answer: dict[str, Outcome] = {}
         room = _MAX_FETCHED
         for id in ids:
             room -= self.known[id].size if id in self.known else 0
             if room < 0 and answer:
                 break
             closure = self.known.get(id)
-            answer[id] = {"status": "unknown"} if closure is None else closure.outcome
+            answer[id] = Outcome("unknown") if closure is None else closure.outcome
         return answer
 
-    def pending(self) -> JSONObject:
-        """Numbers of `queued` and `finished` closures; the `running` ones, by worker.
-
-        `failed`: an error is not reported yet.
-        """
-        return {
-            "queued": len(self.queue),
-            "running": dict(self.running),
-            "finished": len(self.known) - len(self.queue) - len(self.running),
-            "failed": self.error is not None,
-        }
+    def pending(self) -> Pending:
+        """The unfinished closures."""
+        return Pending(len(self.queue), dict(self.running))
 
 
 def _given_up(closure: _Closure) -> dict[str, str]:

@@ -19,6 +19,7 @@ from replicax.ps.closure_calls import (
     ScriptSync,
 )
 from replicax.ps.closure_variables import ClosureVariables, GroupRequests
+from replicax.ps.closures import Scheduled
 from replicax.ps.payloads import (
     FunctionNames,
     PerWorkerSources,
@@ -136,18 +137,18 @@ class ClusterCoordinator:
         result = RemoteValue(self.fetch, self._owner.new_id())
         payload = {"call": call, "place": self._script_sync.place}
 
-        def poll() -> JSONObject | None:
-            answer = self._session.once(
+        def poll() -> Scheduled | None:
+            answer: Scheduled = self._session.once(
                 "schedule", id=result.id, payload=payload, function=name
             )
-            if "full" not in answer:
+            if not answer.is_full:
                 return answer
             self._tend()
             return None
 
-        answer = self._script_sync.until(poll, "a place in the queue")
-        if "failed" in answer:
-            self._publish("schedule", answer["failed"])
+        scheduled = self._script_sync.until(poll, "a place in the queue")
+        if scheduled.failed is not None:
+            self._publish("schedule", scheduled.failed)
         self._owner.add(result, needs)
         return result
 
@@ -310,9 +311,9 @@ class ClusterCoordinator:
         self._script_sync.until(
             are_known, "the end of the closures whose results are fetched"
         )
-        outcomes = [handle.outcome or {} for handle in handles]
-        values = [outcome.get("value") for outcome in outcomes]
-        error = next((x["error"] for x in outcomes if "error" in x), None)
+        outcomes = [x.outcome for x in handles if x.outcome is not None]
+        values = [outcome.value for outcome in outcomes]
+        error = next((x.error for x in outcomes if x.error is not None), None)
         try:
             if error is None:
                 require_size(values, "fetch: all results together")
@@ -374,7 +375,7 @@ class ClusterCoordinator:
             self._script_sync.has_moved = True
         elif self._script_sync.start_rare_check():
             chief = self._session.workers[0]
-            if self._session.board("status")["workers"][chief]["state"] == "left":
+            if self._session.board("have_left", workers=[chief]):
                 _logger.warning(
                     "%s ends: the chief's script has ended without reaching this call.",
                     self._session.name,

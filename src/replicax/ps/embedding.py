@@ -187,16 +187,6 @@ class Embedding(keras.layers.Embedding):
             rows = self._table.pull(np.asarray(ids))
         return keras.ops.cast(rows, self.compute_dtype)
 
-    def enable_lora(self, *args: Any, **kwargs: Any) -> None:
-        """As in Keras; not for a table on servers."""
-        self._require_own_table("enable_lora")
-        super().enable_lora(*args, **kwargs)
-
-    def quantize(self, *args: Any, **kwargs: Any) -> None:
-        """As in Keras; not for a table on servers."""
-        self._require_own_table("quantize")
-        super().quantize(*args, **kwargs)
-
     def save_own_variables(self, store: dict[str, np.ndarray]) -> None:
         """As in Keras; nothing of a table on servers."""
         if self._table is None:
@@ -246,13 +236,6 @@ class Embedding(keras.layers.Embedding):
             raise ValueError(
                 f"Embedding {self.name!r}: input_dim={self.input_dim} is more than "
                 "ids of 32 bits can index. Set jax_enable_x64."
-            )
-
-    def _require_own_table(self, method: str) -> None:
-        if self._table is not None:
-            raise ValueError(
-                f"Embedding.{method}: the rows of {self.table_name!r} are on the "
-                "parameter servers; this needs them in the layer."
             )
 
 

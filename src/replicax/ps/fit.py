@@ -36,7 +36,6 @@ __all__ = ["WorkQueueFit"]
 
 _logger = logging.getLogger("replicax")
 
-_MOST_REPORTED = 60 * 2048  # Elements of metrics; a report has at most 1 MiB.
 _SHOWN = 500
 _NEWEST = "the newest fit"
 
@@ -178,15 +177,6 @@ class WorkQueueFit:
         """Sum the metrics of all workers; return the means of their logs."""
         self._leases.finish_applied()
         metrics = self._model.metrics_variables
-        size = sum(
-            int(np.prod(np.shape(v))) for v in (*metrics, *jax.tree.leaves(logs))
-        )
-        if size > _MOST_REPORTED:
-            raise NotImplementedError(
-                f"ParameterServerStrategy: the metrics of {self._model.name!r} hold "
-                f"{size} numbers, and at most {_MOST_REPORTED} can be summed over "
-                "the workers. Compute large metrics in evaluate."
-            )
         topic = f"{self._name}/metrics/{self._epoch}"
         values = json_codec.encode([v.value for v in metrics], "the metrics")
         stop = bool(self._model.stop_training)
@@ -290,7 +280,7 @@ class WorkQueueFit:
             limit=limit,
             max_staleness=self._strategy.max_staleness,
         )
-        self._leases.begin(stream, opened["length"])
+        self._leases.begin(stream, opened.length)
 
     # Batches.
 

@@ -7,10 +7,7 @@ jobs never reach these rates.
 
 import inspect
 import itertools
-import logging
 import math
-import threading
-import time
 from collections.abc import Callable
 from typing import Annotated, Any, TypeVar
 
@@ -21,7 +18,6 @@ __all__ = [
     "Closure",
     "Count",
     "Disowned",
-    "LimitedLog",
     "Name",
     "RequestError",
     "Seen",
@@ -48,8 +44,6 @@ Seen = tuple[str, Count]
 
 AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 
-_logger = logging.getLogger("replicax")
-
 _BEATS_PER_SECOND = 200
 _WATCHES_PER_SECOND = 50
 _POLLS_PER_SECOND = 500
@@ -71,44 +65,6 @@ class Superseded(RequestError):
 
 class Disowned(RequestError):
     """The request comes from a closure whose chief was replaced."""
-
-
-class LimitedLog:
-    """At most `per_minute` warnings a minute, so that a flood cannot fill a disk.
-
-    Example:
-        >>> log = LimitedLog(per_minute=2)
-        >>> for _ in range(5):
-        ...     log.warn("refused")
-        >>> log.num_omitted
-        3
-    """
-
-    def __init__(
-        self, per_minute: int = 60, *, now: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._per_minute = per_minute
-        self._now = now
-        self._lock = threading.Lock()
-        self._minute = self._count = 0
-
-    @property
-    def num_omitted(self) -> int:
-        """Number of warnings of this minute that were not written."""
-        return max(0, self._count - self._per_minute)
-
-    def warn(self, message: str) -> None:
-        """Log a warning, or omit it; a later warning reports the number omitted."""
-        with self._lock:
-            omitted, minute = 0, int(self._now() // 60)
-            if minute != self._minute:
-                omitted, self._minute, self._count = self.num_omitted, minute, 0
-            self._count += 1
-            write = self._count <= self._per_minute
-        if omitted:
-            _logger.warning("%d warnings were left out.", omitted)
-        if write:
-            _logger.warning("%s", message)
 
 
 def message_of(function: Callable[..., object]) -> type[msgspec.Struct]:

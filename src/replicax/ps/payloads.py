@@ -25,6 +25,7 @@ from replicax.engine.cache import function_key, static_key
 from replicax.engine.values import PerReplica
 from replicax.errors import ClusterMismatchError
 from replicax.input import InputContext
+from replicax.ps.closures import Outcome
 
 __all__ = [
     "MAX_BYTES",
@@ -288,7 +289,7 @@ class RemoteValue:
         self, fetch: Callable[["RemoteValue"], PyTree], id: str | None = None
     ) -> None:
         self.id = id  # None in tasks that did not schedule it.
-        self.outcome: JSONObject | None = None  # The value or error, once known.
+        self.outcome: Outcome | None = None  # The value or error, once known.
         self.num_users = 0  # Unfinished closures with this argument.
         self._fetch = fetch
 

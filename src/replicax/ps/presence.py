@@ -12,11 +12,11 @@ import msgspec
 from replicax._util.listing import listed
 from replicax._util.types import JSON, JSONObject
 from replicax.cluster.timeouts import Timeouts
+from replicax.ps.call_log import Sessions
 from replicax.ps.limits import Name, RequestError, family_of, remember
 
 __all__ = ["Presence", "Rendezvous", "Worker"]
 
-_REPLACED_KEPT = 16
 _MAX_ERROR = 4000
 _MAX_FAMILIES = 1024
 _NEWEST_KEPT = 64
@@ -34,9 +34,7 @@ class Worker(msgspec.Struct):
     ok: bool | None = None
     error: str | None = None
     starts: int = 0
-    deaths: int = 0
-    replaced: list[str] = []
-    # By method: its session's last call number and answer, to answer a retry.
+    # By method: the session's last call number and answer, to answer a retry.
     answers: dict[str, tuple[int, Any]] = {}
 
 
@@ -48,12 +46,14 @@ class Presence:
 
     The first worker is the chief. `timeouts.startup` limits the wait for workers to
     join, `timeouts.chief` the wait for a dead chief, or for any worker, to return.
+    `sessions` has the replaced sessions, whose calls are refused.
     """
 
     def __init__(
         self,
         workers: Sequence[str],
         timeouts: Timeouts,
+        sessions: Sessions,
         *,
         now: float,
     ) -> None:
@@ -64,6 +64,7 @@ class Presence:
             )
         self.chief = workers[0]
         self.timeouts = timeouts
+        self.sessions = sessions
         self._started = now
         self._next_due = now + timeouts.heartbeat  # The first deadline.
         self.workers = {name: Worker(gone_at=now) for name in workers}
@@ -76,20 +77,11 @@ class Presence:
             )
         return self.workers[worker]
 
-    def _refuse_replaced(self, name: str, entry: Worker, session: str) -> None:
-        if session in entry.replaced:
-            raise RequestError(
-                f"{name}: session {session} was replaced by {entry.session}: the "
-                f"worker was started again. This process must stop."
-            )
-
     def join(self, worker: str, session: str, now: float) -> bool:
-        """Add a worker; return whether it replaced an earlier session of its name."""
+        """Make a worker alive; return whether it replaced an earlier session."""
         entry = self._worker(worker)
-        self._refuse_replaced(worker, entry, session)
+        self.sessions.admit(worker, session)
         replaces = entry.session is not None and entry.session != session
-        if replaces:
-            entry.replaced = [*entry.replaced, str(entry.session)][-_REPLACED_KEPT:]
         if entry.session != session:
             entry.starts += 1
             entry.answers = {}
@@ -102,7 +94,7 @@ class Presence:
         """Record a heartbeat; refuse one of a session that has not joined."""
         entry = self._worker(worker)
         if entry.session != session:
-            self._refuse_replaced(worker, entry, session)
+            self.sessions.refuse_ended(worker, session)
             raise RequestError(
                 f"{worker}: session {repr(session)[:80]} has not joined; this server "
                 f"knows session {entry.session}. Join first."
@@ -140,27 +132,12 @@ class Presence:
                 continue
             # Not `now`, which is much later if no task has called in between.
             entry.state, entry.gone_at = "dead", due
-            entry.deaths += 1
             dead.append(name)
         return dead
 
     def alive(self) -> list[str]:
         """Names of the workers that are alive, in the cluster's order."""
         return [n for n, entry in self.workers.items() if entry.state == "alive"]
-
-    def refuse(self, task: str, reason: str, now: float) -> bool:
-        """Record that a task cannot take part; return whether the job cannot start.
-
-        A job needs its chief and its servers to start, but no other worker. A job that
-        has started continues.
-        """
-        entry = self.workers.get(task)
-        if entry is not None and entry.state == "absent":
-            entry.state, entry.gone_at = "left", now
-            entry.ok, entry.error = False, reason[:_MAX_ERROR]
-        if entry is not None and task != self.chief:
-            return False
-        return self.workers[self.chief].starts == 0
 
     def is_done(self, now: float) -> bool:
         """Whether the chief left with success and no worker is alive or starting."""
@@ -194,21 +171,6 @@ class Presence:
         if not self.alive() and now - last > patience:
             return f"no worker has been alive for {patience:g} s"
         return None
-
-    def status(self, now: float) -> dict[str, JSONObject]:
-        """Every worker's state, for display."""
-        return {
-            name: {
-                "state": entry.state,
-                "chief": name == self.chief,
-                "starts": entry.starts,
-                "deaths": entry.deaths,
-                "silent_seconds": now - entry.last_sign if entry.starts else None,
-                "ok": entry.ok,
-                "error": entry.error,
-            }
-            for name, entry in self.workers.items()
-        }
 
     def restart(self, workers: Mapping[str, Worker], now: float) -> None:
         """Restore a snapshot's workers; heartbeat deadlines start anew."""
@@ -266,19 +228,18 @@ class Rendezvous(msgspec.Struct):
         """The value of a key; None if it was never stored, or was evicted."""
         return self.values.get(key)
 
-    def arrive(self, barrier: str, worker: str, alive: Sequence[str]) -> JSONObject:
-        """Record an arrival at a barrier of the workers `alive`: see `Board.arrive`."""
+    def arrive(self, barrier: str, worker: str, alive: Sequence[str]) -> list[str]:
+        """Record an arrival; return the workers in `alive` that have not arrived."""
         family, number = family_of(barrier)
         if self.complete.get(family, -1) >= (number or 0):
-            return {"complete": True, "missing": []}
+            return []
         arrived = self.barriers.setdefault(barrier, set())
         arrived.add(worker)
-        absent = [name for name in alive if name not in arrived]
-        if absent:
-            return {"complete": False, "missing": absent}
-        del self.barriers[barrier]
-        remember(self.complete, family, number or 0, most=_COMPLETE_KEPT)
-        return {"complete": True, "missing": []}
+        missing = [name for name in alive if name not in arrived]
+        if not missing:
+            del self.barriers[barrier]
+            remember(self.complete, family, number or 0, most=_COMPLETE_KEPT)
+        return missing
 
     def report(self, topic: Name, worker: Name, values: JSON) -> None:
         """Store a worker's values under a topic, in place of its earlier ones."""

@@ -22,12 +22,6 @@ from replicax._private import keras as internals
 from replicax.engine import device_put
 from replicax.errors import ClusterMismatchError
 from replicax.ps.connection import Connection
-from replicax.ps.group_servers import (
-    Answer,
-    GroupServers,
-    Vectors,
-    require_all_known,
-)
 from replicax.ps.group_vectors import GroupLayout, VariableSlot
 from replicax.ps.limits import Seen
 from replicax.ps.messages import (
@@ -36,19 +30,20 @@ from replicax.ps.messages import (
     Push,
     Pushed,
     Replace,
+    Vectors,
     Version,
 )
 from replicax.ps.partition import VariableGroup
 from replicax.ps.remote_optimizer import RemoteOptimizer
 from replicax.ps.rows import tables_of
-from replicax.ps.session import Session
+from replicax.ps.session import Session, require_all_known
 
 __all__ = ["GroupPush", "RemoteGroup", "key_of"]
 
 _logger = logging.getLogger("replicax")
 
 
-GroupPush: TypeAlias = dict[int, Future[Answer[Pushed]]]
+GroupPush: TypeAlias = dict[int, Future[tuple[Pushed, Vectors]]]
 """The answers of a group's servers to a push that is under way."""
 
 
@@ -72,7 +67,7 @@ class RemoteGroup:
         self.session = session
         session.has_values = True
         self.placement = placement
-        self.servers = GroupServers(session, placement)
+        self.servers = placement.servers
         self.variables = list(variables)
         self.tables = tables_of(variables)
         self.values: list[jax.Array] = []
@@ -120,10 +115,11 @@ class RemoteGroup:
         `ValuesLostError` if only some of the servers still have the group's values.
         """
         vectors = self._layout.all_vectors(values)
-        answers = self.servers.ask_all(Create(self.placement), vectors)
+        message = Create(self.placement)
+        answers = self.session.exchange_all(dict.fromkeys(vectors, message), vectors)
         created = {server: answer for server, (answer, _) in answers.items()}
         require_all_known(self.session.name, self.name, created)
-        self.steps_ahead = created[self.servers.numbers[0]].iterations
+        self.steps_ahead = created[self.servers[0]].iterations
         is_new = not any(answer.version for answer in created.values())
         if self.optimizer is not None and not is_new:
             _logger.warning(
@@ -192,12 +188,14 @@ class RemoteGroup:
 
     def pull(self) -> bool:
         """Fetch values of newer versions; return whether there were any."""
-        messages = {x: Pull(self.name, self._seen.get(x)) for x in self.servers.numbers}
-        return self._cache(self.servers.ask_all(messages))
+        messages = {x: Pull(self.name, self._seen.get(x)) for x in self.servers}
+        return self._cache(self.session.exchange_all(messages))
 
     def assign(self, values: Sequence[jax.Array]) -> None:
         """Replace the servers' values."""
-        self.servers.ask_all(Replace(self.name), self._layout.all_vectors(values))
+        vectors = self._layout.all_vectors(values)
+        message = Replace(self.name)
+        self.session.exchange_all(dict.fromkeys(vectors, message), vectors)
         self.pull()
 
     def push(
@@ -221,16 +219,17 @@ class RemoteGroup:
 
         seen = dict(self._seen)
 
-        def exchange(server: int, connection: Connection) -> Answer[Pushed]:
+        def exchange(server: int, connection: Connection) -> tuple[Pushed, Vectors]:
             own = msgspec.structs.replace(
                 message, based_on=based_on[server], seen=seen[server]
             )
             # In the connection's thread, which waits here for the step's gradients.
             return connection.exchange(own, self._layout.vectors(pushed, server))
 
+        connections = self.session.connections
         return {
-            server: self.servers.submit(server, functools.partial(exchange, server))
-            for server in self.servers.numbers
+            server: connections[server].submit(functools.partial(exchange, server))
+            for server in self.servers
         }
 
     def await_push(self, push: GroupPush) -> int:
@@ -238,11 +237,11 @@ class RemoteGroup:
 
         That is the largest of any server: its updates between the pull and the push.
         """
-        answers = self.servers.results(push)
+        answers = self.session.results(push)
         self._cache(answers)
         return max(answer.staleness for answer, _ in answers.values())
 
-    def _cache(self, answers: Mapping[int, Answer[Version]]) -> bool:
+    def _cache(self, answers: Mapping[int, tuple[Version, Vectors]]) -> bool:
         """Cache the values in servers' answers; return whether there were any."""
         changed = False
         for server, (answer, vectors) in answers.items():

@@ -104,7 +104,9 @@ class RemoteOptimizer:
 
     def slots(self, name: str | None = None) -> dict[VariableSlot, np.ndarray]:
         """Read the slots of a name, or all slots; join the shards of each slot."""
-        answers = self.group.servers.ask_all(GetSlots(self.group.name, name))
+        message = GetSlots(self.group.name, name)
+        messages = dict.fromkeys(self.group.servers, message)
+        answers = self.group.session.exchange_all(messages)
         on_servers = {
             server: slots_from_message(answer.slots, vectors)
             for server, (answer, vectors) in answers.items()
@@ -115,11 +117,11 @@ class RemoteOptimizer:
         """Set the slots in `values` on the servers."""
         placement = self.group.placement
         messages, vectors = {}, {}
-        for server in self.group.servers.numbers:
+        for server in self.group.servers:
             cut = cut_slots(placement, values, server)
             header, vectors[server] = slots_to_message(cut)
             messages[server] = SetSlots(placement.name, header)
-        self.group.servers.ask_all(messages, vectors)
+        self.group.session.exchange_all(messages, vectors)
 
     def restore(self, values: Mapping[VariableSlot, np.ndarray]) -> None:
         """Set all of its slots to those of a checkpoint."""

@@ -21,7 +21,6 @@ import numpy as np
 
 from replicax._util.types import JSONObject
 from replicax.ps.connection import ROWS, Connection, ConnectionLost, ServerRefused
-from replicax.ps.group_servers import require_all_known
 from replicax.ps.limits import Seen
 from replicax.ps.messages import (
     CreateTable,
@@ -32,7 +31,7 @@ from replicax.ps.messages import (
     Vectors,
 )
 from replicax.ps.partition import VariableGroup
-from replicax.ps.session import Session
+from replicax.ps.session import Session, require_all_known
 from replicax.ps.table import TableSpec, sum_duplicates
 
 __all__ = ["RemoteTables", "RowPush", "tables_of"]

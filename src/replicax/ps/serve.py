@@ -69,7 +69,9 @@ def serve(
     append = append_nowhere if snapshots is None else snapshots.wal.append
     store = VariableStore(server, num_servers, append=append)
     workers = [task.name for task in config.cluster.workers]
-    board = Board(workers, timeouts, append=append) if server == 0 else None
+    board = None
+    if server == 0:
+        board = Board(workers, timeouts, store.sessions, append=append)
     await_own_name(f"ps:{server}", address, timeouts.startup)
     service = Service(address, store, board, credentials)
     failure = None

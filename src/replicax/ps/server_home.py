@@ -32,11 +32,10 @@ from replicax.ps.fit import WorkQueueFit
 from replicax.ps.group_vectors import VariableSlot
 from replicax.ps.optimizers import clip_before_push, clips
 from replicax.ps.partition import Partitioner
-from replicax.ps.remote import RemoteGroup
+from replicax.ps.remote import GroupPush, RemoteGroup
 from replicax.ps.remote_optimizer import Stored
 from replicax.ps.rows import RemoteTables, tables_of
 from replicax.ps.session import Session
-from replicax.ps.training_steps import GroupStep, TrainingSteps
 from replicax.ps.variables import RemoteVariables
 from replicax.strategies.home import ReplicaHome
 
@@ -62,10 +61,10 @@ class _Connected(NamedTuple):
 class ServerHome(ReplicaHome):
     """Variables live on servers, which apply the updates; devices have copies.
 
-    `remote` has this worker's variables on servers, `rows` its tables, `steps` its
-    training steps. `fit_metrics` are the ids of the metrics' variables of the running
-    `fit`, None outside of `fit`. `num_closures` is the nesting depth of the running
-    closures of a coordinator.
+    `remote` has this worker's variables on servers, `rows` its tables. With `overlap` a
+    push is still in flight when the next step begins. `fit_metrics` has the ids of the
+    running `fit`'s metric variables; None outside of `fit`. `num_closures` is the
+    nesting depth of the running closures of a coordinator.
     """
 
     keeps_slots = False
@@ -86,7 +85,8 @@ class ServerHome(ReplicaHome):
             compression=strategy.compression,
             rows=self.rows,
         )
-        self.steps = TrainingSteps(session, self.rows, overlap=strategy.overlap)
+        self.overlap = strategy.overlap
+        self._in_flight: list[tuple[RemoteGroup, GroupPush]] = []
         self.fit_metrics: frozenset[int] | None = None
         self.num_closures = 0
         self._strategy = strategy
@@ -136,7 +136,7 @@ class ServerHome(ReplicaHome):
         """Run a program on the newest values, and push its gradients."""
         stored = _values(program.variables)
         connected = self._connect(program, stored)
-        steps = [GroupStep(group, dict(group.versions)) for group in connected.groups]
+        based_on = [group.versions for group in connected.groups]
         before = {id(v): stored[id(v)] for v in (*program.written, *connected.others)}
 
         # No input is donated, and results are written only at the end. So the program
@@ -147,13 +147,12 @@ class ServerHome(ReplicaHome):
 
         result = self.rows.complete(run) if connected.looks_up else run()
         stored |= zip(map(id, program.written), result.written, strict=True)
-        if steps:
+        if connected.groups:
             deltas = [
                 [_difference(stored[id(v)], before[id(v)]) for v in group.variables]
                 for group in connected.moving
             ]
-            gradients = [*result.gradients, *deltas]
-            self.steps.push(steps, gradients, looks_up=connected.looks_up)
+            self._push(connected, [*result.gradients, *deltas], based_on)
             for group in connected.groups:
                 group.hand_out(stored)
                 if group.optimizer is not None:
@@ -161,6 +160,28 @@ class ServerHome(ReplicaHome):
         changed = [*program.changed, *connected.others]
         internals.write_values(changed, [stored[id(v)] for v in changed])
         return result.results
+
+    def _push(
+        self,
+        connected: _Connected,
+        gradients: Sequence[Sequence[jax.Array]],
+        based_on: Sequence[Mapping[int, int]],
+    ) -> None:
+        """Push each group's gradients, and the gradients of its tables' rows.
+
+        With `overlap` the push stays in flight when the next step begins.
+        """
+        self.settle()
+        groups = connected.groups
+        rows = [push for group in groups for push in self.rows.push(group.tables)]
+        self._in_flight = [
+            (group, group.push(pushed, versions))
+            for group, pushed, versions in zip(groups, gradients, based_on, strict=True)
+        ]
+        # The next step must pull the rows after this update.
+        if connected.looks_up or not self.overlap:
+            self.settle()
+        self.rows.await_pushes(rows)
 
     def adopt(self, program: Program) -> None:
         """Write the servers' values into a program's variables, as a step would."""
@@ -298,8 +319,12 @@ class ServerHome(ReplicaHome):
             self.refresh()
 
     def settle(self) -> None:
-        """Wait until this worker's last step is applied."""
-        self.steps.settle()
+        """Wait for the push in flight, if any; then values and `steps` are current."""
+        pushes, self._in_flight = self._in_flight, []
+        if pushes:
+            (first, *_) = [group.await_push(push) for group, push in pushes]
+            self.session.staleness[first] += 1
+            self.session.steps += 1
 
 
 def _slot_named(name: str) -> VariableSlot:

@@ -28,10 +28,10 @@ from replicax.errors import ClusterError
 from replicax.ps import wire
 from replicax.ps.board import Board
 from replicax.ps.credentials import Credentials
-from replicax.ps.limits import LimitedLog, RequestError
+from replicax.ps.limits import RequestError
 from replicax.ps.message_stream import MessageStream
 from replicax.ps.messages import MESSAGES, Message
-from replicax.ps.open_connections import OpenConnections, peer_name
+from replicax.ps.open_connections import disconnect, peer_name
 from replicax.ps.shared_memory import SharedMemory
 from replicax.ps.store import VariableStore
 from replicax.ps.wire import MessageReader, MessageWriter
@@ -53,8 +53,7 @@ class Service:
     """Serves a store, and on server 0 the board, to callers with the token.
 
     The service listens at `address` of TF_CONFIG, which must not mean all interfaces.
-    `messages` are additional messages of the tensor streams, by name. A connection
-    without a call that has the token is closed after `handshake_seconds`.
+    `messages` are additional messages of the tensor streams, by name.
     """
 
     def __init__(
@@ -65,13 +64,11 @@ class Service:
         credentials: Credentials,
         *,
         messages: Mapping[str, type[Message]] | None = None,
-        handshake_seconds: float = 10.0,
     ) -> None:
         self.address = address
         self._bound = _address_to_bind(address)
         self._store = store
         self._credentials = credentials
-        self._board = board
         self._messages = MESSAGES | dict(messages or {})
         self._actions: dict[str, Callable[..., object]] = {
             "hello": self._hello,
@@ -80,13 +77,9 @@ class Service:
             "tables.set_rule": store.set_rule,
             "tables.set_learning_rate": store.set_learning_rate,
         }
-        for name in () if board is None else board.ACTIONS:
+        for name in () if board is None else board.ANSWERS:
             self._actions[f"board.{name}"] = getattr(board, name)
         self._signatures = {n: inspect.signature(a) for n, a in self._actions.items()}
-        self._log = LimitedLog()
-        self._connections = OpenConnections(
-            self._bound.port, handshake_seconds=handshake_seconds
-        )
         self._flight_server: Any = None
         self._closing = False
         self._busy = 0
@@ -107,7 +100,6 @@ class Service:
             raise ClusterError(
                 f"The parameter server cannot listen at {self.address}: {error}"
             ) from error
-        self._connections.start()
         _logger.info("ps:%d serves at %s", self._store.server, self.address)
 
     def close(self, deadline: float = 10.0) -> None:
@@ -122,7 +114,6 @@ class Service:
             self._idle.wait_for(lambda: not self._busy, deadline / 2)
         if self._flight_server is not None:
             self._shut_down(end)
-        self._connections.close()
 
     def _shut_down(self, end: float) -> None:
         # gRPC waits for streams to end, and idle streams never end by themselves.
@@ -134,7 +125,7 @@ class Service:
         thread.start()
 
         def has_ended() -> bool | None:
-            self._connections.disconnect()
+            disconnect(self._bound.port)
             return not thread.is_alive() or None
 
         if not wait_for(
@@ -144,7 +135,6 @@ class Service:
             pauses=(0.02, 0.02),
             sleep=thread.join,
         ):
-            self._connections.close()
             raise ClusterError(
                 f"The parameter server at {self.address} did not end in time: "
                 f"{self._busy} messages are still being handled."
@@ -153,12 +143,6 @@ class Service:
 
     # What the Flight server calls.
 
-    def _authenticated(self, caller: str) -> str:
-        """Record that a caller has the token; return its address."""
-        peer = peer_name(caller)
-        self._connections.authenticate(peer)
-        return peer
-
     def check(self, method: str, headers: Mapping[str, list[str]]) -> None:
         """Refuse a call without the token, before reading it."""
         values = headers.get("authorization") or [""]
@@ -166,9 +150,9 @@ class Service:
         if self._credentials.accepts(token):
             return
         why = "has the wrong token" if token else "has no token"
-        self._log.warn(
-            f"Refused a call of {method} at the parameter server {self.address}: it "
-            f"{why}."
+        _logger.warning(
+            "Refused a call of %s at the parameter server %s: it %s.",
+            *(method, self.address, why),
         )
         raise wire.flight().FlightUnauthenticatedError(
             f"the call {why}; all tasks of a cluster need the same one"
@@ -181,7 +165,7 @@ class Service:
 
         `offer` is the worker's offer of shared memory, or empty.
         """
-        peer = self._authenticated(caller)
+        peer = peer_name(caller)
         stream = MessageStream(reader, writer, SharedMemory.accept(offer))
         try:
             while not self._closing:
@@ -192,7 +176,7 @@ class Service:
         except (wire.WireError, RequestError) as error:
             raise self._refusal(peer, error) from error
         except ConnectionResetError as error:
-            self._log.warn(f"Lost {peer}: {error}.")
+            _logger.warning("Lost %s: %s.", peer, error)
 
     def _answer(self, peer: str, header: JSONObject, stream: MessageStream) -> None:
         kind = self._messages.get(str(header.get("op")))
@@ -222,12 +206,12 @@ class Service:
 
     def act(self, caller: str, name: str, body: bytes) -> bytes:
         """Execute an action; its arguments and `"value"` of the answer are JSON."""
-        peer = self._authenticated(caller)
+        peer = peer_name(caller)
         try:
             value = self._call(name, body)
             # gRPC reconnects silently; a new incarnation shows the client a restart.
             answer = {"value": value, "incarnation": self._store.incarnation}
-            return json.dumps(answer).encode()
+            return json.dumps(msgspec.to_builtins(answer)).encode()
         except Refused as error:
             raise self._refusal(peer, error) from error
         except Exception as error:  # noqa: BLE001
@@ -246,7 +230,7 @@ class Service:
         return function(**arguments)
 
     def _refusal(self, peer: str, error: Exception) -> Exception:
-        self._log.warn(f"Refused a message from {peer}: {error}.")
+        _logger.warning("Refused a message from %s: %s.", peer, error)
         detail = json.dumps({"error": str(error), "kind": type(error).__name__})
         return wire.flight().FlightServerError(
             str(error)[:1000], extra_info=detail[:4000].encode()
@@ -256,7 +240,7 @@ class Service:
         """Convert an exception to an answer; log the traceback if it is unexpected."""
         foreseen = (ValueError, LookupError, RuntimeError, TimeoutError, MemoryError)
         if isinstance(error, foreseen):
-            self._log.warn(f"{what!r:.80} of {peer} failed: {error}")
+            _logger.warning("%.80r of %s failed: %s", what, peer, error)
         else:
             _logger.error("%r of %s failed.", what, peer, exc_info=error)
         return {"error": str(error), "kind": type(error).__name__}
@@ -267,14 +251,11 @@ class Service:
         if versions is not None and versions != (mine := own_versions()):
             theirs = ", ".join(f"{k} {v}" for k, v in versions.items())
             here = ", ".join(f"{k} {v}" for k, v in mine.items())
-            message = (
+            raise VersionMismatch(
                 f"{caller} has {theirs}, and ps:{self._store.server} has {here}. All "
                 "tasks of a cluster need the same versions: install them where they "
                 "differ, and start that task again."
             )
-            if self._board is not None:
-                self._board.refuse(str(caller), message)
-            raise VersionMismatch(message)
         return {"server": self._store.server}
 
 

@@ -21,10 +21,12 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
+
+import msgspec
 
 from replicax._util.listing import listed
 from replicax._util.types import JSON, JSONObject
@@ -32,6 +34,7 @@ from replicax._util.waiting import wait_for
 from replicax.cluster.failure import ATTEMPT, ExitCode, FailureReport, report_of
 from replicax.cluster.timeouts import Timeouts
 from replicax.errors import ClusterError, ClusterMismatchError
+from replicax.ps.board import Board
 from replicax.ps.connection import Connection, ServerRefused, ValuesLostError
 from replicax.ps.credentials import Credentials
 from replicax.ps.limits import (
@@ -41,8 +44,9 @@ from replicax.ps.limits import (
     poll_pauses,
     remember,
 )
+from replicax.ps.messages import Created, Message, TableCreated, Vectors
 
-__all__ = ["FAREWELL_SECONDS", "JOB", "ReplayLog", "Session"]
+__all__ = ["FAREWELL_SECONDS", "JOB", "ReplayLog", "Session", "require_all_known"]
 
 FAREWELL_SECONDS = 10.0
 """Time limit for an ending task to notify the other tasks."""
@@ -50,7 +54,6 @@ FAREWELL_SECONDS = 10.0
 JOB = "job"
 """The board's key of the job's id."""
 
-_CHIEF_LEFT = "the chief has left"
 _LOOK_SECONDS = 0.5
 _MOST_REPLAYED = 64
 _NAMED_BY = {
@@ -61,6 +64,7 @@ _NAMED_BY = {
     "end": "stream",
 }
 _logger = logging.getLogger("replicax")
+_Answer = TypeVar("_Answer", bound=msgspec.Struct)
 _Result = TypeVar("_Result")
 
 
@@ -123,8 +127,8 @@ class Session:
         server = self.connections[0]
         self._job = server.call("board.get", key=JOB)
         self._incarnation = server.incarnation
-        joined = self._join()
-        if joined["is_over"]:
+        joined = self._ask("join", self._me)
+        if joined.is_over:
             _logger.warning(
                 "The job is done already, and its servers are about to end. %s has "
                 "nothing to do, and ends.",
@@ -132,18 +136,16 @@ class Session:
             )
             self.close()
             raise SystemExit(int(ExitCode.DONE))
-        self.starts = joined["starts"]
-        self._failure = joined["failed"]
+        self.starts = joined.starts
+        self._failure = joined.failed
         if self.starts > 1:
             _logger.warning("%s is back (start %d).", self.name, self.starts)
-        self._beat_seconds = beat_seconds(
-            len(self.workers), joined["heartbeat_seconds"]
-        )
+        self._beat_seconds = beat_seconds(len(self.workers), joined.heartbeat_seconds)
         threading.Thread(target=self._beat, daemon=True).start()
         atexit.register(self.leave)
         # After the board, which thus learns of a failure to reach another server. After
         # `admit` a server refuses messages of this worker's earlier processes.
-        me = self._me | {"before": joined["before"]}
+        me = self._me | {"before": joined.before}
         greetings = [
             connection.submit(lambda x: x.call("store.admit", **me))
             for connection in self.connections
@@ -155,7 +157,25 @@ class Session:
 
     # Tensors.
 
-    def result(self, future: "Future[_Result]") -> _Result:
+    def exchange_all(
+        self,
+        messages: Mapping[int, Message[_Answer]],
+        vectors: Mapping[int, Vectors] | None = None,
+    ) -> dict[int, tuple[_Answer, Vectors]]:
+        """Exchange one message with each server; return the answers by server."""
+        futures = {}
+        for server, message in messages.items():
+            sent = None if vectors is None else vectors[server]
+            futures[server] = self.connections[server].submit(
+                lambda x, message=message, sent=sent: x.exchange(message, sent)
+            )
+        return self.results(futures)
+
+    def results(self, futures: Mapping[int, Future[_Result]]) -> dict[int, _Result]:
+        """Wait for the futures of `Connection.submit`, by server."""
+        return {server: self.result(future) for server, future in futures.items()}
+
+    def result(self, future: Future[_Result]) -> _Result:
         """Wait for the future of `Connection.submit`, while the job runs."""
         while True:
             try:
@@ -186,7 +206,7 @@ class Session:
     # The board.
 
     def board(self, method: str, **arguments: Any) -> Any:
-        """Call a method of the board."""
+        """Call a method of the board; the answer's type is in `Board.ANSWERS`."""
         self.require_going()
         return self._call(method, arguments)
 
@@ -200,7 +220,7 @@ class Session:
             return self.as_worker(method, call=next(self._calls), **arguments)
 
     @property
-    def _me(self) -> dict[str, str]:
+    def _me(self) -> JSONObject:
         return {"worker": self.name, "session": self.id}
 
     @property
@@ -211,9 +231,8 @@ class Session:
     def _call(self, method: str, arguments: JSONObject) -> Any:
         """Call the board; replay the log first if it was restarted."""
         self._log.record(method, arguments)
-        server = self.connections[0]
         try:
-            answer = server.call(f"board.{method}", **arguments)
+            answer = self._ask(method, arguments)
         except ServerRefused:
             if self._has_replayed:
                 raise
@@ -223,7 +242,11 @@ class Session:
                     self._log.record("put", arguments | {"value": answer})
                 return answer
         self._replay()
-        return server.call(f"board.{method}", **arguments)
+        return self._ask(method, arguments)
+
+    def _ask(self, method: str, arguments: JSONObject) -> Any:
+        answer = self.connections[0].call(f"board.{method}", **arguments)
+        return msgspec.convert(answer, Board.ANSWERS[method])
 
     def _replay(self) -> None:
         """Replay the log of calls to a restarted board."""
@@ -235,7 +258,7 @@ class Session:
             if not self.has_values:
                 self._job = job
             if job == self._job or self.is_chief:
-                self._join()
+                self._ask("join", self._me)
             if job != self._job:
                 raise ValuesLostError(
                     f"{server.task} at {server.address} was restarted without a "
@@ -244,7 +267,7 @@ class Session:
                     culprit=server.task,
                 )
             for method, arguments in self._log.calls():
-                server.call(f"board.{method}", **arguments)
+                self._ask(method, arguments)
             self._incarnation = incarnation
 
     def wait(
@@ -282,9 +305,8 @@ class Session:
         missing: list[str] = []
 
         def arrived() -> bool | None:
-            answer = self.as_worker("arrive", barrier=name)
-            missing[:] = answer["missing"]
-            return answer["complete"] or None
+            missing[:] = self.as_worker("arrive", barrier=name)
+            return not missing or None
 
         self.wait(arrived, name, lambda: listed(missing))
 
@@ -298,7 +320,7 @@ class Session:
             now, has_left = time.monotonic(), False
             if now - looked >= self._beat_seconds:
                 looked = now
-                has_left = self.board("get", key=_CHIEF_LEFT) is not None
+                has_left = self.board("have_left", workers=self.workers[:1])
             value = self.board("get", key=key)
             if value is None and has_left:
                 raise ClusterError(
@@ -340,9 +362,7 @@ class Session:
             with contextlib.suppress(ClusterError):
                 self._replay()
             FailureReport.note_progress(self.name, self.steps)
-            if self.is_chief:
-                self.connections[0].call("board.put", key=_CHIEF_LEFT, value=True)
-            self._call_as_worker("leave", ok=error is None, error=error)
+            self._ask("leave", self._me | {"ok": error is None, "error": error})
         except (ClusterError, ServerRefused) as lost:
             if self._has_replayed:  # Else the board is another job's.
                 _logger.warning("%s could not say that it ends: %s", self.name, lost)
@@ -353,19 +373,11 @@ class Session:
         for connection in self.connections:
             connection.close()
 
-    def _join(self) -> JSONObject:
-        return self._call_as_worker("join")
-
-    def _call_as_worker(self, method: str, **arguments: JSON) -> JSONObject:
-        """Call the board as this worker, even if the job has failed."""
-        return self.connections[0].call(f"board.{method}", **self._me, **arguments)
-
     def _beat(self) -> None:
         while not self._ended.wait(self._beat_seconds):
             FailureReport.note_progress(self.name, self.steps)
             try:
-                answer = self._call("beat", self._me)
-                self._failure = answer["failed"]
+                self._failure = self._call("beat", self._me)
             except (ClusterError, ServerRefused) as error:
                 if not self._ended.is_set():
                     is_mismatch = isinstance(error, ClusterMismatchError)
@@ -402,6 +414,26 @@ def _report_exceptions(session: Session) -> None:
             os._exit(report.exit_code)
 
     sys.excepthook = hook
+
+
+def require_all_known(
+    worker: str, name: str, answers: Mapping[int, Created | TableCreated]
+) -> None:
+    """Raise if some servers have trained values of a group, and others just created it.
+
+    `answers` are the answers to `Create`, by server. A trained group exists on all
+    servers, so a server that has just created the group has lost its values.
+    """
+    trained = [server for server, answer in answers.items() if answer.version]
+    new = [server for server, answer in answers.items() if answer.is_new]
+    if trained and new:
+        raise ValuesLostError(
+            f"{worker}: ps:{new[0]} has lost its values: {name!r} is new there, and "
+            f"ps:{trained[0]} has trained values. Start the job again, without the "
+            "servers' snapshots if there are some; with snapshot_dir=... a restarted "
+            "server goes on from its own.",
+            culprit=f"ps:{new[0]}",
+        )
 
 
 class ReplayLog:

@@ -55,7 +55,7 @@ class VariableStore:
         self._creating = threading.Lock()  # A second creation of a group waits.
         self._groups: dict[str, DenseGroup] = {}
         self._tables: dict[str, Table] = {}
-        self._sessions = Sessions(append)
+        self.sessions = Sessions(append)
         self.flush: Callable[[], None] = lambda: None
 
     def admit(self, worker: str, session: str, before: Sequence[str] = ()) -> None:
@@ -63,7 +63,7 @@ class VariableStore:
 
         A new chief also invalidates the closures of its earlier sessions.
         """
-        self._sessions.admit(worker, session, before)
+        self.sessions.admit(worker, session, before)
 
     # Groups of variables.
 
@@ -80,7 +80,7 @@ class VariableStore:
         return self._named(self._groups, "group", name)
 
     def _new_group(self, group: VariableGroup, vectors: Arrays) -> DenseGroup:
-        dense = DenseGroup(group, vectors, self.server, self._sessions)
+        dense = DenseGroup(group, vectors, self.server, self.sessions)
         dense.incarnation = self.incarnation
         return dense
 
@@ -121,7 +121,7 @@ class VariableStore:
             spec,
             server=self.server,
             num_servers=self._num_servers,
-            sessions=self._sessions,
+            sessions=self.sessions,
         )
         table.incarnation = self.incarnation
         return table
@@ -218,12 +218,12 @@ class VariableStore:
             for i, (named, _) in enumerate(states)
             for name, array in named.items()
         }
-        meta = {"groups": [m for _, m in states], "sessions": self._sessions.state()}
+        meta = {"groups": [m for _, m in states], "sessions": self.sessions.state()}
         return {"meta": meta, "arrays": arrays}
 
     def load_state(self, state: JSONObject, wal: LogEntries | None = None) -> None:
         """Restore the state that `state()` returned, in a store without groups."""
-        self._sessions.load_state(state["meta"]["sessions"], wal or {})
+        self.sessions.load_state(state["meta"]["sessions"], wal or {})
         for i, meta in enumerate(state["meta"]["groups"]):
             start = f"{i}/"
             arrays = {

@@ -8,11 +8,12 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from replicax._private import trainer
-from replicax._util.types import JSONObject, PyTree
+from replicax._util.types import PyTree
 from replicax.input import InputShard
 from replicax.input.sparse_rows import by_rows
 from replicax.keras.adapters import batch_of, make_lazy, set_iteration
 from replicax.ps.limits import tickets_at_once
+from replicax.ps.streams import Claimed
 
 if TYPE_CHECKING:
     from replicax.ps.strategy import ParameterServerStrategy
@@ -93,25 +94,24 @@ class StepLeases:
 
     def _claim_ahead(self) -> bool:
         """Prefetch tickets for the next steps; False at the epoch's end."""
-        count, reason = self._num_ahead(), ""
-        answer: JSONObject = {}
+        count, reason = self._num_ahead(), None
         half_time = 0.0
 
-        def ask() -> JSONObject | None:
+        def ask() -> Claimed | None:
             nonlocal reason
             finished = self._take_applied()
             if self._bounds_staleness or reason:
                 finished += self._drain()
-            answer = self._session.once(
+            claimed: Claimed = self._session.once(
                 "claim", stream=self._stream, finished=finished, count=count
             )
-            previous, reason = reason, answer.get("wait", "")
-            if not reason:
-                return answer
+            previous, reason = reason, claimed.wait
+            if reason is None:
+                return claimed
             # A new reason shows that other workers make progress. After half of the
-            # timeout, an empty answer then makes the loop below restart the deadline.
-            is_moving = previous not in ("", reason)
-            return {} if is_moving and time.monotonic() > half_time else None
+            # timeout it ends the wait, so that the loop below restarts the deadline.
+            is_moving = previous not in (None, reason)
+            return claimed if is_moving and time.monotonic() > half_time else None
 
         session, begun_key = self._session, f"fit begun/{self._number}"
         follows = self._bounds_staleness and not session.is_chief
@@ -120,21 +120,22 @@ class StepLeases:
                 # Otherwise this worker could hold the only ticket while it waits for
                 # the chief's initial values.
                 session.get(begun_key, f"the first step of fit {self._number}")
-            while not answer:
+            while True:
                 half_time = time.monotonic() + session.timeouts.step / 2
-                answer = session.wait(
+                claimed = session.wait(
                     ask,
                     f"a step of {self._stream}",
                     lambda: f"another worker ({reason})",
                 )
+                if claimed.wait is None:
+                    break
         if session.is_chief and not self._has_begun:
             session.board("put", key=begun_key, value=True)
         self._has_begun = True
-        if "over" in answer:
-            self.length = answer["over"]
-            return False
-        self._ahead.extend(answer["indices"])
-        return True
+        if claimed.is_over:
+            self.length = claimed.length
+        self._ahead.extend(claimed.indices)
+        return not claimed.is_over
 
     def _num_ahead(self) -> int:
         """Number of tickets to prefetch."""
