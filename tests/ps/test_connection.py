@@ -245,7 +245,7 @@ def test_closing_ends_what_waits_in_another_thread(service, adds):
     connection.close()
     thread.join(10)
     go_on.set()
-    assert "closed here" in errors[0]
+    assert "had closed the connection" in errors[0]
 
 
 def test_an_ipv6_address():

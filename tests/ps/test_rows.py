@@ -288,7 +288,7 @@ def test_one_seed_stands_on_all_servers(make_rows):
 def test_tables_that_do_not_fit_are_errors(rows, make_rows):
     with pytest.raises(ValueError, match="with 101 rows of 4; got 101 rows of 5"):
         make_rows().create(table("words", dim=5))
-    with pytest.raises(ValueError, match="its optimizer is there"):
+    with pytest.raises(ValueError, match="has an optimizer already"):
         rows.connect(ADAM_GROUP, [Anchor("words")])
     rows.create(table("topics", num_rows=10))
     lamb = group_of("Lamb", {}, "lamb 0")

@@ -46,7 +46,7 @@ __all__ = ["Board"]
 
 _logger = logging.getLogger("replicax")
 
-_REVOKED = "revoked"  # Replaces an answer whose leases were revoked.
+_REVOKED = "revoked"  # Replaces a recorded answer after its leases were revoked.
 
 _ANSWERS: dict[str, Any] = {}  # Types of the actions' answers.
 
@@ -113,12 +113,12 @@ def _action_of(
 ) -> Callable[..., _Answer]:
     """Make a method of the board's attribute `part` an action that clients may call.
 
-    If the method has a `worker`, the action also has a `session` and, with `once`, a
-    number, `call`.
+    If the method has a parameter `worker`, the action also has a `session` after it
+    and, with `once`, a call number `call`.
     """
     own = list(inspect.signature(method).parameters.values())
-    place = next((i for i, p in enumerate(own, 1) if p.name == "worker"), 0)
-    added = [_SESSION, _CALL][: 1 + once] if place else []
+    after = next((i for i, p in enumerate(own, 1) if p.name == "worker"), 0)
+    added = [_SESSION, _CALL][: 1 + once] if after else []
 
     @functools.wraps(method)
     def transition(self: "Board", **arguments: Any) -> _Answer:
@@ -127,7 +127,7 @@ def _action_of(
         return method(getattr(self, part), **arguments)
 
     signature = inspect.signature(method).replace(
-        parameters=[*own[:place], *added, *own[place:]]
+        parameters=[*own[:after], *added, *own[after:]]
     )
     transition.__signature__ = signature  # type: ignore[attr-defined]
     return _action(transition)
@@ -155,7 +155,7 @@ class Board:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = now
-        self._now = now()  # The time of the current turn.
+        self._now = now()  # The time of the current call.
         self._append = append
         self._lock = threading.Lock()
         self._failure: str | None = None
@@ -189,21 +189,21 @@ class Board:
         method, worker = transition.__name__, str(arguments["worker"])
         call, answers = arguments["call"], self._presence.workers[worker].answers
         last, answer = answers.get(method, (-1, None))
-        is_again = is_repeated(call, last, f"{worker}: call of {method}")
-        if is_again and answer != _REVOKED:
+        is_retry = is_repeated(call, last, f"{worker}: call of {method}")
+        if is_retry and answer != _REVOKED:
             return cast(_Answer, answer)
-        if is_again and "finished" in arguments:
-            arguments = arguments | {"finished": []}  # They were recorded before.
+        if is_retry and "finished" in arguments:
+            arguments = arguments | {"finished": []}  # The first call recorded them.
         answer = transition(self, **arguments)
         answers[method] = call, answer
         return answer
 
     def _advance(self) -> None:
-        """Advance the time: detect dead workers, and whether the job has failed."""
+        """Set the time of the current call; detect dead workers and a failed job."""
         self._now = self._clock()
         for worker in self._presence.newly_dead(self._now):
             self._release(worker, died=True)
-        # A failure is final, even if the worker that was lost comes back.
+        # A failure is final, even if the lost worker returns.
         self._failure = self._failure or self._presence.failure(self._now)
 
     def _release(self, worker: str, *, died: bool) -> None:
@@ -213,13 +213,13 @@ class Board:
             if method in answers:
                 answers[method] = answers[method][0], _REVOKED
         if given_up := self._streams.release(worker):
-            _logger.warning("%s is gone, with %d steps of fit.", worker, given_up)
+            _logger.warning("%s is gone; %d steps of fit are lost.", worker, given_up)
             for stream in self._streams.newest.values():
                 self._log_stream(stream.name, worker)
         self._closures.release(worker, died=died)
 
     def _log_stream(self, stream: str, worker: str) -> None:
-        """Append to the write-ahead log what a restarted server needs."""
+        """Append a stream's state, and a worker's leases in it, to the log."""
         entry = self._streams.entry(stream, worker)
         if entry is None:
             return
@@ -267,9 +267,9 @@ class Board:
 
     @_action
     def is_done(self) -> bool:
-        """Whether the chief left with success and all others left or are dead.
+        """Whether the chief left with success and all other workers left or are dead.
 
-        Once true, this is final: the servers end, and no worker may join.
+        Once true, the answer is final: the servers end, and no worker may join.
         """
         self._is_over = self._is_over or self._presence.is_done(self._now)
         return self._is_over
@@ -323,7 +323,7 @@ class Board:
     def raise_if_failed(
         self, worker: Name, session: Name, call: Count
     ) -> dict[str, str] | None:
-        """Return a closure's error once, for the chief to raise; otherwise None."""
+        """Return an error of a closure once, for the chief to raise; None if none."""
         return self._closures.raise_if_failed()
 
     fetch = _action_of("_closures", Closures.fetch)

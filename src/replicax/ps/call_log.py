@@ -1,4 +1,8 @@
-"""Exactly-once across restarts: numbered calls, sessions, and a write-ahead log."""
+"""What makes a call count exactly once, also after restarts.
+
+Calls are numbered, each process of a worker has a session, and a write-ahead log keeps
+what the newest snapshot lacks.
+"""
 
 import contextlib
 import json
@@ -29,9 +33,9 @@ _COMPACT_BYTES = 1 << 20
 _SESSIONS = "sessions"  # A key of the log, with the worker's name.
 
 Append = Callable[[Sequence[str], JSON], None]
-"""Appends a key, which is a sequence of texts, and its newest JSON value to a log."""
+"""Appends a key, a sequence of texts, and the key's newest JSON value to a log."""
 LogEntries = Mapping[tuple[str, ...], Any]
-"""The newest value of each key of a write-ahead log; the last one written is last."""
+"""The newest value of each key of a write-ahead log, in the order of writing."""
 
 
 def append_nowhere(key: Sequence[str], value: JSON) -> None:
@@ -39,10 +43,11 @@ def append_nowhere(key: Sequence[str], value: JSON) -> None:
 
 
 def is_repeated(number: int, last: int, what: str) -> bool:
-    """Whether a call repeats the client's last one, whose answer is stored.
+    """Whether a call has the number of the client's last call, and so is a retry.
 
     Raises:
-        RequestError: If a later call was answered already; `what` names the call.
+        RequestError: If the number is lower: a later call was answered already. `what`
+            names the call.
 
     Example:
         >>> is_repeated(3, last=3, what="a push"), is_repeated(4, last=3, what="a push")
@@ -50,8 +55,8 @@ def is_repeated(number: int, last: int, what: str) -> bool:
     """
     if number < last:
         message = (
-            f"{what}: number {number} came after number {last}, which is done. It is "
-            "refused: it was sent twice."
+            f"{what}: number {number} came after number {last}, which is done. It was "
+            "sent twice; the second copy is refused."
         )
         _logger.warning("%s", message)
         raise RequestError(message)
@@ -59,10 +64,10 @@ def is_repeated(number: int, last: int, what: str) -> bool:
 
 
 class WriteAheadLog:
-    """An append-only file of keys and values, rewritten when it has grown.
+    """An append-only file of keys and values, which is compacted when it has grown.
 
     Args:
-        path: The file. Its entries are read.
+        path: The file. Existing entries are read into `newest`.
 
     Example:
         >>> import tempfile
@@ -83,7 +88,7 @@ class WriteAheadLog:
         self.newest: dict[tuple[str, ...], Any] = _read_lines(path)
 
     def append(self, key: Sequence[str], value: JSON) -> None:
-        """Append a key's newest value; a failed write is retried by the next append."""
+        """Append a key's newest value; the next append retries a failed write."""
         with self._lock:
             self.newest.pop(tuple(key), None)  # The newest entry is the last.
             self.newest[tuple(key)] = value
@@ -94,7 +99,7 @@ class WriteAheadLog:
                     self._write(_line(key, value))
                 self._failed = False
             except OSError as error:
-                self._drop(error)
+                self._handle_failed_write(error)
 
     def clear(self) -> None:
         """Delete all entries, at the start of a new job."""
@@ -110,7 +115,7 @@ class WriteAheadLog:
         self._size += len(data)
 
     def _rewrite(self) -> None:
-        """Compact the file: write the newest values only, and continue in it."""
+        """Compact the file to the newest values, and continue in it."""
         self._close()
         self._path.parent.mkdir(parents=True, exist_ok=True)
         lines = (_line(k, v) for k, v in self.newest.items())
@@ -119,11 +124,11 @@ class WriteAheadLog:
         # Bytes appended since the compaction, however large the compacted file is.
         self._size = 0
 
-    def _drop(self, error: OSError) -> None:
+    def _handle_failed_write(self, error: OSError) -> None:
         if not self._failed:
             _logger.error(
                 "the write-ahead log %s cannot be written: %s. If this server is "
-                "killed now, it may give out steps again. Make room there.",
+                "killed now, workers may train on some steps again. Make room there.",
                 self._path,
                 error,
             )

@@ -20,7 +20,8 @@ class ClientStream:
     """A stream and its thread; a lost stream can be opened again.
 
     `client` is the channel of the open stream, or None. Exchanges hold the `lock`.
-    `num_lost` counts the failed pings since the last answer.
+    `num_lost` counts the failed pings since the last answer. `exchange_s` are the
+    seconds of all exchanges.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class ClientStream:
     def open(
         self, client: wire.FlightClient, options: object, memory: SharedMemory | None
     ) -> None:
-        """Open a Flight stream, and offer memory to share."""
+        """Open a Flight stream; offer the server to share `memory`."""
         offer = b"" if memory is None else memory.offer
         descriptor = wire.flight().FlightDescriptor.for_command(offer)
         writer, reader = client.do_exchange(descriptor, options)

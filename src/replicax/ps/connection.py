@@ -1,4 +1,4 @@
-"""A client of one parameter server: its streams of tensors, and calls beside them."""
+"""A worker's client of one parameter server: streams of tensors, and single calls."""
 
 import json
 import random
@@ -36,8 +36,8 @@ VALUES = "values"
 ROWS = "rows"
 """The stream of tables' rows.
 
-Callbacks inside a running program fetch rows. On the other stream they would wait for a
-push of dense gradients, which may be large.
+Callbacks inside a running program fetch rows. On the other stream the fetch would wait
+for a push of dense gradients, which may be large.
 """
 
 _PAUSES = (0.05, 5.0)
@@ -53,7 +53,7 @@ class ConnectionLost(ClusterError):
 
 
 class ServerRefused(RuntimeError):
-    """A parameter server answered with an error. Asking again would not help.
+    """A parameter server answered with an error, so a retry would not help.
 
     `kind` names the exception's class on the server, such as `"Superseded"`.
     """
@@ -68,7 +68,7 @@ class ValuesLostError(ClusterError):
 
 
 class Connection:
-    """Streams to a server, opened on first use, and calls beside them.
+    """Streams to a server, opened on first use, and single calls.
 
     Each stream has a thread and sends one message at a time. Methods may be called from
     any thread.
@@ -78,16 +78,16 @@ class Connection:
     sequence numbers, and the server applies each push once. Each chunk sent or received
     restarts `reply_timeout_seconds`.
 
-    A connection may be lost in silence, if the server's host or a NAT's entry for it is
-    gone. So a client pings the server while a stream is idle or waits, and drops the
-    stream after `silence_timeout_seconds` without an answer. A call, which a server
-    answers at once, has the same timeout. A slow network or large messages may also
-    delay answers, so each retry doubles the timeout.
+    A connection may break without notice, for example if the server's host fails. So a
+    client pings the server while a stream is idle or waits, and drops the stream after
+    `silence_timeout_seconds` without an answer. Calls, which a server answers at once,
+    have the same timeout. A slow network or large messages may also delay answers, so
+    each retry doubles the timeout.
 
     A server refuses a `caller` whose token or versions differ from its own; a client
-    without a `caller` only observes. `incarnation` changes when the server restarts,
-    perhaps with older values; it is `""` before the first answer. With `shares_memory`,
-    the default, a client offers shared memory to a server of the same machine.
+    without a `caller` is not a task of the job. `incarnation` changes when the server
+    restarts, perhaps with older values; it is `""` before the first answer. With
+    `shares_memory`, the default, a client offers shared memory to the server.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Connection:
         self.retry_timeout_seconds = retry_timeout_seconds
         self.shares_memory = True
         self.incarnation = ""
-        wire.flight()  # Fail here if it is not installed.
+        wire.flight()  # Raises here if pyarrow is not installed.
         self._client_lock = threading.Lock()
         self._client: wire.FlightClient | None = None
         self._closed = threading.Event()
@@ -155,7 +155,7 @@ class Connection:
     ) -> tuple[_Reply, Vectors]:
         """Send a message on a stream; return the answer and its read-only vectors.
 
-        A timeout of None is the connection's.
+        A timeout of None stands for the connection's own.
 
         Raises:
             ServerRefused: If the server answers with an error.
@@ -200,7 +200,7 @@ class Connection:
     ) -> Future[_Answer]:
         """Queue a call for a stream's thread, which runs calls in order.
 
-        The result raises `ClusterError` rather than `ServerRefused` if the server has
+        The future raises `ClusterError` in place of `ServerRefused` if the server has
         lost its values, or if a later process has replaced this worker.
         """
         return self._stream(stream).thread.submit(self._translating_refusals, use)
@@ -213,7 +213,7 @@ class Connection:
                 raise ValuesLostError(
                     f"{self.task} at {self.address} has lost its values: {refused} "
                     "Start the job again; with snapshot_dir=... a restarted server "
-                    "goes on.",
+                    "restores its values.",
                     culprit=self.task,
                 ) from refused
             if refused.kind == "Superseded":
@@ -249,15 +249,15 @@ class Connection:
         attempt: Callable[[], _Answer],
         retry_timeout_seconds: float | None = None,
     ) -> _Answer:
-        # Texts only: an error's frames would keep its channel, which reconnects.
+        # Texts only: the frames of an error would keep its channel alive.
         failures: list[str] = []
         began = time.monotonic()
 
         def answered() -> tuple[_Answer] | None:
             if self._closed.is_set():
                 raise ConnectionLost(
-                    f"{self._name} was asked for {what!r} after the connection was "
-                    "closed here.",
+                    f"{self._name}: {what!r} was called after this process had closed "
+                    "the connection.",
                     culprit=self.task,
                 )
             try:
@@ -284,10 +284,10 @@ class Connection:
             else retry_timeout_seconds,
             late=late,
             reminder=lambda waited: (
-                f"{self._name} does not answer to {what!r} for {waited:.0f} s: "
-                f"{failures[-1]}. It is not there yet, or was lost, or another program "
-                "has its port, or the job is done and its servers have ended. Trying "
-                "again"
+                f"{self._name} has not answered {what!r} for {waited:.0f} s: "
+                f"{failures[-1]}. It has not started yet, or was lost, or another "
+                "program has its port, or the job is done and its servers have ended. "
+                "Retrying"
             ),
             # Tasks of a cluster do not start at the same moment.
             is_early=True,
@@ -310,7 +310,7 @@ class Connection:
         )
 
     def _connected(self) -> wire.FlightClient:
-        """Return the client; connect and do the handshake if there is none."""
+        """Return the channel; without one, connect and check token and versions."""
         with self._client_lock:
             if self._client is not None:
                 return self._client
@@ -333,7 +333,7 @@ class Connection:
             return client
 
     def _mismatch_in(self, error: BaseException) -> str | None:
-        """The difference from the server, if the server refused this task for it."""
+        """The error's text if the server refused this task's token or versions."""
         if isinstance(error, ServerRefused) and error.kind == "VersionMismatch":
             return str(error)
         caller = self._hello.get("caller")
@@ -348,7 +348,7 @@ class Connection:
                 self._client = None
 
     def _ping(self, stream: ClientStream, seconds: float) -> None:
-        """Cancel a stream if its server does not answer on the same connection."""
+        """Cancel a stream if its server does not answer a call on its connection."""
         if (client := stream.client) is None:
             return
         patience = self._silence_timeout * 3 / 4 * 2**stream.num_lost
@@ -409,7 +409,7 @@ def _act(
 
 
 def _refusal_in(error: Exception) -> ServerRefused | None:
-    """The server's refusal in an error; None if the connection was lost."""
+    """The server's refusal that an error carries; None if the connection was lost."""
     if isinstance(error, wire.flight().FlightUnauthenticatedError):
         return ServerRefused(_short(error), "Unauthenticated")
     try:

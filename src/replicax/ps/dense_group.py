@@ -44,7 +44,7 @@ class DenseGroup(Group):
         return super().status() | {"is_trained": self.group.is_trained}
 
     def require_same(self, other: VariableGroup) -> None:
-        """Raise if another group of this name differs."""
+        """Raise if `other`, a new group of the same name, differs."""
         if self.group.digest != other.digest:
             raise RequestError(
                 f"{self.what} is here already, and differs from the new one in "
@@ -53,19 +53,19 @@ class DenseGroup(Group):
             )
 
     def replace(self, vectors: Arrays) -> None:
-        """Replace the values: a new version, with the same optimizer state."""
+        """Replace the values, which makes a new version; keep the optimizer state."""
         self.vectors, _ = self._optimizer.start(vectors)
         self.version += 1
         self.replaced += 1
 
     def slots(self) -> Slots:
-        """The optimizer's variables, copied."""
+        """Copies of the optimizer's variables."""
         return self._optimizer.slots(_copies(self._slots))
 
     def check_slots(
         self, shapes: Mapping[SlotKey, tuple[int, ...]]
     ) -> dict[SlotKey, str]:
-        """Check keys and shapes of optimizer variables; return the dtypes."""
+        """Check keys and shapes of optimizer variables; return their dtypes."""
         with _refusing():
             return self._optimizer.check_slots(self._slots, shapes)
 
@@ -88,7 +88,7 @@ class DenseGroup(Group):
         return arrays, {"group": self.group.to_json(), **self._counts()}
 
     def load_state(self, arrays: Arrays, meta: JSONObject) -> None:
-        """Restore the result of `state`, in a group created from its values."""
+        """Restore the result of `state`; the group has its values already."""
         num_slots = sum(name.startswith("slots/") for name in arrays)
         slots = [arrays[f"slots/{i}"] for i in range(num_slots)]
         shapes, expected = (
@@ -99,7 +99,7 @@ class DenseGroup(Group):
                 f"{self.what}: the state has optimizer variables of {shapes}, but this "
                 f"version of Keras has {expected}. Use the version that wrote it."
             )
-        # One by one, so that each old slot's memory is free for the next one.
+        # One by one: each old slot's memory becomes free for the next slot.
         for i, new in enumerate(slots):
             self._slots[i] = jax.device_put(np.array(new), self._slots[i].device)
         self._load_counts(meta)

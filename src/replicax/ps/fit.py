@@ -247,7 +247,7 @@ class WorkQueueFit:
             lambda: {
                 "random": json_codec.encode(random_state.capture(), "the random state"),
                 "iteration": self._batches.iteration,
-                "steps": self._home.steps_made(),
+                "steps": self._home.num_steps(),
                 "model": described,
                 "length": limit,
             },

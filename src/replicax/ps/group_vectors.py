@@ -1,7 +1,7 @@
 """A group's variables as flat vectors in messages, and its optimizer's state.
 
 A worker cuts values into each server's vectors, and joins the vectors of the servers'
-answers. Each variable of an optimizer (a slot) travels on its own.
+answers. Each variable of an optimizer (a slot) is sent as a vector of its own.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ _Vectors = dict[str, PyTree]
 class GroupLayout:
     """The layout of a group's variables in each server's flat vectors.
 
-    float32 gradients travel in the dtype `compression`.
+    float32 gradients are sent in the dtype `compression`, if that is not None.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class GroupLayout:
         self._takes_views = len(devices) == 1 and device.platform == "cpu"
 
     def as_pushed(self, gradients: Sequence[jax.Array]) -> list[jax.Array]:
-        """One device's copies of the gradients, in the dtypes in which they travel."""
+        """One device's copies of the gradients, in the dtypes in which to send them."""
         local = [x.addressable_data(0) for x in gradients]
         if [x.dtype for x in local] != self._pushed_dtypes:
             local = self._cast(local)
@@ -64,9 +64,10 @@ class GroupLayout:
         return local
 
     def vectors(self, values: Sequence[jax.Array], server: int) -> _Vectors:
-        """A server's vectors as unjoined pieces: XLA concatenates slowly on CPUs.
+        """A server's vectors, each as a list of pieces.
 
-        For the MLP of benchmarks/parameter_servers.py, joining takes as long as a step.
+        The pieces are not joined: XLA concatenates slowly on CPUs. For the MLP of
+        benchmarks/parameter_servers.py, joining takes as long as a step.
         """
         shards = self._shards[server]
         hosts = (np.asarray(values[shard.variable]) for shard in shards)
@@ -82,7 +83,7 @@ class GroupLayout:
 
     def on_devices(self, received: Mapping[int, _Vectors]) -> list[jax.Array]:
         """Unpack the servers' vectors into the variables' values on all devices."""
-        if self._takes_views:  # Views of received bytes, most of them aligned.
+        if self._takes_views:  # JAX uses aligned views of received bytes in place.
             return jax.device_put(self._unpacked(received), self._sharding)
         return self._unpack(jax.device_put(dict(received), self._sharding))
 
@@ -115,11 +116,11 @@ def _joined(rows: Sequence[PyTree]) -> PyTree:
 
 
 class SlotKey(NamedTuple):
-    """Names one of the variables of an optimizer on one server.
+    """Identifies a variable of an optimizer on one server.
 
-    `name` is `"momentum"`, `"iteration"` and the like, or a path where two have the
-    same name. `shard` is the index of the slot's shard among the server's shards; None
-    if the slot belongs to no variable.
+    `name` is `"momentum"`, `"iteration"` and the like, or a path if several variables
+    have the same name. `shard` is the index of the slot's shard among the server's
+    shards; None if the slot belongs to no trained variable.
     """
 
     name: str
@@ -130,7 +131,7 @@ Slots = dict[SlotKey, np.ndarray]
 
 
 VariableSlot = tuple[str, int | None]
-"""A slot's name, and the index of its variable in the group, if it has one."""
+"""A slot's name, and the index of its trained variable in the group, or None."""
 
 
 Announced = list[tuple[str, int | None, tuple[int, ...]]]
@@ -156,10 +157,10 @@ def join_slots(
 ) -> dict[VariableSlot, np.ndarray]:
     """Concatenate each slot from its shards on the servers.
 
-    Each server has a copy of a slot that belongs to no variable. The copy of the first
-    server is returned.
+    Of a slot that belongs to no variable, such as the step count, each server has a
+    copy; the first server's copy is returned.
     """
-    pieces: dict[VariableSlot, dict[int, np.ndarray]] = {}  # By their first rows.
+    pieces: dict[VariableSlot, dict[int, np.ndarray]] = {}  # By slot and first row.
     for server, slots in on_servers.items():
         shards = group.shards_on(server)
         for (name, place), array in slots.items():

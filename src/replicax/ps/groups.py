@@ -4,9 +4,9 @@ A group is the variables that one `optimizer.apply` updates (`dense_group`), or 
 of an embedding table (`table`). Both kinds apply pushes in the same way.
 
 - Each group has one lock, under which all of its fields are read and written.
-- A worker's process numbers its pushes to a group. The last push, sent again, gets the
-  same answer; an older one is refused.
-- A closure that is rerun on another worker repeats its pushes. Pushes are numbered
+- A worker's process numbers its pushes to a group. A retry of the last push gets the
+  same answer; an older push is refused.
+- A closure that is retried on another worker repeats its pushes. Pushes are numbered
   within the closure, and only the first push of each number is applied. Pushes of a
   closure whose chief was replaced change nothing.
 - A restarted server counts lost updates: the newest version that a worker saw before
@@ -49,9 +49,10 @@ class LastPush:
 class Group(abc.ABC):
     """One group. Its fields are read and written under its `lock`.
 
-    `what` names it in messages, such as `"group 'weights'"`. `version` counts updates
-    and assignments; `replaced` counts assignments alone. `assignments` counts those to
-    the optimizer's variables. `lost` counts updates that restarts have undone.
+    `what` names the group in messages, such as `"group 'weights'"`. `version` counts
+    updates of the values and assignments to them; `replaced` counts these assignments
+    alone. `assignments` counts assignments to the optimizer's variables. `lost` counts
+    updates that restarts have undone.
     """
 
     def __init__(self, what: str, server: int, sessions: Sessions | None) -> None:
@@ -67,7 +68,7 @@ class Group(abc.ABC):
         self.lost = 0
         self._repeated = 0  # Pushes of closures that changed nothing.
         self._restored = 0, 0  # The snapshot's version, and its `lost`.
-        self._closures: dict[str, int] = {}  # Number of pushes by id, of the newest.
+        self._closures: dict[str, int] = {}  # Pushes by closure, of newest closures.
         self._sessions = Sessions() if sessions is None else sessions
 
     @property
@@ -77,7 +78,7 @@ class Group(abc.ABC):
 
     @property
     def num_changes(self) -> int:
-        """A counter of all changes that a snapshot must contain."""
+        """The number of changes so far that a snapshot must contain."""
         return self.version + self.assignments + self._repeated
 
     @abc.abstractmethod
@@ -87,8 +88,8 @@ class Group(abc.ABC):
     def status(self) -> JSONObject:
         """The version and counts of updates, as JSON values.
 
-        `applied` counts the updates in the values, `lost` those that restarts have
-        undone.
+        `applied` counts the updates in the values, `lost` the updates that restarts
+        have undone.
         """
         with self.lock:
             return {
@@ -109,13 +110,13 @@ class Group(abc.ABC):
     ) -> LastPush:
         """Apply gradients exactly once.
 
-        A worker's new session ends its old one. A session's `sequence` numbers grow
-        with each push to this group. Callers must not change `gradients` afterwards.
-        `based_on` is the version that they were computed from, or None to record no
-        staleness. A push that the `closure` made on another worker is not applied
-        again. A push of a closure whose chief was replaced is refused.
+        A worker's new session ends its old session. A session's `sequence` numbers
+        increase with each push to this group. `gradients` must not change afterwards;
+        they were computed from the version `based_on`. If that is None, no staleness is
+        recorded. A push that the `closure` made on another worker is not applied again.
+        A push of a closure whose chief was replaced is refused.
         """
-        # Under the group's lock: a session that ends now must not be applied.
+        # Under the group's lock: no push is applied after its session has ended.
         self._sessions.admit(worker, session)
         last = self.last.get(worker)
         if (
@@ -125,8 +126,10 @@ class Group(abc.ABC):
         ):
             return last
         last = LastPush(session=session, sequence=sequence)
-        disowned = closure is not None and self._sessions.has_ended(owner_of(closure))
-        is_skipped = disowned or (closure is not None and self._add_push(*closure))
+        is_disowned = closure is not None and self._sessions.has_ended(
+            owner_of(closure)
+        )
+        is_skipped = is_disowned or (closure is not None and self._is_repeat(*closure))
         if is_skipped:
             last.applied = False
             self._repeated += 1
@@ -135,10 +138,10 @@ class Group(abc.ABC):
             self._apply(gradients)
             self.version += 1
         self.last[worker] = last
-        if disowned:
+        if is_disowned:
             raise Disowned(
-                f"{self.what}: push {sequence} of {worker} is of a function that was "
-                "scheduled by a chief that was killed or replaced. It changes nothing."
+                f"{self.what}: push {sequence} of {worker} comes from a function of a "
+                "chief that was killed or replaced. It changes nothing."
             )
         return last
 
@@ -148,13 +151,13 @@ class Group(abc.ABC):
         return self.incarnation, self.version
 
     def count_lost(self, seen: Seen | None) -> None:
-        """Count the updates that a restart has undone, if a client has seen them."""
+        """Count the updates that a client has seen and a restart has undone."""
         if seen is not None and seen[0] != self.incarnation:
             version, lost = self._restored
             self.lost = max(self.lost, lost + seen[1] - version)
 
-    def _add_push(self, closure: str, number: int) -> bool:
-        """Record a closure's push; return whether it was there already."""
+    def _is_repeat(self, closure: str, number: int) -> bool:
+        """Whether a closure's push was made before; records a new push."""
         newest = self._closures.get(closure, 0)
         if number > newest:
             remember(self._closures, closure, number, most=_CLOSURES_KEPT)

@@ -37,10 +37,10 @@ Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53 - 1)]
 """A number that JSON can carry exactly."""
 Closure = tuple[Name, Count]
-"""A closure of a coordinator, and the number of its push to a group, from 1."""
+"""The id of a coordinator's closure, and the number of its push to a group, from 1."""
 
 Seen = tuple[str, Count]
-"""A server's incarnation, and the version of a group in its answer."""
+"""The incarnation and version of a group in the last answer that a client got."""
 
 AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -81,8 +81,8 @@ def message_of(function: Callable[..., object]) -> type[msgspec.Struct]:
 def family_of(name: str) -> tuple[str, int | None]:
     """Split a numbered name into its family and its number, if any.
 
-    Names of recurring things end in a number that increases through the whole job. Only
-    the newest names of a family are kept.
+    Names of things that recur, such as epochs, end in a number that increases through
+    the whole job. Only the newest names of a family are kept.
 
     >>> family_of("fit 0/epoch/12")
     ('fit 0/epoch/', 12)
@@ -96,14 +96,14 @@ def family_of(name: str) -> tuple[str, int | None]:
 
 
 def owner_of(closure: Closure) -> str:
-    """The session of the chief that scheduled a closure; the id begins with it."""
+    """The session of the chief that scheduled a closure: the start of its id."""
     return closure[0].partition(" ")[0]
 
 
 def remember(
     recent: dict[_Key, _Value], name: _Key, value: _Value, *, most: int
 ) -> dict[_Key, _Value]:
-    """Move an entry to the end; evict the oldest ones over `most`, and return them."""
+    """Put an entry at the end; pop and return the oldest entries over `most`."""
     recent.pop(name, None)
     recent[name] = value
     oldest = list(itertools.islice(recent, max(len(recent) - most, 0)))
@@ -142,14 +142,14 @@ def poll_pauses(num_callers: int) -> tuple[float, float]:
 def tickets_at_once(
     num_workers: int, step_seconds: float, steps_left: int | None
 ) -> int:
-    """Number of tickets of a stream that a worker prefetches.
+    """Number of steps that a worker claims in one call.
 
-    One in a small job and near the end: a worker should not hold steps that an idle
-    worker could run, or that are lost if the holder dies.
+    It is 1 in a small job and near the end: a worker should not hold steps that an idle
+    worker could run, or that are lost if the worker dies.
 
     Args:
         num_workers: Number of the job's workers.
-        step_seconds: Duration of a step of this worker, of late.
+        step_seconds: Recent duration of a step of this worker.
         steps_left: Steps left for all workers together; None if unknown.
 
     >>> tickets_at_once(4, 0.1, None), tickets_at_once(1000, 0.1, None)

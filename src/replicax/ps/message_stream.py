@@ -1,7 +1,8 @@
 """Sends and receives messages on a Flight stream: headers, and bytes of vectors.
 
-The bytes of a vector are record batches of one column of bytes, of `CHUNK_BYTES` each.
-With `"shared": true` in the header, the bytes are in shared memory instead.
+The bytes of a vector are sent as record batches of at most `CHUNK_BYTES`, each with one
+column of bytes. With `"shared": true` in the header, the bytes of all vectors are in
+shared memory instead.
 """
 
 import functools
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CHUNK_BYTES", "MessageStream"]
 
-# benchmarks/flight_round_trip.py, on a busy machine of two cores: from 512 KiB to 8 MiB
-# Flight reaches 0.47 to 0.6 of raw TCP; this size was the fastest and the steadiest.
+# Measured by benchmarks/flight_round_trip.py: with chunks of 512 KiB to 8 MiB Flight
+# reaches 0.47 to 0.6 of raw TCP's rate; this size was the fastest and the steadiest.
 CHUNK_BYTES = 4 << 20
 _CUT = "the stream ended before the end of a message"
 # Smaller pieces of a vector are joined: a record batch costs as much as their copy.
@@ -47,10 +48,10 @@ def _schema() -> "pa.Schema":
 
 
 class MessageStream:
-    """One end of a stream of messages, constructed before the first message.
+    """One end of a stream of messages.
 
     `memory` is the shared memory that a worker offers, or that a server has accepted. A
-    worker sends in it after the first answer that is shared.
+    worker uses it after the first answer that came through it.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class MessageStream:
         vectors: Vectors,
         progress: Callable[[], None] = lambda: None,
     ) -> int:
-        """Send a message; large vectors are sent without a copy, or with one.
+        """Send a message; large vectors are sent without a copy.
 
         Vectors must not change before the reply. `progress` is called after each chunk.
 
@@ -122,11 +123,11 @@ class MessageStream:
         except StopIteration:
             return None
         if chunk.data is not None or chunk.app_metadata is None:
-            raise WireError("bytes of a vector came where a message's header should be")
+            raise WireError("a header was expected, but bytes of a vector came")
         header = read_json(chunk.app_metadata)
         self._is_shared = header.pop("shared", False) is True
         if self._is_shared and self._memory is None:
-            raise WireError("the header says shared, and no memory is shared here")
+            raise WireError("the header says shared, but no memory is shared here")
         if self._is_shared and self._memory is not None:
             self._memory.is_agreed = True
         return header
@@ -181,7 +182,7 @@ def _chunks(pieces: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
 
 
 def _little_endian(array: np.ndarray) -> np.ndarray:
-    """An array's bytes as they travel."""
+    """An array's bytes in the order in which they are sent."""
     if array.dtype.byteorder == ">":
         array = array.astype(array.dtype.newbyteorder("<"))
     return bytes_of(array)
@@ -232,7 +233,7 @@ def _piece(reader: MessageReader, name: str, missing: int) -> np.ndarray:
     batch = chunk.data
     if batch is None:
         raise WireError(
-            f"the next message came {missing} bytes before the end of vector {name!r}"
+            f"the next message came, but vector {name!r} still lacks {missing} bytes"
         )
     if not batch.schema.equals(_schema()):
         raise WireError(f"a record batch has the schema {batch.schema!s:.100}")
@@ -240,7 +241,7 @@ def _piece(reader: MessageReader, name: str, missing: int) -> np.ndarray:
     data = column.buffers()[1]
     if not 0 < len(column) <= missing:
         raise WireError(
-            f"{len(column)} bytes came where vector {name!r} lacked {missing}"
+            f"{len(column)} bytes came for vector {name!r}, which lacked {missing}"
         )
     if column.null_count or data is None or data.size < column.offset + len(column):
         raise WireError(f"a record batch of vector {name!r} is damaged")

@@ -1,8 +1,8 @@
 """Messages of the tensor streams: types, limits, and their execution on a server.
 
-A message's header names its type in `"op"`; its vectors follow. A server refuses any
-other message before it allocates memory for vectors. Each type of message has a type of
-answer, whose header is JSON as well.
+A message's header names its type in `"op"`; its vectors follow. A server refuses a
+message of another type before it allocates memory for vectors. Each type of message has
+a type of answer, whose header is JSON as well.
 """
 
 import math
@@ -51,7 +51,7 @@ class Ack(msgspec.Struct):
 
 
 class Created(msgspec.Struct):
-    """The group exists, and was created now if it `is_new`.
+    """The group exists; with `is_new` this message has created it.
 
     The group's optimizer started at `iterations` steps.
     """
@@ -62,7 +62,7 @@ class Created(msgspec.Struct):
 
 
 class TableCreated(msgspec.Struct):
-    """The table exists with this specification, and was created now if it `is_new`."""
+    """The table exists with this `spec`; with `is_new` this message has created it."""
 
     version: int
     is_new: bool
@@ -70,7 +70,7 @@ class TableCreated(msgspec.Struct):
 
 
 class Version(msgspec.Struct):
-    """The version of a group on a server of this incarnation."""
+    """The version and steps of a group on a server with this incarnation."""
 
     incarnation: str
     version: int
@@ -112,9 +112,9 @@ class Message(msgspec.Struct, Generic[_Answer], tag_field="op"):
     answer_type: ClassVar[type[msgspec.Struct]] = Ack
 
     def expected(self, store: VariableStore) -> Mapping[str, Allowed]:
-        """The vectors that the message must have, checked before memory is allocated.
+        """The vectors that the message must announce, before memory is allocated.
 
-        Raises if the message is wrong; the sender gets the reason.
+        Raises an error if the message does not fit; the sender gets the reason.
         """
         return {}
 
@@ -124,9 +124,9 @@ class Message(msgspec.Struct, Generic[_Answer], tag_field="op"):
 
 
 class _OfGroup(Message[_Answer], Generic[_Answer]):
-    """A message to a group, which is applied under the group's lock.
+    """A message to a group of variables, applied under the group's lock.
 
-    The answer's vectors never change, so they are sent after the lock is released.
+    The vectors of a group are immutable, so they are sent after the lock is released.
     """
 
     group: str
@@ -165,7 +165,7 @@ class Create(Message[Created], tag="create"):
 
 
 class Pull(_OfGroup[Version], tag="pull"):
-    """Read a group's values, unless its version is still `seen`."""
+    """Read a group's values; the answer has none if the client has `seen` them."""
 
     answer_type = Version
     seen: Seen | None = None
@@ -254,7 +254,7 @@ class SetSlots(_OfGroup[Ack], tag="set_slots"):
 
 
 class CreateTable(Message[TableCreated], tag="create_table"):
-    """Create a table without an optimizer. Workers set its rule later."""
+    """Create a table without an optimizer; workers set its rule later."""
 
     answer_type = TableCreated
     spec: TableSpec
@@ -273,7 +273,7 @@ class PullRows(Message[Ack], tag="rows"):
     table: str
 
     def expected(self, store: VariableStore) -> Mapping[str, Allowed]:
-        # Each row at most once, so that the answer is no larger than the table.
+        # Bounded, so that the answer is no larger than the table.
         most = store.num_rows_here(store.table(self.table).spec)
         return {"ids": Allowed(("int64",), 0, most)}
 
@@ -298,8 +298,8 @@ class PushRows(Message[TablePushed], tag="push_rows"):
         spec, count = store.table(self.table).spec, self.num_rows
         if count > (most := store.num_rows_here(spec)):
             raise WireError(
-                f"num_rows is {count}; table {spec.name!r:.80} has {most} rows here, "
-                "and each may come once"
+                f"num_rows is {count}; table {spec.name!r:.80} has only {most} rows "
+                "here, and each may occur once"
             )
         size = count * spec.dim
         return {

@@ -30,7 +30,7 @@ class Worker(msgspec.Struct):
     state: str = "absent"
     session: str | None = None
     last_sign: float = 0.0
-    gone_at: float = 0.0  # When it died or left; before, when the board started.
+    gone_at: float = 0.0  # When it died or left; at first, when the board started.
     ok: bool | None = None
     error: str | None = None
     starts: int = 0
@@ -66,7 +66,7 @@ class Presence:
         self.timeouts = timeouts
         self.sessions = sessions
         self._started = now
-        self._next_due = now + timeouts.heartbeat  # The first deadline.
+        self._next_due = now + timeouts.heartbeat  # The earliest heartbeat deadline.
         self.workers = {name: Worker(gone_at=now) for name in workers}
 
     def _worker(self, worker: str) -> Worker:
@@ -91,7 +91,7 @@ class Presence:
         return replaces
 
     def sign(self, worker: str, session: str, now: float) -> None:
-        """Record a heartbeat; refuse one of a session that has not joined."""
+        """Record a heartbeat of a session, which must have joined."""
         entry = self._worker(worker)
         if entry.session != session:
             self.sessions.refuse_ended(worker, session)
@@ -119,7 +119,7 @@ class Presence:
     def newly_dead(self, now: float) -> list[str]:
         """Mark workers without a timely heartbeat as dead; return their names."""
         if now <= self._next_due:
-            return []  # A fast exit: heartbeats only move deadlines later.
+            return []  # A fast path: heartbeats only move deadlines later.
         dead = []
         heartbeat = self.timeouts.heartbeat
         self._next_due = now + heartbeat
@@ -130,7 +130,7 @@ class Presence:
             if now <= due:
                 self._next_due = min(self._next_due, due)
                 continue
-            # Not `now`, which is much later if no task has called in between.
+            # `now` may be much later, if no task has called since.
             entry.state, entry.gone_at = "dead", due
             dead.append(name)
         return dead
@@ -144,10 +144,10 @@ class Presence:
         chief = self.workers[self.chief]
         if chief.state != "left" or not chief.ok or self.alive():
             return False
-        # An absent worker may still be starting.
-        starting = now - self._started <= self.timeouts.startup
-        absent = any(entry.state == "absent" for entry in self.workers.values())
-        return not (starting and absent)
+        # A worker that has not joined may still be starting.
+        is_starting = now - self._started <= self.timeouts.startup
+        has_absent = any(entry.state == "absent" for entry in self.workers.values())
+        return not (is_starting and has_absent)
 
     def failure(self, now: float) -> str | None:
         """The reason why the job has failed; None if it has not."""
@@ -173,7 +173,7 @@ class Presence:
         return None
 
     def restart(self, workers: Mapping[str, Worker], now: float) -> None:
-        """Restore a snapshot's workers; heartbeat deadlines start anew."""
+        """Restore the workers of a snapshot, with new heartbeat deadlines."""
         if list(workers) != list(self.workers):
             raise ValueError(
                 f"Board.load_state: the snapshot is of the workers {listed(workers)}; "
@@ -189,11 +189,12 @@ class Presence:
 class Rendezvous(msgspec.Struct):
     """The key-value store, the barriers, and the reports of workers.
 
-    A key that ends in `/` and a number, such as `"fit 0/verdict/12"`, belongs to the
-    family of the text before the number. The newest 64 keys of a family are kept, other
-    keys for the whole job. Reports are kept for the newest 4 topics. Each barrier name
-    is used once. When a numbered barrier completes, all lower numbers of its family
-    count as complete, so a restarted worker passes them.
+    A key that ends in `/` and a number, such as `"fit 0/verdict/12"`, belongs to a
+    family, which the text before the number names. Of a family the newest 64 keys are
+    kept; keys without a number are kept for the whole job. Reports are kept for the
+    newest 4 topics. Each barrier name is used once. When a numbered barrier completes,
+    all lower numbers of its family count as complete, so a restarted worker passes
+    them.
     """
 
     values: dict[str, Any] = {}
@@ -203,7 +204,7 @@ class Rendezvous(msgspec.Struct):
     topics: dict[str, dict[str, Any]] = {}
 
     def put(self, key: Name, value: JSON, first: bool = True) -> JSON:
-        """Store a value, with `first` only for a new key; return the stored value."""
+        """Store a value; with `first`, keep an existing one. Return the key's value."""
         if value is None:
             raise RequestError(f"put: the value of {key!r} must not be null.")
         if first and key in self.values:
@@ -242,10 +243,10 @@ class Rendezvous(msgspec.Struct):
         return missing
 
     def report(self, topic: Name, worker: Name, values: JSON) -> None:
-        """Store a worker's values under a topic, in place of its earlier ones."""
+        """Store a worker's values under a topic; they replace its earlier values."""
         reported = self.topics.get(topic, {}) | {worker: values}
         remember(self.topics, topic, reported, most=_REPORTS_KEPT)
 
     def reports(self, topic: Name) -> JSONObject:
-        """The values that were reported under a topic, by worker."""
+        """The values that workers have reported under a topic, by worker."""
         return dict(self.topics.get(topic, {}))

@@ -1,9 +1,10 @@
 """A worker's client of one group: pulls values from servers, pushes gradients.
 
 - `values` are from each server's last answer. Servers may have different versions.
-- The user has assigned a variable if its value is not the last one handed out to it.
-- A server restored from a snapshot may have an earlier version, and later give a known
-  version number to other values. Therefore a restored server has a new incarnation.
+- Values are handed out: written into variables, or passed to a program. A variable
+  with another value than the last one that was handed out was assigned by the user.
+- A server that was restored from a snapshot may have an earlier version, and later give
+  a known version number to other values. So it has a new incarnation.
 """
 
 import functools
@@ -44,16 +45,16 @@ _logger = logging.getLogger("replicax")
 
 
 GroupPush: TypeAlias = dict[int, Future[tuple[Pushed, Vectors]]]
-"""The answers of a group's servers to a push that is under way."""
+"""The future answers to a push, by server."""
 
 
 class RemoteGroup:
     """A worker's client of one group, with a cache of its newest values.
 
-    `placement` says on which servers its variables lie. `optimizer` trains it; None:
-    workers add to its values. The optimizer's number of steps is `steps` plus
-    `steps_ahead`. Each push of the group also updates the rows of `tables`. float32
-    gradients are sent in the dtype `compression`.
+    `placement` says on which `servers` its variables lie. `optimizer` trains the group;
+    None: workers add to its values. The optimizer's step count is `steps`, the group's
+    updates in this job, plus `steps_ahead`. Each push of the group also updates the
+    rows of `tables`. float32 gradients are sent in the dtype `compression`.
     """
 
     def __init__(
@@ -71,14 +72,14 @@ class RemoteGroup:
         self.variables = list(variables)
         self.tables = tables_of(variables)
         self.values: list[jax.Array] = []
-        self._steps: dict[int, int] = {}  # By server, as of its last answer.
+        self._steps: dict[int, int] = {}  # By server, from its last answer.
         self.steps_ahead = 0
         self.optimizer: RemoteOptimizer | None = None
         if placement.is_trained:
             self.optimizer = RemoteOptimizer(self, sharding)
         self._handed_out: list[jax.Array] = []
         self._layout = GroupLayout(placement, sharding, compression)
-        self._seen: dict[int, Seen] = {}  # By server, of its last answer.
+        self._seen: dict[int, Seen] = {}  # By server, from its last answer.
         self._vectors: dict[int, Vectors] = {}  # By server.
         self._sequence = 0
 
@@ -111,8 +112,8 @@ class RemoteGroup:
     ) -> None:
         """Create the group on the servers; an existing group keeps its values.
 
-        `restored` are the optimizer's variables from a checkpoint. Raises
-        `ValuesLostError` if only some of the servers still have the group's values.
+        `restored` has the optimizer's variables from a checkpoint. Raises
+        `ValuesLostError` if only some servers still have the group's values.
         """
         vectors = self._layout.all_vectors(values)
         message = Create(self.placement)
@@ -123,21 +124,21 @@ class RemoteGroup:
         is_new = not any(answer.version for answer in created.values())
         if self.optimizer is not None and not is_new:
             _logger.warning(
-                "%s: the servers have trained values of %r already. Training continues "
-                "from these; values that this script has assigned or restored are not "
+                "%s: the servers already have trained values of %r. Training continues "
+                "from them; values that this script has assigned or restored are not "
                 "used.",
                 self.session.name,
                 self.name,
             )
         elif self.optimizer is not None and restored:
-            # Before the board lists the group, so that no worker pushes yet.
+            # Before the board lists the group: no other worker pushes yet.
             self.optimizer.restore(restored)
         value = {"digest": self.placement.digest, "steps": self.steps_ahead}
         value = self.session.board("put", key=key_of(self.name), value=value)
-        self.steps_ahead = value["steps"]  # That of an earlier chief, if any.
+        self.steps_ahead = value["steps"]  # Of the first chief, if it was restarted.
 
     def require_created(self) -> None:
-        """Wait until the chief has created the group; raise if it differs."""
+        """Wait until the chief has created the group; raise if the chief's differs."""
         created = self.session.get(key_of(self.name), f"{self.name!r}: initial values")
         if created["digest"] != self.placement.digest:
             raise ClusterMismatchError(
@@ -161,21 +162,21 @@ class RemoteGroup:
         self._handed_out = self.values
 
     def are_handed_out(self, values: Sequence[jax.Array]) -> bool:
-        """Whether these are the very arrays of the last `hand_out` or `write`."""
+        """Whether these are the same arrays as those last handed out."""
         return all(map(_is_same, values, self._handed_out))
 
     def send_assigned(self, values: Sequence[jax.Array]) -> bool:
-        """On the chief: send values that the user has assigned; return whether it sent.
+        """On the chief, send values that the user has assigned; return whether it sent.
 
-        Assigned values differ from the last `hand_out` or `write`. Other workers do not
-        send assigned values; they log a warning.
+        Other workers do not send assigned values; they log a warning.
         """
         if self.are_handed_out(values) or _are_equal(values, self._handed_out):
             return False
         if self.session.is_chief:
             self.assign(values)
             return True
-        if not _are_equal(values, self.values):  # Equal: the chief assigned the same.
+        # No warning for values that the chief has assigned, too.
+        if not _are_equal(values, self.values):
             _logger.warning(
                 "%s: values were assigned to variables of %s, or another optimizer "
                 "trains them; the servers' values are used. Assign on the chief.",
@@ -187,7 +188,7 @@ class RemoteGroup:
     # Values.
 
     def pull(self) -> bool:
-        """Fetch values of newer versions; return whether there were any."""
+        """Fetch the values that have changed; return whether there were any."""
         messages = {x: Pull(self.name, self._seen.get(x)) for x in self.servers}
         return self._cache(self.session.exchange_all(messages))
 
@@ -201,10 +202,10 @@ class RemoteGroup:
     def push(
         self, gradients: Sequence[jax.Array], based_on: Mapping[int, int]
     ) -> GroupPush:
-        """Start a push; `await_push` waits for its answer, which has new values.
+        """Start a push; `await_push` waits for its answers, which have new values.
 
-        Gradients are equal on all of this worker's replicas, and were computed from
-        values of the versions `based_on`.
+        `gradients` are equal on all of this worker's replicas. They were computed from
+        values of the versions `based_on`, by server.
         """
         pushed = self._layout.as_pushed(gradients)
         self._sequence += 1
@@ -223,7 +224,7 @@ class RemoteGroup:
             own = msgspec.structs.replace(
                 message, based_on=based_on[server], seen=seen[server]
             )
-            # In the connection's thread, which waits here for the step's gradients.
+            # `vectors` waits for the step's gradients, in the connection's thread.
             return connection.exchange(own, self._layout.vectors(pushed, server))
 
         connections = self.session.connections
@@ -235,7 +236,7 @@ class RemoteGroup:
     def await_push(self, push: GroupPush) -> int:
         """Wait for a push, cache the values of its answers, and return its staleness.
 
-        That is the largest of any server: its updates between the pull and the push.
+        Servers may count different numbers of updates; the largest is returned.
         """
         answers = self.session.results(push)
         self._cache(answers)
@@ -258,8 +259,8 @@ class RemoteGroup:
     def _warn_of_restart(self, server: int, incarnation: str) -> None:
         if server in self._seen and self._seen[server][0] != incarnation:
             _logger.warning(
-                "ps:%d was restarted from a snapshot; its log says how many updates "
-                "of %s are lost.",
+                "ps:%d was restarted from a snapshot; at the end of the job its log "
+                "has the number of lost updates. The group is %s.",
                 server,
                 self.name,
             )

@@ -1,13 +1,14 @@
-"""A worker's client of a group's optimizer, which the servers step.
+"""A worker's client of a group's optimizer, which runs on the servers.
 
-Of the optimizer's state a worker has only two numbers, in local variables: the number
-of steps and, unless a schedule sets it, the learning rate.
+Of the optimizer's state a worker has only two numbers, in local variables: the step
+count and, unless a schedule sets it, the learning rate.
 
-- The optimizer's number of steps is the group's steps in this job plus `steps_ahead`.
-- All workers use the chief's `steps_ahead`. They read `steps_ahead` from the board when
-  they connect to the group, and when an epoch begins.
-- A value that this worker did not write was assigned by the user. Only the chief sends
-  assigned values to the servers.
+- The step count is the group's updates in this job plus `steps_ahead`, the steps before
+  this job.
+- All workers use the chief's `steps_ahead`. They read it from the board when they
+  connect to the group, and when an epoch begins.
+- A number that this worker did not write was assigned by the user. Only the chief sends
+  assigned numbers to the servers.
 """
 
 from collections.abc import Mapping
@@ -49,26 +50,26 @@ class RemoteOptimizer:
         self._steps: _SharedNumber | None = None
         self._rate: _SharedNumber | None = None
 
-    # The number of steps and the learning rate.
+    # The step count and the learning rate.
 
     def watch(self, count: keras.Variable | None, rate: keras.Variable | None) -> None:
-        """Watch the variables of its number of steps and its rate for assignments."""
+        """Watch the variables of the step count and the rate for assignments."""
         if self._steps is None and count is not None:
             self._steps = _SharedNumber(count)
             self._rate = None if rate is None else _SharedNumber(rate)
 
     @property
     def count(self) -> keras.Variable | None:
-        """The variable of its number of steps; None before `watch`."""
+        """The variable of the step count; None before `watch`."""
         return None if self._steps is None else self._steps.variable
 
     def hand_out_steps(self, stored: dict[int, jax.Array]) -> None:
-        """Add the number of steps to `stored`, by the id of its variable."""
+        """Add the step count to `stored`, by the id of its variable."""
         if self._steps is not None:
             stored[id(self._steps.variable)] = self._current_steps(self._steps)
 
     def write_steps(self) -> None:
-        """Write the number of steps into its variable."""
+        """Write the step count into its variable."""
         if self._steps is not None and internals.has_value(self._steps.variable):
             value = self._current_steps(self._steps)
             internals.write_values([self._steps.variable], [value])
@@ -80,10 +81,10 @@ class RemoteOptimizer:
         return array
 
     def send_assigned(self, stored: Stored | None = None) -> float | None:
-        """On the chief: send a rate or a number of steps that the user has assigned.
+        """On the chief, send a rate or a step count that the user has assigned.
 
         Returns:
-            On the chief the rate, if the user has assigned another one; else None.
+            On the chief the assigned rate, if any; else None.
         """
         steps = self._steps and self._steps.pop_assigned(stored)
         rate = self._rate and self._rate.pop_assigned(stored)
@@ -97,13 +98,13 @@ class RemoteOptimizer:
         return rate
 
     def _set_steps_ahead(self, steps: float) -> None:
-        """Set `steps_ahead` so that the optimizer's number of steps is `steps`."""
+        """Set `steps_ahead` so that the step count is `steps`."""
         self.group.steps_ahead = int(steps) - self.group.steps
 
     # The optimizer's state on the servers.
 
     def slots(self, name: str | None = None) -> dict[VariableSlot, np.ndarray]:
-        """Read the slots of a name, or all slots; join the shards of each slot."""
+        """Read all slots, or the slots called `name`; join the shards of each slot."""
         message = GetSlots(self.group.name, name)
         messages = dict.fromkeys(self.group.servers, message)
         answers = self.group.session.exchange_all(messages)
@@ -124,14 +125,14 @@ class RemoteOptimizer:
         self.group.session.exchange_all(messages, vectors)
 
     def restore(self, values: Mapping[VariableSlot, np.ndarray]) -> None:
-        """Set all of its slots to those of a checkpoint."""
+        """Set all slots to the values from a checkpoint."""
         try:
             self.assign_slots(values)
         except ServerRefused as refused:
             raise CheckpointError(
-                f"Checkpoint.restore: what was saved of the optimizer does not fit the "
-                f"one of {self.group.name!r}: {refused} Compile the model with the "
-                "optimizer that was saved."
+                f"Checkpoint.restore: the saved optimizer state does not fit the "
+                f"optimizer of {self.group.name!r}: {refused} Compile the model with "
+                "the optimizer that was saved."
             ) from refused
         steps = values.get(("iteration", None))
         if steps is not None:
@@ -148,9 +149,9 @@ class RemoteOptimizer:
 
 
 class _SharedNumber:
-    """A variable of this worker whose value the servers have as well.
+    """A local variable with a number that the servers have, too.
 
-    The last value from the servers is kept, to detect a value that the user assigns.
+    Keeps the last number from the servers, to detect a number that the user assigns.
     """
 
     def __init__(self, variable: keras.Variable) -> None:
@@ -160,7 +161,7 @@ class _SharedNumber:
         self.pop_assigned(None)
 
     def note(self, array: jax.Array, number: float) -> None:
-        """Remember the servers' number, and the array that the variable gets next."""
+        """Remember the servers' number, and the array that is written for it."""
         self._array, self._number = array, number
 
     def cast(self, number: float) -> np.ndarray:
@@ -168,7 +169,7 @@ class _SharedNumber:
         return np.asarray(number, self.variable.dtype)
 
     def pop_assigned(self, stored: Stored | None) -> float | None:
-        """Return a number that the user has assigned since the last call, else None."""
+        """Return the number that the user has assigned since the last call, if any."""
         (array,) = internals.read_values([self.variable])
         array = (stored or {}).get(id(self.variable), array)
         if array is None or array is self._array:

@@ -2,11 +2,12 @@
 
 - A variable has its last value from the servers, or a later value that the user
   assigned. The next program, epoch or `publish` detects assigned values, and the chief
-  sends its own to the servers.
-- `stored` has the values of a running program's variables, by their ids. They are
-  written together when the program has ended, so an error changes no variable.
-- In `fit`, values come with the answers of steps and at the end of an epoch; `evaluate`
-  within `fit` pulls no values.
+  sends them to the servers.
+- A dict `stored` maps ids of variables to their values while a program runs. The
+  values are written together when the program has ended, so an error changes no
+  variable.
+- In `fit`, new values come with the answers to pushes and at the end of an epoch;
+  `evaluate` within `fit` pulls no values.
 - The runner calls `execute` under its lock; XLA's threads use `rows`, which has its
   own lock.
 """
@@ -50,6 +51,7 @@ class _Connected(NamedTuple):
 
     `groups` has the group of each update, followed by `moving`, the groups of moving
     statistics. `others` are the variables of `moving` that the program does not write.
+    With `looks_up` the program looks up rows of tables.
     """
 
     groups: list[RemoteGroup]
@@ -94,7 +96,7 @@ class ServerHome(ReplicaHome):
         self._num_fits = 0
 
     def refresh(self) -> None:
-        """Pull the newest values into the variables that the user has not assigned."""
+        """Pull the newest values; write them unless the user has assigned others."""
         self.settle()
         requests = self.remote.requests
         if requests is not None:
@@ -117,19 +119,19 @@ class ServerHome(ReplicaHome):
         for group in self.remote.groups:
             group.pull()
 
-    def steps_made(self) -> dict[str, list[int]]:
-        """Each group's steps in this job, and `steps_ahead` of its optimizer."""
+    def num_steps(self) -> dict[str, list[int]]:
+        """By group: its steps in this job, and its optimizer's `steps_ahead`."""
         return {x.name: [x.steps, x.steps_ahead] for x in self.remote.groups}
 
-    def begin_epoch(self, made: Mapping[str, Sequence[int]]) -> None:
-        """Begin an epoch with the chief's `steps_made()`."""
+    def begin_epoch(self, num_steps: Mapping[str, Sequence[int]]) -> None:
+        """Begin an epoch with the chief's `num_steps()`."""
         for group in self.remote.groups:
-            mine = group.steps, group.steps_ahead
-            steps, group.steps_ahead = made.get(group.name, mine)
+            own = group.steps, group.steps_ahead
+            steps, group.steps_ahead = num_steps.get(group.name, own)
             is_ahead = group.steps > steps and _have_values(group)
             if is_ahead and not self.session.is_chief:
-                # Other workers have trained since the chief sent assigned values, which
-                # this script has assigned too: overwrite them without a warning.
+                # This script has assigned the values that the chief has sent, and other
+                # workers have trained since: overwrite them without a warning.
                 group.write()
 
     def execute(self, program: Program, arrays: Sequence[ArrayLike]) -> PyTree:
@@ -140,7 +142,7 @@ class ServerHome(ReplicaHome):
         before = {id(v): stored[id(v)] for v in (*program.written, *connected.others)}
 
         # No input is donated, and results are written only at the end. So the program
-        # can run again after the loss of a server with rows, and an error changes no
+        # can run again after a server with rows was lost, and an error changes no
         # variable.
         def run() -> StepResult:
             return program([stored[id(v)] for v in program.inputs], arrays)
@@ -184,7 +186,7 @@ class ServerHome(ReplicaHome):
         self.rows.await_pushes(rows)
 
     def adopt(self, program: Program) -> None:
-        """Write the servers' values into a program's variables, as a step would."""
+        """Write the servers' values into a program's variables, without a step."""
         stored = _values(program.variables)
         connected = self._connect(program, stored)
         internals.write_values(
@@ -195,9 +197,9 @@ class ServerHome(ReplicaHome):
                 group.optimizer.write_steps()
 
     def _connect(self, program: Program, stored: dict[int, jax.Array]) -> _Connected:
-        """Return a program's groups; add the values of its variables to `stored`.
+        """Return a program's groups, and update `stored` from their cached values.
 
-        Send values and learning rates that this worker's user has assigned.
+        Sends values and learning rates that the user has assigned.
         """
         connected = self._connected.get(program)
         if connected is None:
@@ -224,11 +226,11 @@ class ServerHome(ReplicaHome):
         return _Connected(groups, moving, others, looks_up)
 
     def _is_added_to(self, variable: Variable, program: Program) -> bool:
-        """Whether a training program's additions to a variable count for all workers.
+        """Whether all workers add their changes of a variable on the servers.
 
-        In `fit`, where each worker computes some of the steps, this includes counters.
-        It excludes a variable that a step overwrites without reading its old value:
-        each worker keeps its own last value.
+        True for moving statistics and, in `fit`, where each worker computes some of the
+        steps, for counters. False for a variable that a step overwrites without reading
+        its old value: each worker keeps its own last value.
         """
         if is_seed_state(variable):
             return False
@@ -263,8 +265,8 @@ class ServerHome(ReplicaHome):
                 self.rows.assign_rate(group.name, group.tables, rate)
 
     def finalize(self, optimizer: keras.optimizers.Optimizer) -> None:
-        """At the end of training: overwrite values with the optimizer's averages."""
-        # Keras calls this after an error too; then the servers may be lost.
+        """At the end of training, overwrite values with the optimizer's averages."""
+        # Keras also calls this after an error; then the servers may be lost.
         if isinstance(sys.exc_info()[1], ClusterError):
             return
         self.settle()
@@ -275,7 +277,7 @@ class ServerHome(ReplicaHome):
     def prepared_gradients(
         self, optimizer: keras.Optimizer, grads: list[jax.Array | None]
     ) -> list[jax.Array | None]:
-        """Clip gradients on the worker: a server has only some of the variables."""
+        """Clip gradients here, because a server has only some of the variables."""
         return clip_before_push(optimizer, grads) if clips(optimizer) else grads
 
     def adds_up(self, *, trains: bool) -> bool:
@@ -291,10 +293,10 @@ class ServerHome(ReplicaHome):
         return WorkQueueFit(self._strategy, model, fit, self._num_fits)
 
     def read_state(self, optimizer: keras.Optimizer) -> dict[str, np.ndarray]:
-        """Read an optimizer's slots from the servers, by names for a checkpoint.
+        """Read an optimizer's slots from the servers, by their names in a checkpoint.
 
-        The names are those of an optimizer with its variables in this process, so that
-        checkpoints of both kinds are interchangeable.
+        The names are the same as without servers, so the checkpoints are
+        interchangeable.
         """
         self.settle()
         return {
@@ -314,12 +316,12 @@ class ServerHome(ReplicaHome):
         )
 
     def begin(self) -> None:
-        """Fetch the newest values."""
+        """Pull the newest values, unless a `fit` is running."""
         if self.fit_metrics is None:
             self.refresh()
 
     def settle(self) -> None:
-        """Wait for the push in flight, if any; then values and `steps` are current."""
+        """Wait for the push in flight, if any: its update is then applied."""
         pushes, self._in_flight = self._in_flight, []
         if pushes:
             (first, *_) = [group.await_push(push) for group, push in pushes]

@@ -1,13 +1,13 @@
-"""Steps the user's Keras optimizer on a server's shards of a group.
+"""Runs the user's Keras optimizer on a server's shards of a group.
 
 The optimizer is rebuilt from its config, for variables with the shards' names and
-shapes. One compiled function of flat vectors steps the optimizer. Its state, the
-optimizer's own variables (Keras: `optimizer.variables`), is donated. The parameters are
-not donated, because answers may still refer to them.
+shapes. One compiled function of flat vectors applies it. The optimizer's state (Keras:
+`optimizer.variables`) is donated. The parameters are not donated, because answers may
+still refer to them.
 
 The result of an elementwise optimizer does not depend on the boundaries of variables.
-So spans of neighbouring shards are stepped as one variable: a model of hundreds of
-variables needs only a few operations on long vectors.
+So neighbouring shards form a span, which the optimizer treats as one variable: a model
+of hundreds of variables needs only a few operations on long vectors.
 """
 
 import contextlib
@@ -39,8 +39,8 @@ _Vectors = dict[str, jax.Array]
 class ServerOptimizer:
     """Updates a server's shards of one group: a pure function of values and state.
 
-    Raises `ValueError` for an unknown rule. `start` raises it if the optimizer cannot
-    be built or compiled for these shards.
+    Raises `ValueError` for an unknown rule. `start` raises `ValueError` if the
+    optimizer cannot be built or compiled for these shards.
 
     Example:
         >>> from replicax.ps.partition import VariableInfo, place
@@ -100,12 +100,12 @@ class ServerOptimizer:
     ) -> tuple[_Vectors, list[jax.Array]]:
         """Dispatch one step, without waiting; donates `state`, not `vectors`.
 
-        `gradients` may be of another float dtype, and must not change before the result
+        `gradients` may have another float dtype, and must not change before the result
         is computed.
         """
         if not vectors:
             return vectors, state
-        # Committed to the CPU: a server's default device may be another one.
+        # Placed on the CPU, which may not be the server's default device.
         placed = {
             dtype: jax.device_put(np.asarray(gradients[dtype]), self._cpu)
             for dtype in vectors
@@ -117,7 +117,7 @@ class ServerOptimizer:
         return vectors, state
 
     def slots(self, state: Sequence[jax.Array]) -> Slots:
-        """The optimizer's variables by their owners; views of `state`."""
+        """The optimizer's variables by name and shard, as views of `state`."""
         slots: Slots = {}
         for (owner, name), value in zip(self._owners, state, strict=True):
             if owner is None:
@@ -132,7 +132,7 @@ class ServerOptimizer:
         return slots
 
     def with_slots(self, state: list[jax.Array], new: Slots) -> list[jax.Array]:
-        """Return the state with the slots of `new` replaced."""
+        """Return a state in which the slots in `new` are replaced."""
         slots = self.slots(state)
         self.check_slots(state, {key: np.shape(value) for key, value in new.items()})
         changed = []
@@ -178,9 +178,9 @@ class ServerOptimizer:
         except (TypeError, ValueError, KeyError) as error:
             raise ValueError(
                 f"group {self.group.name!r}: its optimizer cannot be built from its "
-                f"config: {error} Classes of your own must be defined and registered "
-                "before ParameterServerStrategy() is called, for that is where a "
-                "server's script stays."
+                f"config: {error} Define and register your own classes before "
+                "ParameterServerStrategy() is called: a server's script does not get "
+                "past that call."
             ) from error
         if clips_on_worker(optimizer):  # `clip_before_push` has clipped the gradients.
             optimizer.clipnorm = optimizer.global_clipnorm = optimizer.clipvalue = None
@@ -221,8 +221,8 @@ class ServerOptimizer:
     ) -> tuple[list[list[int]], FlatLayout]:
         """Spans of shard indices, in order of their first shards, and their layout.
 
-        Neighbours of equal kind form one span, a flat vector. A shard of kind None is
-        a span by itself, and keeps its shape.
+        Neighbours of the same dtype and kind form one span, a flat vector. A shard of
+        kind None is a span by itself, and keeps its shape.
         """
         spans: list[list[int]] = []
         newest: dict[str, tuple[list[int], Hashable | None]] = {}  # By dtype.
@@ -259,7 +259,7 @@ class ServerOptimizer:
         return state, self._joined(values, vectors)
 
     def _joined(self, values: Sequence[jax.Array], like: _Vectors) -> _Vectors:
-        """Concatenate the spans' values to vectors."""
+        """Concatenate the spans' values to one vector per dtype."""
         joined: _Vectors = {}
         for (dtype, start, _), value in zip(self._layout.spans, values, strict=True):
             whole = like[dtype]
@@ -274,7 +274,7 @@ class ServerOptimizer:
 
 
 def _variable(shard: VariableShard, value: jax.Array) -> keras.Variable:
-    """Create a variable with the worker's path and name, which optimizers may use."""
+    """Create a variable with the worker's name and path, which optimizers may read."""
     *scope, name = shard.path.split("/")
     within = contextlib.nullcontext()
     if scope:  # An absolute path, independent of the calling thread's scope.

@@ -1,13 +1,13 @@
 """A worker's session with the servers: joins, sends heartbeats, waits for others.
 
 - A separate thread sends heartbeats. If an answer says that the job has failed, the
-  next call or wait of any other thread raises that failure.
+  next call or wait of any thread raises this failure.
 - A thread that waits polls the board until its own deadline.
-- A new incarnation of server 0 has a restarted board. One thread then joins the board
-  again and replays the log of calls, while the other threads wait. A call is logged
-  before it is sent, so the replay includes calls that the lost board did not answer.
-- If the board belongs to another job, a worker with values on servers fails, as these
-  values are lost. A worker without values joins the board's job.
+- A new incarnation of server 0 means that the board was restarted. One thread then
+  joins the board again and replays the log of calls, while other threads wait. A call
+  is logged before it is sent, so the replay includes calls without an answer.
+- A restarted board may belong to another job. Then a worker with values on servers
+  fails, because these values are lost; a worker without values joins the new job.
 """
 
 import atexit
@@ -72,10 +72,10 @@ class Session:
     """This process as one of the workers: `workers[index]`, the chief first.
 
     The chief creates values and decides when to stop. `id` is unique to this process: a
-    restarted worker has another `id`. `steps` counts its completed training steps,
-    `staleness` its pushes by their staleness, `starts` the starts of this worker.
-    `has_values` is true if it has groups or tables. `closure` is the id of the running
-    closure of a coordinator, and the number of the closure's pushes by group.
+    restarted worker has another `id`. `steps` counts this process' training steps,
+    `staleness` its pushes by their staleness, `starts` the processes of this worker so
+    far. `has_values` is true if it has groups or tables. `closure` has the id of the
+    running closure of a coordinator, and the number of the closure's pushes by group.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Session:
                 task=f"ps:{i}",
                 caller=self.name,
                 reply_timeout_seconds=timeouts.step,
-                # `join` later sets the timeout for a server's restart.
+                # After the start, `join` sets the timeout for a server's restart.
                 retry_timeout_seconds=timeouts.startup,
                 silence_timeout_seconds=timeouts.heartbeat,
             )
@@ -143,8 +143,8 @@ class Session:
         self._beat_seconds = beat_seconds(len(self.workers), joined.heartbeat_seconds)
         threading.Thread(target=self._beat, daemon=True).start()
         atexit.register(self.leave)
-        # After the board, which thus learns of a failure to reach another server. After
-        # `admit` a server refuses messages of this worker's earlier processes.
+        # The board comes first, so that it learns if another server cannot be reached.
+        # After `admit` a server refuses messages of this worker's earlier processes.
         me = self._me | {"before": joined.before}
         greetings = [
             connection.submit(lambda x: x.call("store.admit", **me))
@@ -176,7 +176,7 @@ class Session:
         return {server: self.result(future) for server, future in futures.items()}
 
     def result(self, future: Future[_Result]) -> _Result:
-        """Wait for the future of `Connection.submit`, while the job runs."""
+        """Wait for the future of `Connection.submit`; raise if the job fails."""
         while True:
             try:
                 return future.result(timeout=_LOOK_SECONDS)
@@ -196,7 +196,7 @@ class Session:
         return sum(x.bytes_sent + x.bytes_received for x in self.connections)
 
     def closure_push(self, group: str) -> Closure | None:
-        """Count a push to a group; return the running closure's id and the count."""
+        """Count a push to a group; return the running closure and the push's number."""
         if self.closure is None:
             return None
         id, pushes = self.closure
@@ -211,11 +211,11 @@ class Session:
         return self._call(method, arguments)
 
     def as_worker(self, method: str, **arguments: Any) -> Any:
-        """Call a method of the board with this worker and session."""
+        """Call a method of the board, with this worker's name and session."""
         return self.board(method, **self._me, **arguments)
 
     def once(self, method: str, **arguments: Any) -> Any:
-        """Call a method of the board exactly once, by a call number."""
+        """Call a method of the board with a call number, so that it runs once."""
         with self._numbering:  # Calls are sent in the order of their numbers.
             return self.as_worker(method, call=next(self._calls), **arguments)
 
@@ -225,7 +225,7 @@ class Session:
 
     @property
     def _has_replayed(self) -> bool:
-        """Whether the present board has received all logged calls."""
+        """Whether the current board has received all logged calls."""
         return self._incarnation == self.connections[0].incarnation
 
     def _call(self, method: str, arguments: JSONObject) -> Any:
@@ -276,10 +276,10 @@ class Session:
         what: str,
         missing: Callable[[], str],
     ) -> _Result:
-        """Call `poll`, which asks the board, until its result is not None.
+        """Call `poll`, which calls the board, until its result is not None.
 
-        After the step timeout, or at once if the job has failed, a `ClusterError` names
-        `what` this worker waits for and the workers that are `missing`.
+        Raises `ClusterError` after the step timeout, or at once if the job has failed.
+        The error names `what` this worker waits for, and the `missing` workers.
         """
 
         def late() -> NoReturn:
@@ -311,7 +311,7 @@ class Session:
         self.wait(arrived, name, lambda: listed(missing))
 
     def get(self, key: str, what: str) -> Any:
-        """Wait for the chief's value of a key, while the chief is alive."""
+        """Wait for the chief's value of a key; raise if the chief has ended."""
         chief = f"{self.workers[0]} (the chief)"
         looked = time.monotonic()
 
@@ -351,7 +351,7 @@ class Session:
             self._script_exit = f"SystemExit: {code}"
 
     def leave(self, error: str | None = None) -> None:
-        """Tell the board that this worker leaves or fails. Idempotent."""
+        """Report to the board that this worker ends, or its error. Idempotent."""
         if self._ended.is_set() or not self.starts:
             return
         self._ended.set()
@@ -365,7 +365,7 @@ class Session:
             self._ask("leave", self._me | {"ok": error is None, "error": error})
         except (ClusterError, ServerRefused) as lost:
             if self._has_replayed:  # Else the board is another job's.
-                _logger.warning("%s could not say that it ends: %s", self.name, lost)
+                _logger.warning("%s could not report its end: %s", self.name, lost)
         self.close()
 
     def close(self) -> None:
@@ -419,7 +419,7 @@ def _report_exceptions(session: Session) -> None:
 def require_all_known(
     worker: str, name: str, answers: Mapping[int, Created | TableCreated]
 ) -> None:
-    """Raise if some servers have trained values of a group, and others just created it.
+    """Raise if a server has lost its values of a group that other servers still have.
 
     `answers` are the answers to `Create`, by server. A trained group exists on all
     servers, so a server that has just created the group has lost its values.
@@ -431,13 +431,13 @@ def require_all_known(
             f"{worker}: ps:{new[0]} has lost its values: {name!r} is new there, and "
             f"ps:{trained[0]} has trained values. Start the job again, without the "
             "servers' snapshots if there are some; with snapshot_dir=... a restarted "
-            "server goes on from its own.",
+            "server restores its own snapshot.",
             culprit=f"ps:{new[0]}",
         )
 
 
 class ReplayLog:
-    """The calls to replay on a restarted board: the last one of each name, in order."""
+    """The calls to replay on a restarted board: the last of each name, in order."""
 
     def __init__(self) -> None:
         self._calls: dict[tuple[str, str], JSONObject] = {}

@@ -3,11 +3,10 @@
 Over a socket, gRPC and the kernel copy the bytes of a message four times. Through
 shared memory there are two copies: into the memory and out of it.
 
-The worker creates an unnamed file of sealed size, and offers it when it opens a stream.
-A server of the same machine and user opens the file through `/proc`. Another server
-fails to open it, or reads a wrong nonce, and the bytes go over the stream. The two ends
-use the memory in alternation: a message is read before its answer is written. Only used
-pages occupy memory, until the last process that maps the file ends.
+The worker creates an unnamed file of fixed size, and offers it when it opens a stream.
+A server of the same machine and user opens the file through `/proc`. Any other server
+fails to open the file, or reads a wrong nonce; then the bytes go over the stream. The
+two ends take turns: a message is read before its answer is written.
 """
 
 import fcntl
@@ -43,8 +42,8 @@ class Offer(msgspec.Struct, forbid_unknown_fields=True):
 class SharedMemory:
     """Memory that two processes map.
 
-    A server finds the memory by `offer`, until `close`. `is_agreed` is true when both
-    ends are known to map the memory.
+    `offer` tells a server where the memory is; it is valid until `close`. `is_agreed`
+    becomes true when this end knows that the other end maps the memory too.
 
     Example:
         >>> import sys
@@ -63,18 +62,18 @@ class SharedMemory:
         self.offer = offer
         self.is_agreed = not offer
         self._bytes = np.frombuffer(mmap.mmap(file, _SIZE), np.uint8)
-        # The owner closes the file after a server has accepted the offer.
+        # A server opens the file by its owner's descriptor, so the owner keeps it open.
         self.close = weakref.finalize(self, os.close, file) if offer else _do_nothing
 
     @classmethod
     def make(cls) -> Self | None:
-        """Create memory with an `offer`; None where the system cannot share memory."""
+        """Create memory with an `offer`; None if the system cannot share memory."""
         if not hasattr(os, "memfd_create"):  # Only Linux has it.
             return None
         try:
             file = os.memfd_create("replicax", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         except OSError as error:
-            _logger.info("bytes for servers go over the network: %s", error)
+            _logger.info("no memory can be shared with servers: %s", error)
             return None
         os.ftruncate(file, _SIZE)
         fcntl.fcntl(file, fcntl.F_ADD_SEALS, _seals())
@@ -97,7 +96,7 @@ class SharedMemory:
             nonce = os.pread(file, _NONCE_BYTES, 0).hex()
             if is_sealed and nonce == parsed.nonce and os.fstat(file).st_size == _SIZE:
                 return cls(file)
-        except OSError:  # Another kind of file.
+        except OSError:  # The file has no seals: it is of another kind.
             pass
         finally:
             os.close(file)
@@ -110,7 +109,7 @@ class SharedMemory:
     def places(
         self, arrays: Iterable[np.ndarray]
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Each array `uint8[n]` and its place in the memory, one after another."""
+        """Yield each array `uint8[n]` with its part of the memory."""
         start = _START
         for array in arrays:
             yield array, self._bytes[start : start + len(array)]

@@ -36,9 +36,10 @@ class VariableStore:
     """The groups and tables of one server. All methods may be called from any thread.
 
     Tables are sharded over servers by rows. `incarnation` is a random id of this store.
-    A version is valid only with its incarnation, as a restored server may give the same
-    number to other values. If answers must be durable, `flush` waits until all changes
-    are on disk.
+    A version is valid only with its incarnation, because a restored server may later
+    give the same version number to other values. If answers must be durable, `flush`
+    waits until all changes are on disk. `sessions` is the server's registry of
+    sessions.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class VariableStore:
         return spec.num_rows_on(self.server, self._num_servers)
 
     def set_rule(self, table: str, rule: JSONObject, group: str) -> None:
-        """Set the rule by which a table's rows are updated with a group."""
+        """Set the update rule of a table's rows; see `Table.set_rule`."""
         self.table(table).set_rule(rule, group)
 
     def set_learning_rate(self, table: str, learning_rate: float) -> None:
@@ -156,13 +157,13 @@ class VariableStore:
 
     @property
     def num_changes(self) -> int:
-        """A number that grows with each change of a group or table."""
+        """A number that increases with each change of a group or table."""
         return sum(1 + group.num_changes for group in self._all_groups())
 
     @property
     def num_updates(self) -> int:
-        """Updates applied so far, of all groups together."""
-        # The maximum: tables are updated with groups, which may lie on other servers.
+        """The number of updates of all groups so far, or of all tables if greater."""
+        # Tables are updated together with groups, which may lie on other servers.
         return max(
             sum(group.version for group in self._all(self._groups)),
             sum(table.version for table in self._all(self._tables)),
@@ -178,7 +179,7 @@ class VariableStore:
 
         `applied` counts the updates in the values, `lost` the updates that restarts
         have undone. Both are sums over the trained groups; without trained groups, over
-        all groups; without groups, over all tables. `staleness` has by worker a
+        all groups; without groups, over all tables. `staleness` maps each worker to a
         histogram of its pushes to trained groups.
         """
         staleness: dict[str, Counter[int]] = {}
@@ -207,7 +208,7 @@ class VariableStore:
     def state(self) -> JSONObject:
         """The state: `{"meta": JSON values, "arrays": host arrays by name}`.
 
-        Arrays are copies or immutable, so pushes can continue.
+        The arrays are copies or immutable, so pushes may go on meanwhile.
         """
         states: list[tuple[dict[str, np.ndarray | jax.Array], JSONObject]] = []
         for group in self._all_groups():

@@ -1,7 +1,6 @@
 """An embedding table on a server: workers pull and update a few rows at a time.
 
-Row `r` lies on server `r % num_servers`, at place `r // num_servers` there. Its initial
-value comes from `row_initializers`.
+Row `r` lies on server `r % num_servers`, at index `r // num_servers` of its arrays.
 """
 
 from typing import Annotated, NamedTuple
@@ -38,7 +37,7 @@ class TableSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     Raises:
         TableError: For sizes below 1, another dtype than float32, or an initializer
-            that looks at the whole table.
+            that needs the whole table.
 
     Example:
         >>> import keras
@@ -75,10 +74,10 @@ class TableSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             raise TableError(f"Table {self.name!r}: {error}") from error
 
     def fits(self, other: "TableSpec") -> bool:
-        """Whether an existing table has the sizes of this specification.
+        """Whether another specification has the same name, sizes and dtype.
 
-        The existing table keeps its initial values and optimizer: each process that
-        starts without a seed draws its own seed.
+        Initializers and seeds may differ: each process that starts without a seed draws
+        its own. The first specification decides.
         """
         return all(
             getattr(self, field) == getattr(other, field)
@@ -95,19 +94,20 @@ class TableSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class RowsPushed(NamedTuple):
-    """The result of a push; `applied` says whether the table contains it."""
+    """The table's version after a push, and whether the push was applied."""
 
     version: int
     applied: bool
 
 
 class Table(Group):
-    """One server's rows of a table, and their optimizer slots.
+    """One server's rows of a table, and their optimizer state (slots).
 
-    Its methods are thread safe, except `push`, `state` and `load_state`.
+    Methods are thread safe, except `push`, `state` and `load_state`, whose callers hold
+    the lock.
 
-    Memory: `dim * 4 * (1 + number of slots)` bytes for each row. Slots that start from
-    zero occupy memory only for rows that were pushed.
+    Memory: `dim * 4 * (1 + number of slots)` bytes for each row. Slots with the initial
+    value zero occupy memory only for rows that were pushed.
 
     Example:
         >>> import numpy as np
@@ -134,7 +134,7 @@ class Table(Group):
     ) -> None:
         super().__init__(f"table {spec.name!r}", server, sessions)
         self.spec = spec
-        self._groups: set[str] = set()  # Their pushes update its rows.
+        self._groups: set[str] = set()  # Groups whose pushes update the rows.
         self._num_servers = num_servers
         self._optimizer = None if spec.rule is None else self._build(spec.rule)
         shape = (spec.num_rows_on(server, num_servers), spec.dim)
@@ -151,11 +151,10 @@ class Table(Group):
             raise TableError(f"the rule is malformed: {error!r:.200}") from error
 
     def set_rule(self, rule: JSONObject, group: str) -> None:
-        """Set the rule by which rows are updated with a group.
+        """Set the update rule of the rows, which change with each push of a group.
 
-        The table keeps its first rule. The same optimizer is accepted again, under any
-        name; another optimizer raises an error. The first call for each group sets the
-        learning rate.
+        The table keeps its first rule. Later rules must have the same optimizer, under
+        any name. The first call for each group sets the learning rate.
         """
         optimizer = self._build(rule)
         with self.lock:
@@ -166,8 +165,8 @@ class Table(Group):
                 self._slots = self._new_slots()
             elif differing := differing_options(self.spec.rule or {}, rule):
                 raise TableError(
-                    f"Table {self.spec.name!r}: its optimizer is there, with its "
-                    f"slots, and another one has {differing}. Train all models that "
+                    f"Table {self.spec.name!r}: it has an optimizer already, and the "
+                    f"new optimizer differs in {differing}. Train all models that "
                     "share the table with the same optimizer, or give the layer "
                     "another name."
                 )
@@ -210,7 +209,7 @@ class Table(Group):
             return RowsPushed(self.version, last.applied)
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """Set the learning rate of later updates, if it is a number."""
+        """Set the learning rate of later updates; not if a schedule sets it."""
         optimizer = self._required_optimizer()
         rate = (self.spec.rule or {})["config"]["config"]["learning_rate"]
         if not isinstance(rate, int | float) or not np.isfinite(learning_rate):
@@ -248,8 +247,8 @@ class Table(Group):
         if (saved, loaded) != (mine, shapes):
             raise TableError(
                 f"Table {self.spec.name!r}: the state to load is of {saved} with "
-                f"arrays {loaded}, expected {mine} with {shapes}. Use the same number "
-                "of servers and optimizer as when it was saved."
+                f"arrays {loaded}, expected {mine} with {shapes}. Use the number of "
+                "servers and the optimizer of the job that saved it."
             )
         for name, array in self._arrays().items():
             array[...] = arrays[name]

@@ -57,7 +57,7 @@ class WireError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Allowed:
-    """The limits of a message's vector: dtypes, and numbers of elements."""
+    """The dtypes and the numbers of elements that a message's vector may have."""
 
     dtypes: tuple[str, ...]
     least: int
@@ -65,9 +65,9 @@ class Allowed:
 
 
 def exactly(lengths: Mapping[str, int], *others: str) -> dict[str, Allowed]:
-    """Vectors named after their dtypes, of exactly these lengths.
+    """Allow vectors that are named after their dtypes, of exactly these lengths.
 
-    Floating-point vectors may also be of the dtypes `others`.
+    Floating-point vectors may also have one of the dtypes `others`.
 
     Example:
         >>> exactly({"float32": 10}, "bfloat16")
@@ -98,7 +98,7 @@ class MessageReader(Protocol):
     """A Flight stream's reader."""
 
     def read_chunk(self) -> Any:
-        """The next record batch, as `data`, or text about it, as `app_metadata`."""
+        """The next chunk: a record batch, `data`, or a text, `app_metadata`."""
 
     def cancel(self) -> None:
         """Cancel the stream and its calls in progress."""
@@ -162,17 +162,19 @@ def dtype_named(name: str) -> np.dtype:
 
 
 def read_json(data: bytes) -> JSONObject:
-    """Parse the bytes that another process sent as a JSON object.
+    """Parse bytes from another process as a JSON object.
 
     Raises:
-        WireError: If it is too large or no JSON object.
+        WireError: If the bytes are too many or no JSON object.
 
     Example:
         >>> read_json(b'{"op": "pull"}')
         {'op': 'pull'}
     """
     if len(data) > HEADER_BYTES:
-        raise WireError(f"the JSON has {len(data)} bytes, and may have {HEADER_BYTES}")
+        raise WireError(
+            f"the JSON has {len(data)} bytes; at most {HEADER_BYTES} are allowed"
+        )
     try:
         value = json.loads(bytes(data))
     except (ValueError, RecursionError) as error:
@@ -186,8 +188,8 @@ def read(kind: type[_Message], sent: object, refused: type[Exception]) -> _Messa
     """Convert JSON values to a message type, and check the limits of its fields.
 
     Raises:
-        Exception: An error of the type `refused` if the values do not fit the type. The
-            error names the field and its value.
+        Exception: Of the type `refused`, if the values do not fit `kind`. The error
+            names the field and its value.
 
     Example:
         >>> read(dict[str, int], {"steps": "7"}, WireError)
@@ -210,9 +212,10 @@ def read(kind: type[_Message], sent: object, refused: type[Exception]) -> _Messa
 def announced(
     header: JSONObject, allowed: Mapping[str, Allowed] | None
 ) -> list[tuple[str, np.dtype, int]]:
-    """Name, dtype and number of elements of each vector that a header announces.
+    """The name, dtype and number of elements of each vector that a header announces.
 
-    Raises a `WireError` that names what differs from `allowed`; None allows any.
+    Raises a `WireError` that names the first difference from `allowed`. None allows
+    all vectors.
     """
     try:
         entries = msgspec.convert(header.get("vectors"), list[tuple[str, str, Count]])
