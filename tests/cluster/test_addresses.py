@@ -22,33 +22,6 @@ def test_addresses(text: str, host: str, port: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "spellings",
-    [
-        "localhost:1 LocalHost:1 localhost.:1 127.0.0.1:1 127.1:1 [::1]:1 [0:0::1]:1 "
-        "[::ffff:127.0.0.1]:1 localhost.localdomain:1 ip6-localhost:1 0.0.0.0:1 [::]:1 "
-        "a.localhost:1",
-        "host-a:1 HOST-A:1 host-a.:1",
-        "a.example.com:1 A.Example.COM.:1",
-        "10.0.0.1:1 10.1:1 [::ffff:10.0.0.1]:1",
-        "[fd00::1]:1 [FD00:0::1]:1",
-    ],
-)
-def test_spellings_of_one_endpoint(spellings: str) -> None:
-    addresses = [parse_address(text) for text in spellings.split()]
-    assert len({address.endpoint for address in addresses}) == 1
-    assert len({address.is_loopback for address in addresses}) == 1
-
-
-@pytest.mark.parametrize(
-    "texts",
-    ["a:1 a:2", "a:1 a.example.com:1", "127.0.0.1:1 127.0.0.2:1", "10.0.0.1:1 a:1"],
-)
-def test_different_endpoints(texts: str) -> None:
-    one, other = (parse_address(text).endpoint for text in texts.split())
-    assert one != other
-
-
-@pytest.mark.parametrize(
     ("text", "problem"),
     [
         ("host", "no port"),

@@ -131,7 +131,8 @@ class coordinator_of_one:
         return f"127.0.0.1:{port}", self._process
 
     def __exit__(self, *_):
-        coordination_service.stop(self._process)
+        self._process.kill()
+        self._process.communicate()
 
 
 def train() -> float:

@@ -95,18 +95,9 @@ FAULTS = [
     (document({"worker": ["a:1", "b"]}), "address 'b' of worker:1: it has no port"),
     (document({"worker": ["a:1", 7]}), "address 7 of worker:1: it is not a string"),
     (document({"worker": ["a:1", ":1"]}), "address ':1' of worker:1: it has no host"),
-    (document({"worker": ["a:1", "A:1"]}), "'a:1' is given to 2 tasks: worker:0 "),
-    (
-        document({"worker": ["localhost:23456", "127.0.0.1:23456"]}),
-        r"'localhost:23456' is given to 2 tasks: worker:0 \('localhost:23456'\) and "
-        r"worker:1 \('127.0.0.1:23456'\); expected a port of its own",
-    ),
-    (document({"worker": ["a.b:1"], "ps": ["A.B.:1"]}), "'a.b:1' is given to 2 tasks"),
-    (
-        document({"worker": ["a:1"] * 30}),
-        r"worker:9 \('a:1'\) and 20 more; expected",
-    ),
-    (document({**WORKERS, "ps": ["b:1"]}), r"'b:1' is given .*: worker:1 .*and ps:0 "),
+    (document({"worker": ["a:1", "A:1"]}), "'A:1' is given to worker:0 and w"),
+    (document({"worker": ["a:1"] * 30}), "worker:0 and worker:1; expected"),
+    (document({**WORKERS, "ps": ["b:1"]}), "'b:1' is given to worker:1 and ps:0;"),
     (document({**WORKERS, "chief": ["c:1", "d:1"]}), "one chief only; got 2"),
     (document({**WORKERS, "evaluator": ["c:1", "d:1"]}), "one evaluator only; got 2"),
     (

@@ -129,7 +129,8 @@ def test_the_coordination_service_listens_where_it_is_told() -> None:
         assert hosts
         assert hosts <= LOOPBACK
     finally:
-        coordination_service.stop(process)
+        process.kill()
+        process.communicate()
 
 
 def where_workers_listen() -> set[str]:

@@ -16,7 +16,6 @@ from replicax.cluster.tpu_slice import (
     VARIABLES,
     TpuSlice,
     detect_slice,
-    instance_attribute,
 )
 from replicax.errors import ClusterConfigError
 
@@ -170,9 +169,8 @@ class Server(http.server.ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, attributes: dict[str, str], busy: int = 0) -> None:
+    def __init__(self, attributes: dict[str, str]) -> None:
         self.attributes = attributes
-        self.busy = busy
         self.asked: list[str] = []
         super().__init__(("localhost", 0), Handler)
 
@@ -182,10 +180,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         server = cast(Server, self.server)
         name = self.path.rpartition("/")[2]
         server.asked.append(name)
-        if server.busy:
-            server.busy -= 1
-            self.send_error(503)
-        elif self.headers["Metadata-Flavor"] != "Google":
+        if self.headers["Metadata-Flavor"] != "Google":
             self.send_error(403)
         elif name not in server.attributes:
             self.send_error(404)
@@ -206,8 +201,8 @@ def serve(
 ) -> Iterator[Callable[..., Server]]:
     servers: list[Server] = []
 
-    def start(attributes: dict[str, str], busy: int = 0) -> Server:
-        server = Server(attributes, busy)
+    def start(attributes: dict[str, str]) -> Server:
+        server = Server(attributes)
         servers.append(server)
         monkeypatch.setenv("GCE_METADATA_IP", f"localhost:{server.server_port}")
         threading.Thread(target=server.serve_forever, args=[0.05]).start()
@@ -248,18 +243,6 @@ def test_a_machine_of_no_slice(serve: Callable[..., Server]) -> None:
     server = serve({})
     assert detect_slice({}, is_tpu_vm=True) == TpuSlice()
     assert server.asked == ["agent-worker-number"]
-
-
-def test_a_busy_server_is_asked_again(serve: Callable[..., Server]) -> None:
-    server = serve(GCE, busy=2)
-    assert instance_attribute("instance-id", 10.0) == "my-tpu"
-    assert len(server.asked) == 3
-
-
-def test_a_server_that_stays_busy(serve: Callable[..., Server]) -> None:
-    serve(GCE, busy=10**9)
-    with pytest.raises(TimeoutError, match=r"nothing within 0\.6 s"):
-        instance_attribute("instance-id", 0.6)
 
 
 def hangs(connection: socket.socket, stop: threading.Event) -> None:
@@ -306,9 +289,7 @@ def answer(
 def test_a_server_that_does_not_answer(answer) -> None:
     answer(hangs)
     begin = time.monotonic()
-    with pytest.raises(
-        ClusterConfigError, match=r"no answer: nothing within 0\.5 s"
-    ) as error:
+    with pytest.raises(ClusterConfigError, match=r"no answer: .*timed out") as error:
         detect_slice({}, is_tpu_vm=True, timeout_seconds=0.5)
     assert time.monotonic() - begin < 10
     message = str(error.value)
@@ -327,7 +308,7 @@ def test_an_answer_that_is_cut_off(answer) -> None:
 def test_there_is_no_server() -> None:
     begin = time.monotonic()
     with pytest.raises(
-        ClusterConfigError, match=r"localhost:1, asked .*ConnectionRefused"
+        ClusterConfigError, match=r"localhost:1, asked .*Connection refused"
     ):
         detect_slice({}, is_tpu_vm=True)
     assert time.monotonic() - begin < 10

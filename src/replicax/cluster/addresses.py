@@ -1,20 +1,14 @@
-"""Parses and compares the addresses of tasks, `host:port`."""
+"""Parses the addresses of tasks, `host:port`."""
 
 import ipaddress
 import re
-import socket
 from typing import NamedTuple
 
 __all__ = ["Address", "parse_address"]
 
 _PORT = re.compile(r"[0-9]{1,9}")
 _HOST = re.compile(r"[\w.-]+")
-_NUMBERS = re.compile(r"[0-9.]+")
-_LOOPBACKS = (ipaddress.ip_address("127.0.0.1"), ipaddress.ip_address("::1"))
-# As /etc/hosts has them.
-_LOOPBACK_NAMES = frozenset(
-    f"localhost{n}{domain}" for n in ("", 4, 6) for domain in ("", f".localdomain{n}")
-) | {"ip6-localhost", "ip6-loopback"}
+_LOOPBACK_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost")
 _EXAMPLE = "such as 'host1:2222' or '[fd00::1]:2222'"
 
 
@@ -23,7 +17,7 @@ class Address(NamedTuple):
 
     Attributes:
         host: A name in lower case or an IP address in its shortest form, without
-            brackets. Equal for addresses that differ in spelling only.
+            brackets.
         port: 1 to 65535.
     """
 
@@ -33,42 +27,12 @@ class Address(NamedTuple):
     @property
     def is_loopback(self) -> bool:
         """Whether `host` is a loopback address, which no other machine can reach."""
-        ip = self._ip
-        if ip is None:
-            name = self.host.removesuffix(".")
-            return name in _LOOPBACK_NAMES or name.endswith(".localhost")
-        return ip.is_loopback or ip.is_unspecified
-
-    @property
-    def endpoint(self) -> "Address":
-        """The normalized address, equal for all spellings; without a DNS lookup.
-
-        Example:
-            >>> parse_address("localhost.:80").endpoint == (
-            ...     parse_address("[::1]:80").endpoint
-            ... )
-            True
-        """
-        ip = self._ip
-        if ip is None:
-            is_local, host = self.is_loopback, self.host.removesuffix(".")
-        else:
-            is_local, host = ip.is_unspecified or ip in _LOOPBACKS, ip.compressed
-        return Address("localhost" if is_local else host, self.port)
-
-    @property
-    def _ip(self) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-        """`host` as an IP address; None for a name."""
-        if _NUMBERS.fullmatch(self.host):
-            try:
-                return ipaddress.IPv4Address(socket.inet_aton(self.host))  # 127.1, say.
-            except OSError:
-                return None
         try:
             ip = ipaddress.ip_address(self.host)
         except ValueError:
-            return None
-        return getattr(ip, "ipv4_mapped", None) or ip
+            name = self.host.removesuffix(".")
+            return name in _LOOPBACK_NAMES or name.endswith(".localhost")
+        return ip.is_loopback or ip.is_unspecified
 
 
 def parse_address(text: object) -> Address:
@@ -78,7 +42,7 @@ def parse_address(text: object) -> Address:
         text: `"host:port"`; an IPv6 address in brackets.
 
     Raises:
-        ValueError: If `text` is no address; the message has no "got" part.
+        ValueError: If `text` is no address; the message does not show `text`.
 
     Example:
         >>> parse_address("Host1:2222")

@@ -230,15 +230,14 @@ def _check_jobs(cluster: Mapping[str, object], *, allow_ps: bool = True) -> None
 
 
 def _check_distinct(addresses: Sequence[tuple[str, str, Address]]) -> None:
-    tasks_at: dict[Address, list[tuple[str, str]]] = {}
+    tasks_at: dict[Address, list[str]] = {}
     for task, text, address in addresses:
-        tasks_at.setdefault(address.endpoint, []).append((task, text))
-    for tasks in tasks_at.values():
+        tasks = tasks_at.setdefault(address, [])
+        tasks.append(task)
         if len(tasks) > 1:
-            names = listed(f"{task} ({text!r})" for task, text in tasks)
             raise _Problem(
-                f"address {tasks[0][1]!r} is given to {len(tasks)} tasks: {names}; "
-                "expected a port of its own for each task of a machine"
+                f"address {text!r} is given to {listed(tasks)}; expected a port of its "
+                "own for each task of a machine"
             )
 
 

@@ -2,11 +2,10 @@
 
 Inside worker 0 the service would die with that process, and JAX aborts every process
 whose coordination service is gone, before it can name the missing worker. As a separate
-process, in its own session, the service outlives worker 0 until the others have
-reported the failure.
+process, in its own session, the service outlives worker 0 until no other process is
+connected.
 """
 
-import contextlib
 import importlib
 import os
 import signal
@@ -17,12 +16,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["serve", "start", "stop"]
+__all__ = ["serve", "start"]
 
 _POLL_SECONDS = 0.05
-_OTHERS_SECONDS = 10.0
 _READY = b"ready\n"
-_END = b"end\n"
 _SOCKETS = ("/proc/self/net/tcp", "/proc/self/net/tcp6")
 _ESTABLISHED = "01"
 
@@ -39,10 +36,13 @@ def start(
     Args:
         port: The port that it listens on.
         num_processes: Number of processes that will connect.
-        linger_seconds: How long it serves at most after the death of this process. On
+        linger_seconds: Maximal time that it serves after the end of this process. On
             Linux it ends when the last client has disconnected.
         host: The name or IP address that it listens on; None: all of this machine's.
         timeout: Seconds until it must listen.
+
+    Returns:
+        The process, which ends soon if nothing holds its standard input open.
 
     Raises:
         OSError: If it could not be started.
@@ -81,21 +81,8 @@ def start(
     return process
 
 
-def stop(process: "subprocess.Popen[bytes]") -> None:
-    """Stop the service when the other processes have disconnected."""
-    if process.stdin is not None:
-        with contextlib.suppress(BrokenPipeError):  # The service has exited already.
-            process.stdin.write(_END)
-            process.stdin.close()
-    try:
-        process.wait(timeout=_OTHERS_SECONDS + 5)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
 def serve(arguments: Sequence[str]) -> None:
-    """Serve until worker 0 asks to stop, or for the linger time after its death.
+    """Serve until worker 0 has ended, and then until no process is connected.
 
     This is the main function of the service's process.
     """
@@ -118,53 +105,27 @@ def serve(arguments: Sequence[str]) -> None:
     )
     sys.stdout.buffer.write(_READY)
     sys.stdout.close()
-    if sys.stdin.buffer.readline() != _END:
-        # Worker 0 has died. Readers of its output wait until stderr is closed.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
-        _linger(int(port), float(linger_seconds))
-    else:
-        # JAX aborts a process that is still connected when the service ends.
-        _linger(int(port), _OTHERS_SECONDS, but_for=os.getppid())
+    sys.stdin.buffer.read()  # Until worker 0 has ended, by itself or by a signal.
+    # Readers of worker 0's output wait until stderr is closed.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+    # JAX aborts a process that is still connected when the service ends.
+    end = time.monotonic() + float(linger_seconds)
+    while time.monotonic() < end and _is_connected(int(port)):
+        time.sleep(_POLL_SECONDS)
     service.shutdown()
     # Open calls of dead workers would keep the service's destructor waiting.
     os._exit(0)
 
 
-def _linger(port: int, seconds: float, but_for: int | None = None) -> None:
-    """Wait until no process is connected, except `but_for`; at most `seconds`."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end and _has_connections(port, but_for):
-        time.sleep(_POLL_SECONDS)
-
-
-def _has_connections(port: int, but_for: int | None) -> bool:
-    """Whether a process other than `but_for` is connected to `port`.
-
-    Where the system has no table of connections: whether `but_for` is None.
-    """
+def _is_connected(port: int) -> bool:
+    """Whether a process is connected to `port`; True where the system does not tell."""
     tables = [path for path in map(Path, _SOCKETS) if path.exists()]
-    if not tables:
-        return but_for is None
-    own = set() if but_for is None else _sockets_of(but_for)
-    clients, own_ports = set(), set()
-    for table in tables:
-        for line in table.read_text().splitlines()[1:]:
-            _, local, remote, state, *rest = line.split()
-            if state == _ESTABLISHED:
-                if int(local.rpartition(":")[2], 16) == port:
-                    clients.add(remote.rpartition(":")[2])
-                if f"socket:[{rest[5]}]" in own:
-                    own_ports.add(local.rpartition(":")[2])
-    return bool(clients - own_ports)
-
-
-def _sockets_of(pid: int) -> set[str]:
-    sockets = set()
-    with contextlib.suppress(FileNotFoundError):  # The process has ended.
-        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(FileNotFoundError):
-                sockets.add(os.readlink(descriptor))
-    return sockets
+    lines = [line for path in tables for line in path.read_text().splitlines()[1:]]
+    for line in lines:
+        _, local, _, state, *_ = line.split()
+        if state == _ESTABLISHED and int(local.rpartition(":")[2], 16) == port:
+            return True
+    return not tables
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ worker that has made as many compares the checksums. Only if they differ do the 
 exchange the logs themselves.
 """
 
-import bisect
 import dataclasses
 import json
 import threading
@@ -96,7 +95,7 @@ class DispatchLog:
     """The log of this worker's collective operations.
 
     A step pays for one append to a list (measured: 0.03 us). The heartbeat thread
-    computes the checksums.
+    computes the checksums, later.
 
     Attributes:
         note: Appends an `Operation` that this worker begins.
@@ -105,34 +104,33 @@ class DispatchLog:
     def __init__(self) -> None:
         self._operations: list[Operation] = []
         self.note: Callable[[Operation], None] = self._operations.append
-        self._taken: list[Operation] = []
+        self._batches: list[Operation] = []  # Read, and not yet logged.
         self._num_dropped = 0
-        # Checkpoints: after `_counts[i]` operations, checksum and steps are `_sums[i]`.
-        self._counts = [0]
+        # Checksum and number of steps after the first i operations that are kept.
         self._sums = [(0, 0)]
-        self._reading = threading.Lock()
+        self._summing = threading.Lock()
         self._main_thread = threading.main_thread().ident
 
-    def take(self, operation: Operation) -> None:
+    def note_batch(self, operation: Operation) -> None:
         """Note that the script reads a batch; logged with the next program.
 
         Without a program it is not logged: a worker may read ahead of the others, or
         stop reading.
         """
         if threading.get_ident() == self._main_thread:
-            self._taken.append(operation)
+            self._batches.append(operation)
 
     def note_program(self, operation: Operation) -> None:
         """Log a program, after the batches that it reads."""
-        if self._taken:
-            self._operations.extend(self._taken)
-            self._taken.clear()
+        if self._batches:
+            self._operations.extend(self._batches)
+            self._batches.clear()
         self.note(operation)
 
-    def note_input(self, operation: Operation) -> None:
+    def note_epoch(self, operation: Operation) -> None:
         """Log that the script begins an epoch of data."""
         if threading.get_ident() == self._main_thread:
-            self._taken.clear()
+            self._batches.clear()
             self.note(operation)
 
     def note_in_script(self, operation: Operation) -> None:
@@ -145,53 +143,38 @@ class DispatchLog:
         """Name of the operation that this worker does now, or did last."""
         return self._operations[-1].name if self._operations else "nothing"
 
-    @property
-    def _count(self) -> int:
-        return self._num_dropped + len(self._operations)
-
     def latest(self) -> tuple[int, int, int]:
         """Return the number of operations, their checksum, and their steps."""
-        with self._reading:
-            count = self._count
-            checksum, steps = self._sums_at(count)
-            if count > self._counts[-1]:
-                self._counts.append(count)
-                self._sums.append((checksum, steps))
-            self._drop_oldest()
-            return count, checksum, steps
+        with self._summing:
+            self._sum()
+            excess = len(self._operations) - _SIZE
+            if excess > _SIZE:  # Seldom: it moves all others.
+                del self._operations[:excess], self._sums[:excess]
+                self._num_dropped += excess
+            return self._num_dropped + len(self._sums) - 1, *self._sums[-1]
 
     def checksum_at(self, count: int) -> int | None:
         """The checksum of the first `count` operations; None: unknown."""
-        with self._reading:
-            if self._counts[0] <= count <= self._count:
-                return self._sums_at(count)[0]
-        return None
+        with self._summing:
+            self._sum()
+            index = count - self._num_dropped
+            return self._sums[index][0] if 0 <= index < len(self._sums) else None
 
     def since(self, count: int, *, has_ended: bool) -> LogTail:
         """The log's tail after the first `count` operations, or what is kept of it."""
-        with self._reading:
-            first = max(count, self._counts[0])
-            _, steps = self._sums_at(first)
-            operations = self._operations[first - self._num_dropped :]
-        return LogTail(first, steps, operations, has_ended)
+        with self._summing:
+            self._sum()
+            index = min(max(0, count - self._num_dropped), len(self._sums) - 1)
+            _, steps = self._sums[index]
+            operations = self._operations[index:]
+        return LogTail(self._num_dropped + index, steps, operations, has_ended)
 
-    def _sums_at(self, count: int) -> tuple[int, int]:
-        """The checksum of the first `count` operations, and the steps in them."""
-        place = bisect.bisect_right(self._counts, count) - 1
-        first, (checksum, steps) = self._counts[place], self._sums[place]
-        dropped = self._num_dropped
-        more = self._operations[first - dropped : count - dropped]
-        marks = b"".join([x.mark for x in more])
-        return zlib.crc32(marks, checksum), steps + sum([x.num_steps for x in more])
-
-    def _drop_oldest(self) -> None:
-        excess = len(self._operations) - _SIZE
-        if excess > _SIZE:  # Seldom: it moves all others.
-            place = bisect.bisect_right(self._counts, self._num_dropped + excess) - 1
-            excess = self._counts[place] - self._num_dropped
-            del self._operations[:excess]
-            del self._counts[:place], self._sums[:place]
-            self._num_dropped += excess
+    def _sum(self) -> None:
+        checksum, steps = self._sums[-1]
+        for operation in self._operations[len(self._sums) - 1 :]:
+            checksum = zlib.crc32(operation.mark, checksum)
+            steps += operation.num_steps
+            self._sums.append((checksum, steps))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import math
+import subprocess
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -28,6 +29,8 @@ __all__ = ["join", "join_running", "running_cluster"]
 
 _JAX_TIMEOUT = 24 * 3600  # The watch's heartbeats are faster and name the worker.
 _joined: tuple[tuple[ClusterSpec, int], Workers] | None = None
+_service: "subprocess.Popen[bytes] | None" = None
+"""The coordination service, which ends when this process does."""
 
 
 def join(
@@ -117,6 +120,7 @@ def _connect(
     source: str,
     local_devices: Sequence[int] | None,
 ) -> None:
+    global _service
     _check_devices_not_started()
     # JAX's preemption service would swallow SIGTERM from now on.
     jax.config.update("jax_enable_preemption_service", False)
@@ -126,14 +130,13 @@ def _connect(
         await_workers(source, cluster, index, timeouts.startup)
         if index == 0:
             own, *others = map(parse_address, addresses)
-            service = coordination_service.start(
+            _service = coordination_service.start(
                 own.port,
                 len(tasks),
                 linger_seconds=timeouts.heartbeat + 10,
                 host=host_to_bind(own, others),
                 timeout=timeouts.startup,
             )
-            atexit.register(coordination_service.stop, service)
         _initialize(tasks, index, timeouts, local_devices)
     except ClusterError:
         excepthook.retry_if_not_caught(tasks[index].name)
@@ -222,6 +225,5 @@ def _leave(members: Workers, watch: Watch) -> None:
     if is_accompanied:
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             jax.distributed.shutdown()
-    else:  # The service keeps running until the others have ended.
-        atexit.unregister(coordination_service.stop)
+    else:
         Store.abandon()

@@ -26,8 +26,7 @@ class SlurmClusterResolver(KnownCluster):
     `tf.distribute.cluster_resolver.SlurmClusterResolver`.)
 
     Reads `SLURM_PROCID`, `SLURM_STEP_NUM_TASKS` or `SLURM_NTASKS`,
-    `SLURM_STEP_NODELIST` and `SLURM_STEP_TASKS_PER_NODE`; checks `SLURM_LOCALID` and
-    `SLURM_NODEID` if they are there.
+    `SLURM_STEP_NODELIST` and `SLURM_STEP_TASKS_PER_NODE`; checks `SLURM_NODEID`.
 
     Args:
         jobs: The number of tasks of each job, `{"worker": 4}`. Jobs get Slurm's tasks
@@ -37,8 +36,8 @@ class SlurmClusterResolver(KnownCluster):
             many as `CUDA_VISIBLE_DEVICES` names.
         gpus_per_task: The number of GPUs of a task; None: a node's GPUs divided by its
             tasks.
-        tasks_per_node: The number of tasks of every node, or of each by host name;
-            None: read from Slurm's variables.
+        tasks_per_node: The number of tasks of every node; None: read from Slurm's
+            variables.
         auto_set_gpu: Set `CUDA_VISIBLE_DEVICES` to the task's own GPUs, where a node
             runs several tasks and Slurm has not bound GPUs to them. Make the resolver
             before the first use of JAX's devices.
@@ -70,7 +69,7 @@ class SlurmClusterResolver(KnownCluster):
         port_base: int = 8888,
         gpus_per_node: int | None = None,
         gpus_per_task: int | None = None,
-        tasks_per_node: int | Mapping[str, int] | None = None,
+        tasks_per_node: int | None = None,
         auto_set_gpu: bool = True,
         rpc_layer: str | None = None,
     ) -> None:
@@ -84,8 +83,14 @@ class SlurmClusterResolver(KnownCluster):
         tasks = [
             (host, local) for host, count in layout.items() for local in range(count)
         ]
-        if num_tasks > len(layout) > 1:
-            _check_block_distribution(rank, tasks, list(layout))
+        host, local = tasks[rank]
+        node = str(list(layout).index(host))
+        if os.environ.get("SLURM_NODEID", node) != node:
+            raise _error(
+                f"tasks are not dealt to nodes in blocks: task {rank} is on node "
+                f"{os.environ['SLURM_NODEID']}, expected {node}. Start the script with "
+                "srun --distribution=block"
+            )
         jobs = {"worker": num_tasks} if jobs is None else dict(sorted(jobs.items()))
         is_valid = jobs.keys() <= set(JOBS) and min(jobs.values(), default=0) >= 0
         if sum(jobs.values()) != num_tasks or not is_valid:
@@ -99,7 +104,6 @@ class SlurmClusterResolver(KnownCluster):
             {job: list(itertools.islice(addresses, n)) for job, n in jobs.items() if n}
         )
         super().__init__(TaskConfig(cluster, *ranks[rank]), rpc_layer)
-        host, local = tasks[rank]
         self._gpus = _gpus_of_task(layout[host], local, gpus_per_node, gpus_per_task)
         if auto_set_gpu and layout[host] > 1 and self._gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpus)
@@ -187,17 +191,8 @@ def _rank_and_size() -> tuple[int, int]:
     return rank, size
 
 
-def _layout(
-    tasks_per_node: int | Mapping[str, int] | None, num_tasks: int
-) -> dict[str, int]:
+def _layout(tasks_per_node: int | None, num_tasks: int) -> dict[str, int]:
     hosts = _hosts(num_tasks)
-    if isinstance(tasks_per_node, Mapping):
-        if tasks_per_node.keys() != set(hosts):
-            raise _error(
-                f"tasks_per_node must name the step's nodes, {', '.join(hosts)}; got "
-                f"{dict(tasks_per_node)}"
-            )
-        return {host: tasks_per_node[host] for host in hosts}
     if tasks_per_node is not None:
         return dict.fromkeys(hosts, tasks_per_node)
     if text := os.environ.get("SLURM_STEP_TASKS_PER_NODE"):
@@ -225,23 +220,6 @@ def _hosts(num_tasks: int) -> list[str]:
     if len(set(hosts)) < len(hosts):
         raise _error(f"the host list {text!r} names a host twice")
     return hosts
-
-
-def _check_block_distribution(
-    rank: int, tasks: list[tuple[str, int]], hosts: list[str]
-) -> None:
-    host, local = tasks[rank]
-    expected = {"SLURM_NODEID": hosts.index(host), "SLURM_LOCALID": local}
-    actual = {name: os.environ.get(name, str(n)) for name, n in expected.items()}
-    distribution = os.environ.get("SLURM_DISTRIBUTION", "block")
-    if not distribution.startswith(("block", "*")) or any(
-        actual[name] != str(n) for name, n in expected.items()
-    ):
-        raise _error(
-            "tasks are not dealt to nodes in blocks: SLURM_PROCID "
-            f"{rank} has {actual} with SLURM_DISTRIBUTION={distribution!r}, expected "
-            f"{expected}. Start the script with srun --distribution=block"
-        )
 
 
 def _gpus_of_task(

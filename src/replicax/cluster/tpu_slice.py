@@ -4,7 +4,8 @@ import dataclasses
 import http.client
 import os
 import re
-import time
+import urllib.error
+import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -43,8 +44,6 @@ _OF_LIBTPU = ("TPU_LIBRARY_PATH", "TPU_SKIP_MDS_QUERY")
 """Variables that libtpu's and JAX's imports set, without TPUs too."""
 _HERE = (None, "", "local")
 _QUERY_SECONDS = 3.0
-_PAUSE_SECONDS = 0.25
-_PATH = "/computeMetadata/v1/instance/attributes/"
 _PORT = 8482  # JAX's own choice for the coordination service on TPUs.
 _ENTRY = re.compile(r"^\s*([A-Z_]+)\s*:\s*'?([^'\n]*)'?\s*$", re.MULTILINE)
 
@@ -123,7 +122,7 @@ class TPUClusterResolver(KnownCluster):
                 f"TPUClusterResolver: tpu is a string or None; got {tpu!r}. Leave it "
                 "out for the TPU of this machine."
             )
-        is_here = _speaks_of_tpus(os.environ) or stand_in_devices() is not None
+        is_here = _has_sign_of_tpu(os.environ) or stand_in_devices() is not None
         if tpu is None and not is_here:
             raise ClusterConfigError(
                 "TPUClusterResolver: there is no TPU on this machine, and nothing in "
@@ -156,22 +155,18 @@ def skip_libtpu_without_chips(
     """Keep JAX from loading an installed libtpu on a machine without TPUs.
 
     JAX would load it in every process to look for TPUs. libtpu then prints five lines
-    of errors, and replaces the handler of SIGTERM. Compiling for described TPUs needs
-    no backend and stays possible. Nothing happens if there is any sign of a TPU, if
-    `JAX_PLATFORMS` names the platforms, or once the devices are started.
-
-    Returns:
-        Whether JAX's TPU backend is off from now on.
+    of errors, and replaces the handler of SIGTERM. Nothing happens if there is any sign
+    of a TPU, if `JAX_PLATFORMS` names the platforms, or once the devices are started.
+    Returns whether JAX's TPU backend is off from now on.
     """
     if has_devices() or jax.config.values.get("jax_platforms"):
         return False
-    if _speaks_of_tpus(environ, devices) or "JAX_FORCE_TPU_INIT" in environ:
+    if _has_sign_of_tpu(environ, devices) or "JAX_FORCE_TPU_INIT" in environ:
         return False
     return skip_platform("tpu")
 
 
-def _speaks_of_tpus(environ: Mapping[str, str], devices: str = "/dev") -> bool:
-    """Whether the machine's files or the environment are a sign of a TPU."""
+def _has_sign_of_tpu(environ: Mapping[str, str], devices: str = "/dev") -> bool:
     named = any(
         name.startswith(_OF_TPUS) and name not in _OF_LIBTPU for name in environ
     )
@@ -190,11 +185,6 @@ def detect_slice(
     These are the environment, as on GKE, or Google Cloud's metadata server. It asks the
     server only on a machine with TPU chips and without these variables, and not if
     `TPU_SKIP_MDS_QUERY` is set.
-
-    Args:
-        environ: The environment variables.
-        is_tpu_vm: Whether the machine has TPU chips.
-        timeout_seconds: Deadline of each request to the metadata server.
 
     Raises:
         ClusterConfigError: If variables are malformed or do not fit together; if the
@@ -289,10 +279,6 @@ def _index(text: str, addresses: tuple[str, ...]) -> int:
     )
 
 
-# Google Cloud's metadata server. JAX's own client retries a missing attribute six
-# times, which takes 3 s, and waits for a slow answer without a deadline.
-
-
 def _metadata_server() -> str:
     """Its IP address: a name would need a DNS lookup, which has no deadline.
 
@@ -304,30 +290,28 @@ def _metadata_server() -> str:
 def instance_attribute(name: str, timeout_seconds: float) -> str | None:
     """Read one of the machine's custom attributes; None if it does not exist.
 
+    JAX's own client retries a missing attribute for 3 s, and waits for a slow answer
+    without a deadline.
+
     Args:
         name: The attribute, such as `"agent-worker-number"`.
-        timeout_seconds: Deadline of the whole call, which retries a busy server.
+        timeout_seconds: Deadline of the connection, and of each read.
 
     Raises:
         OSError: If there is no answer by then, or not a metadata server's.
     """
-    end = time.monotonic() + timeout_seconds
-    while (remaining := end - time.monotonic()) > 0:
-        connection = http.client.HTTPConnection(_metadata_server(), timeout=remaining)
-        try:
-            headers = {"Metadata-Flavor": "Google"}
-            connection.request("GET", _PATH + name, headers=headers)
-            response = connection.getresponse()
-            text = response.read().decode("utf-8", "replace")
-        except TimeoutError:
-            break
-        except (OSError, http.client.HTTPException) as error:
-            raise OSError(f"{type(error).__name__}: {error}") from error
-        finally:
-            connection.close()
-        if response.status in (200, 404):
-            return text if response.status == 200 else None
-        if response.status < 500:
-            raise OSError(f"it answered with HTTP status {response.status}")
-        time.sleep(_PAUSE_SECONDS)
-    raise TimeoutError(f"nothing within {timeout_seconds:g} s")
+    request = urllib.request.Request(
+        f"http://{_metadata_server()}/computeMetadata/v1/instance/attributes/{name}",
+        headers={"Metadata-Flavor": "Google"},
+    )
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with direct.open(request, timeout=timeout_seconds) as response:
+            return response.read().decode("utf-8", "replace")
+    except urllib.error.HTTPError as error:
+        error.close()
+        if error.code == 404:
+            return None
+        raise
+    except http.client.HTTPException as error:
+        raise OSError(f"{type(error).__name__}: {error}") from error

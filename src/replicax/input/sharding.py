@@ -213,7 +213,7 @@ class InputShard:
         """Log the begin of an epoch, for the order check."""
         log = self._workers.log
         if log is not None:
-            log.note_input(Operation(name, f"{name};".encode()))
+            log.note_epoch(Operation(name, f"{name};".encode()))
 
     def taking(self, name: str) -> Callable[[], None]:
         """Return a function that logs the taking of a batch, for the order check."""
@@ -221,7 +221,7 @@ class InputShard:
         if log is None:
             return lambda: None
         operation = Operation(f"the next batch of {name}", f"batch of {name};".encode())
-        return functools.partial(log.take, operation)
+        return functools.partial(log.note_batch, operation)
 
     def in_step(
         self,

@@ -140,7 +140,7 @@ class ReportedWorker:
         if self.strategy is None or not self.is_synchronous:
             return ""
         watch = self.strategy.workers.watch
-        return "" if watch is None else watch.stragglers.found
+        return "" if watch is None else watch.stragglers.message
 
     @property
     def compression(self) -> str | None:
