@@ -96,7 +96,7 @@ def test_logs_are_compared_whoever_is_ahead(ahead: int) -> None:
                 each.note(KINDS[2 if differs else 0])
         for mine, its in ((0, 1), (1, 0)):
             heard = logs[its].latest()[:2], checks[its].differs_after
-            checks[mine].hear(its, *heard)
+            checks[mine].compare(its, *heard)
         if min(log.latest()[0] for log in logs) < 100:
             assert checks[0].differs_after is None
     for check in checks:
@@ -131,8 +131,8 @@ def test_three_workers_find_the_odd_one_out() -> None:
         for i, check in enumerate(checks):
             for k, peer in enumerate(checks):
                 if i != k:
-                    check.hear(k, logs[k].latest()[:2], peer.differs_after)
-            check.settle(has_left=False)
+                    check.compare(k, logs[k].latest()[:2], peer.differs_after)
+            check.exchange_logs(has_left=False)
     for check in checks:
         assert check.difference is not None
         assert check.difference.culprit == 1

@@ -57,7 +57,7 @@ ENVIRONMENTS: dict[str, ClusterEnvironment] = {
         variables.InitializedJax(),
     )
 }
-"""All launchers by name. One that may be started by another comes before it."""
+"""All launchers by name; an inner launcher comes before those that may start it."""
 
 
 class RunningCluster(KnownCluster):
@@ -80,7 +80,8 @@ def resolve(
         caller: The public call to name in errors.
 
     Returns:
-        A resolver, without tasks if this process trains alone, and the launcher's view.
+        A resolver, without tasks if this process trains alone, and this process' place
+        among the launcher's processes.
 
     Raises:
         ClusterConfigError: If variables are malformed or missing, or if two launchers
@@ -116,7 +117,7 @@ def resolve(
 def detect(
     name: str | None, caller: str
 ) -> tuple[ClusterEnvironment | None, Membership]:
-    """Read the launchers' variables; None and a membership of one if there are none."""
+    """Read the launchers' variables; without any: None, and a place among one."""
     if name is not None:
         return _named(name, caller)
     usable, incomplete = _read_all()
@@ -131,7 +132,10 @@ def detect(
 def _read_all() -> tuple[
     list[tuple[ClusterEnvironment, Membership]], list[IncompleteError]
 ]:
-    """Read all launchers' variables; errors only of those before the first usable."""
+    """Read all launchers' variables; errors only of launchers before the first usable.
+
+    Returns the usable launchers, and the errors.
+    """
     usable: list[tuple[ClusterEnvironment, Membership]] = []
     incomplete: list[IncompleteError] = []
     for environment in ENVIRONMENTS.values():
@@ -148,10 +152,9 @@ def _read_all() -> tuple[
 
 
 def local_devices(place: Membership) -> list[int] | None:
-    """The GPU of this process, if it shares them with others of its machine.
+    """The GPU of this process, by its index among the processes of its machine.
 
-    As in JAX and torch, each process gets the GPU of its local index. None: all that
-    the process sees.
+    None: all GPUs that the process sees.
     """
     if place.local is None or "JAX_LOCAL_DEVICE_IDS" in os.environ or is_tpu_vm():
         return None

@@ -2,8 +2,8 @@
 
 Workers that dispatch different programs deadlock, or compute with different values.
 Each heartbeat carries the number and a rolling checksum of the worker's operations. A
-worker that has made as many compares the checksums. Only if they differ do the workers
-exchange the logs themselves.
+worker with at least as many operations compares the checksums. Only if they differ do
+the workers exchange the logs themselves.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True)
 class LogTail:
-    """The tail of a worker's log, as the others receive it.
+    """The tail of a worker's log, in the form in which workers exchange it.
 
     Attributes:
         after: Number of operations before the tail.
@@ -112,10 +112,10 @@ class DispatchLog:
         self._main_thread = threading.main_thread().ident
 
     def note_batch(self, operation: Operation) -> None:
-        """Note that the script reads a batch; logged with the next program.
+        """Note that the script reads a batch, to be logged with the next program.
 
-        Without a program it is not logged: a worker may read ahead of the others, or
-        stop reading.
+        Batches without a program are not logged: a worker may read ahead of the others,
+        or stop reading.
         """
         if threading.get_ident() == self._main_thread:
             self._batches.append(operation)
@@ -140,7 +140,7 @@ class DispatchLog:
 
     @property
     def last_name(self) -> str:
-        """Name of the operation that this worker does now, or did last."""
+        """Name of this worker's current or last operation."""
         return self._operations[-1].name if self._operations else "nothing"
 
     def latest(self) -> tuple[int, int, int]:
@@ -193,8 +193,7 @@ class Difference:
     def between(cls, tails: Sequence[LogTail | None]) -> "Difference | None":
         """Find the first difference between the tails of the workers' logs.
 
-        A tail that is shorter than others, or None, is no difference unless its log has
-        ended.
+        A shorter tail, or None, is no difference unless its log has ended.
         """
         present = [tail for tail in tails if tail is not None]
         if len(present) < 2:
@@ -239,9 +238,9 @@ class OrderCheck:
 
     Attributes:
         difference: The first difference; None: none is known.
-        found_at: The time when it was found, by the monotonic clock.
-        differs_after: Number of operations in which the logs agree, if they are known
-            to differ; else None.
+        found_at: The time when the difference was found, by the monotonic clock.
+        differs_after: Number of operations before which the logs agree; None: no
+            difference is known.
     """
 
     def __init__(
@@ -260,13 +259,15 @@ class OrderCheck:
 
     @property
     def is_settling(self) -> bool:
-        """Whether the logs are known to differ, but not yet where."""
+        """Whether the logs differ, but the first difference is unknown."""
         return self.differs_after is not None and self.difference is None
 
-    def hear(self, index: int, log: tuple[int, int], differs_after: int | None) -> None:
+    def compare(
+        self, index: int, log: tuple[int, int], differs_after: int | None
+    ) -> None:
         """Compare the checksum of another worker's log with this one's.
 
-        The worker that is ahead compares; the other adopts its `differs_after`.
+        The worker with the longer log compares; the other adopts its `differs_after`.
         """
         count, checksum = log
         mine = self._log.checksum_at(count)
@@ -280,7 +281,7 @@ class OrderCheck:
         elif differs_after is not None:
             self.differs_after = differs_after
 
-    def settle(self, *, has_left: bool) -> None:
+    def exchange_logs(self, *, has_left: bool) -> None:
         """If the logs differ, publish this one's tail and look for the difference.
 
         Raises:

@@ -40,15 +40,15 @@ def report_exceptions(members: Workers, watch: Watch) -> None:
     def hook(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, KeyboardInterrupt):  # The report says where it came.
+        if isinstance(error, KeyboardInterrupt):  # The report has the script's line.
             watch.fail(report_of(name, error, trace, steps=watch.steps))
         about_a_peer = _is_about_a_peer(error)
         if about_a_peer:
             # JAX repeats its message for every array.
             text = f"{kind.__name__}: {error}"[:500]
             print(f"replicax: {name}: {text}", file=sys.stderr, flush=True)
-            # Probably another worker died: the failure detector knows more, and ends
-            # this process during this wait.
+            # Probably another worker died. Then the failure detector names that worker
+            # and ends this process during this wait.
             time.sleep(members.timeouts.heartbeat + 3)
         previous(kind, error, trace)
         if _GPU_OF_TWO in str(error).lower():
@@ -61,7 +61,7 @@ def report_exceptions(members: Workers, watch: Watch) -> None:
                 flush=True,
             )
         if isinstance(error, ClusterError) and error.culprit is not None:
-            # The culprit prints its own stack. This worker's has been printed.
+            # The culprit prints its own stack; this worker's stack is above.
             watch.fail(_retryable(name, error.culprit, "stuck", error, watch.steps))
         steps = watch.steps
         watch.fail(
@@ -95,7 +95,7 @@ def _is_about_a_peer(error: BaseException) -> bool:
     text = str(error).lower()
     if isinstance(error, jax.errors.JaxRuntimeError):
         # The error of a callback contains the text of its traceback.
-        its_own = "callback" in text or _GPU_OF_TWO in text
-        return not its_own and any(word in text for word in _TRANSPORTS)
+        is_own = "callback" in text or _GPU_OF_TWO in text
+        return not is_own and any(word in text for word in _TRANSPORTS)
     # JAX raises this if a collective fails while it is dispatched.
     return isinstance(error, ValueError) and text.startswith(_COLLECTIVE_FAILED)

@@ -106,13 +106,13 @@ class FailureReport:
 
     Attributes:
         task: The task that writes the report, such as `"worker:1"`.
-        culprit: The task that failed first as far as this one knows; None: unknown.
+        culprit: The task that failed first, as far as known; None: unknown.
         kind: `"exception"`, `"mismatch"`, `"order"` (workers did different things),
             `"lost"` (a task died or does not answer), `"values lost"` (of a server),
             `"stuck"`, `"start-up"`, `"preempted"` or `"interrupted"` (Ctrl-C).
         message: The cause, in full sentences.
         traceback: The culprit's traceback, where there is one.
-        steps: The last step that each task is known to have finished.
+        steps: The last known step of each task.
         exit_code: The status with which the task exits.
         time: Seconds since the epoch at which the task noticed.
     """
@@ -133,7 +133,7 @@ class FailureReport:
 
     @staticmethod
     def note_progress(task: str, steps: int) -> None:
-        """Write a task's step count there, for the case that the task is killed."""
+        """Write a task's step count to this folder, in case the task is killed."""
         leave_for_launcher(_own_file(task, "steps"), str(steps))
 
     @staticmethod
@@ -157,8 +157,7 @@ def _own_file(task: str, suffix: str) -> str:
 def leave_for_launcher(name: str, text: str) -> None:
     """Write a file to the folder that `REPORT_DIR` names, if it is set.
 
-    A failure, as on a full disk, is logged. The launcher then goes by the task's exit
-    status, which must stay what it is.
+    A failure, as on a full disk, is logged: it must not change the task's exit status.
     """
     folder = os.environ.get(REPORT_DIR)
     if not folder:
@@ -175,8 +174,7 @@ def end_process(report: FailureReport) -> NoReturn:
     """Print a report, write it for the launcher, and end the process at once.
 
     It skips exit handlers: they may wait for peers, and the main thread may be inside a
-    collective that never returns. Nothing keeps it from the end, also where neither
-    report nor message can be written.
+    collective that never returns. It ends the process even if it cannot write.
     """
     try:
         report.write()
@@ -208,7 +206,7 @@ def is_transient(error: BaseException) -> bool:
     """Whether an exception is transient, so that another attempt may succeed.
 
     Transient are a lost peer (`ClusterError`), a lost connection, a timeout and an
-    error of the network or of storage, also as the cause of another exception.
+    error of the network or of storage, and exceptions with such a cause.
 
     Example:
         >>> is_transient(ConnectionResetError()), is_transient(ValueError("n=-1"))
@@ -216,9 +214,9 @@ def is_transient(error: BaseException) -> bool:
         >>> is_transient(OSError(errno.EIO, "")), is_transient(FileNotFoundError("a"))
         (True, False)
     """
-    return any(_may_pass(cause) for cause in _causes(error)) and not isinstance(
-        error, ClusterMismatchError
-    )
+    return any(
+        _is_transient_itself(cause) for cause in _causes(error)
+    ) and not isinstance(error, ClusterMismatchError)
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -229,7 +227,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__
 
 
-def _may_pass(error: BaseException) -> bool:
+def _is_transient_itself(error: BaseException) -> bool:
     if isinstance(error, socket.gaierror):
         return error.errno == socket.EAI_AGAIN
     if isinstance(error, OSError) and error.errno in _TRANSIENT_ERRNOS:
@@ -247,12 +245,7 @@ def report_of(
 ) -> FailureReport:
     """Make the report of a task whose script ends with an exception.
 
-    Args:
-        task: The task's name.
-        error: The exception.
-        trace: Its traceback.
-        steps: The last known step of each task.
-        about_a_peer: Whether the loss of another worker may have caused the exception.
+    `about_a_peer` says whether the loss of another worker may have caused it.
     """
     is_interrupt = isinstance(error, KeyboardInterrupt)
     mismatch = isinstance(error, ClusterMismatchError)

@@ -1,4 +1,4 @@
-"""The failure detector: decides from heartbeats who failed, without clock or I/O."""
+"""Finds the failed worker from the heartbeats of all, without clock or I/O."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -12,9 +12,9 @@ from replicax.cluster.timeouts import Timeouts
 __all__ = ["Heartbeat", "Sign", "judge"]
 
 _GRACE_SECONDS = 3.0
-"""Time for a script that waits to raise its own error, which says more."""
+"""Time in which a script that waits may raise its own, more precise error."""
 _LEFT_SECONDS = 1.0
-"""Time for the last steps of a peer that has left to arrive."""
+"""Time until a judgement on a worker that has left: its last steps may arrive later."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -24,18 +24,19 @@ class Heartbeat:
     Attributes:
         beat: Number of heartbeats so far.
         dispatched: Number of programs dispatched to its devices.
-        completed: Number of programs that its devices are known to have finished.
+        completed: Number of finished programs, as far as known.
         steps: Number of training and other steps in the dispatched programs.
         log: Number and checksum of the operations in its `DispatchLog`.
         doing: The last of these operations.
         differs_after: Number of operations in which the workers' logs agree, where
             they are known to differ.
-        is_waiting: Whether its script waits in an exchange with all workers, and so
-            raises its own error if they do not come.
+        is_waiting: Whether its script waits in an exchange with all workers. The
+            exchange raises an error of its own if a worker is missing.
         has_left: Whether its script has ended.
         failure: The report of a worker that is ending; else None.
         spent: Seconds of its own work, and of waiting for others.
-        frozen: The step at which it is held until all agree when to stop.
+        frozen: The last step before the worker is held until all agree when to stop;
+            None: it is not held.
         interrupted: Whether Ctrl-C has asked it to stop.
     """
 
@@ -94,11 +95,11 @@ def judge(
         index: The worker that judges.
         now: The time, in seconds, by the clock of `seen_at` and `moved_at`.
         timeouts: The deadlines.
-        heard_at: The last successful read of heartbeats, by the same clock; silence
-            after it proves nothing about the other workers. Defaults to `now`.
+        heard_at: The time of the last successful read of heartbeats. Silence after it
+            proves nothing about the other workers. Defaults to `now`.
         difference: The difference between the workers' logs, if there is one.
-        found_at: The time when it was found, by the same clock.
-        is_settling: Whether the logs are known to differ, but not yet where.
+        found_at: The time when the difference was found.
+        is_settling: Whether the logs differ, but the first difference is unknown.
     """
     me = signs[index]
     return (

@@ -1,4 +1,4 @@
-"""Joins this process to a cluster (rendezvous), and shuts it down with the others."""
+"""Connects this process to the other workers, and ends it together with them."""
 
 import atexit
 import contextlib
@@ -40,7 +40,7 @@ def join(
     source: str,
     local_devices: Sequence[int] | None = None,
 ) -> Workers:
-    """Join a cluster: wait for its other workers. Once in a process.
+    """Join a cluster: wait for its other workers. A process joins one cluster at most.
 
     Args:
         cluster: The cluster; its chief and workers train together.
@@ -50,7 +50,7 @@ def join(
         local_devices: The GPUs of this process, where several share them; None: all.
 
     Raises:
-        ClusterError: If a worker is absent at the start-up deadline.
+        ClusterError: If a worker is missing at the start-up deadline.
         ClusterConfigError: If the first worker's port is taken, if the workers have
             different clusters, or if this process is in another cluster already.
         RuntimeError: If JAX has started its devices before.
@@ -141,7 +141,7 @@ def _connect(
     except ClusterError:
         excepthook.retry_if_not_caught(tasks[index].name)
         raise
-    # Only now DNS knows the names of all other workers.
+    # Only now: DNS knows a worker's name once the worker has started.
     set_gloo_address(addresses[:index] + addresses[index + 1 :])
 
 
@@ -188,7 +188,7 @@ def _leave(members: Workers, watch: Watch) -> None:
     def running() -> list[str]:
         return [sign.full_name for sign in watch.signs if not sign.has_left]
 
-    def is_complete() -> bool | None:
+    def have_all_ended() -> bool | None:
         if not running() and watch.all_did_the_same:
             return True
         return False if watch.is_missed else None
@@ -208,13 +208,13 @@ def _leave(members: Workers, watch: Watch) -> None:
             )
         )
 
-    is_accompanied = wait_for(
-        is_complete,
+    all_ended = wait_for(
+        have_all_ended,
         members.timeouts.shutdown,
         late=late,
         reminder=lambda _: f"{members.name} is done and waits for {listed(running())}",
     )
-    if not is_accompanied:
+    if not all_ended:
         print(
             f"replicax: {members.name} ended its script, but "
             f"{listed(running(), nobody='another worker')} "
@@ -222,7 +222,7 @@ def _leave(members: Workers, watch: Watch) -> None:
             file=sys.stderr,
         )
     watch.close()
-    if is_accompanied:
+    if all_ended:
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             jax.distributed.shutdown()
     else:

@@ -1,9 +1,8 @@
 """Chooses the addresses that a task and its Gloo listen on.
 
-A task listens on the address in the cluster's description. Gloo, which sums between
-CPUs, would listen on the address that the machine's own name resolves to: on many
-systems 127.0.0.1 or 127.0.1.1, which other machines cannot reach. Tested with JAX 0.10
-to 0.12.
+A task listens on the address in the cluster's description. Gloo (all-reduce between
+CPUs) listens by default on the address of the machine's own name: on many systems
+127.0.0.1 or 127.0.1.1, which other machines cannot reach. Tested with JAX 0.10 to 0.12.
 """
 
 import contextlib
@@ -34,8 +33,7 @@ _log = logging.getLogger("replicax")
 def host_to_bind(own: Address, others: Iterable[Address]) -> str | None:
     """Return the host that a task binds to, so that the others can reach it.
 
-    None: all of this machine's addresses, for a name that resolves differently on other
-    machines.
+    None: all addresses of this machine, for a host that is not one of them here.
 
     Example:
         >>> host_to_bind(Address("localhost", 1), [Address("localhost", 2)])
@@ -90,16 +88,13 @@ def is_own_host(host: str) -> bool:
 
 
 def free_port() -> int:
-    """Choose a port that no program of this machine listens on now."""
+    """Choose a port that no program of this machine uses now."""
     with socket.create_server(("", 0)) as server:
         return server.getsockname()[1]
 
 
 def await_own_name(task: str, address: str, seconds: float) -> None:
-    """Wait until the host of a task's own address resolves, for some seconds at most.
-
-    A pod may run before DNS knows its name.
-    """
+    """Wait until DNS knows the host of a task's own address, at most for `seconds`."""
     host = parse_address(address).host
     wait_for(
         lambda: _addresses_of(host) or None,
@@ -135,9 +130,8 @@ def _is_of_this_machine(ip: str) -> bool:
 def set_gloo_address(peers: Iterable[str]) -> None:
     """Make Gloo listen on the address that the other workers can reach.
 
-    Call it before JAX's devices are started. JAX has no option for the address, so this
-    replaces the function that makes its Gloo. Without a known peer, Gloo's default
-    address stays.
+    Call it before JAX's devices are started. Without the address of a peer, Gloo's
+    default stays.
     """
     address = local_address(peers)
     keywords = {} if address is None else {"hostname": address}
@@ -147,15 +141,15 @@ def set_gloo_address(peers: Iterable[str]) -> None:
 def local_address(peers: Iterable[str]) -> str | None:
     """This machine's IP address on the route to a peer; None without a route.
 
-    A loopback address only if all peers are on this machine. It sends nothing.
+    A loopback address only if all peers are on this machine.
 
     Example:
         >>> local_address(["127.0.0.1:2222"])
         '127.0.0.1'
     """
-    found = [address for address in map(_towards, peers) if address is not None]
-    outside = [a for a in found if not ipaddress.ip_address(a).is_loopback]
-    return next(iter(outside + found), None)
+    own = [address for address in map(_towards, peers) if address is not None]
+    outside = [a for a in own if not ipaddress.ip_address(a).is_loopback]
+    return next(iter(outside + own), None)
 
 
 def _towards(peer: str) -> str | None:

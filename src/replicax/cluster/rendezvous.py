@@ -1,9 +1,8 @@
 """Rendezvous of the processes of a job at the address of process 0.
 
-Each process sends its index to process 0, which answers when all have come, or with an
-error that names the absent ones. Where processes know no other address, each also sends
-a free port, and the answer has the addresses of all: a process' host is the one that
-its connection comes from.
+Each process sends its index to process 0. When all have connected, process 0 sends them
+the addresses of all: the host that each connects from, and the free port that it sends.
+At the deadline process 0 sends an error that names the missing processes.
 """
 
 import contextlib
@@ -32,22 +31,12 @@ _MORE_TIME = "or give it more time (rx.Timeouts(startup=...))"
 def collect_addresses(
     launcher: str, index: int, count: int, coordinator: str, seconds: float
 ) -> list[str]:
-    """Exchange addresses with the launcher's other processes.
-
-    Args:
-        launcher: The launcher's name.
-        index: This process' index.
-        count: The number of processes.
-        coordinator: The address that process 0 listens on, `"host:port"`.
-        seconds: The deadline.
-
-    Returns:
-        An address `"host:port"` for each process; the ports are free.
+    """Exchange addresses with the launcher's other processes; the ports are free.
 
     Raises:
-        ClusterError: If a process is missing at the deadline.
-        ClusterConfigError: If process 0 cannot listen, or if two processes have the
-            same index or belong to different jobs.
+        ClusterError: If a process is missing after `seconds`.
+        ClusterConfigError: If process 0 cannot listen at `coordinator`, or if two
+            processes have the same index or belong to different jobs.
     """
     hello = {"launcher": launcher, "count": count, "index": index, "port": free_port()}
     names = [f"worker:{i}" for i in range(count)]
@@ -58,7 +47,7 @@ def collect_addresses(
 def await_workers(
     source: str, cluster: ClusterSpec, index: int, seconds: float
 ) -> None:
-    """Wait at the address of a cluster's first worker until all workers have come.
+    """Wait until all workers of a cluster have connected to the first one.
 
     Args:
         source: The source of the cluster's description, such as `"TF_CONFIG"`.
@@ -67,7 +56,7 @@ def await_workers(
         seconds: The deadline.
 
     Raises:
-        ClusterError: If a worker is absent at the deadline.
+        ClusterError: If a worker is missing at the deadline.
         ClusterConfigError: If the first worker cannot listen, or if two processes have
             the same index or different clusters.
     """
@@ -106,7 +95,7 @@ def _meet(
 
 
 class _Register:
-    """The other processes, as process 0 knows them."""
+    """Process 0's connections to the other processes."""
 
     def __init__(
         self,
@@ -159,20 +148,20 @@ class _Register:
                 self._strangers.append(ready.accept()[0])
             elif ready not in owners:
                 self._strangers.remove(ready)
-                self._admit(ready, _received(ready))
-            elif not _received(ready):  # It has ended; a restart may come.
+                self._admit(ready, _receive(ready))
+            elif not _receive(ready):  # The process has ended; its restart may connect.
                 self._members.pop(owners[ready])[0].close()
         if any(self._missing()):
             return None
         others = (self._members[i][1] for i in sorted(self._members))
         addresses = [self._address(self._own.host, self._hello["port"]), *others]
-        self._tell({"addresses": addresses})
+        self._answer({"addresses": addresses})
         return addresses
 
     def _admit(self, connection: socket.socket, message: dict[str, Any]) -> None:
         index, port = message.get("index"), message.get("port")
         if not isinstance(index, int) or not isinstance(port, int):
-            connection.close()  # Another program's, such as a port scanner.
+            connection.close()  # Of another program, such as a port scanner.
             return
         is_new = index not in self._members and 0 < index < self._hello["count"]
         peer = Address(connection.getpeername()[0].removeprefix("::ffff:"), port)
@@ -192,10 +181,10 @@ class _Register:
             )
 
     def _fail(self, error: ClusterError | ClusterConfigError) -> NoReturn:
-        self._tell({"error": str(error), "retry": isinstance(error, ClusterError)})
+        self._answer({"error": str(error), "retry": isinstance(error, ClusterError)})
         raise error
 
-    def _tell(self, answer: dict[str, Any]) -> None:
+    def _answer(self, answer: dict[str, Any]) -> None:
         for connection in self._strangers:
             connection.close()
         for connection, _ in self._members.values():
@@ -210,11 +199,9 @@ class _Register:
 def _report(
     coordinator: str, hello: dict[str, Any], names: Sequence[str], seconds: float
 ) -> list[str]:
-    """Report to process 0, and wait for the addresses of all."""
-    me, server = (
-        names[int(hello["index"])].partition(" ")[0],
-        parse_address(coordinator),
-    )
+    """Connect to process 0, and wait for the addresses of all."""
+    me = names[int(hello["index"])].partition(" ")[0]
+    server = parse_address(coordinator)
     connections: list[socket.socket] = []
 
     def poll() -> dict[str, Any] | None:
@@ -226,7 +213,7 @@ def _report(
         if not select.select(connections, [], [], _POLL_SECONDS)[0]:
             return None
         with connections.pop() as connection:  # Without an answer, worker:0 has ended.
-            return _received(connection) or None
+            return _receive(connection) or None
 
     def late() -> NoReturn:
         problem = "has not answered" if connections else "did not come"
@@ -254,8 +241,8 @@ def _report(
     return answer["addresses"]
 
 
-def _received(connection: socket.socket) -> dict[str, Any]:
-    """Read a line of JSON; empty if it is none, or if the connection has ended."""
+def _receive(connection: socket.socket) -> dict[str, Any]:
+    """Read a JSON object; empty if there is none, or if the connection has ended."""
     connection.settimeout(5.0)
     with contextlib.suppress(OSError, ValueError):
         message = json.loads(connection.makefile("rb").readline(_MAX_BYTES))

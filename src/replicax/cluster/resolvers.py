@@ -27,7 +27,7 @@ class ClusterResolver(ABC):
         task_type: The job of this process, such as `"worker"`; None if unknown.
         task_id: The index of this process within its job, from zero, or None.
         rpc_layer: Prefix of the addresses that `master` returns, such as `"grpc"`.
-        environment: Name of the environment of the program; empty unless given.
+        environment: Name of the launcher; may be empty.
 
     Example:
         >>> import replicax as rx
@@ -82,8 +82,8 @@ class ClusterResolver(ABC):
     ) -> dict[str, int]:
         """Count the accelerators of this process, such as `{"GPU": 2}`.
 
-        This starts JAX's devices: in a cluster of several processes call it after the
-        strategy was made.
+        This starts JAX's devices: in a cluster of several processes create the strategy
+        first.
 
         Args:
             task_type: This process' job or None; for TensorFlow's signature.
@@ -129,23 +129,23 @@ class KnownCluster(ClusterResolver):
         self.environment = environment
 
     def cluster_spec(self) -> ClusterSpec:
-        """Return the cluster that the constructor has read."""
+        """Return the cluster."""
         return self._cluster
 
 
 class SimpleClusterResolver(KnownCluster):
-    """A resolver of a cluster that the program describes.
+    """A resolver of a cluster that the script describes.
 
     (TF: `tf.distribute.cluster_resolver.SimpleClusterResolver`.)
 
     Args:
         cluster_spec: The jobs and their tasks.
-        master: What `master()` returns when no task is named.
+        master: The result of `master()` without arguments.
         task_type: The job of this process.
         task_id: The index of this process within its job.
         environment: Name of the environment of the program; not used.
         num_accelerators: The number of accelerators of this process by kind, such as
-            `{"GPU": 2}`; None: those that JAX finds.
+            `{"GPU": 2}`; None: JAX counts them.
         rpc_layer: Prefix of the addresses that `master()` returns.
 
     Raises:
@@ -189,7 +189,7 @@ class SimpleClusterResolver(KnownCluster):
         task_id: int | None = None,
         rpc_layer: str | None = None,
     ) -> str:
-        """Return the address of the named task, or the `master` that was given."""
+        """Return the address of a task; without a task the constructor's `master`."""
         if task_type is None or task_id is None:
             return _with_layer(self._master, rpc_layer or self.rpc_layer)
         return super().master(task_type, task_id, rpc_layer)

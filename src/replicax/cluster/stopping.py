@@ -16,13 +16,13 @@ class StopRequest:
 
     A worker must not wait for the others between steps, since their step may need this
     worker. So the heartbeat threads agree: each thread freezes its worker's step count
-    and sends it; when all counts are known, all workers stop after the highest one
-    plus 1. A frozen worker waits at the end of its next step for this agreement. A
-    single worker stops at once.
+    and sends it. When all counts are known, all workers stop after the highest count
+    plus 1. Until then, a frozen worker waits at the end of its next step. A single
+    worker stops at once.
 
     Attributes:
-        requested: Whether some worker is to stop.
-        interrupted: Whether the cause is Ctrl-C, which no restart follows.
+        requested: Whether a worker has asked all to stop.
+        interrupted: Whether the cause is Ctrl-C. No restart follows.
     """
 
     def __init__(self, *, alone: bool) -> None:
@@ -36,11 +36,11 @@ class StopRequest:
 
     @property
     def is_settling(self) -> bool:
-        """Whether the workers have yet to agree when to stop."""
+        """Whether the workers have not agreed yet when to stop."""
         return self.requested and self._stop_at is None
 
     def reached(self, step: int) -> bool:
-        """Whether to stop after `step`; asked after each step, in under 1 us."""
+        """Whether to stop after `step`; called after each step, takes under 1 us."""
         if self._alone:
             self._step = step
             return self.requested
@@ -56,7 +56,7 @@ class StopRequest:
             return self._step
 
     def agree(self, step: int) -> None:
-        """Release the worker, and let it stop after `step`."""
+        """Release the worker, which stops after `step`."""
         with self._changed:
             self._stop_at = step
             self._frozen = False

@@ -15,21 +15,21 @@ def initialize_tpu_system(
 ) -> Topology:
     """Start the TPU chips, and return their topology.
 
-    Every host of a slice calls it; it joins the hosts first if need be. The call is
-    optional: `rx.TPUStrategy` does the same.
+    Every host of a slice calls it, and joins the others first. The call is optional:
+    `rx.TPUStrategy` does the same.
     (TF: `tf.tpu.experimental.initialize_tpu_system`.)
 
     Args:
         cluster_resolver: Describes the slice; None: `TPUClusterResolver(tpu="")`.
-        timeouts: As for `rx.TPUStrategy`, which uses these then.
+        timeouts: The deadlines; `rx.TPUStrategy` uses them, too.
 
     Returns:
         The system's chips and hosts.
 
     Raises:
-        DeviceError: If JAX has no TPU here; the message says what was looked for.
+        DeviceError: If JAX has no TPU here; the message says where replicax looked.
         ClusterConfigError: For a resolver of another kind.
-        ClusterError: If a host is not there by the start-up deadline.
+        ClusterError: If a host is missing at the start-up deadline.
 
     Example:
         >>> import replicax as rx

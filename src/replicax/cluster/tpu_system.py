@@ -117,7 +117,7 @@ def topology_of(devices: Sequence[Any]) -> Topology:
 def join_slice(
     resolver: TPUClusterResolver, timeouts: Timeouts, caller: str
 ) -> Workers:
-    """Join the processes of the slice's other hosts, once; alone on a single host.
+    """Join the processes of the slice's other hosts; none on a single host.
 
     On a single host JAX's devices may have been started before. For several slices JAX
     detects the hosts. For one slice the resolver knows them: JAX would first ask the
@@ -125,7 +125,7 @@ def join_slice(
 
     Raises:
         DeviceError: If the environment describes a slice, but there are no chips here.
-        ClusterError: If a host is absent at the start-up deadline.
+        ClusterError: If a host is missing at the start-up deadline.
     """
     if stand_in_devices() is not None:
         return Workers()  # They are the devices of all hosts.
@@ -175,13 +175,13 @@ def experimental_connect_to_cluster(
 
     Args:
         cluster_spec_or_resolver: A `TPUClusterResolver`.
-        timeouts: As for `rx.TPUStrategy`, which uses these then.
+        timeouts: The deadlines; `rx.TPUStrategy` uses them, too.
 
     Raises:
         ClusterConfigError: For any other cluster, to which strategies connect by
             themselves.
         DeviceError: If the environment describes a slice, but there are no chips here.
-        ClusterError: If a host is not there by the start-up deadline.
+        ClusterError: If a host is missing at the start-up deadline.
         RuntimeError: If JAX has started its devices already, on one of several hosts.
 
     Example:
@@ -206,12 +206,9 @@ def experimental_connect_to_cluster(
 def tpu_devices(workers: Workers, caller: str) -> list[Any]:
     """Start JAX's devices, and return all TPU devices of the slice, host by host.
 
-    Their order along the replicas' axis does not affect the speed of an all-reduce: XLA
-    lays its rings by the chips' coordinates.
-
     Raises:
-        DeviceError: If JAX has no TPU here; the message says where it was looked for.
-        ClusterConfigError: If the chips belong to more hosts than are known.
+        DeviceError: If JAX has no TPU here; the message says where replicax looked.
+        ClusterConfigError: If the chips belong to more hosts than have joined.
     """
     stand_ins = stand_in_devices()
     if stand_ins is not None:
@@ -224,9 +221,9 @@ def tpu_devices(workers: Workers, caller: str) -> list[Any]:
         ) from error
     if any(d.platform != "tpu" for d in devices):
         counts = Counter(d.platform for d in devices)
-        found = ", ".join(f"{count} {name}" for name, count in counts.items())
+        devices_here = ", ".join(f"{n} {name}" for name, n in counts.items())
         raise DeviceError(
-            f"{caller}: there is no TPU here; JAX has {found} "
+            f"{caller}: there is no TPU here; JAX has {devices_here} "
             f"{'device' if len(devices) == 1 else 'devices'}. {_search_report()}"
         )
     hosts = {d.process_index for d in devices}
@@ -242,25 +239,23 @@ def tpu_devices(workers: Workers, caller: str) -> list[Any]:
 
 
 def _search_report() -> str:
-    """Describe where TPUs were looked for, and what to do."""
-    unset = [name for name in VARIABLES if not os.environ.get(name)]
+    """Describe the signs of a TPU, and what to do without one."""
     try:
         libtpu = importlib.metadata.version("libtpu")
     except importlib.metadata.PackageNotFoundError:
         libtpu = "not installed: pip install 'replicax[tpu]'"
     files = sorted(glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*"))
-    platforms = os.environ.get("JAX_PLATFORMS", "")
-    is_kept_away = bool(platforms) and "tpu" not in platforms.split(",")
+    values = {name: os.environ.get(name) for name in ("JAX_PLATFORMS", *VARIABLES)}
+    unset = [name for name, value in values.items() if not value]
     looked = [
         f"libtpu ({libtpu})",
         f"chips ({', '.join(files) or 'no /dev/accel* or /dev/vfio/*'})",
-        f"JAX_PLATFORMS ({repr(platforms) if platforms else 'not set'}"
-        f"{', which keeps JAX from TPUs: unset it' if is_kept_away else ''})",
-        *(f"{name}={os.environ[name]!r}" for name in VARIABLES if name not in unset),
+        *(f"{name}={value!r}" for name, value in values.items() if value),
         f"{', '.join(unset)} (not set)",
     ]
     return (
-        f"Looked for: {'; '.join(looked)}. Run the script on a TPU VM, on each host of "
-        "a slice at once. To develop without one: rx.set_logical_devices(8) and "
-        "rx.MirroredStrategy(), or `replicax plan --topology v5e:2x4 train.py`."
+        f"Looked for: {'; '.join(looked)}. JAX_PLATFORMS must include 'tpu' or be "
+        "unset. Run the script on a TPU VM, on each host of a slice at once. To "
+        "develop without one: rx.set_logical_devices(8) and rx.MirroredStrategy(), or "
+        "`replicax plan --topology v5e:2x4 train.py`."
     )

@@ -1,8 +1,8 @@
 """Threads that exchange heartbeats, and end the process when a peer has failed.
 
-A process inside a collective that waits for a lost peer cannot be interrupted, so these
-threads end it: with a message, a `FailureReport`, and an exit code that tells whether a
-restart may help.
+A process inside a collective that waits for a lost peer cannot be interrupted. So these
+threads end the process, with a message, a `FailureReport` and an exit code that is
+retryable if a restart may help.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ _SOON_SECONDS = 0.05
 
 
 class _Result(Protocol):
-    """An array that a program makes."""
+    """An array that a program returns."""
 
     def is_ready(self) -> bool: ...
 
@@ -89,7 +89,7 @@ class Watch:
         self._stop = stop
         self._interval = min(1.0, timeouts.heartbeat / 5)
         self._contact_at = now
-        # A program's number, and a result to ask whether it is done (None: it is).
+        # The last program's number and result; no result: it has finished.
         self._latest: tuple[int, _Result | None] = (0, None)
         self._awaited = self._latest
         self._resumed_at = 0
@@ -99,7 +99,7 @@ class Watch:
         self._closed = threading.Event()
         self._threads = [
             threading.Thread(target=run, name=f"replicax-{name}", daemon=True)
-            for name, run in (("watch", self._exchange), ("clock", self._judge_often))
+            for name, run in (("watch", self._exchange), ("clock", self._judge))
         ]
 
     def start(self) -> None:
@@ -121,16 +121,12 @@ class Watch:
     def dispatched(self, result: Any) -> None:
         """Note that the program is dispatched; `result` is one of its arrays.
 
-        None: the program is done, or was not started.
+        None: the program has finished, or was not started.
         """
         self._latest = (self._latest[0], result)
 
     def resume_at(self, steps: int) -> None:
-        """Count steps on from earlier attempts, so that reports show the progress.
-
-        Args:
-            steps: Number of steps before this attempt.
-        """
+        """Set the number of steps of earlier attempts, which reports add."""
         self._resumed_at = steps
 
     @property
@@ -139,14 +135,14 @@ class Watch:
         return self._latest[0] > 0
 
     def leave(self) -> None:
-        """Tell the others that this worker's script has ended."""
-        self._note_progress()  # First: a worker that has left makes no more steps.
+        """Publish that this worker's script has ended."""
+        self._note_progress()  # First: the count of steps is final from then on.
         self.me.has_left = True
         self._publish()
 
     @property
     def all_did_the_same(self) -> bool:
-        """Whether all workers' logs are equal, as far as it is known."""
+        """Whether all workers' logs have the same length, and no known difference."""
         counts = {sign.log[0] for sign in self.signs}
         return len(counts) == 1 and self.order.differs_after is None
 
@@ -165,16 +161,16 @@ class Watch:
             publisher.join(timeout=3)
             end_process(report)
 
-    # The thread that talks to the store.
+    # The thread that reads and writes the store.
 
     def _exchange(self) -> None:
         while self._wait_for_next():
             try:
                 self._publish()
                 self._receive(self.store.read(_STATUS))
-                self.order.settle(has_left=self.me.has_left)
+                self.order.exchange_logs(has_left=self.me.has_left)
             except StoreError:
-                continue  # The other thread watches the time of the last contact.
+                continue  # The other thread checks how long ago the last contact was.
             self._contact_at = time.monotonic()
             if self._index == 0 and self.sampler.is_on:
                 spent = [sign.spent for sign in self.signs]
@@ -195,7 +191,7 @@ class Watch:
                     is_dispatching=self._latest[1] is _NOT_YET,
                     is_exchanging=self.num_exchanging > 0,
                 )
-            # Scripts are held while the workers agree when to stop.
+            # Scripts wait while the workers agree when to stop.
             is_urgent = self._stop.is_settling or self.order.is_settling
             if is_urgent or now - begin >= self._interval:
                 return True
@@ -243,7 +239,7 @@ class Watch:
         for key, text in beats.items():
             beat, sign = json.loads(text), self.signs[int(key)]
             if beat["frozen"] is not None:
-                # Also of a worker that has left: all must compute the same step.
+                # The step of a worker that has left counts, too: all need the same.
                 frozen.append(beat["frozen"])
                 self._stop.interrupted |= beat["interrupted"]
                 self._stop.requested = True
@@ -257,13 +253,13 @@ class Watch:
             if beat["log"] != sign.log:
                 sign.moved_at = now
             vars(sign).update(beat)
-            self.order.hear(int(key), sign.log, sign.differs_after)
+            self.order.compare(int(key), sign.log, sign.differs_after)
         if frozen and not num_unfrozen and self._stop.is_settling:
             self._stop.agree(max(frozen) + 1)
 
     # The thread that watches the deadlines; the other one may block in the store.
 
-    def _judge_often(self) -> None:
+    def _judge(self) -> None:
         looked_at = time.monotonic()
         while not self._closed.wait(self._interval / 2):
             now = time.monotonic()
@@ -289,7 +285,7 @@ class Watch:
                 return
             is_mine = report.culprit == self.me.name
             if is_mine and report.kind == "exited":
-                # This worker's script is over: it keeps its own exit status.
+                # This worker's script has ended: it keeps its own exit status.
                 self.is_missed = True
                 return
             if is_mine and report.kind != "order" and report.traceback is None:
@@ -315,7 +311,7 @@ class Watch:
 def _is_ready(result: _Result | None) -> bool:
     try:
         return result is None or result.is_ready()
-    except RuntimeError:  # Donated to a later step, which is asked instead.
+    except RuntimeError:  # Donated to a later step, whose result follows.
         return True
 
 

@@ -90,8 +90,8 @@ class Workers:
     def new_stream(self, name: str) -> str:
         """Return a new name for batches that all workers read together.
 
-        It is unique among all strategies, and never reused: workers may leave a stream
-        after different numbers of exchanges.
+        A name is never reused: workers may leave a stream after different numbers of
+        exchanges.
         """
         self._num_streams += 1
         return f"{name} {self._num_streams}"
@@ -110,7 +110,7 @@ class Workers:
         """All-gather a small value over the workers; a barrier, too.
 
         It uses the coordination service and takes a few milliseconds. Never call it
-        between the steps of a loop: a worker that waits here does not take part in
+        between the steps of a loop: while a worker waits here, it cannot compute the
         steps that others have already begun.
 
         Args:
@@ -123,16 +123,16 @@ class Workers:
             what: The exchange in messages; defaults to its name.
             in_order: Whether all workers come here after the same steps; False in a
                 thread that reads ahead.
-            overtaken: Formats the error for a worker, given by name, that dispatches a
-                program in place of this exchange.
+            overtaken: Formats the error for a worker that dispatches a program in place
+                of this exchange, from its name.
 
         Returns:
             The values of all workers, in order.
 
         Raises:
             ClusterError: At the deadline, naming the missing workers.
-            ClusterMismatchError: Within seconds, if a missing worker cannot come any
-                more: its script has ended, or does another operation instead.
+            ClusterMismatchError: Within seconds, if the script of a missing worker has
+                ended, or does another operation instead.
         """
         watch = self.watch
         if watch is None:
@@ -157,10 +157,10 @@ class Workers:
             folder = f"{names}/{number}"
             watch.store.put(f"{folder}/{self.index}", json.dumps(value))
             values = self._values_in(folder, watch, name, timeout_seconds, check)
-            if in_order:  # Not after an error, which this script reports to the others.
+            if in_order:  # Not after an error: this script reports the error itself.
                 watch.me.is_waiting = False
             if number:
-                # All take part in this exchange, so all have read the one before.
+                # All workers are in this exchange, so all have read the previous one.
                 watch.store.delete(f"{names}/{number - 1}/{self.index}")
             return values
         except StoreError as error:
@@ -225,7 +225,7 @@ class Workers:
     ) -> None:
         """Raise if the order check has found a difference between the workers.
 
-        Raised here, where the script waits, the traceback shows the call.
+        It raises in the script, so that the traceback shows the call.
         """
         difference = watch.order.difference
         if difference is None:
@@ -252,8 +252,8 @@ class Workers:
         The workers exchange hashes, and the fact itself only where hashes differ.
 
         Args:
-            facts: The facts by name, the most telling first. A list is compared entry
-                by entry.
+            facts: The facts by name; the first one that differs is reported. A list
+                is compared entry by entry.
             what: The subject of the facts, such as `"the program of run(step)"`.
 
         Returns:

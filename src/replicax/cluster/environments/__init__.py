@@ -1,5 +1,5 @@
 """Cluster environments: the processes that train together, one class per launcher.
 
-`base` has the seam, `ClusterEnvironment`; the other modules have one class for each
-launcher. `replicax.cluster.detection` chooses among them.
+`base` has the base class, `ClusterEnvironment`; the other modules have one class for
+each launcher. `replicax.cluster.detection` chooses among them.
 """

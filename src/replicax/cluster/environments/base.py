@@ -1,4 +1,4 @@
-"""The seam between launchers and strategies, and what most launchers share."""
+"""The base class of launchers' environments."""
 
 import os
 import re
@@ -27,12 +27,11 @@ class Membership:
         index: This process' index, from zero; None if it does not train.
         count: Number of processes that train together.
         resolver: The cluster, if the launcher gives an address for each process.
-        coordinator: Otherwise the address `"host:port"` where the processes meet;
-            process 0 listens there.
+        coordinator: Otherwise the address `"host:port"` that process 0 listens on.
         local: This process' index on its machine, and the number of processes there,
             if the launcher leaves the choice of devices to the processes.
-        outer_count: Number of processes in the view of an outer launcher, such as one
-            for each machine; 0 if that is unknown.
+        outer_count: Number of this launcher's own daemons, which an outer launcher
+            counts as processes, such as one on each machine; 0: unknown.
     """
 
     index: int | None = 0
@@ -44,10 +43,10 @@ class Membership:
 
 
 class IncompleteError(ClusterConfigError):
-    """A launcher's variables do not suffice.
+    """A launcher's variables are incomplete.
 
     Args:
-        problem: What is missing, and what to write.
+        problem: The missing variable, and the remedy.
         count: The number of processes according to the variables; 0 if unknown.
     """
 
@@ -57,7 +56,7 @@ class IncompleteError(ClusterConfigError):
 
 
 class ClusterEnvironment(ABC):
-    """A launcher, as a process that it has started sees it.
+    """A launcher, from the variables that it sets in each process.
 
     The base class reads four variables: this process' index, the number of processes,
     and host and port of process 0. Subclasses name them, or override `membership`.
@@ -96,7 +95,7 @@ class ClusterEnvironment(ABC):
         return Membership(index=index, count=count, coordinator=self.address(count))
 
     def coordinator(self, place: Membership, timeouts: Timeouts) -> str:
-        """Return the address where the processes meet; may ask the launcher."""
+        """Return the address that process 0 listens on; may ask the launcher."""
         del timeouts
         return place.coordinator
 
@@ -147,7 +146,7 @@ class ClusterEnvironment(ABC):
         return ", ".join(values) or f"{self.index} and {self.size} not set"
 
     def workers(self, index: int, addresses: list[str]) -> Membership:
-        """Describe processes of which all addresses are known."""
+        """Make the membership of process `index` from the addresses of all."""
         resolver = SimpleClusterResolver(
             ClusterSpec({"worker": addresses}),
             addresses[index],
@@ -159,7 +158,7 @@ class ClusterEnvironment(ABC):
 
 
 def default_port(seed: int = 0) -> int:
-    """Return `JAX_COORDINATOR_PORT`, or else a port derived from a job's number."""
+    """Return `JAX_COORDINATOR_PORT`, or else a port derived from the job's number."""
     text = os.environ.get("JAX_COORDINATOR_PORT") or str(
         _FIRST_PORT + seed % _NUM_PORTS
     )

@@ -1,4 +1,4 @@
-"""Ray: workers of Ray Train, and actors and tasks, which do not know each other."""
+"""Ray: workers of Ray Train; actors and tasks of plain Ray raise an error."""
 
 import contextlib
 import sys
@@ -48,11 +48,11 @@ class RayTrain(ClusterEnvironment):
         return Membership(index=index, count=count)
 
     def coordinator(self, place: Membership, timeouts: Timeouts) -> str:
-        """Let worker 0 tell the others its address."""
+        """Broadcast the address of worker 0."""
         return _broadcast(place.index or 0, place.count, timeouts.startup)
 
     def described(self) -> str:
-        """Where the values come from."""
+        """The source of the values."""
         return "ray.train.get_context()"
 
 

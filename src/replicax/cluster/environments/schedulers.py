@@ -29,7 +29,7 @@ class Slurm(ClusterEnvironment):
     def membership(self) -> Membership:
         """Read the step's tasks and nodes."""
         step = "SLURM_STEP_NUM_TASKS"
-        # A batch script and an interactive shell see the allocation, but no step.
+        # A batch script and an interactive shell have an allocation, but no step.
         names = [step] if os.environ.get(step) else [self.size, self.host]
         count = max((self.number(x, 1) for x in names if os.environ.get(x)), default=1)
         if count == 1:
@@ -85,7 +85,7 @@ class TPUSlice(ClusterEnvironment):
         return bool(os.environ.get(self.size)) or is_tpu_vm()
 
     def membership(self) -> Membership:
-        """Read the slice, from the metadata server if need be."""
+        """Read the slice from the environment or the metadata server."""
         resolver = TPUClusterResolver(tpu="")
         index = resolver.task_id or 0
         return Membership(index=index, count=resolver.num_hosts, resolver=resolver)

@@ -1,4 +1,4 @@
-"""Launchers that give an index, a number of processes and an address in variables."""
+"""Launchers that set an index, a number of processes and an address."""
 
 import dataclasses
 import os
@@ -134,7 +134,7 @@ class KubeflowJaxJob(ClusterEnvironment):
     port = "COORDINATOR_PORT"
 
     def detect(self) -> bool:
-        """Whether all are set: each name alone may be anything's."""
+        """Whether all are set: other programs may use one of these names."""
         return all(map(os.environ.get, (self.index, self.size, self.host)))
 
 
@@ -153,5 +153,5 @@ class InitializedJax(ClusterEnvironment):
         return Membership(index=state.process_id, count=state.num_processes)
 
     def described(self) -> str:
-        """What JAX was initialized with."""
+        """The call, for messages."""
         return "jax.distributed.initialize was called"
