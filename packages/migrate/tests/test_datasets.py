@@ -23,23 +23,6 @@ def test_an_argument_of_a_function_has_the_name_of_the_one_in_numpy() -> None:
     assert [x.shape for x in names["d"]] == [(2, 2), (2, 2)]
 
 
-@pytest.mark.parametrize(
-    "pipeline",
-    [
-        "d = d.repeat().shuffle(9).batch(2)",
-        "n = None\nd = d.repeat(n)\nd = d.map(lambda x: x).cache()\n"
-        "d = d.shuffle(9).batch(2)",
-    ],
-)
-def test_endless_data_are_shuffled_epoch_by_epoch(pipeline: str) -> None:
-    made = "import tensorflow as tf\nd = tf.data.Dataset.range(4)\n"
-    names = run(f"{made}{pipeline}")
-    batches = [names["d"][i].tolist() for i in range(8)]
-    epochs = [[*batches[i], *batches[i + 1]] for i in range(0, 8, 2)]
-    assert [sorted(epoch) for epoch in epochs] == [[0, 1, 2, 3]] * 4
-    assert len({str(epoch) for epoch in epochs}) > 1
-
-
 @pytest.mark.parametrize("count", ["2", "epochs", "count=1 + 1"])
 def test_data_that_are_repeated_a_few_times_end(count: str) -> None:
     made = "import tensorflow as tf\nepochs = 2\nd = tf.data.Dataset.range(4)"
@@ -101,8 +84,8 @@ def test_windows_that_are_no_arrays_of_one_size_are_left(windows: str) -> None:
 
 def test_windows_in_order_that_are_shuffled_later_are_left() -> None:
     _, left = ported(SERIES.format("utils", "") + "d = d.shuffle(9)")
-    assert all("pass `shuffle=True`" in each for each in left)
-    assert len(left) == 2
+    assert "pass `shuffle=True`" in left[0]
+    assert len(left) == 1
     run(SERIES.format("utils", ", shuffle=True") + "d = d.shuffle(9)")
 
 
@@ -282,7 +265,7 @@ def test_what_a_layer_of_tensorflow_is_given_stays_with_it() -> None:
     )
     assert "return tf.strings.lower(x)" in text
     assert "d.map(lambda x: layer(tf.expand_dims(x, -1)))" in text
-    assert ["uses `layer`, which Keras makes" in each for each in left] == [0, 1, 1]
+    assert ["uses `layer`, which Keras makes" in each for each in left] == [0, 1]
 
 
 def test_words_are_looked_up_as_tensorflow_does() -> None:

@@ -54,20 +54,6 @@ def test_arguments_that_are_gone_are_left(call: str, reason: str) -> None:
     assert reason in "".join(left)
 
 
-def test_layers_of_tensorflow_1_take_their_arguments_by_position() -> None:
-    source = """from tensorflow.compat.v1 import layers as f
-x = tf.ones([2, 4, 4, 1])
-y = f.conv2d(x, 3, 2, 1, "same", "channels_last", 1, tf.nn.relu, False)
-y = f.dropout(f.batch_normalization(y, -1, 0.9, fused=True))
-"""
-    text, left = ported(f"{START}{source}")
-    assert left == []
-    assert "activation=keras.activations.relu, use_bias=False)(x)" in text
-    assert "BatchNormalization(-1, 0.9)(y, training=False)" in text
-    assert "Dropout(rate=0.5)(" in text
-    run(f"{START}{source}")
-
-
 def test_columns_of_tensorflow_1_take_their_arguments_by_position() -> None:
     call = "feature_column.categorical_column_with_vocabulary_file('a', 'b', 9, 2)"
     text, left = ported(f"{START}x, y = tf.compat.v1.{call}, tf.{call}")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from replicax_migrate import tables
-from replicax_migrate.sources import KNOWN_SOURCES, MAPPED
+from replicax_migrate.sources import METHOD_RULES, SOURCE_RULES
 from replicax_migrate.tables import (
     ALIASES,
     CHANGED_DEFAULTS,
@@ -149,7 +149,7 @@ def test_reasons_say_what_to_use_instead() -> None:
 
 def test_the_page_has_all_dataset_operators() -> None:
     page = PAGE.read_text("utf-8")
-    for name in [*MAPPED, *(path.rpartition(".")[2] for path in KNOWN_SOURCES)]:
+    for name in [*METHOD_RULES, *(path.rpartition(".")[2] for path in SOURCE_RULES)]:
         assert f"`{name}`" in page, name
 
 

@@ -12,7 +12,7 @@ from replicax_migrate.kinds import is_class_of
 from replicax_migrate.rules import (
     CallSite,
     Rule,
-    bound_to,
+    bind_ported,
     by_row,
 )
 from replicax_migrate.script import Expression, Script, Unported
@@ -20,18 +20,18 @@ from replicax_migrate.tables import (
     MESSAGES,
     find_target,
 )
-from replicax_migrate.tracing import RANDOM, class_of, is_traced
+from replicax_migrate.tracing import RANDOM_FUNCTIONS, class_of_method, is_traced
 from replicax_migrate.tree import (
-    argument,
-    changed,
+    elements_of,
     find,
+    find_arg,
+    has_keyword,
     is_name,
-    is_named,
     keyword,
-    named,
+    kwarg_value,
     parenthesized,
-    parts_of,
     with_args,
+    with_new_value,
 )
 
 __all__ = ["DEVICE_RULES", "resize"]
@@ -55,7 +55,7 @@ def _variable(site: CallSite) -> Expression:
     call = by_row(site)
     value = call.args[0].value if call.args else None
     number = value.expression if isinstance(value, cst.UnaryOperation) else value
-    if isinstance(number, cst.Integer) and named(call, "dtype") is None:
+    if isinstance(number, cst.Integer) and kwarg_value(call, "dtype") is None:
         dtype = keyword("dtype", site.script.string("int32"))
         return with_args(call, [*call.args, dtype])  # Keras' default is a float.
     return call
@@ -66,7 +66,7 @@ def _in_build(script: Script, node: cst.CSTNode) -> bool:
     function = script.function_of(node)
     if function is None or function.name.value not in {"build", "call"}:
         return False
-    owner = class_of(script, function)
+    owner = class_of_method(script, function)
     return owner is not None and is_class_of(script, owner, ("layer", "model"))
 
 
@@ -74,10 +74,10 @@ def _cast(site: CallSite) -> Expression:
     """Port `tf.cast(tf.shape(x)[0], tf.int64)` to the size, a number of Python."""
     script = site.script
     value, dtype = site.original(0, "x"), site.original(1, "dtype")
-    size = script.flow.resolved(value)
-    name = script.names.path(dtype) or script.code(dtype) if dtype else ""
+    size = script.flow.resolve(value)
+    name = script.names.tf_path(dtype) or script.code(dtype) if dtype else ""
     if isinstance(size, cst.Subscript) and "int" in name:
-        is_shape = script.called(script.flow.resolved(size.value)) == "shape"
+        is_shape = script.called_path(script.flow.resolve(size.value)) == "shape"
         if is_shape and not isinstance(size.slice[0].slice, cst.Slice):
             return site.required(0, "x")
     return by_row(site)
@@ -91,17 +91,17 @@ def _where(site: CallSite) -> Expression:
 
 def _split(site: CallSite) -> Expression:
     """Port `tf.split` to a number of parts, or sizes in sight to positions."""
-    sizes = site.script.shown(site.node, 1, "num_or_size_splits")
+    sizes = site.script.resolved_arg(site.node, 1, "num_or_size_splits")
     call = by_row(site)
     if isinstance(site.ported(1, "num_or_size_splits"), cst.Integer):
         return call
-    parts = parts_of(sizes)
+    parts = elements_of(sizes)
     if not parts or any(not isinstance(part, cst.Integer) for part in parts):
-        raise site.stays(MESSAGES["split"])
+        raise site.refusal(MESSAGES["split"])
     *inner, _ = itertools.accumulate(int(site.script.code(size)) for size in parts)
-    positions = argument(call.args, 1, "indices_or_sections")
+    positions = find_arg(call.args, 1, "indices_or_sections")
     value = cst.parse_expression(str(inner))
-    return with_args(call, changed(call.args, positions, value))
+    return with_args(call, with_new_value(call.args, positions, value))
 
 
 def _matmul(site: CallSite) -> Expression:
@@ -111,18 +111,18 @@ def _matmul(site: CallSite) -> Expression:
         flag = site.ported(i + 2, f"transpose_{name}")
         text = site.script.code(flag) if flag else "False"
         if text not in {"True", "False"}:
-            raise site.stays(f"whether transpose_{name} is not seen")
+            raise site.refusal(f"whether transpose_{name} is not seen")
         if text == "True":
-            site = site.with_value(i, name, "keras.ops.swapaxes({x}, -1, -2)")
+            site = site.with_template(i, name, "keras.ops.swapaxes({x}, -1, -2)")
     return by_row(site)
 
 
 def _normalized(site: CallSite) -> Expression:
     """Port `tf.nn.batch_normalization`, whose moments may have any shape."""
     names = ["x", "mean", "variance", "offset", "scale", "variance_epsilon", "name"]
-    arguments = {name: arg.value for name, arg in bound_to(site, names).items()}
+    arguments = {name: arg.value for name, arg in bind_ported(site, names).items()}
     if not {*names[:6]} <= {*arguments}:
-        raise site.stays("its arguments were not found")
+        raise site.refusal("its arguments were not found")
     text = "({x} - {mean}) * keras.ops.rsqrt({variance} + {variance_epsilon})"
     if not is_name(arguments["scale"], "None"):
         text += " * {scale}"
@@ -139,41 +139,41 @@ def _normalized(site: CallSite) -> Expression:
 def _random(site: CallSite) -> Expression:
     script, node = site.script, site.node
     call = by_row(site)
-    dtype = named(call, "dtype")
+    dtype = kwarg_value(call, "dtype")
     if isinstance(dtype, cst.SimpleString) and "int" in dtype.value:
         call = call.with_changes(func=script.expression("keras.random.randint"))
-        if argument(call.args, 1, "minval") is None:
+        if find_arg(call.args, 1, "minval") is None:
             zero = keyword("minval", cst.Integer("0"))
             call = with_args(call, [*call.args, zero])
     if not is_traced(script, node):
         return call
-    if named(call, "seed") is not None:
+    if kwarg_value(call, "seed") is not None:
         raise Unported(MESSAGES["fixed_seed"])
-    if node not in script.plan.generators:
+    if node not in script.edits.generators:
         raise Unported(MESSAGES["random_state"])
-    seed = keyword("seed", cst.parse_expression(script.plan.generators[node]))
+    seed = keyword("seed", cst.parse_expression(script.edits.generators[node]))
     return with_args(call, [*call.args, seed])
 
 
 def resize(site: CallSite) -> Expression:
     """Port `tf.image.resize` of TensorFlow 2; results are float32 but for nearest."""
     script, call = site.script, by_row(site)
-    value = named(call, "interpolation") or script.string("bilinear")
-    name = script.names.path(value)  # None if the argument is ported already.
+    value = kwarg_value(call, "interpolation") or script.string("bilinear")
+    name = script.names.tf_path(value)  # None if the argument is ported already.
     text = str(find_target(name) if name else script.code(value)).strip("\"'")
     if text not in {"bicubic", "bilinear", "lanczos3", "lanczos5", "nearest"}:
-        raise site.stays("area, gaussian and mitchellcubic have no counterpart")
+        raise site.refusal("area, gaussian and mitchellcubic have no counterpart")
     if script.is_of_version_1(site.node):
         raise Unported(f"tf.{site.path} of TensorFlow 1 stays: it has other pixels")
     on_host = script.runs_on_host(site.node)
-    if text == "bicubic" and not is_name(named(call, "antialias"), "True"):
+    if text == "bicubic" and not is_name(kwarg_value(call, "antialias"), "True"):
         site.note(f"tf.{site.path}: {MESSAGES['bicubic']}")
     if text != "nearest":
         first, *rest = call.args
         cast = '{x}.astype("float32")' if on_host else 'keras.ops.cast({x}, "float32")'
         first = first.with_changes(value=site.make(cast, x=first.value))
         is_default = text == "bilinear"
-        kept = [a for a in rest if not (is_default and is_named(a, "interpolation"))]
+        kept = [a for a in rest if not (is_default and has_keyword(a, "interpolation"))]
         call = with_args(call, [first, *kept])
     return site.make("np.asarray({x})", x=call) if on_host else call
 
@@ -189,6 +189,6 @@ DEVICE_RULES: dict[str, Rule] = {
     "where": _where,
     "nn.batch_normalization": _normalized,
     "split": _split,
-    **dict.fromkeys(RANDOM, _random),
+    **dict.fromkeys(RANDOM_FUNCTIONS, _random),
 }
 """Rules for code that devices run, by the path of the function."""

@@ -10,23 +10,30 @@ import libcst as cst
 from replicax_migrate.flow import Definition
 from replicax_migrate.script import Expression, Script
 from replicax_migrate.tables import NAMES, READERS
-from replicax_migrate.tracing import class_of
-from replicax_migrate.tree import attr_of, find, is_name, method_of, object_of, reached
+from replicax_migrate.tracing import class_of_method
+from replicax_migrate.tree import (
+    attr_of,
+    find,
+    is_name,
+    method_name,
+    object_of,
+    reachable,
+)
 from replicax_migrate.values import (
     definitions,
+    direct_values,
     ends_at_cycles,
-    value_sources,
     values_returned_by,
 )
 
-__all__ = ["Pipelines", "find_pipelines"]
+__all__ = ["PipelineGroup", "find_groups"]
 
-_Chain: TypeAlias = AbstractSet[cst.CSTNode | Definition]
+_Ancestors: TypeAlias = AbstractSet[cst.CSTNode | Definition]
 """All that a dataset is made from: expressions, and definitions of unknown origin."""
 
 
 @dataclass(eq=False)
-class Pipelines:
+class PipelineGroup:
     """Datasets derived from each other, which are ported together or not at all.
 
     Attributes:
@@ -47,34 +54,34 @@ class Pipelines:
         return any(path in READERS for _, path in self.sources)
 
 
-def find_pipelines(script: Script) -> list[Pipelines]:
+def find_groups(script: Script) -> list[PipelineGroup]:
     """The groups of datasets that are ported together or not at all."""
-    groups: list[_Chain] = []
+    groups: list[_Ancestors] = []
     for call in script.calls:
-        if _is_operator(call) or _is_made(script, call):
-            chain = _chain(script, call)
+        if _is_operator(call) or _creates_dataset(script, call):
+            chain = _ancestors(script, call)
             if _is_dataset(script, chain) or _looks_like_one(script, call):
                 joined = [group for group in groups if not group.isdisjoint(chain)]
                 groups = [group for group in groups if group not in joined]
                 groups.append(frozenset(chain).union(*joined))
-    return [_pipelines(script, group) for group in groups]
+    return [_group(script, group) for group in groups]
 
 
-def _pipelines(script: Script, group: _Chain) -> Pipelines:
-    pipelines = Pipelines()
+def _group(script: Script, group: _Ancestors) -> PipelineGroup:
+    pipelines = PipelineGroup()
     for call in script.calls:
         if call not in group:
             continue
         if _is_operator(call):
             pipelines.operators.append(call)
-        elif _is_foreign(script, call):
+        elif _is_tfds_load(script, call):
             pipelines.foreign.append(call)
         elif path := _source_path(script, call):
             pipelines.sources.append((call, path))
     owners = {object_of(call) for call in pipelines.operators}
     for node in owners:
         if not isinstance(node, cst.Call) and not _is_dataset(
-            script, _chain(script, node)
+            script, _ancestors(script, node)
         ):
             pipelines.unknown.append(node)
     return pipelines
@@ -84,19 +91,19 @@ def _pipelines(script: Script, group: _Chain) -> Pipelines:
 
 
 def _is_operator(node: cst.CSTNode) -> bool:
-    return method_of(node) in NAMES["dataset_methods"]
+    return method_name(node) in NAMES["dataset_methods"]
 
 
-def _is_made(script: Script, node: cst.CSTNode | Definition) -> bool:
+def _creates_dataset(script: Script, node: cst.CSTNode | Definition) -> bool:
     """Whether a call makes a dataset."""
     if not isinstance(node, cst.Call):
         return False
-    is_maker = method_of(node) in NAMES["dataset_makers"]
-    return is_maker or bool(_source_path(script, node)) or _is_foreign(script, node)
+    is_maker = method_name(node) in NAMES["dataset_makers"]
+    return is_maker or bool(_source_path(script, node)) or _is_tfds_load(script, node)
 
 
-def _is_dataset(script: Script, chain: _Chain) -> bool:
-    return any(_is_made(script, node) for node in chain)
+def _is_dataset(script: Script, chain: _Ancestors) -> bool:
+    return any(_creates_dataset(script, node) for node in chain)
 
 
 def _looks_like_one(script: Script, call: Expression) -> bool:
@@ -104,7 +111,7 @@ def _looks_like_one(script: Script, call: Expression) -> bool:
     used: set[str] = set()
     node = call
     while _is_operator(node):
-        used.add(method_of(node))
+        used.add(method_name(node))
         node = object_of(node)
     if isinstance(node, cst.Name) and script.names.imported(node):
         return False
@@ -113,13 +120,13 @@ def _looks_like_one(script: Script, call: Expression) -> bool:
 
 
 def _source_path(script: Script, node: Expression) -> str | None:
-    path = script.called(node)
+    path = script.called_path(node)
     is_data = path.startswith(("data.Dataset", "data.experimental.make_"))
     is_reader = path.startswith("data.") and path.endswith("Dataset")
     return path if is_data or is_reader or path in READERS else None
 
 
-def _is_foreign(script: Script, node: cst.Call) -> bool:
+def _is_tfds_load(script: Script, node: cst.Call) -> bool:
     name = script.names.imported(node.func) or ""
     return name.startswith("tensorflow_datasets.") and "load" in name
 
@@ -128,46 +135,46 @@ def _is_foreign(script: Script, node: cst.Call) -> bool:
 
 
 @ends_at_cycles(frozenset())
-def _chain(script: Script, node: Expression) -> _Chain:
+def _ancestors(script: Script, node: Expression) -> _Ancestors:
     """All that a dataset is made from, itself included."""
     chain = set[cst.CSTNode | Definition]()
-    for source in reached([node], lambda inner: _inside(script, inner)):
+    for source in reachable([node], lambda inner: _direct_ancestors(script, inner)):
         chain.add(source)
         chain |= script.flow.reaching(source)
     return chain
 
 
-def _inside(script: Script, node: Expression) -> list[Expression]:
+def _direct_ancestors(script: Script, node: Expression) -> list[Expression]:
     """What a dataset is made from, one step back."""
     match node:
         case cst.Call() if _is_operator(node):
             return [object_of(node), *_operands(script, node)]
-        case cst.Call() if _is_made(script, node):
+        case cst.Call() if _creates_dataset(script, node):
             return [*_operands(script, node)]
         case cst.Subscript():
-            return value_sources(script, node) or [node.value]
+            return direct_values(script, node) or [node.value]
     # Of `train, test = load()` the call counts, where it does not show its elements.
     unpacked = (v for d in definitions(script, node) for v in d.values)
-    values = value_sources(script, node) or unpacked
-    return [*values, *_of_methods(script, node)]
+    values = direct_values(script, node) or unpacked
+    return [*values, *_returned_by_methods(script, node)]
 
 
 def _operands(script: Script, node: cst.Call) -> Iterator[Expression]:
     """The datasets that `zip` and `concatenate` join."""
     path = _source_path(script, node) or ""
-    if path.endswith(".zip") or method_of(node) == "concatenate":
+    if path.endswith(".zip") or method_name(node) == "concatenate":
         for arg in node.args:
             for operand in find(arg.value, cst.Name, cst.Call):
-                if _is_dataset(script, _chain(script, operand)):
+                if _is_dataset(script, _ancestors(script, operand)):
                     yield operand
 
 
-def _of_methods(script: Script, node: Expression) -> Iterator[Expression]:
+def _returned_by_methods(script: Script, node: Expression) -> Iterator[Expression]:
     """What a method of the script returns, or a property."""
     is_call = isinstance(node, cst.Call)
-    name = method_of(node) if is_call else attr_of(node)
+    name = method_name(node) if is_call else attr_of(node)
     for function in script.functions(name) if name else ():
         decorators = [decorator.decorator for decorator in function.decorators]
         is_property = any(is_name(decorator, "property") for decorator in decorators)
-        if class_of(script, function) is not None and is_property != is_call:
+        if class_of_method(script, function) is not None and is_property != is_call:
             yield from values_returned_by(script, function)

@@ -10,45 +10,45 @@ from typing import TypeAlias
 
 import libcst as cst
 
+from replicax_migrate.edits import Edits
 from replicax_migrate.kinds import is_kind
-from replicax_migrate.plan import Plan
 from replicax_migrate.script import Expression, Script
 from replicax_migrate.tables import NAMES
 from replicax_migrate.tree import (
-    dotted,
+    arg_value,
+    dotted_name,
     is_name,
+    kwarg_value,
     last_name,
-    method_of,
-    named,
+    method_name,
     object_of,
-    reached,
-    text_of,
-    value_of,
+    reachable,
+    string_of,
 )
-from replicax_migrate.values import value_sources
+from replicax_migrate.values import direct_values
 
 __all__ = ["plan_files"]
 
-_MODELS = (".keras", ".h5")
+_MODEL_SUFFIXES = (".keras", ".h5")
 """Suffixes of files of whole models."""
-_WEIGHTS = (".weights.h5",)
+_WEIGHT_SUFFIXES = (".weights.h5",)
 """Suffixes of files of weights alone."""
 _Path: TypeAlias = tuple[Expression, tuple[str, ...]]
 """A file's name, and the suffixes to choose from; no suffixes where it is read."""
 
 
-def plan_files(script: Script) -> Plan:
+def plan_files(script: Script) -> Edits:
     """Plan suffixes for literals that name only files of models and weights."""
-    plan = Plan()
+    edits = Edits()
     paths = list(_paths(script))
-    path_nodes = {node for path, _ in paths for node in _ends(script, path)}
+    path_nodes = {node for path, _ in paths for node in _path_ends(script, path)}
     groups = defaultdict[str, list[tuple[cst.SimpleString, tuple[str, ...]]]](list)
     for path, suffixes in paths:
         if _has_no_other_use(script, path, path_nodes):
-            for literal in _literals(_ends(script, path)):
-                groups[text_of(literal)].append((literal, suffixes))
+            for literal in _literals(_path_ends(script, path)):
+                groups[string_of(literal)].append((literal, suffixes))
     literals = {literal for group in groups.values() for literal, _ in group}
-    others = [text_of(n) for n in script.nodes(cst.SimpleString) if n not in literals]
+    others = [string_of(n) for n in script.nodes(cst.SimpleString) if n not in literals]
     for text, group in groups.items():
         written = {suffixes for _, suffixes in group if suffixes}
         # Other literals may name the file too, such as `cp.index`.
@@ -58,53 +58,58 @@ def plan_files(script: Script) -> Plan:
         (suffixes,) = written
         if not text.endswith(suffixes):
             for literal in {literal for literal, _ in group}:
-                _plan_suffix(script, plan, literal, suffixes[0])
-    return plan
+                _plan_suffix(script, edits, literal, suffixes[0])
+    return edits
 
 
 def _paths(script: Script) -> Iterator[_Path]:
     for call in script.calls:
-        path, method = script.called(call), method_of(call)
+        path, method = script.called_path(call), method_name(call)
         position, suffixes = 0, None
         if path == "keras.callbacks.ModelCheckpoint":
-            is_weights = is_name(named(call, "save_weights_only"), "True")
-            suffixes = _WEIGHTS if is_weights else _MODELS
+            is_weights = is_name(kwarg_value(call, "save_weights_only"), "True")
+            suffixes = _WEIGHT_SUFFIXES if is_weights else _MODEL_SUFFIXES
         elif path == "keras.models.save_model":
-            position, suffixes = 1, _MODELS
+            position, suffixes = 1, _MODEL_SUFFIXES
         elif path == "keras.models.load_model" or method == "load_weights":
             suffixes = ()
         elif method == "save_weights":
-            suffixes = _WEIGHTS
+            suffixes = _WEIGHT_SUFFIXES
         elif method == "save" and not path:
-            suffixes = _MODELS if is_kind(script, object_of(call), "model") else None
-        name = value_of(call, position, "filepath")
+            suffixes = (
+                _MODEL_SUFFIXES if is_kind(script, object_of(call), "model") else None
+            )
+        name = arg_value(call, position, "filepath")
         if suffixes is not None and name is not None:
             yield name, suffixes
 
 
-def _ends(script: Script, path: Expression) -> list[Expression]:
+def _path_ends(script: Script, path: Expression) -> list[Expression]:
     """A path, and the expressions that its last part may stand for."""
 
     def last_part(node: Expression) -> list[Expression]:
-        if isinstance(node, cst.Call) and dotted(node.func) in NAMES["keeping_the_end"]:
+        if (
+            isinstance(node, cst.Call)
+            and dotted_name(node.func) in NAMES["keeping_the_end"]
+        ):
             return [arg.value for arg in node.args[-1:]]
-        values = value_sources(script, node)
+        values = direct_values(script, node)
         if isinstance(node, cst.Call):
-            return [_passed(script, node, value) for value in values]
+            return [_argument_returned(script, node, value) for value in values]
         return values
 
-    return list(reached([path], last_part))
+    return list(reachable([path], last_part))
 
 
-def _passed(script: Script, call: cst.Call, value: Expression) -> Expression:
+def _argument_returned(script: Script, call: cst.Call, value: Expression) -> Expression:
     """The argument of a call that what it returns ends with; else what it returns."""
-    ends = set(_ends(script, value))
+    ends = set(_path_ends(script, value))
     for function in script.functions(last_name(call.func)):
         for position, param in enumerate(function.params.params):
-            definition = script.flow.defined(param.name)
+            definition = script.flow.definition_of(param.name)
             uses = script.flow.uses(definition) if definition is not None else []
             if not ends.isdisjoint(uses):
-                return value_of(call, position, param.name.value) or value
+                return arg_value(call, position, param.name.value) or value
     return value
 
 
@@ -120,26 +125,28 @@ def _has_no_other_use(
     script: Script, path: Expression, path_nodes: set[Expression]
 ) -> bool:
     """Whether the variables that a path ends with are used for known paths alone."""
-    reaching = [d for node in _ends(script, path) for d in script.flow.reaching(node)]
+    reaching = [
+        d for node in _path_ends(script, path) for d in script.flow.reaching(node)
+    ]
     uses = {use for definition in reaching for use in script.flow.uses(definition)}
     return all(use in path_nodes or _is_shown(script, use) for use in uses)
 
 
 def _is_shown(script: Script, use: cst.CSTNode) -> bool:
     """Whether a path is only printed, or its folder or name is taken."""
-    call = script.call_with(use)
-    name = dotted(call.func) if call is not None else None
+    call = script.call_of_arg(use)
+    name = dotted_name(call.func) if call is not None else None
     return name in {"print", "os.path.basename", "os.path.dirname"}
 
 
 def _plan_suffix(
-    script: Script, plan: Plan, literal: cst.SimpleString, suffix: str
+    script: Script, edits: Edits, literal: cst.SimpleString, suffix: str
 ) -> None:
     stem = literal.raw_value.rstrip("/")
-    if suffix in _WEIGHTS:
+    if suffix in _WEIGHT_SUFFIXES:
         stem = stem.removesuffix(".h5")
     elif stem.endswith(".hdf5"):  # The same format, by the suffix that Keras 3 takes.
         stem, suffix = stem.removesuffix(".hdf5"), ".h5"
     text = f"{literal.prefix}{literal.quote}{stem}{suffix}{literal.quote}"
     script.note(literal, f"Keras 3 wants a file name that ends with {suffix}: {text}")
-    plan.replacements[literal] = lambda updated: cst.SimpleString(text)
+    edits.replacements[literal] = lambda updated: cst.SimpleString(text)

@@ -71,7 +71,7 @@ class Flow:
             return frozenset(self._by_key[self._outer_uses[use]])
         return self._reaching.get(use, _NONE)
 
-    def defined(self, node: cst.CSTNode) -> Definition | None:
+    def definition_of(self, node: cst.CSTNode) -> Definition | None:
         """The definition that an assignment's target makes; None if it makes none."""
         return self._by_node.get(node)
 
@@ -102,7 +102,7 @@ class Flow:
                 return value
         return None
 
-    def resolved(self, node: _Given) -> _Given | cst.BaseExpression:
+    def resolve(self, node: _Given) -> _Given | cst.BaseExpression:
         """The one expression that a variable stands for; others as they are."""
         return self.value(node) or node
 

@@ -12,16 +12,16 @@ from replicax_migrate.kinds import kind_of
 from replicax_migrate.script import Expression, Script
 from replicax_migrate.tables import MESSAGES, NAMES, find_target, kind_of_target
 from replicax_migrate.tree import (
+    arg_value,
     attr_of,
+    elements_of,
     is_name,
-    method_of,
-    named,
+    kwarg_value,
+    method_name,
     operands,
-    parts_of,
-    reached,
-    value_of,
+    reachable,
 )
-from replicax_migrate.values import elements, returned_values, value_sources
+from replicax_migrate.values import direct_values, elements, returned_values
 
 __all__ = [
     "is_symbolic",
@@ -33,8 +33,8 @@ __all__ = [
 def layers_of(script: Script, sequential: cst.Call) -> list[Expression]:
     """The layers that a `Sequential` is given, and those that are added to it."""
     uses = map(script.method_call, script.uses_of(sequential))
-    added = sorted((c for c in uses if method_of(c) == "add" and c), key=script.line)
-    value = value_of(sequential, 0, "layers")
+    added = sorted((c for c in uses if method_name(c) == "add" and c), key=script.line)
+    value = arg_value(sequential, 0, "layers")
     listed = elements(script, value) if value is not None else []
     return [*listed, *(arg.value for call in added for arg in call.args)]
 
@@ -42,12 +42,12 @@ def layers_of(script: Script, sequential: cst.Call) -> list[Expression]:
 def report_functional(script: Script) -> None:
     """Report calls with a `training=` that a functional model overrules in silence."""
     for node in script.calls:
-        if script.called(node):
+        if script.called_path(node):
             continue
-        names = script.plan.keywords
+        names = script.edits.arg_keywords
         named_so = (a.value for a in node.args if names.get(a) == "training")
-        training = named(node, "training") or next(named_so, None)
-        inputs = value_of(node, 0, "inputs")
+        training = kwarg_value(node, "training") or next(named_so, None)
+        inputs = arg_value(node, 0, "inputs")
         if training is None or is_name(training, "None") or inputs is None:
             continue
         if is_symbolic(script, inputs) and not _is_frozen(script, node, training):
@@ -56,21 +56,21 @@ def report_functional(script: Script) -> None:
 
 def is_symbolic(script: Script, node: Expression) -> bool:
     """Whether an expression is made from a `keras.Input`, or from a model's output."""
-    sources = reached([node], lambda source: _sources(script, source))
-    return any(_is_input(script, source) for source in sources)
+    sources = reachable([node], lambda source: _computed_from(script, source))
+    return any(_is_symbolic_source(script, source) for source in sources)
 
 
-def _is_input(script: Script, node: Expression) -> bool:
+def _is_symbolic_source(script: Script, node: Expression) -> bool:
     if isinstance(node, cst.Attribute) and attr_of(node) in {"input", "output"}:
         return kind_of(script, node.value) in {"model", "layer"}
-    return script.called(node) in NAMES["inputs"]
+    return script.called_path(node) in NAMES["inputs"]
 
 
-def _sources(script: Script, node: Expression) -> Iterable[Expression]:
+def _computed_from(script: Script, node: Expression) -> Iterable[Expression]:
     """What a tensor is computed from; nothing for sizes and Keras' objects."""
     if not isinstance(node, cst.Call):
-        return [*operands(node), *parts_of(node), *value_sources(script, node)]
-    path = script.called(node)
+        return [*operands(node), *elements_of(node), *direct_values(script, node)]
+    path = script.called_path(node)
     if path in NAMES["sizes"] or kind_of_target(find_target(path) or "") is not None:
         return ()
     return list(returned_values(script, node)) or [arg.value for arg in node.args]
@@ -82,7 +82,7 @@ def _is_frozen(script: Script, node: cst.Call, value: Expression) -> bool:
     Frozen batch normalization uses its moving statistics, and there is no dropout.
     """
     model = script.flow.value(node.func)
-    path, _, name = script.called(model).rpartition(".")
+    path, _, name = script.called_path(model).rpartition(".")
     if not isinstance(model, cst.Call) or not path.startswith("keras.applications"):
         return False
     frozen = f"{script.code(node.func)}.trainable"
@@ -93,5 +93,5 @@ def _is_frozen(script: Script, node: cst.Call, value: Expression) -> bool:
     ]
     is_still = bool(assigned) and all(is_name(assign, "False") for assign in assigned)
     is_plain = name.startswith(NAMES["without_dropout"]) and "MobileNetV3" not in name
-    has_no_top = is_name(named(model, "include_top"), "False")
+    has_no_top = is_name(kwarg_value(model, "include_top"), "False")
     return is_still and is_plain and has_no_top and is_name(value, "False")

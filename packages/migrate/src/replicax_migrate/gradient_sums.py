@@ -14,32 +14,43 @@ from typing import Literal, TypeAlias
 
 import libcst as cst
 
+from replicax_migrate.edits import Edits
 from replicax_migrate.flow import Definition
-from replicax_migrate.kinds import Origin, is_class_of, kind_of, origins, own_methods
-from replicax_migrate.plan import Plan
+from replicax_migrate.kinds import (
+    Creation,
+    creations,
+    is_class_of,
+    kind_of,
+    methods_named,
+)
 from replicax_migrate.script import Expression, Script
 from replicax_migrate.tables import MESSAGES, NAMES, find_target
-from replicax_migrate.tracing import calls_in, class_of, scopes, strategy_of
+from replicax_migrate.tracing import (
+    calls_in,
+    class_of_method,
+    scope_blocks,
+    strategy_of,
+)
 from replicax_migrate.tree import (
+    arg_value,
     attr_of,
+    elements_of,
     find,
     is_name,
+    kwarg_value,
     last_name,
-    method_of,
+    method_name,
     methods_of,
-    named,
     object_of,
     operands,
     parenthesized,
-    parts_of,
-    reached,
-    text_of,
-    value_of,
+    reachable,
+    string_of,
 )
 from replicax_migrate.values import (
     definitions,
     ends_at_cycles,
-    iterated_container,
+    loop_container,
     returned_values,
     values_returned_by,
 )
@@ -60,35 +71,37 @@ def _steps(script: Script) -> list[cst.FunctionDef]:
     return [
         function
         for function in script.functions("train_step")
-        if is_class_of(script, class_of(script, function), ("model",))
+        if is_class_of(script, class_of_method(script, function), ("model",))
     ]
 
 
-def plan_gradient_sums(script: Script) -> Plan:
+def plan_gradient_sums(script: Script) -> Edits:
     """Plan factors on the losses of `train_step`s, or report what is not understood."""
-    plan = Plan()
+    edits = Edits()
     steps = _steps(script)
     if not steps or not _may_have_replicas(script):
-        return plan
+        return edits
     for call in calls_in(script, steps):
-        if method_of(call) == "minimize" and named(call, "tape") is not None:
-            _plan_loss(script, plan, call, "loss")
-        elif method_of(call) == "apply_gradients" and call.args:
+        if method_name(call) == "minimize" and kwarg_value(call, "tape") is not None:
+            _plan_loss(script, edits, call, "loss")
+        elif method_name(call) == "apply_gradients" and call.args:
             gradients = _gradients(script, call.args[0].value)
             if not gradients:
                 script.leave(call, MESSAGES["summed_gradients"])
             for gradient, is_changed in gradients.items():
                 _plan_loss(
-                    script, plan, gradient, "target", call if is_changed else None
+                    script, edits, gradient, "target", call if is_changed else None
                 )
-    return plan
+    return edits
 
 
 def _may_have_replicas(script: Script) -> bool:
     """Whether a scope is of a strategy that may have several replicas."""
-    for block in scopes(script):
-        makers = origins(script, strategy_of(script, block))
-        paths = {script.called(c) if isinstance(c, cst.Call) else "" for c in makers}
+    for block in scope_blocks(script):
+        makers = creations(script, strategy_of(script, block))
+        paths = {
+            script.called_path(c) if isinstance(c, cst.Call) else "" for c in makers
+        }
         if not paths.issubset(NAMES["strategies_of_one_replica"]):
             return True
     return False
@@ -96,7 +109,7 @@ def _may_have_replicas(script: Script) -> bool:
 
 def _plan_loss(
     script: Script,
-    plan: Plan,
+    edits: Edits,
     call: cst.Call,
     name: str,
     changed: cst.Call | None = None,
@@ -105,12 +118,12 @@ def _plan_loss(
 
     Args:
         script: The script.
-        plan: Gets the factor.
+        edits: Gets the factor.
         call: A call of `tape.gradient`, or of `minimize` with a tape.
         name: The keyword of the loss, its first argument.
         changed: The call that applies the gradients, if they are changed before it.
     """
-    loss = value_of(call, 0, name)
+    loss = arg_value(call, 0, name)
     terms = _terms(script, loss) if loss is not None else _UNKNOWN
     if terms not in {_OWN, _SCALED}:
         script.leave(call, MESSAGES["summed_gradients"])
@@ -118,11 +131,11 @@ def _plan_loss(
         script.leave(changed, MESSAGES["changed_gradients"])
     elif terms == _OWN:
         arg = next(arg for arg in call.args if arg.value is loss)
-        plan.replacements[arg] = lambda updated: _multiplied(script, updated)
+        edits.replacements[arg] = lambda updated: _times_replicas(script, updated)
         script.note(call, MESSAGES["multiplied_loss"])
 
 
-def _multiplied(script: Script, updated: cst.Arg) -> cst.Arg:
+def _times_replicas(script: Script, updated: cst.Arg) -> cst.Arg:
     is_open = isinstance(updated.value, cst.BinaryOperation | cst.IfExp)
     value = parenthesized(updated.value) if is_open else updated.value
     text = "{loss} * rx.get_strategy().num_replicas_in_sync"
@@ -141,34 +154,36 @@ def _gradients(script: Script, node: Expression) -> dict[cst.Call, bool]:
 
     def sources(step: tuple[Expression, bool]) -> Iterator[tuple[Expression, bool]]:
         source, is_changed = step
-        if method_of(source) != "gradient":
-            inside, changes = _sources(script, source)
+        if method_name(source) != "gradient":
+            inside, changes = _gradient_sources(script, source)
             yield from ((x, is_changed or changes) for x in inside)
 
     calls: dict[cst.Call, bool] = {}
-    for source, is_changed in reached([(node, False)], sources):
-        if isinstance(source, cst.Call) and method_of(source) == "gradient":
+    for source, is_changed in reachable([(node, False)], sources):
+        if isinstance(source, cst.Call) and method_name(source) == "gradient":
             calls[source] = is_changed or calls.get(source, False)
     return calls
 
 
-def _sources(script: Script, node: Expression) -> tuple[list[Expression], bool]:
+def _gradient_sources(
+    script: Script, node: Expression
+) -> tuple[list[Expression], bool]:
     """What the gradients in an expression come from, and whether it changes them."""
     if isinstance(node, cst.Call):
         if values := [*returned_values(script, node)]:
             return values, False
         is_kept = is_name(node.func, "zip", "list", "tuple")
-        is_unscaled = method_of(node) == "get_unscaled_gradients"
+        is_unscaled = method_name(node) == "get_unscaled_gradients"
         return [arg.value for arg in node.args], not (is_kept or is_unscaled)
     if isinstance(node, cst.ListComp | cst.GeneratorExp):
-        first = (parts_of(node.elt) or [node.elt])[0]
+        first = (elements_of(node.elt) or [node.elt])[0]
         return [*find(first, cst.Name)], not isinstance(first, cst.Name)
-    if (container := iterated_container(script, node)) is not None:
+    if (container := loop_container(script, node)) is not None:
         return [container[0]], False
     if isinstance(node, cst.BinaryOperation):
         return [node.left, node.right], True
     values = [v for d in definitions(script, node) for v in d.values]
-    return values or parts_of(node), False
+    return values or elements_of(node), False
 
 
 # Terms of a loss.
@@ -180,53 +195,53 @@ def _terms(script: Script, node: Expression) -> _Terms:
     if isinstance(node, cst.Call):
         return _terms_of_call(script, node)
     if isinstance(node, cst.IfExp):
-        return _all(script, node.body, node.orelse)
+        return _terms_of_all(script, node.body, node.orelse)
     if attr_of(node) == "losses":
         return _OWN
     if isinstance(node, cst.Name | cst.Attribute):
         terms = [_terms_of_definition(script, d) for d in definitions(script, node)]
         return _NONE.union(*terms)
-    return _all(script, *operands(node), *parts_of(node))
+    return _terms_of_all(script, *operands(node), *elements_of(node))
 
 
-def _all(script: Script, *nodes: Expression) -> _Terms:
+def _terms_of_all(script: Script, *nodes: Expression) -> _Terms:
     return _NONE.union(*(_terms(script, node) for node in nodes))
 
 
 def _terms_of_definition(script: Script, definition: Definition) -> _Terms:
     parent, index = script.parent(definition.node), definition.index
     if isinstance(parent, cst.AugAssign):
-        return _all(script, parent.target, parent.value)
+        return _terms_of_all(script, parent.target, parent.value)
     if isinstance(parent, cst.Param) and not definition.values:
         return _UNKNOWN if "loss" in parent.name.value else _NONE
     calls = [value for value in definition.values if isinstance(value, cst.Call)]
     if index is None or not calls:
-        return _all(script, *definition.values)
+        return _terms_of_all(script, *definition.values)
     # One element of what a function returns.
-    results = [parts_of(x) for call in calls for x in returned_values(script, call)]
+    results = [elements_of(x) for call in calls for x in returned_values(script, call)]
     if not results or any(len(parts) <= index for parts in results):
         return _UNKNOWN
-    return _all(script, *(parts[index] for parts in results))
+    return _terms_of_all(script, *(parts[index] for parts in results))
 
 
 def _terms_of_call(script: Script, node: cst.Call) -> _Terms:
-    path, method = script.called(node), method_of(node)
+    path, method = script.called_path(node), method_name(node)
     arguments = [arg.value for arg in node.args]
     if path in NAMES["scaled_losses"]:
         return _SCALED
     if path or is_name(node.func, "sum", "float"):
-        inside = _all(script, *arguments)
+        inside = _terms_of_all(script, *arguments)
         return inside if "scaled" in inside else _OWN
     is_loss = method in {"compute_loss", "compiled_loss"}
-    if is_loss and not own_methods(script, object_of(node), method):
+    if is_loss and not methods_named(script, object_of(node), method):
         return _SCALED
     if method in {"get_scaled_loss", "scale_loss"}:
-        return _all(script, *arguments)
-    if results := _results(script, last_name(node.func)):
-        return _all(script, *results)
+        return _terms_of_all(script, *arguments)
+    if results := _returned_by(script, last_name(node.func)):
+        return _terms_of_all(script, *results)
     if kind_of(script, node.func) in {"layer", "model"}:
         return _OWN
-    functions = _given(script, node.func) or [node.func]
+    functions = _passed_values(script, node.func) or [node.func]
     return _NONE.union(*(_terms_of_result(script, function) for function in functions))
 
 
@@ -235,20 +250,20 @@ def _terms_of_result(script: Script, function: Expression) -> _Terms:
     if isinstance(function, cst.Lambda):
         return _terms(script, function.body)
     name = function.value if isinstance(function, cst.Name) else ""
-    if results := _results(script, name):
-        return _all(script, *results)
-    if script.names.path(function):
+    if results := _returned_by(script, name):
+        return _terms_of_all(script, *results)
+    if script.names.tf_path(function):
         return _OWN
-    terms = [_terms_of_loss(script, loss) for loss in origins(script, function)]
+    terms = [_terms_of_loss(script, loss) for loss in creations(script, function)]
     return _NONE.union(*terms) or _UNKNOWN
 
 
-def _results(script: Script, name: str) -> list[Expression]:
+def _returned_by(script: Script, name: str) -> list[Expression]:
     """What the functions and methods of a name return."""
     return [r for f in script.functions(name) for r in values_returned_by(script, f)]
 
 
-def _given(script: Script, node: Expression) -> list[Expression]:
+def _passed_values(script: Script, node: Expression) -> list[Expression]:
     """What callers pass for the parameter from which an expression comes.
 
     An example is `self.loss_fn`, which `compile(self, loss_fn)` of a model sets.
@@ -267,29 +282,31 @@ def _given(script: Script, node: Expression) -> list[Expression]:
         names = [p.name.value for p in function.params.params]
         name = param.name.value
         position = names.index(name) - 1 if name in names else len(names)
-        calls = (c for c in script.calls if method_of(c) == function.name.value)
-        arguments = [value_of(call, position, name) for call in calls]
+        calls = (c for c in script.calls if method_name(c) == function.name.value)
+        arguments = [arg_value(call, position, name) for call in calls]
         passed += [value for value in arguments if value is not None]
     return passed
 
 
-def _terms_of_loss(script: Script, loss: Origin) -> _Terms:
+def _terms_of_loss(script: Script, loss: Creation) -> _Terms:
     """The terms of what a loss of Keras returns, by the call that makes the loss."""
-    target = find_target(script.called(loss)) if isinstance(loss, cst.Call) else None
+    target = (
+        find_target(script.called_path(loss)) if isinstance(loss, cst.Call) else None
+    )
     if not isinstance(loss, cst.Call) or not (target or "").startswith("keras.losses."):
         return _UNKNOWN
-    return _OWN if _has_no_reduction(script, loss) else _SCALED
+    return _OWN if _is_unreduced(script, loss) else _SCALED
 
 
-def _has_no_reduction(script: Script, loss: Expression) -> bool:
+def _is_unreduced(script: Script, loss: Expression) -> bool:
     """Whether a call makes a loss that gives one value for each example."""
     if not isinstance(loss, cst.Call):
         return False
-    reduction = named(loss, "reduction")
+    reduction = kwarg_value(loss, "reduction")
     for owner in script.classes(last_name(loss.func)) if reduction is None else ():
         init = methods_of(owner).get("__init__")
         params = init.params.params if init is not None else ()
         defaults = (p.default for p in params if p.name.value == "reduction")
         reduction = next(defaults, None)
-    is_none = is_name(reduction, "None") or text_of(reduction) == "none"
-    return is_none or find_target(script.names.path(reduction)) == "None"
+    is_none = is_name(reduction, "None") or string_of(reduction) == "none"
+    return is_none or find_target(script.names.tf_path(reduction)) == "None"

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 import libcst as cst
 
 from replicax_migrate.arrays import resize
-from replicax_migrate.plan import Plan
-from replicax_migrate.rules import CallSite, Rule, bound, by_row, written
+from replicax_migrate.edits import Edits
+from replicax_migrate.rules import CallSite, Rule, bind_args, by_row, by_template
 from replicax_migrate.script import Expression, Script, Unported
 from replicax_migrate.statements import is_static_shape
 from replicax_migrate.tables import (
@@ -26,19 +26,19 @@ from replicax_migrate.tables import (
     find_target,
     is_dotted,
 )
-from replicax_migrate.tracing import class_of, with_called
+from replicax_migrate.tracing import class_of_method, with_callees
 from replicax_migrate.tree import (
     as_assignment,
     attr_of,
     find,
-    free_name,
     is_name,
     keyword,
     keyword_of,
     last_name,
     names_in,
-    reached,
-    text_of,
+    reachable,
+    string_of,
+    unused_name,
     with_args,
 )
 
@@ -46,12 +46,12 @@ __all__ = [
     "HOST_RULES",
     "example_function",
     "host_functions_of",
-    "plan_in_place",
+    "host_problem",
+    "plan_copies",
     "plan_lookups",
     "plan_random",
     "random_functions",
-    "why_not_on_host",
-    "why_not_random",
+    "random_problem",
 ]
 
 
@@ -61,7 +61,7 @@ _NO_COUNTERPART = "which has no counterpart in NumPy"
 def host_functions_of(script: Script, node: Expression) -> set[cst.CSTNode]:
     """The functions of the script that `map(node)` runs, with those that they call."""
     named = script.functions(last_name(partial_of(script, node) or node))
-    return with_called(script, [node] if isinstance(node, cst.Lambda) else named)
+    return with_callees(script, [node] if isinstance(node, cst.Lambda) else named)
 
 
 def partial_of(script: Script, node: Expression) -> Expression | None:
@@ -76,14 +76,14 @@ def partial_of(script: Script, node: Expression) -> Expression | None:
     return node.args[0].value if is_partial and is_named else None
 
 
-def why_not_on_host(script: Script, function: cst.CSTNode) -> str | None:
+def host_problem(script: Script, function: cst.CSTNode) -> str | None:
     """Why a function cannot run on NumPy arrays; None if it can."""
     name = _name_of(function)
     for node, path in _references(script, function):
-        if why := _problem(script, node, path):
+        if why := _name_problem(script, node, path):
             return f"{name} {why}"
     for node in find(function, cst.Name, cst.Attribute):
-        path = script.called(script.flow.value(node))
+        path = script.called_path(script.flow.value(node))
         if path in NEED_TENSORFLOW and path not in NAMES["lookups"]:
             return f"{name} uses `{script.code(node)}`, which Keras makes with it"
         is_static = is_static_shape(script, script.parent(node))
@@ -98,18 +98,18 @@ def _references(
     """The longest dotted names of TensorFlow in a function, with their paths."""
 
     def inside(node: cst.CSTNode) -> Sequence[cst.CSTNode]:
-        if script.names.path(node) is not None:
+        if script.names.tf_path(node) is not None:
             return ()
         return [node.value] if isinstance(node, cst.Attribute) else node.children
 
     is_named = isinstance(function, cst.FunctionDef)
     parts = [function.params, function.body] if is_named else function.children
-    for node in reached(parts, inside):
-        if (path := script.names.path(node)) is not None:
+    for node in reachable(parts, inside):
+        if (path := script.names.tf_path(node)) is not None:
             yield node, path
 
 
-def _problem(script: Script, node: cst.CSTNode, path: str) -> str | None:
+def _name_problem(script: Script, node: cst.CSTNode, path: str) -> str | None:
     """Why a name of TensorFlow has no counterpart in NumPy; None if it has."""
     call, target = script.call_of(node), EXACT.get(path)
     is_there = path.removeprefix("dtypes.") in NAMES["dtypes"] or path == "Tensor"
@@ -132,14 +132,14 @@ def _name_of(function: cst.CSTNode) -> str:
     return f"`{function.name.value}`" if is_named else "a lambda"
 
 
-def plan_in_place(script: Script, plan: Plan, function: cst.CSTNode) -> None:
+def plan_copies(script: Script, edits: Edits, function: cst.CSTNode) -> None:
     """Plan `image = image / 255` for `image /= 255`, which would change the dataset."""
     if not isinstance(function, cst.FunctionDef):
         return
     parameters = {p.name.value for p in function.params.params}
     for node in find(function.body, cst.AugAssign):
         if is_name(node.target, *parameters):
-            plan.replacements[node] = as_assignment
+            edits.replacements[node] = as_assignment
 
 
 def example_function(
@@ -199,12 +199,12 @@ def _lambda_of_example(function: cst.Lambda, others: list[str]) -> cst.Lambda | 
     names = [p.name.value for p in params]
     if len(names) == 1:
         return function.with_changes(params=_parameters(*names, *others))
-    name = free_name(names_in(function.body), "example", "example_")
-    body = function.body.visit(_Parts(names, name))
+    name = unused_name(names_in(function.body), "example", "example_")
+    body = function.body.visit(_ElementsOfExample(names, name))
     return function.with_changes(params=_parameters(name, *others), body=body)
 
 
-class _Parts(cst.CSTTransformer):
+class _ElementsOfExample(cst.CSTTransformer):
     """Replaces a lambda's parameters by elements of the example."""
 
     def __init__(self, names: list[str], example: str) -> None:
@@ -231,13 +231,15 @@ def random_functions(script: Script, functions: set[cst.CSTNode]) -> set[cst.CST
     """The functions among a `map`'s that draw random numbers, or call one that does."""
 
     def draws(function: cst.CSTNode) -> bool:
-        called = with_called(script, [function])
-        return any(p in _RANDOM for f in called for _, p in _references(script, f))
+        called = with_callees(script, [function])
+        return any(
+            p in _RANDOM_PATHS for f in called for _, p in _references(script, f)
+        )
 
     return set(filter(draws, functions))
 
 
-def why_not_random(
+def random_problem(
     script: Script, functions: set[cst.CSTNode], maps: set[cst.Call]
 ) -> str | None:
     """Why the functions of a `map` cannot get a random generator; None if they can.
@@ -268,68 +270,74 @@ def _why_no_generator(
     has_stars = _has_star(function) or params.star_kwarg is not None
     if has_stars or any(p.default for p in params.params):
         return "has arguments that may be left away"
-    if class_of(script, function) is not None:
+    if class_of_method(script, function) is not None:
         return "is a method"
     names = (n for n in script.nodes(cst.Name) if n is not function.name)
     for use in (n for n in names if n.value == function.name.value):
         is_inside = not mapped.isdisjoint(script.parents(use))
         is_known = is_inside and script.call_of(use) is not None
-        if not is_known and script.call_with(use) not in maps:
+        if not is_known and script.call_of_arg(use) not in maps:
             return "is used outside of `map`, too"
     return None
 
 
 def plan_random(
-    script: Script, plan: Plan, call: cst.Call, functions: set[cst.CSTNode]
+    script: Script, edits: Edits, call: cst.Call, functions: set[cst.CSTNode]
 ) -> None:
     """Plan a random generator as the last argument of the functions of a `map`."""
     drawing = random_functions(script, functions)
     if not drawing:
         return
-    name = free_name(names_in(script.module), "rng", "generator", "example_rng")
-    plan.generators[call] = name
+    name = unused_name(names_in(script.module), "rng", "generator", "example_rng")
+    edits.generators[call] = name
     script.note(call, MESSAGES["random_map"])
     for function in drawing:
         if isinstance(function, cst.FunctionDef):
-            plan.replacements[function.params] = lambda updated: updated.with_changes(
+            edits.replacements[function.params] = lambda updated: updated.with_changes(
                 params=[*updated.params, cst.Param(cst.Name(name))]
             )
         for node in find(function, cst.Call):
-            if script.called(node) in _RANDOM:
-                plan.generators[node] = name
+            if script.called_path(node) in _RANDOM_PATHS:
+                edits.generators[node] = name
                 continue
             named = node.func.value if isinstance(node.func, cst.Name) else ""
             if not drawing.isdisjoint(script.functions(named)):
-                plan.appended[node] = keyword(name, cst.Name(name))
+                edits.appended_args[node] = keyword(name, cst.Name(name))
 
 
 # Look-ups of words.
 
-_PARAMETERS = ("max_tokens", "num_oov_indices", "mask_token", "oov_token", "vocabulary")
-_USUAL = {"max_tokens": {"None"}, "mask_token": {"None"}}
-_USUAL["num_oov_indices"] = {"0", "1"}
+_LOOKUP_PARAMETERS = (
+    "max_tokens",
+    "num_oov_indices",
+    "mask_token",
+    "oov_token",
+    "vocabulary",
+)
+_PORTED_VALUES = {"max_tokens": {"None"}, "mask_token": {"None"}}
+_PORTED_VALUES["num_oov_indices"] = {"0", "1"}
 
 
-def plan_lookups(script: Script) -> Plan:
+def plan_lookups(script: Script) -> Edits:
     """Plan the port of `StringLookup` layers that only functions of pipelines call."""
-    plan = Plan()
+    edits = Edits()
     for call in script.calls:
-        if script.called(call) in NAMES["lookups"]:
+        if script.called_path(call) in NAMES["lookups"]:
             try:
-                _plan_lookup(script, plan, call)
+                _plan_lookup(script, edits, call)
             except Unported:
                 continue  # The layer's name is reported.
-    return plan
+    return edits
 
 
-def _plan_lookup(script: Script, plan: Plan, layer: cst.Call) -> None:
+def _plan_lookup(script: Script, edits: Edits, layer: cst.Call) -> None:
     """Plan the port of a layer to a dictionary, if its words and uses are shown."""
-    arguments = bound(layer.args, _PARAMETERS)
+    arguments = bind_args(layer.args, _LOOKUP_PARAMETERS)
     words = arguments.pop("vocabulary", None)
     if words is None or not _is_list(script, words.value):
         raise Unported("its words are not in sight")
     texts = {name: script.code(arg.value) for name, arg in arguments.items()}
-    if any(text not in _USUAL.get(name, ()) for name, text in texts.items()):
+    if any(text not in _PORTED_VALUES.get(name, ()) for name, text in texts.items()):
         raise Unported("it has other indices")
     first = texts.get("num_oov_indices", "1")  # The index 0 is that of other words.
     is_named = isinstance(script.target_of(layer), cst.Name)
@@ -339,18 +347,18 @@ def _plan_lookup(script: Script, plan: Plan, layer: cst.Call) -> None:
         raise Unported("its uses are not in sight")
     for call in calls:
         _plan_lookup_call(
-            script, plan, call, "[word]" if first == "0" else ".get(word, 0)"
+            script, edits, call, "[word]" if first == "0" else ".get(word, 0)"
         )
-    plan.kept.add(layer.func)
+    edits.unchanged.add(layer.func)
     start = "" if first == "0" else ", 1"
-    plan.replacements[layer] = lambda updated: script.template(
+    edits.replacements[layer] = lambda updated: script.template(
         f"{{word: index for index, word in enumerate({{words}}{start})}}",
-        words=bound(updated.args, _PARAMETERS)["vocabulary"].value,
+        words=bind_args(updated.args, _LOOKUP_PARAMETERS)["vocabulary"].value,
     )
 
 
 def _is_list(script: Script, node: Expression) -> bool:
-    value = script.flow.resolved(node)
+    value = script.flow.resolve(node)
     is_made = isinstance(value, cst.Call) and is_name(value.func, "list", "sorted")
     return is_made or isinstance(value, cst.List | cst.Tuple | cst.ListComp)
 
@@ -369,16 +377,16 @@ def _lookup_call(script: Script, use: cst.CSTNode) -> cst.Call:
 
 def _shown_words(script: Script, node: Expression) -> cst.List | None:
     """The list in `["a"]` and `tf.constant(["a"])`; None for other expressions."""
-    if isinstance(node, cst.Call) and script.called(node) == "constant":
+    if isinstance(node, cst.Call) and script.called_path(node) == "constant":
         node = node.args[0].value if len(node.args) == 1 else node
     return node if isinstance(node, cst.List) else None
 
 
-def _plan_lookup_call(script: Script, plan: Plan, call: cst.Call, item: str) -> None:
+def _plan_lookup_call(script: Script, edits: Edits, call: cst.Call, item: str) -> None:
     """Plan to port `lookup(x)` to the look-up of each word of an array."""
     if shown := _shown_words(script, call.args[0].value):
-        plan.replacements[call.args[0].value] = lambda updated: shown
-    plan.replacements[call] = lambda updated: script.template(
+        edits.replacements[call.args[0].value] = lambda updated: shown
+    edits.replacements[call] = lambda updated: script.template(
         f'np.vectorize(lambda word: {{lookup}}{item}, otypes=["int64"])'
         '(np.asarray({words}, "str"))',
         lookup=updated.func,
@@ -413,18 +421,18 @@ def _random_image(site: CallSite) -> Expression:
 
 
 def _generator(site: CallSite) -> cst.Name:
-    return cst.Name(site.script.plan.generators.get(site.node, "rng"))
+    return cst.Name(site.script.edits.generators.get(site.node, "rng"))
 
 
-_OF_UNIFORM = ("shape", "minval", "maxval", "dtype", "seed", "name")
-_OF_NORMAL = ("shape", "mean", "stddev", "dtype", "seed", "name")
+_UNIFORM_PARAMETERS = ("shape", "minval", "maxval", "dtype", "seed", "name")
+_NORMAL_PARAMETERS = ("shape", "mean", "stddev", "dtype", "seed", "name")
 
 
 def _drawn(site: CallSite) -> Expression:
     """Port a draw to `rng.uniform(low, high, shape)`, `rng.normal`, `rng.integers`."""
     is_uniform = "uniform" in site.path
-    names = _OF_UNIFORM if is_uniform else _OF_NORMAL
-    arguments = bound(site.updated.args, names).items()
+    names = _UNIFORM_PARAMETERS if is_uniform else _NORMAL_PARAMETERS
+    arguments = bind_args(site.updated.args, names).items()
     values = {k: a.value for k, a in arguments if not is_name(a.value, "None")}
     method = "uniform" if is_uniform else "normal"
     required = ["shape"]
@@ -445,12 +453,12 @@ def _drawn(site: CallSite) -> Expression:
 def _draws_integers(site: CallSite) -> bool:
     """Whether `tf.random.uniform` draws integers; refuses an unknown dtype."""
     script = site.script
-    dtype_argument = bound(site.node.args, _OF_UNIFORM).get("dtype")
+    dtype_argument = bind_args(site.node.args, _UNIFORM_PARAMETERS).get("dtype")
     if dtype_argument is None or is_name(dtype_argument.value, "None"):
         return False
-    value = script.flow.resolved(dtype_argument.value)
-    name = script.names.path(value) or script.names.imported(value) or ""
-    dtype = text_of(value) or name.rpartition(".")[2]  # Of `tf.int32`, `np.int32`.
+    value = script.flow.resolve(dtype_argument.value)
+    name = script.names.tf_path(value) or script.names.imported(value) or ""
+    dtype = string_of(value) or name.rpartition(".")[2]  # Of `tf.int32`, `np.int32`.
     if dtype not in NAMES["dtypes"]:
         raise Unported(
             f"tf.{site.path}: its dtype is not in sight; pass one such as tf.int32"
@@ -464,19 +472,19 @@ _RANDOM_IMAGES = tuple(
     if operator.target.startswith("rx.input.images.random_")
 )
 _NUMBERS = ("random.uniform", "random_uniform", "random.normal", "random_normal")
-_RANDOM = (*_RANDOM_IMAGES, *_NUMBERS)
+_RANDOM_PATHS = (*_RANDOM_IMAGES, *_NUMBERS)
 """Paths of functions that draw random numbers, and get the example's generator."""
 
 HOST_RULES: dict[str, Rule] = {
     **dict.fromkeys(_RANDOM_IMAGES, _random_image),
     **dict.fromkeys(_NUMBERS, _drawn),
     "cast": _cast,
-    "one_hot": written(
+    "one_hot": by_template(
         'np.eye({depth}, dtype="float32")[{indices}]', "indices", "depth"
     ),
     "constant": _constant,
     "convert_to_tensor": _constant,
-    "identity": written("{input}", "input", "name"),
+    "identity": by_template("{input}", "input", "name"),
     "image.resize": resize,
 }
 """Rules for input pipelines, by the path of the function."""

@@ -7,13 +7,13 @@ from typing import Any
 
 import libcst as cst
 
+from replicax_migrate.edits import Edits
 from replicax_migrate.names import path_in_tensorflow
-from replicax_migrate.plan import Plan
 from replicax_migrate.script import (
     Replacement,
     Script,
     Statement,
-    mark_text,
+    mark_reason,
     with_marks,
 )
 from replicax_migrate.statements import comment_lines
@@ -32,21 +32,21 @@ from replicax_migrate.tables import (
     is_module_of_keras,
 )
 from replicax_migrate.tree import (
-    dotted,
+    dotted_name,
     find,
+    has_keyword,
     import_alias,
     import_names,
     imported_modules,
     is_docstring,
     is_name,
-    is_named,
     module_of,
-    only_of,
+    only_statement,
     small_statements,
     used_names,
 )
 
-__all__ = ["plan_retained", "ported_imports", "report_rebound", "uses_tensorflow"]
+__all__ = ["plan_kept_imports", "ported_imports", "report_rebound", "uses_tensorflow"]
 
 
 def uses_tensorflow(module: cst.Module) -> bool:
@@ -56,7 +56,9 @@ def uses_tensorflow(module: cst.Module) -> bool:
     """
     imports = find(module, cst.Import, cst.ImportFrom)
     pairs = [pair for node in imports for pair in import_names(node)]
-    if any(_is_old(name) for _, name in pairs) or _uses_keras_2(module, dict(pairs)):
+    if any(_is_missing_in_keras_3(name) for _, name in pairs) or _uses_keras_2(
+        module, dict(pairs)
+    ):
         return True
     assigned = any(is_name(x.target, "tf") for x in find(module, cst.AssignTarget))
     is_bound = assigned or any(local == "tf" for local, _ in pairs)
@@ -64,7 +66,7 @@ def uses_tensorflow(module: cst.Module) -> bool:
     return is_used and not is_bound
 
 
-def _is_old(name: str) -> bool:
+def _is_missing_in_keras_3(name: str) -> bool:
     """Whether an imported name is TensorFlow's, or one of Keras that Keras 3 lacks."""
     path = path_in_tensorflow(name)
     if path is None or name.partition(".")[0] != "keras":
@@ -81,57 +83,59 @@ def _uses_keras_2(module: cst.Module, imported: dict[str, str]) -> bool:
         return False
     for node in find(module, cst.Attribute, cst.Call):
         func = node.func if isinstance(node, cst.Call) else node
-        local, dot, rest = (dotted(func) or "").partition(".")
+        local, dot, rest = (dotted_name(func) or "").partition(".")
         name = f"{imported.get(local, '')}{dot}{rest}"
         if isinstance(node, cst.Call):
             is_optimizer = path_in_tensorflow(name) in OPTIMIZERS
             old = ("lr", "decay") if is_optimizer else ("batch_input_shape",)
-            is_old = any(is_named(each, *old) for each in node.args)
+            is_old = any(has_keyword(each, *old) for each in node.args)
         else:
             is_method = node.attr.value in _KERAS_2_METHODS
-            is_old = is_method or (_is_old(name) and name not in NEED_TENSORFLOW)
+            is_old = is_method or (
+                _is_missing_in_keras_3(name) and name not in NEED_TENSORFLOW
+            )
         if is_old:
             return True
     return False
 
 
-def plan_retained(script: Script) -> Plan:
+def plan_kept_imports(script: Script) -> Edits:
     """Record the imported names that stay, because Keras has them by the same name."""
-    plan = Plan()
+    edits = Edits()
     for node in script.nodes(cst.Import):
         for alias in node.names:
             name, target = alias.evaluated_name, _module_target(alias.evaluated_name)
             if target and (alias.asname or name == "tf_keras"):
-                plan.retained[alias.evaluated_alias or name] = target
+                edits.kept_imports[alias.evaluated_alias or name] = target
     for node in script.nodes(cst.ImportFrom):
         for local, name in import_names(node):
             if local == "*":
-                _retain_starred(script, plan, name)
+                _keep_starred(script, edits, name)
             elif target := _name_target(name):
-                plan.retained[local] = target
-    return plan
+                edits.kept_imports[local] = target
+    return edits
 
 
 def report_rebound(script: Script) -> None:
     """Report uses of a module by a name that stands for something else, too."""
     names = script.names
-    for node in script.nodes(cst.Attribute) if names.rebound else ():
+    for node in script.nodes(cst.Attribute) if names.ambiguous else ():
         if not isinstance(node.value, cst.Name):
             continue
-        path = names.rebound.get(names.key(node.value) or (0, ""))
-        values = map(names.path, script.flow.values(node.value))
+        path = names.ambiguous.get(names.key(node.value) or (0, ""))
+        values = map(names.tf_path, script.flow.values(node.value))
         if path and is_module(path) and path in values:
             reason = MESSAGES["rebound"].format(name=node.value.value, path=path)
             script.leave(node, reason)
 
 
-def _retain_starred(script: Script, plan: Plan, module: str) -> None:
+def _keep_starred(script: Script, edits: Edits, module: str) -> None:
     """Record the used names that a star import binds to the same names of Keras."""
     home = _module_target(module)
     for name in used_names(script.module) if home else ():
         path = script.names.starred(name) if not script.names.is_bound(name) else None
         if path and find_target(path) == f"{home}.{name}":
-            plan.retained[name] = f"{home}.{name}"
+            edits.kept_imports[name] = f"{home}.{name}"
 
 
 def _module_target(name: str) -> str | None:
@@ -139,7 +143,7 @@ def _module_target(name: str) -> str | None:
     return target if target.partition(".")[0] == "keras" else None
 
 
-def _of_existing(alias: cst.ImportAlias) -> cst.ImportAlias:
+def _existing_package(alias: cst.ImportAlias) -> cst.ImportAlias:
     """An import that binds `keras`, of the innermost package that Keras 3 has."""
     parts = alias.evaluated_name.split(".")
     if alias.asname or parts[0] != "keras":
@@ -182,8 +186,10 @@ class _Imports(cst.CSTTransformer):
 
     def _ported(self, small: cst.BaseSmallStatement) -> list[cst.BaseSmallStatement]:
         if isinstance(small, cst.Assign):  # `keras = keras`, from `keras = tf.keras`.
-            name = dotted(small.targets[0].target) if len(small.targets) == 1 else ""
-            is_same = bool(name) and dotted(small.value) == name
+            name = (
+                dotted_name(small.targets[0].target) if len(small.targets) == 1 else ""
+            )
+            is_same = bool(name) and dotted_name(small.value) == name
             is_idle = is_same and any(self._script.names.alias_paths(name or ""))
             return [] if is_idle else [small]
         if not isinstance(small, cst.Import | cst.ImportFrom):
@@ -217,10 +223,10 @@ class _Imports(cst.CSTTransformer):
         kept: list[cst.ImportAlias] = []
         for alias in small.names:
             local = alias.evaluated_alias or alias.evaluated_name.partition(".")[0]
-            target = self._script.plan.retained.get(local)
+            target = self._script.edits.kept_imports.get(local)
             is_ours = path_in_tensorflow(alias.evaluated_name) is not None
             if is_ours and target is None:
-                kept += [_of_existing(alias)] if local in self._used else []
+                kept += [_existing_package(alias)] if local in self._used else []
             elif self._stays(local):
                 kept.append(
                     import_alias(target, local) if is_ours and target else alias
@@ -238,7 +244,7 @@ class _Imports(cst.CSTTransformer):
         for alias in aliases:
             name = alias.evaluated_name
             local = alias.evaluated_alias or name
-            target = self._script.plan.retained.get(local)
+            target = self._script.edits.kept_imports.get(local)
             if target is not None and self._stays(local):
                 groups[target.rpartition(".")[0]].append(alias)
             elif target is None and local in self._used:
@@ -269,7 +275,7 @@ def _as_lines(
     if not body:  # A place for new imports, taken out later.
         gap = [blank for blank in line.leading_lines if not blank.comment]
         lines = [*gap, *comment_lines(line)]
-        return cst.SimpleStatementLine([_NOTHING], leading_lines=lines)
+        return cst.SimpleStatementLine([_PLACEHOLDER], leading_lines=lines)
     if len(line.body) > 1:
         return with_marks(line.with_changes(body=body), marks)
     first = line.with_changes(body=[body[0]])
@@ -280,32 +286,34 @@ def _as_lines(
 # New imports.
 
 # LibCST would remove a line without statements together with its comments.
-_NOTHING = cst.Expr(cst.Name("__nothing__"))
+_PLACEHOLDER = cst.Expr(cst.Name("__nothing__"))
 """The placeholder of a removed import, until the new ones are inserted."""
 
 
-def _is_nothing(statement: cst.CSTNode) -> bool:
-    small = only_of(statement)
-    return small is not None and small.deep_equals(_NOTHING)
+def _is_placeholder(statement: cst.CSTNode) -> bool:
+    small = only_statement(statement)
+    return small is not None and small.deep_equals(_PLACEHOLDER)
 
 
 def _with_new_imports(script: Script, module: cst.Module, used: set[str]) -> cst.Module:
     """Insert the imports that the ported code needs where those of TensorFlow were."""
-    place = _place(script, module)
+    place = _import_index(script, module)
     lines = _new_lines(script, module, used, place)
     body: list[Statement] = list(module.body)
     if lines:
-        if place < len(body) and (_is_nothing(body[place]) or _is_anchor(body[place])):
+        if place < len(body) and (
+            _is_placeholder(body[place]) or _is_anchor(body[place])
+        ):
             leading = body[place].leading_lines
-            marks = [line for line in leading if mark_text(line)]
+            marks = [line for line in leading if mark_reason(line)]
             above = [line for line in leading if line not in marks]
             lines[0] = lines[0].with_changes(leading_lines=above)
             body[place] = body[place].with_changes(leading_lines=marks)
         body[place:place] = lines
-    return module.with_changes(body=body).visit(_WithoutNothing())
+    return module.with_changes(body=body).visit(_WithoutPlaceholders())
 
 
-class _WithoutNothing(cst.CSTTransformer):
+class _WithoutPlaceholders(cst.CSTTransformer):
     """Removes placeholders; their comments move to the next statement."""
 
     def on_leave(self, original_node: cst.CSTNode, updated_node: Any) -> Any:
@@ -313,7 +321,7 @@ class _WithoutNothing(cst.CSTTransformer):
             body: list[Statement] = []
             pending: list[cst.EmptyLine] = []
             for each in updated_node.body:
-                if _is_nothing(each):
+                if _is_placeholder(each):
                     pending += [line for line in each.leading_lines if line.comment]
                 else:
                     lines = [*pending, *each.leading_lines]
@@ -321,19 +329,18 @@ class _WithoutNothing(cst.CSTTransformer):
                     pending = []
             return updated_node.with_changes(body=body)
         if isinstance(original_node, cst.Try):  # Perhaps one of imports alone.
-            is_gone = all(map(_is_nothing, original_node.body.body))
+            is_gone = all(map(_is_placeholder, original_node.body.body))
             if is_gone and not (updated_node.orelse or updated_node.finalbody):
                 lines = comment_lines(original_node)
-                return cst.SimpleStatementLine([_NOTHING], leading_lines=lines)
+                return cst.SimpleStatementLine([_PLACEHOLDER], leading_lines=lines)
         return updated_node
 
 
 def _new_lines(
     script: Script, module: cst.Module, used: set[str], place: int
 ) -> list[Statement]:
-    late = _late_imports(module, place)
     modules = imported_modules(module)
-    there = {name: alias for alias, name in modules if alias not in late}
+    there = {name: alias for alias, name in modules}
     wanted = {(ALIASES[root], script.alias(root)) for root in script.needed}
     wanted = {(n, a) for n, a in wanted if a in used and there.get(n) != a}
     names = [*there, *(name for name, _ in wanted)]
@@ -345,7 +352,7 @@ def _new_lines(
     lines: list[str] = []
     for name, alias in sorted(wanted, key=lambda pair: (pair[0] != "replicax", pair)):
         if name == "absl":  # Its modules are imported one by one.
-            dots = {dotted(node) for node in find(module, cst.Attribute)}
+            dots = {dotted_name(node) for node in find(module, cst.Attribute)}
             parts = [p for p in ("app", "flags") if f"{alias}.{p}" in dots]
             lines += [f"import absl.{part}" for part in parts]
         else:
@@ -356,27 +363,13 @@ def _new_lines(
     return [cst.parse_statement(line) for line in lines]
 
 
-def _late_imports(module: cst.Module, place: int) -> set[str]:
-    """Names that the top level reads from `place` on before it imports them."""
-    read: set[str] = set()
-    late: set[str] = set()
-    known: set[str] = set()
-    for statement in module.body[place:]:
-        if isinstance(statement, cst.SimpleStatementLine):
-            for small in find(statement, cst.Import, cst.ImportFrom):
-                known |= {local for local, _ in import_names(small)}
-                late |= read & known
-        read |= used_names(statement) - known
-    return late
-
-
-def _place(script: Script, module: cst.Module) -> int:
+def _import_index(script: Script, module: cst.Module) -> int:
     """The index for new imports: that of the first import of Keras or TensorFlow."""
     index = 0
     for each in script.module.body:
         if _is_anchor(each):
             return min(index, len(module.body))
-        index += len(script.outcomes.get(each, [each]))
+        index += len(script.ported_statements.get(each, [each]))
     return len(list(itertools.takewhile(_is_prologue, module.body)))
 
 
@@ -391,6 +384,6 @@ def _is_anchor(statement: cst.CSTNode) -> bool:
 
 def _is_prologue(statement: cst.CSTNode) -> bool:
     """Whether a line is a docstring, or imports from `__future__`."""
-    small = only_of(statement)
+    small = only_statement(statement)
     is_future = isinstance(small, cst.ImportFrom) and module_of(small) == "__future__"
     return is_future or is_docstring(statement)

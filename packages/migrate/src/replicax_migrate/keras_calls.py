@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import libcst as cst
 
+from replicax_migrate.edits import Edits
 from replicax_migrate.optimizer_calls import optimizer_arguments
-from replicax_migrate.plan import Plan
-from replicax_migrate.rules import CallSite, Rule, by_keywords, with_keywords
+from replicax_migrate.rules import CallSite, Rule, by_keywords, port_keywords
 from replicax_migrate.script import Expression, Script, Unported
 from replicax_migrate.tables import (
     CHANGED_DEFAULTS,
@@ -22,50 +22,52 @@ from replicax_migrate.tables import (
     READERS,
 )
 from replicax_migrate.tree import (
-    argument,
+    arg_value,
+    find_arg,
     is_name,
     keyword,
-    method_of,
-    named,
-    text_of,
-    value_of,
+    kwarg_value,
+    method_name,
+    string_of,
 )
 
 __all__ = ["RULES", "plan_arguments", "problems"]
 
 
 def _reader(site: CallSite) -> Expression:
-    if named(site.updated, "format") is not None:
-        return site.of_target()
+    if kwarg_value(site.updated, "format") is not None:
+        return site.call_target()
     site.note("the data come from Grain: pass `map` a function of one batch")
     grain = keyword("format", site.script.string("grain"))
-    return site.of_target([*site.updated.args, grain])
+    return site.call_target([*site.updated.args, grain])
 
 
 def _tensorboard(site: CallSite) -> Expression:
     by_position = [arg for arg in site.updated.args if arg.keyword is None]
     if len(by_position) > 2 or any(arg.star for arg in by_position):
         raise Unported("rx.callbacks.TensorBoard: name its arguments")
-    return site.of_target(with_keywords(site, "TensorBoard"))
+    return site.call_target(port_keywords(site, "TensorBoard"))
 
 
-def plan_arguments(script: Script) -> Plan:
+def plan_arguments(script: Script) -> Edits:
     """Plan the names of devices, where a strategy is made with the devices."""
-    plan = Plan()
+    edits = Edits()
     for call in script.calls:
-        if script.called(call) == "distribute.MirroredStrategy":
-            devices = value_of(call, 0, "devices")
-            path = script.called(script.flow.resolved(devices))
+        if script.called_path(call) == "distribute.MirroredStrategy":
+            devices = arg_value(call, 0, "devices")
+            path = script.called_path(script.flow.resolve(devices))
             if path.endswith(("list_logical_devices", "list_physical_devices")):
                 assert devices is not None
-                plan.wrapped[devices] = "[device.name for device in {x}]"
-    return plan
+                edits.wrappers[devices] = "[device.name for device in {x}]"
+    return edits
 
 
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(ORDERS, CallSite.of_target),
-    **{path: CallSite.of_target for path, old in OLD_ORDERS.items() if "-" in old},
-    **dict.fromkeys(OPTIMIZERS, lambda site: site.of_target(optimizer_arguments(site))),
+    **dict.fromkeys(ORDERS, CallSite.call_target),
+    **{path: CallSite.call_target for path, old in OLD_ORDERS.items() if "-" in old},
+    **dict.fromkeys(
+        OPTIMIZERS, lambda site: site.call_target(optimizer_arguments(site))
+    ),
     **dict.fromkeys(READERS, _reader),
     "keras.callbacks.LambdaCallback": by_keywords("LambdaCallback"),
     "keras.callbacks.ModelCheckpoint": by_keywords("ModelCheckpoint"),
@@ -80,17 +82,17 @@ RULES: dict[str, Rule] = {
 def problems(script: Script, node: cst.Call, path: str) -> Iterator[str]:
     """The reasons why a ported call would silently compute something else."""
     for layer, position, parameter in CHANGED_DEFAULTS:
-        if path == layer and argument(node.args, position, parameter) is None:
+        if path == layer and find_arg(node.args, position, parameter) is None:
             yield f"{parameter} has another default in Keras 2: write {parameter}="
     if _is_stateful(node) and any(
-        method_of(call) in NAMES["methods_with_steps"] for call in script.calls
+        method_name(call) in NAMES["methods_with_steps"] for call in script.calls
     ):
         yield MESSAGES["forgotten_states"]
     yield from _old_defaults(script, node, path)
 
 
 def _is_stateful(node: cst.Call) -> bool:
-    stateful = named(node, "stateful")
+    stateful = kwarg_value(node, "stateful")
     return stateful is not None and not is_name(stateful, "False")
 
 
@@ -102,13 +104,13 @@ _OLD_RECURRENT = [
 def _old_defaults(script: Script, node: cst.Call, path: str) -> Iterator[str]:
     """The reasons why a layer with TensorFlow's defaults differs in Keras 3."""
     for arg in node.args if path.startswith("keras.layers.") else ():
-        name = text_of(arg.value) or script.names.path(arg.value)
+        name = string_of(arg.value) or script.names.tf_path(arg.value)
         if name in NAMES["hard_sigmoids"]:
             yield MESSAGES["hard_sigmoid"]
     if path in NAMES["hard_sigmoids"]:
         yield MESSAGES["hard_sigmoid"]
     if path in _OLD_RECURRENT and script.is_of_version_1(node):
-        if argument(node.args, 2, "recurrent_activation") is None:
+        if find_arg(node.args, 2, "recurrent_activation") is None:
             yield MESSAGES["recurrent_activation"]
-        if "GRU" in path and named(node, "reset_after") is None:
+        if "GRU" in path and kwarg_value(node, "reset_after") is None:
             yield "reset_after is False in TensorFlow 1: write reset_after="

@@ -9,18 +9,18 @@ from collections.abc import Iterable
 
 import libcst as cst
 
+from replicax_migrate.edits import Edits
 from replicax_migrate.functional import layers_of
-from replicax_migrate.kinds import is_class_of, own_methods
-from replicax_migrate.plan import Plan
+from replicax_migrate.kinds import is_class_of, methods_named
 from replicax_migrate.script import Expression, Script, Unported
 from replicax_migrate.tables import NAMES, find_target
 from replicax_migrate.tree import (
-    argument,
-    is_named,
+    arg_value,
+    find_arg,
+    has_keyword,
     last_name,
-    method_of,
-    text_of,
-    value_of,
+    method_name,
+    string_of,
     with_args,
 )
 from replicax_migrate.values import (
@@ -32,23 +32,29 @@ from replicax_migrate.values import (
 )
 
 __all__ = [
-    "Endings",
+    "FinalCalls",
     "is_model",
-    "name_in",
-    "require_no_other_uses",
-    "take_activation",
+    "keras_name",
+    "plan_without_activation",
+    "refuse_other_uses",
     "units_of",
 ]
 
-_LAYERS = {"Activation": 0, "Dense": 1, "Lambda": 0, "Conv2D": 99, "Conv1D": 99}
+_ACTIVATION_POSITIONS = {
+    "Activation": 0,
+    "Dense": 1,
+    "Lambda": 0,
+    "Conv2D": 99,
+    "Conv1D": 99,
+}
 """Layers with an activation, and its position; 99 if it is always named."""
-_KINDS = ("softmax", "sigmoid")
-_KEPT = ("name", "dtype")
+_ACTIVATIONS = ("softmax", "sigmoid")
+_KEPT_ARGUMENTS = ("name", "dtype")
 _MODULES = ("", "nn", "math", "keras.activations", "keras.backend")
 """Modules with functions of these names."""
 
 
-class Endings:
+class FinalCalls:
     """The calls that end a model: of layers, or of an activation's function.
 
     Args:
@@ -114,26 +120,26 @@ class Endings:
             self._follow_all(values, is_layer)
         elif is_layer:
             self._follow_maker(node)
-        elif _function(self._script, node):
+        elif _activation_function(self._script, node):
             self.calls[node] = None
         else:
             self._follow(node.func, is_layer=True)
 
     def _follow_maker(self, node: cst.Call) -> None:
         """Follow the call that makes a layer or a model."""
-        script, name = self._script, name_in(self._script, node.func, "layers")
-        function = value_of(node, 0, "function") if name == "Lambda" else None
+        script, name = self._script, keras_name(self._script, node.func, "layers")
+        function = arg_value(node, 0, "function") if name == "Lambda" else None
         classes = script.classes(last_name(node.func))
-        if script.called(node) in NAMES["sequential"]:
+        if script.called_path(node) in NAMES["sequential"]:
             self._follow_all(layers_of(script, node)[-1:], True)
-        elif script.called(node) in NAMES["models"]:
-            outputs = value_of(node, 1, "outputs")
+        elif script.called_path(node) in NAMES["models"]:
+            outputs = arg_value(node, 1, "outputs")
             self._follow_all([outputs] if outputs is not None else [], False)
         elif isinstance(function, cst.Lambda):
             self._follow(function.body, is_layer=False)
         elif classes:
             methods = [
-                m for owner in classes for m in own_methods(script, owner, "call")
+                m for owner in classes for m in methods_named(script, owner, "call")
             ]
             self.classes.update(with_bases(script, *classes))
             values = (
@@ -148,12 +154,12 @@ def is_model(script: Script, node: cst.Call) -> bool:
     """Whether a call makes a model, of Keras or of a class of the script."""
     owners = script.classes(node.func.value) if isinstance(node.func, cst.Name) else ()
     is_own = any(is_class_of(script, owner, ("model",)) for owner in owners)
-    return is_own or script.called(node) in NAMES["models"]
+    return is_own or script.called_path(node) in NAMES["models"]
 
 
-def name_in(script: Script, node: cst.CSTNode, module: str) -> str:
+def keras_name(script: Script, node: cst.CSTNode, module: str) -> str:
     """The last part of a path in a module of Keras, such as `"losses"`; else `""`."""
-    path = script.names.path(node) or ""
+    path = script.names.tf_path(node) or ""
     if isinstance(node, cst.Name) and not path:
         path = script.names.alias(node) or ""
     home, _, name = (find_target(path) or "").rpartition(".")
@@ -162,26 +168,28 @@ def name_in(script: Script, node: cst.CSTNode, module: str) -> str:
 
 def units_of(script: Script, layer: cst.Call) -> str:
     """The number of a dense layer's outputs, as text; `""` if it is not in sight."""
-    is_dense = name_in(script, layer.func, "layers") == "Dense"
-    value = script.shown(layer, 0, "units") if is_dense else None
+    is_dense = keras_name(script, layer.func, "layers") == "Dense"
+    value = script.resolved_arg(layer, 0, "units") if is_dense else None
     return value.value if isinstance(value, cst.Integer) else ""
 
 
-def require_no_other_uses(script: Script, models: Iterable[Endings]) -> None:
+def refuse_other_uses(script: Script, models: Iterable[FinalCalls]) -> None:
     """Raise `Unported` if what leads to the ends of models leads elsewhere, too."""
     models = list(models)
     seen = {node for ending in models for node in ending.seen}
     passed = seen - {ending.model for ending in models}
     uses = {use for node in passed for use in script.uses_of(node)}
     owners = {owner for ending in models for owner in ending.classes}
-    owners |= {f for node in passed if (f := _returning(script, node)) is not None}
+    owners |= {
+        f for node in passed if (f := _function_returning(script, node)) is not None
+    }
     names = {owner.name.value for owner in owners} - {"call"}
     uses |= {call for call in script.calls if last_name(call.func) in names}
     if not uses <= seen:
         raise Unported("the last activation has other uses")
 
 
-def _returning(script: Script, node: cst.CSTNode) -> cst.FunctionDef | None:
+def _function_returning(script: Script, node: cst.CSTNode) -> cst.FunctionDef | None:
     """The function that returns an expression that leads to an end."""
     is_returned = isinstance(script.parent(node), cst.Return)
     return script.function_of(node) if is_returned else None
@@ -189,59 +197,63 @@ def _returning(script: Script, node: cst.CSTNode) -> cst.FunctionDef | None:
 
 def _activation(script: Script, call: cst.Call) -> str | None:
     """The activation that a call ends with, if its result can be without it."""
-    if name := _function(script, call):
+    if name := _activation_function(script, call):
         return name
-    name = name_in(script, call.func, "layers")
+    name = keras_name(script, call.func, "layers")
     if name == "Softmax":
         return "softmax" if _is_of_last_axis(script, call, 0) else None
-    if name not in _LAYERS:
+    if name not in _ACTIVATION_POSITIONS:
         return None
-    value = script.flow.resolved(value_of(call, _LAYERS[name], _argument(name)))
-    text = text_of(value) or (script.names.path(value) or "").rpartition(".")[2]
-    return text if text in _KINDS else None
+    value = script.flow.resolve(
+        arg_value(call, _ACTIVATION_POSITIONS[name], _activation_argument(name))
+    )
+    text = string_of(value) or (script.names.tf_path(value) or "").rpartition(".")[2]
+    return text if text in _ACTIVATIONS else None
 
 
-def _function(script: Script, call: cst.Call) -> str:
+def _activation_function(script: Script, call: cst.Call) -> str:
     """The activation that a call computes of a tensor's last axis; `""` of others."""
-    module, _, name = script.called(call).rpartition(".")
-    is_known = name in _KINDS and module in _MODULES
+    module, _, name = script.called_path(call).rpartition(".")
+    is_known = name in _ACTIVATIONS and module in _MODULES
     is_last = name == "sigmoid" or _is_of_last_axis(script, call, 1)
     return name if is_known and is_last and call.args else ""
 
 
 def _is_of_last_axis(script: Script, call: cst.Call, position: int) -> bool:
-    axis = value_of(call, position, "axis")
+    axis = arg_value(call, position, "axis")
     return axis is None or script.code(axis) == "-1"
 
 
-def _argument(name: str) -> str:
+def _activation_argument(name: str) -> str:
     return "function" if name == "Lambda" else "activation"
 
 
-def take_activation(script: Script, plan: Plan, call: cst.Call) -> None:
+def plan_without_activation(script: Script, edits: Edits, call: cst.Call) -> None:
     """Plan a call that ends a model without its activation."""
-    name = name_in(script, call.func, "layers")
+    name = keras_name(script, call.func, "layers")
     parent = script.parent(call)
     around = script.parent(parent) if parent is not None else None
-    activation = argument(call.args, _LAYERS.get(name, 0), _argument(name))
+    activation = find_arg(
+        call.args, _ACTIVATION_POSITIONS.get(name, 0), _activation_argument(name)
+    )
     if not name:
-        plan.replacements[call] = _first_value
+        edits.replacements[call] = _first_value
     elif name not in {"Activation", "Lambda", "Softmax"}:
         if activation is not None:
-            plan.kept.add(activation)
-            plan.dropped.add(activation)
+            edits.unchanged.add(activation)
+            edits.dropped_args.add(activation)
     elif name == "Activation" and activation is not None and len(call.args) > 1:
-        plan.replacements[activation.value] = lambda updated: script.string("linear")
+        edits.replacements[activation.value] = lambda updated: script.string("linear")
     elif isinstance(around, cst.List | cst.Tuple) and not any(
-        is_named(arg, *_KEPT) for arg in call.args
+        has_keyword(arg, *_KEPT_ARGUMENTS) for arg in call.args
     ):
-        plan.replacements[around] = _without_last
+        edits.replacements[around] = _without_last
     elif isinstance(parent, cst.Call) and len(call.args) < 2:
-        plan.replacements[parent] = _first_value  # `Activation("softmax")(x)`.
-    elif method_of(around) == "add" and len(call.args) < 2:
-        plan.take_out(script.statement_of(call))
+        edits.replacements[parent] = _first_value  # `Activation("softmax")(x)`.
+    elif method_name(around) == "add" and len(call.args) < 2:
+        edits.remove(script.statement_of(call))
     else:
-        plan.replacements[call] = lambda updated: _linear(script, updated)
+        edits.replacements[call] = lambda updated: _linear(script, updated)
 
 
 def _first_value(updated: cst.Call) -> Expression:
@@ -252,7 +264,7 @@ def _linear(script: Script, updated: cst.Call) -> Expression:
     """The layer that does nothing, with the name and dtype of another one."""
     layer = script.template('keras.layers.Activation("linear")')
     assert isinstance(layer, cst.Call)
-    kept = (arg for arg in updated.args if is_named(arg, *_KEPT))
+    kept = (arg for arg in updated.args if has_keyword(arg, *_KEPT_ARGUMENTS))
     return with_args(layer, [*layer.args, *kept])
 
 

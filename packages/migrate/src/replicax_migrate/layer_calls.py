@@ -9,21 +9,21 @@ from collections.abc import Sequence
 
 import libcst as cst
 
-from replicax_migrate.kinds import is_class_of, kind_of, makers, own_methods
-from replicax_migrate.plan import Plan
+from replicax_migrate.edits import Edits
+from replicax_migrate.kinds import constructors, is_class_of, kind_of, methods_named
 from replicax_migrate.script import Expression, Script
 from replicax_migrate.tables import CALL_ORDERS, MESSAGES, NAMES
-from replicax_migrate.tracing import calls_in, class_of
-from replicax_migrate.tree import attr_of, is_name, last_name, method_of, object_of
+from replicax_migrate.tracing import calls_in, class_of_method
+from replicax_migrate.tree import attr_of, is_name, last_name, method_name, object_of
 
 __all__ = ["plan_layer_calls", "report_layers"]
 
 
-def plan_layer_calls(script: Script) -> Plan:
+def plan_layer_calls(script: Script) -> Edits:
     """Plan keywords for positional arguments of calls of layers and models."""
-    plan = Plan()
+    edits = Edits()
     for call in script.calls:
-        if len(call.args) < 2 or script.called(call):
+        if len(call.args) < 2 or script.called_path(call):
             continue
         if kind_of(script, call.func) in {"layer", "model"}:
             order, first = _order(script, call)
@@ -31,16 +31,16 @@ def plan_layer_calls(script: Script) -> Plan:
                 is_given = arg.keyword is not None or arg.star or i >= len(order)
                 if not is_given and (i >= first or _is_flag(arg.value)):
                     first = min(first, i)  # Those behind a keyword need one, too.
-                    plan.keywords[arg] = order[i]
-    return plan
+                    edits.arg_keywords[arg] = order[i]
+    return edits
 
 
 def _order(script: Script, call: cst.Call) -> tuple[Sequence[str], int]:
     """The parameters of the called layer, and the first one that Keras 3 has moved."""
-    methods = own_methods(script, call.func, "call")
+    methods = methods_named(script, call.func, "call")
     if methods:
         return [p.name.value for p in methods[0].params.params[1:]], len(call.args)
-    for maker in makers(script, call.func):
+    for maker in constructors(script, call.func):
         if isinstance(maker, str) and maker in CALL_ORDERS:
             return CALL_ORDERS[maker], 3
     return NAMES["model_call_parameters"], len(call.args)
@@ -57,7 +57,7 @@ def report_layers(script: Script) -> None:
     functions = [
         function
         for function in script.functions("call")
-        if is_class_of(script, class_of(script, function), ("layer", "model"))
+        if is_class_of(script, class_of_method(script, function), ("layer", "model"))
     ]
     for function in functions:
         names = [p.name.value for p in function.params.params[1:]]
@@ -67,7 +67,7 @@ def report_layers(script: Script) -> None:
             if mask not in names:
                 script.leave(function.name, MESSAGES["first_mask"].format(mask=mask))
     for call in calls_in(script, functions):
-        weight = script.flow.resolved(object_of(call))
-        is_assigned = method_of(call) in NAMES["assign_methods"]
+        weight = script.flow.resolve(object_of(call))
+        is_assigned = method_name(call) in NAMES["assign_methods"]
         if is_assigned and attr_of(weight) in NAMES["trained_attributes"]:
             script.leave(call, MESSAGES["assigned_weight"])

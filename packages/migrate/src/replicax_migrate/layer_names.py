@@ -2,46 +2,46 @@
 
 import libcst as cst
 
-from replicax_migrate.compile_calls import losses_in
+from replicax_migrate.compile_calls import flat_losses
+from replicax_migrate.edits import Edits
 from replicax_migrate.kinds import kind_of
-from replicax_migrate.plan import Plan
 from replicax_migrate.script import Expression, Script
 from replicax_migrate.tables import IDENTIFIERS, NOTES
-from replicax_migrate.tree import keyword_of, method_of, text_of, value_of
-from replicax_migrate.values import iterated_container
+from replicax_migrate.tree import arg_value, keyword_of, method_name, string_of
+from replicax_migrate.values import loop_container
 
-__all__ = ["plan_identifiers", "tests_part_of_name"]
+__all__ = ["is_searched_name", "plan_identifiers"]
 
 
-def plan_identifiers(script: Script) -> Plan:
+def plan_identifiers(script: Script) -> Edits:
     """Plan the names of Keras 3 for literals that it does not know."""
-    plan = Plan()
+    edits = Edits()
     for call in script.calls:
-        if method_of(call) == "compile":
-            if text_of(value_of(call, 0, "optimizer")).lower() == "nadam":
+        if method_name(call) == "compile":
+            if string_of(arg_value(call, 0, "optimizer")).lower() == "nadam":
                 script.note(call, f"'nadam' {NOTES['keras.optimizers.Nadam']}")
-            for loss in losses_in(script, value_of(call, 1, "loss"), resolved=True):
-                _plan_identifier(script, plan, loss, IDENTIFIERS["loss"])
+            for loss in flat_losses(script, arg_value(call, 1, "loss"), resolved=True):
+                _plan_identifier(script, edits, loss, IDENTIFIERS["loss"])
         for arg in call.args:
             before, _, kind = keyword_of(arg).rpartition("_")
-            note = NOTES.get(f"keras.activations.{text_of(arg.value)}")
+            note = NOTES.get(f"keras.activations.{string_of(arg.value)}")
             if note and kind == "activation":
-                script.note(arg.value, f"{text_of(arg.value)!r} {note}")
+                script.note(arg.value, f"{string_of(arg.value)!r} {note}")
             if kind in IDENTIFIERS and (before or kind == "reduction"):
-                _plan_identifier(script, plan, arg.value, IDENTIFIERS[kind])
-    return plan
+                _plan_identifier(script, edits, arg.value, IDENTIFIERS[kind])
+    return edits
 
 
 def _plan_identifier(
-    script: Script, plan: Plan, node: Expression, names: dict[str, str]
+    script: Script, edits: Edits, node: Expression, names: dict[str, str]
 ) -> None:
-    new = names.get(text_of(node))
+    new = names.get(string_of(node))
     if new is not None and isinstance(node, cst.SimpleString):
         literal = f"{node.prefix}{node.quote}{new}{node.quote}"
-        plan.replacements[node] = lambda _: cst.SimpleString(literal)
+        edits.replacements[node] = lambda _: cst.SimpleString(literal)
 
 
-def tests_part_of_name(script: Script, node: cst.Attribute) -> bool:
+def is_searched_name(script: Script, node: cst.Attribute) -> bool:
     """Whether the name of a variable is searched for a part: `"bn" in v.name`.
 
     In Keras 3 the name is without those of the layers, which `path` has.
@@ -55,7 +55,7 @@ def tests_part_of_name(script: Script, node: cst.Attribute) -> bool:
 
 def _is_weight(script: Script, node: Expression) -> bool:
     """Whether an expression is a variable, or an element of what is called `vars`."""
-    kind, container = kind_of(script, node), iterated_container(script, node)
+    kind, container = kind_of(script, node), loop_container(script, node)
     name = script.code(container[0]).lower() if container is not None else ""
     is_named = name.endswith(("vars", "variables", "weights"))
     return kind == "variable" or (kind is None and is_named)

@@ -13,31 +13,31 @@ from typing import TypeAlias
 
 import libcst as cst
 
+from replicax_migrate.edits import Edits
 from replicax_migrate.last_layers import (
-    Endings,
+    FinalCalls,
     is_model,
-    name_in,
-    require_no_other_uses,
-    take_activation,
+    keras_name,
+    plan_without_activation,
+    refuse_other_uses,
     units_of,
 )
-from replicax_migrate.plan import Plan
 from replicax_migrate.script import Expression, Script, Unported
 from replicax_migrate.tables import MESSAGES, NAMES
 from replicax_migrate.tracing import is_traced
 from replicax_migrate.tree import (
-    dotted,
+    arg_value,
+    dotted_name,
+    elements_of,
     is_name,
     keyword,
-    method_of,
+    method_name,
     object_of,
-    parts_of,
-    reached,
-    text_of,
-    value_of,
+    reachable,
+    string_of,
     walk,
 )
-from replicax_migrate.values import elements, possible_values, value_sources
+from replicax_migrate.values import direct_values, elements, possible_values
 
 __all__ = ["plan_logits"]
 
@@ -48,13 +48,13 @@ _CLASSES = {
 }
 _FROM_LOGITS = {**dict.fromkeys(_CLASSES.values(), 0), **dict.fromkeys(_CLASSES, 2)}
 """Positions of `from_logits`."""
-_Losses: TypeAlias = dict[Expression, str]
+_LossNames: TypeAlias = dict[Expression, str]
 """Cross-entropies, and their names in Keras."""
 
 
-def plan_logits(script: Script) -> Plan:
+def plan_logits(script: Script) -> Edits:
     """Plan the port of models that end with an activation for the loss."""
-    plan = Plan()
+    edits = Edits()
     losses = dict(_losses(script))
     for kind in ("softmax", "sigmoid"):
         is_binary = kind == "sigmoid"
@@ -63,24 +63,24 @@ def plan_logits(script: Script) -> Plan:
         plain = {k: v for k, v in own.items() if k not in logits}
         if not own:
             continue
-        port = _Port(script, kind, plain or logits)
+        port = _LossPort(script, kind, plain or logits)
         try:
-            plan |= port.plan()
+            edits |= port.edits()
         except Unported:
             for loss in plain:
                 script.note(loss, MESSAGES["probabilities"])
             for loss in filter(port.takes, logits):
                 script.leave(loss, MESSAGES["applied_twice"].format(kind=kind))
     for value in filter(None, map(_compiled_loss, script.calls)):
-        for loss in elements(script, script.flow.resolved(value)):
+        for loss in elements(script, script.flow.resolve(value)):
             if _loss_name(script, loss):  # One of several outputs.
                 script.note(loss, MESSAGES["probabilities"])
-    return plan
+    return edits
 
 
 def _losses(script: Script) -> Iterator[tuple[Expression, str]]:
     for node in script.calls:
-        name = name_in(script, node.func, "losses")
+        name = keras_name(script, node.func, "losses")
         if name in _FROM_LOGITS:
             yield node, name
         value = _compiled_loss(node)
@@ -92,30 +92,30 @@ def _is_of_logits(script: Script, loss: Expression) -> bool:
     """Whether a loss is a call with `from_logits=True`."""
     if not isinstance(loss, cst.Call):
         return False
-    name = name_in(script, loss.func, "losses")
-    return is_name(value_of(loss, _FROM_LOGITS.get(name, 0), "from_logits"), "True")
+    name = keras_name(script, loss.func, "losses")
+    return is_name(arg_value(loss, _FROM_LOGITS.get(name, 0), "from_logits"), "True")
 
 
 def _loss_name(script: Script, value: Expression) -> str:
     """The name of a cross-entropy in `compile` that is no call; else `""`."""
-    name = text_of(value) or name_in(script, value, "losses")
-    is_known = name in _CLASSES or (text_of(value) and name in _FROM_LOGITS)
+    name = string_of(value) or keras_name(script, value, "losses")
+    is_known = name in _CLASSES or (string_of(value) and name in _FROM_LOGITS)
     return name if is_known else ""
 
 
 def _compiled_loss(node: cst.Call) -> Expression | None:
-    return value_of(node, 1, "loss") if method_of(node) == "compile" else None
+    return arg_value(node, 1, "loss") if method_name(node) == "compile" else None
 
 
-class _Port:
+class _LossPort:
     """Plans the port of all losses of one kind, and of the models that they are for."""
 
-    def __init__(self, script: Script, kind: str, losses: _Losses) -> None:
+    def __init__(self, script: Script, kind: str, losses: _LossNames) -> None:
         self._script = script
         self.kind = kind
         self._losses = losses
         models = (call for call in script.calls if is_model(script, call))
-        endings = [Endings(script, call) for call in models]
+        endings = [FinalCalls(script, call) for call in models]
         endings = [ending for ending in endings if ending.kinds() == {kind}]
         self._inner = {
             node for ending in endings for node in ending.seen - {ending.model}
@@ -125,7 +125,7 @@ class _Port:
         self._inner |= predicting
         self.models = {e.model: e for e in outer if e.model not in predicting}
 
-    def plan(self) -> Plan:
+    def edits(self) -> Edits:
         """Plan the port of models, metrics, losses and predictions, or of none."""
         if not self.models:
             raise Unported("no model in sight")
@@ -135,7 +135,7 @@ class _Port:
         compiled: set[cst.CSTNode] = set()
         for use in self._uses():
             call = self._script.method_call(use)
-            method = method_of(call)
+            method = method_name(call)
             if method == "compile" and call is not None:
                 changes += self._metrics(call)
                 compiled.add(call)
@@ -150,7 +150,7 @@ class _Port:
             elif call is None and not self._is_harmless(use):
                 raise Unported("used in other ways")
         self._require_own(compiled)
-        require_no_other_uses(self._script, self.models.values())
+        refuse_other_uses(self._script, self.models.values())
         return self._planned(changes, wrapped, saved)
 
     def takes(self, loss: Expression) -> bool:
@@ -161,17 +161,17 @@ class _Port:
 
         def inside(value: Expression) -> list[Expression]:
             owner = [object_of(value)] if isinstance(value, cst.Call) else []
-            return [*value_sources(script, value), *owner]
+            return [*direct_values(script, value), *owner]
 
         uses = (loss, *script.uses_of(loss))
-        calls = [script.call_of(use) or script.call_with(use) for use in uses]
+        calls = [script.call_of(use) or script.call_of_arg(use) for use in uses]
         values = [arg.value for c in calls if c is not None for arg in c.args[1:]]
-        reached_values = reached([*filter(None, calls), *values], inside)
+        reached_values = reachable([*filter(None, calls), *values], inside)
         return not self.models.keys().isdisjoint(reached_values)
 
     def _uses(self) -> Iterator[Expression]:
         for node in self._script.nodes(cst.Name, cst.Attribute):
-            models = _origins(self._script, node)
+            models = _final_values(self._script, node)
             if models & self.models.keys():
                 if models - self.models.keys():
                     raise Unported("one of several models")
@@ -179,7 +179,7 @@ class _Port:
             elif is_name(node, "self") and self._is_own(node):
                 yield node
 
-    def _predicts_only(self, ending: Endings) -> bool:
+    def _predicts_only(self, ending: FinalCalls) -> bool:
         """Whether no loss gets the outputs of a model, which is used elsewhere.
 
         An example is a `Sequential` of a trained model and a softmax.
@@ -188,7 +188,7 @@ class _Port:
         uses = [] if ending.classes else script.uses_of(ending.model)
         calls = [script.call_of(use) for use in uses]
         return bool(uses) and all(
-            method_of(script.method_call(use)) in NAMES["predicting_methods"]
+            method_name(script.method_call(use)) in NAMES["predicting_methods"]
             or (call and not is_traced(script, call) and self._is_result(call))
             for use, call in zip(uses, calls, strict=True)
         )
@@ -209,14 +209,14 @@ class _Port:
 
     def _metrics(self, call: cst.Call) -> Iterator[tuple[cst.CSTNode, Expression]]:
         """The metrics of a `compile` call that change, each with its replacement."""
-        metrics = value_of(call, 3, "metrics") or value_of(call, 9, "metrics")
+        metrics = arg_value(call, 3, "metrics") or arg_value(call, 9, "metrics")
         if metrics is not None and not isinstance(metrics, cst.List):
             raise Unported("metrics are not a list")
         units = {units_of(self._script, last) for last in self._ends()}
         is_binary = any("binary" in name.lower() for name in self._losses.values())
         is_one = units == {"1"} or (is_binary and units == {""})
-        for node in parts_of(metrics):
-            is_accuracy = text_of(node) in {"accuracy", "acc"}
+        for node in elements_of(metrics):
+            is_accuracy = string_of(node) in {"accuracy", "acc"}
             if self._ranks(node) and not (is_accuracy and is_one):
                 continue
             if self.kind == "sigmoid" and is_accuracy:
@@ -230,7 +230,7 @@ class _Port:
         script = self._script
         assign = script.parent(call)
         targets = assign.targets if isinstance(assign, cst.Assign) else ()
-        definitions = [script.flow.defined(target.target) for target in targets]
+        definitions = [script.flow.definition_of(target.target) for target in targets]
         uses = [
             use for d in definitions if d is not None for use in script.flow.uses(d)
         ]
@@ -244,19 +244,19 @@ class _Port:
 
     def _leaves(self, node: cst.CSTNode) -> bool:
         """Whether a value is returned, assigned, or passed to another function."""
-        parent, call = self._script.parent(node), self._script.call_with(node)
-        name = (dotted(call.func) or "") if call is not None else ""
+        parent, call = self._script.parent(node), self._script.call_of_arg(node)
+        name = (dotted_name(call.func) or "") if call is not None else ""
         is_ours = bool(self._script.functions(name.removeprefix("self.")))
         return is_ours or isinstance(parent, cst.Return | cst.Assign)
 
     def _takes_logits(self, node: cst.CSTNode) -> bool:
         """Whether a value is given to a loss, or to a metric that only ranks."""
-        call = self._script.call_with(node)
+        call = self._script.call_of_arg(node)
         if call is None:
             return False
-        is_method = method_of(call) in {"update_state", "call"}
+        is_method = method_name(call) in {"update_state", "call"}
         func = object_of(call) if is_method else call.func
-        makers = _origins(self._script, func) or {func}
+        makers = _final_values(self._script, func) or {func}
         return call in self._losses or all(
             maker in self._losses or self._ranks(maker) for maker in makers
         )
@@ -264,7 +264,7 @@ class _Port:
     def _ranks(self, metric: Expression) -> bool:
         """Whether a metric is equal for logits: it only ranks classes."""
         maker = metric.func if isinstance(metric, cst.Call) else metric
-        name = text_of(metric) or name_in(self._script, maker, "metrics")
+        name = string_of(metric) or keras_name(self._script, maker, "metrics")
         return name in NAMES["ranking_metrics"]
 
     def _is_harmless(self, use: cst.CSTNode) -> bool:
@@ -273,11 +273,13 @@ class _Port:
             return parent.attr.value not in NAMES["unclear_attributes"]
         if isinstance(parent, cst.AssignTarget | cst.Assign | cst.Return | cst.If):
             return True
-        call = self._script.call_with(use)
+        call = self._script.call_of_arg(use)
         if call is None:
             return False
-        is_checkpoint = self._script.called(call) == "train.Checkpoint"
-        return is_checkpoint or bool(self._script.functions(dotted(call.func) or ""))
+        is_checkpoint = self._script.called_path(call) == "train.Checkpoint"
+        return is_checkpoint or bool(
+            self._script.functions(dotted_name(call.func) or "")
+        )
 
     def _require_own(self, compiled: set[cst.CSTNode]) -> None:
         """Raise `Unported` unless all losses are of these models."""
@@ -292,7 +294,7 @@ class _Port:
         if not all(self._has_loss(call) for call in script.calls if call in compiled):
             raise Unported("a model with another loss")
         for call in script.calls:
-            prediction = value_of(call, 1, "y_pred")
+            prediction = arg_value(call, 1, "y_pred")
             if prediction is not None and self._takes_logits(prediction):
                 self._require_alone(prediction)
 
@@ -315,8 +317,12 @@ class _Port:
         loss = _compiled_loss(compiled)
         if loss is None:
             return True  # A step of the model's own has the loss.
-        name = dotted(loss.func if isinstance(loss, cst.Call) else loss) or ""
-        places = [loss, *self._script.functions(name), *_origins(self._script, loss)]
+        name = dotted_name(loss.func if isinstance(loss, cst.Call) else loss) or ""
+        places = [
+            loss,
+            *self._script.functions(name),
+            *_final_values(self._script, loss),
+        ]
         return any(node in self._losses for place in places for node in walk(place))
 
     def _planned(
@@ -324,36 +330,36 @@ class _Port:
         changes: list[tuple[cst.CSTNode, Expression]],
         wrapped: list[cst.Call],
         saved: list[cst.Call],
-    ) -> Plan:
-        script, plan = self._script, Plan()
+    ) -> Edits:
+        script, edits = self._script, Edits()
         for node, value in changes:
-            plan.replacements[node] = lambda updated, value=value: value
+            edits.replacements[node] = lambda updated, value=value: value
         for loss, name in self._losses.items():
-            _plan_loss(script, plan, loss, name)
+            _plan_loss(script, edits, loss, name)
         for call in wrapped:
-            plan.wrapped[call] = f"keras.ops.{self.kind}({{x}})"
+            edits.wrappers[call] = f"keras.ops.{self.kind}({{x}})"
         for call in saved:
             script.note(call, f"the saved model gives logits now, without {self.kind}")
         for last in self._ends():
-            take_activation(script, plan, last)
+            plan_without_activation(script, edits, last)
             script.note(last, MESSAGES["activation_gone"].format(kind=self.kind))
-        return plan
+        return edits
 
 
-def _plan_loss(script: Script, plan: Plan, loss: Expression, name: str) -> None:
+def _plan_loss(script: Script, edits: Edits, loss: Expression, name: str) -> None:
     """Plan `from_logits=True` for a loss: a call, a name of one, or the function."""
     if not isinstance(loss, cst.Call):
         text = f"keras.losses.{_CLASSES[name]}(from_logits=True)"
-        plan.replacements[loss] = lambda updated: script.template(text)
-    elif (flag := value_of(loss, _FROM_LOGITS[name], "from_logits")) is not None:
-        plan.replacements[flag] = lambda updated: cst.Name("True")
+        edits.replacements[loss] = lambda updated: script.template(text)
+    elif (flag := arg_value(loss, _FROM_LOGITS[name], "from_logits")) is not None:
+        edits.replacements[flag] = lambda updated: cst.Name("True")
     else:
         extra = keyword("from_logits", cst.Name("True"))
-        plan.appended[loss] = extra
+        edits.appended_args[loss] = extra
 
 
-def _origins(script: Script, node: Expression) -> set[Expression]:
+def _final_values(script: Script, node: Expression) -> set[Expression]:
     """The expressions that a variable may stand for, followed through functions."""
     # The None of a bare `return` has no parent.
     values = (value for value in possible_values(script, node) if script.parent(value))
-    return {e for e in values if e is not node and not value_sources(script, e)}
+    return {e for e in values if e is not node and not direct_values(script, e)}

@@ -5,10 +5,10 @@ from collections.abc import Callable
 import libcst as cst
 
 from replicax_migrate.kinds import is_class_of, is_kind
-from replicax_migrate.layer_names import tests_part_of_name
+from replicax_migrate.layer_names import is_searched_name
 from replicax_migrate.script import Expression, Script, Unported
 from replicax_migrate.tables import MESSAGES, NAMES, OVERRIDDEN
-from replicax_migrate.tree import attr_of, is_name, method_of, methods_of
+from replicax_migrate.tree import attr_of, is_name, method_name, methods_of
 
 __all__ = ["ported_attribute", "ported_parameter", "report_overridden"]
 
@@ -38,7 +38,7 @@ def _of_extended(
 
 def _of_name(script: Script, node: cst.Attribute, updated: cst.Attribute) -> Expression:
     """Port the name of a variable that is searched for that of a layer, to `path`."""
-    is_part = tests_part_of_name(script, node)
+    is_part = is_searched_name(script, node)
     return updated.with_changes(attr=cst.Name("path")) if is_part else updated
 
 
@@ -71,7 +71,7 @@ def _is_shape(script: Script, node: Expression) -> bool:
     is_given = function is not None and function.name.value in NAMES["with_shapes"]
     shapes = [p.name.value for p in function.params.params[1:]] if function else []
     is_given = is_given and is_name(node, *shapes)
-    return is_given or attr_of(node) == "shape" or method_of(node) == "get_shape"
+    return is_given or attr_of(node) == "shape" or method_name(node) == "get_shape"
 
 
 def _of_dtype(

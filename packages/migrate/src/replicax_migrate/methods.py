@@ -4,10 +4,16 @@ from dataclasses import replace
 
 import libcst as cst
 
-from replicax_migrate.compile_calls import compiled, fitted
+from replicax_migrate.compile_calls import port_compile, port_fit
+from replicax_migrate.edits import Edits
 from replicax_migrate.kinds import is_class_of, is_kind
-from replicax_migrate.plan import Plan
-from replicax_migrate.rules import CallSite, Rule, by_keywords, with_keywords, written
+from replicax_migrate.rules import (
+    CallSite,
+    Rule,
+    by_keywords,
+    by_template,
+    port_keywords,
+)
 from replicax_migrate.script import Expression, Script, Unported
 from replicax_migrate.tables import (
     MESSAGES,
@@ -15,24 +21,28 @@ from replicax_migrate.tables import (
     RENAMED_METHODS,
     WRITTEN_METHODS,
 )
-from replicax_migrate.tracing import class_of, foreign_bases, makes_spec
+from replicax_migrate.tracing import (
+    calls_estimator_spec,
+    class_of_method,
+    external_bases,
+)
 from replicax_migrate.tree import (
+    calls_super,
+    first_name,
+    has_keyword,
     is_name,
-    is_named,
-    is_of_super,
-    method_of,
+    join_args,
+    method_name,
     methods_of,
-    renamed,
-    root_of,
-    text_of,
-    without,
+    string_of,
+    with_keyword,
 )
 from replicax_migrate.values import with_bases
 
-__all__ = ["plan_resets", "ported_method"]
+__all__ = ["plan_resets", "port_method"]
 
 
-def ported_method(site: CallSite) -> Expression:
+def port_method(site: CallSite) -> Expression:
     """Port a call of a method; the call itself where no rule is for it.
 
     Raises:
@@ -51,7 +61,7 @@ def ported_method(site: CallSite) -> Expression:
 
 def _is_of_module(script: Script, node: cst.Call) -> bool:
     """Whether a call is of a function of an imported module: `inspect.unwrap(f)`."""
-    root = root_of(node.func)
+    root = first_name(node.func)
     name = script.names.imported(root) if root else None
     return name is not None and "." not in name
 
@@ -70,12 +80,12 @@ def _numpy(site: CallSite) -> Expression:
     return site.make("keras.ops.convert_to_numpy({x})", x=value)
 
 
-def _of_optional(text: str) -> Rule:
+def _optional_rule(text: str) -> Rule:
     """Make the rule for a method of a result of `get_next_as_optional`."""
 
     def rule(site: CallSite) -> Expression:
-        optional = site.script.flow.resolved(site.owner)
-        if site.updated.args or method_of(optional) != "get_next_as_optional":
+        optional = site.script.flow.resolve(site.owner)
+        if site.updated.args or method_name(optional) != "get_next_as_optional":
             return site.updated
         return site.make(text, x=site.receiver)
 
@@ -85,51 +95,51 @@ def _of_optional(text: str) -> Rule:
 # Keras' objects.
 
 
-def plan_resets(script: Script) -> Plan:
+def plan_resets(script: Script) -> Edits:
     """Plan `reset_state` for `reset_states` of metrics and layers of the script.
 
     Keras 3 calls no other; calls of it in the script are renamed, too.
     """
-    plan = Plan()
-    owners = {class_of(script, f) for f in script.functions("reset_state")}
+    edits = Edits()
+    owners = {class_of_method(script, f) for f in script.functions("reset_state")}
     for function in script.functions("reset_states"):
-        owner = class_of(script, function)
+        owner = class_of_method(script, function)
         if owner not in owners and _is_of_keras(script, owner):
-            plan.replacements[function.name] = lambda _: cst.Name("reset_state")
-    return plan
+            edits.replacements[function.name] = lambda _: cst.Name("reset_state")
+    return edits
 
 
 def _is_of_keras(script: Script, owner: cst.ClassDef | None) -> bool:
     """Whether a class derives from one of Keras that has `reset_states`."""
-    paths = [script.names.path(base) for base in foreign_bases(script, owner)]
+    paths = [script.names.tf_path(base) for base in external_bases(script, owner)]
     return any(path and path.startswith(NAMES["with_resets"]) for path in paths)
 
 
 def _save(site: CallSite) -> Expression:
     """Port `model.save(...)`: drop `save_format=`, which the file's suffix decides."""
-    is_named = "model" in site.script.code(site.receiver).lower()
-    is_model = is_named or is_kind(site.script, site.owner, "model")
-    return site.with_args(with_keywords(site, "save" if is_model else "checkpoint"))
+    has_keyword = "model" in site.script.code(site.receiver).lower()
+    is_model = has_keyword or is_kind(site.script, site.owner, "model")
+    return site.with_args(port_keywords(site, "save" if is_model else "checkpoint"))
 
 
 def _add_weight(site: CallSite) -> Expression:
     """Name the arguments of `add_weight`, where the shape comes first in Keras 3."""
     names = ["name", "shape", "dtype", "initializer"]
     kept = [a for a in site.updated.args if not _is_usual(a)]
-    site = replace(site, updated=site.with_args(without(site.updated.args, kept)))
+    site = replace(site, updated=site.with_args(join_args(site.updated.args, kept)))
     args = site.updated.args
     positional = [a for a in args if a.keyword is None]
-    is_old = site.method == "add_variable" or any(is_named(a, "shape") for a in args)
+    is_old = site.method == "add_variable" or any(has_keyword(a, "shape") for a in args)
     texts = (cst.SimpleString, cst.FormattedString)
     if not is_old and not (positional and isinstance(positional[0].value, texts)):
         return site.updated
-    return site.with_names(names).as_method("add_weight")
+    return site.name_args(names).as_method("add_weight")
 
 
 def _is_usual(arg: cst.Arg) -> bool:
     """Whether an argument says when variables are equal, as those of Keras 3 are."""
     usual = ("auto", "on_write")
-    return is_named(arg, "synchronization") and text_of(arg.value) in usual
+    return has_keyword(arg, "synchronization") and string_of(arg.value) in usual
 
 
 def _constructor(site: CallSite) -> Expression:
@@ -139,7 +149,7 @@ def _constructor(site: CallSite) -> Expression:
     order, and so does the name of a layer.
     """
     args = site.updated.args
-    if not is_of_super(site.updated):
+    if not calls_super(site.updated):
         return site.updated
     if len(args) == 1 and is_name(args[0].value, "self"):
         return site.updated.with_changes(args=[])
@@ -150,9 +160,11 @@ def _constructor(site: CallSite) -> Expression:
     is_layer = around and is_class_of(site.script, around, ("layer", "model"))
     if is_layer and len(args) == 1 and isinstance(args[0].value, cst.SimpleString):
         # Keras 2 took it for `trainable`; what it says is a name.
-        return site.with_args([renamed(args[0], "name")])
-    paths = [site.script.names.path(b) for b in foreign_bases(site.script, around)]
-    return site.in_order(paths[0]).updated if paths and paths[0] else site.updated
+        return site.with_args([with_keyword(args[0], "name")])
+    paths = [site.script.names.tf_path(b) for b in external_bases(site.script, around)]
+    return (
+        site.name_moved_args(paths[0]).updated if paths and paths[0] else site.updated
+    )
 
 
 def _update_state(site: CallSite) -> Expression:
@@ -163,39 +175,42 @@ def _update_state(site: CallSite) -> Expression:
     if not isinstance(site.receiver, cst.Attribute) or not is_alone:
         raise Unported(MESSAGES["compiled_metrics"])
     func = cst.Attribute(site.receiver.value, cst.Name("compute_metrics"))
-    args = with_keywords(site, "update_state")
+    args = port_keywords(site, "update_state")
     x = cst.Arg(cst.Name("None"))
     if not args or args[0].keyword:
-        x = renamed(x, "x")
+        x = with_keyword(x, "x")
     return site.updated.with_changes(func=func, args=[x, *args])
 
 
 def _apply_gradients(site: CallSite) -> Expression:
     function = site.script.function_of(site.node)
-    is_counted = function is not None and makes_spec(site.script, function)
-    if not is_counted and any(is_named(a, "global_step") for a in site.node.args):
+    is_counted = function is not None and calls_estimator_spec(site.script, function)
+    if not is_counted and any(has_keyword(a, "global_step") for a in site.node.args):
         raise Unported("apply_gradients counts optimizer.iterations itself")
-    return site.with_args(with_keywords(site, "apply_gradients"))
+    return site.with_args(port_keywords(site, "apply_gradients"))
 
 
 def _reset(site: CallSite) -> Expression:
     """Port `reset_states` of metrics and layers, unless the script defines another."""
     script = site.script
-    owners = [class_of(script, f) for f in script.functions("reset_states")]
+    owners = [class_of_method(script, f) for f in script.functions("reset_states")]
     if not all(_is_of_keras(script, owner) for owner in owners):
         return site.updated
     return site.as_method("reset_state")
 
 
 _METHODS: dict[str, Rule] = {
-    **{name: written(text, *names) for name, (names, text) in WRITTEN_METHODS.items()},
+    **{
+        name: by_template(text, *names)
+        for name, (names, text) in WRITTEN_METHODS.items()
+    },
     **dict.fromkeys(("restore", "write", "read"), by_keywords("checkpoint")),
-    **dict.fromkeys(("fit", "evaluate", "predict"), fitted),
-    **{f"{name}_generator": fitted for name in ("fit", "evaluate", "predict")},
+    **dict.fromkeys(("fit", "evaluate", "predict"), port_fit),
+    **{f"{name}_generator": port_fit for name in ("fit", "evaluate", "predict")},
     "numpy": _numpy,
-    "has_value": _of_optional("({x} is not None)"),
-    "get_value": _of_optional("{x}"),
-    "compile": compiled,
+    "has_value": _optional_rule("({x} is not None)"),
+    "get_value": _optional_rule("{x}"),
+    "compile": port_compile,
     "save": _save,
     "save_weights": by_keywords("save_weights"),
     "add_loss": by_keywords("add_loss"),

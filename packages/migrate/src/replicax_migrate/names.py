@@ -20,7 +20,7 @@ from replicax_migrate.tables import (
     find_target,
     is_known,
 )
-from replicax_migrate.tree import dotted, find, module_of, root_of
+from replicax_migrate.tree import dotted_name, find, first_name, module_of
 
 __all__ = ["Names", "path_in_tensorflow"]
 
@@ -30,7 +30,7 @@ _ROOTS = {
     "keras_preprocessing": "keras.preprocessing",
 }
 """Packages whose names are TensorFlow's, and their paths there."""
-_OF_KERAS = re.compile(r"optimizers\.|(initializers|losses|metrics)\.[A-Z]")
+_KERAS_ALIAS = re.compile(r"optimizers\.|(initializers|losses|metrics)\.[A-Z]")
 """What TensorFlow 2 has of Keras by a second name; TensorFlow 1 has other functions."""
 
 
@@ -53,10 +53,10 @@ def path_in_tensorflow(name: str) -> str | None:
             return path_in_tensorflow(f"tensorflow.{new}{path[len(old) :]}")
         if f"{path}." == old:
             return new.rstrip(".")
-    return _public(f"keras.{path}" if _OF_KERAS.match(path) else path)
+    return _public_path(f"keras.{path}" if _KERAS_ALIAS.match(path) else path)
 
 
-def _public(path: str) -> str:
+def _public_path(path: str) -> str:
     """The public path of what Keras 2 had in a module within a package.
 
     Such is `keras.layers.core.dense.Dense`. A module by itself is its package.
@@ -65,7 +65,7 @@ def _public(path: str) -> str:
     if package[:1] != ["keras"] or len(package) < 2 or is_known(path):
         return path
     if name in NAMES["old_modules"]:
-        return _public(".".join(package))
+        return _public_path(".".join(package))
     if any(module.endswith("_v1") for module in package):
         return path  # They had another class of that name.
     for n in range(len(package) - 1, 1, -1):
@@ -93,18 +93,18 @@ class Names:
         self._all_scopes = {scope for scope in self._scopes.values() if scope}
         scopes = (s for s in self._all_scopes if isinstance(s, GlobalScope))
         self._globals = next(scopes, None)
-        self.rebound: dict[tuple[int, str], str] = {}
+        self.ambiguous: dict[tuple[int, str], str] = {}
         self._aliases: dict[tuple[int, str], str] = {}
         self._find_aliases(wrapper.module)
 
-    def path(self, node: cst.CSTNode | None) -> str | None:
+    def tf_path(self, node: cst.CSTNode | None) -> str | None:
         """Resolve a dotted name to its path in TensorFlow.
 
         Returns:
             Its path, such as `"keras.layers.Dense"` (`""` for the package itself), or
             None for everything else.
         """
-        text, root = dotted(node), root_of(node)
+        text, root = dotted_name(node), first_name(node)
         scope = (self._scopes.get(root) if root else None) or self._globals
         if text is None or root is None or scope is None:
             return None
@@ -139,7 +139,7 @@ class Names:
 
     def imported(self, node: cst.CSTNode | None) -> str | None:
         """The full name that a dotted name stands for, if its root was imported."""
-        text, root = dotted(node), root_of(node)
+        text, root = dotted_name(node), first_name(node)
         scope = self._scopes.get(root) if root else None
         return self._module_name(scope, text) if scope and text else None
 
@@ -182,7 +182,7 @@ class Names:
         """Find the names that stand for one path wherever their scope binds them."""
         paths = defaultdict[tuple[int, str], dict[cst.CSTNode, str]](dict)
         for node in find(module, cst.Assign):
-            target, path = node.targets[0].target, self.path(node.value)
+            target, path = node.targets[0].target, self.tf_path(node.value)
             if path and isinstance(target, cst.Name) and len(node.targets) == 1:
                 paths[self.key(target) or (0, "")][target] = path
         scopes = {id(scope): scope for scope in self._all_scopes}
@@ -192,5 +192,5 @@ class Names:
                 getattr(assignment, "node", None) in by_target for assignment in bound
             )
             is_one = is_all and len(set(by_target.values())) == 1
-            table = self._aliases if is_one else self.rebound
+            table = self._aliases if is_one else self.ambiguous
             table[key] = next(iter(by_target.values()))

@@ -87,12 +87,12 @@ def port_notebook(source: bytes) -> Ported:
         )
     return Ported(
         source=source,
-        left=tuple(sorted(left, key=_place)),
-        notes=tuple(sorted(notes, key=_place)),
+        left=tuple(sorted(left, key=_position)),
+        notes=tuple(sorted(notes, key=_position)),
     )
 
 
-def _place(found: Finding) -> tuple[int, Finding]:
+def _position(found: Finding) -> tuple[int, Finding]:
     return found.cell, found
 
 

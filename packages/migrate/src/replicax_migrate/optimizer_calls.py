@@ -2,8 +2,8 @@
 
 import libcst as cst
 
-from replicax_migrate.rules import CallSite, as_float, with_keywords
-from replicax_migrate.tree import argument, changed, named, value_of
+from replicax_migrate.rules import CallSite, as_float, port_keywords
+from replicax_migrate.tree import arg_value, find_arg, kwarg_value, with_new_value
 
 __all__ = ["optimizer_arguments"]
 
@@ -14,9 +14,9 @@ def optimizer_arguments(site: CallSite) -> list[cst.Arg]:
     Raises:
         Unported: If one of them has no counterpart.
     """
-    args = with_keywords(site, "optimizer")
-    before = value_of(site.node, 0, "learning_rate") or named(site.node, "lr")
-    after = argument(args, 0, "learning_rate")
+    args = port_keywords(site, "optimizer")
+    before = arg_value(site.node, 0, "learning_rate") or kwarg_value(site.node, "lr")
+    after = find_arg(args, 0, "learning_rate")
     if before is not None and after is not None:
-        args = changed(args, after, as_float(site, before, after.value))
+        args = with_new_value(args, after, as_float(site, before, after.value))
     return args

@@ -74,15 +74,15 @@ def port(source: bytes) -> Ported:
     if not imports.uses_tensorflow(module):
         return Ported(source=source, left=tuple(marked), notes=())
     script = Script(module)
-    changed = _changed(script)
+    changed = _ported_module(script)
     findings = script.findings
-    return _ported(findings, changed.code.encode(module.encoding), marked)
+    return _result(findings, changed.code.encode(module.encoding), marked)
 
 
-def _changed(script: Script) -> cst.Module:
+def _ported_module(script: Script) -> cst.Module:
     """The ported tree of a script, whose findings are in it."""
-    for planner in _PLANNERS:
-        script.plan |= planner(script)
+    for planner in _PASSES:
+        script.edits |= planner(script)
     for report in _REPORTS:
         report(script)
     changed = script.module.visit(Rewriter(script))
@@ -94,12 +94,12 @@ def _changed(script: Script) -> cst.Module:
     return changed
 
 
-def _left(findings: Iterable[Finding]) -> list[Finding]:
+def _left_findings(findings: Iterable[Finding]) -> list[Finding]:
     return [finding for finding in findings if finding.is_left]
 
 
-_PLANNERS = (
-    imports.plan_retained,
+_PASSES = (
+    imports.plan_kept_imports,
     tracing.plan_traced,
     statements.plan_servers,
     pipelines.plan_pipelines,
@@ -130,10 +130,10 @@ _REPORTS = (
 """Report what stays, and would be wrong in silence."""
 
 
-def _ported(findings: set[Finding], source: bytes, marked: list[Finding]) -> Ported:
+def _result(findings: set[Finding], source: bytes, marked: list[Finding]) -> Ported:
     reasons = {finding.reason for finding in findings}
     together = {*findings, *(f for f in marked if f.reason not in reasons)}
-    left = tuple(sorted(_left(together)))
+    left = tuple(sorted(_left_findings(together)))
     notes = tuple(sorted(f for f in together if not f.is_left))
     return Ported(source=source, left=left, notes=notes)
 

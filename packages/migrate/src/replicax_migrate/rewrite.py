@@ -1,22 +1,21 @@
 """Rewrites a script's syntax tree by the tables and rules of the other modules."""
 
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 import libcst as cst
 from libcst import matchers
 
 from replicax_migrate import calls, members, statements
-from replicax_migrate.methods import ported_method
-from replicax_migrate.pipelines import STAYS
+from replicax_migrate.methods import port_method
+from replicax_migrate.pipelines import PIPELINE_STAYS
 from replicax_migrate.rules import CallSite
 from replicax_migrate.script import (
     Expression,
     Replacement,
     Script,
     Statement,
-    mark_text,
     with_marks,
 )
 from replicax_migrate.tables import (
@@ -26,8 +25,14 @@ from replicax_migrate.tables import (
     find_target,
     is_module_of_keras,
 )
-from replicax_migrate.tracing import is_graph_decorator
-from replicax_migrate.tree import is_docstring, only_of, renamed, walk, with_args
+from replicax_migrate.tracing import is_tf_function
+from replicax_migrate.tree import (
+    is_docstring,
+    only_statement,
+    walk,
+    with_args,
+    with_keyword,
+)
 
 __all__ = ["Rewriter"]
 
@@ -40,31 +45,31 @@ class Rewriter(cst.CSTTransformer):
     def __init__(self, script: Script) -> None:
         super().__init__()
         self._script = script
-        self._kept = set(script.plan.kept)
+        self._unchanged = set(script.edits.unchanged)
 
     def on_visit(self, node: cst.CSTNode) -> bool:
         """Visit the children of a node, unless it stays or is ported as a whole."""
-        if node in self._kept:
+        if node in self._unchanged:
             return False
-        visit = _VISITS.get(type(node))
+        visit = _UNCHANGED.get(type(node))
         kept = visit(self._script, node) if visit else ()
-        self._kept.update(kept or ())
+        self._unchanged.update(kept or ())
         return kept is not None
 
     def on_leave(self, original_node: Any, updated_node: Any) -> Any:
         """Port a node whose children are ported: by its plan, or by its kind."""
-        script, plan = self._script, self._script.plan
+        script, edits = self._script, self._script.edits
         result: Any = updated_node
         port = _PORTS.get(type(original_node))
-        if original_node in plan.replacements:
-            result = plan.replacements[original_node](updated_node)
-        elif port is not None and original_node not in self._kept:
+        if original_node in edits.replacements:
+            result = edits.replacements[original_node](updated_node)
+        elif port is not None and original_node not in self._unchanged:
             result = port(script, original_node, updated_node)
-        if original_node in plan.wrapped:
+        if original_node in edits.wrappers:
             plain = result.with_changes(lpar=(), rpar=())
-            result = script.template(plan.wrapped[original_node], x=plain)
+            result = script.template(edits.wrappers[original_node], x=plain)
         if isinstance(original_node, Statement):
-            return _finished(script, original_node, result)
+            return _ported_statement(script, original_node, result)
         if not isinstance(original_node, Expression) or not original_node.lpar:
             return result
         if not isinstance(result, Expression) or result.lpar:
@@ -73,14 +78,16 @@ class Rewriter(cst.CSTTransformer):
         return result.with_changes(lpar=original_node.lpar, rpar=original_node.rpar)
 
 
-def _finished(script: Script, original: Statement, result: Replacement) -> Replacement:
+def _ported_statement(
+    script: Script, original: Statement, result: Replacement
+) -> Replacement:
     """Mark a ported statement, save its comments, and record it in `outcomes`."""
     is_flat = isinstance(result, cst.FlattenSentinel)
     nodes: list[Any] = list(result) if is_flat else [result]
     if result is cst.RemovalSentinel.REMOVE:
         nodes = []
     if nodes:
-        if lines := script.plan.inserted.get(original):
+        if lines := script.edits.lines_above.get(original):
             inserted: list[Any] = [cst.parse_statement(line) for line in lines]
             above = nodes[0].leading_lines
             inserted[0] = inserted[0].with_changes(leading_lines=above)
@@ -90,7 +97,7 @@ def _finished(script: Script, original: Statement, result: Replacement) -> Repla
         lost = statements.lost_comments(original, nodes)
         first = nodes[0].with_changes(leading_lines=[*nodes[0].leading_lines, *lost])
         nodes[0] = with_marks(first, script.marks_of(original))
-    script.outcomes[original] = nodes
+    script.ported_statements[original] = nodes
     if len(nodes) == 1:
         return nodes[0]
     return cst.FlattenSentinel(nodes) if nodes else cst.RemoveFromParent()
@@ -102,21 +109,21 @@ def _finished(script: Script, original: Statement, result: Replacement) -> Repla
 def _attribute(
     script: Script, node: cst.Attribute, updated: cst.Attribute
 ) -> Expression:
-    if script.names.path(node) is not None:
-        return _reference(script, node)
+    if script.names.tf_path(node) is not None:
+        return _ported_name(script, node)
     return script.attempt(
         node, lambda: members.ported_attribute(script, node, updated), node
     )
 
 
 def _name(script: Script, node: cst.Name, updated: cst.Name) -> Expression:
-    is_ours = script.names.path(node) is not None and script.names.is_read(node)
-    return _reference(script, node) if is_ours else updated
+    is_ours = script.names.tf_path(node) is not None and script.names.is_read(node)
+    return _ported_name(script, node) if is_ours else updated
 
 
-def _reference(script: Script, node: cst.Name | cst.Attribute) -> Expression:
-    path = script.names.path(node) or ""
-    if path == "data.Dataset" and _is_hint(script, node):
+def _ported_name(script: Script, node: cst.Name | cst.Attribute) -> Expression:
+    path = script.names.tf_path(node) or ""
+    if path == "data.Dataset" and _is_annotation(script, node):
         return script.template("grain.MapDataset | grain.IterDataset")
     target = find_target(path)
     if target is None:
@@ -130,10 +137,12 @@ def _reference(script: Script, node: cst.Name | cst.Attribute) -> Expression:
     return script.reference(node, target)
 
 
-def _is_hint(script: Script, node: cst.CSTNode) -> bool:
+def _is_annotation(script: Script, node: cst.CSTNode) -> bool:
     """Whether a node is in a type annotation, of a script without tf.data."""
-    stays = any(finding.reason.startswith(STAYS) for finding in script.findings)
-    return not stays and script.around(node, cst.Annotation) is not None
+    stays = any(
+        finding.reason.startswith(PIPELINE_STAYS) for finding in script.findings
+    )
+    return not stays and script.enclosing(node, cst.Annotation) is not None
 
 
 def _is_compared(script: Script, node: cst.CSTNode) -> bool:
@@ -165,11 +174,11 @@ def _formatted(script: Script, node: cst.FormattedString, updated: Any) -> Any:
 
 def _visit_call(script: Script, node: cst.Call) -> Collection[cst.CSTNode] | None:
     """Keep a call without a counterpart; of one with a rule, keep the name."""
-    path = script.names.path(node.func)
-    if path is None or node in script.plan.replacements:
+    path = script.names.tf_path(node.func)
+    if path is None or node in script.edits.replacements:
         return ()
     if calls.has_rule(script, node, path):
-        is_whole = path in calls.UNTOUCHED_ARGUMENTS
+        is_whole = path in calls.WITH_ORIGINAL_ARGS
         return [node.func, *node.args] if is_whole else [node.func]
     target = find_target(path)
     if target is not None and not is_module_of_keras(target):
@@ -181,15 +190,15 @@ def _visit_call(script: Script, node: cst.Call) -> Collection[cst.CSTNode] | Non
 
 def _call(script: Script, node: cst.Call, updated: cst.Call) -> Expression:
     """Port a call of a function or a method by its rule."""
-    path = script.names.path(node.func)
+    path = script.names.tf_path(node.func)
     updated = _with_other_arguments(script, node, updated)
     if path is None:
         site = CallSite(script, node, updated)
-        return script.attempt(node, lambda: ported_method(site), node)
+        return script.attempt(node, lambda: port_method(site), node)
     result: Expression = updated
     if calls.has_rule(script, node, path):
         result = script.attempt(
-            node, lambda: calls.ported(script, node, updated, path), node
+            node, lambda: calls.port_call(script, node, updated, path), node
         )
     if result is not node:
         calls.report_differences(script, node, result, path)
@@ -199,14 +208,14 @@ def _call(script: Script, node: cst.Call, updated: cst.Call) -> Expression:
 def _with_other_arguments(
     script: Script, original: cst.Call, updated: cst.Call
 ) -> cst.Call:
-    plan = script.plan
+    edits = script.edits
     args = [
-        renamed(new, plan.keywords[old]) if old in plan.keywords else new
+        with_keyword(new, edits.arg_keywords[old]) if old in edits.arg_keywords else new
         for old, new in zip(original.args, updated.args, strict=True)
-        if old not in plan.dropped
+        if old not in edits.dropped_args
     ]
-    if original in plan.appended:
-        args.append(plan.appended[original])
+    if original in edits.appended_args:
+        args.append(edits.appended_args[original])
     return with_args(updated, args)
 
 
@@ -220,26 +229,26 @@ def _visit_class(script: Script, node: cst.ClassDef) -> Collection[cst.CSTNode]:
 
 
 def _decorator(script: Script, node: cst.Decorator, updated: cst.Decorator) -> Any:
-    return cst.RemoveFromParent() if is_graph_decorator(script, node) else updated
+    return cst.RemoveFromParent() if is_tf_function(script, node) else updated
 
 
 def _line(
     script: Script, node: cst.SimpleStatementLine, updated: cst.SimpleStatementLine
 ) -> Replacement:
     """Remove a statement that only TensorFlow needs, or that the port made idle."""
-    why = statements.why_dropped(script, node)
+    why = statements.removal_reason(script, node)
     if why is not None:
         if why:
             script.note(node, why)
         return cst.RemoveFromParent()
-    match node.body[0], only_of(updated):
+    match node.body[0], only_statement(updated):
         case cst.Assign(value=cst.Call()), cst.Assign(targets=[target], value=value):
             if target.target.deep_equals(value):  # `d = d`, from `d = d.prefetch(1)`
                 return cst.RemoveFromParent()
     return updated
 
 
-def _assembled(script: Script, block: _Block, updated: _Block) -> _Block:
+def _block(script: Script, block: _Block, updated: _Block) -> _Block:
     """A block with the ports of its statements as its body.
 
     Comments that outlive a removed statement move above the next one.
@@ -247,79 +256,65 @@ def _assembled(script: Script, block: _Block, updated: _Block) -> _Block:
     body: list[Any] = []
     pending: list[cst.EmptyLine] = []
     gap: list[cst.EmptyLine] = []
-    shown: set[str] = set()
-    line = script.plan.first_lines.get(block)
+    line = script.edits.first_lines.get(block)
     for statement in block.body:
         if line and not is_docstring(statement):
-            first_small = only_of(statement)  # An earlier run may have written it.
+            first_small = only_statement(
+                statement
+            )  # An earlier run may have written it.
             if first_small is None or script.code(first_small) != line:
                 body.append(cst.parse_statement(line))
             line = None
-        nodes: list[Any] = [*script.outcomes.get(statement, [statement])]
+        nodes: list[Any] = [*script.ported_statements.get(statement, [statement])]
         if not nodes:
             if statement not in script.moved:
                 pending += statements.remaining_comments(statement)
-                gap = gap or _gap(statement)
+                gap = gap or _blank_lines_above(statement)
             continue
         first, *others = nodes
-        if not body or (_gap(first) and not pending):
+        if not body or (_blank_lines_above(first) and not pending):
             gap = []
-        lines, shown = _without_repeated(first.leading_lines, shown)
-        lines = [*gap, *pending, *lines]
+        lines = [*gap, *pending, *first.leading_lines]
         first = first.with_changes(leading_lines=lines)
         pending, gap = [], []
         body += [first, *others]
     return updated.with_changes(body=body, footer=[*pending, *updated.footer])
 
 
-def _without_repeated(
-    lines: Sequence[cst.EmptyLine], shown: set[str]
-) -> tuple[list[cst.EmptyLine], set[str]]:
-    """Drop marks of pipelines in `shown`, which the statement before has already.
-
-    Other marks are repeated, because each of them is a task of its own.
-
-    Returns:
-        The lines, and the reasons of pipelines' marks among them.
-    """
-    reasons = {mark_text(x) for x in lines if mark_text(x).startswith(STAYS)}
-    return [x for x in lines if mark_text(x) not in shown], reasons
-
-
-def _gap(statement: Any) -> list[cst.EmptyLine]:
+def _blank_lines_above(statement: Any) -> list[cst.EmptyLine]:
     lines = statement.leading_lines
     return list(itertools.takewhile(lambda line: line.comment is None, lines))
 
 
-def _unless(is_whole: bool) -> Collection[cst.CSTNode] | None:
+def _skip_if(is_whole: bool) -> Collection[cst.CSTNode] | None:
     return None if is_whole else ()
 
 
-_VISITS: dict[type, Callable[[Script, Any], Collection[cst.CSTNode] | None]] = {
-    cst.Attribute: lambda s, node: _unless(s.names.path(node) is not None),
+_UNCHANGED: dict[type, Callable[[Script, Any], Collection[cst.CSTNode] | None]] = {
+    cst.Attribute: lambda s, node: _skip_if(s.names.tf_path(node) is not None),
     cst.Call: _visit_call,
     cst.ClassDef: _visit_class,
-    cst.Decorator: lambda s, node: _unless(is_graph_decorator(s, node)),
+    cst.Decorator: lambda s, node: _skip_if(is_tf_function(s, node)),
     cst.Import: lambda s, node: None,  # Imports are ported later.
     cst.ImportFrom: lambda s, node: None,
-    cst.SimpleStatementLine: lambda s, node: _unless(
-        statements.why_dropped(s, node) is not None
+    cst.SimpleStatementLine: lambda s, node: _skip_if(
+        statements.removal_reason(s, node) is not None
     ),
-    cst.With: statements.transparent_items,
+    cst.With: statements.items_without_effect,
 }
 """The nodes in a node that stay, by its kind; None where none in it is visited."""
 _PORTS: dict[type, Callable[[Script, Any, Any], Any]] = {
     cst.Attribute: _attribute,
     cst.Call: _call,
     cst.Decorator: _decorator,
-    cst.For: statements.unless_empty,
+    cst.For: statements.without_empty_block,
     cst.FormattedString: _formatted,
-    cst.If: statements.unless_empty,
-    cst.IndentedBlock: _assembled,
-    cst.Module: _assembled,
+    cst.If: statements.without_empty_block,
+    cst.IndentedBlock: _block,
+    cst.Module: _block,
     cst.Name: _name,
     cst.Param: members.ported_parameter,
     cst.SimpleStatementLine: _line,
-    cst.With: statements.unwrapped,
+    cst.With: statements.without_needless_items,
 }
 """Ports a node from the original one and the one with ported children, by its kind."""

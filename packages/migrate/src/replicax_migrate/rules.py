@@ -21,33 +21,32 @@ from replicax_migrate.tables import (
     find_target,
 )
 from replicax_migrate.tree import (
-    argument,
-    changed,
+    arg_value,
+    find_arg,
+    is_list_of_numbers,
     is_name,
-    is_of_numbers,
+    join_args,
     keyword,
     keyword_of,
-    method_of,
-    named,
+    kwarg_value,
+    method_name,
     object_of,
-    parts_of,
-    renamed,
-    value_of,
     with_args,
-    without,
+    with_keyword,
+    with_new_value,
 )
 
 __all__ = [
     "CallSite",
     "Rule",
-    "array",
+    "as_array",
     "as_float",
-    "bound",
-    "bound_to",
+    "bind_args",
+    "bind_ported",
     "by_keywords",
     "by_row",
-    "with_keywords",
-    "written",
+    "by_template",
+    "port_keywords",
 ]
 
 
@@ -70,7 +69,7 @@ class CallSite:
     @property
     def method(self) -> str:
         """The name of the called method."""
-        return method_of(self.updated)
+        return method_name(self.updated)
 
     @property
     def owner(self) -> Expression:
@@ -84,11 +83,11 @@ class CallSite:
 
     def original(self, position: int, name: str) -> Expression | None:
         """The original value of an argument; None if there is none."""
-        return value_of(self.node, position, name)
+        return arg_value(self.node, position, name)
 
     def ported(self, position: int, name: str) -> Expression | None:
         """The ported value of an argument; None if there is none."""
-        return value_of(self.updated, position, name)
+        return arg_value(self.updated, position, name)
 
     def required(self, position: int, name: str) -> Expression:
         """The ported value of an argument.
@@ -103,7 +102,7 @@ class CallSite:
             raise Unported(f"{what}: {its} was not found")
         return value
 
-    def stays(self, why: str) -> Unported:
+    def refusal(self, why: str) -> Unported:
         """The refusal of a function, and what to do instead."""
         return Unported(f"tf.{self.path} stays: {why}")
 
@@ -123,12 +122,12 @@ class CallSite:
         call = with_args(self.updated, [*kept, *extra])
         return call.with_changes(func=self.script.expression(func)) if func else call
 
-    def with_value(self, position: int, name: str, text: str) -> "CallSite":
+    def with_template(self, position: int, name: str, text: str) -> "CallSite":
         """The call with a template for one of its arguments, if it is given."""
-        old = argument(self.updated.args, position, name)
+        old = find_arg(self.updated.args, position, name)
         args = self.updated.args
         if old is not None:
-            args = changed(args, old, self.make(text, x=old.value))
+            args = with_new_value(args, old, self.make(text, x=old.value))
         return replace(self, updated=self.with_args(args))
 
     def as_method(self, name: str, args: Iterable[cst.Arg] | None = None) -> cst.Call:
@@ -138,7 +137,7 @@ class CallSite:
         func = call.func.with_changes(attr=cst.Name(name))
         return call.with_changes(func=func)
 
-    def with_names(self, names: Sequence[str], first: int = 0) -> "CallSite":
+    def name_args(self, names: Sequence[str], first: int = 0) -> "CallSite":
         """The call with names for its arguments by position, from `first` on.
 
         Raises:
@@ -147,20 +146,20 @@ class CallSite:
         args = []
         for i, arg in enumerate(self.updated.args):
             if arg.keyword is None and i >= first and arg.star != "**":
-                if arg.star or i >= len(names) or named(self.updated, names[i]):
+                if arg.star or i >= len(names) or kwarg_value(self.updated, names[i]):
                     raise Unported(f"{self.method}: name its arguments")
-                arg = renamed(arg, names[i])
+                arg = with_keyword(arg, names[i])
             args.append(arg)
         return replace(self, updated=self.with_args(args))
 
-    def in_order(self, path: str) -> "CallSite":
+    def name_moved_args(self, path: str) -> "CallSite":
         """The call with names for arguments that have another position in Keras 3."""
         is_old = self.script.is_of_version_1(self.node)
         old = OLD_ORDERS.get(path, ()) if is_old else ()
         names = old if "-" in old else ORDERS.get(path, ())  # Rows bind the others.
-        return self.with_names(names, sum(n == "-" for n in names)) if names else self
+        return self.name_args(names, sum(n == "-" for n in names)) if names else self
 
-    def of_target(self, args: Iterable[cst.Arg] | None = None) -> cst.Call:
+    def call_target(self, args: Iterable[cst.Arg] | None = None) -> cst.Call:
         """The call of the target in Keras, by the original name if its import stays.
 
         Raises:
@@ -178,7 +177,7 @@ Rule: TypeAlias = Callable[[CallSite], Expression]
 """Ports a call, or raises `Unported`."""
 
 
-def bound(args: Sequence[cst.Arg], parameters: Sequence[str]) -> dict[str, cst.Arg]:
+def bind_args(args: Sequence[cst.Arg], parameters: Sequence[str]) -> dict[str, cst.Arg]:
     """Bind arguments to TensorFlow's parameters; a dictionary by parameter name.
 
     Raises:
@@ -200,16 +199,16 @@ def bound(args: Sequence[cst.Arg], parameters: Sequence[str]) -> dict[str, cst.A
     return by_name
 
 
-def bound_to(site: CallSite, parameters: Sequence[str]) -> dict[str, cst.Arg]:
+def bind_ported(site: CallSite, parameters: Sequence[str]) -> dict[str, cst.Arg]:
     """Bind the ported arguments of a function to TensorFlow's parameters.
 
     Raises:
         Unported: If an argument is unpacked by a star, or fits no parameter.
     """
     try:
-        return bound(site.updated.args, parameters)
+        return bind_args(site.updated.args, parameters)
     except Unported as why:
-        raise site.stays(why.reason) from None
+        raise site.refusal(why.reason) from None
 
 
 def by_row(site: CallSite, rows: Mapping[str, Operator] | None = None) -> cst.Call:
@@ -224,9 +223,8 @@ def by_row(site: CallSite, rows: Mapping[str, Operator] | None = None) -> cst.Ca
     """
     path = site.path
     row = rows[path] if rows else GUARDED_OPERATORS.get(path) or DEVICE_OPERATORS[path]
-    site = _without_stars(site)
     old = OLD_ORDERS.get(path) if site.script.is_of_version_1(site.node) else None
-    arguments = bound_to(site, old or list(row.parameters))
+    arguments = bind_ported(site, old or list(row.parameters))
     kept: list[cst.Arg] = []
     is_moved = [*arguments] != [name for name in row.parameters if name in arguments]
     must_be_named = old is not None and is_moved
@@ -239,9 +237,9 @@ def by_row(site: CallSite, rows: Mapping[str, Operator] | None = None) -> cst.Ca
         if target == "-" or (target == "!" and is_name(arg.value, "None", "False")):
             must_be_named = True
         elif target == "!":
-            raise site.stays(f"{row.target} has no argument {name!r}")
+            raise site.refusal(f"{row.target} has no argument {name!r}")
         elif arg.keyword or must_be_named or target.startswith("*"):
-            kept.append(renamed(arg, target.lstrip("*")))
+            kept.append(with_keyword(arg, target.lstrip("*")))
         else:
             kept.append(arg)
     there = {row.parameters[name].lstrip("*") for name in arguments}
@@ -252,22 +250,8 @@ def by_row(site: CallSite, rows: Mapping[str, Operator] | None = None) -> cst.Ca
     ]
     return site.updated.with_changes(
         func=site.script.expression(row.target),
-        args=without(site.updated.args, kept, extra),
+        args=join_args(site.updated.args, kept, extra),
     )
-
-
-def _without_stars(site: CallSite) -> CallSite:
-    """Expand `*SIZE` in a call to `SIZE[0], SIZE[1]`, if its length is in sight."""
-    old, new = site.node.args, site.updated.args
-    args: list[cst.Arg] = []
-    for before, arg in zip(old, new, strict=True) if len(old) == len(new) else ():
-        shown = site.script.flow.value(before.value) if before.star == "*" else None
-        if isinstance(shown, cst.Tuple | cst.List):
-            texts = (f"{{x}}[{i}]" for i in range(len(parts_of(shown))))
-            args += [cst.Arg(site.make(text, x=arg.value)) for text in texts]
-        else:
-            args.append(arg)
-    return replace(site, updated=site.with_args(args or new))
 
 
 def _with_tuple(arg: cst.Arg) -> cst.Arg:
@@ -283,7 +267,7 @@ def _with_tuple(arg: cst.Arg) -> cst.Arg:
 _PLACE = re.compile(r"{(\w+):?(\w*)}")
 
 
-def written(text: str, *parameters: str) -> Rule:
+def by_template(text: str, *parameters: str) -> Rule:
     """Make the rule for a call that becomes a text.
 
     Args:
@@ -312,7 +296,7 @@ def _captured(
     site: CallSite, parameters: Sequence[str], forms: Mapping[str, str]
 ) -> dict[str, Expression]:
     """The values of the names in a template, in their forms."""
-    values = {name: arg.value for name, arg in bound_to(site, parameters).items()}
+    values = {name: arg.value for name, arg in bind_ported(site, parameters).items()}
     values["self"] = site.receiver
     for name, form in forms.items():
         if name not in values:
@@ -333,13 +317,13 @@ def _formed(site: CallSite, name: str, form: str, value: Expression) -> Expressi
     try:
         return _FORMS[form](site, next(before, value), value)
     except Unported as why:
-        raise site.stays(f"its {name} {why.reason}") from None
+        raise site.refusal(f"its {name} {why.reason}") from None
 
 
 def _tensor(site: CallSite, before: Expression, value: Expression) -> Expression:
     """A value as an array, where it may be a variable or a list: those fail on JAX."""
-    is_no_array = kind_of(site.script, before) == "variable" or is_of_numbers(
-        site.script.flow.resolved(before)
+    is_no_array = kind_of(site.script, before) == "variable" or is_list_of_numbers(
+        site.script.flow.resolve(before)
     )
     text = "keras.ops.convert_to_tensor({x})"
     return site.make(text, x=value) if is_no_array else value
@@ -354,19 +338,19 @@ def _lower(site: CallSite, _: Expression, value: Expression) -> Expression:
 
 def _numbers(site: CallSite, before: Expression, value: Expression) -> Expression:
     """The numbers of a tensor of constants, which Keras wants to be Python's."""
-    script, shown = site.script, site.script.flow.resolved(before)
+    script, shown = site.script, site.script.flow.resolve(before)
     if not isinstance(shown, cst.Call):
         return value
-    is_tensor = script.called(shown) in {"constant", "convert_to_tensor"}
+    is_tensor = script.called_path(shown) in {"constant", "convert_to_tensor"}
     numbers = shown.args[0].value if is_tensor else shown
-    if not is_of_numbers(numbers):
+    if not is_list_of_numbers(numbers):
         raise Unported("are not numbers in sight")
     return numbers.deep_clone()
 
 
-def array(site: CallSite, before: Expression, value: Expression) -> Expression:
+def as_array(site: CallSite, before: Expression, value: Expression) -> Expression:
     """A value as an array, which lists and variables are not."""
-    path = site.script.called(site.script.flow.resolved(before))
+    path = site.script.called_path(site.script.flow.resolve(before))
     if path in DEVICE_OPERATORS and isinstance(value, cst.Name | cst.Call):
         return value
     return site.make("keras.ops.convert_to_tensor({x})", x=value)
@@ -384,15 +368,15 @@ def _is_integer(script: Script, node: Expression) -> bool:
     """Whether a variable is an integer; a parameter's default may be a number, too."""
     if not isinstance(script.flow.value(node), cst.Integer):
         return False
-    bound = [
+    bind_args = [
         script.parent(definition.node) for definition in script.flow.reaching(node)
     ]
-    defaults = [p.default for p in bound if isinstance(p, cst.Param)]
+    defaults = [p.default for p in bind_args if isinstance(p, cst.Param)]
     return all(d is None or isinstance(d, cst.Integer | cst.Float) for d in defaults)
 
 
 _FORMS: dict[str, Callable[[CallSite, Expression, Expression], Expression]] = {
-    "array": array,
+    "array": as_array,
     "float": as_float,
     "lower": _lower,
     "numbers": _numbers,
@@ -401,7 +385,7 @@ _FORMS: dict[str, Callable[[CallSite, Expression, Expression], Expression]] = {
 """Functions of the call, the original value and its port, by the name of the form."""
 
 
-def with_keywords(site: CallSite, table: str) -> list[cst.Arg]:
+def port_keywords(site: CallSite, table: str) -> list[cst.Arg]:
     """The arguments of a call by the rows of a table of keywords.
 
     Raises:
@@ -418,7 +402,7 @@ def with_keywords(site: CallSite, table: str) -> list[cst.Arg]:
             if is_other:
                 site.note(why)
         elif kind not in {"", "-", "!"}:
-            kept.append(renamed(arg, kind))
+            kept.append(with_keyword(arg, kind))
             if why:
                 site.note(why)
         elif kind == "" or (is_other and not why):
@@ -434,7 +418,7 @@ def by_keywords(table: str) -> Rule:
     """Make the rule for a call whose keywords have rows in a table."""
 
     def rule(site: CallSite) -> Expression:
-        args = with_keywords(site, table)
-        return site.of_target(args) if site.path else site.with_args(args)
+        args = port_keywords(site, table)
+        return site.call_target(args) if site.path else site.with_args(args)
 
     return rule

@@ -13,53 +13,53 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import libcst as cst
 
-from replicax_migrate.kinds import Origin, is_class_of, kind_of, origins
-from replicax_migrate.plan import Plan
+from replicax_migrate.edits import Edits
+from replicax_migrate.kinds import Creation, creations, is_class_of, kind_of
 from replicax_migrate.script import Expression, Replacement, Script, Statement
 from replicax_migrate.tables import DEVICE_OPERATORS, MESSAGES, NAMES
-from replicax_migrate.tracing import is_traced, scopes, strategy_of
+from replicax_migrate.tracing import is_traced, scope_blocks, strategy_of
 from replicax_migrate.tree import (
     attr_of,
     find,
-    in_with,
-    method_of,
+    method_name,
     methods_of,
     names_in,
     object_of,
-    only_of,
-    reached,
+    only_statement,
+    reachable,
+    wrapped_in_with,
 )
 from replicax_migrate.values import possible_values
 
 __all__ = ["plan_scopes"]
 
-_OWNERS = ("layer", "model", "metric")
+_KINDS_IN_MODELS = ("layer", "model", "metric")
 """Kinds of objects whose variables are a model's."""
-_PARTS = ("optimizer", "variable", *_OWNERS)
+_KINDS_WITH_VARIABLES = ("optimizer", "variable", *_KINDS_IN_MODELS)
 """Kinds of objects that have variables."""
 
 
-def plan_scopes(script: Script) -> Plan:
+def plan_scopes(script: Script) -> Edits:
     """Plan scopes around what steps use, and around `compile`, outside of a scope."""
-    plan = Plan()
-    blocks = list(scopes(script))
+    edits = Edits()
+    blocks = list(scope_blocks(script))
     code = _ReachableCode(script, blocks)
     outside = [call for call in script.calls if blocks and not code.has(call)]
     compiled = [call for call in outside if _compiles_model_of(script, call, code)]
-    in_steps = _objects_in(script, script.plan.traced_functions) if outside else set()
+    in_steps = _objects_in(script, script.edits.traced_functions) if outside else set()
     in_scopes = _objects_in(script, {*code.parts, *compiled}) if outside else set()
     for call in outside:
         kind = None if is_traced(script, call) else kind_of(script, call)
-        is_used = kind in _PARTS and call in in_steps
+        is_used = kind in _KINDS_WITH_VARIABLES and call in in_steps
         is_used = is_used or (kind == "optimizer" and call in in_scopes)
         if call in compiled or is_used:
-            _plan_scope(script, plan, call, blocks)
-    if any(method_of(call) == "fit" for call in script.calls):
+            _plan_scope(script, edits, call, blocks)
+    if any(method_name(call) == "fit" for call in script.calls):
         for call in script.calls:
             is_variable = kind_of(script, call) == "variable"
             if is_variable and not code.has(call) and _is_constant(script, call):
                 script.leave(call, MESSAGES["constant_variable"])
-    return plan
+    return edits
 
 
 class _ReachableCode:
@@ -69,7 +69,7 @@ class _ReachableCode:
         def step(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
             return (f for name in names_in(node) for f in _called(script, name))
 
-        self.parts = set(reached(blocks, step))
+        self.parts = set(reachable(blocks, step))
         self._script = script
 
     def has(self, node: cst.CSTNode) -> bool:
@@ -90,24 +90,24 @@ def _called(script: Script, name: str) -> list[cst.FunctionDef]:
 
 def _compiles_model_of(script: Script, call: cst.Call, code: _ReachableCode) -> bool:
     """Whether a call compiles or builds a model that is made in a scope."""
-    if method_of(call) not in {"compile", "build"}:
+    if method_name(call) not in {"compile", "build"}:
         return False
-    models = origins(script, object_of(call))
+    models = creations(script, object_of(call))
     return all(isinstance(model, cst.Call) and code.has(model) for model in models)
 
 
-def _objects_in(script: Script, parts: Iterable[cst.CSTNode]) -> set[Origin]:
+def _objects_in(script: Script, parts: Iterable[cst.CSTNode]) -> set[Creation]:
     """The calls that make the objects which some parts of the script use."""
     return {
         origin
         for part in parts
         for node in find(part, cst.Name, cst.Attribute, cst.Subscript)
-        for origin in origins(script, node)
+        for origin in creations(script, node)
     }
 
 
 def _plan_scope(
-    script: Script, plan: Plan, call: cst.Call, blocks: Sequence[cst.CSTNode]
+    script: Script, edits: Edits, call: cst.Call, blocks: Sequence[cst.CSTNode]
 ) -> None:
     """Plan to put a line into the scope of the strategy, if that is made above."""
     line = script.statement_of(call)
@@ -116,16 +116,16 @@ def _plan_scope(
     own = [block for block in blocks if block in around]
     strategy = _strategy_above(script, line, own or blocks)
     # The layers of a functional model are built by then.
-    is_functional = script.called(call) in {"keras.Model", "keras.models.Model"}
-    if not strategy or not only_of(line) or is_functional:
+    is_functional = script.called_path(call) in {"keras.Model", "keras.models.Model"}
+    if not strategy or not only_statement(line) or is_functional:
         return
 
     def replacement(updated: Statement) -> Replacement:
         item = cst.WithItem(cst.parse_expression(f"{strategy}.scope()"))
-        return in_with(item, [updated])
+        return wrapped_in_with(item, [updated])
 
-    if line not in script.plan.replacements:
-        plan.replacements[line] = replacement
+    if line not in script.edits.replacements:
+        edits.replacements[line] = replacement
 
 
 def _strategy_above(
@@ -154,7 +154,7 @@ def _is_constant(script: Script, call: cst.Call) -> bool:
     A loss is any function that no strategy runs, and no layer or callback has.
     """
     is_own = isinstance(script.target_of(call), cst.Attribute)
-    if is_own and is_class_of(script, script.class_around(call), _OWNERS):
+    if is_own and is_class_of(script, script.class_around(call), _KINDS_IN_MODELS):
         return False
     uses = [
         node
@@ -167,15 +167,15 @@ def _is_constant(script: Script, call: cst.Call) -> bool:
 
 def _is_written(script: Script, node: Expression) -> bool:
     """Whether an expression is assigned to, or is given to a class that may do so."""
-    call = script.call_with(node)
+    call = script.call_of_arg(node)
     if call is None:
         return attr_of(script.parent(node)) in NAMES["assign_methods"]
-    if script.called(call) in NAMES["backend_writes"]:
+    if script.called_path(call) in NAMES["backend_writes"]:
         return call.args[0].value is node
     owners = script.classes(call.func.value) if isinstance(call.func, cst.Name) else ()
     return any(
-        method_of(inner) in NAMES["assign_methods"]
-        or script.called(inner) in NAMES["backend_writes"]
+        method_name(inner) in NAMES["assign_methods"]
+        or script.called_path(inner) in NAMES["backend_writes"]
         for owner in owners
         for inner in find(owner, cst.Call)
     )
@@ -183,12 +183,12 @@ def _is_written(script: Script, node: Expression) -> bool:
 
 def _is_read_in_loss(script: Script, node: Expression) -> bool:
     """Whether an expression is an operand in a function that `fit` compiles."""
-    function = script.around(node, cst.FunctionDef, cst.Lambda)
+    function = script.enclosing(node, cst.FunctionDef, cst.Lambda)
     if function is None or is_traced(script, node):
         return False
-    if is_class_of(script, script.class_around(node), (*_OWNERS, "callback")):
+    if is_class_of(script, script.class_around(node), (*_KINDS_IN_MODELS, "callback")):
         return False
-    if script.called(script.call_with(node)) in DEVICE_OPERATORS:
+    if script.called_path(script.call_of_arg(node)) in DEVICE_OPERATORS:
         return True
     operations = (cst.BinaryOperation, cst.UnaryOperation, cst.Comparison)
     return isinstance(script.parent(node), operations)

@@ -10,16 +10,16 @@ import libcst as cst
 from libcst.helpers import parse_template_expression
 from libcst.metadata import MetadataWrapper, ParentNodeProvider, PositionProvider
 
+from replicax_migrate.edits import Edits
 from replicax_migrate.flow import Flow
 from replicax_migrate.names import Names, path_in_tensorflow
-from replicax_migrate.plan import Plan
 from replicax_migrate.tables import ALIASES, find_target, is_dotted
 from replicax_migrate.tree import (
+    arg_value,
     find,
+    first_name,
     imported_modules,
     parenthesized,
-    root_of,
-    value_of,
     walk,
 )
 
@@ -31,13 +31,13 @@ __all__ = [
     "Script",
     "Statement",
     "Unported",
-    "mark_text",
+    "mark_reason",
     "with_marks",
 ]
 
 _T = TypeVar("_T")
 _Node = TypeVar("_Node", bound=cst.CSTNode)
-_HERE = re.compile(rf'"[^"]*"|(?<![\w.}}])(?:{"|".join(ALIASES)})(?:\.\w+)+')
+_TEMPLATE_PARTS = re.compile(rf'"[^"]*"|(?<![\w.}}])(?:{"|".join(ALIASES)})(?:\.\w+)+')
 """What a template has in another form in a script: literals, and names of targets."""
 
 Expression: TypeAlias = cst.BaseExpression
@@ -88,7 +88,7 @@ class Script:
     """
 
     def __init__(self, module: cst.Module) -> None:
-        module = _with_first_marks(module)
+        module = _with_marks_on_first_line(module)
         wrapper = MetadataWrapper(module, unsafe_skip_copy=True)
         self.module = wrapper.module
         self.names = Names(wrapper)
@@ -96,13 +96,13 @@ class Script:
         self.findings: set[Finding] = set()
         self._marks: dict[cst.CSTNode, dict[str, None]] = {}
         self.needed: set[str] = set()
-        self.plan = Plan()
-        self.outcomes: dict[cst.CSTNode, list[Statement]] = {}
+        self.edits = Edits()
+        self.ported_statements: dict[cst.CSTNode, list[Statement]] = {}
         self.moved: dict[cst.CSTNode, Statement] = {}
         self._positions = wrapper.resolve(PositionProvider)
         self._parents = wrapper.resolve(ParentNodeProvider)
         self._aliases = {root: self._find_alias(root) for root in ALIASES}
-        self._quote = _usual_quote(self.module)
+        self._quote = _most_used_quote(self.module)
         self._nodes = list(walk(self.module))
         self.calls = list(self.nodes(cst.Call))
         self._functions = defaultdict[str, list[cst.FunctionDef]](list)
@@ -130,21 +130,21 @@ class Script:
         """The original nodes of some kinds, in the order of the text."""
         return (node for node in self._nodes if isinstance(node, kinds))
 
-    def around(self, node: cst.CSTNode, *kinds: type[_Node]) -> _Node | None:
+    def enclosing(self, node: cst.CSTNode, *kinds: type[_Node]) -> _Node | None:
         """The innermost node of some kinds that an original node is in."""
         return next((p for p in self.parents(node) if isinstance(p, kinds)), None)
 
     def function_of(self, node: cst.CSTNode) -> cst.FunctionDef | None:
         """The function that an original node is in."""
-        return self.around(node, cst.FunctionDef)
+        return self.enclosing(node, cst.FunctionDef)
 
     def class_around(self, node: cst.CSTNode) -> cst.ClassDef | None:
         """The innermost class that an original node is in."""
-        return self.around(node, cst.ClassDef)
+        return self.enclosing(node, cst.ClassDef)
 
     def runs_on_host(self, node: cst.CSTNode) -> bool:
         """Whether an original node is in a function that runs in an input pipeline."""
-        return any(parent in self.plan.host_functions for parent in self.parents(node))
+        return any(parent in self.edits.host_functions for parent in self.parents(node))
 
     def functions(self, name: str) -> list[cst.FunctionDef]:
         """The functions and methods of the script that have a name."""
@@ -158,14 +158,14 @@ class Script:
         """The line on which an original node begins."""
         return self._positions[node].start.line
 
-    def called(self, node: cst.CSTNode | None) -> str:
+    def called_path(self, node: cst.CSTNode | None) -> str:
         """The path of the function of TensorFlow that a node calls; else `""`."""
-        path = self.names.path(node.func) if isinstance(node, cst.Call) else None
+        path = self.names.tf_path(node.func) if isinstance(node, cst.Call) else None
         return path or ""
 
     def is_of_version_1(self, call: cst.Call) -> bool:
         """Whether a call is of a function of `tf.compat.v1`."""
-        root = root_of(call.func)
+        root = first_name(call.func)
         meant = self.flow.value(root) if root else None  # `keras = tf.compat.v1.keras`
         names = [self.names.imported(name) for name in (call.func, meant) if name]
         return any(name and ".compat.v1." in f"{name}." for name in names)
@@ -175,7 +175,7 @@ class Script:
         call = self.parent(node)
         return call if isinstance(call, cst.Call) and call.func is node else None
 
-    def call_with(self, node: cst.CSTNode) -> cst.Call | None:
+    def call_of_arg(self, node: cst.CSTNode) -> cst.Call | None:
         """The call that an original node is an argument of; else None."""
         arg = self.parent(node)
         call = self.parent(arg) if isinstance(arg, cst.Arg) else None
@@ -194,7 +194,7 @@ class Script:
     def uses_of(self, node: cst.CSTNode) -> list[cst.CSTNode]:
         """The uses of the variable that an original node is assigned to."""
         target = self.target_of(node)
-        definition = self.flow.defined(target) if target is not None else None
+        definition = self.flow.definition_of(target) if target is not None else None
         return self.flow.uses(definition) if definition is not None else []
 
     def statement_of(self, node: cst.CSTNode) -> cst.CSTNode:
@@ -209,14 +209,14 @@ class Script:
                     break
         return statement
 
-    def shown(
+    def resolved_arg(
         self, call: cst.CSTNode | None, position: int, name: str
     ) -> cst.BaseExpression | None:
         """What an argument of an original call is, if given: a variable's value."""
-        value = isinstance(call, cst.Call) and value_of(call, position, name)
-        return self.flow.resolved(value or None)
+        value = isinstance(call, cst.Call) and arg_value(call, position, name)
+        return self.flow.resolve(value or None)
 
-    def moving(self, statement: cst.CSTNode) -> Callable[[Statement], Replacement]:
+    def move_away(self, statement: cst.CSTNode) -> Callable[[Statement], Replacement]:
         """The function that takes a statement, once ported, to `moved`."""
 
         def keep(updated: Statement) -> Replacement:
@@ -236,12 +236,12 @@ class Script:
 
     def leave(self, node: cst.CSTNode, reason: str) -> None:
         """Report an original node that stays as it is, and mark its statement."""
-        self.findings.add(Finding(self.line(node), _short(self.code(node)), reason))
+        self.findings.add(Finding(self.line(node), _one_line(self.code(node)), reason))
         self._marks.setdefault(self.statement_of(node), {})[reason] = None
 
     def note(self, node: cst.CSTNode, what: str) -> None:
         """Report an original node whose port behaves differently."""
-        source = _short(self.code(node))
+        source = _one_line(self.code(node))
         self.findings.add(Finding(self.line(node), source, what, is_left=False))
 
     def marks_of(self, statement: cst.CSTNode) -> list[str]:
@@ -250,20 +250,20 @@ class Script:
 
     def expression(self, target: str) -> cst.BaseExpression:
         """A target of the tables as an expression of this script."""
-        return cst.parse_expression(self.here(target))
+        return cst.parse_expression(self.local_text(target))
 
     def reference(self, node: cst.CSTNode, target: str) -> cst.BaseExpression:
         """A target for an original name, by the local name whose import stays."""
-        root = root_of(node)
+        root = first_name(node)
         local = root.value if root else ""
         is_within = isinstance(node, cst.Attribute)
         alias = self.names.alias(root) if root and is_within else None
-        kept = find_target(alias) if alias else self.plan.retained.get(local)
+        kept = find_target(alias) if alias else self.edits.kept_imports.get(local)
         if kept is not None and f"{target}.".startswith(f"{kept}."):
             return cst.parse_expression(local + target[len(kept) :])
         return self.expression(target)
 
-    def here(self, target: str) -> str:
+    def local_text(self, target: str) -> str:
         """The text of a target of the tables in this script."""
         if not is_dotted(target):
             return self.string(target.strip('"')).value if target[0] == '"' else target
@@ -286,7 +286,7 @@ class Script:
             is_followed = f"{{{name}}}." in text or f"{{{name}}}(" in text
             if is_followed and isinstance(value, _OPERATIONS):
                 values[name] = parenthesized(value)
-        here = _HERE.sub(lambda found: self.here(found.group()), text)
+        here = _TEMPLATE_PARTS.sub(lambda found: self.local_text(found.group()), text)
         config = self.module.config_for_parsing
         return parse_template_expression(here, config, **values)
 
@@ -313,10 +313,10 @@ class Script:
         return f"_{module}"
 
 
-def _with_first_marks(module: cst.Module) -> cst.Module:
+def _with_marks_on_first_line(module: cst.Module) -> cst.Module:
     """Move marks from the module's header, where LibCST has them, to its first line."""
     header = list(module.header)
-    while header and mark_text(header[-1]):
+    while header and mark_reason(header[-1]):
         header.pop()
     marks = module.header[len(header) :]
     if not marks or not module.body:
@@ -326,7 +326,7 @@ def _with_first_marks(module: cst.Module) -> cst.Module:
     return module.with_changes(header=header, body=[first, *module.body[1:]])
 
 
-def _usual_quote(module: cst.Module) -> str:
+def _most_used_quote(module: cst.Module) -> str:
     quotes = [node.quote for node in find(module, cst.SimpleString)]
     return "'" if quotes.count("'") > quotes.count('"') else '"'
 
@@ -362,7 +362,7 @@ class Finding:
         return f"{self.place}: {self.reason}  [{self.source}]"
 
 
-def mark_text(line: cst.EmptyLine) -> str:
+def mark_reason(line: cst.EmptyLine) -> str:
     """The reason that a mark of an earlier run gives; `""` of other lines."""
     text = line.comment.value if line.comment else ""
     return text.removeprefix(MARK) if text.startswith(MARK) else ""
@@ -371,12 +371,12 @@ def mark_text(line: cst.EmptyLine) -> str:
 def with_marks(statement: Statement, reasons: list[str]) -> Statement:
     """`statement` below a comment for each of `reasons` that it does not have yet."""
     lines = statement.leading_lines
-    there = {mark_text(line) for line in lines}
+    there = {mark_reason(line) for line in lines}
     new = [cst.Comment(MARK + reason) for reason in reasons if reason not in there]
     marks = [cst.EmptyLine(comment=comment) for comment in new]
     return statement.with_changes(leading_lines=[*lines, *marks])
 
 
-def _short(source: str) -> str:
+def _one_line(source: str) -> str:
     text = re.sub(r"\s+", " ", source).strip()
     return text if len(text) <= 70 else f"{text[:67]}..."

@@ -5,40 +5,40 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from replicax_migrate.plan import Plan
+from replicax_migrate.edits import Edits
 from replicax_migrate.script import Expression, Replacement, Script, Statement, Unported
-from replicax_migrate.statements import body_in_place
+from replicax_migrate.statements import inlined_body
 from replicax_migrate.tables import MESSAGES, NAMES
 from replicax_migrate.tree import (
     attr_of,
-    dotted,
+    dotted_name,
+    elements_of,
     find,
-    method_of,
+    method_name,
     names_in,
     object_of,
-    only_of,
-    parts_of,
-    reached,
+    only_statement,
+    reachable,
 )
 
 __all__ = ["plan_sessions"]
 
 
-def plan_sessions(script: Script) -> Plan:
+def plan_sessions(script: Script) -> Edits:
     """Plan to unwrap each `with tf.Session()`, or report it.
 
     The statements that lead from the iterator to a value move to where a session runs
     the value. A session with other uses stays.
     """
-    plan = Plan()
+    edits = Edits()
     for node in script.nodes(cst.With):
         item, *others = node.items
         name = item.asname.name if item.asname is not None else None
-        is_session = not others and script.called(item.item) in NAMES["sessions"]
+        is_session = not others and script.called_path(item.item) in NAMES["sessions"]
         if is_session and isinstance(name, cst.Name):
             session = _GraphSession(script, node, name.value)
-            plan |= script.attempt(node, session.plan, Plan())
-    return plan
+            edits |= script.attempt(node, session.edits, Edits())
+    return edits
 
 
 class _GraphSession:
@@ -48,7 +48,7 @@ class _GraphSession:
         self._script = script
         self._node = node
         self._name = name
-        self._plan = Plan()
+        self._edits = Edits()
         # Names of initializers, each with the iterator it is of, if any; of values
         # that each run makes anew, and of iterators, with the lines that make them.
         self._initializers: dict[str, str | None] = {}
@@ -56,7 +56,7 @@ class _GraphSession:
         self._iterators: dict[str, cst.SimpleStatementLine] = {}
         self._removed: list[cst.SimpleStatementLine] = []
 
-    def plan(self) -> Plan:
+    def edits(self) -> Edits:
         """Plan the port of all runs."""
         script = self._script
         for line in self._lines_before():
@@ -66,12 +66,12 @@ class _GraphSession:
         for call, values in fetched.items():
             moved |= self._plan_run(call, values)
         for line in moved:
-            self._plan.replacements[line] = script.moving(line)
+            self._edits.replacements[line] = script.move_away(line)
         for line in self._removed:
-            self._plan.take_out(line)
-        self._plan.kept.add(self._node.items[0])
-        self._plan.replacements[self._node] = body_in_place
-        return self._plan
+            self._edits.remove(line)
+        self._edits.unchanged.add(self._node.items[0])
+        self._edits.replacements[self._node] = inlined_body
+        return self._edits
 
     def _lines_before(self) -> list[cst.SimpleStatementLine]:
         """The lines before the session, in its block and in those around it."""
@@ -90,13 +90,13 @@ class _GraphSession:
         return before
 
     def _read(self, line: cst.SimpleStatementLine) -> None:
-        assign = only_of(line)
+        assign = only_statement(line)
         if not isinstance(assign, cst.Assign):
             return
         targets = [n.value for t in assign.targets for n in find(t.target, cst.Name)]
         value = assign.value
         attributes = map(attr_of, find(value, cst.Attribute))
-        if method_of(value) in NAMES["graph_iterators"] and len(targets) == 1:
+        if method_name(value) in NAMES["graph_iterators"] and len(targets) == 1:
             self._iterators[targets[0]] = line
         elif (initialized := self._initialized(value)) is not None:
             self._initializers |= dict.fromkeys(targets, initialized)
@@ -107,25 +107,25 @@ class _GraphSession:
     def _initialized(self, value: Expression) -> str | None:
         """`""` or an iterator's name if `value` only initializes; else None."""
         if isinstance(value, cst.List | cst.Tuple):
-            parts = [self._initialized(part) for part in parts_of(value)]
+            parts = [self._initialized(part) for part in elements_of(value)]
             names = [part for part in parts if part is not None]
             return "".join(names) if names and names == parts else None
         if isinstance(value, cst.Name):
             return self._initializers.get(value.value)
         if attr_of(value) == "initializer":
-            return (dotted(value) or "").rpartition(".")[0] or None
-        if self._script.called(value) in NAMES["graph_initializers"]:
+            return (dotted_name(value) or "").rpartition(".")[0] or None
+        if self._script.called_path(value) in NAMES["graph_initializers"]:
             return ""
-        is_made = method_of(value) == "initialize"
+        is_made = method_name(value) == "initialize"
         is_made = is_made and isinstance(value, cst.Call) and not value.args
-        return dotted(object_of(value)) if is_made else None
+        return dotted_name(object_of(value)) if is_made else None
 
     def _runs(self) -> Iterator[cst.Call]:
         for node in find(self._node.body, cst.Name):
             if node.value != self._name:
                 continue
             call = self._script.method_call(node)
-            if call is None or method_of(call) != "run":
+            if call is None or method_name(call) != "run":
                 what = f"the session `{self._name}` is used in more ways than `run`"
                 raise Unported(what, node)
             if len(call.args) != 1 or call.args[0].keyword:
@@ -138,12 +138,12 @@ class _GraphSession:
         if self._initialized(fetched) is not None:
             return None
         is_display = isinstance(fetched, cst.List | cst.Tuple)
-        parts = parts_of(fetched) if is_display else [fetched]
+        parts = elements_of(fetched) if is_display else [fetched]
         for part in parts:
-            if dotted(part) not in self._values:
+            if dotted_name(part) not in self._values:
                 code = self._script.code(part)
                 raise Unported(MESSAGES["session_value"].format(value=code), call)
-        return [dotted(part) or "" for part in parts]
+        return [dotted_name(part) or "" for part in parts]
 
     def _needed(self, values: list[str]) -> list[cst.SimpleStatementLine]:
         """The lines that make values, in their order."""
@@ -153,7 +153,7 @@ class _GraphSession:
             assert isinstance(assign, cst.Assign)
             return names_in(assign.value) & self._values.keys()
 
-        needed = {self._values[name] for name in reached(values, inside)}
+        needed = {self._values[name] for name in reachable(values, inside)}
         return [line for line in dict.fromkeys(self._values.values()) if line in needed]
 
     def _plan_run(
@@ -163,7 +163,7 @@ class _GraphSession:
         script, statement = self._script, self._script.statement_of(call)
         if not isinstance(statement, cst.SimpleStatementLine):
             raise Unported("a session's run in the head of a statement stays", call)
-        small = only_of(statement)
+        small = only_statement(statement)
         is_alone = isinstance(small, cst.Expr) and small.value is call
         if values is None:
             if not is_alone:
@@ -180,9 +180,9 @@ class _GraphSession:
             last = [] if is_alone else [updated.with_changes(leading_lines=())]
             return cst.FlattenSentinel([first, *others, *last])
 
-        self._plan.replacements[call] = lambda updated: updated.args[0].value
+        self._edits.replacements[call] = lambda updated: updated.args[0].value
         if needed:
-            self._plan.replacements[statement] = after
+            self._edits.replacements[statement] = after
         return set(needed)
 
     def _plan_initialization(
@@ -195,11 +195,11 @@ class _GraphSession:
         in_loop = any(isinstance(node, cst.For | cst.While) for node in inside)
         line = self._iterators.get(self._initialized(call.args[0].value) or "")
         if not in_loop or line is None:
-            self._plan.take_out(statement)
+            self._edits.remove(statement)
             return
-        self._plan.kept.add(statement)
-        self._plan.replacements[statement] = lambda updated: (
-            script.outcomes[line][0]
+        self._edits.unchanged.add(statement)
+        self._edits.replacements[statement] = lambda updated: (
+            script.ported_statements[line][0]
             .deep_clone()
             .with_changes(leading_lines=updated.leading_lines)
         )

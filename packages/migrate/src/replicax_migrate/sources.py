@@ -6,41 +6,40 @@ from typing import Any
 import libcst as cst
 
 from replicax_migrate.host import example_function, host_functions_of, random_functions
-from replicax_migrate.rules import CallSite, Rule, written
+from replicax_migrate.rules import CallSite, Rule, by_template
 from replicax_migrate.script import Expression, Script, Unported
 from replicax_migrate.tables import MESSAGES, NAMES, READERS
 from replicax_migrate.tree import (
-    argument,
+    elements_of,
+    find_arg,
+    has_keyword,
     is_name,
-    is_named,
     keyword,
-    method_of,
-    named,
+    kwarg_value,
+    method_name,
     object_of,
-    parts_of,
-    reached,
+    reachable,
     walk,
     with_args,
 )
-from replicax_migrate.values import possible_values, value_sources
+from replicax_migrate.values import direct_values, possible_values
 
 __all__ = [
     "DROPPED_METHODS",
-    "KNOWN_SOURCES",
-    "MAPPED",
+    "METHOD_RULES",
+    "SOURCE_RULES",
     "STREAM_RULES",
+    "bound_rule",
     "calls_before",
     "draws_before",
-    "dropped",
+    "dropped_method",
     "is_endless",
     "is_in_order",
     "is_looped",
-    "replacement",
-    "shuffle_and_repeat",
 ]
 
 
-def replacement(
+def bound_rule(
     script: Script, call: cst.Call, rule: Rule
 ) -> Callable[[cst.Call], Expression]:
     """Bind a rule to an original call, for `Plan.replacements`; report refusals."""
@@ -61,7 +60,7 @@ def _slices(site: CallSite) -> Expression:
     return site.updated.with_changes(func=func, args=[first])
 
 
-def _single(site: CallSite) -> Expression:
+def _one_example(site: CallSite) -> Expression:
     return site.make("grain.MapDataset.source([{x}])", x=_tensors(site))
 
 
@@ -92,7 +91,7 @@ def _arrays(site: CallSite, before: Expression, after: Expression) -> Expression
     """Convert the lists in a structure of tensors to arrays, as TF does to tensors."""
     if isinstance(before, cst.Dict) and not isinstance(after, cst.Dict):
         before = before.elements[0].value  # `labels` takes it out of the dict.
-    if (parts := _parts(before)) is not None:
+    if (parts := _structure_parts(before)) is not None:
         field = "args" if isinstance(after, cst.Call) else "elements"
         arrays = [
             new.with_changes(value=_arrays(site, old.value, new.value))
@@ -101,8 +100,12 @@ def _arrays(site: CallSite, before: Expression, after: Expression) -> Expression
         return after.with_changes(**{field: arrays})
     script = site.script
     for value in possible_values(script, before):
-        if any(_may_be_list(script, inner.value) for inner in _parts(value) or ()):
-            text = "tuple(map(np.array, {x}))" if parts_of(value) else _DICT
+        if any(
+            _may_be_list(script, inner.value) for inner in _structure_parts(value) or ()
+        ):
+            text = (
+                "tuple(map(np.array, {x}))" if elements_of(value) else _DICT_OF_ARRAYS
+            )
             return site.make(text, x=after)
     if not _may_be_list(script, before):
         return after
@@ -114,10 +117,10 @@ def _arrays(site: CallSite, before: Expression, after: Expression) -> Expression
     return site.make("np.array({x})", x=after)
 
 
-_DICT = "dict((name, np.array(value)) for name, value in {x}.items())"
+_DICT_OF_ARRAYS = "dict((name, np.array(value)) for name, value in {x}.items())"
 
 
-def _parts(structure: Expression) -> Sequence[Any] | None:
+def _structure_parts(structure: Expression) -> Sequence[Any] | None:
     """The parts of a tuple, a dict or a call of `dict`, which have a `value`."""
     if isinstance(structure, cst.Call) and is_name(structure.func, "dict"):
         return structure.args
@@ -136,9 +139,9 @@ def _may_be_list(script: Script, node: Expression) -> bool:
     )
 
 
-KNOWN_SOURCES: dict[str, Rule | None] = {
+SOURCE_RULES: dict[str, Rule | None] = {
     "data.Dataset.from_tensor_slices": _slices,
-    "data.Dataset.from_tensors": _single,
+    "data.Dataset.from_tensors": _one_example,
     "data.Dataset.range": _range,
     "data.Dataset.zip": _zip,
     **dict.fromkeys(READERS, None),  # Ported as other calls of Keras are.
@@ -151,7 +154,7 @@ KNOWN_SOURCES: dict[str, Rule | None] = {
 
 def is_endless(script: Script, repeat: cst.Call) -> bool:
     """Whether a call of `repeat` has no count, or one of None or -1."""
-    count = script.shown(repeat, 0, "count")
+    count = script.resolved_arg(repeat, 0, "count")
     return count is None or script.code(count) in {"None", "-1"}
 
 
@@ -159,11 +162,11 @@ def calls_before(script: Script, node: Expression) -> Iterator[cst.Call]:
     """The method calls that derive a dataset, through variables and functions."""
 
     def one_back(value: Expression) -> list[Expression]:
-        sources = value_sources(script, value)
-        return sources or ([object_of(value)] if method_of(value) else [])
+        sources = direct_values(script, value)
+        return sources or ([object_of(value)] if method_name(value) else [])
 
-    for value in reached([node], one_back):
-        if isinstance(value, cst.Call) and method_of(value):
+    for value in reachable([node], one_back):
+        if isinstance(value, cst.Call) and method_name(value):
             yield value
 
 
@@ -172,14 +175,14 @@ def draws_before(script: Script, cache: cst.Call) -> bool:
     return any(
         random_functions(script, host_functions_of(script, call.args[0].value))
         for call in calls_before(script, cache)
-        if method_of(call) == "map" and call.args
+        if method_name(call) == "map" and call.args
     )
 
 
 # Methods.
 
 
-def dropped(why: str) -> Rule:
+def dropped_method(why: str) -> Rule:
     """Make the rule that removes a method call, with a note that says why."""
 
     def rule(site: CallSite) -> Expression:
@@ -193,7 +196,7 @@ def _map(site: CallSite) -> Expression:
     before, after = site.original(0, "map_func"), site.ported(0, "map_func")
     assert before is not None
     assert after is not None
-    script, generator = site.script, site.script.plan.generators.get(site.node)
+    script, generator = site.script, site.script.edits.generators.get(site.node)
     function = example_function(script, before, after, generator)
     if function is None:
         raise Unported("how many arguments the function takes cannot be seen")
@@ -201,13 +204,13 @@ def _map(site: CallSite) -> Expression:
     if generator is None:
         return with_args(updated, args)
     # A seed of its own, so that each `random_map` draws other numbers.
-    drawing = [call for call in script.plan.generators if method_of(call) == "map"]
+    drawing = [call for call in script.edits.generators if method_name(call) == "map"]
     args.append(keyword("seed", cst.Integer(str(drawing.index(site.node)))))
     return site.as_method("random_map", args)
 
 
 def _batch(site: CallSite) -> Expression:
-    size = argument(site.updated.args, 0, "batch_size")
+    size = find_arg(site.updated.args, 0, "batch_size")
     drop = site.ported(1, "drop_remainder")
     if size is None:
         raise Unported("batch: its batch_size was not found")
@@ -219,7 +222,7 @@ def _batch(site: CallSite) -> Expression:
 
 def _shuffle(site: CallSite) -> Expression:
     args, seed = site.updated.args, site.ported(1, "seed")
-    if len(args) == 1 and is_named(args[0], "seed"):
+    if len(args) == 1 and has_keyword(args[0], "seed"):
         return site.updated  # It is ported already.
     once = site.ported(2, "reshuffle_each_iteration")
     keeps = once is not None and site.script.code(once) != "True"
@@ -232,11 +235,6 @@ def _shuffle(site: CallSite) -> Expression:
     return site.updated.with_changes(args=[keyword("seed", value)])
 
 
-def shuffle_and_repeat(site: CallSite) -> Expression:
-    """Port a `shuffle` after an endless `repeat`, in Grain's order."""
-    return site.make("{x}.repeat()", x=_shuffle(site))
-
-
 def _repeat(site: CallSite) -> Expression:
     count = None if is_endless(site.script, site.node) else site.ported(0, "count")
     return site.updated.with_changes(args=[cst.Arg(count)] if count else [])
@@ -245,7 +243,7 @@ def _repeat(site: CallSite) -> Expression:
 def _cache(site: CallSite) -> Expression:
     """Drop `cache`; where it keeps order or random numbers, port it to `repeat`."""
     before = calls_before(site.script, site.owner)
-    is_shuffled = any(method_of(call) == "shuffle" for call in before)
+    is_shuffled = any(method_name(call) == "shuffle" for call in before)
     if not (is_shuffled or draws_before(site.script, site.node)):
         return DROPPED_METHODS["cache"](site)
     site.note("`repeat` keeps the draws of the first epoch, as the cache did")
@@ -254,8 +252,8 @@ def _cache(site: CallSite) -> Expression:
 
 def _as_numpy_iterator(site: CallSite) -> Expression:
     """Drop `as_numpy_iterator` of what a loop goes through; else port it to `iter`."""
-    script, examples = site.script, dropped("Grain's examples are NumPy's")(site)
-    used = script.call_with(site.node)
+    script, examples = site.script, dropped_method("Grain's examples are NumPy's")(site)
+    used = script.call_of_arg(site.node)
     is_whole = used and script.code(used.func) in NAMES["whole_iterations"]
     if is_looped(script, site.node) or is_whole:
         return examples
@@ -274,15 +272,17 @@ def _enumerate(site: CallSite) -> Expression:
 
 
 DROPPED_METHODS: dict[str, Rule] = {
-    "cache": dropped("examples are arrays in memory, and maps run as they are read"),
-    "prefetch": dropped("strategies read ahead by themselves"),
-    "with_options": dropped(
+    "cache": dropped_method(
+        "examples are arrays in memory, and maps run as they are read"
+    ),
+    "prefetch": dropped_method("strategies read ahead by themselves"),
+    "with_options": dropped_method(
         "see `auto_shard_policy=` of strategy.experimental_distribute_dataset"
     ),
     "as_numpy_iterator": _as_numpy_iterator,
 }
 """Rules for methods whose arguments are dropped."""
-MAPPED: dict[str, Rule] = {
+METHOD_RULES: dict[str, Rule] = {
     "map": _map,
     "batch": _batch,
     "shuffle": _shuffle,
@@ -290,11 +290,13 @@ MAPPED: dict[str, Rule] = {
     **DROPPED_METHODS,
     "cache": _cache,
     "enumerate": _enumerate,
-    "cardinality": written("len({self})"),
-    "take": written("{self}[:{count}]", "count", "name"),
-    "skip": written("{self}[{count}:]", "count", "name"),
-    "shard": written("{self}[{index}::{num_shards}]", "num_shards", "index", "name"),
-    "concatenate": written(
+    "cardinality": by_template("len({self})"),
+    "take": by_template("{self}[:{count}]", "count", "name"),
+    "skip": by_template("{self}[{count}:]", "count", "name"),
+    "shard": by_template(
+        "{self}[{index}::{num_shards}]", "num_shards", "index", "name"
+    ),
+    "concatenate": by_template(
         "grain.MapDataset.concatenate([{self}, {dataset}])", "dataset", "name"
     ),
 }
@@ -306,8 +308,8 @@ MAPPED: dict[str, Rule] = {
 
 def is_in_order(script: Script, source: cst.Call) -> bool:
     """Whether a source does not shuffle; for folders `shuffle=True` is the default."""
-    shuffle = named(source, "shuffle")
-    is_folder = script.called(source).endswith("_from_directory")
+    shuffle = kwarg_value(source, "shuffle")
+    is_folder = script.called_path(source).endswith("_from_directory")
     return script.code(shuffle) != "True" if shuffle is not None else not is_folder
 
 
@@ -315,18 +317,18 @@ def _repeat_of_stream(site: CallSite) -> Expression:
     site.note("all repetitions have the order and random numbers of the first")
     is_counted = site.node.args and not is_endless(site.script, site.node)
     count = ", {count}" if is_counted else ""
-    rule = written(
+    rule = by_template(
         f"grain.experimental.RepeatIterDataset({{self}}{count})", "count", "name"
     )
     return rule(site)
 
 
 STREAM_RULES: dict[str, Rule] = {
-    "take": written(
+    "take": by_template(
         "grain.experimental.LimitIterDataset({self}, {count})", "count", "name"
     ),
     "repeat": _repeat_of_stream,
-    "shuffle": dropped(MESSAGES["stream_shuffled"]),
-    "cache": dropped("the data are read again in each epoch"),
+    "shuffle": dropped_method(MESSAGES["stream_shuffled"]),
+    "cache": dropped_method("the data are read again in each epoch"),
 }
 """Rules for methods that Grain's streams have by another name, or not at all."""

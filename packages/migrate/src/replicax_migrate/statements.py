@@ -7,44 +7,44 @@ from typing import Any
 
 import libcst as cst
 
+from replicax_migrate.edits import Edits
 from replicax_migrate.flow import Definition
-from replicax_migrate.plan import Plan
 from replicax_migrate.script import Replacement, Script, Statement
 from replicax_migrate.tables import DROPPED, MESSAGES, NAMES
 from replicax_migrate.tree import (
-    dotted,
+    dotted_name,
+    elements_of,
     find,
+    has_keyword,
     is_name,
-    is_named,
-    method_of,
+    method_name,
     object_of,
-    only_of,
-    parts_of,
-    text_of,
+    only_statement,
+    string_of,
     walk,
 )
 
 __all__ = [
-    "body_in_place",
     "comment_lines",
+    "inlined_body",
     "is_static_shape",
     "is_version_of_tensorflow",
+    "items_without_effect",
     "lost_comments",
     "plan_servers",
     "plan_settings",
     "remaining_comments",
-    "transparent_items",
-    "unless_empty",
-    "unwrapped",
-    "why_dropped",
+    "removal_reason",
+    "without_empty_block",
+    "without_needless_items",
 ]
 
 _DEFAULT_DEVICE = re.compile(r"/?(device:)?(gpu|tpu)(:0)?", re.IGNORECASE)
 
 
-def why_dropped(script: Script, line: cst.SimpleStatementLine) -> str | None:
+def removal_reason(script: Script, line: cst.SimpleStatementLine) -> str | None:
     """The reason to remove a line that only TensorFlow needs; None for other lines."""
-    small = only_of(line)
+    small = only_statement(line)
     if isinstance(small, cst.Assert):
         is_version = _asks_version(script, small.test)
         return MESSAGES["asserted_version"] if is_version else None
@@ -55,9 +55,9 @@ def why_dropped(script: Script, line: cst.SimpleStatementLine) -> str | None:
         return ""
     if script.names.imported(call.func) == "tensorflow_datasets.disable_progress_bar":
         return ""
-    path = script.called(call)
+    path = script.called_path(call)
     if not path and isinstance(object_of(call), cst.Call):
-        path = f"{script.called(object_of(call))}().{method_of(call)}"
+        path = f"{script.called_path(object_of(call))}().{method_name(call)}"
     return f"tf.{path} is taken out: {DROPPED[path]}" if path in DROPPED else None
 
 
@@ -70,7 +70,7 @@ def _asks_version(script: Script, test: cst.BaseExpression) -> bool:
 
 def is_version_of_tensorflow(script: Script, node: cst.CSTNode) -> bool:
     """Whether a node is a name of TensorFlow's version, such as `tf.__version__`."""
-    return f"{script.names.path(node)}.".startswith(NAMES["version_attributes"])
+    return f"{script.names.tf_path(node)}.".startswith(NAMES["version_attributes"])
 
 
 def is_static_shape(script: Script, node: cst.CSTNode | None) -> bool:
@@ -80,40 +80,42 @@ def is_static_shape(script: Script, node: cst.CSTNode | None) -> bool:
     """
     return (
         isinstance(node, cst.Call)
-        and method_of(node) == "set_shape"
-        and script.names.path(node.func) is None
+        and method_name(node) == "set_shape"
+        and script.names.tf_path(node.func) is None
         and not script.functions("set_shape")
         and isinstance(script.parent(node), cst.Expr)
     )
 
 
-def transparent_items(script: Script, node: cst.With) -> list[cst.WithItem]:
+def items_without_effect(script: Script, node: cst.With) -> list[cst.WithItem]:
     """The items of a `with` that only graphs needed, or name the default device."""
-    return [item for item in node.items if _is_transparent(script, item.item)]
+    return [item for item in node.items if _has_no_effect(script, item.item)]
 
 
-def _is_transparent(script: Script, context: cst.BaseExpression) -> bool:
-    if script.called(context) != "device":
-        name = script.called(context) or script.names.path(context)
+def _has_no_effect(script: Script, context: cst.BaseExpression) -> bool:
+    if script.called_path(context) != "device":
+        name = script.called_path(context) or script.names.tf_path(context)
         return name in NAMES["transparent_contexts"]
     # The first GPU is where arrays are anyway; TensorFlow, too, takes the CPU if there
     # is none.
-    text = text_of(script.shown(context, 0, "device_name"))
+    text = string_of(script.resolved_arg(context, 0, "device_name"))
     return bool(_DEFAULT_DEVICE.fullmatch(text))
 
 
-def unwrapped(script: Script, node: cst.With, updated: cst.With) -> Replacement:
+def without_needless_items(
+    script: Script, node: cst.With, updated: cst.With
+) -> Replacement:
     """Remove transparent contexts; unwrap a `with` that has no others."""
-    gone = transparent_items(script, node)
+    gone = items_without_effect(script, node)
     pairs = zip(node.items, updated.items, strict=True)
     kept = [new for item, new in pairs if item not in gone]
     if not gone or not kept:
-        return body_in_place(updated) if gone else updated
+        return inlined_body(updated) if gone else updated
     kept[-1] = kept[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
     return updated.with_changes(items=kept)
 
 
-def body_in_place(updated: cst.With | cst.Else) -> Replacement:
+def inlined_body(updated: cst.With | cst.Else) -> Replacement:
     """Replace a block by its statements; comments above the block stay above them."""
     body: list[Any] = list(updated.body.body)
     if not isinstance(updated.body, cst.IndentedBlock):
@@ -125,7 +127,7 @@ def body_in_place(updated: cst.With | cst.Else) -> Replacement:
     return cst.FlattenSentinel(body)
 
 
-def unless_empty(
+def without_empty_block(
     script: Script, node: cst.For | cst.If, updated: cst.For | cst.If
 ) -> Replacement:
     """Remove a loop or an `if` whose body the port has emptied; else keep it."""
@@ -185,38 +187,38 @@ def _comments(node: cst.CSTNode) -> list[cst.Comment]:
     return list(find(node, cst.Comment))
 
 
-_NOTE = (
+_SERVER_NOTE = (
     "the server is taken out: the strategy serves in a ps task, workers run the script"
 )
 
 
-def plan_servers(script: Script) -> Plan:
+def plan_servers(script: Script) -> Edits:
     """Plan to remove `if task is a server:`, and functions that start clusters."""
-    plan = Plan()
+    edits = Edits()
     for function in script.nodes(cst.FunctionDef):
         if _starts_cluster(script, function):
             script.note(function.name, MESSAGES["cluster"])
-            plan.take_out(function)
+            edits.remove(function)
             for node in script.calls:
                 if is_name(node.func, function.name.value):
-                    plan.kept.update({node.func, *node.args})
-                    plan.replacements[node] = lambda updated: script.template(
+                    edits.unchanged.update({node.func, *node.args})
+                    edits.replacements[node] = lambda updated: script.template(
                         "rx.cluster_resolver.TFConfigClusterResolver()"
                     )
     for node in script.nodes(cst.If):
         is_elif = isinstance(script.parent(node), cst.If)
         if not is_elif and _only_serves(script, node.body):
-            script.note(node.test, _NOTE)
-            plan.kept.update({node.test, node.body})
-            plan.replacements[node] = _without_first_branch
-    return plan
+            script.note(node.test, _SERVER_NOTE)
+            edits.unchanged.update({node.test, node.body})
+            edits.replacements[node] = _without_first_branch
+    return edits
 
 
 def _starts_cluster(script: Script, function: cst.FunctionDef) -> bool:
     """Whether a function makes servers, and returns the resolver of their cluster."""
     has_server = any(_is_server(script, call) for call in find(function.body, cst.Call))
     values = [n.value for n in find(function.body, cst.Return) if n.value]
-    paths = [script.called(script.flow.resolved(value)) for value in values]
+    paths = [script.called_path(script.flow.resolve(value)) for value in values]
     is_resolver = [path.startswith("distribute.cluster_resolver.") for path in paths]
     return has_server and bool(paths) and all(is_resolver)
 
@@ -230,14 +232,14 @@ def _only_serves(script: Script, block: cst.BaseSuite) -> bool:
             return False
         for small in statement.body:
             if isinstance(small, cst.Assign) and _is_server(script, small.value):
-                names |= {dotted(target.target) or "" for target in small.targets}
+                names |= {dotted_name(target.target) or "" for target in small.targets}
             elif not _belongs_to_server(script, small, names):
                 return False
     return bool(names) or any(_is_server(script, node) for node in walk(block))
 
 
 def _is_server(script: Script, node: cst.CSTNode) -> bool:
-    return script.called(node) in NAMES["servers"]
+    return script.called_path(node) in NAMES["servers"]
 
 
 def _belongs_to_server(
@@ -249,10 +251,10 @@ def _belongs_to_server(
         return isinstance(small, cst.Pass | cst.Return)
     if not isinstance(small.value, cst.Call):
         return True
-    if method_of(small.value) == "join":
+    if method_name(small.value) == "join":
         owner = object_of(small.value)
-        return dotted(owner) in names or _is_server(script, owner)
-    name = dotted(small.value.func) or ""
+        return dotted_name(owner) in names or _is_server(script, owner)
+    name = dotted_name(small.value.func) or ""
     return name in {"print", "exit", "sys.exit", "quit"} or name.startswith("logging.")
 
 
@@ -262,10 +264,10 @@ def _without_first_branch(updated: cst.If) -> Replacement:
         return cst.RemoveFromParent()
     if isinstance(rest, cst.If):
         return rest.with_changes(leading_lines=updated.leading_lines)
-    return body_in_place(rest.with_changes(leading_lines=updated.leading_lines))
+    return inlined_body(rest.with_changes(leading_lines=updated.leading_lines))
 
 
-def plan_settings(script: Script) -> Plan:
+def plan_settings(script: Script) -> Edits:
     """Plan to remove variables of `tf.data.Options()`, `ConfigProto()` and `AUTOTUNE`.
 
     So are lists of `tf.TensorSpec` that are signatures of a `tf.function`, and an `if`
@@ -274,15 +276,15 @@ def plan_settings(script: Script) -> Plan:
     A variable with a use that is not ported stays, with the assignments to its
     attributes.
     """
-    plan = Plan()
+    edits = Edits()
     for node in script.nodes(cst.If):
         first, *rest = node.body.body
-        is_raise = isinstance(only_of(first) or first, cst.Raise) and not rest
+        is_raise = isinstance(only_statement(first) or first, cst.Raise) and not rest
         is_alone = node.orelse is None and not isinstance(script.parent(node), cst.If)
         if is_raise and is_alone and _asks_version(script, node.test):
             script.note(node.test, MESSAGES["asserted_version"])
-            plan.take_out(node)
-    settings = {d for d in script.flow.definitions if _is_setting(script, plan, d)}
+            edits.remove(node)
+    settings = {d for d in script.flow.definitions if _is_setting(script, edits, d)}
     unused = set(settings)
     number = -1
     while number != len(unused):
@@ -292,56 +294,63 @@ def plan_settings(script: Script) -> Plan:
             for definition in unused
             for uses in [script.flow.uses(definition)]
             if all(
-                _is_in_ported_call(script, plan, use)
-                or (_set_there(script, use) and script.flow.reaching(use) <= unused)
+                _is_in_ported_call(script, edits, use)
+                or (
+                    _attribute_assignment(script, use)
+                    and script.flow.reaching(use) <= unused
+                )
                 for use in uses
             )
         }
     for definition in sorted(settings, key=lambda d: script.line(d.node)):
         uses = script.flow.uses(definition)
-        assigned = [assign for use in uses if (assign := _set_there(script, use))]
+        assigned = [
+            assign for use in uses if (assign := _attribute_assignment(script, use))
+        ]
         if definition in unused:
-            _drop_statement(script, plan, definition.values[0])
+            _drop_statement(script, edits, definition.values[0])
             for assign in assigned:
-                _drop_statement(script, plan, assign)
+                _drop_statement(script, edits, assign)
                 _note_policy(script, assign)
         elif isinstance(value := definition.values[0], cst.Call):
-            script.leave(value, f"{script.code(value.func)} {_STAYING}")
-            plan.kept.update({value, *assigned})
-    return plan
+            script.leave(value, f"{script.code(value.func)} {_SETTING_STAYS}")
+            edits.unchanged.update({value, *assigned})
+    return edits
 
 
-_STAYING = "stays: not all that it is given to is ported"
+_SETTING_STAYS = "stays: not all that it is given to is ported"
 
 
-def _is_setting(script: Script, plan: Plan, definition: Definition) -> bool:
-    if not (script.plan.kept | plan.kept).isdisjoint(script.parents(definition.node)):
+def _is_setting(script: Script, edits: Edits, definition: Definition) -> bool:
+    if not (script.edits.unchanged | edits.unchanged).isdisjoint(
+        script.parents(definition.node)
+    ):
         return False  # In a function that is removed or stays as a whole.
     if len(definition.values) != 1 or not isinstance(definition.node, cst.Name):
         return False
     value = definition.values[0]
     if isinstance(value, cst.Call):
-        return script.called(value) in NAMES["settings_objects"]
+        return script.called_path(value) in NAMES["settings_objects"]
     if isinstance(value, cst.List | cst.Tuple):
-        paths = [script.called(part) for part in parts_of(value)]
+        paths = [script.called_path(part) for part in elements_of(value)]
         return bool(paths) and set(paths) == {"TensorSpec"}
-    path = script.names.path(value) or ""
+    path = script.names.tf_path(value) or ""
     return path.startswith("data.") and path.endswith("AUTOTUNE")
 
 
-def _is_in_ported_call(script: Script, plan: Plan, use: cst.CSTNode) -> bool:
+def _is_in_ported_call(script: Script, edits: Edits, use: cst.CSTNode) -> bool:
     """Whether the port removes a use, or it is the signature of a `tf.function`."""
-    arg, call = script.parent(use), script.call_with(use)
+    arg, call = script.parent(use), script.call_of_arg(use)
     if not isinstance(arg, cst.Arg):
         return False
     is_signature = (
-        is_named(arg, "input_signature") and script.called(call) == "function"
+        has_keyword(arg, "input_signature") and script.called_path(call) == "function"
     )
-    is_ported = call in script.plan.replacements
+    is_ported = call in script.edits.replacements
     return is_ported or is_signature
 
 
-def _set_there(script: Script, use: cst.CSTNode) -> cst.Assign | None:
+def _attribute_assignment(script: Script, use: cst.CSTNode) -> cst.Assign | None:
     """The assignment to an attribute of a variable, at its use: `options.a.b = c`."""
     node: cst.CSTNode | None = use
     while isinstance(parent := script.parent(node) if node else None, cst.Attribute):
@@ -351,13 +360,13 @@ def _set_there(script: Script, use: cst.CSTNode) -> cst.Assign | None:
 
 
 def _note_policy(script: Script, node: cst.Assign) -> None:
-    if "policy" not in (dotted(node.targets[0].target) or "").lower():
+    if "policy" not in (dotted_name(node.targets[0].target) or "").lower():
         return
-    policy = (dotted(node.value) or script.code(node.value)).rpartition(".")[2]
+    policy = (dotted_name(node.value) or script.code(node.value)).rpartition(".")[2]
     script.note(node, MESSAGES["dataset_options"].format(policy=policy))
 
 
-def _drop_statement(script: Script, plan: Plan, node: cst.CSTNode) -> None:
+def _drop_statement(script: Script, edits: Edits, node: cst.CSTNode) -> None:
     line = script.statement_of(node)
-    if only_of(line) is not None:
-        plan.take_out(line)
+    if only_statement(line) is not None:
+        edits.remove(line)

@@ -127,11 +127,6 @@ KEYWORDS = {
 OLD_KEYWORDS: dict[str, str] = _DATA["old_keywords"]
 OLD_ORDERS = {k: v.split() for k, v in _by_name(_DATA["old_orders"]).items()}
 """Parameters in the order of TensorFlow 1, by path."""
-
-
-OLD_LAYERS: dict[str, str] = _DATA["old_layers"]
-OLD_LOSSES = _lists(_DATA["old_losses"])
-"""Losses of `tf.losses` of TensorFlow 1: the class in Keras, and their parameters."""
 WIDE_METRICS: dict[str, str] = _DATA["wide_metrics"]
 IDENTIFIERS: dict[str, dict[str, str]] = _DATA["identifiers"]
 NAMES = _lists(_DATA["names"])

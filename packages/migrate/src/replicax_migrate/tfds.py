@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import libcst as cst
 
-from replicax_migrate.plan import Plan
-from replicax_migrate.rules import bound
+from replicax_migrate.edits import Edits
+from replicax_migrate.rules import bind_args
 from replicax_migrate.script import Expression, Script, Unported
 from replicax_migrate.tables import NAMES
-from replicax_migrate.tree import find, is_name, parts_of, text_of
+from replicax_migrate.tree import elements_of, find, is_name, string_of
 from replicax_migrate.values import is_parameter
 
 __all__ = ["plan_loads", "unknown_loads"]
@@ -56,30 +56,32 @@ def unknown_loads(
     """The calls without a counterpart in `keras.datasets`, and why."""
     for call in calls:
         try:
-            _read(script, call)
+            _parse_load(script, call)
         except Unported as why:
             yield call, f"its examples come from TensorFlow Datasets{why.reason}"
 
 
-def plan_loads(script: Script, plan: Plan, calls: list[cst.Call]) -> None:
+def plan_loads(script: Script, edits: Edits, calls: list[cst.Call]) -> None:
     """Plan the port of calls, none of which is among `unknown_loads`."""
     for call in calls:
-        _plan(script, plan, call, _read(script, call))
+        _plan(script, edits, call, _parse_load(script, call))
     for node in script.calls:
         if script.names.imported(node.func) == f"{_PACKAGE}.disable_progress_bar":
             statement = script.statement_of(node)
             if isinstance(statement, cst.SimpleStatementLine):
-                plan.take_out(statement)
+                edits.remove(statement)
 
 
-def _read(script: Script, call: cst.Call) -> _Load:
+def _parse_load(script: Script, call: cst.Call) -> _Load:
     """Resolve the arguments of a call, or refuse it."""
     if script.names.imported(call.func) != f"{_PACKAGE}.load":
         raise Unported("")
     if not isinstance(script.statement_of(call), cst.SimpleStatementLine):
         raise Unported(": load them in a line of their own")
     try:
-        args = bound(call.args, [*NAMES["load_parameters"], *NAMES["load_switches"]])
+        args = bind_args(
+            call.args, [*NAMES["load_parameters"], *NAMES["load_switches"]]
+        )
     except Unported as why:
         raise Unported(f": {why.reason}") from None
     values = {k: a.value for k, a in args.items() if not is_name(a.value, "None")}
@@ -93,20 +95,20 @@ def _read(script: Script, call: cst.Call) -> _Load:
         raise Unported(f": without as_supervised=True those of {name} have an id")
     is_list, test, splits = _splits(script, values.get("split"))
     info = _info(script, call) if _is_true(script, values.get("with_info")) else None
-    uses = dict(_uses(script, info, name)) if info is not None else {}
+    uses = dict(_info_uses(script, info, name)) if info is not None else {}
     return _Load(name, splits, is_list, test, is_supervised, info, uses)
 
 
 def _value(script: Script, node: Expression) -> Expression:
     """The expression that a variable stands for; a parameter stays, as it may vary."""
-    return node if is_parameter(script, node) else script.flow.resolved(node)
+    return node if is_parameter(script, node) else script.flow.resolve(node)
 
 
 def _text(script: Script, node: Expression | None) -> str | None:
     """The name of a data set or a split; None if it is not in sight."""
     value = _value(script, node) if node is not None else cst.Name("None")
     if isinstance(value, cst.SimpleString):
-        return text_of(value)
+        return string_of(value)
     module, _, name = (script.names.imported(value) or "").rpartition(".")
     return name.lower() if module == f"{_PACKAGE}.Split" else None
 
@@ -127,12 +129,12 @@ def _splits(script: Script, node: Expression | None) -> tuple[bool, str, list[st
         return False, "", []
     value, test = _value(script, node), ""
     is_list = isinstance(value, cst.List | cst.Tuple)
-    parts = parts_of(value) if is_list else [value]
+    parts = elements_of(value) if is_list else [value]
     if isinstance(value, cst.IfExp):
         parts, test = [value.body, value.orelse], script.code(value.test)
         if value is not node:
             test = f"{script.code(node)} == {script.code(value.body)}"
-        elif any(map(script.names.path, find(value.test, cst.Name, cst.Attribute))):
+        elif any(map(script.names.tf_path, find(value.test, cst.Name, cst.Attribute))):
             raise Unported(f": whether it is {test} is not seen")
     splits = [_text(script, part) or "" for part in parts]
     if not all(_SPLIT.fullmatch(split) for split in splits):
@@ -143,16 +145,16 @@ def _splits(script: Script, node: Expression | None) -> tuple[bool, str, list[st
 def _info(script: Script, call: cst.Call) -> cst.Name:
     assign = script.parent(call)
     is_single = isinstance(assign, cst.Assign) and len(assign.targets) == 1
-    names = parts_of(script.target_of(call)) if is_single else []
+    names = elements_of(script.target_of(call)) if is_single else []
     if len(names) != 2 or not isinstance(names[1], cst.Name):
         raise Unported(": the info object has no name")
     return names[1]
 
 
-def _uses(
+def _info_uses(
     script: Script, info: cst.Name, name: str
 ) -> Iterator[tuple[cst.CSTNode, str]]:
-    definition = script.flow.defined(info)
+    definition = script.flow.definition_of(info)
     templates = {
         "features['label'].num_classes": str(_CLASSES[name]),
         "features['image'].shape": _SHAPES.get(name, _SHAPE),
@@ -171,20 +173,23 @@ def _uses(
         yield node, templates[text]
 
 
-def _plan(script: Script, plan: Plan, call: cst.Call, load: _Load) -> None:
+def _plan(script: Script, edits: Edits, call: cst.Call, load: _Load) -> None:
     splits, begin, end = load.splits or ["train", "test"], "[", "]"
     both = ("train", "test")
     needed = [*(split.partition("[")[0] for split in splits), *load.uses.values()]
     names = {
-        k: (_free(script, plan, f"{k}_images"), _free(script, plan, f"{k}_labels"))
+        k: (
+            _unused_name(script, edits, f"{k}_images"),
+            _unused_name(script, edits, f"{k}_labels"),
+        )
         for k in both
         if any(k in text for text in needed)
     }
-    plan.names.update({name for pair in names.values() for name in pair})
+    edits.new_names.update({name for pair in names.values() for name in pair})
     pairs = [f"({', '.join(names[k])})" if k in names else "_" for k in both]
-    loaded = script.here(f"keras.datasets.{load.name}.load_data")
+    loaded = script.local_text(f"keras.datasets.{load.name}.load_data")
     line = f"{', '.join(pairs)} = {loaded}()"
-    plan.insert(script.statement_of(call), line)
+    edits.insert_above(script.statement_of(call), line)
     values = [_dataset(load, split, names) for split in splits]
     if not load.splits:
         values = [f'"{key}": {x}' for key, x in zip(splits, values, strict=True)]
@@ -196,20 +201,20 @@ def _plan(script: Script, plan: Plan, call: cst.Call, load: _Load) -> None:
         text = f"({values[0]} if {load.test} else {values[1]})"
     value = script.template(text)
     script.note(call, _ORDER)
-    plan.kept.add(call)
-    plan.replacements[call] = lambda updated: value
+    edits.unchanged.add(call)
+    edits.replacements[call] = lambda updated: value
     if load.info is not None:
         target = script.parent(script.parent(load.info) or load.info)
         assert isinstance(target, cst.Tuple | cst.List)
-        plan.replacements[target] = lambda updated: updated.elements[0].value
+        edits.replacements[target] = lambda updated: updated.elements[0].value
     for node, what in load.uses.items():
         labels = {k: pair[1] for k, pair in names.items()}
         made = cst.parse_expression(what.format(**labels))
-        plan.replacements[node] = lambda updated, made=made: made
+        edits.replacements[node] = lambda updated, made=made: made
 
 
-def _free(script: Script, plan: Plan, name: str) -> str:
-    while script.names.is_bound(name) or name in plan.names:
+def _unused_name(script: Script, edits: Edits, name: str) -> str:
+    while script.names.is_bound(name) or name in edits.new_names:
         name += "_"
     return name
 

@@ -4,73 +4,73 @@ from collections.abc import Iterable, Iterator
 
 import libcst as cst
 
+from replicax_migrate.edits import Edits
 from replicax_migrate.kinds import is_class_of
-from replicax_migrate.plan import Plan
 from replicax_migrate.script import Expression, Replacement, Script
 from replicax_migrate.tables import DEVICE_OPERATORS, NAMES
 from replicax_migrate.tree import (
     find,
+    first_name,
     last_name,
-    method_of,
+    method_name,
     methods_of,
     names_in,
     object_of,
-    only_of,
-    reached,
-    root_of,
+    only_statement,
+    reachable,
 )
 from replicax_migrate.values import with_bases
 
 __all__ = [
-    "RANDOM",
+    "RANDOM_FUNCTIONS",
+    "calls_estimator_spec",
     "calls_in",
-    "class_of",
-    "foreign_bases",
-    "is_graph_decorator",
+    "class_of_method",
+    "external_bases",
+    "is_tf_function",
     "is_traced",
-    "makes_spec",
     "plan_randomness",
     "plan_traced",
-    "scopes",
+    "scope_blocks",
     "strategy_of",
-    "with_called",
+    "with_callees",
 ]
 
 
-def is_graph_decorator(script: Script, decorator: cst.Decorator) -> bool:
+def is_tf_function(script: Script, decorator: cst.Decorator) -> bool:
     """Whether a decorator is `@tf.function`, with or without arguments."""
     node = decorator.decorator
     func = node.func if isinstance(node, cst.Call) else node
-    return script.names.path(func) in NAMES["graph_decorators"]
+    return script.names.tf_path(func) in NAMES["graph_decorators"]
 
 
 def is_traced(script: Script, node: cst.CSTNode) -> bool:
     """Whether an original node is in a function that a strategy compiles."""
     return any(
-        parent in script.plan.traced_functions for parent in script.parents(node)
+        parent in script.edits.traced_functions for parent in script.parents(node)
     )
 
 
-def plan_traced(script: Script) -> Plan:
+def plan_traced(script: Script) -> Edits:
     """Plan which functions are traced: those that strategies run, and what they call.
 
     Methods of models and layers that `fit` compiles count, and so do model functions of
     estimators.
     """
-    plan = Plan()
+    edits = Edits()
     first = [*_run_by_strategies(script), *_compiled_methods(script)]
-    plan.traced_functions.update(with_called(script, first))
-    return plan
+    edits.traced_functions.update(with_callees(script, first))
+    return edits
 
 
-def with_called(script: Script, functions: Iterable[cst.CSTNode]) -> set[cst.CSTNode]:
+def with_callees(script: Script, functions: Iterable[cst.CSTNode]) -> set[cst.CSTNode]:
     """Functions and all functions of the script that they call, through others too."""
-    return set(reached(functions, lambda each: _called_functions(script, each)))
+    return set(reachable(functions, lambda each: _called_functions(script, each)))
 
 
 def calls_in(script: Script, functions: Iterable[cst.CSTNode]) -> list[cst.Call]:
     """The calls in functions, and in those that they call, each once."""
-    functions_called = sorted(with_called(script, functions), key=script.line)
+    functions_called = sorted(with_callees(script, functions), key=script.line)
     return list(
         dict.fromkeys(
             call for each in functions_called for call in find(each, cst.Call)
@@ -85,25 +85,25 @@ def _called_functions(script: Script, function: cst.CSTNode) -> Iterator[cst.CST
             yield from script.functions(node.func.value)
             value = script.flow.value(node.func)
             yield from [value] if isinstance(value, cst.Lambda) else []
-        for method in script.functions(method_of(node)):
-            if class_of(script, method) is not None:
+        for method in script.functions(method_name(node)):
+            if class_of_method(script, method) is not None:
                 yield method
 
 
 def _run_by_strategies(script: Script) -> Iterator[cst.CSTNode]:
     for node in script.calls:
-        is_run = method_of(node) in NAMES["running_methods"] and bool(node.args)
-        if is_run and not script.names.imported(root_of(node.func)):
-            yield from _functions_of(script, node.args[0].value)
+        is_run = method_name(node) in NAMES["running_methods"] and bool(node.args)
+        if is_run and not script.names.imported(first_name(node.func)):
+            yield from _compiled_functions(script, node.args[0].value)
 
 
-def _functions_of(script: Script, node: Expression) -> Iterator[cst.CSTNode]:
+def _compiled_functions(script: Script, node: Expression) -> Iterator[cst.CSTNode]:
     """The functions that an expression such as `tf.function(step)` compiles."""
     if isinstance(node, cst.Lambda):
         yield node
     elif isinstance(node, cst.Call):
-        if script.called(node) == "function" and node.args:
-            yield from _functions_of(script, node.args[0].value)
+        if script.called_path(node) == "function" and node.args:
+            yield from _compiled_functions(script, node.args[0].value)
     else:
         yield from script.functions(last_name(node))
 
@@ -111,12 +111,12 @@ def _functions_of(script: Script, node: Expression) -> Iterator[cst.CSTNode]:
 def _compiled_methods(script: Script) -> Iterator[cst.CSTNode]:
     methods = {"train_step", "test_step", "predict_step", "call"}
     for node in script.nodes(cst.FunctionDef):
-        bases = foreign_bases(script, class_of(script, node))
-        if (node.name.value in methods and bases) or makes_spec(script, node):
+        bases = external_bases(script, class_of_method(script, node))
+        if (node.name.value in methods and bases) or calls_estimator_spec(script, node):
             yield node
 
 
-def foreign_bases(script: Script, owner: cst.ClassDef | None) -> list[Expression]:
+def external_bases(script: Script, owner: cst.ClassDef | None) -> list[Expression]:
     """The bases of a class, and of its bases, that the script does not define."""
     seen = with_bases(script, owner)
     named = {owner.name.value for owner in seen} | {"object", "ABC", "Protocol"}
@@ -124,20 +124,22 @@ def foreign_bases(script: Script, owner: cst.ClassDef | None) -> list[Expression
     return [base for base in every_base if script.code(base) not in named]
 
 
-def class_of(script: Script, function: cst.FunctionDef | None) -> cst.ClassDef | None:
+def class_of_method(
+    script: Script, function: cst.FunctionDef | None
+) -> cst.ClassDef | None:
     """The class that a function is a method of; None if it is no method."""
     block = script.parent(function) if function else None
     owner = script.parent(block) if block else None
     return owner if isinstance(owner, cst.ClassDef) else None
 
 
-def makes_spec(script: Script, node: cst.CSTNode) -> bool:
+def calls_estimator_spec(script: Script, node: cst.CSTNode) -> bool:
     """Whether `EstimatorSpec` is called in a node, such as a model function."""
     calls = find(node, cst.Call)
-    return any(script.called(call) == "estimator.EstimatorSpec" for call in calls)
+    return any(script.called_path(call) == "estimator.EstimatorSpec" for call in calls)
 
 
-RANDOM = [
+RANDOM_FUNCTIONS = [
     path
     for path, operator in DEVICE_OPERATORS.items()
     if operator.target.startswith("keras.random.")
@@ -145,77 +147,80 @@ RANDOM = [
 """Paths of functions that draw random numbers."""
 
 
-def plan_randomness(script: Script) -> Plan:
+def plan_randomness(script: Script) -> Edits:
     """Plan a `SeedGenerator` in a strategy's scope, for steps that need one.
 
     Methods of layers and models have one of their own. Steps that cannot see a scope's
     variables get none, and are reported.
     """
-    plan = Plan()
-    homes = {block: script.function_of(block) for block in scopes(script)}
+    edits = Edits()
+    homes = {block: script.function_of(block) for block in scope_blocks(script)}
     for node in script.calls:
-        if script.called(node) not in RANDOM or not is_traced(script, node):
+        if script.called_path(node) not in RANDOM_FUNCTIONS or not is_traced(
+            script, node
+        ):
             continue
-        if _plan_own_generator(script, plan, node):
-            plan.generators[node] = f"self.{_GENERATOR}"
+        if _plan_own_generator(script, edits, node):
+            edits.generators[node] = f"self.{_GENERATOR_NAME}"
             continue
         around = {None, *script.parents(node)}
         block = next((b for b, home in homes.items() if home in around), None)
-        line = f"{_free_name(script)} = {_made(script, 'seed=0')}"
+        line = f"{_generator_name(script)} = {_new_generator(script, 'seed=0')}"
         if block is not None:
-            plan.generators[node] = _free_name(script)
-            plan.first_lines[block] = line
-    return plan
+            edits.generators[node] = _generator_name(script)
+            edits.first_lines[block] = line
+    return edits
 
 
-_GENERATOR = "seed_generator"
+_GENERATOR_NAME = "seed_generator"
 
 
-def _free_name(script: Script) -> str:
-    return f"{_GENERATOR}_" if script.names.is_bound(_GENERATOR) else _GENERATOR
+def _generator_name(script: Script) -> str:
+    is_taken = script.names.is_bound(_GENERATOR_NAME)
+    return _GENERATOR_NAME + "_" * is_taken
 
 
-def _made(script: Script, arguments: str = "") -> str:
-    return f"{script.here('keras.random.SeedGenerator')}({arguments})"
+def _new_generator(script: Script, arguments: str = "") -> str:
+    return f"{script.local_text('keras.random.SeedGenerator')}({arguments})"
 
 
-def _plan_own_generator(script: Script, plan: Plan, node: cst.Call) -> bool:
+def _plan_own_generator(script: Script, edits: Edits, node: cst.Call) -> bool:
     """Plan `self.seed_generator` in the constructor of the layer that a call is in.
 
     Returns:
         Whether that can be done, and the call is in a method of a layer or model.
     """
     function = script.function_of(node)
-    owner = class_of(script, function)
+    owner = class_of_method(script, function)
     names = [p.name.value for p in function.params.params] if function else []
     is_layer = is_class_of(script, owner, ("layer", "model"))
     if owner is None or not is_layer or names[:1] != ["self"]:
         return False
-    code = f"self.{_GENERATOR} = {_made(script)}"
+    code = f"self.{_GENERATOR_NAME} = {_new_generator(script)}"
     methods = methods_of(owner)
     init = methods.get("__init__")
     place: cst.CSTNode | None = next(iter(methods.values()))
     if init is not None:  # Below `super().__init__(...)`.
         lines = (line for line in init.body.body if _calls_constructor(line))
         place = next(lines, None)
-    if place is None or _GENERATOR in names_in(owner):
+    if place is None or _GENERATOR_NAME in names_in(owner):
         return False
     args = "*args, **kwargs"
     text = f"def __init__(self, {args}):\n    super().__init__({args})\n    {code}"
-    plan.replacements[place] = lambda updated: (
+    edits.replacements[place] = lambda updated: (
         cst.FlattenSentinel([updated, cst.parse_statement(code)])
         if init is not None
-        else _below(text, updated)
+        else _inserted_above(text, updated)
     )
     return True
 
 
 def _calls_constructor(line: cst.CSTNode) -> bool:
-    small = only_of(line)
-    return isinstance(small, cst.Expr) and method_of(small.value) == "__init__"
+    small = only_statement(line)
+    return isinstance(small, cst.Expr) and method_name(small.value) == "__init__"
 
 
-def _below(text: str, updated: cst.FunctionDef) -> Replacement:
+def _inserted_above(text: str, updated: cst.FunctionDef) -> Replacement:
     """Insert the method `text` above another one, with a blank line between them."""
     blank = [line for line in updated.leading_lines if not line.comment]
     gap = [] if blank else [cst.EmptyLine(indent=False)]
@@ -224,10 +229,10 @@ def _below(text: str, updated: cst.FunctionDef) -> Replacement:
     return cst.FlattenSentinel([above, updated.with_changes(leading_lines=lines)])
 
 
-def scopes(script: Script) -> Iterator[cst.CSTNode]:
+def scope_blocks(script: Script) -> Iterator[cst.CSTNode]:
     """The blocks under `with strategy.scope():`."""
     for node in script.nodes(cst.With):
-        is_scope = method_of(node.items[0].item) == "scope"
+        is_scope = method_name(node.items[0].item) == "scope"
         if is_scope and isinstance(node.body, cst.IndentedBlock):
             yield node.body
 

@@ -11,76 +11,76 @@ import functools
 
 import libcst as cst
 
-from replicax_migrate.kinds import is_class_of, is_kind, origins, own_methods
-from replicax_migrate.plan import Plan
+from replicax_migrate.edits import Edits
+from replicax_migrate.kinds import creations, is_class_of, is_kind, methods_named
 from replicax_migrate.script import Expression, Replacement, Script, Unported
 from replicax_migrate.tables import MESSAGES
-from replicax_migrate.tracing import class_of, makes_spec
+from replicax_migrate.tracing import calls_estimator_spec, class_of_method
 from replicax_migrate.tree import (
+    arg_value,
     attr_of,
-    dotted,
+    dotted_name,
     find,
-    free_name,
-    in_with,
+    first_name,
     is_name,
     keyword,
+    kwarg_value,
     last_name,
-    method_of,
-    named,
+    method_name,
     names_in,
     object_of,
-    only_of,
-    root_of,
-    text_of,
-    value_of,
+    only_statement,
+    string_of,
+    unused_name,
     walk,
+    wrapped_in_with,
 )
-from replicax_migrate.values import definitions, iterated_container
+from replicax_migrate.values import definitions, loop_container
 
 __all__ = ["plan_train_steps", "plan_training", "report_trainable"]
 
 
-def plan_training(script: Script) -> Plan:
+def plan_training(script: Script) -> Edits:
     """Plan the port of calls of `minimize` and `compiled_loss`, where it is literal."""
-    plan = Plan()
+    edits = Edits()
     for node in filter(_is_minimize, script.calls):
         function = script.function_of(node)
-        if function is None or named(node, "grad_loss") is not None:
+        if function is None or kwarg_value(node, "grad_loss") is not None:
             continue
-        if named(node, "tape") is not None:
+        if kwarg_value(node, "tape") is not None:
             if _has_variables(script, node):
-                plan.replacements[node] = functools.partial(_with_given_tape, script)
-        elif makes_spec(script, function):
-            plan.replacements[node] = functools.partial(_estimators, script)
+                edits.replacements[node] = functools.partial(_with_own_tape, script)
+        elif calls_estimator_spec(script, function):
+            edits.replacements[node] = functools.partial(_estimator_minimize, script)
         else:
-            _plan_tape(script, plan, node)
+            _plan_tape(script, edits, node)
     for node in script.calls:
         if _is_compiled_loss(script, node):
             script.attempt(
-                node, lambda n=node: _plan_compiled_loss(script, plan, n), None
+                node, lambda n=node: _plan_compiled_loss(script, edits, n), None
             )
-    return plan
+    return edits
 
 
 def _has_variables(script: Script, node: cst.Call) -> bool:
     """Whether a call of `minimize` names a loss, no function, and variables."""
-    loss = script.flow.resolved(value_of(node, 0, "loss"))
+    loss = script.flow.resolve(arg_value(node, 0, "loss"))
     is_function = isinstance(loss, cst.Lambda) or (
         isinstance(loss, cst.Name) and bool(script.functions(loss.value))
     )
-    return not is_function and value_of(node, 1, "var_list") is not None
+    return not is_function and arg_value(node, 1, "var_list") is not None
 
 
 def _is_minimize(node: cst.Call) -> bool:
-    return method_of(node) == "minimize" and bool(node.args)
+    return method_name(node) == "minimize" and bool(node.args)
 
 
-def _with_given_tape(script: Script, updated: cst.Call) -> Expression:
+def _with_own_tape(script: Script, updated: cst.Call) -> Expression:
     """Port `o.minimize(loss, variables, tape=tape)` to `o.apply_gradients(...)`."""
     arguments = {
-        "tape": named(updated, "tape"),
-        "loss": value_of(updated, 0, "loss"),
-        "variables": value_of(updated, 1, "var_list"),
+        "tape": kwarg_value(updated, "tape"),
+        "loss": arg_value(updated, 0, "loss"),
+        "variables": arg_value(updated, 1, "var_list"),
     }
     return script.template(
         "{optimizer}.apply_gradients("
@@ -90,19 +90,19 @@ def _with_given_tape(script: Script, updated: cst.Call) -> Expression:
     )
 
 
-def _estimators(script: Script, updated: cst.Call) -> cst.Call:
+def _estimator_minimize(script: Script, updated: cst.Call) -> cst.Call:
     """Port `minimize` to `rx.estimator.minimize`, which counts the step by itself."""
-    values = [object_of(updated), value_of(updated, 0, "loss")]
-    values.append(named(updated, "var_list"))
+    values = [object_of(updated), arg_value(updated, 0, "loss")]
+    values.append(kwarg_value(updated, "var_list"))
     args = [cst.Arg(value) for value in values if value is not None]
     return cst.Call(script.expression("rx.estimator.minimize"), args)
 
 
-def _plan_tape(script: Script, plan: Plan, call: cst.Call) -> None:
+def _plan_tape(script: Script, edits: Edits, call: cst.Call) -> None:
     """Plan to move the straight-line code that computes the loss into a tape."""
     line = script.statement_of(call)
     block = script.parent(line)
-    loss = value_of(call, 0, "loss")
+    loss = arg_value(call, 0, "loss")
     if (
         not isinstance(block, cst.IndentedBlock)
         or not isinstance(line, cst.SimpleStatementLine)
@@ -120,30 +120,30 @@ def _plan_tape(script: Script, plan: Plan, call: cst.Call) -> None:
     if not any(is_name(target, loss.value) for target in targets):
         return
     for statement in inside:
-        plan.replacements[statement] = script.moving(statement)
+        edits.replacements[statement] = script.move_away(statement)
     called = sorted(set().union(*used))
-    variables = value_of(call, 9, "var_list")
+    variables = arg_value(call, 9, "var_list")
     text = " + ".join(f"{name}.trainable_variables" for name in called)
     if variables is not None:
         text = script.code(variables)
-    plan.replacements[line] = functools.partial(_with_tape, script, line, inside, text)
-    plan.replacements[call] = lambda updated: updated
+    edits.replacements[line] = functools.partial(_with_tape, script, line, inside, text)
+    edits.replacements[call] = lambda updated: updated
 
 
 def _is_unused(
     script: Script, line: cst.SimpleStatementLine, block: cst.IndentedBlock
 ) -> bool:
     """Whether the result of `minimize` is unused, or only a control dependency."""
-    small = only_of(line)
+    small = only_statement(line)
     if isinstance(small, cst.Expr):
         return True
     if not isinstance(small, cst.Assign):
         return False
-    names = {dotted(target.target) for target in small.targets}
+    names = {dotted_name(target.target) for target in small.targets}
     uses = [node for node in find(block, cst.Name) if node.value in names]
     return all(
         script.statement_of(use) is line
-        or "control_dependencies" in map(script.called, script.parents(use))
+        or "control_dependencies" in map(script.called_path, script.parents(use))
         for use in uses
     )
 
@@ -152,7 +152,7 @@ def _called_models(script: Script, statement: cst.CSTNode) -> set[str]:
     return {
         name
         for node in find(statement, cst.Call)
-        if (name := dotted(node.func)) and is_kind(script, node.func, "model")
+        if (name := dotted_name(node.func)) and is_kind(script, node.func, "model")
     }
 
 
@@ -165,10 +165,10 @@ def _with_tape(
 ) -> Replacement:
     function = script.function_of(line)
     used = names_in(function) if function else ()
-    tape = free_name(used, "tape", "gradient_tape")
-    gradients = free_name(used, "gradients", "loss_gradients")
+    tape = unused_name(used, "tape", "gradient_tape")
+    gradients = unused_name(used, "gradients", "loss_gradients")
     call = next(filter(_is_minimize, find(updated, cst.Call)))
-    loss = value_of(call, 0, "loss")
+    loss = arg_value(call, 0, "loss")
     assert loss is not None
     asname = cst.AsName(cst.Name(tape))
     item = cst.WithItem(script.template("rx.GradientTape()"), asname)
@@ -181,25 +181,25 @@ def _with_tape(
     applied = cst.parse_statement(
         f"{optimizer}.apply_gradients(zip({gradients}, {variables}))"
     )
-    return cst.FlattenSentinel([in_with(item, moved), differentiated, applied])
+    return cst.FlattenSentinel([wrapped_in_with(item, moved), differentiated, applied])
 
 
 def _is_compiled_loss(script: Script, node: cst.Call) -> bool:
     """Whether a call is of a Keras model's `compiled_loss`, not the script's own."""
-    if method_of(node) != "compiled_loss" or script.called(node):
+    if method_name(node) != "compiled_loss" or script.called_path(node):
         return False
-    is_of_module = script.names.imported(root_of(node.func)) is not None
+    is_of_module = script.names.imported(first_name(node.func)) is not None
     return not is_of_module and not definitions(script, node.func)
 
 
 _COMPILED_LOSS = "there is no compiled_loss: use self.compute_loss(y=y, y_pred=y_pred)"
 
 
-def _plan_compiled_loss(script: Script, plan: Plan, node: cst.Call) -> None:
+def _plan_compiled_loss(script: Script, edits: Edits, node: cst.Call) -> None:
     """Plan `compute_loss` and the update of the metric `loss`, or refuse a call."""
     line, function = script.statement_of(node), script.function_of(node)
-    model, target = dotted(object_of(node)), script.target_of(node)
-    small = only_of(line)
+    model, target = dotted_name(object_of(node)), script.target_of(node)
+    small = only_statement(line)
     is_whole = isinstance(small, cst.Assign) and small.value is node
     is_clear = is_whole and isinstance(target, cst.Name)
     if not is_clear or function is None or model is None:
@@ -208,15 +208,15 @@ def _plan_compiled_loss(script: Script, plan: Plan, node: cst.Call) -> None:
     script.note(node, MESSAGES["loss_of_batches"])
     name = last_name(target)
     update = cst.parse_statement(_update_of_loss(script, function, model, name))
-    plan.replacements[node] = _compute_loss
-    plan.replacements[line] = lambda updated: cst.FlattenSentinel([updated, update])
+    edits.replacements[node] = _compute_loss
+    edits.replacements[line] = lambda updated: cst.FlattenSentinel([updated, update])
 
 
 def _update_of_loss(
     script: Script, function: cst.FunctionDef, model: str, name: str
 ) -> str:
     """The code that updates the metric `loss` of a model with a variable."""
-    metric = free_name(names_in(function), "metric", "loss_metric")
+    metric = unused_name(names_in(function), "metric", "loss_metric")
     return (
         f"for {metric} in {model}.metrics:\n"
         f"    if {metric}.name == {script.string('loss').value}:\n"
@@ -230,9 +230,9 @@ def _check_compiled_loss(
     """Refuse a call of `compiled_loss` whose losses `compute_loss` would add twice."""
     if any(arg.star for arg in node.args):
         raise Unported(_COMPILED_LOSS)
-    if own_methods(script, object_of(node), "compute_loss"):
+    if methods_named(script, object_of(node), "compute_loss"):
         raise Unported(MESSAGES["own_compute_loss"])
-    losses = value_of(node, 3, "regularization_losses")
+    losses = arg_value(node, 3, "regularization_losses")
     adds = f"compute_loss adds {model}.losses"
     if losses is None:
         if any(attr_of(node) == "losses" for node in walk(function)):
@@ -247,36 +247,38 @@ def _compute_loss(updated: cst.Call) -> cst.Call:
     names = ("y_true", "y"), ("y_pred", "y_pred"), ("sample_weight", "sample_weight")
     args = []
     for position, (old, new) in enumerate(names):
-        value = value_of(updated, position, old)
+        value = arg_value(updated, position, old)
         if value is not None and not is_name(value, "None"):
             args.append(keyword(new, value))
     func = updated.func.with_changes(attr=cst.Name("compute_loss"))
     return updated.with_changes(func=func, args=args)
 
 
-def plan_train_steps(script: Script) -> Plan:
+def plan_train_steps(script: Script) -> Edits:
     """Plan updates of the metric `loss` in steps that log nothing but their loss."""
-    plan = Plan()
+    edits = Edits()
     for function in [*script.functions("train_step"), *script.functions("test_step")]:
-        owner = class_of(script, function)
+        owner = class_of_method(script, function)
         if owner is None or not is_class_of(script, owner, ("model",)):
             continue
-        has_metrics = bool(own_methods(script, owner, "metrics"))
+        has_metrics = bool(methods_named(script, owner, "metrics"))
         if not has_metrics and "compiled_loss" not in names_in(function):
-            _plan_log(script, plan, function)
-    return plan
+            _plan_metric_update(script, edits, function)
+    return edits
 
 
-def _plan_log(script: Script, plan: Plan, function: cst.FunctionDef) -> None:
+def _plan_metric_update(
+    script: Script, edits: Edits, function: cst.FunctionDef
+) -> None:
     """Plan an update of the metric `loss` above `return {"loss": loss}`."""
     for node in find(function, cst.Return):
         pairs = node.value.elements if isinstance(node.value, cst.Dict) else ()
         pair = pairs[0] if len(pairs) == 1 else None
-        if not isinstance(pair, cst.DictElement) or text_of(pair.key) != "loss":
+        if not isinstance(pair, cst.DictElement) or string_of(pair.key) != "loss":
             continue
         if isinstance(pair.value, cst.Name):
             update = _update_of_loss(script, function, "self", pair.value.value)
-            plan.insert(script.statement_of(node), update)
+            edits.insert_above(script.statement_of(node), update)
             script.note(node, MESSAGES["loss_of_epoch"])
 
 
@@ -298,14 +300,16 @@ def report_trainable(script: Script) -> None:
         assert isinstance(target, cst.Attribute)
         owner = _owner_of_layers(script, target.value)
         is_switched = owner is None and texts.count(text) > 1  # By the script itself.
-        if not is_switched and _is_late(script, target, owner or target.value):
+        if not is_switched and _is_changed_after_compile(
+            script, target, owner or target.value
+        ):
             script.leave(target, MESSAGES["late_trainable"])
 
 
 def _owner_of_layers(script: Script, node: Expression) -> Expression | None:
     """The model in `for layer in model.layers`, of a layer; None for other names."""
     for definition in definitions(script, node):
-        match iterated_container(script, definition.node):
+        match loop_container(script, definition.node):
             case (cst.Attribute(attr=cst.Name("layers"), value=model), _):
                 return model
     return None
@@ -316,18 +320,20 @@ def _calls_of(
 ) -> list[cst.Call]:
     """The calls of some methods of a model, under any of its names."""
     models = {
-        origin for origin in origins(script, model) if isinstance(origin, cst.Call)
+        origin for origin in creations(script, model) if isinstance(origin, cst.Call)
     }
-    calls = (call for call in script.calls if method_of(call) in names)
+    calls = (call for call in script.calls if method_name(call) in names)
     return [
         call
         for call in calls
         if script.code(object_of(call)) == script.code(model)
-        or not models.isdisjoint(origins(script, object_of(call)))
+        or not models.isdisjoint(creations(script, object_of(call)))
     ]
 
 
-def _is_late(script: Script, node: cst.CSTNode, model: Expression) -> bool:
+def _is_changed_after_compile(
+    script: Script, node: cst.CSTNode, model: Expression
+) -> bool:
     """Whether a model was compiled before an assignment, and is not compiled again.
 
     A model that one function makes and compiles counts as compiled in the others.
@@ -338,6 +344,8 @@ def _is_late(script: Script, node: cst.CSTNode, model: Expression) -> bool:
     if here:
         return max(here) < script.line(node)
     makers = {
-        script.function_of(c) for c in origins(script, model) if isinstance(c, cst.Call)
+        script.function_of(c)
+        for c in creations(script, model)
+        if isinstance(c, cst.Call)
     }
     return any(script.function_of(call) in makers - {None} for call in compiled)

@@ -24,7 +24,7 @@ def find(node: cst.CSTNode, *kinds: type[_Node]) -> Iterator[_Node]:
             yield inner
 
 
-def reached(first: Iterable[_T], step: Callable[[_T], Iterable[_T]]) -> Iterator[_T]:
+def reachable(first: Iterable[_T], step: Callable[[_T], Iterable[_T]]) -> Iterator[_T]:
     """Each of `first`, and all that repeated steps lead to from there, each once."""
     pending, seen = [*first], set[_T]()
     while pending:
@@ -35,7 +35,7 @@ def reached(first: Iterable[_T], step: Callable[[_T], Iterable[_T]]) -> Iterator
             pending += step(item)
 
 
-def dotted(node: cst.CSTNode | None) -> str | None:
+def dotted_name(node: cst.CSTNode | None) -> str | None:
     """The text of a dotted name such as `a.b.c`; None for other expressions."""
     parts: list[str] = []
     while isinstance(node, cst.Attribute):
@@ -46,7 +46,7 @@ def dotted(node: cst.CSTNode | None) -> str | None:
     return ".".join([node.value, *reversed(parts)])
 
 
-def root_of(node: cst.CSTNode | None) -> cst.Name | None:
+def first_name(node: cst.CSTNode | None) -> cst.Name | None:
     """The name that a dotted name such as `a.b.c` begins with."""
     while isinstance(node, cst.Attribute):
         node = node.value
@@ -68,7 +68,7 @@ def attr_of(node: cst.CSTNode | None) -> str:
     return node.attr.value if isinstance(node, cst.Attribute) else ""
 
 
-def method_of(node: cst.CSTNode | None) -> str:
+def method_name(node: cst.CSTNode | None) -> str:
     """The name of the method that a node calls; else `""`."""
     return attr_of(node.func) if isinstance(node, cst.Call) else ""
 
@@ -79,36 +79,38 @@ def object_of(node: cst.CSTNode) -> cst.BaseExpression:
     return node.func.value if isinstance(node.func, cst.Attribute) else node.func
 
 
-def text_of(node: cst.CSTNode | None) -> str:
+def string_of(node: cst.CSTNode | None) -> str:
     """The value of a string literal; else `""`."""
     return str(node.evaluated_value) if isinstance(node, cst.SimpleString) else ""
 
 
-def parts_of(node: cst.CSTNode | None) -> list[cst.BaseExpression]:
+def elements_of(node: cst.CSTNode | None) -> list[cst.BaseExpression]:
     """The elements of a list or tuple display; none of other expressions."""
     is_display = isinstance(node, cst.List | cst.Tuple)
     return [element.value for element in node.elements] if is_display else []
 
 
-def pairs_of(node: cst.CSTNode | None) -> list[cst.DictElement]:
+def dict_pairs(node: cst.CSTNode | None) -> list[cst.DictElement]:
     """The pairs of a dict display; none of other expressions."""
     elements = node.elements if isinstance(node, cst.Dict) else ()
     return [element for element in elements if isinstance(element, cst.DictElement)]
 
 
-def is_of_super(node: cst.CSTNode | None) -> bool:
+def calls_super(node: cst.CSTNode | None) -> bool:
     """Whether a node calls a method of `super()`."""
     owner = object_of(node) if isinstance(node, cst.Call) else None
     return isinstance(owner, cst.Call) and is_name(owner.func, "super")
 
 
-def is_of_numbers(node: cst.CSTNode) -> bool:
+def is_list_of_numbers(node: cst.CSTNode) -> bool:
     """Whether a node displays a list of numbers, or of such lists."""
     parts = [
-        p.expression if isinstance(p, cst.UnaryOperation) else p for p in parts_of(node)
+        p.expression if isinstance(p, cst.UnaryOperation) else p
+        for p in elements_of(node)
     ]
     return bool(parts) and all(
-        isinstance(number, cst.BaseNumber) or is_of_numbers(number) for number in parts
+        isinstance(number, cst.BaseNumber) or is_list_of_numbers(number)
+        for number in parts
     )
 
 
@@ -131,7 +133,7 @@ def names_in(node: cst.CSTNode) -> set[str]:
     return {name.value for name in find(node, cst.Name)}
 
 
-def free_name(used: Container[str], *wanted: str) -> str:
+def unused_name(used: Container[str], *wanted: str) -> str:
     """The first of `wanted` that is not used, or the first one with a number."""
     numbered = (f"{wanted[0]}_{i}" for i in itertools.count(2))
     return next(n for n in itertools.chain(wanted, numbered) if n not in used)
@@ -146,7 +148,7 @@ def used_names(module: cst.CSTNode) -> set[str]:
         is_import = isinstance(node, cst.Import | cst.ImportFrom)
         return () if is_import else node.children
 
-    nodes = reached([module], inside)
+    nodes = reachable([module], inside)
     return {node.value for node in nodes if isinstance(node, cst.Name)}
 
 
@@ -183,7 +185,7 @@ def imported_modules(module: cst.Module | cst.IndentedBlock) -> list[tuple[str, 
 
 def module_of(node: cst.ImportFrom) -> str:
     """The module that `from x import y` names, without leading dots."""
-    return dotted(node.module) or ""
+    return dotted_name(node.module) or ""
 
 
 def import_alias(name: str, local: str) -> cst.ImportAlias:
@@ -202,12 +204,12 @@ def keyword_of(arg: cst.Arg) -> str:
     return arg.keyword.value if arg.keyword else ""
 
 
-def is_named(arg: cst.Arg, *names: str) -> bool:
+def has_keyword(arg: cst.Arg, *names: str) -> bool:
     """Whether an argument is given by one of these keywords."""
     return arg.keyword is not None and arg.keyword.value in names
 
 
-def argument(args: Sequence[cst.Arg], position: int, name: str) -> cst.Arg | None:
+def find_arg(args: Sequence[cst.Arg], position: int, name: str) -> cst.Arg | None:
     """The argument at `position` or with the keyword `name`; None if there is none."""
     for i, arg in enumerate(args):
         if arg.star:
@@ -217,23 +219,23 @@ def argument(args: Sequence[cst.Arg], position: int, name: str) -> cst.Arg | Non
     return None
 
 
-def value_of(call: cst.Call, position: int, name: str) -> cst.BaseExpression | None:
+def arg_value(call: cst.Call, position: int, name: str) -> cst.BaseExpression | None:
     """The value of the argument at `position` or with the keyword `name`; or None."""
-    arg = argument(call.args, position, name)
+    arg = find_arg(call.args, position, name)
     return arg.value if arg is not None else None
 
 
-def named(call: cst.Call, *names: str) -> cst.BaseExpression | None:
+def kwarg_value(call: cst.Call, *names: str) -> cst.BaseExpression | None:
     """The value of the first argument with one of these keywords; None without one."""
-    return next((arg.value for arg in call.args if is_named(arg, *names)), None)
+    return next((arg.value for arg in call.args if has_keyword(arg, *names)), None)
 
 
 def keyword(name: str, value: cst.BaseExpression) -> cst.Arg:
     """The argument `name=value`."""
-    return renamed(cst.Arg(value), name)
+    return with_keyword(cst.Arg(value), name)
 
 
-def renamed(arg: cst.Arg, name: str) -> cst.Arg:
+def with_keyword(arg: cst.Arg, name: str) -> cst.Arg:
     """`arg` as a keyword argument of another name."""
     if arg.keyword:
         return arg.with_changes(keyword=cst.Name(name))
@@ -242,14 +244,14 @@ def renamed(arg: cst.Arg, name: str) -> cst.Arg:
     return arg.with_changes(keyword=cst.Name(name), equal=equal)
 
 
-def changed(
+def with_new_value(
     args: Sequence[cst.Arg], old: cst.Arg | None, value: cst.BaseExpression
 ) -> list[cst.Arg]:
     """`args` with another value for one of them."""
     return [arg.with_changes(value=value) if arg is old else arg for arg in args]
 
 
-def without(
+def join_args(
     args: Sequence[cst.Arg], kept: Sequence[cst.Arg], extra: Sequence[cst.Arg] = ()
 ) -> list[cst.Arg]:
     """Join `kept` and `extra`, with the trailing comma and line break of `args`."""
@@ -276,7 +278,7 @@ def with_args(call: cst.Call, args: Sequence[cst.Arg]) -> cst.Call:
     pairs = zip(args, call.args, strict=False)
     if len(args) == len(call.args) and all(new is old for new, old in pairs):
         return call
-    return call.with_changes(args=without(call.args, args))
+    return call.with_changes(args=join_args(call.args, args))
 
 
 def parenthesized(node: cst.BaseExpression) -> cst.BaseExpression:
@@ -301,7 +303,7 @@ def as_assignment(node: cst.AugAssign) -> cst.Assign:
     )
 
 
-def in_with(item: cst.WithItem, lines: Sequence[cst.BaseStatement]) -> cst.With:
+def wrapped_in_with(item: cst.WithItem, lines: Sequence[cst.BaseStatement]) -> cst.With:
     """A `with` around lines, below the comments of the first one."""
     first, *others = lines
     assert isinstance(first, cst.SimpleStatementLine | cst.BaseCompoundStatement)
@@ -318,7 +320,7 @@ def small_statements(
             yield from line.body
 
 
-def only_of(line: cst.CSTNode | None) -> cst.BaseSmallStatement | None:
+def only_statement(line: cst.CSTNode | None) -> cst.BaseSmallStatement | None:
     """The small statement that a line consists of; None for several, and for blocks."""
     body = line.body if isinstance(line, cst.SimpleStatementLine) else ()
     return body[0] if len(body) == 1 else None
@@ -326,7 +328,7 @@ def only_of(line: cst.CSTNode | None) -> cst.BaseSmallStatement | None:
 
 def is_docstring(line: cst.CSTNode) -> bool:
     """Whether a line is a string alone."""
-    small = only_of(line)
+    small = only_statement(line)
     return isinstance(small, cst.Expr) and isinstance(small.value, cst.BaseString)
 
 

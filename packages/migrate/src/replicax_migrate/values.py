@@ -14,34 +14,34 @@ from replicax_migrate.flow import Definition
 from replicax_migrate.script import Expression, Script
 from replicax_migrate.tree import (
     attr_of,
+    dict_pairs,
+    elements_of,
     find,
     is_name,
-    method_of,
+    method_name,
     object_of,
-    pairs_of,
-    parts_of,
-    reached,
-    text_of,
+    reachable,
+    string_of,
     walk,
 )
 
 __all__ = [
-    "bases",
-    "bound_values",
+    "definition_values",
     "definitions",
+    "direct_values",
     "elements",
+    "elements_at",
     "ends_at_cycles",
     "is_parameter",
-    "items_at",
-    "iterated_container",
+    "loop_container",
     "possible_values",
     "returned_values",
-    "value_sources",
+    "script_bases",
     "values_returned_by",
     "with_bases",
 ]
 
-_COPIES = ("list", "tuple", "reversed", "sorted", "iter", "set")
+_COPYING_FUNCTIONS = ("list", "tuple", "reversed", "sorted", "iter", "set")
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
@@ -71,7 +71,7 @@ def ends_at_cycles(result: Any) -> Callable[[Callable[_P, _T]], Callable[_P, _T]
     return decorator
 
 
-def bases(script: Script, node: cst.ClassDef) -> list[cst.ClassDef]:
+def script_bases(script: Script, node: cst.ClassDef) -> list[cst.ClassDef]:
     """The direct bases of a class that the script defines."""
     names = [b.value.value for b in node.bases if isinstance(b.value, cst.Name)]
     return [owner for name in names for owner in script.classes(name)]
@@ -79,7 +79,9 @@ def bases(script: Script, node: cst.ClassDef) -> list[cst.ClassDef]:
 
 def with_bases(script: Script, *owners: cst.ClassDef | None) -> list[cst.ClassDef]:
     """Classes and all bases of theirs that the script defines, each once."""
-    return list(reached(filter(None, owners), lambda owner: bases(script, owner)))
+    return list(
+        reachable(filter(None, owners), lambda owner: script_bases(script, owner))
+    )
 
 
 def definitions(script: Script, node: Expression) -> frozenset[Definition]:
@@ -99,7 +101,7 @@ def definitions(script: Script, node: Expression) -> frozenset[Definition]:
     )
 
 
-def bound_values(script: Script, definition: Definition) -> list[Expression]:
+def definition_values(script: Script, definition: Definition) -> list[Expression]:
     """The values of a definition, with the default where it is a parameter's."""
     bound = script.parent(definition.node)
     default = bound.default if isinstance(bound, cst.Param) else None
@@ -136,7 +138,7 @@ def elements(script: Script, node: Expression) -> list[Expression]:
         case cst.Subscript(slice=[cst.SubscriptElement(slice=cst.Slice()), *_]):
             return elements(script, node.value)
         case cst.Call():
-            return _of_call(script, node)
+            return _elements_of_call(script, node)
     inside_all: list[Expression] = []
     for definition in definitions(script, node):
         if definition.index is not None or not definition.values:
@@ -147,20 +149,24 @@ def elements(script: Script, node: Expression) -> list[Expression]:
             if not inside and not (is_display and not value.elements):
                 return []
             inside_all += inside
-        inside_all += _added(script, definition)
+        inside_all += _appended(script, definition)
     return inside_all
 
 
-def items_at(script: Script, node: Expression, index: Expression) -> list[Expression]:
+def elements_at(
+    script: Script, node: Expression, index: Expression
+) -> list[Expression]:
     """The expressions that `node[index]` may be: all elements if `index` is unknown."""
     items: list[Expression] = []
     literals = _literals(script, node)
     for literal in literals:
         if isinstance(literal, cst.Dict) and isinstance(index, cst.SimpleString):
-            same = (e for e in pairs_of(literal) if text_of(e.key) == text_of(index))
+            same = (
+                e for e in dict_pairs(literal) if string_of(e.key) == string_of(index)
+            )
             items += [pair.value for pair in same]
         elif isinstance(index, cst.Integer):
-            items += parts_of(literal)[index.evaluated_value :][:1]
+            items += elements_of(literal)[index.evaluated_value :][:1]
     return items if len(items) == len(literals) and items else elements(script, node)
 
 
@@ -169,13 +175,11 @@ def _literals(script: Script, node: Expression) -> list[Expression]:
     """The literal lists, tuples and dicts that an expression may stand for."""
     if isinstance(node, cst.List | cst.Tuple | cst.Dict):
         return [node]
-    values = value_sources(script, node)
+    values = direct_values(script, node)
     return [literal for value in values for literal in _literals(script, value)]
 
 
-def iterated_container(
-    script: Script, node: cst.CSTNode
-) -> tuple[Expression, bool] | None:
+def loop_container(script: Script, node: cst.CSTNode) -> tuple[Expression, bool] | None:
     """The container whose elements a loop or a comprehension binds to a name.
 
     Returns:
@@ -200,7 +204,7 @@ def _container(
         return iterable, False
     if not isinstance(iterable, cst.Call):
         return None
-    parts = parts_of(target)
+    parts = elements_of(target)
     holding = (any(x.deep_equals(node) for x in walk(part)) for part in parts)
     i = next((i for i, is_there in enumerate(holding) if is_there), -1)
     args = [arg.value for arg in iterable.args if not arg.star]
@@ -210,26 +214,26 @@ def _container(
         return _container(parts[i], node, args[i])
     return (
         (object_of(iterable), True)
-        if method_of(iterable) == "items" and i == 1
+        if method_name(iterable) == "items" and i == 1
         else None
     )
 
 
-def _of_call(script: Script, node: cst.Call) -> list[Expression]:
+def _elements_of_call(script: Script, node: cst.Call) -> list[Expression]:
     """The elements of a container that a call makes."""
     args = [arg.value for arg in node.args if not arg.star]
-    if is_name(node.func, *_COPIES) and args:
+    if is_name(node.func, *_COPYING_FUNCTIONS) and args:
         return elements(script, args[0])
     if is_name(node.func, "dict"):
         return [arg.value for arg in node.args if arg.keyword]
-    if method_of(node) == "values":
+    if method_name(node) == "values":
         return elements(script, object_of(node))
     return [
         e for value in returned_values(script, node) for e in elements(script, value)
     ]
 
 
-def value_sources(script: Script, node: Expression) -> list[Expression]:
+def direct_values(script: Script, node: Expression) -> list[Expression]:
     """What an expression directly stands for: values of a variable, returned values.
 
     An augmented assignment such as `x += y` has those of both sides, and a parameter
@@ -243,31 +247,33 @@ def value_sources(script: Script, node: Expression) -> list[Expression]:
         case cst.Call():
             return list(returned_values(script, node))
         case cst.Subscript(slice=[cst.SubscriptElement(slice=cst.Index(index))]):
-            return items_at(script, node.value, index)
+            return elements_at(script, node.value, index)
     sources: list[Expression] = []
     for definition in definitions(script, node):
         assigned = script.parent(definition.node)
         if isinstance(assigned, cst.AugAssign):
             sources += [assigned.target, assigned.value]
         elif definition.index is None:
-            sources += bound_values(script, definition)
+            sources += definition_values(script, definition)
         else:
             index = cst.Integer(str(definition.index))
             sources += [
-                e for value in definition.values for e in items_at(script, value, index)
+                e
+                for value in definition.values
+                for e in elements_at(script, value, index)
             ]
     return sources
 
 
 def possible_values(script: Script, node: Expression) -> Iterator[Expression]:
     """An expression, and all that it may stand for, through variables and functions."""
-    return reached([node], lambda value: value_sources(script, value))
+    return reachable([node], lambda value: direct_values(script, value))
 
 
 def returned_values(script: Script, node: cst.Call) -> Iterator[Expression]:
     """The values that a called function, lambda or method of the script returns."""
     func = node.func
-    for value in value_sources(script, func):
+    for value in direct_values(script, func):
         if isinstance(value, cst.Lambda):
             yield value.body
     if isinstance(func, cst.Attribute) and is_name(func.value, "self"):
@@ -285,13 +291,13 @@ def values_returned_by(
             yield statement.value or cst.Name("None")
 
 
-def _added(script: Script, definition: Definition) -> Iterator[Expression]:
+def _appended(script: Script, definition: Definition) -> Iterator[Expression]:
     """The expressions that are appended to a container, or assigned to its elements."""
     for use in script.flow.uses(definition):
         parent, call = script.parent(use), script.method_call(use)
         if call is not None and attr_of(parent) == "append" and call.args:
             yield call.args[0].value
         elif isinstance(parent, cst.Subscript):
-            assign = script.around(parent, cst.Assign)
+            assign = script.enclosing(parent, cst.Assign)
             if assign and any(target.target is parent for target in assign.targets):
                 yield assign.value

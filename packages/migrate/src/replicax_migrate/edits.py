@@ -6,11 +6,11 @@ from typing import Any
 
 import libcst as cst
 
-__all__ = ["Plan"]
+__all__ = ["Edits"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class Edits:
     """What a planner wants changed, by nodes of the original.
 
     A planner fills a plan of its own and returns it. `|` joins plans; where both have
@@ -18,49 +18,49 @@ class Plan:
 
     Attributes:
         replacements: Functions from a node with ported children to its replacement.
-        kept: Nodes that stay as they are, with all that is in them.
-        wrapped: Templates, such as `"keras.ops.softmax({x})"`, that are applied to the
+        unchanged: Nodes that stay as they are, with all that is in them.
+        wrappers: Templates, such as `"keras.ops.softmax({x})"`, that are applied to the
             port of a call or an operation.
-        keywords: Keywords for arguments by position.
-        dropped: Arguments that are removed.
-        appended: Arguments that are appended to calls.
-        inserted: Lines above statements.
+        arg_keywords: Keywords for arguments by position.
+        dropped_args: Arguments that are removed.
+        appended_args: Arguments that are appended to calls.
+        lines_above: Lines above statements.
         first_lines: Lines that blocks begin with.
-        names: Names that inserted lines bind.
+        new_names: Names that inserted lines bind.
         generators: Names of the random generators that calls use.
         host_functions: Functions and lambdas that run in an input pipeline, on NumPy.
         traced_functions: Functions and lambdas that a strategy compiles.
-        retained: Targets of the imported names that stay.
+        kept_imports: Targets of the imported names that stay.
     """
 
     replacements: dict[cst.CSTNode, Callable[[Any], Any]] = field(default_factory=dict)
-    kept: set[cst.CSTNode] = field(default_factory=set)
-    wrapped: dict[cst.CSTNode, str] = field(default_factory=dict)
-    keywords: dict[cst.Arg, str] = field(default_factory=dict)
-    dropped: set[cst.Arg] = field(default_factory=set)
-    appended: dict[cst.Call, cst.Arg] = field(default_factory=dict)
-    inserted: dict[cst.CSTNode, list[str]] = field(default_factory=dict)
+    unchanged: set[cst.CSTNode] = field(default_factory=set)
+    wrappers: dict[cst.CSTNode, str] = field(default_factory=dict)
+    arg_keywords: dict[cst.Arg, str] = field(default_factory=dict)
+    dropped_args: set[cst.Arg] = field(default_factory=set)
+    appended_args: dict[cst.Call, cst.Arg] = field(default_factory=dict)
+    lines_above: dict[cst.CSTNode, list[str]] = field(default_factory=dict)
     first_lines: dict[cst.CSTNode, str] = field(default_factory=dict)
-    names: set[str] = field(default_factory=set)
+    new_names: set[str] = field(default_factory=set)
     generators: dict[cst.CSTNode, str] = field(default_factory=dict)
     host_functions: set[cst.CSTNode] = field(default_factory=set)
     traced_functions: set[cst.CSTNode] = field(default_factory=set)
-    retained: dict[str, str] = field(default_factory=dict)
+    kept_imports: dict[str, str] = field(default_factory=dict)
 
-    def __or__(self, other: "Plan") -> "Plan":
+    def __or__(self, other: "Edits") -> "Edits":
         names = [item.name for item in fields(self)]
         joined = {name: getattr(self, name) | getattr(other, name) for name in names}
-        joined["inserted"] = {
-            node: self.inserted.get(node, []) + other.inserted.get(node, [])
-            for node in joined["inserted"]
+        joined["lines_above"] = {
+            node: self.lines_above.get(node, []) + other.lines_above.get(node, [])
+            for node in joined["lines_above"]
         }
-        return Plan(**joined)
+        return Edits(**joined)
 
-    def take_out(self, statement: cst.CSTNode) -> None:
+    def remove(self, statement: cst.CSTNode) -> None:
         """Remove a statement, without visiting it."""
-        self.kept.add(statement)
+        self.unchanged.add(statement)
         self.replacements[statement] = lambda updated: cst.RemoveFromParent()
 
-    def insert(self, statement: cst.CSTNode, *lines: str) -> None:
+    def insert_above(self, statement: cst.CSTNode, *lines: str) -> None:
         """Insert lines above a statement."""
-        self.inserted.setdefault(statement, []).extend(lines)
+        self.lines_above.setdefault(statement, []).extend(lines)
