@@ -45,14 +45,10 @@ class ReduceOp(enum.StrEnum):
 
     @classmethod
     def of(cls, op: object, caller: str) -> "ReduceOp":
-        """`op` as a `ReduceOp`; strings such as `"sum"` are understood.
-
-        Args:
-            op: The operation.
-            caller: The public call to name in errors.
+        """`op` as a `ReduceOp`, also of a string such as `"sum"`.
 
         Raises:
-            ValueError: If there is no such operation.
+            ValueError: For an unknown operation; it names `caller`, the public call.
         """
         if isinstance(op, str) and op.upper() in cls.__members__:
             return cls[op.upper()]
@@ -72,8 +68,9 @@ class CrossDeviceOps(ABC):
     step at once, and `scatter`, if it can do better than `sum`.
 
     Attributes:
-        num_packs: Number of packs that the gradients of a step are split into. 0 or 1:
-            no packing of our own. `CommunicationOptions.bytes_per_pack` wins over it.
+        num_packs: Number of buckets that the gradients of a step are divided into, each
+            summed as one array. 0 or 1: XLA decides. Ignored where
+            `CommunicationOptions.bytes_per_pack` is set.
 
     Example:
         >>> import jax, replicax as rx
@@ -111,15 +108,15 @@ class CrossDeviceOps(ABC):
         Args:
             value: Any shape, one per replica; `dim` divides by `axis.size`.
             axis: The replicas.
-            dim: The dimension that is cut; negative ones count from the end.
+            dim: The dimension that is divided.
 
         Returns:
             `value`'s shape with `dim` divided by `axis.size`.
 
         Raises:
-            ValueError: If there is no such dimension, or if it does not divide.
+            ValueError: If the dimension does not divide.
         """
-        dim, size = self._block(value, axis, dim)
+        size = self._block_size(value, axis, dim)
         total = self._checked_sum(value, axis)
         start = lax.axis_index(axis.name) * size
         return lax.dynamic_slice_in_dim(total, start, size, dim)
@@ -132,25 +129,19 @@ class CrossDeviceOps(ABC):
         check_like(f"{type(self).__name__}.sum", total, value)
         return total
 
-    def _block(self, value: jax.Array, axis: ReplicaAxis, dim: int) -> tuple[int, int]:
-        """`dim` from 0, and the size of a replica's block along it."""
-        call, shape = f"{type(self).__name__}.scatter", jnp.shape(value)
-        if not -len(shape) <= dim < len(shape):
+    def _block_size(self, value: jax.Array, axis: ReplicaAxis, dim: int) -> int:
+        size, remainder = divmod(value.shape[dim], axis.size)
+        if remainder:
             raise ValueError(
-                f"{call}: {dim=} is no dimension of a value of shape {shape}."
+                f"{type(self).__name__}.scatter: dimension {dim} of a value of shape "
+                f"{value.shape} does not divide by the {axis.size} replicas. Pad it to "
+                f"{(size + 1) * axis.size}."
             )
-        dim %= len(shape)
-        if shape[dim] % axis.size:
-            raise ValueError(
-                f"{call}: dimension {dim} of a value of shape {shape} does not divide "
-                f"by the {axis.size} replicas. Pad it to "
-                f"{shape[dim] + -shape[dim] % axis.size}."
-            )
-        return dim, shape[dim] // axis.size
+        return size
 
 
 def check_like(call: str, got: object, value: jax.Array) -> None:
-    """Refuse what `call` returned, if it is no array of `value`'s shape and dtype."""
+    """Raise unless `got`, which `call` returned, has `value`'s shape and dtype."""
     if not isinstance(got, jax.Array):
         raise TypeError(
             f"{call}: returned {got!r} of type {type(got).__name__}, expected an array "
@@ -173,9 +164,6 @@ class NcclAllReduce(CrossDeviceOps):
     Args:
         num_packs: See `CrossDeviceOps`.
 
-    Raises:
-        ValueError: If `num_packs` is negative, or no integer.
-
     Example:
         >>> import replicax as rx
         >>> ops = rx.NcclAllReduce(num_packs=2)
@@ -187,7 +175,7 @@ class NcclAllReduce(CrossDeviceOps):
     """
 
     def __init__(self, num_packs: int = 1) -> None:
-        self.num_packs = _checked_num_packs(num_packs, "NcclAllReduce")
+        self.num_packs = num_packs
 
     def sum(self, value: jax.Array, axis: ReplicaAxis) -> jax.Array:
         """Sum `value` over the replicas with one all-reduce."""
@@ -196,12 +184,12 @@ class NcclAllReduce(CrossDeviceOps):
     def _sums(self, tree: PyTree, axis: ReplicaAxis) -> PyTree:
         if type(self).sum is not NcclAllReduce.sum:
             return super()._sums(tree, axis)
-        return joined_sum(tree, axis, axis.name)  # On CPUs small ones travel together.
+        return joined_sum(tree, axis, axis.name)
 
     def scatter(self, value: jax.Array, axis: ReplicaAxis, dim: int = 0) -> jax.Array:
         """This replica's block of the sum, with one reduce-scatter."""
-        dim, size = self._block(value, axis, dim)
-        if jnp.size(value) == 0:
+        size = self._block_size(value, axis, dim)
+        if value.size == 0:
             return lax.slice_in_dim(value, 0, size, axis=dim)
         return lax.psum_scatter(value, axis.name, scatter_dimension=dim, tiled=True)
 
@@ -218,8 +206,7 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
             of replicas. Defaults to the replicas of one host.
 
     Raises:
-        ValueError: If `num_packs` is negative or `group_size` is not positive; in a
-            step, if `group_size` does not divide the number of replicas.
+        ValueError: In a step, if `group_size` does not divide the number of replicas.
 
     Example:
         Two neighbours are a group:
@@ -234,40 +221,37 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
     """
 
     def __init__(self, num_packs: int = 1, *, group_size: int | None = None) -> None:
-        if group_size is not None and (type(group_size) is not int or group_size < 1):
-            raise ValueError(
-                f"HierarchicalCopyAllReduce: got {group_size=}, expected a positive "
-                "integer or None."
-            )
-        self.num_packs = _checked_num_packs(num_packs, "HierarchicalCopyAllReduce")
+        self.num_packs = num_packs
         self.group_size = group_size
 
     def sum(self, value: jax.Array, axis: ReplicaAxis) -> jax.Array:
-        """Sum `value` over the replicas in the three steps."""
+        """Sum `value` over the replicas in the three stages."""
         inside, across = self._groups(axis)
-        if jnp.size(value) == 0:
-            return value  # XLA refuses to scatter nothing.
+        if value.size == 0:
+            return value  # XLA cannot scatter an empty array.
         flat = jnp.ravel(value)
         padded = jnp.pad(flat, (0, -flat.size % len(inside[0])))
-        part = lax.psum_scatter(padded, axis.name, axis_index_groups=inside, tiled=True)
-        part = lax.psum(part, axis.name, axis_index_groups=across)
-        whole = lax.all_gather(part, axis.name, axis_index_groups=inside, tiled=True)
-        return whole[: flat.size].reshape(jnp.shape(value))
+        block = lax.psum_scatter(
+            padded, axis.name, axis_index_groups=inside, tiled=True
+        )
+        block = lax.psum(block, axis.name, axis_index_groups=across)
+        whole = lax.all_gather(block, axis.name, axis_index_groups=inside, tiled=True)
+        return whole[: flat.size].reshape(value.shape)
 
     def scatter(self, value: jax.Array, axis: ReplicaAxis, dim: int = 0) -> jax.Array:
         """This replica's block of the sum: scattered inside groups, then across."""
         inside, across = self._groups(axis)
-        dim, size = self._block(value, axis, dim)
-        if jnp.size(value) == 0:
+        size = self._block_size(value, axis, dim)
+        if value.size == 0:
             return lax.slice_in_dim(value, 0, size, axis=dim)
         first = jnp.moveaxis(value, dim, 0)
-        # The first stage gives a group's member the blocks of all its peers in other
-        # groups, among whom the second one deals them out.
+        # After the first stage a replica has the blocks of all its counterparts in
+        # other groups; the second stage scatters these blocks between them.
         blocks = first.reshape(len(inside), len(across), size, *first.shape[1:])
-        part = jnp.swapaxes(blocks, 0, 1)
+        block = jnp.swapaxes(blocks, 0, 1)
         for groups in (inside, across):
-            part = lax.psum_scatter(part, axis.name, axis_index_groups=groups)
-        return jnp.moveaxis(part, 0, dim)
+            block = lax.psum_scatter(block, axis.name, axis_index_groups=groups)
+        return jnp.moveaxis(block, 0, dim)
 
     def _groups(self, axis: ReplicaAxis) -> tuple[list[list[int]], list[list[int]]]:
         """The groups of neighbours, and the groups of their counterparts."""
@@ -287,7 +271,7 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
 class ReductionToOneDevice(NcclAllReduce):
     """The same sum as `NcclAllReduce`, under a name that scripts for TF use.
 
-    XLA's all-reduce needs no device that holds the sum. A warning says so, once.
+    XLA's all-reduce needs no device that holds the sum; replicax logs this once.
     (TF: `tf.distribute.ReductionToOneDevice`.)
 
     Args:
@@ -309,7 +293,7 @@ class ReductionToOneDevice(NcclAllReduce):
         if accumulation_fn is not None:
             raise ValueError(
                 f"ReductionToOneDevice: got {accumulation_fn=}, expected None: "
-                "replicas are summed by XLA. Subclass rx.CrossDeviceOps, whose `sum` "
+                "XLA sums the replicas. Subclass rx.CrossDeviceOps, whose `sum` "
                 "may combine values in any other way."
             )
         super().__init__()
@@ -322,11 +306,3 @@ def _log_all_reduce() -> None:
         "ReductionToOneDevice: gradients are summed by XLA's all-reduce, as with "
         "rx.NcclAllReduce, and not on one device."
     )
-
-
-def _checked_num_packs(num_packs: int, name: str) -> int:
-    if type(num_packs) is not int or num_packs < 0:
-        raise ValueError(
-            f"{name}: num_packs must be an integer, 0 or more; got {num_packs!r}."
-        )
-    return num_packs

@@ -9,7 +9,7 @@ from jax import lax
 
 from replicax._util.types import PyTree
 
-__all__ = ["ReplicaAxis", "join", "joined_sum", "part"]
+__all__ = ["ReplicaAxis", "join", "joined_sum", "split"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,16 +68,16 @@ def join(arrays: Sequence[jax.Array]) -> jax.Array:
     return jnp.concatenate([jnp.ravel(x) for x in arrays])
 
 
-def part(joined: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
+def split(joined: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
     """Split an array that `join` made of arrays like these."""
     if len(like) == 1:
         return [joined]
-    flat, parts, start = jnp.ravel(joined), [], 0
+    flat, arrays, start = jnp.ravel(joined), [], 0
     for x in like:
         stop = start + x.size
-        parts.append(lax.slice(flat, (start,), (stop,)).reshape(x.shape))
+        arrays.append(lax.slice(flat, (start,), (stop,)).reshape(x.shape))
         start = stop
-    return parts
+    return arrays
 
 
 def joined_sum(tree: PyTree, axis: ReplicaAxis, names: str | tuple[str, ...]) -> PyTree:
@@ -94,5 +94,5 @@ def joined_sum(tree: PyTree, axis: ReplicaAxis, names: str | tuple[str, ...]) ->
     sums = lax.psum([join(bucket) for bucket in arrays], names)
     results: dict[int, jax.Array] = {}
     for bucket, total, like in zip(buckets.values(), sums, arrays, strict=True):
-        results |= zip(bucket, part(total, like), strict=True)
+        results |= zip(bucket, split(total, like), strict=True)
     return jax.tree.unflatten(structure, [results[i] for i in range(len(leaves))])

@@ -1,7 +1,7 @@
 """Buckets that overlap with the backward pass, as GPUs get them: order, sizes, sums."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import replicax as rx
 from replicax.engine.communication import sum_gradients
-from replicax.engine.overlap.buckets import made_meanwhile, overlapping_buckets
+from replicax.engine.overlap.buckets import deferred_products, overlapping_buckets
 from replicax.engine.overlap.origins import Origin, origins_of
 from replicax.engine.replica_axis import ReplicaAxis
 
@@ -148,10 +148,12 @@ def test_overlapping_blocks_are_those_without_packs(updates_are_last) -> None:
 def test_what_is_put_off_is_made_while_a_pack_travels() -> None:
     products = [Origin(i + 1, "dot_general") for i in range(6)]
     # Gradient 4 comes of no product: its bucket leaves nothing for the one before it.
-    origins = [*products[:4], Origin(5), *products[4:]]
+    origins = dict(enumerate([*products[:4], Origin(5), *products[4:]]))
     buckets = [[0], [1, 2], [3], [4], [5, 6]]
-    meanwhile = made_meanwhile(buckets, origins)
-    assert meanwhile == {6: 3, 5: 2, 3: 1, 2: 0, 1: 0}
+    deferred = deferred_products(buckets, origins, scatters=True)
+    assert deferred == {6: 3, 5: 2, 3: 1, 2: 0, 1: 0}
+    # An all-reduce defers one product of the next bucket only.
+    assert deferred_products(buckets, origins, scatters=False) == {6: 3, 3: 1}
 
 
 def test_packs_go_as_the_backward_pass_has_them() -> None:
@@ -181,7 +183,7 @@ def test_a_gradient_tells_how_it_comes_about() -> None:
         grads = jax.grad(loss_of)(w, tokens)
         # A regularizer's gradient is added, and all are scaled.
         grads["3 kernel"] = 2.0 * (grads["3 kernel"] + 0.1 * w["3 kernel"])
-        found.update(zip(grads, origins_of(list(grads.values())), strict=True))
+        found.update(origins_of(grads))
 
     w = weights(np.random.default_rng(0))
     jax.eval_shape(step, w, np.zeros((64,), "int32"))
@@ -200,7 +202,8 @@ def test_a_product_before_a_call_is_left_where_it_is() -> None:
     found: list[Origin] = []
 
     def step(x: Any) -> None:
-        found.extend(origins_of([jax.jit(lambda y: 2 * y)(x @ x), 2 * (x @ x)]))
+        grads = {0: jax.jit(lambda y: 2 * y)(x @ x), 1: 2 * (x @ x)}
+        found.extend(origins_of(grads).values())
 
     jax.eval_shape(step, np.ones((4, 4), "float32"))
     assert [origin.product for origin in found] == ["", "dot_general"]
@@ -220,7 +223,7 @@ def test_kernels_of_convolutions_are_told_from_others() -> None:
         return jnp.sum(x.mean((1, 2)) @ kernels[2].astype("bfloat16"))
 
     def step(kernels: list[Any], x: Any) -> None:
-        origins = origins_of(jax.grad(loss)(kernels, x))
+        origins = origins_of(dict(enumerate(jax.grad(loss)(kernels, x)))).values()
         assert [o.is_convolution for o in origins] == [True, True, False]
         assert all(o.product for o in origins)
 
@@ -231,11 +234,11 @@ def test_kernels_of_convolutions_are_told_from_others() -> None:
 
 def test_other_transformations_and_arguments_have_no_origin() -> None:
     def step(grad: Any) -> None:
-        assert origins_of([grad]) == [Origin()]
+        assert origins_of({0: grad}) == {0: Origin()}
 
     jax.eval_shape(step, jnp.ones(3))
     jax.eval_shape(jax.vmap(lambda x: step(x * 2)), jnp.ones(3))
-    assert origins_of([jnp.ones(3)]) == [Origin()]
+    assert origins_of({0: jnp.ones(3)}) == {0: Origin()}
 
 
 @given(data=st.data())
@@ -248,13 +251,15 @@ def test_packs_are_made_in_order_and_end_small(data) -> None:
     dtypes = draw(st.sampled_from(["float32", "bfloat16"]))
     depths = draw(st.integers(0, 12))
     products = draw(st.sampled_from(["", "dot_general"]))
-    origins = [Origin(d, p) for d, p in zip(depths, products, strict=True)]
-    buckets, put_off = overlapping_buckets(
-        sizes, dtypes, origins, spans_hosts=data.draw(st.booleans())
+    origins = dict(enumerate(map(Origin, depths, products)))
+    buckets = overlapping_buckets(
+        {i: sizes[i] for i in reversed(range(num)) if sizes[i]},
+        dict(enumerate(dtypes)),
+        origins,
+        spans_hosts=data.draw(st.booleans()),
     )
-    if buckets is None:
+    if not buckets:
         assert sum(sizes) <= 4 * MIB
-        assert not put_off
         return
     packed = [i for bucket in buckets for i in bucket]
     assert sorted(packed) == [i for i, size in enumerate(sizes) if size]
@@ -263,9 +268,9 @@ def test_packs_are_made_in_order_and_end_small(data) -> None:
         assert [depths[i] for i in bucket] == sorted(depths[i] for i in bucket)
         # Full with any but the last one of them.
         assert sum(sizes[i] for i in bucket[:-1]) < 32 * MIB
-    for i, awaited in put_off.items():
+    for i, number in deferred_products(buckets, origins, scatters=False).items():
         assert origins[i].product
-        assert i in buckets[awaited + 2]
+        assert i in buckets[number + 1]
     smallest = min((sizes[i] for i in packed if products[i]), default=sum(sizes))
     if smallest <= sum(sizes) // 32:
         assert sum(sizes[i] for i in buckets[-1]) <= sum(sizes) // 32
@@ -317,11 +322,11 @@ def fit(strategy: rx.Strategy, *, by_tape: bool) -> list[np.ndarray]:
 def test_training_is_the_same_with_overlapping_buckets(monkeypatch, by_tape) -> None:
     devices = ["cpu:0", "cpu:1"]
     expected = fit(rx.MirroredStrategy(devices), by_tape=by_tape)
-    seen: list[Sequence[Any]] = []
+    seen: set[tuple[int, ...]] = set()
     original = jax.lax.optimization_barrier
 
     def barrier(operand: Any) -> Any:
-        seen.append(jax.tree.map(jnp.shape, operand))
+        seen.update(map(jnp.shape, jax.tree.leaves(operand)))
         return original(operand)
 
     monkeypatch.setattr(jax.lax, "optimization_barrier", barrier)
@@ -329,9 +334,7 @@ def test_training_is_the_same_with_overlapping_buckets(monkeypatch, by_tape) -> 
     monkeypatch.setattr("replicax.engine.overlap.buckets._LEAST_BYTES", 1024)
     got = fit(rx.MirroredStrategy(devices), by_tape=by_tape)
     # Kernels of both convolutions waited for their sums.
-    assert {(3, 3, 3, 64), (3, 3, 64, 1)} <= {
-        shape for shapes in seen for shape in shapes
-    }
+    assert {(3, 3, 3, 64), (3, 3, 64, 1)} <= seen
     for value, other in zip(got, expected, strict=True):
         np.testing.assert_allclose(value, other, rtol=1e-6, atol=1e-7)
 

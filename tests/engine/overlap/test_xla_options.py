@@ -1,13 +1,10 @@
 """XLA's options: what GPUs get, what users set themselves, what a version lacks."""
 
-import logging
-
 import jax
 import jax.numpy as jnp
 import pytest
 
 from replicax.engine.jaxprs import largest_array
-from replicax.engine.overlap import xla_options
 from replicax.engine.overlap.xla_options import compiler_options
 
 GATHER = "xla_gpu_all_gather_combine_threshold_bytes"
@@ -92,25 +89,3 @@ def test_a_file_of_flags_that_is_not_there(tmp_path) -> None:
         compiler_options(
             "gpu", {"XLA_FLAGS": str(tmp_path / "nowhere")}, scattered_bytes=MIB
         )
-
-
-def test_what_xla_does_not_know_is_left_out_and_logged_once(
-    monkeypatch, caplog
-) -> None:
-    monkeypatch.setattr(xla_options, "_ALL_GATHER", "xla_gpu_of_tomorrow")
-    xla_options._is_known.cache_clear()
-    with caplog.at_level(logging.WARNING, "replicax"):
-        for _ in range(2):
-            options = compiler_options("gpu", {}, scattered_bytes=MIB)
-            assert options is not None
-            assert "xla_gpu_of_tomorrow" not in options
-            assert SCATTER in options
-    assert caplog.text.count("no option xla_gpu_of_tomorrow") == 1
-    # Nothing left is None, as jax.jit has it.
-    monkeypatch.setattr(xla_options, "_REDUCE_SCATTER", "xla_gpu_of_tomorrow")
-    assert compiler_options("gpu", {}, scattered_bytes=MIB) is None
-
-
-def test_other_errors_are_not_taken_for_a_missing_option() -> None:
-    with pytest.raises(jax.errors.JaxRuntimeError, match="not a valid"):
-        xla_options._is_known(SCATTER, "maybe")  # pyright: ignore[reportArgumentType]

@@ -1,10 +1,15 @@
-"""Divides gradients into buckets, each summed over the replicas as one array.
+"""Plans in which buckets gradients are summed over the replicas, and sums them.
 
 A bucket is summed while the backward pass computes the gradients of the next bucket. So
 buckets follow the order in which the backward pass computes the gradients. The last
 bucket is small, because no computation is left to hide its sum.
+
+An all-reduce joins the gradients of a bucket to one array. A reduce-scatter leaves them
+arrays of their own, which XLA scatters together: a replica's block of the joined array
+would be no block of each gradient.
 """
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -13,17 +18,17 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from replicax._util.types import PyTree
-from replicax.engine.overlap.origins import Origin, path_to_product
-from replicax.engine.replica_axis import ReplicaAxis, join, part
+from replicax.engine.overlap.origins import Origin, origins_of, path_to_product
+from replicax.engine.replica_axis import ReplicaAxis, join, split
 
 __all__ = [
-    "bucket_blocks",
-    "bucket_sums",
+    "SumPlan",
     "bytes_of_bucket",
-    "made_meanwhile",
+    "deferred_products",
+    "equal_buckets",
     "overlapping_buckets",
-    "plan_buckets",
+    "plan_sums",
+    "sum_in_order",
 ]
 
 # Sizes of a bucket. Smaller ones do not fill a link, larger ones start late; between
@@ -31,108 +36,134 @@ __all__ = [
 _LEAST_BYTES = 2**20
 _LEAST_BYTES_ACROSS_HOSTS = 2**22
 _MOST_BYTES = 2**25
-_NUM_PACKS = 8  # Where that gives sizes between those.
-_NUM_PUT_OFF = 2  # Products that are left to be made while a bucket is scattered.
-_LAST_SHARE = 32  # The last bucket has at most that part of all bytes.
+_NUM_BUCKETS = 8  # Where that gives sizes between those.
+_LAST_DIVISOR = 32  # The last bucket has at most this fraction of all bytes.
+_NUM_DEFERRED = 2  # Products that XLA computes while a bucket is scattered.
 
 
-def plan_buckets(
-    sizes: Sequence[int],
-    dtypes: Sequence[DTypeLike],
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SumPlan:
+    """Which gradients are summed together, in which order.
+
+    Attributes:
+        buckets: Positions of each bucket's gradients. The others, all or only empty
+            ones, are summed without an order.
+        deferred: For each gradient whose product XLA shall compute late, the number of
+            the bucket that travels meanwhile.
+        convolutions: Positions of the gradients of convolutions' kernels.
+        scatters: Whether each replica gets a block of a sum, else all of it.
+    """
+
+    buckets: Sequence[Sequence[int]] = ()
+    deferred: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    convolutions: frozenset[int] = frozenset()
+    scatters: bool = False
+
+
+def plan_sums(
+    grads: Mapping[int, jax.Array],
+    axis: ReplicaAxis,
     *,
+    scatters: bool = False,
+    may_overlap: bool = True,
     bytes_per_pack: int = 0,
     num_packs: int = 0,
-) -> list[list[int]] | None:
-    """Plan which gradients are summed together, as lists of their positions.
-
-    The last come first, since the backward pass has the last layers' gradients first.
-    A bucket has one dtype. Empty gradients are in none. None: no packing is asked for.
+) -> SumPlan:
+    """Plan the sums of gradients: as asked for, else so that they overlap on GPUs.
 
     Args:
-        sizes: The gradients' sizes in bytes.
-        dtypes: Their dtypes.
+        grads: The gradients by position, compressed if they travel so.
+        axis: The replicas.
+        scatters: As in `SumPlan`.
+        may_overlap: Whether to plan buckets that nobody asked for.
         bytes_per_pack: The most bytes in a bucket; a larger gradient is alone.
-        num_packs: Without `bytes_per_pack`: split all into about that many buckets of
-            like size, one more for each further dtype in them.
+        num_packs: Without `bytes_per_pack`: the number of buckets; 0 or 1: not asked.
+    """
+    sizes = {i: g.nbytes for i, g in reversed(grads.items()) if g.size}
+    dtypes = {i: g.dtype for i, g in grads.items()}
+    origins = origins_of(grads) if axis.overlaps else {}
+    deferred: dict[int, int] = {}
+    buckets: list[list[int]] = []
+    if bytes_per_pack:
+        buckets = _filled(sizes, sizes, dtypes, itertools.repeat(bytes_per_pack))
+    elif num_packs > 1:
+        buckets = equal_buckets(sizes, dtypes, num_packs)
+    elif axis.overlaps and may_overlap:
+        spans_hosts = axis.num_per_host < axis.size
+        buckets = overlapping_buckets(sizes, dtypes, origins, spans_hosts=spans_hosts)
+        deferred = deferred_products(buckets, origins, scatters=scatters)
+    return SumPlan(
+        buckets=buckets,
+        deferred=deferred,
+        convolutions=frozenset(i for i, x in origins.items() if x.is_convolution),
+        scatters=scatters,
+    )
+
+
+def equal_buckets(
+    sizes: Mapping[int, int], dtypes: Mapping[int, DTypeLike], number: int
+) -> list[list[int]]:
+    """About `number` buckets of like size, one more for each further dtype in them.
 
     Example:
-        >>> plan_buckets([4, 4, 40, 4], ["float32"] * 4, bytes_per_pack=16)
-        [[3], [2], [1, 0]]
+        >>> equal_buckets({3: 4, 2: 4, 1: 4, 0: 4}, ["float32"] * 4, 2)
+        [[3, 2], [1, 0]]
     """
-    if bytes_per_pack == 0 and num_packs < 2:
-        return None
-    order = [i for i in reversed(range(len(sizes))) if sizes[i]]
-    if bytes_per_pack:
-        return _filled(order, sizes, dtypes, itertools.repeat(bytes_per_pack))
-    total, before = sum(sizes), 0
+    total, before = sum(sizes.values()), 0
     buckets: dict[tuple[DTypeLike, int], list[int]] = {}
-    for i in order:
-        # By the gradient's middle, so that no bucket is far from its share.
-        share = (2 * before + sizes[i]) * num_packs // (2 * total)
-        buckets.setdefault((dtypes[i], share), []).append(i)
-        before += sizes[i]
+    for i, size in sizes.items():
+        # By the gradient's middle, so that buckets are of about the same size.
+        index = (2 * before + size) * number // (2 * total)
+        buckets.setdefault((dtypes[i], index), []).append(i)
+        before += size
     return list(buckets.values())
 
 
 def bytes_of_bucket(total: int, *, spans_hosts: bool = False) -> int:
     """The size of buckets of so many bytes in all, whose sums are to overlap."""
     least = _LEAST_BYTES_ACROSS_HOSTS if spans_hosts else _LEAST_BYTES
-    return min(max(total // _NUM_PACKS, least), _MOST_BYTES)
+    return min(max(total // _NUM_BUCKETS, least), _MOST_BYTES)
 
 
 def overlapping_buckets(
-    sizes: Sequence[int],
-    dtypes: Sequence[DTypeLike],
-    origins: Sequence[Origin],
+    sizes: Mapping[int, int],
+    dtypes: Mapping[int, DTypeLike],
+    origins: Mapping[int, Origin],
     *,
     spans_hosts: bool = False,
-) -> tuple[list[list[int]] | None, dict[int, int]]:
-    """Buckets whose sums travel while the backward pass still computes.
+) -> list[list[int]]:
+    """Buckets in the order in which the backward pass has the gradients.
 
-    They follow each other as the backward pass has the gradients. The first ones are
-    small, so that the link has work early. Nothing hides the last sum, so its bucket is
-    as small as can be; where the backward pass ends with large gradients, such as those
-    of embeddings, it has products from before.
-
-    XLA makes products and starts sums as late as it thinks that it can. So that one
-    product is left to be made while a bucket travels, the last one of each is put off
-    until the sum before that is there.
-
-    Returns:
-        The buckets, as `plan_buckets` does; None where the gradients are too small for
-        more than one. And for each gradient that is put off, by position: the number of
-        the bucket whose sum it waits for.
+    The first buckets are small, so that the link has work early. Nothing hides the last
+    sum, so its bucket is as small as can be; where the backward pass ends with large
+    gradients, such as those of embeddings, products computed earlier are in it. No
+    buckets where the gradients are too small for more than one.
     """
-    total = sum(sizes)
+    total = sum(sizes.values())
     most = bytes_of_bucket(total, spans_hosts=spans_hosts)
     if total <= most:
-        return None, {}
-    order = [i for i in reversed(range(len(sizes))) if sizes[i]]
-    order.sort(key=lambda i: origins[i].depth)
-    last = _last_bucket(order, sizes, origins, total // _LAST_SHARE)
-    # What is there at the end only must not keep back what is there before.
+        return []
+    order = sorted(sizes, key=lambda i: origins[i].depth)
+    last = _last_bucket(order, sizes, origins, total // _LAST_DIVISOR)
+    # A gradient that the end of the backward pass computes must not keep back others.
     end = origins[order[-1]].depth
-    before = [i for i in order if i not in last and origins[i].depth < end]
+    early = [i for i in order if i not in last and origins[i].depth < end]
     late = [i for i in order if i not in last and origins[i].depth == end]
     limits = itertools.chain((most // 4, most // 2), itertools.repeat(most))
-    buckets = [
-        *_filled(before, sizes, dtypes, limits, may_exceed=True),
+    return [
+        *_filled(early, sizes, dtypes, limits, may_exceed=True),
         *_filled(late, sizes, dtypes, limits, may_exceed=True),
         *_filled(last, sizes, dtypes, itertools.repeat(total)),
     ]
-    put_off = {}
-    for number, bucket in enumerate(buckets[2:]):
-        products = [i for i in bucket if origins[i].product]
-        put_off |= dict.fromkeys(products[-1:], number)
-    return buckets, put_off
 
 
 def _last_bucket(
-    order: Sequence[int], sizes: Sequence[int], origins: Sequence[Origin], most: int
+    order: list[int], sizes: Mapping[int, int], origins: Mapping[int, Origin], most: int
 ) -> list[int]:
-    """The gradients that go last: the latest products, of at most that many bytes.
+    """The gradients that go last: the latest products, of at most `most` bytes.
 
-    With them go those that the backward pass has even later, unless some are larger.
+    Gradients that the backward pass has even later go with them, unless some of these
+    are larger.
     """
     last: list[int] = []
     depth = num_bytes = 0
@@ -152,15 +183,15 @@ def _last_bucket(
 
 def _filled(
     order: Iterable[int],
-    sizes: Sequence[int],
-    dtypes: Sequence[DTypeLike],
+    sizes: Mapping[int, int],
+    dtypes: Mapping[int, DTypeLike],
     limits: Iterator[int],
     *,
     may_exceed: bool = False,
 ) -> list[list[int]]:
-    """Gradients in buckets of one dtype, each filled up to the next one of the limits.
+    """Buckets of one dtype, each filled up to the next limit.
 
-    With `may_exceed` up to the first gradient that reaches it.
+    With `may_exceed`, the gradient that reaches the limit is in the bucket, too.
     """
     buckets: list[list[int]] = []
     room: dict[DTypeLike, tuple[list[int], int]] = {}  # The dtype's bucket, bytes left.
@@ -175,102 +206,77 @@ def _filled(
     return buckets
 
 
-def bucket_sums(
-    grads: Sequence[jax.Array],
-    buckets: Iterable[Sequence[int]],
-    reduced: Callable[[list[jax.Array]], list[jax.Array]],
-    axis: ReplicaAxis,
-    *,
-    put_off: Mapping[int, int],
-    weights: Mapping[int, jax.Array],
-) -> tuple[list[jax.Array], dict[int, jax.Array]]:
-    """Sum the gradients, one bucket after another, with `reduced`.
-
-    For `put_off` see `overlapping_buckets`. The updates of `weights`, by position, must
-    not be made together with something that the backward pass needs: those returned
-    wait for their sums.
-    """
-    waiting: dict[int, jax.Array] = dict(weights)
-    sums = dict(enumerate(grads))  # Empty gradients are their own sums.
-    totals: list[jax.Array] = []
-    for bucket in buckets:
-        arrays = [
-            _made_after(grads[i], totals[put_off[i]]) if i in put_off else grads[i]
-            for i in bucket
-        ]
-        joined = join(arrays)
-        if totals:
-            joined = _after(joined, totals[-1], axis)
-        (total,) = reduced([joined])
-        totals.append(total)
-        held = {i: weights[i] for i in bucket if i in weights}
-        if held:
-            *own, total = lax.optimization_barrier((*held.values(), total))
-            waiting |= zip(held, own, strict=True)
-        sums |= zip(bucket, part(total, arrays), strict=True)
-    return list(sums.values()), waiting
-
-
-def bucket_blocks(
-    grads: Sequence[jax.Array],
-    buckets: Sequence[Sequence[int]],
-    scattered: Callable[[int, jax.Array], jax.Array],
-    origins: Sequence[Origin],
-    *,
-    updates_are_last: bool = False,
-) -> dict[int, jax.Array]:
-    """Scatter the sums of gradients, one bucket after another: the blocks, by position.
-
-    A bucket's gradients stay arrays of their own, which XLA scatters together: a
-    replica's block of what `join` makes would be no block of each. `scattered` makes
-    this replica's block of the sum of a gradient, of that position. Where updates are
-    not last, gathers of new weights travel between buckets, and XLA chooses what is
-    made meanwhile.
-    """
-    made = dict(enumerate(grads))
-    blocks: dict[int, jax.Array] = {}
-    before: list[jax.Array] = []  # What was there before the previous bucket travelled.
-    previous: list[jax.Array] = []
-    meanwhile = made_meanwhile(buckets, origins)
-    for number, bucket in enumerate(buckets):
-        late = [i for i, awaited in meanwhile.items() if awaited == number - 1]
-        made |= {i: _made_after(grads[i], before) for i in late}
-        before = previous or [made[i] for i in bucket]
-        if previous:
-            # With `updates_are_last` nothing else is to hide the previous bucket.
-            waiting = [
-                *bucket,
-                *(i for i in late if updates_are_last and i not in bucket),
-            ]
-            own, _ = lax.optimization_barrier(([made[i] for i in waiting], previous))
-            made |= zip(waiting, own, strict=True)
-        previous = [scattered(i, made[i]) for i in bucket]
-        blocks |= zip(bucket, previous, strict=True)
-    return blocks
-
-
-def made_meanwhile(
-    buckets: Sequence[Sequence[int]], origins: Sequence[Origin]
+def deferred_products(
+    buckets: Sequence[Sequence[int]], origins: Mapping[int, Origin], *, scatters: bool
 ) -> dict[int, int]:
-    """For each deferred gradient, the number of the bucket that travels meanwhile.
+    """The products that XLA shall compute late, as `SumPlan.deferred`.
 
-    Each bucket hides behind two products of later buckets, if there are any: the second
-    product serves the gathers of weights, which may travel as well.
+    XLA computes products and starts sums as late as it thinks possible. So one product
+    of a bucket is left for the time when the previous bucket travels. A scattered
+    bucket has two products of any later buckets: the second one hides the gathers of
+    weights, which may travel as well.
     """
     left = [[i for i in bucket if origins[i].product] for bucket in buckets]
-    meanwhile: dict[int, int] = {}
-    for number in [*reversed(range(len(buckets) - 1))] * _NUM_PUT_OFF:
+    if not scatters:
+        following = enumerate(left[2:], start=1)
+        return {products[-1]: number for number, products in following if products}
+    deferred: dict[int, int] = {}
+    for number in [*reversed(range(len(buckets) - 1))] * _NUM_DEFERRED:
         products = next(filter(None, left[number + 1 :]), None)
         if products is not None:
-            meanwhile[products.pop()] = number
-    return meanwhile
+            deferred[products.pop()] = number
+    return deferred
 
 
-def _made_after(grad: jax.Array, previous: PyTree) -> jax.Array:
+def sum_in_order(
+    grads: Mapping[int, jax.Array],
+    plan: SumPlan,
+    send: Callable[[Sequence[int], list[jax.Array]], list[jax.Array]],
+    axis: ReplicaAxis,
+    *,
+    weights: list[jax.Array] | None = None,
+    updates_are_last: bool = False,
+) -> dict[int, jax.Array]:
+    """Sum gradients as planned; `send` sums a bucket's arrays over the replicas.
+
+    For `weights` and `updates_are_last` see `sum_gradients`. The weights that wait are
+    kernels of convolutions: the backward pass needs them transposed, and XLA would
+    transpose them together with their update, and so after the sum.
+    """
+    computed, sums = dict(grads), dict[int, jax.Array]()
+    before: list[jax.Array] = []  # Known before the previous bucket travelled.
+    previous: list[jax.Array] = []
+    for number, bucket in enumerate(plan.buckets):
+        late = [i for i, meanwhile in plan.deferred.items() if meanwhile == number - 1]
+        computed |= {i: _computed_after(grads[i], before) for i in late}
+        arrays = [computed[i] for i in bucket]
+        before = previous or arrays
+        sent = arrays if plan.scatters else [join(arrays)]
+        if previous:
+            # Where gathers of new weights may follow, XLA chooses what hides a bucket.
+            others = [i for i in late if i not in bucket] if updates_are_last else []
+            sent = _after([*sent, *(computed[i] for i in others)], previous, axis)
+            computed |= {i: sent.pop() for i in reversed(others)}
+        previous = totals = send(bucket, sent)
+        waiting = [i for i in bucket if i in plan.convolutions] if weights else []
+        if weights and waiting:
+            own = [weights[i] for i in waiting]
+            own, totals = lax.optimization_barrier((own, totals))
+            for i, weight in zip(waiting, own, strict=True):
+                weights[i] = weight
+        totals = totals if plan.scatters else split(totals[0], arrays)
+        sums |= zip(bucket, totals, strict=True)
+    rest = [i for i in grads if i not in sums]
+    if rest and (plan.scatters or not plan.buckets):
+        sums |= zip(rest, send(rest, [grads[i] for i in rest]), strict=True)
+    return {**grads, **sums}  # Empty gradients are their own sums.
+
+
+def _computed_after(grad: jax.Array, previous: list[jax.Array]) -> jax.Array:
     """Recompute a product from inputs that wait for `previous`.
 
-    XLA drops the first one, which nothing uses then. It would make it long before: it
-    takes the updates of weights for enough to hide the last sums.
+    XLA drops the first product, which is then unused. It would compute it long before,
+    since it expects the updates of weights to hide the last sums.
     """
     *path, (product, _) = path_to_product(grad)
     *inputs, _ = lax.optimization_barrier((*product.in_tracers, previous))
@@ -282,19 +288,20 @@ def _made_after(grad: jax.Array, previous: PyTree) -> jax.Array:
     return value
 
 
-def _after(value: jax.Array, previous: jax.Array, axis: ReplicaAxis) -> jax.Array:
-    """`value`, which XLA may not touch before `previous` is known.
+def _after(
+    values: list[jax.Array], previous: list[jax.Array], axis: ReplicaAxis
+) -> list[jax.Array]:
+    """`values`, which XLA may not use before `previous` is known.
 
-    Sums that wait for each other cannot be merged into one, as XLA otherwise would, and
-    go in this order.
+    XLA would otherwise merge sums that do not wait for each other into one.
     """
-    value, previous = lax.optimization_barrier((value, previous))
+    values, previous = lax.optimization_barrier((values, previous))
     if not axis.is_of_cpus:
-        return value
-    # XLA drops barriers on CPUs before it merges. So the value has to depend on the
+        return values
+    # XLA drops barriers on CPUs before it merges. So the values have to depend on the
     # sum: by a condition that is never true, and that XLA does not see through.
-    probe = previous[(0,) * previous.ndim]
+    probe = previous[0][(0,) * previous[0].ndim]
     if not jnp.issubdtype(probe.dtype, jnp.inexact):
         probe = probe.astype(jnp.float32)
     never = jnp.isfinite(probe) & jnp.isnan(probe)
-    return jnp.where(never, jnp.zeros_like(value), value)
+    return [jnp.where(never, jnp.zeros_like(x), x) for x in values]

@@ -5,7 +5,7 @@ made later.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import jax
 
@@ -34,22 +34,20 @@ class Origin:
         return self.product == "conv_general_dilated"
 
 
-def origins_of(grads: Sequence[jax.Array]) -> list[Origin]:
+def origins_of(grads: Mapping[int, jax.Array]) -> dict[int, Origin]:
     """Find the origin of each gradient in its trace.
 
-    What a single equation makes, such as a rematerialised function, is all alike.
+    Results of a single equation, such as a rematerialised function, have one depth.
     """
     depths: dict[int, int] = {}
-    origins = []
-    for grad in grads:
+    origins = dict.fromkeys(grads, Origin())
+    for i, grad in grads.items():
         equation = equation_of(grad)
-        if equation is None:
-            origins.append(Origin())
-            continue
-        _find_depths(equation, depths)
-        path = path_to_product(grad)
-        product = path[-1][0].primitive.name if path else ""
-        origins.append(Origin(depths[id(equation)], product))
+        if equation is not None:
+            _find_depths(equation, depths)
+            path = path_to_product(grad)
+            product = path[-1][0].primitive.name if path else ""
+            origins[i] = Origin(depths[id(equation)], product)
     return origins
 
 
