@@ -48,7 +48,7 @@ def assert_equal(a, b) -> None:
         np.testing.assert_array_equal(x, y)
 
 
-def test_model_and_optimizer_come_back(tmp_path):
+def test_a_restore_sets_model_optimizer_seeds_and_variables(tmp_path):
     model = trained()
     seeds = keras.random.SeedGenerator(3)
     keras.random.normal((1,), seed=seeds)
@@ -75,7 +75,7 @@ def test_model_and_optimizer_come_back(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:Explicitly requested dtype")
-def test_variables_of_64_bits_come_back(tmp_path):
+def test_a_variable_of_64_bits_is_restored(tmp_path):
     """JAX keeps them in 32 bits."""
     step = keras.Variable(7, dtype="int64", trainable=False)
     path = Checkpoint(step=step).save(tmp_path / "ckpt")
@@ -84,7 +84,7 @@ def test_variables_of_64_bits_come_back(tmp_path):
     assert int(step.value) == 7
 
 
-def test_a_compiled_model_brings_its_optimizer(tmp_path):
+def test_a_compiled_model_includes_its_optimizer(tmp_path):
     model = trained()
     path = Checkpoint(model=model).write(tmp_path / "c")
     other = small_model()
@@ -110,7 +110,7 @@ def test_nothing_is_restored_before_the_first_checkpoint(tmp_path, caplog):
     assert not caplog.records
 
 
-def test_layers_of_equal_names_stay_apart(tmp_path):
+def test_layers_of_equal_names_have_own_entries(tmp_path):
     def model(seed: int) -> keras.Model:
         class Twins(keras.Model):
             def __init__(self):
@@ -170,7 +170,7 @@ def test_loss_scaling_and_averaging_optimizers(tmp_path):
     assert_equal(values(other.optimizer), values(model.optimizer))
 
 
-def test_values_are_replaced_and_kept_in_their_tree(tmp_path):
+def test_a_tree_of_values_is_restored(tmp_path):
     key = jax.random.key(5)
     tree = {"a": [np.arange(3, dtype="u4"), jnp.ones((2,), "bfloat16")], "b": (1.5,)}
     path = Checkpoint(
@@ -219,7 +219,7 @@ _DTYPES = st.sampled_from(
     ),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_any_array_comes_back(entries, seed):
+def test_any_array_is_restored_bit_by_bit(entries, seed):
     rng = np.random.default_rng(seed)
 
     def array(dtype: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -241,7 +241,7 @@ def test_any_array_comes_back(entries, seed):
         assert other.arrays[name].tobytes() == x.tobytes()
 
 
-def test_a_grain_iterator_goes_on_where_it_was(tmp_path):
+def test_a_grain_iterator_continues(tmp_path):
     data = grain.MapDataset.range(20).shuffle(seed=1).batch(3)
     iterator = iter(data.to_iter_dataset())
     for _ in range(2):
@@ -272,8 +272,8 @@ def test_objects_with_a_state_dict(tmp_path):
     assert other.state == {"epoch": 2, 4: (None, b"x")}
 
 
-def test_what_was_saved_is_what_was_there_at_the_call(tmp_path):
-    # A step gives the variables' arrays away; the copies must be made before.
+def test_contents_are_copies(tmp_path):
+    # A step donates the variables' arrays.
     model = trained()
     expected = values(model)
     contents = Checkpoint(model=model).contents()
@@ -287,7 +287,7 @@ def test_what_was_saved_is_what_was_there_at_the_call(tmp_path):
     )
 
 
-def test_status_names_what_is_only_on_one_side(tmp_path, caplog):
+def test_the_status_lists_names_of_one_side(tmp_path, caplog):
     path = Checkpoint(a=np.ones(2), b=1).write(tmp_path / "c")
     checkpoint = Checkpoint(a=np.zeros(2), c=np.zeros(1))
     status = checkpoint.restore(path)
@@ -305,7 +305,7 @@ def test_status_names_what_is_only_on_one_side(tmp_path, caplog):
     assert "in no object: b" in caplog.text
 
 
-def test_mismatches_are_all_listed_and_nothing_is_changed(tmp_path):
+def test_the_error_lists_all_mismatches_and_nothing_is_restored(tmp_path):
     path = Checkpoint(model=small_model(3), n=1, x=np.ones(2)).write(tmp_path / "c")
     other = small_model(5)
     before = values(other)
@@ -321,7 +321,7 @@ def test_mismatches_are_all_listed_and_nothing_is_changed(tmp_path):
     assert_equal(values(other), before)
 
 
-def test_unbuilt_models_and_optimizers_are_set_when_they_are_built(tmp_path):
+def test_unbuilt_models_and_optimizers_are_restored_when_built(tmp_path):
     model = trained()
     path = Checkpoint(model=model).write(tmp_path / "c")
     layers = small_model().layers
@@ -337,8 +337,7 @@ def test_unbuilt_models_and_optimizers_are_set_when_they_are_built(tmp_path):
     assert later.optimizer.iterations == model.optimizer.iterations > 0
 
 
-def test_what_a_step_builds_begins_with_the_values_of_the_checkpoint(tmp_path):
-    """As loops do that restore before their first step; and other shapes are errors."""
+def test_objects_that_a_step_builds_are_restored_in_it(tmp_path):
     strategy = rx.MirroredStrategy(jax.devices()[:2])
     x = np.ones((4, 4), "float32")
 

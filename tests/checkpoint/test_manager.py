@@ -45,7 +45,7 @@ def test_keeps_the_newest(tmp_path):
     manager.close()
 
 
-def test_all_are_kept_and_names_are_told_apart(tmp_path):
+def test_managers_of_other_names_share_a_folder(tmp_path):
     for name in ("a", "a-1", "b"):
         with CheckpointManager(
             Checkpoint(x=1), tmp_path, None, checkpoint_name=name
@@ -77,7 +77,7 @@ def test_save_returns_when_the_values_are_copied(tmp_path, monkeypatch):
     assert variable.value.tolist() == [1, 1, 1]
 
 
-def test_old_ones_go_only_when_the_new_one_is_complete(tmp_path, caplog):
+def test_a_failed_save_keeps_the_older_checkpoint(tmp_path, caplog):
     checkpoint = Checkpoint(step=1)
     manager = CheckpointManager(checkpoint, tmp_path, max_to_keep=1)
     manager.save()
@@ -112,7 +112,7 @@ def test_a_damaged_newest_is_skipped(tmp_path, caplog):
         CheckpointManager(checkpoint, tmp_path).restore_or_initialize()
 
 
-def test_initialises_where_there_is_nothing(tmp_path):
+def test_an_empty_folder_calls_init_fn(tmp_path):
     called = []
     manager = CheckpointManager(
         Checkpoint(x=1), tmp_path / "none", init_fn=lambda: called.append(1)
@@ -125,7 +125,7 @@ def test_initialises_where_there_is_nothing(tmp_path):
         CheckpointManager(unbuilt, tmp_path, 0)
 
 
-def test_what_a_killed_process_left_is_removed(tmp_path):
+def test_partial_folders_of_killed_processes_are_deleted(tmp_path):
     (tmp_path / ".ckpt-7.part" / "arrays").mkdir(parents=True)
     (tmp_path / ".other-7.part").mkdir()
     with CheckpointManager(Checkpoint(x=1), tmp_path) as manager:
@@ -134,7 +134,7 @@ def test_what_a_killed_process_left_is_removed(tmp_path):
     assert names(tmp_path) == [".other-7.part", "ckpt-1"]
 
 
-def test_a_read_only_folder(mounted):
+def test_a_read_only_folder_is_an_error(mounted):
     folder = mounted("ro")
     manager = CheckpointManager(Checkpoint(x=1), folder)
     manager.save()
@@ -154,7 +154,7 @@ print("trained")
 @pytest.mark.slow(but=["True"])
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("succeeds", [True, False])
-def test_a_save_that_nobody_waits_for(tmp_path, succeeds):
+def test_the_exit_waits_for_a_save(tmp_path, succeeds):
     folder = tmp_path / "run"
     if not succeeds:
         folder.write_text("a file")
@@ -173,7 +173,7 @@ def test_a_save_that_nobody_waits_for(tmp_path, succeeds):
         assert str(folder / "ckpt-1") in ended.stderr
 
 
-def test_finished_mark(tmp_path):
+def test_mark_finished_writes_a_file_that_a_restore_deletes(tmp_path):
     manager = CheckpointManager(Checkpoint(x=1), tmp_path)
     manager.save()
     manager.mark_finished()

@@ -1,4 +1,4 @@
-"""The memory that saving and restoring takes beside the arrays themselves."""
+"""The memory that saving and restoring needs besides the arrays."""
 
 import subprocess
 import sys
@@ -36,11 +36,10 @@ print(all((found[name] == x).all() for name, x in saved.items()), len(found))
 @pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
 def test_saving_needs_no_second_copy(tmp_path):
     command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
-    said = subprocess.run(
+    output = subprocess.run(
         command, capture_output=True, text=True, check=True, timeout=120
     ).stdout
-    save, restore, *equal = said.split()
-    print(said)
+    save, restore, *equal = output.split()
     assert equal == ["True", "24"]
-    assert float(save) < 1.25  # A copy and all that is compressed were 1.9.
-    assert float(restore) < 2  # Of which 1 are the arrays that are read.
+    assert float(save) < 1.25  # With a copy of the arrays: 1.9.
+    assert float(restore) < 2  # The restored arrays are 1.

@@ -1,4 +1,4 @@
-"""A loop of one's own that is told to end, and goes on."""
+"""A custom loop that a signal stops, and that continues after a restart."""
 
 import os
 import re
@@ -33,7 +33,7 @@ def loop(folder: str, victim: int | None = None) -> dict[str, Any]:
     return {"begin": begin, "total": float(total)}
 
 
-def test_all_workers_stop_after_the_same_step_and_go_on(tmp_path: Path) -> None:
+def test_all_workers_stop_after_the_same_step_and_continue(tmp_path: Path) -> None:
     first = run(
         loop,
         num_workers=2,
@@ -53,6 +53,6 @@ def test_all_workers_stop_after_the_same_step_and_go_on(tmp_path: Path) -> None:
     assert f"saved after step {one['begin']} in" in first["worker:0"].output
 
 
-def test_a_folder_is_for_a_checkpoint_only(tmp_path: Path) -> None:
+def test_a_checkpoint_needs_a_folder(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a Checkpoint needs checkpoint_dir"):
         PreemptionCheckpointHandler(None, rx.Checkpoint(step=0))

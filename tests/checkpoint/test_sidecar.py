@@ -35,13 +35,13 @@ def lines(folder: Path) -> list[dict]:
     return [json.loads(x) for x in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-# A checkpoint may be deleted while it is read. Of the reads that are under way then,
-# TensorStore may tell an event loop that Orbax has closed already.
+# If a checkpoint is deleted during a read, TensorStore may report its pending reads to
+# an event loop that Orbax has closed.
 @pytest.mark.filterwarnings(
     "ignore:Exception ignored in. None:pytest.PytestUnraisableExceptionWarning"
 )
 @pytest.mark.parametrize("max_to_keep", [1, None])
-def test_evaluates_until_the_training_has_ended(tmp_path, capsys, max_to_keep):
+def test_evaluates_until_the_training_ends(tmp_path, capsys, max_to_keep):
     trained = model_of()
     folder = tmp_path / "run"
     manager = CheckpointManager(Checkpoint(model=trained), folder, max_to_keep)
@@ -78,7 +78,7 @@ def test_evaluates_until_the_training_has_ended(tmp_path, capsys, max_to_keep):
     assert f"{folder / 'ckpt-6'}: loss 49" in capsys.readouterr().out
 
 
-def test_stops_after_so_many(tmp_path):
+def test_max_evaluations(tmp_path):
     with CheckpointManager(Checkpoint(model=model_of()), tmp_path / "run") as manager:
         manager.save()
     SidecarEvaluator(
@@ -103,7 +103,7 @@ class Subclassed(keras.Model):
     [lambda: keras.Sequential([keras.layers.Dense(1)]), Subclassed],
     ids=["sequential", "subclassed"],
 )
-def test_a_model_that_is_not_built_has_the_values_of_the_checkpoint(tmp_path, make):
+def test_an_unbuilt_model_is_built_and_restored(tmp_path, make):
     def unbuilt():
         model = make()
         model.compile("adam", "mse")
@@ -122,7 +122,7 @@ def test_a_model_that_is_not_built_has_the_values_of_the_checkpoint(tmp_path, ma
     assert [line["loss"] for line in lines(tmp_path / "eval")] == [5**2, 6**2]
 
 
-def test_a_model_that_is_not_built_and_not_in_the_checkpoint_is_an_error(tmp_path):
+def test_a_model_that_the_checkpoint_lacks_is_an_error(tmp_path):
     with CheckpointManager(Checkpoint(net=model_of()), tmp_path / "run") as manager:
         manager.save()
     model = keras.Sequential([keras.layers.Dense(1)])
@@ -131,7 +131,7 @@ def test_a_model_that_is_not_built_and_not_in_the_checkpoint_is_an_error(tmp_pat
         SidecarEvaluator(model, Data(), tmp_path / "run", None, 1).start()
 
 
-def test_waits_no_longer_than_told(tmp_path):
+def test_no_checkpoint_within_the_timeout_is_an_error(tmp_path):
     evaluator = SidecarEvaluator(
         model_of(), Data(), tmp_path, timeouts=rx.Timeouts(checkpoint=0.1)
     )
@@ -149,7 +149,7 @@ def test_a_damaged_last_checkpoint_is_an_error(tmp_path):
         evaluator.start()
 
 
-def test_a_run_that_saved_nothing(tmp_path):
+def test_a_finished_run_without_checkpoints_is_not_evaluated(tmp_path):
     CheckpointManager(Checkpoint(model=model_of()), tmp_path).mark_finished()
     SidecarEvaluator(model_of(), Data(), tmp_path, log_dir=tmp_path / "log").start()
     assert not (tmp_path / "log").exists()

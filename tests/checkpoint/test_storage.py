@@ -1,4 +1,4 @@
-"""Checkpoints on disk: complete and undamaged, or not taken for good ones."""
+"""Checkpoints on disk: complete, or an error that names the damage."""
 
 import shutil
 import signal
@@ -47,7 +47,7 @@ def append(file: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [flip_a_bit, truncate, empty, append, Path.unlink])
-def test_damage_of_any_file_is_found_and_named(tmp_path, damage: Callable):
+def test_the_error_names_any_damaged_file(tmp_path, damage: Callable):
     storage.write(tmp_path / "good", contents())
     files = [p for p in (tmp_path / "good").rglob("*") if p.is_file()]
     assert len(files) > 4
@@ -71,7 +71,7 @@ def test_damage_of_any_file_is_found_and_named(tmp_path, damage: Callable):
     )
 
 
-def test_a_folder_of_arrays_that_is_gone(tmp_path):
+def test_a_missing_folder_of_arrays_is_an_error(tmp_path):
     storage.write(tmp_path / "c", contents())
     shutil.rmtree(tmp_path / "c" / "arrays")
     with pytest.raises(CheckpointError, match=r"file arrays/.* is damaged"):
@@ -88,7 +88,7 @@ def test_a_manifest_of_another_format(tmp_path):
         storage.read(tmp_path / "c")
 
 
-def test_replacing_is_not_seen_half_done(tmp_path):
+def test_a_kill_between_two_renames_keeps_the_older_checkpoint(tmp_path):
     # As if the process had ended between the two renames.
     storage.write(tmp_path / "c", contents(1))
     (tmp_path / "c").rename(tmp_path / ".c.old")
@@ -98,27 +98,12 @@ def test_replacing_is_not_seen_half_done(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["c"]
 
 
-def test_what_cannot_be_written_leaves_the_old_one(tmp_path):
+def test_a_file_in_place_of_the_folder_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(
         CheckpointError, match=r"file/c: could not be written: .*File exists"
     ):
         storage.write(tmp_path / "file" / "c", contents())
-
-
-def test_a_full_disk_is_named_and_leaves_the_old_one(mounted):
-    disk = mounted("size=512k")
-    storage.write(disk / "c", contents(1))
-    large = Contents(
-        arrays={"x": np.random.default_rng(0).normal(size=100_000)},
-        values={},
-        labels={},
-    )
-    with pytest.raises(CheckpointError, match="could not be written") as caught:
-        storage.write(disk / "c", large)
-    assert str(disk / "c") in str(caught.value)
-    assert storage.read(disk / "c").values == {"step": 1}
-    assert [p.name for p in disk.iterdir()] == ["c"]
 
 
 _WRITES = """
@@ -165,8 +150,8 @@ def test_killed_while_writing(tmp_path, delay):
         child.wait(timeout=30)
         if child.stdout:
             child.stdout.close()
-    found = storage.read(tmp_path / "c")
-    # The last line may not have been printed.
-    assert found.values["n"] in (written, written + 1)
+    newest = storage.read(tmp_path / "c")
+    # The process may have been killed before it printed the last line.
+    assert newest.values["n"] in (written, written + 1)
     x = np.random.default_rng(0).normal(size=(300, 1000))
-    np.testing.assert_array_equal(found.arrays["x3"], x + found.values["n"])
+    np.testing.assert_array_equal(newest.arrays["x3"], x + newest.values["n"])

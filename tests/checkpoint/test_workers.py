@@ -1,4 +1,4 @@
-"""Checkpoints of several workers: interrupted runs end as if nothing had happened."""
+"""Checkpoints of several workers: an interrupted run ends with the same weights."""
 
 import os
 import re
@@ -24,7 +24,7 @@ NUM_EXAMPLES, BATCH_SIZE, EPOCHS = 620, 64, 3  # 10 batches; the last one is rag
 
 
 class At(keras.callbacks.Callback):
-    """Does something to this process after so many batches, the first time only."""
+    """Sends this process a signal after a number of batches."""
 
     def __init__(self, batch: int, number: int) -> None:
         super().__init__()
@@ -85,8 +85,8 @@ def fit(
 
 
 def assert_same(actual: dict[str, Any], expected: dict[str, Any]) -> None:
-    # Sums over another number of replicas are added up in another order: float32
-    # rounding, about 1e-7 a step, over 30 steps of Adam.
+    # Another number of replicas adds in another order: float32 rounding, about 1e-7 a
+    # step, over 30 steps of Adam.
     np.testing.assert_allclose(
         actual["loss"], expected["loss"][-len(actual["loss"]) :], rtol=1e-4
     )
@@ -95,7 +95,7 @@ def assert_same(actual: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def interrupted(folder: Path, num_workers: int, victim: int) -> tuple[Results, str]:
-    """A run of which one worker gets SIGTERM; also the step after which it stopped."""
+    """Run until one worker gets SIGTERM; return also the step of the last save."""
     results = run(
         fit,
         num_workers=num_workers,
@@ -116,7 +116,7 @@ def interrupted(folder: Path, num_workers: int, victim: int) -> tuple[Results, s
 
 
 @pytest.mark.slow
-def test_sigterm_to_one_worker_and_going_on_in_one_process(tmp_path: Path) -> None:
+def test_one_process_continues_after_a_sigterm_to_one_worker(tmp_path: Path) -> None:
     _, step = interrupted(tmp_path / "two", 2, victim=1)
     rest = fit(str(tmp_path / "two"), strategy=rx.OneDeviceStrategy("cpu:0"))
     whole = fit(str(tmp_path / "one"), strategy=rx.OneDeviceStrategy("cpu:0"))
@@ -126,7 +126,7 @@ def test_sigterm_to_one_worker_and_going_on_in_one_process(tmp_path: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4)])
-def test_going_on_with_another_number_of_workers(
+def test_another_number_of_workers_continues(
     tmp_path: Path, before: int, after: int
 ) -> None:
     interrupted(tmp_path / "some", before, victim=before - 1)
@@ -151,7 +151,7 @@ print("digest", digest, result["loss"])
 
 
 def launched(tmp_path: Path, victim: str) -> tuple[list[str], str]:
-    """The digests of all workers' weights after a run of the launcher; its output."""
+    """Run the launcher; return the digests of all workers' weights, and its output."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     command = "from replicax.cli import main; main()"
@@ -183,7 +183,7 @@ def test_sigkill_and_restart_end_with_the_same_bits(
 
 
 def loop(folder: str, num_steps: int, damage: bool = False) -> dict[str, Any]:
-    """A loop of one's own with a manager; returns the examples of each step."""
+    """A custom loop with a manager; returns the examples of each step."""
     strategy = rx.MultiWorkerMirroredStrategy(timeouts=rx.Timeouts(startup=90))
     with strategy.scope():
         total = keras.Variable(0.0, aggregation="none")
@@ -206,7 +206,7 @@ def loop(folder: str, num_steps: int, damage: bool = False) -> dict[str, Any]:
                 path.write_bytes(b"")
     strategy.workers.exchange("damage is done", None)
     seen = []
-    # As TensorFlow wants it: workers other than the chief name folders of their own.
+    # As in TensorFlow's guide, workers other than the chief name their own folders.
     own = folder if strategy.workers.is_chief else f"{folder}/workertemp_1"
     with rx.CheckpointManager(checkpoint, own, max_to_keep=3) as manager:
         assert manager.directory == folder
@@ -229,7 +229,7 @@ def loop(folder: str, num_steps: int, damage: bool = False) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_loop_with_a_manager_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_a_custom_loop_with_a_manager_continues(tmp_path: Path) -> None:
     folder = str(tmp_path / "loop")
     first = run(loop, num_workers=2, args=(folder, 4), deadline_seconds=90).returned
     second = run(

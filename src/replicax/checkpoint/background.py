@@ -20,22 +20,21 @@ __all__ = ["BackgroundSave", "finish"]
 
 _logger = logging.getLogger("replicax")
 
-_LIMIT_S = 3600.0  # For terabytes on a slow disk.
 _WRITE = (
     "import pickle, sys; from replicax.checkpoint import storage; "
     "storage.write(*pickle.load(sys.stdin.buffer))"
 )
-"""A program that reads a checkpoint from its standard input, and writes it to disk."""
+"""A program that reads a checkpoint from standard input and writes it to disk."""
 
-# Saves whose error nobody has read.
 _unread: set["BackgroundSave"] = set()
+"""Saves without a call of `error`: the exit of the process reports their errors."""
 
 
 class BackgroundSave:
-    """A thread that writes one checkpoint, whose contents must not change.
+    """A thread that writes one checkpoint; `contents` must not change meanwhile.
 
-    Before the write it deletes the `partial` folders of incomplete saves, to make room;
-    after the write the `outdated` checkpoints.
+    Before the write the thread deletes the `partial` folders of incomplete saves, to
+    make room, and after the write the `outdated` checkpoints.
     """
 
     def __init__(
@@ -55,13 +54,13 @@ class BackgroundSave:
         executor.shutdown(wait=False)
 
     def error(self) -> str | None:
-        """Wait for the end; return the error or None. The caller reports the error."""
+        """Like `wait`, but the caller reports the error, and the exit does not."""
         problem = self.wait()
         _unread.discard(self)
         return problem
 
     def wait(self) -> str | None:
-        """Wait for the end; return the error or None."""
+        """Wait until the write has ended; return the error or None."""
         error = self._future.exception()
         if error is None or isinstance(error, CheckpointError):
             return None if error is None else str(error)
@@ -69,7 +68,7 @@ class BackgroundSave:
 
 
 def finish(folder: Path) -> None:
-    """Wait for all saves in a folder, of other managers too."""
+    """Wait for all saves in a folder, also those of other managers."""
     for save in list(_unread):
         if save.path.parent == folder:
             save.wait()
@@ -96,47 +95,27 @@ def _write(path: Path, contents: Contents) -> None:
     try:
         storage.write(path, contents)
     except CheckpointError as error:
-        if _may_start_threads():
+        # After the script's end, Python 3.12 and later start no threads for Orbax.
+        if threading.main_thread().is_alive():
             raise
         _logger.info("%s A process writes it.", error)
         _write_in_process(path, contents)
 
 
-def _may_start_threads() -> bool:
-    """Whether Python still starts threads; from 3.12 on, not after the script's end.
-
-    `sys.is_finalizing` becomes true later than that.
-    """
-    with ThreadPoolExecutor(1) as pool:
-        try:
-            pool.submit(int)
-        except RuntimeError:
-            return False
-    return True
-
-
 def _write_in_process(path: Path, contents: Contents) -> None:
-    """Write a checkpoint in a new process, for the threads that Orbax starts."""
     environ = {
         **os.environ,
-        "JAX_PLATFORMS": "cpu",  # The script's process has the accelerators.
+        "JAX_PLATFORMS": "cpu",  # The script's process uses the accelerators.
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
-    try:
-        ended = subprocess.run(
-            [sys.executable, "-c", _WRITE],
-            input=pickle.dumps((path.absolute(), contents)),
-            env=environ,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            check=False,
-            timeout=_LIMIT_S,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise CheckpointError(
-            f"{path}: the checkpoint was not written within {_LIMIT_S:.0f} s after the "
-            "end of the script. Save it earlier, and wait for the save."
-        ) from error
+    ended = subprocess.run(
+        [sys.executable, "-c", _WRITE],
+        input=pickle.dumps((path.absolute(), contents)),
+        env=environ,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        check=False,
+    )
     if ended.returncode:
         text = ended.stderr.decode(errors="replace")
         raise CheckpointError(text.rpartition("CheckpointError: ")[-1].strip())
@@ -146,7 +125,7 @@ def _remove(paths: Sequence[Path]) -> None:
     for path in paths:
         try:
             storage.remove(path)
-        except CheckpointError as error:  # The folder only takes up room.
+        except CheckpointError as error:  # The folder wastes room, nothing else.
             _logger.warning("%s", error)
 
 
@@ -170,6 +149,6 @@ def _report_lost_saves() -> None:
 
 
 # At exit Python stops its thread pools, which Orbax uses, before it waits for threads.
-# This hook runs before that: the last one registered is called first.
+# Python calls these hooks in reverse order, so this one runs before the pools stop.
 threading._register_atexit(_finish_saves)  # type: ignore[attr-defined]
 atexit.register(_report_lost_saves)

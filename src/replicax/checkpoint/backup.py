@@ -15,7 +15,7 @@ import numpy as np
 from replicax._util import json_codec, random_state
 from replicax._util.arguments import require_count, require_flag, require_path
 from replicax._util.interrupts import end_postponement
-from replicax._util.types import Logs, PyTree
+from replicax._util.types import Logs
 from replicax.checkpoint.entries import encode
 from replicax.checkpoint.fit_state import (
     FitState,
@@ -26,8 +26,8 @@ from replicax.checkpoint.manager import CheckpointManager
 from replicax.cluster import workers
 from replicax.cluster.failure import ExitCode
 from replicax.errors import CheckpointError
-from replicax.keras.epochs import Epochs, Position
-from replicax.keras.session import FitSession, LateCallback, session_of
+from replicax.keras.epochs import Position
+from replicax.keras.session import LateCallback, session_of
 
 __all__ = ["BACKUP_NAME", "BackupAndRestore"]
 
@@ -43,20 +43,20 @@ class BackupAndRestore(LateCallback):
     (Keras: `keras.callbacks.BackupAndRestore`.) Run the same script again after an
     interruption: `fit` continues in the epoch and at the step of the newest backup, and
     ends with the weights of a run that was not interrupted. On SIGTERM it backs up and
-    ends the process with status 138, which asks to be started again. On Ctrl-C it backs
-    up after the step and raises `KeyboardInterrupt`; a second one ends `fit` at once.
-    In a cluster, pass it on all workers, with a folder that all of them see.
+    exits with status 138, which requests a restart. On Ctrl-C it backs up after the
+    step and raises `KeyboardInterrupt`; a second Ctrl-C ends `fit` at once. In a
+    cluster, pass it on all workers, with a folder that all of them see.
 
     Args:
         backup_dir: The folder of the backups, for this run alone.
         save_freq: `"epoch"`, a number of batches, or False: on SIGTERM and
             Ctrl-C only.
-        max_to_keep: Number of backups to keep. With 2, there is another one if the
-            newest is damaged.
-        delete_checkpoint: Delete the backups when `fit` has ended.
+        max_to_keep: Number of backups to keep. If the newest is damaged, `fit`
+            continues from an older one.
+        delete_checkpoint: Whether to delete the backups at the end of `fit`.
 
-    A backup that cannot be written, on a full disk for example, is logged; training
-    continues, and a warning at the end of `fit` names the last complete backup.
+    If a backup cannot be written, for example on a full disk, training continues, and a
+    warning at the end of `fit` names the last complete backup.
 
     Raises:
         ValueError: For another `save_freq`.
@@ -95,105 +95,63 @@ class BackupAndRestore(LateCallback):
         self.save_freq = save_freq
         self.max_to_keep = max_to_keep
         self.delete_checkpoint = delete_checkpoint
-        self._run: _BackedUpFit | None = None
 
     def after_train_begin(self, callbacks: Sequence[keras.callbacks.Callback]) -> None:
         """Restore the newest backup, if there is one.
 
         Raises:
-            CheckpointError: If it is damaged and there is no other, or if the model is
-                not the one that was saved.
+            CheckpointError: If all backups are damaged, or if the newest undamaged one
+                is of another model.
             NotImplementedError: For embeddings whose rows are on parameter servers.
         """
-        session = session_of(self.model)
+        # Once: every use of `self.model` copies the state of the loop into the model.
+        model = self.model
+        assert model is not None
+        session = session_of(model)
         assert session is not None
         assert session.epochs is not None
-        if session.work is not None:
-            _check_servers(self)
-        others = [c for c in callbacks if c is not self]
-        self._run = _BackedUpFit(self, session, session.epochs, others)
-
-    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        """In a resumed epoch, restore the metrics that Keras has just reset."""
-        self._running().begin_epoch(epoch)
-
-    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
-        """Save if a backup is due, or after a request to stop."""
-        self._running().end_batches(batch)
-
-    def after_epoch_end(self, epoch: int) -> None:
-        """Save if a backup is due, or after a request to stop."""
-        self._running().end_epoch(epoch)
-
-    def on_train_end(self, logs: Logs | None = None) -> None:
-        """Delete the backups, or mark the run as finished.
-
-        Raises:
-            CheckpointError: If the last one could not be saved, and is to be kept.
-        """
-        run, self._run = self._running(), None
-        run.end()
-
-    def _running(self) -> "_BackedUpFit":
-        if self._run is None:
-            raise RuntimeError(
-                "BackupAndRestore: no fit is running. Pass it to fit(callbacks=[...])."
-            )
-        return self._run
-
-
-class _BackedUpFit:
-    """Counts the steps of one call of `fit`, and saves when a backup is due."""
-
-    def __init__(
-        self,
-        options: BackupAndRestore,
-        session: FitSession,
-        data: Epochs,
-        callbacks: Sequence[keras.callbacks.Callback],
-    ) -> None:
-        assert options.model is not None
-        model = options.model
-        self._session = session
-        self._options = options
-        self._model = model
-        self._callbacks = callbacks
+        self._trained_model = model
+        self._session, self._data = session, session.epochs
+        # Workers of parameter servers are at different steps of an epoch.
+        self._has_servers = session.work is not None
+        if self._has_servers:
+            self._check_servers()
+        self._others = [c for c in callbacks if c is not self]
         self._worker = workers.current()
         self._stop = self._worker.stop
-        # Workers of parameter servers are at different steps of an epoch.
-        self._is_shared = session.work is not None
-        self._saves = not self._is_shared or session.strategy.is_chief
-        if not self._is_shared:
+        if not self._has_servers:
             session.enter_context(self._stop.on_sigterm())
             session.enter_context(self._stop.on_interrupt())
-        self._data = data
+        self._saves = not self._has_servers or session.strategy.is_chief
         self._epoch, self._step = 0, 0
-        self._total = 0  # Steps of all epochs, also those before a restart.
-        self._initial = random_state.capture()
+        self._total = 0  # Steps (with servers: epochs), also those before a restart.
+        self._random_state = random_state.capture()
         self._is_due = False
-        self._metrics: list[PyTree] | None = None
-        self._state = FitState(model)
+        self._metrics: list[np.ndarray] | None = None
+        self._state = FitState(self._trained_model)
         self._manager = CheckpointManager(
             self._state,
-            options.backup_dir,
-            options.max_to_keep,
+            self.backup_dir,
+            self.max_to_keep,
             checkpoint_name=BACKUP_NAME,
         )
         if self._saves:
             self._restore()
         self._last_saved = self._total
 
-    def begin_epoch(self, epoch: int) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
+        """In a resumed epoch, restore the metrics that Keras has just reset."""
         if epoch != self._epoch:
             self._epoch, self._step = epoch, 0
         if self._metrics is not None:
-            variables = self._model.metrics_variables
+            variables = self._trained_model.metrics_variables
             for variable, value in zip(variables, self._metrics, strict=True):
                 variable.assign(value)
             self._metrics = None
 
-    def end_batches(self, batch: int) -> None:
-        if self._is_shared:
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
+        """Save if a backup is due, or after a request to stop."""
+        if self._has_servers:
             return
         length = self._data.steps_in_epoch()
         done = batch + 1 if length is None else min(batch + 1, length)
@@ -202,7 +160,7 @@ class _BackedUpFit:
         is_to_stop = self._stop.reached(self._total)
         if not (is_to_stop or self._is_time()):
             return
-        # Keras cannot begin an epoch that has no steps left. Save when it has ended.
+        # Keras cannot begin an epoch without remaining steps: save after its end.
         if done == length or not self._data.has_more():
             self._is_due = True
             return
@@ -210,43 +168,49 @@ class _BackedUpFit:
             self._save_and_exit()
         self._save()
 
-    def end_epoch(self, epoch: int) -> None:
+    def after_epoch_end(self, epoch: int) -> None:
+        """Save if a backup is due, or after a request to stop."""
         self._epoch, self._step = epoch + 1, 0
-        if self._is_shared:
-            self._total += 1  # Counts epochs.
+        if self._has_servers:
+            self._total += 1
             if self._saves:
                 self._save()
             return
         if self._stop.reached(self._total):
             self._save_and_exit()
-        if self._is_due or self._options.save_freq == "epoch":
+        if self._is_due or self.save_freq == "epoch":
             self._save()
 
-    def end(self) -> None:
+    def on_train_end(self, logs: Logs | None = None) -> None:
+        """Delete the backups, or mark the run as finished.
+
+        Raises:
+            CheckpointError: If the last backup could not be saved and is to be kept.
+        """
         if not self._saves:
             return
-        if self._stop.reached(self._total):  # The script will not keep the result.
+        if self._stop.reached(self._total):  # The script will not save the result.
             self._save_and_exit()
-        if not self._options.delete_checkpoint:
+        if not self.delete_checkpoint:
             if self._total != self._last_saved:
                 self._save()
             self._manager.mark_finished()
             return
         try:
             self._manager.close()
-        except CheckpointError as error:  # The next run may fail, too.
+        except CheckpointError as error:  # The backups of the next run may fail, too.
             wrote_any = self._manager.latest_checkpoint is not None
             _logger.warning(
                 "BackupAndRestore: fit has ended, and %s in %s. %s",
                 "its last backup failed" if wrote_any else "NO BACKUP WAS WRITTEN",
-                self._options.backup_dir,
+                self.backup_dir,
                 error,
             )
         if self._worker.is_chief:
-            shutil.rmtree(self._options.backup_dir, ignore_errors=True)
+            shutil.rmtree(self.backup_dir, ignore_errors=True)
 
     def _is_time(self) -> bool:
-        every = self._options.save_freq
+        every = self.save_freq
         if not isinstance(every, int) or not every:
             return False
         return self._total - self._last_saved >= every
@@ -255,12 +219,12 @@ class _BackedUpFit:
         self._is_due = False
         self._last_saved = self._total
         position = self._data.position(self._epoch, self._step)
-        callbacks, self._state.best_weights = capture_callbacks(self._callbacks)
+        callbacks, self._state.best_weights = capture_callbacks(self._others)
         progress = {
             "position": dataclasses.asdict(position),
             "total": self._total,
-            "initial": self._initial,
-            "stop_training": bool(self._model.stop_training),
+            "initial": self._random_state,
+            "stop_training": bool(self._trained_model.stop_training),
             "callbacks": callbacks,
         }
         self._state.progress = json.dumps(encode(progress, "BackupAndRestore"))
@@ -298,10 +262,10 @@ class _BackedUpFit:
         self._total = progress["total"]
         if self._worker.watch is not None:
             self._worker.watch.resume_at(self._total)
-        self._initial = progress["initial"]
-        self._data.go_to(position, self._initial)
+        self._random_state = progress["initial"]
+        self._data.go_to(position, self._random_state)
         missing = restore_callbacks(
-            self._callbacks, progress["callbacks"], self._state.best_weights
+            self._others, progress["callbacks"], self._state.best_weights
         )
         if missing:
             _logger.warning(
@@ -309,13 +273,12 @@ class _BackedUpFit:
                 missing,
             )
         has_stopped = progress["stop_training"] and not position.step
-        params: PyTree = self._options.params
-        epochs = params["epochs"]
+        epochs = (self.params or {})["epochs"]
         first = max(position.epoch, epochs) if has_stopped else position.epoch
         self._session.initial_epoch = first
         if position.step:
-            # Keras resets them at the beginning of an epoch.
-            variables = self._model.metrics_variables
+            # Keras resets the metrics at the beginning of an epoch.
+            variables = self._trained_model.metrics_variables
             self._metrics = [np.array(v.value) for v in variables]
         _logger.warning(
             "fit: continues in epoch %d, step %d, from %s.",
@@ -324,21 +287,25 @@ class _BackedUpFit:
             path,
         )
 
-
-def _check_servers(options: BackupAndRestore) -> None:
-    """Raise for tables on parameter servers, which cannot be backed up."""
-    model: PyTree = options.model
-    tables = [v.table_name for v in model.variables if hasattr(v, "table_name")]
-    if tables:
-        raise NotImplementedError(
-            f"BackupAndRestore: the rows of {tables} are on parameter servers only, "
-            "which no backup has. Use ParameterServerStrategy(snapshot_dir=...): "
-            "restarted servers and workers continue from there."
-        )
-    if options.save_freq != "epoch":
-        _logger.warning(
-            "BackupAndRestore: on parameter servers fit is backed up at the end of "
-            "each epoch, in place of save_freq=%r: workers are at different steps in "
-            "between. ParameterServerStrategy(snapshot_dir=...) continues from there.",
-            options.save_freq,
-        )
+    def _check_servers(self) -> None:
+        """Raise an error for tables on parameter servers, which no backup can hold."""
+        tables = [
+            v.table_name
+            for v in self._trained_model.variables
+            if hasattr(v, "table_name")
+        ]
+        if tables:
+            raise NotImplementedError(
+                f"BackupAndRestore: the rows of {tables} are on parameter servers "
+                "only, which no backup has. Use "
+                "ParameterServerStrategy(snapshot_dir=...): restarted servers and "
+                "workers continue from there."
+            )
+        if self.save_freq != "epoch":
+            _logger.warning(
+                "BackupAndRestore: on parameter servers fit is backed up at the end of "
+                "each epoch, in place of save_freq=%r: workers are at different steps "
+                "in between. ParameterServerStrategy(snapshot_dir=...) continues from "
+                "there.",
+                self.save_freq,
+            )

@@ -49,10 +49,10 @@ class Saveable(Protocol):
 class CheckpointManager:
     """Saves numbered checkpoints in a folder and keeps the newest ones.
 
-    (TF: `tf.train.CheckpointManager`.) `save` returns when the values are copied to the
-    host; a thread writes them. The next `save` waits for that write. In a cluster all
-    workers make the same calls, and use the folder of worker 0, which must be on
-    storage that all of them mount.
+    (TF: `tf.train.CheckpointManager`.) `save` copies the values to the host; a thread
+    writes them, and the next `save` waits for the thread. In a cluster all workers make
+    the same calls, and use the folder of worker 0, which must be on storage that all of
+    them mount.
 
     Args:
         checkpoint: The checkpoint to save.
@@ -119,7 +119,7 @@ class CheckpointManager:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
-        else:  # An error of the save must not replace this exception.
+        else:  # Raise the block's exception rather than an error of the save.
             self._await_save()
 
     @property
@@ -131,8 +131,8 @@ class CheckpointManager:
     def checkpoints(self) -> list[str]:
         """Paths of the complete checkpoints, the newest last.
 
-        A single process waits for a save in progress. In a cluster that is listed after
-        the next `save`, `wait` or `close`, in which the workers synchronize.
+        A single process first waits for a save in progress. In a cluster, the list
+        includes a save after the next call of `save`, `wait` or `close`.
         """
         if self._worker.count == 1:
             self._await_save()
@@ -147,12 +147,14 @@ class CheckpointManager:
     def save(self, checkpoint_number: int | None = None) -> str:
         """Copy the values and write them in the background.
 
+        Worker 0 logs failed writes: the 1st, 2nd, 4th and so on in a row. `wait` and
+        `close` raise an error if the last write failed.
+
         Args:
             checkpoint_number: Number in the name; None: one more than the last.
 
         Returns:
-            The path of the checkpoint. A failed write is logged (the 1st, 2nd, 4th and
-            so on in a row); `wait` and `close` raise it if no later save succeeds.
+            The path of the checkpoint.
         """
         self._await_save()
         self._checkpoint.save_counter += 1
@@ -192,20 +194,15 @@ class CheckpointManager:
         """Wait for the last save, and mark the run as finished for evaluators.
 
         Raises:
-            CheckpointError: If the last save failed, or the mark cannot be written.
+            CheckpointError: If the last save failed.
+            OSError: If the mark cannot be written.
         """
         self.wait()
         if not self._worker.is_chief:
             return
         last = self._paths[-1].name if self._paths else None
-        try:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            write_whole(self._directory / FINISHED, json.dumps({"checkpoint": last}))
-        except OSError as error:
-            raise CheckpointError(
-                f"CheckpointManager: {self._directory / FINISHED} could not be "
-                f"written: {error}. Make room there."
-            ) from error
+        self._directory.mkdir(parents=True, exist_ok=True)
+        write_whole(self._directory / FINISHED, json.dumps({"checkpoint": last}))
 
     def restore_or_initialize(self) -> str | None:
         """Restore the newest undamaged checkpoint, or call `init_fn`.
@@ -221,7 +218,7 @@ class CheckpointManager:
         newest, problems = self._newest_undamaged()
         mark = self._directory / FINISHED
         if self._worker.is_chief and mark.exists():  # A resumed run is not finished.
-            mark.unlink(missing_ok=True)
+            mark.unlink()
         if newest is None and problems:
             raise CheckpointError(
                 "CheckpointManager: no checkpoint is undamaged: "
@@ -239,7 +236,11 @@ class CheckpointManager:
     def _newest_undamaged(
         self,
     ) -> tuple[tuple[Path, Contents | None] | None, list[str]]:
-        """Find the newest undamaged checkpoint on worker 0, for all workers."""
+        """Find the newest undamaged checkpoint on worker 0, for all workers.
+
+        Returns:
+            Its path and, on worker 0, its contents; and the errors of damaged ones.
+        """
         newest, problems = None, []
         if self._worker.is_chief:
             for path in reversed(self._paths):
@@ -272,17 +273,12 @@ class CheckpointManager:
             problem = self._worker.exchange(
                 "replicax.checkpoint.outcome", problem, _SAVE_TIMEOUT_SECONDS
             )[0]
-            # Log the outcome of worker 0's save, as worker 0 does.
-            if not is_writer and problem is None:
-                self._failed.end(f"checkpoint {path}")
-            elif not is_writer:
-                self._failed.add(problem)
         self._failure = problem
         if problem is None:
             self._paths, _ = self._kept(path)
 
     def _kept(self, path: Path) -> tuple[list[Path], list[Path]]:
-        """Divide the checkpoints into those to keep after `path`, and the others."""
+        """Divide the checkpoints, including `path`, into kept and outdated ones."""
         paths = [p for p in self._paths if p != path] + [path]
         if self._max_to_keep is None:
             return paths, []
@@ -319,7 +315,7 @@ def latest_checkpoint(
 def numbered_checkpoints(directory: Path, name: str) -> list[Path]:
     """List the checkpoints `name-1`, `name-2`, ... of a folder, by number.
 
-    It includes one without a manifest, so that a read reports the damage.
+    The list includes folders without a manifest, so that a read reports the damage.
     """
     pattern = re.compile(rf"\.?{re.escape(name)}-(\d+)(?:\.old)?")
     paths: dict[int, Path] = {}

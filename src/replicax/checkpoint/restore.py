@@ -13,13 +13,13 @@ _logger = logging.getLogger("replicax")
 
 
 class RestoreStatus:
-    """The result of a restore: which names of checkpoint and objects did not match.
+    """The result of a restore: the names that only one side had.
 
-    (TF: the result of `tf.train.Checkpoint.restore`.) Its destructor logs unused values
-    of the checkpoint, unless one of its methods was called.
+    (TF: the result of `tf.train.Checkpoint.restore`.) The destructor of a status logs
+    these names, unless one of the methods was called.
 
     Attributes:
-        missing: Names of the objects that are not in the checkpoint.
+        missing: Names in the objects that are not in the checkpoint.
 
     Example:
         >>> import tempfile
@@ -43,36 +43,33 @@ class RestoreStatus:
 
         Args:
             path: The checkpoint.
-            missing: Names of the objects that are not in the checkpoint.
+            missing: Names in the objects that are not in the checkpoint.
             unused: Names in the checkpoint that no object has.
-            waiting: Objects that are not built yet, and are restored when they are.
+            waiting: Objects that are restored later, when they are built.
         """
         self._path = path
         self.missing = list(missing)
+        self._unused = list(unused)
         self._waiting = list(waiting)
-        prefixes = tuple(f"{name}/" for name in self._waiting)
-        self._unused = [name for name in unused if not name.startswith(prefixes)]
-        self._for_later = [name for name in unused if name.startswith(prefixes)]
         self._is_checked = False
 
     def note_built(
         self, name: str, missing: Iterable[str], restored: Iterable[str]
     ) -> None:
-        """Note that an object was built and restored."""
-        self._waiting = [other for other in self._waiting if other != name]
+        """Update the names after an object was built and restored."""
+        self._waiting.remove(name)
         self.missing += missing
         done = set(restored)
-        self._for_later = [other for other in self._for_later if other not in done]
+        self._unused = [other for other in self._unused if other not in done]
 
     def assert_consumed(self) -> None:
         """Raise unless the checkpoint and the objects have the same names.
 
         Raises:
-            CheckpointError: Listing all names that only one of them has.
+            CheckpointError: Listing all names that only one side has.
         """
         self._is_checked = True
-        unused = [*self._unused, *self._for_later]
-        self._raise(_differences(self.missing, unused, self._waiting))
+        self._raise(_differences(self.missing, self._unused, self._waiting))
 
     def assert_existing_objects_matched(self) -> None:
         """Raise unless the checkpoint has all names of the objects.
@@ -93,10 +90,13 @@ class RestoreStatus:
             raise CheckpointError(_message(self._path, problems))
 
     def __del__(self) -> None:
-        if not self._is_checked and (self.missing or self._unused):
+        waiting = tuple(f"{name}/" for name in self._waiting)
+        unused = [name for name in self._unused if not name.startswith(waiting)]
+        if not self._is_checked and (self.missing or unused):
             _logger.warning(
-                "%s Call expect_partial() on what restore returns if that is right.",
-                _message(self._path, _differences(self.missing, self._unused)),
+                "%s If this is intended, call expect_partial() on the result of "
+                "restore.",
+                _message(self._path, _differences(self.missing, unused)),
             )
 
 
@@ -106,7 +106,13 @@ def compare(
     path: str,
     waiting: Iterable[str] = (),
 ) -> RestoreStatus:
-    """Compare the names of the checkpoint and of the objects, except those `waiting`.
+    """Compare a checkpoint's names, shapes and dtypes with those of the objects.
+
+    Args:
+        entries: The arrays and values of all built objects.
+        contents: The checkpoint.
+        path: The checkpoint's path, for messages.
+        waiting: Names of objects that are not built yet.
 
     Raises:
         CheckpointError: If a shape or dtype differs; it lists all differences.
@@ -120,7 +126,7 @@ def compare(
     saved = {*contents.arrays, *contents.values}
     missing = sorted(set(here) - saved)
     unused = sorted(saved - set(here))
-    # Servers know the names of remote entries: the checkpoint needs the prefix only.
+    # Only the servers know the names of remote entries: compare the prefixes.
     missing += [x for x in remote if not any(n.startswith(x) for n in unused)]
     unused = [name for name in unused if not name.startswith(tuple(remote))]
     wrong = []
@@ -149,8 +155,8 @@ def write_existing(entries: Iterable[Entry], contents: Contents, path: str) -> N
     """Set arrays from a checkpoint that contains all of them.
 
     Raises:
-        CheckpointError: If one is missing, or has another shape or dtype; nothing is
-            changed then.
+        CheckpointError: If one is missing, or has another shape or dtype. Nothing was
+            restored then.
     """
     entries = list(entries)
     compare(entries, contents, path).assert_existing_objects_matched()
@@ -167,7 +173,7 @@ def _differences(
     missing: list[str], unused: list[str], unbuilt: Sequence[str] = ()
 ) -> list[str]:
     sides = {
-        "not built yet, and set when they are": unbuilt,
+        "not built yet, and restored when built": unbuilt,
         "not in the checkpoint": missing,
         "in the checkpoint and in no object": unused,
     }

@@ -1,21 +1,19 @@
 """Reads and writes checkpoints on disk: atomic folders with checksums.
 
     ckpt-7/
-      arrays/         the arrays, as Orbax writes them
-      manifest.json   names, shapes and checksums of all of it, and plain values
+      arrays/         the arrays, in Orbax' format
+      manifest.json   checksums of all files, arrays' shapes and dtypes, plain values
 
-A writer fills a temporary folder, the manifest last, calls fsync and renames it. One
-process writes without the others, so there is no barrier.
+A writer fills a temporary folder, the manifest last, calls fsync and renames it. Only
+one process writes, so there is no barrier.
 """
 
 import dataclasses
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
-from replicax._util.arrays import bytes_of
 from replicax._util.files import (
     complete_folder,
     part_of,
@@ -57,16 +55,16 @@ def write(path: Path, contents: Contents) -> None:
     """Write a checkpoint atomically, replacing an older one at `path`.
 
     Raises:
-        CheckpointError: If it cannot be written. The older one is still there.
+        CheckpointError: If it cannot be written. The older checkpoint stays.
     """
     try:
         with temporary_folder(part_of(path)) as part:
-            stored = {name: x for name, x in contents.arrays.items() if x.size}
-            if stored:
+            not_empty = {name: x for name, x in contents.arrays.items() if x.size}
+            if not_empty:  # Orbax cannot write empty arrays.
                 # Orbax takes long to import.
                 from replicax.checkpoint import arrays
 
-                arrays.write(part / _ARRAYS, stored)
+                arrays.write(part / _ARRAYS, not_empty)
             _FORMAT.write_manifest(part, _manifest(contents))
             publish(part, path, replace=True)
     # Orbax and TensorStore report a full disk in exceptions of many kinds.
@@ -84,7 +82,7 @@ def read(path: Path) -> Contents:
     """Read a checkpoint and verify its checksums.
 
     Raises:
-        CheckpointError: If it is missing or damaged; it names the file.
+        CheckpointError: If it is missing or damaged. The message names the file.
     """
     path = complete_folder(path)
     with Announced(f"reading checkpoint {path}"):
@@ -99,7 +97,7 @@ def read(path: Path) -> Contents:
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint: renamed first, so that nobody reads half of it.
+    """Rename a checkpoint, then delete it, so that no process reads half of it.
 
     Raises:
         CheckpointError: If it cannot be deleted.
@@ -113,9 +111,9 @@ def remove(path: Path) -> None:
 
 
 def _manifest(contents: Contents) -> JSONObject:
-    """Describe the contents for `write_manifest`, which adds the files' checksums."""
+    """Describe the contents; `write_manifest` adds the checksums of the files."""
     arrays = {
-        name: {"shape": list(x.shape), "dtype": str(x.dtype), "crc32": _crc32(x)}
+        name: {"shape": list(x.shape), "dtype": str(x.dtype)}
         for name, x in contents.arrays.items()
     }
     return {
@@ -135,12 +133,6 @@ def _read_arrays(
     }
     if len(arrays) < len(expected):
         arrays |= _restore_arrays(path)
-    for name, entry in expected.items():
-        x = arrays.get(name)
-        if x is None or _crc32(x) != entry["crc32"]:
-            raise _FORMAT.damaged(
-                path, _ARRAYS, f"array {name!r} is not what was saved"
-            )
     return {name: arrays[name] for name in expected}
 
 
@@ -152,7 +144,3 @@ def _restore_arrays(path: Path) -> dict[str, np.ndarray]:
     # As for writing: many kinds of exceptions.
     except Exception as error:
         raise _FORMAT.damaged(path, _ARRAYS, reason(error)) from error
-
-
-def _crc32(x: np.ndarray) -> int:
-    return zlib.crc32(bytes_of(x).data)
