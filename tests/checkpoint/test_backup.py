@@ -322,7 +322,6 @@ _SCRIPT = """
 import sys, time
 import keras, numpy as np
 import replicax as rx
-from replicax.checkpoint.backup import BackupAndRestore
 
 class Slowly(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
@@ -335,7 +334,7 @@ model = keras.Sequential(
     [keras.Input((4,)), keras.layers.Dropout(0.5), keras.layers.Dense(1)]
 )
 model.compile("adam", "mse")
-backup = BackupAndRestore(sys.argv[1], int(sys.argv[3]) or False)
+backup = rx.BackupAndRestore(sys.argv[1], int(sys.argv[3]) or False)
 history = model.fit(
     x, x[:, :1], batch_size=8, epochs=4, verbose=0, callbacks=[backup, Slowly()]
 )

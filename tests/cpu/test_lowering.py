@@ -71,7 +71,6 @@ CONVOLUTIONS = [
     ("taps", (2, 3, 3, 4), (1, 1, 8, 4), {"spec": "HWOI"}),
     ("outputs", (1, 8, 8, 2), (7, 7, 2, 32), {"padding": "VALID"}),
     ("outputs", (4, 3, 3, 2), (2, 2, 2, 4), {"batch_group_count": 2, "out": True}),
-    ("planes", (2, 4, 3, 3, 2), (3, 2, 2, 2, 3), {}),
     ("sums", (3, 4, 4, 2), (3, 3, 2, 3), {"batch_group_count": 3, "out": True}),
 ]
 

@@ -1,4 +1,4 @@
-"""Memory that is kept in huge pages, in processes of their own."""
+"""Freed memory stays in huge pages; each test runs a process of its own."""
 
 import os
 import subprocess
@@ -23,7 +23,7 @@ import replicax as rx
 from replicax.cpu.memory import use_huge_pages
 
 strategy = rx.OneDeviceStrategy("cpu:0")
-# Each step needs 32 MB for what it returns, and as much on the way there.
+# Each step needs 32 MB for its result, and 32 MB for an intermediate array.
 x = np.arange(2**23, dtype="float32")
 for _ in range(3):
     y = strategy.run(lambda x: jnp.flip(x) + 1, (x,))
@@ -53,11 +53,11 @@ def run(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return ended
 
 
-def test_steps_have_their_memory_in_huge_pages() -> None:
+def test_tuned_steps_use_huge_pages() -> None:
     assert run(SCRIPT).stdout.split()[-2:] == ["True", "True"]
 
 
-def test_malloc_is_left_alone_by_default() -> None:
+def test_malloc_is_unchanged_by_default() -> None:
     assert run(SCRIPT, REPLICAX_CPU="").stdout.split()[-2:] == ["False", "False"]
 
 
@@ -83,8 +83,8 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 4)
 
 
 @pytest.mark.slow
-def test_threads_of_jax_keep_their_memory_too() -> None:
-    """With heaps of their own: 27,000 page faults in every step."""
+def test_threads_of_jax_share_the_heap_on_one_core() -> None:
+    """With a heap for each thread, there are 27,000 page faults in every step."""
     assert int(run(FAULTS).stdout) < 1000
 
 
@@ -110,13 +110,13 @@ strategy, counts = rx.OneDeviceStrategy("cpu:0"), []
 for _ in range(8):
     jax.block_until_ready(strategy.run(lambda: jax.grad(loss)(weights, x)))
     counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
-# A thread that had no step yet has no memory yet: on a busy machine some come late.
+# On a busy machine, some threads compute their first step late and then allocate.
 print(min(after - before for before, after in zip(counts, counts[1:])))
 """
 
 
 def faults(script: str, **environment: str) -> int:
-    """Page faults in a step, as a script prints them."""
+    """Run a script that prints the page faults of a step."""
     ended = run(script, **environment)
     assert "limit" not in ended.stderr  # XLA's warning of arrays above `HEAP_BYTES`.
     return int(ended.stdout)
@@ -124,16 +124,15 @@ def faults(script: str, **environment: str) -> int:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="not Linux")
-def test_a_steps_arrays_come_in_pieces_that_a_thread_can_keep() -> None:
+def test_a_thread_keeps_the_pieces_of_a_step() -> None:
     script = FAULTS_OF_A_STRATEGY.format(layers="10, 1000")
     assert faults(script, XLA_FLAGS="") < 1000
-    # As XLA does it unasked, which is how a user asks for it.
-    unasked = "--xla_multiheap_size_constraint_per_heap=-1"
-    assert faults(script, XLA_FLAGS=unasked) > 20_000
+    default_of_xla = "--xla_multiheap_size_constraint_per_heap=-1"
+    assert faults(script, XLA_FLAGS=default_of_xla) > 20_000
 
 
 @pytest.mark.slow
-def test_xla_does_not_warn_of_arrays_that_do_not_fit() -> None:
+def test_xla_does_not_warn_of_arrays_above_the_limit() -> None:
     faults(FAULTS_OF_A_STRATEGY.format(layers="3, 3000"), XLA_FLAGS="")
 
 
@@ -167,6 +166,6 @@ print((counts[-1] - counts[-21]) // 20)
 """
 
 
-def test_servers_keep_the_memory_of_what_they_receive() -> None:
-    """And of new values, 16 MiB each: they often come in 4,096 new pages otherwise."""
+def test_servers_keep_the_memory_of_received_arrays() -> None:
+    """Otherwise a received array of 16 MiB often needs 4,096 new pages."""
     assert faults(FAULTS_OF_A_SERVER) < 1000

@@ -1,4 +1,4 @@
-"""The switch of what is done for CPUs, and what XLA is told there."""
+"""The switch `REPLICAX_CPU`, and XLA's options for CPUs."""
 
 import functools
 import os
@@ -34,7 +34,7 @@ def test_the_switch(monkeypatch) -> None:
         assert (settings.is_on(), settings.is_tuned()) == (is_on, is_tuned)
 
 
-def test_another_word_is_refused_when_a_strategy_is_made(monkeypatch) -> None:
+def test_an_unknown_value_is_an_error_of_the_strategy(monkeypatch) -> None:
     monkeypatch.setenv("REPLICAX_CPU", "fast")
     with pytest.raises(
         ValueError, match=r"REPLICAX_CPU has 'fast'.*'on', 'off', 'tuned'"
@@ -42,7 +42,7 @@ def test_another_word_is_refused_when_a_strategy_is_made(monkeypatch) -> None:
         rx.OneDeviceStrategy("cpu:0")
 
 
-def test_steps_on_cpus_take_memory_in_pieces() -> None:
+def test_steps_on_cpus_allocate_memory_in_pieces() -> None:
     options = xla_options.compiler_options("cpu", {})
     assert options == compiler_options({})
     assert options[HEAP] == HEAP_BYTES
@@ -53,7 +53,7 @@ def test_steps_on_cpus_take_memory_in_pieces() -> None:
 
 
 def test_convolutions_use_all_cores() -> None:
-    """YNNPACK computes them on one; products stay with it."""
+    """Eigen computes convolutions; YNNPACK, on one core, still computes products."""
 
     def text(fn: Callable[..., jax.Array], *args: jax.Array) -> str:
         options = dict(compiler_options({}))
@@ -94,23 +94,23 @@ def test_options_of_the_user_are_not_overridden(monkeypatch) -> None:
         (FLAG, FLAG),
     ],
 )
-def test_loops_are_kept_unless_the_user_says_otherwise(
+def test_loops_are_kept_unless_the_user_has_set_options(
     before, after, monkeypatch
 ) -> None:
-    given = {"HOME": "here"} | ({} if before is None else {"XLA_FLAGS": before})
-    environ = dict(given)
+    unchanged = {"HOME": "here"} | ({} if before is None else {"XLA_FLAGS": before})
+    environ = dict(unchanged)
     keep_loops(environ)
     assert environ == {"HOME": "here", "XLA_FLAGS": after}
     keep_loops(environ)
     assert environ["XLA_FLAGS"] == after
     monkeypatch.setenv("REPLICAX_CPU", "off")
-    environ = dict(given)
+    environ = dict(unchanged)
     keep_loops(environ)
-    assert environ == given
+    assert environ == unchanged
 
 
 @pytest.mark.slow
-def test_xla_has_read_it_in_a_process_with_logical_devices(tmp_path) -> None:
+def test_xla_reads_the_flag_after_set_logical_devices(tmp_path) -> None:
     code = "import replicax as rx, jax; {} jax.jit(lambda x: x + 1)(1.0)"
 
     def options(folder: str, flags: str = "", call: str = "") -> str:
@@ -118,8 +118,8 @@ def test_xla_has_read_it_in_a_process_with_logical_devices(tmp_path) -> None:
         env = dict(os.environ) | {"XLA_FLAGS": flags.strip()}
         command = [sys.executable, "-c", code.format(call)]
         subprocess.run(command, check=True, timeout=120, env=env)
-        (found,) = (tmp_path / folder).rglob("*lambda*debug_options")
-        return found.read_text()
+        (dump,) = (tmp_path / folder).rglob("*lambda*debug_options")
+        return dump.read_text()
 
     call = "rx.set_logical_devices(2);"
     assert "xla_cpu_disable_loop_unrolling" in options("ours", call=call)

@@ -1,9 +1,10 @@
 """Chooses the form of each convolution on CPUs, from measurements.
 
-XLA computes most convolutions on CPUs with Eigen (`settings` asks for it), which is
-fast; those stay with XLA. The forms replace those that XLA computes by scalar loops,
-and a few more. Times below are milliseconds on two cores with JAX 0.10.2, XLA's first;
-unless noted for float32, 3x3 kernels and batches of 16.
+XLA computes most convolutions on CPUs with Eigen (an option of `settings`), which is
+fast, and others with scalar loops. A form is a way to compute a convolution by other
+operations; it replaces scalar loops, and a few of Eigen's convolutions. Times below are
+milliseconds of XLA and of the form, on two cores with JAX 0.10.2; unless noted for
+float32, 3x3 kernels and batches of 16.
 """
 
 import math
@@ -16,30 +17,30 @@ from replicax.cpu.windows import Window, widened, windows_of
 
 __all__ = ["Form", "choose", "spatial_windows"]
 
-Form = Literal["patches", "groups", "outputs", "sums", "taps", "planes"]
+Form = Literal["patches", "groups", "outputs", "sums", "taps"]
 
-# Maximal weights of one tap and group. 1: a depthwise layer of 32 channels at 48x48
-# takes 92.6 or 2.7, and its gradient by the input 73.2 or 2.5; 4x4 at 24x24 14.4 or
-# 1.9.
+# Maximal weights of one tap in a group. With 1, a depthwise layer of 32 channels at
+# 48x48 takes 92.6 or 2.7, and its gradient by the input 73.2 or 2.5; with 4x4, at
+# 24x24, 14.4 or 1.9.
 _GROUP_WEIGHTS = 16
-# A kernel with so many times the elements of input and result is not moved in memory.
-# One core, 512 channels at 2x2, batch 8: 0.9 or 108, and by the input 1.2, which took
-# 9.5 with the kernel moved; at 7x7 11 or 15 and 11 or 19; 256 at 4x4 0.9 or 1.4. With
-# half as many weights, 128 channels at 8x8, it is no longer quicker.
+# A kernel with this many times the elements of input and result is not transposed. On
+# one core, 512 channels at 2x2, batch 8, take 108 or 0.9, and the gradient by the input
+# 1.2, but 9.5 with a transposed kernel. With half as many weights, 128 channels at 8x8,
+# the form is not faster than XLA.
 _MANY_WEIGHTS = 4
-# Maximal products in an element of a layer's output. XLA computes them anew in each
-# operation that reads the layer, so that more cost more than they save. One channel,
-# 3x3, 32 outputs at 28x28, batch 256: 5.5 or 1.2, and the benchmark's CNN of MNIST 43.7
-# or 40.8; with 5x5 a step takes 8.4 or 13.7, with three channels 10.8 or 16.5.
+# Maximal products in an element of a layer's output: XLA computes the products again in
+# each operation that reads the layer. With one channel, 3x3, 32 outputs at 28x28, batch
+# 256: 5.5 or 1.2, and the benchmark's CNN of MNIST 43.7 or 40.8; with 5x5 a step takes
+# 8.4 or 13.7, with three channels 10.8 or 16.5.
 _FEW_TERMS = 9
-# Maximal number of taps, outputs or phases: each becomes operations of the program.
+# Maximal number of taps, outputs or phases: the program has operations for each.
 _MOST = 128
 
 
 def spatial_windows(
     lhs: Any, rhs: Any, params: Mapping[str, Any]
 ) -> tuple[Window, ...]:
-    """Compute the windows of a convolution of an input and a kernel, or their types."""
+    """Compute the windows of a convolution; `lhs` and `rhs` are arrays or types."""
     lhs_spec, rhs_spec, _ = params["dimension_numbers"]
     return windows_of(
         [lhs.shape[i] for i in lhs_spec[2:]],
@@ -86,26 +87,28 @@ def _of_one_group(
     features, all_outputs = rhs.shape[rhs_spec[1]], rhs.shape[rhs_spec[0]]
     if taps > 1 and features * taps <= _FEW_TERMS:
         return "groups"
-    is_swapped = rhs_spec[1] > rhs_spec[0]  # As gradients by the input have it.
+    # Gradients by the input have the kernel's outputs before its features.
+    is_swapped = rhs_spec[1] > rhs_spec[0]
     inputs, weights, results = (math.prod(x.shape) for x in (lhs, rhs, out))
     if weights >= _MANY_WEIGHTS * max(inputs, results) and 1 < taps <= _MOST:
         return "taps" if is_swapped else "patches"
     is_largest = results >= _MANY_WEIGHTS * max(inputs, weights)
-    if taps == 1:  # One product, in whichever form; in 36 outputs, 36 to be compiled.
+    if taps == 1:  # One matrix product; the form "outputs" would compile several.
         return "taps" if is_swapped else "patches"
     if (is_largest and 1 < outputs <= _MOST) or _is_of_few_channels(
         lhs, params, all_outputs, taps, outputs
     ):
         return "outputs"  # Gradients of the kernels.
-    if len(windows) == 3 and min(taps, outputs) > 1:
-        return "planes"
-    if not _is_slow_by_xla(windows, taps, outputs):
+    # 8 volumes of 12x12x12, 16 to 32 channels: 13.4 or 2.4, by the input 48 or 12, by
+    # the kernel 29 or 21.
+    is_volume = len(windows) == 3 and min(taps, outputs) > 1
+    if not is_volume and not _is_slow_by_xla(windows, taps, outputs):
         return None
     return "outputs" if outputs < taps or taps > _MOST else "patches"
 
 
 def _is_served(lhs: Any, rhs: Any, out: Any, params: Mapping[str, Any]) -> bool:
-    """Whether the types are floats of one dtype, and no array is empty."""
+    """Whether the forms support these types: floats of one dtype, not empty."""
     if not jnp.issubdtype(lhs.dtype, jnp.floating) or lhs.dtype.itemsize < 2:
         return False
     return (
@@ -121,9 +124,9 @@ def _of_batch_groups(
 ) -> Form | None:
     """Choose the form for groups of the batch, as in filter gradients with groups.
 
-    XLA has no fast code for any: 4 groups of 32 channels at 8x8 take 280 or 4.4, 32
-    of 4 2105 or 4.3; depthwise at 48x48 with 96 channels and strides 2x2 85 or 15, with
-    two outputs for each channel 2958 or 9.7.
+    XLA has no fast code for them: 4 groups of 32 channels at 8x8 take 280 or 4.4, 32
+    groups of 4 channels 2105 or 4.3; depthwise at 48x48 with 96 channels and strides
+    2x2 85 or 15, with two outputs for each channel 2958 or 9.7.
     """
     groups = params["batch_group_count"]
     if outputs > min(taps, _MOST):
@@ -137,7 +140,7 @@ def _of_batch_groups(
 def _is_of_few_channels(
     lhs: Any, params: Mapping[str, Any], all_outputs: int, taps: int, outputs: int
 ) -> bool:
-    """Whether it is the filter gradient of a layer of few channels, such as the first.
+    """Whether this is the filter gradient of a layer of few channels, as the first.
 
     One channel at 28x28, batch 256: with 32 outputs 14.0 or 2.2, with 16 4.0 or 3.4;
     three at 32x32, batch 64, with 32 outputs 6.2 or 2.6, but with 16 1.9 or 2.8.
@@ -151,6 +154,6 @@ def _is_slow_by_xla(windows: Sequence[Window], taps: int, outputs: int) -> bool:
         # Filter gradients of 1x1 layers: at 48x48, 16 to 96 channels, 15.9 or 2.0; the
         # layers themselves, which are one product, 4.2 or 2.1.
         return True
-    # XLA swaps input and kernel where the kernel is larger, and has only plain loops
-    # for what it gets: 512 channels at 2x2 take 560 or 13, and 608 or 18 by the input.
+    # XLA swaps input and kernel if the kernel is larger, and computes the result with
+    # scalar loops: 512 channels at 2x2 take 560 or 13, and 608 or 18 by the input.
     return taps > math.prod(w.size for w in windows)

@@ -2,8 +2,8 @@
 
 Arrays have one order here, for any layout of the layer: the input
 `[batch, *space, features]`, the kernel `[*taps, features / groups, outputs]` and the
-result `[batch, *space, outputs]`. Filter gradients have an order of their own, in which
-those of layers that hold features last need no transposition.
+result `[batch, *space, outputs]`. Filter gradients have an order of their own: in it,
+arrays of layers with channels last need no transposition.
 """
 
 import functools
@@ -54,7 +54,7 @@ def _slice(
 
 
 def pad(x: jax.Array, windows: Sequence[Window]) -> jax.Array:
-    """Pad the dimensions of windows in `x: [n, *space, m]`, and spread its elements."""
+    """Pad `x: [n, *space, m]` for its windows, with zeros between dilated elements."""
     edges = [(w.low, w.high, w.input_dilation - 1) for w in windows]
     if not any(itertools.chain(*edges)):
         return x
@@ -84,7 +84,7 @@ def by_patches(
 ) -> jax.Array:
     """Multiply the input's patches (im2col) with the kernel.
 
-    Of `x[batch, *space, features]` and `kernel[*taps, features / groups, outputs]`:
+    `x[batch, *space, features]` and `kernel[*taps, features / groups, outputs]` give
     `[batch, *space, outputs]`.
     """
     x = pad(x, windows)
@@ -92,7 +92,7 @@ def by_patches(
     numbers = math.prod(w.taps * w.outputs for w in windows) * x.shape[0] * x.shape[-1]
     if first.taps == 1 or numbers * x.dtype.itemsize <= _PATCHES_BYTES:
         return _patches_times(x, kernel, windows, groups, precision)
-    # One row of taps at a time. In a loop: otherwise XLA would make the patches of all
+    # One row of taps at a time, in a loop: otherwise XLA would make the patches of all
     # rows before the first product.
     length = (first.outputs - 1) * first.stride + 1
     row_windows = [Window(size=length, taps=1, stride=first.stride), *others]
@@ -140,12 +140,12 @@ def by_taps(
 ) -> jax.Array:
     """Multiply the input with all taps, and shift and sum the products.
 
-    The kernel has the layout of the gradient by a layer's input. The other forms would
-    transpose its features and outputs in memory first, which takes longer than the
-    product for many weights and few positions.
+    The kernel is laid out as for the gradient with respect to a layer's input. The
+    other forms would first transpose its features and outputs in memory, which takes
+    longer than the product if weights are many and positions few.
 
-    Of `x[batch, *space, features]` and `kernel[*taps, outputs, features]`, the last tap
-    first: `[batch, *space, outputs]`.
+    `x[batch, *space, features]` and `kernel[*taps, outputs, features]`, with the taps
+    in reverse order, give `[batch, *space, outputs]`.
     """
     cuts = [trimmed(w) for w in windows]
     windows = [w for _, w in cuts]
@@ -240,9 +240,9 @@ def _in_phases(
     after: tuple[int, ...],
     dtype: Any,
 ) -> jax.Array:
-    """Compute a dilated input's phases, and interleave them.
+    """Compute a dilated input's phases with `compute`, and interleave them.
 
-    `compute` makes a phase of the taps and windows that it is given, of shape
+    `compute` takes the taps and the windows of a phase, and returns an array of shape
     `[*before, *space, *after]`.
     """
     # A dimension without dilation, or with strides, has a single phase.
@@ -272,7 +272,7 @@ def _in_phases(
 
 
 def _parts(window: Window, spread: int) -> list[tuple[slice, Window | None]]:
-    """Return `spread` phases; a phase without an output has no window."""
+    """Return the taps and the window of `spread` phases; None: without an output."""
     if spread == 1:
         return [(slice(None), window)]
     parts = [(phase.taps, phase.window) for phase in phases(window)]
@@ -286,10 +286,10 @@ def by_outputs(
     groups: int,
     precision: lax.PrecisionLike = None,
 ) -> jax.Array:
-    """Compute a product for each output position, of which filter gradients have few.
+    """Compute a matrix product for each output position: filter gradients have few.
 
-    Of `x[features, *space, batch]` and `kernel[features, *taps, outputs]`, with groups
-    of the batch: `[*space, batch / groups, outputs]`.
+    `x[features, *space, batch]` and `kernel[features, *taps, outputs]`, with groups of
+    the batch, give `[*space, batch / groups, outputs]`.
     """
     outputs = kernel.shape[-1]
     batch = x.shape[-1] // groups
@@ -311,17 +311,18 @@ def by_outputs(
         parts = [e.reshape(length, groups, batch) for e in positions]
         y = jnp.stack([product("kgn,kgo->ngo", e, weights) for e in parts])
         return y.reshape(*space, batch, outputs)
-    weights = weights[:, 0]  # Without the axis of groups products are not batched ones.
+    weights = weights[:, 0]  # Without the axis of groups the products are not batched.
     if batch * math.prod(space) <= outputs:
-        # All elements together are no larger than the kernel, which is read once. With
-        # the barrier XLA copies rows of the input; else numbers, which takes three
-        # times as long.
+        # All elements together are no larger than the kernel: read the kernel once.
+        # With the barrier XLA copies rows of the input; without it, single numbers,
+        # which takes three times as long.
         stacked = lax.optimization_barrier(jnp.stack(list(positions)))
         y = product("pkn,ko->pno", stacked.reshape(-1, length, batch), weights)
         return y.reshape(*space, batch, outputs)
     parts = [e.reshape(length, batch) for e in positions]
     if length * (batch + outputs) <= batch * outputs:
-        # Copies of both operands are smaller than the result: write that once.
+        # Copies of both operands are smaller than the result: copy those, so that the
+        # result is written once.
         copies = jnp.broadcast_to(weights, (len(parts), *weights.shape))
         y = product("pkn,pko->pno", jnp.stack(parts), copies)
     else:
@@ -332,8 +333,8 @@ def by_outputs(
 def by_sums(x: jax.Array, kernel: jax.Array, windows: Sequence[Window]) -> jax.Array:
     """Compute filter gradients of depthwise layers as sums of elementwise products.
 
-    Of `x[features, *space, channels]`, each channel a group of the batch, and
-    `kernel[features, *taps, channels * multiplier]`:
+    `x[features, *space, channels]`, where each channel is a group of its own, and
+    `kernel[features, *taps, channels * multiplier]` give
     `[*space, 1, channels * multiplier]`.
     """
     outputs = kernel.shape[-1]
@@ -362,8 +363,8 @@ def _at_outputs(x: jax.Array, windows: Sequence[Window]) -> Iterator[jax.Array]:
 def _sum_of_products(x: jax.Array, y: jax.Array) -> jax.Array:
     """Compute `sum(x * y)` over all but the last axis, as a tree of sums.
 
-    XLA's own reduction over leading axes is not vectorised on CPUs, and adds terms in
-    one long sequence; elementwise sums of slices are vectorised.
+    On CPUs, XLA vectorises elementwise sums of slices, but no reduction over leading
+    axes.
     """
     product: jax.Array | None = None
     # Spatial axes first: the leading axis may be sharded over devices.

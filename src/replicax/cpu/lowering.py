@@ -1,21 +1,19 @@
 """Lowering rules for primitives that XLA compiles to slow code on CPUs.
 
-JAX's own tables stay as they are: these rules override them only for the operations
-within one call, a replicax primitive. Times are of the benchmark's transformer, with
-JAX 0.10.2.
+JAX's own tables stay as they are: these rules override them only for the operations in
+a replicax primitive. Times are of the benchmark's transformer, with JAX 0.10.2.
 
 The gradient of a `Dense` layer's weights over `[batch, steps, features]` is contracted
-over two dimensions. To make that a matrix product, XLA transposes the gradient of the
-output as it writes it, which is slow, and gets a product of two transposed arrays at 73
-GFLOPS; a product of arrays in order has 206. `_contract` merges the leading dimensions
-instead, which moves no data: a step takes 570 ms in place of 740 on one core.
+over two dimensions. XLA transposes the gradient of the output to get a matrix product
+of two transposed arrays, with 73 GFLOPS. `_contract` merges the leading dimensions
+instead, which moves no data, and gets 206 GFLOPS: on one core a step takes 570 ms, not
+740.
 
 Along a residual stream the gradient of a layer's input is the gradient of its output
-plus the layer's own. XLA rematerialises such a sum in every operation that reads it,
-with all sums that it consists of: with 6 layers the first sum read 85 arrays, and the
-work grows with the square of the depth. `_written_sum` is a separate computation, which
-XLA does not fuse into its readers: 870 ms in place of 1220, and compiled in 0.7 of the
-time.
+plus the layer's own. XLA computes such a sum again in every operation that reads it,
+with all sums before it: the work grows with the square of the depth. XLA does not fuse
+`_written_sum` into its readers: a step takes 870 ms, not 1220, and compiles in 0.7 of
+the time.
 """
 
 import dataclasses
@@ -43,7 +41,6 @@ from replicax.cpu.forms import (
     by_taps,
     without_zeros,
 )
-from replicax.cpu.planes import by_planes
 from replicax.cpu.settings import SWITCH, is_on
 from replicax.cpu.windows import widened
 
@@ -51,8 +48,8 @@ __all__ = ["apply"]
 
 _log = logging.getLogger("replicax")
 
-# Operations that XLA fuses into the operation that reads them.
-_MERGED = {
+# Operations that XLA fuses into the operations that read them.
+_FUSED = {
     f"stablehlo.{name}"
     for name in (
         "add",
@@ -67,29 +64,27 @@ _MERGED = {
         "transpose",
     )
 }
-# In the transformer 2 to 16 are equally good. Normalisation's own gradient has up to 3
-# with each residual sum: convolutional networks with short stages lose 5 % by writing
-# at 2, and nothing at 8 or more.
+# Sums that are fused before one is written. For the transformer 2 to 16 are equally
+# good; convolutional networks with short stages lose 5 % with 2, and nothing with 8.
 _MOST_SUMS = 12
 _MOST_VISITS = 256
-# Elements; a smaller sum is cheap to rematerialise.
+# Elements of a sum; XLA recomputes a smaller one at little cost.
 _SMALLEST = 2**14
 
 
 def apply(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a function so that its operations get faster lowerings on CPUs.
 
-    Convolutions become matrix products, gradients of max pooling elementwise
-    operations, contractions over several leading dimensions a product of two matrices;
-    long sums of gradients are stored as arrays. Operations outside `fn`, and programs
-    for GPUs and TPUs, are lowered by JAX's rules. `REPLICAX_CPU=off` in the environment
-    leaves everything to XLA.
+    Convolutions and contractions over several leading dimensions become matrix
+    products, gradients of max pooling elementwise operations; long sums of gradients
+    are stored as arrays. JAX's rules lower operations outside `fn`, and programs for
+    GPUs and TPUs. `REPLICAX_CPU=off` in the environment leaves everything to XLA.
 
     Args:
         fn: A function to compile with `jax.jit`, without an outer `grad` or `vmap`.
 
     Raises:
-        ValueError: In the trace, if `REPLICAX_CPU` has another value than it may have.
+        ValueError: In the trace, if `REPLICAX_CPU` has an unknown value.
 
     Example:
         >>> convolve = apply(lambda x: lax.conv(x, x, (1, 1), "VALID"))
@@ -111,7 +106,7 @@ def apply(fn: Callable[..., Any]) -> Callable[..., Any]:
 def _lower_call(
     ctx: mlir.LoweringRuleContext, *operands: Any, jaxpr: ClosedJaxpr
 ) -> Any:
-    """Lower the call of `apply`, for CPUs with the overriding rules."""
+    """Lower the primitive of `apply`, for CPUs with the overriding rules."""
     module: Any = ctx.module_context
     overrides = _overrides() if tuple(module.platforms) == ("cpu",) else ()
     parameters = dataclasses.replace(
@@ -140,13 +135,13 @@ allow_high_operations(_served_call_p)
 
 @functools.cache
 def _overrides() -> tuple[tuple[Any, Callable[..., Any]], ...]:
-    """Make the overriding rules by primitive, in JAX's form."""
+    """Make the overriding rules: pairs of a primitive and its rule, as JAX needs."""
     rules_of_jax = {p: lowering_rule_for_cpus(p) for p in _SERVED}
     unknown = [_SERVED[p][0] for p, rule in rules_of_jax.items() if rule is None]
     if unknown:
         _log.info(
-            "JAX %s does not say how it lowers %s for CPUs: all of them are left to "
-            "XLA, as with %s=off.",
+            "JAX %s has no known rule that lowers %s for CPUs: JAX lowers all of them, "
+            "as with %s=off.",
             jax.__version__,
             " and ".join(unknown),
             SWITCH,
@@ -154,8 +149,7 @@ def _overrides() -> tuple[tuple[Any, Callable[..., Any]], ...]:
     rules = {p: rule for p, rule in rules_of_jax.items() if rule is not None}
     if rule := rules.get(ad.add_jaxvals_p):
         # The choice depends on a sum's operands, so each sum must be lowered in line;
-        # JAX would lower sums of equal types once, as a function. The rule itself stays
-        # JAX's, and its code in other programs is the same.
+        # JAX would lower sums of equal types once, as a function.
         mlir.register_lowering(ad.add_jaxvals_p, rule, cacheable=False)
     return tuple(
         (p, functools.partial(_lower, rule, _SERVED[p][1])) for p, rule in rules.items()
@@ -169,7 +163,7 @@ def _lower(
     *operands: Any,
     **params: Any,
 ) -> Any:
-    """Lower an operation with the function of `serve`, or else with JAX's rule."""
+    """Lower an operation with the function from `serve`, or else with JAX's rule."""
     ours = None
     if _is_plain(ctx, params):
         ours = serve(ctx, operands, params)
@@ -182,8 +176,7 @@ def _lower(
 def _is_plain(ctx: mlir.LoweringRuleContext, params: dict[str, Any]) -> bool:
     """Whether all sizes are numbers, and no type has an explicit sharding.
 
-    Sizes of `jax.export` may be symbolic, and the forms' reshapes would lose shardings.
-    In a replica function the types have a mesh, but no axis of it.
+    `jax.export` may have symbolic sizes, and the forms' reshapes would lose shardings.
     """
     avals: list[Any] = [*ctx.avals_in, *ctx.avals_out]
     specs = [aval.sharding.spec for aval in avals]
@@ -216,7 +209,7 @@ def _serve_pooling(
 def _is_divided_by_xla(ctx: mlir.LoweringRuleContext) -> bool:
     """Whether XLA partitions arrays over devices, so that dimensions must not merge.
 
-    In a replica function it does not, except under `ModelParallel` within a replica.
+    In a replica function, XLA does so only for `ModelParallelStrategy`.
     """
     context: Any = ctx.module_context.axis_context
     if not hasattr(context, "mesh"):
@@ -253,7 +246,7 @@ def _contract(
 ) -> jax.Array:
     """Compute `lax.dot_general_p` as a product of two matrices.
 
-    Of `lhs[*contracted, *rows]` and `rhs[*contracted, *columns]`: `[*rows, *columns]`.
+    `lhs[*contracted, *rows]` and `rhs[*contracted, *columns]` give `[*rows, *columns]`.
     """
     num = len(params["dimension_numbers"][0][0])
     contracted, rows, columns = lhs.shape[:num], lhs.shape[num:], rhs.shape[num:]
@@ -268,7 +261,7 @@ def _contract(
 
 
 def _written_sum(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Compute `x + y` and store it, without fusion into its readers."""
+    """Compute `x + y` as an array in memory: XLA does not fuse it into its readers."""
     with set_xla_metadata(inlineable="false"):
         return jax.jit(lax.add)(x, y)
 
@@ -279,7 +272,7 @@ def _num_sums(values: Sequence[Any]) -> int:
     while todo and len(visited) < _MOST_VISITS and number < _MOST_SUMS:
         operation = getattr(todo.pop().owner, "operation", None)
         # None: the value is an argument.
-        if operation is None or operation in visited or operation.name not in _MERGED:
+        if operation is None or operation in visited or operation.name not in _FUSED:
             continue
         visited.add(operation)
         number += operation.name == "stablehlo.add"
@@ -294,11 +287,9 @@ def _convolve(
     lhs_spec, rhs_spec, out_spec = params["dimension_numbers"]
     of_batch, precision = params["batch_group_count"], params["precision"]
     windows = spatial_windows(lhs, rhs, params)
-    # As in XLA, products of halves are summed in float32.
+    # As in XLA, products of 16-bit floats are summed in float32.
     wide = widened(lhs.dtype)
     lhs, rhs = lhs.astype(wide), rhs.astype(wide)
-    if form == "planes":
-        return by_planes(lhs, rhs, windows, params).astype(dtype)
     if form in ("outputs", "sums"):
         x = jnp.transpose(lhs, (lhs_spec[1], *lhs_spec[2:], lhs_spec[0]))
         kernel = jnp.transpose(rhs, (rhs_spec[1], *rhs_spec[2:], rhs_spec[0]))
@@ -310,7 +301,7 @@ def _convolve(
     else:
         x = jnp.transpose(lhs, (lhs_spec[0], *lhs_spec[2:], lhs_spec[1]))
         if form == "taps":
-            # JAX reverses the kernel for the gradient by the input: XLA cancels both.
+            # JAX has reversed the kernel for the gradient; XLA cancels both reversals.
             kernel = lax.rev(rhs, rhs_spec[2:])
             kernel = jnp.transpose(kernel, (*rhs_spec[2:], rhs_spec[0], rhs_spec[1]))
             y = by_taps(x, kernel, windows, precision)

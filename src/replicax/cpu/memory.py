@@ -1,15 +1,12 @@
-"""Configures malloc for arrays on CPUs: keep freed memory, and use huge pages.
+"""With `REPLICAX_CPU=tuned`: malloc keeps freed memory, and uses huge pages.
 
-A step on a CPU allocates its intermediate arrays each time. glibc takes large arrays
-from the kernel and returns them at once, so every step pays for finding, zeroing and
-mapping thousands of 4 KiB pages, and for the TLB misses of so many. With
-`REPLICAX_CPU=tuned` the heap keeps freed memory, and the kernel backs it with pages of
-2 MiB.
+Each step on a CPU allocates its intermediate arrays. By default glibc maps large arrays
+and unmaps them when freed, so every step pays for thousands of pages of 4 KiB. Here the
+heap keeps freed memory, and the kernel backs it with pages of 2 MiB.
 """
 
 import ctypes
 import functools
-import logging
 import platform
 import sys
 
@@ -17,8 +14,6 @@ from replicax._util.environment import usable_cores
 from replicax.cpu.settings import is_tuned
 
 __all__ = ["share_one_heap", "use_huge_pages"]
-
-_log = logging.getLogger("replicax")
 
 # Constants of malloc.h and mman-common.h, the same on all architectures of Linux.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8
@@ -30,13 +25,11 @@ _end = 0  # End of the heap at the last `madvise`.
 
 
 def share_one_heap() -> None:
-    """Make all future threads of this process use a single malloc heap, on one core.
+    """On one core, make all future threads of this process use a single malloc heap.
 
-    By default a thread gets its own heap (arena) at its first allocation. Huge pages do
-    not cover it, and it returns arrays of 64 MiB and more to the kernel at once. JAX's
-    threads start with its backend, so call this before. With one core, as workers that
-    share a machine have; on two cores threads would contend for the heap: MobileNetV2
-    takes 28 s to compile in place of 22, and 190 ms for a step on two devices, not 138.
+    By default a thread gets its own heap (arena) at its first allocation, without huge
+    pages, and returns arrays of 64 MiB and more to the kernel at once. Call this before
+    JAX starts its backend and threads. On two cores threads would contend for the heap.
     """
     if usable_cores() == 1 and _is_wanted():
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
@@ -45,13 +38,9 @@ def share_one_heap() -> None:
 def use_huge_pages() -> bool:
     """Keep freed memory of this process, and back it with huge pages if possible.
 
-    For processes that compute on CPUs under Linux with glibc. The process keeps the
-    memory of freed arrays for its next arrays. Without `REPLICAX_CPU=tuned` malloc
-    stays as it is, and this returns False.
-
-    Call it after the first step of a program, not before: the compiler allocates much
-    memory in small pieces, which would be slower in new huge pages. This call returns
-    the compiler's memory to the kernel.
+    Returns False and does nothing without `REPLICAX_CPU=tuned`, Linux and glibc. Call
+    it after the first step of a program: it returns the compiler's memory, many small
+    pieces, to the kernel.
     """
     global _end
     libc = _libc()
@@ -59,14 +48,14 @@ def use_huge_pages() -> bool:
         return False
     if libc.sbrk(0) == _end:
         return True
-    # Small pages stay small: return the free ones, so that they come back huge.
+    # Return free small pages, so that the next allocation uses huge pages.
     libc.malloc_trim(0)
     # Grow the heap before arrays are allocated, so that `madvise` covers all of it.
     libc.free(libc.malloc(_AHEAD))
     _end = libc.sbrk(0)
     start = -(-_start() // _PAGE) * _PAGE
-    if _end > start and libc.madvise(start, _end - start, _MADV_HUGEPAGE) != 0:
-        _log_small_pages()
+    if _end > start:  # A kernel without huge pages ignores the advice.
+        libc.madvise(start, _end - start, _MADV_HUGEPAGE)
     return True
 
 
@@ -82,15 +71,10 @@ def _libc() -> ctypes.CDLL | None:
     libc.madvise.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
     libc.mallopt(_M_MMAP_MAX, 0)
     libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
-    # glibc unmaps the last heap of a thread when a step has emptied it, unless the heap
-    # before it has less room than the pad; that a heap can never have.
+    # glibc unmaps an empty heap of a thread if the heap before it has more room than
+    # this pad, which no heap has.
     libc.mallopt(_M_TOP_PAD, _THREADS_HEAP)
     return libc
-
-
-@functools.cache
-def _log_small_pages() -> None:
-    _log.info("Arrays on CPUs are not in huge pages: the kernel has none.")
 
 
 def _is_wanted() -> bool:

@@ -1,11 +1,11 @@
 """Computes gradients of max and min pooling on CPUs, without select-and-scatter.
 
-XLA expands select-and-scatter to a reduction of windows with an array of indices for
-each dimension, and a scatter. Here one pass over the taps, for all windows at a time,
-finds each window's chosen tap, and the gradient is gathered from those.
+XLA expands select-and-scatter to a slow reduction of windows and a scatter. Here one
+pass over the taps finds the chosen tap of all windows (the maximum or minimum), and the
+gradient is gathered from these.
 
-Times below are milliseconds, the least of some calls on two cores that had other work
-too, with JAX 0.10.2: XLA's first, float32 of shape `[batch, height, width, channels]`.
+Times below are milliseconds of XLA and of this module, on two cores with JAX 0.10.2,
+for float32 of shape `[batch, height, width, channels]`.
 """
 
 import itertools
@@ -23,13 +23,12 @@ from replicax.cpu.windows import Window, widened, windows_of
 __all__ = ["gradient", "is_served"]
 
 _KEEPS = {lax.ge_p: lax.ge, lax.le_p: lax.le}
-# Every tap is a few operations of the program. Windows that overlap pay for any number:
-# [16, 32, 32, 64] with 3x3 and strides 1 takes 44 or 2.0, [2, 24, 24, 64] with 11x11
-# 60 or 3.2; more was not measured.
+# The program has a few operations for each tap. [16, 32, 32, 64] with 3x3 and strides 1
+# takes 44 or 2.0, [2, 24, 24, 64] with 11x11 60 or 3.2; more was not measured.
 _MOST_TAPS = 128
-# Elements of the input from one window to the next, each with operations of its own
-# where windows overlap. At [16, 24, 24, 64] windows side by side of 3x3 take 6.6 or
-# 0.5, of 6x6 5.6 or 3.0, and of 8x8 (a quarter of the batch) 0.9 or 1.6.
+# Elements of the input from one window to the next, each with its own operations if
+# windows overlap. At [16, 24, 24, 64] disjoint windows of 3x3 take 6.6 or 0.5, of 6x6
+# 5.6 or 3.0, and of 8x8 (a quarter of the batch) 0.9 or 1.6.
 _MOST_PHASES = 32
 
 
@@ -54,8 +53,8 @@ def gradient(
     """Compute the gradient by the input of the pooling.
 
     As in XLA's select-and-scatter, the first of equal elements of a window gets the
-    whole gradient, and any element after a NaN replaces it. Padding gets none. `source`
-    is the gradient by the pooling's output.
+    whole gradient, and any element after a NaN replaces the NaN. Padding gets none.
+    `source` is the gradient with respect to the pooling's output.
     """
     ones = [1] * operand.ndim
     windows = windows_of(
@@ -66,13 +65,12 @@ def gradient(
         input_dilation=ones,
         dilation=ones,
     )
-    # Where windows overlap, gradients in halves are summed in float32; and bfloat16 is
-    # slow to transpose: [16, 64, 28, 28] with 3x3 and strides 2 takes 12 or 17, in
-    # float32 4.8.
+    # Sums of 16-bit gradients are in float32, which is also faster to transpose:
+    # [16, 64, 28, 28] with 3x3 and strides 2 takes 4.8, with bfloat16 17.
     wide = widened(operand.dtype)
     dy = source.astype(wide)
     squares = _chosen(operand.astype(wide), windows, params["select_prim"])
-    # XLA adds to +0, which makes -0 of a gradient +0.
+    # XLA adds gradients to +0, so that -0 becomes +0.
     chosen = _stored_roots(jnp.where(dy == 0, 0, squares))
     overlap = any(w.taps > w.stride for w in windows)
     # Windows over the innermost dimension, as of layers with channels first:
@@ -87,13 +85,13 @@ def _taps(windows: Sequence[Window]) -> list[tuple[int, ...]]:
 
 
 def _chosen(x: jax.Array, windows: Sequence[Window], select: Any) -> jax.Array:
-    """Find each window's chosen tap: the square of its number, the first is 1.
+    """Find each window's chosen tap: the square of its number, from 1.
 
-    A window of padding only has a tap in the padding.
+    In a window of padding only, the chosen tap is in the padding.
     """
     edges = [(w.low, w.high, 0) for w in windows]
     if any(itertools.chain(*edges)):
-        # Any element after a NaN replaces it, so padding is never kept.
+        # Any element after a NaN replaces the NaN, so padding is never chosen.
         x = lax.pad(x, x.dtype.type(np.nan), edges)
     best: jax.Array | None = None
     squares = jnp.ones([w.outputs for w in windows], jnp.float32)
@@ -118,9 +116,9 @@ def _chosen(x: jax.Array, windows: Sequence[Window], select: Any) -> jax.Array:
 def _stored_roots(squares: jax.Array) -> jax.Array:
     """Take square roots of squares, so that XLA writes the numbers to memory.
 
-    XLA computes cheap operations anew wherever they are read: a window's choice for
-    each of its elements. It holds square roots for expensive. A step of the benchmark's
-    CNN, which pools [256, 26, 26, 32], takes 11.9 without the roots, or 9.3.
+    XLA repeats cheap operations in each operation that reads them, but no square roots.
+    A step of the benchmark's CNN, which pools [256, 26, 26, 32], takes 9.3, and 11.9
+    without the roots.
     """
     return jnp.round(lax.sqrt(squares)).astype(jnp.int32)
 
@@ -142,11 +140,9 @@ def _by_broadcasts(
 ) -> jax.Array:
     """Compute the gradient for disjoint windows: one loop, without sums.
 
-    [64, 26, 26, 32] with 2x2 takes 36 or 0.4, [64, 11, 11, 64] 3.1 or 0.15. Stacked
-    and transposed it is 0.3 and 0.2, but 3x3 at [16, 24, 24, 64] 1.3, not 0.5, and it
-    compiles in 0.5 s instead of 0.1. A sum of arrays with zeros between takes 2.2.
+    [64, 26, 26, 32] with 2x2 takes 36 or 0.4, [64, 11, 11, 64] 3.1 or 0.15.
     """
-    # Elements between two windows have the number of no tap.
+    # Elements between two windows have the number -1, of no tap.
     numbers = np.full([w.stride for w in windows], -1, np.int32)
     for number, tap in enumerate(_taps(windows), start=1):
         numbers[tap] = number
@@ -170,8 +166,8 @@ def _by_phases(
     """Compute the gradient for overlapping windows: sums over an element's windows.
 
     Elements of the input that lie a stride apart, a phase, meet the same taps. The
-    phases are computed one by one and then interleaved. [16, 32, 32, 64] with 3x3 and
-    strides 2 takes 17 or 0.9; a sum of arrays with zeros between takes 21.
+    function computes phase by phase, and interleaves them. [16, 32, 32, 64] with 3x3
+    and strides 2 takes 17 or 0.9.
     """
     lengths = [-(-(w.size + w.low) // w.stride) for w in windows]
     reaches = [-(-w.taps // w.stride) for w in windows]
@@ -180,7 +176,7 @@ def _by_phases(
         (reach - 1, length - w.outputs, 0)
         for reach, length, w in zip(reaches, lengths, windows, strict=True)
     ]
-    # XLA would compute them anew for each phase.
+    # Without the barrier XLA would compute both again for each phase.
     chosen, dy = lax.optimization_barrier(
         (
             lax.pad(chosen, jnp.zeros((), chosen.dtype), edges),
@@ -199,7 +195,7 @@ def _by_phases(
         )
         phase = tuple(t % w.stride for t, w in zip(tap, windows, strict=True))
         phases[phase] = phases[phase] + term if phase in phases else term
-    # Elements between windows are in none.
+    # Phases between two windows have no tap.
     nothing = jnp.zeros(lengths, dy.dtype)
     all_phases = itertools.product(*(range(w.stride) for w in windows))
     dx = jnp.stack([phases.get(phase, nothing) for phase in all_phases])

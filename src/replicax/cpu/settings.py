@@ -5,8 +5,8 @@ the environment also tunes the process: malloc, huge pages and scheduling classe
 threads. `REPLICAX_CPU=off` leaves all of it out.
 """
 
+import contextlib
 import functools
-import logging
 import os
 from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
@@ -32,30 +32,29 @@ _CHOICES = ("on", "off", "tuned")
 HEAP_BYTES = 31 * 2**20
 """Maximal size of one allocation of a step on a CPU, unless an array is larger.
 
-XLA allocates all intermediate arrays of a step together. glibc's malloc learns to keep
-blocks of up to 32 MiB; a larger block comes from the kernel and returns to it, page by
-page, in every step. With pieces of 31 or 48 MiB a step of the benchmark's MLP takes 37
-or 61 ms on two devices, a step of the transformer 842 or 785 ms.
+By default XLA allocates all intermediate arrays of a step together. glibc's malloc
+reuses blocks of up to 32 MiB; a larger block comes from the kernel in every step, page
+by page. With pieces of 31 or 48 MiB a step of the benchmark's MLP takes 37 or 61 ms on
+two devices, one of the transformer 842 or 785 ms.
 """
 
-# The XLA of JAX 0.10 to 0.12 has this flag. To ask XLA would take 20 ms.
+# JAX 0.10 to 0.12 have this flag. Asking XLA for its flags would take 20 ms.
 _HEAP = "xla_multiheap_size_constraint_per_heap"
 
-# XLA of JAX 0.10 to 0.12 computes most convolutions with YNNPACK, on one core of all,
-# unless this list of what YNNPACK is for lacks them; the others are XLA's defaults. On
-# two cores with AVX-512 a step of a small CNN takes 10 ms in place of 17 by Eigen, of
-# the benchmark's ResNet-18 103 in place of 124; on one core it is as fast as before.
+# XLA of JAX 0.10 to 0.12 computes most convolutions with YNNPACK, on a single core. The
+# list below is the default of operations for YNNPACK without convolutions, which Eigen
+# then computes. On two cores with AVX-512 a step of a small CNN takes 10 ms with Eigen
+# and 17 with YNNPACK, of the benchmark's ResNet-18 103 and 124.
 _YNNPACK = "xla_cpu_experimental_ynn_fusion_type"
 _NO_CONVOLUTIONS = "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT,LIBRARY_FUSION_TYPE_REDUCE"
 
-# XLA takes this from its flags only, not as an option of a program. Unrolled loops take
-# longer to compile (on one core the first step of the benchmark's ResNet-18 takes 8.6 s
-# in place of 7.8, of MobileNetV2 41 in place of 32), and steps are no faster.
+# XLA has this as a process flag only, not as an option of a program. Unrolled loops
+# take longer to compile (on one core the first step of the benchmark's ResNet-18 takes
+# 8.6 s, not 7.8, of MobileNetV2 41 s, not 32), and steps are no faster.
 _EXTRA = "--xla_backend_extra_options"
 _KEEP_LOOPS = f"{_EXTRA}=xla_cpu_disable_loop_unrolling"
 
 _THREADS = Path("/proc/self/task")
-_log = logging.getLogger("replicax")
 
 
 def is_on() -> bool:
@@ -79,10 +78,10 @@ def _choice() -> str:
 
 
 def keep_loops(environ: MutableMapping[str, str]) -> None:
-    """Tell XLA in `XLA_FLAGS` not to unroll loops of programs for CPUs.
+    """Add a flag to `XLA_FLAGS`: XLA does not unroll loops of programs for CPUs.
 
-    XLA reads the variable once, when devices are first used. Nothing is added if it has
-    extra options of the user, or names a file.
+    XLA reads the variable once, when devices are first used. The variable stays as it
+    is if the user has set extra options in it, or a file of flags.
 
     Example:
         >>> environ = {"XLA_FLAGS": "--xla_dump_to=folder"}
@@ -103,7 +102,7 @@ def compiler_options(
 
     Flags of the user in `XLA_FLAGS` are not overridden. `largest_bytes` is the size of
     the largest array, if known; above `HEAP_BYTES` there is no limit on allocations,
-    since XLA would warn of each array that is larger than the limit.
+    since XLA would warn of each array above the limit.
 
     Raises:
         OSError: If `XLA_FLAGS` names a file of flags that cannot be read.
@@ -128,10 +127,10 @@ def flags_in(environ: Mapping[str, str]) -> set[str]:
 def in_batch_class(make: Callable[P, T]) -> Callable[P, T]:
     """Wrap the factory of JAX's Gloo: its thread gets Linux' batch scheduling class.
 
-    Only with `REPLICAX_CPU=tuned`. On one core, an arriving message wakes Gloo's thread
-    during a send. The thread finds the connection locked, spins, and keeps the core
-    from the thread that holds the lock until its time slice ends: 4 ms for each message
-    in place of 0.2. In the batch class a woken thread does not preempt the running one.
+    Only with `REPLICAX_CPU=tuned`. On one core, a message that arrives during a send
+    wakes Gloo's thread, which spins for the connection's lock until its time slice
+    ends, while the sender holds the lock: 4 ms a message, not 0.2. In the batch class a
+    woken thread does not preempt the running one.
     """
 
     @functools.wraps(make)
@@ -141,10 +140,8 @@ def in_batch_class(make: Callable[P, T]) -> Callable[P, T]:
         before = _threads()
         gloo = make(*args, **kwargs)
         for thread in _threads() - before:
-            try:
+            with contextlib.suppress(OSError):  # Not allowed: only slower.
                 os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
-            except OSError as error:
-                _log.info("Gloo's thread is scheduled like any other: %s.", error)
         return gloo
 
     return scheduled
@@ -160,9 +157,9 @@ def _threads() -> set[int]:
 def cpu_pool_size(num_devices: int) -> int:
     """Compute the thread pool size with which CPU collectives do not deadlock.
 
-    Measured on two cores: a pool of 1 or 1.5 threads for each device hangs; 2 threads
-    for each device passed every soak test. Two more are a margin. The pool has at least
-    as many threads as there are cores.
+    On two cores, a pool of 1 or 1.5 threads per device hangs; 2 threads per device
+    passed every soak test. Two more are a margin. The pool has a thread per core at
+    least.
     """
     fewest = 2 * num_devices + 2 if num_devices > 1 else 1
     return max(fewest, os.cpu_count() or 1)

@@ -45,9 +45,9 @@ class Window:
 
 
 class Phase(NamedTuple):
-    """Every `input_dilation`-th output from `first` on, a convolution of some taps.
+    """Every `input_dilation`-th output from `first` on: a convolution of some taps.
 
-    It is without dilation, and has no window if no tap meets the input.
+    Its window has no input dilation; None: no tap meets the input.
     """
 
     first: int
@@ -83,17 +83,17 @@ def widened(dtype: Any) -> np.dtype:
 
 
 def trimmed(window: Window) -> tuple[slice, Window]:
-    """Find the taps that ever meet the input, and the window of these alone.
+    """Find the taps that meet the input anywhere, and the window of only these taps.
 
-    A 3x3 kernel over a 1x1 image, as at the end of a network, has one of nine. It keeps
-    one tap at least.
+    For example, one tap in nine of a 3x3 kernel meets a 1x1 image. At least one tap
+    stays.
 
     Example:
         >>> trimmed(Window(size=1, taps=3, low=1, high=1))[0]
         slice(1, 2, None)
     """
     last = (window.size - 1) * window.input_dilation
-    met = [
+    meeting = [
         tap
         for tap in range(window.taps)
         if any(
@@ -101,7 +101,7 @@ def trimmed(window: Window) -> tuple[slice, Window]:
             for p in range(window.outputs)
         )
     ]
-    first, end = (met[0], met[-1] + 1) if met else (0, 1)
+    first, end = (meeting[0], meeting[-1] + 1) if meeting else (0, 1)
     before = first * window.dilation
     after = (window.taps - end) * window.dilation
     return slice(first, end), dataclasses.replace(
@@ -112,9 +112,9 @@ def trimmed(window: Window) -> tuple[slice, Window]:
 def phases(window: Window) -> Iterator[Phase]:
     """Divide a window of stride 1 over a dilated input into phases.
 
-    Multiplications by the zeros of a dilated input are wasted: 3/4 of the work in the
-    gradient of a layer with strides 2x2. A phase multiplies with elements only. There
-    are `window.input_dilation` phases, or fewer if there are fewer outputs.
+    A phase does not multiply by the zeros of the dilated input, which would be 3/4 of
+    the work in the gradient of a layer with strides 2x2. There are
+    `window.input_dilation` phases, or fewer if there are fewer outputs.
     """
     spread = window.input_dilation
     step = spread // math.gcd(spread, window.dilation)
