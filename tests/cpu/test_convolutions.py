@@ -27,7 +27,7 @@ SUMS = 1e-5
 
 
 def both(f, *args):
-    """Results by replicax and by XLA, each from a program of its own."""
+    """Compute with replicax' lowerings and with XLA's; return both results."""
     ours = jax.jit(lowering.apply(f))(*args)
     theirs = jax.jit(lambda *a: f(*a))(*args)
     return ours, theirs
@@ -46,7 +46,7 @@ def assert_equal(ours, theirs):
 
 
 def lowered(f, *args, platform="cpu"):
-    """The program of a function to which the lowerings are applied."""
+    """The program of a function with replicax' lowerings."""
     return lowered_by_jax(lowering.apply(f), *args, platform=platform)
 
 
@@ -61,9 +61,9 @@ def whole(rng, shape, dtype="float32"):
 
 @st.composite
 def layers(draw):
-    """Arguments of `lax.conv_general_dilated`, with an output of one element at least.
+    """Arguments of `lax.conv_general_dilated`, with at least one element of output.
 
-    Returns shapes of input and kernel, and the keywords.
+    Returns the shapes of input and kernel, and the keywords.
     """
     dims = draw(st.integers(1, 3))
     small = partial(draw, st.integers(1, 2 if dims == 3 else 3))
@@ -111,7 +111,7 @@ def layers(draw):
 
 
 def applicable(lhs, rhs, params):
-    """All forms that can compute a convolution, be they faster or not."""
+    """All forms that can compute a convolution."""
     lhs_spec, _, _ = params["dimension_numbers"]
     found = ["patches", "groups"]
     if params["feature_group_count"] == params["batch_group_count"] == 1:
@@ -186,7 +186,7 @@ def test_gradients_are_those_of_xla(cases) -> None:
         dilation=st.integers(1, 3),
     )
 )
-def test_phases_are_all_outputs_once(window) -> None:
+def test_phases_cover_every_output_once(window) -> None:
     numbers = [
         p
         for phase in phases(window)
@@ -224,7 +224,7 @@ def filter_gradient(f, x, w):
         pytest.param(depthwise, (2, 9, 9, 4), (12, 12, 1, 4), False, id="144 taps"),
     ],
 )
-def test_the_rule(f, x, w, served) -> None:
+def test_the_rule_serves_or_leaves_a_convolution(f, x, w, served) -> None:
     text = lowered(f, jnp.ones(x), jnp.ones(w))
     assert ("stablehlo.convolution" in text) is not served
     assert "stablehlo.convolution" in lowered_by_jax(f, jnp.ones(x), jnp.ones(w))
@@ -322,7 +322,7 @@ def test_layers_of_few_terms(taps, channels, served) -> None:
         assert_equal(*both(partial(conv, window_strides=strides), x, w))
 
 
-def test_other_platforms_are_left_alone() -> None:
+def test_programs_for_other_platforms_are_jaxs() -> None:
     x, w = jnp.ones((2, 9, 9, 4)), jnp.ones((3, 3, 1, 4))
     for platform in ("tpu", "cuda"):
         assert "stablehlo.convolution" in lowered(depthwise, x, w, platform=platform)
@@ -348,7 +348,7 @@ def test_other_dtypes_are_left_to_xla(dtype) -> None:
     assert "stablehlo.convolution" in lowered(conv, x, w)
 
 
-def test_complex_numbers_are_parts_that_are_served() -> None:
+def test_complex_convolutions_are_served_in_real_parts() -> None:
     """JAX itself lowers them to three convolutions of real numbers."""
     rng = np.random.default_rng(7)
     x, w = (whole(rng, shape, "complex64") for shape in [(2, 2, 2, 3), (3, 3, 3, 2)])
@@ -527,7 +527,7 @@ PADDING = [((0, 0), (0, 0)), ((1, 2), (2, 0)), ((-1, 2), (2, -2))]
 DILATION = [((1, 1), (1, 1)), ((1, 2), (2, 2)), ((1, 4), (1, 1)), ((2, 1), (1, 2))]
 
 
-def test_shapes_of_jax_tests() -> None:
+def test_shapes_of_jaxs_own_tests() -> None:
     """Layouts of all kinds are the property tests'; here sizes that are not tiny."""
     rng = np.random.default_rng(6)
     cases = []
@@ -575,11 +575,13 @@ def without_tables(monkeypatch):
     lowering._overrides.cache_clear()
 
 
-def test_a_jax_without_the_table_keeps_its_convolutions(without_tables, caplog) -> None:
+def test_a_jax_without_the_table_lowers_convolutions_itself(
+    without_tables, caplog
+) -> None:
     caplog.set_level("INFO", logger="replicax")
     x, w = jnp.ones((2, 9, 9, 4)), jnp.ones((3, 3, 1, 4))
     assert "stablehlo.convolution" in lowered(depthwise, x, w)
-    assert "all of them are left to XLA" in caplog.text
+    assert "JAX lowers all of them" in caplog.text
 
 
 def test_a_layer_of_one_tap_is_one_product() -> None:

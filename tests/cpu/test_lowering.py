@@ -193,7 +193,7 @@ def test_complex_numbers_and_doubles_under_strict_settings() -> None:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_programs_are_made_under_every_setting(name) -> None:
+def test_programs_are_lowered_under_every_setting(name) -> None:
     arrays, (weights, stream) = small("float32"), inputs(8)
     with configured(SETTINGS[name]):
         assert "stablehlo.convolution" not in lowered(everything, *arrays)
@@ -252,7 +252,7 @@ def test_random_convolutions_under_strict_settings(cases, dtype, seed) -> None:
 # In programs of replicax only.
 
 
-def test_programs_of_the_user_are_lowered_as_without_replicax() -> None:
+def test_the_users_own_programs_are_jaxs() -> None:
     """Before a strategy runs, beside it, and after; JAX's own rules stay its own."""
     x, k = jnp.ones((2, 9, 9, 4)), jnp.ones((3, 3, 1, 4))
     weights, stream = inputs(8)

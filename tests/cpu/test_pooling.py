@@ -121,7 +121,7 @@ def test_nan_and_infinities_and_padding(cases, seed) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "close"), [("float32", 1e-5), ("bfloat16", 0.03)])
-def test_sums_of_windows_that_overlap(dtype, close) -> None:
+def test_gradients_of_overlapping_windows(dtype, close) -> None:
     x = jnp.asarray(np.random.default_rng(2).normal(size=(2, 9, 9, 4)), dtype)
     window = 1, 3, 3, 1
     f = partial(
@@ -176,7 +176,7 @@ def test_in_shard_map_and_with_sharded_arrays(check) -> None:
     assert_same_bits(*both(run, sharded))
 
 
-def test_what_is_served() -> None:
+def test_unsupported_poolings_are_left_to_jax() -> None:
     x = jnp.ones((2, 12, 12, 3))
     layers = [keras.layers.MaxPooling2D(n, s) for n, s in [(2, 2), (6, 6), (12, 1)]]
     two, six, twelve = (jax.grad(partial(squares, layer)) for layer in layers)
@@ -189,7 +189,7 @@ def test_what_is_served() -> None:
 
 
 def test_a_jax_without_rules_for_cpus(monkeypatch, caplog) -> None:
-    """Its rules for all platforms serve; where JAX does not say, it is left alone."""
+    """Without rules for CPUs, JAX's general rules apply; without those, nothing."""
     primitive = lax.select_and_scatter_add_p
     nothing = collections.defaultdict(dict)
     monkeypatch.setattr(lowering.mlir, "_platform_specific_lowerings", nothing)

@@ -138,7 +138,7 @@ def test_gradients_with_sums_are_the_same(dtype):
 
 
 @pytest.mark.slow
-def test_the_work_does_not_grow_with_the_square_of_the_depth():
+def test_the_work_grows_linearly_with_the_depth():
     gradient = jax.grad(residual_stream)
     ours, theirs = (
         [widest_operation(f, *inputs(depth)) for depth in (16, 32)]
@@ -158,7 +158,7 @@ def test_only_long_sums_of_large_arrays_are_written(depth, rows, is_written):
     assert (WRITTEN in text) == is_written
 
 
-def test_sums_on_other_platforms_and_without_help_are_jaxs_own(monkeypatch):
+def test_sums_on_other_platforms_and_switched_off_are_jaxs_own(monkeypatch):
     arguments = inputs(8)
     gradient = jax.grad(residual_stream)
     assert WRITTEN not in lowered(gradient, *arguments, platform="cuda")
@@ -177,7 +177,7 @@ def test_sums_of_symbolic_shapes_are_exported():
     assert_close(found, jax.grad(residual_stream)(weights, x))
 
 
-def test_replicas_have_the_gradients_of_one_device():
+def test_gradients_of_replicas_equal_one_device():
     weights, x = inputs(8, rows=512)
     strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
     dataset = strategy.experimental_distribute_values_from_function(
