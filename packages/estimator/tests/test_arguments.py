@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from replicax_estimator.spec import EstimatorSpec, ModeKeys
-from replicax_estimator.user_functions import ModelFunction, wanted_arguments
+from replicax_estimator.user_functions import ModelFunction, accepted_arguments
 
 
 def anyhow(fn: Any) -> Any:
@@ -51,6 +51,9 @@ def test_input_functions() -> None:
 
     offered = ["mode", "params", "input_context"]
     for fn in (input_fn, anyhow(input_fn)):
-        assert wanted_arguments(fn, "input_fn", offered) == {"params", "input_context"}
+        assert accepted_arguments(fn, "input_fn", offered) == {
+            "params",
+            "input_context",
+        }
     given = functools.partial(input_fn, params=3)
-    assert wanted_arguments(given, "input_fn", offered) == {"input_context"}
+    assert accepted_arguments(given, "input_fn", offered) == {"input_context"}

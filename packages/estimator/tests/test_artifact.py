@@ -33,19 +33,6 @@ def exported(tmp_path) -> Path:
     return write(tmp_path)
 
 
-def test_what_was_written_is_read(tmp_path) -> None:
-    found = artifact.read(write(tmp_path, 3))
-    assert found.contents["global_step"] == 3
-    assert found.programs == {"a": b"3"}
-    assert sorted(found.variables) == ["file", "x/y", "z"]
-    assert found.variables["x/y"].shape == (2, 0, 3)
-    assert found.variables["file"].dtype == ml_dtypes.bfloat16
-    numbers = np.arange(50).reshape(5, 10).T
-    np.testing.assert_array_equal(found.variables["file"].astype("int64"), numbers)
-    assert found.variables["z"].shape == ()
-    assert found.variables["z"] == 3
-
-
 def test_damage_is_noticed(exported) -> None:
     file = exported / "manifest.json"
     manifest = json.loads(file.read_text())
@@ -73,3 +60,5 @@ def test_exports_at_the_same_moment_get_different_folders(tmp_path) -> None:
     assert sorted(paths) == artifact.saved_in(tmp_path) == sorted(tmp_path.iterdir())
     steps = [artifact.read(path).contents["global_step"] for path in paths]
     assert steps == list(range(16))
+    (tmp_path / "9999999999").mkdir()  # No export.
+    assert artifact.newest(tmp_path) == max(paths)

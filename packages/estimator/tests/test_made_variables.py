@@ -107,21 +107,3 @@ def test_initial_values_may_be_given(strategy: Any) -> None:
 
     _, run = calls(strategy, function)
     assert float(run(np.ones((1, 3), "float32"))) == 14.0
-
-    def wrong(x: Any) -> Any:
-        layer = keras.layers.Dense(2)
-        layer.build(x.shape)
-        start_from([layer.kernel], weights)
-        return keras.ops.sum(layer(x))
-
-    _, run = calls(strategy, wrong)
-    with pytest.raises(ValueError, match="the copy has variables of the shapes"):
-        run(np.ones((1, 3), "float32"))
-
-
-def test_only_programs_call_it() -> None:
-    with (
-        pytest.raises(rx.ContextError, match="called outside a program"),
-        MadeVariables("the function").reused(),
-    ):
-        pass

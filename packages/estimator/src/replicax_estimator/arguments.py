@@ -1,12 +1,11 @@
 """Checks arguments of public calls, so that errors name the argument and its value."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 import numpy as np
 
 __all__ = [
-    "list_of",
     "require_callable",
     "require_choice",
     "require_count",
@@ -25,10 +24,13 @@ def require_instance(value: object, kind: type[_T], what: str, remedy: str = "")
     return value
 
 
-def require_callable(value: object, what: str, remedy: str = "") -> None:
-    """Raise TypeError unless `value` is a function."""
+def require_callable(
+    value: Callable[..., _T] | None, what: str, remedy: str = ""
+) -> Callable[..., _T]:
+    """Return `value`; raise TypeError unless it is a function."""
     if not callable(value):
         raise TypeError(f"{what} must be a function; got {value!r}. {remedy}".rstrip())
+    return value
 
 
 def require_choice(value: object, choices: Collection[object], what: str) -> None:
@@ -43,15 +45,3 @@ def require_count(value: Any, what: str, least: int = 1) -> None:
     is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
     if not is_integer or not least <= value < 2**31:
         raise ValueError(f"{what} must be an integer, at least {least}; got {value!r}.")
-
-
-def list_of(kind: type[_T], values: Sequence[_T] | None, what: str) -> list[_T]:
-    """Copy a list of hooks or the like; None is an empty list.
-
-    TypeError: `values` is no list, or holds other objects.
-    """
-    values = () if values is None else values
-    is_list = isinstance(values, Sequence)
-    if not is_list or not all(isinstance(value, kind) for value in values):
-        raise TypeError(f"{what} must be a list of {kind.__name__}s; got {values!r}.")
-    return list(values)

@@ -48,12 +48,7 @@ def write(base: Path, artifact: Artifact) -> Path:
     arrays = {_VARIABLES + name: value for name, value in artifact.variables.items()}
     for name, program in artifact.programs.items():
         arrays[_PROGRAMS + name] = np.frombuffer(program, "uint8")
-    try:
-        path = _new_folder(base)
-    except OSError as error:
-        raise rx.CheckpointError(
-            f"saved model in {base}: could not be written: {error}."
-        ) from error
+    path = _new_folder(base)
     values = {"saved_model": artifact.contents}
     storage.write(path, storage.Contents(arrays=arrays, values=values, labels={}))
     return path

@@ -4,11 +4,12 @@ import abc
 import copy
 import os
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias, TypedDict, Unpack
 
 import jax
 import keras
 
+from replicax_estimator.arguments import require_instance
 from replicax_estimator.estimator import Estimator
 from replicax_estimator.feature_column import Column
 from replicax_estimator.feature_column.numeric import NumericColumn
@@ -20,6 +21,7 @@ from replicax_estimator.types import Features, JSONObject, Labels, Predictions
 
 __all__ = [
     "CannedEstimator",
+    "CannedOptions",
     "NetworkPart",
     "OptimizerLike",
     "WeightColumn",
@@ -51,42 +53,57 @@ class NetworkPart(abc.ABC):
         """Call new layers; return logits `[b, units]` and the trainable variables."""
 
 
+class CannedOptions(TypedDict, total=False):
+    """Arguments of all canned estimators, as `LinearRegressor` describes them."""
+
+    weight_column: WeightColumn
+    config: RunConfig | None
+    warm_start_from: str | os.PathLike[str] | None
+    loss_reduction: str
+    label_dimension: int  # Of regressors.
+    n_classes: int  # Of classifiers.
+    label_vocabulary: Sequence[str] | None  # Of classifiers.
+
+
 class CannedEstimator(Estimator):
-    """An `Estimator` of network parts and a head: a classifier if `n_classes` is given.
+    """An `Estimator` of network parts and a head.
 
     Attributes:
         preprocessor: Preprocesses each batch on the host.
     """
 
+    _is_classifier: ClassVar[bool] = False
     _needs_labels = True
 
     def __init__(
         self,
         parts: Sequence[NetworkPart],
-        weight_column: WeightColumn,
-        loss_reduction: str,
         model_dir: str | os.PathLike[str] | None,
-        config: RunConfig | None,
-        warm_start_from: str | os.PathLike[str] | None = None,
-        *,
-        label_dimension: int = 1,
-        n_classes: int | None = None,
-        label_vocabulary: Sequence[str] | None = None,
+        **options: Unpack[CannedOptions],
     ) -> None:
-        if isinstance(label_vocabulary, str):
+        n_classes = options.get("n_classes", 2) if self._is_classifier else None
+        foreign = ("n_classes", "label_vocabulary")
+        if self._is_classifier:
+            foreign = ("label_dimension",)
+        for name in foreign:
+            if name in options:
+                raise TypeError(f"{type(self).__name__}: has no argument {name!r}.")
+        words = options.get("label_vocabulary")
+        if isinstance(words, str):
             raise TypeError(
-                "label_vocabulary: must be a list of strings; got the string "
-                f"{label_vocabulary!r}."
+                f"label_vocabulary: must be a list of strings; got the string {words!r}"
             )
+        label_dimension = options.get("label_dimension", 1)
         self.preprocessor = Preprocessor(
             tuple(dict.fromkeys(column for part in parts for column in part.columns)),
-            None if label_vocabulary is None else tuple(label_vocabulary),
+            None if words is None else tuple(words),
             n_classes,
             label_dimension,
-            weight_column_of(weight_column),
+            weight_column_of(options.get("weight_column")),
         )
         weights = self.preprocessor.weight_column
-        head = head_of(n_classes, label_dimension, loss_reduction)
+        reduction = options.get("loss_reduction", "sum_over_batch_size")
+        head = head_of(n_classes, label_dimension, reduction)
 
         def model_fn(
             features: dict[str, jax.Array], labels: jax.Array, mode: ModeKeys
@@ -109,13 +126,18 @@ class CannedEstimator(Estimator):
             logits = sum((logits for logits, _ in outputs[1:]), start=outputs[0][0])
             return head.spec(mode, logits, labels, factors, train_op)
 
-        super().__init__(model_fn, model_dir, config, warm_start_from=warm_start_from)
+        super().__init__(
+            model_fn,
+            model_dir,
+            options.get("config"),
+            warm_start_from=options.get("warm_start_from"),
+        )
 
     def _prepare(self, features: Features, labels: Labels) -> tuple[Features, Labels]:
         return self.preprocessor.prepare(features, labels)
 
     def _postprocess(self, predictions: Predictions) -> Predictions:
-        return self.preprocessor.finish(predictions)
+        return self.preprocessor.add_class_names(predictions)
 
 
 def optimizer_maker(
@@ -127,10 +149,10 @@ def optimizer_maker(
     optimizer (in any case) gets the `learning_rate`. Errors call the argument `name`.
     """
     if isinstance(optimizer, str):
-        _named(optimizer, learning_rate, name)
-        return lambda: _named(optimizer, learning_rate, name)
+        cls = _optimizer_class(optimizer, name)
+        return lambda: cls(learning_rate=learning_rate)
     if isinstance(optimizer, keras.Optimizer):
-        return _copies_of(optimizer, name)
+        return _copies_of(optimizer)
     if not callable(optimizer):
         raise TypeError(
             f"{name}: must be the name of a Keras optimizer, such as 'Adam', a Keras "
@@ -138,61 +160,34 @@ def optimizer_maker(
         )
 
     def make() -> keras.Optimizer:
-        instance = optimizer()
-        if not isinstance(instance, keras.Optimizer):
-            raise TypeError(
-                f"{name}: the function's result must be a Keras optimizer; got "
-                f"{instance!r}."
-            )
-        return instance
+        return require_instance(
+            optimizer(), keras.optimizers.Optimizer, f"{name}: the function's result"
+        )
 
     return make
 
 
-def _named(identifier: str, learning_rate: float, name: str) -> keras.Optimizer:
-    config = {"learning_rate": learning_rate}
-    # In whatever case, as estimators have it; Keras 3.16 does not know "ADAM".
-    names = {x.lower(): x for x in dir(keras.optimizers)}
-    class_name = names.get(identifier.lower(), identifier)
-    cause = None
-    try:
-        # For other names than optimizers' it returns something else, or raises.
-        instance = keras.optimizers.deserialize(
-            {"class_name": class_name, "config": config}
-        )
-    except (TypeError, ValueError) as error:
-        instance, cause = None, error
-    if not isinstance(instance, keras.Optimizer):
-        raise ValueError(
-            f"{name}: there is no Keras optimizer {identifier!r} that a learning rate "
-            "is enough for. Give another name, such as 'SGD', 'Adagrad', 'Adam', "
-            "'RMSProp' or 'Ftrl', or a Keras optimizer."
-        ) from cause
-    return instance
+def _optimizer_class(identifier: str, name: str) -> Callable[..., keras.Optimizer]:
+    for class_name, cls in vars(keras.optimizers).items():
+        is_optimizer = isinstance(cls, type) and issubclass(cls, keras.Optimizer)
+        if is_optimizer and class_name.lower() == identifier.lower():
+            return cls
+    raise ValueError(
+        f"{name}: there is no Keras optimizer {identifier!r}. Give another name, such "
+        "as 'SGD', 'Adagrad', 'Adam', 'RMSProp' or 'Ftrl', or a Keras optimizer."
+    )
 
 
-def _copies_of(optimizer: keras.Optimizer, name: str) -> Callable[[], keras.Optimizer]:
-    # Read now: in the model_fn its learning rate would be a variable from outside.
+def _copies_of(optimizer: keras.Optimizer) -> Callable[[], keras.Optimizer]:
+    # Read now: in the model_fn the learning rate would be a variable from outside.
     config = _unnamed(copy.deepcopy(optimizer.get_config()))
     from_config = type(optimizer).from_config
-
-    def make() -> keras.Optimizer:
-        try:
-            # Keras changes the argument.
-            return from_config(copy.deepcopy(config))
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"{name}: {type(optimizer).__name__}.from_config(get_config()) does "
-                "not make the optimizer again. Give a function that returns it: "
-                f"{name}=lambda: ..."
-            ) from error
-
-    make()
-    return make
+    # Keras changes the config that it reads.
+    return lambda: from_config(copy.deepcopy(config))
 
 
 def _unnamed(config: JSONObject) -> JSONObject:
-    """Remove names from a config: Keras numbers them, and checkpoints have them."""
+    """Remove the numbered names that Keras gives: checkpoints contain them."""
     config.pop("name", None)
     inner = config.get("inner_optimizer")
     if isinstance(inner, dict) and isinstance(inner.get("config"), dict):

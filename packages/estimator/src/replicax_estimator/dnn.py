@@ -2,23 +2,21 @@
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, Unpack
 
 import jax
 import keras
 
-from replicax_estimator.arguments import require_count
 from replicax_estimator.canned import (
     CannedEstimator,
+    CannedOptions,
     NetworkPart,
     OptimizerLike,
-    WeightColumn,
     optimizer_maker,
 )
 from replicax_estimator.feature_column import DenseFeatures
 from replicax_estimator.feature_column.column import Columns, as_columns
 from replicax_estimator.linear import LinearPart
-from replicax_estimator.run_config import RunConfig
 
 __all__ = [
     "DNNClassifier",
@@ -52,12 +50,12 @@ class DNNPart(NetworkPart):
         prefix: str = "",
     ) -> None:
         self.columns = as_columns(feature_columns, f"{prefix}feature_columns")
-        self._hidden_units = _sizes(hidden_units, f"{prefix}hidden_units")
-        if dropout is not None and not 0 <= dropout < 1:
+        if not hidden_units:
             raise ValueError(
-                f"{prefix}dropout: must be at least 0 and below 1, or None; got "
-                f"{dropout!r}."
+                f"{prefix}hidden_units: must be a list of the hidden layers' sizes, "
+                f"such as [64, 32]; got {hidden_units!r}. A linear model has none."
             )
+        self._hidden_units = tuple(hidden_units)
         self._activation = keras.activations.get(activation_fn)
         self._dropout = dropout
         self._batch_norm = batch_norm
@@ -98,19 +96,25 @@ class DNNPart(NetworkPart):
         return DenseFeatures(self.columns, name="input_layer")
 
 
-def _sizes(hidden_units: Sequence[int] | None, name: str) -> tuple[int, ...]:
-    sizes = tuple(hidden_units or ())
-    if not sizes:
-        raise ValueError(
-            f"{name}: must be a list of the hidden layers' sizes, such as [64, 32]; "
-            f"got {hidden_units!r}. A linear model has none."
-        )
-    for size in sizes:
-        require_count(size, f"{name}: each size")
-    return sizes
+class _DNN(CannedEstimator):
+    def __init__(
+        self,
+        hidden_units: Sequence[int],
+        feature_columns: Columns,
+        model_dir: str | os.PathLike[str] | None = None,
+        *,
+        optimizer: OptimizerLike = "Adagrad",
+        activation_fn: _Activation = "relu",
+        dropout: float | None = None,
+        batch_norm: bool = False,
+        **options: Unpack[CannedOptions],
+    ) -> None:
+        layers = (activation_fn, dropout, batch_norm)
+        part = DNNPart(feature_columns, hidden_units, optimizer, *layers)
+        super().__init__([part], model_dir, **options)
 
 
-class DNNRegressor(CannedEstimator):
+class DNNRegressor(_DNN):
     """A network of dense layers for regression.
 
     Results of `evaluate` and `predict`, other arguments and errors are those of
@@ -120,10 +124,10 @@ class DNNRegressor(CannedEstimator):
         hidden_units: Sizes of the hidden layers.
         feature_columns: Dense columns; categorical ones in an `indicator_column` or
             `embedding_column`.
-        optimizer: As for `LinearRegressor`; names have a learning rate of 0.05.
-        activation_fn: Of the hidden layers: a Keras activation's name, or a function.
-        dropout: Share of a hidden layer's activations that are dropped in training.
-        batch_norm: Whether each hidden layer is followed by a batch normalization.
+        optimizer: As for `LinearRegressor`; a name has a learning rate of 0.05.
+        activation_fn: The hidden layers' activation: a Keras name, or a function.
+        dropout: Rate of the dropout after each hidden layer.
+        batch_norm: Whether a batch normalization follows each hidden layer.
 
     Example:
         >>> import numpy as np, replicax as rx
@@ -135,29 +139,8 @@ class DNNRegressor(CannedEstimator):
         (1,)
     """
 
-    def __init__(
-        self,
-        hidden_units: Sequence[int],
-        feature_columns: Columns,
-        model_dir: str | os.PathLike[str] | None = None,
-        label_dimension: int = 1,
-        weight_column: WeightColumn = None,
-        optimizer: OptimizerLike = "Adagrad",
-        activation_fn: _Activation = "relu",
-        dropout: float | None = None,
-        config: RunConfig | None = None,
-        warm_start_from: str | os.PathLike[str] | None = None,
-        loss_reduction: str = "sum_over_batch_size",
-        batch_norm: bool = False,
-    ) -> None:
-        part = DNNPart(
-            feature_columns, hidden_units, optimizer, activation_fn, dropout, batch_norm
-        )
-        common = (weight_column, loss_reduction, model_dir, config, warm_start_from)
-        super().__init__([part], *common, label_dimension=label_dimension)
 
-
-class DNNClassifier(CannedEstimator):
+class DNNClassifier(_DNN):
     """A network of dense layers for classification.
 
     Results of `evaluate` and `predict` are those of `LinearClassifier`, other arguments
@@ -178,38 +161,56 @@ class DNNClassifier(CannedEstimator):
         ['accuracy', 'average_loss', 'global_step', 'loss']
     """
 
+    _is_classifier = True
+
+
+class _DNNLinearCombined(CannedEstimator):
     def __init__(
         self,
-        hidden_units: Sequence[int],
-        feature_columns: Columns,
         model_dir: str | os.PathLike[str] | None = None,
-        n_classes: int = 2,
-        weight_column: WeightColumn = None,
-        label_vocabulary: Sequence[str] | None = None,
-        optimizer: OptimizerLike = "Adagrad",
-        activation_fn: _Activation = "relu",
-        dropout: float | None = None,
-        config: RunConfig | None = None,
-        warm_start_from: str | os.PathLike[str] | None = None,
-        loss_reduction: str = "sum_over_batch_size",
+        *,
+        linear_feature_columns: Columns | None = None,
+        linear_optimizer: OptimizerLike | None = None,
+        linear_sparse_combiner: str = "sum",
+        dnn_feature_columns: Columns | None = None,
+        dnn_optimizer: OptimizerLike = "Adagrad",
+        dnn_hidden_units: Sequence[int] | None = None,
+        dnn_activation_fn: _Activation = "relu",
+        dnn_dropout: float | None = None,
         batch_norm: bool = False,
+        **options: Unpack[CannedOptions],
     ) -> None:
-        part = DNNPart(
-            feature_columns, hidden_units, optimizer, activation_fn, dropout, batch_norm
-        )
-        common = (weight_column, loss_reduction, model_dir, config, warm_start_from)
-        super().__init__(
-            [part], *common, n_classes=n_classes, label_vocabulary=label_vocabulary
-        )
+        parts: list[NetworkPart] = []
+        if dnn_feature_columns not in (None, [], ()):
+            layers = (dnn_activation_fn, dnn_dropout, batch_norm)
+            arguments = (dnn_feature_columns, dnn_hidden_units, dnn_optimizer, *layers)
+            parts.append(DNNPart(*arguments, prefix="dnn_"))
+        elif dnn_hidden_units:
+            raise ValueError(
+                f"dnn_hidden_units={dnn_hidden_units!r} were given, but "
+                f"dnn_feature_columns={dnn_feature_columns!r}. Give both, or neither."
+            )
+        if linear_feature_columns not in (None, [], ()):
+            arguments = (
+                linear_feature_columns,
+                linear_optimizer,
+                linear_sparse_combiner,
+            )
+            parts.append(LinearPart(*arguments, prefix="linear_"))
+        if not parts:
+            raise ValueError(
+                "linear_feature_columns and dnn_feature_columns: there are none. Give "
+                "columns for one of the parts, or for both."
+            )
+        super().__init__(parts, model_dir, **options)
 
 
-class DNNLinearCombinedRegressor(CannedEstimator):
+class DNNLinearCombinedRegressor(_DNNLinearCombined):
     """A wide and deep model for regression: the sum of a linear model and a network.
 
-    One training trains both, each with its own optimizer. Results of `evaluate` and
-    `predict`, arguments that begin with `linear_`, and arguments that are not listed
-    are those of `LinearRegressor`. Arguments that begin with `dnn_` are those of
-    `DNNRegressor`.
+    One training trains both, each with its own optimizer. `evaluate` and `predict`
+    return the results of `LinearRegressor`, whose arguments begin with `linear_` here,
+    or have the same name. Arguments that begin with `dnn_` are those of `DNNRegressor`.
 
     Args:
         linear_feature_columns: None: no linear model.
@@ -217,8 +218,7 @@ class DNNLinearCombinedRegressor(CannedEstimator):
         batch_norm: As for `DNNRegressor`.
 
     Raises:
-        ValueError: For arguments out of range, or no columns at all.
-        TypeError: For arguments of the wrong kind.
+        ValueError: For no columns at all.
 
     Example:
         >>> import numpy as np, replicax as rx
@@ -234,36 +234,8 @@ class DNNLinearCombinedRegressor(CannedEstimator):
         (1,)
     """
 
-    def __init__(
-        self,
-        model_dir: str | os.PathLike[str] | None = None,
-        linear_feature_columns: Columns | None = None,
-        linear_optimizer: OptimizerLike | None = None,
-        dnn_feature_columns: Columns | None = None,
-        dnn_optimizer: OptimizerLike = "Adagrad",
-        dnn_hidden_units: Sequence[int] | None = None,
-        dnn_activation_fn: _Activation = "relu",
-        dnn_dropout: float | None = None,
-        label_dimension: int = 1,
-        weight_column: WeightColumn = None,
-        config: RunConfig | None = None,
-        warm_start_from: str | os.PathLike[str] | None = None,
-        loss_reduction: str = "sum_over_batch_size",
-        batch_norm: bool = False,
-        linear_sparse_combiner: str = "sum",
-    ) -> None:
-        linear = (linear_feature_columns, linear_optimizer, linear_sparse_combiner)
-        dnn = (dnn_feature_columns, dnn_hidden_units, dnn_optimizer)
-        dnn_layers = (dnn_activation_fn, dnn_dropout, batch_norm)
-        common = (weight_column, loss_reduction, model_dir, config, warm_start_from)
-        super().__init__(
-            _parts(linear, (*dnn, *dnn_layers)),
-            *common,
-            label_dimension=label_dimension,
-        )
 
-
-class DNNLinearCombinedClassifier(CannedEstimator):
+class DNNLinearCombinedClassifier(_DNNLinearCombined):
     """A wide and deep model for classification: a linear model plus a network.
 
     Results of `evaluate` and `predict` are those of `LinearClassifier`, other arguments
@@ -287,65 +259,4 @@ class DNNLinearCombinedClassifier(CannedEstimator):
         (2,)
     """
 
-    def __init__(
-        self,
-        model_dir: str | os.PathLike[str] | None = None,
-        linear_feature_columns: Columns | None = None,
-        linear_optimizer: OptimizerLike | None = None,
-        dnn_feature_columns: Columns | None = None,
-        dnn_optimizer: OptimizerLike = "Adagrad",
-        dnn_hidden_units: Sequence[int] | None = None,
-        dnn_activation_fn: _Activation = "relu",
-        dnn_dropout: float | None = None,
-        n_classes: int = 2,
-        weight_column: WeightColumn = None,
-        label_vocabulary: Sequence[str] | None = None,
-        config: RunConfig | None = None,
-        warm_start_from: str | os.PathLike[str] | None = None,
-        loss_reduction: str = "sum_over_batch_size",
-        batch_norm: bool = False,
-        linear_sparse_combiner: str = "sum",
-    ) -> None:
-        linear = (linear_feature_columns, linear_optimizer, linear_sparse_combiner)
-        dnn = (dnn_feature_columns, dnn_hidden_units, dnn_optimizer)
-        dnn_layers = (dnn_activation_fn, dnn_dropout, batch_norm)
-        common = (weight_column, loss_reduction, model_dir, config, warm_start_from)
-        super().__init__(
-            _parts(linear, (*dnn, *dnn_layers)),
-            *common,
-            n_classes=n_classes,
-            label_vocabulary=label_vocabulary,
-        )
-
-
-def _parts(
-    linear: tuple[Columns | None, OptimizerLike | None, str],
-    dnn: tuple[
-        Columns | None,
-        Sequence[int] | None,
-        OptimizerLike,
-        _Activation,
-        float | None,
-        bool,
-    ],
-) -> list[NetworkPart]:
-    """Make the parts that have columns."""
-    parts: list[NetworkPart] = []
-    columns, hidden_units, optimizer, activation, dropout, batch_norm = dnn
-    if columns is not None and columns not in ([], ()):
-        settings = (hidden_units, optimizer, activation, dropout, batch_norm)
-        parts.append(DNNPart(columns, *settings, prefix="dnn_"))
-    elif hidden_units:
-        raise ValueError(
-            f"dnn_hidden_units={hidden_units!r} were given, but dnn_feature_columns="
-            f"{columns!r}. Give both, or neither."
-        )
-    columns, linear_optimizer, combiner = linear
-    if columns is not None and columns not in ([], ()):
-        parts.append(LinearPart(columns, linear_optimizer, combiner, "linear_"))
-    if not parts:
-        raise ValueError(
-            "linear_feature_columns and dnn_feature_columns: there are none. Give "
-            "columns for one of the parts, or for both."
-        )
-    return parts
+    _is_classifier = True

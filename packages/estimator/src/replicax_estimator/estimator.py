@@ -1,7 +1,6 @@
 """`Estimator`: trains, evaluates and predicts with the model of a `model_fn`."""
 
 import logging
-import math
 import os
 import random
 import tempfile
@@ -13,22 +12,21 @@ import numpy as np
 
 import replicax as rx
 from replicax.seams import synchronize_random_state
-from replicax_estimator.arguments import list_of, require_count, require_instance
+from replicax_estimator.arguments import require_count, require_instance
 from replicax_estimator.evaluating import EvalResults, Evaluation, append_evaluation
-from replicax_estimator.exporting import export_model, warn_of_preprocess
+from replicax_estimator.exporting import export_model
 from replicax_estimator.hooks import (
     CheckpointSaverListener,
     SessionRunHook,
 )
 from replicax_estimator.model import EstimatorModel
-from replicax_estimator.predicting import chosen, examples_of, predictions
+from replicax_estimator.predicting import examples_of, predictions, select
 from replicax_estimator.receivers import ServingInputReceiver, checked_receiver_fn
 from replicax_estimator.run_config import RunConfig, one_device
 from replicax_estimator.saving import (
     CHECKPOINT_NAME,
-    restore_found,
+    restore_for_evaluation,
     saved_variables,
-    step_of,
     warm_start,
 )
 from replicax_estimator.spec import EstimatorSpec, ModeKeys
@@ -55,14 +53,14 @@ class Estimator:
     strategies.
 
     Args:
-        model_fn: Called with `features` and with those of `labels`, `mode`, `params`
-            and `config` that are in its signature; returns an `EstimatorSpec`. It gets
+        model_fn: Called with `features`, and with `labels`, `mode`, `params` and
+            `config` if its signature has them; returns an `EstimatorSpec`. It processes
             one replica's batch and makes layers, optimizer and metrics. It is called
-            more than once, and each call must make the same ones.
+            more than once, and each call must make the same layers, in the same order.
         model_dir: Folder of the checkpoints; overrides the config's.
         config: Strategies, intervals and the seed.
         params: Passed to `model_fn` and `input_fn`.
-        warm_start_from: A checkpoint, or a folder of them, that initializes the
+        warm_start_from: A checkpoint, or a folder of checkpoints, that initializes the
             variables of a new training.
         preprocess: Called on the host with each batch's features and labels (None for
             prediction); returns both as arrays of numbers. It converts strings to
@@ -158,7 +156,7 @@ class Estimator:
 
         Args:
             input_fn: Returns a dataset of `(features, labels)` batches, each for **one
-                replica**: a step takes one batch for each replica. May take
+                replica**: a step reads one batch for each replica. Its arguments may be
                 `input_context`, `mode`, `params` and `config`. Each worker calls it
                 once. A single batch in place of a dataset is repeated for ever.
             hooks: `SessionRunHook`s.
@@ -202,27 +200,18 @@ class Estimator:
 
         strategy = self._config.training_strategy()
         key = ModeKeys.TRAIN, strategy
-        if strategy.workers.count == 1 and not isinstance(
-            strategy, rx.ParameterServerStrategy
-        ):
-            path = self.latest_checkpoint()
-            if path is None:
-                self._models.pop(key, None)  # The folder was deleted: start again.
-            elif not marks_end and step_of(path) >= (max_steps or math.inf):
-                _logger.info("Training is skipped: %s is step %d.", path, max_steps)
-                return
+        has_servers = isinstance(strategy, rx.ParameterServerStrategy)
+        is_alone = strategy.workers.count == 1 and not has_servers
+        if is_alone and self.latest_checkpoint() is None:
+            self._models.pop(key, None)  # The folder was deleted: start again.
         model = self._model(ModeKeys.TRAIN, strategy)
         training = Training(
             model=model,
             source=self._input(input_fn, ModeKeys.TRAIN),
-            hooks=list_of(SessionRunHook, hooks, "Estimator.train: hooks"),
+            hooks=list(hooks or ()),
             directory=self.model_dir,
             config=self._config,
-            listeners=list_of(
-                CheckpointSaverListener,
-                saving_listeners,
-                "Estimator.train: saving_listeners",
-            ),
+            listeners=saving_listeners or (),
             last_step=last_step,
             initialize=self._initialize,
             marks_end=marks_end,
@@ -230,7 +219,7 @@ class Estimator:
         try:
             training.run()
         except BaseException:
-            # Its state in memory is newer than any checkpoint.
+            # The model in memory is newer than any checkpoint.
             self._models.pop(key, None)
             raise
 
@@ -241,8 +230,8 @@ class Estimator:
         path = os.fspath(self._warm_start_from)
         path = rx.latest_checkpoint(path, CHECKPOINT_NAME) or path
         values = saved_variables(path)
-        taken = warm_start(model, values, path)
-        _logger.info("Estimator: %s begin with the values in %s.", taken, path)
+        names = warm_start(model, values, path)
+        _logger.info("Estimator: %s begin with the values in %s.", names, path)
 
     def evaluate(
         self,
@@ -256,19 +245,19 @@ class Estimator:
 
         Args:
             input_fn: As for `train`. A single batch is evaluated once.
-            steps: Number of steps; None: until the input ends. A single process
-                evaluates all of it, an incomplete last step included.
+            steps: Number of steps; None: until the input ends. A single process also
+                evaluates an incomplete last step.
             hooks: `SessionRunHook`s.
             checkpoint_path: The checkpoint; None: the newest.
-            name: Name of the evaluations, one for each data set.
+            name: Name of the evaluations; use a name for each data set.
 
         Returns:
             The spec's `eval_metric_ops` by name, `loss` (the mean of the batches'
             losses) and `global_step`.
 
         Raises:
-            ValueError: If there is no checkpoint, and no model or `warm_start_from` to
-                begin with; or if `steps` is less than 1.
+            ValueError: If there is no checkpoint, Keras model or `warm_start_from`; or
+                if `steps` is less than 1.
             CheckpointError: If the checkpoint is of another model.
         """
         _check_steps("evaluate", steps)
@@ -277,8 +266,7 @@ class Estimator:
         restore = self._restorer(checkpoint_path, "evaluate", key)
         model = self._model(*key)
         source = self._input(input_fn, ModeKeys.EVAL)
-        every = list_of(SessionRunHook, hooks, "Estimator.evaluate: hooks")
-        loop = Evaluation(model=model, source=source, hooks=every)
+        loop = Evaluation(model=model, source=source, hooks=list(hooks or ()))
         results, path = loop.run(restore, steps)
         if strategy.is_chief:
             append_evaluation(Path(self.eval_dir(name)), path, results)
@@ -315,21 +303,21 @@ class Estimator:
         restore = self._restorer(checkpoint_path, "predict", key)
         model = self._model(*key)
         source = self._input(input_fn, ModeKeys.PREDICT)
-        every = list_of(SessionRunHook, hooks, "Estimator.predict: hooks")
-        for hook in every:
+        all_hooks = list(hooks or ())
+        for hook in all_hooks:
             hook.begin()
         # A second generator that runs meanwhile makes another model.
         self._models.pop(key, None)
         try:
-            for batch in predictions(model, source, restore, every):
-                selected = chosen(self._postprocess(batch), predict_keys)
+            for batch in predictions(model, source, restore, all_hooks):
+                selected = select(self._postprocess(batch), predict_keys)
                 if yield_single_examples:
                     yield from examples_of(selected)
                 else:
                     yield selected
         finally:
             self._models[key] = model
-        for hook in every:
+        for hook in all_hooks:
             hook.end(None)
 
     def export_saved_model(
@@ -363,36 +351,32 @@ class Estimator:
 
         Raises:
             ValueError: If there is no checkpoint, or the model cannot be exported for
-                a variable number of rows or for a platform; the message says what may
-                help.
+                a variable number of rows or for a platform.
             TypeError: If `serving_input_receiver_fn` is no function, or returns
                 no `ServingInputReceiver`.
-            CheckpointError: If the checkpoint is of another model, or the folder cannot
-                be written.
+            CheckpointError: If the checkpoint is of another model.
         """
         caller = "export_saved_model"
         key = ModeKeys.PREDICT, one_device()
         restore = self._restorer(checkpoint_path, caller, key)
         if self._preprocess is not None:
-            warn_of_preprocess(self.model_dir)
-        # A separate model: a generator of predictions keeps the values of its own.
+            _logger.warning(
+                "%s: the preprocess function is Python code and is not exported. The "
+                "saved model needs the arrays that preprocess returns.",
+                caller,
+            )
+        # A separate model: a generator of predictions may still use the other.
         seed = self._config.tf_random_seed or 0
         model = EstimatorModel(self._function, *key, seed)
-        receiver = checked_receiver_fn(serving_input_receiver_fn, caller)()
-        if not isinstance(receiver, ServingInputReceiver):
-            raise TypeError(
-                f"{caller}: serving_input_receiver_fn must return a "
-                f"ServingInputReceiver; got {receiver!r}."
-            )
-        folder = export_model(
-            model,
-            restore,
-            receiver,
-            Path(export_dir_base),
-            getattr(self, "preprocessor", None),
-            platforms,
+        receiver = require_instance(
+            checked_receiver_fn(serving_input_receiver_fn, caller)(),
+            ServingInputReceiver,
+            f"{caller}: the result of serving_input_receiver_fn",
         )
-        return os.fspath(folder)
+        preprocessor = getattr(self, "preprocessor", None)
+        base = Path(export_dir_base)
+        path = export_model(model, restore, receiver, base, preprocessor, platforms)
+        return os.fspath(path)
 
     def latest_checkpoint(self) -> str | None:
         """Path of the newest checkpoint in `model_dir`; None if there is none."""
@@ -424,7 +408,7 @@ class Estimator:
         return values[name]
 
     def eval_dir(self, name: str | None = None) -> str:
-        """Folder of the evaluations; its `metrics.jsonl` has a line for each."""
+        """Folder of the evaluations; `metrics.jsonl` has a line for each evaluation."""
         return os.path.join(self.model_dir, "eval" if not name else f"eval_{name}")
 
     def _prepare(self, features: Features, labels: Labels) -> tuple[Features, Labels]:
@@ -451,7 +435,7 @@ class Estimator:
         key = mode, strategy
         if key not in self._models:
             strategy.home.begin()
-            # The model's seed and the order of input functions are drawn from it.
+            # The model's seed and the order of input functions depend on this state.
             synchronize_random_state(strategy.workers)
             seed = self._config.tf_random_seed
             if seed is None:
@@ -464,8 +448,8 @@ class Estimator:
     ) -> Callable[[EstimatorModel], str]:
         """Return a function that restores a checkpoint and returns its path.
 
-        Without one the model keeps its initial values, for the path "", if they are
-        those of a trained model; else this method raises ValueError.
+        If there is none, a model that begins with trained values keeps these, and the
+        path is ""; for other models this method raises ValueError.
         """
         has_values = self._begins_trained or self._warm_start_from is not None
 
@@ -475,8 +459,8 @@ class Estimator:
             return self._checkpoint(path, method)
 
         if find_path() is None:
-            self._models.pop(key, None)  # Its values may be a checkpoint's.
-        return lambda model: restore_found(model, find_path, self._initialize)
+            self._models.pop(key, None)  # Its values may be of a deleted checkpoint.
+        return lambda model: restore_for_evaluation(model, find_path, self._initialize)
 
     def _checkpoint(self, path: str | None, method: str) -> str:
         checkpoint = path or self.latest_checkpoint()

@@ -37,8 +37,8 @@ class Evaluation(Loop):
             self.start_hooks()
             for metric in (*model.metrics.values(), model.loss):
                 metric.reset_state()
-            every = itertools.islice(itertools.chain([first], steps), num_steps)
-            for features, labels in every:
+            limited = itertools.islice(itertools.chain([first], steps), num_steps)
+            for features, labels in limited:
                 self.run_step(features, labels)
                 if self.stops and model.strategy.workers.count == 1:
                     break
@@ -81,12 +81,10 @@ def read_eval_metrics(eval_dir: str | Path) -> dict[int, EvalResults]:
         The metrics by name for each global step; empty without evaluations.
 
     Example:
-        >>> import numpy as np, replicax as rx
+        >>> import replicax as rx
         >>> def input_fn():
-        ...     x = np.linspace(-1, 1, 32, dtype="float32")
-        ...     return {"x": x}, 2 * x
-        >>> columns = [rx.feature_column.numeric_column("x")]
-        >>> estimator = rx.estimator.LinearRegressor(columns).train(input_fn, steps=5)
+        ...     return {"x": [1.0, 2.0]}, [2.0, 4.0]
+        >>> estimator = rx.estimator.BaselineRegressor().train(input_fn, steps=5)
         >>> results = estimator.evaluate(input_fn, steps=1)
         >>> metrics = rx.estimator.read_eval_metrics(estimator.eval_dir())
         >>> list(metrics), metrics[5]["loss"] == results["loss"]

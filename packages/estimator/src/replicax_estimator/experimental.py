@@ -5,7 +5,7 @@
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import TypeAlias, TypedDict, Unpack
 
 from replicax_estimator.arguments import require_callable
 from replicax_estimator.estimator import Estimator
@@ -29,6 +29,15 @@ __all__ = [
 
 _History: TypeAlias = Sequence[tuple[int, float]]
 """A metric's values with their global steps, in ascending order."""
+
+
+class _Options(TypedDict, total=False):
+    """Options of the hooks that read evaluations: see `stop_if_no_decrease_hook`."""
+
+    eval_dir: str | None
+    min_steps: int
+    run_every_secs: float | None
+    run_every_steps: int | None
 
 
 class _EarlyStoppingHook(IntervalHook):
@@ -66,7 +75,7 @@ def make_early_stopping_hook(
 
     Raises:
         TypeError: If `should_stop_fn` is not callable.
-        ValueError: For a negative interval, for none, or for two.
+        ValueError: For an interval that is not positive, for none, or for two.
 
     Example:
         >>> import replicax as rx
@@ -77,8 +86,8 @@ def make_early_stopping_hook(
     caller = "make_early_stopping_hook"
     require_callable(should_stop_fn, f"{caller}: should_stop_fn")
     if run_every_steps is not None and run_every_secs == 60.0:
-        run_every_secs = None  # The default of the other interval does not count.
-    interval = Interval(run_every_steps, run_every_secs, caller, may_be_zero=True)
+        run_every_secs = None  # Replace the default interval.
+    interval = Interval(run_every_steps, run_every_secs, caller)
     return _EarlyStoppingHook(should_stop_fn, interval)
 
 
@@ -86,10 +95,7 @@ def stop_if_no_decrease_hook(
     estimator: Estimator,
     metric_name: str,
     max_steps_without_decrease: int,
-    eval_dir: str | None = None,
-    min_steps: int = 0,
-    run_every_secs: float | None = 60.0,
-    run_every_steps: int | None = None,
+    **options: Unpack[_Options],
 ) -> SessionRunHook:
     """A hook that stops training when a metric has stopped decreasing.
 
@@ -97,10 +103,10 @@ def stop_if_no_decrease_hook(
         estimator: The estimator that trains.
         metric_name: A key of the result of `evaluate`, such as `"loss"`.
         max_steps_without_decrease: Training steps without a new minimum to stop after.
-        eval_dir: Folder of the evaluations; defaults to `estimator.eval_dir()`.
-        min_steps: Evaluations of earlier global steps are ignored.
-        run_every_secs: Seconds between two reads of the evaluations.
-        run_every_steps: Steps between two reads, in place of seconds.
+        **options: `eval_dir`, the folder of the evaluations, by default
+            `estimator.eval_dir()`; `min_steps`, to ignore evaluations of earlier global
+            steps; `run_every_secs` (by default 60) or `run_every_steps` between two
+            reads of the evaluations.
 
     Raises:
         ValueError: In training: if an evaluation has no such metric.
@@ -111,19 +117,16 @@ def stop_if_no_decrease_hook(
         >>> estimator = rx.estimator.LinearRegressor([column])
         >>> hook = stop_if_no_decrease_hook(estimator, "loss", 100)
     """
-    history = estimator, metric_name, eval_dir, min_steps
-    bound = max_steps_without_decrease
-    return _hook("no_decrease", bound, history, run_every_secs, run_every_steps)
+    return _hook(
+        "no_decrease", max_steps_without_decrease, estimator, metric_name, **options
+    )
 
 
 def stop_if_no_increase_hook(
     estimator: Estimator,
     metric_name: str,
     max_steps_without_increase: int,
-    eval_dir: str | None = None,
-    min_steps: int = 0,
-    run_every_secs: float | None = 60.0,
-    run_every_steps: int | None = None,
+    **options: Unpack[_Options],
 ) -> SessionRunHook:
     """A hook that stops training when a metric has stopped increasing.
 
@@ -136,19 +139,16 @@ def stop_if_no_increase_hook(
         >>> estimator = rx.estimator.LinearRegressor([column])
         >>> hook = stop_if_no_increase_hook(estimator, "label/mean", 100)
     """
-    history = estimator, metric_name, eval_dir, min_steps
-    bound = max_steps_without_increase
-    return _hook("no_increase", bound, history, run_every_secs, run_every_steps)
+    return _hook(
+        "no_increase", max_steps_without_increase, estimator, metric_name, **options
+    )
 
 
 def stop_if_higher_hook(
     estimator: Estimator,
     metric_name: str,
     threshold: float,
-    eval_dir: str | None = None,
-    min_steps: int = 0,
-    run_every_secs: float | None = 60.0,
-    run_every_steps: int | None = None,
+    **options: Unpack[_Options],
 ) -> SessionRunHook:
     """A hook that stops training when an evaluation's metric is above `threshold`.
 
@@ -160,18 +160,14 @@ def stop_if_higher_hook(
         >>> estimator = rx.estimator.LinearRegressor([column])
         >>> hook = stop_if_higher_hook(estimator, "loss", 1e3)
     """
-    history = estimator, metric_name, eval_dir, min_steps
-    return _hook("higher", threshold, history, run_every_secs, run_every_steps)
+    return _hook("higher", threshold, estimator, metric_name, **options)
 
 
 def stop_if_lower_hook(
     estimator: Estimator,
     metric_name: str,
     threshold: float,
-    eval_dir: str | None = None,
-    min_steps: int = 0,
-    run_every_secs: float | None = 60.0,
-    run_every_steps: int | None = None,
+    **options: Unpack[_Options],
 ) -> SessionRunHook:
     """A hook that stops training when an evaluation's metric is below `threshold`.
 
@@ -183,8 +179,7 @@ def stop_if_lower_hook(
         >>> estimator = rx.estimator.LinearRegressor([column])
         >>> hook = stop_if_lower_hook(estimator, "loss", 1e-3)
     """
-    history = estimator, metric_name, eval_dir, min_steps
-    return _hook("lower", threshold, history, run_every_secs, run_every_steps)
+    return _hook("lower", threshold, estimator, metric_name, **options)
 
 
 def _stagnates(
@@ -212,24 +207,26 @@ _CONDITIONS: dict[str, Callable[[_History, float], bool]] = {
 def _hook(
     condition: str,
     bound: float,
-    evaluations: tuple[Estimator, str, str | None, int],
-    run_every_secs: float | None,
-    run_every_steps: int | None,
+    estimator: Estimator,
+    metric_name: str,
+    eval_dir: str | None = None,
+    min_steps: int = 0,
+    run_every_secs: float | None = 60.0,
+    run_every_steps: int | None = None,
 ) -> SessionRunHook:
     """Make a hook that applies a condition to a metric of the evaluations on disk."""
-    estimator, name, eval_dir, min_steps = evaluations
 
     def should_stop() -> bool:
         history: list[tuple[int, float]] = []
         results = read_eval_metrics(eval_dir or estimator.eval_dir())
         for step, metrics in results.items():
-            if name not in metrics:
+            if metric_name not in metrics:
                 raise ValueError(
                     f"stop_if_{condition}_hook: the evaluation of step {step} has no "
-                    f"{name!r}, only {sorted(metrics)}."
+                    f"{metric_name!r}, only {sorted(metrics)}."
                 )
             if step >= min_steps:
-                history.append((step, metrics[name]))
+                history.append((step, metrics[metric_name]))
         return _CONDITIONS[condition](history, bound)
 
     return make_early_stopping_hook(

@@ -32,11 +32,8 @@ class Exporter(abc.ABC):
         ...     def export(self, export_path, checkpoint_path, **others):
         ...         shutil.rmtree(export_path, ignore_errors=True)
         ...         return shutil.copytree(checkpoint_path, export_path)
-        >>> def input_fn():
-        ...     return {"x": [1.0, 2.0]}, [2.0, 4.0]
-        >>> spec = rx.estimator.EvalSpec(input_fn, exporters=CheckpointExporter())
-        >>> [exporter.name for exporter in spec.exporters]
-        ['checkpoint']
+        >>> CheckpointExporter().name
+        'checkpoint'
     """
 
     @property
@@ -137,7 +134,7 @@ class LatestExporter(_SavedModelExporter):
 
     Args:
         name: Name of the folder with the exports.
-        serving_input_receiver_fn: For `Estimator.export_saved_model`.
+        serving_input_receiver_fn: As for `Estimator.export_saved_model`.
         exports_to_keep: Number of newest exports to keep; None: all.
 
     Raises:
@@ -166,10 +163,10 @@ class BestExporter(_SavedModelExporter):
     """Exports when an evaluation is better than all earlier ones.
 
     Evaluations of earlier processes, in `estimator.eval_dir(eval_name)`, count too: a
-    restart does not export a worse model.
+    restart does not export a worse model. Other arguments are `LatestExporter`'s.
 
     Args:
-        name: This, and arguments that are not listed: as for `LatestExporter`.
+        name: Name of the folder with the exports.
         compare_fn: Called with `best_eval_result` and `current_eval_result`, both dicts
             of metrics; returns whether the current one is better. None: whether its
             `"loss"` is smaller.
@@ -219,8 +216,7 @@ class BestExporter(_SavedModelExporter):
         is_the_final_export: bool,
     ) -> str | None:
         """See the base class."""
-        if not eval_result:
-            raise ValueError("BestExporter: eval_result must be what evaluate returns.")
+        eval_result = eval_result or {}
         if self._model_dir != estimator.model_dir:
             self._model_dir = estimator.model_dir
             self._best = self._best_before(estimator, eval_result)
@@ -235,7 +231,7 @@ class BestExporter(_SavedModelExporter):
     def _best_before(
         self, estimator: Estimator, eval_result: EvalResults
     ) -> EvalResults | None:
-        """Read the best evaluation of earlier processes, without the current one."""
+        """Read the best evaluation of earlier processes; leave out the current one."""
         best: EvalResults | None = None
         folder = estimator.eval_dir(self._eval_name)
         for step, metrics in read_eval_metrics(folder).items():
@@ -255,11 +251,5 @@ class BestExporter(_SavedModelExporter):
 def _has_smaller_loss(
     best_eval_result: EvalResults, current_eval_result: EvalResults
 ) -> bool:
-    for result in (best_eval_result, current_eval_result):
-        if "loss" not in result:
-            raise ValueError(
-                f"BestExporter: an evaluation has no 'loss'; it has {sorted(result)}. "
-                "Give a compare_fn."
-            )
     best, current = best_eval_result["loss"], current_eval_result["loss"]
     return current < best or (math.isnan(best) and not math.isnan(current))

@@ -1,6 +1,5 @@
 """Exports a model as serving signatures: serialized programs without Python code."""
 
-import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
@@ -24,28 +23,16 @@ from replicax_estimator.receivers import SINGLE, ArraySpec, ServingInputReceiver
 from replicax_estimator.spec import EstimatorSpec
 from replicax_estimator.types import Arrays, Features, JSONObject, Predictions
 
-__all__ = ["export_model", "warn_of_preprocess"]
+__all__ = ["export_model"]
 
 _Specs: TypeAlias = dict[str, ArraySpec]
 
 _PLATFORMS = ("cpu", "cuda", "tpu")
-_KNOWN_PLATFORMS = (*_PLATFORMS, "rocm")
 _CALLER = "export_saved_model"
 _ROWS = 2
 """Rows of the batch that builds the model: not 1, which broadcasts."""
 
 _logger = logging.getLogger("replicax")
-
-
-@functools.cache
-def warn_of_preprocess(model_dir: str) -> None:
-    """Warn, once for each model_dir, that a user's function is not exported."""
-    _logger.warning(
-        "%s: the estimator in %s has a preprocess function, which is Python code and is"
-        " not exported. The saved model takes what it returns.",
-        _CALLER,
-        model_dir,
-    )
 
 
 def export_model(
@@ -58,10 +45,10 @@ def export_model(
 ) -> Path:
     """Export a checkpoint as a saved model in a new folder in `base`; return its path.
 
-    `Estimator.export_saved_model` describes the errors. `model` has PREDICT mode and is
-    not yet built. `preprocessor` is a canned estimator's work on the host.
+    `model` has PREDICT mode and is not yet built. `preprocessor` is the canned
+    estimator's, else None.
     """
-    wanted = _checked_platforms(platforms)
+    chosen = list(platforms or _PLATFORMS)
     is_single = not isinstance(receiver.features, Mapping)
     num_rows = receiver.default_batch_size
     host = preprocessor and preprocessor_config(preprocessor)
@@ -89,7 +76,7 @@ def export_model(
             lambda v, x, name=name: outputs_of(v, x)[name],
             values,
             of_program,
-            wanted,
+            chosen,
             f"signature {name!r}",
         )
         outputs = _outputs(exported, num_rows, host)
@@ -106,7 +93,7 @@ def export_model(
             "replicax": rx.__version__,
         },
         "global_step": global_step,
-        "platforms": wanted,
+        "platforms": chosen,
         "signatures": signatures,
         "single_feature": is_single,
         "host": host,
@@ -115,18 +102,6 @@ def export_model(
     path = write(base, artifact)
     _logger.info("Exported step %d of %s to %s.", global_step, checkpoint, path)
     return path
-
-
-def _checked_platforms(platforms: Sequence[str] | None) -> list[str]:
-    if platforms is None:
-        return list(_PLATFORMS)
-    names = [platforms] if isinstance(platforms, str) else list(platforms)
-    if not names or not set(names) <= set(_KNOWN_PLATFORMS):
-        raise ValueError(
-            f"{_CALLER}: platforms must be some of {list(_KNOWN_PLATFORMS)}; got "
-            f"{platforms!r}."
-        )
-    return list(dict.fromkeys(names))
 
 
 def _inputs(
@@ -139,8 +114,8 @@ def _inputs(
     if saved is None and texts:
         raise ValueError(
             f"{_CALLER}: feature {texts[0]!r} has strings, which a program cannot "
-            "take. Export what makes numbers of them: a canned estimator with "
-            "feature columns; or name the features that the model_fn gets."
+            "read. Export a canned estimator with feature columns, or name the "
+            "features of numbers that the model_fn reads."
         )
     in_program = raw_specs if saved is None else saved.in_program
     specs = {
@@ -161,8 +136,7 @@ def _signatures(spec: EstimatorSpec) -> dict[str, Arrays]:
 def _named(signature: str, outputs: Predictions) -> Arrays:
     named = dict(outputs) if isinstance(outputs, Mapping) else {"output": outputs}
     for name, value in named.items():
-        is_array = hasattr(value, "shape") and hasattr(value, "dtype")
-        if not isinstance(name, str) or not is_array:
+        if not hasattr(value, "shape"):
             raise TypeError(
                 f"EstimatorSpec: outputs of signature {signature!r} must be an array, "
                 f"or a dict of arrays by name; got {name!r}: {value!r}."
@@ -185,7 +159,7 @@ def _exported(
 
     try:
         return export.export(jax.jit(fn), platforms=platforms)(values, features)
-    except Exception as error:  # Of many kinds, from the tracing and from XLA.
+    except Exception as error:  # Tracing and XLA raise errors of many types.
         raise ValueError(
             f"{_CALLER}: {title} cannot be exported for {list(platforms)}: {error} "
             "If a platform lacks an operation, give platforms=... without it. If the "
@@ -207,7 +181,7 @@ def _outputs(
     }
     if host is not None:
         zeros = {name: spec.zeros(num_rows or _ROWS) for name, spec in specs.items()}
-        for name, array in SavedPreprocessor(host).finish(zeros).items():
+        for name, array in SavedPreprocessor(host).add_class_names(zeros).items():
             if name not in specs:  # Strings.
                 specs[name] = ArraySpec((num_rows, *array.shape[1:]), "string")
     return specs

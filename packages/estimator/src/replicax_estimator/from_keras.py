@@ -17,7 +17,7 @@ from replicax_estimator.types import Features, Labels, Predictions, Tensor
 __all__ = ["model_to_estimator", "start_from"]
 
 _WITH_WEIGHTS = {"features", "sample_weights"}
-"""Names in TF of a model's features beside the weights of the examples."""
+"""The keys that TF gives to the features and to the weights of the examples."""
 
 
 def model_to_estimator(
@@ -30,8 +30,8 @@ def model_to_estimator(
     """Convert a compiled Keras model to an estimator that trains copies of it.
 
     (TF: `tf.keras.estimator.model_to_estimator`.) Training starts from the model's
-    present weights and does not change the model itself. Features are the model's
-    inputs: an array, a tuple, or a dict by the inputs' names; or, with weights of the
+    present weights and does not change the model itself. Features are an array, a
+    tuple, or a dict by the names of the model's inputs; or, with weights of the
     examples, a dict of `"features"` and `"sample_weights"`. Labels may be a dict by the
     outputs' names.
 
@@ -74,12 +74,12 @@ def model_to_estimator(
             "optimizer and a loss. Call model.compile(optimizer=..., loss=...) first."
         )
     # Each trace makes a model. Keras changes the configs that it reads: copy them.
-    class_of, described = type(model), model.get_config()
+    class_of, model_config = type(model), model.get_config()
     values = [np.asarray(v) for v in model.variables]
 
     def model_fn(features: Features, labels: Labels, mode: ModeKeys) -> EstimatorSpec:
         with keras.saving.custom_object_scope(custom_objects or {}):
-            model = class_of.from_config(copy.deepcopy(described))
+            model = class_of.from_config(copy.deepcopy(model_config))
             if mode != ModeKeys.PREDICT:
                 model.compile_from_config(copy.deepcopy(compiled))
         training = mode == ModeKeys.TRAIN
@@ -129,22 +129,7 @@ def _like_outputs(labels: Labels, outputs: Predictions, names: list[str]) -> Lab
 
 
 def start_from(variables: Sequence[Any], values: Sequence[np.ndarray]) -> None:
-    """Set the initial values of variables that are initialised later.
-
-    Args:
-        variables: Made in this trace; the others are left alone.
-        values: One array for each.
-
-    Raises:
-        ValueError: If number or shapes differ.
-    """
-    shapes = [tuple(v.shape) for v in variables]
-    value_shapes = [tuple(x.shape) for x in values]
-    if shapes != value_shapes:
-        raise ValueError(
-            f"model: the copy has variables of the shapes {shapes}, the model itself "
-            f"of {value_shapes}."
-        )
+    """Set the initial values of variables that this trace has created."""
     for variable, value in zip(variables, values, strict=True):
         set_value(variable, value)
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import keras
 from keras import ops
 
+from replicax_estimator.arguments import require_choice
 from replicax_estimator.spec import EstimatorSpec, ModeKeys, TrainOp, num_active
 from replicax_estimator.types import Arrays
 
@@ -29,15 +30,12 @@ _NUM_THRESHOLDS = 200  # As TF; more would make the area under the curve more ex
 def head_of(
     n_classes: int | None, label_dimension: int, loss_reduction: object
 ) -> "Head":
-    """Return the head for `n_classes` classes, or for regression where that is None.
+    """Return the head for `n_classes` classes; None: for regression.
 
     `loss_reduction` is `"sum_over_batch_size"` or `"sum"`, in any case.
     """
-    name = loss_reduction.lower() if isinstance(loss_reduction, str) else None
-    if name not in (_MEAN, _SUM):
-        raise ValueError(
-            f"loss_reduction: must be {_MEAN!r} or {_SUM!r}; got {loss_reduction!r}."
-        )
+    name = str(loss_reduction).lower()
+    require_choice(name, (_MEAN, _SUM), "loss_reduction")
     if n_classes is None:
         return _RegressionHead(label_dimension, name)
     return _BinaryClassHead(1, name) if n_classes == 2 else _ClassHead(n_classes, name)
@@ -165,7 +163,7 @@ class _BinaryClassHead(Head):
 
 
 class _ClassHead(Head):
-    """Several classes: the logits' softmax gives their probabilities."""
+    """Several classes: the softmax of the logits is their probabilities."""
 
     def predictions(self, logits: jax.Array) -> Arrays:
         class_ids = jnp.asarray(ops.argmax(logits, axis=1, keepdims=True))
@@ -195,7 +193,7 @@ class _LargerShare(keras.metrics.Mean):
 
     def result(self) -> jax.Array:
         share = jnp.asarray(super().result())
-        # As in TF 0 where no example has a weight, like the accuracy.
+        # As in TF: 0 if no example has a weight, like the accuracy.
         return jnp.where(self.count > 0, jnp.maximum(share, 1 - share), 0.0)
 
 

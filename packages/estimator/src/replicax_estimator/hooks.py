@@ -16,14 +16,14 @@ __all__ = [
     "SessionRunContext",
     "SessionRunHook",
     "SessionRunValues",
-    "fetched",
+    "fetch",
 ]
 
 Fetches: TypeAlias = "str | Sequence[Fetches] | Mapping[str, Fetches]"
 
 
 class HookSession(Protocol):
-    """A loop as hooks see it: one call of `train` or `evaluate`."""
+    """What hooks see of the loop of one call of `train` or `evaluate`."""
 
     global_step: int
     is_over: bool
@@ -33,15 +33,11 @@ class HookSession(Protocol):
 
 
 class Interval:
-    """A timer in steps or in seconds, of which exactly one is given.
+    """A timer in steps or in seconds; exactly one of them is not None.
 
     Attributes:
-        last: The step and the time (`time.monotonic()`) of the last event; None: there
-            was none, so the timer is due.
-
-    Raises:
-        ValueError: For both or neither, or for a length that is not positive; 0 is
-            allowed where `may_be_zero`. The message names the `caller`.
+        last: The step and the time (`time.monotonic()`) of the last event. None: there
+            was no event, and the timer is due.
     """
 
     def __init__(
@@ -49,8 +45,6 @@ class Interval:
         steps: int | None,
         seconds: float | None,
         caller: str,
-        *,
-        may_be_zero: bool = False,
     ) -> None:
         if (steps is None) == (seconds is None):
             raise ValueError(
@@ -58,7 +52,7 @@ class Interval:
                 "seconds; give exactly one of them."
             )
         length = seconds if steps is None else steps
-        if length is None or not (length > 0 or (may_be_zero and length == 0)):
+        if length is None or not length > 0:
             raise ValueError(
                 f"{caller}: the interval must be positive; got {length!r}."
             )
@@ -105,7 +99,7 @@ class SessionRunArgs:
 
 @dataclasses.dataclass(frozen=True)
 class SessionRunValues:
-    """The values that a hook has fetched.
+    """The values that a hook's `SessionRunArgs` fetched from a step.
 
     (TF: `tf.compat.v1.train.SessionRunValues`.)
 
@@ -116,13 +110,11 @@ class SessionRunValues:
     Example:
         >>> import numpy as np, replicax as rx
         >>> class Progress(rx.estimator.SessionRunHook):
-        ...     def before_run(self, run_context):
-        ...         return rx.estimator.SessionRunArgs(["global_step", "loss"])
         ...     def after_run(self, run_context, run_values):
         ...         step, loss = run_values.results
         ...         print(f"step {step}: loss {loss:.1f}")
-        >>> fetched = [np.array(1), np.array(0.5, "float32")]
-        >>> Progress().after_run(None, rx.estimator.SessionRunValues(fetched))
+        >>> results = [np.array(1), np.array(0.5, "float32")]
+        >>> Progress().after_run(None, rx.estimator.SessionRunValues(results))
         step 1: loss 0.5
     """
 
@@ -130,7 +122,7 @@ class SessionRunValues:
 
 
 class SessionRunContext:
-    """The context of one step, which hooks get.
+    """The context of one step: the argument of a hook's methods.
 
     (TF: `tf.compat.v1.train.SessionRunContext`.)
 
@@ -138,18 +130,15 @@ class SessionRunContext:
         session: The step's training or evaluation loop, with `global_step`, an int.
 
     Example:
-        >>> import numpy as np, replicax as rx
+        >>> import replicax as rx
         >>> class StopsAfterThree(rx.estimator.SessionRunHook):
         ...     def after_run(self, run_context, run_values):
         ...         if run_context.session.global_step == 3:
         ...             run_context.request_stop()
-        >>> x = np.linspace(-1, 1, 32, dtype="float32")
-        >>> columns = [rx.feature_column.numeric_column("x")]
-        >>> estimator = rx.estimator.LinearRegressor(columns)
-        >>> hooks = [StopsAfterThree()]
-        >>> estimator = estimator.train(lambda: ({"x": x}, 2 * x), hooks=hooks)
-        >>> int(estimator.get_variable_value("global_step"))
-        3
+        >>> context = rx.estimator.SessionRunContext(session=None)
+        >>> context.request_stop()
+        >>> context.stop_requested
+        True
     """
 
     def __init__(self, session: HookSession) -> None:
@@ -158,7 +147,7 @@ class SessionRunContext:
 
     @property
     def stop_requested(self) -> bool:
-        """Whether a hook has asked to stop after this step."""
+        """Whether a hook has requested a stop after this step."""
         return self._stops
 
     def request_stop(self) -> None:
@@ -225,16 +214,13 @@ class CheckpointSaverListener:
     `tf.estimator.CheckpointSaverListener`.)
 
     Example:
-        >>> import numpy as np, replicax as rx
+        >>> import replicax as rx
         >>> class Saves(rx.estimator.CheckpointSaverListener):
         ...     def after_save(self, session, global_step_value):
         ...         print(f"saved step {global_step_value}")
-        >>> x = np.linspace(-1, 1, 32, dtype="float32")
-        >>> columns = [rx.feature_column.numeric_column("x")]
-        >>> estimator = rx.estimator.LinearRegressor(columns)
-        >>> _ = estimator.train(
-        ...     lambda: ({"x": x}, 2 * x), steps=5, saving_listeners=[Saves()]
-        ... )
+        >>> estimator = rx.estimator.BaselineRegressor()
+        >>> batch = {"x": [1.0, 2.0]}, [2.0, 4.0]
+        >>> _ = estimator.train(lambda: batch, steps=5, saving_listeners=[Saves()])
         saved step 5
     """
 
@@ -251,20 +237,14 @@ class CheckpointSaverListener:
         """Called after the last step."""
 
 
-def fetched(
+def fetch(
     fetches: Fetches, tensors: Mapping[str, Callable[[], np.ndarray]], caller: str
 ) -> Any:
     """Replace the names in `fetches` by their values."""
-
-    def of(name: Fetches) -> Any:
-        if isinstance(name, Mapping):
-            return {key: of(each) for key, each in name.items()}
-        if isinstance(name, list | tuple):
-            return type(name)(map(of, name))
-        if not isinstance(name, str) or name not in tensors:
-            raise ValueError(
-                f"{caller}: asks for {name!r}; there are {sorted(tensors)}."
-            )
-        return np.asarray(tensors[name]())
-
-    return of(fetches)
+    if isinstance(fetches, Mapping):
+        return {key: fetch(x, tensors, caller) for key, x in fetches.items()}
+    if not isinstance(fetches, str):
+        return [fetch(x, tensors, caller) for x in fetches]
+    if fetches not in tensors:
+        raise ValueError(f"{caller}: fetches {fetches!r}; there are {sorted(tensors)}.")
+    return np.asarray(tensors[fetches]())

@@ -46,7 +46,6 @@ def numpy_input_fn(
     Raises:
         ValueError: If `shuffle` is not given, arrays differ in the number of examples
             or have none, or a number is below 1.
-        TypeError: If `x` or `y` is neither an array nor a dict of arrays.
 
     Example:
         >>> import numpy as np, replicax as rx
@@ -59,8 +58,8 @@ def numpy_input_fn(
         [2, 0] [4, 0]
         [1, 2] [2, 4]
     """
-    features = _as_arrays(x, "numpy_input_fn: x")
-    labels = None if y is None else _as_arrays(y, "numpy_input_fn: y")
+    features = _as_arrays(x)
+    labels = None if y is None else _as_arrays(y)
     options = (batch_size, num_epochs, shuffle, seed)
     return _input_fn("numpy_input_fn", features, labels, *options)
 
@@ -79,13 +78,12 @@ def pandas_input_fn(
     (TF: `tf.compat.v1.estimator.inputs.pandas_input_fn`.)
 
     `x` is a pandas `DataFrame`: each column is a feature `[n]`. `y` is a `Series`, or a
-    `DataFrame` for a dict of labels. `target_column` is the labels' name, which no
-    column of `x` may have. Other arguments and the result are `numpy_input_fn`'s.
+    `DataFrame` for a dict of labels. No column of `x` may be named `target_column`.
+    Other arguments and the result are `numpy_input_fn`'s.
 
     Raises:
         ValueError: As `numpy_input_fn`; if the indices of `x` and `y` differ, or `x`
             has the target column.
-        TypeError: If `x` or `y` is not pandas'.
 
     Example:
         >>> import pandas as pd, replicax as rx  # doctest: +SKIP
@@ -97,11 +95,6 @@ def pandas_input_fn(
         ['Ulm', 'Bonn']
     """
     caller = "pandas_input_fn"
-    if not hasattr(x, "columns"):
-        raise TypeError(
-            f"{caller}: x must be a pandas DataFrame; got a {type(x).__name__}. For "
-            "arrays use numpy_input_fn."
-        )
     labels = None
     if y is not None:
         if target_column in x.columns:
@@ -173,30 +166,17 @@ def _input_fn(
         )
 
     def input_fn() -> Iterable[Any]:
-        own = seed
-        if shuffle and own is None:
-            own = random.randrange(2**63)
-        order = (sizes[0], batch_size, num_epochs, own if shuffle else None)
+        drawn = random.randrange(2**63) if shuffle and seed is None else seed
+        order = (sizes[0], batch_size, num_epochs, drawn if shuffle else None)
         return _Batches((features, labels), *order)
 
     return input_fn
 
 
-def _as_arrays(value: ArrayLike | Mapping[str, ArrayLike], what: str) -> _Arrays:
+def _as_arrays(value: ArrayLike | Mapping[str, ArrayLike]) -> _Arrays:
     if isinstance(value, Mapping):
-        return {
-            name: _as_array(array, f"{what}[{name!r}]") for name, array in value.items()
-        }
-    return _as_array(value, what)
-
-
-def _as_array(value: ArrayLike, what: str) -> np.ndarray:
-    array = np.asarray(value)
-    if array.ndim == 0:
-        raise TypeError(
-            f"{what} must be an array with a row for each example; got {value!r}."
-        )
-    return array
+        return {name: np.asarray(array) for name, array in value.items()}
+    return np.asarray(value)
 
 
 def _columns_of(frame: Any) -> dict[str, np.ndarray]:

@@ -2,22 +2,21 @@
 
 import math
 import os
-from collections.abc import Sequence
+from typing import Unpack
 
 import jax
 import keras
 
 from replicax_estimator.canned import (
     CannedEstimator,
+    CannedOptions,
     NetworkPart,
     OptimizerLike,
-    WeightColumn,
     optimizer_maker,
 )
 from replicax_estimator.feature_column import LinearModel
 from replicax_estimator.feature_column.column import Columns, as_columns
 from replicax_estimator.preprocessing import ROWS
-from replicax_estimator.run_config import RunConfig
 
 __all__ = [
     "BaselineClassifier",
@@ -66,7 +65,21 @@ class LinearPart(NetworkPart):
         return LinearModel(self.columns, units, self._combiner, name="linear_model")
 
 
-class LinearRegressor(CannedEstimator):
+class _Linear(CannedEstimator):
+    def __init__(
+        self,
+        feature_columns: Columns,
+        model_dir: str | os.PathLike[str] | None = None,
+        *,
+        optimizer: OptimizerLike | None = None,
+        sparse_combiner: str = "sum",
+        **options: Unpack[CannedOptions],
+    ) -> None:
+        part = LinearPart(feature_columns, optimizer, sparse_combiner)
+        super().__init__([part], model_dir, **options)
+
+
+class LinearRegressor(_Linear):
     """A linear model for regression.
 
     The loss is the squared error. `evaluate` returns `average_loss` (weighted by
@@ -80,20 +93,15 @@ class LinearRegressor(CannedEstimator):
             `[b]` for size 1.
         weight_column: Name of the feature with the examples' weights, or a
             `numeric_column` of it. `predict` needs no weights.
-        optimizer: The name of a Keras optimizer, which gets a learning rate of 0.2; a
-            Keras optimizer, which is copied; or a function that returns one, called in
-            the `model_fn`. None: Ftrl with the learning rate `min(0.2,
-            1 / sqrt(number of columns))`.
+        optimizer: The name of a Keras optimizer, with a learning rate of 0.2; a Keras
+            optimizer, which is copied; or a function that returns an optimizer. None:
+            Ftrl with the learning rate `min(0.2, 1 / sqrt(number of columns))`.
         config: See `Estimator`.
         warm_start_from: See `Estimator`.
-        loss_reduction: `"sum_over_batch_size"`, or `"sum"` over the batches of all
-            replicas, as TF 1 had it.
+        loss_reduction: `"sum_over_batch_size"`, or, as in TF 1, `"sum"` over the
+            batches of all replicas.
         sparse_combiner: How the weights of a row's ids are combined: `"sum"`,
             `"mean"` or `"sqrtn"`.
-
-    Raises:
-        ValueError: For arguments out of range.
-        TypeError: For arguments of the wrong kind.
 
     Example:
         >>> import numpy as np, replicax as rx
@@ -109,35 +117,16 @@ class LinearRegressor(CannedEstimator):
         True
     """
 
-    def __init__(
-        self,
-        feature_columns: Columns,
-        model_dir: str | os.PathLike[str] | None = None,
-        label_dimension: int = 1,
-        weight_column: WeightColumn = None,
-        optimizer: OptimizerLike | None = None,
-        config: RunConfig | None = None,
-        warm_start_from: str | os.PathLike[str] | None = None,
-        loss_reduction: str = "sum_over_batch_size",
-        sparse_combiner: str = "sum",
-    ) -> None:
-        common = (weight_column, loss_reduction, model_dir, config, warm_start_from)
-        super().__init__(
-            [LinearPart(feature_columns, optimizer, sparse_combiner)],
-            *common,
-            label_dimension=label_dimension,
-        )
 
-
-class LinearClassifier(CannedEstimator):
+class LinearClassifier(_Linear):
     """A linear model for classification.
 
     The loss is the cross entropy. `evaluate` returns `accuracy`, `average_loss`, `loss`
     and `global_step`, and for two classes also `accuracy_baseline`, `auc`,
     `auc_precision_recall`, `label/mean`, `precision`, `prediction/mean` and `recall`.
     `predict` yields `logits`, `probabilities`, `class_ids`, `classes` (strings),
-    `all_class_ids` and `all_classes`, and for two classes `logistic`. Other arguments,
-    and errors, are those of `LinearRegressor`.
+    `all_class_ids` and `all_classes`, and for two classes `logistic`. Other arguments
+    are those of `LinearRegressor`.
 
     Args:
         n_classes: Number of classes. Labels are integers from 0 to `n_classes - 1`,
@@ -160,46 +149,7 @@ class LinearClassifier(CannedEstimator):
         ['warm']
     """
 
-    def __init__(
-        self,
-        feature_columns: Columns,
-        model_dir: str | os.PathLike[str] | None = None,
-        n_classes: int = 2,
-        weight_column: WeightColumn = None,
-        label_vocabulary: Sequence[str] | None = None,
-        optimizer: OptimizerLike | None = None,
-        config: RunConfig | None = None,
-        warm_start_from: str | os.PathLike[str] | None = None,
-        loss_reduction: str = "sum_over_batch_size",
-        sparse_combiner: str = "sum",
-    ) -> None:
-        common = (weight_column, loss_reduction, model_dir, config, warm_start_from)
-        super().__init__(
-            [LinearPart(feature_columns, optimizer, sparse_combiner)],
-            *common,
-            n_classes=n_classes,
-            label_vocabulary=label_vocabulary,
-        )
-
-
-class _Bias(keras.layers.Layer):
-    """The same logits for each row: `baseline/bias`, zeros at first."""
-
-    def __init__(self, units: int) -> None:
-        super().__init__(name="baseline")
-        self._units = units
-
-    def build(self, input_shape: object = None) -> None:
-        """Make the bias."""
-        del input_shape
-        self.bias = self.add_weight(
-            shape=(self._units,), initializer="zeros", name="bias"
-        )
-        self.built = True
-
-    def call(self, rows: jax.Array) -> jax.Array:
-        """Return the bias for each of the zeros `[b]`: `[b, units]`."""
-        return rows[:, None] + self.bias
+    _is_classifier = True
 
 
 class _BaselinePart(NetworkPart):
@@ -212,18 +162,30 @@ class _BaselinePart(NetworkPart):
     ) -> tuple[jax.Array, list[keras.Variable]]:
         """See the base class."""
         del training
-        layer = _Bias(units)
-        return layer(features[ROWS]), layer.trainable_variables
+        # The input is zeros: of this layer's variables only the bias learns.
+        layer = keras.layers.Dense(units, kernel_initializer="zeros", name="baseline")
+        logits = layer(features[ROWS][:, None])
+        return logits, layer.trainable_variables
 
 
-class BaselineRegressor(CannedEstimator):
+class _Baseline(CannedEstimator):
+    def __init__(
+        self,
+        model_dir: str | os.PathLike[str] | None = None,
+        *,
+        optimizer: OptimizerLike = "Ftrl",
+        **options: Unpack[CannedOptions],
+    ) -> None:
+        super().__init__([_BaselinePart(optimizer)], model_dir, **options)
+
+
+class BaselineRegressor(_Baseline):
     """A baseline for regression: learns the labels' mean and ignores the features.
 
-    Results of `evaluate` and `predict`, other arguments and errors are those of
-    `LinearRegressor`.
+    Results of `evaluate` and `predict` and other arguments are `LinearRegressor`'s.
 
     Args:
-        optimizer: As there; names have a learning rate of 0.3.
+        optimizer: As for `LinearRegressor`; a name has a learning rate of 0.3.
 
     Example:
         >>> import numpy as np, replicax as rx
@@ -234,29 +196,14 @@ class BaselineRegressor(CannedEstimator):
         3.0
     """
 
-    def __init__(
-        self,
-        model_dir: str | os.PathLike[str] | None = None,
-        label_dimension: int = 1,
-        weight_column: WeightColumn = None,
-        optimizer: OptimizerLike = "Ftrl",
-        config: RunConfig | None = None,
-        loss_reduction: str = "sum_over_batch_size",
-    ) -> None:
-        common = (weight_column, loss_reduction, model_dir, config)
-        super().__init__(
-            [_BaselinePart(optimizer)], *common, label_dimension=label_dimension
-        )
 
-
-class BaselineClassifier(CannedEstimator):
+class BaselineClassifier(_Baseline):
     """A baseline for classification: learns the classes' frequencies only.
 
-    Results of `evaluate` and `predict`, other arguments and errors are those of
-    `LinearClassifier`.
+    Results of `evaluate` and `predict` and other arguments are `LinearClassifier`'s.
 
     Args:
-        optimizer: As there; names have a learning rate of 0.3.
+        optimizer: As for `LinearRegressor`; a name has a learning rate of 0.3.
 
     Example:
         >>> import numpy as np, replicax as rx
@@ -267,20 +214,4 @@ class BaselineClassifier(CannedEstimator):
         0.75
     """
 
-    def __init__(
-        self,
-        model_dir: str | os.PathLike[str] | None = None,
-        n_classes: int = 2,
-        weight_column: WeightColumn = None,
-        label_vocabulary: Sequence[str] | None = None,
-        optimizer: OptimizerLike = "Ftrl",
-        config: RunConfig | None = None,
-        loss_reduction: str = "sum_over_batch_size",
-    ) -> None:
-        common = (weight_column, loss_reduction, model_dir, config)
-        super().__init__(
-            [_BaselinePart(optimizer)],
-            *common,
-            n_classes=n_classes,
-            label_vocabulary=label_vocabulary,
-        )
+    _is_classifier = True

@@ -1,12 +1,13 @@
 """Reuses the variables that a function creates anew on each trace.
 
-A TF 1 script makes its layers, its optimizer and its metrics inside the function that
-describes the model. Such a function is traced here more than once: the k-th variable of
-a later trace stands for the k-th one of the first, with the same path, dtype and shape.
+A `model_fn` makes its layers, its optimizer and its metrics, and is traced more than
+once. The k-th variable of a later trace stands for the k-th variable of the first
+trace, and must have the same path, dtype and shape.
 """
 
 import contextlib
 from collections.abc import Generator
+from typing import Any
 
 import jax
 import keras
@@ -22,11 +23,11 @@ class MadeVariables:
     """The variables that a function makes.
 
     Args:
-        caller: The function in errors, such as `"model_fn"`.
-        others: Variables that were made outside, and may be read.
+        caller: Name of the function in errors, such as `"model_fn"`.
+        others: Other variables that the function may read.
 
     Attributes:
-        variables: Those of the first trace, in the order of their creation.
+        variables: The variables of the first trace, in the order of their creation.
     """
 
     def __init__(self, caller: str, others: tuple[keras.Variable, ...] = ()) -> None:
@@ -37,20 +38,16 @@ class MadeVariables:
 
     @contextlib.contextmanager
     def reused(self, *, writes: bool = True) -> Generator[None]:
-        """Call the function in it. The first time, the variables are made.
+        """A context in which to call the function; the first call creates variables.
 
-        Args:
-            writes: Whether assignments count. A call that only creates the variables
-                must not advance moving statistics or seeds.
-
-        Raises:
-            ContextError: If the function makes other variables than the first time, or
-                reads a variable that it has not made.
+        `writes` is False for a call that must not advance moving statistics or seeds.
+        ContextError: The function makes other variables than the first time, or reads a
+        variable that it has not made.
         """
         if not self._is_complete:
-            self.variables.clear()  # Those of a first call that has failed.
+            self.variables.clear()  # The first call has failed.
         reuse = _Reuse(self, is_first=not self._is_complete, writes=writes)
-        with reusing(reuse.note), reuse:
+        with reusing(reuse.on_creation), reuse:
             yield
         reuse.require_all()
         self._is_complete = True
@@ -69,20 +66,14 @@ class _Reuse(keras.StatelessScope):
         self._store = store
         self._created: list[keras.Variable] = []  # Ids are unique while objects live.
         self._originals = {id(variable): variable for variable in store.others}
-        self._outside: keras.StatelessScope
+        self._outside: Any = None
 
     def __enter__(self) -> "_Reuse":
-        outside = current_scope()
-        if outside is None:
-            raise rx.ContextError(
-                f"{self._store.caller}: called outside a program. Only a strategy "
-                "calls it."
-            )
-        self._outside = outside
+        self._outside = current_scope()
         super().__enter__()
         return self
 
-    def note(self, variable: keras.Variable) -> bool:
+    def on_creation(self, variable: keras.Variable) -> bool:
         """Called for each variable that is created; returns whether to keep it."""
         store, number = self._store, len(self._created)
         self._created.append(variable)
@@ -130,9 +121,9 @@ class _Reuse(keras.StatelessScope):
 
     def _differs(self, what: str) -> rx.ContextError:
         return rx.ContextError(
-            f"{self._store.caller}: made other variables than the first time it was "
-            f"called, {what}. It is called more than once: it must make the same "
-            "layers, in the same order, each time."
+            f"{self._store.caller}: made other variables than the first time: {what}. "
+            "It is called more than once, and must make the same layers, in the same "
+            "order, each time."
         )
 
 

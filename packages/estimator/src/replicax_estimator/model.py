@@ -69,12 +69,12 @@ class EstimatorModel:
         """Create the variables, for a batch whose leaves are `PerReplica`."""
         if self.is_built:
             return
-        self.strategy.run(self._describe, (features, labels))
+        self.strategy.run(self._create_variables, (features, labels))
         if self.mode == ModeKeys.TRAIN:
             self._build_optimizers()
         self.is_built = True
 
-    def _describe(self, features: Features, labels: Labels) -> None:
+    def _create_variables(self, features: Features, labels: Labels) -> None:
         spec = self._call(features, labels, writes=False)
         if not hasattr(self, "spec"):  # Its objects own the variables.
             self.spec = spec
@@ -90,7 +90,7 @@ class EstimatorModel:
             return self._function(features, labels, self.mode)
 
     def _build_optimizers(self) -> None:
-        own = {id(v) for v in self._made.variables}
+        created = {id(v) for v in self._made.variables}
         trainable = [v for v in self._made.variables if v.trainable]
         optimizers = [op.optimizer for op in self.spec.train_ops]
         if len({id(o) for o in optimizers}) < len(optimizers):
@@ -99,7 +99,7 @@ class EstimatorModel:
                 "or give one train_op all their variables."
             )
         for op in self.spec.train_ops:
-            if not {id(v) for v in op.optimizer.variables} <= own:
+            if not {id(v) for v in op.optimizer.variables} <= created:
                 raise rx.ContextError(
                     f"model_fn: {type(op.optimizer).__name__} was made outside. Make "
                     "the optimizer in the model_fn, which is called for each strategy."
@@ -107,14 +107,14 @@ class EstimatorModel:
             trained = trainable if op.variables is None else list(op.variables)
             if not trained:
                 raise ValueError(
-                    "model_fn: there is nothing to train, it made no trainable "
+                    "model_fn: there is nothing to train: it made no trainable "
                     "variables."
                 )
             with self.strategy.scope():
                 op.optimizer.build(trained)
             self._updates.append((op.optimizer, trained))
-        every = [v for _, trained in self._updates for v in trained]
-        self._trained = list({id(v): v for v in every}.values())
+        trained = [v for _, variables in self._updates for v in variables]
+        self._trained = list({id(v): v for v in trained}.values())
 
     @property
     def metrics(self) -> dict[str, keras.metrics.Metric]:
@@ -122,16 +122,13 @@ class EstimatorModel:
         return dict(self.spec.eval_metric_ops or {})
 
     def variables(self) -> dict[str, keras.Variable]:
-        """The variables of a checkpoint by name.
-
-        Metrics are left out, and learning rates, which the script sets.
-        """
-        left_out = {id(v) for m in self.metrics.values() for v in m.variables}
+        """The variables of a checkpoint by name, without metrics and learning rates."""
+        of_metrics = {id(v) for m in self.metrics.values() for v in m.variables}
         state = [v for op in self.spec.train_ops for v in op.optimizer.variables]
         named: dict[str, keras.Variable] = {}
         for variable in {id(v): v for v in (*self._made.variables, *state)}.values():
             is_rate = variable.path.endswith("/learning_rate")
-            if id(variable) in left_out or (is_rate and not variable.trainable):
+            if id(variable) in of_metrics or (is_rate and not variable.trainable):
                 continue
             name, number = variable.path, 1
             while name in named:
@@ -144,23 +141,21 @@ class EstimatorModel:
         return all(variable is not other for other in self._made.variables)
 
     def finalize(self) -> None:
-        """End training: assign moving averages of weights to the weights."""
+        """End training: assign the moving averages of weights to the weights."""
         with self.strategy.scope():
             for optimizer, trained in self._updates:
                 optimizer.finalize_variable_values(trained)
 
     def steps_of_updates(self) -> int:
-        """The optimizer's count of updates, other workers' included."""
+        """The optimizer's count of the updates of all workers."""
         return int(np.asarray(self._updates[0][0].iterations))
-
-    # The steps. Results are one entry per replica.
 
     def step(
         self, features: Features, labels: Labels, *, watched: bool
     ) -> dict[str, rx.PerReplica]:
         """Train on one batch per replica, or in EVAL mode update the metrics.
 
-        Returns the loss and, if `watched`, what hooks may ask for.
+        Returns the loss and, if `watched`, the arrays that hooks can fetch.
         """
         step = self._train_step if self.mode == ModeKeys.TRAIN else self._eval_step
         return self.strategy.run(step, (features, labels, watched))
@@ -183,7 +178,7 @@ class EstimatorModel:
 
         # `apply` sums gradients over the replicas; the loss is the replicas' mean.
         share = 1 / num_active()
-        # Optimizers divide by their scale, which may be a variable that they change.
+        # Optimizers divide gradients by their loss scale, which may be a variable.
         scales = [optimizer.scale_loss(1.0) for optimizer, _ in self._updates]
         (_, (loss, tensors)), grads = rx.value_and_grad(
             loss_fn, self._trained, has_aux=True
@@ -211,9 +206,10 @@ class EstimatorModel:
         return self._call(features, None).predictions
 
     def _tensors(self, spec: EstimatorSpec) -> Arrays:
-        """The arrays that hooks can fetch by name."""
-        named = spec.predictions
-        tensors = dict(named) if isinstance(named, Mapping) else {"predictions": named}
+        """Collect the arrays that hooks can fetch by name."""
+        outputs = spec.predictions
+        is_dict = isinstance(outputs, Mapping)
+        tensors = dict(outputs) if is_dict else {"predictions": outputs}
         for hook in spec.hooks():
             for name, value in (getattr(hook, "tensors", None) or {}).items():
                 if not isinstance(value, str):
@@ -223,7 +219,7 @@ class EstimatorModel:
     def prediction_of(
         self, values: Mapping[str, jax.Array], features: Features
     ) -> EstimatorSpec:
-        """The spec for one batch, as a pure function of the values of `variables()`."""
+        """Call the model with these values of `variables()`; changes no variable."""
         variables = self.variables()
         mapping = [(variables[name], value) for name, value in values.items()]
         with keras.StatelessScope(state_mapping=mapping, initialize_variables=False):

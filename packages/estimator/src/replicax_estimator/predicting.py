@@ -7,7 +7,7 @@ from replicax_estimator.model import EstimatorModel
 from replicax_estimator.types import Predictions
 from replicax_estimator.user_functions import InputPipeline
 
-__all__ = ["chosen", "examples_of", "predictions"]
+__all__ = ["examples_of", "predictions", "select"]
 
 
 def predictions(
@@ -18,7 +18,7 @@ def predictions(
 ) -> Generator[Predictions]:
     """Yield predictions batch by batch, as arrays `[b, ...]` on the host.
 
-    It appends the spec's hooks to `hooks` after their `begin`.
+    The spec's hooks begin after the model is restored, and are appended to `hooks`.
     """
     steps = source.steps(model.strategy)
     try:
@@ -36,20 +36,15 @@ def predictions(
         steps.close()
 
 
-def chosen(batch: Predictions, keys: Sequence[str] | None) -> Predictions:
+def select(batch: Predictions, keys: Sequence[str] | None) -> Predictions:
     """Select predictions by key; None: all."""
     if keys is None:
         return batch
-    if not isinstance(batch, Mapping):
+    names = sorted(batch) if isinstance(batch, Mapping) else []
+    if not set(keys) <= set(names):
         raise ValueError(
-            f"Estimator.predict: predict_keys={list(keys)!r} were given, but the "
-            "predictions are one array and not a dict."
-        )
-    unknown = [key for key in keys if key not in batch]
-    if unknown:
-        raise ValueError(
-            f"Estimator.predict: predict_keys has {unknown}; the predictions are "
-            f"{sorted(batch)}."
+            f"Estimator.predict: predict_keys={list(keys)!r} must be some of the "
+            f"predictions' keys {names}."
         )
     return {key: batch[key] for key in keys}
 

@@ -6,6 +6,7 @@ A saved model stores the preprocessor in its manifest, beside the program.
 import dataclasses
 import functools
 from collections.abc import Mapping
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -51,12 +52,11 @@ class Preprocessor:
         words = self.label_vocabulary
         if words is None:
             return
-        for word in words:
-            require_instance(word, str, "label_vocabulary: each class")
-        if len(words) != self.n_classes or len(set(words)) != len(words):
+        are_strings = all(isinstance(word, str) for word in words)
+        if not are_strings or not len(set(words)) == len(words) == self.n_classes:
             raise ValueError(
-                f"label_vocabulary: must have n_classes={self.n_classes} strings, each "
-                f"once; got {len(words)}, {len(set(words))} of them different."
+                f"label_vocabulary: must have n_classes={self.n_classes} different "
+                f"strings; got {words[:_NUM_SHOWN]}."
             )
 
     def prepare(
@@ -90,15 +90,17 @@ class Preprocessor:
             )
         return arrays, numbers
 
-    def finish(self, predictions: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def add_class_names(
+        self, predictions: Mapping[str, np.ndarray]
+    ) -> dict[str, np.ndarray]:
         """Add `classes` and `all_classes`, strings, to a classifier's predictions."""
-        finished = dict(predictions)
+        named = dict(predictions)
         if self.n_classes is None:
-            return finished
+            return named
         for name in ("class", "all_class"):
-            if f"{name}_ids" in finished:
-                finished[f"{name}es"] = self._names[finished[f"{name}_ids"]]
-        return finished
+            if f"{name}_ids" in named:
+                named[f"{name}es"] = self._names[named[f"{name}_ids"]]
+        return named
 
     @functools.cached_property
     def _names(self) -> np.ndarray:
@@ -128,31 +130,22 @@ class Preprocessor:
                 f"labels: must be one array; got a {type(labels).__name__}. Pick one of"
                 " its arrays in the input function."
             )
-        try:
-            array = np.asarray(labels)
-        except ValueError as error:
-            raise ValueError(f"labels: are no array: {error}.") from error
+        array = np.asarray(labels)
         size = self.label_dimension if self.n_classes is None else 1
         if array.ndim == 1 and size == 1:
             array = array.reshape(-1, 1)
         if array.ndim != 2 or array.shape[1] != size:
-            also = " or [b]" if size == 1 else ""
             raise ValueError(
-                f"labels: must have the shape [b, {size}]{also}; got "
-                f"{list(array.shape)}."
-                + (" Give label_dimension=..." if self.n_classes is None else "")
+                f"labels: must have the shape [b, {size}], or [b] for size 1; got "
+                f"{list(array.shape)}. A regressor has label_dimension=..."
             )
         if self.label_vocabulary is not None:
-            return self._looked_up(array).astype(self._label_dtype)
+            return self._class_ids(array).astype(self._label_dtype)
         is_number = jnp.issubdtype(array.dtype, np.number) or array.dtype == bool
         if not is_number or array.dtype.kind == "c":
             raise TypeError(
-                f"labels: must be numbers; got dtype {array.dtype}. "
-                + (
-                    "Convert them with .astype('float32')."
-                    if self.n_classes is None
-                    else "For strings give label_vocabulary=[...]."
-                )
+                f"labels: must be numbers; got dtype {array.dtype}. A classifier of "
+                "strings needs label_vocabulary=[...]."
             )
         if self.n_classes is not None:
             self._require_ids(array)
@@ -178,13 +171,13 @@ class Preprocessor:
                 f"{wrong[0]}. Raise n_classes, or give label_vocabulary."
             )
 
-    def _looked_up(self, array: np.ndarray) -> np.ndarray:
-        words = [_word(value) for value in array.ravel().tolist()]
+    def _class_ids(self, array: np.ndarray) -> np.ndarray:
+        words = [_decoded(value) for value in array.ravel().tolist()]
         unknown = next((word for word in words if word not in self._ids), None)
         if unknown is not None:
             raise ValueError(
                 f"labels: {unknown!r} is not in the label_vocabulary, which begins "
-                f"with {list(self._ids)[:_NUM_SHOWN]}."
+                f"with {list(self._ids)[:_NUM_SHOWN]}. Leave it out for ids."
             )
         return np.array([self._ids[word] for word in words]).reshape(array.shape)
 
@@ -207,8 +200,8 @@ def weight_column_of(weight_column: object) -> NumericColumn | None:
 def preprocessor_config(preprocessor: Preprocessor) -> JSONObject:
     """Serialize a preprocessor as JSON.
 
-    The program transforms a numeric column with a `normalizer_fn`, and takes its raw
-    feature. ValueError: A column that works on the host holds a function.
+    A numeric column with a `normalizer_fn` becomes part of the program, which reads the
+    raw feature. ValueError: Another column contains a function.
     """
     columns: list[JSONObject] = []
     in_program: list[str] = []
@@ -236,7 +229,7 @@ class SavedPreprocessor:
     """The preprocessor of a saved model, from a `preprocessor_config`.
 
     Attributes:
-        in_program: The raw features that the program takes.
+        in_program: The raw features that the program reads.
     """
 
     def __init__(self, config: JSONObject) -> None:
@@ -255,13 +248,13 @@ class SavedPreprocessor:
             return arrays
         return arrays | self._preprocessor.prepare(features)[0]
 
-    def finish(self, outputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def add_class_names(
+        self, outputs: Mapping[str, np.ndarray]
+    ) -> dict[str, np.ndarray]:
         """Convert the program's outputs to the caller's."""
-        return self._preprocessor.finish(outputs)
+        return self._preprocessor.add_class_names(outputs)
 
 
-def _word(value: object) -> str:
-    if isinstance(value, bytes):
-        return value.decode("utf-8", "surrogateescape")
-    remedy = "Leave label_vocabulary out for ids."
-    return require_instance(value, str, "labels: each label", remedy)
+def _decoded(value: Any) -> Any:
+    is_bytes = isinstance(value, bytes)
+    return value.decode("utf-8", "surrogateescape") if is_bytes else value

@@ -2,13 +2,14 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from numpy.typing import ArrayLike, DTypeLike
+from numpy.typing import ArrayLike
 
+from replicax_estimator.arguments import require_callable, require_count
 from replicax_estimator.feature_column.raw import dtype_name
 
 __all__ = [
@@ -23,18 +24,8 @@ SINGLE = "feature"
 """Name of the feature where features are a single array."""
 
 
-@runtime_checkable
-class _ShapeAndDtype(Protocol):
-    """A `keras.KerasTensor`, an array, a `jax.ShapeDtypeStruct` or the like."""
-
-    @property
-    def shape(self) -> tuple[int | None, ...]: ...
-
-    @property
-    def dtype(self) -> DTypeLike: ...
-
-
-_Feature: TypeAlias = _ShapeAndDtype | ArrayLike
+_Feature: TypeAlias = Any
+"""A `keras.KerasTensor`, an array, a `jax.ShapeDtypeStruct`, or a list."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,52 +58,28 @@ class ArraySpec:
         dtype = "U1" if self.dtype == "string" else np.dtype(self.dtype)
         return np.zeros(self.with_rows(rows), dtype)
 
-    def checked(self, value: ArrayLike, title: str) -> np.ndarray:
-        """Convert a value to an array of this spec; raise if it does not fit.
+    def convert(self, value: ArrayLike, title: str) -> np.ndarray:
+        """Convert a value to an array of this dtype; the program checks the shape.
 
-        Numbers are converted to wider kinds (integers to floating point), and integers
-        to other widths where no value overflows. The array has one row or more.
+        Integers convert to floating point, and to integers of another width unless one
+        overflows.
         """
-        try:
-            array = np.asarray(value)
-        except ValueError as error:
-            raise ValueError(f"{title} is no array: {error}.") from error
-        is_text = array.dtype.kind in "OSTU"
-        if is_text != (self.dtype == "string") or not (
-            is_text or _rank(array.dtype) <= _rank(np.dtype(self.dtype))
-        ):
-            raise TypeError(
-                f"{title} must be {self}; got dtype {array.dtype}. Convert it."
-            )
-        fits = array.ndim == len(self.shape) and all(
-            size in (None, given)
-            for size, given in zip(self.shape, array.shape, strict=True)
-        )
+        array = np.asarray(value)
+        is_text = self.dtype == "string"
+        dtype = array.dtype if is_text else np.dtype(self.dtype)
+        if is_text:
+            fits = array.dtype.kind in "OSTU"
+        elif all(jnp.issubdtype(x, np.integer) for x in (dtype, array.dtype)):
+            limits = jnp.iinfo(dtype)
+            fits = bool(((array >= limits.min) & (array <= limits.max)).all())
+        else:
+            fits = np.can_cast(array.dtype, dtype, "same_kind")
         if not fits:
-            raise ValueError(f"{title} must be {self}; got shape {list(array.shape)}.")
-        if not len(array):
-            raise ValueError(f"{title} must be {self}; got no rows. Give one or more.")
-        return array if is_text else self._converted(array, title)
-
-    def _converted(self, array: np.ndarray, title: str) -> np.ndarray:
-        dtype = np.dtype(self.dtype)
-        if all(jnp.issubdtype(each, np.integer) for each in (dtype, array.dtype)):
-            low, high = int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max)
-            outside = array[(array < low) | (array > high)]
-            if outside.size:
-                raise ValueError(
-                    f"{title} must be {self}; got {outside[0]}, which does not fit."
-                )
+            raise TypeError(
+                f"{title} must be {self}; got dtype {array.dtype} or a value that does "
+                "not fit. Convert it."
+            )
         return array.astype(dtype)
-
-
-def _rank(dtype: np.dtype) -> int:
-    """Rank a dtype's kind: each kind's values convert to the kinds of higher rank."""
-    kinds = (np.bool_, np.integer, np.floating, np.complexfloating)
-    for rank, kind in enumerate(kinds):
-        if jnp.issubdtype(dtype, kind):
-            return rank
-    return len(kinds)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,16 +90,15 @@ class ServingInputReceiver:
     are for serialized examples.)
 
     Args:
-        features: A feature, or a dict of features by name. A feature is anything with a
-            shape and a dtype, such as a `keras.KerasTensor` or an example array, or a
-            list of numbers or strings. The first dimension is the batch's, such as
-            None. Strings have the dtype `"string"`.
-        default_batch_size: The size of all batches; None: any size. The first size in
-            the features' shapes is ignored.
+        features: A feature, or a dict of features by name. A feature has a shape and a
+            dtype, like a `keras.KerasTensor` or an array, or is a list of numbers or
+            strings. Strings have the dtype `"string"`.
+        default_batch_size: The size of all batches; None: any size. This replaces the
+            first dimension of each feature's shape.
 
     Raises:
-        ValueError: If there are no features, or a shape is unknown.
-        TypeError: If a name is no string, or a feature is no array.
+        ValueError: If a shape is unknown, or `default_batch_size` is below 1.
+        TypeError: If a dtype is unknown.
 
     Example:
         >>> import keras, replicax as rx
@@ -146,45 +112,29 @@ class ServingInputReceiver:
     default_batch_size: int | None = None
 
     def __post_init__(self) -> None:
-        size = self.default_batch_size
-        if size is not None and (not isinstance(size, int) or size < 1):
-            raise ValueError(
-                "ServingInputReceiver: default_batch_size must be 1 or more, or None "
-                f"for any; got {size!r}."
-            )
+        if self.default_batch_size is not None:
+            what = "ServingInputReceiver: default_batch_size"
+            require_count(self.default_batch_size, what)
         self.specs()
 
     def specs(self) -> dict[str, ArraySpec]:
         """The spec of each feature by name."""
-        if not isinstance(self.features, Mapping):
-            return {SINGLE: self._spec("the feature", self.features)}
-        if not self.features:
-            raise ValueError("ServingInputReceiver: there are no features. Name some.")
-        for name in self.features:
-            if not isinstance(name, str):
-                raise TypeError(
-                    "ServingInputReceiver: names of features must be strings; got "
-                    f"{name!r}."
-                )
-        return {
-            name: self._spec(f"feature {name!r}", value)
-            for name, value in self.features.items()
-        }
+        features = self.features
+        named = features if isinstance(features, Mapping) else {SINGLE: features}
+        return {name: self._spec(name, value) for name, value in named.items()}
 
-    def _spec(self, title: str, value: _Feature) -> ArraySpec:
-        if not isinstance(value, _ShapeAndDtype):
+    def _spec(self, name: str, value: _Feature) -> ArraySpec:
+        title = f"ServingInputReceiver: feature {name!r}"
+        if not hasattr(value, "shape"):
             value = np.asarray(value)
-        # The names of NumPy's string dtypes contain a length.
-        is_text = getattr(value.dtype, "kind", "") in ("O", "S", "T", "U")
-        given = "string" if is_text else value.dtype
-        dtype = dtype_name(given, f"ServingInputReceiver: {title}")
         if not value.shape or not all(isinstance(n, int) for n in value.shape[1:]):
             raise ValueError(
-                f"ServingInputReceiver: {title} must have a first dimension for the "
-                f"batch, and numbers for the others; got shape {value.shape}. Give "
+                f"{title} must have a first dimension for the batch, and numbers for "
+                f"the others; got shape {value.shape}. Give "
                 "keras.KerasTensor((None, 3), 'float32') for rows of 3 numbers."
             )
-        return ArraySpec((self.default_batch_size, *value.shape[1:]), dtype)
+        shape = (self.default_batch_size, *value.shape[1:])
+        return ArraySpec(shape, dtype_name(value.dtype))
 
 
 def build_raw_serving_input_receiver_fn(
@@ -218,10 +168,6 @@ def checked_receiver_fn(
     serving_input_receiver_fn: Callable[[], ServingInputReceiver] | None, caller: str
 ) -> Callable[[], ServingInputReceiver]:
     """Return a `serving_input_receiver_fn`; raise TypeError if it is not callable."""
-    if not callable(serving_input_receiver_fn):
-        raise TypeError(
-            f"{caller}: serving_input_receiver_fn must be a function; got "
-            f"{serving_input_receiver_fn!r}. Make one with "
-            "rx.estimator.build_raw_serving_input_receiver_fn(features)."
-        )
-    return serving_input_receiver_fn
+    what = f"{caller}: serving_input_receiver_fn"
+    remedy = "Call rx.estimator.build_raw_serving_input_receiver_fn(features)."
+    return require_callable(serving_input_receiver_fn, what, remedy)

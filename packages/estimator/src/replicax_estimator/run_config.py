@@ -60,8 +60,6 @@ class RunConfig:
     restore_input: bool = True
 
     def __post_init__(self) -> None:
-        if self.model_dir is not None and not os.fspath(self.model_dir):
-            raise ValueError("RunConfig: model_dir must name a folder; got ''.")
         for name in ("train_distribute", "eval_distribute"):
             value = getattr(self, name)
             if value is not None:

@@ -17,10 +17,8 @@ __all__ = [
     "CHECKPOINT_NAME",
     "InputPosition",
     "Saver",
-    "restore",
-    "restore_found",
+    "restore_for_evaluation",
     "saved_variables",
-    "step_of",
     "warm_start",
 ]
 
@@ -44,14 +42,13 @@ class InputPosition:
         self._num_replicas = num_replicas
 
     def get_state(self) -> dict[str, int]:
-        """Return the position, for a checkpoint."""
-        return {"num_steps": self.num_steps, "num_replicas": self._num_replicas}
+        """Return the number of batches: it fits any number of replicas."""
+        return {"num_batches": self.num_steps * self._num_replicas}
 
     def set_state(self, state: Mapping[str, int]) -> None:
-        """Take the position from a checkpoint."""
-        # Rounded down for another number of replicas: no step is skipped.
-        saved = int(state.get("num_replicas", self._num_replicas))
-        self.num_steps = int(state["num_steps"]) * saved // self._num_replicas
+        """Set the position from a checkpoint."""
+        # Rounded down: no batch is left out.
+        self.num_steps = int(state["num_batches"]) // self._num_replicas
 
 
 class _TrainingState(rx.Checkpoint):
@@ -64,12 +61,12 @@ class _TrainingState(rx.Checkpoint):
         self._model = model
 
     def apply(self, contents: storage.Contents, path: str) -> rx.RestoreStatus:
-        """Set the state, or raise CheckpointError, which lists what differs."""
+        """Set the state, or raise a CheckpointError that lists the differences."""
         own, saved = self._model.variables(), _variables_in(contents)
         missing = own.keys() - saved.keys()
         state = {n for n, v in own.items() if self._model.is_optimizer_state(v)}
         if missing and missing == state:
-            # A checkpoint of a training with parameter servers.
+            # The checkpoint is from a training with parameter servers.
             _logger.warning(
                 "Estimator: %s has no optimizer state; it starts from zero.", path
             )
@@ -104,7 +101,7 @@ class Saver:
             checkpoint_name=CHECKPOINT_NAME,
         )
         strategy = model.strategy
-        # Synchronous workers save together; of asynchronous ones the chief saves.
+        # Synchronous workers save together; asynchronous workers leave it to the chief.
         self._saves = strategy.is_chief or strategy.workers.count > 1
         self._interval = Interval(
             config.save_checkpoints_steps, config.save_checkpoints_secs, "RunConfig"
@@ -126,7 +123,7 @@ class Saver:
         return self._interval.is_due(step)
 
     def save(self, step: int, *, wait: bool = False) -> bool:
-        """Save the state under a step's number, unless it is saved; return whether."""
+        """Save the state of a step unless it is saved; return whether it was saved."""
         self._interval.restart(step)
         state = (step, self._position.num_steps)
         if state == self._saved or not self._saves:
@@ -147,46 +144,30 @@ class Saver:
             self._manager.close()
 
 
-def restore(model: EstimatorModel, path: str) -> int:
-    """Restore a model for evaluation or prediction; return its global step.
-
-    Values that only training needs, such as optimizer slots, are ignored.
-    """
-    checkpoint = rx.Checkpoint(
-        variables=model.variables(), global_step=model.global_step
-    )
-    try:
-        checkpoint.restore(path).assert_existing_objects_matched()
-    except rx.CheckpointError as error:
-        raise _other_model(path, error) from None
-    return int(model.global_step.numpy())
-
-
-def restore_found(
+def restore_for_evaluation(
     model: EstimatorModel,
     find_path: Callable[[], str | None],
     initialize: Callable[[EstimatorModel], None],
 ) -> str:
-    """Find and restore a checkpoint, again if another process deletes it; its path.
+    """Restore the checkpoint at `find_path()` for evaluation; return its path.
 
-    If `find_path` finds none it calls `initialize`; the path is "".
+    If another process deletes the checkpoint, find and restore the next one. If there
+    is none, call `initialize` and return "". Optimizer state is not restored.
     """
+    checkpoint = rx.Checkpoint(
+        variables=model.variables(), global_step=model.global_step
+    )
     while (path := find_path()) is not None:
         try:
-            restore(model, path)
-        except rx.CheckpointError:
+            checkpoint.restore(path).assert_existing_objects_matched()
+        except rx.CheckpointError as error:
             if Path(path).exists() or find_path() == path:
-                raise
+                raise _other_model(path, error) from None
         else:
             return path
     _logger.warning("Estimator: there is no checkpoint: the model is not trained yet.")
     initialize(model)
     return ""
-
-
-def step_of(path: str) -> int:
-    """Return the global step in the name of a numbered checkpoint."""
-    return int(path.rpartition("-")[2])
 
 
 def saved_variables(path: str) -> dict[str, np.ndarray]:
@@ -214,8 +195,8 @@ def warm_start(
     The optimizer state and the global step start from zero.
     """
     optimizers = [op.optimizer for op in model.spec.train_ops]
-    left_out = {id(v) for optimizer in optimizers for v in optimizer.variables}
-    own = {n: v for n, v in model.variables().items() if id(v) not in left_out}
+    state = {id(v) for optimizer in optimizers for v in optimizer.variables}
+    own = {n: v for n, v in model.variables().items() if id(v) not in state}
     names = [name for name in own if name in values]
     wrong = _wrong_shapes(own, values)
     if wrong or not names:
@@ -232,7 +213,7 @@ def warm_start(
 def _wrong_shapes(
     variables: Mapping[str, keras.Variable], arrays: Mapping[str, np.ndarray]
 ) -> list[str]:
-    """Describe the variables whose shape in a checkpoint is another one."""
+    """Describe the variables whose shapes differ from the checkpoint's."""
     return [
         f"{name}: {list(arrays[name].shape)} saved, {list(variable.shape)} here"
         for name, variable in variables.items()

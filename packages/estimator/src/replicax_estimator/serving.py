@@ -19,9 +19,9 @@ __all__ = ["SavedModel", "load_saved_model"]
 class SavedModel:
     """A loaded saved model, which is callable; `load_saved_model` returns it.
 
-    It takes and returns arrays `[b, ...]` by name; `inputs` and `outputs` tell their
-    shapes and dtypes. Variables are on JAX's default device. JAX compiles a program
-    once for each number of rows. (TF: the result of `tf.saved_model.load`.)
+    It maps arrays `[b, ...]` by name to arrays by name; `inputs` and `outputs` return
+    their shapes and dtypes. Variables are on JAX's default device. JAX compiles a
+    program once for each number of rows. (TF: the result of `tf.saved_model.load`.)
 
     Attributes:
         path: The folder of the saved model.
@@ -29,14 +29,11 @@ class SavedModel:
         global_step: Number of training steps of its checkpoint.
 
     Example:
-        >>> import keras, numpy as np, replicax as rx
-        >>> x = np.linspace(-1, 1, 32, dtype="float32")
-        >>> columns = [rx.feature_column.numeric_column("x")]
-        >>> estimator = rx.estimator.LinearRegressor(columns)
-        >>> estimator = estimator.train(lambda: ({"x": x}, 2 * x), steps=5)
-        >>> receiver_fn = rx.estimator.build_raw_serving_input_receiver_fn(
-        ...     {"x": keras.KerasTensor((None,), "float32")}
-        ... )
+        >>> import numpy as np, replicax as rx
+        >>> features = {"x": np.ones(2, "float32")}
+        >>> estimator = rx.estimator.BaselineRegressor()
+        >>> estimator = estimator.train(lambda: (features, [2.0, 4.0]), steps=5)
+        >>> receiver_fn = rx.estimator.build_raw_serving_input_receiver_fn(features)
         >>> folder = estimator.model_dir + "/export"
         >>> path = estimator.export_saved_model(folder, receiver_fn, platforms=["cpu"])
         >>> saved = rx.estimator.load_saved_model(path)
@@ -75,11 +72,11 @@ class SavedModel:
         Raises:
             ValueError: If there is no such signature.
         """
-        return self._known(signature, "inputs")
+        return self._array_specs(signature, "inputs")
 
     def outputs(self, signature: str = DEFAULT_SIGNATURE) -> dict[str, ArraySpec]:
         """The outputs of a signature by name. Raises as `inputs`."""
-        return self._known(signature, "outputs")
+        return self._array_specs(signature, "outputs")
 
     def __call__(
         self,
@@ -99,53 +96,34 @@ class SavedModel:
         Raises:
             ValueError: For an unknown signature, missing or unknown features, or a
                 wrong shape; or if the model was not exported for this platform.
-            TypeError: For a wrong dtype, or features that are no dict.
+            TypeError: For a wrong dtype.
         """
-        arrays = self._checked(features, self.inputs(signature))
+        specs = self.inputs(signature)
+        if self._is_single and not isinstance(features, Mapping):
+            features = {SINGLE: features}
+        if not isinstance(features, Mapping) or set(features) != set(specs):
+            takes = ", ".join(f"{name}: {spec}" for name, spec in specs.items())
+            names = list(features) if isinstance(features, Mapping) else type(features)
+            raise ValueError(
+                f"saved model {self.path}: needs the features {takes}; got {names}."
+            )
+        arrays = {
+            name: spec.convert(features[name], f"feature {name!r}")
+            for name, spec in specs.items()
+        }
         if self._host is not None:
             arrays = self._host.prepare(arrays)
         results = self._programs[signature](self._variables, arrays)
         outputs = {name: np.asarray(x) for name, x in results.items()}
-        return outputs if self._host is None else self._host.finish(outputs)
+        return outputs if self._host is None else self._host.add_class_names(outputs)
 
-    def _known(self, signature: str, part: str) -> dict[str, ArraySpec]:
+    def _array_specs(self, signature: str, part: str) -> dict[str, ArraySpec]:
         if signature not in self.signatures:
             raise ValueError(
                 f"saved model {self.path}: there is no signature {signature!r}; there "
                 f"are {list(self.signatures)}."
             )
         return dict(self._specs[signature, part])
-
-    def _checked(
-        self,
-        features: ArrayLike | Mapping[str, ArrayLike],
-        specs: Mapping[str, ArraySpec],
-    ) -> dict[str, np.ndarray]:
-        title = f"saved model {self.path}"
-        if self._is_single and not isinstance(features, Mapping):
-            features = {SINGLE: features}
-        if not isinstance(features, Mapping):
-            raise TypeError(
-                f"{title}: features must be a dict of arrays by name; got a "
-                f"{type(features).__name__}. It takes {_described(specs)}."
-            )
-        missing = [name for name in specs if name not in features]
-        unknown = [name for name in features if name not in specs]
-        if missing or unknown:
-            raise ValueError(
-                f"{title}: it takes the features {_described(specs)}; missing are "
-                f"{missing}, unknown {unknown}."
-            )
-        arrays = {
-            name: spec.checked(features[name], f"{title}: feature {name!r}")
-            for name, spec in specs.items()
-        }
-        rows = {name: len(array) for name, array in arrays.items()}
-        if len(set(rows.values())) > 1:
-            raise ValueError(
-                f"{title}: all features must have the same number of rows; got {rows}."
-            )
-        return arrays
 
 
 def load_saved_model(path: str | os.PathLike[str]) -> SavedModel:
@@ -155,7 +133,7 @@ def load_saved_model(path: str | os.PathLike[str]) -> SavedModel:
     `model_fn` nor other code of the training. It verifies all checksums.
 
     Args:
-        path: The folder that `export_saved_model` returned, or its `export_dir_base`,
+        path: The folder that `export_saved_model` returned, or its `export_dir_base`
             for the newest saved model there.
 
     Raises:
@@ -176,7 +154,3 @@ def load_saved_model(path: str | os.PathLike[str]) -> SavedModel:
         [[1.0], [2.0]]
     """
     return SavedModel(newest(Path(path)))
-
-
-def _described(specs: Mapping[str, ArraySpec]) -> str:
-    return ", ".join(f"{name}: {spec}" for name, spec in specs.items())

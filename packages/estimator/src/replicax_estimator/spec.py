@@ -11,7 +11,7 @@ import jax
 import keras
 
 import replicax as rx
-from replicax_estimator.arguments import list_of, require_choice, require_instance
+from replicax_estimator.arguments import require_choice, require_instance
 from replicax_estimator.hooks import SessionRunHook
 from replicax_estimator.types import Predictions, Tensor
 
@@ -97,12 +97,11 @@ class EstimatorSpec:
 
     Args:
         mode: The mode that the `model_fn` was called for.
-        predictions: `[b, ...]`, or a dict of those. Needed in PREDICT mode.
+        predictions: An array `[b, ...]`, or a dict of arrays. Needed in PREDICT mode.
         loss: `float32[]` or `[1]`, the mean over the replica's examples. Needed in
             TRAIN and EVAL mode.
-        train_op: The result of `minimize`, or a list of those.
-        eval_metric_ops: Keras metrics by name, which the `model_fn` has made and
-            updated.
+        train_op: The result of `minimize`, or a list of such results.
+        eval_metric_ops: Keras metrics by name that the `model_fn` has made and updated.
         export_outputs: Other predictions to export, by signature name; defaults to the
             predictions as `"serving_default"`.
         training_hooks: Hooks of the training.
@@ -118,11 +117,11 @@ class EstimatorSpec:
         >>> import keras, replicax as rx
         >>> def model_fn(features, labels, mode):
         ...     logits = keras.layers.Dense(1)(features["x"])
-        ...     if mode == rx.estimator.ModeKeys.PREDICT:
-        ...         return rx.estimator.EstimatorSpec(mode, predictions=logits)
         ...     loss = keras.ops.mean((logits[:, 0] - labels) ** 2)
         ...     optimizer = keras.optimizers.SGD(0.1)
-        ...     return rx.estimator.EstimatorSpec(mode, loss=loss, optimizer=optimizer)
+        ...     return rx.estimator.EstimatorSpec(
+        ...         mode, predictions=logits, loss=loss, optimizer=optimizer
+        ...     )
     """
 
     mode: str
@@ -150,26 +149,20 @@ class EstimatorSpec:
                 "for train_op=minimize(x, loss); give one of them."
             )
         shape = tuple(getattr(self.loss, "shape", ()))
-        if shape not in ((), (1,)):  # As tf.estimator takes them.
+        if shape not in ((), (1,)):  # As in tf.estimator.
             raise ValueError(
                 "EstimatorSpec: loss must be a scalar; got shape "
                 f"{shape}. Take the mean over the examples."
             )
         self._check_metrics()
         self._check_train_ops()
-        for name in ("training_hooks", "evaluation_hooks", "prediction_hooks"):
-            list_of(SessionRunHook, getattr(self, name), f"EstimatorSpec: {name}")
 
     def _check_metrics(self) -> None:
-        for name in ("eval_metric_ops", "export_outputs"):
-            value = getattr(self, name)
-            if value is not None:
-                require_instance(value, Mapping, f"EstimatorSpec: {name}")
         for name, metric in (self.eval_metric_ops or {}).items():
             if name in ("loss", "global_step"):
                 raise ValueError(
                     f"EstimatorSpec: eval_metric_ops has the name {name!r}, which "
-                    "evaluate returns by itself. Choose another."
+                    "evaluate returns for every model. Choose another."
                 )
             require_instance(
                 metric,
@@ -189,8 +182,8 @@ class EstimatorSpec:
             )
             if op.loss is not self.loss:
                 raise ValueError(
-                    "EstimatorSpec: a train_op is for another loss than the spec's. "
-                    "All must be for the same one; for several losses write the step "
+                    "EstimatorSpec: a train_op has another loss than the spec. All "
+                    "must have the same loss; for several losses write the step "
                     "yourself and call strategy.run."
                 )
 
@@ -208,7 +201,7 @@ class EstimatorSpec:
             return []
         if isinstance(self.train_op, list | tuple):
             return list(self.train_op)
-        return [cast(TrainOp, self.train_op)]  # `_check_train_ops` says if it is none.
+        return [cast(TrainOp, self.train_op)]  # `_check_train_ops` checks the type.
 
     def hooks(self) -> list[SessionRunHook]:
         """The hooks of this spec's mode."""
@@ -226,7 +219,7 @@ class EstimatorSpec:
 
 
 def num_active() -> jax.Array:
-    """Number of replicas that hold examples of this step, inside a replica function."""
+    """Count the replicas that have examples in this step, in a replica function."""
     return rx.get_replica_context().all_reduce("sum", 1.0)
 
 
@@ -256,17 +249,14 @@ def get_global_step() -> jax.Array:
         ContextError: Outside a `model_fn`.
 
     Example:
-        >>> import keras, numpy as np, replicax as rx
-        >>> def model_fn(features, labels, mode):
-        ...     prediction = keras.layers.Dense(1)(features)
-        ...     warm_up = keras.ops.minimum(rx.estimator.get_global_step() / 100, 1.0)
-        ...     loss = warm_up * keras.ops.mean((prediction - labels) ** 2)
-        ...     optimizer = keras.optimizers.SGD(0.1)
-        ...     return rx.estimator.EstimatorSpec(mode, loss=loss, optimizer=optimizer)
-        >>> x = np.ones((4, 1), "float32")
-        >>> estimator = rx.estimator.Estimator(model_fn).train(lambda: (x, x), steps=2)
-        >>> int(estimator.get_variable_value("global_step"))
-        2
+        >>> import keras, replicax as rx
+        >>> def warm_up(loss):  # For a model_fn.
+        ...     return loss * keras.ops.minimum(rx.estimator.get_global_step() / 100, 1)
+        >>> try:
+        ...     warm_up(0.5)
+        ... except rx.ContextError as error:
+        ...     print(str(error).partition(".")[0])
+        get_global_step: called outside a model_fn
     """
     if _local.global_step is None:
         raise rx.ContextError(

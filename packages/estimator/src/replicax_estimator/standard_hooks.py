@@ -49,12 +49,10 @@ class StopAtStepHook(SessionRunHook):
         ValueError: Unless exactly one of them is given.
 
     Example:
-        >>> import numpy as np, replicax as rx
-        >>> x = np.linspace(-1, 1, 32, dtype="float32")
-        >>> columns = [rx.feature_column.numeric_column("x")]
-        >>> estimator = rx.estimator.LinearRegressor(columns)
+        >>> import replicax as rx
         >>> hooks = [rx.estimator.StopAtStepHook(last_step=3)]
-        >>> estimator = estimator.train(lambda: ({"x": x}, 2 * x), hooks=hooks)
+        >>> batch = {"x": [1.0, 2.0]}, [2.0, 4.0]
+        >>> estimator = rx.estimator.BaselineRegressor().train(lambda: batch, hooks)
         >>> int(estimator.get_variable_value("global_step"))
         3
     """
@@ -93,18 +91,16 @@ class StepCounterHook(IntervalHook):
         every_n_secs: Interval in seconds, in place of steps.
 
     Attributes:
-        steps_per_second: What was logged last; None before.
+        steps_per_second: The last logged speed; None before.
 
     Raises:
         ValueError: For an interval that is not positive.
 
     Example:
-        >>> import numpy as np, replicax as rx
-        >>> x = np.linspace(-1, 1, 32, dtype="float32")
-        >>> columns = [rx.feature_column.numeric_column("x")]
-        >>> estimator = rx.estimator.LinearRegressor(columns)
+        >>> import replicax as rx
         >>> hook = rx.estimator.StepCounterHook(every_n_steps=2)
-        >>> _ = estimator.train(lambda: ({"x": x}, 2 * x), hooks=[hook], steps=5)
+        >>> batch = {"x": [1.0, 2.0]}, [2.0, 4.0]
+        >>> _ = rx.estimator.BaselineRegressor().train(lambda: batch, [hook], steps=5)
         >>> hook.steps_per_second > 0
         True
     """
@@ -132,13 +128,13 @@ class StepCounterHook(IntervalHook):
 class LoggingTensorHook(SessionRunHook):
     """A hook that logs values of a step.
 
-    A hook that a `model_fn` makes and returns in its spec can log any array of the
-    model. Any other hook logs values by name. It logs at level INFO, to the logger
-    `"replicax"`. (TF: `tf.estimator.LoggingTensorHook`.)
+    A hook in the spec of a `model_fn` can log any array of the model; other hooks log
+    values by name. The logger is `"replicax"`, the level INFO. (TF:
+    `tf.estimator.LoggingTensorHook`.)
 
     Args:
-        tensors: Names, as in `SessionRunArgs`, or, in a `model_fn`, arrays; or a dict
-            of labels with those.
+        tensors: A list, or a dict by label, of names as in `SessionRunArgs` or, in a
+            `model_fn`, of arrays.
         every_n_iter: Interval in steps.
         every_n_secs: Interval in seconds, in place of steps.
         at_end: Log at the end; without an interval, only then.
@@ -148,17 +144,15 @@ class LoggingTensorHook(SessionRunHook):
         ValueError: Without an interval, or with two.
 
     Example:
-        >>> import numpy as np, replicax as rx
+        >>> import replicax as rx
         >>> def formatter(values):
         ...     print(f"at step {values['global_step']}")
         ...     return f"the loss is {values['loss']:.3f}"
         >>> hook = rx.estimator.LoggingTensorHook(
         ...     ["global_step", "loss"], every_n_iter=2, formatter=formatter
         ... )
-        >>> x = np.linspace(-1, 1, 32, dtype="float32")
-        >>> columns = [rx.feature_column.numeric_column("x")]
-        >>> estimator = rx.estimator.LinearRegressor(columns)
-        >>> _ = estimator.train(lambda: ({"x": x}, 2 * x), hooks=[hook], steps=4)
+        >>> batch = {"x": [1.0, 2.0]}, [2.0, 4.0]
+        >>> _ = rx.estimator.BaselineRegressor().train(lambda: batch, [hook], steps=4)
         at step 1
         at step 3
     """
@@ -227,8 +221,10 @@ def _as_text(values: Mapping[str, np.ndarray]) -> str:
     return ", ".join(f"{name} = {value}" for name, value in values.items())
 
 
-class NanTensorHook(IntervalHook):
+class NanTensorHook(SessionRunHook):
     """A hook that stops training when a value is NaN or infinite.
+
+    The check blocks each step until the device is done.
 
     (TF: `tf.estimator.NanTensorHook`.)
 
@@ -236,24 +232,16 @@ class NanTensorHook(IntervalHook):
         loss_tensor: The value's name.
         fail_on_nan_loss: Whether to raise; if False, stop only. Training itself raises
             at its end if the loss is NaN.
-        every_n_iter: Steps between two checks. Each one blocks until the device is
-            done.
 
     Raises:
-        ValueError: If `every_n_iter` is not positive.
         NanLossDuringTrainingError: In a step, with `fail_on_nan_loss`.
 
     Example:
-        >>> import numpy as np, replicax as rx
-        >>> x = np.linspace(-1, 1, 32, dtype="float32")
-        >>> columns = [rx.feature_column.numeric_column("x")]
-        >>> estimator = rx.estimator.LinearRegressor(columns)
+        >>> import replicax as rx
+        >>> hooks = [rx.estimator.NanTensorHook()]
+        >>> batch = {"x": [1.0, 2.0]}, [2.0, float("nan")]
         >>> try:
-        ...     estimator.train(
-        ...         lambda: ({"x": x}, np.nan * x),
-        ...         hooks=[rx.estimator.NanTensorHook()],
-        ...         steps=100,
-        ...     )
+        ...     rx.estimator.BaselineRegressor().train(lambda: batch, hooks)
         ... except rx.estimator.NanLossDuringTrainingError as error:
         ...     print(str(error).partition(":")[0])
         The loss of global step 1 is NaN
@@ -263,26 +251,19 @@ class NanTensorHook(IntervalHook):
         self,
         loss_tensor: str = "loss",
         fail_on_nan_loss: bool = True,
-        *,
-        every_n_iter: int = 1,
     ) -> None:
         self._name = loss_tensor
         self._fails = fail_on_nan_loss
-        self._interval = Interval(every_n_iter, None, "NanTensorHook")
 
-    def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
-        """Fetch the value when the interval has passed."""
-        step = run_context.session.global_step
-        return SessionRunArgs(self._name) if self._interval.is_due(step) else None
+    def before_run(self, run_context: SessionRunContext) -> SessionRunArgs:
+        """Fetch the value."""
+        return SessionRunArgs(self._name)
 
     def after_run(
         self, run_context: SessionRunContext, run_values: SessionRunValues
     ) -> None:
         """Check the value."""
-        if run_values.results is None:
-            return
         step = run_context.session.global_step
-        self._interval.restart(step)
         try:
             require_finite(run_values.results, step, self._name)
         except NanLossDuringTrainingError as error:

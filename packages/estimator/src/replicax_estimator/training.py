@@ -19,7 +19,7 @@ from replicax_estimator.hooks import (
     SessionRunContext,
     SessionRunHook,
     SessionRunValues,
-    fetched,
+    fetch,
 )
 from replicax_estimator.model import EstimatorModel, first_replica
 from replicax_estimator.run_config import RunConfig
@@ -46,9 +46,10 @@ class Loop:
     """The loop of one call of `train` or `evaluate`: the `HookSession` of its hooks.
 
     Attributes:
-        hooks: The user's hooks; from `start_hooks` on also the spec's.
-        global_step: Number of steps made, those before this call included.
-        is_over: Whether the last step was made.
+        hooks: The user's hooks; after `start_hooks` also the spec's.
+        global_step: Number of training steps, including those before this call.
+        is_over: Whether the last step has run.
+        stops: Whether a hook of this process has requested a stop.
     """
 
     model: EstimatorModel
@@ -56,7 +57,7 @@ class Loop:
     hooks: list[SessionRunHook]
     global_step: int = dataclasses.field(init=False, default=0)
     is_over: bool = dataclasses.field(init=False, default=False)
-    stops: bool = dataclasses.field(init=False, default=False)  # A hook here wants it.
+    stops: bool = dataclasses.field(init=False, default=False)
 
     def request_stop(self) -> None:
         """Stop after the current step."""
@@ -68,8 +69,8 @@ class Loop:
         listeners: Sequence[CheckpointSaverListener] = (),
     ) -> _Result:
         """Call `body` with the input's steps, and close them."""
-        for each in (*self.hooks, *listeners):
-            each.begin()
+        for listener in (*self.hooks, *listeners):
+            listener.begin()
         steps = self.source.steps(self.model.strategy)
         try:
             return body(steps)
@@ -90,10 +91,10 @@ class Loop:
 
     def start_hooks(self) -> None:
         """Add the spec's hooks, and call `after_create_session` of all."""
-        own = self.model.spec.hooks()
-        for hook in own:
+        spec_hooks = self.model.spec.hooks()
+        for hook in spec_hooks:
             hook.begin()
-        self.hooks = [*self.hooks, *own]
+        self.hooks = [*self.hooks, *spec_hooks]
         for hook in self.hooks:
             hook.after_create_session(self, None)
 
@@ -102,18 +103,18 @@ class Loop:
         if not self.hooks:
             return self._step(features, labels)
         context = SessionRunContext(self)
-        wanted = [hook.before_run(context) for hook in self.hooks]
+        requests = [hook.before_run(context) for hook in self.hooks]
         results = self._step(features, labels)
         tensors: dict[str, Callable[[], np.ndarray]] = {
             name: functools.partial(first_replica, value)
             for name, value in results.items()
         }
         tensors["global_step"] = lambda: np.asarray(self.global_step)
-        for hook, args in zip(self.hooks, wanted, strict=True):
+        for hook, args in zip(self.hooks, requests, strict=True):
             fetches = args.fetches if isinstance(args, SessionRunArgs) else args
             values = None
             if fetches is not None:
-                values = fetched(fetches, tensors, type(hook).__name__)
+                values = fetch(fetches, tensors, type(hook).__name__)
             hook.after_run(context, SessionRunValues(values))
         if context.stop_requested:
             self.request_stop()
@@ -128,7 +129,8 @@ class Training(Loop):
     """The training loop of one call of `train`.
 
     Attributes:
-        last_step: Maps the first global step to the last; None: until the input ends.
+        last_step: Maps the first global step to the last, or to None: train until the
+            input ends.
         initialize: Called with the model if there is no checkpoint to restore.
         marks_end: Whether to mark the last checkpoint for an evaluator.
     """
@@ -172,21 +174,19 @@ class Training(Loop):
         saver.close(finished=self.marks_end)
 
     def _first_item(self, steps: Steps, first: Step) -> Step | None:
-        """The first step to make; `first` unless a training is resumed."""
+        """Return the step to begin with: `first`, unless a training is resumed."""
         number = self._position.num_steps
         self._position.num_steps = 0
         is_resumed = number and not self.model.is_asynchronous
         if is_resumed and self.config.restore_input:
-            rest = itertools.islice(steps, number - 1, None)  # `first` is one of them.
+            rest = itertools.islice(steps, number - 1, None)  # `first` is read already.
             item = next(rest, None)
             _logger.warning(
                 "Estimator.train: the last training was interrupted after %d steps of "
-                "its input, %s. To begin the input again give "
+                "its input, which are skipped%s. To begin the input again give "
                 "RunConfig(restore_input=False).",
                 number,
-                "and the input has no more. Nothing is trained"
-                if item is None
-                else "which are skipped: it has trained on them",
+                ": no step is left" if item is None else "",
             )
             self._position.num_steps = number
             return item
@@ -203,7 +203,7 @@ class Training(Loop):
                 jax.block_until_ready(losses.popleft())
             log.after_step(self.global_step, losses[-1])
             is_last = last is not None and self.global_step >= last
-            if is_last or self._save_or_stop(saver, losses[-1]):
+            if is_last or self._save_if_due(saver, losses[-1]):
                 break
             item = next(steps, None)
         if losses:
@@ -213,19 +213,19 @@ class Training(Loop):
         model = self.model
         tensors = super()._step(features, labels)
         self._position.num_steps += 1
-        if model.is_asynchronous:  # Other workers count their updates in the same step.
+        if model.is_asynchronous:  # The step counts the updates of all workers.
             self.global_step = model.steps_of_updates()
             model.global_step.assign(self.global_step)
         else:
             self.global_step += 1
         return tensors
 
-    def _save_or_stop(self, saver: Saver, loss: rx.PerReplica) -> bool:
+    def _save_if_due(self, saver: Saver, loss: rx.PerReplica) -> bool:
         """Save if the interval has passed; return whether to stop."""
         workers = self.model.strategy.workers
         due, stops = saver.is_due(self.global_step), self.stops
         if workers.count > 1:
-            # Workers' clocks and hooks may differ: they decide together.
+            # Clocks and hooks of workers may differ: workers decide together.
             if self._position.num_steps % _AGREE_EVERY == 0:
                 answers = workers.exchange("replicax_estimator.agree", [due, stops])
                 due, stops = answers[0][0], any(stop for _, stop in answers)

@@ -7,16 +7,10 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
 
 import replicax as rx
 from replicax.seams import CheckpointWatch
-from replicax_estimator.arguments import (
-    list_of,
-    require_callable,
-    require_count,
-    require_instance,
-)
+from replicax_estimator.arguments import require_callable, require_count
 from replicax_estimator.estimator import Estimator
 from replicax_estimator.evaluating import EvalResults
 from replicax_estimator.exporters import Exporter
@@ -37,7 +31,7 @@ _logger = logging.getLogger("replicax")
 
 @dataclasses.dataclass(frozen=True)
 class TrainSpec:
-    """The training's arguments of `train_and_evaluate`.
+    """Arguments of the training by `train_and_evaluate`.
 
     (TF: `tf.estimator.TrainSpec`.)
 
@@ -52,11 +46,10 @@ class TrainSpec:
         ValueError: If `max_steps` is less than 1.
 
     Example:
-        >>> import numpy as np, replicax as rx
-        >>> x = np.linspace(-1, 1, 32, dtype="float32")
-        >>> spec = rx.estimator.TrainSpec(lambda: ({"x": x}, 2 * x), max_steps=1000)
-        >>> spec.max_steps, spec.hooks
-        (1000, ())
+        >>> import replicax as rx
+        >>> batch = {"x": [1.0, 2.0]}, [2.0, 4.0]
+        >>> rx.estimator.TrainSpec(lambda: batch, max_steps=1000).max_steps
+        1000
     """
 
     input_fn: InputFunction
@@ -66,13 +59,11 @@ class TrainSpec:
 
     def __post_init__(self) -> None:
         _check("TrainSpec", self.input_fn, "max_steps", self.max_steps)
-        _set_list(self, "hooks", SessionRunHook)
-        _set_list(self, "saving_listeners", CheckpointSaverListener)
 
 
 @dataclasses.dataclass(frozen=True)
 class EvalSpec:
-    """The evaluations' arguments of `train_and_evaluate`.
+    """Arguments of the evaluations by `train_and_evaluate`.
 
     (TF: `tf.estimator.EvalSpec`.)
 
@@ -88,16 +79,13 @@ class EvalSpec:
             Defaults to `rx.Timeouts()`.
 
     Raises:
-        TypeError: If `input_fn` is not callable, or `timeouts` of another type.
-        ValueError: For numbers that are negative, `steps` less than 1, or exporters of
-            the same name.
+        TypeError: If `input_fn` is not callable.
+        ValueError: If `steps` is less than 1, or exporters have the same name.
 
     Example:
-        >>> import numpy as np, replicax as rx
-        >>> x = np.linspace(-1, 1, 32, dtype="float32")
-        >>> spec = rx.estimator.EvalSpec(
-        ...     lambda: ({"x": x}, 2 * x), steps=1, throttle_secs=60, name="held_out"
-        ... )
+        >>> import replicax as rx
+        >>> batch = {"x": [1.0, 2.0]}, [2.0, 4.0]
+        >>> spec = rx.estimator.EvalSpec(lambda: batch, steps=1, throttle_secs=60)
         >>> spec.throttle_secs, spec.timeouts.checkpoint
         (60, 3600.0)
     """
@@ -113,19 +101,6 @@ class EvalSpec:
 
     def __post_init__(self) -> None:
         _check("EvalSpec", self.input_fn, "steps", self.steps)
-        require_instance(self.timeouts, rx.Timeouts, "EvalSpec: timeouts")
-        for name in ("start_delay_secs", "throttle_secs"):
-            if getattr(self, name) < 0:
-                raise ValueError(
-                    f"EvalSpec: {name} must not be negative; got "
-                    f"{getattr(self, name)!r}."
-                )
-        if self.name is not None:
-            require_instance(self.name, str, "EvalSpec: name")
-        _set_list(self, "hooks", SessionRunHook)
-        if isinstance(self.exporters, Exporter):
-            object.__setattr__(self, "exporters", (self.exporters,))
-        _set_list(self, "exporters", Exporter)
         names = [exporter.name for exporter in _exporters(self)]
         if len(set(names)) < len(names):
             raise ValueError(
@@ -138,8 +113,8 @@ def train_and_evaluate(
 ) -> tuple[EvalResults | None, list[str | None]] | None:
     """Train, and evaluate the checkpoints that training saves.
 
-    In one process it evaluates after a save, at most every `throttle_secs`, and at the
-    end. In a cluster that TF_CONFIG describes, `chief` and `worker` tasks train with
+    One process evaluates after saves, at most every `throttle_secs`, and at the end. In
+    a cluster that TF_CONFIG describes, `chief` and `worker` tasks train with
     the config's `train_distribute`; an `evaluator` task evaluates their checkpoints
     until training has ended; a `ps` task serves in the constructor of
     `rx.ParameterServerStrategy`. All tasks need the same `model_dir` on shared storage.
@@ -154,30 +129,21 @@ def train_and_evaluate(
         results for it; else None.
 
     Raises:
-        TypeError: If an argument is of the wrong kind.
         ValueError: If the strategy or the model_dir does not fit the cluster.
         CheckpointError: In an evaluator, if no new checkpoint comes in time.
 
     Example:
-        >>> import numpy as np, replicax as rx
+        >>> import replicax as rx
         >>> def input_fn():
-        ...     x = np.linspace(-1, 1, 32, dtype="float32")
-        ...     return {"x": x}, 2 * x
-        >>> columns = [rx.feature_column.numeric_column("x")]
+        ...     return {"x": [1.0, 2.0]}, [2.0, 4.0]
         >>> results, exports = rx.estimator.train_and_evaluate(
-        ...     rx.estimator.LinearRegressor(columns),
+        ...     rx.estimator.BaselineRegressor(),
         ...     rx.estimator.TrainSpec(input_fn, max_steps=5),
         ...     rx.estimator.EvalSpec(input_fn, steps=1),
         ... )
         >>> results["global_step"], exports
         (5, [])
     """
-    for value, kind in (
-        (estimator, Estimator),
-        (train_spec, TrainSpec),
-        (eval_spec, EvalSpec),
-    ):
-        require_instance(value, kind, f"train_and_evaluate: the {kind.__name__}")
     config = estimator.config
     cluster = config.cluster_spec
     evaluation = _Evaluations(estimator, train_spec, eval_spec)
@@ -204,7 +170,7 @@ def train_and_evaluate(
 
 
 class _Evaluations(CheckpointSaverListener):
-    """Evaluates and exports, as a listener of this process' saves or as evaluator."""
+    """Evaluates and exports: after this process' saves, or in an evaluator task."""
 
     def __init__(
         self, estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec
@@ -217,7 +183,7 @@ class _Evaluations(CheckpointSaverListener):
         self._last_time: float | None = None
 
     def after_save(self, session: HookSession, global_step_value: int) -> None:
-        """Evaluate, unless `throttle_secs` have not passed or `end` will do it."""
+        """Evaluate if `throttle_secs` have passed and `end` will not evaluate."""
         passed = time.monotonic() - (self._last_time or 0.0)
         is_due = self._last_time is None or passed >= self._spec.throttle_secs
         if is_due and not session.is_over:
@@ -256,7 +222,7 @@ class _Evaluations(CheckpointSaverListener):
             if not is_final:
                 _wait(self._spec.throttle_secs, watch)
         if path is not None and not is_final:
-            # No further checkpoint came: the one evaluated last is the final one.
+            # No further checkpoint came: the last one evaluated is the final one.
             self._export(path, is_final=True)
 
     def _evaluate(self, path: str | None, *, is_final: bool) -> None:
@@ -282,18 +248,13 @@ class _Evaluations(CheckpointSaverListener):
         ]
 
 
-def _set_list(spec: TrainSpec | EvalSpec, name: str, kind: type) -> None:
-    """Replace a field by the tuple of its values; raise TypeError for other values."""
-    title = f"{type(spec).__name__}: {name}"
-    object.__setattr__(spec, name, tuple(list_of(kind, getattr(spec, name), title)))
-
-
 def _exporters(spec: EvalSpec) -> tuple[Exporter, ...]:
-    return cast(tuple[Exporter, ...], spec.exporters)  # By `_set_list`.
+    exporters = spec.exporters or ()
+    return (exporters,) if isinstance(exporters, Exporter) else tuple(exporters)
 
 
 def _wait(seconds: float, watch: CheckpointWatch) -> None:
-    """Sleep that long, or until training ends."""
+    """Sleep for `seconds`, or until training ends."""
     deadline = time.monotonic() + seconds
     while not watch.is_finished and time.monotonic() < deadline:
         time.sleep(min(_POLL_SECONDS, seconds))
@@ -313,12 +274,6 @@ def _check_cluster(estimator: Estimator, cluster: rx.ClusterSpec) -> None:
             f"train_and_evaluate: TF_CONFIG describes the tasks {cluster.as_dict()}, "
             f"and train_distribute={strategy!r} trains in one process. Give "
             "rx.MultiWorkerMirroredStrategy() or rx.ParameterServerStrategy()."
-        )
-    if config.task_type == "ps":
-        raise ValueError(
-            f"train_and_evaluate: this is task ps:{config.task_id}, and "
-            f"train_distribute={strategy!r} has no parameter servers. Give "
-            "rx.ParameterServerStrategy(), or leave them out of TF_CONFIG."
         )
 
 

@@ -28,7 +28,7 @@ Features: TypeAlias = Any
 """A batch's features: an array, or a dict or tuple of arrays, with rows in front."""
 
 Labels: TypeAlias = Any
-"""A batch's labels, in any of these forms; None in PREDICT mode."""
+"""A batch's labels, in one of the forms of `Features`; None in PREDICT mode."""
 
 Predictions: TypeAlias = Any
 """A model's predictions: an array, or a dict of arrays by name."""

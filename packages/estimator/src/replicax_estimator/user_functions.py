@@ -11,7 +11,7 @@ import numpy as np
 
 import replicax as rx
 from replicax.seams import raw_batches
-from replicax_estimator.arguments import require_callable
+from replicax_estimator.arguments import require_callable, require_instance
 from replicax_estimator.run_config import RunConfig
 from replicax_estimator.spec import EstimatorSpec, ModeKeys
 from replicax_estimator.types import Features, InputFunction, Labels, Preprocess
@@ -21,7 +21,7 @@ __all__ = [
     "ModelFunction",
     "Step",
     "Steps",
-    "wanted_arguments",
+    "accepted_arguments",
 ]
 
 Step: TypeAlias = tuple[Features, Labels]
@@ -39,10 +39,7 @@ _MODEL_ARGUMENTS = ("labels", "mode", "params", "config")
 
 
 class ModelFunction:
-    """A user's `model_fn`.
-
-    It takes `features` and any of `labels`, `mode`, `params` and `config`.
-    """
+    """A user's `model_fn`, whose result is checked."""
 
     def __init__(
         self,
@@ -54,7 +51,7 @@ class ModelFunction:
         self.params = dict(params)
         self._model_fn = model_fn
         self._config = config
-        self._accepted = wanted_arguments(
+        self._accepted = accepted_arguments(
             model_fn, "model_fn", _MODEL_ARGUMENTS, required=("features",)
         )
         if params and "params" not in self._accepted:
@@ -74,16 +71,8 @@ class ModelFunction:
             "config": self._config,
         }
         accepted = {name: arguments[name] for name in self._accepted}
-        if "labels" not in accepted and labels is not None:
-            raise ValueError(
-                "Estimator: the input has labels, but model_fn has no argument of that "
-                "name."
-            )
         spec = self._model_fn(features, **accepted)
-        if not isinstance(spec, EstimatorSpec):
-            raise TypeError(
-                f"Estimator: model_fn must return an EstimatorSpec; got {spec!r}."
-            )
+        require_instance(spec, EstimatorSpec, "Estimator: the result of model_fn")
         if spec.mode != mode:
             raise ValueError(
                 f"Estimator: model_fn was called with mode={str(mode)!r} and returned "
@@ -93,12 +82,7 @@ class ModelFunction:
 
 
 class InputPipeline:
-    """A user's `input_fn`, and the preprocessed batches of its dataset.
-
-    It takes any of `input_context`, `mode`, `params` and `config`. It returns a dataset
-    of `(features, labels)` or of features, or one such batch. A batch is for one
-    replica.
-    """
+    """A user's `input_fn`, and the preprocessed batches of its dataset."""
 
     def __init__(
         self,
@@ -117,13 +101,13 @@ class InputPipeline:
         self._needs_labels = needs_labels
         self._arguments = {"mode": mode, "params": params, "config": config}
         names = [*self._arguments, "input_context"]
-        self._accepted = wanted_arguments(input_fn, "input_fn", names)
+        self._accepted = accepted_arguments(input_fn, "input_fn", names)
 
     def steps(self, strategy: rx.Strategy) -> Steps:
         """Iterate over the steps; a thread prefetches them.
 
-        In one process each batch is part of a step. Several workers drop the end of
-        their data where it is not enough for all replicas of all workers.
+        In one process each batch is part of a step. Several workers drop the last
+        batches if these are too few for all replicas of all workers.
         """
         if strategy.workers.count > 1:
             return iter(strategy.distribute_datasets_from_function(self.batches))
@@ -173,7 +157,9 @@ class InputPipeline:
             )
         if self._mode == ModeKeys.PREDICT:
             labels = None
-        return _arrays(_several(features)), _arrays(_several(labels))
+        return _arrays(_tuple_of_features(features)), _arrays(
+            _tuple_of_features(labels)
+        )
 
 
 _LAMBDA = "Write input_fn=lambda: dataset."
@@ -185,7 +171,7 @@ def _grouped(
     """Yield steps of up to `num_replicas` batches of equal shapes.
 
     Where the shapes change, and at the end, a step may have fewer batches: the other
-    replicas compute on copies, which count for nothing.
+    replicas compute on copies, whose results do not count.
     """
     rows = (rx.input.split_global_batch(batch, 1).batch for batch in batches)
     if num_replicas > 1:  # A dataset may fill the same arrays with its next batch.
@@ -211,8 +197,8 @@ def _is_array(value: object) -> bool:
     return hasattr(value, "shape") and hasattr(value, "__array__")
 
 
-def _several(value: Any) -> Any:
-    """Convert a list of arrays to a tuple: as in TF, it is several features."""
+def _tuple_of_features(value: Any) -> Any:
+    """Convert a list of arrays to a tuple: as in TF, these are several features."""
     is_several = isinstance(value, list) and all(_is_array(x) for x in value)
     return tuple(value) if is_several else value
 
@@ -229,16 +215,16 @@ def _arrays(value: Any) -> Any:
     return value
 
 
-def wanted_arguments(
+def accepted_arguments(
     fn: Callable[..., object],
     name: str,
     offered: Sequence[str],
     required: Sequence[str] = (),
 ) -> set[str]:
-    """Return those of the `offered` arguments that a function takes.
+    """Select the `offered` arguments that a function has in its signature.
 
-    A function of `**kwargs` takes all of them; arguments that `functools.partial` binds
-    are left alone. ValueError: The function requires another argument.
+    A function with `**kwargs` gets all of them. Arguments that `functools.partial`
+    binds are left alone. ValueError: The function requires another argument.
     """
     bound = getattr(fn, "keywords", {})
     parameters = inspect.signature(fn).parameters.values()
@@ -250,10 +236,9 @@ def wanted_arguments(
         and p.name not in (*required, *offered)
     ]
     if unknown:
-        also = f"{' and '.join(required)} and " if required else ""
         raise ValueError(
-            f"Estimator: {name} has the arguments {unknown}. It is called with {also}"
-            f"those of {list(offered)} that it has."
+            f"Estimator: {name} has the arguments {unknown}; it can only have some of "
+            f"{[*required, *offered]}."
         )
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     names = set(offered) if takes_all else {p.name for p in parameters}

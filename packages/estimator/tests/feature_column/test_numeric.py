@@ -34,9 +34,9 @@ def test_nan_is_passed_on() -> None:
 
 
 def test_default_stands_for_a_missing_feature() -> None:
-    column = fc.numeric_column("x", shape=2, default_value=[1, 2])
+    column = fc.numeric_column("x", shape=2, default_value=1.5)
     made = values(column, {"other": np.zeros((3, 5))})
-    np.testing.assert_array_equal(made, [[1, 2]] * 3)
+    np.testing.assert_array_equal(made, [[1.5, 1.5]] * 3)
 
 
 @pytest.mark.parametrize(("dtype", "seen"), [("float32", "f4"), ("float64", "f8")])
@@ -60,8 +60,8 @@ def test_normalizer_sees_the_dtype_of_the_column(dtype, seen) -> None:
         ({"key": 3}, TypeError, "key must be a str; got 3"),
         ({"key": "x", "shape": (0,)}, ValueError, r"size in shape=\(0,\)"),
         ({"key": "x", "dtype": "string"}, TypeError, "dtype must be one of real"),
-        ({"key": "x", "dtype": "int9"}, TypeError, "the name of a NumPy dtype"),
-        ({"key": "x", "default_value": [1, 2]}, ValueError, r"default_value.*\(1,\)"),
+        ({"key": "x", "dtype": "int9"}, TypeError, "'int9' not understood"),
+        ({"key": "x", "default_value": [1, 2]}, TypeError, "must be a Real"),
         ({"key": "x", "normalizer_fn": 2}, TypeError, "normalizer_fn must be"),
     ],
 )

@@ -6,7 +6,6 @@ import os
 from collections.abc import Mapping, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from numpy.typing import DTypeLike
 
@@ -39,7 +38,7 @@ __all__ = [
 ]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class IdentityColumn(SingleFeature, CategoricalColumn):
     """The column of `categorical_column_with_identity`."""
 
@@ -62,13 +61,6 @@ class IdentityColumn(SingleFeature, CategoricalColumn):
         """See the base class."""
         return self.number_buckets
 
-    @property
-    def untraceable(self) -> str:
-        """See the base class."""
-        if self.default_value is not None:
-            return ""
-        return "an id out of range is only noticed on the host (or give default_value)"
-
     def host_ids(self, features: RawFeatures) -> Array:
         """See the base class."""
         values = read_categories(features, self.key, self.title)
@@ -76,8 +68,7 @@ class IdentityColumn(SingleFeature, CategoricalColumn):
         is_outside = (values < 0) | (values >= self.number_buckets)
         is_outside &= ~is_missing(values)
         if self.default_value is not None:
-            where = np.where if isinstance(values, np.ndarray) else jnp.where
-            values = where(is_outside, self.default_value, values)
+            values = np.where(is_outside, self.default_value, values)
         elif is_outside.any():
             raise ValueError(
                 f"{self.title}: ids must be from 0 to num_buckets - 1 = "
@@ -106,12 +97,10 @@ def categorical_column_with_identity(
         >>> fc.features_of([day], {"day": [[0, 6], [2, -1]]})[day.outputs[0]].tolist()
         [[0, 6], [2, -1]]
     """
-    return IdentityColumn(
-        key=key, number_buckets=num_buckets, default_value=default_value
-    )
+    return IdentityColumn(key, num_buckets, default_value)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class WeightedColumn(CategoricalColumn):
     """The column of `weighted_categorical_column`."""
 
@@ -139,11 +128,6 @@ class WeightedColumn(CategoricalColumn):
     def outputs(self) -> tuple[str, ...]:
         """See the base class."""
         return (*self.categorical_column.outputs, self.output("weights"))
-
-    @property
-    def untraceable(self) -> str:
-        """See the base class."""
-        return self.categorical_column.host.untraceable
 
     @property
     def num_buckets(self) -> int:
@@ -194,15 +178,13 @@ def weighted_categorical_column(
         >>> fc.input_layer(features, [fc.indicator_column(rated)]).tolist()
         [[0.5, 0.0, 2.0]]
     """
-    caller = f"weighted_categorical_column({weight_feature_key!r})"
-    return WeightedColumn(
-        categorical_column=categorical_column,
-        weight_feature_key=weight_feature_key,
-        dtype=real_dtype_name(dtype, caller),
+    name = real_dtype_name(
+        dtype, f"weighted_categorical_column({weight_feature_key!r})"
     )
+    return WeightedColumn(categorical_column, weight_feature_key, name)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class VocabularyColumn(SingleFeature, CategoricalColumn):
     """The column of `categorical_column_with_vocabulary_list` and `..._file`."""
 
@@ -243,7 +225,7 @@ class VocabularyColumn(SingleFeature, CategoricalColumn):
 
     def host_ids(self, features: RawFeatures) -> Array:
         """See the base class."""
-        values = np.asarray(read_categories(features, self.key, self.title))
+        values = read_categories(features, self.key, self.title)
         require_kind(values, self.dtype, self.key, self.title)
         place = self._places.get
         places = [place(value, -1) for value in values.ravel().tolist()]
@@ -294,31 +276,20 @@ def categorical_column_with_vocabulary_list(
     """
     caller = f"categorical_column_with_vocabulary_list({key!r})"
     words = [w.decode() if isinstance(w, bytes) else w for w in vocabulary_list]
-    kinds = {"string" if isinstance(word, str) else _kind(word) for word in words}
-    if len(kinds) > 1 or not kinds <= {"string", "int64"}:
-        raise TypeError(
-            f"{caller}: vocabulary_list must be all strings or all integers; got "
-            f"{list(vocabulary_list)[:10]!r}."
-        )
-    kind = kinds.pop() if kinds else "string"
-    if dtype is not None and (dtype_name(dtype, caller) == "string") != (
-        kind == "string"
-    ):
+    are_strings = all(isinstance(word, str) for word in words)
+    if not are_strings:
+        if not all(isinstance(word, int | np.integer) for word in words):
+            raise TypeError(
+                f"{caller}: vocabulary_list must be all strings or all integers; got "
+                f"{words[:10]!r}."
+            )
+        words = [int(word) for word in words]
+    kind = "string" if are_strings else "int64"
+    if dtype is not None and (dtype_name(dtype) == "string") != are_strings:
         raise TypeError(
             f"{caller}: dtype={dtype!r} does not fit the vocabulary {words[:10]!r}."
         )
-    return VocabularyColumn(
-        key=key,
-        vocabulary_list=tuple(words if kind == "string" else map(int, words)),
-        dtype=kind,
-        default_value=default_value,
-        num_oov_buckets=num_oov_buckets,
-    )
-
-
-def _kind(word: object) -> str:
-    is_integer = isinstance(word, int | np.integer) and not isinstance(word, bool)
-    return "int64" if is_integer else type(word).__name__
+    return VocabularyColumn(key, tuple(words), kind, default_value, num_oov_buckets)
 
 
 def categorical_column_with_vocabulary_file(
@@ -331,7 +302,7 @@ def categorical_column_with_vocabulary_file(
 ) -> VocabularyColumn:
     r"""A categorical column whose ids are line numbers in a UTF-8 text file.
 
-    The call reads the file; the column holds the words.
+    This function reads the file; the column contains the words.
 
     Args:
         key: Name of the feature, `[B]` or `[B, k]`; `""` or -1 is missing.
@@ -368,17 +339,9 @@ def categorical_column_with_vocabulary_file(
             )
         lines = lines[:vocabulary_size]
     words: Sequence[str | int] = lines
-    if dtype_name(dtype, caller) != "string":
-        try:
-            words = [int(line) for line in lines]
-        except ValueError as error:
-            raise ValueError(
-                f"{caller}: dtype={dtype!r}, but a line of "
-                f"{os.fspath(vocabulary_file)!r} is no integer: {error}."
-            ) from error
+    if dtype_name(dtype) != "string":
+        words = [int(line) for line in lines]
+    default = -1 if default_value is None else default_value
     return categorical_column_with_vocabulary_list(
-        key,
-        words,
-        default_value=-1 if default_value is None else default_value,
-        num_oov_buckets=num_oov_buckets,
+        key, words, None, default, num_oov_buckets
     )

@@ -11,7 +11,7 @@ import functools
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 import jax
 import jax.core
@@ -58,7 +58,10 @@ def variable_name(name: str) -> str:
 class Column(abc.ABC):
     """Base class of feature columns, which are frozen, hashable values.
 
-    A column whose `host` is another column uses the outputs of that one.
+    A column whose `host` is another column uses that column's outputs.
+
+    Attributes:
+        is_traceable: Whether `transform` also takes JAX's traced arrays.
 
     Example:
         >>> import numpy as np, replicax as rx
@@ -69,6 +72,8 @@ class Column(abc.ABC):
         >>> [x.tolist() for x in arrays.values()]
         [[[31.0], [47.0]]]
     """
+
+    is_traceable: ClassVar[bool] = False
 
     @property
     @abc.abstractmethod
@@ -82,7 +87,7 @@ class Column(abc.ABC):
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Names of the raw features that it reads."""
+        """Names of the raw features that the column reads."""
         return self.host.keys
 
     @property
@@ -90,17 +95,11 @@ class Column(abc.ABC):
         """Names of the arrays that `transform` returns: unique and stable."""
         return self.host.outputs
 
-    @property
-    def untraceable(self) -> str:
-        """Why `transform` cannot take traced arrays; empty if it can."""
-        return "its values are looked up on the host"
-
     def transform(self, features: RawFeatures) -> Mapping[str, Array]:
         """Convert raw features to arrays of numbers: the host half.
 
         Args:
-            features: Raw features by name, each `[B]` or `[B, k]`: NumPy arrays or
-                array-likes, or JAX's traced arrays unless the column is `untraceable`.
+            features: Raw features by name, each `[B]` or `[B, k]`.
 
         Returns:
             The arrays by `outputs`, each with B rows.
@@ -122,7 +121,7 @@ class Column(abc.ABC):
 
     @functools.cached_property
     def _mark(self) -> str:
-        # A hash of all attributes: different columns of one key share a name.
+        # A hash of all attributes: different columns of one key have the same name.
         text = _described(self).encode()
         return hashlib.blake2b(text, digest_size=3).hexdigest()
 
@@ -174,7 +173,7 @@ class DenseColumn(Column):
 
 
 class CategoricalColumn(Column):
-    """Base class of columns of ids from 0 to `num_buckets - 1`; -1 is missing.
+    """Base class of columns of ids from 0 to `num_buckets - 1`; -1: no value.
 
     Example:
         >>> import numpy as np, replicax as rx
@@ -216,7 +215,7 @@ def is_traced(value: object) -> bool:
 
 
 def _described(value: object) -> str:
-    """Serialize a column as text, the same in every process; the input of a hash."""
+    """Serialize a column as text that is the same in every process."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = dataclasses.fields(value)
         inner = [f"{f.name}={_described(getattr(value, f.name))}" for f in fields]
@@ -278,13 +277,6 @@ def features_of(columns: Columns, features: RawFeatures) -> dict[str, np.ndarray
     hosts = _hosts(as_columns(columns, "features_of"), features, "features_of")
     arrays: dict[str, np.ndarray] = {}
     for host in hosts:
-        for key in host.keys:
-            if is_traced(features.get(key)):
-                raise TypeError(
-                    f"{host.title}: feature {key!r} is traced by JAX, but is "
-                    "transformed on the host. Call features_of(columns, features) in "
-                    "the input function."
-                )
         outputs = host.transform(features)
         arrays |= {name: np.asarray(array) for name, array in outputs.items()}
     rows = {name: len(array) for name, array in arrays.items()}
@@ -298,10 +290,9 @@ def features_of(columns: Columns, features: RawFeatures) -> dict[str, np.ndarray
 def prepared(
     columns: tuple[Column, ...], features: RawFeatures, caller: str
 ) -> dict[str, ArrayLike]:
-    """Transform a batch's raw features on the host, except those that JAX traces.
+    """Transform the raw features of a batch on the host, except traced ones.
 
-    Raises the errors of `features_of`, and TypeError for traced features of an
-    `untraceable` column. `arrays_for` takes the result.
+    `arrays_for` transforms the traced ones.
     """
     ready: dict[str, ArrayLike] = {}
     for host in _hosts(columns, features, caller):
@@ -309,11 +300,11 @@ def prepared(
             ready |= {name: features[name] for name in host.outputs}
         elif not any(is_traced(features.get(key)) for key in host.keys):
             ready |= host.transform(features)
-        elif host.untraceable:
+        elif not host.is_traceable:
             raise TypeError(
-                f"{host.title}: got features {list(host.keys)} untransformed in a "
-                f"traced function, but {host.untraceable}. Call features_of(columns, "
-                "features) in the input function."
+                f"{host.title}: got the raw features {list(host.keys)} in a traced "
+                "function, but their values are looked up on the host. Call "
+                "features_of(columns, features) in the input function."
             )
         else:
             ready |= {key: features[key] for key in host.keys if key in features}

@@ -24,9 +24,9 @@ __all__ = [
     "IndicatorColumn",
     "combined",
     "embedding_column",
-    "first_if_none",
     "indicator_column",
     "shared_embeddings",
+    "valid_ids",
 ]
 
 
@@ -36,7 +36,7 @@ _Initializer: TypeAlias = (
 )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class _DenseOfCategories(DenseColumn):
     """Base class of dense columns that encode a categorical one."""
 
@@ -52,7 +52,7 @@ class _DenseOfCategories(DenseColumn):
         return self.categorical_column.host
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class IndicatorColumn(_DenseOfCategories):
     """The column of `indicator_column`."""
 
@@ -92,10 +92,10 @@ def indicator_column(categorical_column: CategoricalColumn) -> IndicatorColumn:
         >>> fc.input_layer({"tags": [[0, 0], [2, -1]]}, [column]).tolist()
         [[2.0, 0.0, 0.0], [0.0, 0.0, 1.0]]
     """
-    return IndicatorColumn(categorical_column=categorical_column)
+    return IndicatorColumn(categorical_column)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class EmbeddingColumn(_DenseOfCategories):
     """A column of `embedding_column` or `shared_embeddings`."""
 
@@ -124,7 +124,7 @@ class EmbeddingColumn(_DenseOfCategories):
 
     @property
     def table_name(self) -> str:
-        """The table's name; columns with the same one share a table."""
+        """The table's name; columns with the same table name share a table."""
         return self.name if self.shared_name is None else self.shared_name
 
     @property
@@ -146,10 +146,9 @@ class EmbeddingColumn(_DenseOfCategories):
 
     def dense(self, arrays: Arrays, table: EmbeddingTable | None = None) -> jax.Array:
         """See the base class."""
-        if table is None:
-            raise ValueError(f"{self.title}: cannot look ids up without a table.")
+        assert table is not None
         ids, weights = self.categorical_column.ids(arrays)
-        vectors = table(first_if_none(ids)).astype("float32")
+        vectors = table(valid_ids(ids)).astype("float32")
         if self.max_norm is not None:
             vectors = _clipped_rows(vectors, self.max_norm)
         return combined(vectors, ids, weights, self.combiner)
@@ -189,14 +188,8 @@ def embedding_column(
         >>> fc.input_layer({"tags": [[0, 1], [-1, -1]]}, [column]).tolist()
         [[2.0, 2.0], [0.0, 0.0]]
     """
-    return EmbeddingColumn(
-        categorical_column=categorical_column,
-        dimension=dimension,
-        combiner=combiner,
-        initializer=initializer,
-        trainable=trainable,
-        max_norm=max_norm,
-    )
+    options = (combiner, initializer, trainable, max_norm)
+    return EmbeddingColumn(categorical_column, dimension, *options)
 
 
 def shared_embeddings(
@@ -235,21 +228,11 @@ def shared_embeddings(
     shared_name = shared_embedding_collection_name
     if shared_name is None:
         shared_name = "_".join(sorted(sizes)) + "_shared_embedding"
-    return [
-        EmbeddingColumn(
-            categorical_column=column,
-            dimension=dimension,
-            combiner=combiner,
-            initializer=initializer,
-            trainable=trainable,
-            max_norm=max_norm,
-            shared_name=shared_name,
-        )
-        for column in categorical_columns
-    ]
+    options = (combiner, initializer, trainable, max_norm, shared_name)
+    return [EmbeddingColumn(c, dimension, *options) for c in categorical_columns]
 
 
-def first_if_none(ids: jax.Array) -> jax.Array:
+def valid_ids(ids: jax.Array) -> jax.Array:
     """Replace -1, a missing id, by 0, so that all ids can be looked up."""
     return jnp.maximum(ids, 0)
 
@@ -264,12 +247,12 @@ def combined(
     weights, `"sqrtn"` by the root of the sum of their squares. Like TF, both ignore ids
     whose weight is not positive.
     """
-    there = ids >= 0
+    counts = ids >= 0
     weights = jnp.ones(ids.shape, "float32") if weights is None else weights
     if combiner != "sum":
-        there &= weights > 0
-    weights = jnp.where(there, weights, 0)
-    total = jnp.einsum("bkd,bk->bd", jnp.where(there[..., None], vectors, 0), weights)
+        counts &= weights > 0
+    weights = jnp.where(counts, weights, 0)
+    total = jnp.einsum("bkd,bk->bd", jnp.where(counts[..., None], vectors, 0), weights)
     if combiner == "sum":
         return total
     divisor = weights.sum(axis=1) if combiner == "mean" else (weights**2).sum(axis=1)

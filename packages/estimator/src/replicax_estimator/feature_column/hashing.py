@@ -14,7 +14,6 @@ from replicax_estimator.feature_column.column import (
     RawFeatures,
     SingleFeature,
 )
-from replicax_estimator.feature_column.numeric import NumericColumn
 from replicax_estimator.feature_column.raw import (
     dtype_name,
     fingerprints,
@@ -37,8 +36,8 @@ _STEP = np.uint64(0x9E3779B97F4A7C15)
 def _crossed(prints: list[np.ndarray], key: int) -> np.ndarray:
     """Hash each combination of each row's values.
 
-    From fingerprints `uint64[B, k1]`, `[B, k2]`, ... to `uint64[B, k1 * k2 * ...]`, the
-    last part's values varying fastest. `key` seeds the hash.
+    From fingerprints `uint64[B, k1]`, `[B, k2]`, ... to `uint64[B, k1 * k2 * ...]`; the
+    last part's values vary fastest. `key` seeds the hash.
     """
     rows = len(prints[0])
     combined = np.full((rows, 1), key, np.uint64)
@@ -55,7 +54,7 @@ def _mixed(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class HashedColumn(SingleFeature, CategoricalColumn):
     """The column of `categorical_column_with_hash_bucket`."""
 
@@ -79,7 +78,7 @@ class HashedColumn(SingleFeature, CategoricalColumn):
 
     def host_ids(self, features: RawFeatures) -> Array:
         """See the base class."""
-        values = np.asarray(read_categories(features, self.key, self.title))
+        values = read_categories(features, self.key, self.title)
         require_kind(values, self.dtype, self.key, self.title)
         buckets = fingerprints(values) % np.uint64(self.hash_bucket_size)
         return np.where(is_missing(values), -1, buckets.astype("int32")).astype("int32")
@@ -109,11 +108,10 @@ def categorical_column_with_hash_bucket(
         >>> fc.features_of([word], {"word": ["a", "b", ""]})[word.outputs[0]].tolist()
         [[28], [68], [-1]]
     """
-    dtype = dtype_name(dtype, f"categorical_column_with_hash_bucket({key!r})")
-    return HashedColumn(key=key, hash_bucket_size=hash_bucket_size, dtype=dtype)
+    return HashedColumn(key, hash_bucket_size, dtype_name(dtype))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class CrossedColumn(CategoricalColumn):
     """The column of `crossed_column`."""
 
@@ -128,13 +126,15 @@ class CrossedColumn(CategoricalColumn):
                 f"categorical columns; got {list(self.crossed_keys)!r}."
             )
         for key in self.crossed_keys:
-            _require_crossable(key)
+            is_known = isinstance(key, str | CategoricalColumn)
+            if not is_known or isinstance(key, HashedColumn | WeightedColumn):
+                raise ValueError(
+                    "crossed_column: each key must be the name of a feature or a "
+                    "categorical column that is neither hashed nor weighted; got "
+                    f"{key!r}. Put a numeric column in a bucketized_column. In place "
+                    "of a hashed column give the feature's name."
+                )
         require_count(self.hash_bucket_size, f"{self.title}: hash_bucket_size")
-        if self.hash_key is not None and not 0 <= self.hash_key < 2**64:
-            raise ValueError(
-                f"{self.title}: hash_key must be an integer from 0 to 2**64 - 1; got "
-                f"{self.hash_key!r}."
-            )
 
     @property
     def name(self) -> str:
@@ -172,43 +172,23 @@ class CrossedColumn(CategoricalColumn):
                 f"{self.title}: all features must have the same number of rows; got "
                 f"{rows}."
             )
-        missing = np.zeros((rows[0], 1), bool)
-        for _, is_gone in parts:
-            both = missing[:, :, None] | is_gone[:, None, :]
-            missing = both.reshape(rows[0], both.shape[1] * both.shape[2])
+        is_gone = np.zeros((rows[0], 1), bool)
+        for _, missing in parts:
+            pairs = is_gone[:, :, None] | missing[:, None, :]
+            is_gone = pairs.reshape(rows[0], pairs.shape[1] * pairs.shape[2])
         prints = [fingerprints(values) for values, _ in parts]
         key = _DEFAULT_KEY if self.hash_key is None else self.hash_key
         buckets = _crossed(prints, key) % np.uint64(self.hash_bucket_size)
-        return np.where(missing, -1, buckets.astype("int32")).astype("int32")
+        return np.where(is_gone, -1, buckets.astype("int32")).astype("int32")
 
     def _leaf(
         self, leaf: str | CategoricalColumn, features: RawFeatures
     ) -> tuple[np.ndarray, np.ndarray]:
         if isinstance(leaf, str):
             values = read_categories(features, leaf, self.title)
-            return np.asarray(values), np.asarray(is_missing(values))
+            return values, is_missing(values)
         ids = np.asarray(leaf.host_ids(features))
         return ids, ids < 0
-
-
-def _require_crossable(key: object) -> None:
-    problem = ""
-    if isinstance(key, NumericColumn):
-        problem = "a numeric column. Put it in a bucketized_column first."
-    elif isinstance(key, HashedColumn):
-        problem = (
-            "a hashed column, whose collisions would add to the cross's own. Give the "
-            f"feature's name {key.key!r} instead."
-        )
-    elif isinstance(key, WeightedColumn):
-        problem = "a weighted column, and a cross has no weights."
-    elif not isinstance(key, str | CategoricalColumn):
-        problem = f"an object of type {type(key).__name__}."
-    if problem:
-        raise ValueError(
-            "crossed_column: each key must be the name of a feature or a categorical "
-            f"column; got {key!r}, which is {problem}"
-        )
 
 
 def crossed_column(
@@ -226,7 +206,7 @@ def crossed_column(
         keys: Two or more: names of features of strings or integers, or categorical
             columns other than hashed and weighted ones.
         hash_bucket_size: Number of buckets.
-        hash_key: Seed of the hash. None: a fixed one.
+        hash_key: Seed of the hash, from 0 to `2**64 - 1`. None: a fixed seed.
 
     Raises:
         ValueError: For fewer than two keys, another column, or a size below 1.
@@ -242,11 +222,5 @@ def crossed_column(
         >>> bool(ids[0] == ids[1]), bool(ids[0] == ids[2])
         (True, False)
     """
-    if isinstance(keys, str):
-        raise ValueError(
-            "crossed_column: keys must be two or more names of features or categorical "
-            f"columns; got {keys!r}."
-        )
-    return CrossedColumn(
-        crossed_keys=tuple(keys), hash_bucket_size=hash_bucket_size, hash_key=hash_key
-    )
+    listed = (keys,) if isinstance(keys, str) else tuple(keys)
+    return CrossedColumn(listed, hash_bucket_size, hash_key)

@@ -26,7 +26,7 @@ from replicax_estimator.feature_column.dense import (
     COMBINERS,
     EmbeddingColumn,
     combined,
-    first_if_none,
+    valid_ids,
 )
 
 __all__ = ["DenseFeatures", "LinearModel", "input_layer", "linear_model"]
@@ -107,9 +107,8 @@ class DenseFeatures(_ColumnsLayer):
     `dense_features/dense_features_x_embedding/embeddings`.
 
     Call it with raw features, which it transforms on the host, or with the result of
-    `features_of`. A traced function can pass raw features for numeric columns and for
-    identity columns with a default; other columns need `features_of` in the input
-    function.
+    `features_of`. A traced function can pass raw features for numeric and bucketized
+    columns; other columns need `features_of` in the input function.
 
     Args:
         feature_columns: Dense columns: numeric, bucketized, indicator or embedding
@@ -250,15 +249,15 @@ class LinearModel(_ColumnsLayer):
         arrays = self._arrays(features)
         total = self.bias_weights.value
         for column in self._columns:
-            total = total + self._share(column, arrays)
+            total = total + self._term(column, arrays)
         return total.astype(self.compute_dtype)
 
-    def _share(self, column: Column, arrays: Arrays) -> jax.Array:
+    def _term(self, column: Column, arrays: Arrays) -> jax.Array:
         """Compute a column's term of the sum, `[B, units]`."""
         weights = self._weights[column.name].weight.value
         if isinstance(column, CategoricalColumn):
             ids, factors = column.ids(arrays)
-            rows = weights[first_if_none(ids)]
+            rows = weights[valid_ids(ids)]
             return combined(rows, ids, factors, self.sparse_combiner)
         return self._flat(_require_dense(column), arrays) @ weights
 

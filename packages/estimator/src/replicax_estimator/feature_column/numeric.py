@@ -2,13 +2,14 @@
 
 import dataclasses
 import itertools
+import numbers
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from numpy.typing import ArrayLike, DTypeLike
+from numpy.typing import DTypeLike
 
 from replicax_estimator.arguments import (
     require_callable,
@@ -40,13 +41,15 @@ __all__ = [
 ]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class NumericColumn(SingleFeature, DenseColumn):
     """The column of `numeric_column`."""
 
+    is_traceable: ClassVar[bool] = True
+
     key: str
     shape: tuple[int, ...]
-    default_value: float | tuple | None
+    default_value: float | None
     dtype: str
     normalizer_fn: Callable[[Any], Any] | None
 
@@ -67,19 +70,14 @@ class NumericColumn(SingleFeature, DenseColumn):
         """See the base class."""
         return self.shape
 
-    @property
-    def untraceable(self) -> str:
-        """See the base class."""
-        return ""
-
     def transform(self, features: RawFeatures) -> dict[str, Array]:
         """See the base class."""
         if self.key not in features and self.default_value is not None:
             rows = rows_of(features, self.title)
-            array = np.broadcast_to(self.default_value, (rows, *self.shape))
+            array = np.full((rows, *self.shape), self.default_value)
         else:
             array = read_numbers(features, self.key, self.shape, self.title)
-        # TF keeps float64 for the normalizer, too; programs have none.
+        # As in TF the normalizer gets float64; programs have no float64.
         is_wide = self.dtype == "float64" and isinstance(array, np.ndarray)
         array = array.astype("float64" if is_wide else "float32")
         if self.normalizer_fn is not None:
@@ -102,7 +100,7 @@ class NumericColumn(SingleFeature, DenseColumn):
 def numeric_column(
     key: str,
     shape: int | Iterable[int] = (1,),
-    default_value: ArrayLike | None = None,
+    default_value: float | None = None,
     dtype: DTypeLike = "float32",
     normalizer_fn: Callable[[Any], Any] | None = None,
 ) -> NumericColumn:
@@ -112,15 +110,16 @@ def numeric_column(
         key: Name of the feature, `[B, *shape]`, or `[B]` for shape `(1,)`. NaN is
             passed on.
         shape: Shape of a row.
-        default_value: A number or an array of `shape`, for batches without the feature.
+        default_value: The number for all rows of batches without the feature.
         dtype: A dtype of real numbers. `"float64"`: the normalizer gets float64. The
             result is always float32.
         normalizer_fn: Maps `[B, *shape]` to the same shape. It gets NumPy arrays, or
             traced arrays where a traced function gets raw features.
 
     Raises:
-        ValueError: For a shape that has sizes below 1 or does not fit `default_value`.
-        TypeError: For a key that is no string, or another dtype.
+        ValueError: For a shape with sizes below 1.
+        TypeError: For a key that is no string, a default that is no number, or another
+            dtype.
 
     Example:
         >>> from replicax import feature_column as fc
@@ -130,32 +129,16 @@ def numeric_column(
     """
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
     caller = f"numeric_column({key!r})"
-    numbers = None
     if default_value is not None:
-        array = np.asarray(default_value)
-        if array.shape not in ((), sizes) or array.dtype.kind not in "biuf":
-            raise ValueError(
-                f"{caller}: default_value must be a number or numbers of the shape "
-                f"{sizes}; got {default_value!r}."
-            )
-        numbers = _nested_tuple(array.tolist())
-    return NumericColumn(
-        key=key,
-        shape=sizes,
-        default_value=numbers,
-        dtype=real_dtype_name(dtype, caller),
-        normalizer_fn=normalizer_fn,
-    )
-
-
-def _nested_tuple(value: float | list) -> float | tuple:
-    return tuple(map(_nested_tuple, value)) if isinstance(value, list) else value
+        require_instance(default_value, numbers.Real, f"{caller}: default_value")
+    name = real_dtype_name(dtype, caller)
+    return NumericColumn(key, sizes, default_value, name, normalizer_fn)
 
 
 def multi_hot(ids: jax.Array, weights: jax.Array | None, depth: int) -> jax.Array:
     """Multi-hot encoding `float32[B, depth]` of ids `int32[B, k]`.
 
-    Each id counts 1, or its weight `float32[B, k]`; those below 0 count nothing.
+    Each id counts 1, or its weight `float32[B, k]`; ids below 0 count nothing.
     """
     hot = jax.nn.one_hot(ids, depth, dtype="float32")
     if weights is not None:
@@ -163,7 +146,7 @@ def multi_hot(ids: jax.Array, weights: jax.Array | None, depth: int) -> jax.Arra
     return hot.sum(axis=1)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class BucketizedColumn(DenseColumn, CategoricalColumn):
     """The column of `bucketized_column`, dense and categorical at once."""
 
@@ -239,7 +222,7 @@ def bucketized_column(
     """Numbers in buckets.
 
     Boundaries `(0, 10)` make the buckets `(-inf, 0)`, `[0, 10)` and `[10, inf)`;
-    numbers and boundaries are compared as float32. NaN falls into the last one. In a
+    numbers and boundaries are compared as float32. NaN falls into the last bucket. In a
     `LinearModel`, and in crosses and embeddings, the buckets are ids.
 
     Args:
@@ -262,4 +245,4 @@ def bucketized_column(
             f"{boundaries!r}."
         )
     edges = tuple(array.astype(float).tolist())
-    return BucketizedColumn(source_column=source_column, boundaries=edges)
+    return BucketizedColumn(source_column, edges)
