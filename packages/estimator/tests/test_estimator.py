@@ -363,7 +363,7 @@ def test_a_new_training_may_begin_with_weights_of_another(tmp_path: Path) -> Non
     )
     assert int(new.get_variable_value("global_step")) == 1
     other = Estimator(model_fn, params={"units": 5}, warm_start_from=tmp_path / "old")
-    with pytest.raises(rx.CheckpointError, match=r"dense/kernel: \[3, 4\] saved"):
+    with pytest.raises(ValueError, match=r"\(3, 5\), Received: .*=\(3, 4\).*dense/k"):
         other.train(lambda: batches(), steps=1)
 
 

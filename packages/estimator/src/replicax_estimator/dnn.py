@@ -117,8 +117,7 @@ class _DNN(CannedEstimator):
 class DNNRegressor(_DNN):
     """A network of dense layers for regression.
 
-    Results of `evaluate` and `predict`, other arguments and errors are those of
-    `LinearRegressor`.
+    Results of `evaluate` and `predict` and other arguments are `LinearRegressor`'s.
 
     Args:
         hidden_units: Sizes of the hidden layers.
@@ -144,7 +143,7 @@ class DNNClassifier(_DNN):
     """A network of dense layers for classification.
 
     Results of `evaluate` and `predict` are those of `LinearClassifier`, other arguments
-    and errors those of `DNNRegressor`.
+    are those of `DNNRegressor`.
 
     Args:
         n_classes: As for `LinearClassifier`.
@@ -217,9 +216,6 @@ class DNNLinearCombinedRegressor(_DNNLinearCombined):
         dnn_feature_columns: None: no hidden layers.
         batch_norm: As for `DNNRegressor`.
 
-    Raises:
-        ValueError: For no columns at all.
-
     Example:
         >>> import numpy as np, replicax as rx
         >>> x = np.linspace(-1, 1, 64, dtype="float32")
@@ -239,7 +235,7 @@ class DNNLinearCombinedClassifier(_DNNLinearCombined):
     """A wide and deep model for classification: a linear model plus a network.
 
     Results of `evaluate` and `predict` are those of `LinearClassifier`, other arguments
-    and errors those of `DNNLinearCombinedRegressor`.
+    are those of `DNNLinearCombinedRegressor`.
 
     Args:
         n_classes: As for `LinearClassifier`.

@@ -70,9 +70,8 @@ class Estimator:
         is_temporary: Whether `model_dir` is a new temporary folder.
 
     Raises:
-        TypeError: If an argument is of the wrong kind.
         ValueError: If `model_fn` requires other arguments, or `model_dir` and the
-            config's differ.
+            config's `model_dir` differ.
 
     Example:
         >>> import grain, keras, numpy as np, replicax as rx
@@ -296,7 +295,7 @@ class Estimator:
             `yield_single_examples`.
 
         Raises:
-            ValueError: When the generator starts: if there is no checkpoint, no such
+            ValueError: In the first iteration, if there is no checkpoint or no such
                 key, or predictions have no batch dimension.
         """
         key = ModeKeys.PREDICT, one_device()

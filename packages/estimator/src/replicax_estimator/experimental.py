@@ -73,10 +73,6 @@ def make_early_stopping_hook(
         run_every_secs: Seconds between two calls of `should_stop_fn`.
         run_every_steps: Steps between two calls, in place of seconds.
 
-    Raises:
-        TypeError: If `should_stop_fn` is not callable.
-        ValueError: For an interval that is not positive, for none, or for two.
-
     Example:
         >>> import replicax as rx
         >>> column = rx.feature_column.numeric_column("x")
@@ -131,7 +127,7 @@ def stop_if_no_increase_hook(
     """A hook that stops training when a metric has stopped increasing.
 
     It stops after `max_steps_without_increase` training steps without a new maximum.
-    Other arguments and errors are those of `stop_if_no_decrease_hook`.
+    Other arguments are those of `stop_if_no_decrease_hook`.
 
     Example:
         >>> import replicax as rx
@@ -152,7 +148,7 @@ def stop_if_higher_hook(
 ) -> SessionRunHook:
     """A hook that stops training when an evaluation's metric is above `threshold`.
 
-    Other arguments and errors are those of `stop_if_no_decrease_hook`.
+    Other arguments are those of `stop_if_no_decrease_hook`.
 
     Example:
         >>> import replicax as rx
@@ -171,7 +167,7 @@ def stop_if_lower_hook(
 ) -> SessionRunHook:
     """A hook that stops training when an evaluation's metric is below `threshold`.
 
-    Other arguments and errors are those of `stop_if_no_decrease_hook`.
+    Other arguments are those of `stop_if_no_decrease_hook`.
 
     Example:
         >>> import replicax as rx

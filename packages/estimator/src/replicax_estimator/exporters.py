@@ -110,7 +110,7 @@ class _SavedModelExporter(Exporter):
 class FinalExporter(_SavedModelExporter):
     """Exports once, when training has ended.
 
-    Arguments and errors are those of `LatestExporter`.
+    Arguments are those of `LatestExporter`.
 
     Example:
         >>> import keras, replicax as rx
@@ -136,10 +136,6 @@ class LatestExporter(_SavedModelExporter):
         name: Name of the folder with the exports.
         serving_input_receiver_fn: As for `Estimator.export_saved_model`.
         exports_to_keep: Number of newest exports to keep; None: all.
-
-    Raises:
-        TypeError: If `serving_input_receiver_fn` is no function.
-        ValueError: If `exports_to_keep` is less than 1.
 
     Example:
         >>> import keras, replicax as rx
@@ -171,10 +167,6 @@ class BestExporter(_SavedModelExporter):
             of metrics; returns whether the current one is better. None: whether its
             `"loss"` is smaller.
         eval_name: The name of the evaluations, as in `EvalSpec(name=...)`.
-
-    Raises:
-        TypeError: If `compare_fn` or `serving_input_receiver_fn` is no function.
-        ValueError: If `exports_to_keep` is less than 1.
 
     Example:
         >>> import keras, replicax as rx

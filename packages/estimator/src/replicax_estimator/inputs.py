@@ -43,10 +43,6 @@ def numpy_input_fn(
         A function without arguments. Each call returns a new iterable over
         `(features, labels)`, or features.
 
-    Raises:
-        ValueError: If `shuffle` is not given, arrays differ in the number of examples
-            or have none, or a number is below 1.
-
     Example:
         >>> import numpy as np, replicax as rx
         >>> input_fn = rx.estimator.numpy_input_fn(
@@ -82,8 +78,7 @@ def pandas_input_fn(
     Other arguments and the result are `numpy_input_fn`'s.
 
     Raises:
-        ValueError: As `numpy_input_fn`; if the indices of `x` and `y` differ, or `x`
-            has the target column.
+        ValueError: If the indices of `x` and `y` differ, or `x` has the target column.
 
     Example:
         >>> import pandas as pd, replicax as rx  # doctest: +SKIP

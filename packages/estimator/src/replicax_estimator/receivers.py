@@ -96,10 +96,6 @@ class ServingInputReceiver:
         default_batch_size: The size of all batches; None: any size. This replaces the
             first dimension of each feature's shape.
 
-    Raises:
-        ValueError: If a shape is unknown, or `default_batch_size` is below 1.
-        TypeError: If a dtype is unknown.
-
     Example:
         >>> import keras, replicax as rx
         >>> pixels = keras.KerasTensor((None, 8, 8), "float32")

@@ -35,10 +35,6 @@ class RunConfig:
         restore_input: Whether a training that was interrupted continues its input from
             the position of its last checkpoint. The data must come in the same order.
 
-    Raises:
-        ValueError: For numbers that are not positive, or two intervals.
-        TypeError: If `train_distribute` or `eval_distribute` is no strategy.
-
     Example:
         >>> import replicax as rx
         >>> strategy = rx.MirroredStrategy()

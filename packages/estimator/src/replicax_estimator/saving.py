@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import keras
 import numpy as np
 
 import replicax as rx
@@ -52,7 +51,7 @@ class InputPosition:
 
 
 class _TrainingState(rx.Checkpoint):
-    """A training's checkpoint, which is restored completely or not at all."""
+    """A training's checkpoint; a checkpoint of another model is an error."""
 
     def __init__(self, model: EstimatorModel, position: InputPosition) -> None:
         super().__init__(
@@ -62,24 +61,26 @@ class _TrainingState(rx.Checkpoint):
 
     def apply(self, contents: storage.Contents, path: str) -> rx.RestoreStatus:
         """Set the state, or raise a CheckpointError that lists the differences."""
-        own, saved = self._model.variables(), _variables_in(contents)
-        missing = own.keys() - saved.keys()
-        state = {n for n, v in own.items() if self._model.is_optimizer_state(v)}
-        if missing and missing == state:
-            # The checkpoint is from a training with parameter servers.
-            _logger.warning(
-                "Estimator: %s has no optimizer state; it starts from zero.", path
-            )
-            missing = set()
-        unused = saved.keys() - own.keys()
-        if self._model.is_asynchronous:  # Parameter servers hold the optimizer state.
-            unused = set()
-        differences = _wrong_shapes(own, saved)
-        differences += [f"{name}: not in the checkpoint" for name in sorted(missing)]
-        differences += [f"{name}: in the checkpoint only" for name in sorted(unused)]
-        if differences:
-            raise _other_model(path, "; ".join(differences))
-        return super().apply(contents, path).expect_partial()
+        model = self._model
+        try:
+            status = super().apply(contents, path)
+            state = [
+                _VARIABLES + name
+                for name, variable in model.variables().items()
+                if model.is_optimizer_state(variable)
+            ]
+            if status.missing and sorted(status.missing) == sorted(state):
+                # The checkpoint is from a training with parameter servers.
+                _logger.warning(
+                    "Estimator: %s has no optimizer state; it starts from zero.", path
+                )
+            elif model.is_asynchronous:  # Servers hold the optimizer state.
+                status.assert_existing_objects_matched()
+            else:
+                status.assert_consumed()
+        except rx.CheckpointError as error:
+            raise _other_model(path, error) from None
+        return status.expect_partial()
 
 
 class Saver:
@@ -198,27 +199,14 @@ def warm_start(
     state = {id(v) for optimizer in optimizers for v in optimizer.variables}
     own = {n: v for n, v in model.variables().items() if id(v) not in state}
     names = [name for name in own if name in values]
-    wrong = _wrong_shapes(own, values)
-    if wrong or not names:
+    if not names:
         raise rx.CheckpointError(
-            f"Estimator: warm_start_from={path!r} does not fit the model: "
-            + ("; ".join(wrong) or f"it has {sorted(values)}, the model {sorted(own)}")
-            + "."
+            f"Estimator: warm_start_from={path!r} does not fit the model: it has "
+            f"{sorted(values)}, the model {sorted(own)}."
         )
     for name in names:
         own[name].assign(values[name])
     return names
-
-
-def _wrong_shapes(
-    variables: Mapping[str, keras.Variable], arrays: Mapping[str, np.ndarray]
-) -> list[str]:
-    """Describe the variables whose shapes differ from the checkpoint's."""
-    return [
-        f"{name}: {list(arrays[name].shape)} saved, {list(variable.shape)} here"
-        for name, variable in variables.items()
-        if name in arrays and tuple(variable.shape) != arrays[name].shape
-    ]
 
 
 def _other_model(path: str, difference: object) -> rx.CheckpointError:

@@ -88,9 +88,6 @@ def categorical_column_with_identity(
         num_buckets: Number of ids, from 0 to `num_buckets - 1`.
         default_value: The id for integers out of range. None: they are an error.
 
-    Raises:
-        ValueError: For sizes below 1, or a default out of range.
-
     Example:
         >>> from replicax import feature_column as fc
         >>> day = fc.categorical_column_with_identity("day", 7)
@@ -165,10 +162,6 @@ def weighted_categorical_column(
         weight_feature_key: Name of the feature with the weights, numbers in the shape
             of the ids.
         dtype: A dtype of real numbers. Weights always become float32.
-
-    Raises:
-        ValueError: For another column.
-        TypeError: For another dtype.
 
     Example:
         >>> from replicax import feature_column as fc
@@ -259,13 +252,13 @@ def categorical_column_with_vocabulary_list(
         vocabulary_list: Strings or integers, each once; the first has id 0.
         dtype: `"string"` or an integer dtype. None: the list's.
         default_value: The id of values outside the list; -1: they are left out.
-        num_oov_buckets: Number of hash buckets for values outside the list, with ids
-            after the list's (the hash is not TF's).
+        num_oov_buckets: Number of hash buckets for values outside the list; their ids
+            follow those of the list. (The hash is not TF's.)
 
     Raises:
-        ValueError: For an empty list, a value twice, a default out of range, or both
-            a default and buckets.
-        TypeError: For values that are neither strings nor integers.
+        ValueError: If the list is empty or has a value twice, the default is out of
+            range, or both a default and buckets are given.
+        TypeError: If values are neither strings nor integers.
 
     Example:
         >>> from replicax import feature_column as fc
@@ -313,9 +306,8 @@ def categorical_column_with_vocabulary_file(
         num_oov_buckets: As for a list.
 
     Raises:
-        ValueError: As for a list, for fewer lines than `vocabulary_size`, or for lines
-            that are no integers with an integer `dtype`.
-        OSError: If the file cannot be read.
+        ValueError: If the file has fewer lines than `vocabulary_size`, or a line is no
+            integer with an integer `dtype`.
 
     Example:
         >>> import pathlib, tempfile

@@ -1,10 +1,9 @@
-"""Serializes feature columns to JSON, and deserializes them."""
+"""Serializes the columns that transform raw features to JSON, and deserializes them."""
 
 import dataclasses
 import math
 from typing import Any
 
-import keras
 import numpy as np
 
 from replicax_estimator.feature_column.categorical import (
@@ -13,7 +12,6 @@ from replicax_estimator.feature_column.categorical import (
     WeightedColumn,
 )
 from replicax_estimator.feature_column.column import Column
-from replicax_estimator.feature_column.dense import EmbeddingColumn, IndicatorColumn
 from replicax_estimator.feature_column.hashing import CrossedColumn, HashedColumn
 from replicax_estimator.feature_column.numeric import BucketizedColumn, NumericColumn
 from replicax_estimator.types import JSONObject
@@ -23,10 +21,8 @@ __all__ = ["from_config", "to_config"]
 _KINDS: dict[str, type[Column]] = {
     "bucketized": BucketizedColumn,
     "crossed": CrossedColumn,
-    "embedding": EmbeddingColumn,
     "hashed": HashedColumn,
     "identity": IdentityColumn,
-    "indicator": IndicatorColumn,
     "numeric": NumericColumn,
     "vocabulary": VocabularyColumn,
     "weighted": WeightedColumn,
@@ -37,8 +33,7 @@ _NAMES = {cls: name for name, cls in _KINDS.items()}
 def to_config(column: Column) -> JSONObject:
     """Serialize a column as JSON: its `"kind"` and its attributes.
 
-    Keras serializes the initializers. ValueError: The column holds a Python function, a
-    `normalizer_fn` or an initializer that is not Keras'.
+    ValueError: The column contains a `normalizer_fn`.
     """
     config: JSONObject = {"kind": _NAMES[type(column)]}
     for field in dataclasses.fields(column):  # type: ignore[arg-type]
@@ -48,8 +43,7 @@ def to_config(column: Column) -> JSONObject:
         except TypeError as error:
             raise ValueError(
                 f"to_config: {column.title} holds {field.name}={value!r}, which JSON "
-                "cannot hold. Use a Keras initializer; in place of a normalizer_fn "
-                "normalize in the input function or in the model."
+                "cannot hold. Normalize in the input function or in the model."
             ) from error
     return config
 
@@ -57,8 +51,6 @@ def to_config(column: Column) -> JSONObject:
 def _encoded(value: object) -> Any:
     if isinstance(value, Column):
         return {"column": to_config(value)}
-    if isinstance(value, keras.initializers.Initializer):
-        return {"initializer": keras.initializers.serialize(value)}
     if isinstance(value, tuple):
         return [_encoded(part) for part in value]
     if isinstance(value, np.generic):
@@ -84,6 +76,4 @@ def _decoded(value: Any) -> object:
         return value
     if "column" in value:
         return from_config(value["column"])
-    if "float" in value:
-        return float(value["float"])
-    return keras.initializers.deserialize(value["initializer"])
+    return float(value["float"])

@@ -82,9 +82,6 @@ def indicator_column(categorical_column: CategoricalColumn) -> IndicatorColumn:
     Args:
         categorical_column: Any categorical column.
 
-    Raises:
-        ValueError: For a column that is not categorical.
-
     Example:
         >>> from replicax import feature_column as fc
         >>> tags = fc.categorical_column_with_identity("tags", 3)
@@ -177,10 +174,6 @@ def embedding_column(
         trainable: Whether to train the table.
         max_norm: Clips looked-up vectors to this L2 norm.
 
-    Raises:
-        ValueError: For a column that is not categorical, `dimension` below 1, or
-            another combiner.
-
     Example:
         >>> from replicax import feature_column as fc
         >>> tags = fc.categorical_column_with_identity("tags", 3)
@@ -203,12 +196,12 @@ def shared_embeddings(
 ) -> list[EmbeddingColumn]:
     """Embedding columns that share one table.
 
-    Columns share the table within a layer; each layer has its own. The result has a
-    column for each of `categorical_columns`, in their order. Other arguments and errors
-    are those of `embedding_column`.
+    Columns share the table within a layer; each layer has its own table. The result
+    has a column for each of `categorical_columns`, in their order. Other arguments are
+    those of `embedding_column`.
 
     Raises:
-        ValueError: Also if the columns' `num_buckets` differ.
+        ValueError: If the columns' `num_buckets` differ.
 
     Example:
         >>> from replicax import feature_column as fc

@@ -98,10 +98,6 @@ def categorical_column_with_hash_bucket(
         hash_bucket_size: Number of buckets.
         dtype: `"string"`, or an integer dtype.
 
-    Raises:
-        ValueError: For a size below 1.
-        TypeError: For another dtype.
-
     Example:
         >>> from replicax import feature_column as fc
         >>> word = fc.categorical_column_with_hash_bucket("word", 100)
@@ -207,9 +203,6 @@ def crossed_column(
             columns other than hashed and weighted ones.
         hash_bucket_size: Number of buckets.
         hash_key: Seed of the hash, from 0 to `2**64 - 1`. None: a fixed seed.
-
-    Raises:
-        ValueError: For fewer than two keys, another column, or a size below 1.
 
     Example:
         >>> from replicax import feature_column as fc

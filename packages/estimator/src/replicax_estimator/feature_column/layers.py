@@ -117,9 +117,6 @@ class DenseFeatures(_ColumnsLayer):
         name: The layer's name.
         **kwargs: Other arguments of a Keras layer.
 
-    Raises:
-        ValueError: For a column that is not dense, two of one name, or none.
-
     Returns (call):
         `[B, sum of the columns' sizes]` in the layer's compute dtype.
 
@@ -189,10 +186,6 @@ class LinearModel(_ColumnsLayer):
         trainable: Whether to train the weights.
         name: The layer's name.
         **kwargs: Other arguments of a Keras layer.
-
-    Raises:
-        ValueError: For two columns of one name or none, `units` below 1, or another
-            combiner.
 
     Returns (call):
         `[B, units]` in the layer's compute dtype.
@@ -271,9 +264,9 @@ def input_layer(
 
     (TF: `tf.compat.v1.feature_column.input_layer`.)
 
-    Each call makes a new `DenseFeatures`: call it in a `model_fn`, where variables are
-    reused. Arguments and errors are those of `DenseFeatures` and of its call; the
-    result is `float32[B, sum of the columns' sizes]`.
+    Each call makes a new `DenseFeatures`: call it in a `model_fn`, which reuses
+    variables. Arguments are those of `DenseFeatures` and of its call; the result is
+    `float32[B, sum of the columns' sizes]`.
 
     Example:
         >>> from replicax import feature_column as fc
@@ -294,9 +287,9 @@ def linear_model(
 
     (TF: `tf.compat.v1.feature_column.linear_model`.)
 
-    Each call makes a new `LinearModel`: call it in a `model_fn`, where variables are
-    reused. Arguments and errors are those of `LinearModel` and of its call; the result
-    is `float32[B, units]`.
+    Each call makes a new `LinearModel`: call it in a `model_fn`, which reuses
+    variables. Arguments are those of `LinearModel` and of its call; the result is
+    `float32[B, units]`.
 
     Example:
         >>> from replicax import feature_column as fc

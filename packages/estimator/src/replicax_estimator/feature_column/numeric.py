@@ -116,11 +116,6 @@ def numeric_column(
         normalizer_fn: Maps `[B, *shape]` to the same shape. It gets NumPy arrays, or
             traced arrays where a traced function gets raw features.
 
-    Raises:
-        ValueError: For a shape with sizes below 1.
-        TypeError: For a key that is no string, a default that is no number, or another
-            dtype.
-
     Example:
         >>> from replicax import feature_column as fc
         >>> age = fc.numeric_column("age", normalizer_fn=lambda years: years / 100)
@@ -228,9 +223,6 @@ def bucketized_column(
     Args:
         source_column: A `numeric_column` of one dimension.
         boundaries: Numbers in ascending order.
-
-    Raises:
-        ValueError: For another column, or other boundaries.
 
     Example:
         >>> from replicax import feature_column as fc
